@@ -1,0 +1,93 @@
+"""The builders of the spec (PR-03) with defaulted, keyword-only extras (D2); the work is done in niels_gpt.build."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from niels_gpt.build.describe import Source
+from niels_gpt.build.encode import Tokenizer
+from niels_gpt.build.pretrain import Progress, build_pretrain
+from niels_gpt.build.sft import build_sft
+from niels_gpt.chat_template import Message
+
+__all__ = ["Message", "build_pretrain_cache", "build_sft_cache"]
+
+
+def build_pretrain_cache(
+    texts: Iterable[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    tokenizer: Tokenizer,
+    max_train_tokens: int,
+    max_val_tokens: int,
+    shard_bytes: int,
+    seed: int,
+    shuffle_buffer: int | None,
+    source_name: str | None = None,
+    source_config: str | None = None,
+    streaming: bool = False,
+    append_eot: bool = False,
+    on_special: str = "drop",
+    num_threads: int = 1,
+    progress: Progress | None = None,
+) -> None:
+    """Write out_dir/{train,val}/shard_*.bin, out_dir/index/{train,val}_docs.npy and out_dir/meta.json.
+
+    Tokens are little-endian uint16. The same texts in the same order, seed and tokenizer give the same bytes.
+    texts: one document each; by default the shards are exactly the concatenated `tokenizer.encode(text)` (D4).
+    max_train_tokens, max_val_tokens: tokens; both splits fill together (D5).
+    shuffle_buffer: documents held by the shuffle buffer; None: the order of the stream.
+    append_eot: add the end-of-text id to each document.
+    on_special: a text that holds a sentinel is dropped and counted ("drop"), or a ValueError ("raise").
+    Raises: ValueError for bad arguments and for an empty train split; CacheError as fileio.building and commit.
+    """
+    build_pretrain(
+        ((None, text) for text in texts),
+        out_dir,
+        tokenizer=tokenizer,
+        max_train_tokens=max_train_tokens,
+        max_val_tokens=max_val_tokens,
+        shard_bytes=shard_bytes,
+        seed=seed,
+        shuffle_buffer=shuffle_buffer,
+        append_eot=append_eot,
+        on_special=on_special,
+        num_threads=num_threads,
+        source=Source(name=source_name, config=source_config, streaming=streaming),
+        progress=progress,
+    )
+
+
+def build_sft_cache(
+    examples: Iterable[Sequence[Message]] | Iterable[Sequence[Mapping[str, Any]]],
+    out_dir: str | os.PathLike[str],
+    *,
+    tokenizer: Tokenizer,
+    val_frac: float,
+    seed: int,
+    source_name: str | None = None,
+    source_config: str | None = None,
+    streaming: bool = False,
+    on_special: str = "drop",
+    num_threads: int = 1,
+    progress: Progress | None = None,
+) -> None:
+    """Write out_dir/{train,val}_tokens.bin, out_dir/{train,val}_idx.npy and out_dir/meta.json.
+
+    idx holds one int64 offset an example, in tokens; the last length follows from the file size (D3).
+    The same examples in the same order, seed and tokenizer give the same bytes.
+    Raises: ValueError for bad arguments and where no example is left; CacheError as fileio.building and commit.
+    """
+    build_sft(
+        examples,
+        out_dir,
+        tokenizer=tokenizer,
+        val_frac=val_frac,
+        seed=seed,
+        on_special=on_special,
+        num_threads=num_threads,
+        source=Source(name=source_name, config=source_config, streaming=streaming),
+        progress=progress,
+    )

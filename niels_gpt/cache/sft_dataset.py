@@ -1,0 +1,126 @@
+"""One chat a row, with the loss on the assistant's words only. B: rows of a batch, T: tokens of a row."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from niels_gpt.cache.formats import IGNORE_INDEX, TOKEN_NUMPY_DTYPE
+from niels_gpt.cache.meta import check_tokenizer, find_meta, special_id
+from niels_gpt.cache.mmap import load_idx, mmap_tokens
+from niels_gpt.cache.pretrain_dataset import split_rows
+from niels_gpt.fileio import META_NAME, CacheError
+
+
+class SFTExampleDataset:
+    """Draws whole examples, cut or padded to T + 1 tokens (PR-03).
+
+    The version that the files' folder stands for is resolved once, here: a rebuild does not disturb an open dataset.
+    Safe to fork and to pickle (a copy maps the files anew); never writes.
+    """
+
+    def __init__(
+        self,
+        tokens_path: str | os.PathLike[str],
+        idx_path: str | os.PathLike[str],
+        *,
+        T: int,
+        device: str,
+        eot_id: int,
+        asst_id: int | None = None,
+        tokenizer_sha256: str | None = None,
+    ) -> None:
+        """tokens_path, idx_path: a split's token file and offsets, such as train_tokens.bin and train_idx.npy.
+
+        asst_id: id of the assistant sentinel; by default from meta.json beside the tokens, else from the cache's
+            tokenizer/meta.json (D1).
+        tokenizer_sha256: raise CacheError unless the cache was built with this model.
+        Raises: FileNotFoundError, CacheError (each names the file), ValueError for T < 1.
+        """
+        if T < 1:
+            raise ValueError(f"T={T}: expected at least 1 token")
+        self.T, self.device, self.eot_id = T, device, eot_id
+        self.tokens_path, self.idx_path = Path(tokens_path).resolve(), Path(idx_path).resolve()
+        folder = self.tokens_path.parent
+        self.meta: dict[str, Any] | None = find_meta(folder)
+        check_tokenizer(folder, self.meta, tokenizer_sha256)
+        self.asst_id = special_id(folder, self.meta, "asst") if asst_id is None else asst_id
+        for name, given in (("eot", eot_id), ("asst", self.asst_id)):
+            known = ((self.meta or {}).get("special_token_ids") or {}).get(name, given)
+            if known != given:
+                raise CacheError(
+                    f"{folder / META_NAME}: the {name} sentinel has id {known}, but {name}_id={given} was given"
+                )
+        self._open()
+
+    def _open(self) -> None:
+        self._tokens = mmap_tokens(self.tokens_path, expected_bytes=self._recorded_bytes())
+        self._starts = load_idx(self.idx_path, num_tokens=len(self._tokens))
+
+    def _recorded_bytes(self) -> int | None:
+        groups = (self.meta or {}).get("shards")
+        for group in groups.values() if isinstance(groups, dict) else ():
+            for record in group:
+                if record["name"] == self.tokens_path.name:
+                    return int(record["bytes"])
+        return None
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        return len(self._starts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_tokens", "_starts")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def example(self, row: int) -> NDArray[np.uint16]:
+        """Return the ids of one whole example: uint16 [tokens], a read-only view of the file."""
+        end = int(self._starts[row + 1]) if row + 1 < len(self._starts) else len(self._tokens)
+        return self._tokens[int(self._starts[row]) : end]
+
+    def get_batch(
+        self, *, B: int, generator: torch.Generator
+    ) -> tuple[torch.LongTensor, torch.LongTensor, torch.LongTensor]:
+        """Return x, y, y_masked: int64 [B, T], contiguous, on `device`; y_masked is y with -100 where there is no loss.
+
+        An example longer than T + 1 tokens is cut; a shorter one is padded with eot_id, and padding is never a target.
+        """
+        drawn = torch.randint(len(self), (B,), generator=generator, device=generator.device).cpu()
+        rows = np.full((B, self.T + 1), self.eot_id, dtype=TOKEN_NUMPY_DTYPE)
+        lengths = np.empty(B, dtype=np.int64)
+        for row, example in enumerate(drawn.tolist()):
+            ids = self.example(example)[: self.T + 1]
+            rows[row, : len(ids)] = ids
+            lengths[row] = len(ids)
+        is_target = target_mask(rows, lengths, asst_id=self.asst_id, eot_id=self.eot_id)
+        x, y = split_rows(rows, self.device)
+        targets = torch.from_numpy(is_target[:, 1:]).to(self.device)
+        masked: Any = torch.where(targets, y, IGNORE_INDEX)
+        return x, y, masked
+
+
+def target_mask(ids: NDArray[np.uint16], lengths: NDArray[np.int64], *, asst_id: int, eot_id: int) -> NDArray[np.bool_]:
+    """Return which tokens carry loss: those after an assistant sentinel, up to and including the next EOT.
+
+    ids [B, S], lengths [B]: tokens of each row before padding; returns bool [B, S].
+
+        sys a eot usr b eot asst A B eot pad
+         0  0  0   0  0  0   0   1 1  1   0
+
+    A token is inside a reply if, among the tokens before it, the last sentinel is later than the last EOT.
+    """
+    position = np.arange(ids.shape[1], dtype=np.int32)
+    last_asst = np.maximum.accumulate(np.where(ids == asst_id, position, -1), axis=1)
+    last_eot = np.maximum.accumulate(np.where(ids == eot_id, position, -1), axis=1)
+    is_target = np.zeros(ids.shape, dtype=np.bool_)
+    is_target[:, 1:] = last_asst[:, :-1] > last_eot[:, :-1]
+    is_target &= position < lengths[:, None]
+    return is_target

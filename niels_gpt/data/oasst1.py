@@ -1,0 +1,239 @@
+"""OpenAssistant 1: trees of messages, read as one chat per path from root to leaf."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice, pairwise
+from typing import Any
+
+from niels_gpt.data import places
+from niels_gpt.data.types import ChatMessage, ChatSample
+
+SOURCE = "oasst1"
+DATASET_ID = "OpenAssistant/oasst1"
+UPSTREAM_SPLITS = ("train", "validation")
+ROLES = {"prompter": "user", "assistant": "assistant"}
+# All 88,000 messages are held at once, so the labels and scores, most of a row's weight, are left behind.
+KEPT_FIELDS = ("message_id", "parent_id", "message_tree_id", "text", "role", "lang", "deleted")
+
+Record = dict[str, Any]
+
+
+def iter_oasst1_sft(
+    *,
+    split: str = "train",
+    seed: int = 42,
+    shuffle_trees: bool = True,
+    take_trees: int | None = None,
+    english_only: bool = True,
+    max_messages: int = 32,
+    source_root: str | os.PathLike[str] = "hub",
+    dataset_id: str = DATASET_ID,
+    revision: str | None = None,
+    counters: Counter[str] | None = None,
+) -> Iterator[ChatSample]:
+    """Stream chats tree by tree, the threads of a tree one after another (PR-02).
+
+    `take_trees` counts trees, also those that give no thread. `shuffle_trees` permutes trees, not threads, by torch.
+    `_reconstruct_threads` says what is dropped.
+    """
+    places.check_take(take_trees)
+    _check_max_messages(max_messages)
+    trees = iter_oasst1_trees(
+        split=split, source_root=source_root, dataset_id=dataset_id, revision=revision, counters=counters
+    )
+    chosen = islice(_shuffled(trees, seed) if shuffle_trees else trees, take_trees)
+    return chain.from_iterable(
+        _reconstruct_threads(tree, english_only=english_only, max_messages=max_messages, counters=counters)
+        for tree in chosen
+    )
+
+
+def iter_oasst1_trees(
+    *,
+    split: str = "train",
+    source_root: str | os.PathLike[str] = "hub",
+    dataset_id: str = DATASET_ID,
+    revision: str | None = None,
+    counters: Counter[str] | None = None,
+) -> Iterator[list[Record]]:
+    """Group messages by tree, in order of each tree's first message; within a tree in file order.
+
+    Holds every message in memory. `split` "all" reads every upstream split. A message without a text, a role, an id or
+    a tree counts as "missing_field" and is dropped.
+    """
+    root = places.mirror_root(source_root)
+    if root is None:
+        splits = UPSTREAM_SPLITS if split == "all" else (split,)
+        rows: Iterator[Record] = chain.from_iterable(
+            places.hub_rows(dataset_id, split=name, streaming=False, revision=revision) for name in splits
+        )
+    else:
+        # A copy of the hub's repository has the same messages twice: exports beside the parquet files in data/.
+        paths = places.split_files(root, dataset_id, split=split, folders=("data",))
+        rows = places.iter_rows(paths, counters=counters)
+    return _trees(rows, counters)
+
+
+def _trees(rows: Iterable[Record], counters: Counter[str] | None) -> Iterator[list[Record]]:
+    trees: dict[str, list[Record]] = {}
+    for row in rows:
+        tree_id = row.get("message_tree_id")
+        if isinstance(tree_id, str) and _is_whole(row):
+            trees.setdefault(tree_id, []).append({key: row.get(key) for key in KEPT_FIELDS})
+        else:
+            places.count(counters, "missing_field")
+    yield from trees.values()
+
+
+def _is_whole(row: Record) -> bool:
+    texts = (row.get("message_id"), row.get("text"), row.get("role"))
+    return all(isinstance(text, str) for text in texts) and isinstance(row.get("parent_id"), str | None)
+
+
+def _check_max_messages(max_messages: int) -> None:
+    if max_messages < 1:
+        raise ValueError(f"max_messages is {max_messages}; expected at least 1")
+
+
+def _reconstruct_threads(
+    records: Sequence[Record],
+    *,
+    english_only: bool = True,
+    max_messages: int = 32,
+    counters: Counter[str] | None = None,
+) -> Iterator[ChatSample]:
+    """Give one chat per path from a root to a leaf, siblings in file order (PR-02, D15).
+
+    Messages lost are counted by reason: "missing_field"; "duplicate_id" (the later one); "orphan" (the parent is not
+    among the records), "deleted" and "not_english" with all below them; "cycle" (no root above); "blank" (skipped: its
+    replies answer the message above it); "over_max_messages" (below the cut, where the path ends). Threads lost:
+    "unknown_role", "same_role_twice", "no_assistant_turn". Texts are stripped.
+    """
+    _check_max_messages(max_messages)
+    by_id = _index(records, counters)
+    children: dict[str | None, list[str]] = defaultdict(list)
+    for message_id, record in by_id.items():
+        children[record.get("parent_id")].append(message_id)
+    kept = _prune(by_id, children, english_only, counters)
+    replies = _without_blanks(by_id, children, kept, counters)
+    for path, below in _paths(replies, max_messages):
+        places.count(counters, "over_max_messages", below)
+        sample = _thread([by_id[message_id] for message_id in path], counters)
+        if sample is not None:
+            yield sample
+
+
+def _index(records: Iterable[Record], counters: Counter[str] | None) -> dict[str, Record]:
+    by_id: dict[str, Record] = {}
+    for record in records:
+        if not _is_whole(record):
+            places.count(counters, "missing_field")
+        elif record["message_id"] in by_id:
+            places.count(counters, "duplicate_id")
+        else:
+            by_id[record["message_id"]] = record
+    return by_id
+
+
+def _below(start: Iterable[str], children: dict[str | None, list[str]]) -> list[str]:
+    """List the start messages and all below them, parents first; only for starts outside any cycle."""
+    found = list(start)
+    for message_id in found:  # grows while it is read
+        found += children.get(message_id, ())
+    return found
+
+
+def _prune(
+    by_id: dict[str, Record],
+    children: dict[str | None, list[str]],
+    english_only: bool,
+    counters: Counter[str] | None,
+) -> set[str]:
+    """Return the ids that stay, having counted what goes."""
+    reachable = _below(children.get(None, ()), children)
+    orphans = [key for key, record in by_id.items() if record.get("parent_id") not in by_id and _has_parent(record)]
+    lost = _below(orphans, children)
+    places.count(counters, "orphan", len(lost))
+    places.count(counters, "cycle", len(by_id) - len(reachable) - len(lost))
+    reason_of: dict[str, str] = {}
+    for message_id in reachable:  # parents first, so a parent's reason is known
+        record = by_id[message_id]
+        above = reason_of.get(record["parent_id"]) if _has_parent(record) else None
+        if above is not None:
+            reason_of[message_id] = above
+        elif record.get("deleted"):
+            reason_of[message_id] = "deleted"
+        elif english_only and record.get("lang") != "en":
+            reason_of[message_id] = "not_english"
+    for reason, number in Counter(reason_of.values()).items():
+        places.count(counters, reason, number)
+    return set(reachable) - reason_of.keys()
+
+
+def _has_parent(record: Record) -> bool:
+    return record.get("parent_id") is not None
+
+
+def _without_blanks(
+    by_id: dict[str, Record],
+    children: dict[str | None, list[str]],
+    kept: set[str],
+    counters: Counter[str] | None,
+) -> dict[str | None, list[str]]:
+    """Return the kept messages' replies, where the replies of a blank message stand in its place."""
+    blank = {key for key in kept if not by_id[key]["text"].strip()}
+    places.count(counters, "blank", len(blank))
+    replies: dict[str | None, list[str]] = {}
+    for parent in (None, *(kept - blank)):
+        stack, found = [key for key in reversed(children.get(parent, ())) if key in kept], []
+        while stack:
+            key = stack.pop()
+            if key in blank:
+                stack += [below for below in reversed(children.get(key, ())) if below in kept]
+            else:
+                found.append(key)
+        replies[parent] = found
+    return replies
+
+
+def _paths(replies: dict[str | None, list[str]], max_messages: int) -> Iterator[tuple[list[str], int]]:
+    """Walk depth first and give each path of at most `max_messages` ids, with the number of messages cut off below."""
+    stack = [(key, 1) for key in reversed(replies[None])]
+    path: list[str] = []
+    while stack:
+        key, length = stack.pop()
+        path[length - 1 :] = [key]
+        if replies[key] and length < max_messages:
+            stack += [(reply, length + 1) for reply in reversed(replies[key])]
+        else:
+            yield list(path), len(_below(replies[key], replies))
+
+
+def _thread(path: Sequence[Record], counters: Counter[str] | None) -> ChatSample | None:
+    roles = [ROLES.get(record["role"]) for record in path]
+    if None in roles:
+        places.count(counters, "unknown_role")
+    elif any(first == second for first, second in pairwise(roles)):
+        places.count(counters, "same_role_twice")
+    elif "assistant" not in roles:
+        places.count(counters, "no_assistant_turn")
+    else:
+        meta = {
+            "message_tree_id": path[0].get("message_tree_id"),
+            "leaf_message_id": path[-1]["message_id"],
+            "message_ids": [record["message_id"] for record in path],
+        }
+        messages = [ChatMessage(ROLES[record["role"]], record["text"].strip()) for record in path]
+        return ChatSample(messages=messages, source=SOURCE, meta=meta)
+    return None
+
+
+def _shuffled(trees: Iterator[list[Record]], seed: int) -> Iterator[list[Record]]:
+    import torch
+
+    held = list(trees)
+    for index in torch.randperm(len(held), generator=torch.Generator().manual_seed(seed)).tolist():
+        yield held[index]

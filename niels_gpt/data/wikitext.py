@@ -1,0 +1,79 @@
+"""WikiText: encyclopedia articles, one line a row."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from niels_gpt.data import places
+from niels_gpt.data.fineweb_edu import _select_text_field
+from niels_gpt.data.types import PretrainSample
+
+SOURCE = "wikitext"
+DATASET_ID = "Salesforce/wikitext"
+SUFFIXES = (*places.TABLE_SUFFIXES, ".txt")
+
+
+def iter_wikitext(
+    *,
+    config: str = "wikitext-103-raw-v1",
+    split: str,
+    take: int | None = None,
+    source_root: str | os.PathLike[str] = "hub",
+    dataset_id: str = DATASET_ID,
+    revision: str | None = None,
+    counters: Counter[str] | None = None,
+) -> Iterator[PretrainSample]:
+    """Stream the lines of one split in order, each with its newline; "val" means validation (PR-02).
+
+    Blank lines are skipped and counted as "blank". meta["index"] is the row's number in the split, blank ones included.
+    In a mirror, a folder named like `config` is read alone if there is one.
+    """
+    places.check_take(take)
+    split = "validation" if split == "val" else split
+    places.check_split(split)
+    root = places.mirror_root(source_root)
+    if root is None:
+        rows = places.hub_rows(dataset_id, config=config, split=split, streaming=False, revision=revision)
+    else:
+        paths = places.split_files(root, dataset_id, split=split, suffixes=SUFFIXES, folders=(config,))
+        rows = places.iter_rows(paths, counters=counters)
+    return islice(_lines(rows, counters), take)
+
+
+def _lines(rows: Iterator[dict[str, Any]], counters: Counter[str] | None) -> Iterator[PretrainSample]:
+    for index, row in enumerate(rows):
+        text = _select_text_field(row)
+        if text.strip():
+            yield PretrainSample(text=text, source=SOURCE, meta={"index": index})
+        else:
+            places.count(counters, "blank")
+
+
+def load_wikitext(
+    *,
+    config: str = "wikitext-103-raw-v1",
+    take: int | None = None,
+    source_root: str | os.PathLike[str] = "hub",
+    dataset_id: str = DATASET_ID,
+    revision: str | None = None,
+    counters: Counter[str] | None = None,
+) -> dict[str, list[PretrainSample]]:
+    """Load all three splits into lists under "train", "val" and "test"; `take` limits each of them."""
+    return {
+        split: list(
+            iter_wikitext(
+                config=config,
+                split=split,
+                take=take,
+                source_root=source_root,
+                dataset_id=dataset_id,
+                revision=revision,
+                counters=counters,
+            )
+        )
+        for split in ("train", "val", "test")
+    }

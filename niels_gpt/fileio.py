@@ -1,0 +1,228 @@
+"""Files and folders that are either complete or absent: atomic files, versioned commits, locks, checksums.
+
+A cache at PATH is a relative symlink to a finished version; nothing is ever changed behind an open reader:
+
+    <parent>/NAME                          -> .versions/NAME/<content sha256, 12 digits>
+    <parent>/.versions/NAME/<sha12>/       a finished version; its meta.json was written last
+    <parent>/.versions/NAME/building/      the build in progress, or a dead one that the next build clears
+    <parent>/.versions/NAME/lock           flock(2)ed while somebody builds; its text says who
+"""
+
+from __future__ import annotations
+
+import fcntl
+import getpass
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+VERSIONS_DIR = ".versions"
+META_NAME = "meta.json"
+VERSION_DIGITS = 12
+
+
+class CacheError(ValueError):
+    """A cache is damaged, foreign, or does not match what it is used with. The message names the file."""
+
+
+def canonical_json(value: Any) -> bytes:
+    """Return `value` as utf-8 JSON with sorted keys, an indent of 2 and a final newline: equal values, equal bytes."""
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def sha256_file(path: str | os.PathLike[str]) -> str:
+    """Return the hex sha256 of a file, read in large blocks."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fsync_dir(path: str | os.PathLike[str]) -> None:
+    """Make the names in a folder durable, as fsync does for a file's bytes."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file atomically: a unique sibling, fsync, rename. No trace is left on failure; the umask is honoured."""
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fchmod(file.fileno(), 0o666 & ~_umask())  # mkstemp gives 0600, whatever the umask says
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    fsync_dir(target.parent)
+
+
+def _umask() -> int:
+    # The umask can only be read by setting it; Linux also shows it in /proc, which no other thread can disturb.
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o022
+
+
+def versions_dir(path: str | os.PathLike[str]) -> Path:
+    """Return the folder that keeps the versions, the lock and the recipe record of the cache at `path`."""
+    public = Path(os.path.abspath(path))
+    return public.parent / VERSIONS_DIR / public.name
+
+
+@contextmanager
+def build_lock(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Hold the only right to build the cache at `path`; yields the versions folder.
+
+    The kernel drops the lock when its process ends in any way, so a dead process cannot hold it.
+    Raises: CacheError naming user, host and pid of the holder, at once; it never waits.
+    """
+    folder = versions_dir(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(handle, 4096, 0).decode(errors="replace").strip() or "a process that has just begun"
+            raise CacheError(
+                f"{os.fspath(path)}: is being built by {holder}. Wait for it, or stop that process"
+            ) from None
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"user {_user()}, host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
+        try:
+            yield folder
+        finally:
+            os.ftruncate(handle, 0)  # nothing of this machine stays in the folder
+    finally:
+        os.close(handle)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a uid without an account, as in many containers
+        return str(os.getuid())
+
+
+@contextmanager
+def building(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Lock the cache at `path` and yield an empty folder to build it in; on failure that folder is removed.
+
+    Whatever stands at `path` stays as it is, and readable, until `commit`.
+    """
+    refuse_foreign(path)
+    with build_lock(path) as folder:
+        work = folder / "building"
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        try:
+            yield work
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def commit(work: Path, path: str | os.PathLike[str], content_sha256: str) -> Path:
+    """Make the finished folder `work` the cache at `path`, atomically; returns the version's folder.
+
+    The public name goes from the old version to the new one in one rename(2), so a reader finds one of them, never a
+    mixture and never nothing. Older versions stay: a reader that holds one is not disturbed.
+    """
+    public = Path(os.path.abspath(path))
+    folder = versions_dir(public)
+    version = folder / content_sha256[:VERSION_DIGITS]
+    _sync_tree(work)
+    if version.exists() and (version / META_NAME).exists() and _same_sizes(work, version):
+        write_bytes(version / META_NAME, (work / META_NAME).read_bytes())  # equal content; its description may differ
+        os.utime(version)  # the newest again
+    else:
+        if version.exists():
+            shutil.rmtree(version)  # damaged: files are missing or cut
+        os.rename(work, version)
+    fsync_dir(folder)
+    _make_way(public, folder)
+    link = folder / "link"
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path(VERSIONS_DIR) / public.name / version.name)
+    os.replace(link, public)
+    fsync_dir(public.parent)
+    return version
+
+
+def _sync_tree(root: Path) -> None:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with open(Path(folder, name), "rb") as file:
+                os.fsync(file.fileno())
+        fsync_dir(folder)
+
+
+def _same_sizes(left: Path, right: Path) -> bool:
+    return _sizes(left) == _sizes(right)
+
+
+def _sizes(root: Path) -> dict[str, int]:
+    files = (Path(folder, name) for folder, _, names in os.walk(root) for name in names)
+    return {str(file.relative_to(root)): file.stat().st_size for file in files if file.name != META_NAME}
+
+
+def refuse_foreign(path: str | os.PathLike[str]) -> None:
+    """Raise CacheError if a commit to `path` would put away something that is not a cache.
+
+    Ours: nothing, a symlink, an empty folder, or a folder that holds only the files that its meta.json names.
+    """
+    public = Path(path)
+    if public.is_symlink() or not public.exists():
+        return
+    if not public.is_dir():
+        raise CacheError(f"{public}: is a file, expected a cache folder or nothing. Move it away, then build again")
+    found = {str(Path(folder, name).relative_to(public)) for folder, _, names in os.walk(public) for name in names}
+    if not found:
+        return
+    strangers = sorted(found - _named_files(public))
+    if strangers:
+        raise CacheError(
+            f"{public}: holds {len(strangers)} files that no cache put there (such as {strangers[0]}). "
+            "Move the folder away, then build again"
+        )
+
+
+def _named_files(public: Path) -> set[str]:
+    try:
+        meta = json.loads((public / META_NAME).read_text(encoding="utf-8"))
+        shards = [entry for group in meta.get("shards", {}).values() for entry in group]
+        return {META_NAME, "spm.model", *(str(entry["name"]) for entry in [*shards, *meta.get("index", {}).values()])}
+    except FileNotFoundError:
+        return set()
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CacheError(f"{public / META_NAME}: is not a cache's meta.json ({error}). Move the folder away") from error
+
+
+def _make_way(public: Path, folder: Path) -> None:
+    """Adopt a real folder in the way as a version of its own; `refuse_foreign` has looked at it."""
+    if public.is_symlink() or not public.exists():
+        return
+    if not any(files for _, _, files in os.walk(public)):
+        shutil.rmtree(public)
+        return
+    content = str(json.loads((public / META_NAME).read_text(encoding="utf-8")).get("content_sha256"))
+    known = re.fullmatch("[0-9a-f]{64}", content)  # a name from a file that anybody may have written
+    adopted = folder / (content[:VERSION_DIGITS] if known else "adopted")
+    if adopted.exists():
+        shutil.rmtree(public)  # the same content is a version already
+    else:
+        os.rename(public, adopted)

@@ -1,0 +1,94 @@
+"""Every recipe by its key, and what a run would do without doing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from niels_gpt.cache.meta import find_meta
+from niels_gpt.recipes import pretrain, sft, sources
+from niels_gpt.recipes.produce import Outcome, cache_root, is_current, recipe_fingerprint, recorded_recipe
+from niels_gpt.recipes.tokenizer import KEY, ensure_tokenizer, tokenizer_state
+from niels_gpt.settings import Settings
+
+Recipe = Callable[..., Outcome]
+
+RECIPES: dict[str, Recipe] = {
+    "pretrain/fineweb_edu": pretrain.build_fineweb_edu,
+    "pretrain/wikitext": pretrain.build_wikitext,
+    "pretrain/roam": pretrain.build_roam,
+    "pretrain/gutenberg": pretrain.build_gutenberg,
+    "sft/dolly15k": sft.build_dolly15k,
+    "sft/oasst1": sft.build_oasst1,
+}
+"""The caches, in the order in which build-all builds them. The tokenizer comes before them: `ensure_tokenizer`."""
+
+_READS = {**{f"pretrain/{name}": reads for name, reads in pretrain.READS.items()}}
+_READS |= {f"sft/{name}": reads for name, reads in sft.READS.items()}
+
+# utf-8 bytes of what is read where there is no file to look at, rounded up from the hub's dataset pages.
+_HUB_TEXT_BYTES = {"wikitext": 550_000_000, "dolly15k": 13_000_000, "oasst1": 120_000_000, "gutenberg": 0}
+_BYTES_PER_TOKEN = 3.5  # low on purpose: 4.2 measured on English web text, and an estimate of disk should not be short
+_UNPACKED = 4  # .gz and .parquet hold about four times their size in text
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run would do for one cache."""
+
+    key: str
+    """tokenizer, pretrain/NAME or sft/NAME."""
+    action: str
+    """up to date, build, stub, copy, train, or why it cannot be built."""
+    source: str
+    """Where the text comes from."""
+    disk_bytes: int
+    """Disk that the new version needs, at most about; 0 where nothing is built."""
+
+
+def plan(settings: Settings, keys: list[str]) -> list[Plan]:
+    """Return what a run over `keys` would do. Reads files to fingerprint them; asks the hub nothing; writes nothing."""
+    state = tokenizer_state(settings)
+    model = settings.tokenizer_model or ("sources" if state == "train" else "")
+    return [Plan(KEY, state, model, 0 if state == "up to date" else 1_000_000)] + [
+        _plan_of(settings, key, state) for key in keys
+    ]
+
+
+def _plan_of(settings: Settings, key: str, tokenizer: str) -> Plan:
+    source = key.split("/")[1]
+    try:
+        origin = sources.origin_of(settings, source)
+    except FileNotFoundError as error:
+        return Plan(key, f"cannot be built: {error}", settings.source_root, 0)
+    where = f"{origin.kind}: {origin.dataset}" + (f", {len(origin.files)} files" if origin.files else "")
+    if tokenizer == "up to date" and _current(settings, key, origin):
+        return Plan(key, "up to date", where, 0)
+    if source == "gutenberg" and origin.root is None and not settings.gutenberg_from_hub:
+        return Plan(key, "stub", where, 0)
+    return Plan(key, "build", where, _disk_bytes(settings, origin))
+
+
+def _current(settings: Settings, key: str, origin: sources.Origin) -> bool:
+    path = cache_root(settings) / key
+    recorded: dict[str, Any] | None = recorded_recipe(path).get("source")
+    if recorded is None:
+        return False
+    tokenizer = str((find_meta(cache_root(settings) / KEY) or {}).get("tokenizer_sha256"))
+    facts = origin.facts(recorded, ask_hub=False)
+    return is_current(path, recipe_fingerprint(settings, key, _READS[key], tokenizer, str(facts["fingerprint"])))
+
+
+def _disk_bytes(settings: Settings, origin: sources.Origin) -> int:
+    text = sum(
+        path.stat().st_size * (_UNPACKED if path.suffix in (".gz", ".parquet") else 1) for path in origin.files
+    ) or _HUB_TEXT_BYTES.get(origin.source)
+    tokens = None if text is None or not (origin.files or text) else int(text / _BYTES_PER_TOKEN)
+    budget: int | None = None
+    if origin.source in ("fineweb_edu", "gutenberg"):
+        budget = sum(getattr(settings, f"{origin.source}_{split}_tokens") for split in ("train", "val"))
+    return 2 * min(number for number in (tokens, budget) if number is not None)
+
+
+__all__ = ["KEY", "RECIPES", "Plan", "ensure_tokenizer", "plan"]

@@ -1,0 +1,155 @@
+"""Source + tokenizer -> pretrain/NAME, one function each. The tokenizer is there already: `ensure_tokenizer` (D19)."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.build.pretrain import BUDGET_RULE, Progress, build_pretrain, build_stub
+from niels_gpt.recipes import sources
+from niels_gpt.recipes.produce import Ingredients, Outcome, num_threads, produce
+from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+_COMMON = ("seed", "shard_bytes", "on_special")
+READS = {
+    "fineweb_edu": (
+        *_COMMON,
+        "append_eot",
+        "shuffle_buffer",
+        "fineweb_edu_dataset",
+        "fineweb_edu_config",
+        "fineweb_edu_train_tokens",
+        "fineweb_edu_val_tokens",
+    ),
+    "wikitext": (*_COMMON, "wikitext_dataset", "wikitext_config"),
+    "roam": (*_COMMON, "append_eot", "roam_val_frac"),
+    "gutenberg": (
+        *_COMMON,
+        "append_eot",
+        "shuffle_buffer",
+        "gutenberg_dataset",
+        "gutenberg_from_hub",
+        "gutenberg_train_tokens",
+        "gutenberg_val_tokens",
+    ),
+}
+"""The settings that decide each cache's bytes; a change of one of them builds that cache anew."""
+
+
+def build_fineweb_edu(settings: Settings, *, refresh: bool = False, progress: Progress | None = None) -> Outcome:
+    """Build pretrain/fineweb_edu: shuffled web pages with end-of-texts, up to the token budgets."""
+    origin = sources.origin_of(settings, "fineweb_edu")
+
+    def build(have: Ingredients, path: Path) -> dict[str, Any]:
+        return build_pretrain(
+            sources.fineweb_edu_texts(settings, have.revision, have.counters),
+            path,
+            max_train_tokens=settings.fineweb_edu_train_tokens,
+            max_val_tokens=settings.fineweb_edu_val_tokens,
+            # The hub's stream is shuffled by `datasets` already; a second buffer would hold 10,000 documents more (D8).
+            shuffle_buffer=None if origin.root is None else settings.shuffle_buffer,
+            split_rule=BUDGET_RULE,
+            append_eot=settings.append_eot,
+            **_arguments(settings, have, progress),
+        )
+
+    return _cache(settings, origin, build, refresh, progress)
+
+
+def build_wikitext(settings: Settings, *, refresh: bool = False, progress: Progress | None = None) -> Outcome:
+    """Build pretrain/wikitext: all lines of train and val in upstream's order, without end-of-texts."""
+    origin = sources.origin_of(settings, "wikitext")
+    splits = sources.wikitext_splits(settings, origin)
+    partial = len(splits) < 2
+    if partial:
+        logger.warning(
+            "wikitext: upstream here has only %s: the cache is marked partial", " and ".join(splits) or "test"
+        )
+
+    def build(have: Ingredients, path: Path) -> dict[str, Any]:
+        return build_pretrain(
+            sources.wikitext_texts(settings, have.revision, have.counters, splits),
+            path,
+            split_rule="upstream's own splits; val is upstream's validation",
+            partial=partial,
+            **_unbounded(),
+            **_arguments(settings, have, progress),
+        )
+
+    return _cache(settings, origin, build, refresh, progress)
+
+
+def build_roam(settings: Settings, *, refresh: bool = False, progress: Progress | None = None) -> Outcome:
+    """Build pretrain/roam: all notes, split by file, with end-of-texts."""
+    origin = sources.origin_of(settings, "roam")
+
+    def build(have: Ingredients, path: Path) -> dict[str, Any]:
+        return build_pretrain(
+            sources.roam_texts(settings, origin, have.counters),
+            path,
+            split_rule="by file: of n notes, max(1, int(n * roam_val_frac)) go to val by torch.randperm",
+            append_eot=settings.append_eot,
+            **_unbounded(),
+            **_arguments(settings, have, progress),
+        )
+
+    return _cache(settings, origin, build, refresh, progress)
+
+
+def build_gutenberg(settings: Settings, *, refresh: bool = False, progress: Progress | None = None) -> Outcome:
+    """Build pretrain/gutenberg from a mirror's books; on the hub it is a stub unless gutenberg_from_hub is set."""
+    origin = sources.origin_of(settings, "gutenberg")
+
+    def build(have: Ingredients, path: Path) -> dict[str, Any]:
+        common = _arguments(settings, have, progress)
+        if origin.root is None and not settings.gutenberg_from_hub:
+            return build_stub(path, **{key: common[key] for key in ("tokenizer", "source", "seed", "shard_bytes")})
+        return build_pretrain(
+            sources.gutenberg_texts(settings, have.revision, have.counters),
+            path,
+            max_train_tokens=settings.gutenberg_train_tokens,
+            max_val_tokens=settings.gutenberg_val_tokens,
+            shuffle_buffer=None if origin.root is None else settings.shuffle_buffer,
+            split_rule=BUDGET_RULE,
+            append_eot=settings.append_eot,
+            **common,
+        )
+
+    stub = origin.root is None and not settings.gutenberg_from_hub
+    return _cache(settings, origin, build, refresh and not stub, progress, ask_hub=not stub)
+
+
+def _unbounded() -> dict[str, Any]:
+    return {"max_train_tokens": None, "max_val_tokens": None, "shuffle_buffer": None}
+
+
+def _arguments(settings: Settings, have: Ingredients, progress: Progress | None) -> dict[str, Any]:
+    return {
+        "tokenizer": have.tokenizer,
+        "source": have.source,
+        "seed": settings.seed,
+        "shard_bytes": settings.shard_bytes,
+        "on_special": settings.on_special,
+        "num_threads": num_threads(settings),
+        "progress": progress,
+    }
+
+
+def _cache(
+    settings: Settings,
+    origin: sources.Origin,
+    build: Any,
+    refresh: bool,
+    progress: Progress | None,
+    *,
+    ask_hub: bool = True,
+) -> Outcome:
+    ensure_tokenizer(settings, progress=progress)
+    key = f"pretrain/{origin.source}"
+    return produce(
+        settings, key, reads=READS[origin.source], origin=origin, build=build, refresh=refresh, ask_hub=ask_hub
+    )

@@ -1,0 +1,207 @@
+"""What all recipes share: is there anything to do, build, measure, record."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.build.describe import BUILDER_VERSION, FORMAT_VERSION, Source
+from niels_gpt.cache.meta import find_meta, read_meta
+from niels_gpt.fileio import META_NAME, CacheError, canonical_json, versions_dir, write_bytes
+from niels_gpt.recipes.sources import Origin
+from niels_gpt.settings import Settings
+from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+RECIPE_NAME = "recipe.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one recipe did."""
+
+    key: str
+    """tokenizer, pretrain/NAME or sft/NAME."""
+    path: Path
+    """The public folder."""
+    meta: dict[str, Any]
+    """Its meta.json."""
+    reused: bool
+    """True where nothing had to be built."""
+    seconds: float
+    """Wall time, the check for a no-op included."""
+    peak_bytes: int | None
+    """Peak resident memory of this process during the recipe; None where the system does not tell."""
+    fingerprint: str
+    """Of the recipe: settings read, tokenizer, source, format."""
+
+
+@dataclass(frozen=True)
+class Ingredients:
+    """What a recipe hands to its builder."""
+
+    tokenizer: SentencePieceTokenizer
+    """The cache's tokenizer."""
+    source: Source
+    """For meta.json; its counters fill while the stream is read."""
+    counters: Counter[str]
+    """The same counters, for the loader to write."""
+    revision: str | None
+    """The hub's commit; None for files."""
+
+
+def cache_root(settings: Settings) -> Path:
+    """Return the folder that the caches go to: the sample has one of its own (D20)."""
+    root = Path(settings.cache_dir)
+    return root / "sample" if settings.source_root == "sample" else root
+
+
+def num_threads(settings: Settings) -> int:
+    """Return the number of tokenizer threads: what the setting says, or one per usable core."""
+    return settings.threads or len(os.sched_getaffinity(0))
+
+
+def recipe_fingerprint(settings: Settings, key: str, reads: tuple[str, ...], tokenizer: str, source: str) -> str:
+    """Return the sha256 of everything that a recipe's output depends on."""
+    parts = {
+        "recipe": key,
+        "settings": {name: getattr(settings, name) for name in reads},
+        "tokenizer": tokenizer,
+        "source": source,
+        "versions": [FORMAT_VERSION, BUILDER_VERSION],
+    }
+    return hashlib.sha256(canonical_json(parts)).hexdigest()
+
+
+def recorded_recipe(path: Path) -> dict[str, Any]:
+    """Return the record of the recipe that built the committed version at `path`; {} where there is none."""
+    record = versions_dir(path) / RECIPE_NAME
+    try:
+        recipe = json.loads(record.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    committed = isinstance(recipe, dict) and path.is_symlink() and recipe.get("version") == Path(os.readlink(path)).name
+    return recipe if committed else {}
+
+
+def is_current(path: Path, fingerprint: str) -> bool:
+    """Whether the committed cache is of this recipe and its files have the sizes that its meta.json gives (D12)."""
+    if recorded_recipe(path).get("fingerprint") != fingerprint:
+        return False
+    meta = find_meta(path) or {}
+    records = [
+        *(record for group in meta.get("shards", {}).values() for record in group),
+        *meta.get("index", {}).values(),
+    ]
+    files = {path / record["name"]: record["bytes"] for record in records}
+    return bool(meta) and all(file.is_file() and file.stat().st_size == size for file, size in files.items())
+
+
+def produce(
+    settings: Settings,
+    key: str,
+    *,
+    reads: tuple[str, ...],
+    origin: Origin,
+    build: Callable[[Ingredients, Path], dict[str, Any]],
+    refresh: bool,
+    ask_hub: bool = True,
+) -> Outcome:
+    """Run one recipe: reuse the committed cache if it is current, else build, and record what was done.
+
+    reads: the names of the settings that decide the output.
+    refresh: ask the hub for its newest revision instead of keeping the recorded one.
+    ask_hub: False for a stub, which reads nothing.
+    """
+    path = cache_root(settings) / key
+    with Measured() as measured:
+        tokenizer = _tokenizer_of(settings)
+        facts = origin.facts(None if refresh else recorded_recipe(path).get("source"), ask_hub=ask_hub)
+        fingerprint = recipe_fingerprint(settings, key, reads, tokenizer.sha256, str(facts["fingerprint"]))
+        reused = is_current(path, fingerprint)
+        if reused:
+            meta = read_meta(str(path / META_NAME))
+        else:
+            counters: Counter[str] = Counter()
+            source = Source(origin.dataset, origin.config, origin.streaming, facts, counters)
+            meta = build(Ingredients(tokenizer, source, counters, facts["revision"]), path)
+            record_recipe(path, fingerprint, facts)
+    return finish(settings, key, path, meta, reused, measured, fingerprint)
+
+
+def record_recipe(path: Path, fingerprint: str, source: dict[str, Any]) -> None:
+    """Write down which recipe the committed version at `path` came from."""
+    record = {"fingerprint": fingerprint, "source": source, "version": Path(os.readlink(path)).name}
+    write_bytes(versions_dir(path) / RECIPE_NAME, canonical_json(record))
+
+
+def finish(
+    settings: Settings, key: str, path: Path, meta: dict[str, Any], reused: bool, measured: Measured, fingerprint: str
+) -> Outcome:
+    """Make the outcome and append what was built to <cache>/.runs/, where times belong: meta.json has none (D10)."""
+    outcome = Outcome(key, path, meta, reused, measured.seconds, measured.peak_bytes, fingerprint)
+    if reused:
+        return outcome
+    runs = cache_root(settings) / ".runs"
+    runs.mkdir(parents=True, exist_ok=True)
+    line = {
+        "time": time.time(),
+        "key": key,
+        "seconds": round(measured.seconds, 3),
+        "peak_bytes": measured.peak_bytes,
+        "fingerprint": fingerprint,
+        "content_sha256": meta.get("content_sha256"),
+        "totals": meta.get("totals"),
+        "settings": asdict(settings),
+    }
+    with open(runs / f"{key.replace('/', '.')}.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(line, sort_keys=True) + "\n")
+    return outcome
+
+
+def _tokenizer_of(settings: Settings) -> SentencePieceTokenizer:
+    folder = cache_root(settings) / "tokenizer"
+    meta = read_meta(str(folder / META_NAME))
+    if settings.source_root != "sample" and meta.get("trained_on") == "sample":
+        raise CacheError(
+            f"{folder / META_NAME}: this tokenizer was trained on the bundled sample, so it must not encode real text. "
+            f"Name another one with --tokenizer-model, or remove {folder} to have one trained"
+        )
+    tokenizer = load_tokenizer(folder / "spm.model")
+    if tokenizer.sha256 != meta.get("tokenizer_sha256"):
+        raise CacheError(
+            f"{folder / 'spm.model'}: sha256 {tokenizer.sha256[:12]}, not the {str(meta.get('tokenizer_sha256'))[:12]} "
+            f"of its {META_NAME}. Remove {folder}, then build again"
+        )
+    return tokenizer
+
+
+class Measured:
+    """Wall time and peak memory of a block; Linux lets a process reset its own high-water mark."""
+
+    seconds: float = 0.0
+    peak_bytes: int | None = None
+
+    def __enter__(self) -> Measured:
+        self._begin = time.perf_counter()
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            self._can_reset = True
+        except OSError:
+            self._can_reset = False
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds = time.perf_counter() - self._begin
+        if self._can_reset:
+            lines = Path("/proc/self/status").read_text().splitlines()
+            self.peak_bytes = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))

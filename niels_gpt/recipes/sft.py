@@ -1,0 +1,50 @@
+"""Source + tokenizer -> sft/NAME, one function each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.build.pretrain import Progress
+from niels_gpt.build.sft import build_sft
+from niels_gpt.recipes import sources
+from niels_gpt.recipes.produce import Ingredients, Outcome, num_threads, produce
+from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.settings import Settings
+
+_COMMON = ("seed", "on_special", "sft_val_frac")
+READS = {
+    "dolly15k": (*_COMMON, "dolly_dataset", "dolly_include_system"),
+    "oasst1": (*_COMMON, "oasst1_dataset", "oasst1_english_only", "oasst1_max_messages"),
+}
+"""The settings that decide each cache's bytes; a change of one of them builds that cache anew."""
+
+
+def build_dolly15k(settings: Settings, *, refresh: bool = False, progress: Progress | None = None) -> Outcome:
+    """Build sft/dolly15k: one instruction and one response each."""
+    return _chats(settings, "dolly15k", refresh, progress)
+
+
+def build_oasst1(settings: Settings, *, refresh: bool = False, progress: Progress | None = None) -> Outcome:
+    """Build sft/oasst1: every path from a root to a leaf of the message trees."""
+    return _chats(settings, "oasst1", refresh, progress)
+
+
+def _chats(settings: Settings, source: str, refresh: bool, progress: Progress | None) -> Outcome:
+    origin = sources.origin_of(settings, source)
+    ensure_tokenizer(settings, progress=progress)
+
+    def build(have: Ingredients, path: Path) -> dict[str, Any]:
+        return build_sft(
+            sources.chats(settings, source, have.revision, have.counters),
+            path,
+            tokenizer=have.tokenizer,
+            val_frac=settings.sft_val_frac,
+            seed=settings.seed,
+            on_special=settings.on_special,
+            num_threads=num_threads(settings),
+            source=have.source,
+            progress=progress,
+        )
+
+    return produce(settings, f"sft/{source}", reads=READS[source], origin=origin, build=build, refresh=refresh)

@@ -1,0 +1,190 @@
+"""Where a cache's tokenizer comes from (D19): it is there, or is copied, or is trained on the sources' texts."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from niels_gpt import fileio
+from niels_gpt.build.describe import FORMAT_VERSION, content_sha256
+from niels_gpt.build.pretrain import Progress
+from niels_gpt.cache.meta import find_meta, read_meta
+from niels_gpt.data import oasst1
+from niels_gpt.fileio import META_NAME, canonical_json, sha256_file
+from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
+from niels_gpt.recipes import sources
+from niels_gpt.recipes.produce import Measured, Outcome, cache_root, finish
+from niels_gpt.settings import Settings
+from niels_gpt.tokenizer import load_tokenizer
+from niels_gpt.tokenizer_training import train_tokenizer
+
+logger = logging.getLogger(__name__)
+
+KEY = "tokenizer"
+MODEL_NAME = "spm.model"
+TRAINING_ORDER = ("roam", "wikitext", "dolly15k", "oasst1", "gutenberg", "fineweb_edu")
+"""Small sources first: each takes at most an equal part of what is left, so the endless one fills the rest."""
+_TRAINING_SETTINGS = {
+    "vocab_size": "requested_vocab_size",
+    "model_type": "model_type",
+    "normalization": "normalization",
+    "character_coverage": "character_coverage",
+    "seed": "seed",
+}
+
+
+def ensure_tokenizer(settings: Settings, *, progress: Progress | None = None) -> Outcome:
+    """Return <cache>/tokenizer (spm.model, meta.json), made first if need be.
+
+    A named model (`tokenizer_model`) replaces another one; a model trained here is trained anew when its settings
+    change; a change of the text alone does not.
+    Raises: FileNotFoundError for a named model that is absent; ValueError where there is no text to train on.
+    """
+    path = cache_root(settings) / KEY
+    with Measured() as measured:
+        meta = _reusable(settings, path)
+        reused = meta is not None
+        if meta is None:
+            given = _given_model(settings)
+            meta = _copy(given, path) if given else _train(settings, path, progress)
+    return finish(settings, KEY, path, meta, reused, measured, str(meta["tokenizer_sha256"]))
+
+
+def tokenizer_state(settings: Settings) -> str:
+    """Say what `ensure_tokenizer` would do: "up to date", "copy" or "train"."""
+    if _reusable(settings, cache_root(settings) / KEY) is not None:
+        return "up to date"
+    return "copy" if _given_model(settings) else "train"
+
+
+def _reusable(settings: Settings, path: Path) -> dict[str, Any] | None:
+    meta = find_meta(path)
+    if meta is None or not (path / MODEL_NAME).is_file():
+        return None
+    if settings.tokenizer_model is not None:
+        return meta if _sha256_of(settings.tokenizer_model) == meta.get("tokenizer_sha256") else None
+    if meta.get("origin") == "trained":
+        same = all(meta.get(key) == getattr(settings, name) for name, key in _TRAINING_SETTINGS.items())
+        return meta if same else None
+    return meta
+
+
+def _given_model(settings: Settings) -> Path | None:
+    if settings.tokenizer_model is not None:
+        return Path(settings.tokenizer_model)
+    if settings.source_root != "sample" and DEFAULT_TOKENIZER_PATH.is_file():
+        return DEFAULT_TOKENIZER_PATH
+    return None
+
+
+def _sha256_of(model: str) -> str:
+    try:
+        return sha256_file(model)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{model}: no tokenizer model can be read there ({error.strerror}). Name a SentencePiece model, or leave "
+            "--tokenizer-model out to have one trained"
+        ) from None
+
+
+def _copy(model: Path, path: Path) -> dict[str, Any]:
+    digest = _sha256_of(str(model))
+    logger.info("tokenizer: copying %s", model)
+    known: dict[str, Any] = {}
+    for name in ("tokenizer_meta.json", META_NAME):
+        beside = model.parent / name
+        if beside.is_file() and digest in beside.read_text(encoding="utf-8"):
+            known = read_meta(str(beside))
+    about: dict[str, Any] = {
+        key: known[key] for key in ("trained_on", "lossless", "normalization", "model_type") if key in known
+    }
+    return _commit(model.read_bytes(), path, {"trained_on": "unknown", **about, "origin": "copied"})
+
+
+def _train(settings: Settings, path: Path, progress: Progress | None) -> dict[str, Any]:
+    seen: dict[str, int | str] = {}
+    logger.info("tokenizer: training %d pieces; some minutes for 100 MB of text", settings.vocab_size)
+    kind = settings.source_root if settings.source_root in ("sample", "hub") else "mirror"
+    trained = train_tokenizer(
+        _training_texts(settings, seen),
+        vocab_size=settings.vocab_size,
+        seed=settings.seed,
+        model_type=settings.model_type,
+        normalization=settings.normalization,
+        character_coverage=settings.character_coverage,
+        trained_on=kind,
+    )
+    return _commit(trained.model, path, {**trained.meta, "trained_on_bytes": seen, "origin": "trained"})
+
+
+def _training_texts(settings: Settings, seen: dict[str, int | str]) -> Iterator[str]:
+    """Yield at most tokenizer_max_bytes of the sources' texts; `seen` tells the utf-8 bytes of each."""
+    left = settings.tokenizer_max_bytes
+    first_error: Exception | None = None
+    for position, source in enumerate(TRAINING_ORDER):
+        share = left // (len(TRAINING_ORDER) - position)
+        taken = 0
+        try:
+            for text in _texts_of(settings, source):
+                size = len(text.encode(errors="replace"))
+                if taken + size > share:
+                    break
+                taken += size
+                yield text
+            seen[source] = taken
+        except (FileNotFoundError, ConnectionError) as error:
+            logger.warning("tokenizer: trained without %s: %s", source, error)
+            first_error, seen[source] = first_error or error, "absent"
+        left -= taken
+    if first_error is not None and not any(isinstance(size, int) and size for size in seen.values()):
+        raise first_error
+
+
+def _texts_of(settings: Settings, source: str) -> Iterator[str]:
+    counters: Counter[str] = Counter()  # the builders count; here a loss costs a piece at most
+    origin = sources.origin_of(settings, source)
+    if source == "fineweb_edu":
+        documents = sources.fineweb_edu_texts(settings, None, counters)
+    elif source == "wikitext":
+        documents = sources.wikitext_texts(settings, None, counters, sources.wikitext_splits(settings, origin))
+    elif source == "roam":
+        documents = sources.roam_texts(settings, origin, counters)
+    elif source == "gutenberg":
+        if origin.root is None and not settings.gutenberg_from_hub:
+            return iter(())
+        documents = sources.gutenberg_texts(settings, None, counters)
+    elif source == "oasst1":  # each message once: threads of one tree share their first messages
+        trees = oasst1.iter_oasst1_trees(
+            split="all", source_root=settings.source_root, dataset_id=settings.oasst1_dataset, counters=counters
+        )
+        messages = itertools.chain.from_iterable(trees)
+        return (m["text"] for m in messages if m.get("lang") == "en" or not settings.oasst1_english_only)
+    else:
+        return (turn["content"] for chat in sources.chats(settings, source, None, counters) for turn in chat)
+    return (text for _, text in documents)
+
+
+def _commit(model: bytes, path: Path, about: dict[str, Any]) -> dict[str, Any]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with fileio.building(path) as work:
+        (work / MODEL_NAME).write_bytes(model)
+        tokenizer = load_tokenizer(work / MODEL_NAME)  # refuses a model without the sentinels, before it is committed
+        record = {"name": MODEL_NAME, "bytes": len(model), "sha256": tokenizer.sha256}
+        meta = {
+            **{key: value for key, value in about.items() if key != "model_sha256"},
+            "format_version": FORMAT_VERSION,
+            "kind": "tokenizer",
+            "built": True,
+            "tokenizer_sha256": tokenizer.sha256,
+            "vocab_size": tokenizer.vocab_size,
+            "special_token_ids": tokenizer.special_token_ids(),
+            "files": [record],
+            "content_sha256": content_sha256([record]),
+        }
+        (work / META_NAME).write_bytes(canonical_json(meta))
+        fileio.commit(work, path, str(meta["content_sha256"]))
+    return meta

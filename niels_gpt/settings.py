@@ -1,0 +1,64 @@
+"""Every overridable default, in one frozen dataclass; the CLI makes one flag of each field.
+
+A field's `metadata["help"]` gives its unit, its meaning and its source; it is the flag's help text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _setting(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a recipe may be told. What decides bytes is part of a recipe's fingerprint; places and threads are not."""
+
+    seed: int = _setting(42, "seed of every split and shuffle (PR-03)")
+    source_root: str = _setting("hub", "where text comes from: hub, sample, or the folder of a mirror")
+    cache_dir: str = _setting(
+        "cache", "folder that receives the caches; source_root=sample builds in its folder sample/"
+    )
+    threads: int = _setting(0, "tokenizer threads; 0: one per usable core. Never changes the output")
+
+    tokenizer_model: str | None = _setting(None, "SentencePiece model to use instead of training one")
+    vocab_size: int = _setting(16_000, "pieces of a tokenizer trained here, the four sentinels included (PR-03: ~16k)")
+    model_type: str = _setting("unigram", "SentencePiece model type of a tokenizer trained here (PR-01)")
+    normalization: str = _setting("identity", "SentencePiece normalization rule; identity keeps every text as it is")
+    character_coverage: float = _setting(0.9999, "share of characters that get a piece; the rest are spelled in bytes")
+    tokenizer_max_bytes: int = _setting(100_000_000, "utf-8 bytes of text that a tokenizer is trained on, at most")
+
+    shard_bytes: int = _setting(2**27, "bytes of a pretrain shard: 128 MiB (PR-03)")
+    shuffle_buffer: int = _setting(
+        10_000, "documents in the shuffle buffer of fineweb_edu and gutenberg; 0: none (PR-03)"
+    )
+    append_eot: bool = _setting(True, "end-of-text after each document of fineweb_edu, roam and gutenberg")
+    on_special: str = _setting("drop", "text that holds a sentinel: drop (counted) or raise")
+
+    fineweb_edu_dataset: str = _setting("HuggingFaceFW/fineweb-edu", "dataset id (PR-03)")
+    fineweb_edu_config: str = _setting("CC-MAIN-2024-10", "dataset config (PR-03)")
+    fineweb_edu_train_tokens: int = _setting(200_000_000, "token budget of train (PR-03)")
+    fineweb_edu_val_tokens: int = _setting(5_000_000, "token budget of val (PR-03)")
+
+    wikitext_dataset: str = _setting("Salesforce/wikitext", "dataset id")
+    wikitext_config: str = _setting("wikitext-103-raw-v1", "dataset config (PR-02)")
+
+    roam_dir: str = _setting(
+        "data/roam", "folder of markdown notes where source_root is hub; a mirror has its own roam/"
+    )
+    roam_val_frac: float = _setting(0.10, "share of the notes that goes to val, by file (PR-02)")
+
+    gutenberg_dataset: str = _setting("nikolina-p/gutenberg_clean_en_splits", "dataset id (PR-02)")
+    gutenberg_from_hub: bool = _setting(False, "stream gutenberg from the hub; off: there, the cache is a stub (PR-03)")
+    gutenberg_train_tokens: int = _setting(200_000_000, "token budget of train")
+    gutenberg_val_tokens: int = _setting(5_000_000, "token budget of val")
+
+    sft_val_frac: float = _setting(0.10, "share of the examples that goes to val (PR-03)")
+    dolly_dataset: str = _setting("databricks/databricks-dolly-15k", "dataset id (PR-02)")
+    dolly_include_system: bool = _setting(False, "start each dolly chat with a system message (PR-02)")
+    oasst1_dataset: str = _setting("OpenAssistant/oasst1", "dataset id (PR-02)")
+    oasst1_english_only: bool = _setting(True, "keep only messages whose language is en (PR-02)")
+    oasst1_max_messages: int = _setting(32, "messages of a thread, at most (PR-02)")

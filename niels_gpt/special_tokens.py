@@ -1,0 +1,54 @@
+"""The four sentinels of the chat format, and the guard that keeps them out of text (PR-01, PR-03; D6)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+SPECIAL_TOKENS: Final[tuple[str, str, str, str]] = (
+    "<|ngpt_sys_84a5023f67d74cf29cc4001becde983c|>",
+    "<|ngpt_usr_84a5023f67d74cf29cc4001becde983c|>",
+    "<|ngpt_asst_84a5023f67d74cf29cc4001becde983c|>",
+    "<|ngpt_eot_84a5023f67d74cf29cc4001becde983c|>",
+)
+"""Literals in the order system, user, assistant, end of turn (PR-03)."""
+
+SPECIAL_TOKEN_NAMES: Final[tuple[str, str, str, str]] = ("sys", "usr", "asst", "eot")
+"""The keys of `special_token_ids`, in the order of SPECIAL_TOKENS."""
+
+RESERVED_LITERALS: Final[tuple[str, ...]] = (*SPECIAL_TOKENS, *(f"<|{name}|>" for name in SPECIAL_TOKEN_NAMES))
+"""What no source text may hold: the sentinels, and the short forms that older models of this format use."""
+
+_RESERVED = re.compile("|".join(map(re.escape, RESERVED_LITERALS)))
+
+
+def find_reserved_literal(text: str) -> str | None:
+    """Return the first reserved literal in a text, or None.
+
+    Not sufficient by itself: a model that normalizes may turn other characters into a sentinel, so builders look at the
+    ids as well (`sentinel_lookup`).
+    """
+    if "<|" not in text:  # nearly every text ends here, at the speed of a substring search
+        return None
+    match = _RESERVED.search(text)
+    return None if match is None else match.group()
+
+
+def sentinel_lookup(special_ids: Mapping[str, int], vocab_size: int) -> NDArray[np.bool_]:
+    """Return a bool table [vocab_size], true at the sentinels: `table[ids].any()` tells whether `ids` holds one.
+
+    Raises: ValueError for an id outside the vocabulary.
+    """
+    import numpy as np
+
+    table = np.zeros(vocab_size, dtype=np.bool_)
+    for name, token_id in special_ids.items():
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"special id {name}={token_id}: expected 0 <= id < vocab_size={vocab_size}")
+        table[token_id] = True
+    return table

@@ -1,0 +1,252 @@
+"""SentencePiece behind a small face: text to ids and back, with sentinels that are checked when a model is opened.
+
+tokenizer = load_tokenizer("artifacts/tokenizer")
+ids = tokenizer.encode("a text")        # no BOS, no EOS
+tokenizer.decode(ids) == "a text"       # for a lossless model (see tokenizer_training)
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from niels_gpt.fileio import CacheError
+from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
+from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+__all__ = [
+    "DEFAULT_TOKENIZER_PATH",
+    "SPECIAL_TOKENS",
+    "SentencePieceTokenizer",
+    "TokenizerPaths",
+    "decode",
+    "encode",
+    "get_default_tokenizer",
+    "load_tokenizer",
+    "sentinel_ids",
+]
+
+MODEL_NAME = "spm.model"
+META_NAME = "tokenizer_meta.json"
+TRAIN_COMMAND = "python -m niels_gpt.train_tokenizer --input_glob 'FOLDER/**/*.txt'"
+
+_SPACE = "\u2581"  # SentencePiece's mark for a space; as a piece of its own it is the dummy prefix
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerPaths:
+    """Where a trained tokenizer lies (PR-01)."""
+
+    model_path: Path
+    meta_path: Path
+
+    @classmethod
+    def in_folder(cls, folder: str | os.PathLike[str]) -> TokenizerPaths:
+        """Name the two files of the tokenizer in a folder, whether they exist or not."""
+        return cls(Path(folder) / MODEL_NAME, Path(folder) / META_NAME)
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model together with the ids of the four sentinels.
+
+    May be pickled, for worker processes: the copy opens the same file, and refuses it if it has changed.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        special_tokens: Sequence[str] | None = None,
+        expected_special_token_ids: Mapping[str, int] | None = None,
+    ) -> None:
+        """Open a model.
+
+        special_tokens: four literals in the order sys, usr, asst, eot; default SPECIAL_TOKENS.
+        expected_special_token_ids: what a cache was written with, keys sys, usr, asst, eot.
+        Raises: FileNotFoundError without the file; CacheError where it is no SentencePiece model, where a sentinel is
+        missing, is no single id or does not decode to itself, or where ids differ from the expected ones.
+        """
+        self.model_path: str = os.path.abspath(model_path)
+        self.special_tokens: tuple[str, ...] = tuple(SPECIAL_TOKENS if special_tokens is None else special_tokens)
+        model = _read_model(self.model_path)
+        self._sha256 = hashlib.sha256(model).hexdigest()
+        self._processor = _open_model(model, where=self.model_path)
+        self._special_ids = sentinel_ids(self._processor, special_tokens=self.special_tokens, where=self.model_path)
+        expected = None if expected_special_token_ids is None else dict(expected_special_token_ids)
+        if expected is not None and expected != self._special_ids:
+            raise CacheError(
+                f"{self.model_path}: its special ids are {self._special_ids}, expected {expected}. "
+                "Use the model that the data was encoded with"
+            )
+
+    @property
+    def sha256(self) -> str:
+        """Return the hex sha256 of the model as it was opened."""
+        return self._sha256
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, the sentinels, control pieces and byte pieces included."""
+        return int(self._processor.vocab_size())
+
+    def special_token_ids(self) -> dict[str, int]:
+        """Return the ids of the sentinels under sys, usr, asst and eot."""
+        return dict(self._special_ids)
+
+    def encode(self, text: str, /) -> list[int]:
+        """Return the ids of a text, without BOS or EOS.
+
+        A sentinel's literal in the text becomes the sentinel's id; whoever encodes foreign text has to guard against it
+        (`special_tokens.find_reserved_literal`).
+        Raises: ValueError for a lone surrogate, which utf-8 cannot hold.
+        """
+        try:
+            ids: list[int] = self._processor.encode(text)
+        except RuntimeError as error:
+            _refuse_surrogates([text], error)
+            raise
+        return ids
+
+    def encode_batch(self, texts: Sequence[str], /, *, num_threads: int = 1) -> list[NDArray[np.int32]]:
+        """Return the ids of each text as int32 [tokens]; the threads change the speed only. Raises as `encode`."""
+        batch = list(texts)
+        try:
+            arrays: list[NDArray[np.int32]] = self._processor.encode(
+                batch, return_type="numpy", num_threads=num_threads
+            )
+        except RuntimeError as error:
+            _refuse_surrogates(batch, error)
+            raise
+        return arrays
+
+    def encode_torch(self, text: str, /, *, device: torch.device | str | None = None) -> torch.Tensor:
+        """Return the ids of a text as int64 [tokens]. Raises as `encode`."""
+        import torch
+
+        return torch.tensor(self.encode(text), dtype=torch.int64, device=device)
+
+    def decode(self, ids: Sequence[int] | NDArray[Any] | torch.Tensor, /) -> str:
+        """Return the text of a 1-D sequence of ids; the unknown id becomes " \u2047 ", as SentencePiece has it.
+
+        Raises: ValueError for an id outside the vocabulary, or for more than one dimension.
+        """
+        values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        if not isinstance(values, list) or any(isinstance(value, list) for value in values):
+            raise ValueError(f"ids of shape {tuple(getattr(ids, 'shape', ()))}: expected one dimension")
+        size = self.vocab_size
+        wrong = next((value for value in values if not 0 <= value < size), None)
+        if wrong is not None:
+            raise ValueError(f"id {wrong}: expected 0 <= id < vocab_size={size} of {self.model_path}")
+        return str(self._processor.decode([int(value) for value in values]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a path and the checks to repeat; the processor itself does not travel."""
+        return _reopen, (self.model_path, self.special_tokens, self._special_ids, self._sha256)
+
+    def __repr__(self) -> str:
+        """Name the model, its size and the start of its sha256."""
+        return f"SentencePieceTokenizer({self.model_path!r}, vocab_size={self.vocab_size}, sha256={self._sha256[:12]})"
+
+
+def sentinel_ids(processor: Any, *, special_tokens: Sequence[str], where: str) -> dict[str, int]:
+    """Look up the sentinels in a SentencePieceProcessor and check each: known, one id, decoding to itself (PR-01).
+
+    Raises: ValueError unless four different literals are asked for, CacheError for a model that fails a check; `where`
+    names the model.
+    """
+    if len(special_tokens) != 4 or len(set(special_tokens)) != 4:
+        raise ValueError(f"special_tokens={tuple(special_tokens)!r}: expected four different ones: sys, usr, asst, eot")
+    return {
+        name: _sentinel_id(processor, token, where=where)
+        for name, token in zip(SPECIAL_TOKEN_NAMES, special_tokens, strict=True)
+    }
+
+
+def _sentinel_id(processor: Any, token: str, *, where: str) -> int:
+    advice = f"Train a tokenizer that has it as a user-defined symbol: {TRAIN_COMMAND}"
+    token_id = int(processor.piece_to_id(token))
+    if token_id == processor.unk_id():
+        raise CacheError(f"{where}: has no piece {token!r}. {advice}")
+    found = list(processor.encode(token))
+    # A model with a dummy prefix, SentencePiece's default, puts a space piece before any text.
+    alone = found[1:] if found and processor.id_to_piece(found[0]) == _SPACE else found
+    if alone != [token_id]:
+        raise CacheError(f"{where}: {token!r} encodes to {found}, expected the one id {token_id}. {advice}")
+    text = processor.decode([token_id])
+    if text != token:
+        raise CacheError(f"{where}: id {token_id} decodes to {text!r}, expected {token!r}. {advice}")
+    return token_id
+
+
+def _read_model(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: there is no tokenizer model. Train one: {TRAIN_COMMAND}") from None
+
+
+def _open_model(model: bytes, *, where: str) -> Any:
+    import sentencepiece
+
+    # An empty proto makes SentencePiece build a processor without a model, which fails at the first use only.
+    if not model:
+        raise CacheError(f"{where}: is empty, expected a SentencePiece model. Train one: {TRAIN_COMMAND}")
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=model)
+    except RuntimeError as error:
+        raise CacheError(f"{where}: is no SentencePiece model ({error}). Train one: {TRAIN_COMMAND}") from error
+
+
+def _reopen(path: str, special_tokens: tuple[str, ...], ids: dict[str, int], sha256: str) -> SentencePieceTokenizer:
+    tokenizer = SentencePieceTokenizer(path, special_tokens=special_tokens, expected_special_token_ids=ids)
+    if tokenizer.sha256 != sha256:
+        raise CacheError(
+            f"{path}: its sha256 is {tokenizer.sha256[:12]}..., expected {sha256[:12]}... as when this tokenizer was "
+            "pickled. Leave the model alone while work is running, and start again"
+        )
+    return tokenizer
+
+
+def _refuse_surrogates(texts: list[str], error: Exception) -> None:
+    for index, text in enumerate(texts):
+        try:
+            text.encode()
+        except UnicodeEncodeError as bad:
+            raise ValueError(
+                f"text {index}, character {bad.start}: lone surrogate {text[bad.start]!a}, which utf-8 cannot hold. "
+                "Replace it first, for instance by U+FFFD"
+            ) from error
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> SentencePieceTokenizer:
+    """Open the tokenizer in a file, or in a folder that holds spm.model. Raises as SentencePieceTokenizer."""
+    return SentencePieceTokenizer(os.path.join(path, MODEL_NAME) if os.path.isdir(path) else path)
+
+
+@functools.cache
+def get_default_tokenizer() -> SentencePieceTokenizer:
+    """Open the model at DEFAULT_TOKENIZER_PATH on the first call; later calls return the same object.
+
+    Raises: FileNotFoundError saying what to run.
+    """
+    return load_tokenizer(DEFAULT_TOKENIZER_PATH)
+
+
+def encode(text: str, /) -> list[int]:
+    """Encode with the default tokenizer; see SentencePieceTokenizer.encode."""
+    return get_default_tokenizer().encode(text)
+
+
+def decode(ids: Sequence[int] | NDArray[Any] | torch.Tensor, /) -> str:
+    """Decode with the default tokenizer; see SentencePieceTokenizer.decode."""
+    return get_default_tokenizer().decode(ids)

@@ -1,0 +1,207 @@
+"""Where source text comes from: mirrors, rows, splits and fingerprints. Run: python -m pytest tests/test_places.py"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from niels_gpt.data import places
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def write(path: Path, content: bytes = b"") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def test_hub_has_no_root_and_the_sample_is_packaged() -> None:
+    assert places.mirror_root("hub") is None
+    sample = places.mirror_root("sample")
+    assert sample is not None and (sample / "roam").is_dir()
+
+
+def test_a_missing_mirror_is_named_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere.*--source-root sample"):
+        places.mirror_root(str(tmp_path / "nowhere"))
+
+
+def test_files_come_in_order_of_relative_path_without_hidden_or_unknown_ones(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a/z.md", "B.txt", "é.jsonl", ".git/x.md", "a/.hidden.md", "card.yaml", "a.jsonl.gz"):
+        write(tmp_path / "set" / name)
+    names = [path.relative_to(tmp_path / "set").as_posix() for path in places.source_files(tmp_path, "set")]
+    assert names == ["B.txt", "a.jsonl.gz", "a/z.md", "b.jsonl", "é.jsonl"]
+
+
+@pytest.mark.parametrize("folder", ["absent", "empty"])
+def test_an_absent_or_empty_dataset_names_the_folder_expected(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=str(tmp_path / folder)):
+        places.source_files(tmp_path, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("train-00000.parquet", "train"),
+        ("validation.txt", "validation"),
+        ("test.jsonl", "test"),
+        ("val.jsonl", "train"),
+        ("pages.jsonl", "train"),
+        ("test/pages.jsonl", "train"),  # the file's name counts, not its folder's
+    ],
+)
+def test_the_start_of_a_file_name_is_its_split(name: str, split: str) -> None:
+    assert places.split_of(Path(name)) == split
+
+
+def test_all_splits_are_read_train_first(tmp_path: Path) -> None:
+    for name in ("other.jsonl", "test.jsonl", "validation.jsonl"):
+        write(tmp_path / "set" / name)
+    files = places.split_files(tmp_path, "set", split="all")
+    assert [path.name for path in files] == ["other.jsonl", "validation.jsonl", "test.jsonl"]
+
+
+def test_a_missing_split_lists_what_is_there(tmp_path: Path) -> None:
+    write(tmp_path / "set/validation.jsonl")
+    with pytest.raises(FileNotFoundError, match="no file of split 'train'; found: validation.jsonl"):
+        places.split_files(tmp_path, "set", split="train")
+
+
+def test_an_unknown_split_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown split 'dev'"):
+        places.split_files(tmp_path, "set", split="dev")
+
+
+def test_a_named_inner_folder_is_read_alone(tmp_path: Path) -> None:
+    write(tmp_path / "set/copy.jsonl")
+    inner = write(tmp_path / "set/data/CC/train.jsonl")
+    assert places.split_files(tmp_path, "set", split="train", folders=("CC", "data/CC")) == [inner]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json.gz"])
+def test_json_lines_give_one_row_each(tmp_path: Path, name: str) -> None:
+    content = b'{"text": "a\\u2028b"}\n\n{"text": "c\xe2\x80\xa8d"}\n'  # U+2028 is no line end in JSON lines
+    path = write(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content)
+    assert list(places.iter_rows([path])) == [{"text": "a\u2028b"}, {"text": "c\u2028d"}]
+
+
+def test_json_gz_may_be_an_array(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json.gz", gzip.compress(b'[{"n": 1},\n {"n": 2}]'))
+    assert list(places.iter_rows([path])) == [{"n": 1}, {"n": 2}]
+
+
+def test_parquet_rows_keep_their_order(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": ["a", None, "c"], "n": [1, 2, 3]}), tmp_path / "a.parquet")
+    rows = list(places.iter_rows([tmp_path / "a.parquet"]))
+    assert rows == [{"text": "a", "n": 1}, {"text": None, "n": 2}, {"text": "c", "n": 3}]
+
+
+def test_parquet_text_that_is_not_utf8_is_replaced_and_counted(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    raw = pa.array([b"caf\xe9", b"ok", None], pa.binary())
+    strings = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2], raw.buffers()[0], 1, 0)
+    pq.write_table(pa.table({"text": strings}), tmp_path / "a.parquet")
+    counters: Counter[str] = Counter()
+    rows = [row["text"] for row in places.iter_rows([tmp_path / "a.parquet"], counters=counters)]
+    assert rows == ["caf\ufffd", "ok", None] and counters == {"undecodable_utf8": 1}
+
+
+def test_text_lines_keep_their_ends(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", b"one\r\n\n two\x0cx\n end")
+    assert [row["text"] for row in places.iter_rows([path])] == ["one\r\n", "\n", " two\x0cx\n", " end"]
+
+
+def test_bytes_that_are_not_utf8_are_replaced_and_counted_once_a_document(tmp_path: Path) -> None:
+    counters: Counter[str] = Counter()
+    path = write(tmp_path / "a.md", b"\xef\xbb\xbfcaf\xe9 \xff\r\n")
+    assert places.read_text(path, counters=counters) == "\ufeffcaf\ufffd \ufffd\r\n"
+    assert counters == {"undecodable_utf8": 1}
+
+
+def test_half_a_surrogate_pair_in_json_is_replaced_and_counted(tmp_path: Path) -> None:
+    counters: Counter[str] = Counter()
+    path = write(tmp_path / "a.jsonl", b'{"a": "x\\ud83d", "b": "\\ud83d\\ude42", "c": "\\ud55c"}\n')
+    assert list(places.iter_rows([path], counters=counters)) == [{"a": "x\ufffd", "b": "\U0001f642", "c": "\ud55c"}]
+    assert counters == {"undecodable_utf8": 1}
+
+
+@pytest.mark.parametrize("line", [b"[1]", b"{'a': 1}", b'"text"', b'{"a": 1} {"b": 2}'])
+def test_a_line_that_is_no_object_is_named(tmp_path: Path, line: bytes) -> None:
+    path = write(tmp_path / "a.jsonl", b'{"ok": 1}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: expected a JSON object"):
+        list(places.iter_rows([path]))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
+def test_a_truncated_file_is_named(tmp_path: Path, name: str) -> None:
+    whole = gzip.compress(json.dumps({"text": os.urandom(500).hex()}).encode())
+    with pytest.raises(ValueError, match=f"{name}: .*fetch it again"):
+        list(places.iter_rows([write(tmp_path / name, whole[:200])]))
+
+
+def test_the_fingerprint_is_the_documented_sum(tmp_path: Path) -> None:
+    paths = [write(tmp_path / "b.txt", b"B!"), write(tmp_path / "a.txt", b"A")]
+    lines = f"a.txt\x001\x00{hashlib.sha256(b'A').hexdigest()}\nb.txt\x002\x00{hashlib.sha256(b'B!').hexdigest()}\n"
+    assert places.files_fingerprint(tmp_path, paths) == hashlib.sha256(lines.encode()).hexdigest()
+
+
+def test_the_fingerprint_sees_names_and_contents_but_not_places_or_times(tmp_path: Path) -> None:
+    def of(root: str, name: str, content: bytes) -> str:
+        path = write(tmp_path / root / name, content)
+        os.utime(path, (len(root), len(root)))
+        return places.files_fingerprint(tmp_path / root, [path])
+
+    assert of("one", "a", b"x") == of("other", "a", b"x")
+    assert len({of("one", "a", b"x"), of("one", "a", b"y"), of("one", "b", b"x")}) == 3
+
+
+def test_the_sample_is_mit_and_the_rest_as_upstream() -> None:
+    assert places.licence_of("oasst1", "sample") == "MIT"
+    assert places.licence_of("oasst1", "hub") == places.licence_of("oasst1", "/some/mirror") == "Apache-2.0"
+    with pytest.raises(ValueError, match="unknown source 'pile'"):
+        places.licence_of("pile", "hub")
+
+
+def test_the_hubs_revision_is_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def info(self: Any, dataset_id: str, **asked: Any) -> Any:
+        return huggingface_hub.hf_api.DatasetInfo(id=dataset_id, sha=f"commit of {asked['revision']}")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
+    assert places.hub_revision("a/b", revision="v1") == "commit of v1"
+
+
+def test_without_a_network_the_error_says_what_works_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def no_network(*args: Any, **kwargs: Any) -> Any:
+        raise huggingface_hub.errors.HfHubHTTPError.__bases__[0]("connection refused")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", no_network)
+    with pytest.raises(ConnectionError, match=r"a/b at main.*--source-root MIRROR or --source-root sample"):
+        places.hub_revision("a/b")
+
+
+def test_importing_the_loaders_loads_no_heavy_library() -> None:
+    modules = "places, fineweb_edu, wikitext, roam, gutenberg, dolly, oasst1"
+    heavy = "{'torch', 'datasets', 'pyarrow', 'huggingface_hub', 'numpy'}"
+    code = f"import sys; from niels_gpt.data import {modules}; print(sorted({heavy} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
