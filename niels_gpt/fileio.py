@@ -146,12 +146,12 @@ def commit(work: Path, path: str | os.PathLike[str], content_sha256: str) -> Pat
     folder = versions_dir(public)
     version = folder / content_sha256[:VERSION_DIGITS]
     _sync_tree(work)
-    if version.exists() and (version / META_NAME).exists() and _same_sizes(work, version):
+    if (version / META_NAME).exists() and _same_files(work, version):
         write_bytes(version / META_NAME, (work / META_NAME).read_bytes())  # equal content; its description may differ
         os.utime(version)  # the newest again
     else:
         if version.exists():
-            shutil.rmtree(version)  # damaged: files are missing or cut
+            shutil.rmtree(version)  # damaged: files are missing, cut or changed
         os.rename(work, version)
     fsync_dir(folder)
     _make_way(public, folder)
@@ -171,8 +171,9 @@ def _sync_tree(root: Path) -> None:
         fsync_dir(folder)
 
 
-def _same_sizes(left: Path, right: Path) -> bool:
-    return _sizes(left) == _sizes(right)
+def _same_files(left: Path, right: Path) -> bool:
+    sizes = _sizes(left)
+    return sizes == _sizes(right) and all(sha256_file(left / name) == sha256_file(right / name) for name in sizes)
 
 
 def _sizes(root: Path) -> dict[str, int]:
@@ -221,8 +222,9 @@ def _make_way(public: Path, folder: Path) -> None:
         return
     content = str(json.loads((public / META_NAME).read_text(encoding="utf-8")).get("content_sha256"))
     known = re.fullmatch("[0-9a-f]{64}", content)  # a name from a file that anybody may have written
-    adopted = folder / (content[:VERSION_DIGITS] if known else "adopted")
-    if adopted.exists():
+    if not known:
+        os.rename(public, folder / f"adopted{len(list(folder.glob('adopted*')))}")
+    elif (folder / content[:VERSION_DIGITS]).exists():
         shutil.rmtree(public)  # the same content is a version already
     else:
-        os.rename(public, adopted)
+        os.rename(public, folder / content[:VERSION_DIGITS])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def test_hub_has_no_root_and_the_sample_is_packaged() -> None:
 
 
 def test_a_missing_mirror_is_named_with_a_remedy(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere.*--source-root sample"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere.*--source-root sample"):
         places.mirror_root(str(tmp_path / "nowhere"))
 
 
@@ -74,7 +75,7 @@ def test_all_splits_are_read_train_first(tmp_path: Path) -> None:
 
 def test_a_missing_split_lists_what_is_there(tmp_path: Path) -> None:
     write(tmp_path / "set/validation.jsonl")
-    with pytest.raises(FileNotFoundError, match="no file of split 'train'; found: validation.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"no file of split 'train'; found: validation\.jsonl"):
         places.split_files(tmp_path, "set", split="train")
 
 
@@ -182,7 +183,7 @@ def test_the_hubs_revision_is_its_commit(monkeypatch: pytest.MonkeyPatch) -> Non
     import huggingface_hub
 
     def info(self: Any, dataset_id: str, **asked: Any) -> Any:
-        return huggingface_hub.hf_api.DatasetInfo(id=dataset_id, sha=f"commit of {asked['revision']}")
+        return SimpleNamespace(sha=f"commit of {asked['revision']}")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
     assert places.hub_revision("a/b", revision="v1") == "commit of v1"

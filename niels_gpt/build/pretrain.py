@@ -25,8 +25,8 @@ Progress = Callable[[int, int, int | None], None]
 """Called now and then with the documents read, the tokens written and the tokens expected (None: not known)."""
 
 BUDGET_RULE = (
-    "by token budget: the next document goes to the split that is furthest below its share of its budget, a tie to val; "
-    "the document that meets a full budget is cut and its rest dropped; no document is in both splits"
+    "by token budget: the next document goes to the split that is furthest below its share of its budget, a tie "
+    "to val; the document that meets a full budget is cut and its rest dropped; no document is in both splits"
 )
 
 
@@ -175,6 +175,9 @@ def _write_documents(
             continue
         split = split or budget.next_split()
         ids, utf8_bytes, room = np.concatenate([encoded.ids, eot]), encoded.utf8_bytes, budget.room(split)
+        if room == 0:  # a document that names a split which is full; the budgets themselves choose none
+            counts["split_full"] += 1
+            continue
         if room is not None and len(ids) > room:
             counts["cut_documents"] += 1
             counts["cut_tokens"] += len(ids) - room

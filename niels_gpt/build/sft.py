@@ -110,10 +110,10 @@ def _problem(messages: Any) -> str | None:
     """Return the counter under which an example is dropped for its shape; None for a good one."""
     if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
         return "malformed"
-    if any(message.get("role") not in ROLE_TO_NAME for message in messages):
-        return "unknown_role"
-    if not all(isinstance(message.get("content"), str) for message in messages):
+    if not all(isinstance(message.get(key), str) for message in messages for key in ("role", "content")):
         return "malformed"
+    if any(message["role"] not in ROLE_TO_NAME for message in messages):
+        return "unknown_role"
     return None if any(message["role"] == "assistant" for message in messages) else "no_assistant_turn"
 
 

@@ -22,6 +22,8 @@ def shuffled(items: Iterable[T], *, size: int | None, generator: torch.Generator
 
     size: items held at once; None, 0 and 1 keep the order.
     """
+    if size is not None and size < 0:
+        raise ValueError(f"shuffle_buffer={size}: expected 0 or more documents")
     if not size or size == 1:
         yield from items
         return

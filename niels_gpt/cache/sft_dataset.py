@@ -45,7 +45,7 @@ class SFTExampleDataset:
         if T < 1:
             raise ValueError(f"T={T}: expected at least 1 token")
         self.T, self.device, self.eot_id = T, device, eot_id
-        self.tokens_path, self.idx_path = Path(tokens_path).resolve(), Path(idx_path).resolve()
+        self.tokens_path, self.idx_path = _resolved_together(Path(tokens_path), Path(idx_path))
         folder = self.tokens_path.parent
         self.meta: dict[str, Any] | None = find_meta(folder)
         check_tokenizer(folder, self.meta, tokenizer_sha256)
@@ -64,10 +64,14 @@ class SFTExampleDataset:
 
     def _recorded_bytes(self) -> int | None:
         groups = (self.meta or {}).get("shards")
-        for group in groups.values() if isinstance(groups, dict) else ():
-            for record in group:
-                if record["name"] == self.tokens_path.name:
-                    return int(record["bytes"])
+        try:
+            for group in groups.values() if isinstance(groups, dict) else ():
+                for record in group:
+                    if record["name"] == self.tokens_path.name:
+                        return int(record["bytes"])
+        except (KeyError, TypeError, ValueError) as error:
+            where = self.tokens_path.parent / META_NAME
+            raise CacheError(f"{where}: no list of token files under shards ({error!r})") from error
         return None
 
     def __len__(self) -> int:
@@ -105,6 +109,14 @@ class SFTExampleDataset:
         targets = torch.from_numpy(is_target[:, 1:]).to(self.device)
         masked: Any = torch.where(targets, y, IGNORE_INDEX)
         return x, y, masked
+
+
+def _resolved_together(tokens_path: Path, idx_path: Path) -> tuple[Path, Path]:
+    """Resolve the folder of two files once, so that a commit in between cannot give files of two versions."""
+    if tokens_path.parent != idx_path.parent:
+        return tokens_path.resolve(), idx_path.resolve()
+    folder = tokens_path.parent.resolve()
+    return folder / tokens_path.name, folder / idx_path.name
 
 
 def target_mask(ids: NDArray[np.uint16], lengths: NDArray[np.int64], *, asst_id: int, eot_id: int) -> NDArray[np.bool_]:

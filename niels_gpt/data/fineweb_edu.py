@@ -33,9 +33,8 @@ def iter_fineweb_edu(
 ) -> Iterator[PretrainSample]:
     """Stream FineWeb-Edu documents (PR-02), empty ones included.
 
-    `shuffle` is the hub library's own, seeded (D8). From a mirror or the sample the rows come in file order, not
-    shuffled: there the cache builder's torch buffer shuffles. `name` is the hub's config, and the folder read in a
-    mirror if `<name>/` or `data/<name>/` exists there.
+    `shuffle` is the hub library's own, seeded (D8). From a mirror or the sample rows come in file order, not shuffled:
+    the cache builder's torch buffer shuffles there. A mirror's folder `<name>/` or `data/<name>/` is read alone.
     """
     places.check_take(take)
     root = places.mirror_root(source_root)
@@ -50,8 +49,8 @@ def iter_fineweb_edu(
             shuffle_buffer=shuffle_buffer_size,
         )
     else:
-        paths = places.split_files(root, dataset_id, split=split, folders=(name, f"data/{name}"))
-        rows = places.iter_rows(paths, counters=counters)
+        files = places.split_files(root, dataset_id, split=split, folders=(name, f"data/{name}"))
+        rows = places.iter_rows(files, counters=counters)
     return islice(samples_of_rows(rows, source=SOURCE), take)
 
 

@@ -167,7 +167,7 @@ ADJECTIVES = _words(
 NOUNS = _words(
     "ladder lantern blanket violin anchor kettle compass envelope hammer umbrella parcel telescope basket mirror "
     "carpet bottle trumpet window saddle cushion teapot wagon bucket ribbon candle scissors helmet puzzle statue "
-    "pencil tunnel engine cabinet staircase chimney fountain orchard meadow canal quarry market chapel lighthouse windmill "
+    "pencil tunnel engine cabinet staircase chimney fountain orchard meadow canal quarry market chapel windmill "
     "passport recipe photograph dictionary newspaper contract invoice portrait melody rumour proverb lottery festival"
 )
 VERBS = _words(

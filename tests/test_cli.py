@@ -1,0 +1,137 @@
+"""The command line: exit status, table, dry run, show, and a failing source that stops no other.
+
+Run: pytest tests/test_cli.py
+"""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from niels_gpt.cache import cli
+from niels_gpt.settings import Settings
+
+
+@pytest.fixture
+def flags(tmp_path: Path, tiny_model_path: Path) -> list[str]:
+    """Flags that build the sample with the tiny tokenizer."""
+    return ["--source-root", "sample", "--cache-dir", str(tmp_path / "c"), "--tokenizer-model", str(tiny_model_path)]
+
+
+def test_build_all_builds_every_cache_and_prints_a_table(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["build-all", "--seed", "42", *flags]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in table[1:]] == [
+        "tokenizer",
+        "pretrain/fineweb_edu",
+        "pretrain/wikitext",
+        "pretrain/roam",
+        "pretrain/gutenberg",
+        "sft/dolly15k",
+        "sft/oasst1",
+    ]
+    assert cli.main(["build-all", "--seed", "42", *flags]) == 0
+    assert capsys.readouterr().out.count("built, up to date") == 7
+
+
+def test_one_failing_source_does_not_stop_the_others(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocked = tmp_path / "c" / "sample" / "pretrain" / "roam"
+    blocked.mkdir(parents=True)
+    (blocked / "holiday.jpg").write_bytes(b"mine")
+    assert cli.main(["build", "roam", "wikitext", *flags]) == 1
+    out, err = capsys.readouterr()
+    assert "pretrain/roam" in err
+    assert "holiday.jpg" in err
+    assert [line.split()[:2] for line in out.splitlines()[2:]] == [["pretrain/wikitext", "built"], ["pretrain/roam", "FAILED"]]
+    assert (blocked / "holiday.jpg").read_bytes() == b"mine"
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["build-all", "--dry-run", *flags]) == 0
+    assert "disk free" in capsys.readouterr().out
+    assert not (tmp_path / "c").exists()
+
+
+def test_an_unknown_source_and_an_unknown_flag_are_usage_errors(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["build", "wikipedia", *flags]) == 2
+    assert "expected some of fineweb_edu" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["build-all", "--speed", "fast"])
+    assert stop.value.code == 2
+
+
+def test_an_absent_mirror_says_what_was_expected(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["build", "roam", "--source-root", str(tmp_path / "no"), "--cache-dir", str(tmp_path / "c")]) == 1
+    assert str(tmp_path / "no") in capsys.readouterr().err
+
+
+def test_every_setting_has_a_flag_that_reaches_it() -> None:
+    parser = cli._parser()
+    for field in dataclasses.fields(Settings):
+        flag = "--" + field.name.replace("_", "-")
+        if isinstance(field.default, bool):
+            given, value = [flag if not field.default else "--no-" + flag[2:]], not field.default
+        elif field.name == "on_special":
+            given, value = [flag, "raise"], "raise"
+        else:
+            kind = type(field.default) if isinstance(field.default, int | float) else str
+            given, value = [flag, "7"], kind("7")
+        settings = cli.settings_of(parser.parse_args(["build-all", *given]))
+        assert settings == dataclasses.replace(Settings(), **{field.name: value})
+
+
+def test_show_prints_a_window_and_an_example_with_its_mask(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["build", "dolly15k", "wikitext", *flags])
+    capsys.readouterr()
+    cache = tmp_path / "c" / "sample"
+    assert cli.main(["show", str(cache / "pretrain/wikitext"), "--at", "10", "--tokens", "5"]) == 0
+    assert "tokens 10 to 15" in capsys.readouterr().out
+    assert cli.main(["show", str(cache / "sft/dolly15k"), "--split", "val", "--at", "1", "--tokens", "5000"]) == 0
+    plain = capsys.readouterr().out
+    assert plain.count("[[") == 1
+    assert plain.rstrip().endswith("<|ngpt_eot_84a5023f67d74cf29cc4001becde983c|>]]")
+    assert cli.main(["show", str(cache / "sft/dolly15k"), "--color", "always"]) == 0
+    assert "\x1b[32m" in capsys.readouterr().out
+
+
+def test_show_says_how_far_a_cache_goes(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["build", "roam", *flags])
+    assert cli.main(["show", str(tmp_path / "c/sample/pretrain/roam"), "--at", "999999999"]) == 1
+    assert "expected 0 <= position <" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_was_finished_and_says_so(flags: list[str], tmp_path: Path) -> None:
+    """SIGINT arrives while the builder waits for its source: a named pipe that nobody fills."""
+    mirror = tmp_path / "mirror"
+    (mirror / "roam").mkdir(parents=True)
+    (mirror / "roam" / "a.md").write_text("- one\n" * 50)
+    (mirror / "roam" / "b.md").write_text("- two\n" * 50)
+    web = mirror / "HuggingFaceFW" / "fineweb-edu"
+    web.mkdir(parents=True)
+    (web / "a.jsonl").write_text('{"text": "some words"}\n')
+    command = [sys.executable, "-m", "niels_gpt.cache.cli", "build", "roam", "fineweb_edu", *flags]
+    command[command.index("sample")] = str(mirror)
+    # The second source is stopped by a signal that the process sends to itself as soon as it encodes a web page.
+    hook = (
+        "import os, signal, runpy, sys, niels_gpt.data.fineweb_edu as f\n"
+        "def stop(**_):\n    os.kill(os.getpid(), signal.SIGINT)\n    yield\n"
+        f"f.iter_fineweb_edu = stop\nsys.argv = {command[2:]!r}\n"
+        "runpy.run_module('niels_gpt.cache.cli', run_name='__main__')\n"
+    )
+    assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    done = subprocess.run([sys.executable, "-c", hook], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "interrupted" in done.stderr
+    assert "pretrain/roam" in done.stdout
+    assert os.path.islink(tmp_path / "c" / "pretrain" / "roam")
+    assert not os.path.lexists(tmp_path / "c" / "pretrain" / "fineweb_edu")
