@@ -112,7 +112,7 @@ class SentencePieceTokenizer:
         """
         try:
             ids: list[int] = self._processor.encode(text)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:  # one text, a list
             _refuse_surrogates([text], error)
             raise
         return ids
@@ -124,7 +124,7 @@ class SentencePieceTokenizer:
             arrays: list[NDArray[np.int32]] = self._processor.encode(
                 batch, return_type="numpy", num_threads=num_threads
             )
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:  # one text, a list
             _refuse_surrogates(batch, error)
             raise
         return arrays

@@ -65,8 +65,8 @@ def train_tokenizer(
 
     vocab_size: ids in all, with sentinels, 256 byte pieces and 3 control pieces. Texts too poor for it give the largest
     vocabulary that they allow: a warning is logged, and the meta has both sizes.
-    seed: recorded only (PR-01 names it). With all sentences, in order, on one thread the training draws no random number.
-    max_bytes: stop before the piece of text that would pass this many utf-8 bytes; None reads everything.
+    seed: recorded only (PR-01 names it). Over all sentences, in order, on one thread, training draws no random number.
+    max_bytes: utf-8 bytes to read at most; the document that passes it is cut there. None reads everything.
     trained_on: names the texts in the meta.
     A document that holds a reserved literal is left out and counted (D6). An error of `texts` comes through as it is.
     Raises: ValueError for a bad argument, a vocabulary too small for its characters, or nothing to train on.
@@ -78,7 +78,7 @@ def train_tokenizer(
     meta = {
         **_describe_model(model, vocab_size),
         **feed.counts,
-        "share_seen": round(feed.counts["bytes_seen"] / feed.counts["bytes_given"], 6),
+        "share_seen": feed.counts["bytes_seen"] / feed.counts["bytes_given"],
         "inputs_sha256": feed.digest.hexdigest(),
         "requested_vocab_size": vocab_size,
         "seed": seed,
@@ -104,8 +104,8 @@ def write_tokenizer(trained: TrainedTokenizer, out_dir: str | os.PathLike[str]) 
 def training_pieces(text: str) -> Iterator[str]:
     """Cut a text into pieces that SentencePiece trains on: at most MAX_PIECE_BYTES each, none with U+2585.
 
-    The cut is before a line feed where one is in reach, since SentencePiece strips line ends from the end of a piece but
-    not from its start; else between two characters. Joined, the pieces are the text without U+2585.
+    The cut is before a line feed where one is in reach, since SentencePiece strips line ends from the end of a piece
+    but not from its start; else between two characters. Joined, the pieces are the text without U+2585.
     """
     for part in text.split(_SKIP_MARK):
         data = _utf8(part)
@@ -150,16 +150,17 @@ class _Feed:
         self.error: BaseException | None = None
         self._texts = texts
         self._max_bytes = max_bytes
+        self._full = False
         self._progress = progress
 
     def pieces(self) -> Iterator[str]:
-        """Yield the pieces to train on; an error of the texts is kept, because SentencePiece makes it a RuntimeError."""
+        """Yield the pieces to train on; an error of the texts is kept, as SentencePiece makes a RuntimeError of it."""
         try:
             for text in self._texts:
                 yield from self._document(text)
                 if self._progress is not None:
                     self._progress(self.counts["documents"], self.counts["bytes_given"], self._max_bytes)
-                if self._max_bytes is not None and self.counts["bytes_given"] >= self._max_bytes:
+                if self._full:
                     return
         except GeneratorExit:
             raise
@@ -168,8 +169,11 @@ class _Feed:
             raise
 
     def _document(self, text: str) -> Iterator[str]:
-        text = self._within_budget(text)
         data = _utf8(text)
+        if self._max_bytes is not None and len(data) >= self._max_bytes - self.counts["bytes_given"]:
+            self._full = True
+            text = data[: self._max_bytes - self.counts["bytes_given"]].decode("utf-8", "ignore")  # cuts no character
+            data = _utf8(text)
         # With its length, or two texts would hash as the one that they join to.
         self.digest.update(len(data).to_bytes(8, "little") + data)
         self.counts["documents"] += 1
@@ -185,13 +189,6 @@ class _Feed:
                 self.counts["pieces"] += 1
                 self.counts["bytes_seen"] += seen
                 yield piece
-
-    def _within_budget(self, text: str) -> str:
-        if self._max_bytes is None:
-            return text
-        room = self._max_bytes - self.counts["bytes_given"]
-        data = _utf8(text)
-        return text if len(data) <= room else data[:room].decode("utf-8", "ignore")
 
 
 def _options(vocab_size: int, model_type: str, normalization: str, character_coverage: float) -> dict[str, Any]:
@@ -238,9 +235,9 @@ def _explained(error: RuntimeError, feed: _Feed, options: dict[str, Any]) -> Exc
     too_small = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
     if too_small:
         return ValueError(
-            f"vocab_size={options['vocab_size']} is too small: sentinels, control pieces, bytes and the characters that "
-            f"character_coverage={options['character_coverage']} asks for need {too_small[1]}. Ask for more than that, "
-            "or for a lower coverage"
+            f"vocab_size={options['vocab_size']} is too small: sentinels, control pieces, bytes and the characters "
+            f"that character_coverage={options['character_coverage']} asks for need {too_small[1]}. "
+            "Ask for more than that, or for a lower coverage"
         )
     return ValueError(f"SentencePiece could not train on {counts['pieces']} pieces of text: {error}")
 
@@ -265,7 +262,7 @@ def _check_arguments(
     vocab_size: int, model_type: str, normalization: str, character_coverage: float, max_bytes: int | None
 ) -> None:
     if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
-        raise ValueError(f"vocab_size={vocab_size}: expected 1 to {MAX_VOCAB_SIZE}; larger ids do not fit uint16 tokens")
+        raise ValueError(f"vocab_size={vocab_size}: expected 1 to {MAX_VOCAB_SIZE}, as cache tokens are uint16")
     if model_type not in MODEL_TYPES:
         raise ValueError(f"model_type={model_type!r}: expected one of {', '.join(MODEL_TYPES)}")
     if normalization not in NORMALIZATIONS:

@@ -1,4 +1,4 @@
-"""Imports go one way, light modules stay light, and the public names are what they were: `pytest tests/test_architecture.py`."""
+"""Imports go one way, light modules stay light, public names stay: `pytest tests/test_architecture.py`."""
 
 import ast
 import subprocess

@@ -48,7 +48,10 @@ def test_one_failing_source_does_not_stop_the_others(
     out, err = capsys.readouterr()
     assert "pretrain/roam" in err
     assert "holiday.jpg" in err
-    assert [line.split()[:2] for line in out.splitlines()[2:]] == [["pretrain/wikitext", "built"], ["pretrain/roam", "FAILED"]]
+    assert [line.split()[:2] for line in out.splitlines()[2:]] == [
+        ["pretrain/wikitext", "built"],
+        ["pretrain/roam", "FAILED"],
+    ]
     assert (blocked / "holiday.jpg").read_bytes() == b"mine"
 
 
@@ -60,7 +63,9 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert not (tmp_path / "c").exists()
 
 
-def test_an_unknown_source_and_an_unknown_flag_are_usage_errors(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_source_and_an_unknown_flag_are_usage_errors(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["build", "wikipedia", *flags]) == 2
     assert "expected some of fineweb_edu" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:

@@ -78,7 +78,9 @@ def test_another_tokenizer_rebuilds_every_cache(settings: Settings, tmp_path: Pa
     from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 
     build_all(settings)
-    write_tokenizer(train_tokenizer(["some other text to learn from " * 50, "ein anderer Text"], vocab_size=300), tmp_path)
+    write_tokenizer(
+        train_tokenizer(["some other text to learn from " * 50, "ein anderer Text"], vocab_size=300), tmp_path
+    )
     changed = build_all(dataclasses.replace(settings, tokenizer_model=str(tmp_path / "spm.model")))
     assert not any(outcome.reused for outcome in changed.values())
 

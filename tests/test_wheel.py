@@ -33,12 +33,17 @@ def test_a_wheel_in_an_empty_environment_builds_and_reads_a_cache(tmp_path: Path
     # The dependencies (gigabytes of torch) come from this environment; the package itself must come from the wheel.
     (tmp_path / "env" / "lib").glob("*")
     site = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True, check=True
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.strip()
     Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     work = tmp_path / "elsewhere"
     work.mkdir()
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run([python, "-c", PROGRAM], cwd=work, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [python, "-c", PROGRAM], cwd=work, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith(str(tmp_path / "env"))

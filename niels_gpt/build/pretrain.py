@@ -87,7 +87,7 @@ def build_pretrain(
         counts = _write_documents(_encoded(mixed, encoder), writers, budget, encoder, append_eot, progress)
         closed = {split: writer.close() for split, writer in writers.items()}
         if not writers["train"].tokens and not partial:
-            raise ValueError(f"{os.fspath(out_dir)}: no token for the train split: {_account(writers, counts)}")
+            raise ValueError(f"{os.fspath(out_dir)}: no token for the train split: {_shortage(writers, counts)}")
         meta = write_description(
             work,
             tokenizer=tokenizer,
@@ -100,18 +100,10 @@ def build_pretrain(
             built="partial" if partial else True,
             split_rule=split_rule,
             shard_bytes=shard_bytes,
-            max_train_tokens=max_train_tokens,
-            max_val_tokens=max_val_tokens,
-            budget_reached={split: None if budget.room(split) is None else budget.full(split) for split in SPLITS},
             append_eot=append_eot,
             on_special=on_special,
             shuffle={"algorithm": shuffle.ALGORITHM if shuffle_buffer else None, "buffer": shuffle_buffer or 0},
-            docs={split: writers[split].docs for split in SPLITS},
-            utf8_bytes={split: writers[split].utf8_bytes for split in SPLITS},
-            documents_read=counts["documents_read"],
-            dropped={key: counts[key] for key in sorted(counts) if key not in _NOT_DROPS},
-            cut={"documents": counts["cut_documents"], "tokens": counts["cut_tokens"]},
-            noticed=dict(sorted(encoder.noticed.items())),
+            **_account_of(writers, counts, budget, encoder),
         )
         fileio.commit(work, out_dir, str(meta["content_sha256"]))
     _warn_of_unmet_budgets(out_dir, budget)
@@ -199,7 +191,24 @@ def _decoded_bytes(tokenizer: Tokenizer, kept: Any, whole: EncodedText) -> int:
     return min(len(decode(text_ids).encode(errors="replace")), whole.utf8_bytes)
 
 
-def _account(writers: dict[str, _SplitWriter], counts: Counter[str]) -> str:
+def _account_of(
+    writers: dict[str, _SplitWriter], counts: Counter[str], budget: TokenBudget, encoder: TextEncoder
+) -> dict[str, Any]:
+    """Return the part of meta.json that accounts for every document read."""
+    return {
+        "max_train_tokens": budget.limits["train"],
+        "max_val_tokens": budget.limits["val"],
+        "budget_reached": {split: None if budget.room(split) is None else budget.full(split) for split in SPLITS},
+        "docs": {split: writers[split].docs for split in SPLITS},
+        "utf8_bytes": {split: writers[split].utf8_bytes for split in SPLITS},
+        "documents_read": counts["documents_read"],
+        "dropped": {key: counts[key] for key in sorted(counts) if key not in _NOT_DROPS},
+        "cut": {"documents": counts["cut_documents"], "tokens": counts["cut_tokens"]},
+        "noticed": dict(sorted(encoder.noticed.items())),
+    }
+
+
+def _shortage(writers: dict[str, _SplitWriter], counts: Counter[str]) -> str:
     drops = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()) if name != "documents_read") or "none"
     return (
         f"{counts['documents_read']} documents read, {writers['val'].docs} to val, dropped: {drops}. Give it more text"

@@ -78,10 +78,21 @@ def origin_of(settings: Settings, source: str) -> Origin:
         root = roam.roam_dir_of(settings.source_root, roam_dir=settings.roam_dir)
         files = tuple(Path(path) for path in roam.list_roam_paths(root))
     elif root is not None:
-        files = tuple(places.source_files(root, "gutenberg" if source == "gutenberg" else dataset))
+        files = tuple(_mirror_files(root, source, dataset, config))
     kind = "sample" if settings.source_root == "sample" else "hub" if root is None else "mirror"
     licence = places.licence_of(source, settings.source_root)
     return Origin(source, dataset, config, kind, streaming and root is None, licence, root, files)
+
+
+def _mirror_files(root: Path, source: str, dataset: str, config: str | None) -> list[Path]:
+    """Return the files that the source's loader reads, all of its splits: what else lies there changes no fingerprint."""
+    if source == "fineweb_edu":
+        return places.split_files(root, dataset, split="train", folders=(str(config), f"data/{config}"))
+    if source == "wikitext":
+        return places.split_files(root, dataset, split="all", suffixes=wikitext.SUFFIXES, folders=(str(config),))
+    if source == "gutenberg":
+        return places.split_files(root, gutenberg.FOLDER, split="train", suffixes=places.KNOWN_SUFFIXES)
+    return places.split_files(root, dataset, split="all", folders=("data",) if source == "oasst1" else ())
 
 
 def fineweb_edu_texts(settings: Settings, revision: str | None, counters: Counter[str]) -> Documents:

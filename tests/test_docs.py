@@ -1,0 +1,61 @@
+"""The documents say what is true: commands, links, settings, keys: `pytest tests/test_docs.py`."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from niels_gpt.cache import cli
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.settings import Settings
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_to_a_file(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8")):
+        assert (document.parent / target).exists(), target
+
+
+def test_every_command_of_the_readme_parses() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"python -m niels_gpt\.cache\.cli (.*?)(?:  +#.*)?$", readme, flags=re.MULTILINE)
+    assert len(commands) >= 5
+    for command in commands:
+        cli._parser().parse_args(command.split())
+
+
+def test_every_flag_named_in_a_document_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    from niels_gpt import train_tokenizer
+
+    known = ""
+    for command in (["build-all"], ["build"], ["show"]):
+        with pytest.raises(SystemExit):
+            cli.main([*command, "--help"])
+    with pytest.raises(SystemExit):
+        train_tokenizer.main(["--help"])
+    known = capsys.readouterr().out
+    for document in DOCUMENTS:
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", document.read_text(encoding="utf-8")):
+            if flag not in ("--strict",):  # mypy's
+                assert flag in known, f"{document.name}: {flag}"
+
+
+def test_every_make_target_named_in_a_document_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for document in DOCUMENTS:
+        for target in re.findall(r"(?:^|`|    )make ([a-z]+)", document.read_text(encoding="utf-8"), re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{document.name}: make {target}"
+
+
+def test_formats_md_names_every_key_of_every_meta_json(tmp_path: Path, tiny_model_path: Path) -> None:
+    formats = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
+    settings = Settings(source_root="sample", cache_dir=str(tmp_path), tokenizer_model=str(tiny_model_path))
+    for key, recipe in RECIPES.items():
+        path = recipe(settings).path
+        for name in read_meta(str(path / "meta.json")):
+            plain = re.sub(r"^(train|val)_(tokens|examples)$", "train_tokens", name)
+            assert f"`{plain}`" in formats, f"{key}: {name}"

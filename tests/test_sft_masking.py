@@ -1,0 +1,149 @@
+"""Loss on the assistant's words only: from after its sentinel up to and including the next end of turn.
+
+Run: pytest tests/test_sft_masking.py
+"""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from niels_gpt.cache import SFTExampleDataset
+from niels_gpt.cache.sft_dataset import target_mask
+
+SYS, USR, ASST, EOT = 1, 2, 3, 4
+S, U, A, B = 10, 11, 12, 13  # one word each of the system, the user and the assistant
+NO = -100
+
+# The spec's example, drawn by hand. `target` is the token after `token`; it counts if it is inside an assistant span.
+SPEC_TABLE = [
+    # token, target, inside, y_masked
+    (SYS, S, False, NO),
+    (S, EOT, False, NO),
+    (EOT, USR, False, NO),
+    (USR, U, False, NO),
+    (U, EOT, False, NO),
+    (EOT, ASST, False, NO),
+    (ASST, A, True, A),
+    (A, B, True, B),
+    (B, EOT, True, EOT),
+]
+
+
+def batch_of_one(example: list[int], T: int) -> tuple[list[int], list[int], list[int]]:
+    """Return x, y and y_masked of a cache that holds one example."""
+    with tempfile.TemporaryDirectory() as name:
+        tokens, idx = Path(name, "train_tokens.bin"), Path(name, "train_idx.npy")
+        tokens.write_bytes(np.asarray(example, dtype="<u2").tobytes())
+        np.save(idx, np.zeros(1, dtype=np.int64))
+        dataset = SFTExampleDataset(str(tokens), str(idx), T=T, device="cpu", eot_id=EOT, asst_id=ASST)
+        x, y, masked = dataset.get_batch(B=1, generator=torch.Generator().manual_seed(0))
+    return x[0].tolist(), y[0].tolist(), masked[0].tolist()
+
+
+def test_the_table_of_the_spec() -> None:
+    x, y, masked = batch_of_one([SYS, S, EOT, USR, U, EOT, ASST, A, B, EOT], T=9)
+    assert list(zip(x, y, masked, strict=True)) == [(token, target, want) for token, target, _, want in SPEC_TABLE]
+    assert [value != NO for value in masked] == [inside for _, _, inside, _ in SPEC_TABLE]
+
+
+def test_only_a_b_and_their_eot_are_targets_when_the_row_is_padded() -> None:
+    x, y, masked = batch_of_one([SYS, S, EOT, USR, U, EOT, ASST, A, B, EOT], T=12)
+    assert x[9:] == [EOT, EOT, EOT] and y[9:] == [EOT, EOT, EOT]
+    assert masked == [NO, NO, NO, NO, NO, NO, A, B, EOT, NO, NO, NO]
+
+
+def test_each_reply_of_several_turns_is_a_target_and_no_question_is() -> None:
+    _, _, masked = batch_of_one([USR, U, EOT, ASST, A, EOT, USR, U, EOT, ASST, B, EOT], T=11)
+    assert masked == [NO, NO, NO, A, EOT, NO, NO, NO, NO, B, EOT]
+
+
+def test_an_empty_reply_has_its_eot_as_only_target() -> None:
+    assert batch_of_one([USR, U, EOT, ASST, EOT], T=4)[2] == [NO, NO, NO, EOT]
+
+
+def test_a_reply_cut_by_t_keeps_the_targets_that_are_left() -> None:
+    assert batch_of_one([USR, U, EOT, ASST, A, B, EOT], T=5)[2] == [NO, NO, NO, A, B]
+
+
+def test_a_row_cut_before_the_reply_has_no_target() -> None:
+    assert batch_of_one([USR, U, EOT, ASST, A, EOT], T=3) == ([USR, U, EOT], [U, EOT, ASST], [NO, NO, NO])
+
+
+def test_padding_is_no_target_even_where_the_example_lacks_its_eot() -> None:
+    assert batch_of_one([ASST, A], T=4) == ([ASST, A, EOT, EOT], [A, EOT, EOT, EOT], [A, NO, NO, NO])
+
+
+def test_padding_after_a_bare_assistant_sentinel_is_no_target() -> None:
+    assert batch_of_one([USR, U, EOT, ASST], T=5)[2] == [NO, NO, NO, NO, NO]
+
+
+def test_a_chat_without_assistant_has_no_target() -> None:
+    assert batch_of_one([SYS, S, EOT, USR, U, EOT], T=6)[2] == [NO] * 6
+
+
+def test_rows_of_a_batch_do_not_leak_into_each_other(tmp_path: Path) -> None:
+    examples = [[ASST, A, A, A], [USR, U, EOT, USR]]  # an open reply first, then a row without one
+    (tmp_path / "t.bin").write_bytes(np.asarray(sum(examples, []), dtype="<u2").tobytes())
+    np.save(tmp_path / "i.npy", np.array([0, 4]))
+    dataset = SFTExampleDataset(tmp_path / "t.bin", tmp_path / "i.npy", T=3, device="cpu", eot_id=EOT, asst_id=ASST)
+    x, _, masked = dataset.get_batch(B=32, generator=torch.Generator().manual_seed(0))
+    expected = {ASST: [A, A, A], USR: [NO, NO, NO]}
+    assert {ASST, USR} == set(x[:, 0].tolist())
+    assert all(row.tolist() == expected[int(first)] for first, row in zip(x[:, 0], masked, strict=True))
+
+
+def test_the_three_tensors_are_contiguous_int64_and_one_draw(tmp_path: Path) -> None:
+    (tmp_path / "t.bin").write_bytes(np.asarray([ASST, A, EOT, USR, U, EOT, ASST, B, EOT], dtype="<u2").tobytes())
+    np.save(tmp_path / "i.npy", np.array([0, 3]))
+    dataset = SFTExampleDataset(tmp_path / "t.bin", tmp_path / "i.npy", T=5, device="cpu", eot_id=EOT, asst_id=ASST)
+    generator, reference = (torch.Generator().manual_seed(5) for _ in range(2))
+    batch = dataset.get_batch(B=7, generator=generator)
+    assert all(t.shape == (7, 5) and t.dtype == torch.int64 and t.is_contiguous() for t in batch)
+    x, y, masked = batch
+    assert torch.equal(y[:, :-1], x[:, 1:]) and torch.equal(masked[masked != NO], y[masked != NO])
+    drawn = torch.randint(2, (7,), generator=reference)
+    assert x[:, 0].tolist() == [(ASST, USR)[row] for row in drawn.tolist()]
+    assert torch.equal(generator.get_state(), reference.get_state())
+
+
+@pytest.mark.parametrize("T", [0, -3])
+def test_t_below_1_is_refused(tmp_path: Path, T: int) -> None:
+    with pytest.raises(ValueError, match=f"T={T}"):
+        SFTExampleDataset(tmp_path / "t.bin", tmp_path / "i.npy", T=T, device="cpu", eot_id=EOT, asst_id=ASST)
+
+
+def obvious_mask(ids: list[int], length: int) -> list[bool]:
+    """Walk one row token by token: the slow oracle of target_mask."""
+    inside, mask = False, []
+    for position, token in enumerate(ids):
+        mask.append(inside and position < length)
+        if token == ASST:
+            inside = True
+        elif token == EOT:
+            inside = False
+    return mask
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    rows=st.integers(1, 12).flatmap(
+        lambda size: st.lists(
+            st.tuples(
+                st.lists(st.sampled_from([SYS, USR, ASST, EOT, A, B]), min_size=size, max_size=size),
+                st.integers(0, size),
+            ),
+            min_size=1,
+            max_size=4,
+        )
+    )
+)
+def test_target_mask_is_what_a_walk_over_the_tokens_finds(rows: list[tuple[list[int], int]]) -> None:
+    ids = np.array([row for row, _ in rows], dtype=np.uint16)
+    lengths = np.array([length for _, length in rows], dtype=np.int64)
+    mask = target_mask(ids, lengths, asst_id=ASST, eot_id=EOT)
+    assert mask.tolist() == [obvious_mask(row, length) for row, length in rows]
