@@ -33,7 +33,7 @@ class Settings:
 
     shard_bytes: int = _setting(2**27, "bytes of a pretrain shard: 128 MiB (PR-03)")
     shuffle_buffer: int = _setting(
-        10_000, "documents in the shuffle buffer of fineweb_edu and gutenberg; 0: none (PR-03)"
+        10_000, "documents in the shuffle buffer of fineweb_edu; 0: none (PR-03)"
     )
     append_eot: bool = _setting(True, "end-of-text after each document of fineweb_edu, roam and gutenberg")
     on_special: str = _setting("drop", "text that holds a sentinel: drop (counted) or raise")
@@ -53,6 +53,7 @@ class Settings:
 
     gutenberg_dataset: str = _setting("nikolina-p/gutenberg_clean_en_splits", "dataset id (PR-02)")
     gutenberg_from_hub: bool = _setting(False, "stream gutenberg from the hub; off: there, the cache is a stub (PR-03)")
+    gutenberg_shuffle_buffer: int = _setting(0, "books in the shuffle buffer; 0: none, for a book takes about 0.5 MB")
     gutenberg_train_tokens: int = _setting(200_000_000, "token budget of train")
     gutenberg_val_tokens: int = _setting(5_000_000, "token budget of val")
 

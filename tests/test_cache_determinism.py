@@ -105,9 +105,7 @@ def test_another_seed_gives_another_order_and_another_split(
     assert changed >= {"pretrain/train/shard_00000.bin", "sft/train_tokens.bin", "sft/val_tokens.bin"}
 
 
-def test_another_order_of_the_stream_gives_other_bytes(
-    tmp_path: Path, tiny_tokenizer: SentencePieceTokenizer
-) -> None:
+def test_another_order_of_the_stream_gives_other_bytes(tmp_path: Path, tiny_tokenizer: SentencePieceTokenizer) -> None:
     for name, chats in (("forward", CHATS), ("backward", CHATS[::-1])):
         build_sft_cache(chats, str(tmp_path / name), tokenizer=tiny_tokenizer, val_frac=0.1, seed=42)
     assert digests(tmp_path / "forward") != digests(tmp_path / "backward")

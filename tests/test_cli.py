@@ -105,7 +105,7 @@ def test_show_prints_a_window_and_an_example_with_its_mask(
     plain = capsys.readouterr().out
     assert plain.count("[[") == 1
     assert plain.rstrip().endswith("<|ngpt_eot_84a5023f67d74cf29cc4001becde983c|>]]")
-    assert cli.main(["show", str(cache / "sft/dolly15k"), "--color", "always"]) == 0
+    assert cli.main(["show", str(cache / "sft/dolly15k"), "--tokens", "5000", "--color", "always"]) == 0
     assert "\x1b[32m" in capsys.readouterr().out
 
 

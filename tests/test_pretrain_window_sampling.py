@@ -78,7 +78,7 @@ def test_batches_are_contiguous_int64_of_shape_b_t_with_ids_of_the_vocabulary(ca
     for tensor in dataset.get_batch(B=64, generator=seeded()):
         assert tensor.shape == (64, 4) and tensor.dtype == torch.int64
         assert tensor.is_contiguous() and tensor.device.type == "cpu"
-        assert 0 <= int(tensor.min()) and int(tensor.max()) < ByteTokenizer.vocab_size
+        assert int(tensor.min()) >= 0 and int(tensor.max()) < ByteTokenizer.vocab_size
 
 
 def test_the_largest_uint16_id_stays_positive(tmp_path: Path) -> None:
@@ -227,8 +227,9 @@ def test_a_forked_copy_gives_the_same_batches(cache: Path) -> None:
     expected = dataset.get_batch(B=8, generator=seeded())[0].tolist()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_send_batch, args=(dataset, sender))
+    child = context.Process(target=_send_batch, args=(dataset, sender), daemon=True)
     child.start()
+    sender.close()  # so that recv() fails, not waits, where the child dies
     pid, batch = receiver.recv()
     child.join()
     assert pid != os.getpid() and batch == expected

@@ -88,7 +88,7 @@ def test_a_chat_without_assistant_has_no_target() -> None:
 
 def test_rows_of_a_batch_do_not_leak_into_each_other(tmp_path: Path) -> None:
     examples = [[ASST, A, A, A], [USR, U, EOT, USR]]  # an open reply first, then a row without one
-    (tmp_path / "t.bin").write_bytes(np.asarray(sum(examples, []), dtype="<u2").tobytes())
+    (tmp_path / "t.bin").write_bytes(np.asarray([*examples[0], *examples[1]], dtype="<u2").tobytes())
     np.save(tmp_path / "i.npy", np.array([0, 4]))
     dataset = SFTExampleDataset(tmp_path / "t.bin", tmp_path / "i.npy", T=3, device="cpu", eot_id=EOT, asst_id=ASST)
     x, _, masked = dataset.get_batch(B=32, generator=torch.Generator().manual_seed(0))

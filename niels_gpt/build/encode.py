@@ -113,14 +113,15 @@ class TextEncoder:
 
 
 def batches(items: Iterable[T], *, num_chars: Callable[[T], int]) -> Iterator[list[T]]:
-    """Group a stream into lists of at most BATCH_ITEMS items and about BATCH_CHARS characters."""
+    """Group a stream into lists of at most BATCH_ITEMS items and BATCH_CHARS characters; a longer item goes alone."""
     batch: list[T] = []
     chars = 0
     for item in items:
-        batch.append(item)
-        chars += num_chars(item)
-        if chars >= BATCH_CHARS or len(batch) >= BATCH_ITEMS:
+        size = num_chars(item)
+        if batch and (chars + size > BATCH_CHARS or len(batch) >= BATCH_ITEMS):
             yield batch
             batch, chars = [], 0
+        batch.append(item)
+        chars += size
     if batch:
         yield batch

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import logging
 import os
 import sys
@@ -25,12 +26,14 @@ from niels_gpt.settings import Settings
 if TYPE_CHECKING:
     from niels_gpt.recipes.produce import Outcome
 
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 _ALL = ("fineweb_edu", "wikitext", "roam", "gutenberg", "dolly15k", "oasst1")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     arguments = _parser().parse_args(argv)
+    _give_large_blocks_back()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
@@ -42,6 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\ninterrupted. Caches that were finished are kept, the one in progress is as before", file=sys.stderr)
         return 1
     return status
+
+
+def _give_large_blocks_back() -> None:
+    """Let glibc return every freed block of 1 MiB and more to the system at once.
+
+    By default it raises that bound to 32 MiB as it goes, and the holes that encoding long documents leaves add up:
+    80 books instead of 8 cost 43 MiB more at the peak, and 15 MiB more with a fixed bound.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another libc: nothing to be done, nothing lost
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def add_settings_flags(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from niels_gpt.build.writer import TOKEN_BYTES
 from niels_gpt.cache.meta import find_meta
 from niels_gpt.recipes import pretrain, sft, sources
 from niels_gpt.recipes.produce import Outcome, cache_root, is_current, recipe_fingerprint, recorded_recipe
@@ -28,8 +29,8 @@ _READS = {**{f"pretrain/{name}": reads for name, reads in pretrain.READS.items()
 _READS |= {f"sft/{name}": reads for name, reads in sft.READS.items()}
 
 # utf-8 bytes of what is read where there is no file to look at, rounded up from the hub's dataset pages.
-_HUB_TEXT_BYTES = {"wikitext": 550_000_000, "dolly15k": 13_000_000, "oasst1": 120_000_000, "gutenberg": 0}
-_BYTES_PER_TOKEN = 3.5  # low on purpose: 4.2 measured on English web text, and an estimate of disk should not be short
+_HUB_TEXT_BYTES = {"wikitext": 550_000_000, "dolly15k": 13_000_000, "oasst1": 120_000_000}
+_BYTES_PER_TOKEN = 3.0  # low on purpose: 4.2 measured on English web text, and an estimate of disk should not be short
 _UNPACKED = 4  # .gz and .parquet hold about four times their size in text
 
 
@@ -81,14 +82,12 @@ def _current(settings: Settings, key: str, origin: sources.Origin) -> bool:
 
 
 def _disk_bytes(settings: Settings, origin: sources.Origin) -> int:
-    text = sum(
-        path.stat().st_size * (_UNPACKED if path.suffix in (".gz", ".parquet") else 1) for path in origin.files
-    ) or _HUB_TEXT_BYTES.get(origin.source)
-    tokens = None if text is None or not (origin.files or text) else int(text / _BYTES_PER_TOKEN)
-    budget: int | None = None
+    text = sum(path.stat().st_size * (_UNPACKED if path.suffix in (".gz", ".parquet") else 1) for path in origin.files)
+    text = text or _HUB_TEXT_BYTES.get(origin.source, 0)
+    bounds = [int(text / _BYTES_PER_TOKEN)] if text else []
     if origin.source in ("fineweb_edu", "gutenberg"):
-        budget = sum(getattr(settings, f"{origin.source}_{split}_tokens") for split in ("train", "val"))
-    return 2 * min(number for number in (tokens, budget) if number is not None)
+        bounds.append(sum(getattr(settings, f"{origin.source}_{split}_tokens") for split in ("train", "val")))
+    return TOKEN_BYTES * min(bounds, default=0)
 
 
 __all__ = ["KEY", "RECIPES", "Plan", "ensure_tokenizer", "plan"]

@@ -30,7 +30,7 @@ READS = {
     "gutenberg": (
         *_COMMON,
         "append_eot",
-        "shuffle_buffer",
+        "gutenberg_shuffle_buffer",
         "gutenberg_dataset",
         "gutenberg_from_hub",
         "gutenberg_train_tokens",
@@ -113,7 +113,7 @@ def build_gutenberg(settings: Settings, *, refresh: bool = False, progress: Prog
             path,
             max_train_tokens=settings.gutenberg_train_tokens,
             max_val_tokens=settings.gutenberg_val_tokens,
-            shuffle_buffer=None if origin.root is None else settings.shuffle_buffer,
+            shuffle_buffer=None if origin.root is None else settings.gutenberg_shuffle_buffer,
             split_rule=BUDGET_RULE,
             append_eot=settings.append_eot,
             **common,

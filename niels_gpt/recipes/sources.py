@@ -85,7 +85,7 @@ def origin_of(settings: Settings, source: str) -> Origin:
 
 
 def _mirror_files(root: Path, source: str, dataset: str, config: str | None) -> list[Path]:
-    """Return the files that the source's loader reads, all of its splits: what else lies there changes no fingerprint."""
+    """Return the files that the source's loader reads: what else lies there changes no fingerprint."""
     if source == "fineweb_edu":
         return places.split_files(root, dataset, split="train", folders=(str(config), f"data/{config}"))
     if source == "wikitext":
@@ -114,8 +114,8 @@ def gutenberg_texts(settings: Settings, revision: str | None, counters: Counter[
     """Yield gutenberg's books, in the order that `fineweb_edu_texts` describes."""
     samples = gutenberg.iter_gutenberg(
         dataset_id=settings.gutenberg_dataset,
-        shuffle=settings.shuffle_buffer > 0,
-        shuffle_buffer_size=settings.shuffle_buffer,
+        shuffle=settings.gutenberg_shuffle_buffer > 0,
+        shuffle_buffer_size=settings.gutenberg_shuffle_buffer,
         seed=settings.seed,
         source_root=settings.source_root,
         revision=revision,

@@ -1,0 +1,359 @@
+"""A build is committed whole or not at all, and nobody who reads at that moment sees anything else (D11).
+
+Run: pytest tests/test_commits.py
+"""
+
+import gc
+import getpass
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from byte_tokenizer import ByteTokenizer
+
+from niels_gpt import fileio
+from niels_gpt.build.pretrain import build_pretrain
+from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, SFTExampleDataset, build_sft_cache, write_meta
+
+
+def build(path: Path, texts: Any, num_tokens: int = 30) -> dict[str, Any]:
+    """Build a cache of some texts whose val split is empty."""
+    return build_pretrain(
+        ((None, text) for text in texts),
+        path,
+        tokenizer=ByteTokenizer(),
+        max_train_tokens=num_tokens,
+        max_val_tokens=0,
+        shard_bytes=20,
+        seed=0,
+        shuffle_buffer=None,
+    )
+
+
+def train_text(path: Path) -> str:
+    """Return the train split of a cache as text."""
+    ids = np.concatenate([np.fromfile(shard, dtype="<u2") for shard in sorted((path / "train").iterdir())])
+    return ByteTokenizer().decode(ids)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Return every file and link below a folder with its content or target."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    return {
+        str(path.relative_to(folder)): os.readlink(path).encode() if path.is_symlink() else path.read_bytes()
+        for path in paths
+    }
+
+
+def versions(path: Path) -> set[str]:
+    """Return the names of the finished versions, and of anything else that lies with them."""
+    return {entry.name for entry in fileio.versions_dir(path).iterdir()} - {"lock"}
+
+
+def real_folder(path: Path, texts: Any) -> None:
+    """Put a real folder with a cache at `path`, as a copy from another machine is."""
+    elsewhere = path.parent / "elsewhere"
+    build(elsewhere / "c", texts)
+    shutil.copytree(elsewhere / "c", path)
+    shutil.rmtree(elsewhere)
+
+
+def test_the_public_path_is_a_relative_link_to_a_version_named_by_its_content(tmp_path: Path) -> None:
+    meta = build(tmp_path / "notes", ["a" * 30])
+    assert os.readlink(tmp_path / "notes") == f".versions/notes/{meta['content_sha256'][:12]}"
+
+
+def test_a_cache_folder_may_be_moved(tmp_path: Path) -> None:
+    build(tmp_path / "cache" / "notes", ["a" * 30])
+    (tmp_path / "cache").rename(tmp_path / "moved")
+    assert train_text(tmp_path / "moved" / "notes") == "a" * 30
+
+
+def test_a_rebuild_switches_the_link_and_keeps_the_old_version_for_its_readers(tmp_path: Path) -> None:
+    old = build(tmp_path / "c", ["a" * 30])
+    dataset = PretrainTokenStreamDataset(tmp_path / "c" / "train", T=4, device="cpu")
+    new = build(tmp_path / "c", ["b" * 30])
+    assert train_text(tmp_path / "c") == "b" * 30
+    assert versions(tmp_path / "c") == {old["content_sha256"][:12], new["content_sha256"][:12]}
+    x, _ = dataset.get_batch(B=8, generator=torch.Generator().manual_seed(0))
+    assert set(x.flatten().tolist()) == {ord("a") + 10}
+
+
+def test_equal_content_is_one_version_with_the_newest_description(tmp_path: Path) -> None:
+    build(tmp_path / "c", ["a" * 30], num_tokens=30)
+    build(tmp_path / "c", ["a" * 30], num_tokens=50)
+    assert len(versions(tmp_path / "c")) == 1
+    assert json.loads((tmp_path / "c" / "meta.json").read_bytes())["max_train_tokens"] == 50
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "no meta.json"])
+def test_a_rebuild_mends_a_damaged_version_of_the_same_content(tmp_path: Path, damage: str) -> None:
+    build(tmp_path / "c", ["a" * 30])
+    healthy = tree(tmp_path)
+    shard = tmp_path / "c" / "train" / "shard_00001.bin"
+    if damage == "flipped":
+        shard.write_bytes(b"\xff" + shard.read_bytes()[1:])
+    elif damage == "cut":
+        shard.write_bytes(shard.read_bytes()[:-2])
+    else:
+        (shard if damage == "missing" else tmp_path / "c" / "meta.json").unlink()
+    assert tree(tmp_path) != healthy
+    build(tmp_path / "c", ["a" * 30])
+    assert tree(tmp_path) == healthy
+
+
+def breaking(error: BaseException) -> Iterator[str]:
+    """Yield more than a batch of documents, then break."""
+    for _ in range(1500):
+        yield "z"
+    raise error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("upstream broke"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+def test_a_failing_build_leaves_the_committed_cache_as_it_was(tmp_path: Path, error: BaseException) -> None:
+    build(tmp_path / "c", ["a" * 30])
+    before = tree(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(type(error)):
+            build(tmp_path / "c", breaking(error), num_tokens=10**6)
+        gc.collect()
+    assert tree(tmp_path) == before and "building" not in versions(tmp_path / "c")
+    assert caught == []  # no file was left open
+
+
+def test_a_failing_first_build_leaves_no_cache(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        build(tmp_path / "c", breaking(RuntimeError()), num_tokens=10**6)
+    assert tree(tmp_path) == {".versions/c/lock": b""}
+    build(tmp_path / "c", ["a" * 30])
+    assert train_text(tmp_path / "c") == "a" * 30
+
+
+def test_a_failing_sft_build_leaves_the_committed_cache_as_it_was(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+    def chats() -> Iterator[Any]:
+        yield from [chat] * 1500
+        raise RuntimeError("upstream broke")
+
+    build_sft_cache([chat], tmp_path / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
+    before = tree(tmp_path)
+    with pytest.raises(RuntimeError, match="upstream broke"):
+        build_sft_cache(chats(), tmp_path / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
+    assert tree(tmp_path) == before
+
+
+def test_what_a_dead_build_left_is_cleared_by_the_next(tmp_path: Path) -> None:
+    dead = fileio.versions_dir(tmp_path / "c") / "building"
+    dead.mkdir(parents=True)
+    (dead / "meta.json").write_text("half")
+    build(tmp_path / "c", ["a" * 30])
+    assert "building" not in versions(tmp_path / "c")
+
+
+def test_an_empty_folder_in_the_way_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "c" / "train").mkdir(parents=True)
+    build(tmp_path / "c", ["a" * 30])
+    assert (tmp_path / "c").is_symlink() and len(versions(tmp_path / "c")) == 1
+
+
+def test_a_real_folder_that_holds_only_a_cache_becomes_a_version(tmp_path: Path) -> None:
+    real_folder(tmp_path / "c", ["a" * 30])
+    content = json.loads((tmp_path / "c" / "meta.json").read_bytes())["content_sha256"]
+    build(tmp_path / "c", ["b" * 30])
+    assert (tmp_path / "c").is_symlink() and train_text(tmp_path / "c") == "b" * 30
+    assert train_text(fileio.versions_dir(tmp_path / "c") / content[:12]) == "a" * 30
+
+
+def test_real_folders_without_a_content_sha256_are_each_kept(tmp_path: Path) -> None:
+    for letter in "ab":
+        real_folder(tmp_path / "fresh", [letter * 30])
+        meta = json.loads((tmp_path / "fresh" / "meta.json").read_bytes())
+        write_meta(str(tmp_path / "fresh" / "meta.json"), {"shards": meta["shards"], "index": meta["index"]})
+        (tmp_path / "c").unlink(missing_ok=True)
+        (tmp_path / "fresh").rename(tmp_path / "c")
+        build(tmp_path / "c", ["z" * 30])
+    adopted = [folder for folder in fileio.versions_dir(tmp_path / "c").iterdir() if folder.name.startswith("adopted")]
+    assert {train_text(folder) for folder in adopted} == {"a" * 30, "b" * 30}
+
+
+@pytest.mark.parametrize("stranger", ["notes.md", "train/notes.md", "train/shard_00099.bin"])
+def test_a_folder_with_files_of_somebody_else_is_refused_and_not_touched(tmp_path: Path, stranger: str) -> None:
+    real_folder(tmp_path / "c", ["a" * 30])
+    (tmp_path / "c" / stranger).write_text("mine")
+    before = tree(tmp_path)
+    with pytest.raises(CacheError, match=rf"c: holds 1 files that no cache put there \(such as {stranger}\)"):
+        build(tmp_path / "c", ["b" * 30])
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("meta", ["no json", "[]", '{"shards": 3}'])
+def test_a_folder_whose_meta_json_is_no_caches_is_refused(tmp_path: Path, meta: str) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "meta.json").write_text(meta)
+    with pytest.raises(CacheError, match=r"meta\.json: is not a cache's meta\.json"):
+        build(tmp_path / "c", ["b" * 30])
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c").write_text("mine")
+    with pytest.raises(CacheError, match="c: is a file"):
+        build(tmp_path / "c", ["b" * 30])
+    assert (tmp_path / "c").read_text() == "mine"
+
+
+HOLD_THE_LOCK = """
+import sys
+from niels_gpt import fileio
+with fileio.build_lock(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_build_is_refused_by_name_and_a_killed_builder_holds_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD_THE_LOCK, str(tmp_path / "c")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+            name = rf"user \S+, host {re.escape(socket.gethostname())}, pid {holder.pid}\."
+            with pytest.raises(CacheError, match=f"is being built by {name}"):
+                build(tmp_path / "c", ["a" * 30])
+        finally:
+            holder.kill()
+    build(tmp_path / "c", ["a" * 30])
+    assert train_text(tmp_path / "c") == "a" * 30
+
+
+def test_another_cache_may_be_built_at_the_same_time(tmp_path: Path) -> None:
+    with fileio.build_lock(tmp_path / "one"):
+        build(tmp_path / "two", ["a" * 30])
+    assert train_text(tmp_path / "two") == "a" * 30
+
+
+BUILD_WITH_A_UMASK = """
+import os, sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from test_commits import build
+os.umask(0o027)
+for _ in range(2):  # the second build rewrites meta.json in place
+    build(Path(sys.argv[1]), ["a" * 30])
+"""
+
+
+def test_files_and_folders_honour_the_umask(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BUILD_WITH_A_UMASK, str(tmp_path / "cache" / "c"), str(Path(__file__).parent)]
+    subprocess.run(command, check=True)
+    paths = [path for path in (tmp_path / "cache").rglob("*") if not path.is_symlink()]
+    assert len([path for path in paths if path.is_file()]) == 7  # 3 shards, 2 indexes, meta.json, lock
+    assert {path.stat().st_mode & 0o777 for path in paths if path.is_file()} == {0o640}
+    assert {path.stat().st_mode & 0o777 for path in paths if path.is_dir()} == {0o750}
+
+
+def test_nothing_that_is_committed_tells_where_when_or_by_whom_it_was_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "host-of-mine")
+    monkeypatch.setattr(getpass, "getuser", lambda: "user-of-mine")
+    meta = build(tmp_path / "c", ["a" * 30])
+    for name, content in tree(tmp_path).items():
+        for trace in ("host-of-mine", "user-of-mine", str(tmp_path), str(os.getcwd())):
+            assert trace.encode() not in content, name
+    assert (fileio.versions_dir(tmp_path / "c") / "lock").read_bytes() == b""
+    assert not {key for key in meta if any(word in key for word in ("time", "date", "host", "pid", "path", "user"))}
+
+
+def test_write_bytes_leaves_the_old_file_and_no_trace_on_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise OSError("disk gone")
+
+    (tmp_path / "f").write_bytes(b"old")
+    monkeypatch.setattr(os, "replace", broken)
+    with pytest.raises(OSError, match="disk gone"):
+        fileio.write_bytes(tmp_path / "f", b"new")
+    assert tree(tmp_path) == {"f": b"old"}
+
+
+def test_an_sft_dataset_opened_while_the_cache_changes_has_tokens_and_offsets_of_one_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_chats(reply: str) -> None:
+        chats = [[{"role": "assistant", "content": reply}]] * 3
+        build_sft_cache(chats, tmp_path / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
+
+    resolve = Path.resolve
+
+    def resolve_then_rebuild(path: Path, strict: bool = False) -> Path:
+        monkeypatch.setattr(Path, "resolve", resolve)
+        found = path.resolve()
+        build_chats("a much longer reply")
+        return found
+
+    build_chats("short")
+    monkeypatch.setattr(Path, "resolve", resolve_then_rebuild)
+    dataset = SFTExampleDataset(
+        tmp_path / "c" / "train_tokens.bin", tmp_path / "c" / "train_idx.npy", T=8, device="cpu", eot_id=4
+    )
+    assert dataset.tokens_path.parent == dataset.idx_path.parent != (tmp_path / "c").resolve()
+    assert [ByteTokenizer().decode(dataset.example(row)) for row in range(3)] == ["short"] * 3
+
+
+def _read_until(path: str, connection: Connection, stop: Event) -> None:
+    """Open the cache again and again; report how often, which versions were seen, and what was wrong."""
+    opened, seen, last, wrong = 0, set(), None, ""
+    generator = torch.Generator().manual_seed(0)
+    done = False
+    while not (done or wrong):
+        done = stop.is_set()  # asked before opening: the last round sees the last version
+        try:
+            dataset = PretrainTokenStreamDataset(os.path.join(path, "train"), T=4, device="cpu")
+            values = {int(value) for _ in range(3) for value in dataset.get_batch(B=4, generator=generator)[0].unique()}
+        except Exception as error:
+            wrong = repr(error)
+            break
+        if len(values) != 1:
+            wrong = f"one dataset saw the values {values}"
+        last = values.pop()
+        seen.add(last)
+        opened += 1
+        if opened == 1:
+            connection.send("reading")
+    connection.send((opened, sorted(seen), last, wrong))
+
+
+def test_a_reader_sees_one_version_at_a_time_while_the_cache_is_rebuilt_50_times(tmp_path: Path) -> None:
+    contents = {ord("a") + 10: ["a" * 60], ord("b") + 10: ["b" * 25]}  # 6 full shards, or 3 of which one is shorter
+    first, second = contents
+    build(tmp_path / "c", contents[first], num_tokens=60)
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    stop = context.Event()
+    reader = context.Process(target=_read_until, args=(str(tmp_path / "c"), sender, stop), daemon=True)
+    reader.start()
+    sender.close()  # so that recv() fails, not waits, where the reader dies
+    assert receiver.recv() == "reading"
+    for number in range(50):
+        build(tmp_path / "c", contents[(second, first)[number % 2]], num_tokens=60)
+    build(tmp_path / "c", contents[second], num_tokens=60)
+    stop.set()
+    opened, seen, last, wrong = receiver.recv()
+    reader.join()
+    assert wrong == "" and opened > 1 and set(seen) <= {first, second} and last == second

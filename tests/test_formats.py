@@ -1,0 +1,238 @@
+"""Every file of a cache, byte by byte, for input small enough to encode on paper: "A" is byte 0x41, so id 0x4b.
+
+Run: pytest tests/test_formats.py
+"""
+
+import hashlib
+import io
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from byte_tokenizer import ByteTokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from niels_gpt.build.pretrain import BUDGET_RULE
+from niels_gpt.build.sft import SPLIT_RULE
+from niels_gpt.build.writer import npy_header
+from niels_gpt.cache import build_pretrain_cache, build_sft_cache
+
+# Magic, version 1.0, a header of 0x76 = 118 bytes: 10 + 118 = 128. `shape` follows, then spaces and a line end.
+NPY_BEGINS = b"\x93NUMPY\x01\x00\x76\x00{'descr': '<i8', 'fortran_order': False, 'shape': "
+
+
+def npy(count: int, offsets: bytes) -> bytes:
+    """Spell an int64 .npy file out."""
+    return (NPY_BEGINS + f"({count},), }}".encode()).ljust(127) + b"\n" + offsets
+
+
+PRETRAIN_FILES = {
+    # The first document, "A", goes to val (a tie of 0 and 0), the second, "bc", to train. Each ends with eot = 4.
+    "val/shard_00000.bin": b"\x4b\x00\x04\x00",
+    # shard_bytes=4, so two ids a shard; the last shard has the rest.
+    "train/shard_00000.bin": b"\x6c\x00\x6d\x00",
+    "train/shard_00001.bin": b"\x04\x00",
+    # The start of each document, and the end of the last one.
+    "index/train_docs.npy": npy(2, b"\0\0\0\0\0\0\0\0\x03\0\0\0\0\0\0\0"),
+    "index/val_docs.npy": npy(2, b"\0\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0"),
+}
+
+SFT_FILES = {
+    # One id of `torch.randperm(3)` seeded with 0 goes to val: the third chat.
+    # usr A eot asst B eot, then sys A eot usr A eot asst eot
+    "train_tokens.bin": b"\x02\0\x4b\0\x04\0\x03\0\x4c\0\x04\0\x01\0\x4b\0\x04\0\x02\0\x4b\0\x04\0\x03\0\x04\0",
+    # usr C eot asst D eot
+    "val_tokens.bin": b"\x02\0\x4d\0\x04\0\x03\0\x4e\0\x04\0",
+    "train_idx.npy": npy(2, b"\0\0\0\0\0\0\0\0\x06\0\0\0\0\0\0\0"),
+    "val_idx.npy": npy(1, b"\0\0\0\0\0\0\0\0"),
+}
+
+COMMON_META = {
+    "format_version": 1,
+    "builder_version": 1,
+    "built": True,
+    "dataset_config": "tiny",
+    "dataset_name": "by hand",
+    "streaming": False,
+    "source": {"counters": {}},
+    "seed": 0,
+    "token_dtype": "uint16-le",
+    "tokenizer_sha256": None,
+    "vocab_size": 300,
+    "special_token_ids": {"sys": 1, "usr": 2, "asst": 3, "eot": 4},
+    "on_special": "drop",
+    "dropped": {},
+    "noticed": {},
+}
+
+
+def files_of(cache: Path) -> dict[str, bytes]:
+    """Return the bytes of every file of a cache but its meta.json."""
+    root = cache.resolve()
+    files = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    del files["meta.json"]
+    return files
+
+
+def entry(files: dict[str, bytes], name: str, **count: int) -> dict[str, object]:
+    """Return what meta.json says of a file; count: tokens=... or entries=..."""
+    return {"name": name, "bytes": len(files[name]), "sha256": hashlib.sha256(files[name]).hexdigest(), **count}
+
+
+def content(files: dict[str, bytes]) -> str:
+    """Return the sha256 of what `sha256sum` prints for the files."""
+    lines = [f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n" for name in sorted(files)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+@pytest.fixture
+def pretrain(tmp_path: Path) -> Path:
+    build_pretrain_cache(
+        ["A", "bc"],
+        str(tmp_path / "cache"),
+        tokenizer=ByteTokenizer(),
+        max_train_tokens=3,
+        max_val_tokens=2,
+        shard_bytes=4,
+        seed=0,
+        shuffle_buffer=None,
+        source_name="by hand",
+        source_config="tiny",
+        append_eot=True,
+    )
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def sft(tmp_path: Path) -> Path:
+    chats = [
+        [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}],
+        [{"role": role, "content": text} for role, text in (("system", "A"), ("user", "A"), ("assistant", ""))],
+        [{"role": "user", "content": "C"}, {"role": "assistant", "content": "D"}],
+    ]
+    build_sft_cache(
+        chats,
+        str(tmp_path / "cache"),
+        tokenizer=ByteTokenizer(),
+        val_frac=0.1,
+        seed=0,
+        source_name="by hand",
+        source_config="tiny",
+    )
+    return tmp_path / "cache"
+
+
+def test_a_pretrain_cache_is_these_bytes(pretrain: Path) -> None:
+    assert files_of(pretrain) == PRETRAIN_FILES
+
+
+def test_a_pretrain_meta_json_says_this(pretrain: Path) -> None:
+    files = PRETRAIN_FILES
+    assert json.loads((pretrain / "meta.json").read_bytes()) == {
+        **COMMON_META,
+        "kind": "pretrain",
+        "split_rule": BUDGET_RULE,
+        "shard_bytes": 4,
+        "max_train_tokens": 3,
+        "max_val_tokens": 2,
+        "budget_reached": {"train": True, "val": True},
+        "append_eot": True,
+        "shuffle": {"algorithm": None, "buffer": 0},
+        "docs": {"train": 1, "val": 1},
+        "documents_read": 2,
+        "utf8_bytes": {"train": 2, "val": 1},
+        "cut": {"documents": 0, "tokens": 0},
+        "totals": {"train_tokens": 3, "val_tokens": 2},
+        "train_tokens": 3,
+        "val_tokens": 2,
+        "shards": {
+            "train": [
+                entry(files, "train/shard_00000.bin", tokens=2),
+                entry(files, "train/shard_00001.bin", tokens=1),
+            ],
+            "val": [entry(files, "val/shard_00000.bin", tokens=2)],
+        },
+        "index": {
+            "train": entry(files, "index/train_docs.npy", entries=2),
+            "val": entry(files, "index/val_docs.npy", entries=2),
+        },
+        "content_sha256": content(files),
+    }
+
+
+def test_an_sft_cache_is_these_bytes(sft: Path) -> None:
+    assert files_of(sft) == SFT_FILES
+
+
+def test_an_sft_meta_json_says_this(sft: Path) -> None:
+    files = SFT_FILES
+    assert json.loads((sft / "meta.json").read_bytes()) == {
+        **COMMON_META,
+        "kind": "sft",
+        "split_rule": SPLIT_RULE,
+        "val_frac": 0.1,
+        "examples_read": 3,
+        "supervised_tokens": {"train": 3, "val": 2},
+        "utf8_bytes": {"train": 4, "val": 2},
+        "totals": {"train_examples": 2, "train_tokens": 14, "val_examples": 1, "val_tokens": 6},
+        "train_examples": 2,
+        "train_tokens": 14,
+        "val_examples": 1,
+        "val_tokens": 6,
+        "shards": {
+            "train": [entry(files, "train_tokens.bin", tokens=14)],
+            "val": [entry(files, "val_tokens.bin", tokens=6)],
+        },
+        "index": {
+            "train": entry(files, "train_idx.npy", entries=2),
+            "val": entry(files, "val_idx.npy", entries=1),
+        },
+        "content_sha256": content(files),
+    }
+
+
+def test_meta_json_is_written_with_sorted_keys_an_indent_of_2_and_a_line_end(pretrain: Path) -> None:
+    text = (pretrain / "meta.json").read_text(encoding="utf-8")
+    assert text.startswith(
+        '{\n  "append_eot": true,\n  "budget_reached": {\n    "train": true,\n    "val": true\n  },\n'
+    )
+    assert text.endswith('  "val_tokens": 2,\n  "vocab_size": 300\n}\n')
+
+
+def test_ids_are_little_endian_on_every_machine(tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.encode = lambda text: [0x0102, 0x0103]
+    build_pretrain_cache(
+        ["a", "b"],
+        str(tmp_path / "cache"),
+        tokenizer=tokenizer,
+        max_train_tokens=2,
+        max_val_tokens=2,
+        shard_bytes=64,
+        seed=0,
+        shuffle_buffer=None,
+    )
+    assert (tmp_path / "cache" / "train" / "shard_00000.bin").read_bytes() == b"\x02\x01\x03\x01", sys.byteorder
+
+
+def test_the_npy_header_of_1_entry_is_these_128_bytes() -> None:
+    assert npy_header(1) == (NPY_BEGINS + b"(1,), }").ljust(127) + b"\n"
+    assert len(npy_header(1)) == 128
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_the_npy_header_is_the_one_that_numpy_saves(count: int) -> None:
+    saved = io.BytesIO()
+    np.save(saved, np.zeros(count, dtype="<i8"))
+    assert npy_header(count) == saved.getvalue()[:128] and len(saved.getvalue()) == 128 + 8 * count
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(count=st.one_of(st.sampled_from([0, 1, 10**9]), st.integers(0, 2**60)))
+def test_the_npy_header_is_numpys_for_any_count(count: int) -> None:
+    written = io.BytesIO()
+    np.lib.format.write_array_header_1_0(written, {"descr": "<i8", "fortran_order": False, "shape": (count,)})
+    assert npy_header(count) == written.getvalue()

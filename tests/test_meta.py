@@ -1,0 +1,198 @@
+"""meta.json: the keys of the spec, canonical bytes, and counts that can be checked.
+
+Run: pytest tests/test_meta.py
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from byte_tokenizer import ByteTokenizer
+
+from niels_gpt.build.describe import Source, content_sha256
+from niels_gpt.build.pretrain import build_pretrain, build_stub
+from niels_gpt.build.sft import build_sft
+from niels_gpt.cache import CacheError, read_meta, sha256_file, write_meta
+from niels_gpt.fileio import canonical_json
+
+SOURCE = Source(
+    name="someone/notes", config="v1", streaming=True, facts={"revision": "abc"}, counters={"orphans": 2, "cycles": 0}
+)
+SPEC_KEYS = {
+    "dataset_name": "someone/notes",
+    "dataset_config": "v1",
+    "seed": 7,
+    "token_dtype": "uint16-le",
+    "tokenizer_sha256": hashlib.sha256(b"a model").hexdigest(),
+    "vocab_size": 300,
+    "special_token_ids": {"sys": 1, "usr": 2, "asst": 3, "eot": 4},
+}
+
+
+def build_texts(folder: Path, texts: list[str], tokenizer: Any = None, **extras: Any) -> dict[str, Any]:
+    arguments = {"max_train_tokens": 100, "max_val_tokens": 0, "shard_bytes": 64, "shuffle_buffer": None, **extras}
+    pairs = ((None, text) for text in texts)
+    return build_pretrain(pairs, folder, tokenizer=tokenizer or ByteTokenizer(), seed=7, source=SOURCE, **arguments)
+
+
+def chat(question: str, reply: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+
+
+@pytest.fixture
+def caches(tmp_path: Path) -> dict[str, Path]:
+    """A cache of each kind, of a tokenizer with a model file."""
+    tokenizer = ByteTokenizer()
+    tokenizer.model_path = str(tmp_path / "spm.model")
+    (tmp_path / "spm.model").write_bytes(b"a model")
+    build_texts(tmp_path / "pretrain", ["a" * 50], tokenizer)
+    chats = [chat("q", "a"), chat("r", "b"), chat("s", "c")]
+    build_sft(chats, tmp_path / "sft", tokenizer=tokenizer, val_frac=0.4, seed=7, source=SOURCE)
+    build_stub(tmp_path / "stub", tokenizer=tokenizer, source=SOURCE, seed=7, shard_bytes=64)
+    return {kind: tmp_path / kind for kind in ("pretrain", "sft", "stub")}
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft", "stub"])
+def test_every_key_of_the_spec_is_there(caches: dict[str, Path], kind: str) -> None:
+    meta = read_meta(str(caches[kind] / "meta.json"))
+    assert {key: meta[key] for key in SPEC_KEYS} == SPEC_KEYS
+    assert isinstance(meta["split_rule"], str) and meta["streaming"] is True
+    totals = {
+        "pretrain": {"train_tokens": 50, "val_tokens": 0},
+        "sft": {"train_examples": 2, "val_examples": 1, "train_tokens": 12, "val_tokens": 6},
+        "stub": {"train_tokens": 0, "val_tokens": 0},
+    }[kind]
+    assert meta["totals"] == totals and totals.items() <= meta.items()
+    assert ("shard_bytes" in meta) == (kind != "sft")
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft", "stub"])
+def test_what_is_known_of_the_source_is_told(caches: dict[str, Path], kind: str) -> None:
+    meta = read_meta(str(caches[kind] / "meta.json"))
+    assert meta["source"] == {"revision": "abc", "counters": {"cycles": 0, "orphans": 2}}
+
+
+def test_a_stub_says_that_it_is_not_built_and_has_both_folders(caches: dict[str, Path]) -> None:
+    meta = read_meta(str(caches["stub"] / "meta.json"))
+    assert (meta["built"], meta["stub"]) == (False, True)
+    assert sorted(path.name for path in caches["stub"].iterdir()) == ["meta.json", "train", "val"]
+    assert list((caches["stub"] / "train").iterdir()) == list((caches["stub"] / "val").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft", "stub"])
+def test_the_file_is_canonical_json(caches: dict[str, Path], kind: str) -> None:
+    content = (caches[kind] / "meta.json").read_bytes()
+    spelled = json.dumps(json.loads(content), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    assert content == spelled.encode() == canonical_json(json.loads(content))
+
+
+def test_canonical_json_is_these_bytes() -> None:
+    assert canonical_json({"b": [1, None], "a": "é"}) == '{\n  "a": "é",\n  "b": [\n    1,\n    null\n  ]\n}\n'.encode()
+
+
+def test_canonical_json_refuses_what_json_has_no_number_for() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        canonical_json({"share": float("nan")})
+
+
+def test_what_write_meta_writes_read_meta_reads(tmp_path: Path) -> None:
+    meta = {"name": "naïve 漢字", "share": 0.1, "none": None, "list": [1, {"deep": True}]}
+    write_meta(str(tmp_path / "meta.json"), meta)
+    write_meta(str(tmp_path / "again.json"), dict(reversed(meta.items())))
+    assert read_meta(str(tmp_path / "meta.json")) == meta
+    assert (tmp_path / "meta.json").read_bytes() == (tmp_path / "again.json").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again.json", "meta.json"]
+
+
+def test_reading_a_meta_that_is_absent_or_no_object_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"meta\.json: no such file"):
+        read_meta(str(tmp_path / "meta.json"))
+    (tmp_path / "meta.json").write_text("3")
+    with pytest.raises(CacheError, match=r"meta\.json: a JSON int, expected an object"):
+        read_meta(str(tmp_path / "meta.json"))
+
+
+def test_sha256_file_is_the_sha256_of_the_bytes(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"abc" * 1_000_000)
+    assert sha256_file(str(tmp_path / "f")) == hashlib.sha256(b"abc" * 1_000_000).hexdigest()
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft", "stub"])
+def test_content_sha256_is_the_hash_of_what_sha256sum_prints(caches: dict[str, Path], kind: str) -> None:
+    root = caches[kind].resolve()
+    names = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    names.remove("meta.json")
+    lines = "".join(f"{hashlib.sha256((root / name).read_bytes()).hexdigest()}  {name}\n" for name in names)
+    meta = read_meta(str(root / "meta.json"))
+    assert meta["content_sha256"] == hashlib.sha256(lines.encode()).hexdigest()
+    assert root.name == meta["content_sha256"][:12]
+
+
+def test_content_sha256_does_not_depend_on_the_order_of_the_records() -> None:
+    records = [{"name": "b", "sha256": "2" * 64}, {"name": "a", "sha256": "1" * 64}]
+    expected = hashlib.sha256(f"{'1' * 64}  a\n{'2' * 64}  b\n".encode()).hexdigest()
+    assert content_sha256(records) == content_sha256(records[::-1]) == expected
+
+
+def test_utf8_bytes_are_those_of_the_texts_and_not_of_the_end_of_texts(tmp_path: Path) -> None:
+    meta = build_texts(tmp_path / "c", ["aé", "漢", "", "b"], append_eot=True)  # 3, 3, 0 and 1 bytes
+    assert meta["utf8_bytes"] == {"train": 7, "val": 0} and meta["totals"]["train_tokens"] == 7 + 3
+
+
+def test_utf8_bytes_of_a_cut_document_are_those_of_what_is_left(tmp_path: Path) -> None:
+    meta = build_texts(tmp_path / "c", ["ab", "aébc"], max_train_tokens=5)  # ab, then 3 of 5 bytes: aé
+    assert meta["utf8_bytes"]["train"] == 5 and meta["cut"] == {"documents": 1, "tokens": 2}
+
+
+def test_utf8_bytes_of_an_sft_split_are_those_of_all_its_turns(tmp_path: Path) -> None:
+    meta = build_sft([chat("é", "漢a")], tmp_path / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
+    assert meta["utf8_bytes"] == {"train": 6, "val": 0}
+
+
+def test_texts_with_sentencepieces_own_space_mark_are_counted_and_kept(tmp_path: Path) -> None:
+    meta = build_texts(tmp_path / "c", ["a\u2581b", "\u2581\u2581", "plain", "é"])
+    assert meta["noticed"] == {"texts_with_u2581": 2} and meta["docs"]["train"] == 4
+
+
+def test_a_lone_surrogate_is_replaced_and_counted(tmp_path: Path) -> None:
+    meta = build_texts(tmp_path / "c", ["a\ud800", "b"])
+    assert meta["noticed"] == {"texts_with_lone_surrogates_replaced": 1}
+    ids = np.fromfile(tmp_path / "c" / "train" / "shard_00000.bin", dtype="<u2")
+    assert ByteTokenizer().decode(ids) == "a\ufffdb" and meta["utf8_bytes"]["train"] == 5
+
+
+def test_two_halves_of_a_surrogate_pair_become_their_character(tmp_path: Path) -> None:
+    build_texts(tmp_path / "c", ["\ud83d\ude42"])
+    ids = np.fromfile(tmp_path / "c" / "train" / "shard_00000.bin", dtype="<u2")
+    assert ByteTokenizer().decode(ids) == "🙂"
+
+
+def test_what_is_noticed_in_chats_is_counted_by_turn(tmp_path: Path) -> None:
+    chats = [chat("\u2581", "\udfff\u2581")]
+    meta = build_sft(chats, tmp_path / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
+    assert meta["noticed"] == {"texts_with_lone_surrogates_replaced": 1, "texts_with_u2581": 2}
+
+
+def test_a_vocabulary_that_does_not_fit_uint16_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.vocab_size = 65537
+    with pytest.raises(ValueError, match="65537 ids does not fit uint16"):
+        build_texts(tmp_path / "c", ["a"], tokenizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_id_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.encode = lambda text: [300]
+    with pytest.raises(ValueError, match="gave id 300, expected ids below vocab_size=300"):
+        build_texts(tmp_path / "c", ["a"], tokenizer)
+
+
+def test_a_sentinel_that_only_the_ids_show_is_found_too(tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.encode = lambda text: [4] if text == "＜|eot|＞" else [75]  # a normalization may do this
+    meta = build_texts(tmp_path / "c", ["＜|eot|＞", "A"], tokenizer)
+    assert meta["dropped"] == {"sentinel_in_text": 1} and meta["docs"]["train"] == 1

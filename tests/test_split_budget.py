@@ -1,0 +1,180 @@
+"""Which document goes to val: both splits fill together by their share, and what does not fit is cut and counted (D5).
+
+Run: pytest tests/test_split_budget.py
+"""
+
+import tempfile
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from byte_tokenizer import ByteTokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from niels_gpt.build.pretrain import build_pretrain
+from niels_gpt.build.split import TokenBudget
+
+SPLITS = ("train", "val")
+
+
+def letters(lengths: list[int]) -> list[str]:
+    """Return documents of these lengths; document i repeats the i-th letter."""
+    return [chr(ord("a") + number) * length for number, length in enumerate(lengths)]
+
+
+def build(folder: Path, documents: list[Any], train: int | None, val: int | None, **extras: Any) -> dict[str, Any]:
+    """Build a cache of texts, or of (split, text); returns its meta."""
+    pairs = [document if isinstance(document, tuple) else (None, document) for document in documents]
+    arguments = {"shard_bytes": 1 << 20, "seed": 0, "shuffle_buffer": None, **extras}
+    return build_pretrain(
+        pairs, folder, tokenizer=ByteTokenizer(), max_train_tokens=train, max_val_tokens=val, **arguments
+    )
+
+
+def stored(cache: Path, split: str) -> list[str]:
+    """Return the documents of a split, read with the document index."""
+    shards = sorted((cache / split).glob("shard_*.bin"))
+    ids = np.concatenate([np.zeros(0, dtype="<u2"), *(np.fromfile(shard, dtype="<u2") for shard in shards)])
+    starts = np.load(cache / "index" / f"{split}_docs.npy")
+    assert starts[0] == 0 and starts[-1] == len(ids)
+    return [ByteTokenizer().decode(part) for part in np.split(ids, starts[1:-1])] if len(starts) > 1 else []
+
+
+def obvious_split(documents: list[str], limits: dict[str, int]) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """Fill the splits document by document, with exact fractions: the slow oracle."""
+    found: dict[str, list[str]] = {"train": [], "val": []}
+    counts = {"read": 0, "empty": 0, "cut": 0, "cut_tokens": 0}
+    for text in documents:
+        used = {split: sum(map(len, found[split])) for split in SPLITS}
+        if used == limits:
+            break
+        counts["read"] += 1
+        if not text:
+            counts["empty"] += 1
+            continue
+        open_splits = [split for split in ("val", "train") if used[split] < limits[split]]  # val first: it wins ties
+        split = min(open_splits, key=lambda name: Fraction(used[name], limits[name]))
+        kept = text[: limits[split] - used[split]]
+        counts["cut"] += kept != text
+        counts["cut_tokens"] += len(text) - len(kept)
+        found[split].append(kept)
+    return found, counts
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(
+    lengths=st.lists(st.integers(0, 9), max_size=26),
+    limits=st.fixed_dictionaries({"train": st.integers(0, 60), "val": st.integers(0, 30)}),
+)
+def test_the_builder_splits_as_the_slow_oracle_does(lengths: list[int], limits: dict[str, int]) -> None:
+    documents = letters(lengths)
+    expected, counts = obvious_split(documents, limits)
+    with tempfile.TemporaryDirectory() as name:
+        cache = Path(name, "cache")
+        if not expected["train"]:
+            with pytest.raises(ValueError, match="no token for the train split"):
+                build(cache, documents, limits["train"], limits["val"])
+            assert not cache.exists()
+            return
+        meta = build(cache, documents, limits["train"], limits["val"])
+        found = {split: stored(cache, split) for split in SPLITS}
+    assert found == expected
+    assert not {text[0] for text in found["train"]} & {text[0] for text in found["val"]}  # no document in both
+    for split in SPLITS:
+        tokens = sum(map(len, found[split]))
+        assert meta["totals"][f"{split}_tokens"] == meta["utf8_bytes"][split] == tokens <= limits[split]
+        assert meta["budget_reached"][split] == (tokens == limits[split])
+        assert meta["docs"][split] == len(found[split])
+    assert meta["cut"] == {"documents": counts["cut"], "tokens": counts["cut_tokens"]}
+    assert (meta["documents_read"], meta["dropped"].get("empty", 0)) == (counts["read"], counts["empty"])
+    assert meta["documents_read"] == sum(meta["docs"].values()) + sum(meta["dropped"].values())
+
+
+def test_nine_to_one_gives_every_tenth_document_to_val(tmp_path: Path) -> None:
+    build(tmp_path / "c", letters([10] * 10), train=90, val=10)
+    assert stored(tmp_path / "c", "val") == ["a" * 10]
+    assert stored(tmp_path / "c", "train") == letters([10] * 10)[1:]
+
+
+def test_both_splits_fill_together_where_the_text_ends_early(tmp_path: Path) -> None:
+    meta = build(tmp_path / "c", letters([5] * 6), train=200, val=100)
+    assert meta["docs"] == {"train": 4, "val": 2}
+    assert meta["budget_reached"] == {"train": False, "val": False}
+
+
+def test_shares_that_floats_cannot_tell_apart_are_told_apart() -> None:
+    huge = 3 * 10**17  # used/limit: (10**17 + 1)/huge in train, 10**17/huge in val
+    budget = TokenBudget({"train": huge, "val": huge}, {"train": 10**17, "val": 10**17 + 1})
+    assert (10**17) / huge == (10**17 + 1) / huge
+    assert budget.next_split() == "train"
+
+
+def test_the_document_that_meets_a_full_budget_is_cut_and_counted(tmp_path: Path) -> None:
+    meta = build(tmp_path / "c", ["aaaa", "bbbbbbb", "cccc"], train=5, val=3)
+    assert (stored(tmp_path / "c", "val"), stored(tmp_path / "c", "train")) == (["aaa"], ["bbbbb"])
+    assert meta["cut"] == {"documents": 2, "tokens": 3}
+    assert meta["documents_read"] == 2  # the third document is never asked for
+
+
+def test_an_end_of_text_counts_as_a_token_and_may_be_cut(tmp_path: Path) -> None:
+    meta = build(tmp_path / "c", ["aa", "bbb"], train=3, val=3, append_eot=True)
+    assert meta["totals"] == {"train_tokens": 3, "val_tokens": 3}
+    assert np.fromfile(tmp_path / "c" / "val" / "shard_00000.bin", dtype="<u2").tolist() == [107, 107, 4]
+    assert np.fromfile(tmp_path / "c" / "train" / "shard_00000.bin", dtype="<u2").tolist() == [108, 108, 108]
+    assert meta["cut"] == {"documents": 1, "tokens": 1}
+
+
+def test_a_val_budget_of_0_gives_everything_to_train(tmp_path: Path) -> None:
+    meta = build(tmp_path / "c", letters([4, 4]), train=100, val=0)
+    assert meta["docs"] == {"train": 2, "val": 0} and stored(tmp_path / "c", "val") == []
+
+
+def test_one_document_goes_to_val_and_leaves_train_empty_which_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no token for the train split: 1 documents read, 1 to val, dropped: none"):
+        build(tmp_path / "c", ["only"], train=10, val=10)
+
+
+def test_the_stream_is_not_read_further_than_the_budgets_and_a_batch(tmp_path: Path) -> None:
+    def endless() -> Any:
+        while True:
+            yield None, "abcdefghij"
+
+    meta = build_pretrain(
+        endless(),
+        tmp_path / "c",
+        tokenizer=ByteTokenizer(),
+        max_train_tokens=90,
+        max_val_tokens=10,
+        shard_bytes=64,
+        seed=0,
+        shuffle_buffer=4,
+    )
+    assert (meta["documents_read"], meta["totals"]) == (10, {"train_tokens": 90, "val_tokens": 10})
+
+
+def test_text_with_a_sentinel_is_dropped_and_counted(tmp_path: Path) -> None:
+    meta = build(tmp_path / "c", ["aa", "b<|eot|>b", "", "cc"], train=4, val=2)
+    assert meta["dropped"] == {"empty": 1, "sentinel_in_text": 1} and meta["documents_read"] == 4
+    assert stored(tmp_path / "c", "train") == ["cc"]
+
+
+def test_documents_that_name_their_split_go_there_without_any_bound(tmp_path: Path) -> None:
+    meta = build(tmp_path / "c", [("train", "aa"), ("train", "bbb"), ("val", "c")], train=None, val=None)
+    assert stored(tmp_path / "c", "train") == ["aa", "bbb"] and stored(tmp_path / "c", "val") == ["c"]
+    assert meta["budget_reached"] == {"train": None, "val": None}
+
+
+def test_a_document_that_names_a_full_split_is_dropped_and_counted(tmp_path: Path) -> None:
+    meta = build(tmp_path / "c", [("train", "aaa"), ("train", "b"), ("val", "cc")], train=3, val=2)
+    assert stored(tmp_path / "c", "train") == ["aaa"] and stored(tmp_path / "c", "val") == ["cc"]
+    assert meta["dropped"] == {"split_full": 1}
+
+
+@pytest.mark.parametrize(("train", "val", "named"), [(-1, 5, "max_train_tokens=-1"), (5, -2, "max_val_tokens=-2")])
+def test_a_negative_budget_is_refused(tmp_path: Path, train: int, val: int, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        build(tmp_path / "c", ["a"], train=train, val=val)
+    assert list(tmp_path.iterdir()) == []
