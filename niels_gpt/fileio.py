@@ -72,10 +72,12 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
 
 def _umask() -> int:
     # The umask can only be read by setting it; Linux also shows it in /proc, which no other thread can disturb.
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("Umask:"):
-            return int(line.split()[1], 8)
-    return 0o022
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except FileNotFoundError:
+        os.umask(current := os.umask(0o022))
+        return current
+    return int(next(line.split()[1] for line in lines if line.startswith("Umask:")), 8)
 
 
 def versions_dir(path: str | os.PathLike[str]) -> Path:

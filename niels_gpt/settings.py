@@ -32,9 +32,7 @@ class Settings:
     tokenizer_max_bytes: int = _setting(100_000_000, "utf-8 bytes of text that a tokenizer is trained on, at most")
 
     shard_bytes: int = _setting(2**27, "bytes of a pretrain shard: 128 MiB (PR-03)")
-    shuffle_buffer: int = _setting(
-        10_000, "documents in the shuffle buffer of fineweb_edu; 0: none (PR-03)"
-    )
+    shuffle_buffer: int = _setting(10_000, "documents in the shuffle buffer of fineweb_edu; 0: none (PR-03)")
     append_eot: bool = _setting(True, "end-of-text after each document of fineweb_edu, roam and gutenberg")
     on_special: str = _setting("drop", "text that holds a sentinel: drop (counted) or raise")
 

@@ -196,3 +196,12 @@ def test_a_sentinel_that_only_the_ids_show_is_found_too(tmp_path: Path) -> None:
     tokenizer.encode = lambda text: [4] if text == "＜|eot|＞" else [75]  # a normalization may do this
     meta = build_texts(tmp_path / "c", ["＜|eot|＞", "A"], tokenizer)
     assert meta["dropped"] == {"sentinel_in_text": 1} and meta["docs"]["train"] == 1
+
+
+def test_a_text_beyond_the_budget_is_neither_noticed_nor_refused(tmp_path: Path) -> None:
+    """Texts are encoded ahead in batches; only the first of these three is ever used."""
+    texts = ["ab", "\u2581", "<|eot|>"]
+    budgets = {"max_train_tokens": 2, "max_val_tokens": 0, "shard_bytes": 100, "seed": 0, "shuffle_buffer": None}
+    build_pretrain_cache(texts, tmp_path / "c", tokenizer=ByteTokenizer(), on_special="raise", **budgets)
+    meta = read_meta(str(tmp_path / "c" / "meta.json"))
+    assert (meta["documents_read"], meta["noticed"], meta["dropped"]) == (1, {}, {})

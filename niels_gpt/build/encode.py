@@ -51,13 +51,20 @@ class EncodedText:
     """Length of the text in utf-8."""
     problem: str | None = None
     """The counter under which the text is dropped."""
+    found: str | None = None
+    """What made it a problem, and the beginning of the text."""
+    notes: tuple[str, ...] = ()
+    """Counters of what was repaired or is odd in a text that is kept."""
 
 
 class TextEncoder:
-    """Encodes batches of texts, checks every id, and counts what it repaired or found odd in `noticed`."""
+    """Encodes batches of texts and checks every id.
+
+    A batch is encoded ahead of its use, so a text is counted, or refused, only when it is taken: `accept`.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, on_special: str = "drop", num_threads: int = 1) -> None:
-        """on_special: "drop" marks a text that holds a sentinel as a problem, "raise" raises ValueError.
+        """on_special: what `accept` does with a text that holds a sentinel: "drop" names the counter, "raise" raises.
 
         Raises: ValueError for a vocabulary whose ids do not fit uint16 (D18), before anything is written.
         """
@@ -75,10 +82,24 @@ class TextEncoder:
 
     def encode(self, texts: list[str]) -> list[EncodedText]:
         """Encode texts in order; the number of threads does not change the result."""
-        texts = [self._repaired(text) for text in texts]
-        literals = [find_reserved_literal(text) for text in texts]
-        encoded = self._raw_ids(["" if literal else text for text, literal in zip(texts, literals, strict=True)])
-        return [self._checked(*item) for item in zip(texts, literals, encoded, strict=True)]
+        repaired = [_repaired(text) for text in texts]
+        literals = [find_reserved_literal(text) for text, _ in repaired]
+        encoded = self._raw_ids(["" if bad else text for (text, _), bad in zip(repaired, literals, strict=True)])
+        return [
+            self._checked(text, notes, literal, ids)
+            for (text, notes), literal, ids in zip(repaired, literals, encoded, strict=True)
+        ]
+
+    def accept(self, encoded: EncodedText) -> str | None:
+        """Return the counter under which a text must be dropped, or count its notes and return None.
+
+        Raises: ValueError for a text that holds a sentinel, if on_special is "raise".
+        """
+        if encoded.problem is not None and self._on_special == "raise":
+            raise ValueError(f"{encoded.found}. Remove it from the source, or have such texts dropped")
+        if encoded.problem is None:
+            self.noticed.update(encoded.notes)
+        return encoded.problem
 
     def _raw_ids(self, texts: list[str]) -> list[NDArray[Any]]:
         batch: Callable[..., list[NDArray[Any]]] | None = getattr(self.tokenizer, "encode_batch", None)
@@ -86,30 +107,29 @@ class TextEncoder:
             return batch(texts, num_threads=self._num_threads)
         return [np.asarray(self.tokenizer.encode(text), dtype=np.int64) for text in texts]
 
-    def _repaired(self, text: str) -> str:
-        if text.isascii():
-            return text
-        if "\u2581" in text:  # SentencePiece's own mark for a space: the one character that does not come back (D7)
-            self.noticed["texts_with_u2581"] += 1
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # JSON can spell half a surrogate pair, utf-8 can not
-            self.noticed["texts_with_lone_surrogates_replaced"] += 1
-            return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        return text
-
-    def _checked(self, text: str, literal: str | None, ids: NDArray[Any]) -> EncodedText:
+    def _checked(self, text: str, notes: tuple[str, ...], literal: str | None, ids: NDArray[Any]) -> EncodedText:
         size = len(text) if text.isascii() else len(text.encode())
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self.vocab_size):
             raise ValueError(f"the tokenizer gave id {int(ids.max())}, expected ids below vocab_size={self.vocab_size}")
         # Also by id: a normalization may turn harmless text into a sentinel's literal.
         if literal is None and not (len(ids) and self._is_sentinel[ids].any()):
-            return EncodedText(ids.astype(TOKEN_DTYPE), size)
-        if self._on_special == "raise":
-            raise ValueError(
-                f"a text holds the reserved {literal or 'sentinel id'}: {text[:80]!r}... Remove it, or drop it"
-            )
-        return EncodedText(np.empty(0, TOKEN_DTYPE), size, SENTINEL_TEXT)
+            return EncodedText(ids.astype(TOKEN_DTYPE), size, notes=notes)
+        found = f"a text holds the reserved {literal or 'sentinel, once it is normalized'}: {text[:80]!r}..."
+        return EncodedText(np.empty(0, TOKEN_DTYPE), size, SENTINEL_TEXT, found)
+
+
+def _repaired(text: str) -> tuple[str, tuple[str, ...]]:
+    """Return the text as it can be encoded, and the counters of what is odd about it."""
+    if text.isascii():
+        return text, ()
+    # SentencePiece's own mark for a space is the one character that does not come back (D7).
+    notes = ("texts_with_u2581",) if "\u2581" in text else ()
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can spell half a surrogate pair, utf-8 can not
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        notes = (*notes, "texts_with_lone_surrogates_replaced")
+    return text, notes
 
 
 def batches(items: Iterable[T], *, num_chars: Callable[[T], int]) -> Iterator[list[T]]:

@@ -162,8 +162,9 @@ def _write_documents(
         if encoded is None:
             break
         counts["documents_read"] += 1
-        if encoded.problem or not len(encoded.ids):
-            counts[encoded.problem or "empty"] += 1
+        problem = encoder.accept(encoded) or (None if len(encoded.ids) else "empty")
+        if problem is not None:
+            counts[problem] += 1
             continue
         split = split or budget.next_split()
         ids, utf8_bytes, room = np.concatenate([encoded.ids, eot]), encoded.utf8_bytes, budget.room(split)

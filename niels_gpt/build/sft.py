@@ -126,7 +126,7 @@ def _spool_examples(
         encoded = iter(encoder.encode([message["content"] for chat in batch for message in chat]))
         for chat in batch:
             turns = [(str(message["role"]), next(encoded)) for message in chat]
-            problem = next((text.problem for _, text in turns if text.problem), None)
+            problem = next(filter(None, [encoder.accept(text) for _, text in turns]), None)
             if problem is not None:
                 counts[problem] += 1
                 continue

@@ -13,7 +13,7 @@ from niels_gpt import fileio
 from niels_gpt.build.describe import FORMAT_VERSION, content_sha256
 from niels_gpt.build.pretrain import Progress
 from niels_gpt.cache.meta import find_meta, read_meta
-from niels_gpt.data import oasst1
+from niels_gpt.data import oasst1, places
 from niels_gpt.fileio import META_NAME, canonical_json, sha256_file
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes import sources
@@ -124,7 +124,7 @@ def _train(settings: Settings, path: Path, progress: Progress | None) -> dict[st
 def _training_texts(settings: Settings, seen: dict[str, int | str]) -> Iterator[str]:
     """Yield at most tokenizer_max_bytes of the sources' texts; `seen` tells the utf-8 bytes of each."""
     left = settings.tokenizer_max_bytes
-    first_error: Exception | None = None
+    missing: list[str] = []
     for position, source in enumerate(TRAINING_ORDER):
         share = left // (len(TRAINING_ORDER) - position)
         taken = 0
@@ -138,33 +138,43 @@ def _training_texts(settings: Settings, seen: dict[str, int | str]) -> Iterator[
             seen[source] = taken
         except (FileNotFoundError, ConnectionError) as error:
             logger.warning("tokenizer: trained without %s: %s", source, error)
-            first_error, seen[source] = first_error or error, "absent"
+            missing.append(f"{source}: {error}")
+            seen[source] = "absent"
         left -= taken
-    if first_error is not None and not any(isinstance(size, int) and size for size in seen.values()):
-        raise first_error
+    if missing and not any(isinstance(size, int) and size for size in seen.values()):
+        raise ValueError(
+            "no tokenizer, and no text to train one on. Name one with --tokenizer-model, or see to:\n  "
+            + "\n  ".join(missing)
+        )
 
 
 def _texts_of(settings: Settings, source: str) -> Iterator[str]:
     counters: Counter[str] = Counter()  # the builders count; here a loss costs a piece at most
     origin = sources.origin_of(settings, source)
+    if source == "gutenberg" and origin.root is None and not settings.gutenberg_from_hub:
+        return iter(())
+    # Asked before the stream is opened: a hub that cannot be reached says so at once here, after many retries there.
+    revision = places.hub_revision(origin.dataset) if origin.root is None else None
     if source == "fineweb_edu":
-        documents = sources.fineweb_edu_texts(settings, None, counters)
+        documents = sources.fineweb_edu_texts(settings, revision, counters)
     elif source == "wikitext":
-        documents = sources.wikitext_texts(settings, None, counters, sources.wikitext_splits(settings, origin))
+        documents = sources.wikitext_texts(settings, revision, counters, sources.wikitext_splits(settings, origin))
     elif source == "roam":
         documents = sources.roam_texts(settings, origin, counters)
     elif source == "gutenberg":
-        if origin.root is None and not settings.gutenberg_from_hub:
-            return iter(())
-        documents = sources.gutenberg_texts(settings, None, counters)
+        documents = sources.gutenberg_texts(settings, revision, counters)
     elif source == "oasst1":  # each message once: threads of one tree share their first messages
         trees = oasst1.iter_oasst1_trees(
-            split="all", source_root=settings.source_root, dataset_id=settings.oasst1_dataset, counters=counters
+            split="all",
+            source_root=settings.source_root,
+            dataset_id=settings.oasst1_dataset,
+            revision=revision,
+            counters=counters,
         )
         messages = itertools.chain.from_iterable(trees)
         return (m["text"] for m in messages if m.get("lang") == "en" or not settings.oasst1_english_only)
     else:
-        return (turn["content"] for chat in sources.chats(settings, source, None, counters) for turn in chat)
+        return (turn["content"] for chat in sources.chats(settings, source, revision, counters) for turn in chat)
     return (text for _, text in documents)
 
 
