@@ -15,7 +15,7 @@ from byte_tokenizer import ByteTokenizer
 from niels_gpt.build.describe import Source, content_sha256
 from niels_gpt.build.pretrain import build_pretrain, build_stub
 from niels_gpt.build.sft import build_sft
-from niels_gpt.cache import CacheError, read_meta, sha256_file, write_meta
+from niels_gpt.cache import CacheError, build_pretrain_cache, read_meta, sha256_file, write_meta
 from niels_gpt.fileio import canonical_json
 
 SOURCE = Source(
@@ -201,7 +201,16 @@ def test_a_sentinel_that_only_the_ids_show_is_found_too(tmp_path: Path) -> None:
 def test_a_text_beyond_the_budget_is_neither_noticed_nor_refused(tmp_path: Path) -> None:
     """Texts are encoded ahead in batches; only the first of these three is ever used."""
     texts = ["ab", "\u2581", "<|eot|>"]
-    budgets = {"max_train_tokens": 2, "max_val_tokens": 0, "shard_bytes": 100, "seed": 0, "shuffle_buffer": None}
-    build_pretrain_cache(texts, tmp_path / "c", tokenizer=ByteTokenizer(), on_special="raise", **budgets)
+    build_pretrain_cache(
+        texts,
+        tmp_path / "c",
+        tokenizer=ByteTokenizer(),
+        max_train_tokens=2,
+        max_val_tokens=0,
+        shard_bytes=100,
+        seed=0,
+        shuffle_buffer=None,
+        on_special="raise",
+    )
     meta = read_meta(str(tmp_path / "c" / "meta.json"))
     assert (meta["documents_read"], meta["noticed"], meta["dropped"]) == (1, {}, {})

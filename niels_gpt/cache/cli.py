@@ -154,10 +154,10 @@ def _progress_bar(key: str) -> Iterator[Any]:
 def _print_plan(settings: Settings, keys: list[str]) -> int:
     from niels_gpt.recipes.plan import plan
 
-    rows = [(item.key, item.action, item.source, _mib(item.disk_bytes)) for item in plan(settings, keys)]
+    rows = [(item.key, item.action, item.source, _size(item.disk_bytes)) for item in plan(settings, keys)]
     _print_rows([("what", "would be", "from", "disk at most"), *rows])
     free = _free_bytes(Path(settings.cache_dir))
-    print(f"disk free at {settings.cache_dir}: {_mib(free)}")
+    print(f"disk free at {settings.cache_dir}: {_size(free)}")
     return 1 if any(row[1].startswith("cannot") for row in rows) else 0
 
 
@@ -175,12 +175,12 @@ def _print_table(outcomes: Sequence[Outcome], failures: dict[str, Exception]) ->
         speed = f"{tokens / outcome.seconds:,.0f}" if tokens and not outcome.reused else "-"
         shards = [record for group in (outcome.meta.get("shards") or {}).values() for record in group]
         files = [*shards, *outcome.meta.get("files", []), *(outcome.meta.get("index") or {}).values()]
-        peak = "-" if outcome.peak_bytes is None else _mib(outcome.peak_bytes)
-        size = _mib(sum(record["bytes"] for record in files))
+        peak = "-" if outcome.peak_bytes is None else _size(outcome.peak_bytes)
+        size = _size(sum(record["bytes"] for record in files))
         counts = [_count(totals, split) for split in ("train", "val")]
         if outcome.key == "tokenizer":
             counts = [f"{outcome.meta['vocab_size']:,} ids", "-"]
-        rows.append((outcome.key, _state(outcome), *counts, f"{outcome.seconds:.1f}", speed, peak, size))
+        rows.append((outcome.key, _state(outcome), *counts, f"{outcome.seconds:.2f}", speed, peak, size))
     rows += [(key, "FAILED", *["-"] * 6) for key in failures]
     _print_rows(rows)
 
@@ -202,8 +202,8 @@ def _print_rows(rows: Sequence[tuple[str, ...]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
 
 
 def _show(arguments: argparse.Namespace) -> int:
