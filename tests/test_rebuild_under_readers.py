@@ -1,0 +1,99 @@
+"""Readers that are open, or open themselves, while a cache is rebuilt have one version each (D11).
+
+Run: pytest tests/test_rebuild_under_readers.py
+"""
+
+import multiprocessing
+import os
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from byte_tokenizer import ByteTokenizer
+
+from niels_gpt.build.pretrain import build_pretrain
+from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset, build_sft_cache
+
+
+def build(path: Path, texts: Any, num_tokens: int = 30) -> dict[str, Any]:
+    """Build a cache of some texts whose val split is empty."""
+    return build_pretrain(
+        ((None, text) for text in texts),
+        path,
+        tokenizer=ByteTokenizer(),
+        max_train_tokens=num_tokens,
+        max_val_tokens=0,
+        shard_bytes=20,
+        seed=0,
+        shuffle_buffer=None,
+    )
+
+
+def test_an_sft_dataset_opened_while_the_cache_changes_has_tokens_and_offsets_of_one_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_chats(reply: str) -> None:
+        chats = [[{"role": "assistant", "content": reply}]] * 3
+        build_sft_cache(chats, tmp_path / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
+
+    resolve = Path.resolve
+
+    def resolve_then_rebuild(path: Path, strict: bool = False) -> Path:
+        monkeypatch.setattr(Path, "resolve", resolve)
+        found = path.resolve()
+        build_chats("a much longer reply")
+        return found
+
+    build_chats("short")
+    monkeypatch.setattr(Path, "resolve", resolve_then_rebuild)
+    dataset = SFTExampleDataset(
+        tmp_path / "c" / "train_tokens.bin", tmp_path / "c" / "train_idx.npy", T=8, device="cpu", eot_id=4
+    )
+    assert dataset.tokens_path.parent == dataset.idx_path.parent != (tmp_path / "c").resolve()
+    assert [ByteTokenizer().decode(dataset.example(row)) for row in range(3)] == ["short"] * 3
+
+
+def _read_until(path: str, connection: Connection, stop: Event) -> None:
+    """Open the cache again and again; report how often, which versions were seen, and what was wrong."""
+    opened, seen, last, wrong = 0, set(), None, ""
+    generator = torch.Generator().manual_seed(0)
+    done = False
+    while not (done or wrong):
+        done = stop.is_set()  # asked before opening: the last round sees the last version
+        try:
+            dataset = PretrainTokenStreamDataset(os.path.join(path, "train"), T=4, device="cpu")
+            values = {int(value) for _ in range(3) for value in dataset.get_batch(B=4, generator=generator)[0].unique()}
+        except Exception as error:
+            wrong = repr(error)
+            break
+        if len(values) != 1:
+            wrong = f"one dataset saw the values {values}"
+        last = values.pop()
+        seen.add(last)
+        opened += 1
+        if opened == 1:
+            connection.send("reading")
+    connection.send((opened, sorted(seen), last, wrong))
+
+
+def test_a_reader_sees_one_version_at_a_time_while_the_cache_is_rebuilt_50_times(tmp_path: Path) -> None:
+    contents = {ord("a") + 10: ["a" * 60], ord("b") + 10: ["b" * 25]}  # 6 full shards, or 3 of which one is shorter
+    first, second = contents
+    build(tmp_path / "c", contents[first], num_tokens=60)
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    stop = context.Event()
+    reader = context.Process(target=_read_until, args=(str(tmp_path / "c"), sender, stop), daemon=True)
+    reader.start()
+    sender.close()  # so that recv() fails, not waits, where the reader dies
+    assert receiver.recv() == "reading"
+    for number in range(50):
+        build(tmp_path / "c", contents[(second, first)[number % 2]], num_tokens=60)
+    build(tmp_path / "c", contents[second], num_tokens=60)
+    stop.set()
+    opened, seen, last, wrong = receiver.recv()
+    reader.join()
+    assert wrong == "" and opened > 1 and set(seen) <= {first, second} and last == second
