@@ -1,6 +1,7 @@
 """Files and folders that are either complete or absent: atomic files, versioned commits, locks, checksums.
 
-A cache at PATH is a relative symlink to a finished version; nothing is ever changed behind an open reader:
+A cache at PATH is a relative symlink to a finished version. The tokens of a version never change; its meta.json is
+replaced, atomically, when the same tokens are described anew:
 
     <parent>/NAME                          -> .versions/NAME/<content sha256, 12 digits>
     <parent>/.versions/NAME/<sha12>/       a finished version; its meta.json was written last
@@ -96,6 +97,7 @@ def build_lock(path: str | os.PathLike[str]) -> Iterator[Path]:
     folder = versions_dir(path)
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    _held.add(handle)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,7 +113,20 @@ def build_lock(path: str | os.PathLike[str]) -> Iterator[Path]:
         finally:
             os.ftruncate(handle, 0)  # nothing of this machine stays in the folder
     finally:
+        _held.discard(handle)
         os.close(handle)
+
+
+_held: set[int] = set()
+
+
+def _let_go() -> None:
+    # A forked child shares the lock; without this it would hold it on after its parent's death.
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _user() -> str:
@@ -142,19 +157,24 @@ def commit(work: Path, path: str | os.PathLike[str], content_sha256: str) -> Pat
     """Make the finished folder `work` the cache at `path`, atomically; returns the version's folder.
 
     The public name goes from the old version to the new one in one rename(2), so a reader finds one of them, never a
-    mixture and never nothing. Older versions stay: a reader that holds one is not disturbed.
+    mixture and never nothing; only a real folder in the way, and a damaged version of the same content, are moved aside
+    a moment before. Older versions stay: a reader that holds one is not disturbed.
     """
     public = Path(os.path.abspath(path))
     folder = versions_dir(public)
     version = folder / content_sha256[:VERSION_DIGITS]
+    refuse_foreign(public)  # again: a build takes long, and somebody may have put something there
     _sync_tree(work)
     if (version / META_NAME).exists() and _same_files(work, version):
         write_bytes(version / META_NAME, (work / META_NAME).read_bytes())  # equal content; its description may differ
         os.utime(version)  # the newest again
     else:
+        damaged = folder / "damaged"
+        shutil.rmtree(damaged, ignore_errors=True)
         if version.exists():
-            shutil.rmtree(version)  # damaged: files are missing, cut or changed
+            os.rename(version, damaged)  # files are missing, cut or changed
         os.rename(work, version)
+        shutil.rmtree(damaged, ignore_errors=True)
     fsync_dir(folder)
     _make_way(public, folder)
     link = folder / "link"
@@ -163,6 +183,20 @@ def commit(work: Path, path: str | os.PathLike[str], content_sha256: str) -> Pat
     os.replace(link, public)
     fsync_dir(public.parent)
     return version
+
+
+def removable(path: str | os.PathLike[str]) -> list[Path]:
+    """Return what the cache at `path` no longer needs: all versions but the two newest, and dead builds (D11).
+
+    The committed version always stays. To be called with `build_lock` held, or a build in progress looks like a dead one.
+    """
+    public, folder = Path(os.path.abspath(path)), versions_dir(path)
+    committed = public.resolve() if public.is_symlink() else None
+    found = [entry for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink()]
+    dead = [entry for entry in found if entry.name in ("building", "damaged")]
+    versions = sorted((entry for entry in found if entry not in dead), key=lambda entry: entry.stat().st_mtime_ns)
+    older = [entry for entry in versions if entry.resolve() != committed]
+    return dead + older[: max(0, len(older) - 1)]
 
 
 def _sync_tree(root: Path) -> None:
@@ -179,8 +213,13 @@ def _same_files(left: Path, right: Path) -> bool:
 
 
 def _sizes(root: Path) -> dict[str, int]:
-    files = (Path(folder, name) for folder, _, names in os.walk(root) for name in names)
-    return {str(file.relative_to(root)): file.stat().st_size for file in files if file.name != META_NAME}
+    return {name: (root / name).lstat().st_size for name in _names_below(root) if name != META_NAME}
+
+
+def _names_below(root: Path) -> set[str]:
+    """Return the relative names of files and links below a folder; os.walk takes a link to a folder for a folder."""
+    found = (Path(where, name) for where, folders, files in os.walk(root) for name in [*folders, *files])
+    return {str(path.relative_to(root)) for path in found if path.is_symlink() or not path.is_dir()}
 
 
 def refuse_foreign(path: str | os.PathLike[str]) -> None:
@@ -193,7 +232,7 @@ def refuse_foreign(path: str | os.PathLike[str]) -> None:
         return
     if not public.is_dir():
         raise CacheError(f"{public}: is a file, expected a cache folder or nothing. Move it away, then build again")
-    found = {str(Path(folder, name).relative_to(public)) for folder, _, names in os.walk(public) for name in names}
+    found = _names_below(public)
     if not found:
         return
     strangers = sorted(found - _named_files(public))
@@ -219,7 +258,7 @@ def _make_way(public: Path, folder: Path) -> None:
     """Adopt a real folder in the way as a version of its own; `refuse_foreign` has looked at it."""
     if public.is_symlink() or not public.exists():
         return
-    if not any(files for _, _, files in os.walk(public)):
+    if not _names_below(public):
         shutil.rmtree(public)
         return
     content = str(json.loads((public / META_NAME).read_text(encoding="utf-8")).get("content_sha256"))

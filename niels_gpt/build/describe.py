@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.build.encode import Tokenizer, tokenizer_path
-from niels_gpt.fileio import META_NAME, canonical_json, sha256_file
+from niels_gpt.build.encode import TextEncoder
+from niels_gpt.fileio import META_NAME, canonical_json
 
 FORMAT_VERSION = 1
 BUILDER_VERSION = 1  # raised when the same input gives other bytes
@@ -37,10 +37,19 @@ def content_sha256(records: list[dict[str, Any]]) -> str:
     return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in lines).encode()).hexdigest()
 
 
+def vocabulary_of(encoder: TextEncoder) -> dict[str, Any]:
+    """Return the keys of meta.json that tell whose ids a cache holds."""
+    return {
+        "tokenizer_sha256": encoder.tokenizer_sha256,
+        "vocab_size": encoder.vocab_size,
+        "special_token_ids": encoder.special_token_ids,
+    }
+
+
 def write_description(
     work: Path,
     *,
-    tokenizer: Tokenizer | None,
+    vocabulary: Mapping[str, Any],
     source: Source,
     seed: int,
     shards: dict[str, list[dict[str, Any]]],
@@ -52,7 +61,6 @@ def write_description(
 
     The spec's sentence "totals: train_tokens, val_tokens" reads both ways, as one key and as two.
     """
-    model = None if tokenizer is None else tokenizer_path(tokenizer)
     meta = {
         "format_version": FORMAT_VERSION,
         "builder_version": BUILDER_VERSION,
@@ -62,9 +70,7 @@ def write_description(
         "source": {**source.facts, "counters": dict(sorted(source.counters.items()))},
         "seed": seed,
         "token_dtype": "uint16-le",
-        "tokenizer_sha256": None if model is None else sha256_file(model),
-        "vocab_size": None if tokenizer is None else int(tokenizer.vocab_size),
-        "special_token_ids": None if tokenizer is None else dict(tokenizer.special_token_ids()),
+        **vocabulary,
         "shards": shards,
         "index": index,
         "totals": totals,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.build.writer import TOKEN_DTYPE
+from niels_gpt.fileio import sha256_file
 from niels_gpt.special_tokens import find_reserved_literal, sentinel_lookup
 
 T = TypeVar("T")
@@ -35,10 +35,14 @@ class Tokenizer(Protocol):
         """Return the ids of the sentinels by sys, usr, asst and eot."""
 
 
-def tokenizer_path(tokenizer: Tokenizer) -> Path | None:
-    """Return the model file behind a tokenizer; None where it has none, as a test's fake."""
+def tokenizer_sha256(tokenizer: Tokenizer) -> str | None:
+    """Return the sha256 of the model that a tokenizer opened; None where it has none, as a test's fake.
+
+    To be asked before a build, not after: the file behind `model_path` may be replaced in the meantime.
+    """
+    known: str | None = getattr(tokenizer, "sha256", None)
     path = getattr(tokenizer, "model_path", None)
-    return None if path is None else Path(path)
+    return known if known is not None or path is None else sha256_file(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ class TextEncoder:
         if self.vocab_size > 1 << 16:
             raise ValueError(f"a vocabulary of {self.vocab_size} ids does not fit uint16 tokens: at most 65536 do")
         self.tokenizer = tokenizer
+        self.tokenizer_sha256 = tokenizer_sha256(tokenizer)
         self.special_token_ids = dict(tokenizer.special_token_ids())
         self.noticed: Counter[str] = Counter()
         self._is_sentinel = sentinel_lookup(self.special_token_ids, self.vocab_size)
@@ -91,15 +96,17 @@ class TextEncoder:
         ]
 
     def accept(self, encoded: EncodedText) -> str | None:
-        """Return the counter under which a text must be dropped, or count its notes and return None.
+        """Return the counter under which a text must be dropped; None for one that may be kept: then `note` it.
 
         Raises: ValueError for a text that holds a sentinel, if on_special is "raise".
         """
         if encoded.problem is not None and self._on_special == "raise":
             raise ValueError(f"{encoded.found}. Remove it from the source, or have such texts dropped")
-        if encoded.problem is None:
-            self.noticed.update(encoded.notes)
         return encoded.problem
+
+    def note(self, encoded: EncodedText) -> None:
+        """Count what is odd about a text that is kept."""
+        self.noticed.update(encoded.notes)
 
     def _raw_ids(self, texts: list[str]) -> list[NDArray[Any]]:
         batch: Callable[..., list[NDArray[Any]]] | None = getattr(self.tokenizer, "encode_batch", None)

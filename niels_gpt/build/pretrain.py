@@ -14,7 +14,7 @@ import numpy as np
 
 from niels_gpt import fileio
 from niels_gpt.build import shuffle
-from niels_gpt.build.describe import Source, write_description
+from niels_gpt.build.describe import Source, vocabulary_of, write_description
 from niels_gpt.build.encode import EncodedText, TextEncoder, Tokenizer, batches
 from niels_gpt.build.split import SPLITS, TokenBudget
 from niels_gpt.build.writer import TOKEN_DTYPE, OffsetsWriter, ShardWriter
@@ -90,7 +90,7 @@ def build_pretrain(
             raise ValueError(f"{os.fspath(out_dir)}: no token for the train split: {_shortage(writers, counts)}")
         meta = write_description(
             work,
-            tokenizer=tokenizer,
+            vocabulary=vocabulary_of(encoder),
             source=source or Source(),
             seed=seed,
             shards={split: records for split, (records, _) in closed.items()},
@@ -119,7 +119,7 @@ def build_stub(
             (work / split).mkdir()
         meta = write_description(
             work,
-            tokenizer=tokenizer,
+            vocabulary=vocabulary_of(TextEncoder(tokenizer)),
             source=source,
             seed=seed,
             shards={split: [] for split in SPLITS},
@@ -177,6 +177,7 @@ def _write_documents(
             ids = ids[:room]
             utf8_bytes = _decoded_bytes(encoder.tokenizer, ids, encoded)
         writers[split].add(ids, utf8_bytes)
+        encoder.note(encoded)
         budget.used[split] += len(ids)
         if progress is not None and counts["documents_read"] % 64 == 0:
             progress(counts["documents_read"], sum(budget.used.values()), expected)

@@ -1,7 +1,7 @@
 """Chats -> train_tokens.bin, train_idx.npy, val_tokens.bin, val_idx.npy and meta.json.
 
 The split needs the number of examples, so ids go to a spool file first and are copied out once that number is known:
-memory holds 16 bytes for each example, never its text.
+memory holds three numbers for each example, never its text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt import fileio
-from niels_gpt.build.describe import Source, write_description
+from niels_gpt.build.describe import Source, vocabulary_of, write_description
 from niels_gpt.build.encode import EncodedText, TextEncoder, Tokenizer, batches
 from niels_gpt.build.pretrain import Progress
 from niels_gpt.build.split import SPLITS
@@ -82,7 +82,7 @@ def build_sft(
         spool.path.unlink()
         meta = write_description(
             work,
-            tokenizer=tokenizer,
+            vocabulary=vocabulary_of(encoder),
             source=source or Source(),
             seed=seed,
             shards={split: [files[split][0]] for split in SPLITS},
@@ -130,6 +130,8 @@ def _spool_examples(
             if problem is not None:
                 counts[problem] += 1
                 continue
+            for _, text in turns:
+                encoder.note(text)
             ids, supervised = _chat_ids(turns, encoder.special_token_ids)
             spool.add(ids, supervised, sum(text.utf8_bytes for _, text in turns))
             tokens += len(ids)

@@ -4,6 +4,7 @@
     python -m niels_gpt.cache.cli build roam oasst1 --source-root MIRROR      some caches
     python -m niels_gpt.cache.cli build-all --source-root sample --dry-run    what would be done
     python -m niels_gpt.cache.cli show cache/sft/oasst1 --split val --at 3    an example with its loss mask
+    python -m niels_gpt.cache.cli gc cache --dry-run                          old versions that could be removed
 
 Exit status: 0 good, 1 something failed, 2 usage.
 """
@@ -15,6 +16,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from niels_gpt.recipes.produce import Outcome
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-_ALL = ("fineweb_edu", "wikitext", "roam", "gutenberg", "dolly15k", "oasst1")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,14 +80,17 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from niels_gpt.recipes.plan import RECIPES
+
+    names = [key.split("/")[1] for key in RECIPES]
     parser = argparse.ArgumentParser(
         prog="python -m niels_gpt.cache.cli", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     build_all = commands.add_parser("build-all", help="build every cache", description="Build every cache.")
-    build_all.set_defaults(run=_build, sources=list(_ALL))
+    build_all.set_defaults(run=_build, sources=names)
     build = commands.add_parser("build", help="build some caches", description="Build some caches.")
-    build.add_argument("sources", nargs="+", metavar="SOURCE", help=f"one of {', '.join(_ALL)}")
+    build.add_argument("sources", nargs="+", metavar="SOURCE", help=f"some of {', '.join(names)}")
     build.set_defaults(run=_build)
     for command in (build_all, build):
         command.add_argument("--dry-run", action="store_true", help="print what would be built and the disk it needs")
@@ -100,6 +104,10 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--tokenizer", metavar="MODEL", help="spm.model (default: the one beside the cache)")
     show.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="(default: auto)")
     show.set_defaults(run=_show)
+    gc = commands.add_parser("gc", help="remove old versions", description="Remove old versions and dead builds.")
+    gc.add_argument("cache_dir", type=Path, help="folder of the caches, such as cache")
+    gc.add_argument("--dry-run", action="store_true", help="print what would be removed")
+    gc.set_defaults(run=_gc)
     return parser
 
 
@@ -107,12 +115,12 @@ def _build(arguments: argparse.Namespace) -> int:
     from niels_gpt.recipes.plan import RECIPES, ensure_tokenizer
 
     keys = {key.split("/")[1]: key for key in RECIPES}
-    unknown = [name for name in arguments.sources if name.split("/")[-1] not in keys]
+    unknown = [name for name in arguments.sources if name not in keys and name not in RECIPES]
     if unknown:
         print(f"error: no source is called {unknown[0]!r}, expected some of {', '.join(keys)}", file=sys.stderr)
         return 2
     settings = settings_of(arguments)
-    chosen = [keys[name.split("/")[-1]] for name in dict.fromkeys(arguments.sources)]
+    chosen = list(dict.fromkeys(keys.get(name, name) for name in arguments.sources))
     if arguments.dry_run:
         return _print_plan(settings, chosen)
     outcomes: list[Outcome] = []
@@ -208,10 +216,10 @@ def _size(num_bytes: int) -> str:
 
 def _show(arguments: argparse.Namespace) -> int:
     from niels_gpt.inspection.show import show
-    from niels_gpt.tokenizer import load_tokenizer
+    from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
 
-    beside = Path(os.path.abspath(arguments.cache)).parents[1] / "tokenizer"
-    tokenizer = load_tokenizer(arguments.tokenizer or beside / "spm.model")
+    beside = Path(os.path.abspath(arguments.cache)).parent.parent / "tokenizer"
+    tokenizer = load_tokenizer(arguments.tokenizer or beside / MODEL_NAME)
     color = arguments.color == "always" or (arguments.color == "auto" and sys.stdout.isatty())
     print(
         show(
@@ -223,6 +231,20 @@ def _show(arguments: argparse.Namespace) -> int:
             color=color,
         )
     )
+    return 0
+
+
+def _gc(arguments: argparse.Namespace) -> int:
+    from niels_gpt.fileio import VERSIONS_DIR, build_lock, removable
+
+    for folder in sorted(arguments.cache_dir.rglob(f"{VERSIONS_DIR}/*")):
+        cache = folder.parent.parent / folder.name
+        with build_lock(cache):
+            for path in removable(cache):
+                size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+                print(f"{'would remove' if arguments.dry_run else 'removed'} {path} ({_size(size)})")
+                if not arguments.dry_run:
+                    shutil.rmtree(path)
     return 0
 
 

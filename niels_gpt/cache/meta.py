@@ -11,7 +11,7 @@ from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file,
 __all__ = ["META_NAME", "check_tokenizer", "find_meta", "read_meta", "sha256_file", "special_id", "write_meta"]
 
 _REBUILD = "Rebuild it: python -m niels_gpt.cache.cli build-all"
-_LEVELS_TO_CACHE_DIR = 6  # train -> version -> NAME -> .versions -> pretrain -> cache
+_LEVELS_TO_CACHE_DIR = 4  # above a version: NAME, .versions, pretrain, and the folder of the caches
 
 
 def write_meta(path: str, meta: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ def mmap_tokens(path: str | os.PathLike[str], *, expected_bytes: int | None = No
     if expected_bytes is not None and size != expected_bytes:
         raise CacheError(f"{os.fspath(path)}: {size} bytes, expected {expected_bytes} by its meta.json. {_REBUILD}")
     if size == 0:
-        raise CacheError(f"{os.fspath(path)}: an empty file, expected at least one token. {_REBUILD}")
+        raise CacheError(f"{os.fspath(path)}: an empty file: this split has no token, or it was cut. {_REBUILD}")
     if size % TOKEN_BYTES:
         raise CacheError(f"{os.fspath(path)}: {size} bytes, expected a multiple of {TOKEN_BYTES} (uint16). {_REBUILD}")
     with open(path, "rb") as file:
@@ -53,7 +53,7 @@ def load_idx(path: str | os.PathLike[str], *, num_tokens: int) -> NDArray[np.int
         raise CacheError(f"{os.fspath(path)}: {found}, expected int64 [examples]. {_REBUILD}")
     offsets: NDArray[np.int64] = idx.view(np.ndarray)
     if len(offsets) == 0:
-        raise CacheError(f"{os.fspath(path)}: no example in this split. {_REBUILD}")
+        raise CacheError(f"{os.fspath(path)}: no example in this split, or it was cut. {_REBUILD}")
     if offsets[0] != 0:
         raise CacheError(f"{os.fspath(path)}: begins at {offsets[0]}, expected 0. {_REBUILD}")
     falling = np.flatnonzero(np.diff(offsets) <= 0)

@@ -51,7 +51,8 @@ class SFTExampleDataset:
         check_tokenizer(folder, self.meta, tokenizer_sha256)
         self.asst_id = special_id(folder, self.meta, "asst") if asst_id is None else asst_id
         for name, given in (("eot", eot_id), ("asst", self.asst_id)):
-            known = ((self.meta or {}).get("special_token_ids") or {}).get(name, given)
+            ids = (self.meta or {}).get("special_token_ids") or {}
+            known = ids.get(name, given) if isinstance(ids, dict) else ids
             if known != given:
                 raise CacheError(
                     f"{folder / META_NAME}: the {name} sentinel has id {known}, but {name}_id={given} was given"

@@ -48,7 +48,7 @@ def mirror_root(source_root: str | os.PathLike[str]) -> Path | None:
         return None
     if str(source_root) == "sample":
         return SAMPLE_DIR
-    root = Path(source_root).expanduser()
+    root = Path(source_root).expanduser().absolute()  # files are named relative to it wherever they were listed from
     if not root.is_dir():
         raise FileNotFoundError(
             f"source root {os.fspath(source_root)!r}: no folder at {root.absolute()}; "
@@ -58,7 +58,7 @@ def mirror_root(source_root: str | os.PathLike[str]) -> Path | None:
 
 
 def walk_files(folder: Path, *, suffixes: Sequence[str]) -> list[Path]:
-    """List files below `folder` by suffix in order of relative POSIX path, by code point whatever the locale.
+    """List files below `folder` by suffix in order of relative path, by its bytes, whatever the locale.
 
     Hidden files and folders (`.git`, `.obsidian`) are left out; links to folders are not followed.
     """
@@ -66,7 +66,7 @@ def walk_files(folder: Path, *, suffixes: Sequence[str]) -> list[Path]:
     for where, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(where, n) for n in names if not n.startswith(".") and n.endswith(tuple(suffixes))]
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+    return sorted(found, key=lambda path: os.fsencode(path.relative_to(folder)))
 
 
 def source_files(root: Path, dataset_id: str, *, suffixes: Sequence[str] | None = None) -> list[Path]:
@@ -234,9 +234,8 @@ def files_fingerprint(root: Path, paths: Iterable[Path]) -> str:
     Neither the place of `root` nor modification times matter.
     """
     total = hashlib.sha256()
-    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
-        line = f"{name}\0{path.stat().st_size}\0{sha256_file(path)}\n"
-        total.update(line.encode("utf-8", errors="surrogateescape"))
+    for name, path in sorted((os.fsencode(path.relative_to(root)), path) for path in paths):
+        total.update(name + f"\0{path.stat().st_size}\0{sha256_file(path)}\n".encode())
     return total.hexdigest()
 
 

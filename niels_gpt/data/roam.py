@@ -16,11 +16,11 @@ FOLDER = "roam"
 def roam_dir_of(source_root: str | os.PathLike[str], *, roam_dir: str | os.PathLike[str]) -> Path:
     """Find the notes: `roam/` in a mirror or the sample; `roam_dir` for "hub", which holds nobody's notes."""
     root = places.mirror_root(source_root)
-    folder = Path(roam_dir).expanduser() if root is None else root / FOLDER
+    folder = Path(roam_dir).expanduser().absolute() if root is None else root / FOLDER
     if not folder.is_dir():
         remedy = "pass --roam-dir FOLDER" if root is None else "put the notes there"
         raise FileNotFoundError(
-            f"no notes: expected a folder of .md files at {folder.absolute()}; {remedy}, or use --source-root sample"
+            f"no notes: expected a folder of .md files at {folder}; {remedy}, or use --source-root sample"
         )
     return folder
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS
-from niels_gpt.cache.meta import read_meta, special_id
+from niels_gpt.cache.meta import check_tokenizer, read_meta, special_id
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
 from niels_gpt.fileio import META_NAME, CacheError
 
@@ -18,7 +18,11 @@ _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
 
 class Decoder(Protocol):
-    """Anything that turns ids into text."""
+    """Anything that turns ids into text, and names the model that it does it with."""
+
+    @property
+    def sha256(self) -> str:
+        """Of the model file."""
 
     def decode(self, ids: Any, /) -> str:
         """Return the text of a sequence of ids."""
@@ -33,7 +37,11 @@ def show(cache: Path, tokenizer: Decoder, *, split: str, position: int, num_toke
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
+    if num_tokens < 1:
+        raise ValueError(f"num_tokens={num_tokens}: expected at least 1")
+    cache = cache.resolve()  # one version, whatever is committed meanwhile
     meta = read_meta(str(cache / META_NAME))
+    check_tokenizer(cache, meta, tokenizer.sha256)
     if meta.get("built") is False:
         raise CacheError(f"{cache / META_NAME}: built is false, so there is nothing to show")
     if meta.get("kind") == "sft":

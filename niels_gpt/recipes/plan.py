@@ -25,7 +25,7 @@ RECIPES: dict[str, Recipe] = {
 }
 """The caches, in the order in which build-all builds them. The tokenizer comes before them: `ensure_tokenizer`."""
 
-_READS = {**{f"pretrain/{name}": reads for name, reads in pretrain.READS.items()}}
+_READS = {f"pretrain/{name}": reads for name, reads in pretrain.READS.items()}
 _READS |= {f"sft/{name}": reads for name, reads in sft.READS.items()}
 
 # utf-8 bytes of what is read where there is no file to look at, rounded up from the hub's dataset pages.

@@ -148,7 +148,7 @@ def _cache(
     *,
     ask_hub: bool = True,
 ) -> Outcome:
-    ensure_tokenizer(settings, progress=progress)
+    ensure_tokenizer(settings)
     key = f"pretrain/{origin.source}"
     return produce(
         settings, key, reads=READS[origin.source], origin=origin, build=build, refresh=refresh, ask_hub=ask_hub

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.build.describe import BUILDER_VERSION, FORMAT_VERSION, Source
-from niels_gpt.cache.meta import find_meta, read_meta
-from niels_gpt.fileio import META_NAME, CacheError, canonical_json, versions_dir, write_bytes
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file, versions_dir, write_bytes
 from niels_gpt.recipes.sources import Origin
 from niels_gpt.settings import Settings
-from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
+from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -95,15 +95,15 @@ def recorded_recipe(path: Path) -> dict[str, Any]:
 
 def is_current(path: Path, fingerprint: str) -> bool:
     """Whether the committed cache is of this recipe and its files have the sizes that its meta.json gives (D12)."""
-    if recorded_recipe(path).get("fingerprint") != fingerprint:
+    recipe, meta_path = recorded_recipe(path), path / META_NAME
+    if recipe.get("fingerprint") != fingerprint or not meta_path.is_file():
         return False
-    meta = find_meta(path) or {}
-    records = [
-        *(record for group in meta.get("shards", {}).values() for record in group),
-        *meta.get("index", {}).values(),
-    ]
+    if sha256_file(meta_path) != recipe.get("meta_sha256"):  # damaged, or written by a builder without a recipe
+        return False
+    meta = read_meta(str(meta_path))
+    records = [*(record for group in meta["shards"].values() for record in group), *meta["index"].values()]
     files = {path / record["name"]: record["bytes"] for record in records}
-    return bool(meta) and all(file.is_file() and file.stat().st_size == size for file, size in files.items())
+    return all(file.is_file() and file.stat().st_size == size for file, size in files.items())
 
 
 def produce(
@@ -140,7 +140,12 @@ def produce(
 
 def record_recipe(path: Path, fingerprint: str, source: dict[str, Any]) -> None:
     """Write down which recipe the committed version at `path` came from."""
-    record = {"fingerprint": fingerprint, "source": source, "version": Path(os.readlink(path)).name}
+    record = {
+        "fingerprint": fingerprint,
+        "meta_sha256": sha256_file(path / META_NAME),
+        "source": source,
+        "version": Path(os.readlink(path)).name,
+    }
     write_bytes(versions_dir(path) / RECIPE_NAME, canonical_json(record))
 
 
@@ -176,10 +181,10 @@ def _tokenizer_of(settings: Settings) -> SentencePieceTokenizer:
             f"{folder / META_NAME}: this tokenizer was trained on the bundled sample, so it must not encode real text. "
             f"Name another one with --tokenizer-model, or remove {folder} to have one trained"
         )
-    tokenizer = load_tokenizer(folder / "spm.model")
+    tokenizer = load_tokenizer(folder / MODEL_NAME)
     if tokenizer.sha256 != meta.get("tokenizer_sha256"):
         raise CacheError(
-            f"{folder / 'spm.model'}: sha256 {tokenizer.sha256[:12]}, not the {str(meta.get('tokenizer_sha256'))[:12]} "
+            f"{folder / MODEL_NAME}: sha256 {tokenizer.sha256[:12]}, not the {str(meta.get('tokenizer_sha256'))[:12]} "
             f"of its {META_NAME}. Remove {folder}, then build again"
         )
     return tokenizer

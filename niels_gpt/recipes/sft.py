@@ -32,7 +32,7 @@ def build_oasst1(settings: Settings, *, refresh: bool = False, progress: Progres
 
 def _chats(settings: Settings, source: str, refresh: bool, progress: Progress | None) -> Outcome:
     origin = sources.origin_of(settings, source)
-    ensure_tokenizer(settings, progress=progress)
+    ensure_tokenizer(settings)
 
     def build(have: Ingredients, path: Path) -> dict[str, Any]:
         return build_sft(

@@ -38,11 +38,6 @@ class Origin:
     files: tuple[Path, ...] = ()
     """What is read, in order; empty on the hub."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the files as they lie on disk; 0 on the hub."""
-        return sum(path.stat().st_size for path in self.files)
-
     def facts(self, recorded: Mapping[str, Any] | None, *, ask_hub: bool = True) -> dict[str, Any]:
         """Return what meta.json says of the source; `fingerprint` in it changes when the text does.
 
@@ -54,7 +49,10 @@ class Origin:
         if self.root is not None:
             fingerprint = places.files_fingerprint(self.root, self.files)
             return {**facts, "files": len(self.files), "revision": None, "fingerprint": fingerprint}
-        revision = (recorded or {}).get("revision") or (places.hub_revision(self.dataset) if ask_hub else None)
+        known = recorded or {}
+        revision = known.get("revision") if str(known.get("fingerprint")).startswith(f"{self.dataset}@") else None
+        if revision is None and ask_hub:
+            revision = places.hub_revision(self.dataset)
         fingerprint = f"{self.dataset}@{revision}"
         return {**facts, "revision": revision, "fingerprint": fingerprint, "datasets_version": version("datasets")}
 
@@ -91,7 +89,7 @@ def _mirror_files(root: Path, source: str, dataset: str, config: str | None) -> 
     if source == "wikitext":
         return places.split_files(root, dataset, split="all", suffixes=wikitext.SUFFIXES, folders=(str(config),))
     if source == "gutenberg":
-        return places.split_files(root, gutenberg.FOLDER, split="train", suffixes=places.KNOWN_SUFFIXES)
+        return places.split_files(root, gutenberg.FOLDER, split="all", suffixes=places.KNOWN_SUFFIXES)
     return places.split_files(root, dataset, split="all", folders=("data",) if source == "oasst1" else ())
 
 
@@ -114,6 +112,8 @@ def gutenberg_texts(settings: Settings, revision: str | None, counters: Counter[
     """Yield gutenberg's books, in the order that `fineweb_edu_texts` describes."""
     samples = gutenberg.iter_gutenberg(
         dataset_id=settings.gutenberg_dataset,
+        # In a folder of books a name that begins with "test", as testament.txt, is no split.
+        split="train" if settings.source_root == "hub" else "all",
         shuffle=settings.gutenberg_shuffle_buffer > 0,
         shuffle_buffer_size=settings.gutenberg_shuffle_buffer,
         seed=settings.seed,

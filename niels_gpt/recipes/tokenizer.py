@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections import Counter
@@ -11,38 +12,39 @@ from typing import Any
 
 from niels_gpt import fileio
 from niels_gpt.build.describe import FORMAT_VERSION, content_sha256
-from niels_gpt.build.pretrain import Progress
 from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.data import oasst1, places
-from niels_gpt.fileio import META_NAME, canonical_json, sha256_file
+from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.produce import Measured, Outcome, cache_root, finish
 from niels_gpt.settings import Settings
-from niels_gpt.tokenizer import load_tokenizer
+from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer
 
 logger = logging.getLogger(__name__)
 
 KEY = "tokenizer"
-MODEL_NAME = "spm.model"
 TRAINING_ORDER = ("roam", "wikitext", "dolly15k", "oasst1", "gutenberg", "fineweb_edu")
 """Small sources first: each takes at most an equal part of what is left, so the endless one fills the rest."""
+FAILED = "failed"
 _TRAINING_SETTINGS = {
     "vocab_size": "requested_vocab_size",
     "model_type": "model_type",
     "normalization": "normalization",
     "character_coverage": "character_coverage",
     "seed": "seed",
+    "tokenizer_max_bytes": "max_bytes",
 }
 
 
-def ensure_tokenizer(settings: Settings, *, progress: Progress | None = None) -> Outcome:
+def ensure_tokenizer(settings: Settings) -> Outcome:
     """Return <cache>/tokenizer (spm.model, meta.json), made first if need be.
 
-    A named model (`tokenizer_model`) replaces another one; a model trained here is trained anew when its settings
-    change; a change of the text alone does not.
-    Raises: FileNotFoundError for a named model that is absent; ValueError where there is no text to train on.
+    A named model (`tokenizer_model`) replaces another one. A model trained here is trained anew when its settings
+    change, or when a source failed at that time; a change of the text alone is no reason.
+    Raises: FileNotFoundError for a named model that is absent; ConnectionError for a hub that cannot be reached: a
+        tokenizer outlives an outage; ValueError where there is no text to train on.
     """
     path = cache_root(settings) / KEY
     with Measured() as measured:
@@ -50,7 +52,8 @@ def ensure_tokenizer(settings: Settings, *, progress: Progress | None = None) ->
         reused = meta is not None
         if meta is None:
             given = _given_model(settings)
-            meta = _copy(given, path) if given else _train(settings, path, progress)
+            meta = _copy(given, path) if given else _train(settings, path)
+            _warn_of_older_caches(path.parent, str(meta["tokenizer_sha256"]))
     return finish(settings, KEY, path, meta, reused, measured, str(meta["tokenizer_sha256"]))
 
 
@@ -61,15 +64,26 @@ def tokenizer_state(settings: Settings) -> str:
     return "copy" if _given_model(settings) else "train"
 
 
+def _warn_of_older_caches(root: Path, sha256: str) -> None:
+    for folder in sorted(path for kind in ("pretrain", "sft") for path in (root / kind).glob("[!.]*")):
+        with contextlib.suppress(CacheError):  # whoever reads a damaged cache is told
+            if (find_meta(folder) or {}).get("tokenizer_sha256") not in (None, sha256):
+                logger.warning("%s: has ids of the tokenizer before; readers refuse it until it is built again", folder)
+
+
 def _reusable(settings: Settings, path: Path) -> dict[str, Any] | None:
-    meta = find_meta(path)
+    try:
+        meta = find_meta(path)
+    except CacheError as error:
+        logger.warning("tokenizer: made anew: %s", error)
+        return None
     if meta is None or not (path / MODEL_NAME).is_file():
         return None
     if settings.tokenizer_model is not None:
         return meta if _sha256_of(settings.tokenizer_model) == meta.get("tokenizer_sha256") else None
     if meta.get("origin") == "trained":
         same = all(meta.get(key) == getattr(settings, name) for name, key in _TRAINING_SETTINGS.items())
-        return meta if same else None
+        return meta if same and FAILED not in meta.get("trained_on_bytes", {}).values() else None
     return meta
 
 
@@ -105,7 +119,7 @@ def _copy(model: Path, path: Path) -> dict[str, Any]:
     return _commit(model.read_bytes(), path, {"trained_on": "unknown", **about, "origin": "copied"})
 
 
-def _train(settings: Settings, path: Path, progress: Progress | None) -> dict[str, Any]:
+def _train(settings: Settings, path: Path) -> dict[str, Any]:
     seen: dict[str, int | str] = {}
     logger.info("tokenizer: training %d pieces; some minutes for 100 MB of text", settings.vocab_size)
     kind = settings.source_root if settings.source_root in ("sample", "hub") else "mirror"
@@ -118,7 +132,16 @@ def _train(settings: Settings, path: Path, progress: Progress | None) -> dict[st
         character_coverage=settings.character_coverage,
         trained_on=kind,
     )
-    return _commit(trained.model, path, {**trained.meta, "trained_on_bytes": seen, "origin": "trained"})
+    return _commit(
+        trained.model,
+        path,
+        {
+            **trained.meta,
+            "max_bytes": settings.tokenizer_max_bytes,
+            "trained_on_bytes": seen,
+            "origin": "trained",
+        },
+    )
 
 
 def _training_texts(settings: Settings, seen: dict[str, int | str]) -> Iterator[str]:
@@ -136,10 +159,10 @@ def _training_texts(settings: Settings, seen: dict[str, int | str]) -> Iterator[
                 taken += size
                 yield text
             seen[source] = taken
-        except (FileNotFoundError, ConnectionError) as error:
+        except (FileNotFoundError, ValueError) as error:
             logger.warning("tokenizer: trained without %s: %s", source, error)
             missing.append(f"{source}: {error}")
-            seen[source] = "absent"
+            seen[source] = "absent" if isinstance(error, FileNotFoundError) else FAILED
         left -= taken
     if missing and not any(isinstance(size, int) and size for size in seen.values()):
         raise ValueError(
