@@ -188,7 +188,7 @@ def commit(work: Path, path: str | os.PathLike[str], content_sha256: str) -> Pat
 def removable(path: str | os.PathLike[str]) -> list[Path]:
     """Return what the cache at `path` no longer needs: all versions but the two newest, and dead builds (D11).
 
-    The committed version always stays. To be called with `build_lock` held, or a build in progress looks like a dead one.
+    The committed version always stays. Call it with `build_lock` held, or a build in progress looks dead.
     """
     public, folder = Path(os.path.abspath(path)), versions_dir(path)
     committed = public.resolve() if public.is_symlink() else None

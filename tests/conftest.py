@@ -1,11 +1,14 @@
-"""What several test files share: a tiny real tokenizer, trained once per run from the text below, in about 0.1 s."""
+"""What several test files share: a tiny real tokenizer trained once per run from the text below, and a mirror."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from niels_gpt.data import places
+from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 
@@ -34,3 +37,17 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_tokenizer(tiny_model_path: Path) -> SentencePieceTokenizer:
     """The tokenizer at `tiny_model_path`."""
     return load_tokenizer(tiny_model_path)
+
+
+@pytest.fixture(scope="session")
+def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mirror folder of one's own: the bundled sample, copied."""
+    folder = tmp_path_factory.mktemp("mirror") / "m"
+    shutil.copytree(places.SAMPLE_DIR, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    return folder
+
+
+@pytest.fixture
+def settings(mirror: Path, tiny_model_path: Path, tmp_path: Path) -> Settings:
+    """Settings that build from the mirror with the tiny tokenizer."""
+    return Settings(source_root=str(mirror), cache_dir=str(tmp_path / "cache"), tokenizer_model=str(tiny_model_path))

@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from byte_tokenizer import ByteTokenizer
 
+from niels_gpt.build.pretrain import build_pretrain
 from niels_gpt.cache import cli
 from niels_gpt.settings import Settings
 
@@ -140,3 +142,46 @@ def test_ctrl_c_keeps_what_was_finished_and_says_so(flags: list[str], tmp_path: 
     assert "pretrain/roam" in done.stdout
     assert os.path.islink(tmp_path / "c" / "pretrain" / "roam")
     assert not os.path.lexists(tmp_path / "c" / "pretrain" / "fineweb_edu")
+
+
+def test_gc_keeps_the_two_newest_versions_and_says_what_it_removes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text in ("one", "two", "three"):
+        build(tmp_path / "pretrain" / "own", text)
+    folder = tmp_path / "pretrain" / ".versions" / "own"
+    (folder / "building").mkdir()
+    before = {path.name for path in folder.iterdir() if path.is_dir()}
+    assert cli.main(["gc", str(tmp_path), "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("would remove") == 2
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == before
+    assert cli.main(["gc", str(tmp_path)]) == 0
+    kept = {path.name for path in folder.iterdir() if path.is_dir()}
+    assert len(kept) == 2
+    assert (tmp_path / "pretrain" / "own").resolve().name in kept
+    assert "building" not in kept
+
+
+def build(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    limits = {"max_train_tokens": 9, "max_val_tokens": 0, "shard_bytes": 100, "seed": 0, "shuffle_buffer": None}
+    build_pretrain([(None, text)], path, tokenizer=ByteTokenizer(), **limits)
+
+
+def test_show_refuses_what_it_cannot_show(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["build", "dolly15k", *flags])
+    chats = str(tmp_path / "c/sample/sft/dolly15k")
+    model = flags[flags.index("--tokenizer-model") + 1]
+    for arguments, message in (
+        ([chats, "--tokens", "0"], "expected at least 1"),
+        (["/nope", "--tokenizer", model], "no such file"),
+        (["/nope"], "spm.model"),
+    ):
+        assert cli.main(["show", *arguments]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_a_source_named_twice_is_built_once(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["build", "roam", "pretrain/roam", *flags]) == 0
+    assert capsys.readouterr().out.count("pretrain/roam") == 1
+    assert cli.main(["build", "sft/roam", *flags]) == 2

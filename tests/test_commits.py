@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -287,3 +288,48 @@ def test_write_bytes_leaves_the_old_file_and_no_trace_on_failure(
     with pytest.raises(OSError, match="disk gone"):
         fileio.write_bytes(tmp_path / "f", b"new")
     assert tree(tmp_path) == {"f": b"old"}
+
+
+def test_a_folder_of_links_to_folders_is_somebody_elses(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "train").symlink_to(tmp_path / "precious")
+    with pytest.raises(CacheError, match="no cache put there"):
+        build(tmp_path / "c", ["abc"])
+    assert (tmp_path / "c" / "train").is_symlink()
+
+
+def test_what_appears_in_the_way_during_a_build_is_refused_at_its_end(tmp_path: Path) -> None:
+    def texts() -> Iterator[str]:
+        yield "abc"
+        (tmp_path / "c").write_text("mine")
+
+    with pytest.raises(CacheError, match="is a file"):
+        build(tmp_path / "c", texts())
+    assert (tmp_path / "c").read_text() == "mine"
+
+
+FORK_AND_DIE = """
+import os, signal, sys, time
+from niels_gpt import fileio
+with fileio.build_lock(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        print("forked", flush=True)
+        time.sleep(60)
+        os._exit(0)
+    signal.pause()
+"""
+
+
+def test_a_forked_child_does_not_hold_the_lock_of_its_dead_parent(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORK_AND_DIE, str(tmp_path / "c")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == "forked\n"
+        os.kill(parent.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)
+        try:
+            build(tmp_path / "c", ["abc"])
+        finally:
+            os.killpg(parent.pid, signal.SIGKILL)
+    assert train_text(tmp_path / "c") == "abc"

@@ -31,7 +31,7 @@ def test_every_command_of_the_readme_parses() -> None:
 def test_every_flag_named_in_a_document_exists(capsys: pytest.CaptureFixture[str]) -> None:
     from niels_gpt import train_tokenizer
 
-    for command in (["build-all"], ["build"], ["show"]):
+    for command in (["build-all"], ["build"], ["show"], ["gc"]):
         with pytest.raises(SystemExit):
             cli.main([*command, "--help"])
     with pytest.raises(SystemExit):

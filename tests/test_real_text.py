@@ -31,7 +31,6 @@ pytestmark = [
         "NIELS_GPT_TEST_DATA" not in os.environ, reason="NIELS_GPT_TEST_DATA names no mirror of real text (README)"
     ),
 ]
-SHUFFLED = ("fineweb_edu", "gutenberg")
 
 
 @pytest.fixture(scope="module")

@@ -18,20 +18,6 @@ from niels_gpt.recipes.produce import Outcome
 from niels_gpt.settings import Settings
 
 
-@pytest.fixture(scope="module")
-def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mirror folder of one's own: the bundled sample, copied."""
-    folder = tmp_path_factory.mktemp("mirror") / "m"
-    shutil.copytree(places.SAMPLE_DIR, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    return folder
-
-
-@pytest.fixture
-def settings(mirror: Path, tiny_model_path: Path, tmp_path: Path) -> Settings:
-    """Settings that build from the mirror with the tiny tokenizer."""
-    return Settings(source_root=str(mirror), cache_dir=str(tmp_path / "cache"), tokenizer_model=str(tiny_model_path))
-
-
 def build_all(settings: Settings) -> dict[str, Outcome]:
     return {key: recipe(settings) for key, recipe in RECIPES.items()}
 

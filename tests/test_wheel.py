@@ -1,6 +1,7 @@
 """A wheel, installed away from the checkout, builds and reads a cache: `pytest tests/test_wheel.py`."""
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -24,24 +25,25 @@ print(niels_gpt.__file__)
 
 
 def test_a_wheel_in_an_empty_environment_builds_and_reads_a_cache(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(ROOT)]
-    subprocess.run(build, check=True, capture_output=True)
+    # From a copy: setuptools leaves a build/ folder behind, whose stale files would go into the next wheel.
+    shutil.copytree(ROOT / "niels_gpt", tmp_path / "copy" / "niels_gpt", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(ROOT / name, tmp_path / "copy" / name)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+    def run(*command: str | Path) -> str:
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", tmp_path / "dist", tmp_path / "copy")
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel)], check=True)
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", wheel)
     # The dependencies (gigabytes of torch) come from this environment; the package itself must come from the wheel.
-    (tmp_path / "env" / "lib").glob("*")
-    site = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     work = tmp_path / "elsewhere"
     work.mkdir()
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [python, "-c", PROGRAM], cwd=work, env=environment, capture_output=True, text=True, check=False
     )

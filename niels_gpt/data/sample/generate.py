@@ -8,7 +8,7 @@ The awkward cases are deliberate; each has its comment.
 from __future__ import annotations
 
 import json
-import random
+import random  # decides the bundled sample's words once, here; no cache bytes and no batches (D9)
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
