@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from byte_tokenizer import ByteTokenizer
+from byte_tokenizer import build
 
-from niels_gpt.build.pretrain import build_pretrain
 from niels_gpt.cache import cli
 from niels_gpt.settings import Settings
 
@@ -147,8 +146,9 @@ def test_ctrl_c_keeps_what_was_finished_and_says_so(flags: list[str], tmp_path: 
 def test_gc_keeps_the_two_newest_versions_and_says_what_it_removes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "pretrain").mkdir()
     for text in ("one", "two", "three"):
-        build(tmp_path / "pretrain" / "own", text)
+        build(tmp_path / "pretrain" / "own", [text])
     folder = tmp_path / "pretrain" / ".versions" / "own"
     (folder / "building").mkdir()
     before = {path.name for path in folder.iterdir() if path.is_dir()}
@@ -160,12 +160,6 @@ def test_gc_keeps_the_two_newest_versions_and_says_what_it_removes(
     assert len(kept) == 2
     assert (tmp_path / "pretrain" / "own").resolve().name in kept
     assert "building" not in kept
-
-
-def build(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    limits = {"max_train_tokens": 9, "max_val_tokens": 0, "shard_bytes": 100, "seed": 0, "shuffle_buffer": None}
-    build_pretrain([(None, text)], path, tokenizer=ByteTokenizer(), **limits)
 
 
 def test_show_refuses_what_it_cannot_show(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,9 +7,7 @@ import gc
 import getpass
 import json
 import os
-import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -18,34 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from byte_tokenizer import ByteTokenizer
+from byte_tokenizer import ByteTokenizer, build, train_text
 
 from niels_gpt import fileio
-from niels_gpt.build.pretrain import build_pretrain
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, build_sft_cache, write_meta
-
-
-def build(path: Path, texts: Any, num_tokens: int = 30) -> dict[str, Any]:
-    """Build a cache of some texts whose val split is empty."""
-    return build_pretrain(
-        ((None, text) for text in texts),
-        path,
-        tokenizer=ByteTokenizer(),
-        max_train_tokens=num_tokens,
-        max_val_tokens=0,
-        shard_bytes=20,
-        seed=0,
-        shuffle_buffer=None,
-    )
-
-
-def train_text(path: Path) -> str:
-    """Return the train split of a cache as text."""
-    ids = np.concatenate([np.fromfile(shard, dtype="<u2") for shard in sorted((path / "train").iterdir())])
-    return ByteTokenizer().decode(ids)
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -215,35 +191,6 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "c").read_text() == "mine"
 
 
-HOLD_THE_LOCK = """
-import sys
-from niels_gpt import fileio
-with fileio.build_lock(sys.argv[1]):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_second_build_is_refused_by_name_and_a_killed_builder_holds_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLD_THE_LOCK, str(tmp_path / "c")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        try:
-            assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-            name = rf"user \S+, host {re.escape(socket.gethostname())}, pid {holder.pid}\."
-            with pytest.raises(CacheError, match=f"is being built by {name}"):
-                build(tmp_path / "c", ["a" * 30])
-        finally:
-            holder.kill()
-    build(tmp_path / "c", ["a" * 30])
-    assert train_text(tmp_path / "c") == "a" * 30
-
-
-def test_another_cache_may_be_built_at_the_same_time(tmp_path: Path) -> None:
-    with fileio.build_lock(tmp_path / "one"):
-        build(tmp_path / "two", ["a" * 30])
-    assert train_text(tmp_path / "two") == "a" * 30
-
-
 BUILD_WITH_A_UMASK = """
 import os, sys
 sys.path.insert(0, sys.argv[2])
@@ -307,29 +254,3 @@ def test_what_appears_in_the_way_during_a_build_is_refused_at_its_end(tmp_path: 
     with pytest.raises(CacheError, match="is a file"):
         build(tmp_path / "c", texts())
     assert (tmp_path / "c").read_text() == "mine"
-
-
-FORK_AND_DIE = """
-import os, signal, sys, time
-from niels_gpt import fileio
-with fileio.build_lock(sys.argv[1]):
-    child = os.fork()
-    if not child:
-        print("forked", flush=True)
-        time.sleep(60)
-        os._exit(0)
-    signal.pause()
-"""
-
-
-def test_a_forked_child_does_not_hold_the_lock_of_its_dead_parent(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FORK_AND_DIE, str(tmp_path / "c")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
-        assert parent.stdout is not None and parent.stdout.readline() == "forked\n"
-        os.kill(parent.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)
-        try:
-            build(tmp_path / "c", ["abc"])
-        finally:
-            os.killpg(parent.pid, signal.SIGKILL)
-    assert train_text(tmp_path / "c") == "abc"

@@ -8,28 +8,12 @@ import os
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from byte_tokenizer import ByteTokenizer
+from byte_tokenizer import ByteTokenizer, build
 
-from niels_gpt.build.pretrain import build_pretrain
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset, build_sft_cache
-
-
-def build(path: Path, texts: Any, num_tokens: int = 30) -> dict[str, Any]:
-    """Build a cache of some texts whose val split is empty."""
-    return build_pretrain(
-        ((None, text) for text in texts),
-        path,
-        tokenizer=ByteTokenizer(),
-        max_train_tokens=num_tokens,
-        max_val_tokens=0,
-        shard_bytes=20,
-        seed=0,
-        shuffle_buffer=None,
-    )
 
 
 def test_an_sft_dataset_opened_while_the_cache_changes_has_tokens_and_offsets_of_one_version(

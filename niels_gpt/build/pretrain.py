@@ -21,6 +21,8 @@ from niels_gpt.build.writer import TOKEN_DTYPE, OffsetsWriter, ShardWriter
 
 logger = logging.getLogger(__name__)
 
+_PROGRESS_TOKENS = 1 << 16
+
 Progress = Callable[[int, int, int | None], None]
 """Called now and then with the documents read, the tokens written and the tokens expected (None: not known)."""
 
@@ -155,6 +157,7 @@ def _write_documents(
     progress: Progress | None,
 ) -> Counter[str]:
     counts: Counter[str] = Counter()
+    reported = 0
     eot = np.array([encoder.special_token_ids["eot"]] if append_eot else [], dtype=TOKEN_DTYPE)
     expected = None if None in budget.limits.values() else sum(limit or 0 for limit in budget.limits.values())
     while not (budget.full("train") and budget.full("val")):  # asked before the next document leaves the stream
@@ -179,8 +182,9 @@ def _write_documents(
         writers[split].add(ids, utf8_bytes)
         encoder.note(encoded)
         budget.used[split] += len(ids)
-        if progress is not None and counts["documents_read"] % 64 == 0:
-            progress(counts["documents_read"], sum(budget.used.values()), expected)
+        if progress is not None and sum(budget.used.values()) - reported >= _PROGRESS_TOKENS:
+            reported = sum(budget.used.values())
+            progress(counts["documents_read"], reported, expected)
     return counts
 
 
