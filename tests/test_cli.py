@@ -3,11 +3,16 @@
 Run: pytest tests/test_cli.py
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import os
+import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -179,3 +184,19 @@ def test_a_source_named_twice_is_built_once(flags: list[str], capsys: pytest.Cap
     assert cli.main(["build", "roam", "pretrain/roam", *flags]) == 0
     assert capsys.readouterr().out.count("pretrain/roam") == 1
     assert cli.main(["build", "sft/roam", *flags]) == 2
+
+
+def test_a_terminal_gets_a_progress_bar_with_a_rate_and_a_pipe_gets_none(flags: list[str]) -> None:
+    command = [sys.executable, "-m", "niels_gpt.cache.cli", "build", "dolly15k", *flags]
+    screen, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=terminal, check=True)
+    os.close(terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a closed terminal ends
+        while part := os.read(screen, 4096):
+            shown += part
+    os.close(screen)
+    assert b"sft/dolly15k" in shown and b"tok/s" in shown
+    again = subprocess.run([*command, "--sft-val-frac", "0.2"], capture_output=True, check=True)
+    assert b"tok/s" not in again.stderr
