@@ -41,6 +41,7 @@ class _SplitWriter:
         self.docs = self.tokens = self.utf8_bytes = 0
 
     def add(self, ids: Any, utf8_bytes: int) -> None:
+        """Append one document: uint16 ids [n]."""
         self._starts.append(self.tokens)
         self._shards.write(ids)
         self.docs += 1
@@ -48,6 +49,7 @@ class _SplitWriter:
         self.utf8_bytes += utf8_bytes
 
     def close(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return the records of the shards and of the index."""
         self._starts.append(self.tokens)
         return self._shards.close(), self._starts.close()
 

@@ -41,12 +41,14 @@ class _Spool:
         self.tokens, self.supervised, self.utf8_bytes = array("q"), array("q"), array("q")
 
     def add(self, ids: NDArray[np.uint16], supervised: int, utf8_bytes: int) -> None:
+        """Append one example."""
         self._file.write(ids.tobytes())
         self.tokens.append(len(ids))
         self.supervised.append(supervised)
         self.utf8_bytes.append(utf8_bytes)
 
     def close(self) -> None:
+        """Flush the file; the numbers stay."""
         self._file.close()
 
 
