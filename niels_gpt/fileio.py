@@ -20,7 +20,7 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -243,11 +243,16 @@ def refuse_foreign(path: str | os.PathLike[str]) -> None:
         )
 
 
+def file_records(meta: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the record (name, bytes, sha256, ...) of every file that a meta.json names, in its own order."""
+    shards = (record for group in meta.get("shards", {}).values() for record in group)
+    return [*shards, *meta.get("index", {}).values(), *meta.get("files", [])]
+
+
 def _named_files(public: Path) -> set[str]:
     try:
         meta = json.loads((public / META_NAME).read_text(encoding="utf-8"))
-        shards = [entry for group in meta.get("shards", {}).values() for entry in group]
-        return {META_NAME, "spm.model", *(str(entry["name"]) for entry in [*shards, *meta.get("index", {}).values()])}
+        return {META_NAME, "spm.model", *(str(record["name"]) for record in file_records(meta))}
     except FileNotFoundError:
         return set()
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -63,7 +63,7 @@ def input_files(patterns: Sequence[str]) -> tuple[list[Path], Path]:
             raise FileNotFoundError(f"no file matches --input_glob {pattern!r}. Check the pattern, and quote it")
         found.update(files)
     base = Path(os.path.commonpath([path.parent for path in found]))
-    return sorted(found, key=lambda path: path.relative_to(base).as_posix()), base
+    return sorted(found, key=lambda path: os.fsencode(path.relative_to(base))), base
 
 
 def _texts(files: Sequence[Path], field: str) -> Iterator[str]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.build.encode import TextEncoder
-from niels_gpt.fileio import META_NAME, canonical_json
+from niels_gpt.build.writer import TOKEN_DTYPE_NAME
+from niels_gpt.fileio import META_NAME, canonical_json, file_records
 
 FORMAT_VERSION = 1
 BUILDER_VERSION = 1  # raised when the same input gives other bytes
@@ -69,13 +70,13 @@ def write_description(
         "streaming": source.streaming,
         "source": {**source.facts, "counters": dict(sorted(source.counters.items()))},
         "seed": seed,
-        "token_dtype": "uint16-le",
+        "token_dtype": TOKEN_DTYPE_NAME,
         **vocabulary,
         "shards": shards,
         "index": index,
         "totals": totals,
         **totals,
-        "content_sha256": content_sha256([*(r for group in shards.values() for r in group), *index.values()]),
+        "content_sha256": content_sha256(file_records({"shards": shards, "index": index})),
         **keys,
     }
     (work / META_NAME).write_bytes(canonical_json(meta))

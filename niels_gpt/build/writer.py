@@ -15,8 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from niels_gpt.fileio import sha256_file
+
 TOKEN_DTYPE: np.dtype[np.uint16] = np.dtype("<u2")
 OFFSET_DTYPE: np.dtype[np.int64] = np.dtype("<i8")
+TOKEN_DTYPE_NAME = "uint16-le"
 TOKEN_BYTES = TOKEN_DTYPE.itemsize
 _NPY_HEADER_BYTES = 128
 _PENDING_OFFSETS = 1 << 16
@@ -111,8 +114,7 @@ class OffsetsWriter:
         self._file.seek(0)
         self._file.write(npy_header(self._count))
         self._file.close()
-        with open(self._path, "rb") as file:  # the header came last, so the hash needs a second, cheap read
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = sha256_file(self._path)  # the header came last, so the hash needs a second, cheap read
         return {"name": self._name, "entries": self._count, "bytes": self._path.stat().st_size, "sha256": digest}
 
     def _flush(self) -> None:

@@ -176,17 +176,18 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _print_table(outcomes: Sequence[Outcome], failures: dict[str, Exception]) -> None:
+    from niels_gpt.fileio import file_records
+    from niels_gpt.recipes.produce import TOKENIZER_KEY
+
     rows: list[tuple[str, ...]] = [("cache", "state", "train", "val", "seconds", "tokens/s", "peak memory", "on disk")]
     for outcome in outcomes:
         totals = outcome.meta.get("totals") or {}
         tokens = sum(totals.get(f"{split}_tokens", 0) for split in ("train", "val"))
         speed = f"{tokens / outcome.seconds:,.0f}" if tokens and not outcome.reused else "-"
-        shards = [record for group in (outcome.meta.get("shards") or {}).values() for record in group]
-        files = [*shards, *outcome.meta.get("files", []), *(outcome.meta.get("index") or {}).values()]
         peak = "-" if outcome.peak_bytes is None else _size(outcome.peak_bytes)
-        size = _size(sum(record["bytes"] for record in files))
+        size = _size(sum(record["bytes"] for record in file_records(outcome.meta)))
         counts = [_count(totals, split) for split in ("train", "val")]
-        if outcome.key == "tokenizer":
+        if outcome.key == TOKENIZER_KEY:
             counts = [f"{outcome.meta['vocab_size']:,} ids", "-"]
         rows.append((outcome.key, _state(outcome), *counts, f"{outcome.seconds:.2f}", speed, peak, size))
     rows += [(key, "FAILED", *["-"] * 6) for key in failures]
@@ -216,9 +217,10 @@ def _size(num_bytes: int) -> str:
 
 def _show(arguments: argparse.Namespace) -> int:
     from niels_gpt.inspection.show import show
+    from niels_gpt.recipes.produce import TOKENIZER_KEY
     from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
 
-    beside = Path(os.path.abspath(arguments.cache)).parent.parent / "tokenizer"
+    beside = Path(os.path.abspath(arguments.cache)).parent.parent / TOKENIZER_KEY
     tokenizer = load_tokenizer(arguments.tokenizer or beside / MODEL_NAME)
     color = arguments.color == "always" or (arguments.color == "auto" and sys.stdout.isatty())
     print(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from niels_gpt.build.describe import FORMAT_VERSION
 from niels_gpt.build.split import SPLITS
-from niels_gpt.build.writer import OFFSET_DTYPE, TOKEN_BYTES
+from niels_gpt.build.writer import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_DTYPE_NAME
 from niels_gpt.build.writer import TOKEN_DTYPE as TOKEN_NUMPY_DTYPE
 
-TOKEN_DTYPE = "uint16-le"
+TOKEN_DTYPE = TOKEN_DTYPE_NAME
 """`token_dtype` in meta.json (PR-03)."""
 
 DEFAULT_SHARD_BYTES = 2**27

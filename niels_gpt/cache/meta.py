@@ -48,8 +48,7 @@ def check_tokenizer(folder: Path, meta: dict[str, Any] | None, expected_sha256: 
     """
     found = (meta or {}).get("tokenizer_sha256")
     if expected_sha256 is None:
-        beside = _tokenizer_meta_above(folder)
-        expected_sha256 = (beside[1] if beside else {}).get("tokenizer_sha256")
+        expected_sha256 = _tokenizer_meta_above(folder).get("tokenizer_sha256")
     if found is not None and expected_sha256 is not None and found != expected_sha256:
         raise CacheError(
             f"{folder / META_NAME}: ids of tokenizer {str(found)[:12]}, expected tokenizer {expected_sha256[:12]}. "
@@ -62,9 +61,8 @@ def special_id(folder: Path, meta: dict[str, Any] | None, name: str) -> int:
 
     Raises: CacheError naming the places looked at.
     """
-    beside = _tokenizer_meta_above(folder)
-    for candidate in (meta, beside[1] if beside else None):
-        ids = (candidate or {}).get("special_token_ids")
+    for candidate in (meta or {}, _tokenizer_meta_above(folder)):
+        ids = candidate.get("special_token_ids")
         value = ids.get(name) if isinstance(ids, dict) else None
         if isinstance(value, int):
             return value
@@ -74,9 +72,10 @@ def special_id(folder: Path, meta: dict[str, Any] | None, name: str) -> int:
     )
 
 
-def _tokenizer_meta_above(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+def _tokenizer_meta_above(folder: Path) -> dict[str, Any]:
+    """Return the nearest tokenizer/meta.json beside or above a version; {} where there is none."""
     for parent in list(folder.parents)[:_LEVELS_TO_CACHE_DIR]:
-        path = parent / "tokenizer" / META_NAME
-        if path.is_file():
-            return path, read_meta(str(path))
-    return None
+        meta = find_meta(parent / "tokenizer")
+        if meta is not None:
+            return meta
+    return {}

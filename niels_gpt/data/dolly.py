@@ -46,7 +46,7 @@ def iter_dolly_sft(
     else:
         rows = places.iter_rows(places.split_files(root, dataset_id, split=split), counters=counters)
     samples = _chats(rows, include_system, counters)
-    return islice(_shuffled(samples, seed) if shuffle else samples, take)
+    return islice(places.shuffled(samples, seed) if shuffle else samples, take)
 
 
 def _chats(rows: Iterator[dict[str, Any]], include_system: bool, counters: Counter[str] | None) -> Iterator[ChatSample]:
@@ -68,11 +68,3 @@ def _problem_of(row: Mapping[str, Any]) -> str | None:
     if not (all(isinstance(field, str) for field in fields) and isinstance(context, str | None)):
         return "missing_field"
     return None if all(str(field).strip() for field in fields) else "blank_field"
-
-
-def _shuffled(samples: Iterator[ChatSample], seed: int) -> Iterator[ChatSample]:
-    import torch
-
-    held = list(samples)
-    for index in torch.randperm(len(held), generator=torch.Generator().manual_seed(seed)).tolist():
-        yield held[index]

@@ -44,7 +44,7 @@ def iter_oasst1_sft(
     trees = iter_oasst1_trees(
         split=split, source_root=source_root, dataset_id=dataset_id, revision=revision, counters=counters
     )
-    chosen = islice(_shuffled(trees, seed) if shuffle_trees else trees, take_trees)
+    chosen = islice(places.shuffled(trees, seed) if shuffle_trees else trees, take_trees)
     return chain.from_iterable(
         _reconstruct_threads(tree, english_only=english_only, max_messages=max_messages, counters=counters)
         for tree in chosen
@@ -229,11 +229,3 @@ def _thread(path: Sequence[Record], counters: Counter[str] | None) -> ChatSample
         messages = [ChatMessage(ROLES[record["role"]], record["text"].strip()) for record in path]
         return ChatSample(messages=messages, source=SOURCE, meta=meta)
     return None
-
-
-def _shuffled(trees: Iterator[list[Record]], seed: int) -> Iterator[list[Record]]:
-    import torch
-
-    held = list(trees)
-    for index in torch.randperm(len(held), generator=torch.Generator().manual_seed(seed)).tolist():
-        yield held[index]

@@ -70,7 +70,7 @@ def walk_files(folder: Path, *, suffixes: Sequence[str]) -> list[Path]:
 
 
 def source_files(root: Path, dataset_id: str, *, suffixes: Sequence[str] | None = None) -> list[Path]:
-    """List a source's files in a mirror, in order of relative POSIX path; FileNotFoundError if there are none."""
+    """List a source's files in a mirror, in order of relative path; FileNotFoundError if there are none."""
     folder = root / dataset_id
     wanted = tuple(suffixes or KNOWN_SUFFIXES)
     files = walk_files(folder, suffixes=wanted)
@@ -131,6 +131,15 @@ def count(counters: Counter[str] | None, reason: str, number: int = 1) -> None:
     """Add to a counter if the caller passed one; a reason that never happened gets no entry."""
     if counters is not None and number:
         counters[reason] += number
+
+
+def shuffled(items: Iterable[T], seed: int) -> Iterator[T]:
+    """Yield all items in an order of torch.randperm; holds them in memory."""
+    import torch
+
+    held = list(items)
+    for index in torch.randperm(len(held), generator=torch.Generator().manual_seed(seed)).tolist():
+        yield held[index]
 
 
 def decode(data: bytes, *, counters: Counter[str] | None = None) -> str:

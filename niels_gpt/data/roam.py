@@ -26,7 +26,7 @@ def roam_dir_of(source_root: str | os.PathLike[str], *, roam_dir: str | os.PathL
 
 
 def list_roam_paths(dir: str | os.PathLike[str]) -> list[str]:
-    """List absolute paths of all .md files below `dir`, in order of relative POSIX path; hidden ones are left out.
+    """List absolute paths of all .md files below `dir`, in order of relative path; hidden ones are left out.
 
     Raises FileNotFoundError if there is no such folder (PR-02 for the name and the order).
     """

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import check_tokenizer, read_meta, special_id
-from niels_gpt.cache.mmap import load_idx, mmap_tokens
+from niels_gpt.cache.mmap import mmap_tokens
 from niels_gpt.fileio import META_NAME, CacheError
 
 _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
@@ -66,15 +66,15 @@ def _window(cache: Path, meta: dict[str, Any], tokenizer: Decoder, split: str, p
 def _example(
     cache: Path, meta: dict[str, Any], tokenizer: Decoder, split: str, row: int, num_tokens: int, color: bool
 ) -> str:
-    from niels_gpt.cache.sft_dataset import target_mask
+    from niels_gpt.cache.sft_dataset import SFTExampleDataset, target_mask
 
     _check(row, int(meta["totals"][f"{split}_examples"]), f"examples in {cache}/{split}")
-    tokens = mmap_tokens(cache / f"{split}_tokens.bin")
-    starts = load_idx(cache / f"{split}_idx.npy", num_tokens=len(tokens))
-    ids = tokens[starts[row] : starts[row + 1] if row + 1 < len(starts) else len(tokens)]
-    asst, eot = (special_id(cache, meta, name) for name in ("asst", "eot"))
-    mask = target_mask(ids[None], np.array([len(ids)]), asst_id=asst, eot_id=eot)[0]
-    head = f"{cache}/{split}: example {row} of {len(starts)}, {len(ids)} tokens, {int(mask.sum())} with loss"
+    files = (cache / f"{split}_tokens.bin", cache / f"{split}_idx.npy")
+    eot = special_id(cache, meta, "eot")
+    examples = SFTExampleDataset(*files, T=1, device="cpu", eot_id=eot, tokenizer_sha256=tokenizer.sha256)
+    ids = examples.example(row)
+    mask = target_mask(ids[None], np.array([len(ids)]), asst_id=examples.asst_id, eot_id=eot)[0]
+    head = f"{cache}/{split}: example {row} of {len(examples)}, {len(ids)} tokens, {int(mask.sum())} with loss"
     return head + "\n" + _marked(ids[:num_tokens], mask[:num_tokens], tokenizer, color)
 
 

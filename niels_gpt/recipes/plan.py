@@ -9,8 +9,15 @@ from typing import Any
 from niels_gpt.build.writer import TOKEN_BYTES
 from niels_gpt.cache.meta import find_meta
 from niels_gpt.recipes import pretrain, sft, sources
-from niels_gpt.recipes.produce import Outcome, cache_root, is_current, recipe_fingerprint, recorded_recipe
-from niels_gpt.recipes.tokenizer import KEY, ensure_tokenizer, tokenizer_state
+from niels_gpt.recipes.produce import (
+    TOKENIZER_KEY,
+    Outcome,
+    cache_root,
+    is_current,
+    recipe_fingerprint,
+    recorded_recipe,
+)
+from niels_gpt.recipes.tokenizer import ensure_tokenizer, tokenizer_state
 from niels_gpt.settings import Settings
 
 Recipe = Callable[..., Outcome]
@@ -52,21 +59,20 @@ def plan(settings: Settings, keys: list[str]) -> list[Plan]:
     """Return what a run over `keys` would do. Reads files to fingerprint them; asks the hub nothing; writes nothing."""
     state = tokenizer_state(settings)
     model = settings.tokenizer_model or ("sources" if state == "train" else "")
-    return [Plan(KEY, state, model, 0 if state == "up to date" else 1_000_000)] + [
+    return [Plan(TOKENIZER_KEY, state, model, 0 if state == "up to date" else 1_000_000)] + [
         _plan_of(settings, key, state) for key in keys
     ]
 
 
 def _plan_of(settings: Settings, key: str, tokenizer: str) -> Plan:
-    source = key.split("/")[1]
     try:
-        origin = sources.origin_of(settings, source)
+        origin = sources.origin_of(settings, key.split("/")[1])
     except FileNotFoundError as error:
         return Plan(key, f"cannot be built: {error}", settings.source_root, 0)
     where = f"{origin.kind}: {origin.dataset}" + (f", {len(origin.files)} files" if origin.files else "")
     if tokenizer == "up to date" and _current(settings, key, origin):
         return Plan(key, "up to date", where, 0)
-    if source == "gutenberg" and origin.root is None and not settings.gutenberg_from_hub:
+    if origin.stub:
         return Plan(key, "stub", where, 0)
     return Plan(key, "build", where, _disk_bytes(settings, origin))
 
@@ -76,7 +82,7 @@ def _current(settings: Settings, key: str, origin: sources.Origin) -> bool:
     recorded: dict[str, Any] | None = recorded_recipe(path).get("source")
     if recorded is None:
         return False
-    tokenizer = str((find_meta(cache_root(settings) / KEY) or {}).get("tokenizer_sha256"))
+    tokenizer = str((find_meta(cache_root(settings) / TOKENIZER_KEY) or {}).get("tokenizer_sha256"))
     facts = origin.facts(recorded, ask_hub=False)
     return is_current(path, recipe_fingerprint(settings, key, _READS[key], tokenizer, str(facts["fingerprint"])))
 
@@ -90,4 +96,4 @@ def _disk_bytes(settings: Settings, origin: sources.Origin) -> int:
     return TOKEN_BYTES * min(bounds, default=0)
 
 
-__all__ = ["KEY", "RECIPES", "Plan", "ensure_tokenizer", "plan"]
+__all__ = ["RECIPES", "TOKENIZER_KEY", "Plan", "ensure_tokenizer", "plan"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def build_fineweb_edu(settings: Settings, *, refresh: bool = False, progress: Pr
             **_arguments(settings, have, progress),
         )
 
-    return _cache(settings, origin, build, refresh, progress)
+    return _cache(settings, origin, build, refresh)
 
 
 def build_wikitext(settings: Settings, *, refresh: bool = False, progress: Progress | None = None) -> Outcome:
@@ -80,7 +81,7 @@ def build_wikitext(settings: Settings, *, refresh: bool = False, progress: Progr
             **_arguments(settings, have, progress),
         )
 
-    return _cache(settings, origin, build, refresh, progress)
+    return _cache(settings, origin, build, refresh)
 
 
 def build_roam(settings: Settings, *, refresh: bool = False, progress: Progress | None = None) -> Outcome:
@@ -97,7 +98,7 @@ def build_roam(settings: Settings, *, refresh: bool = False, progress: Progress 
             **_arguments(settings, have, progress),
         )
 
-    return _cache(settings, origin, build, refresh, progress)
+    return _cache(settings, origin, build, refresh)
 
 
 def build_gutenberg(settings: Settings, *, refresh: bool = False, progress: Progress | None = None) -> Outcome:
@@ -106,7 +107,7 @@ def build_gutenberg(settings: Settings, *, refresh: bool = False, progress: Prog
 
     def build(have: Ingredients, path: Path) -> dict[str, Any]:
         common = _arguments(settings, have, progress)
-        if origin.root is None and not settings.gutenberg_from_hub:
+        if origin.stub:
             return build_stub(path, **{key: common[key] for key in ("tokenizer", "source", "seed", "shard_bytes")})
         return build_pretrain(
             sources.gutenberg_texts(settings, have.revision, have.counters),
@@ -119,8 +120,7 @@ def build_gutenberg(settings: Settings, *, refresh: bool = False, progress: Prog
             **common,
         )
 
-    stub = origin.root is None and not settings.gutenberg_from_hub
-    return _cache(settings, origin, build, refresh and not stub, progress, ask_hub=not stub)
+    return _cache(settings, origin, build, refresh)
 
 
 def _unbounded() -> dict[str, Any]:
@@ -140,16 +140,8 @@ def _arguments(settings: Settings, have: Ingredients, progress: Progress | None)
 
 
 def _cache(
-    settings: Settings,
-    origin: sources.Origin,
-    build: Any,
-    refresh: bool,
-    progress: Progress | None,
-    *,
-    ask_hub: bool = True,
+    settings: Settings, origin: sources.Origin, build: Callable[[Ingredients, Path], dict[str, Any]], refresh: bool
 ) -> Outcome:
     ensure_tokenizer(settings)
     key = f"pretrain/{origin.source}"
-    return produce(
-        settings, key, reads=READS[origin.source], origin=origin, build=build, refresh=refresh, ask_hub=ask_hub
-    )
+    return produce(settings, key, reads=READS[origin.source], origin=origin, build=build, refresh=refresh)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import time
 from collections import Counter
@@ -15,13 +14,20 @@ from typing import Any
 
 from niels_gpt.build.describe import BUILDER_VERSION, FORMAT_VERSION, Source
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file, versions_dir, write_bytes
+from niels_gpt.fileio import (
+    META_NAME,
+    CacheError,
+    canonical_json,
+    file_records,
+    sha256_file,
+    versions_dir,
+    write_bytes,
+)
 from niels_gpt.recipes.sources import Origin
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 
-logger = logging.getLogger(__name__)
-
+TOKENIZER_KEY = "tokenizer"
 RECIPE_NAME = "recipe.json"
 
 
@@ -101,8 +107,7 @@ def is_current(path: Path, fingerprint: str) -> bool:
     if sha256_file(meta_path) != recipe.get("meta_sha256"):  # damaged, or written by a builder without a recipe
         return False
     meta = read_meta(str(meta_path))
-    records = [*(record for group in meta["shards"].values() for record in group), *meta["index"].values()]
-    files = {path / record["name"]: record["bytes"] for record in records}
+    files = {path / record["name"]: record["bytes"] for record in file_records(meta)}
     return all(file.is_file() and file.stat().st_size == size for file, size in files.items())
 
 
@@ -114,18 +119,16 @@ def produce(
     origin: Origin,
     build: Callable[[Ingredients, Path], dict[str, Any]],
     refresh: bool,
-    ask_hub: bool = True,
 ) -> Outcome:
     """Run one recipe: reuse the committed cache if it is current, else build, and record what was done.
 
     reads: the names of the settings that decide the output.
     refresh: ask the hub for its newest revision instead of keeping the recorded one.
-    ask_hub: False for a stub, which reads nothing.
     """
     path = cache_root(settings) / key
     with Measured() as measured:
         tokenizer = _tokenizer_of(settings)
-        facts = origin.facts(None if refresh else recorded_recipe(path).get("source"), ask_hub=ask_hub)
+        facts = origin.facts(None if refresh else recorded_recipe(path).get("source"))
         fingerprint = recipe_fingerprint(settings, key, reads, tokenizer.sha256, str(facts["fingerprint"]))
         reused = is_current(path, fingerprint)
         if reused:
@@ -174,7 +177,7 @@ def finish(
 
 
 def _tokenizer_of(settings: Settings) -> SentencePieceTokenizer:
-    folder = cache_root(settings) / "tokenizer"
+    folder = cache_root(settings) / TOKENIZER_KEY
     meta = read_meta(str(folder / META_NAME))
     if settings.source_root != "sample" and meta.get("trained_on") == "sample":
         raise CacheError(

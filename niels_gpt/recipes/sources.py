@@ -37,12 +37,14 @@ class Origin:
     """Folder that the files are named relative to; None on the hub."""
     files: tuple[Path, ...] = ()
     """What is read, in order; empty on the hub."""
+    stub: bool = False
+    """Whether nothing is read: gutenberg on the hub, unless gutenberg_from_hub is set (PR-03)."""
 
     def facts(self, recorded: Mapping[str, Any] | None, *, ask_hub: bool = True) -> dict[str, Any]:
         """Return what meta.json says of the source; `fingerprint` in it changes when the text does.
 
         recorded: the facts of the committed cache; its hub revision counts, and the hub is not asked (D12).
-        ask_hub: False for a stub, which reads nothing and so has no revision.
+        ask_hub: False where an unknown revision may stay unknown; a stub, which reads nothing, never asks.
         Raises: ConnectionError if the hub must be asked and cannot be.
         """
         facts: dict[str, Any] = {"kind": self.kind, "licence": self.licence}
@@ -51,7 +53,7 @@ class Origin:
             return {**facts, "files": len(self.files), "revision": None, "fingerprint": fingerprint}
         known = recorded or {}
         revision = known.get("revision") if str(known.get("fingerprint")).startswith(f"{self.dataset}@") else None
-        if revision is None and ask_hub:
+        if revision is None and ask_hub and not self.stub:
             revision = places.hub_revision(self.dataset)
         fingerprint = f"{self.dataset}@{revision}"
         return {**facts, "revision": revision, "fingerprint": fingerprint, "datasets_version": version("datasets")}
@@ -79,7 +81,8 @@ def origin_of(settings: Settings, source: str) -> Origin:
         files = tuple(_mirror_files(root, source, dataset, config))
     kind = "sample" if settings.source_root == "sample" else "hub" if root is None else "mirror"
     licence = places.licence_of(source, settings.source_root)
-    return Origin(source, dataset, config, kind, streaming and root is None, licence, root, files)
+    stub = source == "gutenberg" and root is None and not settings.gutenberg_from_hub
+    return Origin(source, dataset, config, kind, streaming and root is None, licence, root, files, stub)
 
 
 def _mirror_files(root: Path, source: str, dataset: str, config: str | None) -> list[Path]:

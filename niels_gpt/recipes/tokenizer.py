@@ -17,14 +17,13 @@ from niels_gpt.data import oasst1, places
 from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes import sources
-from niels_gpt.recipes.produce import Measured, Outcome, cache_root, finish
+from niels_gpt.recipes.produce import TOKENIZER_KEY, Measured, Outcome, cache_root, finish
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer
 
 logger = logging.getLogger(__name__)
 
-KEY = "tokenizer"
 TRAINING_ORDER = ("roam", "wikitext", "dolly15k", "oasst1", "gutenberg", "fineweb_edu")
 """Small sources first: each takes at most an equal part of what is left, so the endless one fills the rest."""
 FAILED = "failed"
@@ -46,7 +45,7 @@ def ensure_tokenizer(settings: Settings) -> Outcome:
     Raises: FileNotFoundError for a named model that is absent; ConnectionError for a hub that cannot be reached: a
         tokenizer outlives an outage; ValueError where there is no text to train on.
     """
-    path = cache_root(settings) / KEY
+    path = cache_root(settings) / TOKENIZER_KEY
     with Measured() as measured:
         meta = _reusable(settings, path)
         reused = meta is not None
@@ -54,12 +53,12 @@ def ensure_tokenizer(settings: Settings) -> Outcome:
             given = _given_model(settings)
             meta = _copy(given, path) if given else _train(settings, path)
             _warn_of_older_caches(path.parent, str(meta["tokenizer_sha256"]))
-    return finish(settings, KEY, path, meta, reused, measured, str(meta["tokenizer_sha256"]))
+    return finish(settings, TOKENIZER_KEY, path, meta, reused, measured, str(meta["tokenizer_sha256"]))
 
 
 def tokenizer_state(settings: Settings) -> str:
     """Say what `ensure_tokenizer` would do: "up to date", "copy" or "train"."""
-    if _reusable(settings, cache_root(settings) / KEY) is not None:
+    if _reusable(settings, cache_root(settings) / TOKENIZER_KEY) is not None:
         return "up to date"
     return "copy" if _given_model(settings) else "train"
 
@@ -174,7 +173,7 @@ def _training_texts(settings: Settings, seen: dict[str, int | str]) -> Iterator[
 def _texts_of(settings: Settings, source: str) -> Iterator[str]:
     counters: Counter[str] = Counter()  # the builders count; here a loss costs a piece at most
     origin = sources.origin_of(settings, source)
-    if source == "gutenberg" and origin.root is None and not settings.gutenberg_from_hub:
+    if origin.stub:
         return iter(())
     # Asked before the stream is opened: a hub that cannot be reached says so at once here, after many retries there.
     revision = places.hub_revision(origin.dataset) if origin.root is None else None
