@@ -15,6 +15,7 @@ import fcntl
 import getpass
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -24,6 +25,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 VERSIONS_DIR = ".versions"
 META_NAME = "meta.json"
@@ -88,11 +91,12 @@ def versions_dir(path: str | os.PathLike[str]) -> Path:
 
 
 @contextmanager
-def build_lock(path: str | os.PathLike[str]) -> Iterator[Path]:
+def build_lock(path: str | os.PathLike[str], *, wait: bool = False) -> Iterator[Path]:
     """Hold the only right to build the cache at `path`; yields the versions folder.
 
     The kernel drops the lock when its process ends in any way, so a dead process cannot hold it.
-    Raises: CacheError naming user, host and pid of the holder, at once; it never waits.
+    wait: stand in line, for as long as it takes, where somebody else holds it.
+    Raises: CacheError naming user, host and pid of the holder, at once, unless `wait`.
     """
     folder = versions_dir(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,9 +107,12 @@ def build_lock(path: str | os.PathLike[str]) -> Iterator[Path]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(handle, 4096, 0).decode(errors="replace").strip() or "a process that has just begun"
-            raise CacheError(
-                f"{os.fspath(path)}: is being built by {holder}. Wait for it, or stop that process"
-            ) from None
+            if not wait:
+                raise CacheError(
+                    f"{os.fspath(path)}: is being built by {holder}. Wait for it, or stop that process"
+                ) from None
+            logger.info("%s: is being built by %s; waiting", os.fspath(path), holder)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"user {_user()}, host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
         try:
@@ -137,13 +144,13 @@ def _user() -> str:
 
 
 @contextmanager
-def building(path: str | os.PathLike[str]) -> Iterator[Path]:
+def building(path: str | os.PathLike[str], *, wait: bool = False) -> Iterator[Path]:
     """Lock the cache at `path` and yield an empty folder to build it in; on failure that folder is removed.
 
-    Whatever stands at `path` stays as it is, and readable, until `commit`.
+    Whatever stands at `path` stays as it is, and readable, until `commit`. wait: as in `build_lock`.
     """
     refuse_foreign(path)
-    with build_lock(path) as folder:
+    with build_lock(path, wait=wait) as folder:
         work = folder / "building"
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()

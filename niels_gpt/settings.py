@@ -61,3 +61,6 @@ class Settings:
     oasst1_dataset: str = _setting("OpenAssistant/oasst1", "dataset id (PR-02)")
     oasst1_english_only: bool = _setting(True, "keep only messages whose language is en (PR-02)")
     oasst1_max_messages: int = _setting(32, "messages of a thread, at most (PR-02)")
+
+    deep_checks: bool = _setting(False, "check the sha256 of every file too, when a finished cache is checked")
+    max_dropped_share: float = _setting(0.05, "warn where a larger share of the documents or examples was dropped")

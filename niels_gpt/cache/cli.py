@@ -3,6 +3,7 @@
     python -m niels_gpt.cache.cli build-all --cache-dir cache --seed 42       every cache
     python -m niels_gpt.cache.cli build roam oasst1 --source-root MIRROR      some caches
     python -m niels_gpt.cache.cli build-all --source-root sample --dry-run    what would be done
+    python -m niels_gpt.cache.cli list cache                                  what is there
     python -m niels_gpt.cache.cli show cache/sft/oasst1 --split val --at 3    an example with its loss mask
     python -m niels_gpt.cache.cli gc cache --dry-run                          old versions that could be removed
 
@@ -104,6 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--tokenizer", metavar="MODEL", help="spm.model (default: the one beside the cache)")
     show.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="(default: auto)")
     show.set_defaults(run=_show)
+    there = commands.add_parser("list", help="print a table of the caches", description="Print a table of the caches.")
+    there.add_argument("cache_dir", type=Path, help="folder of the caches, such as cache or cache/sample")
+    there.set_defaults(run=_list)
     gc = commands.add_parser("gc", help="remove old versions", description="Remove old versions and dead builds.")
     gc.add_argument("cache_dir", type=Path, help="folder of the caches, such as cache")
     gc.add_argument("--dry-run", action="store_true", help="print what would be removed")
@@ -130,7 +134,9 @@ def _build(arguments: argparse.Namespace) -> int:
         for key in chosen:
             with _progress_bar(key) as progress:
                 try:
-                    outcomes.append(RECIPES[key](settings, refresh=arguments.refresh, progress=progress))
+                    outcome = RECIPES[key](settings, refresh=arguments.refresh, progress=progress)
+                    _check(outcome, settings)
+                    outcomes.append(outcome)
                 except Exception as error:  # one failing source does not stop the others
                     failures[key] = error
                     logging.debug("%s failed", key, exc_info=True)
@@ -139,6 +145,23 @@ def _build(arguments: argparse.Namespace) -> int:
     for key, failure in failures.items():
         print(f"error: {key}: {type(failure).__name__}: {failure}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _check(outcome: Outcome, settings: Settings) -> None:
+    """Print what the warnings say, and raise CacheError for what makes a cache bad: the checks of Dagster's assets."""
+    from niels_gpt.fileio import CacheError
+    from niels_gpt.inspection.verify import CHECKS, Limits, verify
+
+    limits = Limits(deep=settings.deep_checks, max_dropped_share=settings.max_dropped_share)
+    problems = verify(outcome.path, limits)
+    blocking = {check.name for check in CHECKS[outcome.meta["kind"]] if check.blocking}
+    for name, found in problems.items():
+        for problem in found:
+            if name not in blocking:
+                print(f"warning: {outcome.key}: {problem}", file=sys.stderr)
+    bad = [problem for name in blocking for problem in problems[name]]
+    if bad:
+        raise CacheError("; ".join(bad))
 
 
 @contextlib.contextmanager
@@ -183,13 +206,14 @@ def _print_table(outcomes: Sequence[Outcome], failures: dict[str, Exception]) ->
     for outcome in outcomes:
         totals = outcome.meta.get("totals") or {}
         tokens = sum(totals.get(f"{split}_tokens", 0) for split in ("train", "val"))
-        speed = f"{tokens / outcome.seconds:,.0f}" if tokens and not outcome.reused else "-"
+        speed = f"{tokens / outcome.seconds:,.0f}" if tokens and outcome.seconds > 0 and not outcome.reused else "-"
         peak = "-" if outcome.peak_bytes is None else _size(outcome.peak_bytes)
         size = _size(sum(record["bytes"] for record in file_records(outcome.meta)))
         counts = [_count(totals, split) for split in ("train", "val")]
         if outcome.key == TOKENIZER_KEY:
             counts = [f"{outcome.meta['vocab_size']:,} ids", "-"]
-        rows.append((outcome.key, _state(outcome), *counts, f"{outcome.seconds:.2f}", speed, peak, size))
+        seconds = f"{outcome.seconds:.2f}".replace("nan", "-")
+        rows.append((outcome.key, _state(outcome), *counts, seconds, speed, peak, size))
     rows += [(key, "FAILED", *["-"] * 6) for key in failures]
     _print_rows(rows)
 
@@ -213,6 +237,13 @@ def _print_rows(rows: Sequence[tuple[str, ...]]) -> None:
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from niels_gpt.recipes.produce import recorded_outcomes
+
+    _print_table(recorded_outcomes(arguments.cache_dir), {})
+    return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,16 @@ from typing import Any
 
 from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file, write_bytes
 
-__all__ = ["META_NAME", "check_tokenizer", "find_meta", "read_meta", "sha256_file", "special_id", "write_meta"]
+__all__ = [
+    "META_NAME",
+    "check_tokenizer",
+    "find_meta",
+    "read_meta",
+    "sha256_file",
+    "special_id",
+    "tokenizer_above",
+    "write_meta",
+]
 
 _REBUILD = "Rebuild it: python -m niels_gpt.cache.cli build-all"
 _LEVELS_TO_CACHE_DIR = 4  # above a version: NAME, .versions, pretrain, and the folder of the caches
@@ -72,10 +81,12 @@ def special_id(folder: Path, meta: dict[str, Any] | None, name: str) -> int:
     )
 
 
+def tokenizer_above(folder: Path) -> Path | None:
+    """Return the nearest tokenizer/ with a meta.json beside or above a version; None where there is none."""
+    candidates = (parent / "tokenizer" for parent in list(folder.parents)[:_LEVELS_TO_CACHE_DIR])
+    return next((path for path in candidates if (path / META_NAME).is_file()), None)
+
+
 def _tokenizer_meta_above(folder: Path) -> dict[str, Any]:
-    """Return the nearest tokenizer/meta.json beside or above a version; {} where there is none."""
-    for parent in list(folder.parents)[:_LEVELS_TO_CACHE_DIR]:
-        meta = find_meta(parent / "tokenizer")
-        if meta is not None:
-            return meta
-    return {}
+    tokenizer = tokenizer_above(folder)
+    return {} if tokenizer is None else find_meta(tokenizer) or {}

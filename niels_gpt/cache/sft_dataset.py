@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import IGNORE_INDEX, TOKEN_NUMPY_DTYPE
+from niels_gpt.cache.formats import IGNORE_INDEX, TOKEN_NUMPY_DTYPE, target_mask
 from niels_gpt.cache.meta import check_tokenizer, find_meta, special_id
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
 from niels_gpt.cache.pretrain_dataset import split_rows
@@ -118,22 +118,3 @@ def _resolved_together(tokens_path: Path, idx_path: Path) -> tuple[Path, Path]:
         return tokens_path.resolve(), idx_path.resolve()
     folder = tokens_path.parent.resolve()
     return folder / tokens_path.name, folder / idx_path.name
-
-
-def target_mask(ids: NDArray[np.uint16], lengths: NDArray[np.int64], *, asst_id: int, eot_id: int) -> NDArray[np.bool_]:
-    """Return which tokens carry loss: those after an assistant sentinel, up to and including the next EOT.
-
-    ids [B, S], lengths [B]: tokens of each row before padding; returns bool [B, S].
-
-        sys a eot usr b eot asst A B eot pad
-         0  0  0   0  0  0   0   1 1  1   0
-
-    A token is inside a reply if, among the tokens before it, the last sentinel is later than the last EOT.
-    """
-    position = np.arange(ids.shape[1], dtype=np.int32)
-    last_asst = np.maximum.accumulate(np.where(ids == asst_id, position, -1), axis=1)
-    last_eot = np.maximum.accumulate(np.where(ids == eot_id, position, -1), axis=1)
-    is_target = np.zeros(ids.shape, dtype=np.bool_)
-    is_target[:, 1:] = last_asst[:, :-1] > last_eot[:, :-1]
-    is_target &= position < lengths[:, None]
-    return is_target

@@ -1,20 +1,28 @@
-"""A decoded window of a pretrain cache, or an example of an sft cache with its loss mask, as text for a terminal."""
+"""Documents of a pretrain cache and examples of an sft cache, decoded, with what carries loss marked.
+
+`show` is one piece of a cache for a terminal, `sample_texts` some shortened documents or examples for a table.
+"""
 
 from __future__ import annotations
 
-import itertools
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.formats import SPLITS, target_mask
 from niels_gpt.cache.meta import check_tokenizer, read_meta, special_id
 from niels_gpt.cache.mmap import mmap_tokens
 from niels_gpt.fileio import META_NAME, CacheError
+from niels_gpt.inspection.stats import bounds, tokens_of
+from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 
 _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+_MORE = " …"
+_LEAST_TOKENS = 8  # a message is not shortened below this
 
 
 class Decoder(Protocol):
@@ -39,14 +47,19 @@ def show(cache: Path, tokenizer: Decoder, *, split: str, position: int, num_toke
         raise ValueError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
     if num_tokens < 1:
         raise ValueError(f"num_tokens={num_tokens}: expected at least 1")
-    cache = cache.resolve()  # one version, whatever is committed meanwhile
-    meta = read_meta(str(cache / META_NAME))
-    check_tokenizer(cache, meta, tokenizer.sha256)
+    cache, meta = _opened(cache, tokenizer)
     if meta.get("built") is False:
         raise CacheError(f"{cache / META_NAME}: built is false, so there is nothing to show")
     if meta.get("kind") == "sft":
         return _example(cache, meta, tokenizer, split, position, num_tokens, color)
     return _window(cache, meta, tokenizer, split, position, num_tokens)
+
+
+def _opened(cache: Path, tokenizer: Decoder) -> tuple[Path, dict[str, Any]]:
+    cache = cache.resolve()  # one version, whatever is committed meanwhile
+    meta = read_meta(str(cache / META_NAME))
+    check_tokenizer(cache, meta, tokenizer.sha256)
+    return cache, meta
 
 
 def _window(cache: Path, meta: dict[str, Any], tokenizer: Decoder, split: str, position: int, num_tokens: int) -> str:
@@ -66,22 +79,23 @@ def _window(cache: Path, meta: dict[str, Any], tokenizer: Decoder, split: str, p
 def _example(
     cache: Path, meta: dict[str, Any], tokenizer: Decoder, split: str, row: int, num_tokens: int, color: bool
 ) -> str:
-    from niels_gpt.cache.sft_dataset import SFTExampleDataset, target_mask
-
-    _check(row, int(meta["totals"][f"{split}_examples"]), f"examples in {cache}/{split}")
-    files = (cache / f"{split}_tokens.bin", cache / f"{split}_idx.npy")
-    eot = special_id(cache, meta, "eot")
-    examples = SFTExampleDataset(*files, T=1, device="cpu", eot_id=eot, tokenizer_sha256=tokenizer.sha256)
-    ids = examples.example(row)
-    mask = target_mask(ids[None], np.array([len(ids)]), asst_id=examples.asst_id, eot_id=eot)[0]
-    head = f"{cache}/{split}: example {row} of {len(examples)}, {len(ids)} tokens, {int(mask.sum())} with loss"
+    places = bounds(cache, meta, split)
+    _check(row, len(places) - 1, f"examples in {cache}/{split}")
+    ids = tokens_of(cache, meta, split)[places[row] : places[row + 1]]
+    mask = _mask_of(cache, meta, ids)
+    head = f"{cache}/{split}: example {row} of {len(places) - 1}, {len(ids)} tokens, {int(mask.sum())} with loss"
     return head + "\n" + _marked(ids[:num_tokens], mask[:num_tokens], tokenizer, color)
 
 
+def _mask_of(cache: Path, meta: dict[str, Any], ids: NDArray[np.uint16]) -> NDArray[np.bool_]:
+    asst_id, eot_id = (special_id(cache, meta, name) for name in ("asst", "eot"))
+    mask = target_mask(ids[None], np.array([len(ids)]), asst_id=asst_id, eot_id=eot_id)
+    return mask.reshape(-1)
+
+
 def _marked(ids: NDArray[np.uint16], mask: NDArray[np.bool_], tokenizer: Decoder, color: bool) -> str:
-    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
     parts = []
-    for start, end in itertools.pairwise(edges):
+    for start, end in _runs(mask):
         text = tokenizer.decode(ids[start:end].tolist())
         if color:
             parts.append(f"{_GREEN if mask[start] else _DIM}{text}{_PLAIN}")
@@ -90,6 +104,107 @@ def _marked(ids: NDArray[np.uint16], mask: NDArray[np.bool_], tokenizer: Decoder
     return "".join(parts)
 
 
+def _runs(values: NDArray[Any]) -> list[tuple[int, int]]:
+    """Return start and end of each run of equal values."""
+    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+    return list(pairwise(edges))
+
+
 def _check(position: int, total: int, what: str) -> None:
     if not 0 <= position < total:
         raise ValueError(f"position {position}: there are {total} {what}, expected 0 <= position < {total}")
+
+
+def sample_texts(
+    cache: Path, tokenizer: Decoder, *, per_split: int = 3, num_tokens: int = 120
+) -> list[dict[str, str | int]]:
+    """Return some documents or examples of each split, from its first to its last at equal distances; none of a stub.
+
+    A row has `split`, `number`, `tokens` (the whole length) and `text`; of an sft example also `with_loss`, the tokens
+    that carry loss, which stand in [[ ]] in the text. Sentinels have their short names, such as <|eot|>.
+    num_tokens: tokens in a text, about. What is left out is " …"; each message of an example is shortened by itself,
+    and the first reply is always there, or its beginning.
+    Raises: FileNotFoundError, CacheError; ValueError for a number below 1.
+    """
+    for name, value in (("per_split", per_split), ("num_tokens", num_tokens)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: expected at least 1")
+    cache, meta = _opened(cache, tokenizer)
+    if meta.get("built") is False:
+        return []
+    sentinels = {special_id(cache, meta, name): f"<|{name}|>" for name in SPECIAL_TOKEN_NAMES}
+    rows: list[dict[str, str | int]] = []
+    for split in SPLITS:
+        places = bounds(cache, meta, split)
+        for number in _spread(len(places) - 1, per_split):
+            start, end = places[number : number + 2].tolist()
+            rows.append({"split": split, "number": number, "tokens": end - start})
+            if meta["kind"] == "sft":
+                ids = tokens_of(cache, meta, split)[start:end]
+                mask = _mask_of(cache, meta, ids)
+                rows[-1] |= {"with_loss": int(mask.sum())}
+                rows[-1] |= {"text": _short_example(ids, mask, sentinels, tokenizer, num_tokens)}
+            else:
+                ids = _ids_at(cache, meta, split, start, min(end, start + num_tokens))
+                rows[-1] |= {"text": _plain(ids, sentinels, tokenizer) + (_MORE if len(ids) < end - start else "")}
+    return rows
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """Return at most `wanted` of the numbers below `count`, the first and the last among them."""
+    wanted = min(wanted, count)
+    return [step * (count - 1) // max(1, wanted - 1) for step in range(wanted)]
+
+
+def _ids_at(cache: Path, meta: dict[str, Any], split: str, start: int, end: int) -> NDArray[np.uint16]:
+    """Return tokens [start, end) of a pretrain split, which may lie in several shards."""
+    parts, before = [], 0
+    for record in meta["shards"][split]:
+        first, last = max(start - before, 0), min(end - before, record["tokens"])
+        if first < last:
+            parts.append(mmap_tokens(cache / record["name"], expected_bytes=record["bytes"])[first:last])
+        before += record["tokens"]
+    return np.concatenate(parts)
+
+
+def _short_example(
+    ids: NDArray[np.uint16], mask: NDArray[np.bool_], sentinels: dict[int, str], tokenizer: Decoder, num_tokens: int
+) -> str:
+    """Return an example in about `num_tokens` tokens: long messages are cut, and after the first reply it may end."""
+    is_sentinel = np.isin(ids, list(sentinels))
+    runs = _runs(2 * mask + is_sentinel)  # a message, or the sentinels between two, where the mask is the same
+    room = num_tokens - int(is_sentinel.sum())
+    longest = _longest([end - start for start, end in runs if not is_sentinel[start]], room)
+    parts: list[tuple[bool, str]] = []
+    shown = 0
+    for start, end in runs:
+        stop = end if is_sentinel[start] else min(end, start + longest)
+        if not is_sentinel[start] and shown >= num_tokens and mask[:start].any():
+            parts.append((False, _MORE))
+            break
+        more = _MORE if stop < end else ""
+        parts.append((bool(mask[start]), _plain(ids[start:stop], sentinels, tokenizer) + more))
+        shown += stop - start
+    joined = [(marked, "".join(text for _, text in group)) for marked, group in groupby(parts, key=itemgetter(0))]
+    return "".join(f"[[{text}]]" if marked else text for marked, text in joined)
+
+
+def _longest(sizes: list[int], room: int) -> int:
+    """Return the length to cut messages to, so that all of them fit into `room` tokens if it is not too little."""
+    longest = max(sizes, default=0)
+    if sum(sizes) > room:
+        longest = max(min(longest, room), _LEAST_TOKENS)
+        while longest > _LEAST_TOKENS and sum(min(size, longest) for size in sizes) > room:
+            longest -= 1
+    return longest
+
+
+def _plain(ids: NDArray[np.uint16], sentinels: dict[int, str], tokenizer: Decoder) -> str:
+    """Decode ids, with the short names of the sentinels; their own literals are too long to read."""
+    is_sentinel = np.isin(ids, list(sentinels))
+    return "".join(
+        "".join(sentinels[id] for id in ids[start:end].tolist())
+        if is_sentinel[start]
+        else tokenizer.decode(ids[start:end].tolist())
+        for start, end in _runs(is_sentinel)
+    )

@@ -17,7 +17,7 @@ from niels_gpt.recipes.produce import (
     recipe_fingerprint,
     recorded_recipe,
 )
-from niels_gpt.recipes.tokenizer import ensure_tokenizer, tokenizer_state
+from niels_gpt.recipes.tokenizer import TRAINING_SETTINGS, ensure_tokenizer, tokenizer_state
 from niels_gpt.settings import Settings
 
 Recipe = Callable[..., Outcome]
@@ -34,6 +34,7 @@ RECIPES: dict[str, Recipe] = {
 
 _READS = {f"pretrain/{name}": reads for name, reads in pretrain.READS.items()}
 _READS |= {f"sft/{name}": reads for name, reads in sft.READS.items()}
+_READS[TOKENIZER_KEY] = ("tokenizer_model", *TRAINING_SETTINGS)
 
 # utf-8 bytes of what is read where there is no file to look at, rounded up from the hub's dataset pages.
 _HUB_TEXT_BYTES = {"wikitext": 550_000_000, "dolly15k": 13_000_000, "oasst1": 120_000_000}
@@ -62,6 +63,39 @@ def plan(settings: Settings, keys: list[str]) -> list[Plan]:
     return [Plan(TOKENIZER_KEY, state, model, 0 if state == "up to date" else 1_000_000)] + [
         _plan_of(settings, key, state) for key in keys
     ]
+
+
+def settings_fingerprint(settings: Settings, key: str) -> str:
+    """Return twelve hex digits of the settings that decide the bytes of `key`, and of the builder's version.
+
+    What `recipe_fingerprint` is made of, as far as it is known without looking at a tokenizer or a source.
+    """
+    return recipe_fingerprint(settings, key, _READS[key], "", "")[:12]
+
+
+def recorded_fingerprint(settings: Settings, key: str) -> str | None:
+    """Return the fingerprint of the source that the committed cache `key` was built from; None where there is none."""
+    recorded = recorded_recipe(cache_root(settings) / key).get("source") or {}
+    fingerprint: str | None = recorded.get("fingerprint")
+    return fingerprint
+
+
+def observe(settings: Settings, key: str) -> tuple[dict[str, Any], str | None]:
+    """Look at the source of the cache `key` as it is now; returns its facts, and a warning or None.
+
+    Reads every file of the source, or asks the hub for its newest revision. Where the hub cannot be reached, the facts
+    are those of the committed cache, and the warning says so.
+    Raises: FileNotFoundError; ConnectionError without a hub and without a committed cache.
+    """
+    origin = sources.origin_of(settings, key.split("/")[1])
+    try:
+        return origin.facts(None), None
+    except ConnectionError as error:
+        recorded = recorded_recipe(cache_root(settings) / key).get("source") or {}
+        facts = origin.facts(recorded, ask_hub=False)
+        if facts["revision"] is None:
+            raise
+        return facts, f"{key}: the revision that the cache was built from stands for the newest one: {error}"
 
 
 def _plan_of(settings: Settings, key: str, tokenizer: str) -> Plan:
@@ -96,4 +130,14 @@ def _disk_bytes(settings: Settings, origin: sources.Origin) -> int:
     return TOKEN_BYTES * min(bounds, default=0)
 
 
-__all__ = ["RECIPES", "TOKENIZER_KEY", "Plan", "ensure_tokenizer", "plan"]
+__all__ = [
+    "RECIPES",
+    "TOKENIZER_KEY",
+    "Plan",
+    "Recipe",
+    "ensure_tokenizer",
+    "observe",
+    "plan",
+    "recorded_fingerprint",
+    "settings_fingerprint",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.build.describe import BUILDER_VERSION, FORMAT_VERSION, Source
-from niels_gpt.cache.meta import read_meta
+from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.fileio import (
     META_NAME,
     CacheError,
@@ -159,8 +160,8 @@ def finish(
     outcome = Outcome(key, path, meta, reused, measured.seconds, measured.peak_bytes, fingerprint)
     if reused:
         return outcome
-    runs = cache_root(settings) / ".runs"
-    runs.mkdir(parents=True, exist_ok=True)
+    runs = _runs_file(cache_root(settings), key)
+    runs.parent.mkdir(parents=True, exist_ok=True)
     line = {
         "time": time.time(),
         "key": key,
@@ -171,9 +172,44 @@ def finish(
         "totals": meta.get("totals"),
         "settings": asdict(settings),
     }
-    with open(runs / f"{key.replace('/', '.')}.jsonl", "a", encoding="utf-8") as file:
+    with open(runs, "a", encoding="utf-8") as file:
         file.write(json.dumps(line, sort_keys=True) + "\n")
     return outcome
+
+
+def recorded_outcomes(root: Path) -> list[Outcome]:
+    """Return what made each committed cache below `root`, by its meta.json and the newest line in .runs/.
+
+    A cache that was copied here has no such line: its seconds are nan and its fingerprint is empty.
+    Raises: FileNotFoundError if there is no cache.
+    """
+    folders = [
+        root / TOKENIZER_KEY,
+        *(path for family in ("pretrain", "sft") for path in sorted(root.glob(f"{family}/*"))),
+    ]
+    outcomes = []
+    for path in folders:
+        meta, key = find_meta(path), path.relative_to(root).as_posix()
+        if meta is not None:
+            run = _newest_run(root, key)
+            about = (run.get("seconds", math.nan), run.get("peak_bytes"), run.get("fingerprint", ""))
+            outcomes.append(Outcome(key, path, meta, False, *about))
+    if not outcomes:
+        raise FileNotFoundError(f"{root}: no cache there. Name the folder that holds pretrain/ and sft/, or build some")
+    return outcomes
+
+
+def _newest_run(root: Path, key: str) -> dict[str, Any]:
+    try:
+        lines = _runs_file(root, key).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return {}
+    newest: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    return newest
+
+
+def _runs_file(root: Path, key: str) -> Path:
+    return root / ".runs" / f"{key.replace('/', '.')}.jsonl"
 
 
 def _tokenizer_of(settings: Settings) -> SentencePieceTokenizer:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 TRAINING_ORDER = ("roam", "wikitext", "dolly15k", "oasst1", "gutenberg", "fineweb_edu")
 """Small sources first: each takes at most an equal part of what is left, so the endless one fills the rest."""
 FAILED = "failed"
-_TRAINING_SETTINGS = {
+TRAINING_SETTINGS = {
     "vocab_size": "requested_vocab_size",
     "model_type": "model_type",
     "normalization": "normalization",
@@ -35,6 +35,7 @@ _TRAINING_SETTINGS = {
     "seed": "seed",
     "tokenizer_max_bytes": "max_bytes",
 }
+"""The settings that decide a tokenizer trained here, and the keys of its meta.json that record them."""
 
 
 def ensure_tokenizer(settings: Settings) -> Outcome:
@@ -50,9 +51,13 @@ def ensure_tokenizer(settings: Settings) -> Outcome:
         meta = _reusable(settings, path)
         reused = meta is not None
         if meta is None:
-            given = _given_model(settings)
-            meta = _copy(given, path) if given else _train(settings, path)
-            _warn_of_older_caches(path.parent, str(meta["tokenizer_sha256"]))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Two caches that are built at once both want it: one makes it, the other waits and finds it there.
+            with fileio.building(path, wait=True) as work:
+                meta = _reusable(settings, path)
+                reused = meta is not None
+                if meta is None:
+                    meta = _make(settings, work, path)
     return finish(settings, TOKENIZER_KEY, path, meta, reused, measured, str(meta["tokenizer_sha256"]))
 
 
@@ -61,6 +66,14 @@ def tokenizer_state(settings: Settings) -> str:
     if _reusable(settings, cache_root(settings) / TOKENIZER_KEY) is not None:
         return "up to date"
     return "copy" if _given_model(settings) else "train"
+
+
+def _make(settings: Settings, work: Path, path: Path) -> dict[str, Any]:
+    given = _given_model(settings)
+    model, about = _copied(given) if given else _trained(settings)
+    meta = _commit(model, about, work, path)
+    _warn_of_older_caches(path.parent, str(meta["tokenizer_sha256"]))
+    return meta
 
 
 def _warn_of_older_caches(root: Path, sha256: str) -> None:
@@ -81,7 +94,7 @@ def _reusable(settings: Settings, path: Path) -> dict[str, Any] | None:
     if settings.tokenizer_model is not None:
         return meta if _sha256_of(settings.tokenizer_model) == meta.get("tokenizer_sha256") else None
     if meta.get("origin") == "trained":
-        same = all(meta.get(key) == getattr(settings, name) for name, key in _TRAINING_SETTINGS.items())
+        same = all(meta.get(key) == getattr(settings, name) for name, key in TRAINING_SETTINGS.items())
         return meta if same and FAILED not in meta.get("trained_on_bytes", {}).values() else None
     return meta
 
@@ -104,7 +117,7 @@ def _sha256_of(model: str) -> str:
         ) from None
 
 
-def _copy(model: Path, path: Path) -> dict[str, Any]:
+def _copied(model: Path) -> tuple[bytes, dict[str, Any]]:
     digest = _sha256_of(str(model))
     logger.info("tokenizer: copying %s", model)
     known: dict[str, Any] = {}
@@ -115,10 +128,10 @@ def _copy(model: Path, path: Path) -> dict[str, Any]:
     about: dict[str, Any] = {
         key: known[key] for key in ("trained_on", "lossless", "normalization", "model_type") if key in known
     }
-    return _commit(model.read_bytes(), path, {"trained_on": "unknown", **about, "origin": "copied"})
+    return model.read_bytes(), {"trained_on": "unknown", **about, "origin": "copied"}
 
 
-def _train(settings: Settings, path: Path) -> dict[str, Any]:
+def _trained(settings: Settings) -> tuple[bytes, dict[str, Any]]:
     seen: dict[str, int | str] = {}
     logger.info("tokenizer: training %d pieces; some minutes for 100 MB of text", settings.vocab_size)
     kind = settings.source_root if settings.source_root in ("sample", "hub") else "mirror"
@@ -131,16 +144,8 @@ def _train(settings: Settings, path: Path) -> dict[str, Any]:
         character_coverage=settings.character_coverage,
         trained_on=kind,
     )
-    return _commit(
-        trained.model,
-        path,
-        {
-            **trained.meta,
-            "max_bytes": settings.tokenizer_max_bytes,
-            "trained_on_bytes": seen,
-            "origin": "trained",
-        },
-    )
+    about = {"max_bytes": settings.tokenizer_max_bytes, "trained_on_bytes": seen, "origin": "trained"}
+    return trained.model, {**trained.meta, **about}
 
 
 def _training_texts(settings: Settings, seen: dict[str, int | str]) -> Iterator[str]:
@@ -200,23 +205,21 @@ def _texts_of(settings: Settings, source: str) -> Iterator[str]:
     return (text for _, text in documents)
 
 
-def _commit(model: bytes, path: Path, about: dict[str, Any]) -> dict[str, Any]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with fileio.building(path) as work:
-        (work / MODEL_NAME).write_bytes(model)
-        tokenizer = load_tokenizer(work / MODEL_NAME)  # refuses a model without the sentinels, before it is committed
-        record = {"name": MODEL_NAME, "bytes": len(model), "sha256": tokenizer.sha256}
-        meta = {
-            **{key: value for key, value in about.items() if key != "model_sha256"},
-            "format_version": FORMAT_VERSION,
-            "kind": "tokenizer",
-            "built": True,
-            "tokenizer_sha256": tokenizer.sha256,
-            "vocab_size": tokenizer.vocab_size,
-            "special_token_ids": tokenizer.special_token_ids(),
-            "files": [record],
-            "content_sha256": content_sha256([record]),
-        }
-        (work / META_NAME).write_bytes(canonical_json(meta))
-        fileio.commit(work, path, str(meta["content_sha256"]))
+def _commit(model: bytes, about: dict[str, Any], work: Path, path: Path) -> dict[str, Any]:
+    (work / MODEL_NAME).write_bytes(model)
+    tokenizer = load_tokenizer(work / MODEL_NAME)  # refuses a model without the sentinels, before it is committed
+    record = {"name": MODEL_NAME, "bytes": len(model), "sha256": tokenizer.sha256}
+    meta = {
+        **{key: value for key, value in about.items() if key != "model_sha256"},
+        "format_version": FORMAT_VERSION,
+        "kind": "tokenizer",
+        "built": True,
+        "tokenizer_sha256": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "special_token_ids": tokenizer.special_token_ids(),
+        "files": [record],
+        "content_sha256": content_sha256([record]),
+    }
+    (work / META_NAME).write_bytes(canonical_json(meta))
+    fileio.commit(work, path, str(meta["content_sha256"]))
     return meta

@@ -1,0 +1,151 @@
+"""A picture of a finished cache: how long its documents are, and how much of each sft example carries loss."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.fileio import META_NAME, VERSIONS_DIR
+from niels_gpt.inspection.stats import lengths, supervised_counts
+
+if TYPE_CHECKING:  # at run time inside the functions: who does not plot does not wait for matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTH, _HEIGHT, _DPI = 7.2, 2.8, 100  # inches, and pixels per inch
+_COLOURS = {"train": "#9ec5e8", "val": "#c2410c"}  # light and dark too, for eyes that do not tell blue from orange
+_MEDIANS = {"train": "#1d5f9e", "val": "#c2410c"}
+_MIN_BINS, _MAX_BINS = 8, 32  # more documents, more bins
+_LEAST_RANGE = 8  # the longest length on the axis is at least so many times the shortest
+_COLOURS_IN_FILE = 64
+
+_BySplit = dict[str, NDArray[Any]]
+
+
+def plot(cache: Path) -> bytes:
+    """Return a PNG of 720 x 280 pixels, some 10 kB: how the lengths of a cache's documents are distributed.
+
+    Each split is shown as shares of its own documents, so that a small val is as tall as train. An sft cache has a
+    second panel: the part of each example's tokens that carries loss. A cache without documents gives a smaller picture
+    that says so. Equal caches of one name give equal bytes with one version of matplotlib.
+    Raises: FileNotFoundError, CacheError; ImportError without matplotlib, which the extra `pipelines` brings.
+    """
+    name = _public_name(cache)
+    cache = cache.resolve()  # one version, whatever is committed meanwhile
+    meta = read_meta(str(cache / META_NAME))
+    title, what = f"{meta['kind']}/{name}", "examples" if meta["kind"] == "sft" else "documents"
+    sizes = {split: found for split in SPLITS if len(found := lengths(cache, meta, split))}
+    if not sizes:
+        return _notice(f"{title}: {'not built' if meta['built'] is False else f'no {what}'}")
+    together = np.concatenate(list(sizes.values()))
+    title += f": {len(together):,} {what}, median {np.median(together):,.0f} tokens"
+    if meta["kind"] != "sft":
+        return _png(_lengths_figure(title, sizes))
+    counts = {split: supervised_counts(cache, meta, split) for split in sizes}
+    title += f", {sum(found.sum() for found in counts.values()) / together.sum():.0%} of them with loss"
+    return _png(_examples_figure(title, sizes, {split: 100 * counts[split] / sizes[split] for split in sizes}))
+
+
+def _public_name(cache: Path) -> str:
+    path = cache.absolute()
+    return path.parent.name if path.parent.parent.name == VERSIONS_DIR else path.name
+
+
+def _lengths_figure(title: str, sizes: _BySplit) -> Figure:
+    figure = _figure(title)
+    axes = figure.subplots()
+    _draw_lengths(axes, sizes, max_ticks=8)
+    axes.set_xlabel("tokens of a document (logarithmic; dashed: the median)")
+    axes.set_ylabel("share of documents")
+    return figure
+
+
+def _examples_figure(title: str, sizes: _BySplit, shares: _BySplit) -> Figure:
+    figure = _figure(title)
+    left, right = figure.subplots(1, 2)
+    _draw_lengths(left, sizes, max_ticks=5)
+    left.set_xlabel("tokens of an example (logarithmic)")
+    left.set_ylabel("share of examples")
+    labels = {split: f"{split}: median {np.median(found):.0f} %" for split, found in shares.items()}
+    _draw(right, shares, np.linspace(0, 100, 21), labels)
+    right.set_xlim(0, 100)
+    right.set_xlabel("tokens with loss in an example (dashed: the median)")
+    right.xaxis.set_major_formatter("{x:.0f} %")
+    return figure
+
+
+def _figure(title: str) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH, _HEIGHT), dpi=_DPI, facecolor="white", layout="constrained")
+    figure.suptitle(title, fontsize=11, fontweight="bold")
+    return figure
+
+
+def _draw_lengths(axes: Axes, sizes: _BySplit, max_ticks: int) -> None:
+    low, high = min(int(found.min()) for found in sizes.values()), max(int(found.max()) for found in sizes.values())
+    if high < _LEAST_RANGE * low:  # or a difference of some tokens would fill the picture
+        middle = (low * high) ** 0.5
+        low, high = int(middle / _LEAST_RANGE**0.5) or 1, math.ceil(middle * _LEAST_RANGE**0.5)
+    bins = min(_MAX_BINS, max(_MIN_BINS, round(2 * max(map(len, sizes.values())) ** (1 / 3))))
+    # Half numbers as edges: a bin without any whole number in it would be a gap that means nothing.
+    edges = np.unique(np.floor(np.geomspace(low, high + 1, bins + 1))) - 0.5
+    labels = {split: f"{split} ({len(found):,}): median {np.median(found):,.0f}" for split, found in sizes.items()}
+    _draw(axes, sizes, edges, labels)
+    axes.set_xscale("log")
+    axes.set_xlim(edges[0], edges[-1])
+    ticks = _ticks(edges[0], edges[-1], max_ticks)
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+
+
+def _draw(axes: Axes, values: _BySplit, edges: NDArray[Any], labels: dict[str, str]) -> None:
+    for split, found in values.items():
+        heights = 100 * np.histogram(found, edges)[0] / len(found)
+        style: dict[str, Any] = {"fill": True} if split == "train" else {"linewidth": 1.6}
+        axes.stairs(heights, edges, color=_COLOURS[split], label=labels[split], **style)
+        axes.axvline(float(np.median(found)), color=_MEDIANS[split], linestyle="--", linewidth=1.2)
+    axes.yaxis.set_major_formatter("{x:.0f} %")
+    axes.tick_params(labelsize=8)
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set_fontsize(9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize=8, frameon=False, borderaxespad=0, handlelength=1.2
+    )
+
+
+def _ticks(low: float, high: float, max_ticks: int) -> list[int]:
+    """Return round numbers from low to high, as many as there is room for."""
+    found: list[int] = []
+    for steps in ((1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
+        found = [step * 10**power for power in range(16) for step in steps if low <= step * 10**power <= high]
+        if len(found) <= max_ticks:
+            break
+    return found
+
+
+def _notice(text: str) -> bytes:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH, 0.6), dpi=_DPI, facecolor="white")
+    figure.text(0.5, 0.5, text, ha="center", va="center", fontsize=11)
+    return _png(figure)
+
+
+def _png(figure: Figure) -> bytes:
+    from PIL import Image
+
+    drawn, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=_DPI, facecolor="white", metadata={"Software": None})
+    # A palette makes it a third as large; the lost shades are those at the edges of letters.
+    picture = Image.open(drawn).convert("RGB").quantize(_COLOURS_IN_FILE, dither=Image.Dither.NONE)
+    picture.save(small, "png", optimize=True)
+    return small.getvalue()

@@ -1,0 +1,74 @@
+"""How long the documents of a finished cache are, and how much of each sft example carries loss. All of it by numpy.
+
+`cache` is the folder of one version, resolved; `meta` is its meta.json. A document of an sft cache is an example.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.cache.formats import OFFSET_DTYPE, target_mask
+from niels_gpt.cache.meta import special_id
+from niels_gpt.cache.mmap import load_idx, mmap_tokens
+from niels_gpt.fileio import META_NAME, CacheError
+
+_BATCH_TOKENS = 2**16  # padding included. A core's own memory holds its masks: 2**21 took up to four times as long
+
+
+def bounds(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
+    """Return where each document starts and where the last one ends, in tokens: int64 [documents + 1], ascending.
+
+    Of a pretrain cache it is the file itself, mapped. A split without documents, as in a stub, gives [0].
+    Raises: FileNotFoundError, CacheError where a file is missing or does not fit its meta.json.
+    """
+    total = int(meta["totals"][f"{split}_tokens"])
+    if total == 0:  # a stub has no file, and an empty sft split has one that cannot be mapped
+        return np.zeros(1, dtype=OFFSET_DTYPE)
+    if meta["kind"] == "sft":
+        end = len(tokens_of(cache, meta, split))
+        return np.append(load_idx(cache / f"{split}_idx.npy", num_tokens=end), np.int64(end))
+    path = cache / "index" / f"{split}_docs.npy"
+    found = load_idx(path, num_tokens=np.iinfo(OFFSET_DTYPE).max)
+    if found[-1] != total:
+        raise CacheError(f"{path}: ends at token {found[-1]}, expected {total} by {META_NAME}. Rebuild the cache")
+    return found
+
+
+def lengths(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
+    """Return the tokens of each document of a split: int64 [documents]. Raises as `bounds`."""
+    return np.diff(bounds(cache, meta, split))
+
+
+def tokens_of(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.uint16]:
+    """Map the token file of an sft split: uint16 [tokens]. Raises as `mmap_tokens`; an empty split is refused."""
+    return mmap_tokens(cache / f"{split}_tokens.bin", expected_bytes=meta["shards"][split][0]["bytes"])
+
+
+def supervised_counts(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
+    """Return how many tokens of each example of an sft split carry loss, by `target_mask`: int64 [examples].
+
+    Examples of like length are padded to a matrix of 65,536 tokens or less, more only where one example is longer; no
+    more of the file is held at a time.
+    Raises: as `bounds` and `tokens_of`; CacheError where the ids of the sentinels are not known.
+    """
+    starts = bounds(cache, meta, split)
+    counts = np.zeros(len(starts) - 1, dtype=np.int64)
+    if len(counts) == 0:
+        return counts
+    tokens, sizes = tokens_of(cache, meta, split), np.diff(starts)
+    asst_id, eot_id = (special_id(cache, meta, name) for name in ("asst", "eot"))
+    longest_first = np.argsort(-sizes, kind="stable")
+    done = 0
+    while done < len(counts):
+        width = int(sizes[longest_first[done]])
+        chosen = longest_first[done : done + max(1, _BATCH_TOKENS // width)]
+        # What a row has beyond its example is the next one's, or the file's last token: target_mask looks away.
+        places = np.minimum(starts[chosen][:, None] + np.arange(width), len(tokens) - 1)
+        mask = target_mask(tokens[places], sizes[chosen], asst_id=asst_id, eot_id=eot_id)
+        counts[chosen] = np.count_nonzero(mask, axis=1)
+        done += len(chosen)
+    return counts

@@ -1,0 +1,184 @@
+"""The assets: what is observed, the tokenizer, and one function for each cache. `grep "def oasst1"` finds oasst1."""
+
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import dagster as dg
+
+from niels_gpt.build.pretrain import Progress
+from niels_gpt.recipes import pretrain, sft
+from niels_gpt.recipes.plan import RECIPES, Recipe, observe, recorded_fingerprint
+from niels_gpt.recipes.produce import Outcome
+from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from pipelines.metadata import materialize_result
+from pipelines.resources import SettingsResource
+
+SFT_ROOT = dg.AssetKey(["sft", ""])
+BUILD_POOL = BUILD_TAG = "niels_gpt/pretrain_build"
+"""The pretrain builds, one at a time, for each of them encodes on all cores: the pool counts runs, the tag steps."""
+NETWORK_RETRIES = dg.RetryPolicy(max_retries=3, delay=15, backoff=dg.Backoff.EXPONENTIAL, jitter=dg.Jitter.PLUS_MINUS)
+"""After about 15, 30 and 60 seconds; only what a later attempt may mend is tried again (`_clear_errors`)."""
+_PRETRAIN: Any = {
+    "group_name": "pretrain",
+    "kinds": {"numpy"},
+    "pool": BUILD_POOL,
+    "op_tags": {BUILD_TAG: "true"},
+    "retry_policy": NETWORK_RETRIES,
+}
+_SFT: Any = {"group_name": "sft", "kinds": {"numpy"}, "retry_policy": NETWORK_RETRIES}
+_LOG_SECONDS = 10.0
+
+
+def raw_key(source: str) -> dg.AssetKey:
+    """Return the key of the observable that stands for a source's text."""
+    return dg.AssetKey(["raw", source])
+
+
+def _observable(key: str) -> dg.AssetsDefinition:
+    """Return raw/NAME for the cache `key`. A factory, for there is one rule for all of them."""
+    source = key.split("/")[1]
+    spec = dg.AssetSpec(
+        raw_key(source),
+        group_name="raw",
+        description=f"The text that {key} is made of. Observing it takes the fingerprint of the files below "
+        "source_root or, with source_root=hub, asks the hub for the newest revision; where the hub cannot be reached, "
+        "the revision that the cache was built from counts, with a warning. A new fingerprint makes the cache stale.",
+    )
+
+    @dg.multi_observable_source_asset(specs=[spec], name=f"raw__{source}")
+    def raw(context: dg.AssetExecutionContext, settings: SettingsResource) -> Iterator[dg.ObserveResult]:
+        with _clear_errors():
+            facts, warning = observe(settings.of_run(context), key)
+        if warning:
+            context.log.warning(warning)
+        metadata = {**{name: fact for name, fact in facts.items() if fact is not None}, "warning": warning or "none"}
+        yield dg.ObserveResult(
+            asset_key=context.asset_key, data_version=dg.DataVersion(facts["fingerprint"]), metadata=metadata
+        )
+
+    observable: dg.AssetsDefinition = raw
+    return observable
+
+
+with warnings.catch_warnings():  # Dagster calls observables beta; design.md, section 4, says why we use them
+    warnings.simplefilter("ignore", dg.BetaWarning)
+
+    raw_sources = [_observable(key) for key in RECIPES]
+
+    @dg.multi_observable_source_asset(
+        specs=[
+            dg.AssetSpec(
+                SFT_ROOT,
+                group_name="sft",
+                description="The place above the sft caches. It holds nothing and never changes; it is there so that "
+                "`dagster asset materialize --select sft/*` selects them.",
+            )
+        ],
+        name="sft__",
+    )
+    def sft_root(context: dg.AssetExecutionContext, settings: SettingsResource) -> Iterator[dg.ObserveResult]:
+        """Observe the root of the sft caches, whose data version is a constant."""
+        settings.of_run(context)
+        yield dg.ObserveResult(asset_key=context.asset_key, data_version=dg.DataVersion("root"))
+
+
+@dg.asset(group_name="tokenizer", kinds={"sentencepiece"}, retry_policy=NETWORK_RETRIES)
+def tokenizer(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
+    """SentencePiece model of all caches: the one that is there, or `tokenizer_model`, or one trained on the sources."""
+    with _clear_errors():
+        return _result(context, ensure_tokenizer(settings.of_run(context)))
+
+
+@dg.asset(key=["pretrain", "fineweb_edu"], deps=[tokenizer, raw_key("fineweb_edu")], **_PRETRAIN)
+def fineweb_edu(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
+    """Token cache of FineWeb-Edu: shuffled web pages with end-of-texts, up to a token budget for train and for val."""
+    return _materialized(context, settings, pretrain.build_fineweb_edu)
+
+
+@dg.asset(key=["pretrain", "wikitext"], deps=[tokenizer, raw_key("wikitext")], **_PRETRAIN)
+def wikitext(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
+    """Token cache of WikiText: all lines of train and val in upstream's order, without end-of-texts."""
+    return _materialized(context, settings, pretrain.build_wikitext)
+
+
+@dg.asset(key=["pretrain", "roam"], deps=[tokenizer, raw_key("roam")], **_PRETRAIN)
+def roam(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
+    """Token cache of a folder of markdown notes, split by file, with end-of-texts."""
+    return _materialized(context, settings, pretrain.build_roam)
+
+
+@dg.asset(key=["pretrain", "gutenberg"], deps=[tokenizer, raw_key("gutenberg")], **_PRETRAIN)
+def gutenberg(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
+    """Token cache of Project Gutenberg's books; with source_root=hub a stub, unless gutenberg_from_hub is set."""
+    return _materialized(context, settings, pretrain.build_gutenberg)
+
+
+@dg.asset(key=["sft", "dolly15k"], deps=[tokenizer, raw_key("dolly15k"), SFT_ROOT], **_SFT)
+def dolly15k(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
+    """Token cache of dolly-15k chats: one instruction and one response each; the response carries the loss."""
+    return _materialized(context, settings, sft.build_dolly15k)
+
+
+@dg.asset(key=["sft", "oasst1"], deps=[tokenizer, raw_key("oasst1"), SFT_ROOT], **_SFT)
+def oasst1(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
+    """Token cache of OpenAssistant chats: every path from a root to a leaf of the message trees."""
+    return _materialized(context, settings, sft.build_oasst1)
+
+
+CACHES = [fineweb_edu, wikitext, roam, gutenberg, dolly15k, oasst1]
+
+
+def _materialized(
+    context: dg.AssetExecutionContext, settings: SettingsResource, recipe: Recipe
+) -> dg.MaterializeResult[None]:
+    """Run a cache's recipe. Dagster's staleness is advisory: the recipe looks for itself whether there is work."""
+    core, (*prefix, family, name) = settings.of_run(context), context.asset_key.path
+    observed = _observed_fingerprint(context, dg.AssetKey([*prefix, *raw_key(name).path]))
+    with _clear_errors():
+        # The hub is asked again only after an observation has found another revision than the cache was built from.
+        refresh = observed not in (None, recorded_fingerprint(core, f"{family}/{name}"))
+        return _result(context, recipe(core, refresh=refresh, progress=_progress_log(context)))
+
+
+def _result(context: dg.AssetExecutionContext, outcome: Outcome) -> dg.MaterializeResult[None]:
+    context.log.info(f"{outcome.key}: {'reused' if outcome.reused else 'built'} in {outcome.seconds:.1f} s")
+    return materialize_result(outcome)
+
+
+def _observed_fingerprint(context: dg.AssetExecutionContext, raw: dg.AssetKey) -> str | None:
+    for record in context.instance.fetch_observations(raw, limit=1).records:
+        observation = record.asset_observation
+        return observation.data_version if observation else None
+    return None
+
+
+def _progress_log(context: dg.AssetExecutionContext) -> Progress:
+    """Return a builder's progress callback that writes a line to the run's log every ten seconds."""
+    begin = last = time.monotonic()
+
+    def log(documents: int, tokens: int, expected: int | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < _LOG_SECONDS:
+            return
+        last, speed = now, tokens / (now - begin)
+        left = f" of {expected:,}, about {(expected - tokens) / speed:,.0f} s left" if expected and tokens else ""
+        context.log.info(f"{documents:,} documents, {tokens:,} tokens{left}, {speed:,.0f} tokens/s")
+
+    return log
+
+
+@contextmanager
+def _clear_errors() -> Iterator[None]:
+    """Make what the core says of bad input the failure's own text, and leave to the retries what time may mend."""
+    try:
+        yield
+    except Exception as error:
+        # What a client of the network raises is an OSError too, without the number that the system's own errors have.
+        from_network = isinstance(error, OSError) and error.errno is None and not isinstance(error, FileNotFoundError)
+        if from_network or isinstance(error, ConnectionError | TimeoutError):
+            raise
+        raise dg.Failure(f"{type(error).__name__}: {error}", allow_retries=False) from error

@@ -1,0 +1,43 @@
+"""Is a finished cache good? The rules are niels_gpt.inspection.verify's; here they become Dagster's asset checks."""
+
+from collections.abc import Iterator
+
+import dagster as dg
+
+from niels_gpt.inspection.verify import CHECKS, Check, Limits, verify
+from niels_gpt.recipes.produce import cache_root
+from pipelines.resources import SettingsResource
+
+
+def checks_of(key: dg.AssetKey, path: str) -> dg.AssetChecksDefinition:
+    """Return the checks of one asset, as one step: each of them can be run by itself, and none costs a process.
+
+    path: of the cache below the folder of the caches: tokenizer, pretrain/NAME or sft/NAME.
+    A blocking check that fails is an error and stops what lies downstream; any other is a warning.
+    """
+    rules = {check.name: check for check in CHECKS[path.split("/")[0]]}
+    specs = [
+        dg.AssetCheckSpec(check.name, asset=key, description=check.description, blocking=check.blocking)
+        for check in rules.values()
+    ]
+
+    @dg.multi_asset_check(specs=specs, name=f"check_{path.replace('/', '__')}", can_subset=True)
+    def check(context: dg.AssetCheckExecutionContext, settings: SettingsResource) -> Iterator[dg.AssetCheckResult]:
+        core = settings.of_run(context)
+        limits = Limits(deep=core.deep_checks, max_dropped_share=core.max_dropped_share)
+        names = {selected.name for selected in context.selected_asset_check_keys}
+        for name, problems in verify(cache_root(core) / path, limits, names=names).items():
+            yield _verdict(key, rules[name], problems)
+
+    return check
+
+
+def _verdict(key: dg.AssetKey, rule: Check, problems: list[str]) -> dg.AssetCheckResult:
+    return dg.AssetCheckResult(
+        asset_key=key,
+        check_name=rule.name,
+        passed=not problems,
+        severity=dg.AssetCheckSeverity.ERROR if rule.blocking else dg.AssetCheckSeverity.WARN,
+        description="; ".join(problems) or None,
+        metadata={"problems": len(problems)},
+    )

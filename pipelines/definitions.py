@@ -1,0 +1,61 @@
+"""Everything that Dagster knows of this project. `dagster dev` and `dagster asset materialize` load `defs`.
+
+tokenizer                                          one SentencePiece model for all caches
+pretrain/{fineweb_edu,wikitext,roam,gutenberg}     token shards
+sft/{dolly15k,oasst1}                              chats with their loss
+raw/NAME                                           observed: the text that a cache is made of
+sft/                                               observed: what `--select sft/*` starts from
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import dagster as dg
+
+from niels_gpt.recipes.plan import RECIPES, TOKENIZER_KEY, settings_fingerprint
+from niels_gpt.settings import Settings
+from pipelines import assets
+from pipelines.checks import checks_of
+from pipelines.resources import SettingsResource, settings_from_environment
+
+
+def niels_definitions(
+    key_prefix: str | Sequence[str] | None = None, settings: Settings | None = None
+) -> dg.Definitions:
+    """Return the assets, their checks and the `settings` resource, for `dg.Definitions.merge` in any deployment.
+
+    key_prefix: put before every asset key, so that sft/oasst1 becomes PREFIX/sft/oasst1.
+    settings: of all runs, unless a run's config says otherwise; by default NIELS_GPT_<FIELD> of the environment.
+    """
+    chosen = settings_from_environment() if settings is None else settings
+    prefix = [key_prefix] if isinstance(key_prefix, str) else list(key_prefix or [])
+
+    def key(path: str) -> dg.AssetKey:
+        return dg.AssetKey([*prefix, *path.split("/")])
+
+    versions = {key(path): settings_fingerprint(chosen, path) for path in (TOKENIZER_KEY, *RECIPES)}
+    return dg.Definitions(
+        assets=dg.map_asset_specs(
+            lambda spec: spec.replace_attributes(code_version=versions.get(spec.key)),
+            cast(Any, dg.load_assets_from_modules([assets], key_prefix=prefix or None)),
+        ),
+        asset_checks=[checks_of(key(path), path) for path in (TOKENIZER_KEY, *RECIPES)],
+        resources={"settings": SettingsResource.of(chosen)},
+    )
+
+
+EXECUTOR = dg.multiprocess_executor.configured(
+    lambda config: {
+        **config,
+        "start_method": {"forkserver": {}},  # a step starts in a fraction of spawn's time: docs/decisions/0003
+        "tag_concurrency_limits": [{"key": assets.BUILD_TAG, "value": "true", "limit": 1}],
+    },
+    config_schema={
+        "max_concurrent": dg.Field(int, default_value=0, description="steps at a time, one process each; 0: one a core")
+    },
+)
+"""A step is a process. Inside a run the pretrain builds take turns; across runs their pool sees to that."""
+
+defs = dg.Definitions.merge(
+    niels_definitions(), dg.Definitions(executor=EXECUTOR, loggers={"console": dg.colored_console_logger})
+)

@@ -1,0 +1,99 @@
+"""An outcome as a MaterializeResult: meta.json key by key, what must not stand in it, a picture, decoded examples."""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+from niels_gpt.inspection.plot import plot
+
+from niels_gpt.fileio import META_NAME, file_records
+from niels_gpt.inspection.show import sample_texts
+from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome
+from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
+
+Metadata = dict[str, dg.MetadataValue[Any]]
+
+_MIB = 2**20
+
+
+def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
+    """Return what Dagster records of an outcome; its data version is the content, so equal bytes make nothing stale."""
+    return dg.MaterializeResult(
+        metadata={**_to_look_at(outcome), **_of_the_run(outcome), **mirrored(outcome.meta, outcome.path)},
+        data_version=dg.DataVersion(str(outcome.meta["content_sha256"])),
+    )
+
+
+def mirrored(meta: dict[str, Any], path: Path) -> Metadata:
+    """Return every key of a meta.json as typed metadata; Dagster's UI plots the numbers from one run to the next.
+
+    The lists of files, which grow with the corpus, are mirrored as count, tokens, bytes and the place of the full list.
+    """
+    return {
+        key: _typed(_shortened(value, path) if key in ("shards", "files") else value) for key, value in meta.items()
+    }
+
+
+def _typed(value: Any) -> dg.MetadataValue[Any]:
+    if value is None:
+        return dg.MetadataValue.null()
+    if isinstance(value, bool):  # before int, for a bool is one
+        return dg.MetadataValue.bool(value)
+    if isinstance(value, int):
+        return dg.MetadataValue.int(value)
+    if isinstance(value, float):
+        return dg.MetadataValue.float(value)
+    return dg.MetadataValue.text(value) if isinstance(value, str) else dg.MetadataValue.json(value)
+
+
+def _shortened(value: Any, path: Path) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {**{split: _sums(records) for split, records in value.items()}, "listed_in": str(path / META_NAME)}
+    return {**_sums(value), "listed_in": str(path / META_NAME)}
+
+
+def _sums(records: list[dict[str, Any]]) -> dict[str, int]:
+    sums = {"files": len(records)}
+    for key in ("tokens", "bytes"):
+        if all(key in record for record in records):
+            sums[key] = sum(record[key] for record in records)
+    return sums
+
+
+def _of_the_run(outcome: Outcome) -> Metadata:
+    """Return what differs between two builds of the same bytes, or is derived; meta.json has none of it (D10)."""
+    meta, value = outcome.meta, dg.MetadataValue
+    found: Metadata = {
+        "run/state": value.text("reused: nothing that it depends on has changed" if outcome.reused else "built"),
+        "run/seconds": value.float(round(outcome.seconds, 3)),
+        "run/recipe_fingerprint": value.text(outcome.fingerprint),
+        "path": value.path(outcome.path.absolute()),
+        "meta_json": value.path((outcome.path / META_NAME).absolute()),
+        "size_mib": value.float(round(sum(record["bytes"] for record in file_records(meta)) / _MIB, 3)),
+    }
+    if outcome.peak_bytes is not None:
+        found["run/peak_memory_mib"] = value.float(round(outcome.peak_bytes / _MIB, 1))
+    tokens = sum((meta.get("totals") or {}).get(f"{split}_tokens", 0) for split in ("train", "val"))
+    if tokens and not outcome.reused:
+        found["run/tokens_per_second"] = value.float(round(tokens / outcome.seconds, 1))
+    if tokens and "utf8_bytes" in meta:
+        found["bytes_per_token"] = value.float(round(sum(meta["utf8_bytes"].values()) / tokens, 3))
+    if tokens and "supervised_tokens" in meta:
+        found["supervised_share"] = value.float(round(sum(meta["supervised_tokens"].values()) / tokens, 4))
+    return found
+
+
+def _to_look_at(outcome: Outcome) -> Metadata:
+    """Return a picture of the lengths and a table of decoded pieces; both are small, for they go to the event log."""
+    if outcome.key == TOKENIZER_KEY:
+        return {}
+    tokenizer = load_tokenizer(outcome.path.parent.parent / TOKENIZER_KEY / MODEL_NAME)
+    rows = sample_texts(outcome.path, tokenizer)
+    if not rows:
+        return {}
+    picture = base64.b64encode(plot(outcome.path)).decode()
+    return {
+        "picture": dg.MetadataValue.md(f"![lengths](data:image/png;base64,{picture})"),
+        "examples": dg.MetadataValue.table([dg.TableRecord(row) for row in rows]),
+    }
