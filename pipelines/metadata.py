@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
-from niels_gpt.inspection.plot import plot
 
 from niels_gpt.fileio import META_NAME, file_records
+from niels_gpt.inspection.plot import plot
 from niels_gpt.inspection.show import sample_texts
 from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome
 from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer

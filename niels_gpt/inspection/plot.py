@@ -24,7 +24,7 @@ _COLOURS = {"train": "#9ec5e8", "val": "#c2410c"}  # light and dark too, for eye
 _MEDIANS = {"train": "#1d5f9e", "val": "#c2410c"}
 _MIN_BINS, _MAX_BINS = 8, 32  # more documents, more bins
 _LEAST_RANGE = 8  # the longest length on the axis is at least so many times the shortest
-_COLOURS_IN_FILE = 64
+_COLOURS_IN_FILE = 32
 
 _BySplit = dict[str, NDArray[Any]]
 
