@@ -1,7 +1,6 @@
 """An outcome as a MaterializeResult: meta.json key by key, what must not stand in it, a picture, decoded examples."""
 
 import base64
-from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -20,19 +19,23 @@ _MIB = 2**20
 def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
     """Return what Dagster records of an outcome; its data version is the content, so equal bytes make nothing stale."""
     return dg.MaterializeResult(
-        metadata={**_to_look_at(outcome), **_of_the_run(outcome), **mirrored(outcome.meta, outcome.path)},
+        # In the order in which the asset's page shows it: what a person looks at first, the long table last.
+        metadata={**_picture(outcome), **_of_the_run(outcome), **mirrored(outcome), **_examples(outcome)},
         data_version=dg.DataVersion(str(outcome.meta["content_sha256"])),
     )
 
 
-def mirrored(meta: dict[str, Any], path: Path) -> Metadata:
-    """Return every key of a meta.json as typed metadata; Dagster's UI plots the numbers from one run to the next.
+def mirrored(outcome: Outcome) -> Metadata:
+    """Return every key of meta.json as typed metadata; Dagster's UI plots the numbers from one run to the next.
 
     The lists of files, which grow with the corpus, are mirrored as count, tokens, bytes and the place of the full list.
     """
-    return {
-        key: _typed(_shortened(value, path) if key in ("shards", "files") else value) for key, value in meta.items()
+    listed_in = str(outcome.path / META_NAME)
+    lists: dict[str, Any] = {
+        key: _lengths_of(outcome.meta[key], listed_in) for key in ("shards", "files") if key in outcome.meta
     }
+    meta: dict[str, Any] = {**outcome.meta, **lists}
+    return {key: _typed(meta[key]) for key in sorted(meta)}
 
 
 def _typed(value: Any) -> dg.MetadataValue[Any]:
@@ -47,10 +50,9 @@ def _typed(value: Any) -> dg.MetadataValue[Any]:
     return dg.MetadataValue.text(value) if isinstance(value, str) else dg.MetadataValue.json(value)
 
 
-def _shortened(value: Any, path: Path) -> dict[str, Any]:
-    if isinstance(value, dict):
-        return {**{split: _sums(records) for split, records in value.items()}, "listed_in": str(path / META_NAME)}
-    return {**_sums(value), "listed_in": str(path / META_NAME)}
+def _lengths_of(value: Any, listed_in: str) -> dict[str, Any]:
+    sums = {split: _sums(records) for split, records in value.items()} if isinstance(value, dict) else _sums(value)
+    return {**sums, "listed_in": listed_in}
 
 
 def _sums(records: list[dict[str, Any]]) -> dict[str, int]:
@@ -65,7 +67,7 @@ def _of_the_run(outcome: Outcome) -> Metadata:
     """Return what differs between two builds of the same bytes, or is derived; meta.json has none of it (D10)."""
     meta, value = outcome.meta, dg.MetadataValue
     found: Metadata = {
-        "run/state": value.text("reused: nothing that it depends on has changed" if outcome.reused else "built"),
+        "run/state": value.text("reused: nothing it depends on has changed" if outcome.reused else "built"),
         "run/seconds": value.float(round(outcome.seconds, 3)),
         "run/recipe_fingerprint": value.text(outcome.fingerprint),
         "path": value.path(outcome.path.absolute()),
@@ -79,21 +81,24 @@ def _of_the_run(outcome: Outcome) -> Metadata:
         found["run/tokens_per_second"] = value.float(round(tokens / outcome.seconds, 1))
     if tokens and "utf8_bytes" in meta:
         found["bytes_per_token"] = value.float(round(sum(meta["utf8_bytes"].values()) / tokens, 3))
+    if "dropped" in meta:
+        found["dropped_total"] = value.int(sum(meta["dropped"].values()))
     if tokens and "supervised_tokens" in meta:
         found["supervised_share"] = value.float(round(sum(meta["supervised_tokens"].values()) / tokens, 4))
     return found
 
 
-def _to_look_at(outcome: Outcome) -> Metadata:
-    """Return a picture of the lengths and a table of decoded pieces; both are small, for they go to the event log."""
+def _picture(outcome: Outcome) -> Metadata:
+    """Return the lengths as a picture in the event log: under 20 kB, for the log is a database."""
     if outcome.key == TOKENIZER_KEY:
         return {}
-    tokenizer = load_tokenizer(outcome.path.parent.parent / TOKENIZER_KEY / MODEL_NAME)
-    rows = sample_texts(outcome.path, tokenizer)
-    if not rows:
+    png = base64.b64encode(plot(outcome.path)).decode()
+    return {"picture": dg.MetadataValue.md(f"![lengths](data:image/png;base64,{png})")}
+
+
+def _examples(outcome: Outcome) -> Metadata:
+    """Return a short table of decoded pieces; in sft the part that carries loss stands in [[ ]]."""
+    if outcome.key == TOKENIZER_KEY or outcome.meta["built"] is False:
         return {}
-    picture = base64.b64encode(plot(outcome.path)).decode()
-    return {
-        "picture": dg.MetadataValue.md(f"![lengths](data:image/png;base64,{picture})"),
-        "examples": dg.MetadataValue.table([dg.TableRecord(row) for row in rows]),
-    }
+    tokenizer = load_tokenizer(outcome.path.parent.parent / TOKENIZER_KEY / MODEL_NAME)
+    return {"examples": dg.MetadataValue.table([dg.TableRecord(row) for row in sample_texts(outcome.path, tokenizer)])}

@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 import dagster as dg
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, create_model
 
 from niels_gpt.settings import Settings
 
@@ -61,8 +61,16 @@ class SettingsResource(dg.ConfigurableResource[None]):
 
     @classmethod
     def of(cls, settings: Settings) -> "SettingsResource":
-        """Return the form filled with these settings."""
-        return cls(**asdict(settings))
+        """Return a form whose defaults are these settings.
+
+        A form that was merely filled with them would lose them all where a run's config names a single one: what such a
+        config leaves out falls back to the defaults of the class.
+        """
+        defaults: Any = {
+            name: (field.annotation, Field(default=getattr(settings, name), description=field.description))
+            for name, field in cls.model_fields.items()
+        }
+        return create_model(cls.__name__, __base__=cls, __doc__=cls.__doc__, **defaults)()
 
     def to_core(self) -> Settings:
         """Return what the recipes take."""
@@ -76,7 +84,7 @@ class SettingsResource(dg.ConfigurableResource[None]):
         """
         try:
             config, job = context.run.run_config, context.job_def
-        except dg.DagsterInvalidPropertyError:  # an asset called as a function has no run
+        except dg.DagsterError:  # an asset called as a function has no run
             return self.to_core()
         readers = {"ops": {node.name for node in job.nodes if _reads_config(node.definition)}}
         readers["resources"] = set(job.resource_defs)

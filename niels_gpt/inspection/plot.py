@@ -43,14 +43,11 @@ def plot(cache: Path) -> bytes:
     title, what = f"{meta['kind']}/{name}", "examples" if meta["kind"] == "sft" else "documents"
     sizes = {split: found for split in SPLITS if len(found := lengths(cache, meta, split))}
     if not sizes:
-        return _notice(f"{title}: {'not built' if meta['built'] is False else f'no {what}'}")
-    together = np.concatenate(list(sizes.values()))
-    title += f": {len(together):,} {what}, median {np.median(together):,.0f} tokens"
-    if meta["kind"] != "sft":
-        return _png(_lengths_figure(title, sizes))
-    counts = {split: supervised_counts(cache, meta, split) for split in sizes}
-    title += f", {sum(found.sum() for found in counts.values()) / together.sum():.0%} of them with loss"
-    return _png(_examples_figure(title, sizes, {split: 100 * counts[split] / sizes[split] for split in sizes}))
+        return _notice(f"{title}: {'not built' if meta.get('built') is False else f'no {what}'}")
+    if meta["kind"] == "sft":
+        counts = {split: supervised_counts(cache, meta, split) for split in sizes}
+        return _png(_examples_figure(title, sizes, counts))
+    return _png(_documents_figure(title, sizes))
 
 
 def _public_name(cache: Path) -> str:
@@ -58,25 +55,33 @@ def _public_name(cache: Path) -> str:
     return path.parent.name if path.parent.parent.name == VERSIONS_DIR else path.name
 
 
-def _lengths_figure(title: str, sizes: _BySplit) -> Figure:
-    figure = _figure(title)
+def _documents_figure(title: str, sizes: _BySplit) -> Figure:
+    together = np.concatenate(list(sizes.values()))
+    figure = _figure(f"{title}: {len(together):,} documents, median {np.median(together):,.0f} tokens")
     axes = figure.subplots()
-    _draw_lengths(axes, sizes, max_ticks=8)
+    labels = {
+        split: f"{split}: {len(found):,} documents, median {np.median(found):,.0f}" for split, found in sizes.items()
+    }
+    _draw_lengths(axes, sizes, labels, max_ticks=8)
     axes.set_xlabel("tokens of a document (logarithmic; dashed: the median)")
     axes.set_ylabel("share of documents")
     return figure
 
 
-def _examples_figure(title: str, sizes: _BySplit, shares: _BySplit) -> Figure:
-    figure = _figure(title)
+def _examples_figure(title: str, sizes: _BySplit, counts: _BySplit) -> Figure:
+    loss, total = (sum(int(found.sum()) for found in group.values()) for group in (counts, sizes))
+    examples = " and ".join(f"{len(found):,} {split}" for split, found in sizes.items()) + " examples"
+    figure = _figure(f"{title}: {examples}, {100 * loss / total:.0f} % of all tokens with loss")
     left, right = figure.subplots(1, 2)
-    _draw_lengths(left, sizes, max_ticks=5)
-    left.set_xlabel("tokens of an example (logarithmic)")
+    labels = {split: f"{split}: median {np.median(found):,.0f}" for split, found in sizes.items()}
+    _draw_lengths(left, sizes, labels, max_ticks=5)
+    left.set_xlabel("tokens of an example (log.; dashed: the median)")
     left.set_ylabel("share of examples")
+    shares = {split: 100 * counts[split] / sizes[split] for split in sizes}
     labels = {split: f"{split}: median {np.median(found):.0f} %" for split, found in shares.items()}
     _draw(right, shares, np.linspace(0, 100, 21), labels)
     right.set_xlim(0, 100)
-    right.set_xlabel("tokens with loss in an example (dashed: the median)")
+    right.set_xlabel("tokens with loss in an example")
     right.xaxis.set_major_formatter("{x:.0f} %")
     return figure
 
@@ -85,11 +90,11 @@ def _figure(title: str) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH, _HEIGHT), dpi=_DPI, facecolor="white", layout="constrained")
-    figure.suptitle(title, fontsize=11, fontweight="bold")
+    figure.suptitle(title, fontsize=min(11, 850 / len(title)), fontweight="bold")  # 850: as wide as the picture
     return figure
 
 
-def _draw_lengths(axes: Axes, sizes: _BySplit, max_ticks: int) -> None:
+def _draw_lengths(axes: Axes, sizes: _BySplit, labels: dict[str, str], max_ticks: int) -> None:
     low, high = min(int(found.min()) for found in sizes.values()), max(int(found.max()) for found in sizes.values())
     if high < _LEAST_RANGE * low:  # or a difference of some tokens would fill the picture
         middle = (low * high) ** 0.5
@@ -97,7 +102,6 @@ def _draw_lengths(axes: Axes, sizes: _BySplit, max_ticks: int) -> None:
     bins = min(_MAX_BINS, max(_MIN_BINS, round(2 * max(map(len, sizes.values())) ** (1 / 3))))
     # Half numbers as edges: a bin without any whole number in it would be a gap that means nothing.
     edges = np.unique(np.floor(np.geomspace(low, high + 1, bins + 1))) - 0.5
-    labels = {split: f"{split} ({len(found):,}): median {np.median(found):,.0f}" for split, found in sizes.items()}
     _draw(axes, sizes, edges, labels)
     axes.set_xscale("log")
     axes.set_xlim(edges[0], edges[-1])
@@ -117,9 +121,11 @@ def _draw(axes: Axes, values: _BySplit, edges: NDArray[Any], labels: dict[str, s
     for label in (axes.xaxis.label, axes.yaxis.label):
         label.set_fontsize(9)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize=8, frameon=False, borderaxespad=0, handlelength=1.2
-    )
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0}  # never over the bars
+    look: dict[str, Any] = {"frameon": False, "handlelength": 1.2, "handletextpad": 0.5, "columnspacing": 1.2}
+    legend = axes.legend(**place, **look, ncols=2, fontsize=8)
+    legend.set_in_layout(False)  # or a wide one makes the panel narrow
+    axes.set_title(" ", fontsize=8)  # its place
 
 
 def _ticks(low: float, high: float, max_ticks: int) -> list[int]:
@@ -141,7 +147,7 @@ def _notice(text: str) -> bytes:
 
 
 def _png(figure: Figure) -> bytes:
-    from PIL import Image
+    from PIL import Image  # matplotlib itself writes PNGs with it
 
     drawn, small = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=_DPI, facecolor="white", metadata={"Software": None})

@@ -1,0 +1,61 @@
+"""What the tests of pipelines/ share: a run in this process with a real instance, and the UI's staleness."""
+
+from typing import Any
+
+import dagster as dg
+from dagster._core.definitions.data_version import CachingStaleStatusResolver
+from dagster._core.loader import LoadingContextForTest
+
+from niels_gpt.settings import Settings
+from pipelines.definitions import niels_definitions
+
+
+def run(
+    instance: dg.DagsterInstance,
+    settings: Settings,
+    *keys: str,
+    config: dict[str, Any] | None = None,
+    run_config: dict[str, Any] | None = None,
+    raise_on_error: bool = True,
+) -> dg.ExecuteInProcessResult:
+    """Materialize or observe the assets `keys` (all that can be materialized, where none is named), checks included.
+
+    config: settings in the run's config, as a Launchpad gives them.
+    """
+    quiet = dg.Definitions(loggers={"console": dg.colored_console_logger})  # named, it speaks from INFO on
+    definitions = dg.Definitions.merge(niels_definitions(settings=settings), quiet)
+    selection = dg.AssetSelection.assets(*[key.split("/") for key in keys]) if keys else dg.AssetSelection.all()
+    job = definitions.resolve_implicit_global_asset_job_def().get_subset(
+        asset_selection=selection.resolve(definitions.resolve_asset_graph()),
+    )
+    given = {"resources": {"settings": {"config": config}}} if config else run_config or {}
+    return job.execute_in_process(instance=instance, run_config=given, raise_on_error=raise_on_error)
+
+
+def metadata(result: dg.ExecuteInProcessResult) -> dict[str, dict[str, Any]]:
+    """Return the metadata values of every materialization: the asset's key -> name -> value."""
+    return {
+        event.step_materialization_data.materialization.asset_key.to_user_string(): {
+            name: entry.value for name, entry in event.step_materialization_data.materialization.metadata.items()
+        }
+        for event in result.get_asset_materialization_events()
+    }
+
+
+def built(result: dg.ExecuteInProcessResult) -> set[str]:
+    """Return the keys of the assets that were built and not reused."""
+    return {key for key, entries in metadata(result).items() if entries["run/state"] == "built"}
+
+
+def stale(instance: dg.DagsterInstance, settings: Settings) -> dict[str, str]:
+    """Return the caches and the tokenizer that the UI shows as stale, each with the first reason that it gives.
+
+    The UI's GraphQL server asks the same resolver (dagster_graphql/schema/asset_graph.py).
+    """
+    graph = niels_definitions(settings=settings).resolve_asset_graph()
+    resolver = CachingStaleStatusResolver(instance, graph, LoadingContextForTest(instance))
+    return {
+        key.to_user_string(): resolver.get_stale_causes(key)[0].reason
+        for key in graph.materializable_asset_keys
+        if resolver.get_status(key).value == "STALE"
+    }

@@ -1,0 +1,103 @@
+"""What has changed is built, nothing else, and the UI shows as stale what a run would build.
+
+Run: pytest tests/test_selective_rebuilds.py
+"""
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from dagster_runs import built, metadata, run, stale
+
+from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.settings import Settings
+from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
+
+EVERYTHING = {"tokenizer", *RECIPES}
+OBSERVED = [f"raw/{key.split('/')[1]}" for key in RECIPES] + ["sft/"]
+
+
+@pytest.fixture
+def instance() -> Iterator[dg.DagsterInstance]:
+    """A real instance: sqlite in a temporary folder."""
+    with dg.instance_for_test() as instance:
+        yield instance
+
+
+@pytest.fixture
+def own(settings: Settings, mirror: Path, tmp_path: Path) -> Settings:
+    """The settings of a mirror that the test may change."""
+    return dataclasses.replace(settings, source_root=str(shutil.copytree(mirror, tmp_path / "own")))
+
+
+def test_everything_twice_builds_nothing_the_second_time(instance: dg.DagsterInstance, settings: Settings) -> None:
+    assert built(run(instance, settings)) == EVERYTHING
+    second = run(instance, settings)
+    assert set(metadata(second)) == EVERYTHING
+    assert built(second) == set()
+    assert stale(instance, settings) == {}
+
+
+def test_one_changed_sft_setting_rebuilds_that_asset_alone(instance: dg.DagsterInstance, settings: Settings) -> None:
+    run(instance, settings)
+    changed = dataclasses.replace(settings, oasst1_max_messages=2)
+    assert stale(instance, changed) == {"sft/oasst1": "has a new code version"}
+    assert built(run(instance, changed)) == {"sft/oasst1"}
+    assert stale(instance, changed) == {}
+
+
+def test_a_setting_changed_in_the_launchpad_rebuilds_that_asset_alone(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    run(instance, settings)
+    assert built(run(instance, settings, config={"oasst1_max_messages": 2})) == {"sft/oasst1"}
+
+
+def test_a_new_tokenizer_makes_every_cache_stale_and_rebuilds_it(
+    instance: dg.DagsterInstance, settings: Settings, tmp_path: Path
+) -> None:
+    run(instance, settings)
+    other = write_tokenizer(train_tokenizer(["another text " * 50, "ein anderer Text"], vocab_size=300), tmp_path / "t")
+    run(instance, settings, "tokenizer", config={"tokenizer_model": str(other.model_path)})
+    assert stale(instance, settings) == dict.fromkeys(RECIPES, "has a new dependency data version")
+    new = dataclasses.replace(settings, tokenizer_model=str(other.model_path))
+    assert built(run(instance, new)) == set(RECIPES)
+    assert stale(instance, new) == {}
+
+
+def test_a_retrained_but_identical_tokenizer_makes_nothing_stale_and_rebuilds_nothing(
+    instance: dg.DagsterInstance, mirror: Path, tmp_path: Path
+) -> None:
+    settings = Settings(source_root=str(mirror), cache_dir=str(tmp_path / "cache"), vocab_size=600)
+    run(instance, settings)
+    shutil.rmtree(tmp_path / "cache" / ".versions" / "tokenizer")
+    (tmp_path / "cache" / "tokenizer").unlink()
+    assert built(run(instance, settings, "tokenizer")) == {"tokenizer"}
+    assert stale(instance, settings) == {}
+    assert built(run(instance, settings)) == set()
+
+
+def test_a_touched_note_makes_roam_alone_stale_and_rebuilds_it_alone(
+    instance: dg.DagsterInstance, own: Settings
+) -> None:
+    run(instance, own, *OBSERVED)
+    run(instance, own)
+    note = sorted(Path(own.source_root, "roam").rglob("*.md"))[0]
+    note.write_text(note.read_text(encoding="utf-8", errors="replace") + "- another thought\n", encoding="utf-8")
+    run(instance, own, *OBSERVED)
+    assert stale(instance, own) == {"pretrain/roam": "has a new dependency data version"}
+    assert built(run(instance, own)) == {"pretrain/roam"}
+    assert stale(instance, own) == {}
+
+
+def test_a_first_observation_makes_a_cache_stale_once_and_a_run_that_builds_nothing_clears_it(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    run(instance, settings)
+    run(instance, settings, "raw/roam")
+    assert list(stale(instance, settings)) == ["pretrain/roam"]
+    assert built(run(instance, settings, "pretrain/roam")) == set()
+    assert stale(instance, settings) == {}
