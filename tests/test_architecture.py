@@ -95,7 +95,9 @@ def test_the_core_never_imports_dagster() -> None:
             assert not {name for name in imports(path) if name.split(".")[0] in ("dagster", "pipelines")}
 
 
-@pytest.mark.parametrize("module", ["niels_gpt", "niels_gpt.cache", "niels_gpt.recipes", "niels_gpt.cache.cli"])
+@pytest.mark.parametrize(
+    "module", ["niels_gpt", "niels_gpt.cache", "niels_gpt.recipes", "niels_gpt.cache.cli", "pipelines.definitions"]
+)
 def test_light_modules_load_no_heavy_library(module: str) -> None:
     program = f"import sys, {module}; print(sorted({HEAVY!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
