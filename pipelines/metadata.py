@@ -5,6 +5,7 @@ from typing import Any
 
 import dagster as dg
 
+from niels_gpt.cache.formats import SPLITS
 from niels_gpt.fileio import META_NAME, file_records
 from niels_gpt.inspection.plot import plot
 from niels_gpt.inspection.show import sample_texts
@@ -18,9 +19,17 @@ _MIB = 2**20
 
 def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
     """Return what Dagster records of an outcome; its data version is the content, so equal bytes make nothing stale."""
+    meta = mirrored(outcome)
+    headline = [f"{split}_{unit}" for unit in ("examples", "tokens") for split in SPLITS]
     return dg.MaterializeResult(
         # In the order in which the asset's page shows it: what a person looks at first, the long table last.
-        metadata={**_picture(outcome), **_of_the_run(outcome), **mirrored(outcome), **_examples(outcome)},
+        metadata={
+            **_picture(outcome),
+            **{key: meta[key] for key in headline if key in meta},
+            **_of_the_run(outcome),
+            **meta,
+            **_examples(outcome),
+        },
         data_version=dg.DataVersion(str(outcome.meta["content_sha256"])),
     )
 
@@ -76,7 +85,7 @@ def _of_the_run(outcome: Outcome) -> Metadata:
     }
     if outcome.peak_bytes is not None:
         found["run/peak_memory_mib"] = value.float(round(outcome.peak_bytes / _MIB, 1))
-    tokens = sum((meta.get("totals") or {}).get(f"{split}_tokens", 0) for split in ("train", "val"))
+    tokens = sum((meta.get("totals") or {}).get(f"{split}_tokens", 0) for split in SPLITS)
     if tokens and not outcome.reused:
         found["run/tokens_per_second"] = value.float(round(tokens / outcome.seconds, 1))
     if tokens and "utf8_bytes" in meta:

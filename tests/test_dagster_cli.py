@@ -1,0 +1,135 @@
+"""The commands as people and CI type them, each in a process of its own and a folder of its own.
+
+Run: pytest tests/test_dagster_cli.py
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from niels_gpt.cache import PretrainTokenStreamDataset
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.fileio import build_lock
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder as a fresh clone is for Dagster: dagster.yaml, workspace.yaml and no cache."""
+    for name in ("dagster.yaml", "workspace.yaml"):
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return this environment without what Dagster or the settings would take from it."""
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(("DAGSTER_", "NIELS_GPT_"))}
+    path = os.pathsep.join([str(Path(sys.executable).parent), ours["PATH"]])
+    return {**ours, "PATH": path, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **more}
+
+
+def shell(home: Path, command: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of bash in `home`."""
+    return subprocess.run(
+        ["bash", "-c", command], cwd=home, env=environment(**more), capture_output=True, text=True, check=False
+    )
+
+
+def events(home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """Return what each asset went through, newest first: its key -> the states of its materializations."""
+    monkeypatch.chdir(home)  # the paths of dagster.yaml are relative
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        return {
+            key.to_user_string(): [
+                str(record.asset_materialization.metadata["run/state"].value)
+                for record in instance.fetch_materializations(key, limit=10).records
+                if record.asset_materialization
+            ]
+            for key in instance.all_asset_keys()
+            if instance.fetch_materializations(key, limit=1).records
+        }
+
+
+@pytest.mark.parametrize("selection", ["sft/*", "'sft/*'", "'key:\"sft/*\"'"], ids=["literal", "quoted", "key"])
+def test_the_command_of_the_readme_builds_exactly_the_two_sft_caches(
+    home: Path, monkeypatch: pytest.MonkeyPatch, selection: str
+) -> None:
+    line = f"DAGSTER_MODULE_NAME=pipelines.definitions dagster asset materialize --select {selection}"
+    done = shell(home, line)
+    assert done.returncode == 0, done.stderr
+    assert events(home, monkeypatch) == {"sft/dolly15k": ["built"], "sft/oasst1": ["built"]}
+    built = {str(path.parent.relative_to(home)) for path in home.glob("cache/sample/*/*/meta.json")}
+    assert built == {"cache/sample/sft/dolly15k", "cache/sample/sft/oasst1"}
+    assert not list(home.glob(".tmp_dagster_home_*"))  # history is in .dagster/, nothing is left beside it
+
+
+def test_the_definitions_validate_without_any_environment_variable(home: Path) -> None:
+    done = shell(home, "dagster definitions validate")
+    assert done.returncode == 0, done.stderr
+    assert "Validation successful for code location niels_gpt" in done.stderr + done.stdout
+
+
+def test_a_misspelled_setting_and_a_misspelled_op_end_the_command_with_an_error(home: Path) -> None:
+    begin = "dagster asset materialize -m pipelines.definitions --select sft/dolly15k --config-json "
+    field = shell(home, begin + """'{"resources": {"settings": {"config": {"sead": 7}}}}'""")
+    assert field.returncode != 0
+    assert "sead" in field.stderr + field.stdout
+    op = shell(home, begin + """'{"ops": {"sft__doly15k": {"config": {"seed": 7}}}}'""")
+    assert op.returncode != 0
+    assert "ops.sft__doly15k is read by nobody in this run" in op.stderr + op.stdout
+    assert not (home / "cache" / "sample" / "sft").exists()
+
+
+def test_a_step_killed_in_mid_build_leaves_the_version_before_and_the_next_run_completes(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tiny_model_path: Path
+) -> None:
+    notes = home / "mirror" / "roam"
+    notes.mkdir(parents=True)
+    (notes / "a.md").write_text("- a thought\n" * 9)
+    (notes / "b.md").write_text("- another one\n")
+    command = "exec dagster asset materialize -m pipelines.definitions --select pretrain/roam"
+    given = {
+        "NIELS_GPT_SOURCE_ROOT": str(home / "mirror"),
+        "NIELS_GPT_TOKENIZER_MODEL": str(tiny_model_path),
+        "NIELS_GPT_THREADS": "1",
+    }
+    assert shell(home, command, **given).returncode == 0
+    cache = home / "cache" / "pretrain" / "roam"
+    before = read_meta(str(cache / "meta.json"))
+
+    for number in range(40):  # 40 MB: seconds of one thread
+        (notes / f"long{number}.md").write_text("- the heron walks to the river and finds pebbles\n" * 20_000)
+    run = subprocess.Popen(["bash", "-c", command], cwd=home, env=environment(**given), start_new_session=True)
+    try:
+        kill_the_builder(run, cache)
+        assert read_meta(str(cache / "meta.json")) == before
+        assert PretrainTokenStreamDataset(cache / "train", T=8, device="cpu").num_windows > 0
+    finally:
+        os.killpg(run.pid, signal.SIGKILL)  # as when the machine goes down: the run's own retry never comes
+        run.wait()
+    again = shell(home, command, **given)
+    assert again.returncode == 0, again.stderr
+    assert read_meta(str(cache / "meta.json"))["documents_read"] == 42
+    assert events(home, monkeypatch) == {"pretrain/roam": ["built", "built"]}
+
+
+def kill_the_builder(run: subprocess.Popen[bytes], cache: Path) -> None:
+    """Kill the process that builds `cache` as soon as it has written tokens, and wait until it is gone."""
+    versions = cache.parent / ".versions" / cache.name
+    shard = versions / "building" / "train" / "shard_00000.bin"
+    while not (shard.is_file() and shard.stat().st_size):
+        assert run.poll() is None, "the build was over before it could be killed"
+        time.sleep(0.01)
+    pid = int((versions / "lock").read_text().split("pid ")[1])
+    assert pid != run.pid, "a step is a process of its own"
+    os.kill(pid, signal.SIGKILL)
+    with build_lock(cache, wait=True):  # the kernel drops a dead process's lock
+        assert shard.is_file(), "it was killed before it could commit"
