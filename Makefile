@@ -3,14 +3,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev,pipelines
 
-.PHONY: run test check bench
+# Dagster recommends its newer command line at every call of the one that people and CI use here.
+DAGSTER := PYTHONWARNINGS=ignore $(BIN)/dagster
 
-run: $(VENV)/.installed  ## build every cache from the bundled sample and print what was built
-	$(BIN)/python -m niels_gpt.cache.cli build-all --source-root sample --cache-dir cache --seed 42
+.PHONY: run dev test check bench
+
+run: $(VENV)/.installed  ## materialize every cache from the bundled sample through Dagster and print what was built
+	NIELS_GPT_SOURCE_ROOT=sample NIELS_GPT_CACHE_DIR=cache $(DAGSTER) asset materialize -m pipelines.definitions --select '*'
+	$(BIN)/python -m niels_gpt.cache.cli list cache/sample
 	$(BIN)/python -m niels_gpt.cache.cli show cache/sample/sft/oasst1 --split val
 
+dev: $(VENV)/.installed  ## Dagster's UI on http://127.0.0.1:3000
+	$(DAGSTER) dev
+
 test: $(VENV)/.installed  ## the test suite
-	$(BIN)/python -m pytest -m "not real_text"
+	$(BIN)/python -m pytest -m "not real_text and not browser"
 
 check: $(VENV)/.installed  ## lint, format and types
 	$(BIN)/ruff check .
@@ -19,6 +26,7 @@ check: $(VENV)/.installed  ## lint, format and types
 
 bench: $(VENV)/.installed  ## speed as ratios to a limit and a peer
 	$(BIN)/python benchmarks/readers.py
+	$(BIN)/python benchmarks/dagster_commands.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
