@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,6 +13,9 @@ from niels_gpt.data import places
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
+
+if TYPE_CHECKING:
+    import dagster as dg
 
 TINY_TEXTS = tuple(
     f"Page {page}. The {animal} walks to the {place} and finds {page * 3} {things}.\n\nWhy? It was {mood} that day;\n"
@@ -51,3 +56,12 @@ def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(mirror: Path, tiny_model_path: Path, tmp_path: Path) -> Settings:
     """Settings that build from the mirror with the tiny tokenizer."""
     return Settings(source_root=str(mirror), cache_dir=str(tmp_path / "cache"), tokenizer_model=str(tiny_model_path))
+
+
+@pytest.fixture
+def instance() -> Iterator[dg.DagsterInstance]:
+    """A real Dagster instance: sqlite in a temporary folder."""
+    import dagster as dg
+
+    with dg.instance_for_test() as instance:
+        yield instance

@@ -4,24 +4,15 @@ The rules themselves are tested in test_verify.py. Run: pytest tests/test_asset_
 """
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import dagster as dg
-import pytest
 from dagster_runs import run
 
 from niels_gpt.inspection.verify import CHECKS
 from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.settings import Settings
 from pipelines.definitions import defs, niels_definitions
-
-
-@pytest.fixture
-def instance() -> Iterator[dg.DagsterInstance]:
-    """A real instance: sqlite in a temporary folder."""
-    with dg.instance_for_test() as instance:
-        yield instance
 
 
 def verdicts(result: dg.ExecuteInProcessResult) -> dict[str, tuple[bool, str]]:

@@ -69,6 +69,35 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert not (tmp_path / "c").exists()
 
 
+def test_list_prints_what_is_there_with_what_it_took(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["build", "roam", "oasst1", *flags]) == 0
+    (tmp_path / "c" / "sample" / ".runs" / "sft.oasst1.jsonl").unlink()  # as where a cache was copied
+    capsys.readouterr()
+    assert cli.main(["list", str(tmp_path / "c" / "sample")]) == 0
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()[1:]}
+    assert list(rows) == ["tokenizer", "pretrain/roam", "sft/oasst1"]
+    assert float(rows["pretrain/roam"][6]) > 0  # seconds
+    assert rows["sft/oasst1"][-4] == "-" and rows["sft/oasst1"][1:4] == ["built", "49", "examples,"]
+    assert cli.main(["list", str(tmp_path)]) == 1
+    assert "no cache there" in capsys.readouterr().err
+
+
+def test_a_build_prints_the_warnings_of_its_checks_and_fails_where_one_blocks(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["build", "dolly15k", "--max-dropped-share", "0", *flags]) == 0
+    assert "warning: sft/dolly15k: " in capsys.readouterr().err
+    tokens = tmp_path / "c" / "sample" / "sft" / "dolly15k" / "train_tokens.bin"
+    content = bytearray(tokens.read_bytes())
+    content[2] ^= 1  # of a word, not of a sentinel: only the sha256 tells
+    tokens.write_bytes(bytes(content))
+    assert cli.main(["build", "dolly15k", *flags]) == 0
+    assert cli.main(["build", "dolly15k", "--deep-checks", *flags]) == 1
+    assert f"{tokens}: sha256 " in capsys.readouterr().err
+
+
 def test_an_unknown_source_and_an_unknown_flag_are_usage_errors(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,6 @@ Run: pytest tests/test_pipelines.py
 
 import base64
 import json
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -20,13 +19,6 @@ from niels_gpt.settings import Settings
 from pipelines import assets
 from pipelines.definitions import defs, niels_definitions
 from pipelines.resources import SettingsResource, settings_from_environment
-
-
-@pytest.fixture
-def instance() -> Iterator[dg.DagsterInstance]:
-    """A real instance: sqlite in a temporary folder."""
-    with dg.instance_for_test() as instance:
-        yield instance
 
 
 def test_the_assets_are_the_tokenizer_the_caches_and_what_is_observed() -> None:

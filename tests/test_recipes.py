@@ -5,6 +5,8 @@ Run: pytest tests/test_recipes.py
 
 import dataclasses
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -146,3 +148,11 @@ def test_the_plans_disk_is_enough(settings: Settings) -> None:
 def test_chats_come_in_upstreams_order(settings: Settings) -> None:
     first = next(iter(sources.chats(settings, "dolly15k", None, Counter())))
     assert [turn["role"] for turn in first] == ["user", "assistant"]
+
+
+def test_two_builds_that_want_a_missing_tokenizer_at_once_train_it_once(mirror: Path, tmp_path: Path) -> None:
+    flags = ["--source-root", str(mirror), "--cache-dir", str(tmp_path), "--vocab-size", "600"]
+    command = [sys.executable, "-m", "niels_gpt.cache.cli", "build"]
+    both = [subprocess.Popen([*command, name, *flags]) for name in ("dolly15k", "oasst1")]
+    assert [build.wait() for build in both] == [0, 0]
+    assert len((tmp_path / ".runs" / "tokenizer.jsonl").read_text().splitlines()) == 1

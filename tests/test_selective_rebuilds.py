@@ -5,7 +5,6 @@ Run: pytest tests/test_selective_rebuilds.py
 
 import dataclasses
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import dagster as dg
@@ -18,13 +17,6 @@ from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 
 EVERYTHING = {"tokenizer", *RECIPES}
 OBSERVED = [f"raw/{key.split('/')[1]}" for key in RECIPES] + ["sft/"]
-
-
-@pytest.fixture
-def instance() -> Iterator[dg.DagsterInstance]:
-    """A real instance: sqlite in a temporary folder."""
-    with dg.instance_for_test() as instance:
-        yield instance
 
 
 @pytest.fixture
