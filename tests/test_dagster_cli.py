@@ -3,6 +3,7 @@
 Run: pytest tests/test_dagster_cli.py
 """
 
+import itertools
 import os
 import shutil
 import signal
@@ -75,6 +76,24 @@ def test_the_definitions_validate_without_any_environment_variable(home: Path) -
     done = shell(home, "dagster definitions validate")
     assert done.returncode == 0, done.stderr
     assert "Validation successful for code location niels_gpt" in done.stderr + done.stdout
+
+
+def test_within_one_run_the_pretrain_builds_take_turns(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = shell(home, "dagster asset materialize -m pipelines.definitions --select 'key:\"pretrain/*\"'")
+    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(home)
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        (finished,) = instance.get_runs()
+        steps = {
+            (record.dagster_event.step_key, record.dagster_event.event_type_value): record.timestamp
+            for record in instance.all_logs(finished.run_id)
+            if record.dagster_event and str(record.dagster_event.step_key).startswith("pretrain__")
+        }
+    spans = sorted(
+        (began, steps[step, "STEP_SUCCESS"]) for (step, kind), began in steps.items() if kind == "STEP_START"
+    )
+    assert len(spans) == 4
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
 
 
 def test_a_misspelled_setting_and_a_misspelled_op_end_the_command_with_an_error(home: Path) -> None:
