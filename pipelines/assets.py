@@ -63,7 +63,7 @@ def _observable(key: str) -> dg.AssetsDefinition:
     return observable
 
 
-with warnings.catch_warnings():  # Dagster calls observables beta; design.md, section 4, says why we use them
+with warnings.catch_warnings():  # Dagster calls observables beta; docs/decisions/0003 says why they are used
     warnings.simplefilter("ignore", dg.BetaWarning)
 
     raw_sources = [_observable(key) for key in RECIPES]
@@ -95,37 +95,55 @@ def tokenizer(context: dg.AssetExecutionContext, settings: SettingsResource) -> 
 
 @dg.asset(key=["pretrain", "fineweb_edu"], deps=[tokenizer, raw_key("fineweb_edu")], **_PRETRAIN)
 def fineweb_edu(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
-    """Token cache of FineWeb-Edu: shuffled web pages with end-of-texts, up to a token budget for train and for val."""
+    """Token cache of FineWeb-Edu: shuffled web pages with end-of-texts, up to a token budget for train and for val.
+
+    Read it with niels_gpt.cache.PretrainTokenStreamDataset.
+    """
     return _materialized(context, settings, pretrain.build_fineweb_edu)
 
 
 @dg.asset(key=["pretrain", "wikitext"], deps=[tokenizer, raw_key("wikitext")], **_PRETRAIN)
 def wikitext(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
-    """Token cache of WikiText: all lines of train and val in upstream's order, without end-of-texts."""
+    """Token cache of WikiText: all lines of train and val in upstream's order, without end-of-texts.
+
+    Read it with niels_gpt.cache.PretrainTokenStreamDataset.
+    """
     return _materialized(context, settings, pretrain.build_wikitext)
 
 
 @dg.asset(key=["pretrain", "roam"], deps=[tokenizer, raw_key("roam")], **_PRETRAIN)
 def roam(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
-    """Token cache of a folder of markdown notes, split by file, with end-of-texts."""
+    """Token cache of a folder of markdown notes, split by file, with end-of-texts.
+
+    Read it with niels_gpt.cache.PretrainTokenStreamDataset.
+    """
     return _materialized(context, settings, pretrain.build_roam)
 
 
 @dg.asset(key=["pretrain", "gutenberg"], deps=[tokenizer, raw_key("gutenberg")], **_PRETRAIN)
 def gutenberg(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
-    """Token cache of Project Gutenberg's books; with source_root=hub a stub, unless gutenberg_from_hub is set."""
+    """Token cache of Project Gutenberg's books; with source_root=hub a stub, unless gutenberg_from_hub is set.
+
+    Read it with niels_gpt.cache.PretrainTokenStreamDataset.
+    """
     return _materialized(context, settings, pretrain.build_gutenberg)
 
 
 @dg.asset(key=["sft", "dolly15k"], deps=[tokenizer, raw_key("dolly15k"), SFT_ROOT], **_SFT)
 def dolly15k(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
-    """Token cache of dolly-15k chats: one instruction and one response each; the response carries the loss."""
+    """Token cache of dolly-15k chats: one instruction and one response each; the response carries the loss.
+
+    Read it with niels_gpt.cache.SFTExampleDataset.
+    """
     return _materialized(context, settings, sft.build_dolly15k)
 
 
 @dg.asset(key=["sft", "oasst1"], deps=[tokenizer, raw_key("oasst1"), SFT_ROOT], **_SFT)
 def oasst1(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
-    """Token cache of OpenAssistant chats: every path from a root to a leaf of the message trees."""
+    """Token cache of OpenAssistant chats: every path from a root to a leaf of the message trees.
+
+    Read it with niels_gpt.cache.SFTExampleDataset.
+    """
     return _materialized(context, settings, sft.build_oasst1)
 
 
