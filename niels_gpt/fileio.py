@@ -92,15 +92,23 @@ def versions_dir(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def build_lock(path: str | os.PathLike[str], *, wait: bool = False) -> Iterator[Path]:
-    """Hold the only right to build the cache at `path`; yields the versions folder.
+    """Hold the only right to build the cache at `path`; yields the versions folder. The rest is as in `file_lock`."""
+    folder = versions_dir(path)
+    with file_lock(folder / "lock", f"{os.fspath(path)}: is being built", wait=wait):
+        yield folder
+
+
+@contextmanager
+def file_lock(path: Path, what: str, *, wait: bool) -> Iterator[None]:
+    """Hold a lock file, which need not be there yet.
 
     The kernel drops the lock when its process ends in any way, so a dead process cannot hold it.
+    what: begins the message for who comes second: "PATH: is being built".
     wait: stand in line, for as long as it takes, where somebody else holds it.
     Raises: CacheError naming user, host and pid of the holder, at once, unless `wait`.
     """
-    folder = versions_dir(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     _held.add(handle)
     try:
         try:
@@ -108,15 +116,13 @@ def build_lock(path: str | os.PathLike[str], *, wait: bool = False) -> Iterator[
         except BlockingIOError:
             holder = os.pread(handle, 4096, 0).decode(errors="replace").strip() or "a process that has just begun"
             if not wait:
-                raise CacheError(
-                    f"{os.fspath(path)}: is being built by {holder}. Wait for it, or stop that process"
-                ) from None
-            logger.info("%s: is being built by %s; waiting", os.fspath(path), holder)
+                raise CacheError(f"{what} by {holder}. Wait for it, or stop that process") from None
+            logger.info("%s by %s; waiting", what, holder)
             fcntl.flock(handle, fcntl.LOCK_EX)
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"user {_user()}, host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
         try:
-            yield folder
+            yield
         finally:
             os.ftruncate(handle, 0)  # nothing of this machine stays in the folder
     finally:

@@ -3,22 +3,26 @@
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import dagster as dg
 
 from niels_gpt.build.pretrain import Progress
+from niels_gpt.fileio import file_lock
 from niels_gpt.recipes import pretrain, sft
-from niels_gpt.recipes.plan import RECIPES, Recipe, observe, recorded_fingerprint
-from niels_gpt.recipes.produce import Outcome
+from niels_gpt.recipes.plan import RECIPES, TOKENIZER_KEY, Recipe, built_at, observe, settings_fingerprint
+from niels_gpt.recipes.produce import RUNS_DIR, Outcome, cache_root
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.settings import Settings
 from pipelines.metadata import materialize_result
 from pipelines.resources import SettingsResource
 
 SFT_ROOT = dg.AssetKey(["sft", ""])
+DATA_VERSION = "dagster/data_version"
 BUILD_POOL = BUILD_TAG = "niels_gpt/pretrain_build"
-"""The pretrain builds, one at a time, for each of them encodes on all cores: the pool counts runs, the tag steps."""
+"""The pretrain builds take turns, for each encodes on all cores: within a run by the tag, on one cache folder by
+`_turn`, and where a deployment of several machines gives the pool a limit, by that."""
 NETWORK_RETRIES = dg.RetryPolicy(max_retries=3, delay=15, backoff=dg.Backoff.EXPONENTIAL, jitter=dg.Jitter.PLUS_MINUS)
 """After about 15, 30 and 60 seconds; only what a later attempt may mend is tried again (`_clear_errors`)."""
 _PRETRAIN: Any = {
@@ -88,7 +92,7 @@ with warnings.catch_warnings():  # Dagster calls observables beta; docs/decision
 
 @dg.asset(group_name="tokenizer", kinds={"sentencepiece"}, retry_policy=NETWORK_RETRIES)
 def tokenizer(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
-    """SentencePiece model of all caches: the one that is there, or `tokenizer_model`, or one trained on the sources."""
+    """SentencePiece model of all caches: `tokenizer_model`, else the one that is there, else one trained on the sources."""
     with _clear_errors():
         return _result(context, ensure_tokenizer(settings.of_run(context)))
 
@@ -155,11 +159,11 @@ def _materialized(
 ) -> dg.MaterializeResult[None]:
     """Run a cache's recipe. Dagster's staleness is advisory: the recipe looks for itself whether there is work."""
     core, (*prefix, family, name) = settings.of_run(context), context.asset_key.path
-    observed = _observed_fingerprint(context, dg.AssetKey([*prefix, *raw_key(name).path]))
-    with _clear_errors():
-        # The hub is asked again only after an observation has found another revision than the cache was built from.
-        refresh = observed not in (None, recorded_fingerprint(core, f"{family}/{name}"))
-        return _result(context, recipe(core, refresh=refresh, progress=_progress_log(context)))
+    observed = _newer_observation(context, dg.AssetKey([*prefix, "raw", name]), built_at(core, f"{family}/{name}"))
+    with _clear_errors(), _turn(core) if family == "pretrain" else nullcontext():
+        result = _result(context, recipe(core, observed=observed, progress=_progress_log(context)))
+        _tell_of_tokenizer(context, dg.AssetKey([*prefix, TOKENIZER_KEY]), core)
+    return result
 
 
 def _result(context: dg.AssetExecutionContext, outcome: Outcome) -> dg.MaterializeResult[None]:
@@ -167,10 +171,28 @@ def _result(context: dg.AssetExecutionContext, outcome: Outcome) -> dg.Materiali
     return materialize_result(outcome)
 
 
-def _observed_fingerprint(context: dg.AssetExecutionContext, raw: dg.AssetKey) -> str | None:
+def _turn(settings: Settings) -> AbstractContextManager[None]:
+    """Wait for this run's turn at the pretrain builds of one cache folder; the kernel ends the turn of a dead one."""
+    lock = cache_root(settings) / RUNS_DIR / "pretrain.turn"
+    return file_lock(lock, f"{lock.parent.parent}: a pretrain cache is being built", wait=True)
+
+
+def _tell_of_tokenizer(context: dg.AssetExecutionContext, key: dg.AssetKey, settings: Settings) -> None:
+    """Where a cache's step has replaced the tokenizer that Dagster knows, tell it: the other caches are stale."""
+    event = context.instance.get_latest_materialization_event(key)
+    known = event.asset_materialization.tags if event is not None and event.asset_materialization else None
+    outcome = ensure_tokenizer(settings)
+    content = str(outcome.meta["content_sha256"])
+    if known and known.get(DATA_VERSION) != content:
+        tags = {DATA_VERSION: content, "dagster/code_version": settings_fingerprint(settings, TOKENIZER_KEY)}
+        context.log_event(dg.AssetMaterialization(key, metadata=materialize_result(outcome).metadata, tags=tags))
+
+
+def _newer_observation(context: dg.AssetExecutionContext, raw: dg.AssetKey, built: float) -> str | None:
+    """Return the fingerprint that was observed last, unless the cache was built later."""
     for record in context.instance.fetch_observations(raw, limit=1).records:
-        observation = record.asset_observation
-        return observation.data_version if observation else None
+        if record.timestamp > built and record.asset_observation is not None:
+            return (record.asset_observation.tags or {}).get(DATA_VERSION)
     return None
 
 
@@ -192,12 +214,10 @@ def _progress_log(context: dg.AssetExecutionContext) -> Progress:
 
 @contextmanager
 def _clear_errors() -> Iterator[None]:
-    """Make what the core says of bad input the failure's own text, and leave to the retries what time may mend."""
+    """Make what the core says of bad input the failure's own text; only the network is left to the retries."""
     try:
         yield
+    except (ConnectionError, TimeoutError):  # the core turns every error of the hub's client into one of these
+        raise
     except Exception as error:
-        # What a client of the network raises is an OSError too, without the number that the system's own errors have.
-        from_network = isinstance(error, OSError) and error.errno is None and not isinstance(error, FileNotFoundError)
-        if from_network or isinstance(error, ConnectionError | TimeoutError):
-            raise
         raise dg.Failure(f"{type(error).__name__}: {error}", allow_retries=False) from error

@@ -24,11 +24,11 @@ def niels_definitions(
 ) -> dg.Definitions:
     """Return the assets, their checks and the `settings` resource, for `dg.Definitions.merge` in any deployment.
 
-    key_prefix: put before every asset key, so that sft/oasst1 becomes PREFIX/sft/oasst1.
+    key_prefix: put before every asset key, so that sft/oasst1 becomes PREFIX/sft/oasst1; "team/llm" is two parts.
     settings: of all runs, unless a run's config says otherwise; by default NIELS_GPT_<FIELD> of the environment.
     """
     chosen = settings_from_environment() if settings is None else settings
-    prefix = [key_prefix] if isinstance(key_prefix, str) else list(key_prefix or [])
+    prefix = key_prefix.split("/") if isinstance(key_prefix, str) else list(key_prefix or [])
 
     def key(path: str) -> dg.AssetKey:
         return dg.AssetKey([*prefix, *path.split("/")])
@@ -54,7 +54,7 @@ EXECUTOR = dg.multiprocess_executor.configured(
         "max_concurrent": dg.Field(int, default_value=0, description="steps at a time, one process each; 0: one a core")
     },
 )
-"""A step is a process. Inside a run the pretrain builds take turns; across runs their pool sees to that."""
+"""A step is a process. Those that would only wait for their turn at a pretrain build are not started yet."""
 
 defs = dg.Definitions.merge(
     niels_definitions(), dg.Definitions(executor=EXECUTOR, loggers={"console": dg.colored_console_logger})

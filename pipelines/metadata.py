@@ -19,16 +19,16 @@ _MIB = 2**20
 
 def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
     """Return what Dagster records of an outcome; its data version is the content, so equal bytes make nothing stale."""
-    meta = mirrored(outcome)
+    meta, (picture, examples) = mirrored(outcome), _to_look_at(outcome)
     headline = [f"{split}_{unit}" for unit in ("examples", "tokens") for split in SPLITS]
     return dg.MaterializeResult(
         # In the order in which the asset's page shows it: what a person looks at first, the long table last.
         metadata={
-            **_picture(outcome),
+            **picture,
             **{key: meta[key] for key in headline if key in meta},
             **_of_the_run(outcome),
             **meta,
-            **_examples(outcome),
+            **examples,
         },
         data_version=dg.DataVersion(str(outcome.meta["content_sha256"])),
     )
@@ -97,17 +97,19 @@ def _of_the_run(outcome: Outcome) -> Metadata:
     return found
 
 
-def _picture(outcome: Outcome) -> Metadata:
-    """Return the lengths as a picture in the event log: under 20 kB, for the log is a database."""
+def _to_look_at(outcome: Outcome) -> tuple[Metadata, Metadata]:
+    """Return a picture of the lengths, under 20 kB, and a short table of decoded pieces: both go to the event log.
+
+    In an sft cache the part that carries loss stands in [[ ]]. A cache that cannot be read gets the reason instead, so
+    that its checks have the last word.
+    """
     if outcome.key == TOKENIZER_KEY:
-        return {}
-    png = base64.b64encode(plot(outcome.path)).decode()
-    return {"picture": dg.MetadataValue.md(f"![lengths](data:image/png;base64,{png})")}
-
-
-def _examples(outcome: Outcome) -> Metadata:
-    """Return a short table of decoded pieces; in sft the part that carries loss stands in [[ ]]."""
-    if outcome.key == TOKENIZER_KEY or outcome.meta["built"] is False:
-        return {}
-    tokenizer = load_tokenizer(outcome.path.parent.parent / TOKENIZER_KEY / MODEL_NAME)
-    return {"examples": dg.MetadataValue.table([dg.TableRecord(row) for row in sample_texts(outcome.path, tokenizer)])}
+        return {}, {}
+    try:
+        png = base64.b64encode(plot(outcome.path)).decode()
+        tokenizer = load_tokenizer(outcome.path.parent.parent / TOKENIZER_KEY / MODEL_NAME)
+        rows = [] if outcome.meta["built"] is False else sample_texts(outcome.path, tokenizer)
+    except (ValueError, OSError) as error:
+        return {"picture": dg.MetadataValue.text(f"the cache cannot be read: {error}")}, {}
+    picture: Metadata = {"picture": dg.MetadataValue.md(f"![lengths](data:image/png;base64,{png})")}
+    return picture, {"examples": dg.MetadataValue.table([dg.TableRecord(row) for row in rows])} if rows else {}

@@ -92,8 +92,9 @@ class SettingsResource(dg.ConfigurableResource[None]):
             given: Any = config.get(part) or {}
             for name in sorted(set(given) - known):
                 raise dg.Failure(
-                    f"run config: {part}.{name} is read by nobody in this run. All settings are "
-                    f"resources.settings.config: {', '.join(_CORE)}",
+                    f"run config: {part}.{name} is read by nobody in this run, expected "
+                    f"{' or '.join(f'{part}.{key}' for key in sorted(known)) or f'nothing in {part}'}. The settings of "
+                    f"niels_gpt are all in resources.settings.config: {', '.join(_CORE)}",
                     allow_retries=False,
                 )
         return self.to_core()
@@ -108,13 +109,13 @@ def _reads_config(node: object) -> bool:
 def settings_from_environment(environ: Mapping[str, str] = os.environ) -> Settings:
     """Return the settings of a deployment: NIELS_GPT_<FIELD> where it is set, else the defaults.
 
-    Here source_root is `sample` by default, so that a fresh checkout works offline (D21).
+    Here source_root is `sample` by default, so that a fresh checkout works offline (D21). An empty text is no text.
     Raises: ValueError for a variable that names no setting, or whose text is no value for it.
     """
     given = {
         name.removeprefix(ENVIRONMENT_PREFIX).lower(): text
         for name, text in environ.items()
-        if name.startswith(ENVIRONMENT_PREFIX) and name not in _NOT_SETTINGS
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in _NOT_SETTINGS and text
     }
     for name in sorted(given.keys() - _CORE.keys()):
         raise ValueError(

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 
 import dagster as dg
-from dagster_runs import run
+from dagster_runs import metadata, run
 
 from niels_gpt.inspection.verify import CHECKS
 from niels_gpt.recipes.plan import RECIPES
@@ -78,6 +78,18 @@ def test_a_flipped_bit_fails_the_deep_check_and_with_it_the_run(
     result = run(instance, deep, "sft/oasst1", raise_on_error=False)
     assert not result.success
     assert verdicts(result)["files_match_meta"] == (False, "ERROR")
+
+
+def test_a_cache_that_cannot_be_decoded_is_left_to_its_checks(instance: dg.DagsterInstance, settings: Settings) -> None:
+    run(instance, settings, "sft/oasst1")
+    tokens = Path(settings.cache_dir, "sft", "oasst1", "train_tokens.bin")
+    tokens.write_bytes(b"\xff\xff" + tokens.read_bytes()[2:])
+    result = run(instance, settings, "sft/oasst1", raise_on_error=False)
+    assert not result.success
+    assert verdicts(result)["ids_below_vocab_size"] == (False, "ERROR")
+    (found,) = [each for each in result.get_asset_check_evaluations() if each.check_name == "ids_below_vocab_size"]
+    assert f"{tokens}: token 0 is id 65535" in str(found.description)
+    assert "cannot be read" in metadata(result)["sft/oasst1"]["picture"]
 
 
 def test_a_bad_cache_stops_what_lies_downstream(instance: dg.DagsterInstance, settings: Settings) -> None:

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -47,15 +46,23 @@ def test_another_cache_may_be_built_at_the_same_time(tmp_path: Path) -> None:
     assert train_text(tmp_path / "two") == "a" * 30
 
 
-def test_who_waits_gets_the_lock_when_the_holder_is_done(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_waits_says_for_whom_and_gets_the_lock_when_the_holder_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = [sys.executable, "-c", HOLD_THE_LOCK, str(tmp_path / "c")]
-    caplog.set_level("INFO")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdin is not None and holder.stdout is not None and holder.stdout.readline() == "held\n"
-        threading.Timer(0.2, holder.stdin.close).start()
+        said: list[str] = []
+
+        def say(text: str, *about: object) -> None:
+            said.append(text % about)
+            holder.communicate()  # the holder lets go only now
+
+        monkeypatch.setattr(fileio.logger, "info", say)
         with fileio.build_lock(tmp_path / "c", wait=True) as folder:
             assert f"pid {os.getpid()}" in (folder / "lock").read_text()
-    assert f"is being built by user {fileio._user()}" in caplog.text and "waiting" in caplog.text
+    (line,) = said
+    assert re.fullmatch(rf".*/c: is being built by user \S+, host \S+, pid {holder.pid}; waiting", line)
 
 
 FORK_AND_DIE = """

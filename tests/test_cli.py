@@ -80,6 +80,13 @@ def test_list_prints_what_is_there_with_what_it_took(
     assert list(rows) == ["tokenizer", "pretrain/roam", "sft/oasst1"]
     assert float(rows["pretrain/roam"][6]) > 0  # seconds
     assert rows["sft/oasst1"][-4] == "-" and rows["sft/oasst1"][1:4] == ["built", "49", "examples,"]
+    with open(tmp_path / "c" / "sample" / ".runs" / "pretrain.roam.jsonl", "a") as runs:
+        runs.write('{"seconds": 1')  # its writer was killed
+    (tmp_path / "c" / "sample" / "sft" / "oasst1" / "meta.json").write_text("half a js")
+    assert cli.main(["list", str(tmp_path / "c" / "sample")]) == 1
+    out, err = capsys.readouterr()
+    assert [line.split()[:2] for line in out.splitlines()[2:]] == [["pretrain/roam", "built"], ["sft/oasst1", "FAILED"]]
+    assert "sft/oasst1/meta.json: not JSON" in err
     assert cli.main(["list", str(tmp_path)]) == 1
     assert "no cache there" in capsys.readouterr().err
 

@@ -4,6 +4,7 @@ Run: pytest tests/test_dagster_cli.py
 """
 
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -11,13 +12,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
 
 from niels_gpt.cache import PretrainTokenStreamDataset
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.fileio import build_lock
+from niels_gpt.fileio import build_lock, file_lock
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -94,6 +96,29 @@ def test_within_one_run_the_pretrain_builds_take_turns(home: Path, monkeypatch: 
     )
     assert len(spans) == 4
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+
+
+def test_two_runs_with_pretrain_builds_take_turns(home: Path) -> None:
+    command = "exec dagster asset materialize -m pipelines.definitions --select "
+    assert shell(home, command + "tokenizer").returncode == 0  # two that create the history at once fail in Dagster
+    lock = home / "cache" / "sample" / ".runs" / "pretrain.turn"
+    pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with file_lock(lock, "held by the test", wait=False):  # both are at the same point when they are let go
+        both = [
+            subprocess.Popen(["bash", "-c", command + name], cwd=home, env=environment(), **pipe)
+            for name in ("pretrain/roam", "pretrain/gutenberg")
+        ]
+        for each in both:
+            assert each.stdout is not None
+            while b"a pretrain cache is being built by user" not in (line := each.stdout.readline()):
+                assert line, "the run ended without waiting"
+        assert not list(home.glob("cache/sample/pretrain/*/meta.json"))
+    for each in both:
+        each.communicate()
+    assert [each.returncode for each in both] == [0, 0]
+    runs = [json.loads(path.read_text()) for path in home.glob("cache/sample/.runs/pretrain.*.jsonl")]
+    first, second = sorted(runs, key=lambda run: run["time"])
+    assert first["time"] <= second["time"] - second["seconds"]
 
 
 def test_a_misspelled_setting_and_a_misspelled_op_end_the_command_with_an_error(home: Path) -> None:

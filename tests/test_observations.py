@@ -5,7 +5,9 @@ Run: pytest tests/test_observations.py
 
 import dataclasses
 import json
+import os
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,6 +20,7 @@ from dagster_runs import run
 from niels_gpt.fileio import canonical_json, versions_dir
 from niels_gpt.recipes.plan import observe
 from niels_gpt.recipes.produce import Outcome, recorded_recipe
+from niels_gpt.recipes.sft import build_oasst1
 from niels_gpt.settings import Settings
 from pipelines import assets
 from pipelines.resources import SettingsResource
@@ -93,24 +96,55 @@ def test_without_the_hub_and_without_a_cache_the_observation_fails(hub: dict[str
         observe(dataclasses.replace(settings, source_root="hub"), "sft/oasst1")
 
 
-@pytest.mark.parametrize(("observed", "asks_again"), [(None, False), ("aaa", False), ("bbb", True)])
-def test_the_hub_is_asked_again_only_after_an_observation_of_another_revision(
-    of_the_hub: Settings, observed: str | None, asks_again: bool
-) -> None:
-    given: list[bool] = []
+def given_to_the_recipe(instance: dg.DagsterInstance, settings: Settings) -> str | None:
+    """Return the fingerprint that a run of sft/oasst1 hands to its recipe."""
+    given: list[str | None] = []
 
-    def recipe(settings: Settings, *, refresh: bool, progress: object) -> Outcome:
-        given.append(refresh)
+    def recipe(settings: Settings, *, observed: str | None, progress: object) -> Outcome:
+        given.append(observed)
         raise ValueError("this recipe builds nothing")
 
     @dg.asset(key=["sft", "oasst1"])
     def oasst1(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
         return assets._materialized(context, settings, recipe)
 
-    with dg.instance_for_test() as instance:
-        if observed:
-            tags = {"dagster/data_version": f"OpenAssistant/oasst1@{observed}"}
-            instance.report_runless_asset_event(dg.AssetObservation(["raw", "oasst1"], tags=tags))
-        form = SettingsResource.of(of_the_hub)
-        dg.materialize([oasst1], instance=instance, resources={"settings": form}, raise_on_error=False)
-    assert given == [asks_again]
+    form = SettingsResource.of(settings)
+    dg.materialize([oasst1], instance=instance, resources={"settings": form}, raise_on_error=False)
+    return given[0]
+
+
+def test_an_observation_counts_until_the_cache_is_built_again(
+    instance: dg.DagsterInstance, of_the_hub: Settings
+) -> None:
+    assert given_to_the_recipe(instance, of_the_hub) is None
+    tags = {"dagster/data_version": "OpenAssistant/oasst1@bbb"}
+    instance.report_runless_asset_event(dg.AssetObservation(["raw", "oasst1"], tags=tags))
+    assert given_to_the_recipe(instance, of_the_hub) == "OpenAssistant/oasst1@bbb"
+    # Built after it, at whatever revision, as by the command line's own refresh.
+    record = versions_dir(Path(of_the_hub.cache_dir, "sft", "oasst1")) / "recipe.json"
+    os.utime(record, (time.time() + 1, time.time() + 1))
+    assert given_to_the_recipe(instance, of_the_hub) is None
+
+
+@pytest.mark.parametrize(
+    ("observed", "built"),
+    [
+        (None, "aaa"),  # nobody has looked: the recorded one
+        ("OpenAssistant/oasst1@bbb", "bbb"),  # the observed one, although the hub has moved on
+        ("f00d", "aaa"),  # of a folder, before source_root became the hub
+        ("somebody/else@ccc", "aaa"),
+        ("OpenAssistant/oasst1@None", "aaa"),  # of a stub
+    ],
+)
+def test_what_is_built_is_the_observed_revision_and_the_hub_is_not_asked(
+    of_the_hub: Settings, monkeypatch: pytest.MonkeyPatch, observed: str | None, built: str
+) -> None:
+    def chats(settings: Settings, source: str, revision: str | None, counters: object) -> Iterator[Any]:
+        yield [{"role": "user", "content": "hi"}, {"role": "assistant", "content": f"revision {revision}"}]
+
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # nobody answers there
+    monkeypatch.setattr("niels_gpt.recipes.sources.chats", chats)
+    changed = dataclasses.replace(of_the_hub, oasst1_max_messages=7)  # a reason to build
+    meta = build_oasst1(changed, observed=observed).meta
+    assert meta["source"]["revision"] == built
+    assert build_oasst1(changed, observed=observed).reused

@@ -6,9 +6,11 @@ import gzip
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -198,6 +200,25 @@ def test_without_a_network_the_error_says_what_works_instead(monkeypatch: pytest
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", no_network)
     with pytest.raises(ConnectionError, match=r"a/b at main.*--source-root MIRROR or --source-root sample"):
         places.hub_revision("a/b")
+
+
+@pytest.mark.parametrize("name", ["ReadTimeout", "ConnectError", "RemoteProtocolError", "gaierror"])
+def test_a_network_that_fails_in_mid_stream_is_a_connection_error(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    import datasets
+    from huggingface_hub.errors import HfHubHTTPError
+
+    client = sys.modules[HfHubHTTPError.__bases__[0].__module__.split(".")[0]]  # httpx or its successor
+    error = socket.gaierror(-3, "no name service") if name == "gaierror" else getattr(client, name)("the wire was cut")
+
+    def rows() -> Iterator[dict[str, Any]]:
+        yield {"text": "one document"}
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows())
+    stream = places.hub_rows("a/b", split="train", streaming=True)
+    assert next(stream) == {"text": "one document"}
+    with pytest.raises(ConnectionError, match=f"the train split of a/b: {name}"):
+        next(stream)
 
 
 def test_importing_the_loaders_loads_no_heavy_library() -> None:

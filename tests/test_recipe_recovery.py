@@ -98,6 +98,7 @@ def test_a_source_that_cannot_be_read_does_not_stop_the_tokenizer_but_it_is_made
     settings = Settings(source_root=str(own), cache_dir=str(own / "c"), vocab_size=600)
     first = ensure_tokenizer(settings)
     assert first.meta["trained_on_bytes"]["dolly15k"] == "failed"
+    assert ensure_tokenizer(settings).reused  # not once for each cache: only a change of that source is a reason
     rows.write_text(good)
     second = ensure_tokenizer(settings)
     assert (second.reused, second.meta["trained_on_bytes"]["dolly15k"] == "failed") == (False, False)

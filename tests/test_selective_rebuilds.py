@@ -93,3 +93,16 @@ def test_a_first_observation_makes_a_cache_stale_once_and_a_run_that_builds_noth
     assert list(stale(instance, settings)) == ["pretrain/roam"]
     assert built(run(instance, settings, "pretrain/roam")) == set()
     assert stale(instance, settings) == {}
+
+
+def test_a_caches_run_that_replaces_the_tokenizer_makes_the_other_caches_stale(
+    instance: dg.DagsterInstance, settings: Settings, tmp_path: Path
+) -> None:
+    run(instance, settings)
+    other = write_tokenizer(train_tokenizer(["another text " * 50, "ein anderer Text"], vocab_size=300), tmp_path / "t")
+    new = dataclasses.replace(settings, tokenizer_model=str(other.model_path))
+    run(instance, new, "sft/oasst1")
+    # Its own step began with the tokenizer before, so sft/oasst1 is among them until a run that does not build it.
+    assert stale(instance, new) == dict.fromkeys(RECIPES, "has a new dependency data version")
+    assert built(run(instance, new)) == set(RECIPES) - {"sft/oasst1"}
+    assert stale(instance, new) == {}

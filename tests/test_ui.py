@@ -18,9 +18,6 @@ from test_dagster_cli import ROOT, environment
 
 pytestmark = pytest.mark.browser
 SECONDS = 120.0
-LAUNCH = """mutation { launchRun(executionParams: {mode: "default", runConfigData: {}, selector: {
-    repositoryLocationName: "niels_gpt", repositoryName: "__repository__", jobName: "__ASSET_JOB",
-    assetSelection: [{path: ["pretrain", "NAME"]}]}}) { __typename } }"""
 RUNS = "{ runsOrError { ... on Runs { results { status startTime endTime } } } }"
 
 
@@ -116,14 +113,3 @@ def test_a_person_materializes_the_sft_group_and_looks_at_a_cache(address: str, 
         page.get_by_text(check).first.wait_for()
     assert page.get_by_text("Succeeded").count() >= 4
     assert (tmp_path / "cache" / "sample" / "sft" / "oasst1" / "meta.json").is_file()
-
-
-def test_two_runs_with_pretrain_builds_take_turns(address: str) -> None:
-    # Dagster writes a pool's limit into its database when the first run of the pool is queued: docs/decisions/0003.
-    for names in (["roam"], ["fineweb_edu", "gutenberg"]):
-        for name in names:
-            assert ask(address, LAUNCH.replace("NAME", name))["launchRun"]["__typename"] == "LaunchRunSuccess"
-        runs = until(lambda: finished(address), "the runs")
-    assert [run["status"] for run in runs] == ["SUCCESS"] * 3
-    second, first, _ = runs  # the newest first
-    assert first["endTime"] <= second["startTime"]

@@ -27,7 +27,8 @@ from niels_gpt.recipes.plan import RECIPES, ensure_tokenizer
 from niels_gpt.recipes.produce import cache_root
 from niels_gpt.settings import Settings
 
-AGAIN = "Remove {}, then build it again: python -m niels_gpt.cache.cli build-all"
+BUILD = "python -m niels_gpt.cache.cli build-all with its settings, or materialize its asset"
+AGAIN = "Remove {}, then build it again: " + BUILD
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 """Six tokens: usr q eot asst a eot; the last two carry loss."""
 
@@ -211,7 +212,7 @@ def test_ids_of_another_tokenizer_than_the_one_beside_the_cache_are_a_problem(ro
         f"{model}: sha256 {other[:12]}, but {ours} has ids of tokenizer {real[:12]}. {AGAIN.format(theirs)}"
     ]
     change(theirs, tokenizer_sha256=other)
-    build = "Build the cache again: python -m niels_gpt.cache.cli build-all"
+    build = f"Build the cache again: {BUILD}"
     assert problems(root / key, "tokenizer_matches") == [
         f"{ours}: ids of tokenizer {real[:12]}, but {theirs}/meta.json is of tokenizer {other[:12]}. {build}",
         f"{model}: sha256 {other[:12]}, but {ours} has ids of tokenizer {real[:12]}. {build}",

@@ -142,6 +142,10 @@ def _build(arguments: argparse.Namespace) -> int:
                     logging.debug("%s failed", key, exc_info=True)
     finally:
         _print_table(outcomes, failures)
+    return _print_failures(failures)
+
+
+def _print_failures(failures: dict[str, Exception]) -> int:
     for key, failure in failures.items():
         print(f"error: {key}: {type(failure).__name__}: {failure}", file=sys.stderr)
     return 1 if failures else 0
@@ -154,12 +158,13 @@ def _check(outcome: Outcome, settings: Settings) -> None:
 
     limits = Limits(deep=settings.deep_checks, max_dropped_share=settings.max_dropped_share)
     problems = verify(outcome.path, limits)
-    blocking = {check.name for check in CHECKS[outcome.meta["kind"]] if check.blocking}
-    for name, found in problems.items():
-        for problem in found:
-            if name not in blocking:
-                print(f"warning: {outcome.key}: {problem}", file=sys.stderr)
-    bad = [problem for name in blocking for problem in problems[name]]
+    bad: list[str] = []
+    for check in CHECKS[outcome.meta["kind"]]:
+        if check.blocking:
+            bad += problems[check.name]
+            continue
+        for problem in problems[check.name]:
+            print(f"warning: {outcome.key}: {problem}", file=sys.stderr)
     if bad:
         raise CacheError("; ".join(bad))
 
@@ -242,8 +247,9 @@ def _size(num_bytes: int) -> str:
 def _list(arguments: argparse.Namespace) -> int:
     from niels_gpt.recipes.produce import recorded_outcomes
 
-    _print_table(recorded_outcomes(arguments.cache_dir), {})
-    return 0
+    outcomes, damaged = recorded_outcomes(arguments.cache_dir)
+    _print_table(outcomes, damaged)
+    return _print_failures(damaged)
 
 
 def _show(arguments: argparse.Namespace) -> int:

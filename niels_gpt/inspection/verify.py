@@ -18,7 +18,7 @@ from niels_gpt.fileio import META_NAME, CacheError, file_records, sha256_file
 from niels_gpt.inspection.stats import supervised_counts
 from niels_gpt.tokenizer import MODEL_NAME
 
-_BUILD = "python -m niels_gpt.cache.cli build-all"
+_BUILD = "python -m niels_gpt.cache.cli build-all with its settings, or materialize its asset"
 _CHUNK_TOKENS = 1 << 22  # looked at in one piece: 8 MiB of a token file
 _MAX_PROBLEMS = 20  # of one check: a shard of the wrong file would give one for each file
 _MAX_EXAMPLES = 5  # named in one problem

@@ -8,8 +8,10 @@ from typing import Any
 
 from niels_gpt.build.writer import TOKEN_BYTES
 from niels_gpt.cache.meta import find_meta
+from niels_gpt.fileio import versions_dir
 from niels_gpt.recipes import pretrain, sft, sources
 from niels_gpt.recipes.produce import (
+    RECIPE_NAME,
     TOKENIZER_KEY,
     Outcome,
     cache_root,
@@ -73,11 +75,10 @@ def settings_fingerprint(settings: Settings, key: str) -> str:
     return recipe_fingerprint(settings, key, _READS[key], "", "")[:12]
 
 
-def recorded_fingerprint(settings: Settings, key: str) -> str | None:
-    """Return the fingerprint of the source that the committed cache `key` was built from; None where there is none."""
-    recorded = recorded_recipe(cache_root(settings) / key).get("source") or {}
-    fingerprint: str | None = recorded.get("fingerprint")
-    return fingerprint
+def built_at(settings: Settings, key: str) -> float:
+    """Return when the committed cache `key` was built from its source, in seconds since the epoch; 0.0 for none."""
+    record = versions_dir(cache_root(settings) / key) / RECIPE_NAME
+    return record.stat().st_mtime if record.is_file() else 0.0
 
 
 def observe(settings: Settings, key: str) -> tuple[dict[str, Any], str | None]:
@@ -135,9 +136,9 @@ __all__ = [
     "TOKENIZER_KEY",
     "Plan",
     "Recipe",
+    "built_at",
     "ensure_tokenizer",
     "observe",
     "plan",
-    "recorded_fingerprint",
     "settings_fingerprint",
 ]

@@ -41,7 +41,9 @@ READS = {
 """The settings that decide each cache's bytes; a change of one of them builds that cache anew."""
 
 
-def build_fineweb_edu(settings: Settings, *, refresh: bool = False, progress: Progress | None = None) -> Outcome:
+def build_fineweb_edu(
+    settings: Settings, *, refresh: bool = False, observed: str | None = None, progress: Progress | None = None
+) -> Outcome:
     """Build pretrain/fineweb_edu: shuffled web pages with end-of-texts, up to the token budgets."""
     origin = sources.origin_of(settings, "fineweb_edu")
 
@@ -58,10 +60,12 @@ def build_fineweb_edu(settings: Settings, *, refresh: bool = False, progress: Pr
             **_arguments(settings, have, progress),
         )
 
-    return _cache(settings, origin, build, refresh)
+    return _cache(settings, origin, build, refresh, observed)
 
 
-def build_wikitext(settings: Settings, *, refresh: bool = False, progress: Progress | None = None) -> Outcome:
+def build_wikitext(
+    settings: Settings, *, refresh: bool = False, observed: str | None = None, progress: Progress | None = None
+) -> Outcome:
     """Build pretrain/wikitext: all lines of train and val in upstream's order, without end-of-texts."""
     origin = sources.origin_of(settings, "wikitext")
     splits = sources.wikitext_splits(settings, origin)
@@ -81,10 +85,12 @@ def build_wikitext(settings: Settings, *, refresh: bool = False, progress: Progr
             **_arguments(settings, have, progress),
         )
 
-    return _cache(settings, origin, build, refresh)
+    return _cache(settings, origin, build, refresh, observed)
 
 
-def build_roam(settings: Settings, *, refresh: bool = False, progress: Progress | None = None) -> Outcome:
+def build_roam(
+    settings: Settings, *, refresh: bool = False, observed: str | None = None, progress: Progress | None = None
+) -> Outcome:
     """Build pretrain/roam: all notes, split by file, with end-of-texts."""
     origin = sources.origin_of(settings, "roam")
 
@@ -98,10 +104,12 @@ def build_roam(settings: Settings, *, refresh: bool = False, progress: Progress 
             **_arguments(settings, have, progress),
         )
 
-    return _cache(settings, origin, build, refresh)
+    return _cache(settings, origin, build, refresh, observed)
 
 
-def build_gutenberg(settings: Settings, *, refresh: bool = False, progress: Progress | None = None) -> Outcome:
+def build_gutenberg(
+    settings: Settings, *, refresh: bool = False, observed: str | None = None, progress: Progress | None = None
+) -> Outcome:
     """Build pretrain/gutenberg from a mirror's books; on the hub it is a stub unless gutenberg_from_hub is set."""
     origin = sources.origin_of(settings, "gutenberg")
 
@@ -120,7 +128,7 @@ def build_gutenberg(settings: Settings, *, refresh: bool = False, progress: Prog
             **common,
         )
 
-    return _cache(settings, origin, build, refresh)
+    return _cache(settings, origin, build, refresh, observed)
 
 
 def _unbounded() -> dict[str, Any]:
@@ -140,8 +148,19 @@ def _arguments(settings: Settings, have: Ingredients, progress: Progress | None)
 
 
 def _cache(
-    settings: Settings, origin: sources.Origin, build: Callable[[Ingredients, Path], dict[str, Any]], refresh: bool
+    settings: Settings,
+    origin: sources.Origin,
+    build: Callable[[Ingredients, Path], dict[str, Any]],
+    refresh: bool,
+    observed: str | None,
 ) -> Outcome:
     ensure_tokenizer(settings)
-    key = f"pretrain/{origin.source}"
-    return produce(settings, key, reads=READS[origin.source], origin=origin, build=build, refresh=refresh)
+    return produce(
+        settings,
+        f"pretrain/{origin.source}",
+        reads=READS[origin.source],
+        origin=origin,
+        build=build,
+        refresh=refresh,
+        observed=observed,
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -30,6 +32,8 @@ from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokeniz
 
 TOKENIZER_KEY = "tokenizer"
 RECIPE_NAME = "recipe.json"
+RUNS_DIR = ".runs"
+"""In the cache folder: what differs from one build to another of the same bytes (D10)."""
 
 
 @dataclass(frozen=True)
@@ -120,16 +124,19 @@ def produce(
     origin: Origin,
     build: Callable[[Ingredients, Path], dict[str, Any]],
     refresh: bool,
+    observed: str | None,
 ) -> Outcome:
     """Run one recipe: reuse the committed cache if it is current, else build, and record what was done.
 
     reads: the names of the settings that decide the output.
     refresh: ask the hub for its newest revision instead of keeping the recorded one.
+    observed: the source's fingerprint, where somebody has looked since the cache was built; on the hub it is what is
+        built. One of another dataset, or of files, is passed over.
     """
     path = cache_root(settings) / key
     with Measured() as measured:
         tokenizer = _tokenizer_of(settings)
-        facts = origin.facts(None if refresh else recorded_recipe(path).get("source"))
+        facts = origin.facts(None if refresh else _known_facts(origin, path, observed))
         fingerprint = recipe_fingerprint(settings, key, reads, tokenizer.sha256, str(facts["fingerprint"]))
         reused = is_current(path, fingerprint)
         if reused:
@@ -140,6 +147,14 @@ def produce(
             meta = build(Ingredients(tokenizer, source, counters, facts["revision"]), path)
             record_recipe(path, fingerprint, facts)
     return finish(settings, key, path, meta, reused, measured, fingerprint)
+
+
+def _known_facts(origin: Origin, path: Path, observed: str | None) -> dict[str, Any] | None:
+    dataset, _, revision = (observed or "").rpartition("@")
+    if dataset == origin.dataset and revision != "None":  # what nobody has asked for, as a stub's
+        return {"fingerprint": observed, "revision": revision}
+    recorded: dict[str, Any] | None = recorded_recipe(path).get("source")
+    return recorded
 
 
 def record_recipe(path: Path, fingerprint: str, source: dict[str, Any]) -> None:
@@ -177,26 +192,29 @@ def finish(
     return outcome
 
 
-def recorded_outcomes(root: Path) -> list[Outcome]:
-    """Return what made each committed cache below `root`, by its meta.json and the newest line in .runs/.
+def recorded_outcomes(root: Path) -> tuple[list[Outcome], dict[str, Exception]]:
+    """Return what made each committed cache below `root`, by its meta.json and .runs/, and whose meta.json is damaged.
 
-    A cache that was copied here has no such line: its seconds are nan and its fingerprint is empty.
+    A cache that was copied here has no line in .runs/: its seconds are nan and its fingerprint is empty.
     Raises: FileNotFoundError if there is no cache.
     """
-    folders = [
-        root / TOKENIZER_KEY,
-        *(path for family in ("pretrain", "sft") for path in sorted(root.glob(f"{family}/*"))),
-    ]
-    outcomes = []
-    for path in folders:
-        meta, key = find_meta(path), path.relative_to(root).as_posix()
+    families = [sorted(root.glob(f"{family}/[!.]*")) for family in ("pretrain", "sft")]
+    outcomes: list[Outcome] = []
+    damaged: dict[str, Exception] = {}
+    for path in itertools.chain([root / TOKENIZER_KEY], *families):
+        key = path.relative_to(root).as_posix()
+        try:
+            meta = find_meta(path)
+        except CacheError as error:
+            damaged[key] = error
+            continue
         if meta is not None:
             run = _newest_run(root, key)
             about = (run.get("seconds", math.nan), run.get("peak_bytes"), run.get("fingerprint", ""))
             outcomes.append(Outcome(key, path, meta, False, *about))
-    if not outcomes:
+    if not outcomes and not damaged:
         raise FileNotFoundError(f"{root}: no cache there. Name the folder that holds pretrain/ and sft/, or build some")
-    return outcomes
+    return outcomes, damaged
 
 
 def _newest_run(root: Path, key: str) -> dict[str, Any]:
@@ -204,12 +222,15 @@ def _newest_run(root: Path, key: str) -> dict[str, Any]:
         lines = _runs_file(root, key).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return {}
-    newest: dict[str, Any] = json.loads(lines[-1]) if lines else {}
-    return newest
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):  # half a line, where its writer was killed
+            run: dict[str, Any] = json.loads(line)
+            return run
+    return {}
 
 
 def _runs_file(root: Path, key: str) -> Path:
-    return root / ".runs" / f"{key.replace('/', '.')}.jsonl"
+    return root / RUNS_DIR / f"{key.replace('/', '.')}.jsonl"
 
 
 def _tokenizer_of(settings: Settings) -> SentencePieceTokenizer:

@@ -20,17 +20,21 @@ READS = {
 """The settings that decide each cache's bytes; a change of one of them builds that cache anew."""
 
 
-def build_dolly15k(settings: Settings, *, refresh: bool = False, progress: Progress | None = None) -> Outcome:
+def build_dolly15k(
+    settings: Settings, *, refresh: bool = False, observed: str | None = None, progress: Progress | None = None
+) -> Outcome:
     """Build sft/dolly15k: one instruction and one response each."""
-    return _chats(settings, "dolly15k", refresh, progress)
+    return _chats(settings, "dolly15k", refresh, observed, progress)
 
 
-def build_oasst1(settings: Settings, *, refresh: bool = False, progress: Progress | None = None) -> Outcome:
+def build_oasst1(
+    settings: Settings, *, refresh: bool = False, observed: str | None = None, progress: Progress | None = None
+) -> Outcome:
     """Build sft/oasst1: every path from a root to a leaf of the message trees."""
-    return _chats(settings, "oasst1", refresh, progress)
+    return _chats(settings, "oasst1", refresh, observed, progress)
 
 
-def _chats(settings: Settings, source: str, refresh: bool, progress: Progress | None) -> Outcome:
+def _chats(settings: Settings, source: str, refresh: bool, observed: str | None, progress: Progress | None) -> Outcome:
     origin = sources.origin_of(settings, source)
     ensure_tokenizer(settings)
 
@@ -47,4 +51,12 @@ def _chats(settings: Settings, source: str, refresh: bool, progress: Progress | 
             progress=progress,
         )
 
-    return produce(settings, f"sft/{source}", reads=READS[source], origin=origin, build=build, refresh=refresh)
+    return produce(
+        settings,
+        f"sft/{source}",
+        reads=READS[source],
+        origin=origin,
+        build=build,
+        refresh=refresh,
+        observed=observed,
+    )

@@ -42,7 +42,7 @@ def ensure_tokenizer(settings: Settings) -> Outcome:
     """Return <cache>/tokenizer (spm.model, meta.json), made first if need be.
 
     A named model (`tokenizer_model`) replaces another one. A model trained here is trained anew when its settings
-    change, or when a source failed at that time; a change of the text alone is no reason.
+    change, or when a source that failed at that time has changed; else a change of the text is no reason.
     Raises: FileNotFoundError for a named model that is absent; ConnectionError for a hub that cannot be reached: a
         tokenizer outlives an outage; ValueError where there is no text to train on.
     """
@@ -95,8 +95,17 @@ def _reusable(settings: Settings, path: Path) -> dict[str, Any] | None:
         return meta if _sha256_of(settings.tokenizer_model) == meta.get("tokenizer_sha256") else None
     if meta.get("origin") == "trained":
         same = all(meta.get(key) == getattr(settings, name) for name, key in TRAINING_SETTINGS.items())
-        return meta if same and FAILED not in meta.get("trained_on_bytes", {}).values() else None
+        failed = meta.get("failed_sources", {})
+        return meta if same and all(_fingerprint(settings, name) == old for name, old in failed.items()) else None
     return meta
+
+
+def _fingerprint(settings: Settings, source: str) -> str | None:
+    """Return what a source that failed would have to change for another attempt; None where it cannot be told."""
+    try:
+        return str(sources.origin_of(settings, source).facts(None, ask_hub=False)["fingerprint"])
+    except (OSError, ValueError):
+        return None
 
 
 def _given_model(settings: Settings) -> Path | None:
@@ -144,8 +153,9 @@ def _trained(settings: Settings) -> tuple[bytes, dict[str, Any]]:
         character_coverage=settings.character_coverage,
         trained_on=kind,
     )
-    about = {"max_bytes": settings.tokenizer_max_bytes, "trained_on_bytes": seen, "origin": "trained"}
-    return trained.model, {**trained.meta, **about}
+    failed = {name: _fingerprint(settings, name) for name, size in seen.items() if size == FAILED}
+    about = {"max_bytes": settings.tokenizer_max_bytes, "trained_on_bytes": seen, "failed_sources": failed}
+    return trained.model, {**trained.meta, **about, "origin": "trained"}
 
 
 def _training_texts(settings: Settings, seen: dict[str, int | str]) -> Iterator[str]:
