@@ -54,8 +54,9 @@ def _observable(key: str) -> dg.AssetsDefinition:
 
     @dg.multi_observable_source_asset(specs=[spec], name=f"raw__{source}")
     def raw(context: dg.AssetExecutionContext, settings: SettingsResource) -> Iterator[dg.ObserveResult]:
+        core = settings.of_run(context)
         with _clear_errors():
-            facts, warning = observe(settings.of_run(context), key)
+            facts, warning = observe(core, key)
         if warning:
             context.log.warning(warning)
         metadata = {**{name: fact for name, fact in facts.items() if fact is not None}, "warning": warning or "none"}
@@ -93,8 +94,9 @@ with warnings.catch_warnings():  # Dagster calls observables beta; docs/decision
 @dg.asset(group_name="tokenizer", kinds={"sentencepiece"}, retry_policy=NETWORK_RETRIES)
 def tokenizer(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
     """SentencePiece model of all caches: `tokenizer_model`, else what is there, else one trained on the sources."""
+    core = settings.of_run(context)
     with _clear_errors():
-        return _result(context, ensure_tokenizer(settings.of_run(context)))
+        return _result(context, ensure_tokenizer(core))
 
 
 @dg.asset(key=["pretrain", "fineweb_edu"], deps=[tokenizer, raw_key("fineweb_edu")], **_PRETRAIN)
