@@ -222,4 +222,5 @@ def _clear_errors() -> Iterator[None]:
     except (ConnectionError, TimeoutError):  # the core turns every error of the hub's client into one of these
         raise
     except Exception as error:
-        raise dg.Failure(f"{type(error).__name__}: {error}", allow_retries=False) from error
+        hint = " (here a flag is a field of the resource settings, as source_root)" if " --" in str(error) else ""
+        raise dg.Failure(f"{type(error).__name__}: {error}{hint}", allow_retries=False) from error

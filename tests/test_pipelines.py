@@ -161,6 +161,7 @@ def test_bad_input_fails_at_once_with_the_cores_own_words(instance: dg.DagsterIn
     result = run(instance, settings, "pretrain/roam", raise_on_error=False)
     message = failure_of(result, "pretrain__roam")
     assert message.startswith("FileNotFoundError: ") and str(tmp_path / "no") in message
+    assert message.endswith("(here a flag is a field of the resource settings, as source_root)")
 
 
 @pytest.mark.parametrize(
