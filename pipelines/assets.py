@@ -183,9 +183,11 @@ def _tell_of_tokenizer(context: dg.AssetExecutionContext, key: dg.AssetKey, sett
     """Where a cache's step has replaced the tokenizer that Dagster knows, tell it: the other caches are stale."""
     event = context.instance.get_latest_materialization_event(key)
     known = event.asset_materialization.tags if event is not None and event.asset_materialization else None
+    if not known:  # as in a fresh clone: there is nothing to correct
+        return
     outcome = ensure_tokenizer(settings)
     content = str(outcome.meta["content_sha256"])
-    if known and known.get(DATA_VERSION) != content:
+    if known.get(DATA_VERSION) != content:
         tags = {DATA_VERSION: content, "dagster/code_version": settings_fingerprint(settings, TOKENIZER_KEY)}
         context.log_event(dg.AssetMaterialization(key, metadata=materialize_result(outcome).metadata, tags=tags))
 

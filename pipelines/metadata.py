@@ -6,7 +6,7 @@ from typing import Any
 import dagster as dg
 
 from niels_gpt.cache.formats import SPLITS
-from niels_gpt.fileio import META_NAME, file_records
+from niels_gpt.fileio import META_NAME
 from niels_gpt.inspection.plot import plot
 from niels_gpt.inspection.show import sample_texts
 from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome
@@ -41,7 +41,7 @@ def mirrored(outcome: Outcome) -> Metadata:
     """
     listed_in = str(outcome.path / META_NAME)
     lists: dict[str, Any] = {
-        key: _lengths_of(outcome.meta[key], listed_in) for key in ("shards", "files") if key in outcome.meta
+        key: _counted(outcome.meta[key], listed_in) for key in ("shards", "files") if key in outcome.meta
     }
     meta: dict[str, Any] = {**outcome.meta, **lists}
     return {key: _typed(meta[key]) for key in sorted(meta)}
@@ -59,7 +59,7 @@ def _typed(value: Any) -> dg.MetadataValue[Any]:
     return dg.MetadataValue.text(value) if isinstance(value, str) else dg.MetadataValue.json(value)
 
 
-def _lengths_of(value: Any, listed_in: str) -> dict[str, Any]:
+def _counted(value: Any, listed_in: str) -> dict[str, Any]:
     sums = {split: _sums(records) for split, records in value.items()} if isinstance(value, dict) else _sums(value)
     return {**sums, "listed_in": listed_in}
 
@@ -81,13 +81,13 @@ def _of_the_run(outcome: Outcome) -> Metadata:
         "run/recipe_fingerprint": value.text(outcome.fingerprint),
         "path": value.path(outcome.path.absolute()),
         "meta_json": value.path((outcome.path / META_NAME).absolute()),
-        "size_mib": value.float(round(sum(record["bytes"] for record in file_records(meta)) / _MIB, 3)),
+        "size_mib": value.float(round(outcome.disk_bytes / _MIB, 3)),
     }
     if outcome.peak_bytes is not None:
         found["run/peak_memory_mib"] = value.float(round(outcome.peak_bytes / _MIB, 1))
-    tokens = sum((meta.get("totals") or {}).get(f"{split}_tokens", 0) for split in SPLITS)
-    if tokens and not outcome.reused:
-        found["run/tokens_per_second"] = value.float(round(tokens / outcome.seconds, 1))
+    if outcome.tokens_per_second is not None:
+        found["run/tokens_per_second"] = value.float(round(outcome.tokens_per_second, 1))
+    tokens = outcome.tokens
     if tokens and "utf8_bytes" in meta:
         found["bytes_per_token"] = value.float(round(sum(meta["utf8_bytes"].values()) / tokens, 3))
     if "dropped" in meta:

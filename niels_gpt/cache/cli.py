@@ -105,9 +105,11 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--tokenizer", metavar="MODEL", help="spm.model (default: the one beside the cache)")
     show.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="(default: auto)")
     show.set_defaults(run=_show)
-    there = commands.add_parser("list", help="print a table of the caches", description="Print a table of the caches.")
-    there.add_argument("cache_dir", type=Path, help="folder of the caches, such as cache or cache/sample")
-    there.set_defaults(run=_list)
+    listing = commands.add_parser(
+        "list", help="print a table of the caches", description="Print a table of the caches."
+    )
+    listing.add_argument("cache_dir", type=Path, help="folder of the caches, such as cache or cache/sample")
+    listing.set_defaults(run=_list)
     gc = commands.add_parser("gc", help="remove old versions", description="Remove old versions and dead builds.")
     gc.add_argument("cache_dir", type=Path, help="folder of the caches, such as cache")
     gc.add_argument("--dry-run", action="store_true", help="print what would be removed")
@@ -204,21 +206,18 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _print_table(outcomes: Sequence[Outcome], failures: dict[str, Exception]) -> None:
-    from niels_gpt.fileio import file_records
     from niels_gpt.recipes.produce import TOKENIZER_KEY
 
     rows: list[tuple[str, ...]] = [("cache", "state", "train", "val", "seconds", "tokens/s", "peak memory", "on disk")]
     for outcome in outcomes:
         totals = outcome.meta.get("totals") or {}
-        tokens = sum(totals.get(f"{split}_tokens", 0) for split in ("train", "val"))
-        speed = f"{tokens / outcome.seconds:,.0f}" if tokens and outcome.seconds > 0 and not outcome.reused else "-"
+        speed = "-" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}"
         peak = "-" if outcome.peak_bytes is None else _size(outcome.peak_bytes)
-        size = _size(sum(record["bytes"] for record in file_records(outcome.meta)))
         counts = [_count(totals, split) for split in ("train", "val")]
         if outcome.key == TOKENIZER_KEY:
             counts = [f"{outcome.meta['vocab_size']:,} ids", "-"]
         seconds = f"{outcome.seconds:.2f}".replace("nan", "-")
-        rows.append((outcome.key, _state(outcome), *counts, seconds, speed, peak, size))
+        rows.append((outcome.key, _state(outcome), *counts, seconds, speed, peak, _size(outcome.disk_bytes)))
     rows += [(key, "FAILED", *["-"] * 6) for key in failures]
     _print_rows(rows)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.build.describe import BUILDER_VERSION, FORMAT_VERSION, Source
+from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.fileio import (
     META_NAME,
@@ -54,6 +55,22 @@ class Outcome:
     """Peak resident memory of this process during the recipe; None where the system does not tell."""
     fingerprint: str
     """Of the recipe: settings read, tokenizer, source, format."""
+
+    @property
+    def tokens(self) -> int:
+        """Of train and val together; 0 for a tokenizer and a stub."""
+        totals = self.meta.get("totals") or {}
+        return sum(totals.get(f"{split}_tokens", 0) for split in SPLITS)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None where nothing was tokenized, or where nobody wrote down how long it took."""
+        return self.tokens / self.seconds if self.tokens and self.seconds > 0 and not self.reused else None
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of all files that meta.json names."""
+        return sum(record["bytes"] for record in file_records(self.meta))
 
 
 @dataclass(frozen=True)

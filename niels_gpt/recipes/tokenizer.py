@@ -51,7 +51,6 @@ def ensure_tokenizer(settings: Settings) -> Outcome:
         meta = _reusable(settings, path)
         reused = meta is not None
         if meta is None:
-            path.parent.mkdir(parents=True, exist_ok=True)
             # Two caches that are built at once both want it: one makes it, the other waits and finds it there.
             with fileio.building(path, wait=True) as work:
                 meta = _reusable(settings, path)
