@@ -52,8 +52,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 @pytest.fixture
 def of_the_hub(settings: Settings) -> Settings:
     """Settings of the hub with an oasst1 cache whose record says that it came from the hub's commit aaa."""
-    with dg.instance_for_test() as instance:
-        run(instance, settings, "sft/oasst1")
+    build_oasst1(settings)
     cache = Path(settings.cache_dir, "sft", "oasst1")
     facts = {"kind": "hub", "licence": "apache-2.0", "revision": "aaa", "fingerprint": "OpenAssistant/oasst1@aaa"}
     record = versions_dir(cache) / "recipe.json"
@@ -68,27 +67,28 @@ def data_version(instance: dg.DagsterInstance, key: str) -> str | None:
     return record.asset_observation.data_version
 
 
-def test_a_folders_observation_is_its_fingerprint(settings: Settings) -> None:
-    with dg.instance_for_test() as instance:
-        run(instance, settings, "raw/oasst1")
-        facts, warning = observe(settings, "sft/oasst1")
-        assert data_version(instance, "raw/oasst1") == facts["fingerprint"]
-        assert warning is None
+def test_a_folders_observation_is_its_fingerprint(instance: dg.DagsterInstance, settings: Settings) -> None:
+    run(instance, settings, "raw/oasst1")
+    facts, warning = observe(settings, "sft/oasst1")
+    assert data_version(instance, "raw/oasst1") == facts["fingerprint"]
+    assert warning is None
 
 
-def test_the_hubs_observation_is_its_newest_revision(hub: dict[str, str], of_the_hub: Settings) -> None:
+def test_the_hubs_observation_is_its_newest_revision(
+    instance: dg.DagsterInstance, hub: dict[str, str], of_the_hub: Settings
+) -> None:
     hub["sha"] = "bbb"
-    with dg.instance_for_test() as instance:
-        run(instance, of_the_hub, "raw/oasst1")
-        assert data_version(instance, "raw/oasst1") == "OpenAssistant/oasst1@bbb"
+    run(instance, of_the_hub, "raw/oasst1")
+    assert data_version(instance, "raw/oasst1") == "OpenAssistant/oasst1@bbb"
 
 
-def test_without_the_hub_the_recorded_revision_counts_with_a_warning(hub: dict[str, str], of_the_hub: Settings) -> None:
-    with dg.instance_for_test() as instance:
-        assert run(instance, of_the_hub, "raw/oasst1").success
-        assert data_version(instance, "raw/oasst1") == "OpenAssistant/oasst1@aaa"
-        (record,) = instance.fetch_observations(dg.AssetKey(["raw", "oasst1"]), limit=1).records
-        assert "the revision that the cache was built from" in str(record.asset_observation.metadata["warning"].value)
+def test_without_the_hub_the_recorded_revision_counts_with_a_warning(
+    instance: dg.DagsterInstance, hub: dict[str, str], of_the_hub: Settings
+) -> None:
+    assert run(instance, of_the_hub, "raw/oasst1").success
+    assert data_version(instance, "raw/oasst1") == "OpenAssistant/oasst1@aaa"
+    (record,) = instance.fetch_observations(dg.AssetKey(["raw", "oasst1"]), limit=1).records
+    assert "the revision that the cache was built from" in str(record.asset_observation.metadata["warning"].value)
 
 
 def test_without_the_hub_and_without_a_cache_the_observation_fails(hub: dict[str, str], settings: Settings) -> None:

@@ -75,33 +75,9 @@ def test_the_drawn_examples(tmp_path: Path) -> None:
     In the order of the chats, whatever their lengths are: a cache without val does not shuffle.
     """
     cache, meta = sft(tmp_path / "sft", [chat("A", "B"), chat("A", ""), chat("A", "BB", "A", "B")])
-    tokens = [
-        USR,
-        A,
-        EOT,
-        ASST,
-        B,
-        EOT,
-        USR,
-        A,
-        EOT,
-        ASST,
-        EOT,
-        USR,
-        A,
-        EOT,
-        ASST,
-        B,
-        B,
-        EOT,
-        USR,
-        A,
-        EOT,
-        ASST,
-        B,
-        EOT,
-    ]
-    assert np.fromfile(cache / "train_tokens.bin", "<u2").tolist() == tokens
+    first, second = [USR, A, EOT, ASST, B, EOT], [USR, A, EOT, ASST, EOT]
+    third = [USR, A, EOT, ASST, B, B, EOT, USR, A, EOT, ASST, B, EOT]
+    assert np.fromfile(cache / "train_tokens.bin", "<u2").tolist() == first + second + third
     assert lengths(cache, meta, "train").tolist() == [6, 5, 13]
     found = supervised_counts(cache, meta, "train")
     assert found.dtype == np.int64 and found.tolist() == [2, 1, 5]
