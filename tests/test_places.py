@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from niels_gpt.data import places
+from niels_gpt.data import hub, places
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -188,7 +188,7 @@ def test_the_hubs_revision_is_its_commit(monkeypatch: pytest.MonkeyPatch) -> Non
         return SimpleNamespace(sha=f"commit of {asked['revision']}")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
-    assert places.hub_revision("a/b", revision="v1") == "commit of v1"
+    assert hub.revision_of("a/b", revision="v1") == "commit of v1"
 
 
 def test_without_a_network_the_error_says_what_works_instead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_without_a_network_the_error_says_what_works_instead(monkeypatch: pytest
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", no_network)
     with pytest.raises(ConnectionError, match=r"a/b at main.*--source-root MIRROR or --source-root sample"):
-        places.hub_revision("a/b")
+        hub.revision_of("a/b")
 
 
 @pytest.mark.parametrize("name", ["ReadTimeout", "ConnectError", "RemoteProtocolError", "gaierror"])
@@ -215,7 +215,7 @@ def test_a_network_that_fails_in_mid_stream_is_a_connection_error(monkeypatch: p
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows())
-    stream = places.hub_rows("a/b", split="train", streaming=True)
+    stream = hub.rows("a/b", split="train", streaming=True)
     assert next(stream) == {"text": "one document"}
     with pytest.raises(ConnectionError, match=f"the train split of a/b: {name}"):
         next(stream)

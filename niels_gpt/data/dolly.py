@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
-from niels_gpt.data import places
+from niels_gpt.data import hub, places
 from niels_gpt.data.types import ChatMessage, ChatSample
 
 SOURCE = "dolly15k"
@@ -41,7 +41,7 @@ def iter_dolly_sft(
     if root is None:
         splits = UPSTREAM_SPLITS if split == "all" else (split,)
         rows: Iterator[dict[str, Any]] = chain.from_iterable(
-            places.hub_rows(dataset_id, split=name, streaming=False, revision=revision) for name in splits
+            hub.rows(dataset_id, split=name, streaming=False, revision=revision) for name in splits
         )
     else:
         rows = places.iter_rows(places.split_files(root, dataset_id, split=split), counters=counters)

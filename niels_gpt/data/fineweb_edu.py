@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from niels_gpt.data import places
+from niels_gpt.data import hub, places
 from niels_gpt.data.types import PretrainSample
 
 SOURCE = "fineweb_edu"
@@ -39,7 +39,7 @@ def iter_fineweb_edu(
     places.check_take(take)
     root = places.mirror_root(source_root)
     if root is None:
-        rows = places.hub_rows(
+        rows = hub.rows(
             dataset_id,
             config=name,
             split=split,

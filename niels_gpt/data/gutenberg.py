@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.data import places
+from niels_gpt.data import hub, places
 from niels_gpt.data.fineweb_edu import samples_of_rows
 from niels_gpt.data.types import PretrainSample
 
@@ -39,7 +39,7 @@ def iter_gutenberg(
     places.check_take(take)
     root = places.mirror_root(source_root)
     if root is None:
-        rows = places.hub_rows(
+        rows = hub.rows(
             dataset_id,
             split=split,
             streaming=streaming,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice, pairwise
 from typing import Any
 
-from niels_gpt.data import places
+from niels_gpt.data import hub, places
 from niels_gpt.data.types import ChatMessage, ChatSample
 
 SOURCE = "oasst1"
@@ -68,7 +68,7 @@ def iter_oasst1_trees(
     if root is None:
         splits = UPSTREAM_SPLITS if split == "all" else (split,)
         rows: Iterator[Record] = chain.from_iterable(
-            places.hub_rows(dataset_id, split=name, streaming=False, revision=revision) for name in splits
+            hub.rows(dataset_id, split=name, streaming=False, revision=revision) for name in splits
         )
     else:
         # A copy of the hub's repository has the same messages twice: exports beside the parquet files in data/.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from niels_gpt.data import places
+from niels_gpt.data import hub, places
 from niels_gpt.data.fineweb_edu import _select_text_field
 from niels_gpt.data.types import PretrainSample
 
@@ -37,7 +37,7 @@ def iter_wikitext(
     places.check_split(split)
     root = places.mirror_root(source_root)
     if root is None:
-        rows = places.hub_rows(dataset_id, config=config, split=split, streaming=False, revision=revision)
+        rows = hub.rows(dataset_id, config=config, split=split, streaming=False, revision=revision)
     else:
         paths = places.split_files(root, dataset_id, split=split, suffixes=SUFFIXES, folders=(config,))
         rows = places.iter_rows(paths, counters=counters)

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.data import dolly, fineweb_edu, gutenberg, oasst1, places, roam, wikitext
+from niels_gpt.data import dolly, fineweb_edu, gutenberg, hub, oasst1, places, roam, wikitext
 from niels_gpt.settings import Settings
 
 Documents = Iterator[tuple[str | None, str]]
@@ -54,7 +54,7 @@ class Origin:
         known = recorded or {}
         revision = known.get("revision") if str(known.get("fingerprint")).startswith(f"{self.dataset}@") else None
         if revision is None and ask_hub and not self.stub:
-            revision = places.hub_revision(self.dataset)
+            revision = hub.revision_of(self.dataset)
         fingerprint = f"{self.dataset}@{revision}"
         return {**facts, "revision": revision, "fingerprint": fingerprint, "datasets_version": version("datasets")}
 

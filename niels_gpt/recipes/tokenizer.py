@@ -13,7 +13,7 @@ from typing import Any
 from niels_gpt import fileio
 from niels_gpt.build.describe import FORMAT_VERSION, content_sha256
 from niels_gpt.cache.meta import find_meta, read_meta
-from niels_gpt.data import oasst1, places
+from niels_gpt.data import hub, oasst1
 from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes import sources
@@ -190,7 +190,7 @@ def _texts_of(settings: Settings, source: str) -> Iterator[str]:
     if origin.stub:
         return iter(())
     # Asked before the stream is opened: a hub that cannot be reached says so at once here, after many retries there.
-    revision = places.hub_revision(origin.dataset) if origin.root is None else None
+    revision = hub.revision_of(origin.dataset) if origin.root is None else None
     if source == "fineweb_edu":
         documents = sources.fineweb_edu_texts(settings, revision, counters)
     elif source == "wikitext":
