@@ -22,6 +22,10 @@ class Settings:
     cache_dir: str = _setting(
         "cache", "folder that receives the caches; source_root=sample builds in its folder sample/"
     )
+    exclude: str | None = _setting(None, "file of ids or sha256 of texts, one a line, whose documents are left out")
+    revision: str | None = _setting(
+        None, "hub revisions to build from, SOURCE=COMMIT_TAG_OR_BRANCH,...; others: main as it was at first contact"
+    )
     threads: int = _setting(0, "tokenizer threads; 0: one per usable core. Never changes the output")
 
     tokenizer_model: str | None = _setting(None, "SentencePiece model to use instead of training one")
@@ -61,6 +65,13 @@ class Settings:
     oasst1_dataset: str = _setting("OpenAssistant/oasst1", "dataset id (PR-02)")
     oasst1_english_only: bool = _setting(True, "keep only messages whose language is en (PR-02)")
     oasst1_max_messages: int = _setting(32, "messages of a thread, at most (PR-02)")
+
+    pretrain: str | None = _setting(
+        None, "text of your own, NAME=GLOB[:FIELD]: makes the cache pretrain/NAME; several are separated by ';'"
+    )
+    sft: str | None = _setting(None, "chats of your own, NAME=GLOB: makes the cache sft/NAME; several: as pretrain")
+    sources_file: str = _setting("sources.toml", "file that names more of your own text and chats, if it is there")
+    own_val_frac: float = _setting(0.10, "share of your own text that goes to val, by document and length")
 
     deep_checks: bool = _setting(False, "check the sha256 of every file too, when a finished cache is checked")
     max_dropped_share: float = _setting(0.05, "warn where a larger share of the documents or examples was dropped")

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import glob
 import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from niels_gpt.data.local import expand, in_order
+from niels_gpt.data.places import TABLE_SUFFIXES, iter_rows, read_text
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.tokenizer import TokenizerPaths
 from niels_gpt.tokenizer_training import MODEL_TYPES, NORMALIZATIONS, TrainedTokenizer, train_tokenizer, write_tokenizer
@@ -55,20 +56,16 @@ def input_files(patterns: Sequence[str]) -> tuple[list[Path], Path]:
     They are in order of their path below that folder, so that the same files elsewhere come in the same order.
     Raises: FileNotFoundError if a pattern matches no file.
     """
-    found: set[Path] = set()
+    found: list[Path] = []
     for pattern in patterns:
-        matches = [Path(os.path.abspath(name)) for name in glob.iglob(os.path.expanduser(pattern), recursive=True)]
-        files = [path for path in matches if path.is_file()]
+        files = expand(pattern)
         if not files:
             raise FileNotFoundError(f"no file matches --input_glob {pattern!r}. Check the pattern, and quote it")
-        found.update(files)
-    base = Path(os.path.commonpath([path.parent for path in found]))
-    return sorted(found, key=lambda path: os.fsencode(path.relative_to(base))), base
+        found += files
+    return in_order(found)
 
 
 def _texts(files: Sequence[Path], field: str) -> Iterator[str]:
-    from niels_gpt.data.places import TABLE_SUFFIXES, iter_rows, read_text
-
     for path in files:
         if not path.name.endswith(TABLE_SUFFIXES):
             yield read_text(path)

@@ -2,8 +2,9 @@
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import dagster as dg
@@ -11,6 +12,7 @@ import dagster as dg
 from niels_gpt.build.pretrain import Progress
 from niels_gpt.fileio import file_lock
 from niels_gpt.recipes import pretrain, sft
+from niels_gpt.recipes.own import OwnSource
 from niels_gpt.recipes.plan import RECIPES, TOKENIZER_KEY, Recipe, built_at, observe, settings_fingerprint
 from niels_gpt.recipes.produce import RUNS_DIR, Outcome, cache_root
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
@@ -36,23 +38,23 @@ _SFT: Any = {"group_name": "sft", "kinds": {"numpy"}, "retry_policy": NETWORK_RE
 _LOG_SECONDS = 10.0
 
 
-def raw_key(source: str) -> dg.AssetKey:
+def raw_key(source: str, prefix: Sequence[str] = ()) -> dg.AssetKey:
     """Return the key of the observable that stands for a source's text."""
-    return dg.AssetKey(["raw", source])
+    return dg.AssetKey([*prefix, "raw", source])
 
 
-def _observable(key: str) -> dg.AssetsDefinition:
+def _observable(key: str, prefix: Sequence[str] = ()) -> dg.AssetsDefinition:
     """Return raw/NAME for the cache `key`. A factory, for there is one rule for all of them."""
     source = key.split("/")[1]
     spec = dg.AssetSpec(
-        raw_key(source),
+        raw_key(source, prefix),
         group_name="raw",
         description=f"The text that {key} is made of. Observing it takes the fingerprint of the files below "
         "source_root or, with source_root=hub, asks the hub for the newest revision; where the hub cannot be reached, "
         "the revision that the cache was built from counts, with a warning. A new fingerprint makes the cache stale.",
     )
 
-    @dg.multi_observable_source_asset(specs=[spec], name=f"raw__{source}")
+    @dg.multi_observable_source_asset(specs=[spec], name="__".join([*prefix, "raw", source]))
     def raw(context: dg.AssetExecutionContext, settings: SettingsResource) -> Iterator[dg.ObserveResult]:
         core = settings.of_run(context)
         with _clear_errors():
@@ -151,6 +153,34 @@ def oasst1(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.
     Read it with niels_gpt.cache.SFTExampleDataset.
     """
     return _materialized(context, settings, sft.build_oasst1)
+
+
+def own_assets(sources: Iterable[OwnSource], prefix: Sequence[str]) -> list[dg.AssetsDefinition]:
+    """Return raw/NAME and the cache of each source of the user's own. A factory, for their number is the user's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dg.BetaWarning)
+        observed = [_observable(f"{own.family}/{own.name}", prefix) for own in sources]
+    return [*observed, *(_own_cache(own, prefix) for own in sources)]
+
+
+def _own_cache(own: OwnSource, prefix: Sequence[str]) -> dg.AssetsDefinition:
+    is_chat = own.family == "sft"
+    root = [dg.AssetKey([*prefix, *SFT_ROOT.path])] if is_chat else []
+    build = partial(sft.build_own if is_chat else pretrain.build_own, name=own.name)
+    reader = "SFTExampleDataset" if is_chat else "PretrainTokenStreamDataset"
+
+    @dg.asset(
+        key=[*prefix, own.family, own.name],
+        deps=[dg.AssetKey([*prefix, TOKENIZER_KEY]), raw_key(own.name, prefix), *root],
+        description=f"Token cache of your own {'chats' if is_chat else 'text'}: {own.files}, by {own.said_in}. "
+        f"Licence: {own.licence}. Attribution: {own.attribution}.\n\nRead it with niels_gpt.cache.{reader}.",
+        **(_SFT if is_chat else _PRETRAIN),
+    )
+    def cache(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
+        return _materialized(context, settings, build)
+
+    made: dg.AssetsDefinition = cache
+    return made
 
 
 CACHES = [fineweb_edu, wikitext, roam, gutenberg, dolly15k, oasst1]

@@ -3,6 +3,7 @@
 tokenizer                                          one SentencePiece model for all caches
 pretrain/{fineweb_edu,wikitext,roam,gutenberg}     token shards
 sft/{dolly15k,oasst1}                              chats with their loss
+pretrain/NAME, sft/NAME                            the same of your own text and chats: sources.toml
 raw/NAME                                           observed: the text that a cache is made of
 sft/                                               observed: what `--select sft/*` starts from
 """
@@ -12,7 +13,8 @@ from typing import Any, cast
 
 import dagster as dg
 
-from niels_gpt.recipes.plan import RECIPES, TOKENIZER_KEY, settings_fingerprint
+from niels_gpt.recipes.own import own_sources
+from niels_gpt.recipes.plan import TOKENIZER_KEY, recipes, settings_fingerprint
 from niels_gpt.settings import Settings
 from pipelines import assets
 from pipelines.checks import checks_of
@@ -25,7 +27,8 @@ def niels_definitions(
     """Return the assets, their checks and the `settings` resource, for `dg.Definitions.merge` in any deployment.
 
     key_prefix: put before every asset key, so that sft/oasst1 becomes PREFIX/sft/oasst1; "team/llm" is two parts.
-    settings: of all runs, unless a run's config says otherwise; by default NIELS_GPT_<FIELD> of the environment.
+    settings: of all runs, unless a run's config says otherwise; by default NIELS_GPT_<FIELD> of the environment. The
+        sources of one's own are those that they name here and now; a new one is seen when definitions are reloaded.
     """
     chosen = settings_from_environment() if settings is None else settings
     prefix = key_prefix.split("/") if isinstance(key_prefix, str) else list(key_prefix or [])
@@ -33,13 +36,18 @@ def niels_definitions(
     def key(path: str) -> dg.AssetKey:
         return dg.AssetKey([*prefix, *path.split("/")])
 
-    versions = {key(path): settings_fingerprint(chosen, path) for path in (TOKENIZER_KEY, *RECIPES)}
+    own = list(own_sources(chosen).values())
+    paths = (TOKENIZER_KEY, *recipes(chosen))
+    versions = {key(path): settings_fingerprint(chosen, path) for path in paths}
     return dg.Definitions(
         assets=dg.map_asset_specs(
             lambda spec: spec.replace_attributes(code_version=versions.get(spec.key)),
-            cast(Any, dg.load_assets_from_modules([assets], key_prefix=prefix or None)),
+            [
+                *cast(Any, dg.load_assets_from_modules([assets], key_prefix=prefix or None)),
+                *assets.own_assets(own, prefix),
+            ],
         ),
-        asset_checks=[checks_of(key(path), path) for path in (TOKENIZER_KEY, *RECIPES)],
+        asset_checks=[checks_of(key(path), path) for path in paths],
         resources={"settings": SettingsResource.of(chosen)},
     )
 

@@ -83,6 +83,9 @@ def _of_the_run(outcome: Outcome) -> Metadata:
         "meta_json": value.path((outcome.path / META_NAME).absolute()),
         "size_mib": value.float(round(outcome.disk_bytes / _MIB, 3)),
     }
+    for name in ("licence", "attribution", "revision"):
+        if (fact := (meta.get("source") or {}).get(name)) is not None:
+            found[name] = value.text(str(fact))
     if outcome.peak_bytes is not None:
         found["run/peak_memory_mib"] = value.float(round(outcome.peak_bytes / _MIB, 1))
     if outcome.tokens_per_second is not None:

@@ -1,21 +1,43 @@
-"""What several test files share: a tiny real tokenizer trained once per run from the text below, and a mirror."""
+"""What several test files share: a tiny real tokenizer trained once per run from the text below, a mirror, and a hub.
+
+No test reaches the internet or the user's cache: before any library is imported, HF_ENDPOINT becomes a port on this
+machine, where only the fixture `loopback_hub` listens, and HF_HOME a temporary folder. Subprocesses inherit both.
+"""
 
 from __future__ import annotations
 
+import atexit
+import os
+import random
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from loopback_hub import LoopbackHub
 
-from niels_gpt.data import places
+from niels_gpt.data import hub, places
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 
 if TYPE_CHECKING:
     import dagster as dg
+
+HUB_PORT = random.SystemRandom().randrange(20_000, 30_000)
+"""Below the ports that the system gives to outgoing connections, so that none of them takes it between two tests."""
+HUB_HOME = tempfile.mkdtemp(prefix="hub-")
+atexit.register(shutil.rmtree, HUB_HOME, ignore_errors=True)
+os.environ.update(
+    HF_ENDPOINT=f"http://127.0.0.1:{HUB_PORT}",
+    HF_HOME=HUB_HOME,
+    HF_HUB_DISABLE_TELEMETRY="1",
+    HF_UPDATE_DOWNLOAD_COUNTS="0",  # datasets would ask a host on the internet, for three seconds each time
+)
+for _name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
+    os.environ.pop(_name, None)
 
 TINY_TEXTS = tuple(
     f"Page {page}. The {animal} walks to the {place} and finds {page * 3} {things}.\n\nWhy? It was {mood} that day;\n"
@@ -65,3 +87,10 @@ def instance() -> Iterator[dg.DagsterInstance]:
 
     with dg.instance_for_test() as instance:
         yield instance
+
+
+@pytest.fixture
+def loopback_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+    """A hub at HF_ENDPOINT, empty at first; see loopback_hub.py. Nothing waits long: see `quick_retries`."""
+    with LoopbackHub(port=HUB_PORT) as running:
+        yield running

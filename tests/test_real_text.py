@@ -20,6 +20,7 @@ from niels_gpt.chat_template import format_chat
 from niels_gpt.data import places, roam
 from niels_gpt.fileio import META_NAME
 from niels_gpt.recipes import sources
+from niels_gpt.recipes.origins import origin_of
 from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.settings import Settings
 from niels_gpt.special_tokens import find_reserved_literal
@@ -60,13 +61,13 @@ def stored_documents(cache: Path, meta: dict[str, Any], split: str) -> list[list
 
 
 def upstream(settings: Settings, name: str) -> list[tuple[str | None, str]]:
-    origin, counters = sources.origin_of(settings, name), Counter[str]()
+    origin, counters = origin_of(settings, name), Counter[str]()
     if name == "wikitext":
         return list(sources.wikitext_texts(settings, None, counters, sources.wikitext_splits(settings, origin)))
     if name == "roam":
         return list(sources.roam_texts(settings, origin, counters))
     texts = sources.fineweb_edu_texts if name == "fineweb_edu" else sources.gutenberg_texts
-    return list(texts(settings, None, counters))
+    return list(texts(settings, origin, None, counters))
 
 
 def test_the_tokenizer_has_sixteen_thousand_pieces(tokenizer: SentencePieceTokenizer) -> None:
@@ -102,7 +103,7 @@ def test_every_kept_chat_is_stored_as_the_template_says(
         tokens = np.fromfile(cache / f"{split}_tokens.bin", dtype="<u2")
         edges = [*np.load(cache / f"{split}_idx.npy").tolist(), len(tokens)]
         stored.update(tuple(tokens[a:b].tolist()) for a, b in itertools.pairwise(edges))
-    chats = list(sources.chats(settings, name, None, Counter()))
+    chats = list(sources.chats(settings, origin_of(settings, name), None, Counter()))
     kept = [chat for chat in chats if not any(find_reserved_literal(turn["content"]) for turn in chat)]
     assert stored == Counter(tuple(format_chat(tokenizer, chat)) for chat in kept)  # type: ignore[arg-type]
     assert meta["examples_read"] == len(chats) == sum(stored.values()) + sum(meta["dropped"].values())
@@ -111,11 +112,11 @@ def test_every_kept_chat_is_stored_as_the_template_says(
 def test_every_row_of_the_mirror_is_kept_or_counted(settings: Settings, metas: dict[str, dict[str, Any]]) -> None:
     root = Path(settings.source_root)
     rows = {
-        "pretrain/fineweb_edu": len(list(places.iter_rows(sources.origin_of(settings, "fineweb_edu").files))),
+        "pretrain/fineweb_edu": len(list(places.iter_rows(origin_of(settings, "fineweb_edu").files))),
         "pretrain/roam": len(roam.list_roam_paths(root / "roam")),
-        "pretrain/gutenberg": len(sources.origin_of(settings, "gutenberg").files),
-        "pretrain/wikitext": len(list(places.iter_rows(sources.origin_of(settings, "wikitext").files))),
-        "sft/dolly15k": len(list(places.iter_rows(sources.origin_of(settings, "dolly15k").files))),
+        "pretrain/gutenberg": len(origin_of(settings, "gutenberg").files),
+        "pretrain/wikitext": len(list(places.iter_rows(origin_of(settings, "wikitext").files))),
+        "sft/dolly15k": len(list(places.iter_rows(origin_of(settings, "dolly15k").files))),
     }
     for key, expected in rows.items():
         meta = metas[key]

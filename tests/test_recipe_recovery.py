@@ -14,7 +14,7 @@ from byte_tokenizer import ByteTokenizer
 from niels_gpt.build.pretrain import build_pretrain
 from niels_gpt.cache import read_meta, write_meta
 from niels_gpt.data import places
-from niels_gpt.recipes import sources
+from niels_gpt.recipes.origins import origin_of
 from niels_gpt.recipes.plan import RECIPES, ensure_tokenizer, plan
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import load_tokenizer
@@ -70,10 +70,10 @@ def test_a_description_that_another_builder_wrote_is_not_taken_for_the_recipes(s
 
 def test_a_recorded_revision_is_kept_for_its_own_dataset_only(settings: Settings) -> None:
     hub = dataclasses.replace(settings, source_root="hub")
-    facts = {"revision": "abc", "fingerprint": f"{hub.oasst1_dataset}@abc"}
-    assert sources.origin_of(hub, "oasst1").facts(facts)["revision"] == "abc"
+    facts = {"revision": "abc", "licence": "apache-2.0", "fingerprint": f"{hub.oasst1_dataset}@abc"}
+    assert origin_of(hub, "oasst1").facts(facts)["revision"] == "abc"
     other = dataclasses.replace(hub, oasst1_dataset="me/other")
-    assert sources.origin_of(other, "oasst1").facts(facts, ask_hub=False)["revision"] is None
+    assert origin_of(other, "oasst1").facts(facts, ask_hub=False)["revision"] is None
 
 
 def test_meta_names_the_model_that_made_the_ids_even_if_its_file_is_replaced_meanwhile(

@@ -15,6 +15,7 @@ import pytest
 from niels_gpt.data import places
 from niels_gpt.fileio import CacheError
 from niels_gpt.recipes import sources
+from niels_gpt.recipes.origins import origin_of
 from niels_gpt.recipes.plan import RECIPES, ensure_tokenizer, plan
 from niels_gpt.recipes.produce import Outcome
 from niels_gpt.settings import Settings
@@ -146,7 +147,7 @@ def test_the_plans_disk_is_enough(settings: Settings) -> None:
 
 
 def test_chats_come_in_upstreams_order(settings: Settings) -> None:
-    first = next(iter(sources.chats(settings, "dolly15k", None, Counter())))
+    first = next(iter(sources.chats(settings, origin_of(settings, "dolly15k"), None, Counter())))
     assert [turn["role"] for turn in first] == ["user", "assistant"]
 
 

@@ -2,8 +2,12 @@
 
     python -m niels_gpt.cache.cli build-all --cache-dir cache --seed 42       every cache
     python -m niels_gpt.cache.cli build roam oasst1 --source-root MIRROR      some caches
+    python -m niels_gpt.cache.cli build --pretrain notes=~/notes              a cache of your own text: pretrain/notes
+    python -m niels_gpt.cache.cli build --sft chats='shared/*.json'           a cache of your own chats: sft/chats
+    python -m niels_gpt.cache.cli snapshot fineweb_edu MIRROR --tokens 205M   keep raw text, for builds offline
     python -m niels_gpt.cache.cli build-all --source-root sample --dry-run    what would be done
     python -m niels_gpt.cache.cli list cache                                  what is there
+    python -m niels_gpt.cache.cli stats cache/sft/oasst1                      lengths, drops, licence of one cache
     python -m niels_gpt.cache.cli show cache/sft/oasst1 --split val --at 3    an example with its loss mask
     python -m niels_gpt.cache.cli gc cache --dry-run                          old versions that could be removed
 
@@ -19,7 +23,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -66,7 +70,9 @@ def add_settings_flags(parser: argparse.ArgumentParser) -> None:
     for field in fields(Settings):
         text = field.metadata["help"].replace("%", "%%") + f" (default: {field.default})"
         flag = "--" + field.name.replace("_", "-")
-        if types[field.name] is bool:
+        if field.name in ("pretrain", "sft"):
+            group.add_argument(flag, action=_Joined, metavar="LINE", help=text + "; may be given several times")
+        elif types[field.name] is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default, help=text)
         else:
             kind = types[field.name] if types[field.name] in (int, float) else str
@@ -75,75 +81,121 @@ def add_settings_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag, type=kind, default=field.default, help=text, choices=choices, metavar=metavar)
 
 
+class _Joined(argparse.Action):
+    """Several values of a flag are one setting, separated by semicolons."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is None else f"{before};{values}")
+
+
+def _number(text: str) -> int:
+    """Parse a number of tokens: 205M, 1.5G, 300_000."""
+    scale = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}.get(text[-1:].lower())
+    number = int(float(text[:-1]) * scale) if scale else int(text)
+    if number <= 0:
+        raise ValueError("not a number above 0")
+    return number
+
+
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """Return the Settings that the flags spell."""
     return Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)})
 
 
 def _parser() -> argparse.ArgumentParser:
-    from niels_gpt.recipes.plan import RECIPES
-
-    names = [key.split("/")[1] for key in RECIPES]
     parser = argparse.ArgumentParser(
         prog="python -m niels_gpt.cache.cli", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    build_all = commands.add_parser("build-all", help="build every cache", description="Build every cache.")
-    build_all.set_defaults(run=_build, sources=names)
-    build = commands.add_parser("build", help="build some caches", description="Build some caches.")
-    build.add_argument("sources", nargs="+", metavar="SOURCE", help=f"some of {', '.join(names)}")
-    build.set_defaults(run=_build)
-    for command in (build_all, build):
-        command.add_argument("--dry-run", action="store_true", help="print what would be built and the disk it needs")
-        command.add_argument("--refresh", action="store_true", help="ask the hub for its newest revisions")
-        add_settings_flags(command)
-    show = commands.add_parser("show", help="print a decoded piece of a cache", description="Print a piece of a cache.")
-    show.add_argument("cache", type=Path, help="folder of a cache, such as cache/sft/oasst1")
+
+    def command(name: str, text: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        added.set_defaults(run=run)
+        return added
+
+    _add_builders(command)
+    _add_viewers(command)
+    gc = command("gc", "remove old versions and dead builds", _gc)
+    gc.add_argument("cache_dir", type=Path, help="folder of the caches, such as cache")
+    gc.add_argument("--dry-run", action="store_true", help="print what would be removed")
+    return parser
+
+
+def _add_builders(command: Callable[..., argparse.ArgumentParser]) -> None:
+    from niels_gpt.recipes.plan import RECIPES
+    from niels_gpt.recipes.snapshot import SPLITS
+
+    build_all = command("build-all", "build every cache", _build)
+    build_all.set_defaults(sources=None)
+    build = command("build", "build some caches", _build)
+    names = ", ".join(key.split("/")[1] for key in RECIPES)
+    build.add_argument("sources", nargs="*", metavar="SOURCE", help=f"some of {names}, and of those of sources.toml")
+    for builder in (build_all, build):
+        builder.add_argument("--dry-run", action="store_true", help="print what would be built and the disk it needs")
+        builder.add_argument("--refresh", action="store_true", help="ask the hub for its newest revisions")
+        add_settings_flags(builder)
+    snapshot = command("snapshot", "keep the raw text of a hub source once, for builds without network", _snapshot)
+    snapshot.epilog = (
+        "Builds with --source-root DEST read it in the hub's place. Interrupted, the same command goes on where it "
+        "stopped; with more tokens, it makes the snapshot longer."
+    )
+    snapshot.add_argument("source", metavar="SOURCE", help=f"one of {', '.join(SPLITS)}")
+    snapshot.add_argument("dest", type=Path, metavar="DEST", help="folder of the mirror; other sources may be there")
+    text = "for builds of so many tokens, as 205M (default: both token budgets)"
+    snapshot.add_argument("--tokens", type=_number, metavar="N", help=text)
+    add_settings_flags(snapshot)
+
+
+def _add_viewers(command: Callable[..., argparse.ArgumentParser]) -> None:
+    listing = command("list", "print a table of the caches", _list)
+    listing.add_argument("cache_dir", type=Path, help="folder of the caches, such as cache or cache/sample")
+    stats = command("stats", "print the sizes, drops, source and licence of a cache", _stats)
+    show = command("show", "print a decoded piece of a cache", _show)
+    for viewer in (stats, show):
+        viewer.add_argument("cache", type=Path, help="folder of a cache, such as cache/sft/oasst1")
     show.add_argument("--split", choices=("train", "val"), default="train", help="(default: train)")
     show.add_argument("--at", type=int, default=0, metavar="N", help="token position, or number of an sft example")
     show.add_argument("--tokens", type=int, default=200, metavar="N", help="tokens to print, at most (default: 200)")
     show.add_argument("--tokenizer", metavar="MODEL", help="spm.model (default: the one beside the cache)")
     show.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="(default: auto)")
-    show.set_defaults(run=_show)
-    listing = commands.add_parser(
-        "list", help="print a table of the caches", description="Print a table of the caches."
-    )
-    listing.add_argument("cache_dir", type=Path, help="folder of the caches, such as cache or cache/sample")
-    listing.set_defaults(run=_list)
-    gc = commands.add_parser("gc", help="remove old versions", description="Remove old versions and dead builds.")
-    gc.add_argument("cache_dir", type=Path, help="folder of the caches, such as cache")
-    gc.add_argument("--dry-run", action="store_true", help="print what would be removed")
-    gc.set_defaults(run=_gc)
-    return parser
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    from niels_gpt.recipes.plan import RECIPES, ensure_tokenizer
+    from niels_gpt.recipes.own import named_by_lines
+    from niels_gpt.recipes.plan import RECIPES, ensure_tokenizer, plan, recipes
+    from niels_gpt.recipes.report import outcomes_table, plan_table
 
-    keys = {key.split("/")[1]: key for key in RECIPES}
-    unknown = [name for name in arguments.sources if name not in keys and name not in RECIPES]
-    if unknown:
-        print(f"error: no source is called {unknown[0]!r}, expected some of {', '.join(keys)}", file=sys.stderr)
-        return 2
     settings = settings_of(arguments)
-    chosen = list(dict.fromkeys(keys.get(name, name) for name in arguments.sources))
+    known = recipes(settings)
+    keys = {key.split("/")[1]: key for key in known}
+    names = list(keys) if arguments.sources is None else [*arguments.sources, *named_by_lines(settings)]
+    unknown = [name for name in names if name not in keys and name not in known]
+    if unknown or not names:
+        found = f"no source is called {unknown[0]!r}" if unknown else "no source is named"
+        print(f"error: {found}, expected some of {', '.join(keys)}, or --pretrain or --sft", file=sys.stderr)
+        return 2
+    chosen = list(dict.fromkeys(keys.get(name, name) for name in names))
     if arguments.dry_run:
-        return _print_plan(settings, chosen)
+        plans = plan(settings, chosen)
+        print(plan_table(plans, settings.cache_dir))
+        return 1 if any(item.action.startswith("cannot") for item in plans) else 0
     outcomes: list[Outcome] = []
     failures: dict[str, Exception] = {}
     try:
-        outcomes.append(ensure_tokenizer(settings))
+        outcomes.append(ensure_tokenizer(settings, own_only=not set(chosen) & set(RECIPES)))
         for key in chosen:
             with _progress_bar(key) as progress:
                 try:
-                    outcome = RECIPES[key](settings, refresh=arguments.refresh, progress=progress)
+                    outcome = known[key](settings, refresh=arguments.refresh, progress=progress)
                     _check(outcome, settings)
                     outcomes.append(outcome)
                 except Exception as error:  # one failing source does not stop the others
                     failures[key] = error
                     logging.debug("%s failed", key, exc_info=True)
     finally:
-        _print_table(outcomes, failures)
+        if outcomes or failures:
+            print(outcomes_table(outcomes, failures))
     return _print_failures(failures)
 
 
@@ -172,83 +224,56 @@ def _check(outcome: Outcome, settings: Settings) -> None:
 
 
 @contextlib.contextmanager
-def _progress_bar(key: str) -> Iterator[Any]:
-    """Yield a builder's progress callback: a bar with tokens/s and time left on a terminal, None elsewhere."""
+def _progress_bar(key: str, *, unit: str = "tok", counted: str = "documents") -> Iterator[Any]:
+    """Yield a progress callback: a bar with speed and time left on a terminal, None elsewhere."""
     if not sys.stderr.isatty():
         yield None
         return
     from tqdm import tqdm
 
-    with tqdm(desc=key, unit="tok", unit_scale=True, leave=False) as bar:
+    with tqdm(desc=key, unit=unit, unit_scale=True, leave=False) as bar:
 
         def show(documents: int, tokens: int, expected: int | None) -> None:
             bar.total = expected
-            bar.set_postfix(documents=documents, refresh=False)
+            bar.set_postfix({counted: documents}, refresh=False)
             bar.update(tokens - bar.n)
 
         yield show
 
 
-def _print_plan(settings: Settings, keys: list[str]) -> int:
-    from niels_gpt.recipes.plan import plan
-
-    rows = [(item.key, item.action, item.source, _size(item.disk_bytes)) for item in plan(settings, keys)]
-    _print_rows([("what", "would be", "from", "disk at most"), *rows])
-    free = _free_bytes(Path(settings.cache_dir))
-    print(f"disk free at {settings.cache_dir}: {_size(free)}")
-    return 1 if any(row[1].startswith("cannot") for row in rows) else 0
-
-
-def _free_bytes(folder: Path) -> int:
-    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    stat = os.statvfs(existing)
-    return stat.f_bavail * stat.f_frsize
-
-
-def _print_table(outcomes: Sequence[Outcome], failures: dict[str, Exception]) -> None:
-    from niels_gpt.recipes.produce import TOKENIZER_KEY
-
-    rows: list[tuple[str, ...]] = [("cache", "state", "train", "val", "seconds", "tokens/s", "peak memory", "on disk")]
-    for outcome in outcomes:
-        totals = outcome.meta.get("totals") or {}
-        speed = "-" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}"
-        peak = "-" if outcome.peak_bytes is None else _size(outcome.peak_bytes)
-        counts = [_count(totals, split) for split in ("train", "val")]
-        if outcome.key == TOKENIZER_KEY:
-            counts = [f"{outcome.meta['vocab_size']:,} ids", "-"]
-        seconds = f"{outcome.seconds:.2f}".replace("nan", "-")
-        rows.append((outcome.key, _state(outcome), *counts, seconds, speed, peak, _size(outcome.disk_bytes)))
-    rows += [(key, "FAILED", *["-"] * 6) for key in failures]
-    _print_rows(rows)
-
-
-def _state(outcome: Outcome) -> str:
-    built = {"partial": "partial", False: "not built"}.get(outcome.meta.get("built"), "built")
-    return f"{built}, up to date" if outcome.reused else built
-
-
-def _count(totals: dict[str, int], split: str) -> str:
-    if f"{split}_examples" in totals:
-        return f"{totals[f'{split}_examples']:,} examples, {totals[f'{split}_tokens']:,} tokens"
-    return f"{totals.get(f'{split}_tokens', 0):,} tokens"
-
-
-def _print_rows(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
-
-
 def _list(arguments: argparse.Namespace) -> int:
     from niels_gpt.recipes.produce import recorded_outcomes
+    from niels_gpt.recipes.report import outcomes_table
 
     outcomes, damaged = recorded_outcomes(arguments.cache_dir)
-    _print_table(outcomes, damaged)
+    print(outcomes_table(outcomes, damaged))
     return _print_failures(damaged)
+
+
+def _snapshot(arguments: argparse.Namespace) -> int:
+    from niels_gpt.recipes.report import size
+    from niels_gpt.recipes.snapshot import take_snapshot
+
+    with _progress_bar(f"snapshot {arguments.source}", unit="B", counted="rows") as progress:
+        folder, manifest = take_snapshot(
+            settings_of(arguments), arguments.source, arguments.dest, tokens=arguments.tokens, progress=progress
+        )
+    files = manifest["files"]
+    print(
+        f"{folder}: {sum(file['rows'] for file in files):,} rows in {len(files)} files, "
+        f"{size(sum(file['bytes'] for file in files))}, revision {manifest['revision']}, "
+        f"{'all of the dataset' if manifest['ended'] else 'the beginning of the stream'}\n"
+        f"build from it: python -m niels_gpt.cache.cli build {arguments.source} --source-root {arguments.dest}"
+    )
+    return 0
+
+
+def _stats(arguments: argparse.Namespace) -> int:
+    from niels_gpt.inspection.stats import summary
+    from niels_gpt.recipes.report import table
+
+    print(table(summary(arguments.cache)))
+    return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -274,13 +299,14 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _gc(arguments: argparse.Namespace) -> int:
     from niels_gpt.fileio import VERSIONS_DIR, build_lock, removable
+    from niels_gpt.recipes.report import size
 
     for folder in sorted(arguments.cache_dir.rglob(f"{VERSIONS_DIR}/*")):
         cache = folder.parent.parent / folder.name
         with build_lock(cache):
             for path in removable(cache):
-                size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-                print(f"{'would remove' if arguments.dry_run else 'removed'} {path} ({_size(size)})")
+                num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+                print(f"{'would remove' if arguments.dry_run else 'removed'} {path} ({size(num_bytes)})")
                 if not arguments.dry_run:
                     shutil.rmtree(path)
     return 0

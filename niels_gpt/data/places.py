@@ -9,13 +9,21 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import logging
 import os
+import re
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
+from niels_gpt.data import json_stream
+from niels_gpt.data.parquet_stream import iter_parquet
 from niels_gpt.fileio import sha256_file
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -23,7 +31,7 @@ TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 KNOWN_SUFFIXES = (*TABLE_SUFFIXES, ".txt", ".md")
 SPLITS = ("train", "validation", "test")
 SAMPLE_DIR = Path(__file__).resolve().parent / "sample"
-PARQUET_BATCH_ROWS = 1_000  # bounds memory; a fineweb-edu row group would be several hundred megabytes
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 LICENCES: dict[str, str] = {
     "fineweb_edu": "ODC-BY 1.0",
@@ -60,13 +68,19 @@ def mirror_root(source_root: str | os.PathLike[str]) -> Path | None:
 def walk_files(folder: Path, *, suffixes: Sequence[str]) -> list[Path]:
     """List files below `folder` by suffix in order of relative path, by its bytes, whatever the locale.
 
-    Hidden files and folders (`.git`, `.obsidian`) are left out; links to folders are not followed.
+    Hidden files and folders (`.git`, `.obsidian`) are left out; links to folders are not followed. A folder that may
+    not be read is passed over with a warning in the log.
     """
     found: list[Path] = []
-    for where, folders, names in os.walk(folder):
+    for where, folders, names in os.walk(folder, onerror=_warn_of):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(where, n) for n in names if not n.startswith(".") and n.endswith(tuple(suffixes))]
     return sorted(found, key=lambda path: os.fsencode(path.relative_to(folder)))
+
+
+def _warn_of(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):  # the caller says so of those
+        logger.warning("%s: cannot be read, passed over: %s", error.filename, error.strerror)
 
 
 def source_files(root: Path, dataset_id: str, *, suffixes: Sequence[str] | None = None) -> list[Path]:
@@ -159,82 +173,90 @@ def read_text(path: str | os.PathLike[str], *, counters: Counter[str] | None = N
 def iter_rows(paths: Iterable[Path], *, counters: Counter[str] | None = None) -> Iterator[dict[str, Any]]:
     """Stream rows in file order; a .txt file gives one {"text": line} per line, newline kept.
 
-    Raises ValueError naming the file, and for JSON the line, where something is not a JSON object or is damaged.
+    Raises ValueError naming the file, and for JSON the line or item, where something is no JSON object or is damaged.
     """
     for path in paths:
-        if path.name.endswith(".parquet"):
-            yield from _parquet_rows(path, counters)
-        elif path.name.endswith(".txt"):
-            with path.open("rb") as lines:
-                yield from ({"text": decode(line, counters=counters)} for line in lines)
-        elif path.name.endswith((".jsonl", ".jsonl.gz", ".json.gz")):
-            yield from _json_rows(path, counters)
-        else:
-            raise ValueError(f"{path}: rows come from {' '.join(TABLE_SUFFIXES)} .txt, not from this kind of file")
+        yield from (row for _, row in numbered_rows(path, counters=counters))
 
 
-def _json_rows(path: Path, counters: Counter[str] | None) -> Iterator[dict[str, Any]]:
-    packed = path.name.endswith(".gz")
+def numbered_rows(
+    path: Path, *, counters: Counter[str] | None = None, unreadable: Callable[[str], None] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Stream a file's rows, each with its number from 1: that of the line, of the array's item, or of the parquet row.
+
+    unreadable: is told what is wrong with a line or item that is no JSON object, which is then passed over.
+    Raises: ValueError naming the file if it is damaged as a whole, or is an array that breaks off; and without
+        `unreadable` for a line or item that is no JSON object.
+    """
+    if path.name.endswith(".parquet"):
+        yield from enumerate(iter_parquet(path, decode=partial(decode, counters=counters)), 1)
+    elif path.name.endswith(".txt"):
+        with path.open("rb") as lines:
+            yield from ((number, {"text": decode(line, counters=counters)}) for number, line in enumerate(lines, 1))
+    elif path.name.endswith((".jsonl", ".jsonl.gz", ".json", ".json.gz")):
+        for number, row in _json_rows(path, counters):
+            if isinstance(row, dict):
+                yield number, row
+            elif unreadable is None:
+                raise ValueError(row)
+            else:
+                unreadable(row)
+    else:
+        raise ValueError(f"{path}: rows come from {' '.join(TABLE_SUFFIXES)} .json .txt, not from this kind of file")
+
+
+def _json_rows(path: Path, counters: Counter[str] | None) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    # A row, or what is wrong with it.
     try:
-        with cast(BinaryIO, gzip.open(path, "rb") if packed else path.open("rb")) as lines:
-            for number, line in enumerate(lines, 1):
+        with cast(BinaryIO, gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")) as file:
+            by_line = path.name.endswith((".jsonl", ".jsonl.gz")) or not json_stream.spans_lines(file)
+            file.seek(0)
+            if not by_line:
+                for number, value, text in json_stream.iter_values(file, str(path)):
+                    yield number, _json_item(value, text, f"{path}, item {number}", counters)
+                return
+            for number, line in enumerate(file, 1):
                 line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if number == 1 and path.name.endswith(".json.gz") and line.lstrip()[:1] == b"[":
-                    yield from _json_array(path, line + lines.read(), counters)
-                elif line.strip():
-                    yield _json_object(line, f"{path}, line {number}", counters)
-    except (gzip.BadGzipFile, EOFError) as error:
+                if line.strip():
+                    yield number, _json_object(line, f"{path}, line {number}", counters)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: damaged gzip file ({error}); fetch it again") from error
 
 
-def _json_array(path: Path, data: bytes, counters: Counter[str] | None) -> Iterator[dict[str, Any]]:
-    try:
-        items = json.loads(decode(data, counters=counters))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: expected one JSON array of objects ({error})") from error
-    for index, item in enumerate(items):
-        if not isinstance(item, dict):
-            raise ValueError(f"{path}, item {index}: expected a JSON object, found {type(item).__name__}")
-        yield _without_surrogates(item, counters)
-
-
-def _json_object(line: bytes, where: str, counters: Counter[str] | None) -> dict[str, Any]:
+def _json_object(line: bytes, where: str, counters: Counter[str] | None) -> dict[str, Any] | str:
     try:
         row = json.loads(decode(line, counters=counters))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: expected a JSON object ({error}), found {line[:60]!r}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object, found {line[:60]!r}")
-    return _without_surrogates(row, counters) if b"\\ud" in line or b"\\uD" in line else row
+        if isinstance(row, dict):
+            return _without_surrogates(row, counters) if b"\\ud" in line or b"\\uD" in line else row
+        reason = ""
+    except (ValueError, RecursionError) as error:  # of RecursionError: [[[[...
+        reason = f" ({error})"
+    return f"{where}: expected a JSON object{reason}, found {line[:60]!r}"
+
+
+def _json_item(value: Any, text: str, where: str, counters: Counter[str] | None) -> dict[str, Any] | str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # it has bytes that are not utf-8
+        return _json_object(text.encode("utf-8", "surrogateescape"), where, counters)
+    if not isinstance(value, dict):
+        return f"{where}: expected a JSON object, found {text[:60]!r}"
+    return _without_surrogates(value, counters) if "\\ud" in text or "\\uD" in text else value
 
 
 def _without_surrogates(row: dict[str, Any], counters: Counter[str] | None) -> dict[str, Any]:
     # JSON can spell half of a surrogate pair ("\ud83d"), which Python reads but no UTF-8 encoder accepts.
-    for key, value in row.items():
-        if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
-            count(counters, "undecodable_utf8")
-            row[key] = "".join("\ufffd" if "\ud800" <= char <= "\udfff" else char for char in value)
-    return row
+    repaired = _repaired(row)
+    count(counters, "undecodable_utf8", int(repaired != row))
+    return cast(dict[str, Any], repaired)
 
 
-def _parquet_rows(path: Path, counters: Counter[str] | None) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a whole parquet file ({error}); fetch it again") from error
-    with table:
-        for batch in table.iter_batches(batch_size=PARQUET_BATCH_ROWS):
-            columns: list[list[Any]] = []
-            for column in batch.columns:
-                try:
-                    columns.append(column.to_pylist())
-                except UnicodeDecodeError:
-                    raw = column.cast(pa.large_binary()).to_pylist()
-                    columns.append([None if item is None else decode(item, counters=counters) for item in raw])
-            yield from (dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True))
+def _repaired(value: Any) -> Any:
+    if isinstance(value, str):
+        return _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [_repaired(item) for item in value]
+    return {_repaired(key): _repaired(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def files_fingerprint(root: Path, paths: Iterable[Path]) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import OFFSET_DTYPE, target_mask
-from niels_gpt.cache.meta import special_id
+from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, target_mask
+from niels_gpt.cache.meta import read_meta, special_id
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
 from niels_gpt.fileio import META_NAME, CacheError
 
@@ -72,3 +72,47 @@ def supervised_counts(cache: Path, meta: dict[str, Any], split: str) -> NDArray[
         counts[chosen] = np.count_nonzero(mask, axis=1)
         done += len(chosen)
     return counts
+
+
+def summary(cache: Path) -> list[tuple[str, str]]:
+    """Return what a cache holds, and whose text it is, as pairs of a name and a value for people.
+
+    cache: the public folder, such as cache/sft/oasst1. Raises as `bounds`; CacheError for a folder that is no cache.
+    """
+    folder = cache.resolve()
+    meta = read_meta(str(folder / META_NAME))
+    if meta.get("kind") not in ("pretrain", "sft"):
+        raise CacheError(f"{cache / META_NAME}: kind is {meta.get('kind')!r}, expected pretrain or sft")
+    source = meta["source"]
+    rows = [
+        ("cache", f"{cache} ({meta['kind']}, {_BUILT[meta['built']]})"),
+        ("dataset", " ".join(str(meta[key]) for key in ("dataset_name", "dataset_config") if meta[key])),
+        ("source", str(source.get("kind")) + (f", revision {source['revision']}" if source.get("revision") else "")),
+        ("licence", str(source.get("licence", "not stated"))),
+        ("attribution", str(source.get("attribution", "not stated"))),
+    ]
+    for split in SPLITS:
+        rows.append((split, _split_line(folder, meta, split)))
+    rows.append(("dropped", _counted(meta.get("dropped", {}))))
+    rows.append(("left out by the loader", _counted(source.get("counters", {}))))
+    return [*rows, ("tokenizer", f"{str(meta['tokenizer_sha256'])[:12]}, {meta['vocab_size']:,} ids")]
+
+
+_BUILT = {True: "built", False: "not built", "partial": "partial"}
+
+
+def _split_line(folder: Path, meta: dict[str, Any], split: str) -> str:
+    tokens, sizes = meta["totals"][f"{split}_tokens"], lengths(folder, meta, split)
+    if not len(sizes):
+        return "empty"
+    unit = "examples" if meta["kind"] == "sft" else "documents"
+    middle, most = np.percentile(sizes, [50, 95])
+    parts = [f"{tokens:,} tokens in {len(sizes):,} {unit} (median {middle:,.0f}, 95% below {most:,.0f})"]
+    parts.append(f"{meta['utf8_bytes'][split] / tokens:.2f} bytes per token")
+    if "supervised_tokens" in meta:
+        parts.append(f"{meta['supervised_tokens'][split] / tokens:.0%} with loss")
+    return ", ".join(parts)
+
+
+def _counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"{reason} {number:,}" for reason, number in sorted(counts.items())) or "none"

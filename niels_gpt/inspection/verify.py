@@ -22,6 +22,7 @@ _BUILD = "python -m niels_gpt.cache.cli build-all with its settings, or material
 _CHUNK_TOKENS = 1 << 22  # looked at in one piece: 8 MiB of a token file
 _MAX_PROBLEMS = 20  # of one check: a shard of the wrong file would give one for each file
 _MAX_EXAMPLES = 5  # named in one problem
+_UNREAD = ("malformed", "missing_field", "unknown_role", "unreadable_row")  # by the loaders of one's own text and chats
 _NOT_LOST = frozenset({"split_full"})  # dropped because its split had all that was asked for
 
 
@@ -228,13 +229,18 @@ def _dropped_share(folder: Path, meta: dict[str, Any], limits: Limits) -> Iterat
 
     What the loader left out (source.counters) is not counted, for its names do not tell losses from the rest: `blank`
     is a separator line of wikitext but a message of oasst1, where most other reasons count messages too, not examples;
-    `not_english` was asked for; `undecodable_utf8` is a repair.
+    `not_english` was asked for; `undecodable_utf8` is a repair. A source of one's own has no such names: there the rows
+    and chats that could not be read do count.
     """
     if meta["built"] is False:
         return  # a stub has read nothing
     what = "examples" if meta["kind"] == "sft" else "documents"
     read = int(meta[f"{what}_read"])
     lost = {reason: number for reason, number in sorted(meta["dropped"].items()) if reason not in _NOT_LOST}
+    if meta["source"].get("kind") == "own":
+        unread = {reason: meta["source"]["counters"].get(reason, 0) for reason in _UNREAD}
+        lost |= {reason: number for reason, number in unread.items() if number}
+        read += sum(unread.values())
     total = sum(lost.values())
     if total > limits.max_dropped_share * read:
         yield (

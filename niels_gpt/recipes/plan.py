@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from niels_gpt.build.writer import TOKEN_BYTES
 from niels_gpt.cache.meta import find_meta
-from niels_gpt.fileio import versions_dir
-from niels_gpt.recipes import pretrain, sft, sources
+from niels_gpt.fileio import CacheError, versions_dir
+from niels_gpt.recipes import pretrain, sft
+from niels_gpt.recipes.origins import Origin, asked_revisions, origin_of
+from niels_gpt.recipes.own import own_sources
 from niels_gpt.recipes.produce import (
     RECIPE_NAME,
     TOKENIZER_KEY,
@@ -32,7 +35,7 @@ RECIPES: dict[str, Recipe] = {
     "sft/dolly15k": sft.build_dolly15k,
     "sft/oasst1": sft.build_oasst1,
 }
-"""The caches, in the order in which build-all builds them. The tokenizer comes before them: `ensure_tokenizer`."""
+"""The project's caches, in the order in which build-all builds them, after the tokenizer: `ensure_tokenizer`."""
 
 _READS = {f"pretrain/{name}": reads for name, reads in pretrain.READS.items()}
 _READS |= {f"sft/{name}": reads for name, reads in sft.READS.items()}
@@ -42,6 +45,21 @@ _READS[TOKENIZER_KEY] = ("tokenizer_model", *TRAINING_SETTINGS)
 _HUB_TEXT_BYTES = {"wikitext": 550_000_000, "dolly15k": 13_000_000, "oasst1": 120_000_000}
 _BYTES_PER_TOKEN = 3.0  # low on purpose: 4.2 measured on English web text, and an estimate of disk should not be short
 _UNPACKED = 4  # .gz and .parquet hold about four times their size in text
+
+
+def recipes(settings: Settings) -> dict[str, Recipe]:
+    """Return RECIPES and, after them, those of the user's own sources. Raises as `own_sources`."""
+    build = {"pretrain": pretrain.build_own, "sft": sft.build_own}
+    own = own_sources(settings).values()
+    return RECIPES | {f"{one.family}/{one.name}": partial(_own_recipe, build[one.family], one.name) for one in own}
+
+
+def _own_recipe(build: Recipe, name: str, settings: Settings, **arguments: Any) -> Outcome:
+    return build(settings, name, **arguments)
+
+
+def _reads(key: str) -> tuple[str, ...]:
+    return _READS.get(key) or _READS[f"{key.split('/')[0]}/{pretrain.OWN}"]
 
 
 @dataclass(frozen=True)
@@ -70,9 +88,18 @@ def plan(settings: Settings, keys: list[str]) -> list[Plan]:
 def settings_fingerprint(settings: Settings, key: str) -> str:
     """Return twelve hex digits of the settings that decide the bytes of `key`, and of the builder's version.
 
-    What `recipe_fingerprint` is made of, as far as it is known without looking at a tokenizer or a source.
+    What `recipe_fingerprint` is made of, as far as it is known without looking at a tokenizer or a source. A file of
+    what is left out that cannot be read counts as none: whoever builds is told.
     """
-    return recipe_fingerprint(settings, key, _READS[key], "", "")[:12]
+    name = key.rpartition("/")[2]
+    own = own_sources(settings).get(name)
+    said = (
+        repr((own.files, own.field, own.licence, own.attribution)) if own else asked_revisions(settings).get(name, "")
+    )
+    try:
+        return recipe_fingerprint(settings, key, _reads(key), "", said)[:12]
+    except (OSError, ValueError):
+        return recipe_fingerprint(replace(settings, exclude=None), key, _reads(key), "", said)[:12]
 
 
 def built_at(settings: Settings, key: str) -> float:
@@ -88,7 +115,7 @@ def observe(settings: Settings, key: str) -> tuple[dict[str, Any], str | None]:
     are those of the committed cache, and the warning says so.
     Raises: FileNotFoundError; ConnectionError without a hub and without a committed cache.
     """
-    origin = sources.origin_of(settings, key.split("/")[1])
+    origin = origin_of(settings, key.split("/")[1])
     try:
         return origin.facts(None), None
     except ConnectionError as error:
@@ -101,28 +128,29 @@ def observe(settings: Settings, key: str) -> tuple[dict[str, Any], str | None]:
 
 def _plan_of(settings: Settings, key: str, tokenizer: str) -> Plan:
     try:
-        origin = sources.origin_of(settings, key.split("/")[1])
-    except FileNotFoundError as error:
+        origin = origin_of(settings, key.split("/")[1])
+        current = tokenizer == "up to date" and _current(settings, key, origin)
+    except (FileNotFoundError, CacheError) as error:
         return Plan(key, f"cannot be built: {error}", settings.source_root, 0)
     where = f"{origin.kind}: {origin.dataset}" + (f", {len(origin.files)} files" if origin.files else "")
-    if tokenizer == "up to date" and _current(settings, key, origin):
+    if current:
         return Plan(key, "up to date", where, 0)
     if origin.stub:
         return Plan(key, "stub", where, 0)
     return Plan(key, "build", where, _disk_bytes(settings, origin))
 
 
-def _current(settings: Settings, key: str, origin: sources.Origin) -> bool:
+def _current(settings: Settings, key: str, origin: Origin) -> bool:
     path = cache_root(settings) / key
     recorded: dict[str, Any] | None = recorded_recipe(path).get("source")
     if recorded is None:
         return False
     tokenizer = str((find_meta(cache_root(settings) / TOKENIZER_KEY) or {}).get("tokenizer_sha256"))
     facts = origin.facts(recorded, ask_hub=False)
-    return is_current(path, recipe_fingerprint(settings, key, _READS[key], tokenizer, str(facts["fingerprint"])))
+    return is_current(path, recipe_fingerprint(settings, key, _reads(key), tokenizer, str(facts["fingerprint"])))
 
 
-def _disk_bytes(settings: Settings, origin: sources.Origin) -> int:
+def _disk_bytes(settings: Settings, origin: Origin) -> int:
     text = sum(path.stat().st_size * (_UNPACKED if path.suffix in (".gz", ".parquet") else 1) for path in origin.files)
     text = text or _HUB_TEXT_BYTES.get(origin.source, 0)
     bounds = [int(text / _BYTES_PER_TOKEN)] if text else []
@@ -140,5 +168,6 @@ __all__ = [
     "ensure_tokenizer",
     "observe",
     "plan",
+    "recipes",
     "settings_fingerprint",
 ]

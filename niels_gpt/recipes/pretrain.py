@@ -9,6 +9,7 @@ from typing import Any
 
 from niels_gpt.build.pretrain import BUDGET_RULE, Progress, build_pretrain, build_stub
 from niels_gpt.recipes import sources
+from niels_gpt.recipes.origins import Origin, origin_of
 from niels_gpt.recipes.produce import Ingredients, Outcome, num_threads, produce
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
@@ -16,6 +17,7 @@ from niels_gpt.settings import Settings
 logger = logging.getLogger(__name__)
 
 _COMMON = ("seed", "shard_bytes", "on_special")
+OWN = "own"
 READS = {
     "fineweb_edu": (
         *_COMMON,
@@ -27,6 +29,7 @@ READS = {
         "fineweb_edu_val_tokens",
     ),
     "wikitext": (*_COMMON, "wikitext_dataset", "wikitext_config"),
+    OWN: (*_COMMON, "append_eot", "own_val_frac"),
     "roam": (*_COMMON, "append_eot", "roam_val_frac"),
     "gutenberg": (
         *_COMMON,
@@ -38,23 +41,23 @@ READS = {
         "gutenberg_val_tokens",
     ),
 }
-"""The settings that decide each cache's bytes; a change of one of them builds that cache anew."""
+"""The settings that decide each cache's bytes; a change of one of them builds that cache anew. OWN: of one's own."""
 
 
 def build_fineweb_edu(
     settings: Settings, *, refresh: bool = False, observed: str | None = None, progress: Progress | None = None
 ) -> Outcome:
     """Build pretrain/fineweb_edu: shuffled web pages with end-of-texts, up to the token budgets."""
-    origin = sources.origin_of(settings, "fineweb_edu")
+    origin = origin_of(settings, "fineweb_edu")
 
     def build(have: Ingredients, path: Path) -> dict[str, Any]:
         return build_pretrain(
-            sources.fineweb_edu_texts(settings, have.revision, have.counters),
+            sources.fineweb_edu_texts(settings, origin, have.revision, have.counters),
             path,
             max_train_tokens=settings.fineweb_edu_train_tokens,
             max_val_tokens=settings.fineweb_edu_val_tokens,
             # The hub's stream is shuffled by `datasets` already; a second buffer would hold 10,000 documents more (D8).
-            shuffle_buffer=None if origin.root is None else settings.shuffle_buffer,
+            shuffle_buffer=None if origin.ordered else settings.shuffle_buffer,
             split_rule=BUDGET_RULE,
             append_eot=settings.append_eot,
             **_arguments(settings, have, progress),
@@ -67,7 +70,7 @@ def build_wikitext(
     settings: Settings, *, refresh: bool = False, observed: str | None = None, progress: Progress | None = None
 ) -> Outcome:
     """Build pretrain/wikitext: all lines of train and val in upstream's order, without end-of-texts."""
-    origin = sources.origin_of(settings, "wikitext")
+    origin = origin_of(settings, "wikitext")
     splits = sources.wikitext_splits(settings, origin)
     partial = len(splits) < 2
     if partial:
@@ -92,7 +95,7 @@ def build_roam(
     settings: Settings, *, refresh: bool = False, observed: str | None = None, progress: Progress | None = None
 ) -> Outcome:
     """Build pretrain/roam: all notes, split by file, with end-of-texts."""
-    origin = sources.origin_of(settings, "roam")
+    origin = origin_of(settings, "roam")
 
     def build(have: Ingredients, path: Path) -> dict[str, Any]:
         return build_pretrain(
@@ -111,21 +114,47 @@ def build_gutenberg(
     settings: Settings, *, refresh: bool = False, observed: str | None = None, progress: Progress | None = None
 ) -> Outcome:
     """Build pretrain/gutenberg from a mirror's books; on the hub it is a stub unless gutenberg_from_hub is set."""
-    origin = sources.origin_of(settings, "gutenberg")
+    origin = origin_of(settings, "gutenberg")
 
     def build(have: Ingredients, path: Path) -> dict[str, Any]:
         common = _arguments(settings, have, progress)
         if origin.stub:
             return build_stub(path, **{key: common[key] for key in ("tokenizer", "source", "seed", "shard_bytes")})
         return build_pretrain(
-            sources.gutenberg_texts(settings, have.revision, have.counters),
+            sources.gutenberg_texts(settings, origin, have.revision, have.counters),
             path,
             max_train_tokens=settings.gutenberg_train_tokens,
             max_val_tokens=settings.gutenberg_val_tokens,
-            shuffle_buffer=None if origin.root is None else settings.gutenberg_shuffle_buffer,
+            shuffle_buffer=None if origin.ordered else settings.gutenberg_shuffle_buffer,
             split_rule=BUDGET_RULE,
             append_eot=settings.append_eot,
             **common,
+        )
+
+    return _cache(settings, origin, build, refresh, observed)
+
+
+def build_own(
+    settings: Settings,
+    name: str,
+    *,
+    refresh: bool = False,
+    observed: str | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Build pretrain/NAME from text of one's own: all of it, in order of path and row."""
+    origin = origin_of(settings, name)
+    if not 0 <= settings.own_val_frac < 1:
+        raise ValueError(f"own_val_frac is {settings.own_val_frac}; expected at least 0 and less than 1")
+
+    def build(have: Ingredients, path: Path) -> dict[str, Any]:
+        return build_pretrain(
+            sources.own_texts(settings, origin, have.counters),
+            path,
+            split_rule="by document in order of path and row: to val where val is below own_val_frac of the characters",
+            append_eot=settings.append_eot,
+            **_unbounded(),
+            **_arguments(settings, have, progress),
         )
 
     return _cache(settings, origin, build, refresh, observed)
@@ -149,16 +178,16 @@ def _arguments(settings: Settings, have: Ingredients, progress: Progress | None)
 
 def _cache(
     settings: Settings,
-    origin: sources.Origin,
+    origin: Origin,
     build: Callable[[Ingredients, Path], dict[str, Any]],
     refresh: bool,
     observed: str | None,
 ) -> Outcome:
-    ensure_tokenizer(settings)
+    ensure_tokenizer(settings, own_only=origin.own is not None)
     return produce(
         settings,
         f"pretrain/{origin.source}",
-        reads=READS[origin.source],
+        reads=READS[OWN if origin.own else origin.source],
         origin=origin,
         build=build,
         refresh=refresh,

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import logging
 import math
 import os
 import time
@@ -18,6 +19,7 @@ from typing import Any
 from niels_gpt.build.describe import BUILDER_VERSION, FORMAT_VERSION, Source
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import find_meta, read_meta
+from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.fileio import (
     META_NAME,
     CacheError,
@@ -27,9 +29,11 @@ from niels_gpt.fileio import (
     versions_dir,
     write_bytes,
 )
-from niels_gpt.recipes.sources import Origin
+from niels_gpt.recipes.origins import Origin
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 TOKENIZER_KEY = "tokenizer"
 RECIPE_NAME = "recipe.json"
@@ -99,14 +103,19 @@ def num_threads(settings: Settings) -> int:
 
 
 def recipe_fingerprint(settings: Settings, key: str, reads: tuple[str, ...], tokenizer: str, source: str) -> str:
-    """Return the sha256 of everything that a recipe's output depends on."""
-    parts = {
+    """Return the sha256 of everything that a recipe's output depends on.
+
+    Raises: FileNotFoundError, ValueError if the file of what is left out cannot be read.
+    """
+    parts: dict[str, Any] = {
         "recipe": key,
         "settings": {name: getattr(settings, name) for name in reads},
         "tokenizer": tokenizer,
         "source": source,
         "versions": [FORMAT_VERSION, BUILDER_VERSION],
     }
+    if settings.exclude is not None:
+        parts["exclude"] = read_exclusion(settings.exclude).facts["sha256"]
     return hashlib.sha256(canonical_json(parts)).hexdigest()
 
 
@@ -152,26 +161,35 @@ def produce(
     """
     path = cache_root(settings) / key
     with Measured() as measured:
-        tokenizer = _tokenizer_of(settings)
-        facts = origin.facts(None if refresh else _known_facts(origin, path, observed))
+        tokenizer = _tokenizer_of(settings, origin)
+        facts = origin.facts(None if refresh else _known_facts(settings, origin, path, observed))
         fingerprint = recipe_fingerprint(settings, key, reads, tokenizer.sha256, str(facts["fingerprint"]))
         reused = is_current(path, fingerprint)
         if reused:
             meta = read_meta(str(path / META_NAME))
         else:
             counters: Counter[str] = Counter()
-            source = Source(origin.dataset, origin.config, origin.streaming, facts, counters)
+            exclude = {} if settings.exclude is None else {"exclude": read_exclusion(settings.exclude).facts}
+            source = Source(origin.dataset, origin.config, origin.streaming, {**facts, **exclude}, counters)
             meta = build(Ingredients(tokenizer, source, counters, facts["revision"]), path)
             record_recipe(path, fingerprint, facts)
     return finish(settings, key, path, meta, reused, measured, fingerprint)
 
 
-def _known_facts(origin: Origin, path: Path, observed: str | None) -> dict[str, Any] | None:
+def _known_facts(settings: Settings, origin: Origin, path: Path, observed: str | None) -> dict[str, Any]:
+    """Return what is known of the source without a look at it: its revision as observed, as built, or as trained on."""
+    recorded: dict[str, Any] = recorded_recipe(path).get("source") or {}
+    if "fingerprint" not in recorded:
+        tokenizer = find_meta(cache_root(settings) / TOKENIZER_KEY) or {}
+        recorded = _at(tokenizer.get("trained_on_sources", {}).get(origin.source))
     dataset, _, revision = (observed or "").rpartition("@")
     if dataset == origin.dataset and revision != "None":  # what nobody has asked for, as a stub's
-        return {"fingerprint": observed, "revision": revision}
-    recorded: dict[str, Any] | None = recorded_recipe(path).get("source")
+        return {**recorded, **_at(observed)}
     return recorded
+
+
+def _at(fingerprint: str | None) -> dict[str, Any]:
+    return {"fingerprint": fingerprint, "revision": fingerprint.rpartition("@")[2]} if fingerprint else {}
 
 
 def record_recipe(path: Path, fingerprint: str, source: dict[str, Any]) -> None:
@@ -250,13 +268,19 @@ def _runs_file(root: Path, key: str) -> Path:
     return root / RUNS_DIR / f"{key.replace('/', '.')}.jsonl"
 
 
-def _tokenizer_of(settings: Settings) -> SentencePieceTokenizer:
+def _tokenizer_of(settings: Settings, origin: Origin) -> SentencePieceTokenizer:
     folder = cache_root(settings) / TOKENIZER_KEY
     meta = read_meta(str(folder / META_NAME))
     if settings.source_root != "sample" and meta.get("trained_on") == "sample":
         raise CacheError(
             f"{folder / META_NAME}: this tokenizer was trained on the bundled sample, so it must not encode real text. "
             f"Name another one with --tokenizer-model, or remove {folder} to have one trained"
+        )
+    if origin.own is None and meta.get("trained_on") == "own":
+        logger.warning(
+            "%s: trained on your own sources only, and used for %s. Remove it to have one trained on all sources",
+            folder,
+            origin.source,
         )
     tokenizer = load_tokenizer(folder / MODEL_NAME)
     if tokenizer.sha256 != meta.get("tokenizer_sha256"):

@@ -8,6 +8,8 @@ from typing import Any
 from niels_gpt.build.pretrain import Progress
 from niels_gpt.build.sft import build_sft
 from niels_gpt.recipes import sources
+from niels_gpt.recipes.origins import origin_of
+from niels_gpt.recipes.pretrain import OWN
 from niels_gpt.recipes.produce import Ingredients, Outcome, num_threads, produce
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
@@ -15,9 +17,10 @@ from niels_gpt.settings import Settings
 _COMMON = ("seed", "on_special", "sft_val_frac")
 READS = {
     "dolly15k": (*_COMMON, "dolly_dataset", "dolly_include_system"),
+    OWN: _COMMON,
     "oasst1": (*_COMMON, "oasst1_dataset", "oasst1_english_only", "oasst1_max_messages"),
 }
-"""The settings that decide each cache's bytes; a change of one of them builds that cache anew."""
+"""The settings that decide each cache's bytes; a change of one of them builds that cache anew. OWN: of one's own."""
 
 
 def build_dolly15k(
@@ -34,13 +37,25 @@ def build_oasst1(
     return _chats(settings, "oasst1", refresh, observed, progress)
 
 
+def build_own(
+    settings: Settings,
+    name: str,
+    *,
+    refresh: bool = False,
+    observed: str | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Build sft/NAME from chats of one's own."""
+    return _chats(settings, name, refresh, observed, progress)
+
+
 def _chats(settings: Settings, source: str, refresh: bool, observed: str | None, progress: Progress | None) -> Outcome:
-    origin = sources.origin_of(settings, source)
-    ensure_tokenizer(settings)
+    origin = origin_of(settings, source)
+    ensure_tokenizer(settings, own_only=origin.own is not None)
 
     def build(have: Ingredients, path: Path) -> dict[str, Any]:
         return build_sft(
-            sources.chats(settings, source, have.revision, have.counters),
+            sources.chats(settings, origin, have.revision, have.counters),
             path,
             tokenizer=have.tokenizer,
             val_frac=settings.sft_val_frac,
@@ -54,7 +69,7 @@ def _chats(settings: Settings, source: str, refresh: bool, observed: str | None,
     return produce(
         settings,
         f"sft/{source}",
-        reads=READS[source],
+        reads=READS[OWN if origin.own else source],
         origin=origin,
         build=build,
         refresh=refresh,

@@ -1,102 +1,22 @@
-"""What each source is under the current settings: its dataset, its files or revision, and its streams of text."""
+"""The sources' streams of text and chats under the current settings, without what is to be left out."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
-from niels_gpt.data import dolly, fineweb_edu, gutenberg, hub, oasst1, places, roam, wikitext
+from niels_gpt.data import dolly, fineweb_edu, gutenberg, local, oasst1, places, roam, wikitext
+from niels_gpt.data.exclude import remaining
+from niels_gpt.data.types import ChatSample, PretrainSample
+from niels_gpt.recipes.origins import Origin
 from niels_gpt.settings import Settings
 
 Documents = Iterator[tuple[str | None, str]]
 """Pairs (split, text); split None leaves the choice to the token budgets."""
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where one source comes from."""
-
-    source: str
-    """fineweb_edu, wikitext, roam, gutenberg, dolly15k or oasst1."""
-    dataset: str
-    """The hub's dataset id, or the source's own name; dataset_name in meta.json."""
-    config: str | None
-    """The hub's config; dataset_config in meta.json."""
-    kind: str
-    """hub, mirror or sample."""
-    streaming: bool
-    """Whether the hub is streamed; files are not."""
-    licence: str
-    """Of the text."""
-    root: Path | None = None
-    """Folder that the files are named relative to; None on the hub."""
-    files: tuple[Path, ...] = ()
-    """What is read, in order; empty on the hub."""
-    stub: bool = False
-    """Whether nothing is read: gutenberg on the hub, unless gutenberg_from_hub is set (PR-03)."""
-
-    def facts(self, recorded: Mapping[str, Any] | None, *, ask_hub: bool = True) -> dict[str, Any]:
-        """Return what meta.json says of the source; `fingerprint` in it changes when the text does.
-
-        recorded: the facts of the committed cache; its hub revision counts, and the hub is not asked (D12).
-        ask_hub: False where an unknown revision may stay unknown; a stub, which reads nothing, never asks.
-        Raises: ConnectionError if the hub must be asked and cannot be.
-        """
-        facts: dict[str, Any] = {"kind": self.kind, "licence": self.licence}
-        if self.root is not None:
-            fingerprint = places.files_fingerprint(self.root, self.files)
-            return {**facts, "files": len(self.files), "revision": None, "fingerprint": fingerprint}
-        known = recorded or {}
-        revision = known.get("revision") if str(known.get("fingerprint")).startswith(f"{self.dataset}@") else None
-        if revision is None and ask_hub and not self.stub:
-            revision = hub.revision_of(self.dataset)
-        fingerprint = f"{self.dataset}@{revision}"
-        return {**facts, "revision": revision, "fingerprint": fingerprint, "datasets_version": version("datasets")}
-
-
-def origin_of(settings: Settings, source: str) -> Origin:
-    """Return where a source comes from.
-
-    Raises: FileNotFoundError if the mirror, or the folder of notes, is not there.
-    """
-    dataset, config, streaming = {
-        "fineweb_edu": (settings.fineweb_edu_dataset, settings.fineweb_edu_config, True),
-        "wikitext": (settings.wikitext_dataset, settings.wikitext_config, False),
-        "roam": ("roam", None, False),
-        "gutenberg": (settings.gutenberg_dataset, None, True),
-        "dolly15k": (settings.dolly_dataset, None, False),
-        "oasst1": (settings.oasst1_dataset, None, False),
-    }[source]
-    root = places.mirror_root(settings.source_root)
-    files: tuple[Path, ...] = ()
-    if source == "roam":
-        root = roam.roam_dir_of(settings.source_root, roam_dir=settings.roam_dir)
-        files = tuple(Path(path) for path in roam.list_roam_paths(root))
-    elif root is not None:
-        files = tuple(_mirror_files(root, source, dataset, config))
-    kind = "sample" if settings.source_root == "sample" else "hub" if root is None else "mirror"
-    licence = places.licence_of(source, settings.source_root)
-    stub = source == "gutenberg" and root is None and not settings.gutenberg_from_hub
-    return Origin(source, dataset, config, kind, streaming and root is None, licence, root, files, stub)
-
-
-def _mirror_files(root: Path, source: str, dataset: str, config: str | None) -> list[Path]:
-    """Return the files that the source's loader reads: what else lies there changes no fingerprint."""
-    if source == "fineweb_edu":
-        return places.split_files(root, dataset, split="train", folders=(str(config), f"data/{config}"))
-    if source == "wikitext":
-        return places.split_files(root, dataset, split="all", suffixes=wikitext.SUFFIXES, folders=(str(config),))
-    if source == "gutenberg":
-        return places.split_files(root, gutenberg.FOLDER, split="all", suffixes=places.KNOWN_SUFFIXES)
-    return places.split_files(root, dataset, split="all", folders=("data",) if source == "oasst1" else ())
-
-
-def fineweb_edu_texts(settings: Settings, revision: str | None, counters: Counter[str]) -> Documents:
+def fineweb_edu_texts(settings: Settings, origin: Origin, revision: str | None, counters: Counter[str]) -> Documents:
     """Yield fineweb-edu's documents; the hub's stream comes shuffled by `datasets` (D8), a mirror's in file order."""
     samples = fineweb_edu.iter_fineweb_edu(
         name=settings.fineweb_edu_config,
@@ -108,10 +28,10 @@ def fineweb_edu_texts(settings: Settings, revision: str | None, counters: Counte
         revision=revision,
         counters=counters,
     )
-    return ((None, sample.text) for sample in samples)
+    return _texts(settings, _whole(origin, samples), counters)
 
 
-def gutenberg_texts(settings: Settings, revision: str | None, counters: Counter[str]) -> Documents:
+def gutenberg_texts(settings: Settings, origin: Origin, revision: str | None, counters: Counter[str]) -> Documents:
     """Yield gutenberg's books, in the order that `fineweb_edu_texts` describes."""
     samples = gutenberg.iter_gutenberg(
         dataset_id=settings.gutenberg_dataset,
@@ -124,7 +44,7 @@ def gutenberg_texts(settings: Settings, revision: str | None, counters: Counter[
         revision=revision,
         counters=counters,
     )
-    return ((None, sample.text) for sample in samples)
+    return _texts(settings, _whole(origin, samples), counters)
 
 
 def wikitext_splits(settings: Settings, origin: Origin) -> dict[str, str]:
@@ -141,31 +61,53 @@ def wikitext_texts(
 ) -> Documents:
     """Yield wikitext's lines with their split, in upstream's order; a blank line is counted."""
     for split, upstream in splits.items():
-        for sample in wikitext.iter_wikitext(
+        samples = wikitext.iter_wikitext(
             config=settings.wikitext_config,
             split=upstream,
             source_root=settings.source_root,
             dataset_id=settings.wikitext_dataset,
             revision=revision,
             counters=counters,
-        ):
-            yield split, sample.text
+        )
+        yield from _texts(settings, samples, counters, split)
 
 
 def roam_texts(settings: Settings, origin: Origin, counters: Counter[str]) -> Documents:
     """Yield every note with its split; the split goes by file (PR-02)."""
+    assert origin.root is not None
     paths = [os.fspath(path) for path in origin.files]
     train, val = roam.split_roam_paths(paths, val_frac=settings.roam_val_frac, seed=settings.seed)
     for split, chosen in (("train", train), ("val", val)):
-        for text in roam.load_texts(chosen, counters=counters):
-            yield split, text
+        names = (os.path.relpath(path, origin.root) for path in chosen)
+        texts = zip(names, roam.load_texts(chosen, counters=counters), strict=True)
+        notes = (PretrainSample(text, roam.SOURCE, {"path": name}) for name, text in texts)
+        yield from _texts(settings, notes, counters, split)
+
+
+def own_texts(settings: Settings, origin: Origin, counters: Counter[str]) -> Documents:
+    """Yield the documents of text of one's own with their split, in order of path and row.
+
+    A document goes to val if val is below its share, by characters, of what has come so far; so the first one goes to
+    train, the second to val, and no tokenizer changes the split.
+    """
+    assert origin.own is not None
+    found = _found(origin, counters)
+    samples = local.iter_texts(found, source=origin.source, field=origin.own.field, counters=counters)
+    chars = {"train": 0, "val": 0}
+    for sample in remaining(samples, settings.exclude, counters):
+        behind = chars["val"] * (1 - settings.own_val_frac) < chars["train"] * settings.own_val_frac
+        split = "val" if behind else "train"
+        chars[split] += len(sample.text)
+        yield split, sample.text
 
 
 def chats(
-    settings: Settings, source: str, revision: str | None, counters: Counter[str]
+    settings: Settings, origin: Origin, revision: str | None, counters: Counter[str]
 ) -> Iterator[list[dict[str, str]]]:
-    """Yield the chats of dolly15k or oasst1 as message lists, in upstream's order, of all upstream splits."""
-    if source == "dolly15k":
+    """Yield the chats of an sft source as message lists, in upstream's order, of all upstream splits."""
+    if origin.own is not None:
+        samples = local.iter_chats(_found(origin, counters), source=origin.source, counters=counters)
+    elif origin.source == "dolly15k":
         samples = dolly.iter_dolly_sft(
             split="all",
             seed=settings.seed,
@@ -188,4 +130,31 @@ def chats(
             revision=revision,
             counters=counters,
         )
-    return ([{"role": turn.role, "content": turn.content} for turn in sample.messages] for sample in samples)
+    kept: Iterable[ChatSample] = remaining(samples, settings.exclude, counters)
+    return ([{"role": turn.role, "content": turn.content} for turn in sample.messages] for sample in kept)
+
+
+def _texts(
+    settings: Settings, samples: Iterable[PretrainSample], counters: Counter[str], split: str | None = None
+) -> Documents:
+    return ((split, sample.text) for sample in remaining(samples, settings.exclude, counters))
+
+
+def _found(origin: Origin, counters: Counter[str]) -> local.LocalFiles:
+    assert origin.root is not None
+    places.count(counters, "other_files", origin.other_files)
+    return local.LocalFiles(origin.root, origin.files, origin.other_files)
+
+
+def _whole(origin: Origin, samples: Iterator[PretrainSample]) -> Iterator[PretrainSample]:
+    """Pass a stream on; one that a snapshot cuts short must not look like the end of the hub's.
+
+    Raises: ValueError at the end of the rows of a snapshot whose dataset has more.
+    """
+    yield from samples
+    if origin.manifest is not None and origin.ordered and not origin.manifest["ended"]:
+        raise ValueError(
+            f"{origin.root}: this snapshot of {origin.source} ends after {origin.manifest['text_bytes']:,} bytes of "
+            "text, and the dataset goes on. Make it longer: python -m niels_gpt.cache.cli snapshot "
+            f"{origin.source} {origin.root} --tokens N, or lower the token budgets"
+        )

@@ -6,17 +6,22 @@ import contextlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from niels_gpt import fileio
 from niels_gpt.build.describe import FORMAT_VERSION, content_sha256
 from niels_gpt.cache.meta import find_meta, read_meta
-from niels_gpt.data import hub, oasst1
+from niels_gpt.data import oasst1
+from niels_gpt.data.exclude import read_exclusion, remaining
+from niels_gpt.data.types import PretrainSample
 from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes import sources
+from niels_gpt.recipes.origins import origin_of
+from niels_gpt.recipes.own import own_sources
 from niels_gpt.recipes.produce import TOKENIZER_KEY, Measured, Outcome, cache_root, finish
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
@@ -38,8 +43,10 @@ TRAINING_SETTINGS = {
 """The settings that decide a tokenizer trained here, and the keys of its meta.json that record them."""
 
 
-def ensure_tokenizer(settings: Settings) -> Outcome:
+def ensure_tokenizer(settings: Settings, *, own_only: bool = False) -> Outcome:
     """Return <cache>/tokenizer (spm.model, meta.json), made first if need be.
+
+    own_only: train a missing one on the user's own sources alone, so that their caches need no network.
 
     A named model (`tokenizer_model`) replaces another one. A model trained here is trained anew when its settings
     change, or when a source that failed at that time has changed; else a change of the text is no reason.
@@ -56,7 +63,7 @@ def ensure_tokenizer(settings: Settings) -> Outcome:
                 meta = _reusable(settings, path)
                 reused = meta is not None
                 if meta is None:
-                    meta = _make(settings, work, path)
+                    meta = _make(settings, work, path, own_only)
     return finish(settings, TOKENIZER_KEY, path, meta, reused, measured, str(meta["tokenizer_sha256"]))
 
 
@@ -67,9 +74,9 @@ def tokenizer_state(settings: Settings) -> str:
     return "copy" if _given_model(settings) else "train"
 
 
-def _make(settings: Settings, work: Path, path: Path) -> dict[str, Any]:
+def _make(settings: Settings, work: Path, path: Path, own_only: bool) -> dict[str, Any]:
     given = _given_model(settings)
-    model, about = _copied(given) if given else _trained(settings)
+    model, about = _copied(given) if given else _trained(settings, own_only)
     meta = _commit(model, about, work, path)
     _warn_of_older_caches(path.parent, str(meta["tokenizer_sha256"]))
     return meta
@@ -102,7 +109,7 @@ def _reusable(settings: Settings, path: Path) -> dict[str, Any] | None:
 def _fingerprint(settings: Settings, source: str) -> str | None:
     """Return what a source that failed would have to change for another attempt; None where it cannot be told."""
     try:
-        return str(sources.origin_of(settings, source).facts(None, ask_hub=False)["fingerprint"])
+        return str(origin_of(settings, source).facts(None, ask_hub=False)["fingerprint"])
     except (OSError, ValueError):
         return None
 
@@ -139,33 +146,56 @@ def _copied(model: Path) -> tuple[bytes, dict[str, Any]]:
     return model.read_bytes(), {"trained_on": "unknown", **about, "origin": "copied"}
 
 
-def _trained(settings: Settings) -> tuple[bytes, dict[str, Any]]:
+def _trained(settings: Settings, own_only: bool) -> tuple[bytes, dict[str, Any]]:
     seen: dict[str, int | str] = {}
+    looked_at: dict[str, str] = {}
+    names = [*own_sources(settings), *([] if own_only else TRAINING_ORDER)]
     logger.info("tokenizer: training %d pieces; some minutes for 100 MB of text", settings.vocab_size)
-    kind = settings.source_root if settings.source_root in ("sample", "hub") else "mirror"
     trained = train_tokenizer(
-        _training_texts(settings, seen),
+        _training_texts(settings, names, seen, looked_at),
         vocab_size=settings.vocab_size,
         seed=settings.seed,
         model_type=settings.model_type,
         normalization=settings.normalization,
         character_coverage=settings.character_coverage,
-        trained_on=kind,
+        trained_on="own" if own_only else _kind_of_text(settings),
     )
     failed = {name: _fingerprint(settings, name) for name, size in seen.items() if size == FAILED}
-    about = {"max_bytes": settings.tokenizer_max_bytes, "trained_on_bytes": seen, "failed_sources": failed}
+    about: dict[str, Any] = {
+        "max_bytes": settings.tokenizer_max_bytes,
+        "trained_on_bytes": seen,
+        "trained_on_sources": looked_at,
+        "failed_sources": failed,
+    }
+    if settings.exclude is not None:
+        about["exclude"] = read_exclusion(settings.exclude).facts
     return trained.model, {**trained.meta, **about, "origin": "trained"}
 
 
-def _training_texts(settings: Settings, seen: dict[str, int | str]) -> Iterator[str]:
-    """Yield at most tokenizer_max_bytes of the sources' texts; `seen` tells the utf-8 bytes of each."""
+def _kind_of_text(settings: Settings) -> str:
+    """Return hub, mirror or sample; a mirror whose web pages are a snapshot is the hub, for its rows are the same."""
+    if settings.source_root in ("sample", "hub"):
+        return settings.source_root
+    try:
+        return origin_of(settings, "fineweb_edu").kind
+    except (OSError, ValueError):
+        return "mirror"
+
+
+def _training_texts(
+    settings: Settings, names: Sequence[str], seen: dict[str, int | str], looked_at: dict[str, str]
+) -> Iterator[str]:
+    """Yield at most tokenizer_max_bytes of the sources' texts.
+
+    seen, looked_at: receive the utf-8 bytes that each source gave, and the fingerprint of each that the hub gave.
+    """
     left = settings.tokenizer_max_bytes
     missing: list[str] = []
-    for position, source in enumerate(TRAINING_ORDER):
-        share = left // (len(TRAINING_ORDER) - position)
+    for position, source in enumerate(names):
+        share = left // (len(names) - position)
         taken = 0
         try:
-            for text in _texts_of(settings, source):
+            for text in _texts_of(settings, source, looked_at):
                 size = len(text.encode(errors="replace"))
                 if taken + size > share:
                     break
@@ -184,34 +214,50 @@ def _training_texts(settings: Settings, seen: dict[str, int | str]) -> Iterator[
         )
 
 
-def _texts_of(settings: Settings, source: str) -> Iterator[str]:
+def _texts_of(settings: Settings, source: str, looked_at: dict[str, str]) -> Iterator[str]:
     counters: Counter[str] = Counter()  # the builders count; here a loss costs a piece at most
-    origin = sources.origin_of(settings, source)
+    origin = origin_of(settings, source)
     if origin.stub:
-        return iter(())
-    # Asked before the stream is opened: a hub that cannot be reached says so at once here, after many retries there.
-    revision = hub.revision_of(origin.dataset) if origin.root is None else None
+        raise FileNotFoundError(f"{source} is a stub here")
+    revision = None
+    if origin.ordered:
+        # Asked before the stream is opened: a hub that cannot be reached says so at once. A cache that is built first
+        # after this takes the same revision.
+        facts = origin.facts(None)
+        revision, looked_at[source] = facts["revision"], str(facts["fingerprint"])
+        origin = replace(origin, manifest=None)  # here a snapshot may end early: it is a part of the text either way
     if source == "fineweb_edu":
-        documents = sources.fineweb_edu_texts(settings, revision, counters)
+        documents = sources.fineweb_edu_texts(settings, origin, revision, counters)
     elif source == "wikitext":
         documents = sources.wikitext_texts(settings, revision, counters, sources.wikitext_splits(settings, origin))
     elif source == "roam":
         documents = sources.roam_texts(settings, origin, counters)
     elif source == "gutenberg":
-        documents = sources.gutenberg_texts(settings, revision, counters)
-    elif source == "oasst1":  # each message once: threads of one tree share their first messages
-        trees = oasst1.iter_oasst1_trees(
-            split="all",
-            source_root=settings.source_root,
-            dataset_id=settings.oasst1_dataset,
-            revision=revision,
-            counters=counters,
-        )
-        messages = itertools.chain.from_iterable(trees)
-        return (m["text"] for m in messages if m.get("lang") == "en" or not settings.oasst1_english_only)
+        documents = sources.gutenberg_texts(settings, origin, revision, counters)
+    elif origin.own is not None and origin.own.family == "pretrain":
+        documents = sources.own_texts(settings, origin, counters)
+    elif source == "oasst1":
+        return _oasst1_messages(settings, revision, counters)
     else:
-        return (turn["content"] for chat in sources.chats(settings, source, revision, counters) for turn in chat)
+        return (turn["content"] for chat in sources.chats(settings, origin, revision, counters) for turn in chat)
     return (text for _, text in documents)
+
+
+def _oasst1_messages(settings: Settings, revision: str | None, counters: Counter[str]) -> Iterator[str]:
+    """Yield each message once: threads of one tree share their first messages."""
+    trees = oasst1.iter_oasst1_trees(
+        split="all",
+        source_root=settings.source_root,
+        dataset_id=settings.oasst1_dataset,
+        revision=revision,
+        counters=counters,
+    )
+    messages = (
+        PretrainSample(m["text"], oasst1.SOURCE, {"id": m["message_id"], "message_tree_id": m["message_tree_id"]})
+        for m in itertools.chain.from_iterable(trees)
+        if m.get("lang") == "en" or not settings.oasst1_english_only
+    )
+    return (message.text for message in remaining(messages, settings.exclude, counters))
 
 
 def _commit(model: bytes, about: dict[str, Any], work: Path, path: Path) -> dict[str, Any]:

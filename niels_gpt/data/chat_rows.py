@@ -1,0 +1,130 @@
+"""Chats out of rows of the shapes that people keep them in: messages, ShareGPT's conversations, and pairs of fields.
+
+    {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello."}]}
+    {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hello."}], "system": "Be brief."}
+    {"instruction": "Sum it up.", "input": "A long text.", "output": "A short one."}
+
+The first of SHAPES that a row has counts. A field that is null is absent: rows of parquet have every field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from niels_gpt.data.types import ChatMessage
+
+ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+    "ai": "assistant",
+}
+LISTS = ("messages", "conversations", "conversation")
+PAIRS = (  # TRL's and the completion APIs', then Alpaca's and dolly's, then question answering's and OpenOrca's
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("instruction", "response"),
+    ("instruction", "output"),
+    ("question", "answer"),
+    ("question", "response"),
+)
+SHAPES = ", ".join((*LISTS, *("+".join(pair) for pair in PAIRS)))
+SYSTEM_FIELDS = ("system", "system_prompt")
+CONTEXT_FIELDS = ("context", "input")
+MISSING_FIELD, MALFORMED, UNKNOWN_ROLE = "missing_field", "malformed", "unknown_role"
+
+
+class NotAChatError(ValueError):
+    """A row holds no chat that can be used."""
+
+    def __init__(self, reason: str, *, role: str | None = None) -> None:
+        super().__init__(reason if role is None else f"{reason}: {role!r}")
+        self.reason = reason
+        """missing_field, malformed or unknown_role."""
+        self.role = role
+        """The role that is not known."""
+
+
+def messages_of(row: Mapping[str, Any]) -> list[ChatMessage]:
+    """Return the turns of a row, with its system field, if it has one, as the first; blank contents stay as they are.
+
+    Raises: NotAChatError "missing_field" for a row of no known shape; "unknown_role" for a turn of a tool or any other
+        role than those in ROLES; "malformed" for a turn or field that should be a text and is none, for a turn that
+        calls a tool, and for a list without turns.
+    """
+    return _with_system(row, _turns_of(row))
+
+
+def with_context(instruction: str, context: str) -> str:
+    """Put a text under the instruction that is about it, as in dolly (PR-02); a blank one leaves no trace."""
+    return f"{instruction}\n\ncontext:\n{context}" if context.strip() else instruction
+
+
+def _turns_of(row: Mapping[str, Any]) -> list[ChatMessage]:
+    for name in LISTS:
+        if isinstance(row.get(name), list):
+            return _read_turns(row[name])
+    for asked, answered in PAIRS:
+        match row.get(asked), row.get(answered):
+            case str(question), str(answer):
+                for name in CONTEXT_FIELDS:
+                    question = with_context(question, _text_field(row, name))
+                return [ChatMessage("user", question), ChatMessage("assistant", answer)]
+            case list(question), list(answer):
+                return _read_turns(question + answer)
+    raise NotAChatError(MISSING_FIELD)
+
+
+def _with_system(row: Mapping[str, Any], turns: list[ChatMessage]) -> list[ChatMessage]:
+    prompts = [ChatMessage("system", _text_field(row, name)) for name in SYSTEM_FIELDS]
+    prompt = next((prompt for prompt in prompts if prompt.content.strip()), None)
+    return turns if prompt is None or prompt == turns[0] else [prompt, *turns]
+
+
+def _text_field(row: Mapping[str, Any], name: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str | None):
+        raise NotAChatError(MALFORMED)
+    return value or ""
+
+
+def _read_turns(turns: Sequence[Any]) -> list[ChatMessage]:
+    if not turns or not all(isinstance(turn, Mapping) for turn in turns):
+        raise NotAChatError(MALFORMED)
+    roles = [_role_of(turn) for turn in turns]  # all of them first: a tool's calls and answers go by their role
+    return [ChatMessage(role, _content_of(turn)) for role, turn in zip(roles, turns, strict=True)]
+
+
+def _role_of(turn: Mapping[str, Any]) -> str:
+    role = _either(turn, "role", "from")
+    if not isinstance(role, str):
+        raise NotAChatError(MALFORMED)
+    if role.strip().lower() not in ROLES:
+        raise NotAChatError(UNKNOWN_ROLE, role=role)
+    return ROLES[role.strip().lower()]
+
+
+def _content_of(turn: Mapping[str, Any]) -> str:
+    content = _either(turn, "content", "value")
+    if turn.get("tool_calls") or not isinstance(content, str | list):
+        raise NotAChatError(MALFORMED)
+    return content if isinstance(content, str) else "".join(_part_text(part) for part in content)
+
+
+def _part_text(part: Any) -> str:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+    raise NotAChatError(MALFORMED)
+
+
+def _either(turn: Mapping[str, Any], name: str, other: str) -> Any:
+    value = turn.get(name)
+    return turn.get(other) if value is None else value

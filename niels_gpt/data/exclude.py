@@ -1,0 +1,101 @@
+"""Documents that must not enter a cache: a file of source ids and of sha256 of texts, one a line.
+
+    # decontamination: the questions of our evaluation
+    5891b5b522d5df086d0ff0b110fbd9d21bb4fc7163af34d08286a2e846f6be03
+    <urn:uuid:39147604-bfbe-4ed5-b19c-54105f8ae8a7>
+    journal/2024-05-01.md
+
+64 hex digits are the sha256 of a text's utf-8, exactly as its source gives it; anything else is an id. The ids of a
+document are its row's `id`, its file's path below the source's folder, and for oasst1 the ids of its tree and messages.
+A chat is left out if one of its ids, or the text of one of its messages, is listed. Blank lines, and lines that start
+with `#` and a space, are passed over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from niels_gpt.data.types import ChatSample, PretrainSample
+
+Sample = TypeVar("Sample", PretrainSample, ChatSample)
+
+EXCLUDED = "excluded"
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+_ID_FIELDS = ("id", "path", "message_tree_id")
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """The entries of such a file."""
+
+    ids: frozenset[str]
+    """Of documents, chats, trees or messages."""
+    digests: frozenset[bytes]
+    """sha256 of texts, 32 bytes each."""
+
+    @property
+    def facts(self) -> dict[str, int | str]:
+        """Return what meta.json says of it: the number of entries, and a sha256 that their order does not change."""
+        entries = sorted([*self.ids, *(digest.hex() for digest in self.digests)])
+        digest = hashlib.sha256("".join(f"{entry}\n" for entry in entries).encode()).hexdigest()
+        return {"entries": len(entries), "sha256": digest}
+
+    def lists(self, sample: PretrainSample | ChatSample) -> bool:
+        """Whether a document or chat must be left out."""
+        ids = [str(sample.meta[key]) for key in _ID_FIELDS if key in sample.meta]
+        if any(name in self.ids for name in [*ids, *sample.meta.get("message_ids", ())]):
+            return True
+        if not self.digests:
+            return False
+        texts = [sample.text] if isinstance(sample, PretrainSample) else [turn.content for turn in sample.messages]
+        return any(_digest_of(text) in self.digests for text in texts)
+
+
+def read_exclusion(path: str | os.PathLike[str]) -> Exclusion:
+    """Read such a file.
+
+    Raises: FileNotFoundError if it is not there; ValueError if it is not utf-8 or has no entry.
+    """
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8-sig").split("\n")
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{os.fspath(path)}: no such file, expected ids or sha256 of texts, one a line, that --exclude leaves out"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{os.fspath(path)}: not a utf-8 text file ({error}), expected ids or sha256, one a line"
+        ) from None
+    entries = [line.strip() for line in lines if line.strip() and not re.match(r"\s*#(\s|$)", line)]
+    if not entries:
+        raise ValueError(f"{os.fspath(path)}: no entry in it, expected ids or sha256 of texts, one a line")
+    digests = frozenset(bytes.fromhex(entry) for entry in entries if _DIGEST.fullmatch(entry))
+    return Exclusion(frozenset(entry for entry in entries if not _DIGEST.fullmatch(entry)), digests)
+
+
+def remaining(samples: Iterable[Sample], exclude: str | None, counters: Counter[str]) -> Iterator[Sample]:
+    """Yield the samples that the file `exclude` does not list; the others count as "excluded", 0 where there are none.
+
+    exclude: None for no file. It is read at the first sample.
+    """
+    if exclude is None:
+        yield from samples
+        return
+    listed = read_exclusion(exclude).lists
+    counters[EXCLUDED] += 0
+    for sample in samples:
+        if listed(sample):
+            counters[EXCLUDED] += 1
+        else:
+            yield sample
+
+
+def _digest_of(text: str) -> bytes:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()

@@ -1,0 +1,201 @@
+"""A snapshot: the rows of a hub dataset, kept once as files of a mirror, in the order in which a build reads them.
+
+    <folder>/train-00000.jsonl.gz ...    the rows as upstream has them, one JSON object a line
+    <folder>/snapshot.json               which rows of what, and the files; written after each of them
+
+Rows are only ever appended, so an interrupted snapshot goes on where it stopped and a finished one can be made longer.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gzip
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.fileio import CacheError, canonical_json, file_lock, fsync_dir, sha256_file, write_bytes
+
+MANIFEST_NAME = "snapshot.json"
+FORMAT_VERSION = 1
+PART_BYTES = 1 << 26  # of JSON, before compression: what a killed process loses at most
+_OF_THE_STREAM = ("dataset", "config", "shuffle")
+"""What decides which rows come in which order, beside the revision, which a snapshot keeps from its first contact."""
+
+Row = dict[str, Any]
+Progress = Callable[[int, int, int | None], None]
+"""Called now and then with the rows kept, their utf-8 bytes of text, and the bytes expected (None: not known)."""
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return a folder's snapshot.json; None where there is none, as in a mirror that was made by hand.
+
+    Raises: CacheError for one that cannot be read.
+    """
+    path = folder / MANIFEST_NAME
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["format_version"] != FORMAT_VERSION:
+            raise ValueError(f"format_version is {manifest['format_version']}, expected {FORMAT_VERSION}")
+        [(file["name"], file["split"], file["rows"], file["sha256"]) for file in manifest["files"]]
+        [manifest[key] for key in (*_OF_THE_STREAM, "revision", "finished", "ended", "text_bytes")]
+    except FileNotFoundError:
+        return None
+    except (ValueError, LookupError, TypeError) as error:
+        raise CacheError(
+            f"{path}: not a snapshot's manifest ({error!r}). Remove {folder}, then take it again"
+        ) from None
+    return manifest
+
+
+def check_files(folder: Path, manifest: Mapping[str, Any], files: Sequence[Path]) -> None:
+    """Compare the files that a build would read with the manifest, by name, order and sha256.
+
+    Raises: CacheError for a snapshot that is not finished, and for files that are missing, foreign or damaged.
+    """
+    again = f"Take it again: python -m niels_gpt.cache.cli snapshot SOURCE DEST, with {folder} removed"
+    if not manifest["finished"]:
+        raise CacheError(
+            f"{folder / MANIFEST_NAME}: this snapshot was interrupted after {_rows_of(manifest):,} rows. "
+            "Finish it: run the same snapshot command again"
+        )
+    expected = {str(file["name"]): str(file["sha256"]) for file in manifest["files"]}
+    found = [path.relative_to(folder).as_posix() for path in files]
+    if sorted(found) != sorted(expected):
+        strange = ", ".join(sorted(set(found) ^ set(expected)))
+        raise CacheError(f"{folder}: {MANIFEST_NAME} and the files there differ: {strange}. {again}")
+    for path, name in zip(files, found, strict=True):
+        if sha256_file(path) != expected[name]:
+            raise CacheError(f"{path}: not the sha256 that {MANIFEST_NAME} gives: the file is damaged. {again}")
+
+
+def take(
+    folder: Path,
+    about: Mapping[str, Any],
+    rows_of: Callable[[str, str], Iterable[Row]],
+    *,
+    splits: Sequence[str],
+    text_of: Callable[[Row], str],
+    max_text_bytes: int | None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Keep the rows of a dataset in `folder`, going on where an earlier call stopped; returns the manifest.
+
+    about: dataset, config, revision, licence, attribution, datasets_version and shuffle (None, or seed and buffer).
+    rows_of: takes a revision and a split; the same arguments give the same rows in the same order.
+    max_text_bytes: stop after the row that reaches so many bytes of text; None: keep all.
+    Raises: CacheError for a folder that holds something else, or rows in another order; what `rows_of` raises, after
+        the rows that came before are kept.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with file_lock(folder / ".lock", f"{folder}: a snapshot is being taken", wait=False):
+        manifest = read_manifest(folder) or _new(folder, about)
+        for key in _OF_THE_STREAM:
+            if manifest[key] != about[key]:
+                raise CacheError(
+                    f"{folder / MANIFEST_NAME}: a snapshot with {key} {manifest[key]}, asked was {about[key]}. "
+                    "Choose another folder, or the same settings"
+                )
+        writer = _Writer(folder, manifest, text_of, max_text_bytes, progress)
+        if not manifest["ended"]:
+            manifest["finished"] = False
+            for split in splits:
+                writer.keep(split, iter(rows_of(str(manifest["revision"]), split)))
+                if writer.full:
+                    break
+            manifest["finished"], manifest["ended"] = True, not writer.full
+            write_bytes(folder / MANIFEST_NAME, canonical_json(manifest))
+    return manifest
+
+
+def _new(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    strangers = sorted(
+        path.name for path in folder.iterdir() if path.name != ".lock" and not path.name.endswith(".part")
+    )
+    if strangers:
+        raise CacheError(
+            f"{folder}: holds {len(strangers)} files that no snapshot put there (such as {strangers[0]}). "
+            "Choose another folder, or move them away"
+        )
+    return {**about, "format_version": FORMAT_VERSION, "files": [], "text_bytes": 0, "ended": False}
+
+
+def _rows_of(manifest: Mapping[str, Any], split: str | None = None) -> int:
+    return sum(int(file["rows"]) for file in manifest["files"] if split in (None, file["split"]))
+
+
+class _Writer:
+    """Writes rows as parts, and the manifest after each part."""
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: dict[str, Any],
+        text_of: Callable[[Row], str],
+        max_text_bytes: int | None,
+        progress: Progress | None,
+    ) -> None:
+        self._folder, self._manifest, self._text_of, self._progress = folder, manifest, text_of, progress
+        self._limit = max_text_bytes
+
+    @property
+    def full(self) -> bool:
+        """Whether the bound on the text is reached."""
+        return self._limit is not None and self._manifest["text_bytes"] >= self._limit
+
+    def keep(self, split: str, rows: Iterator[Row]) -> None:
+        """Append the rows of one split that are not kept yet, as far as the bound allows."""
+        rest = islice(rows, _rows_of(self._manifest, split), None)
+        while not self.full and self._part(split, rest):
+            pass
+
+    def _part(self, split: str, rows: Iterator[Row]) -> bool:
+        """Write one file; returns whether the rows may go on. If they break off, those that came are kept."""
+        number = sum(file["split"] == split for file in self._manifest["files"])
+        path = self._folder / f"{split}-{number:05}.jsonl.gz"
+        temporary = path.with_name(f".{path.name}.part")
+        size = kept = 0
+        broken: BaseException | None = None
+        with open(temporary, "wb") as file:
+            # No name and no time in the header: equal rows, equal bytes.
+            with gzip.GzipFile(filename="", mode="wb", fileobj=file, compresslevel=6, mtime=0) as packed:
+                while size < PART_BYTES and not self.full:
+                    try:
+                        row = next(rows, None)
+                    except BaseException as error:
+                        row, broken = None, error
+                    if row is None:
+                        break
+                    size += packed.write(_line_of(row, f"{path.name}, row {kept + 1}"))
+                    kept += 1
+                    self._manifest["text_bytes"] += len(self._text_of(row).encode(errors="replace"))
+                    if self._progress is not None and kept % 256 == 0:
+                        self._progress(_rows_of(self._manifest) + kept, self._manifest["text_bytes"], self._limit)
+            file.flush()
+            os.fsync(file.fileno())
+        if kept:
+            self._commit(temporary, path, split, kept)
+        temporary.unlink(missing_ok=True)
+        if broken is not None:
+            raise broken
+        return size >= PART_BYTES
+
+    def _commit(self, temporary: Path, path: Path, split: str, kept: int) -> None:
+        record = {"name": path.name, "split": split, "rows": kept, "bytes": temporary.stat().st_size}
+        digest = sha256_file(temporary)
+        os.replace(temporary, path)
+        fsync_dir(self._folder)
+        self._manifest["files"].append({**record, "sha256": digest})
+        write_bytes(self._folder / MANIFEST_NAME, canonical_json(self._manifest))
+
+
+def _line_of(row: Row, where: str) -> bytes:
+    def plain(value: Any) -> str:
+        if isinstance(value, datetime.date | datetime.time):
+            return value.isoformat()
+        raise ValueError(f"{where}: a value of type {type(value).__name__} cannot be kept as JSON")
+
+    return (json.dumps(row, ensure_ascii=False, default=plain) + "\n").encode(errors="replace")

@@ -1,0 +1,126 @@
+"""Sources of one's own: a line NAME=GLOB[:FIELD] of the settings, or an entry of sources.toml.
+
+    [pretrain]
+    notes = "~/notes"                          # the same as the line notes=~/notes
+    papers = "papers/**/*.jsonl.gz:abstract"   # rows, with their text in the field `abstract`
+
+    [sft.support]                              # a table where there is more to say
+    files = "chats/*.json"
+    licence = "CC BY 4.0"
+    attribution = "The support team"
+
+A relative path is relative to the folder of sources.toml, or, in a line of the settings, to the current folder.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.data.credits import CREDITS
+from niels_gpt.settings import Settings
+
+FAMILIES = ("pretrain", "sft")
+UNSTATED = "not stated"
+_KEYS = ("files", "field", "licence", "attribution")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_FIELD = re.compile(r"(?P<files>.+):(?P<field>[^\s:/\\*?\[\].]+)")  # no path has a tail like that but "a:b"
+
+
+@dataclass(frozen=True)
+class OwnSource:
+    """One source of one's own."""
+
+    family: str
+    """pretrain or sft."""
+    name: str
+    """Of the cache: FAMILY/NAME."""
+    files: str
+    """A file, a folder or a glob."""
+    base: Path
+    """What a relative `files` is relative to."""
+    said_in: str
+    """Where it is named, for messages."""
+    field: str | None = None
+    """Of a row, where its text is; None: text, content or document."""
+    licence: str = UNSTATED
+    """The user's line."""
+    attribution: str = UNSTATED
+    """The user's line: whom to name."""
+
+
+def own_sources(settings: Settings) -> dict[str, OwnSource]:
+    """Return the sources of one's own by name, those of sources.toml first.
+
+    Raises: ValueError for a line or entry that cannot be understood, and for a name that is taken; FileNotFoundError
+        for a `sources_file` other than the default that is not there.
+    """
+    found: dict[str, OwnSource] = {}
+    for own in (*_of_file(settings), *_of_lines(settings)):
+        where = f"{own.said_in}: {own.family}/{own.name}"
+        if not _NAME.fullmatch(own.name):
+            raise ValueError(f"{where}: expected a name of letters, digits and _ that starts with a letter")
+        if own.name in CREDITS:
+            raise ValueError(f"{where}: {own.name} is a source of the project. Choose another name")
+        if own.name in found:
+            other = found[own.name]
+            raise ValueError(f"{where}: {other.said_in} names {other.family}/{own.name} already. Choose another name")
+        found[own.name] = own
+    return found
+
+
+def named_by_lines(settings: Settings) -> list[str]:
+    """Return the names that the settings' lines give, without those of sources.toml."""
+    return [own.name for own in _of_lines(settings)]
+
+
+def _of_lines(settings: Settings) -> Iterator[OwnSource]:
+    for family in FAMILIES:
+        for line in (getattr(settings, family) or "").split(";"):
+            if line.strip():
+                said_in = f"--{family} {line.strip()}"
+                name, equals, files = line.partition("=")
+                if not (equals and name.strip() and files.strip()):
+                    raise ValueError(f"{said_in}: expected NAME=GLOB" + "[:FIELD]" * (family == "pretrain"))
+                yield _own(family, name.strip(), files.strip(), Path.cwd(), said_in)
+
+
+def _of_file(settings: Settings) -> Iterator[OwnSource]:
+    path = Path(settings.sources_file).expanduser().absolute()
+    if not path.is_file():
+        if settings.sources_file != Settings.sources_file:
+            raise FileNotFoundError(f"{path}: no such file, expected the sources.toml that --sources-file names")
+        return
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not TOML: {error}") from None
+    for family, entries in content.items():
+        if family not in FAMILIES or not isinstance(entries, Mapping):
+            raise ValueError(f"{path}: found {family!r}, expected tables [pretrain] and [sft]")
+        for name, entry in entries.items():
+            yield _of_entry(family, name, entry, path)
+
+
+def _of_entry(family: str, name: str, entry: Any, path: Path) -> OwnSource:
+    if isinstance(entry, str):
+        return _own(family, name, entry, path.parent, str(path))
+    known = isinstance(entry, Mapping) and all(key in _KEYS and isinstance(entry[key], str) for key in entry)
+    if not known or "files" not in entry or (family == "sft" and "field" in entry):
+        keys = [key for key in _KEYS if (family, key) != ("sft", "field")]
+        raise ValueError(
+            f'{path}, {family}.{name}: found {entry!r}, expected a text "GLOB", or a table with the texts '
+            f"{', '.join(keys)}, of which `files` must be there"
+        )
+    return OwnSource(family, name, base=path.parent, said_in=str(path), **entry)
+
+
+def _own(family: str, name: str, files: str, base: Path, said_in: str) -> OwnSource:
+    split = _FIELD.fullmatch(files) if family == "pretrain" else None
+    if split is None:
+        return OwnSource(family, name, files, base, said_in)
+    return OwnSource(family, name, split["files"], base, said_in, field=split["field"])

@@ -1,0 +1,63 @@
+"""Outcomes, plans and caches as tables of plain text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from niels_gpt.recipes.plan import Plan
+from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome
+
+
+def outcomes_table(outcomes: Sequence[Outcome], failures: Mapping[str, Exception]) -> str:
+    """Return a line for each cache: what was done, its size, its speed; failures stand at the end."""
+    rows: list[tuple[str, ...]] = [("cache", "state", "train", "val", "seconds", "tokens/s", "peak memory", "on disk")]
+    for outcome in outcomes:
+        totals = outcome.meta.get("totals") or {}
+        speed = "-" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}"
+        peak = "-" if outcome.peak_bytes is None else size(outcome.peak_bytes)
+        counts = [_count(totals, split) for split in ("train", "val")]
+        if outcome.key == TOKENIZER_KEY:
+            counts = [f"{outcome.meta['vocab_size']:,} ids", "-"]
+        seconds = f"{outcome.seconds:.2f}".replace("nan", "-")
+        rows.append((outcome.key, _state(outcome), *counts, seconds, speed, peak, size(outcome.disk_bytes)))
+    rows += [(key, "FAILED", *["-"] * 6) for key in failures]
+    return table(rows)
+
+
+def plan_table(plans: Sequence[Plan], cache_dir: str) -> str:
+    """Return a line for each cache: what a run would do; and the disk that is free."""
+    rows = [(item.key, item.action, item.source, size(item.disk_bytes)) for item in plans]
+    lines = table([("what", "would be", "from", "disk at most"), *rows])
+    return f"{lines}\ndisk free at {cache_dir}: {size(_free_bytes(Path(cache_dir)))}"
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return rows as aligned columns, two spaces apart."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def size(num_bytes: int) -> str:
+    """Return a number of bytes for people."""
+    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
+
+
+def _state(outcome: Outcome) -> str:
+    built = {"partial": "partial", False: "not built"}.get(outcome.meta.get("built"), "built")
+    return f"{built}, up to date" if outcome.reused else built
+
+
+def _count(totals: Mapping[str, int], split: str) -> str:
+    if f"{split}_examples" in totals:
+        return f"{totals[f'{split}_examples']:,} examples, {totals[f'{split}_tokens']:,} tokens"
+    return f"{totals.get(f'{split}_tokens', 0):,} tokens"
+
+
+def _free_bytes(folder: Path) -> int:
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    stat = os.statvfs(existing)
+    return stat.f_bavail * stat.f_frsize

@@ -1,0 +1,121 @@
+"""The user's own sources: lines, sources.toml, and what is wrong with them. Run: pytest tests/test_own.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from niels_gpt.recipes.own import own_sources
+from niels_gpt.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder without a sources.toml of the checkout."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "files", "field"),
+    [
+        ("notes=~/notes", "notes", "~/notes", None),
+        ("notes = a/**/*.md ", "notes", "a/**/*.md", None),
+        ("papers=papers/*.jsonl.gz:abstract", "papers", "papers/*.jsonl.gz", "abstract"),
+        ("p=data=2024/x.jsonl:body_text", "p", "data=2024/x.jsonl", "body_text"),
+        ("p=C:/x.jsonl", "p", "C:/x.jsonl", None),  # a field has no slash
+        ("p=a:b.md", "p", "a:b.md", None),  # and no dot
+    ],
+)
+def test_a_line_is_a_name_a_glob_and_perhaps_a_field(line: str, name: str, files: str, field: str | None) -> None:
+    (own,) = own_sources(Settings(pretrain=line)).values()
+    assert (own.family, own.name, own.files, own.field) == ("pretrain", name, files, field)
+
+
+def test_chats_have_no_field() -> None:
+    (own,) = own_sources(Settings(sft="support=a/*.json:x")).values()
+    assert (own.family, own.files, own.field) == ("sft", "a/*.json:x", None)
+
+
+def test_lines_are_separated_by_semicolons() -> None:
+    found = own_sources(Settings(pretrain="a=x.md; b=y.md;", sft="c=z.json"))
+    assert [(own.family, own.name) for own in found.values()] == [("pretrain", "a"), ("pretrain", "b"), ("sft", "c")]
+
+
+TOML = """
+[pretrain]
+notes = "notes/**/*.md"
+papers = "papers.jsonl:abstract"
+
+[sft.support]
+files = "/data/chats/*.json"
+licence = "CC BY 4.0"
+attribution = "The support team"
+"""
+
+
+def test_the_same_lines_stand_in_sources_toml(elsewhere: Path) -> None:
+    (elsewhere / "sources.toml").write_text(TOML)
+    found = own_sources(Settings(pretrain="more=x.md"))
+    assert list(found) == ["notes", "papers", "support", "more"]
+    assert found["papers"].field == "abstract"
+    assert found["notes"].base == elsewhere
+    assert (found["support"].licence, found["support"].attribution) == ("CC BY 4.0", "The support team")
+    assert found["notes"].licence == "not stated"
+
+
+def test_relative_paths_of_a_file_elsewhere_are_relative_to_it(elsewhere: Path) -> None:
+    (elsewhere / "conf").mkdir()
+    (elsewhere / "conf" / "mine.toml").write_text(TOML)
+    found = own_sources(Settings(sources_file="conf/mine.toml"))
+    assert found["notes"].base == elsewhere / "conf"
+
+
+def test_no_file_is_no_source_but_a_named_one_must_be_there() -> None:
+    assert own_sources(Settings()) == {}
+    with pytest.raises(FileNotFoundError, match=r"mine\.toml: no such file"):
+        own_sources(Settings(sources_file="mine.toml"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (Settings(pretrain="oasst1=x.md"), r"--pretrain oasst1=x\.md: pretrain/oasst1: oasst1 is a source of the project"),
+        (Settings(pretrain="a=x.md;a=y.md"), r"--pretrain a=x\.md names pretrain/a already"),
+        (Settings(pretrain="a=x.md", sft="a=y.json"), r"sft/a: --pretrain a=x\.md names pretrain/a already"),
+        (Settings(pretrain="my-notes=x.md"), "expected a name of letters, digits and _"),
+        (Settings(pretrain="../a=x.md"), "expected a name of letters, digits and _"),
+        (Settings(pretrain="x.md"), r"--pretrain x\.md: expected NAME=GLOB\[:FIELD\]"),
+        (Settings(sft="a="), r"--sft a=: expected NAME=GLOB$"),
+    ],
+)
+def test_a_name_that_is_taken_and_a_line_that_is_none(settings: Settings, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        own_sources(settings)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[pretrain", r"sources\.toml: not TOML"),
+        ('[pretrain]\na = "x"\na = "y"', r"sources\.toml: not TOML"),
+        ('[train]\na = "x"', "found 'train', expected tables"),
+        ('pretrain = "x"', "found 'pretrain', expected tables"),
+        ("[pretrain]\na = 3", r"pretrain\.a: found 3, expected a text"),
+        ('[pretrain.a]\nlicence = "x"', r"of which `files` must be there"),
+        ('[pretrain.a]\nfiles = "x"\nlicense = "x"', "expected .* licence"),
+        ('[sft.a]\nfiles = "x"\nfield = "y"', "the texts files, licence, attribution,"),
+        ('[pretrain]\nwikitext = "x"', "wikitext is a source of the project"),
+    ],
+)
+def test_an_entry_that_is_none_is_named_with_its_file(elsewhere: Path, content: str, message: str) -> None:
+    (elsewhere / "sources.toml").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        own_sources(Settings())
+
+
+def test_a_name_clash_between_file_and_line_names_both(elsewhere: Path) -> None:
+    (elsewhere / "sources.toml").write_text(TOML)
+    with pytest.raises(ValueError, match=r"--sft notes=x\.json: sft/notes: .*sources\.toml names pretrain/notes already"):
+        own_sources(Settings(sft="notes=x.json"))
