@@ -24,7 +24,7 @@ class Settings:
     )
     exclude: str | None = _setting(None, "file of ids or sha256 of texts, one a line, whose documents are left out")
     revision: str | None = _setting(
-        None, "hub revisions to build from, SOURCE=COMMIT_TAG_OR_BRANCH,...; others: main as it was at first contact"
+        None, "hub revisions to build from, SOURCE=COMMIT_TAG_OR_BRANCH,...; others: as recorded, at first main"
     )
     threads: int = _setting(0, "tokenizer threads; 0: one per usable core. Never changes the output")
 

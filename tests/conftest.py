@@ -10,6 +10,7 @@ import atexit
 import os
 import random
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 from loopback_hub import LoopbackHub
 
-from niels_gpt.data import hub, places
+from niels_gpt.data import hub_network, places
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
@@ -89,8 +90,22 @@ def instance() -> Iterator[dg.DagsterInstance]:
         yield instance
 
 
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the hub as often as ever, but hardly at all; the libraries' own waits too, where they are loaded."""
+    monkeypatch.setattr(hub_network, "FIRST_WAIT_S", 0.001)
+    if "datasets" in sys.modules:
+        # Up to 5 s at the end of a shuffled parquet stream, for an Arrow bug that is not met here.
+        monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
+
+
 @pytest.fixture
 def loopback_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
-    """A hub at HF_ENDPOINT, empty at first; see loopback_hub.py. Nothing waits long: see `quick_retries`."""
+    """A hub at HF_ENDPOINT, empty at first; see loopback_hub.py."""
+    import datasets.config
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
+    assert os.environ["HF_ENDPOINT"] == huggingface_hub.constants.ENDPOINT, "a library was imported before conftest.py"
     with LoopbackHub(port=HUB_PORT) as running:
         yield running

@@ -150,13 +150,9 @@ class LoopbackHub:
     ) -> Fault:
         """Answer with an error status; times=math.inf for good."""
         headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
-        return self._order(
-            Fault("status", path, method, times=times, passing=passing, status=status, headers=headers)
-        )
+        return self._order(Fault("status", path, method, times=times, passing=passing, status=status, headers=headers))
 
-    def cut(
-        self, path: str = "", *, after: int, times: float = 1, passing: int = 0, reset: bool = False
-    ) -> Fault:
+    def cut(self, path: str = "", *, after: int, times: float = 1, passing: int = 0, reset: bool = False) -> Fault:
         """End the connection after so many bytes of the body; a shorter body stays whole."""
         return self._order(Fault("cut", path, "GET", times=times, passing=passing, after=after, reset=reset))
 

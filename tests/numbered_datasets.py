@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 Row = dict[str, Any]
-WORDS = "river mill orchard heron otter badger lynx apple pebble letter windy quiet green stone water".split()
+WORDS = ("river", "mill", "orchard", "heron", "otter", "badger", "lynx", "apple", "pebble", "letter", "windy", "quiet")
 
 
 def number_of(text: str) -> int:
@@ -27,7 +27,7 @@ def number_of(text: str) -> int:
 def fineweb_edu(
     *, documents: int = 60, shards: int = 3, form: str = "parquet", chars: int = 2_000, start: int = 0
 ) -> dict[str, bytes]:
-    """fineweb-edu's columns and config CC-MAIN-2024-10; form: parquet, jsonl or jsonl.gz; `start` is the first number."""
+    """fineweb-edu's columns and config CC-MAIN-2024-10, numbered from `start`; form: parquet, jsonl or jsonl.gz."""
     rows = [_web_page(number, chars) for number in range(start, start + documents)]
     folder = "data/CC-MAIN-2024-10"
     card = {

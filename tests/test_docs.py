@@ -1,6 +1,7 @@
 """The documents say what is true: commands, links, settings, keys: `pytest tests/test_docs.py`."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -20,18 +21,19 @@ def test_every_link_leads_to_a_file(document: Path) -> None:
         assert (document.parent / target).exists(), target
 
 
-def test_every_command_of_the_readme_parses() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    commands = re.findall(r"python -m niels_gpt\.cache\.cli (.*?)(?:  +#.*)?$", readme, flags=re.MULTILINE)
+@pytest.mark.parametrize("document", ["README.md", "docs/own_data.md"])
+def test_every_command_of_a_document_parses(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    commands = re.findall(r"^    python -m niels_gpt\.cache\.cli (.*?)(?:  +#.*)?$", text, flags=re.MULTILINE)
     assert len(commands) >= 5
     for command in commands:
-        cli._parser().parse_args(command.split())
+        cli._parser().parse_args(shlex.split(command))
 
 
 def test_every_flag_named_in_a_document_exists(capsys: pytest.CaptureFixture[str]) -> None:
     from niels_gpt import train_tokenizer
 
-    for command in (["build-all"], ["build"], ["list"], ["show"], ["gc"]):
+    for command in (["build-all"], ["build"], ["snapshot"], ["list"], ["stats"], ["show"], ["gc"]):
         with pytest.raises(SystemExit):
             cli.main([*command, "--help"])
     with pytest.raises(SystemExit):

@@ -1,34 +1,277 @@
+"""The hub: a dataset's card, one commit throughout, errors that no retry mends. Run: pytest tests/test_hub.py"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numbered_datasets
+import pytest
 from loopback_hub import LoopbackHub
-import numbered_datasets as nd
-from niels_gpt.data import hub
-from niels_gpt.data.fineweb_edu import iter_fineweb_edu
-from niels_gpt.data.wikitext import iter_wikitext
+from numbered_datasets import number_of
+
+from niels_gpt.data import hub, hub_network
 from niels_gpt.data.dolly import iter_dolly_sft
-from niels_gpt.data.oasst1 import iter_oasst1_sft
-import datasets, pytest, time
-import datasets.config
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
-def show(h):
-    for r in h.requests: print(r)
-    h.requests.clear()
-def test_a(loopback_hub):
-    h=loopback_hub
-    h.add("HuggingFaceFW/fineweb-edu", nd.fineweb_edu())
-    h.add("Salesforce/wikitext", nd.wikitext())
-    h.add("databricks/databricks-dolly-15k", nd.dolly())
-    h.add("OpenAssistant/oasst1", nd.oasst1())
-    print(hub.revision_of("Salesforce/wikitext"))
-    for f in ["parquet","jsonl","jsonl.gz"]:
-        h.add("HuggingFaceFW/fineweb-edu", nd.fineweb_edu(form=f))
-        t=time.time()
-        for s in (False, True):
-            print([nd.number_of(x.text) for x in iter_fineweb_edu(shuffle=s)], time.time()-t)
-            show(h)
-    print(len(list(iter_wikitext(split="train"))),time.time()-t)
-    show(h)
-    print(len(list(iter_dolly_sft())),time.time()-t)
-    show(h)
-    print(len(list(iter_oasst1_sft())),time.time()-t)
-    show(h)
+from niels_gpt.data.wikitext import iter_wikitext
+
+FINEWEB = "HuggingFaceFW/fineweb-edu"
+DOLLY = "databricks/databricks-dolly-15k"
+
+
+def readme(**card: Any) -> dict[str, bytes]:
+    return {"README.md": numbered_datasets.readme(card)}
+
+
+def numbers(dataset_id: str = FINEWEB, *, config: str | None = "CC-MAIN-2024-10", **asked: Any) -> list[int]:
+    stream = hub.rows(dataset_id, config=config, split="train", **{"streaming": True, **asked})
+    return [number_of(row["text"]) for row in stream]
+
+
+def test_a_card_has_the_commit_the_licence_and_what_a_notice_needs(loopback_hub: LoopbackHub) -> None:
+    sha = loopback_hub.add(FINEWEB, readme(license="odc-by", pretty_name="FineWeb-Edu"))
+    assert hub.card_of(FINEWEB) == hub.Card(
+        revision=sha,
+        licence="odc-by",
+        attribution="FineWeb-Edu by HuggingFaceFW, https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu",
+    )
+    assert hub.revision_of(FINEWEB) == sha
+
+
+def test_without_a_title_the_attribution_names_the_id(loopback_hub: LoopbackHub) -> None:
+    loopback_hub.add("a/b", readme(license="mit"))
+    assert hub.card_of("a/b").attribution == "a/b by a, https://huggingface.co/datasets/a/b"
+
+
+@pytest.mark.parametrize(
+    ("card", "licence"),
+    [
+        ({"license": "odc-by"}, "odc-by"),
+        ({"license": ["cc-by-sa-3.0", "gfdl"]}, "cc-by-sa-3.0, gfdl"),
+        ({"license": "other", "license_name": "llama3"}, "llama3"),
+        ({"license": "other"}, "other"),
+        ({"pretty_name": "Nobody knows"}, None),
+        ({}, None),
+    ],
+)
+def test_the_licence_is_what_the_card_says(
+    loopback_hub: LoopbackHub, card: dict[str, Any], licence: str | None
+) -> None:
+    loopback_hub.add("a/b", readme(**card))
+    assert hub.card_of("a/b").licence == licence
+
+
+def test_a_branch_a_tag_and_a_commit_are_found(loopback_hub: LoopbackHub) -> None:
+    old = loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=3, start=100), ref="v1.4.0")
+    new = loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=3, start=200))
+    assert [hub.card_of(FINEWEB, revision=name).revision for name in ("main", "v1.4.0", old)] == [new, old, old]
+    assert numbers(revision="v1.4.0") == numbers(revision=old) == [100, 101, 102]
+    assert numbers(revision="main") == numbers() == [200, 201, 202]
+
+
+def test_a_given_commit_is_not_asked_for(loopback_hub: LoopbackHub) -> None:
+    sha = loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=3, start=300))
+    assert numbers(revision=sha) == [300, 301, 302]
+    assert f"/api/datasets/{FINEWEB}" not in [one.path for one in loopback_hub.requests]
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_a_stream_stays_at_its_commit_while_main_moves(loopback_hub: LoopbackHub, seed: int | None) -> None:
+    start = 1_000 + 100 * (seed or 0)
+    loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=30, start=start))
+    stream = hub.rows(
+        FINEWEB, config="CC-MAIN-2024-10", split="train", streaming=True, shuffle_seed=seed, shuffle_buffer=4
+    )
+    got = [number_of(next(stream)["text"])]
+    loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=30, start=10_000 + start))
+    got += [number_of(row["text"]) for row in stream]
+    assert sorted(got) == list(range(start, start + 30))
+    assert min(numbers()) == 10_000 + start
+
+
+def test_a_second_reading_asks_for_the_commit_and_the_files_alone(loopback_hub: LoopbackHub) -> None:
+    sha = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=500))
+    first = list(iter_dolly_sft())
+    loopback_hub.requests.clear()
+    assert list(iter_dolly_sft()) == first
+    absent = {"databricks-dolly-15k.py", ".huggingface.yaml", "dataset_infos.json"}  # looked for each time
+    assert {one.path.rpartition("/")[2] for one in loopback_hub.asked(sha)} <= absent
+    assert [one.path for one in loopback_hub.asked("/api/")] == [f"/api/datasets/{DOLLY}"]
+
+
+def test_a_stream_is_opened_with_its_first_row(loopback_hub: LoopbackHub) -> None:
+    hub.rows("no/such", split="train", streaming=True)
+    assert not loopback_hub.requests
+
+
+def test_a_local_folder_is_read_without_the_hub(loopback_hub: LoopbackHub, tmp_path: Path) -> None:
+    rows = [{"text": "Page number 1"}, {"text": "Page number 2"}]
+    (tmp_path / "train.jsonl").write_bytes(numbered_datasets.table(rows, "jsonl"))
+    assert numbers(str(tmp_path), config=None) == [1, 2]
+    assert not loopback_hub.requests
+
+
+# What no later attempt mends.
+
+
+def test_a_missing_dataset_says_so_at_once(loopback_hub: LoopbackHub) -> None:
+    with pytest.raises(ValueError, match=r"no/such.*Repository not found.*check the name.*hf auth login"):
+        hub.card_of("no/such")
+    with pytest.raises(ValueError, match=r"the train split of no/such|the commit of no/such"):
+        numbers("no/such")
+    assert len(loopback_hub.requests) == 2
+
+
+def test_a_private_dataset_looks_like_a_missing_one_and_the_remedy_says_so(loopback_hub: LoopbackHub) -> None:
+    sha = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=3, start=600), private=True)
+    with pytest.raises(ValueError, match=r"Repository not found.*for a private dataset run `hf auth login`"):
+        numbers(DOLLY, config=None)
+    with pytest.raises(ValueError, match=r"for a private dataset run `hf auth login`"):
+        numbers(DOLLY, config=None, revision=sha)
+
+
+def test_a_missing_revision_is_named_with_where_to_look(loopback_hub: LoopbackHub) -> None:
+    loopback_hub.add("a/b", readme(license="mit"))
+    with pytest.raises(ValueError, match=r"a/b at v9.*Invalid rev id: v9.*https://huggingface.co/datasets/a/b/commits"):
+        hub.card_of("a/b", revision="v9")
+    with pytest.raises(ValueError, match=r"the hub|use a commit, branch or tag"):
+        numbers("a/b", config=None, revision="0" * 40)
+
+
+def test_a_missing_config_lists_those_there_are(loopback_hub: LoopbackHub) -> None:
+    loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=3, start=700))
+    with pytest.raises(ValueError, match=r"config CC-MAIN-1999-01: .*CC-MAIN-2024-10.*CC-MAIN-2024-18") as caught:
+        numbers(config="CC-MAIN-1999-01")
+    assert "auth" not in str(caught.value)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_missing_split_lists_those_there_are(loopback_hub: LoopbackHub, streaming: bool) -> None:
+    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=3, start=800))
+    with pytest.raises(ValueError, match=r"the validation split of databricks/.*\['train'\]"):
+        list(hub.rows(DOLLY, split="validation", streaming=streaming))
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_gated_dataset_says_where_its_terms_are(loopback_hub: LoopbackHub, streaming: bool) -> None:
+    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=3, start=900 + streaming), gated=True)
+    terms = f"accept its terms at https://huggingface.co/datasets/{DOLLY}, then run `hf auth login`"
+    with pytest.raises(ValueError, match=f"is restricted.*{terms}"):
+        numbers(DOLLY, config=None, streaming=streaming)
+    assert len(loopback_hub.asked("README.md")) == 1  # not asked again
+
+
+def test_a_dataset_without_data_says_so(loopback_hub: LoopbackHub) -> None:
+    loopback_hub.add("a/b", {"README.md": b"nothing here\n"})
+    with pytest.raises(ValueError, match=r"the train split of a/b"):
+        numbers("a/b", config=None)
+
+
+def test_offline_mode_is_named_with_its_variable(loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConnectionError, match=r"unset HF_HUB_OFFLINE"):
+        hub.card_of("a/b")
+
+
+# What a later attempt may mend.
+
+
+def test_without_a_network_the_error_says_what_works_instead() -> None:
+    with pytest.raises(ConnectionError, match=r"a/b at main: 4 attempts.*ConnectError.*--source-root sample"):
+        hub.card_of("a/b")
+
+
+def test_each_retry_is_logged(loopback_hub: LoopbackHub, caplog: pytest.LogCaptureFixture) -> None:
+    loopback_hub.add("a/b", readme(license="mit"))
+    loopback_hub.fail("a/b", status=503, times=2)
+    with caplog.at_level(logging.WARNING, logger="niels_gpt"):
+        assert hub.card_of("a/b").licence == "mit"
+    said = [one.getMessage() for one in caplog.records if one.name == hub_network.__name__]
+    assert [one.split(" failed")[0] for one in said] == [
+        "the commit of a/b at main: attempt 1 of 4",
+        "the commit of a/b at main: attempt 2 of 4",
+    ]
+    assert all("503 Service Unavailable" in one and "again in" in one for one in said)
+
+
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the list that the seconds of each wait are written to, instead of waiting."""
+    seconds: list[float] = []
+    monkeypatch.setattr(hub_network, "FIRST_WAIT_S", 1.0)
+    monkeypatch.setattr("niels_gpt.data.hub_network.time.sleep", seconds.append)
+    return seconds
+
+
+def test_waits_grow_up_to_a_bound(loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = waits(monkeypatch)
+    monkeypatch.setattr(hub_network, "ASK_ATTEMPTS", hub_network.STREAM_ATTEMPTS)
+    loopback_hub.fail("a/b", times=math.inf)
+    with pytest.raises(ConnectionError, match="9 attempts"):
+        hub.card_of("a/b")
+    assert seconds == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_retry_after_is_honoured(loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    seconds = waits(monkeypatch)
+    loopback_hub.add("a/b", readme(license="mit"))
+    loopback_hub.fail("a/b", status=status, retry_after=300)
+    hub.card_of("a/b")
+    assert seconds == [300]
+
+
+def test_a_retry_after_beyond_reason_is_an_error_with_the_time(loopback_hub: LoopbackHub) -> None:
+    loopback_hub.fail("a/b", status=429, retry_after=7_200)
+    with pytest.raises(ConnectionError, match="1 attempts.*asks to wait 7200 s"):
+        hub.card_of("a/b")
+
+
+class Breaking:
+    """Rows 0 to 9; each time it is read, it breaks before the next of the given rows."""
+
+    def __init__(self, errors: dict[int, Exception]) -> None:
+        self.errors = errors
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for number in range(10):
+            if number in self.errors:
+                raise self.errors.pop(number)
+            yield {"number": number}
+
+
+@pytest.mark.parametrize(
+    "name", ["ReadTimeout", "ConnectError", "RemoteProtocolError", "gaierror", "FileNotFoundError"]
+)
+def test_a_stream_that_breaks_goes_on_after_the_last_row(name: str) -> None:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    client = sys.modules[HfHubHTTPError.__bases__[0].__module__.split(".")[0]]  # httpx or its successor
+    kind = {"gaierror": socket.gaierror, "FileNotFoundError": FileNotFoundError}.get(name) or getattr(client, name)
+    found = Breaking({0: kind("cut"), 3: kind("cut"), 9: kind("cut")})
+    assert [row["number"] for row in hub._all_of(found, "the rows", "a/b")] == list(range(10))
+
+
+def test_an_error_of_the_data_is_not_retried() -> None:
+    found = Breaking({3: ArithmeticError("a row that nobody can decode"), 4: ArithmeticError("never reached")})
+    with pytest.raises(ArithmeticError, match="nobody can decode"):
+        list(hub._all_of(found, "the rows", "a/b"))
+
+
+def test_another_commit_in_the_librarys_cache_is_not_taken(loopback_hub: LoopbackHub) -> None:
+    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=5_000))
+    assert len(list(iter_dolly_sft())) == 30
+    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=6_000))
+    loopback_hub.fail("/resolve/", status=403, times=math.inf)
+    with pytest.raises((ConnectionError, ValueError), match="databricks"):
+        list(iter_dolly_sft())
+
+
+def test_the_same_commit_in_the_librarys_cache_needs_no_hub(loopback_hub: LoopbackHub) -> None:
+    sha = loopback_hub.add("Salesforce/wikitext", numbered_datasets.wikitext(lines=20, start=7_000))
+    before = list(iter_wikitext(split="train", revision=sha))
+    loopback_hub.fail(status=403, times=math.inf)
+    assert list(iter_wikitext(split="train", revision=sha)) == before

@@ -4,18 +4,17 @@ Run: pytest tests/test_observations.py
 """
 
 import dataclasses
-import json
+import math
 import os
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
 from dagster_runs import run
+from loopback_hub import LoopbackHub, Repository
 
 from niels_gpt.fileio import canonical_json, versions_dir
 from niels_gpt.recipes.plan import observe
@@ -26,27 +25,23 @@ from pipelines import assets
 from pipelines.resources import SettingsResource
 
 
+class Answers(dict[str, str]):
+    """The commit that the hub answers with, under "sha"; while it is empty, the hub is down."""
+
+    def __init__(self, hub: LoopbackHub) -> None:
+        self.hub = hub
+        self.down = hub.fail(times=math.inf)
+
+    def __setitem__(self, key: str, sha: str) -> None:
+        super().__setitem__(key, sha)
+        self.down.times = 0
+        self.hub.repositories["OpenAssistant/oasst1"] = Repository({sha: {}}, {"main": sha})
+
+
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+def hub(loopback_hub: LoopbackHub) -> dict[str, str]:
     """A hub on loopback that answers with the commit of a dataset: {"sha": ...}; empty, it is down."""
-    answers: dict[str, str] = {}
-
-    class Hub(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.dumps({"id": "OpenAssistant/oasst1", **answers}).encode()
-            self.send_response(200 if answers else 503)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    yield answers
-    server.shutdown()
-    server.server_close()
+    return Answers(loopback_hub)
 
 
 @pytest.fixture

@@ -81,7 +81,10 @@ def test_no_file_is_no_source_but_a_named_one_must_be_there() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (Settings(pretrain="oasst1=x.md"), r"--pretrain oasst1=x\.md: pretrain/oasst1: oasst1 is a source of the project"),
+        (
+            Settings(pretrain="oasst1=x.md"),
+            r"--pretrain oasst1=x\.md: pretrain/oasst1: oasst1 is a source of the project",
+        ),
         (Settings(pretrain="a=x.md;a=y.md"), r"--pretrain a=x\.md names pretrain/a already"),
         (Settings(pretrain="a=x.md", sft="a=y.json"), r"sft/a: --pretrain a=x\.md names pretrain/a already"),
         (Settings(pretrain="my-notes=x.md"), "expected a name of letters, digits and _"),
@@ -117,5 +120,5 @@ def test_an_entry_that_is_none_is_named_with_its_file(elsewhere: Path, content: 
 
 def test_a_name_clash_between_file_and_line_names_both(elsewhere: Path) -> None:
     (elsewhere / "sources.toml").write_text(TOML)
-    with pytest.raises(ValueError, match=r"--sft notes=x\.json: sft/notes: .*sources\.toml names pretrain/notes already"):
+    with pytest.raises(ValueError, match=r"notes=x\.json: sft/notes: .*sources\.toml names pretrain/notes already"):
         own_sources(Settings(sft="notes=x.json"))

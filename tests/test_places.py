@@ -6,18 +6,15 @@ import gzip
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from niels_gpt.data import hub, places
+from niels_gpt.data import places
+from niels_gpt.data.credits import credit_of
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -175,50 +172,11 @@ def test_the_fingerprint_sees_names_and_contents_but_not_places_or_times(tmp_pat
 
 
 def test_the_sample_is_mit_and_the_rest_as_upstream() -> None:
-    assert places.licence_of("oasst1", "sample") == "MIT"
-    assert places.licence_of("oasst1", "hub") == places.licence_of("oasst1", "/some/mirror") == "Apache-2.0"
+    assert credit_of("oasst1", "sample").licence == "MIT"
+    assert credit_of("oasst1", "hub") == credit_of("oasst1", "/some/mirror")
+    assert credit_of("oasst1", "hub").licence == "Apache-2.0"
     with pytest.raises(ValueError, match="unknown source 'pile'"):
-        places.licence_of("pile", "hub")
-
-
-def test_the_hubs_revision_is_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    def info(self: Any, dataset_id: str, **asked: Any) -> Any:
-        return SimpleNamespace(sha=f"commit of {asked['revision']}")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
-    assert hub.revision_of("a/b", revision="v1") == "commit of v1"
-
-
-def test_without_a_network_the_error_says_what_works_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    def no_network(*args: Any, **kwargs: Any) -> Any:
-        raise huggingface_hub.errors.HfHubHTTPError.__bases__[0]("connection refused")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", no_network)
-    with pytest.raises(ConnectionError, match=r"a/b at main.*--source-root MIRROR or --source-root sample"):
-        hub.revision_of("a/b")
-
-
-@pytest.mark.parametrize("name", ["ReadTimeout", "ConnectError", "RemoteProtocolError", "gaierror"])
-def test_a_network_that_fails_in_mid_stream_is_a_connection_error(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    import datasets
-    from huggingface_hub.errors import HfHubHTTPError
-
-    client = sys.modules[HfHubHTTPError.__bases__[0].__module__.split(".")[0]]  # httpx or its successor
-    error = socket.gaierror(-3, "no name service") if name == "gaierror" else getattr(client, name)("the wire was cut")
-
-    def rows() -> Iterator[dict[str, Any]]:
-        yield {"text": "one document"}
-        raise error
-
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows())
-    stream = hub.rows("a/b", split="train", streaming=True)
-    assert next(stream) == {"text": "one document"}
-    with pytest.raises(ConnectionError, match=f"the train split of a/b: {name}"):
-        next(stream)
+        credit_of("pile", "hub")
 
 
 def test_importing_the_loaders_loads_no_heavy_library() -> None:

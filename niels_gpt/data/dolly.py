@@ -9,6 +9,7 @@ from itertools import chain, islice
 from typing import Any
 
 from niels_gpt.data import hub, places
+from niels_gpt.data.chat_rows import with_context
 from niels_gpt.data.types import ChatMessage, ChatSample
 
 SOURCE = "dolly15k"
@@ -55,8 +56,7 @@ def _chats(rows: Iterator[dict[str, Any]], include_system: bool, counters: Count
         if problem is not None:
             places.count(counters, problem)
             continue
-        context = row.get("context") or ""
-        question = row["instruction"] + (f"\n\ncontext:\n{context}" if context.strip() else "")
+        question = with_context(row["instruction"], row.get("context") or "")
         messages = [ChatMessage("system", SYSTEM_PROMPT)] if include_system else []
         messages += [ChatMessage("user", question), ChatMessage("assistant", row["response"])]
         yield ChatSample(messages=messages, source=SOURCE, meta={**row, "index": index})

@@ -18,9 +18,9 @@ _WHITESPACE = re.compile(r"[ \t\r\n]*")  # JSON's own, RFC 8259 section 2
 _DECODE = json.JSONDecoder().raw_decode
 
 
-def spans_lines(file: BinaryIO, *, block_bytes: int = BLOCK_BYTES) -> bool:
+def spans_lines(file: BinaryIO) -> bool:
     """Whether a file holds an array, or an object over several lines, and not one value a line. Moves the position."""
-    window = _Window(file, block_bytes)
+    window = _Window(file)
     if window.peek() != "{":
         return window.peek() == "["
     try:
@@ -29,14 +29,14 @@ def spans_lines(file: BinaryIO, *, block_bytes: int = BLOCK_BYTES) -> bool:
         return False  # line by line, a broken first line does no harm to the others
 
 
-def iter_values(file: BinaryIO, name: str, *, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, Any, str]]:
+def iter_values(file: BinaryIO, name: str) -> Iterator[tuple[int, Any, str]]:
     """Yield the items of an array, or the values of a file that is none: each with its number from 1, and its JSON.
 
     Bytes that are not utf-8 stand in the JSON as `errors="surrogateescape"` puts them, which also gives them back.
     name: of the file, for messages.
     Raises: ValueError naming the item at which the JSON is broken; what comes after that cannot be told apart.
     """
-    window = _Window(file, block_bytes)
+    window = _Window(file)
     if window.peek() == "[":
         window.skip()
         yield from _items(window, name)
@@ -69,15 +69,15 @@ def _value(window: _Window, where: str) -> tuple[Any, str]:
         return window.take()
     except ValueError as error:
         reason = getattr(error, "msg", error)  # a JSONDecodeError's line and column would count from the window's start
-        raise ValueError(f"{where}: expected JSON ({reason}), {window.found()}. Mend the file: what follows is lost") from error
+        complaint = f"{where}: expected JSON ({reason}), {window.found()}"
+        raise ValueError(f"{complaint}. Mend the file: what follows in it cannot be read") from error
 
 
 class _Window:
     """The text of a file from the next unread character on, as far as it has been needed."""
 
-    def __init__(self, file: BinaryIO, block_bytes: int) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._block_bytes = block_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
         self._text = ""
         self._at = 0
@@ -129,7 +129,7 @@ class _Window:
         if self._ended:
             return False
         held = self._text[self._at :]
-        block = self._file.read(max(self._block_bytes, len(held)))
+        block = self._file.read(max(BLOCK_BYTES, len(held)))
         self._ended = not block
         self._text, self._at = held + self._decoder.decode(block, final=self._ended), 0
         return True

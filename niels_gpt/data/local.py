@@ -1,6 +1,6 @@
 """Anyone's own text and chats: a file, a folder or a glob becomes a stream of samples.
 
-A .txt or .md file is one document; in .jsonl, .json (both also as .gz) and .parquet files a row is a document or a chat.
+A .txt or .md file is one document; in .jsonl, .json (both also with .gz) and .parquet files a row is a text or a chat.
 A row that gives no sample is counted: as unreadable_row, missing_field, malformed or unknown_role.
 """
 
@@ -49,8 +49,8 @@ def find(pattern: str, *, base: Path | None = None, suffixes: Sequence[str] = TE
     """Find the files of a source.
 
     pattern: a file; a folder, for all that is below it; or a glob, in which `**` stands for any folders, and which
-        matches files, not folders. `~` is the home folder. Hidden files and folders (`.git`, `.obsidian`) are left out,
-        unless the pattern names them.
+        matches files, not folders, and once each, however many links lead there. `~` is the home folder. Hidden files
+        and folders (`.git`, `.obsidian`) are left out, unless the pattern names them.
     base: what a relative pattern is relative to; None: the current folder.
     suffixes: of the kinds that are read; CHAT_SUFFIXES for chats.
     Returns: `root` is the folder, the file's folder, or the part of the glob before its first wildcard, so that a new
@@ -66,18 +66,28 @@ def find(pattern: str, *, base: Path | None = None, suffixes: Sequence[str] = TE
     else:
         fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(rest).parts)
         root = Path(os.path.abspath(start.joinpath(*fixed)))
-        matches = expand(os.path.join(glob.escape(str(start)), rest))
+        matches = _once_each(expand(os.path.join(glob.escape(str(start)), rest)))
     readable = [path for path in matches if path.name.endswith(tuple(suffixes))]
     if not readable:
         raise FileNotFoundError(_nothing_found(pattern, literal, matches, suffixes))
     files, root = in_order(readable, root)
-    return LocalFiles(root, tuple(files), len(set(matches)) - len(files))
+    return LocalFiles(root, tuple(files), len(matches) - len(files))
 
 
 def expand(pattern: str) -> list[Path]:
     """Return the files that a glob matches, `**` included, as absolute paths; folders are passed over."""
     matches = [Path(os.path.abspath(name)) for name in glob.iglob(os.path.expanduser(pattern), recursive=True)]
     return [path for path in matches if path.is_file()]
+
+
+def _once_each(paths: Sequence[Path]) -> list[Path]:
+    # `**` follows links to folders, and one to a folder above makes 40 names for each file: the shortest is kept.
+    shortest: dict[str, Path] = {}
+    for path in sorted(set(paths), key=lambda path: (len(path.parts), os.fsencode(path))):
+        kept = shortest.setdefault(os.path.realpath(path), path)
+        if kept is not path:
+            logger.debug("%s is %s, which is read once", path, kept)
+    return list(shortest.values())
 
 
 def in_order(files: Iterable[Path], *folders: Path) -> tuple[list[Path], Path]:
@@ -185,7 +195,7 @@ class _Rows:
         """Tell how many rows were dropped, why, and what the first is like."""
         reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(self.dropped.items()))
         first = self._fields or self._problem
-        return f"{self.dropped.total()} rows of {len(self._found.files)} files ({reasons}); the first: {first}"
+        return f"{self.dropped.total()} rows below {self._found.root} ({reasons}); the first: {first}"
 
 
 def _names_in(row: Mapping[str, Any]) -> str:

@@ -33,22 +33,6 @@ SPLITS = ("train", "validation", "test")
 SAMPLE_DIR = Path(__file__).resolve().parent / "sample"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-LICENCES: dict[str, str] = {
-    "fineweb_edu": "ODC-BY 1.0",
-    "wikitext": "CC BY-SA 3.0 and GFDL",
-    "roam": "the notes' owner's",
-    "gutenberg": "public domain in the United States",
-    "dolly15k": "CC BY-SA 3.0",
-    "oasst1": "Apache-2.0",
-}
-
-
-def licence_of(source: str, source_root: str | os.PathLike[str]) -> str:
-    """Name the licence of a source's text; the sample is MIT throughout, written for this project."""
-    if source not in LICENCES:
-        raise ValueError(f"unknown source {source!r}; expected one of {', '.join(LICENCES)}")
-    return "MIT" if str(source_root) == "sample" else LICENCES[source]
-
 
 def mirror_root(source_root: str | os.PathLike[str]) -> Path | None:
     """Resolve `source_root` ("hub", "sample" or a folder) to the folder to read; None stands for the hub."""

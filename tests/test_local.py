@@ -1,0 +1,277 @@
+"""Text of one's own: files found, rows read, documents streamed. Run: python -m pytest tests/test_local.py"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from niels_gpt.data import places
+from niels_gpt.data.local import CHAT_SUFFIXES, LocalFiles, find, iter_texts
+from niels_gpt.data.types import PretrainSample
+
+TREE = ("b.md", "a/z.txt", "B.jsonl", "é.md", "a/picture.png", ".git/x.md", "a/.obsidian/y.md", "a/.hidden.md")
+
+
+def write(path: Path, content: bytes = b"") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(content) if path.name.endswith(".gz") else content)
+    return path
+
+
+def tree(folder: Path, names: tuple[str, ...] = TREE) -> Path:
+    for name in names:
+        write(folder / name)
+    return folder
+
+
+def names(found: LocalFiles) -> list[str]:
+    return [found.name_of(path) for path in found.files]
+
+
+def texts_of(pattern: str | Path, **more: Any) -> list[PretrainSample]:
+    return list(iter_texts(find(str(pattern)), source="own", **more))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_all_below_it_that_can_be_read(tmp_path: Path) -> None:
+    found = find(str(tree(tmp_path)))
+    assert names(found) == ["B.jsonl", "a/z.txt", "b.md", "é.md"]  # in order of their bytes
+    assert found.root == tmp_path and found.files[1] == tmp_path / "a" / "z.txt"
+    assert found.other_files == 1  # the picture; what is hidden is not looked at
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("**", ["B.jsonl", "a/z.txt", "b.md", "é.md"]),
+        ("**/*.md", ["b.md", "é.md"]),
+        ("*", ["B.jsonl", "b.md", "é.md"]),  # it matches the folder a, too: a folder is no file
+        ("[ab]/*.*", ["a/z.txt"]),
+        ("a/../b.m?", ["b.md"]),
+        ("a/.h*.md", [".hidden.md"]),  # named, so wanted
+    ],
+)
+def test_a_glob_is_the_files_that_it_matches(tmp_path: Path, pattern: str, expected: list[str]) -> None:
+    assert names(find(pattern, base=tree(tmp_path))) == expected
+
+
+def test_one_file_is_named_by_its_last_part(tmp_path: Path) -> None:
+    found = find("a/z.txt", base=tree(tmp_path))
+    assert found == LocalFiles(tmp_path / "a", (tmp_path / "a" / "z.txt",), 0)
+
+
+def test_a_new_file_leaves_the_names_of_the_others_as_they_are(tmp_path: Path) -> None:
+    write(tmp_path / "notes/journal/may.md")
+    assert names(find("notes", base=tmp_path)) == names(find("notes/**/*.md", base=tmp_path)) == ["journal/may.md"]
+    write(tmp_path / "notes/ideas.md")
+    assert "journal/may.md" in names(find("notes/**/*.md", base=tmp_path))
+
+
+def test_a_file_matched_twice_comes_once(tmp_path: Path) -> None:
+    assert names(find("**/a/**/*", base=tree(tmp_path, ("a/a/x.md",)))) == ["a/a/x.md"]
+
+
+def test_a_link_to_a_folder_above_makes_no_second_copy_of_a_file(tmp_path: Path) -> None:
+    tree(tmp_path, ("sub/a.md", "sub/b.md"))
+    (tmp_path / "all").symlink_to(tmp_path)
+    assert names(find("**/*.md", base=tmp_path)) == names(find(str(tmp_path))) == ["sub/a.md", "sub/b.md"]
+
+
+def test_wildcards_in_the_names_of_files_and_folders_are_taken_literally(tmp_path: Path) -> None:
+    base = tree(tmp_path / "notes [old]", ("a*b.md", "axb.md", "sub/c.md"))
+    assert names(find("a*b.md", base=base)) == ["a*b.md"]
+    assert names(find("**/c.*", base=base)) == ["sub/c.md"]
+
+
+def test_the_current_folder_and_the_home_folder_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tree(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find("a") == find("~/a") == find("~/a", base=Path("/")) == find(str(tmp_path / "a"))
+
+
+def test_only_the_kinds_asked_for_are_read(tmp_path: Path) -> None:
+    found = find(str(tree(tmp_path, ("a.json", "b.jsonl.gz", "c.txt", "d.parquet"))), suffixes=CHAT_SUFFIXES)
+    assert (names(found), found.other_files) == (["a.json", "b.jsonl.gz", "d.parquet"], 1)
+
+
+def test_nothing_at_all_is_said_with_what_was_looked_for(tmp_path: Path) -> None:
+    for pattern in ("nowhere", "*.md", "nowhere/**/*.md"):
+        with pytest.raises(FileNotFoundError) as failed:
+            find(pattern, base=tmp_path)
+        assert f"nothing matches {pattern!r}: no file or folder at {tmp_path / pattern}" in str(failed.value)
+        assert "a shell expands an unquoted one" in str(failed.value)
+
+
+def test_nothing_readable_is_said_with_what_there_is_and_what_can_be(tmp_path: Path) -> None:
+    tree(tmp_path, ("in/x.png", "in/y.png", "in/LICENCE"))
+    for pattern in ("in", "in/*"):
+        with pytest.raises(FileNotFoundError, match=r"3 files of other kinds \(\.png, LICENCE\).*\.txt \.md \.json"):
+            find(pattern, base=tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"found an empty folder, .*empty, expected files that end in"):
+        find("empty", base=tmp_path)
+
+
+def test_a_name_that_is_not_utf8_is_written_so_that_it_can_be_printed(tmp_path: Path) -> None:
+    write(Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.md")))
+    assert names(find(str(tmp_path))) == ["caf\ufffd.md"]
+
+
+def test_the_fingerprint_of_a_source_is_that_of_its_files(tmp_path: Path) -> None:
+    prints = set()
+    for place in ("here", "there"):
+        write(tmp_path / place / "sub/é.md", b"one")
+        found = find(place, base=tmp_path)
+        prints.add(places.files_fingerprint(found.root, found.files))
+    assert len(prints) == 1
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
+
+
+def test_a_text_file_is_a_document_as_it_is(tmp_path: Path) -> None:
+    write(tmp_path / "a.md", b"\xef\xbb\xbfone\r\n\r\ntwo")
+    write(tmp_path / "b.txt")
+    assert texts_of(tmp_path) == [
+        PretrainSample("\ufeffone\r\n\r\ntwo", "own", {"index": 0, "path": "a.md"}),
+        PretrainSample("", "own", {"index": 1, "path": "b.txt"}),
+    ]
+
+
+def test_a_row_is_a_document_with_its_place_and_id(tmp_path: Path) -> None:
+    write(
+        tmp_path / "é/a.jsonl",
+        b'{"text": "one", "id": 7}\n\n{"id": "x", "content": "two"}\r\n{"document": "", "id": true}',
+    )
+    assert texts_of(tmp_path) == [
+        PretrainSample("one", "own", {"index": 0, "path": "é/a.jsonl", "row": 1, "id": "7"}),
+        PretrainSample("two", "own", {"index": 1, "path": "é/a.jsonl", "row": 3, "id": "x"}),  # its line
+        PretrainSample("", "own", {"index": 2, "path": "é/a.jsonl", "row": 4}),
+    ]
+
+
+def test_the_samples_of_all_files_are_numbered_through(tmp_path: Path) -> None:
+    write(tmp_path / "a.md", b"note")
+    write(tmp_path / "b.json", b'[{"text": "one"}, {"text": "two"}]')
+    found = [(sample.text, *sample.meta.values()) for sample in texts_of(tmp_path)]
+    assert found == [("note", 0, "a.md"), ("one", 1, "b.json", 1), ("two", 2, "b.json", 2)]
+
+
+def test_the_first_string_of_text_content_document_is_the_text(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", b'{"document": "d", "content": "c", "text": null}\n{"content": "c", "text": "t"}')
+    assert [sample.text for sample in texts_of(tmp_path)] == ["c", "t"]
+
+
+def test_a_field_that_is_named_is_the_only_one(tmp_path: Path) -> None:
+    counters: Counter[str] = Counter()
+    write(tmp_path / "a.jsonl", b'{"text": "t", "body": "b"}\n{"text": "t"}\n{"body": ["b"]}')
+    assert [sample.text for sample in texts_of(tmp_path, field="body", counters=counters)] == ["b"]
+    assert counters == {"missing_field": 2}
+
+
+def test_rows_without_one_text_are_an_error_that_names_the_fields_there_are(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", b'[]\n{"title": "x", "body": "y"}\n{"title": 1}')
+    with pytest.raises(ValueError) as failed:
+        texts_of(tmp_path)
+    assert str(failed.value) == (
+        f"own: not one text in 3 rows below {tmp_path} (2 missing_field, 1 unreadable_row); "
+        f"the first: {tmp_path}/a.jsonl, row 2, has the fields title, body. Expected a string in the field text or "
+        "content or document; name the one that holds the text: NAME=GLOB:FIELD"
+    )
+    with pytest.raises(ValueError, match="Expected a string in the field summary; name"):
+        texts_of(tmp_path, field="summary")
+
+
+def test_rows_of_which_none_can_be_read_are_an_error_that_shows_the_first(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", b"to be or\nnot to be")
+    with pytest.raises(ValueError, match=r"2 unreadable_row\); the first: .*line 1: expected a JSON object"):
+        texts_of(tmp_path)
+
+
+def test_files_without_rows_give_nothing(tmp_path: Path) -> None:
+    empty = {"a.jsonl": b"", "b.json": b" \n", "c.json": b"[ ]", "d.json.gz": b"", "e.jsonl": b"\xef\xbb\xbf"}
+    for name, content in empty.items():
+        write(tmp_path / name, content)
+    assert texts_of(tmp_path) == []
+
+
+def test_unreadable_rows_are_counted_and_the_first_of_each_file_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    counters: Counter[str] = Counter()
+    write(tmp_path / "a.jsonl", b'{"text": "one"}\n{"text": "tw\nnull\n[1]\n{"text": "five"}')
+    write(tmp_path / "b.json", b'[{"text": "one"}, null, [{"text": "x"}], 3, {"text": "five"}]')
+    with caplog.at_level(logging.WARNING):
+        found = [(sample.text, sample.meta["row"]) for sample in texts_of(tmp_path, counters=counters)]
+    assert found == [("one", 1), ("five", 5)] * 2
+    assert counters == {"unreadable_row": 6}
+    assert len(caplog.messages) == 2
+    assert caplog.messages[0].startswith(
+        f"{tmp_path}/a.jsonl, line 2: expected a JSON object (Invalid control character"
+    )
+    assert caplog.messages[1].startswith(f"{tmp_path}/b.json, item 2: expected a JSON object, found 'null'. Counted as")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.parquet"])
+def test_a_damaged_file_is_an_error_once_it_is_reached(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "a.json", b'{"text": "good"}')
+    whole = gzip.compress(json.dumps({"text": os.urandom(500).hex()}).encode())
+    (tmp_path / name).write_bytes(whole[:200])
+    stream = iter_texts(find(str(tmp_path)), source="own")
+    assert next(stream).text == "good"
+    with pytest.raises(ValueError, match=f"{name}: .*fetch it again"):
+        next(stream)
+
+
+def test_a_gzip_file_with_changed_bytes_is_damaged(tmp_path: Path) -> None:
+    whole = bytearray(gzip.compress(b'{"text": "%b"}\n' % os.urandom(5_000).hex().encode() * 9))
+    whole[200:220] = bytes(20)
+    (tmp_path / "a.jsonl.gz").write_bytes(whole)
+    with pytest.raises(ValueError, match=r"a\.jsonl\.gz: damaged gzip file"):
+        texts_of(tmp_path)
+
+
+def test_a_parquet_file_with_changed_bytes_is_damaged(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [os.urandom(500).hex() for _ in range(200)]}), path, compression="zstd")
+    whole = bytearray(path.read_bytes())
+    whole[10:40] = bytes(30)
+    path.write_bytes(whole)
+    with pytest.raises(ValueError, match=r"a\.parquet: not a whole parquet file"):
+        texts_of(tmp_path)
+
+
+def test_a_file_that_is_gone_is_not_called_damaged(tmp_path: Path) -> None:
+    for name in ("a.parquet", "a.json", "a.md"):
+        with pytest.raises(FileNotFoundError):
+            list(iter_texts(LocalFiles(tmp_path, (tmp_path / name,), 0), source="own"))
+
+
+def test_rows_of_parquet_are_numbered_over_all_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": [f"t{n}" for n in range(2_500)], "id": range(2_500)}), tmp_path / "a.parquet")
+    samples = texts_of(tmp_path)
+    assert [sample.text for sample in samples] == [f"t{n}" for n in range(2_500)]
+    assert samples[-1].meta == {"index": 2_499, "path": "a.parquet", "row": 2_500, "id": "2499"}
+
+
+def test_a_stream_that_is_left_early_closes_its_file(tmp_path: Path) -> None:
+    write(tmp_path / "a.json", b'[{"text": "one"}, {"text": "two"}]')
+    stream: Iterator[PretrainSample] = iter_texts(find(str(tmp_path)), source="own")
+    assert next(stream).text == "one"
+    del stream  # an open file would be a warning, which is an error here

@@ -1,0 +1,261 @@
+"""A folder of notes and a ShareGPT file become two caches and two assets, with one command each, without a network.
+
+Run: pytest tests/test_own_caches.py
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import dagster as dg
+import numpy as np
+import pytest
+from conftest import TINY_TEXTS
+from dagster_runs import built, metadata, run, stale
+
+from niels_gpt.cache import cli
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.inspection.verify import Limits, verify
+from niels_gpt.recipes.origins import origin_of
+from niels_gpt.recipes.plan import plan, recipes
+from niels_gpt.recipes.sources import own_texts
+from niels_gpt.settings import Settings
+from niels_gpt.tokenizer import load_tokenizer
+from pipelines.definitions import niels_definitions
+
+NOTES = {
+    f"{'journal/' if number % 2 else ''}n{number:02}.md": f"# {number}\n\n{text}"
+    for number, text in enumerate(TINY_TEXTS)
+}
+SHAREGPT = [
+    {
+        "id": f"chat-{number}",
+        "conversations": [
+            {"from": "human", "value": f"What is {number} plus {number}?"},
+            {"from": "gpt", "value": f"It is {2 * number}."},
+        ],
+    }
+    for number in range(40)
+]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with notes, a picture among them, and a file of chats, one of them with a tool's turn."""
+    for name, text in NOTES.items():
+        (tmp_path / "notes" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "notes" / name).write_text(text)
+    (tmp_path / "notes" / "picture.png").write_bytes(b"\x89PNG")
+    tool = {"conversations": [{"from": "human", "value": "x"}, {"from": "tool", "value": "y"}]}
+    (tmp_path / "chats.json").write_text(json.dumps([*SHAREGPT, tool]))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def own(home: Path, **given: object) -> Settings:
+    """Settings of the hub, which nobody may need."""
+    return Settings(**{"cache_dir": str(home / "cache"), "vocab_size": 400, **given})  # type: ignore[arg-type]
+
+
+def cache_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "niels_gpt.cache.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "200"})
+
+
+def test_one_command_makes_a_cache_of_a_folder_of_notes_and_one_of_a_file_of_chats(home: Path) -> None:
+    notes = cache_command("build", "--pretrain", "notes=notes", "--vocab-size", "400")
+    assert notes.returncode == 0, notes.stderr
+    chats = cache_command("build", "--sft", "support=chats.json", "--vocab-size", "400")
+    assert chats.returncode == 0, chats.stderr
+    meta = read_meta("cache/pretrain/notes/meta.json")
+    assert (meta["documents_read"], meta["docs"]["train"] + meta["docs"]["val"]) == (len(NOTES), len(NOTES))
+    assert meta["source"]["counters"] == {"other_files": 1}
+    assert (meta["source"]["kind"], meta["append_eot"], meta["dataset_name"]) == ("own", True, "notes")
+    tokenizer = load_tokenizer("cache/tokenizer/spm.model")
+    ids = [np.fromfile(f"cache/pretrain/notes/{split}/shard_00000.bin", dtype="<u2") for split in ("train", "val")]
+    eot = tokenizer.special_token_ids()["eot"]
+    texts = [
+        tokenizer.decode(part.tolist()) for both in ids for part in np.split(both, np.flatnonzero(both == eot) + 1)
+    ]
+    ends = tokenizer.decode([eot])
+    assert Counter(text.removesuffix(ends) for text in texts if text) == Counter(NOTES.values())
+    support = read_meta("cache/sft/support/meta.json")
+    assert support["examples_read"] == len(SHAREGPT) and support["source"]["counters"] == {"unknown_role": 1}
+    assert "role 'tool'" in chats.stderr
+    assert read_meta("cache/tokenizer/meta.json")["trained_on"] == "own"
+
+
+def test_the_split_goes_by_document_and_characters_and_knows_no_tokenizer(home: Path) -> None:
+    settings = own(home, pretrain="notes=notes")
+    documents = list(own_texts(settings, origin_of(settings, "notes"), Counter()))
+    assert [text for _, text in documents] == [NOTES[name] for name in sorted(NOTES)]
+    assert [split for split, _ in documents[:4]] == ["train", "val", "train", "train"]
+    val = sum(len(text) for split, text in documents if split == "val")
+    assert abs(val / sum(map(len, NOTES.values())) - 0.1) < 0.02
+    one = dataclasses.replace(settings, own_val_frac=0.0)
+    assert {split for split, _ in own_texts(one, origin_of(one, "notes"), Counter())} == {"train"}
+
+
+def test_a_single_document_goes_to_train(home: Path) -> None:
+    settings = own(home, pretrain="book=notes/n00.md")
+    meta = recipes(settings)["pretrain/book"](settings).meta
+    assert meta["docs"] == {"train": 1, "val": 0}
+
+
+def test_what_its_user_says_stands_in_meta_and_in_stats(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "sources.toml").write_text(
+        '[pretrain.notes]\nfiles = "notes"\nlicence = "CC BY 4.0"\nattribution = "N. Otes"\n'
+    )
+    assert cli.main(["build", "notes", "--vocab-size", "400"]) == 0
+    source = read_meta("cache/pretrain/notes/meta.json")["source"]
+    assert (source["licence"], source["attribution"]) == ("CC BY 4.0", "N. Otes")
+    capsys.readouterr()
+    assert cli.main(["stats", "cache/pretrain/notes"]) == 0
+    shown = capsys.readouterr().out
+    assert "CC BY 4.0" in shown and "N. Otes" in shown and "other_files 1" in shown
+
+
+def test_a_changed_file_or_line_builds_anew_and_nothing_else_does(home: Path) -> None:
+    settings = own(home, pretrain="notes=notes")
+    build = recipes(settings)["pretrain/notes"]
+    first = build(settings)
+    assert build(settings).reused
+    assert plan(settings, ["pretrain/notes"])[1].action == "up to date"
+    moved = home / "notes" / "n00.md"
+    moved.touch()
+    assert build(settings).reused
+    moved.write_text("another thought\n")
+    assert not build(settings).reused
+    (home / "sources.toml").write_text('[pretrain]\nmore = {files = "notes", licence = "MIT"}\n')
+    assert build(settings).reused
+    assert recipes(settings)["pretrain/more"](settings).meta["content_sha256"] != first.meta["content_sha256"]
+
+
+def test_rows_that_cannot_be_read_are_counted_and_too_many_are_a_warning(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.dumps({"body": text}) for text in TINY_TEXTS[:20]]
+    (home / "rows.jsonl").write_text("\n".join([*rows, "{broken", "[]", '{"title": "no body"}']))
+    assert cli.main(["build", "--pretrain", "rows=rows.jsonl:body", "--vocab-size", "400"]) == 0
+    meta = read_meta("cache/pretrain/rows/meta.json")
+    assert meta["source"]["counters"] == {"missing_field": 1, "unreadable_row": 2}
+    assert meta["documents_read"] == 20
+    assert "3 of 23 documents were dropped (13.04%)" in capsys.readouterr().err
+    problems = verify(Path("cache/pretrain/rows"), Limits(max_dropped_share=0.2))
+    assert not any(problems.values())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--pretrain=notes=nowhere/*.md", "nowhere"),
+        ("--pretrain=wikitext=notes", "wikitext is a source of the project"),
+        ("--pretrain=rows=chats.json:body", "NAME=GLOB:FIELD"),
+    ],
+)
+def test_what_is_wrong_is_said_and_the_status_is_1(
+    home: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    assert cli.main(["build", line, "--vocab-size", "400"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_build_without_a_source_is_a_usage_error(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["build"]) == 2
+    assert "no source is named" in capsys.readouterr().err
+    assert cli.main(["build", "notes"]) == 2
+    assert "no source is called 'notes'" in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_ones_own_sources_alone_is_named_where_others_use_it(
+    home: Path, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = dataclasses.replace(settings, tokenizer_model=None, vocab_size=400, pretrain="notes=notes")
+    recipes(settings)["pretrain/notes"](settings)
+    assert not caplog.records or "your own sources only" not in caplog.text
+    recipes(settings)["pretrain/roam"](settings)
+    assert "trained on your own sources only, and used for roam" in caplog.text
+
+
+SOURCES = """
+[pretrain]
+notes = "notes"
+[sft.support]
+files = "chats.json"
+licence = "CC BY 4.0"
+attribution = "The support team"
+"""
+
+
+@pytest.fixture
+def with_file(home: Path, tiny_model_path: Path, mirror: Path) -> Settings:
+    """Settings with a sources.toml that names both."""
+    (home / "sources.toml").write_text(SOURCES)
+    return own(home, tokenizer_model=str(tiny_model_path), source_root=str(mirror))
+
+
+def test_sources_toml_makes_two_assets_with_all_that_the_others_have(
+    with_file: Settings, instance: dg.DagsterInstance
+) -> None:
+    graph = niels_definitions(settings=with_file).resolve_asset_graph()
+    support = graph.get(dg.AssetKey(["sft", "support"]))
+    assert {key.to_user_string() for key in support.parent_keys} == {"tokenizer", "raw/support", "sft/"}
+    assert support.group_name == "sft" and "The support team" in str(support.description)
+    assert dg.AssetKey(["raw", "notes"]) in graph.observable_asset_keys
+    assert {key.name for key in support.check_keys} >= {"files_match_meta", "examples_supervised"}
+    result = run(instance, with_file, "tokenizer", "pretrain/notes", "sft/support", "raw/notes", "raw/support")
+    assert built(result) == {"tokenizer", "pretrain/notes", "sft/support"}
+    shown = metadata(result)
+    assert (shown["sft/support"]["licence"], shown["sft/support"]["attribution"]) == ("CC BY 4.0", "The support team")
+    assert shown["pretrain/notes"]["licence"] == "not stated" and "picture" in shown["pretrain/notes"]
+    assert built(run(instance, with_file, "pretrain/notes", "sft/support")) == set()
+
+
+def test_a_changed_note_and_a_changed_line_are_stale(
+    with_file: Settings, instance: dg.DagsterInstance, home: Path
+) -> None:
+    keys = ["tokenizer", "pretrain/notes", "sft/support", "raw/notes", "raw/support"]
+    run(instance, with_file, *keys)
+    run(instance, with_file, *keys)
+    ours = {"pretrain/notes", "sft/support"}
+    assert not stale(instance, with_file).keys() & ours
+    (home / "notes" / "n00.md").write_text("another thought\n")
+    run(instance, with_file, "raw/notes")
+    assert stale(instance, with_file).keys() & ours == {"pretrain/notes"}
+    assert built(run(instance, with_file, "pretrain/notes", "sft/support")) == {"pretrain/notes"}
+    (home / "sources.toml").write_text(SOURCES.replace("CC BY", "CC BY-SA"))
+    assert stale(instance, with_file).keys() & ours == {"sft/support"}
+    result = run(instance, with_file, "pretrain/notes", "sft/support")
+    assert built(result) == {"sft/support"}
+    assert metadata(result)["sft/support"]["licence"] == "CC BY-SA 4.0"
+
+
+def test_a_prefix_goes_before_them_too(with_file: Settings) -> None:
+    graph = niels_definitions("team/llm", with_file).resolve_asset_graph()
+    parents = graph.get(dg.AssetKey(["team", "llm", "sft", "support"])).parent_keys
+    assert {key.to_user_string() for key in parents} == {
+        "team/llm/tokenizer",
+        "team/llm/raw/support",
+        "team/llm/sft/",
+    }
+
+
+def test_the_literal_command_builds_an_asset_of_ones_own(home: Path) -> None:
+    (home / "sources.toml").write_text(SOURCES)
+    env = {**os.environ, "PYTHONWARNINGS": "ignore", "NIELS_GPT_SOURCE_ROOT": "hub", "NIELS_GPT_VOCAB_SIZE": "400"}
+    env |= {"DAGSTER_HOME": str(home), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"}
+    (home / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
+    command = ["dagster", "asset", "materialize", "-m", "pipelines.definitions", "--select", "sft/support"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert read_meta("cache/sft/support/meta.json")["source"]["attribution"] == "The support team"
+
+
+def test_a_name_clash_stops_the_loading_with_both_places(home: Path) -> None:
+    (home / "sources.toml").write_text('[pretrain]\nroam = "notes"\n')
+    with pytest.raises(ValueError, match=r"sources\.toml: pretrain/roam: roam is a source of the project"):
+        niels_definitions(settings=Settings(source_root="sample"))

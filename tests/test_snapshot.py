@@ -1,0 +1,196 @@
+"""A snapshot stands for the hub: the same builds, without any network. Run: pytest tests/test_snapshot.py"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numbered_datasets
+import pytest
+from loopback_hub import LoopbackHub
+
+from niels_gpt.cache import cli
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.data import snapshot as files
+from niels_gpt.fileio import CacheError
+from niels_gpt.recipes import snapshot
+from niels_gpt.recipes.origins import origin_of
+from niels_gpt.recipes.plan import RECIPES, plan
+from niels_gpt.settings import Settings
+
+IDS = {
+    "fineweb_edu": "HuggingFaceFW/fineweb-edu",
+    "wikitext": "Salesforce/wikitext",
+    "dolly15k": "databricks/databricks-dolly-15k",
+    "oasst1": "OpenAssistant/oasst1",
+}
+BUDGETS = {"fineweb_edu_train_tokens": 6_000, "fineweb_edu_val_tokens": 600, "shuffle_buffer": 16}
+FLAGS = [text for name, value in BUDGETS.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+
+
+@pytest.fixture
+def full_hub(loopback_hub: LoopbackHub, quick_retries: None) -> dict[str, str]:
+    """The four datasets on the hub; returns their commits."""
+    content = {
+        "fineweb_edu": numbered_datasets.fineweb_edu(),
+        "wikitext": numbered_datasets.wikitext(),
+        "dolly15k": numbered_datasets.dolly(),
+        "oasst1": numbered_datasets.oasst1(),
+    }
+    return {name: loopback_hub.add(IDS[name], content[name]) for name in IDS}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, tiny_model_path: Path) -> Settings:
+    """Settings of the hub."""
+    return Settings(cache_dir=str(tmp_path / "hub"), tokenizer_model=str(tiny_model_path), **BUDGETS)
+
+
+def without_network() -> list[str]:
+    """Return the command that takes the network from what follows it."""
+    for command in (["unshare", "-rn"], ["unshare", "-n"]):
+        if subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0:
+            return command
+    pytest.skip("this system lets nobody unshare the network")
+
+
+def test_builds_without_any_network_are_those_from_the_hub_tokenizer_and_meta_included(
+    loopback_hub: LoopbackHub, full_hub: dict[str, str], tmp_path: Path
+) -> None:
+    more = ["--vocab-size", "400", *FLAGS]
+    assert cli.main(["build", *IDS, "--cache-dir", str(tmp_path / "hub"), *more]) == 0
+    for source in IDS:
+        assert cli.main(["snapshot", source, str(tmp_path / "mirror"), *more]) == 0
+    asked = len(loopback_hub.requests)
+    where = ["--cache-dir", str(tmp_path / "offline"), "--source-root", str(tmp_path / "mirror")]
+    command = [sys.executable, "-m", "niels_gpt.cache.cli", "build", *IDS, *where, *more]
+    done = subprocess.run([*without_network(), *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(loopback_hub.requests) == asked
+    compare = ["diff", "-r", "-x", ".runs", str(tmp_path / "hub"), str(tmp_path / "offline")]
+    assert subprocess.run(compare, capture_output=True, text=True, check=False).stdout == ""
+    source = read_meta(str(tmp_path / "offline" / "pretrain" / "fineweb_edu" / "meta.json"))["source"]
+    assert (source["kind"], source["revision"], source["licence"]) == ("hub", full_hub["fineweb_edu"], "odc-by")
+
+
+def test_the_literal_command_takes_the_tokens_before_the_folder(full_hub: dict[str, str], tmp_path: Path) -> None:
+    assert cli.main(["snapshot", "fineweb_edu", "--tokens", "205M", str(tmp_path / "m")]) == 0
+    manifest = files.read_manifest(tmp_path / "m" / "HuggingFaceFW" / "fineweb-edu" / "CC-MAIN-2024-10")
+    assert manifest is not None and manifest["ended"]
+
+
+def test_a_cache_from_the_hub_is_up_to_date_on_its_snapshot_and_the_other_way_round(
+    full_hub: dict[str, str], hub: Settings, tmp_path: Path
+) -> None:
+    mirror = dataclasses.replace(hub, source_root=str(tmp_path / "m"))
+    for source in IDS:
+        snapshot.take_snapshot(hub, source, tmp_path / "m", tokens=None)
+    for key in ("pretrain/fineweb_edu", "sft/oasst1"):
+        assert not RECIPES[key](hub).reused
+        assert RECIPES[key](mirror).reused
+        assert plan(mirror, [key])[1].action == "up to date"
+    assert not RECIPES["sft/dolly15k"](mirror).reused
+    assert RECIPES["sft/dolly15k"](hub).reused
+
+
+def test_another_seed_shuffles_the_snapshot_like_any_mirror(
+    full_hub: dict[str, str], hub: Settings, tmp_path: Path
+) -> None:
+    snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=None)
+    other = dataclasses.replace(hub, source_root=str(tmp_path / "m"), seed=7)
+    origin = origin_of(other, "fineweb_edu")
+    assert origin.kind == "mirror" and not origin.ordered
+    meta = RECIPES["pretrain/fineweb_edu"](other).meta
+    assert meta["source"]["kind"] == "mirror" and meta["shuffle"]["buffer"] == 16
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No text beyond what the tokens ask for, so that a small snapshot can be too short."""
+    monkeypatch.setattr(snapshot, "READ_AHEAD_BYTES", 0)
+
+
+def test_a_snapshot_that_is_too_short_says_so_and_can_be_made_longer(
+    full_hub: dict[str, str], hub: Settings, tmp_path: Path, short: None
+) -> None:
+    mirror = dataclasses.replace(hub, source_root=str(tmp_path / "m"))
+    _, manifest = snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=1_000)
+    assert not manifest["ended"] and 5_000 <= manifest["text_bytes"] < 8_000
+    with pytest.raises(ValueError, match=r"ends after [\d,]+ bytes of text, and the dataset goes on.*--tokens N"):
+        RECIPES["pretrain/fineweb_edu"](mirror)
+    assert not Path(mirror.cache_dir, "pretrain", "fineweb_edu").exists()
+    snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=1_000_000)
+    assert RECIPES["pretrain/fineweb_edu"](mirror).meta == RECIPES["pretrain/fineweb_edu"](hub).meta
+
+
+def test_a_snapshot_broken_off_by_the_hub_goes_on_at_the_same_revision(
+    loopback_hub: LoopbackHub, full_hub: dict[str, str], hub: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = loopback_hub.fail("train-00002", times=math.inf)
+    monkeypatch.setattr(files, "PART_BYTES", 10_000)
+    with pytest.raises(ConnectionError):
+        snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=None)
+    folder = tmp_path / "m" / IDS["fineweb_edu"] / hub.fineweb_edu_config
+    begun = files.read_manifest(folder)
+    assert begun is not None and begun["files"] and not begun["finished"]
+    with pytest.raises(CacheError, match="run the same snapshot command again"):
+        origin_of(dataclasses.replace(hub, source_root=str(tmp_path / "m")), "fineweb_edu").facts(None)
+    fault.times = 0
+    loopback_hub.add(IDS["fineweb_edu"], numbered_datasets.fineweb_edu(start=1_000))  # upstream moves on
+    _, manifest = snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=None)
+    assert manifest["revision"] == full_hub["fineweb_edu"]
+    whole, _ = snapshot.take_snapshot(
+        dataclasses.replace(hub, revision=f"fineweb_edu={full_hub['fineweb_edu']}"),
+        "fineweb_edu",
+        tmp_path / "whole",
+        tokens=None,
+    )
+    assert numbers(folder) == numbers(whole) and sorted(numbers(folder)) == list(range(60))
+
+
+def numbers(folder: Path) -> list[int]:
+    from niels_gpt.data.places import iter_rows
+
+    return [numbered_datasets.number_of(row["text"]) for row in iter_rows(sorted(folder.glob("*.jsonl.gz")))]
+
+
+def test_a_revision_that_is_not_the_snapshots_is_refused(
+    loopback_hub: LoopbackHub, full_hub: dict[str, str], hub: Settings, tmp_path: Path
+) -> None:
+    snapshot.take_snapshot(hub, "dolly15k", tmp_path / "m", tokens=None)
+    newer = loopback_hub.add(IDS["dolly15k"], numbered_datasets.dolly(start=500))
+    asked = dataclasses.replace(hub, revision=f"dolly15k={newer}")
+    with pytest.raises(ValueError, match=r"a snapshot of revision .* has been begun there"):
+        snapshot.take_snapshot(asked, "dolly15k", tmp_path / "m", tokens=None)
+    with pytest.raises(CacheError, match=r"a snapshot of revision .*, asked was"):
+        origin_of(dataclasses.replace(asked, source_root=str(tmp_path / "m")), "dolly15k")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["roam"], "roam is not on the hub, expected one of fineweb_edu"),
+        (["wikitext", "--tokens", "5k"], "wikitext is small and kept whole"),
+        (["nothing"], "nothing is not on the hub"),
+    ],
+)
+def test_what_cannot_be_kept_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert cli.main(["snapshot", *arguments, str(tmp_path / "m")]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_mirror_beside_a_snapshot_stays_a_mirror(full_hub: dict[str, str], hub: Settings, tmp_path: Path) -> None:
+    snapshot.take_snapshot(hub, "oasst1", tmp_path / "m", tokens=None)
+    (tmp_path / "m" / IDS["dolly15k"]).mkdir(parents=True)
+    row = {"instruction": "a", "context": "", "response": "b"}
+    (tmp_path / "m" / IDS["dolly15k"] / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    mirror = dataclasses.replace(hub, source_root=str(tmp_path / "m"))
+    assert RECIPES["sft/dolly15k"](mirror).meta["source"]["kind"] == "mirror"
+    assert RECIPES["sft/oasst1"](mirror).meta["source"]["kind"] == "hub"
+    assert RECIPES["pretrain/gutenberg"](mirror).meta["built"] is False  # no folder of books: a stub, as on the hub
