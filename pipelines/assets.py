@@ -49,8 +49,8 @@ def _observable(key: str, prefix: Sequence[str] = ()) -> dg.AssetsDefinition:
     spec = dg.AssetSpec(
         raw_key(source, prefix),
         group_name="raw",
-        description=f"The text that {key} is made of. Observing it takes the fingerprint of the files below "
-        "source_root or, with source_root=hub, asks the hub for the newest revision; where the hub cannot be reached, "
+        description=f"The text that {key} is made of. Observing it takes the fingerprint of its files or, of a source "
+        "of the project with source_root=hub, asks the hub for the newest revision; where the hub cannot be reached, "
         "the revision that the cache was built from counts, with a warning. A new fingerprint makes the cache stale.",
     )
 

@@ -285,6 +285,13 @@ class _Handler(BaseHTTPRequestHandler):
                 }
             )
 
+    def auth_check(self, dataset_id: str, *, form: Mapping[str, Any]) -> None:
+        if found := self._repository(dataset_id, "main"):
+            if found[0].gated:
+                self._gated(dataset_id)
+            else:
+                self._json({})
+
     def tree(self, dataset_id: str, revision: str, folder: str | None, *, form: Mapping[str, Any]) -> None:
         if not (found := self._repository(dataset_id, revision)):
             return
@@ -320,7 +327,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         repository, sha = found
         if repository.gated:
-            self._error(401, "GatedRepo", f"Access to dataset {dataset_id} is restricted. You must have access to it.")
+            self._gated(dataset_id)
             return
         content = repository.commits[sha].get(path)
         if content is None:
@@ -356,6 +363,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _json(self, answer: object, **headers: str) -> None:
         self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json; charset=utf-8", **headers})
+
+    def _gated(self, dataset_id: str) -> None:
+        self._error(401, "GatedRepo", f"Access to dataset {dataset_id} is restricted. You must have access to it.")
 
     def _error(self, status: int, code: str | None, message: str, **headers: str) -> None:
         said = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {}), **headers}
@@ -413,6 +423,7 @@ class _Handler(BaseHTTPRequestHandler):
 _ID = r"([^/]+/[^/]+)"
 _ROUTES: list[tuple[str, Callable[..., None]]] = [
     (rf"/api/datasets/{_ID}(?:/revision/(.+))?", _Handler.info),
+    (rf"/api/datasets/{_ID}/auth-check", _Handler.auth_check),
     (rf"/api/datasets/{_ID}/tree/([^/]+)(?:/(.+))?", _Handler.tree),
     (rf"/api/datasets/{_ID}/paths-info/([^/]+)", _Handler.paths_info),
     (rf"/datasets/{_ID}/resolve/([^/]+)/(.+)", _Handler.resolve),

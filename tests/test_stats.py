@@ -3,6 +3,7 @@
 Run: pytest tests/test_stats.py
 """
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from niels_gpt.build.describe import Source
 from niels_gpt.build.pretrain import build_stub
 from niels_gpt.cache import CacheError, build_sft_cache, read_meta
 from niels_gpt.inspection import stats
-from niels_gpt.inspection.stats import lengths, supervised_counts
+from niels_gpt.inspection.stats import lengths, summary, supervised_counts
 
 SYS, USR, ASST, EOT = 1, 2, 3, 4
 A, B = 75, 76
@@ -115,6 +116,32 @@ def test_a_cut_token_file_is_an_error(tmp_path: Path) -> None:
     for function in (lengths, supervised_counts):
         with pytest.raises(CacheError, match="2 bytes, expected 12"):
             function(cache, meta, "train")
+
+
+def test_the_summary_says_what_a_cache_holds_on_paper(tmp_path: Path) -> None:
+    cache, _ = sft(tmp_path / "sft", [chat("A", "B"), chat("CC", "DDDD"), chat("E", "FF")], val_frac=0.4)
+    shown = dict(summary(cache))
+    assert shown["cache"] == f"{cache} (sft, built)"
+    assert shown["licence"] == shown["attribution"] == shown["source"] == "not stated"
+    assert shown["dropped"] == shown["left out by the loader"] == "none"
+    examples = [int(re.findall(r"([0-9]+) examples", shown[split])[0]) for split in ("train", "val")]
+    assert examples == [2, 1]
+    tokens = [int(shown[split].split()[0]) for split in ("train", "val")]
+    assert sum(tokens) == 3 * 4 + len("ABCCDDDDEFF")  # each chat has two roles and two end-of-texts
+
+
+def test_the_summary_of_what_is_no_cache_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"meta\.json"):
+        summary(tmp_path)
+    (tmp_path / "meta.json").write_text('{"kind": "tokenizer"}')
+    with pytest.raises(CacheError, match="kind is 'tokenizer', expected pretrain or sft"):
+        summary(tmp_path)
+
+
+def test_the_summary_of_a_stub_has_empty_splits(tmp_path: Path) -> None:
+    build_stub(tmp_path / "c", tokenizer=ByteTokenizer(), source=Source(), seed=1, shard_bytes=100)
+    shown = dict(summary(tmp_path / "c"))
+    assert shown["cache"].endswith("(pretrain, not built)") and shown["train"] == shown["val"] == "empty"
 
 
 def test_inspection_never_loads_torch(tmp_path: Path) -> None:

@@ -133,10 +133,11 @@ def _opened(dataset_id: str, config: str | None, split: str, streaming: bool, re
     import datasets
 
     builder = datasets.load_dataset_builder(dataset_id, config, revision=revision)
-    # datasets/load.py dataset_module_factory: where the hub fails it takes the newest commit in its own cache instead,
-    # whatever the revision. The same commit is welcome; but streamed in another order, and so only when not streaming.
+    # datasets/load.py dataset_module_factory: whatever error it meets, it takes the newest commit in its own cache
+    # instead, if there is one. Of the same commit that is welcome, but streamed it has another order.
     if ".packaged_modules.cache" in type(builder).__module__ and (streaming or builder.hash != revision):
-        raise BrokenAnswer(f"the hub did not answer, and datasets offers {builder.hash} from its cache for {revision}")
+        _raise_the_hubs_reason(dataset_id, revision)
+        raise BrokenAnswer(f"datasets could not open commit {revision}, and offers {builder.hash} from its cache")
     if not streaming:
         builder.download_and_prepare()
         return builder.as_dataset(split=split)
@@ -145,6 +146,14 @@ def _opened(dataset_id: str, config: str | None, split: str, streaming: bool, re
         for files in builder.config.data_files.values():
             files[:] = [re.sub("^hf://", f"{hub_network.PROTOCOL}://", name) for name in files]
     return builder.as_streaming_dataset(split=split)
+
+
+def _raise_the_hubs_reason(dataset_id: str, revision: str | None) -> None:
+    """Raise what the hub says of a dataset that `datasets` could not open; return where it says nothing against it."""
+    from huggingface_hub import HfApi
+
+    HfApi().dataset_info(dataset_id, revision=revision, timeout=CARD_TIMEOUT_S)
+    HfApi().auth_check(dataset_id, repo_type="dataset")
 
 
 def _asked(what: str, dataset_id: str, ask: Callable[[], T]) -> T:
@@ -190,10 +199,8 @@ def _explain(what: str, dataset_id: str, error: Exception) -> None:
             raise ValueError(
                 f"the Hugging Face hub has no such thing, or not for you: {what} ({said}); {remedy}"
             ) from error
-    if isinstance(error, ValueError | FileNotFoundError) and type(error).__module__ in (
-        "builtins",
-        "datasets.exceptions",
-    ):
+    library = type(error).__module__ == "builtins" or type(error).__module__.startswith("datasets.")
+    if isinstance(error, ValueError | FileNotFoundError) and library:
         # The library's own words name the configs and the splits that there are.
         raise ValueError(f"cannot read {what}: {said}; use what {SITE}{dataset_id} has") from error
 

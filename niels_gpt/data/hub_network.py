@@ -104,7 +104,7 @@ def may_pass(error: BaseException) -> bool:
     # The hub's client has moved from requests to httpx to httpx2; whichever it is, its errors share this base.
     client_error = cast(type[Exception], HfHubHTTPError.__bases__[0])
     for one in causes(error):
-        if isinstance(one, GaveUp | OfflineModeIsEnabled) or type(one).__module__.startswith("datasets.exceptions"):
+        if isinstance(one, GaveUp | OfflineModeIsEnabled) or type(one).__module__.startswith("datasets."):
             return False
         if isinstance(one, HfHubHTTPError):
             status = getattr(getattr(one, "response", None), "status_code", None)
@@ -183,7 +183,7 @@ def register_checked_files() -> None:
     class CheckedFileSystem(HfFileSystem):
         protocol = PROTOCOL
 
-        def _open(  # type: ignore[override]  # never the stream file
+        def _open(  # never the stream file
             self,
             path: str,
             mode: str = "rb",

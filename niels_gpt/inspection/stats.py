@@ -83,13 +83,16 @@ def summary(cache: Path) -> list[tuple[str, str]]:
     meta = read_meta(str(folder / META_NAME))
     if meta.get("kind") not in ("pretrain", "sft"):
         raise CacheError(f"{cache / META_NAME}: kind is {meta.get('kind')!r}, expected pretrain or sft")
-    source = meta["source"]
+    source, said = meta["source"], "not stated"
     rows = [
         ("cache", f"{cache} ({meta['kind']}, {_BUILT[meta['built']]})"),
-        ("dataset", " ".join(str(meta[key]) for key in ("dataset_name", "dataset_config") if meta[key])),
-        ("source", str(source.get("kind")) + (f", revision {source['revision']}" if source.get("revision") else "")),
-        ("licence", str(source.get("licence", "not stated"))),
-        ("attribution", str(source.get("attribution", "not stated"))),
+        ("dataset", " ".join(str(meta[key]) for key in ("dataset_name", "dataset_config") if meta[key]) or said),
+        (
+            "source",
+            (source.get("kind") or said) + (f", revision {source['revision']}" if source.get("revision") else ""),
+        ),
+        ("licence", source.get("licence") or said),
+        ("attribution", source.get("attribution") or said),
     ]
     for split in SPLITS:
         rows.append((split, _split_line(folder, meta, split)))

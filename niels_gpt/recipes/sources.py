@@ -87,18 +87,19 @@ def roam_texts(settings: Settings, origin: Origin, counters: Counter[str]) -> Do
 def own_texts(settings: Settings, origin: Origin, counters: Counter[str]) -> Documents:
     """Yield the documents of text of one's own with their split, in order of path and row.
 
-    A document goes to val if val is below its share, by characters, of what has come so far; so the first one goes to
-    train, the second to val, and no tokenizer changes the split.
+    A document goes to val if that brings val's share of the characters so far nearer to own_val_frac; the second one
+    goes there in any case, so that a small corpus has both splits. No tokenizer changes the split.
     """
     assert origin.own is not None
     found = _found(origin, counters)
     samples = local.iter_texts(found, source=origin.source, field=origin.own.field, counters=counters)
-    chars = {"train": 0, "val": 0}
-    for sample in remaining(samples, settings.exclude, counters):
-        behind = chars["val"] * (1 - settings.own_val_frac) < chars["train"] * settings.own_val_frac
-        split = "val" if behind else "train"
-        chars[split] += len(sample.text)
-        yield split, sample.text
+    total = in_val = 0
+    for number, sample in enumerate(remaining(samples, settings.exclude, counters)):
+        total += len(sample.text)
+        nearer = in_val + len(sample.text) / 2 < settings.own_val_frac * total
+        is_val = nearer or (number == 1 and settings.own_val_frac > 0)
+        in_val += len(sample.text) if is_val else 0
+        yield "val" if is_val else "train", sample.text
 
 
 def chats(
