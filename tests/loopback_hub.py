@@ -16,7 +16,8 @@ In a subprocess: HF_ENDPOINT is inherited, or give it `hub.endpoint` and a HF_HO
 
 `add` commits: a sha made from the dataset's id and content, and "main" points to it until the next `add`. The libraries
 cache per process by id and sha, so two tests that want to see the same requests need datasets of different content.
-Faults are met in the order in which they were ordered; the first that fits the request is spent on it.
+Faults are met in the order in which they were ordered; the first that fits the request is spent on it. Those of a body
+wait for an answer that has one: not for a redirect, nor for HEAD.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ class Fault:
     reset: bool = False
     """Whether the connection ends with RST instead of FIN."""
 
-    def fits(self, method: str, path: str) -> bool:
-        return self.times > 0 and self.path in path and self.method in (None, method)
+    def fits(self, method: str, path: str, *, body: bool) -> bool:
+        about = self.path in path and self.method in (None, method) and (self.kind != "status") == body
+        return about and self.times > 0
 
 
 @dataclass
@@ -181,10 +183,10 @@ class LoopbackHub:
             self.faults.append(fault)
         return fault
 
-    def spend(self, method: str, path: str) -> Fault | None:
-        """Return the fault for a request, if there is one, and count it."""
+    def spend(self, method: str, path: str, *, body: bool) -> Fault | None:
+        """Return the fault for a request or for its answer's body, if there is one, and count it."""
         with self.lock:
-            fault = next((one for one in self.faults if one.fits(method, path)), None)
+            fault = next((one for one in self.faults if one.fits(method, path, body=body)), None)
             if fault is not None and fault.passing:
                 fault.passing -= 1
                 return None
@@ -201,6 +203,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], hub: LoopbackHub) -> None:
         self.hub = hub
         self.open_sockets: set[socket.socket] = set()
+        self.resetting: set[socket.socket] = set()
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -209,7 +212,11 @@ class _Server(ThreadingHTTPServer):
 
     def shutdown_request(self, request: Any) -> None:
         self.open_sockets.discard(request)
-        super().shutdown_request(request)
+        if request in self.resetting:
+            self.resetting.discard(request)
+            self.close_request(request)  # without the FIN of shutdown
+        else:
+            super().shutdown_request(request)
 
     def end_connections(self) -> None:
         for one in list(self.open_sockets):
@@ -241,10 +248,10 @@ class _Handler(BaseHTTPRequestHandler):
         address = urlsplit(self.path)
         path = unquote(address.path)
         form = parse_qs(self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode())
-        self.fault = self.server.hub.spend(self.command, path)
+        self.fault: Fault | None = None
         self.asked = path
-        if self.fault is not None and self.fault.kind == "status":
-            self._error(self.fault.status, None, "ordered by the test", **self.fault.headers)
+        if fault := self.server.hub.spend(self.command, path, body=False):
+            self._error(fault.status, None, "ordered by the test", **fault.headers)
             return
         for pattern, answer in _ROUTES:
             if found := re.fullmatch(pattern, path):
@@ -350,6 +357,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _content(self, content: bytes, headers: Mapping[str, str]) -> None:
         """Answer with a file or the asked range of it (RFC 9110, section 14)."""
         headers = {**headers, "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+        self.fault = self.server.hub.spend(self.command, self.asked, body=True)
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if asked is None or (self.fault is not None and self.fault.kind == "whole"):
             self._send(200, content, headers)
@@ -362,6 +370,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(206, content[first : last + 1], {**headers, "Content-Range": span})
 
     def _json(self, answer: object, **headers: str) -> None:
+        self.fault = self.server.hub.spend(self.command, self.asked, body=True)
         self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json; charset=utf-8", **headers})
 
     def _gated(self, dataset_id: str) -> None:
@@ -372,12 +381,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, json.dumps({"error": message}).encode(), {"Content-Type": "application/json", **said})
 
     def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-        # A fault of the body waits for an answer that has one; a redirect to the CDN leaves it to the CDN.
-        fault = self.fault if self.fault is not None and self.fault.kind != "status" else None
-        if fault is not None and status not in (200, 206):
-            with self.server.hub.lock:
-                fault.times += 1
-            fault = None
+        fault = self.fault
         with self.server.hub.lock:
             self.server.hub.requests.append(Request(self.command, self.asked, self.headers.get("Range"), status))
         unsized = fault is not None and fault.kind in ("unsized", "chunked")
@@ -403,6 +407,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.after < len(body):
             if fault.reset:
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.server.resetting.add(self.connection)
             self.close_connection = True
 
     def _stalled(self, body: bytes, fault: Fault) -> None:

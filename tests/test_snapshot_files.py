@@ -34,13 +34,20 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "PART_BYTES", 700)  # eight or nine rows
 
 
-def take(folder: Path, rows: list[dict[str, Any]] = ROWS, *, stop: int | None = None, **given: Any) -> dict[str, Any]:
+def take(
+    folder: Path,
+    rows: list[dict[str, Any]] = ROWS,
+    *,
+    stop: int | None = None,
+    error: type[BaseException] = ConnectionError,
+    **given: Any,
+) -> dict[str, Any]:
     """Take a snapshot of `rows` as the split train; the hub fails before row number `stop`."""
 
     def rows_of(revision: str, split: str) -> Iterator[dict[str, Any]]:
         for row in rows:
             if row["n"] == stop:
-                raise ConnectionError("the wire was cut")
+                raise error("the wire was cut")
             yield row
 
     arguments: dict[str, Any] = {
@@ -71,10 +78,13 @@ def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
     assert one == other
 
 
+@pytest.mark.parametrize("error", [ConnectionError, KeyboardInterrupt])
 @pytest.mark.parametrize("stop", [0, 3, 8, 9, 50, 99])
-def test_what_came_before_a_failure_is_kept_and_the_next_run_goes_on(tmp_path: Path, stop: int) -> None:
-    with pytest.raises(ConnectionError):
-        take(tmp_path, stop=stop)
+def test_what_came_before_a_failure_is_kept_and_the_next_run_goes_on(
+    tmp_path: Path, stop: int, error: type[BaseException]
+) -> None:
+    with pytest.raises(error):
+        take(tmp_path, stop=stop, error=error)
     assert kept(tmp_path) == list(range(stop))
     take(tmp_path)
     assert kept(tmp_path) == list(range(100))

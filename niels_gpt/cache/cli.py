@@ -254,10 +254,13 @@ def _snapshot(arguments: argparse.Namespace) -> int:
     from niels_gpt.recipes.report import size
     from niels_gpt.recipes.snapshot import take_snapshot
 
-    with _progress_bar(f"snapshot {arguments.source}", unit="B", counted="rows") as progress:
-        folder, manifest = take_snapshot(
-            settings_of(arguments), arguments.source, arguments.dest, tokens=arguments.tokens, progress=progress
-        )
+    settings, where = settings_of(arguments), (arguments.source, arguments.dest)
+    try:
+        with _progress_bar(f"snapshot {arguments.source}", unit="B", counted="rows") as progress:
+            folder, manifest = take_snapshot(settings, *where, tokens=arguments.tokens, progress=progress)
+    except KeyboardInterrupt:
+        print("\ninterrupted. What has come is kept; the same command goes on from there", file=sys.stderr)
+        return 1
     files = manifest["files"]
     print(
         f"{folder}: {sum(file['rows'] for file in files):,} rows in {len(files)} files, "

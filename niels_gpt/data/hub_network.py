@@ -9,6 +9,7 @@ import contextlib
 import logging
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -117,27 +118,42 @@ def may_pass(error: BaseException) -> bool:
     return False
 
 
+_asking = 0  # who is inside bounded_silence
+_asking_lock = threading.Lock()
+
+
 @contextlib.contextmanager
 def bounded_silence() -> Iterator[None]:
-    """Let the library's client wait at most HF_HUB_DOWNLOAD_TIMEOUT for a byte where the library set no limit.
+    """Wait at most HF_HUB_DOWNLOAD_TIMEOUT for a byte also where the library sets no limit.
 
-    huggingface_hub/utils/_http.py default_client_factory makes a client without a timeout, and _pagination.py lists a
-    dataset's files without one: a hub that goes silent there holds the process for good. The limit is taken back
-    afterwards, for the client belongs to the whole process.
+    huggingface_hub/utils/_pagination.py lists a dataset's files with timeout=None: a hub that goes silent there holds
+    the process for good. The client belongs to the whole process, so its hook acts only while somebody is in here; not
+    by thread, for the library lists in threads of its own.
     """
-    from huggingface_hub import constants
+    global _asking
     from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 
     session = get_session()
-    before = getattr(session, "timeout", None)
-    if before is None or getattr(before, "read", 0) is not None:
-        yield
-        return
-    session.timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    if hasattr(session, "event_hooks"):  # huggingface_hub since 1.0
+        with _asking_lock:
+            hooks = session.event_hooks
+            if _limit_silence not in hooks["request"]:
+                session.event_hooks = {**hooks, "request": [*hooks["request"], _limit_silence]}
+    with _asking_lock:
+        _asking += 1
     try:
         yield
     finally:
-        session.timeout = before
+        with _asking_lock:
+            _asking -= 1
+
+
+def _limit_silence(request: Any) -> None:
+    from huggingface_hub import constants
+
+    limits = request.extensions.get("timeout", {})
+    if _asking and limits.get("read") is None:
+        request.extensions["timeout"] = {**limits, "read": float(constants.HF_HUB_DOWNLOAD_TIMEOUT)}
 
 
 @cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import gzip
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.fileio import CacheError, canonical_json, file_lock, fsync_dir, sha256_file, write_bytes
+
+logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "snapshot.json"
 FORMAT_VERSION = 1
@@ -190,6 +193,7 @@ class _Writer:
         fsync_dir(self._folder)
         self._manifest["files"].append({**record, "sha256": digest})
         write_bytes(self._folder / MANIFEST_NAME, canonical_json(self._manifest))
+        logger.info("%s: kept; %s rows so far", path, f"{_rows_of(self._manifest):,}")
 
 
 def _line_of(row: Row, where: str) -> bytes:

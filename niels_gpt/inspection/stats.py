@@ -87,10 +87,8 @@ def summary(cache: Path) -> list[tuple[str, str]]:
     rows = [
         ("cache", f"{cache} ({meta['kind']}, {_BUILT[meta['built']]})"),
         ("dataset", " ".join(str(meta[key]) for key in ("dataset_name", "dataset_config") if meta[key]) or said),
-        (
-            "source",
-            (source.get("kind") or said) + (f", revision {source['revision']}" if source.get("revision") else ""),
-        ),
+        ("source", source.get("kind") or said),
+        ("revision", source.get("revision") or "none"),
         ("licence", source.get("licence") or said),
         ("attribution", source.get("attribution") or said),
     ]

@@ -151,8 +151,8 @@ def build_own(
         return build_pretrain(
             sources.own_texts(settings, origin, have.counters),
             path,
-            split_rule="by document in order of path and row: the second, and each that brings val nearer to own_val_frac of "
-            "the characters, to val",
+            split_rule="by document in order of path and row: to val the second, and each that brings val's characters "
+            "nearer to own_val_frac",
             append_eot=settings.append_eot,
             **_unbounded(),
             **_arguments(settings, have, progress),
