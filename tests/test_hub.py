@@ -39,7 +39,6 @@ def test_a_card_has_the_commit_the_licence_and_what_a_notice_needs(loopback_hub:
         licence="odc-by",
         attribution="FineWeb-Edu by HuggingFaceFW, https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu",
     )
-    assert hub.revision_of(FINEWEB) == sha
 
 
 def test_without_a_title_the_attribution_names_the_id(loopback_hub: LoopbackHub) -> None:
@@ -77,6 +76,23 @@ def test_a_given_commit_is_not_asked_for(loopback_hub: LoopbackHub) -> None:
     sha = loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=3, start=300))
     assert numbers(revision=sha) == [300, 301, 302]
     assert f"/api/datasets/{FINEWEB}" not in [one.path for one in loopback_hub.requests]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("form", ["parquet", "jsonl", "jsonl.gz"])
+def test_rows_are_those_of_load_dataset_in_its_order(
+    loopback_hub: LoopbackHub, form: str, seed: int | None, streaming: bool
+) -> None:
+    import datasets
+
+    sha = loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(form=form, start=7_000))
+    asked = {"split": "train", "streaming": streaming, "revision": sha}
+    plain = datasets.load_dataset(FINEWEB, "CC-MAIN-2024-10", **asked)
+    if seed is not None:
+        plain = plain.shuffle(seed=seed, **({"buffer_size": 16} if streaming else {}))
+    ours = hub.rows(FINEWEB, config="CC-MAIN-2024-10", shuffle_seed=seed, shuffle_buffer=16, **asked)
+    assert list(ours) == list(plain)
 
 
 @pytest.mark.parametrize("seed", [None, 7])

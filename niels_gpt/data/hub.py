@@ -62,11 +62,6 @@ def card_of(dataset_id: str, *, revision: str | None = None) -> Card:
     )
 
 
-def revision_of(dataset_id: str, *, revision: str | None = None) -> str:
-    """Return `card_of(...).revision`."""
-    return card_of(dataset_id, revision=revision).revision
-
-
 def rows(
     dataset_id: str,
     *,
@@ -129,7 +124,7 @@ def _all_of(found: Any, what: str, dataset_id: str) -> Iterator[dict[str, Any]]:
 
 
 def _opened(dataset_id: str, config: str | None, split: str, streaming: bool, revision: str | None, local: bool) -> Any:
-    """Do what `datasets.load_dataset` does, in its two steps."""
+    """Do what `datasets.load_dataset` does, in its two steps: between them the files are seen (tests compare both)."""
     import datasets
 
     builder = datasets.load_dataset_builder(dataset_id, config, revision=revision)
