@@ -3,6 +3,7 @@
 Run: NIELS_GPT_TEST_DATA=MIRROR pytest -m real_text, where MIRROR is laid out as README's "A mirror" says.
 """
 
+import dataclasses
 import filecmp
 import itertools
 import os
@@ -21,7 +22,7 @@ from niels_gpt.data import places, roam
 from niels_gpt.fileio import META_NAME
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.origins import origin_of
-from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.recipes.plan import RECIPES, recipes
 from niels_gpt.settings import Settings
 from niels_gpt.special_tokens import find_reserved_literal
 from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
@@ -107,6 +108,23 @@ def test_every_kept_chat_is_stored_as_the_template_says(
     kept = [chat for chat in chats if not any(find_reserved_literal(turn["content"]) for turn in chat)]
     assert stored == Counter(tuple(format_chat(tokenizer, chat)) for chat in kept)  # type: ignore[arg-type]
     assert meta["examples_read"] == len(chats) == sum(stored.values()) + sum(meta["dropped"].values())
+
+
+def test_the_mirrors_files_as_sources_of_ones_own_give_the_same_documents(
+    settings: Settings, metas: dict[str, dict[str, Any]]
+) -> None:
+    root, cache = Path(settings.source_root), Path(settings.cache_dir)
+    own = dataclasses.replace(settings, pretrain=f"notes={root / 'roam'}", sft=f"mine={root / settings.dolly_dataset}")
+    made = {name: recipes(own)[key](own).meta for name, key in (("notes", "pretrain/notes"), ("mine", "sft/mine"))}
+    assert made["mine"]["content_sha256"] == metas["sft/dolly15k"]["content_sha256"]
+    notes, roam_notes = (
+        Counter(
+            tuple(ids) for split in ("train", "val") for ids in stored_documents(cache / "pretrain" / name, meta, split)
+        )
+        for name, meta in (("notes", made["notes"]), ("roam", metas["pretrain/roam"]))
+    )
+    assert notes == roam_notes
+    assert abs(made["notes"]["utf8_bytes"]["val"] / sum(made["notes"]["utf8_bytes"].values()) - 0.1) < 0.01
 
 
 def test_every_row_of_the_mirror_is_kept_or_counted(settings: Settings, metas: dict[str, dict[str, Any]]) -> None:

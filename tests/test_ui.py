@@ -48,11 +48,22 @@ def finished(address: str) -> list[dict[str, Any]]:
     return runs if all(run["status"] in ("SUCCESS", "FAILURE", "CANCELED") for run in runs) else []
 
 
+OWN = """
+[sft.support]
+files = "chats.json"
+licence = "CC BY 4.0"
+attribution = "The support team"
+"""
+
+
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
-    """The address of a `dagster dev` on loopback, in a folder as a fresh clone is."""
+    """The address of a `dagster dev` on loopback, in a folder as a fresh clone is, with chats of one's own."""
     for name in ("dagster.yaml", "workspace.yaml"):
         shutil.copyfile(ROOT / name, tmp_path / name)
+    chats = [{"prompt": f"What is {number} plus 1?", "response": f"{number + 1}."} for number in range(30)]
+    (tmp_path / "chats.json").write_text(json.dumps(chats))
+    (tmp_path / "sources.toml").write_text(OWN)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -91,7 +102,7 @@ def page(address: str) -> Iterator[Any]:
 
 def test_a_person_materializes_the_sft_group_and_looks_at_a_cache(address: str, page: Any, tmp_path: Path) -> None:
     page.goto(f"{address}/locations/niels_gpt/asset-groups/sft/lineage")
-    page.get_by_role("button", name="Materialize all (2)").click()
+    page.get_by_role("button", name="Materialize all (3)").click()
     page.get_by_role("button", name="Confirm").click()  # the tokenizer is not there yet: the caches make it
     assert [run["status"] for run in until(lambda: finished(address), "the run")] == ["SUCCESS"]
     page.screenshot(path=tmp_path / "group.png")
@@ -107,6 +118,11 @@ def test_a_person_materializes_the_sft_group_and_looks_at_a_cache(address: str, 
     picture.wait_for()
     assert picture.evaluate("image => image.naturalWidth") > 300
     page.screenshot(path=tmp_path / "picture.png")
+
+    page.goto(f"{address}/assets/sft/support")
+    for words in ("Token cache of your own chats", "CC BY 4.0", "The support team"):
+        page.get_by_text(words).first.wait_for()
+    page.screenshot(path=tmp_path / "own.png", full_page=True)
 
     page.goto(f"{address}/assets/sft/oasst1?view=checks")
     for check in ("files_match_meta", "ids_below_vocab_size", "tokenizer_matches", "examples_supervised"):
