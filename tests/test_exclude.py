@@ -64,10 +64,21 @@ def test_a_chat_goes_by_one_message_or_one_id(tmp_path: Path) -> None:
     def chat(question: str, **meta: object) -> ChatSample:
         return ChatSample([ChatMessage("user", question), ChatMessage("assistant", "4")], "own", dict(meta))
 
-    assert read.lists(chat("What is 2 + 2?"))
-    assert read.lists(chat("x", message_tree_id="tree-9"))
-    assert read.lists(chat("x", message_ids=["message-4", "message-5"]))
-    assert not read.lists(chat("x", message_ids=["message-4"]))
+    assert read.matching(chat("What is 2 + 2?"))
+    assert read.matching(chat("x", message_tree_id="tree-9")) == {"tree-9"}
+    assert read.matching(chat("x", message_ids=["message-4", "message-5"])) == {"message-5"}
+    assert not read.matching(chat("x", message_ids=["message-4"]))
+
+
+def test_what_sha256sum_prints_is_understood(tmp_path: Path) -> None:
+    path = listed(tmp_path, f"{digest('two')}  questions/two.txt", f"{digest('three')} *three.bin")
+    assert left(path, page("one"), page("two"), page("three"))[0] == ["one"]
+
+
+def test_the_log_says_how_many_entries_named_something(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    left(listed(tmp_path, "a.md", "./b.md", digest("c")), page("x", path="a.md"), page("y", path="b.md"), page("c"))
+    assert "2 of its 3 entries named a document" in caplog.text
 
 
 def test_order_case_and_comments_change_no_fingerprint_but_an_entry_does(tmp_path: Path) -> None:

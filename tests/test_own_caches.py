@@ -100,6 +100,16 @@ def test_the_split_goes_by_document_and_characters_and_knows_no_tokenizer(home: 
     assert {split for split, _ in own_texts(one, origin_of(one, "notes"), Counter())} == {"train"}
 
 
+def test_empty_documents_do_not_take_the_place_of_the_second(home: Path) -> None:
+    for name in ("a", "b", "c", "d"):
+        (home / f"{name}.md").write_text("" if name < "c" else f"the note {name}")
+    settings = own(home, pretrain="few=*.md", tokenizer_model=None)
+    assert list(own_texts(settings, origin_of(settings, "few"), Counter()))[2:] == [
+        ("train", "the note c"),
+        ("val", "the note d"),
+    ]
+
+
 def test_a_single_document_goes_to_train(home: Path) -> None:
     settings = own(home, pretrain="book=notes/n00.md")
     meta = recipes(settings)["pretrain/book"](settings).meta

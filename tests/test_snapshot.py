@@ -77,10 +77,21 @@ def test_builds_without_any_network_are_those_from_the_hub_tokenizer_and_meta_in
     assert (source["kind"], source["revision"], source["licence"]) == ("hub", full_hub["fineweb_edu"], "odc-by")
 
 
-def test_the_literal_command_takes_the_tokens_before_the_folder(full_hub: dict[str, str], tmp_path: Path) -> None:
+def test_the_literal_command_takes_the_tokens_before_the_folder_and_prints_no_requests(
+    full_hub: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     assert cli.main(["snapshot", "fineweb_edu", "--tokens", "205M", str(tmp_path / "m")]) == 0
     manifest = files.read_manifest(tmp_path / "m" / "HuggingFaceFW" / "fineweb-edu" / "CC-MAIN-2024-10")
     assert manifest is not None and manifest["ended"]
+    assert "train-00000.jsonl.gz: kept; 60 rows so far" in caplog.text and "HTTP Request" not in caplog.text
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "many", "", "M", "inf"])
+def test_a_number_of_tokens_that_is_none_is_a_usage_error(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["snapshot", "fineweb_edu", f"--tokens={text}", "DEST"])
+    assert ended.value.code == 2 and "expected a number of tokens above 0, such as 205M" in capsys.readouterr().err
 
 
 def test_a_cache_from_the_hub_is_up_to_date_on_its_snapshot_and_the_other_way_round(
@@ -106,6 +117,8 @@ def test_another_seed_shuffles_the_snapshot_like_any_mirror(
     assert origin.kind == "mirror" and not origin.ordered
     meta = RECIPES["pretrain/fineweb_edu"](other).meta
     assert meta["source"]["kind"] == "mirror" and meta["shuffle"]["buffer"] == 16
+    known = ("odc-by", full_hub["fineweb_edu"])
+    assert (meta["source"]["licence"], meta["source"]["revision"]) == known
 
 
 @pytest.fixture

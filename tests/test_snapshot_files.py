@@ -101,6 +101,39 @@ def test_a_process_killed_between_file_and_manifest_loses_nothing(tmp_path: Path
     assert kept(tmp_path) == list(range(100))
 
 
+def test_the_revision_of_the_first_contact_is_kept_before_a_row_is(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionError):
+        take(tmp_path, stop=0)
+    manifest = snapshot.read_manifest(tmp_path)
+    assert manifest is not None and manifest["revision"] == ABOUT["revision"] and not manifest["finished"]
+    moved = {**ABOUT, "revision": "1" * 40}
+    given: dict[str, Any] = {"splits": ("train",), "text_of": lambda row: "", "max_text_bytes": None}
+    asked: list[str] = []
+    done = snapshot.take(tmp_path, moved, lambda revision, split: asked.append(revision) or ROWS, **given)  # type: ignore[func-returns-value]
+    assert asked == [done["revision"]] == ["0" * 40]
+
+
+def test_a_file_kept_by_a_process_killed_before_its_first_manifest_entry_is_written_again(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionError):
+        take(tmp_path, stop=0)
+    (tmp_path / "train-00000.jsonl.gz").write_bytes(b"renamed, and then killed")
+    take(tmp_path)
+    assert kept(tmp_path) == list(range(100))
+
+
+@pytest.mark.parametrize("damage", ["cut", "remove"])
+def test_a_damaged_snapshot_is_neither_finished_nor_made_longer(tmp_path: Path, damage: str) -> None:
+    take(tmp_path, max_text_bytes=1_000)
+    path = tmp_path / "train-00000.jsonl.gz"
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "cut":
+        path.write_bytes(content[:100])
+    for bound in (1_000, 5_000):
+        with pytest.raises(CacheError, match=r"train-00000.*take it again"):
+            take(tmp_path, max_text_bytes=bound)
+
+
 def test_a_bound_stops_the_stream_and_a_larger_one_goes_on(tmp_path: Path) -> None:
     first = take(tmp_path, max_text_bytes=1_000)
     assert first["finished"] and not first["ended"] and 1_000 <= first["text_bytes"] < 1_100
@@ -154,7 +187,7 @@ def test_damage_is_named(tmp_path: Path, damage: str) -> None:
         path.unlink()
     else:
         (tmp_path / "train-00001-copy.jsonl.gz").write_bytes(path.read_bytes())
-    with pytest.raises(CacheError, match=r"train-00001.*Take it again"):
+    with pytest.raises(CacheError, match=r"train-00001.*take it again"):
         snapshot.check_files(tmp_path, manifest, sorted(tmp_path.glob("*.jsonl.gz")))
 
 

@@ -91,7 +91,9 @@ def build_pretrain(
         counts = _write_documents(_encoded(mixed, encoder), writers, budget, encoder, append_eot, progress)
         closed = {split: writer.close() for split, writer in writers.items()}
         if not writers["train"].tokens and not partial:
-            raise ValueError(f"{os.fspath(out_dir)}: no token for the train split: {_shortage(writers, counts)}")
+            raise ValueError(
+                f"{os.fspath(out_dir)}: no token for the train split: {_shortage(writers, counts, source)}"
+            )
         meta = write_description(
             work,
             vocabulary=vocabulary_of(encoder),
@@ -216,10 +218,12 @@ def _account_of(
     }
 
 
-def _shortage(writers: dict[str, _SplitWriter], counts: Counter[str]) -> str:
+def _shortage(writers: dict[str, _SplitWriter], counts: Counter[str], source: Source | None) -> str:
+    loader = ", ".join(f"{name} {count}" for name, count in sorted((source or Source()).counters.items())) or "none"
     drops = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()) if name != "documents_read") or "none"
     return (
-        f"{counts['documents_read']} documents read, {writers['val'].docs} to val, dropped: {drops}. Give it more text"
+        f"{counts['documents_read']} documents read, {writers['val'].docs} to val, dropped: {drops}, left out by the "
+        f"loader: {loader}. Give it more text"
     )
 
 

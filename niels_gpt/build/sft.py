@@ -78,7 +78,8 @@ def build_sft(
         counts = _spool_examples(examples, spool, encoder, progress)
         spool.close()
         if not spool.tokens:
-            raise ValueError(f"{os.fspath(out_dir)}: no example is left of {counts['examples_read']}: {dict(counts)}")
+            lost = {**counts, **(source or Source()).counters}
+            raise ValueError(f"{os.fspath(out_dir)}: no example is left of {counts['examples_read']}: {lost}")
         in_val = _val_rows(len(spool.tokens), val_frac, seed)
         files = _copy_out(spool, in_val, work, opened)
         spool.path.unlink()

@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     _give_large_blocks_back()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for client in ("httpx", "httpx2"):  # a line for each request to the hub
+        logging.getLogger(client).setLevel(logging.WARNING)
     try:
         status: int = arguments.run(arguments)
     except (ValueError, OSError) as error:  # CacheError is a ValueError, ConnectionError and FileNotFoundError OSErrors
@@ -92,10 +93,11 @@ class _Joined(argparse.Action):
 def _number(text: str) -> int:
     """Parse a number of tokens: 205M, 1.5G, 300_000."""
     scale = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}.get(text[-1:].lower())
-    number = int(float(text[:-1]) * scale) if scale else int(text)
-    if number <= 0:
-        raise ValueError("not a number above 0")
-    return number
+    with contextlib.suppress(ValueError, OverflowError):
+        number = int(float(text[:-1] if scale else text) * (scale or 1))
+        if number > 0:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r}: expected a number of tokens above 0, such as 205M")
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
@@ -137,8 +139,8 @@ def _add_builders(command: Callable[..., argparse.ArgumentParser]) -> None:
         add_settings_flags(builder)
     snapshot = command("snapshot", "keep the raw text of a hub source once, for builds without network", _snapshot)
     snapshot.epilog = (
-        "Builds with --source-root DEST read it in the hub's place. Interrupted, the same command goes on where it "
-        "stopped; with more tokens, it makes the snapshot longer."
+        "Builds with --source-root DEST read it in the hub's place. Interrupted, the same command goes on, and with "
+        "more tokens it makes the snapshot longer; what it has is read once more from the hub, but not written."
     )
     snapshot.add_argument("source", metavar="SOURCE", help=f"one of {', '.join(SPLITS)}")
     snapshot.add_argument("dest", type=Path, metavar="DEST", help="folder of the mirror; other sources may be there")
@@ -251,7 +253,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _snapshot(arguments: argparse.Namespace) -> int:
-    from niels_gpt.recipes.report import size
+    from niels_gpt.recipes.report import snapshot_lines
     from niels_gpt.recipes.snapshot import take_snapshot
 
     settings, where = settings_of(arguments), (arguments.source, arguments.dest)
@@ -259,15 +261,9 @@ def _snapshot(arguments: argparse.Namespace) -> int:
         with _progress_bar(f"snapshot {arguments.source}", unit="B", counted="rows") as progress:
             folder, manifest = take_snapshot(settings, *where, tokens=arguments.tokens, progress=progress)
     except KeyboardInterrupt:
-        print("\ninterrupted. What has come is kept; the same command goes on from there", file=sys.stderr)
+        print("\ninterrupted. The files that were finished are kept; the same command goes on", file=sys.stderr)
         return 1
-    files = manifest["files"]
-    print(
-        f"{folder}: {sum(file['rows'] for file in files):,} rows in {len(files)} files, "
-        f"{size(sum(file['bytes'] for file in files))}, revision {manifest['revision']}, "
-        f"{'all of the dataset' if manifest['ended'] else 'the beginning of the stream'}\n"
-        f"build from it: python -m niels_gpt.cache.cli build {arguments.source} --source-root {arguments.dest}"
-    )
+    print(snapshot_lines(*where, folder, manifest))
     return 0
 
 

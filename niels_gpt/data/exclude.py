@@ -5,7 +5,8 @@
     <urn:uuid:39147604-bfbe-4ed5-b19c-54105f8ae8a7>
     journal/2024-05-01.md
 
-64 hex digits are the sha256 of a text's utf-8, exactly as its source gives it; anything else is an id. The ids of a
+64 hex digits are the sha256 of a text's utf-8, exactly as its source gives it, and what follows them after a space, as
+`sha256sum` puts a file's name there, is passed over; anything else is an id. The ids of a
 document are its row's `id`, its file's path below the source's folder, and for oasst1 the ids of its tree and messages.
 A chat is left out if one of its ids, or the text of one of its messages, is listed. Blank lines, and lines that start
 with `#` and a space, are passed over.
@@ -14,6 +15,7 @@ with `#` and a space, are passed over.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 from collections import Counter
@@ -24,10 +26,12 @@ from typing import TypeVar
 
 from niels_gpt.data.types import ChatSample, PretrainSample
 
+logger = logging.getLogger(__name__)
+
 Sample = TypeVar("Sample", PretrainSample, ChatSample)
 
 EXCLUDED = "excluded"
-_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+_DIGEST = re.compile(r"([0-9a-fA-F]{64})(\s.*)?")
 _ID_FIELDS = ("id", "path", "message_tree_id")
 
 
@@ -47,15 +51,14 @@ class Exclusion:
         digest = hashlib.sha256("".join(f"{entry}\n" for entry in entries).encode()).hexdigest()
         return {"entries": len(entries), "sha256": digest}
 
-    def lists(self, sample: PretrainSample | ChatSample) -> bool:
-        """Whether a document or chat must be left out."""
+    def matching(self, sample: PretrainSample | ChatSample) -> set[str | bytes]:
+        """Return the entries that name a document or chat; if there is one, it must be left out."""
         ids = [str(sample.meta[key]) for key in _ID_FIELDS if key in sample.meta]
-        if any(name in self.ids for name in [*ids, *sample.meta.get("message_ids", ())]):
-            return True
-        if not self.digests:
-            return False
-        texts = [sample.text] if isinstance(sample, PretrainSample) else [turn.content for turn in sample.messages]
-        return any(_digest_of(text) in self.digests for text in texts)
+        found: set[str | bytes] = {name for name in [*ids, *sample.meta.get("message_ids", ())] if name in self.ids}
+        if self.digests:
+            texts = [sample.text] if isinstance(sample, PretrainSample) else [turn.content for turn in sample.messages]
+            found |= {digest for digest in map(_digest_of, texts) if digest in self.digests}
+        return found
 
 
 def read_exclusion(path: str | os.PathLike[str]) -> Exclusion:
@@ -76,25 +79,32 @@ def read_exclusion(path: str | os.PathLike[str]) -> Exclusion:
     entries = [line.strip() for line in lines if line.strip() and not re.match(r"\s*#(\s|$)", line)]
     if not entries:
         raise ValueError(f"{os.fspath(path)}: no entry in it, expected ids or sha256 of texts, one a line")
-    digests = frozenset(bytes.fromhex(entry) for entry in entries if _DIGEST.fullmatch(entry))
+    digests = frozenset(bytes.fromhex(found[1]) for entry in entries if (found := _DIGEST.fullmatch(entry)))
     return Exclusion(frozenset(entry for entry in entries if not _DIGEST.fullmatch(entry)), digests)
 
 
 def remaining(samples: Iterable[Sample], exclude: str | None, counters: Counter[str]) -> Iterator[Sample]:
     """Yield the samples that the file `exclude` does not list; the others count as "excluded", 0 where there are none.
 
-    exclude: None for no file. It is read at the first sample.
+    exclude: None for no file. It is read at the first sample. The log says how many of its entries named something.
     """
     if exclude is None:
         yield from samples
         return
-    listed = read_exclusion(exclude).lists
+    exclusion = read_exclusion(exclude)
+    matched: set[str | bytes] = set()
     counters[EXCLUDED] += 0
-    for sample in samples:
-        if listed(sample):
-            counters[EXCLUDED] += 1
-        else:
-            yield sample
+    try:
+        for sample in samples:
+            found = exclusion.matching(sample)
+            matched |= found
+            if found:
+                counters[EXCLUDED] += 1
+            else:
+                yield sample
+    finally:
+        entries = len(exclusion.ids) + len(exclusion.digests)
+        logger.info("%s: %d of its %d entries named a document of what was read here", exclude, len(matched), entries)
 
 
 def _digest_of(text: str) -> bytes:

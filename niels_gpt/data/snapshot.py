@@ -55,24 +55,38 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def check_files(folder: Path, manifest: Mapping[str, Any], files: Sequence[Path]) -> None:
-    """Compare the files that a build would read with the manifest, by name, order and sha256.
+    """Compare the files that a build would read with the manifest, by name and sha256.
 
     Raises: CacheError for a snapshot that is not finished, and for files that are missing, foreign or damaged.
     """
-    again = f"Take it again: python -m niels_gpt.cache.cli snapshot SOURCE DEST, with {folder} removed"
     if not manifest["finished"]:
         raise CacheError(
             f"{folder / MANIFEST_NAME}: this snapshot was interrupted after {_rows_of(manifest):,} rows. "
             "Finish it: run the same snapshot command again"
         )
-    expected = {str(file["name"]): str(file["sha256"]) for file in manifest["files"]}
-    found = [path.relative_to(folder).as_posix() for path in files]
-    if sorted(found) != sorted(expected):
-        strange = ", ".join(sorted(set(found) ^ set(expected)))
-        raise CacheError(f"{folder}: {MANIFEST_NAME} and the files there differ: {strange}. {again}")
-    for path, name in zip(files, found, strict=True):
-        if sha256_file(path) != expected[name]:
-            raise CacheError(f"{path}: not the sha256 that {MANIFEST_NAME} gives: the file is damaged. {again}")
+    found, expected = (
+        {path.relative_to(folder).as_posix() for path in files},
+        {file["name"] for file in manifest["files"]},
+    )
+    if found != expected:
+        strange = ", ".join(sorted(found ^ expected))
+        raise CacheError(f"{folder}: {MANIFEST_NAME} and the files there differ: {strange}. {_again(folder)}")
+    _check_kept(folder, manifest)
+
+
+def _check_kept(folder: Path, manifest: Mapping[str, Any]) -> None:
+    for file in manifest["files"]:
+        path = folder / file["name"]
+        if not path.is_file():
+            raise CacheError(f"{path}: no such file, expected it by {MANIFEST_NAME}. {_again(folder)}")
+        if sha256_file(path) != file["sha256"]:
+            raise CacheError(
+                f"{path}: not the sha256 that {MANIFEST_NAME} gives: the file is damaged. {_again(folder)}"
+            )
+
+
+def _again(folder: Path) -> str:
+    return f"Remove {folder}, then take it again: python -m niels_gpt.cache.cli snapshot SOURCE DEST"
 
 
 def take(
@@ -90,8 +104,9 @@ def take(
     about: dataset, config, revision, licence, attribution, datasets_version and shuffle (None, or seed and buffer).
     rows_of: takes a revision and a split; the same arguments give the same rows in the same order.
     max_text_bytes: stop after the row that reaches so many bytes of text; None: keep all.
-    Raises: CacheError for a folder that holds something else, or rows in another order; what `rows_of` raises, after
-        the rows that came before are kept.
+    The rows that are kept already are read again, and passed over: their order is all that says where to go on.
+    Raises: CacheError for a folder that holds something else, rows in another order, or damaged files; what `rows_of`
+        raises, after the rows that came before are kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with file_lock(folder / ".lock", f"{folder}: a snapshot is being taken", wait=False):
@@ -102,9 +117,11 @@ def take(
                     f"{folder / MANIFEST_NAME}: a snapshot with {key} {manifest[key]}, asked was {about[key]}. "
                     "Choose another folder, or the same settings"
                 )
+        _check_kept(folder, manifest)
         writer = _Writer(folder, manifest, text_of, max_text_bytes, progress)
         if not manifest["ended"]:
             manifest["finished"] = False
+            write_bytes(folder / MANIFEST_NAME, canonical_json(manifest))  # the revision of the first contact counts
             for split in splits:
                 writer.keep(split, iter(rows_of(str(manifest["revision"]), split)))
                 if writer.full:
@@ -123,7 +140,7 @@ def _new(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
             f"{folder}: holds {len(strangers)} files that no snapshot put there (such as {strangers[0]}). "
             "Choose another folder, or move them away"
         )
-    return {**about, "format_version": FORMAT_VERSION, "files": [], "text_bytes": 0, "ended": False}
+    return {**about, "format_version": FORMAT_VERSION, "files": [], "text_bytes": 0, "finished": False, "ended": False}
 
 
 def _rows_of(manifest: Mapping[str, Any], split: str | None = None) -> int:

@@ -73,7 +73,7 @@ class Origin:
             said = [fingerprint, self.own.field, *self.credit]
             fingerprint = hashlib.sha256(canonical_json(said)).hexdigest()
         about = {"kind": self.kind, **self.credit._asdict(), "files": len(self.files)}
-        return {**about, "revision": None, "fingerprint": fingerprint}
+        return {**about, "revision": (self.manifest or {}).get("revision"), "fingerprint": fingerprint}
 
     def _known(self, recorded: Mapping[str, Any], ask_hub: bool) -> Mapping[str, Any]:
         """Return revision, licence, attribution and versions from a snapshot, from the record, or from the hub."""
@@ -134,6 +134,8 @@ def origin_of(settings: Settings, source: str) -> Origin:
     manifest = snapshot.read_manifest(folder)
     if manifest is not None and _stands_for(manifest, on_hub, folder):
         return replace(on_hub, root=root, files=files, manifest=manifest)
+    if manifest is not None:
+        credit = Credit(str(manifest.get("licence")), str(manifest.get("attribution")))
     kind = "sample" if sample else "mirror"
     return Origin(source, dataset, config, kind, False, credit, root, files, manifest=manifest)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from niels_gpt.recipes.plan import Plan
 from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome
@@ -31,6 +32,17 @@ def plan_table(plans: Sequence[Plan], cache_dir: str) -> str:
     rows = [(item.key, item.action, item.source, size(item.disk_bytes)) for item in plans]
     lines = table([("what", "would be", "from", "disk at most"), *rows])
     return f"{lines}\ndisk free at {cache_dir}: {size(_free_bytes(Path(cache_dir)))}"
+
+
+def snapshot_lines(source: str, dest: Path, folder: Path, manifest: Mapping[str, Any]) -> str:
+    """Return what a snapshot holds, and the command that builds from it."""
+    files = manifest["files"]
+    part = "all of the dataset" if manifest["ended"] else "the beginning of the stream"
+    return (
+        f"{folder}: {sum(file['rows'] for file in files):,} rows in {len(files)} files, "
+        f"{size(sum(file['bytes'] for file in files))}, revision {manifest['revision']}, {part}\n"
+        f"build from it: python -m niels_gpt.cache.cli build {source} --source-root {dest}"
+    )
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:

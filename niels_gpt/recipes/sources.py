@@ -93,11 +93,11 @@ def own_texts(settings: Settings, origin: Origin, counters: Counter[str]) -> Doc
     assert origin.own is not None
     found = _found(origin, counters)
     samples = local.iter_texts(found, source=origin.source, field=origin.own.field, counters=counters)
-    total = in_val = 0
-    for number, sample in enumerate(remaining(samples, settings.exclude, counters)):
-        total += len(sample.text)
+    number = total = in_val = 0
+    for sample in remaining(samples, settings.exclude, counters):
+        number, total = number + bool(sample.text), total + len(sample.text)  # the builder drops empty ones
         nearer = in_val + len(sample.text) / 2 < settings.own_val_frac * total
-        is_val = nearer or (number == 1 and settings.own_val_frac > 0)
+        is_val = nearer or (number == 2 and in_val == 0 and settings.own_val_frac > 0)
         in_val += len(sample.text) if is_val else 0
         yield "val" if is_val else "train", sample.text
 

@@ -150,6 +150,7 @@ def _trained(settings: Settings, own_only: bool) -> tuple[bytes, dict[str, Any]]
     seen: dict[str, int | str] = {}
     looked_at: dict[str, str] = {}
     names = [*own_sources(settings), *([] if own_only else TRAINING_ORDER)]
+    excluded = {} if settings.exclude is None else {"exclude": read_exclusion(settings.exclude).facts}
     logger.info("tokenizer: training %d pieces; some minutes for 100 MB of text", settings.vocab_size)
     trained = train_tokenizer(
         _training_texts(settings, names, seen, looked_at),
@@ -161,14 +162,13 @@ def _trained(settings: Settings, own_only: bool) -> tuple[bytes, dict[str, Any]]
         trained_on="own" if own_only else _kind_of_text(settings),
     )
     failed = {name: _fingerprint(settings, name) for name, size in seen.items() if size == FAILED}
-    about: dict[str, Any] = {
+    about = {
         "max_bytes": settings.tokenizer_max_bytes,
         "trained_on_bytes": seen,
         "trained_on_sources": looked_at,
         "failed_sources": failed,
+        **excluded,
     }
-    if settings.exclude is not None:
-        about["exclude"] = read_exclusion(settings.exclude).facts
     return trained.model, {**trained.meta, **about, "origin": "trained"}
 
 
