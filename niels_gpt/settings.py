@@ -71,7 +71,11 @@ class Settings:
     )
     sft: str | None = _setting(None, "chats of your own, NAME=GLOB: makes the cache sft/NAME; several: as pretrain")
     sources_file: str = _setting("sources.toml", "file that names more of your own text and chats, if it is there")
-    own_val_frac: float = _setting(0.10, "share of your own text that goes to val, by document and length")
+    licence: str | None = _setting(
+        None, "licence of a source's text in place of what its dataset card or sources.toml says, SOURCE=TEXT;..."
+    )
+    attribution: str | None = _setting(None, "whom to name for a source's text, SOURCE=TEXT;...")
+    own_val_frac: float = _setting(0.10, "share of the documents of your own text that goes to val")
 
     deep_checks: bool = _setting(False, "check the sha256 of every file too, when a finished cache is checked")
     max_dropped_share: float = _setting(0.05, "warn where a larger share of the documents or examples was dropped")

@@ -67,7 +67,7 @@ def input_files(patterns: Sequence[str]) -> tuple[list[Path], Path]:
 
 def _texts(files: Sequence[Path], field: str) -> Iterator[str]:
     for path in files:
-        if not path.name.endswith(TABLE_SUFFIXES):
+        if not path.name.lower().endswith(TABLE_SUFFIXES):
             yield read_text(path)
             continue
         for number, row in enumerate(iter_rows([path]), 1):

@@ -61,6 +61,8 @@ class SettingsResource(dg.ConfigurableResource[None]):
     pretrain: str | None = _setting("pretrain")
     sft: str | None = _setting("sft")
     sources_file: str = _setting("sources_file")
+    licence: str | None = _setting("licence")
+    attribution: str | None = _setting("attribution")
     own_val_frac: float = _setting("own_val_frac")
     deep_checks: bool = _setting("deep_checks")
     max_dropped_share: float = _setting("max_dropped_share")

@@ -81,6 +81,12 @@ def settings(mirror: Path, tiny_model_path: Path, tmp_path: Path) -> Settings:
     return Settings(source_root=str(mirror), cache_dir=str(tmp_path / "cache"), tokenizer_model=str(tiny_model_path))
 
 
+@pytest.fixture(autouse=True)
+def no_sources_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in a folder of the test's own: whoever works on the project may have a sources.toml in the checkout."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def instance() -> Iterator[dg.DagsterInstance]:
     """A real Dagster instance: sqlite in a temporary folder."""

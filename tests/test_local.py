@@ -32,6 +32,14 @@ def tree(folder: Path, names: tuple[str, ...] = TREE) -> Path:
     return folder
 
 
+def write_parquet(path: Path, columns: dict[str, Any]) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
 def names(found: LocalFiles) -> list[str]:
     return [found.name_of(path) for path in found.files]
 
@@ -85,6 +93,57 @@ def test_a_link_to_a_folder_above_makes_no_second_copy_of_a_file(tmp_path: Path)
     tree(tmp_path, ("sub/a.md", "sub/b.md"))
     (tmp_path / "all").symlink_to(tmp_path)
     assert names(find("**/*.md", base=tmp_path)) == names(find(str(tmp_path))) == ["sub/a.md", "sub/b.md"]
+
+
+FORMS = ("in", "in/**", "in/**/*")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_folder_and_the_glob_of_all_below_it_are_the_same_files(tmp_path: Path, form: str) -> None:
+    tree(tmp_path, ("in/n1.md", "in/sub/n2.md", "in/.hidden/x.md", "in/photo.png", "out/o.md", "out/more/p.md"))
+    links = {"in/linked": "../out", "in/sub/again": "../../out", "in/dup.md": "n1.md", "in/copy.png": "photo.png"}
+    loops = {"in/all": "..", "in/sub/up": "..", "in/sub/self": "self", "out/back": "../in", "in/secret": ".hidden"}
+    for name, target in (links | loops).items():
+        (tmp_path / name).symlink_to(target)
+    found = find(form, base=tmp_path)
+    assert names(found) == ["linked/more/p.md", "linked/o.md", "n1.md", "sub/n2.md"]
+    assert found.other_files == 2 and found.root == tmp_path / "in"  # the photo, and a link to itself
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_link_gives_a_file_its_suffix(tmp_path: Path, form: str) -> None:
+    tree(tmp_path, ("in/blobs/0123", "in/blobs/4567"))  # as huggingface_hub's cache is
+    (tmp_path / "in/rows.jsonl").symlink_to("blobs/0123")
+    found = find(form, base=tmp_path)
+    assert (names(found), found.other_files) == (["rows.jsonl"], 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_link_into_a_hidden_folder_of_the_same_tree_is_hidden(tmp_path: Path, form: str) -> None:
+    tree(tmp_path, ("in/a.md", "in/cache/.versions/notes/1/meta.json"))
+    (tmp_path / "in/cache/notes").symlink_to(".versions/notes/1")
+    assert names(find(form, base=tmp_path)) == ["a.md"]
+    assert names(find("in/cache/notes", base=tmp_path)) == ["meta.json"]  # named, so wanted
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pipes_and_links_to_nothing_are_counted_and_not_read(tmp_path: Path, form: str) -> None:
+    tree(tmp_path, ("in/a.md",))
+    os.mkfifo(tmp_path / "in/pipe.md")
+    (tmp_path / "in/gone.md").symlink_to("nowhere")
+    found = find(form, base=tmp_path)
+    assert (names(found), found.other_files) == (["a.md"], 2)
+    for name in ("in/pipe.md", "in/gone.md", "in/[gp]*.md"):
+        with pytest.raises(FileNotFoundError, match=r"files of other kinds \(pipes, devices or links to nothing\)"):
+            find(name, base=tmp_path)
+
+
+def test_the_case_of_a_suffix_does_not_matter(tmp_path: Path) -> None:
+    write(tmp_path / "A.TXT", b"one")
+    write(tmp_path / "B.JSONL", b'{"text": "two"}')
+    (tmp_path / "C.Json.GZ").write_bytes(gzip.compress(b'[{"text": "three"}]'))
+    write_parquet(tmp_path / "D.Parquet", {"text": ["four"]})
+    assert [sample.text for sample in texts_of(tmp_path)] == ["one", "two", "three", "four"]
 
 
 def test_wildcards_in_the_names_of_files_and_folders_are_taken_literally(tmp_path: Path) -> None:
@@ -194,8 +253,39 @@ def test_rows_without_one_text_are_an_error_that_names_the_fields_there_are(tmp_
 
 def test_rows_of_which_none_can_be_read_are_an_error_that_shows_the_first(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", b"to be or\nnot to be")
-    with pytest.raises(ValueError, match=r"2 unreadable_row\); the first: .*line 1: expected a JSON object"):
+    with pytest.raises(ValueError, match=r"2 unreadable_row\); the first: .*line 1: expected a JSON object") as failed:
         texts_of(tmp_path)
+    assert "NAME=GLOB:FIELD" not in str(failed.value)  # no other field would help
+
+
+@pytest.mark.parametrize(
+    ("content", "remedy"),
+    [
+        ('{"text": "a"}\n{"text": "b"}'.encode("utf-16"), "NUL bytes are a sign of UTF-16: save the file as UTF-8"),
+        (b'[{"text": "a"},\n{"text": "b"}]', "An array of rows is read from .json and .json.gz: rename the file"),
+        (b'[\n{"text": "a"},\n{"text": "b"}, {}]', "An array of rows is read from .json and .json.gz: rename the file"),
+    ],
+)
+def test_a_file_of_another_kind_than_its_name_says_is_an_error_with_its_remedy(
+    tmp_path: Path, content: bytes, remedy: str
+) -> None:
+    write(tmp_path / "a.jsonl", content)
+    with pytest.raises(ValueError) as failed:
+        texts_of(tmp_path)
+    assert str(failed.value).endswith(remedy)
+
+
+def test_the_first_row_without_a_text_is_told_with_its_fields(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "a.jsonl", b'{"text": "one"}\n{"title": 1, "body": 2}\n{"text": null}\n')
+    write(tmp_path / "b.jsonl", b'{"text": null}\n{"text": "x"}')
+    with caplog.at_level(logging.WARNING):
+        assert len(texts_of(tmp_path)) == 2
+        assert len(texts_of(tmp_path / "b.jsonl")) == 1
+    ending = "Counted as missing_field; more like it are counted only"
+    assert caplog.messages == [
+        f"{tmp_path}/a.jsonl, row 2: found the fields title, body. {ending}",
+        f"{tmp_path}/b.jsonl, row 1: found NoneType in the field text. {ending}",
+    ]
 
 
 def test_files_without_rows_give_nothing(tmp_path: Path) -> None:
@@ -258,6 +348,29 @@ def test_a_file_that_is_gone_is_not_called_damaged(tmp_path: Path) -> None:
     for name in ("a.parquet", "a.json", "a.md"):
         with pytest.raises(FileNotFoundError):
             list(iter_texts(LocalFiles(tmp_path, (tmp_path / name,), 0), source="own"))
+
+
+def test_a_column_of_parquet_that_nobody_asks_for_does_no_harm(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    no_date = pa.array([10**7], pa.date32())  # about the year 29,000
+    write_parquet(tmp_path / "a.parquet", {"when": no_date, "text": ["one"], "id": ["x"], "text.x": no_date})
+    assert texts_of(tmp_path) == [PretrainSample("one", "own", {"index": 0, "path": "a.parquet", "row": 1, "id": "x"})]
+    with pytest.raises(ValueError, match=r"a\.parquet, rows 1 to 1, column 'when': found values of type date32"):
+        texts_of(tmp_path, field="when")
+
+
+def test_parquet_without_one_text_is_an_error_that_names_all_its_fields(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_parquet(tmp_path / "a.parquet", {"title": ["x", "y"], "body": ["a", "b"]})
+    with pytest.raises(
+        ValueError, match=r"2 rows below .* \(2 missing_field\); .*row 1, has the fields title, body\. Exp"
+    ):
+        texts_of(tmp_path)
+    assert [message.partition(": ")[2] for message in caplog.messages] == [
+        "found the fields title, body. Counted as missing_field; more like it are counted only"
+    ]
 
 
 def test_rows_of_parquet_are_numbered_over_all_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

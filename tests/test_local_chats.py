@@ -202,7 +202,7 @@ def test_a_chat_has_its_place_and_id(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_dropped_is_counted_and_a_foreign_role_is_told_once(
+def test_what_is_dropped_is_counted_and_the_first_of_each_kind_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     counters: Counter[str] = Counter()
@@ -214,13 +214,14 @@ def test_what_is_dropped_is_counted_and_a_foreign_role_is_told_once(
     assert [sample.meta["row"] for sample in samples] == [2]
     assert counters == {"unknown_role": 3, "malformed": 1, "missing_field": 2, "unreadable_row": 1}
     where = f"{tmp_path}/rows.jsonl"
-    assert caplog.messages[:2] == [
-        f"{where}, row 1: found a turn of role 'tool'; chats with one are dropped",
-        f"{where}, row 4: found a turn of role 'function_call'; chats with one are dropped",
+    told = [message.removesuffix("; more like it are counted only") for message in caplog.messages]
+    assert told[:4] == [
+        f"{where}, row 1: found a turn of role 'tool'. Counted as unknown_role",
+        f"{where}, row 4: found a turn of role 'function_call'. Counted as unknown_role",
+        f"{where}, row 5: found a list without turns. Counted as malformed",
+        f"{where}, row 6: found the fields text. Counted as missing_field",
     ]
-    assert (
-        caplog.messages[2].startswith(f"{where}, line 8: expected a JSON object, found") and len(caplog.messages) == 3
-    )
+    assert told[4].startswith(f"{where}, line 8: expected a JSON object, found") and len(told) == 5
 
 
 def test_rows_without_one_chat_are_an_error_that_names_fields_and_shapes(tmp_path: Path) -> None:
@@ -264,6 +265,23 @@ def test_chats_in_parquet_are_read(tmp_path: Path) -> None:
         ("b.parquet", 2, None),
     ]
     assert counters == {"malformed": 1}
+
+
+def test_a_column_beside_a_chat_in_parquet_does_no_harm(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    no_date = pa.array([10**7], pa.date32())
+    write_parquet(tmp_path / "a.parquet", {"when": no_date, "messages": [HELLO], "system": ["Be brief."], "id": [5]})
+    (sample,) = chats_of(tmp_path)
+    assert sample.messages == [ChatMessage("system", "Be brief."), *EXPECTED] and sample.meta["id"] == "5"
+    write_parquet(tmp_path / "a.parquet", {"when": no_date, "title": ["x"]})
+    with pytest.raises(ValueError, match="row 1, has the fields when, title"):
+        chats_of(tmp_path)
+
+
+def test_a_chat_written_as_a_string_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert len(chats_of(tmp_path, {"messages": json.dumps(HELLO)}, {"messages": HELLO})) == 1
+    assert "row 1: found a value of type str in the field messages. Counted as missing_field" in caplog.text
 
 
 def test_a_chat_in_parquet_that_is_not_utf8_is_replaced_and_counted(tmp_path: Path) -> None:

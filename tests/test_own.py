@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from niels_gpt.recipes.own import own_sources
+from niels_gpt.recipes.own import own_sources, said_credit
 from niels_gpt.settings import Settings
 
 
@@ -25,10 +25,15 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("papers=papers/*.jsonl.gz:abstract", "papers", "papers/*.jsonl.gz", "abstract"),
         ("p=data=2024/x.jsonl:body_text", "p", "data=2024/x.jsonl", "body_text"),
         ("p=C:/x.jsonl", "p", "C:/x.jsonl", None),  # a field has no slash
-        ("p=a:b.md", "p", "a:b.md", None),  # and no dot
+        ("p=x.jsonl:my text", "p", "x.jsonl", "my text"),
+        ("p=x.jsonl:a.b", "p", "x.jsonl", "a.b"),
+        ("p=there:b.md", "p", "there:b.md", None),  # a file of that name is there
     ],
 )
-def test_a_line_is_a_name_a_glob_and_perhaps_a_field(line: str, name: str, files: str, field: str | None) -> None:
+def test_a_line_is_a_name_a_glob_and_perhaps_a_field(
+    elsewhere: Path, line: str, name: str, files: str, field: str | None
+) -> None:
+    (elsewhere / "there:b.md").touch()
     (own,) = own_sources(Settings(pretrain=line)).values()
     assert (own.family, own.name, own.files, own.field) == ("pretrain", name, files, field)
 
@@ -83,12 +88,13 @@ def test_no_file_is_no_source_but_a_named_one_must_be_there() -> None:
     [
         (
             Settings(pretrain="oasst1=x.md"),
-            r"--pretrain oasst1=x\.md: pretrain/oasst1: oasst1 is a source of the project",
+            r"--pretrain oasst1=x\.md: pretrain/oasst1: oasst1 is a name of the project's own",
         ),
         (Settings(pretrain="a=x.md;a=y.md"), r"--pretrain a=x\.md names pretrain/a already"),
         (Settings(pretrain="a=x.md", sft="a=y.json"), r"sft/a: --pretrain a=x\.md names pretrain/a already"),
         (Settings(pretrain="my-notes=x.md"), "expected a name of letters, digits and _"),
         (Settings(pretrain="../a=x.md"), "expected a name of letters, digits and _"),
+        (Settings(sft="tokenizer=x.md"), "tokenizer is a name of the project's own"),
         (Settings(pretrain="x.md"), r"--pretrain x\.md: expected NAME=GLOB\[:FIELD\]"),
         (Settings(sft="a="), r"--sft a=: expected NAME=GLOB$"),
     ],
@@ -105,11 +111,13 @@ def test_a_name_that_is_taken_and_a_line_that_is_none(settings: Settings, messag
         ('[pretrain]\na = "x"\na = "y"', r"sources\.toml: not TOML"),
         ('[train]\na = "x"', "found 'train', expected tables"),
         ('pretrain = "x"', "found 'pretrain', expected tables"),
+        ('[pretrain]\na = " "', r"pretrain\.a: found ' ', expected a text"),
+        ('[pretrain.a]\nfiles = "x"\nfield = ""', "expected a text"),
         ("[pretrain]\na = 3", r"pretrain\.a: found 3, expected a text"),
         ('[pretrain.a]\nlicence = "x"', r"of which `files` must be there"),
         ('[pretrain.a]\nfiles = "x"\nlicense = "x"', "expected .* licence"),
         ('[sft.a]\nfiles = "x"\nfield = "y"', "the texts files, licence, attribution,"),
-        ('[pretrain]\nwikitext = "x"', "wikitext is a source of the project"),
+        ('[pretrain]\nwikitext = "x"', "wikitext is a name of the project's own"),
     ],
 )
 def test_an_entry_that_is_none_is_named_with_its_file(elsewhere: Path, content: str, message: str) -> None:
@@ -122,3 +130,17 @@ def test_a_name_clash_between_file_and_line_names_both(elsewhere: Path) -> None:
     (elsewhere / "sources.toml").write_text(TOML)
     with pytest.raises(ValueError, match=r"notes=x\.json: sft/notes: .*sources\.toml names pretrain/notes already"):
         own_sources(Settings(sft="notes=x.json"))
+
+
+def test_a_line_says_the_licence_of_any_source(elsewhere: Path) -> None:
+    (elsewhere / "sources.toml").write_text(TOML)
+    settings = Settings(licence="support=MIT; roam=all rights reserved", attribution="roam=N. Otes = me")
+    assert said_credit(settings, "support") == {"licence": "MIT"}
+    assert said_credit(settings, "roam") == {"licence": "all rights reserved", "attribution": "N. Otes = me"}
+    assert said_credit(settings, "oasst1") == {}
+
+
+@pytest.mark.parametrize("line", ["MIT", "nobody=MIT", "roam="])
+def test_a_licence_of_nothing_is_refused(line: str) -> None:
+    with pytest.raises(ValueError, match=r"--licence .*: expected SOURCE=TEXT, SOURCE one of fineweb_edu"):
+        said_credit(Settings(licence=line), "roam")

@@ -4,12 +4,14 @@ Run: pytest tests/test_own_caches.py
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import numpy as np
@@ -21,7 +23,7 @@ from niels_gpt.cache import cli
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.inspection.verify import Limits, verify
 from niels_gpt.recipes.origins import origin_of
-from niels_gpt.recipes.plan import plan, recipes
+from niels_gpt.recipes.plan import ensure_tokenizer, plan, recipes
 from niels_gpt.recipes.sources import own_texts
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import load_tokenizer
@@ -56,9 +58,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def own(home: Path, **given: object) -> Settings:
+def own(home: Path, **given: Any) -> Settings:
     """Settings of the hub, which nobody may need."""
-    return Settings(**{"cache_dir": str(home / "cache"), "vocab_size": 400, **given})  # type: ignore[arg-type]
+    return Settings(**{"cache_dir": str(home / "cache"), "vocab_size": 400, **given})
 
 
 def cache_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -89,25 +91,46 @@ def test_one_command_makes_a_cache_of_a_folder_of_notes_and_one_of_a_file_of_cha
     assert read_meta("cache/tokenizer/meta.json")["trained_on"] == "own"
 
 
-def test_the_split_goes_by_document_and_characters_and_knows_no_tokenizer(home: Path) -> None:
-    settings = own(home, pretrain="notes=notes")
-    documents = list(own_texts(settings, origin_of(settings, "notes"), Counter()))
-    assert [text for _, text in documents] == [NOTES[name] for name in sorted(NOTES)]
-    assert [split for split, _ in documents[:4]] == ["train", "val", "train", "train"]
-    val = sum(len(text) for split, text in documents if split == "val")
-    assert abs(val / sum(map(len, NOTES.values())) - 0.1) < 0.01
-    one = dataclasses.replace(settings, own_val_frac=0.0)
-    assert {split for split, _ in own_texts(one, origin_of(one, "notes"), Counter())} == {"train"}
+def split_of(home: Path, texts: list[str], **given: Any) -> list[str]:
+    """Return the splits of texts that are the rows of one file."""
+    (home / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    settings = own(home, pretrain="rows=rows.jsonl", **given)
+    documents = list(own_texts(settings, origin_of(settings, "rows"), Counter()))
+    assert [text for _, text in documents] == texts
+    return [str(split) for split, _ in documents]
 
 
-def test_empty_documents_do_not_take_the_place_of_the_second(home: Path) -> None:
-    for name in ("a", "b", "c", "d"):
-        (home / f"{name}.md").write_text("" if name < "c" else f"the note {name}")
-    settings = own(home, pretrain="few=*.md", tokenizer_model=None)
-    assert list(own_texts(settings, origin_of(settings, "few"), Counter()))[2:] == [
-        ("train", "the note c"),
-        ("val", "the note d"),
-    ]
+def test_the_split_is_by_hash_on_paper(home: Path) -> None:
+    texts = [f"{number} " + "x" * (number % 7) ** 4 for number in range(400)]
+    shares = [int(hashlib.sha256(f"42\n{text}".encode()).hexdigest()[:16], 16) / 2**64 for text in texts]
+    splits = split_of(home, texts)
+    assert splits[20:] == ["val" if share < 0.1 else "train" for share in shares[20:]]
+    assert splits != split_of(home, texts, seed=7)
+    assert set(split_of(home, texts, own_val_frac=0.0)) == {"train"}
+
+
+def test_neither_length_nor_neighbours_move_a_document_and_equal_texts_stay_together(home: Path) -> None:
+    texts = [f"{number} " + "word " * (1 + 50 * (number % 10 == 0)) for number in range(3_000)]
+    splits = split_of(home, texts)
+    in_val = [text for text, split in zip(texts, splits, strict=True) if split == "val"]
+    assert abs(len(in_val) / len(texts) - 0.1) < 0.02
+    assert 0.7 < (sum(map(len, in_val)) / len(in_val)) / (sum(map(len, texts)) / len(texts)) < 1.3
+    assert split_of(home, [*texts[:100], "one more", *texts[100:]])[101:] == splits[100:]
+    assert len(set(split_of(home, ["the same"] * 50))) == 1
+
+
+@pytest.mark.parametrize("number", [2, 3, 5, 12, 21])
+def test_a_small_corpus_has_both_splits_and_empty_documents_do_not_count(home: Path, number: int) -> None:
+    for seed in range(20):
+        texts = ["", *(f"the note {seed} {index}" for index in range(number)), ""]
+        splits = split_of(home, texts, seed=seed)
+        assert {split for split, text in zip(splits, texts, strict=True) if text} == {"train", "val"}
+
+
+def test_an_empty_val_is_a_warning(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = own(home, pretrain="one=notes/n00.md")
+    recipes(settings)["pretrain/one"](settings)
+    assert "val is empty: only 1 documents have text" in caplog.text
 
 
 def test_a_single_document_goes_to_train(home: Path) -> None:
@@ -127,6 +150,16 @@ def test_what_its_user_says_stands_in_meta_and_in_stats(home: Path, capsys: pyte
     assert cli.main(["stats", "cache/pretrain/notes"]) == 0
     shown = capsys.readouterr().out
     assert "CC BY 4.0" in shown and "N. Otes" in shown and "other_files 1" in shown
+
+
+def test_the_users_line_wins_over_all_else_and_reaches_the_meta(home: Path, settings: Settings) -> None:
+    first = recipes(settings)["pretrain/roam"](settings)
+    said = dataclasses.replace(settings, licence="roam=CC0 1.0", attribution="roam=N. Otes")
+    outcome = recipes(said)["pretrain/roam"](said)
+    source = outcome.meta["source"]
+    assert (source["licence"], source["attribution"]) == ("CC0 1.0", "N. Otes") and not outcome.reused
+    assert outcome.meta["content_sha256"] == first.meta["content_sha256"]
+    assert recipes(said)["sft/oasst1"](said).meta["source"]["licence"] == "Apache-2.0"
 
 
 def test_a_changed_file_or_line_builds_anew_and_nothing_else_does(home: Path) -> None:
@@ -163,7 +196,7 @@ def test_rows_that_cannot_be_read_are_counted_and_too_many_are_a_warning(
     ("line", "message"),
     [
         ("--pretrain=notes=nowhere/*.md", "nowhere"),
-        ("--pretrain=wikitext=notes", "wikitext is a source of the project"),
+        ("--pretrain=wikitext=notes", "wikitext is a name of the project"),
         ("--pretrain=rows=chats.json:body", "NAME=GLOB:FIELD"),
     ],
 )
@@ -189,6 +222,28 @@ def test_a_tokenizer_of_ones_own_sources_alone_is_named_where_others_use_it(
     assert not caplog.records or "your own sources only" not in caplog.text
     recipes(settings)["pretrain/roam"](settings)
     assert "trained on your own sources only, and used for roam" in caplog.text
+
+
+def test_a_broken_line_that_goes_leaves_the_tokenizer_and_the_other_caches_alone(
+    home: Path, settings: Settings
+) -> None:
+    settings = dataclasses.replace(settings, tokenizer_model=None, vocab_size=400)
+    (home / "broken.json").write_text("[{")
+    both = dataclasses.replace(settings, pretrain="good=notes;broken=broken.json")
+    before = ensure_tokenizer(both).meta
+    assert before["trained_on_bytes"]["broken"] == "failed"
+    alone = dataclasses.replace(settings, pretrain="good=notes")
+    recipes(alone)["pretrain/good"](alone)
+    assert ensure_tokenizer(alone).meta == before
+
+
+def test_a_tokenizer_of_all_sources_is_never_replaced_by_one_of_ones_own(home: Path, settings: Settings) -> None:
+    settings = dataclasses.replace(settings, tokenizer_model=None, vocab_size=400, pretrain="notes=notes")
+    assert ensure_tokenizer(settings).meta["trained_on"] == "mirror"
+    other = dataclasses.replace(settings, vocab_size=380)
+    recipes(other)["pretrain/notes"](other)
+    meta = ensure_tokenizer(other).meta
+    assert (meta["requested_vocab_size"], meta["trained_on"]) == (380, "mirror")
 
 
 SOURCES = """
@@ -267,5 +322,5 @@ def test_the_literal_command_builds_an_asset_of_ones_own(home: Path) -> None:
 
 def test_a_name_clash_stops_the_loading_with_both_places(home: Path) -> None:
     (home / "sources.toml").write_text('[pretrain]\nroam = "notes"\n')
-    with pytest.raises(ValueError, match=r"sources\.toml: pretrain/roam: roam is a source of the project"):
+    with pytest.raises(ValueError, match=r"sources\.toml: pretrain/roam: roam is a name of the project"):
         niels_definitions(settings=Settings(source_root="sample"))

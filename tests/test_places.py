@@ -43,6 +43,20 @@ def test_files_come_in_order_of_relative_path_without_hidden_or_unknown_ones(tmp
     assert names == ["B.txt", "a.jsonl.gz", "a/z.md", "b.jsonl", "é.jsonl"]
 
 
+def test_pipes_and_links_to_nothing_are_passed_over_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = write(tmp_path / "set/a.md")
+    os.mkfifo(tmp_path / "set/pipe.md")
+    (tmp_path / "set/gone.md").symlink_to("nowhere")
+    (tmp_path / "set/linked.md").symlink_to("a.md")
+    assert places.source_files(tmp_path, "set") == [real, tmp_path / "set/linked.md"]
+    assert sorted(message.partition(": ")[0] for message in caplog.messages) == [
+        str(tmp_path / "set/gone.md"),
+        str(tmp_path / "set/pipe.md"),
+    ]
+
+
 @pytest.mark.parametrize("folder", ["absent", "empty"])
 def test_an_absent_or_empty_dataset_names_the_folder_expected(tmp_path: Path, folder: str) -> None:
     (tmp_path / "empty").mkdir()
@@ -120,6 +134,64 @@ def test_parquet_text_that_is_not_utf8_is_replaced_and_counted(tmp_path: Path) -
     counters: Counter[str] = Counter()
     rows = [row["text"] for row in places.iter_rows([tmp_path / "a.parquet"], counters=counters)]
     assert rows == ["caf\ufffd", "ok", None] and counters == {"undecodable_utf8": 1}
+
+
+def test_parquet_text_that_is_not_utf8_is_replaced_in_every_kind_of_column(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    raw = pa.array([b"caf\xe9", b"ok"], pa.binary())
+    texts = pa.StringArray.from_buffers(2, raw.buffers()[1], raw.buffers()[2])
+    columns = {
+        "view": texts.cast(pa.string_view()),
+        "map": pa.MapArray.from_arrays(pa.array([0, 1, 2], pa.int32()), pa.array(["k", "k"]), texts),
+        "fixed": pa.FixedSizeListArray.from_arrays(texts, 1),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    (row, _) = places.iter_rows([tmp_path / "a.parquet"])
+    assert row == {"view": "caf\ufffd", "map": [("k", "caf\ufffd")], "fixed": ["caf\ufffd"]}
+
+
+@pytest.mark.parametrize(("kind", "value"), [("date32", 10**7), ("tz", 1), ("date64", 10**17)])
+def test_a_value_of_parquet_that_python_has_not_is_named_with_its_place(tmp_path: Path, kind: str, value: int) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    arrow = {"date32": pa.date32(), "date64": pa.date64(), "tz": pa.timestamp("us", tz="Mars/Phobos")}[kind]
+    column = pa.array([1] * 1_000 + [value], arrow)
+    pq.write_table(pa.table({"text": ["x"] * 1_001, "when": column}), tmp_path / "a.parquet")
+    with pytest.raises(
+        ValueError, match=r"a\.parquet, rows 1\d* to 1\d*, column 'when': found values of type .* cannot"
+    ):
+        list(places.iter_rows([tmp_path / "a.parquet"]))
+
+
+def test_only_the_columns_asked_for_are_read_as_far_as_there_are_any(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"n": [1, 2], "text": ["a", "b"], "text.x": [3, 4], "a.b": [5, 6]}), path)
+    assert list(places.numbered_rows(path, columns=("text", "content"))) == [(1, {"text": "a"}), (2, {"text": "b"})]
+    assert list(places.numbered_rows(path, columns=("a.b",))) == [(1, {"a.b": 5}), (2, {"a.b": 6})]
+    assert list(places.numbered_rows(path, columns=("content",))) == [(1, {}), (2, {})]
+
+
+@pytest.mark.parametrize("coded", [True, False], ids=["the same text", "different texts"])
+def test_long_rows_of_parquet_are_read_a_few_at_a_time(tmp_path: Path, coded: bool) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = [str(0 if coded else number) + "x" * (1 << 18) for number in range(200)]
+    pq.write_table(
+        pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=100, data_page_size=1, write_batch_size=1
+    )
+    before = pa.total_allocated_bytes()
+    peak = 0
+    for text, row in zip(texts, places.iter_rows([tmp_path / "a.parquet"]), strict=True):
+        assert row["text"] == text
+        peak = max(peak, pa.total_allocated_bytes() - before)
+    assert peak < 40 << 18  # bytes: of 100 rows that a row group has
 
 
 def test_text_lines_keep_their_ends(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,23 @@ def test_a_number_of_tokens_that_is_none_is_a_usage_error(capsys: pytest.Capture
     with pytest.raises(SystemExit) as ended:
         cli.main(["snapshot", "fineweb_edu", f"--tokens={text}", "DEST"])
     assert ended.value.code == 2 and "expected a number of tokens above 0, such as 205M" in capsys.readouterr().err
+
+
+def test_the_command_that_a_snapshot_prints_builds_from_it(
+    full_hub: dict[str, str],
+    tmp_path: Path,
+    tiny_model_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for dest in ("my mirror", "hub"):
+        assert cli.main(["snapshot", "fineweb_edu", dest, "--tokens", "4k", "--seed", "7"]) == 0
+        (command,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("build from it: ")]
+        arguments = shlex.split(command.partition("niels_gpt.cache.cli ")[2])
+        assert cli.main([*arguments, "--cache-dir", dest + " cache", "--tokenizer-model", str(tiny_model_path)]) == 0
+        meta = read_meta(f"{dest} cache/pretrain/fineweb_edu/meta.json")
+        assert (meta["train_tokens"] + meta["val_tokens"], meta["seed"], meta["source"]["kind"]) == (4_000, 7, "hub")
 
 
 def test_a_cache_from_the_hub_is_up_to_date_on_its_snapshot_and_the_other_way_round(

@@ -134,6 +134,15 @@ def test_a_damaged_snapshot_is_neither_finished_nor_made_longer(tmp_path: Path, 
             take(tmp_path, max_text_bytes=bound)
 
 
+def test_what_a_killed_process_left_beyond_the_manifest_goes(tmp_path: Path) -> None:
+    take(tmp_path, max_text_bytes=1_000)
+    for name in ("train-00077.jsonl.gz", ".train-00078.jsonl.gz.part"):
+        (tmp_path / name).write_bytes(b"")
+    manifest = take(tmp_path, max_text_bytes=1_000)
+    snapshot.check_files(tmp_path, manifest, sorted(tmp_path.glob("*.jsonl.gz")))
+    assert not list(tmp_path.glob(".*.part"))
+
+
 def test_a_bound_stops_the_stream_and_a_larger_one_goes_on(tmp_path: Path) -> None:
     first = take(tmp_path, max_text_bytes=1_000)
     assert first["finished"] and not first["ended"] and 1_000 <= first["text_bytes"] < 1_100

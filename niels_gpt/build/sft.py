@@ -79,7 +79,7 @@ def build_sft(
         spool.close()
         if not spool.tokens:
             lost = {**counts, **(source or Source()).counters}
-            raise ValueError(f"{os.fspath(out_dir)}: no example is left of {counts['examples_read']}: {lost}")
+            raise ValueError(f"{os.fspath(out_dir)}: no example is left of {counts['examples_read']} read: {lost}")
         in_val = _val_rows(len(spool.tokens), val_frac, seed)
         files = _copy_out(spool, in_val, work, opened)
         spool.path.unlink()

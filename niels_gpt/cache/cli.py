@@ -71,7 +71,7 @@ def add_settings_flags(parser: argparse.ArgumentParser) -> None:
     for field in fields(Settings):
         text = field.metadata["help"].replace("%", "%%") + f" (default: {field.default})"
         flag = "--" + field.name.replace("_", "-")
-        if field.name in ("pretrain", "sft"):
+        if field.name in ("pretrain", "sft", "licence", "attribution"):
             group.add_argument(flag, action=_Joined, metavar="LINE", help=text + "; may be given several times")
         elif types[field.name] is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default, help=text)
@@ -263,7 +263,7 @@ def _snapshot(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted. The files that were finished are kept; the same command goes on", file=sys.stderr)
         return 1
-    print(snapshot_lines(*where, folder, manifest))
+    print(snapshot_lines(settings, *where, arguments.tokens, folder, manifest))
     return 0
 
 

@@ -38,16 +38,19 @@ PAIRS = (  # TRL's and the completion APIs', then Alpaca's and dolly's, then que
 SHAPES = ", ".join((*LISTS, *("+".join(pair) for pair in PAIRS)))
 SYSTEM_FIELDS = ("system", "system_prompt")
 CONTEXT_FIELDS = ("context", "input")
+FIELDS = frozenset((*LISTS, *(name for pair in PAIRS for name in pair), *SYSTEM_FIELDS, *CONTEXT_FIELDS))
 MISSING_FIELD, MALFORMED, UNKNOWN_ROLE = "missing_field", "malformed", "unknown_role"
 
 
 class NotAChatError(ValueError):
     """A row holds no chat that can be used."""
 
-    def __init__(self, reason: str, *, role: str | None = None) -> None:
-        super().__init__(reason if role is None else f"{reason}: {role!r}")
+    def __init__(self, reason: str, found: str = "", *, role: str | None = None) -> None:
+        super().__init__(f"{reason}: found {found or 'none of the known shapes'}")
         self.reason = reason
         """missing_field, malformed or unknown_role."""
+        self.found = found
+        """What was found in place of a turn or text, for messages; "" if the row is of no known shape."""
         self.role = role
         """The role that is not known."""
 
@@ -79,7 +82,8 @@ def _turns_of(row: Mapping[str, Any]) -> list[ChatMessage]:
                 return [ChatMessage("user", question), ChatMessage("assistant", answer)]
             case list(question), list(answer):
                 return _read_turns(question + answer)
-    raise NotAChatError(MISSING_FIELD)
+    odd = next((name for name in LISTS if row.get(name) is not None), None)  # such as a list written as a string
+    raise NotAChatError(MISSING_FIELD, "" if odd is None else f"{_kind(row[odd])} in the field {odd}")
 
 
 def _with_system(row: Mapping[str, Any], turns: list[ChatMessage]) -> list[ChatMessage]:
@@ -91,13 +95,16 @@ def _with_system(row: Mapping[str, Any], turns: list[ChatMessage]) -> list[ChatM
 def _text_field(row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
     if not isinstance(value, str | None):
-        raise NotAChatError(MALFORMED)
+        raise NotAChatError(MALFORMED, f"{_kind(value)} in the field {name}")
     return value or ""
 
 
 def _read_turns(turns: Sequence[Any]) -> list[ChatMessage]:
-    if not turns or not all(isinstance(turn, Mapping) for turn in turns):
-        raise NotAChatError(MALFORMED)
+    if not turns:
+        raise NotAChatError(MALFORMED, "a list without turns")
+    for turn in turns:
+        if not isinstance(turn, Mapping):
+            raise NotAChatError(MALFORMED, f"{_kind(turn)} in place of a turn")
     roles = [_role_of(turn) for turn in turns]  # all of them first: a tool's calls and answers go by their role
     return [ChatMessage(role, _content_of(turn)) for role, turn in zip(roles, turns, strict=True)]
 
@@ -105,16 +112,18 @@ def _read_turns(turns: Sequence[Any]) -> list[ChatMessage]:
 def _role_of(turn: Mapping[str, Any]) -> str:
     role = _either(turn, "role", "from")
     if not isinstance(role, str):
-        raise NotAChatError(MALFORMED)
+        raise NotAChatError(MALFORMED, f"{_kind(role)} in place of a turn's role")
     if role.strip().lower() not in ROLES:
-        raise NotAChatError(UNKNOWN_ROLE, role=role)
+        raise NotAChatError(UNKNOWN_ROLE, f"a turn of role {role!r}", role=role)
     return ROLES[role.strip().lower()]
 
 
 def _content_of(turn: Mapping[str, Any]) -> str:
     content = _either(turn, "content", "value")
-    if turn.get("tool_calls") or not isinstance(content, str | list):
-        raise NotAChatError(MALFORMED)
+    if turn.get("tool_calls"):
+        raise NotAChatError(MALFORMED, "a turn that calls a tool")
+    if not isinstance(content, str | list):
+        raise NotAChatError(MALFORMED, f"{_kind(content)} in place of a turn's content")
     return content if isinstance(content, str) else "".join(_part_text(part) for part in content)
 
 
@@ -122,7 +131,11 @@ def _part_text(part: Any) -> str:
     match part:
         case {"type": "text", "text": str(text)}:
             return text
-    raise NotAChatError(MALFORMED)
+    raise NotAChatError(MALFORMED, "a part of a turn's content that is no text")
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"a value of type {type(value).__name__}"
 
 
 def _either(turn: Mapping[str, Any], name: str, other: str) -> Any:

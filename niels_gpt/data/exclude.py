@@ -5,11 +5,11 @@
     <urn:uuid:39147604-bfbe-4ed5-b19c-54105f8ae8a7>
     journal/2024-05-01.md
 
-64 hex digits are the sha256 of a text's utf-8, exactly as its source gives it, and what follows them after a space, as
-`sha256sum` puts a file's name there, is passed over; anything else is an id. The ids of a
-document are its row's `id`, its file's path below the source's folder, and for oasst1 the ids of its tree and messages.
-A chat is left out if one of its ids, or the text of one of its messages, is listed. Blank lines, and lines that start
-with `#` and a space, are passed over.
+64 hex digits are the sha256 of a text's utf-8, exactly as its source gives it, or an id; what follows them after a
+space, as `sha256sum` puts a file's name there, is passed over. Anything else is an id. The ids of a document are its
+row's `id`, its file's path below the source's folder, and for oasst1 the ids of its tree and messages. A chat is left
+out if one of its ids, or the text of one of its messages, is listed. Blank lines, and lines that start with `#` and a
+space, are passed over.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,38 +38,39 @@ _ID_FIELDS = ("id", "path", "message_tree_id")
 
 @dataclass(frozen=True)
 class Exclusion:
-    """The entries of such a file."""
+    """The entries of such a file: ids, and sha256 in lower case."""
 
-    ids: frozenset[str]
-    """Of documents, chats, trees or messages."""
-    digests: frozenset[bytes]
-    """sha256 of texts, 32 bytes each."""
+    entries: frozenset[str]
 
     @property
     def facts(self) -> dict[str, int | str]:
         """Return what meta.json says of it: the number of entries, and a sha256 that their order does not change."""
-        entries = sorted([*self.ids, *(digest.hex() for digest in self.digests)])
-        digest = hashlib.sha256("".join(f"{entry}\n" for entry in entries).encode()).hexdigest()
-        return {"entries": len(entries), "sha256": digest}
+        lines = "".join(f"{entry}\n" for entry in sorted(self.entries))
+        return {"entries": len(self.entries), "sha256": _digest_of(lines)}
 
-    def matching(self, sample: PretrainSample | ChatSample) -> set[str | bytes]:
+    @cached_property
+    def _has_digests(self) -> bool:
+        return any(_DIGEST.fullmatch(entry) for entry in self.entries)
+
+    def matching(self, sample: PretrainSample | ChatSample) -> frozenset[str]:
         """Return the entries that name a document or chat; if there is one, it must be left out."""
-        ids = [str(sample.meta[key]) for key in _ID_FIELDS if key in sample.meta]
-        found: set[str | bytes] = {name for name in [*ids, *sample.meta.get("message_ids", ())] if name in self.ids}
-        if self.digests:
+        names = [str(sample.meta[key]) for key in _ID_FIELDS if key in sample.meta]
+        names += sample.meta.get("message_ids", ())
+        if self._has_digests:
+            names += [name.lower() for name in names if _DIGEST.fullmatch(name)]
             texts = [sample.text] if isinstance(sample, PretrainSample) else [turn.content for turn in sample.messages]
-            found |= {digest for digest in map(_digest_of, texts) if digest in self.digests}
-        return found
+            names += map(_digest_of, texts)
+        return self.entries.intersection(names)
 
 
 def read_exclusion(path: str | os.PathLike[str]) -> Exclusion:
     """Read such a file.
 
-    Raises: FileNotFoundError if it is not there; ValueError if it is not utf-8 or has no entry.
+    Raises: FileNotFoundError if there is no such file; ValueError if it is not utf-8 or has no entry.
     """
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8-sig").split("\n")
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         raise FileNotFoundError(
             f"{os.fspath(path)}: no such file, expected ids or sha256 of texts, one a line, that --exclude leaves out"
         ) from None
@@ -79,8 +81,7 @@ def read_exclusion(path: str | os.PathLike[str]) -> Exclusion:
     entries = [line.strip() for line in lines if line.strip() and not re.match(r"\s*#(\s|$)", line)]
     if not entries:
         raise ValueError(f"{os.fspath(path)}: no entry in it, expected ids or sha256 of texts, one a line")
-    digests = frozenset(bytes.fromhex(found[1]) for entry in entries if (found := _DIGEST.fullmatch(entry)))
-    return Exclusion(frozenset(entry for entry in entries if not _DIGEST.fullmatch(entry)), digests)
+    return Exclusion(frozenset(found[1].lower() if (found := _DIGEST.fullmatch(entry)) else entry for entry in entries))
 
 
 def remaining(samples: Iterable[Sample], exclude: str | None, counters: Counter[str]) -> Iterator[Sample]:
@@ -92,7 +93,7 @@ def remaining(samples: Iterable[Sample], exclude: str | None, counters: Counter[
         yield from samples
         return
     exclusion = read_exclusion(exclude)
-    matched: set[str | bytes] = set()
+    matched: set[str] = set()
     counters[EXCLUDED] += 0
     try:
         for sample in samples:
@@ -103,9 +104,9 @@ def remaining(samples: Iterable[Sample], exclude: str | None, counters: Counter[
             else:
                 yield sample
     finally:
-        entries = len(exclusion.ids) + len(exclusion.digests)
-        logger.info("%s: %d of its %d entries named a document of what was read here", exclude, len(matched), entries)
+        total = len(exclusion.entries)
+        logger.info("%s: %d of its %d entries named a document of what was read here", exclude, len(matched), total)
 
 
-def _digest_of(text: str) -> bytes:
-    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+def _digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import heapq
 import json
 import logging
 import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
@@ -53,13 +54,47 @@ def walk_files(folder: Path, *, suffixes: Sequence[str]) -> list[Path]:
     """List files below `folder` by suffix in order of relative path, by its bytes, whatever the locale.
 
     Hidden files and folders (`.git`, `.obsidian`) are left out; links to folders are not followed. A folder that may
-    not be read is passed over with a warning in the log.
+    not be read, a pipe, and a link to nothing are passed over with a warning in the log.
     """
     found: list[Path] = []
     for where, folders, names in os.walk(folder, onerror=_warn_of):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(where, n) for n in names if not n.startswith(".") and n.endswith(tuple(suffixes))]
-    return sorted(found, key=lambda path: os.fsencode(path.relative_to(folder)))
+    return sorted(filter(_is_regular, found), key=lambda path: os.fsencode(path.relative_to(folder)))
+
+
+def walk_folders(folder: Path) -> Iterator[Path]:
+    """Yield `folder` and those below it but hidden ones; links are followed, and each real folder comes once.
+
+    Its path is that of the fewest links, then of the fewest parts, then the first by its bytes.
+    """
+    root = Path(os.path.realpath(folder))
+    seen: set[Path] = set()
+    waiting = [(0, 0, b"", folder)]
+    while waiting:
+        links, depth, _, where = heapq.heappop(waiting)
+        real = Path(os.path.realpath(where))
+        # A link to what is hidden leads nowhere: a cache beside notes is one, and changes with every build.
+        hidden = real.is_relative_to(root) and any(part.startswith(".") for part in real.relative_to(root).parts)
+        if hidden or real in seen:
+            continue
+        seen.add(real)
+        yield where
+        try:
+            with os.scandir(where) as entries:
+                for entry in entries:
+                    if not entry.name.startswith(".") and os.path.isdir(entry):
+                        key = (links + entry.is_symlink(), depth + 1, os.fsencode(entry.path) + b"/")
+                        heapq.heappush(waiting, (*key, Path(entry.path)))
+        except OSError as error:
+            _warn_of(error)
+
+
+def _is_regular(path: Path) -> bool:
+    if os.path.isfile(path):
+        return True
+    logger.warning("%s: found a pipe, a device or a link to nothing, expected a file; passed over", path)
+    return False
 
 
 def _warn_of(error: OSError) -> None:
@@ -164,20 +199,26 @@ def iter_rows(paths: Iterable[Path], *, counters: Counter[str] | None = None) ->
 
 
 def numbered_rows(
-    path: Path, *, counters: Counter[str] | None = None, unreadable: Callable[[str], None] | None = None
+    path: Path,
+    *,
+    counters: Counter[str] | None = None,
+    columns: Collection[str] | None = None,
+    unreadable: Callable[[str], None] | None = None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Stream a file's rows, each with its number from 1: that of the line, of the array's item, or of the parquet row.
 
+    columns: the only ones to read of a parquet file, as far as it has them; None: all.
     unreadable: is told what is wrong with a line or item that is no JSON object, which is then passed over.
     Raises: ValueError naming the file if it is damaged as a whole, or is an array that breaks off; and without
         `unreadable` for a line or item that is no JSON object.
     """
-    if path.name.endswith(".parquet"):
-        yield from enumerate(iter_parquet(path, decode=partial(decode, counters=counters)), 1)
-    elif path.name.endswith(".txt"):
+    name = path.name.lower()
+    if name.endswith(".parquet"):
+        yield from enumerate(iter_parquet(path, decode=partial(decode, counters=counters), columns=columns), 1)
+    elif name.endswith(".txt"):
         with path.open("rb") as lines:
             yield from ((number, {"text": decode(line, counters=counters)}) for number, line in enumerate(lines, 1))
-    elif path.name.endswith((".jsonl", ".jsonl.gz", ".json", ".json.gz")):
+    elif name.endswith((".jsonl", ".jsonl.gz", ".json", ".json.gz")):
         for number, row in _json_rows(path, counters):
             if isinstance(row, dict):
                 yield number, row
@@ -192,8 +233,10 @@ def numbered_rows(
 def _json_rows(path: Path, counters: Counter[str] | None) -> Iterator[tuple[int, dict[str, Any] | str]]:
     # A row, or what is wrong with it.
     try:
-        with cast(BinaryIO, gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")) as file:
-            by_line = path.name.endswith((".jsonl", ".jsonl.gz")) or not json_stream.spans_lines(file)
+        name = path.name.lower()
+        with cast(BinaryIO, gzip.open(path, "rb") if name.endswith(".gz") else path.open("rb")) as file:
+            is_jsonl = name.endswith((".jsonl", ".jsonl.gz"))
+            by_line = is_jsonl or not json_stream.spans_lines(file)
             file.seek(0)
             if not by_line:
                 for number, value, text in json_stream.iter_values(file, str(path)):
@@ -202,7 +245,8 @@ def _json_rows(path: Path, counters: Counter[str] | None) -> Iterator[tuple[int,
             for number, line in enumerate(file, 1):
                 line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if line.strip():
-                    yield number, _json_object(line, f"{path}, line {number}", counters)
+                    row = _json_object(line, f"{path}, line {number}", counters)
+                    yield number, row if isinstance(row, dict) else row + _remedy(line, is_jsonl and number == 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: damaged gzip file ({error}); fetch it again") from error
 
@@ -216,6 +260,14 @@ def _json_object(line: bytes, where: str, counters: Counter[str] | None) -> dict
     except (ValueError, RecursionError) as error:  # of RecursionError: [[[[...
         reason = f" ({error})"
     return f"{where}: expected a JSON object{reason}, found {line[:60]!r}"
+
+
+def _remedy(line: bytes, may_open_array: bool) -> str:
+    if b"\0" in line:
+        return ". NUL bytes are a sign of UTF-16: save the file as UTF-8"
+    if may_open_array and (line.strip() == b"[" or (line.lstrip().startswith(b"[") and b"{" in line)):
+        return ". An array of rows is read from .json and .json.gz: rename the file"
+    return ""
 
 
 def _json_item(value: Any, text: str, where: str, counters: Counter[str] | None) -> dict[str, Any] | str:

@@ -13,6 +13,7 @@ import gzip
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 MANIFEST_NAME = "snapshot.json"
 FORMAT_VERSION = 1
 PART_BYTES = 1 << 26  # of JSON, before compression: what a killed process loses at most
+_PART_NAME = re.compile(r"[a-z]+-\d{5}\.jsonl\.gz|\.[a-z]+-\d{5}\.jsonl\.gz\.part")
 _OF_THE_STREAM = ("dataset", "config", "shuffle")
 """What decides which rows come in which order, beside the revision, which a snapshot keeps from its first contact."""
 
@@ -118,6 +120,7 @@ def take(
                     "Choose another folder, or the same settings"
                 )
         _check_kept(folder, manifest)
+        _remove_unrecorded(folder, manifest)
         writer = _Writer(folder, manifest, text_of, max_text_bytes, progress)
         if not manifest["ended"]:
             manifest["finished"] = False
@@ -141,6 +144,14 @@ def _new(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
             "Choose another folder, or move them away"
         )
     return {**about, "format_version": FORMAT_VERSION, "files": [], "text_bytes": 0, "finished": False, "ended": False}
+
+
+def _remove_unrecorded(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Remove what a process that was killed left behind: parts, and a file that no manifest came to name."""
+    recorded = {file["name"] for file in manifest["files"]}
+    for path in folder.iterdir():
+        if _PART_NAME.fullmatch(path.name) and path.name not in recorded:
+            path.unlink()
 
 
 def _rows_of(manifest: Mapping[str, Any], split: str | None = None) -> int:
@@ -168,7 +179,10 @@ class _Writer:
 
     def keep(self, split: str, rows: Iterator[Row]) -> None:
         """Append the rows of one split that are not kept yet, as far as the bound allows."""
-        rest = islice(rows, _rows_of(self._manifest, split), None)
+        kept = _rows_of(self._manifest, split)
+        if kept and not self.full:
+            logger.info("%s: reading past the %s rows of %s that are kept already", self._folder, f"{kept:,}", split)
+        rest = islice(rows, kept, None)
         while not self.full and self._part(split, rest):
             pass
 

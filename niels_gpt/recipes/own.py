@@ -28,7 +28,8 @@ FAMILIES = ("pretrain", "sft")
 UNSTATED = "not stated"
 _KEYS = ("files", "field", "licence", "attribution")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-_FIELD = re.compile(r"(?P<files>.+):(?P<field>[^\s:/\\*?\[\].]+)")  # no path has a tail like that but "a:b"
+_FIELD = re.compile(r"(?P<files>.+):(?P<field>[^:/\\*?\[\]]+)")
+_RESERVED = ("tokenizer",)  # a folder of this name beside a cache is its tokenizer
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ def own_sources(settings: Settings) -> dict[str, OwnSource]:
         where = f"{own.said_in}: {own.family}/{own.name}"
         if not _NAME.fullmatch(own.name):
             raise ValueError(f"{where}: expected a name of letters, digits and _ that starts with a letter")
-        if own.name in CREDITS:
-            raise ValueError(f"{where}: {own.name} is a source of the project. Choose another name")
+        if own.name in CREDITS or own.name in _RESERVED:
+            raise ValueError(f"{where}: {own.name} is a name of the project's own. Choose another one")
         if own.name in found:
             other = found[own.name]
             raise ValueError(f"{where}: {other.said_in} names {other.family}/{own.name} already. Choose another name")
@@ -76,6 +77,23 @@ def own_sources(settings: Settings) -> dict[str, OwnSource]:
 def named_by_lines(settings: Settings) -> list[str]:
     """Return the names that the settings' lines give, without those of sources.toml."""
     return [own.name for own in _of_lines(settings)]
+
+
+def said_credit(settings: Settings, source: str) -> dict[str, str]:
+    """Return what the settings' lines say of any source: its licence, its attribution, or nothing.
+
+    Raises: ValueError for a line that is none, and for a name that no source has.
+    """
+    found: dict[str, str] = {}
+    for name in ("licence", "attribution"):
+        for line in filter(str.strip, (getattr(settings, name) or "").split(";")):
+            about, equals, text = (part.strip() for part in line.partition("="))
+            known = [*CREDITS, *own_sources(settings)]
+            if not (equals and text) or about not in known:
+                raise ValueError(f"--{name} {line.strip()}: expected SOURCE=TEXT, SOURCE one of {', '.join(known)}")
+            if about == source:
+                found[name] = text
+    return found
 
 
 def _of_lines(settings: Settings) -> Iterator[OwnSource]:
@@ -107,9 +125,9 @@ def _of_file(settings: Settings) -> Iterator[OwnSource]:
 
 
 def _of_entry(family: str, name: str, entry: Any, path: Path) -> OwnSource:
-    if isinstance(entry, str):
+    if _is_text(entry):
         return _own(family, name, entry, path.parent, str(path))
-    known = isinstance(entry, Mapping) and all(key in _KEYS and isinstance(entry[key], str) for key in entry)
+    known = isinstance(entry, Mapping) and all(key in _KEYS and _is_text(entry[key]) for key in entry)
     if not known or "files" not in entry or (family == "sft" and "field" in entry):
         keys = [key for key in _KEYS if (family, key) != ("sft", "field")]
         raise ValueError(
@@ -119,8 +137,12 @@ def _of_entry(family: str, name: str, entry: Any, path: Path) -> OwnSource:
     return OwnSource(family, name, base=path.parent, said_in=str(path), **entry)
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
 def _own(family: str, name: str, files: str, base: Path, said_in: str) -> OwnSource:
     split = _FIELD.fullmatch(files) if family == "pretrain" else None
-    if split is None:
+    if split is None or (base / Path(files).expanduser()).exists():  # a colon in the name of a file or folder
         return OwnSource(family, name, files, base, said_in)
     return OwnSource(family, name, split["files"], base, said_in, field=split["field"])

@@ -131,7 +131,8 @@ def _plan_of(settings: Settings, key: str, tokenizer: str) -> Plan:
         origin = origin_of(settings, key.split("/")[1])
         current = tokenizer == "up to date" and _current(settings, key, origin)
     except (FileNotFoundError, CacheError) as error:
-        return Plan(key, f"cannot be built: {error}", settings.source_root, 0)
+        own = own_sources(settings).get(key.split("/")[1])
+        return Plan(key, f"cannot be built: {error}", own.files if own else settings.source_root, 0)
     where = f"{origin.kind}: {origin.dataset}" + (f", {len(origin.files)} files" if origin.files else "")
     if current:
         return Plan(key, "up to date", where, 0)
@@ -151,7 +152,9 @@ def _current(settings: Settings, key: str, origin: Origin) -> bool:
 
 
 def _disk_bytes(settings: Settings, origin: Origin) -> int:
-    text = sum(path.stat().st_size * (_UNPACKED if path.suffix in (".gz", ".parquet") else 1) for path in origin.files)
+    text = sum(
+        path.stat().st_size * (_UNPACKED if path.suffix.lower() in (".gz", ".parquet") else 1) for path in origin.files
+    )
     text = text or _HUB_TEXT_BYTES.get(origin.source, 0)
     bounds = [int(text / _BYTES_PER_TOKEN)] if text else []
     if origin.source in ("fineweb_edu", "gutenberg"):

@@ -148,15 +148,18 @@ def build_own(
         raise ValueError(f"own_val_frac is {settings.own_val_frac}; expected at least 0 and less than 1")
 
     def build(have: Ingredients, path: Path) -> dict[str, Any]:
-        return build_pretrain(
+        meta = build_pretrain(
             sources.own_texts(settings, origin, have.counters),
             path,
-            split_rule="by document in order of path and row: to val the second, and each that brings val's characters "
-            "nearer to own_val_frac",
+            split_rule="by document: to val where sha256(seed, newline, text), its first 8 bytes as a fraction, is "
+            "below own_val_frac; of the first 2 / own_val_frac documents at least one goes to each split",
             append_eot=settings.append_eot,
             **_unbounded(),
             **_arguments(settings, have, progress),
         )
+        if not meta["val_tokens"] and settings.own_val_frac:
+            logger.warning("%s: val is empty: only %d documents have text", path, meta["docs"]["train"])
+        return meta
 
     return _cache(settings, origin, build, refresh, observed)
 

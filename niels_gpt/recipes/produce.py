@@ -30,6 +30,7 @@ from niels_gpt.fileio import (
     write_bytes,
 )
 from niels_gpt.recipes.origins import Origin
+from niels_gpt.recipes.own import said_credit
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 
@@ -114,6 +115,8 @@ def recipe_fingerprint(settings: Settings, key: str, reads: tuple[str, ...], tok
         "source": source,
         "versions": [FORMAT_VERSION, BUILDER_VERSION],
     }
+    if said := said_credit(settings, key.rpartition("/")[2]):
+        parts["credit"] = said
     if settings.exclude is not None:
         parts["exclude"] = read_exclusion(settings.exclude).facts["sha256"]
     return hashlib.sha256(canonical_json(parts)).hexdigest()
@@ -170,7 +173,8 @@ def produce(
         else:
             counters: Counter[str] = Counter()
             exclude = {} if settings.exclude is None else {"exclude": read_exclusion(settings.exclude).facts}
-            source = Source(origin.dataset, origin.config, origin.streaming, {**facts, **exclude}, counters)
+            said = said_credit(settings, origin.source)
+            source = Source(origin.dataset, origin.config, origin.streaming, {**facts, **said, **exclude}, counters)
             meta = build(Ingredients(tokenizer, source, counters, facts["revision"]), path)
             record_recipe(path, fingerprint, facts)
     return finish(settings, key, path, meta, reused, measured, fingerprint)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from niels_gpt.recipes.plan import Plan
 from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome
+from niels_gpt.settings import Settings
+
+_OF_A_STREAM = (
+    *("seed", "shuffle_buffer", "gutenberg_shuffle_buffer", "fineweb_edu_dataset", "fineweb_edu_config"),
+    *("wikitext_dataset", "wikitext_config", "gutenberg_dataset", "dolly_dataset", "oasst1_dataset"),
+)
+"""The settings that must be those of a snapshot for its rows to stand for the hub's."""
 
 
 def outcomes_table(outcomes: Sequence[Outcome], failures: Mapping[str, Exception]) -> str:
@@ -34,14 +43,28 @@ def plan_table(plans: Sequence[Plan], cache_dir: str) -> str:
     return f"{lines}\ndisk free at {cache_dir}: {size(_free_bytes(Path(cache_dir)))}"
 
 
-def snapshot_lines(source: str, dest: Path, folder: Path, manifest: Mapping[str, Any]) -> str:
-    """Return what a snapshot holds, and the command that builds from it."""
+def snapshot_lines(
+    settings: Settings, source: str, dest: Path, tokens: int | None, folder: Path, manifest: Mapping[str, Any]
+) -> str:
+    """Return what a snapshot holds, and the command that builds from it: its settings are those of the snapshot."""
+    root = f"./{dest}" if str(dest) in ("hub", "sample") else str(dest)
+    given: dict[str, Any] = {"source_root": root}
+    for field in fields(settings):
+        if field.name in _OF_A_STREAM and getattr(settings, field.name) != field.default:
+            given[field.name] = getattr(settings, field.name)
+    names = {split: f"{source}_{split}_tokens" for split in ("train", "val")}
+    if tokens is not None:
+        wanted = {split: getattr(settings, name) for split, name in names.items()}
+        if tokens < sum(wanted.values()):  # as much as it is for, in the same proportion
+            given[names["val"]] = tokens * wanted["val"] // sum(wanted.values())
+            given[names["train"]] = tokens - given[names["val"]]
+    flags = " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given.items())
     files = manifest["files"]
     part = "all of the dataset" if manifest["ended"] else "the beginning of the stream"
     return (
         f"{folder}: {sum(file['rows'] for file in files):,} rows in {len(files)} files, "
         f"{size(sum(file['bytes'] for file in files))}, revision {manifest['revision']}, {part}\n"
-        f"build from it: python -m niels_gpt.cache.cli build {source} --source-root {dest}"
+        f"build from it: python -m niels_gpt.cache.cli build {source} {flags}"
     )
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 
 from niels_gpt.data import dolly, fineweb_edu, gutenberg, local, oasst1, places, roam, wikitext
 from niels_gpt.data.exclude import remaining
 from niels_gpt.data.types import ChatSample, PretrainSample
 from niels_gpt.recipes.origins import Origin
 from niels_gpt.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 Documents = Iterator[tuple[str | None, str]]
 """Pairs (split, text); split None leaves the choice to the token budgets."""
@@ -85,21 +91,35 @@ def roam_texts(settings: Settings, origin: Origin, counters: Counter[str]) -> Do
 
 
 def own_texts(settings: Settings, origin: Origin, counters: Counter[str]) -> Documents:
-    """Yield the documents of text of one's own with their split, in order of path and row.
-
-    A document goes to val if that brings val's share of the characters so far nearer to own_val_frac; the second one
-    goes there in any case, so that a small corpus has both splits. No tokenizer changes the split.
-    """
+    """Yield the documents of text of one's own with their split, in order of path and row; see `_by_hash`."""
     assert origin.own is not None
     found = _found(origin, counters)
     samples = local.iter_texts(found, source=origin.source, field=origin.own.field, counters=counters)
-    number = total = in_val = 0
-    for sample in remaining(samples, settings.exclude, counters):
-        number, total = number + bool(sample.text), total + len(sample.text)  # the builder drops empty ones
-        nearer = in_val + len(sample.text) / 2 < settings.own_val_frac * total
-        is_val = nearer or (number == 2 and in_val == 0 and settings.own_val_frac > 0)
-        in_val += len(sample.text) if is_val else 0
-        yield "val" if is_val else "train", sample.text
+    kept = (sample.text for sample in remaining(samples, settings.exclude, counters))
+    return _by_hash(kept, val_frac=settings.own_val_frac, seed=settings.seed)
+
+
+def _by_hash(texts: Iterable[str], *, val_frac: float, seed: int) -> Documents:
+    """Give each text a split by the sha256 of seed and text: neither its length, its place, nor a tokenizer matters.
+
+    So equal texts are in one split, and a new document moves no other. Of the first 2 / val_frac texts, 1,000 at most,
+    which are held for that, at least one goes to each split: a small corpus has both, if it has two different texts.
+    """
+    stream = iter(texts)
+    first = list(islice(stream, min(math.ceil(2 / val_frac), 1_000))) if val_frac else []
+    shares = [_share_of(text, seed) for text in first]
+    full = sorted(share for text, share in zip(first, shares, strict=True) if text)
+    if len(full) > 1:  # the nearest of them, where none is on the one side or on the other
+        bound = min(max(val_frac, math.nextafter(full[0], 1)), full[-1])
+        yield from (("val" if share < bound else "train", text) for text, share in zip(first, shares, strict=True))
+    else:
+        yield from (("train", text) for text in first)
+    yield from (("val" if _share_of(text, seed) < val_frac else "train", text) for text in stream)
+
+
+def _share_of(text: str, seed: int) -> float:
+    digest = hashlib.sha256(f"{seed}\n{text}".encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:8]) / 2**64
 
 
 def chats(
@@ -144,17 +164,20 @@ def _texts(
 def _found(origin: Origin, counters: Counter[str]) -> local.LocalFiles:
     assert origin.root is not None
     places.count(counters, "other_files", origin.other_files)
+    if origin.other_files:
+        logger.info("%s: %d files of kinds that are not read", origin.source, origin.other_files)
     return local.LocalFiles(origin.root, origin.files, origin.other_files)
 
 
-def _whole(origin: Origin, samples: Iterator[PretrainSample]) -> Iterator[PretrainSample]:
-    """Pass a stream on; one that a snapshot cuts short must not look like the end of the hub's.
+class SnapshotTooShort(ValueError):
+    """All rows of a snapshot were read, and its dataset has more."""
 
-    Raises: ValueError at the end of the rows of a snapshot whose dataset has more.
-    """
+
+def _whole(origin: Origin, samples: Iterator[PretrainSample]) -> Iterator[PretrainSample]:
+    """Pass a stream on; one that a snapshot cuts short must not look like the end of the hub's."""
     yield from samples
     if origin.manifest is not None and origin.ordered and not origin.manifest["ended"]:
-        raise ValueError(
+        raise SnapshotTooShort(
             f"{origin.root}: this snapshot of {origin.source} ends after {origin.manifest['text_bytes']:,} bytes of "
             "text, and the dataset goes on. Make it longer: python -m niels_gpt.cache.cli snapshot "
             f"{origin.source} {origin.root} --tokens N, or lower the token budgets"

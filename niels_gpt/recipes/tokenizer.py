@@ -7,7 +7,6 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def ensure_tokenizer(settings: Settings, *, own_only: bool = False) -> Outcome:
                 meta = _reusable(settings, path)
                 reused = meta is not None
                 if meta is None:
-                    meta = _make(settings, work, path, own_only)
+                    meta = _make(settings, work, path, own_only and _knows_no_other(path))
     return finish(settings, TOKENIZER_KEY, path, meta, reused, measured, str(meta["tokenizer_sha256"]))
 
 
@@ -72,6 +71,13 @@ def tokenizer_state(settings: Settings) -> str:
     if _reusable(settings, cache_root(settings) / TOKENIZER_KEY) is not None:
         return "up to date"
     return "copy" if _given_model(settings) else "train"
+
+
+def _knows_no_other(path: Path) -> bool:
+    """Whether a tokenizer that is trained anew replaces one of one's own text alone, or none."""
+    with contextlib.suppress(CacheError):
+        return bool((find_meta(path) or {}).get("trained_on", "own") == "own")
+    return True
 
 
 def _make(settings: Settings, work: Path, path: Path, own_only: bool) -> dict[str, Any]:
@@ -101,7 +107,8 @@ def _reusable(settings: Settings, path: Path) -> dict[str, Any] | None:
         return meta if _sha256_of(settings.tokenizer_model) == meta.get("tokenizer_sha256") else None
     if meta.get("origin") == "trained":
         same = all(meta.get(key) == getattr(settings, name) for name, key in TRAINING_SETTINGS.items())
-        failed = meta.get("failed_sources", {})
+        named = {*TRAINING_ORDER, *own_sources(settings)}
+        failed = {name: old for name, old in meta.get("failed_sources", {}).items() if name in named}
         return meta if same and all(_fingerprint(settings, name) == old for name, old in failed.items()) else None
     return meta
 
@@ -152,6 +159,7 @@ def _trained(settings: Settings, own_only: bool) -> tuple[bytes, dict[str, Any]]
     names = [*own_sources(settings), *([] if own_only else TRAINING_ORDER)]
     excluded = {} if settings.exclude is None else {"exclude": read_exclusion(settings.exclude).facts}
     logger.info("tokenizer: training %d pieces; some minutes for 100 MB of text", settings.vocab_size)
+    kind = settings.source_root if settings.source_root in ("sample", "hub") else "mirror"
     trained = train_tokenizer(
         _training_texts(settings, names, seen, looked_at),
         vocab_size=settings.vocab_size,
@@ -159,8 +167,10 @@ def _trained(settings: Settings, own_only: bool) -> tuple[bytes, dict[str, Any]]
         model_type=settings.model_type,
         normalization=settings.normalization,
         character_coverage=settings.character_coverage,
-        trained_on="own" if own_only else _kind_of_text(settings),
+        trained_on="own" if own_only else kind,
     )
+    if kind == "mirror" and "fineweb_edu" in looked_at:  # a snapshot that was long enough: the hub's own text
+        trained.meta["trained_on"] = "hub"
     failed = {name: _fingerprint(settings, name) for name, size in seen.items() if size == FAILED}
     about = {
         "max_bytes": settings.tokenizer_max_bytes,
@@ -170,16 +180,6 @@ def _trained(settings: Settings, own_only: bool) -> tuple[bytes, dict[str, Any]]
         **excluded,
     }
     return trained.model, {**trained.meta, **about, "origin": "trained"}
-
-
-def _kind_of_text(settings: Settings) -> str:
-    """Return hub, mirror or sample; a mirror whose web pages are a snapshot is the hub, for its rows are the same."""
-    if settings.source_root in ("sample", "hub"):
-        return settings.source_root
-    try:
-        return origin_of(settings, "fineweb_edu").kind
-    except (OSError, ValueError):
-        return "mirror"
 
 
 def _training_texts(
@@ -202,6 +202,10 @@ def _training_texts(
                 taken += size
                 yield text
             seen[source] = taken
+        except sources.SnapshotTooShort as error:
+            logger.warning("tokenizer: not the one of the hub, for it has seen less text: %s", error)
+            seen[source] = taken
+            del looked_at[source]
         except (FileNotFoundError, ValueError) as error:
             logger.warning("tokenizer: trained without %s: %s", source, error)
             missing.append(f"{source}: {error}")
@@ -225,7 +229,6 @@ def _texts_of(settings: Settings, source: str, looked_at: dict[str, str]) -> Ite
         # after this takes the same revision.
         facts = origin.facts(None)
         revision, looked_at[source] = facts["revision"], str(facts["fingerprint"])
-        origin = replace(origin, manifest=None)  # here a snapshot may end early: it is a part of the text either way
     if source == "fineweb_edu":
         documents = sources.fineweb_edu_texts(settings, origin, revision, counters)
     elif source == "wikitext":
