@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from niels_gpt.data import places
-from niels_gpt.data.local import CHAT_SUFFIXES, LocalFiles, find, iter_texts
+from niels_gpt.data.local import CHAT_SUFFIXES, DOCUMENT_BYTES, LocalFiles, find, iter_texts
 from niels_gpt.data.types import PretrainSample
 
 TREE = ("b.md", "a/z.txt", "B.jsonl", "é.md", "a/picture.png", ".git/x.md", "a/.obsidian/y.md", "a/.hidden.md")
@@ -49,6 +49,14 @@ def texts_of(pattern: str | Path, **more: Any) -> list[PretrainSample]:
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_too_large_for_one_document_is_refused_with_the_way_to_cut_it(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.txt"
+    path.touch()
+    os.truncate(path, DOCUMENT_BYTES + 1)
+    with pytest.raises(ValueError, match=r"corpus\.txt: one document of 67,108,865 bytes.*split -C 10M"):
+        next(iter_texts(find(str(path)), source="own"))
 
 
 def test_a_folder_is_all_below_it_that_can_be_read(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ DOCUMENT_SUFFIXES = (".txt", ".md")
 CHAT_SUFFIXES = (".json", *places.TABLE_SUFFIXES)
 TEXT_SUFFIXES = (*DOCUMENT_SUFFIXES, *CHAT_SUFFIXES)
 UNREADABLE_ROW = "unreadable_row"
+DOCUMENT_BYTES = 1 << 26
+"""Of a .txt or .md file, at most: 132 MB of text took 4.7 GB to encode."""
 _MOST_NAMES = 20  # in a message
 
 
@@ -141,13 +143,15 @@ def iter_texts(
         counts as "missing_field".
     The samples' meta: "index", its number in the stream from 0; "path", the file's name; and of a row "row", its number
         from 1 (see places.numbered_rows), and "id", where it has one that is a string or an integer, as a string.
-    Raises: ValueError for a file that is damaged, when it is reached, and at the end for rows of which none has a text.
+    Raises: ValueError for a file that is damaged, or larger than DOCUMENT_BYTES, when it is reached, and at the end for
+        rows of which none has a text.
     """
     wanted = TEXT_FIELDS if field is None else (field,)
     rows = _Rows(found, counters, columns=(*wanted, "id"))
     index = 0
     for path in found.files:
         if _has_suffix(path, DOCUMENT_SUFFIXES):
+            _check_size(path)
             text = places.read_text(path, counters=counters)
             yield PretrainSample(text=text, source=source, meta={"index": index, "path": found.name_of(path)})
             index += 1
@@ -163,6 +167,16 @@ def iter_texts(
     if not index and rows.dropped:
         expected = f"a string in the field {' or '.join(wanted)}; name the one that holds the text: NAME=GLOB:FIELD"
         raise ValueError(f"{source}: not one text in {rows.summary(expected)}")
+
+
+def _check_size(path: Path) -> None:
+    size = path.stat().st_size
+    if size > DOCUMENT_BYTES:
+        raise ValueError(
+            f"{path}: one document of {size:,} bytes, expected at most {DOCUMENT_BYTES:,}: a document is encoded whole, "
+            f"and takes about 36 times its size in memory. Cut it, as `split -C 10M --additional-suffix {path.suffix} "
+            f"{path.name} part-` does at line ends, or make its parts rows of a .jsonl file"
+        )
 
 
 def iter_chats(found: LocalFiles, *, source: str, counters: Counter[str] | None = None) -> Iterator[ChatSample]:
