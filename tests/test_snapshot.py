@@ -20,7 +20,7 @@ from niels_gpt.data import snapshot as files
 from niels_gpt.fileio import CacheError
 from niels_gpt.recipes import snapshot
 from niels_gpt.recipes.origins import origin_of
-from niels_gpt.recipes.plan import RECIPES, plan
+from niels_gpt.recipes.plan import RECIPES, ensure_tokenizer, plan
 from niels_gpt.settings import Settings
 
 IDS = {
@@ -62,10 +62,16 @@ def without_network() -> list[str]:
 def test_builds_without_any_network_are_those_from_the_hub_tokenizer_and_meta_included(
     loopback_hub: LoopbackHub, full_hub: dict[str, str], tmp_path: Path
 ) -> None:
-    more = ["--vocab-size", "400", *FLAGS]
+    # More than a builder reads ahead, so that the snapshot of fineweb-edu is a part, with all that the tokenizer sees.
+    full_hub["fineweb_edu"] = loopback_hub.add(
+        IDS["fineweb_edu"], numbered_datasets.fineweb_edu(documents=800, chars=20_000)
+    )
+    more = ["--vocab-size", "400", "--tokenizer-max-bytes", "300000", *FLAGS]
     assert cli.main(["build", *IDS, "--cache-dir", str(tmp_path / "hub"), *more]) == 0
     for source in IDS:
         assert cli.main(["snapshot", source, str(tmp_path / "mirror"), *more]) == 0
+    manifest = files.read_manifest(tmp_path / "mirror" / IDS["fineweb_edu"] / "CC-MAIN-2024-10")
+    assert manifest is not None and not manifest["ended"]
     asked = len(loopback_hub.requests)
     where = ["--cache-dir", str(tmp_path / "offline"), "--source-root", str(tmp_path / "mirror")]
     command = [sys.executable, "-m", "niels_gpt.cache.cli", "build", *IDS, *where, *more]
@@ -137,6 +143,23 @@ def test_another_seed_shuffles_the_snapshot_like_any_mirror(
     assert meta["source"]["kind"] == "mirror" and meta["shuffle"]["buffer"] == 16
     known = ("odc-by", full_hub["fineweb_edu"])
     assert (meta["source"]["licence"], meta["source"]["revision"]) == known
+
+
+def test_a_tokenizer_that_has_seen_less_than_the_hub_has_says_so(
+    full_hub: dict[str, str],
+    hub: Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(snapshot, "READ_AHEAD_BYTES", 0)
+    snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=5_000)
+    trained = {"tokenizer_model": None, "vocab_size": 400, "source_root": str(tmp_path / "m")}
+    meta = ensure_tokenizer(dataclasses.replace(hub, **trained)).meta
+    assert meta["trained_on"] == "mirror" and meta["trained_on_sources"] == {}
+    assert "not the one of the hub, for it has seen less text" in caplog.text
+    enough = dataclasses.replace(hub, **trained, tokenizer_max_bytes=20_000, cache_dir=str(tmp_path / "enough"))
+    assert ensure_tokenizer(enough).meta["trained_on"] == "hub"
 
 
 @pytest.fixture

@@ -173,9 +173,9 @@ def _check_size(path: Path) -> None:
     size = path.stat().st_size
     if size > DOCUMENT_BYTES:
         raise ValueError(
-            f"{path}: one document of {size:,} bytes, expected at most {DOCUMENT_BYTES:,}: a document is encoded whole, "
-            f"and takes about 36 times its size in memory. Cut it, as `split -C 10M --additional-suffix {path.suffix} "
-            f"{path.name} part-` does at line ends, or make its parts rows of a .jsonl file"
+            f"{path}: one document of {size:,} bytes, expected at most {DOCUMENT_BYTES:,}: a document is encoded "
+            "whole, and takes about 36 times its size in memory. Cut it at line ends, as does `split -C 10M "
+            f"--additional-suffix {path.suffix} {path.name} part-`, or make its parts rows of a .jsonl file"
         )
 
 
