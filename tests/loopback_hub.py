@@ -22,6 +22,7 @@ wait for an answer that has one: not for a redirect, nor for HEAD.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import re
@@ -56,7 +57,7 @@ class Fault:
     """What happens to the next `times` requests whose path has `path` in it; see the methods of LoopbackHub."""
 
     kind: str
-    """status, cut, stall, unsized, chunked or whole."""
+    """status, foreign, cut, stall, unsized, chunked or whole."""
     path: str = ""
     method: str | None = None
     times: float = 1
@@ -72,7 +73,7 @@ class Fault:
     """Whether the connection ends with RST instead of FIN."""
 
     def fits(self, method: str, path: str, *, body: bool) -> bool:
-        about = self.path in path and self.method in (None, method) and (self.kind != "status") == body
+        about = self.path in path and self.method in (None, method) and (self.kind not in ("status", "foreign")) == body
         return about and self.times > 0
 
 
@@ -90,7 +91,8 @@ class LoopbackHub:
     """The hub; see the module. Use as a context manager.
 
     port: 0 takes a free one. cdn_over: files of more bytes are answered with 302 to another host, as the hub does for
-    LFS files; None never does.
+    LFS files; None never does. compressing: set it, and who accepts gzip gets files whole and compressed, whatever
+    range he asked for, as of some CDNs.
     """
 
     def __init__(self, *, port: int = 0, cdn_over: int | None = 20_000) -> None:
@@ -98,6 +100,8 @@ class LoopbackHub:
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
         self.cdn_over = cdn_over
+        self.compressing = False
+        self.unfinished: list[str] = []
         self.closing = threading.Event()
         self.lock = threading.Lock()
         self._port = port
@@ -145,14 +149,20 @@ class LoopbackHub:
         path: str = "",
         *,
         status: int = 503,
-        retry_after: int | None = None,
+        retry_after: int | str | None = None,
+        rate_limit: str | None = None,
         method: str | None = None,
         times: float = 1,
         passing: int = 0,
     ) -> Fault:
-        """Answer with an error status; times=math.inf for good."""
-        headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        """Answer with a status and {"error": ...}; times=math.inf for good."""
+        said = {"Retry-After": retry_after, "RateLimit": rate_limit}
+        headers = {name: str(value) for name, value in said.items() if value is not None}
         return self._order(Fault("status", path, method, times=times, passing=passing, status=status, headers=headers))
+
+    def foreign(self, path: str = "", *, times: float = 1, passing: int = 0) -> Fault:
+        """Answer with 200 and a web page of somebody else, as a login page or a captive portal does."""
+        return self._order(Fault("foreign", path, times=times, passing=passing))
 
     def cut(self, path: str = "", *, after: int, times: float = 1, passing: int = 0, reset: bool = False) -> Fault:
         """End the connection after so many bytes of the body; a shorter body stays whole."""
@@ -177,6 +187,14 @@ class LoopbackHub:
         """Return the requests so far whose path has `path` in it."""
         with self.lock:
             return [one for one in self.requests if path in one.path and method in (None, one.method)]
+
+    def left_early(self, path: str) -> bool:
+        """Tell whether somebody closed the connection before he had an answer's whole body; waits 5 s at most."""
+        for _ in range(500):
+            if any(path in one for one in self.unfinished):
+                return True
+            self.closing.wait(0.01)
+        return False
 
     def _order(self, fault: Fault) -> Fault:
         with self.lock:
@@ -252,6 +270,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.fault: Fault | None = None
         self.asked = path
         if fault := self.server.hub.spend(self.command, path, body=False):
+            if fault.kind == "foreign":
+                self._send(200, b"<html>Please log in.</html>\n", {"Content-Type": "text/html"})
+                return
             self._error(fault.status, None, "ordered by the test", **fault.headers)
             return
         for pattern, answer in _ROUTES:
@@ -359,6 +380,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer with a file or the asked range of it (RFC 9110, section 14)."""
         headers = {**headers, "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
         self.fault = self.server.hub.spend(self.command, self.asked, body=True)
+        if self.server.hub.compressing and "gzip" in self.headers.get("Accept-Encoding", ""):
+            self._send(200, gzip.compress(content), {**headers, "Content-Encoding": "gzip"})
+            return
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if asked is None or (self.fault is not None and self.fault.kind == "whole"):
             self._send(200, content, headers)
@@ -398,10 +422,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if fault is None or fault.kind == "whole":
-            self.wfile.write(body)
-        else:
-            _FAULTY_BODIES[fault.kind](self, body, fault)
+        try:
+            if fault is None or fault.kind == "whole":
+                self.wfile.write(body)
+            else:
+                _FAULTY_BODIES[fault.kind](self, body, fault)
+        except OSError:
+            self.server.hub.unfinished.append(self.asked)
+            raise
 
     def _cut(self, body: bytes, fault: Fault) -> None:
         self.wfile.write(body[: fault.after])

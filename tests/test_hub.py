@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
+import email.utils
 import logging
 import math
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numbered_datasets
 import pytest
-from loopback_hub import LoopbackHub
+from loopback_hub import Fault, LoopbackHub
 from numbered_datasets import number_of
 
+from niels_gpt.cache import cli
 from niels_gpt.data import hub, hub_network
 from niels_gpt.data.dolly import iter_dolly_sft
 from niels_gpt.data.wikitext import iter_wikitext
@@ -132,6 +135,51 @@ def test_a_local_folder_is_read_without_the_hub(loopback_hub: LoopbackHub, tmp_p
     assert not loopback_hub.requests
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_folder_that_is_named_like_the_dataset_is_not_read_in_its_place(
+    loopback_hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = 20_000 + 100 * streaming
+    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=4, start=start))
+    (tmp_path / DOLLY).mkdir(parents=True)
+    for name in ("train.jsonl", "databricks-dolly-15k.py"):
+        (tmp_path / DOLLY / name).write_bytes(numbered_datasets.table([{"text": "Page number 1"}], "jsonl"))
+    rows = hub.rows(DOLLY, split="train", streaming=streaming)
+    assert [number_of(row["instruction"]) for row in rows] == list(range(start, start + 4))
+
+
+def test_a_snapshot_can_be_taken_into_the_current_directory(
+    loopback_hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=21_000))
+    assert cli.main(["snapshot", "dolly15k", "."]) == 0
+    monkeypatch.chdir("/")
+    assert list(iter_dolly_sft(split="all", source_root=tmp_path)) == list(iter_dolly_sft(split="all"))
+
+
+@pytest.mark.parametrize("name", ["./mine", "~/mine"])
+def test_a_local_folder_begins_with_a_dot_or_a_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.jsonl").write_bytes(numbered_datasets.table([{"text": "Page number 1"}], "jsonl"))
+    assert numbers(name, config=None) == [1]
+
+
+def test_a_folder_without_a_dot_is_told_of_the_dot(
+    loopback_hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("data/mine", "my/data/mine"):
+        (tmp_path / name).mkdir(parents=True)
+        with pytest.raises(ValueError, match=f"check the name at .*; for the folder here write ./{name}"):
+            numbers(name, config=None)
+
+
 # What no later attempt mends.
 
 
@@ -232,19 +280,62 @@ def test_waits_grow_up_to_a_bound(loopback_hub: LoopbackHub, monkeypatch: pytest
     assert seconds == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
-@pytest.mark.parametrize("status", [429, 503])
-def test_retry_after_is_honoured(loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    seconds = waits(monkeypatch)
+def in_seconds(seconds: float, *, zone: str = "GMT") -> str:
+    """Give a moment as an HTTP date."""
+    when = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=seconds)
+    return email.utils.format_datetime(when).replace("+0000", zone)
+
+
+@pytest.mark.parametrize(
+    ("fault", "seconds"),
+    [
+        ({"status": 429, "retry_after": 300}, 300),
+        ({"status": 503, "retry_after": 300}, 300),
+        ({"status": 429, "retry_after": in_seconds(300)}, 300),
+        ({"status": 503, "retry_after": in_seconds(300, zone="-0000")}, 300),
+        ({"status": 429, "rate_limit": '"api";r=0;t=55'}, 56),  # one second more, as the library does
+        ({"status": 429, "rate_limit": '"api";r=0;t=55', "retry_after": 300}, 56),
+        ({"status": 429, "rate_limit": '"api";r=7;t=55', "retry_after": 300}, 300),  # another limit than this
+        ({"status": 503, "rate_limit": '"api";r=0;t=55'}, 1),  # our own wait
+        ({"status": 429, "retry_after": in_seconds(-300)}, 1),
+        ({"status": 429, "retry_after": 0}, 1),
+        ({"status": 429, "retry_after": "soon"}, 1),
+        ({"status": 429}, 1),
+    ],
+    ids=str,
+)
+def test_the_hub_is_left_alone_for_as_long_as_it_asks(
+    loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any], seconds: float
+) -> None:
+    waited = waits(monkeypatch)
     loopback_hub.add("a/b", readme(license="mit"))
-    loopback_hub.fail("a/b", status=status, retry_after=300)
+    loopback_hub.fail("a/b", **fault)
     hub.card_of("a/b")
-    assert seconds == [300]
+    assert waited == [pytest.approx(seconds, abs=120 if "," in str(fault.get("retry_after")) else 0)]
 
 
-def test_a_retry_after_beyond_reason_is_an_error_with_the_time(loopback_hub: LoopbackHub) -> None:
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize(("page", "times"), [("README.md", 7), ("00001-of", 1)])  # the library asks 7 times by itself
+def test_the_wish_is_seen_under_the_errors_of_the_libraries(
+    loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, page: str, times: int, streaming: bool
+) -> None:
+    waited = waits(monkeypatch)
+    dataset_id = f"a/wish-{streaming}-{times}"  # of which the library has no older commit to offer
+    loopback_hub.add(dataset_id, numbered_datasets.dolly(rows=40))
+    ordered = loopback_hub.fail(page, status=429, retry_after=77, times=times)
+    assert len(list(hub.rows(dataset_id, split="train", streaming=streaming))) == 40
+    assert ordered.times == 0
+    assert waited[-1] == 77
+
+
+def test_a_retry_after_beyond_reason_is_an_error_with_the_time(
+    loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = waits(monkeypatch)
     loopback_hub.fail("a/b", status=429, retry_after=7_200)
     with pytest.raises(ConnectionError, match=r"1 attempts.*asks to wait 7200 s"):
         hub.card_of("a/b")
+    assert waited == []
 
 
 class Breaking:
@@ -268,14 +359,57 @@ def test_a_stream_that_breaks_goes_on_after_the_last_row(name: str) -> None:
 
     client = sys.modules[HfHubHTTPError.__bases__[0].__module__.split(".")[0]]  # httpx or its successor
     kind = {"gaierror": socket.gaierror, "FileNotFoundError": FileNotFoundError}.get(name) or getattr(client, name)
-    found = Breaking({0: kind("cut"), 3: kind("cut"), 9: kind("cut")})
+    found = Breaking({number: kind("cut") for number in range(10)})  # more than STREAM_ATTEMPTS of them
     assert [row["number"] for row in hub._all_of(found, "the rows", "a/b")] == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (lambda hub: hub.foreign("a/b", times=math.inf), "JSONDecodeError"),
+        (lambda hub: hub.end_early("a/b", after=60, times=math.inf), "JSONDecodeError"),
+        (lambda hub: hub.end_early("a/b", after=0, times=math.inf), "JSONDecodeError"),
+        (lambda hub: hub.fail("a/b", status=200, times=math.inf), "KeyError: 'id'"),
+    ],
+    ids=["a web page", "half an answer", "nothing", "JSON of something else"],
+)
+def test_an_answer_of_something_else_is_asked_for_again_and_named(
+    loopback_hub: LoopbackHub, fault: Callable[[LoopbackHub], Fault], reason: str
+) -> None:
+    sha = loopback_hub.add("a/b", readme(license="mit"))
+    ordered = fault(loopback_hub)
+    with pytest.raises(
+        ConnectionError, match=rf"commit of a/b at main: 4 attempts.*not the hub's \({reason}.*a proxy or a login page"
+    ):
+        hub.card_of("a/b")
+    ordered.times = 2
+    assert hub.card_of("a/b").revision == sha
+
+
+def test_a_hub_that_names_no_commit_is_not_believed(loopback_hub: LoopbackHub) -> None:
+    loopback_hub.add("a/b", readme(license="mit"))
+    repository = loopback_hub.repositories["a/b"]
+    repository.commits[""], repository.refs["main"] = {}, ""
+    with pytest.raises(ConnectionError, match=r"4 attempts .*the hub answered without a commit sha"):
+        hub.card_of("a/b")
+
+
+def test_a_client_that_another_thread_has_closed_is_a_passing_failure() -> None:
+    from huggingface_hub.utils import close_session, get_session
+
+    client = get_session()
+    close_session()
+    with pytest.raises(RuntimeError, match="client has been closed") as caught:
+        client.get(hub.SITE)
+    assert hub_network.may_pass(caught.value)
 
 
 def test_an_error_of_the_data_is_not_retried() -> None:
     found = Breaking({3: ArithmeticError("a row that nobody can decode"), 4: ArithmeticError("never reached")})
     with pytest.raises(ArithmeticError, match="nobody can decode"):
         list(hub._all_of(found, "the rows", "a/b"))
+    with pytest.raises(KeyError, match="a column"):
+        list(hub._all_of(Breaking({3: KeyError("a column")}), "the rows", "a/b"))
 
 
 def test_another_commit_in_the_librarys_cache_is_not_taken(loopback_hub: LoopbackHub) -> None:
@@ -292,3 +426,16 @@ def test_the_same_commit_in_the_librarys_cache_needs_no_hub(loopback_hub: Loopba
     before = list(iter_wikitext(split="train", revision=sha))
     loopback_hub.fail(status=403, times=math.inf)
     assert list(iter_wikitext(split="train", revision=sha)) == before
+
+
+def test_the_same_commit_in_the_librarys_cache_is_no_stream(loopback_hub: LoopbackHub) -> None:
+    from huggingface_hub import HfFileSystem
+
+    # Its rows are those of all files in the order of their preparation, not the stream's.
+    sha = loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=6, start=8_000))
+    assert numbers(revision=sha, streaming=False) == list(range(8_000, 8_006))
+    HfFileSystem.clear_instance_cache()  # with the lists of files
+    loopback_hub.fail("/tree/", status=403, times=math.inf)
+    with pytest.raises(ConnectionError, match=f"could not open commit {sha}, and offers {sha} from its cache"):
+        numbers(revision=sha)
+    assert numbers(revision=sha, streaming=False) == list(range(8_000, 8_006))

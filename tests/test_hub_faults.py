@@ -6,7 +6,10 @@ The hub, its faults and the libraries are real; only the waiting times are small
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ import pytest
 from loopback_hub import Fault, LoopbackHub
 from numbered_datasets import number_of
 
-from niels_gpt.data import hub, hub_network
+from niels_gpt.data import hub, hub_files, hub_network
 from niels_gpt.data.dolly import iter_dolly_sft
 from niels_gpt.data.fineweb_edu import iter_fineweb_edu
 from niels_gpt.data.oasst1 import iter_oasst1_sft
@@ -79,7 +82,8 @@ CASES = {
     ),
 }
 FAULTS: dict[str, Callable[[LoopbackHub, str], Fault]] = {
-    "429 with Retry-After": lambda hub, shard: hub.fail(shard, status=429, retry_after=1, times=2),
+    "429 with Retry-After": lambda hub, shard: hub.fail(shard, status=429, retry_after=60, times=2),
+    "429 with RateLimit": lambda hub, shard: hub.fail(shard, status=429, rate_limit='"resolvers";r=0;t=60', times=2),
     "503": lambda hub, shard: hub.fail(shard, status=503, times=3),
     "cut once": lambda hub, shard: hub.cut(shard, after=5_000),
     "cut many times": lambda hub, shard: hub.cut(shard, after=2_000, times=8),
@@ -87,6 +91,8 @@ FAULTS: dict[str, Callable[[LoopbackHub, str], Fault]] = {
     "stalled": lambda hub, shard: hub.stall(shard, after=5_000, seconds=30),
     "ended early without a length": lambda hub, shard: hub.end_early(shard, after=5_000),
     "an empty answer": lambda hub, shard: hub.end_early(shard, after=0, chunked=True),
+    "a page of somebody else": lambda hub, shard: hub.foreign(shard),
+    "a page of somebody else, of two lines of JSON": lambda hub, shard: hub.fail(shard, status=200),
 }
 STARTS = iter(range(1_000, 10**6, 1_000))
 IN_PEACE: dict[str, list[int]] = {}
@@ -97,14 +103,12 @@ IN_PEACE: dict[str, list[int]] = {}
 def small_times(loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the libraries wait hardly at all between their attempts, and 0.3 s for a byte; and read in small blocks."""
     quick = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
-    for module in ("utils._http", "file_download"):
-        monkeypatch.setattr(f"huggingface_hub.{module}.time", quick)
+    for module in ("huggingface_hub.utils._http", "huggingface_hub.file_download", "niels_gpt.data.hub_network"):
+        monkeypatch.setattr(f"{module}.time", quick)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     for one in ("STREAMING_READ_RETRY_INTERVAL", "STREAMING_OPEN_RETRY_INTERVAL"):
         monkeypatch.setattr(f"datasets.config.{one}", 0)
     monkeypatch.setattr("fsspec.spec.AbstractBufferedFile.DEFAULT_BLOCK_SIZE", 8_192)
-    monkeypatch.setattr(hub_network, "LONGEST_WAIT_S", 0.001)
-    monkeypatch.setattr(hub_network, "retry_after", lambda error: None)
 
 
 def in_peace(loopback_hub: LoopbackHub, name: str) -> list[int]:
@@ -134,13 +138,46 @@ def test_a_faultless_run_gives_every_document(loopback_hub: LoopbackHub, name: s
     assert name == "oasst1" or len(numbers) == len(set(numbers))
 
 
-@pytest.mark.parametrize("name", ["fineweb_edu-shuffled", "fineweb_edu-jsonl", "fineweb_edu-jsonl.gz"])
+@pytest.mark.parametrize("name", CASES)
 def test_a_network_that_cuts_every_answer_is_slow_but_loses_nothing(loopback_hub: LoopbackHub, name: str) -> None:
     expected = in_peace(loopback_hub, name)
     start = next(STARTS)
-    loopback_hub.add(FINEWEB, CASES[name].files(start))
-    loopback_hub.cut("/cdn/", after=3_000, times=math.inf)
+    loopback_hub.add(CASES[name].dataset_id, CASES[name].files(start))
+    loopback_hub.cut(CASES[name].shard, after=1_000, times=math.inf)
     assert CASES[name].numbers(start) == expected
+    answers = [one for one in loopback_hub.asked(CASES[name].shard, method="GET") if one.status == 206]
+    assert len(answers) > hub_network.STREAM_ATTEMPTS
+
+
+ANYWHERE: dict[str, Callable[[LoopbackHub, int], Fault]] = {
+    "503": lambda hub, passing: hub.fail(status=503, passing=passing),
+    "a page of somebody else": lambda hub, passing: hub.foreign(passing=passing),
+    "ended early without a length": lambda hub, passing: hub.end_early(after=60, passing=passing),
+    "JSON of something else": lambda hub, passing: hub.fail(status=200, passing=passing),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        *itertools.product(
+            [name for name in CASES if name not in ("fineweb_edu-in-order", "fineweb_edu-jsonl.gz")],
+            ["503", "a page of somebody else"],
+        ),
+        *itertools.product(["fineweb_edu-jsonl.gz-shuffled", "wikitext"], list(ANYWHERE)[2:]),
+    ],
+)
+def test_no_request_is_one_that_may_not_fail(loopback_hub: LoopbackHub, name: str, fault: str) -> None:
+    expected = in_peace(loopback_hub, name)
+    for passing in itertools.count():
+        start = next(STARTS)
+        loopback_hub.add(CASES[name].dataset_id, CASES[name].files(start))
+        ordered = ANYWHERE[fault](loopback_hub, passing)
+        assert CASES[name].numbers(start) == expected, f"{fault} at request {passing}"
+        loopback_hub.faults.clear()
+        if ordered.times:
+            break
+    assert passing > 5, "the fault was hardly met"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -155,10 +192,42 @@ def test_a_hub_that_fails_before_the_first_row_is_asked_again(loopback_hub: Loop
 
 
 def test_a_list_of_files_that_stalls_is_asked_for_again(loopback_hub: LoopbackHub) -> None:
-    start = next(STARTS)
-    loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=6, start=start))
-    ordered = loopback_hub.stall("/tree/", seconds=30)
-    assert CASES["fineweb_edu-in-order"].numbers(start) == list(range(6))
+    asked = []
+    for passing in itertools.count():
+        start = next(STARTS)
+        shards = [numbered_datasets.table([{"text": f"Page number {start + number}"}], "jsonl") for number in range(3)]
+        # The library lists each folder of a stream when it comes there.
+        loopback_hub.add("a/b", {f"part-{number}/train.jsonl": shard for number, shard in enumerate(shards)})
+        loopback_hub.requests.clear()
+        # Who waits until it goes on asks once.
+        ordered = loopback_hub.stall("/tree/", seconds=10, passing=passing)
+        texts = [row["text"] for row in hub.rows("a/b", split="train", streaming=True)]
+        assert [number_of(text) - start for text in texts] == [0, 1, 2]
+        asked.append([one.path.rpartition("/")[2] for one in loopback_hub.asked("/tree/") if one.status == 200])
+        if ordered.times:
+            break
+    *stalled, peaceful = asked
+    assert "part-2" in peaceful
+    assert [len(one) for one in stalled] == [len(peaceful) + 1] * len(peaceful)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda hub: hub.foreign("README.md", passing=1),  # the first request is one of HEAD
+        lambda hub: hub.end_early("README.md", after=20),
+        lambda hub: hub.cut("README.md", after=20),
+    ],
+    ids=["somebody else's", "ended early", "cut"],
+)
+def test_a_dataset_card_that_does_not_come_is_asked_for_again(
+    loopback_hub: LoopbackHub, fault: Callable[[LoopbackHub], Fault]
+) -> None:
+    rows = numbered_datasets.table([{"text": "Page number 1"}], "jsonl")
+    card = {"pretty_name": f"A card of {next(STARTS)}, which the library has not kept"}
+    loopback_hub.add("a/b", {"README.md": numbered_datasets.readme(card), "train.jsonl": rows})
+    ordered = fault(loopback_hub)
+    assert len(list(hub.rows("a/b", split="train", streaming=True))) == 1
     assert ordered.times == 0
 
 
@@ -243,8 +312,66 @@ def test_an_answer_that_ignores_the_range_is_not_taken(loopback_hub: LoopbackHub
     assert case.numbers(start) == list(range(36))
     assert once.times == 0
     loopback_hub.ignore_range(shard, times=math.inf)
-    with pytest.raises(ConnectionError, match=r"got it from byte 0 \(status 200\): a proxy may ignore"):
+    with pytest.raises(ConnectionError, match=r"asked for bytes [1-9]\d* to .*got status 200.*a proxy may ignore"):
         case.numbers(start)
+
+
+def test_an_answer_that_says_other_bytes_than_asked_is_not_taken() -> None:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    response = sys.modules[HfHubHTTPError.__bases__[0].__module__.split(".")[0]].Response  # httpx or its successor
+    whole, part = {"Content-Length": "500"}, {"Content-Range": "bytes 0-99/500"}
+    for status, headers in ((200, whole), (206, part), (206, {"Content-Range": "bytes 0-50/500"})):
+        hub_files._check_range(response(status, headers=headers), 0, 100, 500)
+    hub_files._check_range(response(206, headers={"Content-Range": "bytes 10-99/500"}), 10, 100, 500)
+    for first, status, headers in (
+        (0, 200, {"Content-Length": "499"}),
+        (0, 200, {}),
+        (0, 203, whole),
+        (10, 200, whole),
+        (10, 206, part),
+        (0, 206, {}),
+        (0, 206, {"Content-Range": "bytes 0-99/*"}),
+        (0, 206, {"Content-Range": "bytes 0-99/501"}),
+        (0, 206, {"Content-Range": "bytes 0-100/500"}),
+        (0, 206, {**part, "Content-Encoding": "gzip"}),
+        (0, 200, {**whole, "Content-Encoding": "gzip"}),
+    ):
+        with pytest.raises(hub_network.BrokenAnswer, match=f"asked for bytes {first} to 99 of a file of 500"):
+            hub_files._check_range(response(status, headers=headers), first, 100, 500)
+
+
+def opened(loopback_hub: LoopbackHub, content: bytes) -> Any:
+    """Open a file of the hub the way a stream does."""
+    import fsspec
+
+    hub_files.register_checked_files()
+    sha = loopback_hub.add("a/b", {"some.bin": content})
+    return fsspec.open(f"{hub_files.PROTOCOL}://datasets/a/b@{sha}/some.bin")
+
+
+def test_the_rest_of_an_answer_that_ignores_the_range_is_not_waited_for(loopback_hub: LoopbackHub) -> None:
+    content = bytes(range(256)) * (1 << 18)  # 64 MiB: more than the sockets between us hold
+    loopback_hub.ignore_range("some.bin")
+    with opened(loopback_hub, content) as file:
+        assert file.read(300) == content[:300]
+    assert loopback_hub.left_early("some.bin")
+
+
+def test_a_file_is_asked_for_as_it_is_where_a_server_would_compress_it(loopback_hub: LoopbackHub) -> None:
+    loopback_hub.compressing = True
+    content = b"a line of a book\n" * 10_000
+    with opened(loopback_hub, content) as file:
+        assert file.read() == content
+    assert {one.status for one in loopback_hub.asked("/cdn/")} == {206}
+
+
+def test_a_json_file_of_one_array_comes_whole(loopback_hub: LoopbackHub) -> None:
+    rows = [{"text": f"Page number {number} {'of a book ' * 50}"} for number in range(200)]
+    loopback_hub.add("a/b", {"train.json": json.dumps(rows).encode()})
+    loopback_hub.cut("/cdn/", after=3_000, times=math.inf)
+    loopback_hub.end_early("train.json", after=0)
+    assert list(hub.rows("a/b", split="train", streaming=True)) == rows
 
 
 def test_the_librarys_own_way_to_the_hub_stays_as_it_was(loopback_hub: LoopbackHub) -> None:

@@ -1,7 +1,7 @@
 """The Hugging Face hub: a dataset's card, and its rows through `datasets`, whatever the network does in between.
 
 A question that failed is asked again with growing waits up to a bound, and a stream that broke goes on where it was;
-`hub_network.py` has the bounds and says what the libraries would lose.
+`hub_network.py` has the bounds, and `hub_files.py` says what the libraries would lose.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from niels_gpt.data import hub_network
-from niels_gpt.data.hub_network import BrokenAnswer, GaveUp, Patience, bounded_silence, causes, may_pass
+from niels_gpt.data import hub_files, hub_network
+from niels_gpt.data.hub_network import BrokenAnswer, GaveUp, Patience, bounded_silence, causes, may_pass, understood
 
 T = TypeVar("T")
 
@@ -72,8 +72,10 @@ def rows(
     shuffle_seed: int | None = None,
     shuffle_buffer: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Stream rows through `datasets`, at one commit throughout; `dataset_id` may be a local folder too.
+    """Stream rows through `datasets`, at one commit throughout.
 
+    dataset_id: NAME or OWNER/NAME, which is the hub's even where a folder of the current directory has that name; or a
+        local folder, which is absolute or begins with "." or "~".
     With `shuffle_seed`, rows pass through the library's own shuffle: a buffer of `shuffle_buffer` rows (default 10,000)
     when streaming, else a full permutation. That shuffle draws from NumPy inside the library (D9).
     A stream that breaks is opened again, and the rows already given are passed over: their order is a function of the
@@ -81,7 +83,7 @@ def rows(
     Raises: ConnectionError after ASK_ATTEMPTS failures to open it, or STREAM_ATTEMPTS without a row in between;
     ValueError for no such dataset, revision, config or split, or a dataset that is not for this user.
     """
-    local = Path(dataset_id).is_dir()
+    local = dataset_id.startswith((".", "~")) or Path(dataset_id).is_absolute()
     if not local and not COMMIT_SHA.fullmatch(revision or ""):
         revision = card_of(dataset_id, revision=revision).revision
     what = f"the {split} split of {dataset_id}" + (f", config {config}" if config else "")
@@ -102,45 +104,38 @@ def _all_of(found: Any, what: str, dataset_id: str) -> Iterator[dict[str, Any]]:
     """Iterate over a dataset, and after a failure over it again from the first row not yet given."""
     patience = Patience(what, hub_network.STREAM_ATTEMPTS)
     given = 0
-    stream: Iterator[dict[str, Any]] | None = None
     while True:
         try:
-            stream = stream or islice(found, given, None)
-            row = next(stream)
-        except StopIteration:
+            with bounded_silence():
+                for row in islice(found, given, None):
+                    given += 1
+                    patience.progress()
+                    yield row
             return
         except Exception as error:
-            stream = None
-            # The files are those of one commit's list, and cannot have gone: fsspec's `isfile` takes any error of the
-            # network for a missing file (datasets/utils/file_utils.py FilesIterable).
-            if not may_pass(error) and type(error) is not FileNotFoundError:
-                _explain(what, dataset_id, error)
-                raise
-            patience.wait(error)
-            continue
-        given += 1
-        patience.progress()
-        yield row
+            _wait_or_raise(understood(error), patience, dataset_id)
 
 
 def _opened(dataset_id: str, config: str | None, split: str, streaming: bool, revision: str | None, local: bool) -> Any:
     """Do what `datasets.load_dataset` does, in its two steps: between them the files are seen (tests compare both)."""
     import datasets
 
-    builder = datasets.load_dataset_builder(dataset_id, config, revision=revision)
+    # A plain id would be a folder of that name where the process runs, as in a mirror (datasets/load.py `remote_only`).
+    address = str(Path(dataset_id).expanduser()) if local else f"hf://datasets/{dataset_id}"
+    builder = datasets.load_dataset_builder(address, config, revision=revision)
     # datasets/load.py dataset_module_factory: whatever error it meets, it takes the newest commit in its own cache
     # instead, if there is one. Of the same commit that is welcome, but streamed it has another order.
     if ".packaged_modules.cache" in type(builder).__module__ and (streaming or builder.hash != revision):
         _raise_the_hubs_reason(dataset_id, revision)
         raise BrokenAnswer(f"datasets could not open commit {revision}, and offers {builder.hash} from its cache")
-    if not streaming:
-        builder.download_and_prepare()
-        return builder.as_dataset(split=split)
     if not local:
-        hub_network.register_checked_files()
-        for files in builder.config.data_files.values():
-            files[:] = [re.sub("^hf://", f"{hub_network.PROTOCOL}://", name) for name in files]
-    return builder.as_streaming_dataset(split=split)
+        hub_files.register_checked_files()
+        for files in (builder.config.data_files or {}).values():
+            files[:] = [re.sub("^hf://", f"{hub_files.PROTOCOL}://", name) for name in files]
+    if streaming:
+        return builder.as_streaming_dataset(split=split)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=split)
 
 
 def _raise_the_hubs_reason(dataset_id: str, revision: str | None) -> None:
@@ -159,10 +154,15 @@ def _asked(what: str, dataset_id: str, ask: Callable[[], T]) -> T:
             with bounded_silence():
                 return ask()
         except Exception as error:
-            if not may_pass(error):
-                _explain(what, dataset_id, error)
-                raise
-            patience.wait(error)
+            _wait_or_raise(understood(error), patience, dataset_id)
+
+
+def _wait_or_raise(error: Exception, patience: Patience, dataset_id: str) -> None:
+    """Wait after an error that may pass; raise any other, in words of ours where the hub or the library said why."""
+    if not may_pass(error):
+        _explain(patience.what, dataset_id, error)
+        raise error
+    patience.wait(error)
 
 
 def _explain(what: str, dataset_id: str, error: Exception) -> None:
@@ -186,7 +186,8 @@ def _explain(what: str, dataset_id: str, error: Exception) -> None:
         ((errors.RevisionNotFoundError,), f"use a commit, branch or tag of {SITE}{dataset_id}/commits/main"),
         (
             (errors.RepositoryNotFoundError, DatasetNotFoundError, errors.HFValidationError),
-            f"check the name at {SITE}{dataset_id}; for a private dataset run `hf auth login` as one who may read it",
+            f"check the name at {SITE}{dataset_id}; for a private dataset run `hf auth login` as one who may read it"
+            + (f"; for the folder here write ./{dataset_id}" if Path(dataset_id).is_dir() else ""),
         ),
         ((errors.HfHubHTTPError,), "check the access token: run `hf auth login`"),
     ):

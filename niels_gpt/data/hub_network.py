@@ -1,18 +1,20 @@
-"""What stands between the hub and `hub.py`: how long to be patient, and files that cannot end early without saying so.
+"""What stands between the hub and `hub.py`: which failures may pass, and how long to be patient with them.
 
-All retrying of a stream's bytes happens here, in one place and with one bound, instead of in three layers of libraries.
+`hub_files.py` reads the files' bytes with the same patience.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import email.utils
+import json
 import logging
-import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import cache
+import traceback
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 logger = logging.getLogger(__name__)
@@ -26,9 +28,7 @@ FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 60.0
 """Seconds; no wait of ours is longer."""
 LONGEST_RETRY_AFTER_S = 600.0
-"""Seconds that the hub may ask us to wait (Retry-After, RFC 9110 10.2.3); its own window is 300 s. More is an error."""
-PROTOCOL = "hfchecked"
-"""fsspec's name for the hub read through CheckedFile."""
+"""Seconds that the hub may ask us to wait; its own window is 300 s. More is an error."""
 RETRY_STATUSES = (408, 425, 429)  # and every 5xx
 
 
@@ -60,9 +60,10 @@ class Patience:
         self.failures += 1
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         asked = retry_after(error)
-        seconds = min(FIRST_WAIT_S * 2 ** (self.failures - 1), LONGEST_WAIT_S) if asked is None else asked
+        # A limit may end now, and a date have passed: our own wait is the least.
+        seconds = max(min(FIRST_WAIT_S * 2 ** (self.failures - 1), LONGEST_WAIT_S), asked or 0.0)
         if self.failures >= self.attempts or seconds > LONGEST_RETRY_AFTER_S:
-            wish = f" (the hub asks to wait {asked:.0f} s)" if asked is not None else ""
+            wish = f" (the hub asks to wait {asked:.0f} s)" if asked == seconds else ""
             raise GaveUp(
                 f"could not ask the Hugging Face hub for {self.what}: {self.failures} attempts without an answer, the "
                 f"last one{wish}: {reason}; run it again later, or without a network use --source-root MIRROR or "
@@ -90,16 +91,72 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def retry_after(error: BaseException) -> float | None:
-    """Return the seconds that the hub asked to wait with a 429 or 503; None where it did not, or gave a date."""
+    """Return the seconds that the hub asked to wait, below 0 where it gave a date that has passed; None without a wish.
+
+    Of a 429 the hub says so in RateLimit (draft-ietf-httpapi-ratelimit-headers-09), what is between us and it in
+    Retry-After: seconds or a date (RFC 9110 10.2.3).
+    """
     for one in causes(error):
-        value = getattr(getattr(one, "response", None), "headers", {}).get("Retry-After", "")
-        if str(value).strip().isdigit():
-            return float(value)
+        response = getattr(one, "response", None)
+        if response is not None:
+            found = _rate_limit(response) if response.status_code == 429 else None
+            return _retry_after(response.headers) if found is None else found
     return None
 
 
+def _rate_limit(response: Any) -> float | None:
+    try:
+        from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
+    except ImportError:  # an older huggingface_hub
+        return None
+    limit = parse_ratelimit_headers(response.headers)
+    # One second more, as the library waits: the hub rounds down.
+    return float(limit.reset_in_seconds) + 1 if limit is not None and limit.remaining == 0 else None
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    said = str(headers.get("Retry-After", "")).strip()
+    if said.isdigit():
+        return float(said)
+    try:
+        when = email.utils.parsedate_to_datetime(said)
+    except ValueError:
+        return None
+    # A date without a zone is one of GMT.
+    when = when if when.tzinfo else when.replace(tzinfo=datetime.UTC)
+    return (when - datetime.datetime.now(datetime.UTC)).total_seconds()
+
+
+def understood(error: Exception) -> Exception:
+    """Return an error, or BrokenAnswer in its place where the hub's client fell over an answer of something else.
+
+    JSON that breaks off or says something else gives JSONDecodeError, KeyError or TypeError there: no error of the
+    network, and without a word of the hub.
+    """
+    if not isinstance(error, json.JSONDecodeError | LookupError | TypeError | AttributeError):
+        return error
+    packages = [
+        str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    libraries = [one for one in packages if one in ("datasets", "huggingface_hub")]
+    if libraries[-1:] != ["huggingface_hub"]:
+        return error
+    broken = BrokenAnswer(
+        f"the answer is cut off or is not the hub's ({type(error).__name__}: {error}): "
+        "a proxy or a login page may be in between"
+    )
+    broken.__cause__ = error
+    return broken
+
+
 def may_pass(error: BaseException) -> bool:
-    """Tell whether a later attempt may succeed: the first known error in the chain of causes decides."""
+    """Tell whether a later attempt may succeed: the first known error in the chain of causes decides.
+
+    A plain FileNotFoundError with no such cause is passing: the files are those of one commit's list and cannot have
+    gone, but fsspec's `isfile` takes any error of the network for a missing file (datasets/utils/file_utils.py
+    FilesIterable), and so does `datasets` with its cache (datasets/load.py dataset_module_factory).
+    """
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     # The hub's client has moved from requests to httpx to httpx2; whichever it is, its errors share this base.
@@ -118,7 +175,7 @@ def may_pass(error: BaseException) -> bool:
         # utils/_http.py http_backoff closes the process's client after an error, under the feet of other threads.
         if isinstance(one, RuntimeError) and "client has been closed" in str(one):
             return True
-    return False
+    return type(error) is FileNotFoundError
 
 
 _asking = 0  # who is inside bounded_silence
@@ -157,121 +214,3 @@ def _limit_silence(request: Any) -> None:
     limits = request.extensions.get("timeout", {})
     if _asking and limits.get("read") is None:
         request.extensions["timeout"] = {**limits, "read": float(constants.HF_HUB_DOWNLOAD_TIMEOUT)}
-
-
-@cache
-def register_checked_files() -> None:
-    """Tell fsspec about PROTOCOL. Nothing of the libraries is replaced: whoever opens hf:// gets what he always got.
-
-    What this prevents, each seen on tests/loopback_hub.py with datasets 5.2.0 and huggingface_hub 2.4.0:
-    - HfFileSystemFile._fetch_range (huggingface_hub/hf_file_system.py) returns whatever the answer holds. An empty
-      answer without Content-Length reads as the end of the file, and the rest of a jsonl shard is lost without an
-      error; an answer that ignores Range puts other bytes in the place of the asked ones. CheckedFile gives the bytes
-      asked for or an error.
-    - read_with_retries (datasets/utils/file_utils.py) repeats a read of a gzip file whose inner read has failed, but
-      Python's BufferedReader has dropped what it had decompressed for that read: a hole in the text. It repeats only
-      its own client's errors, and CheckedFile raises GaveUp.
-    - HfFileSystemStreamFile.read: after two broken connections in one call its iterator is exhausted, and the next
-      read says end of file; on an answer that ignores Range it doubles what it had. Here nobody gets that class.
-    - fsspec's `exists` and `isfile` take an error of the network for "no such file".
-    """
-    import fsspec
-    from huggingface_hub import HfFileSystem
-
-    checked_file = _checked_file()
-
-    class CheckedFileSystem(HfFileSystem):
-        protocol = PROTOCOL
-
-        def _open(  # never the stream file
-            self,
-            path: str,
-            mode: str = "rb",
-            block_size: int | None = None,
-            revision: str | None = None,
-            **kwargs: Any,
-        ) -> Any:
-            return checked_file(self, path, revision, mode=mode, block_size=block_size or "default", **kwargs)
-
-        def info(self, path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            with bounded_silence():
-                return super().info(path, *args, **kwargs)
-
-        def isfile(self, path: str) -> bool:
-            with contextlib.suppress(FileNotFoundError):
-                return bool(self.info(path)["type"] == "file")
-            return False
-
-        def exists(self, path: str, **kwargs: Any) -> bool:
-            with contextlib.suppress(FileNotFoundError):
-                return bool(self.info(path, **kwargs))
-            return False
-
-    fsspec.register_implementation(PROTOCOL, CheckedFileSystem, clobber=True)
-
-
-def _checked_file() -> type:
-    """Make the class whose files give the bytes asked for or an error."""
-    from fsspec.spec import AbstractBufferedFile
-    from huggingface_hub.hf_file_system import HfFileSystemFile
-
-    class CheckedFile(HfFileSystemFile):
-        def _fetch_range(self, start: int, end: int) -> bytes:
-            patience = Patience(f"bytes {start} to {end} of {self.path}", STREAM_ATTEMPTS)
-            block = bytearray()
-            while len(block) < end - start:
-                before = len(block)
-                try:
-                    _append_range(self, block, start, end, super()._fetch_range)
-                except Exception as error:
-                    if not may_pass(error):
-                        raise
-                    if len(block) > before:
-                        patience.progress()
-                    patience.wait(error)
-            return bytes(block)
-
-        def read(self, length: int = -1) -> bytes:
-            return cast(bytes, AbstractBufferedFile.read(self, length))
-
-    return CheckedFile
-
-
-def _append_range(file: Any, block: bytearray, start: int, end: int, fetch_whole: Callable[[int, int], bytes]) -> None:
-    """Append what is missing of bytes start to end (exclusive), as far as it comes.
-
-    fetch_whole: the library's own way, for a huggingface_hub before 1.0, whose client cannot stream like this.
-    Raises: the client's errors; BrokenAnswer for an answer that is not those bytes or ends before them.
-    """
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session, hf_raise_for_status  # type: ignore[attr-defined]
-
-    first = start + len(block)
-    session = get_session()
-    if not hasattr(session, "stream"):
-        whole = fetch_whole(first, end)
-        block += whole if len(whole) == end - first else b""
-    else:
-        # Without identity a CDN may compress, and then it ignores Range.
-        asked = {"Range": f"bytes={first}-{end - 1}", "Accept-Encoding": "identity"}
-        headers = {**file.fs._api._build_hf_headers(), **asked}
-        with session.stream(
-            "GET", file.url(), headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, follow_redirects=True
-        ) as response:
-            hf_raise_for_status(response)
-            _check_range(response, first)
-            for chunk in response.iter_bytes():
-                block += chunk[: max(0, end - start - len(block))]
-    if len(block) != end - start:
-        found = len(block) - (first - start)
-        raise BrokenAnswer(f"asked for {end - first} bytes from byte {first}, and the answer ended after {found}")
-
-
-def _check_range(response: Any, first: int) -> None:
-    span = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
-    begins = int(span[1]) if span else 0
-    if begins != first:
-        raise BrokenAnswer(
-            f"asked for the file from byte {first}, and got it from byte {begins} (status {response.status_code}): "
-            "a proxy may ignore the header Range"
-        )
