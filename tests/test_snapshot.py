@@ -69,7 +69,7 @@ def test_builds_without_any_network_are_those_from_the_hub_tokenizer_and_meta_in
     more = ["--vocab-size", "400", "--tokenizer-max-bytes", "300000", *FLAGS]
     assert cli.main(["build", *IDS, "--cache-dir", str(tmp_path / "hub"), *more]) == 0
     for source in IDS:
-        assert cli.main(["snapshot", source, str(tmp_path / "mirror"), *more]) == 0
+        assert cli.main(["snapshot", source, str(tmp_path / "mirror"), *FLAGS]) == 0
     manifest = files.read_manifest(tmp_path / "mirror" / IDS["fineweb_edu"] / "CC-MAIN-2024-10")
     assert manifest is not None and not manifest["ended"]
     asked = len(loopback_hub.requests)

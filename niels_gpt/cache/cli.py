@@ -64,11 +64,13 @@ def _give_large_blocks_back() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
-def add_settings_flags(parser: argparse.ArgumentParser) -> None:
-    """Give a parser one flag for each field of Settings, so that every default can be overridden."""
+def add_settings_flags(parser: argparse.ArgumentParser, *, only: Sequence[str] | None = None) -> None:
+    """Give a parser one flag for each field of Settings, so that every default can be overridden; or for some."""
     group = parser.add_argument_group("settings")
     types = get_type_hints(Settings)
     for field in fields(Settings):
+        if only is not None and field.name not in only:
+            continue
         text = field.metadata["help"].replace("%", "%%") + f" (default: {field.default})"
         flag = "--" + field.name.replace("_", "-")
         if field.name in ("pretrain", "sft", "licence", "attribution"):
@@ -102,7 +104,8 @@ def _number(text: str) -> int:
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """Return the Settings that the flags spell."""
-    return Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)})
+    given = vars(arguments)
+    return Settings(**{field.name: given[field.name] for field in fields(Settings) if field.name in given})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_builders(command: Callable[..., argparse.ArgumentParser]) -> None:
     from niels_gpt.recipes.plan import RECIPES
-    from niels_gpt.recipes.snapshot import SPLITS
+    from niels_gpt.recipes.snapshot import READS, SPLITS
 
     build_all = command("build-all", "build every cache", _build)
     build_all.set_defaults(sources=None)
@@ -146,7 +149,7 @@ def _add_builders(command: Callable[..., argparse.ArgumentParser]) -> None:
     snapshot.add_argument("dest", type=Path, metavar="DEST", help="folder of the mirror; other sources may be there")
     text = "for builds of so many tokens, as 205M (default: both token budgets)"
     snapshot.add_argument("--tokens", type=_number, metavar="N", help=text)
-    add_settings_flags(snapshot)
+    add_settings_flags(snapshot, only=READS)
 
 
 def _add_viewers(command: Callable[..., argparse.ArgumentParser]) -> None:

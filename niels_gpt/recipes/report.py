@@ -11,13 +11,8 @@ from typing import Any
 
 from niels_gpt.recipes.plan import Plan
 from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome
+from niels_gpt.recipes.snapshot import ORDER_SETTINGS
 from niels_gpt.settings import Settings
-
-_OF_A_STREAM = (
-    *("seed", "shuffle_buffer", "gutenberg_shuffle_buffer", "fineweb_edu_dataset", "fineweb_edu_config"),
-    *("wikitext_dataset", "wikitext_config", "gutenberg_dataset", "dolly_dataset", "oasst1_dataset"),
-)
-"""The settings that must be those of a snapshot for its rows to stand for the hub's."""
 
 
 def outcomes_table(outcomes: Sequence[Outcome], failures: Mapping[str, Exception]) -> str:
@@ -50,7 +45,7 @@ def snapshot_lines(
     root = f"./{dest}" if str(dest) in ("hub", "sample") else str(dest)
     given: dict[str, Any] = {"source_root": root}
     for field in fields(settings):
-        if field.name in _OF_A_STREAM and getattr(settings, field.name) != field.default:
+        if field.name in ORDER_SETTINGS and getattr(settings, field.name) != field.default:
             given[field.name] = getattr(settings, field.name)
     names = {split: f"{source}_{split}_tokens" for split in ("train", "val")}
     if tokens is not None:

@@ -20,6 +20,17 @@ SPLITS = {
     "oasst1": ("train", "validation"),
 }
 """The hub sources and their splits there."""
+ORDER_SETTINGS = (
+    *("seed", "shuffle_buffer", "gutenberg_shuffle_buffer", "fineweb_edu_dataset", "fineweb_edu_config"),
+    *("wikitext_dataset", "wikitext_config", "gutenberg_dataset", "dolly_dataset", "oasst1_dataset"),
+)
+"""What must be the same in a build from a snapshot for its rows to be those of the hub, in their order."""
+READS = (
+    *ORDER_SETTINGS,
+    *("revision", "fineweb_edu_train_tokens", "fineweb_edu_val_tokens"),
+    *("gutenberg_train_tokens", "gutenberg_val_tokens"),
+)
+"""The settings that decide what a snapshot keeps."""
 BYTES_PER_TOKEN = 5.0
 """More than any vocabulary that fits uint16 reaches on text (4.2 measured on English web pages with 16,000 pieces), so
 that a snapshot of N tokens is enough for a build of N tokens whatever its tokenizer."""
