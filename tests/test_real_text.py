@@ -111,17 +111,25 @@ def test_every_kept_chat_is_stored_as_the_template_says(
 
 
 def test_the_mirrors_files_as_sources_of_ones_own_give_the_same_documents(
-    settings: Settings, metas: dict[str, dict[str, Any]]
+    settings: Settings, metas: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     root, cache = Path(settings.source_root), Path(settings.cache_dir)
-    own = dataclasses.replace(settings, pretrain=f"notes={root / 'roam'}", sft=f"mine={root / settings.dolly_dataset}")
+    own = dataclasses.replace(
+        settings,
+        cache_dir=str(tmp_path),
+        tokenizer_model=str(cache / "tokenizer" / "spm.model"),
+        pretrain=f"notes={root / 'roam'}",
+        sft=f"mine={root / settings.dolly_dataset}",
+    )
     made = {name: recipes(own)[key](own).meta for name, key in (("notes", "pretrain/notes"), ("mine", "sft/mine"))}
     assert made["mine"]["content_sha256"] == metas["sft/dolly15k"]["content_sha256"]
     notes, roam_notes = (
         Counter(
-            tuple(ids) for split in ("train", "val") for ids in stored_documents(cache / "pretrain" / name, meta, split)
+            tuple(ids)
+            for split in ("train", "val")
+            for ids in stored_documents(folder / "pretrain" / name, meta, split)
         )
-        for name, meta in (("notes", made["notes"]), ("roam", metas["pretrain/roam"]))
+        for folder, name, meta in ((tmp_path, "notes", made["notes"]), (cache, "roam", metas["pretrain/roam"]))
     )
     assert notes == roam_notes
     docs, size = made["notes"]["docs"], made["notes"]["utf8_bytes"]
