@@ -4,7 +4,6 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import dagster as dg
@@ -13,7 +12,7 @@ from niels_gpt.build.pretrain import Progress
 from niels_gpt.fileio import file_lock
 from niels_gpt.recipes import pretrain, sft
 from niels_gpt.recipes.own import OwnSource
-from niels_gpt.recipes.plan import RECIPES, TOKENIZER_KEY, Recipe, built_at, observe, settings_fingerprint
+from niels_gpt.recipes.plan import RECIPES, TOKENIZER_KEY, Recipe, built_at, observe, own_recipe, settings_fingerprint
 from niels_gpt.recipes.produce import RUNS_DIR, Outcome, cache_root
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
@@ -166,7 +165,6 @@ def own_assets(sources: Iterable[OwnSource], prefix: Sequence[str]) -> list[dg.A
 def _own_cache(own: OwnSource, prefix: Sequence[str]) -> dg.AssetsDefinition:
     is_chat = own.family == "sft"
     root = [dg.AssetKey([*prefix, *SFT_ROOT.path])] if is_chat else []
-    build = partial(sft.build_own if is_chat else pretrain.build_own, name=own.name)
     reader = "SFTExampleDataset" if is_chat else "PretrainTokenStreamDataset"
 
     @dg.asset(
@@ -177,7 +175,7 @@ def _own_cache(own: OwnSource, prefix: Sequence[str]) -> dg.AssetsDefinition:
         **(_SFT if is_chat else _PRETRAIN),
     )
     def cache(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
-        return _materialized(context, settings, build)
+        return _materialized(context, settings, own_recipe(own))
 
     made: dg.AssetsDefinition = cache
     return made

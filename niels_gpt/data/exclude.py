@@ -21,7 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,7 +42,7 @@ class Exclusion:
 
     entries: frozenset[str]
 
-    @property
+    @cached_property
     def facts(self) -> dict[str, int | str]:
         """Return what meta.json says of it: the number of entries, and a sha256 that their order does not change."""
         lines = "".join(f"{entry}\n" for entry in sorted(self.entries))
@@ -68,8 +68,10 @@ def read_exclusion(path: str | os.PathLike[str]) -> Exclusion:
 
     Raises: FileNotFoundError if there is no such file; ValueError if it is not utf-8 or has no entry.
     """
+    file = Path(path).expanduser()
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8-sig").split("\n")
+        state = file.stat()
+        return _read(file.absolute(), state.st_mtime_ns, state.st_size)
     except (FileNotFoundError, IsADirectoryError):
         raise FileNotFoundError(
             f"{os.fspath(path)}: no such file, expected ids or sha256 of texts, one a line, that --exclude leaves out"
@@ -78,9 +80,15 @@ def read_exclusion(path: str | os.PathLike[str]) -> Exclusion:
         raise ValueError(
             f"{os.fspath(path)}: not a utf-8 text file ({error}), expected ids or sha256, one a line"
         ) from None
+
+
+@lru_cache(maxsize=1)
+def _read(path: Path, mtime_ns: int, size: int) -> Exclusion:
+    """Parse a file in the state that its time and size stand for: a build, and each asset at loading, asks for it."""
+    lines = path.read_text(encoding="utf-8-sig").split("\n")
     entries = [line.strip() for line in lines if line.strip() and not re.match(r"\s*#(\s|$)", line)]
     if not entries:
-        raise ValueError(f"{os.fspath(path)}: no entry in it, expected ids or sha256 of texts, one a line")
+        raise ValueError(f"{path}: no entry in it, expected ids or sha256 of texts, one a line")
     return Exclusion(frozenset(found[1].lower() if (found := _DIGEST.fullmatch(entry)) else entry for entry in entries))
 
 

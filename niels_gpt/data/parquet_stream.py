@@ -44,7 +44,7 @@ def iter_parquet(
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the system's: no such file, no right to read it; a page that does not decompress has no number
-        if isinstance(error, NotImplementedError):
+        if isinstance(error, pa.ArrowNotImplementedError):
             raise ValueError(f"{path}: holds what pyarrow cannot read ({error}); write it in another form") from error
         raise ValueError(f"{path}: not a whole parquet file ({error}); fetch it again") from error
 

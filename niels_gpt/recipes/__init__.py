@@ -6,7 +6,7 @@
     produce.py     the part all recipes share: nothing to do? build, measure, record
     tokenizer.py   ensure_tokenizer
     pretrain.py    build_fineweb_edu, build_wikitext, build_roam, build_gutenberg, build_own
-    sft.py         build_dolly15k, build_oasst1, build_own
+    sft.py         build_dolly15k, build_oasst1, build_chats
     plan.py        every recipe by its key, and what a run would do
     snapshot.py    the raw text of a hub source, kept as a mirror
     report.py      all of that as tables of text

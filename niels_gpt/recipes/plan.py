@@ -12,7 +12,7 @@ from niels_gpt.cache.meta import find_meta
 from niels_gpt.fileio import CacheError, versions_dir
 from niels_gpt.recipes import pretrain, sft
 from niels_gpt.recipes.origins import Origin, asked_revisions, origin_of
-from niels_gpt.recipes.own import own_sources
+from niels_gpt.recipes.own import OwnSource, own_sources
 from niels_gpt.recipes.produce import (
     RECIPE_NAME,
     TOKENIZER_KEY,
@@ -49,13 +49,12 @@ _UNPACKED = 4  # .gz and .parquet hold about four times their size in text
 
 def recipes(settings: Settings) -> dict[str, Recipe]:
     """Return RECIPES and, after them, those of the user's own sources. Raises as `own_sources`."""
-    build = {"pretrain": pretrain.build_own, "sft": sft.build_own}
-    own = own_sources(settings).values()
-    return RECIPES | {f"{one.family}/{one.name}": partial(_own_recipe, build[one.family], one.name) for one in own}
+    return RECIPES | {f"{own.family}/{own.name}": own_recipe(own) for own in own_sources(settings).values()}
 
 
-def _own_recipe(build: Recipe, name: str, settings: Settings, **arguments: Any) -> Outcome:
-    return build(settings, name, **arguments)
+def own_recipe(own: OwnSource) -> Recipe:
+    """Return the recipe of one of the user's own sources."""
+    return partial(sft.build_chats if own.family == "sft" else pretrain.build_own, name=own.name)
 
 
 def _reads(key: str) -> tuple[str, ...]:
@@ -170,6 +169,7 @@ __all__ = [
     "built_at",
     "ensure_tokenizer",
     "observe",
+    "own_recipe",
     "plan",
     "recipes",
     "settings_fingerprint",

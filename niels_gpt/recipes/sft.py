@@ -27,17 +27,17 @@ def build_dolly15k(
     settings: Settings, *, refresh: bool = False, observed: str | None = None, progress: Progress | None = None
 ) -> Outcome:
     """Build sft/dolly15k: one instruction and one response each."""
-    return _chats(settings, "dolly15k", refresh, observed, progress)
+    return build_chats(settings, "dolly15k", refresh=refresh, observed=observed, progress=progress)
 
 
 def build_oasst1(
     settings: Settings, *, refresh: bool = False, observed: str | None = None, progress: Progress | None = None
 ) -> Outcome:
     """Build sft/oasst1: every path from a root to a leaf of the message trees."""
-    return _chats(settings, "oasst1", refresh, observed, progress)
+    return build_chats(settings, "oasst1", refresh=refresh, observed=observed, progress=progress)
 
 
-def build_own(
+def build_chats(
     settings: Settings,
     name: str,
     *,
@@ -45,12 +45,8 @@ def build_own(
     observed: str | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Build sft/NAME from chats of one's own."""
-    return _chats(settings, name, refresh, observed, progress)
-
-
-def _chats(settings: Settings, source: str, refresh: bool, observed: str | None, progress: Progress | None) -> Outcome:
-    origin = origin_of(settings, source)
+    """Build sft/NAME from the chats of any source, one's own included."""
+    origin = origin_of(settings, name)
     ensure_tokenizer(settings, own_only=origin.own is not None)
 
     def build(have: Ingredients, path: Path) -> dict[str, Any]:
@@ -68,8 +64,8 @@ def _chats(settings: Settings, source: str, refresh: bool, observed: str | None,
 
     return produce(
         settings,
-        f"sft/{source}",
-        reads=READS[OWN if origin.own else source],
+        f"sft/{name}",
+        reads=READS[OWN if origin.own else name],
         origin=origin,
         build=build,
         refresh=refresh,
