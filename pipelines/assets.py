@@ -9,7 +9,7 @@ from typing import Any
 import dagster as dg
 
 from niels_gpt.build.pretrain import Progress
-from niels_gpt.fileio import file_lock
+from niels_gpt.locks import file_lock
 from niels_gpt.recipes import pretrain, sft
 from niels_gpt.recipes.own import OwnSource
 from niels_gpt.recipes.plan import RECIPES, TOKENIZER_KEY, Recipe, built_at, observe, own_recipe, settings_fingerprint

@@ -20,7 +20,7 @@ LEVEL_2 = {
     "eagle3": {"build"},
     "prefix_tree": {"build"},
 }
-LEVEL_0 = {"settings", "fileio", "paths"}
+LEVEL_0 = {"settings", "fileio", "locks", "paths", "records", "versions"}
 HEAVY = {"torch", "datasets", "transformers", "matplotlib", "pyarrow"}
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from byte_tokenizer import build, train_text
 
-from niels_gpt import fileio
+from niels_gpt import locks, versions
 from niels_gpt.cache import CacheError
 
 HOLD_THE_LOCK = """
 import sys
-from niels_gpt import fileio
-with fileio.build_lock(sys.argv[1]):
+from niels_gpt import locks, versions
+with versions.build_lock(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -41,7 +41,7 @@ def test_a_second_build_is_refused_by_name_and_a_killed_builder_holds_nothing(tm
 
 
 def test_another_cache_may_be_built_at_the_same_time(tmp_path: Path) -> None:
-    with fileio.build_lock(tmp_path / "one"):
+    with versions.build_lock(tmp_path / "one"):
         build(tmp_path / "two", ["a" * 30])
     assert train_text(tmp_path / "two") == "a" * 30
 
@@ -58,8 +58,8 @@ def test_who_waits_says_for_whom_and_gets_the_lock_when_the_holder_is_done(
             said.append(text % about)
             holder.communicate()  # the holder lets go only now
 
-        monkeypatch.setattr(fileio.logger, "info", say)
-        with fileio.build_lock(tmp_path / "c", wait=True) as folder:
+        monkeypatch.setattr(locks.logger, "info", say)
+        with versions.build_lock(tmp_path / "c", wait=True) as folder:
             assert f"pid {os.getpid()}" in (folder / "lock").read_text()
     (line,) = said
     assert re.fullmatch(rf".*/c: is being built by user \S+, host \S+, pid {holder.pid}; waiting", line)
@@ -67,8 +67,8 @@ def test_who_waits_says_for_whom_and_gets_the_lock_when_the_holder_is_done(
 
 FORK_AND_DIE = """
 import os, signal, sys, time
-from niels_gpt import fileio
-with fileio.build_lock(sys.argv[1]):
+from niels_gpt import versions
+with versions.build_lock(sys.argv[1]):
     child = os.fork()
     if not child:
         print("forked", flush=True)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from byte_tokenizer import ByteTokenizer, build, train_text
 
-from niels_gpt import fileio
+from niels_gpt import fileio, versions
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, build_sft_cache, write_meta
 
 
@@ -33,9 +33,9 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
-def versions(path: Path) -> set[str]:
+def entries_of(path: Path) -> set[str]:
     """Return the names of the finished versions, and of anything else that lies with them."""
-    return {entry.name for entry in fileio.versions_dir(path).iterdir()} - {"lock"}
+    return {entry.name for entry in versions.versions_dir(path).iterdir()} - {"lock"}
 
 
 def real_folder(path: Path, texts: Any) -> None:
@@ -62,7 +62,7 @@ def test_a_rebuild_switches_the_link_and_keeps_the_old_version_for_its_readers(t
     dataset = PretrainTokenStreamDataset(tmp_path / "c" / "train", T=4, device="cpu")
     new = build(tmp_path / "c", ["b" * 30])
     assert train_text(tmp_path / "c") == "b" * 30
-    assert versions(tmp_path / "c") == {old["content_sha256"][:12], new["content_sha256"][:12]}
+    assert entries_of(tmp_path / "c") == {old["content_sha256"][:12], new["content_sha256"][:12]}
     x, _ = dataset.get_batch(B=8, generator=torch.Generator().manual_seed(0))
     assert set(x.flatten().tolist()) == {ord("a") + 10}
 
@@ -70,7 +70,7 @@ def test_a_rebuild_switches_the_link_and_keeps_the_old_version_for_its_readers(t
 def test_equal_content_is_one_version_with_the_newest_description(tmp_path: Path) -> None:
     build(tmp_path / "c", ["a" * 30], num_tokens=30)
     build(tmp_path / "c", ["a" * 30], num_tokens=50)
-    assert len(versions(tmp_path / "c")) == 1
+    assert len(entries_of(tmp_path / "c")) == 1
     assert json.loads((tmp_path / "c" / "meta.json").read_bytes())["max_train_tokens"] == 50
 
 
@@ -106,7 +106,7 @@ def test_a_failing_build_leaves_the_committed_cache_as_it_was(tmp_path: Path, er
         with pytest.raises(type(error)):
             build(tmp_path / "c", breaking(error), num_tokens=10**6)
         gc.collect()
-    assert tree(tmp_path) == before and "building" not in versions(tmp_path / "c")
+    assert tree(tmp_path) == before and "building" not in entries_of(tmp_path / "c")
     assert caught == []  # no file was left open
 
 
@@ -133,17 +133,17 @@ def test_a_failing_sft_build_leaves_the_committed_cache_as_it_was(tmp_path: Path
 
 
 def test_what_a_dead_build_left_is_cleared_by_the_next(tmp_path: Path) -> None:
-    dead = fileio.versions_dir(tmp_path / "c") / "building"
+    dead = versions.versions_dir(tmp_path / "c") / "building"
     dead.mkdir(parents=True)
     (dead / "meta.json").write_text("half")
     build(tmp_path / "c", ["a" * 30])
-    assert "building" not in versions(tmp_path / "c")
+    assert "building" not in entries_of(tmp_path / "c")
 
 
 def test_an_empty_folder_in_the_way_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "c" / "train").mkdir(parents=True)
     build(tmp_path / "c", ["a" * 30])
-    assert (tmp_path / "c").is_symlink() and len(versions(tmp_path / "c")) == 1
+    assert (tmp_path / "c").is_symlink() and len(entries_of(tmp_path / "c")) == 1
 
 
 def test_a_real_folder_that_holds_only_a_cache_becomes_a_version(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_real_folder_that_holds_only_a_cache_becomes_a_version(tmp_path: Path)
     content = json.loads((tmp_path / "c" / "meta.json").read_bytes())["content_sha256"]
     build(tmp_path / "c", ["b" * 30])
     assert (tmp_path / "c").is_symlink() and train_text(tmp_path / "c") == "b" * 30
-    assert train_text(fileio.versions_dir(tmp_path / "c") / content[:12]) == "a" * 30
+    assert train_text(versions.versions_dir(tmp_path / "c") / content[:12]) == "a" * 30
 
 
 def test_real_folders_without_a_content_sha256_are_each_kept(tmp_path: Path) -> None:
@@ -162,7 +162,9 @@ def test_real_folders_without_a_content_sha256_are_each_kept(tmp_path: Path) -> 
         (tmp_path / "c").unlink(missing_ok=True)
         (tmp_path / "fresh").rename(tmp_path / "c")
         build(tmp_path / "c", ["z" * 30])
-    adopted = [folder for folder in fileio.versions_dir(tmp_path / "c").iterdir() if folder.name.startswith("adopted")]
+    adopted = [
+        folder for folder in versions.versions_dir(tmp_path / "c").iterdir() if folder.name.startswith("adopted")
+    ]
     assert {train_text(folder) for folder in adopted} == {"a" * 30, "b" * 30}
 
 
@@ -220,7 +222,7 @@ def test_nothing_that_is_committed_tells_where_when_or_by_whom_it_was_built(
     for name, content in tree(tmp_path).items():
         for trace in ("host-of-mine", "user-of-mine", str(tmp_path), str(os.getcwd())):
             assert trace.encode() not in content, name
-    assert (fileio.versions_dir(tmp_path / "c") / "lock").read_bytes() == b""
+    assert (versions.versions_dir(tmp_path / "c") / "lock").read_bytes() == b""
     assert not {key for key in meta if any(word in key for word in ("time", "date", "host", "pid", "path", "user"))}
 
 

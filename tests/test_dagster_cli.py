@@ -19,7 +19,8 @@ import pytest
 
 from niels_gpt.cache import PretrainTokenStreamDataset
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.fileio import build_lock, file_lock
+from niels_gpt.locks import file_lock
+from niels_gpt.versions import build_lock
 
 ROOT = Path(__file__).resolve().parent.parent
 

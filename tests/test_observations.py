@@ -16,11 +16,12 @@ import pytest
 from dagster_runs import run
 from loopback_hub import LoopbackHub, Repository
 
-from niels_gpt.fileio import canonical_json, versions_dir
+from niels_gpt.fileio import canonical_json
 from niels_gpt.recipes.plan import observe
 from niels_gpt.recipes.produce import Outcome, recorded_recipe
 from niels_gpt.recipes.sft import build_oasst1
 from niels_gpt.settings import Settings
+from niels_gpt.versions import versions_dir
 from pipelines import assets
 from pipelines.resources import SettingsResource
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from niels_gpt.build.encode import TextEncoder
 from niels_gpt.build.writer import TOKEN_DTYPE_NAME
-from niels_gpt.fileio import META_NAME, canonical_json, file_records
+from niels_gpt.fileio import META_NAME, canonical_json
+from niels_gpt.records import file_records
 
 FORMAT_VERSION = 1
 BUILDER_VERSION = 1  # raised when the same input gives other bytes

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from niels_gpt import fileio
+from niels_gpt import versions
 from niels_gpt.build import shuffle
 from niels_gpt.build.describe import Source, vocabulary_of, write_description
 from niels_gpt.build.encode import EncodedText, TextEncoder, Tokenizer, batches
@@ -86,7 +86,7 @@ def build_pretrain(
     encoder = TextEncoder(tokenizer, on_special=on_special, num_threads=num_threads)
     budget = TokenBudget({"train": max_train_tokens, "val": max_val_tokens})
     mixed = shuffle.shuffled(documents, size=shuffle_buffer, generator=torch.Generator().manual_seed(seed))
-    with fileio.building(out_dir) as work, ExitStack() as files:
+    with versions.building(out_dir) as work, ExitStack() as files:
         writers = {split: _SplitWriter(work, split, files, shard_bytes=shard_bytes) for split in SPLITS}
         counts = _write_documents(_encoded(mixed, encoder), writers, budget, encoder, append_eot, progress)
         closed = {split: writer.close() for split, writer in writers.items()}
@@ -111,7 +111,7 @@ def build_pretrain(
             shuffle={"algorithm": shuffle.ALGORITHM if shuffle_buffer else None, "buffer": shuffle_buffer or 0},
             **_account_of(writers, counts, budget, encoder),
         )
-        fileio.commit(work, out_dir, str(meta["content_sha256"]))
+        versions.commit(work, out_dir, str(meta["content_sha256"]))
     _warn_of_unmet_budgets(out_dir, budget)
     return meta
 
@@ -120,7 +120,7 @@ def build_stub(
     out_dir: str | os.PathLike[str], *, tokenizer: Tokenizer, source: Source, seed: int, shard_bytes: int
 ) -> dict[str, Any]:
     """Commit a cache that is not built: empty train/ and val/, and a meta.json that says `built: false` (PR-03)."""
-    with fileio.building(out_dir) as work:
+    with versions.building(out_dir) as work:
         for split in SPLITS:
             (work / split).mkdir()
         meta = write_description(
@@ -137,7 +137,7 @@ def build_stub(
             split_rule="not built",
             shard_bytes=shard_bytes,
         )
-        fileio.commit(work, out_dir, str(meta["content_sha256"]))
+        versions.commit(work, out_dir, str(meta["content_sha256"]))
     return meta
 
 

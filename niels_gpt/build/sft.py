@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt import fileio
+from niels_gpt import versions
 from niels_gpt.build.describe import Source, vocabulary_of, write_description
 from niels_gpt.build.encode import EncodedText, TextEncoder, Tokenizer, batches
 from niels_gpt.build.pretrain import Progress
@@ -73,7 +73,7 @@ def build_sft(
     if not 0 <= val_frac < 1:
         raise ValueError(f"val_frac={val_frac}: expected 0 <= val_frac < 1")
     encoder = TextEncoder(tokenizer, on_special=on_special, num_threads=num_threads)
-    with fileio.building(out_dir) as work, ExitStack() as opened:
+    with versions.building(out_dir) as work, ExitStack() as opened:
         spool = _Spool(work / "spool.bin", opened)
         counts = _spool_examples(examples, spool, encoder, progress)
         spool.close()
@@ -105,7 +105,7 @@ def build_sft(
             dropped={key: counts[key] for key in sorted(counts) if key != "examples_read"},
             noticed=dict(sorted(encoder.noticed.items())),
         )
-        fileio.commit(work, out_dir, str(meta["content_sha256"]))
+        versions.commit(work, out_dir, str(meta["content_sha256"]))
     return meta
 
 

@@ -41,7 +41,7 @@ def build_pretrain_cache(
     shuffle_buffer: documents held by the shuffle buffer; None: the order of the stream.
     append_eot: add the end-of-text id to each document.
     on_special: a text that holds a sentinel is dropped and counted ("drop"), or a ValueError ("raise").
-    Raises: ValueError for bad arguments and for an empty train split; CacheError as fileio.building and commit.
+    Raises: ValueError for bad arguments and for an empty train split; CacheError as versions.building and commit.
     """
     build_pretrain(
         ((None, text) for text in texts),
@@ -78,7 +78,7 @@ def build_sft_cache(
 
     idx holds one int64 offset an example, in tokens; the last length follows from the file size (D3).
     The same examples in the same order, seed and tokenizer give the same bytes.
-    Raises: ValueError for bad arguments and where no example is left; CacheError as fileio.building and commit.
+    Raises: ValueError for bad arguments and where no example is left; CacheError as versions.building and commit.
     """
     build_sft(
         examples,

@@ -300,8 +300,8 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _gc(arguments: argparse.Namespace) -> int:
-    from niels_gpt.fileio import VERSIONS_DIR, build_lock, removable
     from niels_gpt.recipes.report import size
+    from niels_gpt.versions import VERSIONS_DIR, build_lock, removable
 
     for folder in sorted(arguments.cache_dir.rglob(f"{VERSIONS_DIR}/*")):
         cache = folder.parent.parent / folder.name

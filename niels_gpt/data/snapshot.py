@@ -19,7 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.fileio import CacheError, canonical_json, file_lock, fsync_dir, sha256_file, write_bytes
+from niels_gpt.fileio import CacheError, canonical_json, fsync_dir, sha256_file, write_bytes
+from niels_gpt.locks import file_lock
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.fileio import META_NAME, VERSIONS_DIR
+from niels_gpt.fileio import META_NAME
 from niels_gpt.inspection.stats import lengths, supervised_counts
+from niels_gpt.versions import VERSIONS_DIR
 
 if TYPE_CHECKING:  # at run time inside the functions: who does not plot does not wait for matplotlib
     from matplotlib.axes import Axes

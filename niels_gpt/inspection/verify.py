@@ -14,8 +14,9 @@ from niels_gpt.build.describe import content_sha256
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import read_meta, tokenizer_above
 from niels_gpt.cache.mmap import mmap_tokens
-from niels_gpt.fileio import META_NAME, CacheError, file_records, sha256_file
+from niels_gpt.fileio import META_NAME, CacheError, sha256_file
 from niels_gpt.inspection.stats import supervised_counts
+from niels_gpt.records import file_records
 from niels_gpt.tokenizer import MODEL_NAME
 
 _BUILD = "python -m niels_gpt.cache.cli build-all with its settings, or materialize its asset"

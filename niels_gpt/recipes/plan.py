@@ -9,7 +9,7 @@ from typing import Any
 
 from niels_gpt.build.writer import TOKEN_BYTES
 from niels_gpt.cache.meta import find_meta
-from niels_gpt.fileio import CacheError, versions_dir
+from niels_gpt.fileio import CacheError
 from niels_gpt.recipes import pretrain, sft
 from niels_gpt.recipes.origins import Origin, asked_revisions, origin_of
 from niels_gpt.recipes.own import OwnSource, own_sources
@@ -24,6 +24,7 @@ from niels_gpt.recipes.produce import (
 )
 from niels_gpt.recipes.tokenizer import TRAINING_SETTINGS, ensure_tokenizer, tokenizer_state
 from niels_gpt.settings import Settings
+from niels_gpt.versions import versions_dir
 
 Recipe = Callable[..., Outcome]
 

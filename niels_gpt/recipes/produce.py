@@ -20,19 +20,13 @@ from niels_gpt.build.describe import BUILDER_VERSION, FORMAT_VERSION, Source
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.data.exclude import read_exclusion
-from niels_gpt.fileio import (
-    META_NAME,
-    CacheError,
-    canonical_json,
-    file_records,
-    sha256_file,
-    versions_dir,
-    write_bytes,
-)
+from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file, write_bytes
 from niels_gpt.recipes.origins import Origin
 from niels_gpt.recipes.own import said_credit
+from niels_gpt.records import file_records
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
+from niels_gpt.versions import versions_dir
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from niels_gpt import fileio
+from niels_gpt import versions
 from niels_gpt.build.describe import FORMAT_VERSION, content_sha256
 from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.data import oasst1
@@ -58,7 +58,7 @@ def ensure_tokenizer(settings: Settings, *, own_only: bool = False) -> Outcome:
         reused = meta is not None
         if meta is None:
             # Two caches that are built at once both want it: one makes it, the other waits and finds it there.
-            with fileio.building(path, wait=True) as work:
+            with versions.building(path, wait=True) as work:
                 meta = _reusable(settings, path)
                 reused = meta is not None
                 if meta is None:
@@ -279,5 +279,5 @@ def _commit(model: bytes, about: dict[str, Any], work: Path, path: Path) -> dict
         "content_sha256": content_sha256([record]),
     }
     (work / META_NAME).write_bytes(canonical_json(meta))
-    fileio.commit(work, path, str(meta["content_sha256"]))
+    versions.commit(work, path, str(meta["content_sha256"]))
     return meta

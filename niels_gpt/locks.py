@@ -1,0 +1,67 @@
+"""Lock files, which the kernel drops when their process ends in any way; their text says who holds them."""
+
+from __future__ import annotations
+
+import fcntl
+import getpass
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from niels_gpt.fileio import CacheError
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def file_lock(path: Path, what: str, *, wait: bool) -> Iterator[None]:
+    """Hold a lock file, which need not be there yet.
+
+    The kernel drops the lock when its process ends in any way, so a dead process cannot hold it.
+    what: begins the message for who comes second: "PATH: is being built".
+    wait: stand in line, for as long as it takes, where somebody else holds it.
+    Raises: CacheError naming user, host and pid of the holder, at once, unless `wait`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    _held.add(handle)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(handle, 4096, 0).decode(errors="replace").strip() or "a process that has just begun"
+            if not wait:
+                raise CacheError(f"{what} by {holder}. Wait for it, or stop that process") from None
+            logger.info("%s by %s; waiting", what, holder)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"user {_user()}, host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
+        try:
+            yield
+        finally:
+            os.ftruncate(handle, 0)  # nothing of this machine stays in the folder
+    finally:
+        _held.discard(handle)
+        os.close(handle)
+
+
+_held: set[int] = set()
+
+
+def _let_go() -> None:
+    # A forked child shares the lock; without this it would hold it on after its parent's death.
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a uid without an account, as in many containers
+        return str(os.getuid())
