@@ -1,15 +1,22 @@
-"""Files that are either complete or absent, canonical JSON, checksums, and the error of a bad cache."""
+"""Files that are either complete or absent, canonical JSON, checksums, and the error of a bad cache.
+
+Whatever a build or a commit does to the disk goes through this module, so that a test can record it (`recorded`), cut
+the record anywhere, and see what a power failure there would have left.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import tempfile
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 META_NAME = "meta.json"
+PathLike = str | os.PathLike[str]
 
 
 class CacheError(ValueError):
@@ -21,43 +28,160 @@ def canonical_json(value: Any) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def sha256_file(path: str | os.PathLike[str]) -> str:
+def sha256_file(path: PathLike) -> str:
     """Return the hex sha256 of a file, read in large blocks."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fsync_dir(path: str | os.PathLike[str]) -> None:
+Operation = tuple[Any, ...]
+"""What was done to the disk: a verb, a path, and the rest.
+
+("create", path), ("write", path, offset, bytes), ("cut", path, size), ("fsync", path), ("rename", path, new path),
+("mkdir", path), ("symlink", path, target), ("unlink", path), ("rmdir", path), ("fsync_dir", path)
+"""
+
+_trace: list[Operation] | None = None
+
+
+@contextmanager
+def recorded(trace: list[Operation]) -> Iterator[None]:
+    """Append every operation on the disk that goes through this module to `trace`, in order, the bytes included."""
+    global _trace
+    before, _trace = _trace, trace
+    try:
+        yield
+    finally:
+        _trace = before
+
+
+def _note(verb: str, path: PathLike, *rest: Any) -> None:
+    if _trace is not None:
+        _trace.append((verb, os.fspath(path), *rest))
+
+
+class OutputFile:
+    """A file that is only ever appended to. Nothing is buffered here: what was written survives the process."""
+
+    def __init__(self, path: PathLike, *, keep: int = 0) -> None:
+        """keep: bytes of the file that stay, where it exists; what follows them is cut off."""
+        self.path, self.num_bytes = Path(path), keep
+        new = not self.path.exists()
+        with _named(self.path):
+            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        if new:
+            _note("create", path)
+        elif os.fstat(self._handle).st_size != keep:
+            os.ftruncate(self._handle, keep)
+            _note("cut", path, keep)
+        self._unsynced = True
+
+    def write(self, content: Any) -> None:
+        """Append bytes, or anything with their buffer. Raises OSError that names the file, as where a disk is full."""
+        view = memoryview(content).cast("B") if len(content) else memoryview(b"")
+        while len(view):
+            with _named(self.path):
+                written = os.write(self._handle, view)
+            if _trace is not None:
+                _note("write", self.path, self.num_bytes, bytes(view[:written]))
+            self.num_bytes += written
+            self._unsynced = True
+            view = view[written:]
+
+    def sync(self) -> None:
+        """Make what was written durable; without new bytes nothing is done."""
+        if self._unsynced:
+            with _named(self.path):
+                os.fsync(self._handle)
+            _note("fsync", self.path)
+            self._unsynced = False
+
+    def close(self) -> None:
+        """Close the file, which may be done twice."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+
+@contextmanager
+def _named(path: PathLike) -> Iterator[None]:
+    """Give an OSError of a call that knows no more than a file descriptor the file's name."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def fsync_dir(path: PathLike) -> None:
     """Make the names in a folder durable, as fsync does for a file's bytes."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+    _note("fsync_dir", path)
 
 
-def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+def sync_tree(root: PathLike) -> None:
+    """Make a folder durable, with all that is in it."""
+    for folder, _, names in os.walk(root):
+        for name in sorted(names):
+            path = os.path.join(folder, name)
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            _note("fsync", path)
+        fsync_dir(folder)
+
+
+def rename(path: PathLike, new: PathLike) -> None:
+    """Rename, replacing what is at `new`, and make both names durable. What is renamed was synced before."""
+    os.replace(path, new)
+    _note("rename", path, os.fspath(new))
+    folders = {os.path.dirname(os.path.abspath(name)) for name in (path, new)}
+    for folder in sorted(folders):
+        fsync_dir(folder)
+
+
+def make_dir(path: PathLike) -> None:
+    """Make a folder, and those above it, where there is none; its name is durable."""
+    if not os.path.isdir(path):
+        make_dir(os.path.dirname(os.path.abspath(path)))
+        with suppress(FileExistsError):  # somebody else was faster
+            os.mkdir(path)
+            _note("mkdir", path)
+        fsync_dir(os.path.dirname(os.path.abspath(path)))
+
+
+def symlink(target: PathLike, path: PathLike) -> None:
+    """Make a symlink; `rename` is what makes it durable."""
+    os.symlink(target, path)
+    _note("symlink", path, os.fspath(target))
+
+
+def remove(path: PathLike) -> None:
+    """Remove a file, a link, or a folder with all that is in it; nothing where there is nothing."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        for entry in sorted(os.listdir(path)):
+            remove(os.path.join(path, entry))
+        os.rmdir(path)
+        _note("rmdir", path)
+        return
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+        _note("unlink", path)
+
+
+def write_bytes(path: PathLike, content: bytes) -> None:
     """Write a file atomically: a unique sibling, fsync, rename. No trace is left on failure; the umask is honoured."""
     target = Path(path)
-    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    file = OutputFile(temporary)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fchmod(file.fileno(), 0o666 & ~_umask())  # mkstemp gives 0600, whatever the umask says
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
+        file.write(content)
+        file.sync()
+        file.close()
+        rename(temporary, target)
     except BaseException:
-        os.unlink(temporary)
+        file.close()
+        remove(temporary)
         raise
-    fsync_dir(target.parent)
-
-
-def _umask() -> int:
-    # The umask can only be read by setting it; Linux also shows it in /proc, which no other thread can disturb.
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except FileNotFoundError:
-        os.umask(current := os.umask(0o022))
-        return current
-    return int(next(line.split()[1] for line in lines if line.startswith("Umask:")), 8)

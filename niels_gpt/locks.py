@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from niels_gpt.fileio import CacheError
+from niels_gpt.fileio import CacheError, make_dir
 
 logger = logging.getLogger(__name__)
 
@@ -25,18 +25,19 @@ def file_lock(path: Path, what: str, *, wait: bool) -> Iterator[None]:
     wait: stand in line, for as long as it takes, where somebody else holds it.
     Raises: CacheError naming user, host and pid of the holder, at once, unless `wait`.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    handle = _open(path, what)
     _held.add(handle)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(handle, 4096, 0).decode(errors="replace").strip() or "a process that has just begun"
             if not wait:
-                raise CacheError(f"{what} by {holder}. Wait for it, or stop that process") from None
-            logger.info("%s by %s; waiting", what, holder)
+                raise CacheError(f"{what} by {_holder(handle)}. Wait for it, or stop that process ({path})") from None
+            logger.info("%s by %s; waiting", what, _holder(handle))
             fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:
+            why = f"{error.strerror}: this file system has no locks. Name another folder for the caches"
+            raise OSError(error.errno, why, str(path)) from error
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"user {_user()}, host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
         try:
@@ -46,6 +47,27 @@ def file_lock(path: Path, what: str, *, wait: bool) -> Iterator[None]:
     finally:
         _held.discard(handle)
         os.close(handle)
+
+
+def _open(path: Path, what: str) -> int:
+    try:
+        make_dir(path.parent)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if isinstance(error, PermissionError) and path.is_file():
+            handle = os.open(path, os.O_RDONLY)  # of another user; who may not write it can still see who holds it
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CacheError(f"{what} by {_holder(handle)}. Wait for it, or stop that process ({path})") from None
+            finally:
+                os.close(handle)
+        advice = f"user {_user()} cannot write there. Let it, or name another folder for the caches"
+        raise OSError(error.errno, f"{error.strerror}; {advice}", str(path)) from error
+
+
+def _holder(handle: int) -> str:
+    return os.pread(handle, 4096, 0).decode(errors="replace").strip() or "a process that has just begun"
 
 
 _held: set[int] = set()

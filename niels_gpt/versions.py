@@ -5,7 +5,8 @@ replaced, atomically, when the same tokens are described anew:
 
     <parent>/NAME                          -> .versions/NAME/<content sha256, 12 digits>
     <parent>/.versions/NAME/<sha12>/       a finished version; its meta.json was written last
-    <parent>/.versions/NAME/building/      the build in progress, or a dead one that the next build clears
+    <parent>/.versions/NAME/building-KEY/          a build in progress, or a dead one that the next run goes on with
+    <parent>/.versions/NAME/building-KEY.journal/  how far it has come
     <parent>/.versions/NAME/lock           flock(2)ed while somebody builds; its text says who
 """
 
@@ -14,17 +15,21 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from niels_gpt.fileio import META_NAME, CacheError, fsync_dir, sha256_file, write_bytes
+from niels_gpt import fileio
+from niels_gpt.fileio import META_NAME, CacheError, sha256_file, write_bytes
 from niels_gpt.locks import file_lock
 from niels_gpt.records import file_records
 
 VERSIONS_DIR = ".versions"
 VERSION_DIGITS = 12
+BUILDING = "building"
+DAMAGED = "damaged"
+JOURNAL_SUFFIX = ".journal"
+JOURNAL_NAME = "journal.jsonl"
 
 
 def versions_dir(path: str | os.PathLike[str]) -> Path:
@@ -45,17 +50,45 @@ def build_lock(path: str | os.PathLike[str], *, wait: bool = False) -> Iterator[
 def building(path: str | os.PathLike[str], *, wait: bool = False) -> Iterator[Path]:
     """Lock the cache at `path` and yield an empty folder to build it in; on failure that folder is removed.
 
-    Whatever stands at `path` stays as it is, and readable, until `commit`. wait: as in `build_lock`.
+    For what is made in one go. Whatever stands at `path` stays as it is, and readable, until `commit`. wait: as in
+    `build_lock`.
     """
     refuse_foreign(path)
     with build_lock(path, wait=wait) as folder:
-        work = folder / "building"
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir()
+        work = folder / BUILDING
+        fileio.remove(work)
+        fileio.make_dir(work)
         try:
             yield work
         finally:
-            shutil.rmtree(work, ignore_errors=True)
+            fileio.remove(work)
+
+
+@contextmanager
+def resumable(path: str | os.PathLike[str], key: str) -> Iterator[tuple[Path, Path]]:
+    """Lock the cache at `path`; yield the folder of the build `key` and the folder of its journal, as they were left.
+
+    key: stands for everything that decides the bytes. The build of another key has other folders and is left alone.
+    Both folders go when the block ends well. On failure they stay, for the next run to go on, if there is a journal.
+    """
+    refuse_foreign(path)
+    with build_lock(path) as folder:
+        work = folder / f"{BUILDING}-{key[:VERSION_DIGITS]}"
+        journal = work.with_name(work.name + JOURNAL_SUFFIX)
+        if not (journal / JOURNAL_NAME).is_file():  # killed before the first record, or told to begin anew
+            fileio.remove(journal)
+            fileio.remove(work)
+        try:
+            fileio.make_dir(journal)
+            yield work, journal
+        except BaseException:
+            if not (journal / JOURNAL_NAME).is_file():
+                fileio.remove(journal)
+                fileio.remove(work)
+            raise
+        fileio.remove(journal / JOURNAL_NAME)
+        fileio.remove(journal)
+        fileio.remove(work)
 
 
 def commit(work: Path, path: str | os.PathLike[str], content_sha256: str) -> Path:
@@ -63,53 +96,57 @@ def commit(work: Path, path: str | os.PathLike[str], content_sha256: str) -> Pat
 
     The public name goes from the old version to the new one in one rename(2), so a reader finds one of them, never a
     mixture and never nothing; only a real folder in the way, and a damaged version of the same content, are moved aside
-    a moment before. Older versions stay: a reader that holds one is not disturbed.
+    a moment before. Older versions stay: a reader that holds one is not disturbed. Where an earlier call was killed
+    after it had renamed `work`, this one goes on from there.
     """
     public = Path(os.path.abspath(path))
     folder = versions_dir(public)
     version = folder / content_sha256[:VERSION_DIGITS]
     refuse_foreign(public)  # again: a build takes long, and somebody may have put something there
-    _sync_tree(work)
-    if (version / META_NAME).exists() and _same_files(work, version):
-        write_bytes(version / META_NAME, (work / META_NAME).read_bytes())  # equal content; its description may differ
-        os.utime(version)  # the newest again
-    else:
-        damaged = folder / "damaged"
-        shutil.rmtree(damaged, ignore_errors=True)
-        if version.exists():
-            os.rename(version, damaged)  # files are missing, cut or changed
-        os.rename(work, version)
-        shutil.rmtree(damaged, ignore_errors=True)
-    fsync_dir(folder)
+    if work.is_dir():
+        fileio.sync_tree(work)
+        if (version / META_NAME).exists() and _same_files(work, version):
+            write_bytes(version / META_NAME, (work / META_NAME).read_bytes())  # equal content, described anew
+            os.utime(version)  # the newest again
+        else:
+            fileio.remove(folder / DAMAGED)
+            if version.exists():
+                fileio.rename(version, folder / DAMAGED)  # files are missing, cut or changed
+            fileio.rename(work, version)
+            fileio.remove(folder / DAMAGED)
     _make_way(public, folder)
     link = folder / "link"
-    link.unlink(missing_ok=True)
-    link.symlink_to(Path(VERSIONS_DIR) / public.name / version.name)
-    os.replace(link, public)
-    fsync_dir(public.parent)
+    fileio.remove(link)
+    fileio.symlink(Path(VERSIONS_DIR) / public.name / version.name, link)
+    fileio.rename(link, public)
     return version
 
 
-def removable(path: str | os.PathLike[str]) -> list[Path]:
-    """Return what the cache at `path` no longer needs: all versions but the two newest, and dead builds (D11).
+def removable(path: str | os.PathLike[str]) -> list[tuple[Path, str]]:
+    """Return what the cache at `path` no longer needs, and why: all versions but the two newest, and dead builds (D11).
 
     The committed version always stays. Call it with `build_lock` held, or a build in progress looks dead.
     """
     public, folder = Path(os.path.abspath(path)), versions_dir(path)
     committed = public.resolve() if public.is_symlink() else None
-    found = [entry for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink()]
-    dead = [entry for entry in found if entry.name in ("building", "damaged")]
-    versions = sorted((entry for entry in found if entry not in dead), key=lambda entry: entry.stat().st_mtime_ns)
+    found: list[tuple[Path, str]] = []
+    versions: list[Path] = []
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith(f"{BUILDING}-"):
+            what = "its journal" if entry.suffix == JOURNAL_SUFFIX else "the same build would go on with it"
+            found.append((entry, f"an unfinished build: {what}"))
+        elif entry.name in (BUILDING, DAMAGED, "link") or _is_leftover(entry):
+            found.append((entry, "left by a process that was killed"))
+        elif entry.is_dir() and not entry.is_symlink():
+            versions.append(entry)
+            found += [(file, "left by a process that was killed") for file in entry.iterdir() if _is_leftover(file)]
+    versions.sort(key=lambda entry: entry.stat().st_mtime_ns)
     older = [entry for entry in versions if entry.resolve() != committed]
-    return dead + older[: max(0, len(older) - 1)]
+    return found + [(entry, "an old version") for entry in older[: max(0, len(older) - 1)]]
 
 
-def _sync_tree(root: Path) -> None:
-    for folder, _, names in os.walk(root):
-        for name in names:
-            with open(Path(folder, name), "rb") as file:
-                os.fsync(file.fileno())
-        fsync_dir(folder)
+def _is_leftover(entry: Path) -> bool:
+    return entry.name.startswith(".") and entry.suffix == ".tmp"  # of fileio.write_bytes
 
 
 def _same_files(left: Path, right: Path) -> bool:
@@ -163,13 +200,13 @@ def _make_way(public: Path, folder: Path) -> None:
     if public.is_symlink() or not public.exists():
         return
     if not _names_below(public):
-        shutil.rmtree(public)
+        fileio.remove(public)
         return
     content = str(json.loads((public / META_NAME).read_text(encoding="utf-8")).get("content_sha256"))
     known = re.fullmatch("[0-9a-f]{64}", content)  # a name from a file that anybody may have written
     if not known:
-        os.rename(public, folder / f"adopted{len(list(folder.glob('adopted*')))}")
+        fileio.rename(public, folder / f"adopted{len(list(folder.glob('adopted*')))}")
     elif (folder / content[:VERSION_DIGITS]).exists():
-        shutil.rmtree(public)  # the same content is a version already
+        fileio.remove(public)  # the same content is a version already
     else:
-        os.rename(public, folder / content[:VERSION_DIGITS])
+        fileio.rename(public, folder / content[:VERSION_DIGITS])

@@ -8,7 +8,7 @@ from typing import Any
 
 import dagster as dg
 
-from niels_gpt.build.pretrain import Progress
+from niels_gpt.build.pipeline import Progress
 from niels_gpt.locks import file_lock
 from niels_gpt.recipes import pretrain, sft
 from niels_gpt.recipes.own import OwnSource

@@ -5,6 +5,7 @@ Run: pytest tests/test_damaged_caches.py
 
 import json
 import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from niels_gpt.cache import (
     build_sft_cache,
     write_meta,
 )
+from niels_gpt.cache.mmap import load_idx
 from niels_gpt.fileio import sha256_file
 
 SPECIAL = {"sys": 1, "usr": 2, "asst": 3, "eot": 4}
@@ -102,8 +104,8 @@ PRETRAIN_DAMAGE = [
     ("meta.json", put(b"[1]"), CacheError, "meta.json: a JSON list, expected an object"),
     ("meta.json", change(built=False), CacheError, "meta.json: built is false"),
     ("meta.json", change(shards={}), CacheError, "meta.json: no list of shards for split train"),
-    ("meta.json", change(shards={"train": 3}), CacheError, "meta.json: no list of shards for split train"),
-    ("meta.json", change(shards={"train": [{}]}), CacheError, "meta.json: no list of shards for split train"),
+    ("meta.json", change(shards={"train": 3}), CacheError, "meta.json: shards.train is 3, expected a list"),
+    ("meta.json", change(shards={"train": [{}]}), CacheError, "meta.json: shards.train[0] is {}, expected a record"),
     ("meta.json", change(shards={"train": []}), CacheError, "train: this split has no shard"),
 ]
 
@@ -160,23 +162,15 @@ SFT_DAMAGE = [
     ("train_tokens.bin", cut(-2), CacheError, "train_tokens.bin: 34 bytes, expected 36"),
     ("train_tokens.bin", remove, FileNotFoundError, "train_tokens.bin: no such token file"),
     ("train_idx.npy", remove, FileNotFoundError, "train_idx.npy: no such offsets file"),
-    ("train_idx.npy", put(b""), CacheError, "train_idx.npy: not a .npy file"),
-    ("train_idx.npy", put(b"not an array"), CacheError, "train_idx.npy: not a .npy file"),
-    ("train_idx.npy", cut(100), CacheError, "train_idx.npy: not a .npy file"),
-    ("train_idx.npy", cut(-8), CacheError, "train_idx.npy: not a .npy file"),
-    ("train_idx.npy", save([0, 6, 12], "<i4"), CacheError, "train_idx.npy: int32 [3], expected int64 [examples]"),
-    ("train_idx.npy", save([0, 6, 12], "<f8"), CacheError, "train_idx.npy: float64 [3], expected int64 [examples]"),
-    ("train_idx.npy", save([[0, 6, 12]]), CacheError, "train_idx.npy: int64 [1, 3], expected int64 [examples]"),
-    ("train_idx.npy", save(0), CacheError, "train_idx.npy: int64 [], expected int64 [examples]"),
-    ("train_idx.npy", save([]), CacheError, "train_idx.npy: no example in this split"),
-    ("train_idx.npy", save([6, 12]), CacheError, "train_idx.npy: begins at 6, expected 0"),
-    ("train_idx.npy", save([0, 12, 6]), CacheError, "train_idx.npy: offsets do not ascend at entry 2"),
+    ("train_idx.npy", put(b""), CacheError, "train_idx.npy: 0 bytes, expected 152 by its meta.json"),
+    ("train_idx.npy", cut(-8), CacheError, "train_idx.npy: 144 bytes, expected 152 by its meta.json"),
     ("train_idx.npy", save([0, 6, 6]), CacheError, "train_idx.npy: offsets do not ascend at entry 2"),
     ("train_idx.npy", save([0, 6, 18]), CacheError, "offset 18 lies beyond the 18 tokens of train_tokens.bin"),
     ("meta.json", put(b"{"), CacheError, "meta.json: not JSON"),
     ("meta.json", put(b"[1]"), CacheError, "meta.json: a JSON list, expected an object"),
-    ("meta.json", change(shards={"train": 3}), CacheError, "meta.json: no list of token files"),
-    ("meta.json", change(shards={"train": [{}]}), CacheError, "meta.json: no list of token files"),
+    ("meta.json", change(shards={"train": 3}), CacheError, "meta.json: shards.train is 3, expected a list"),
+    ("meta.json", change(shards={"train": [{}]}), CacheError, "meta.json: shards.train[0] is {}, expected a record"),
+    ("meta.json", change(shards={}), CacheError, "meta.json: does not name train_tokens.bin, which lies beside it"),
 ]
 
 
@@ -189,10 +183,84 @@ def test_a_damaged_sft_cache_is_refused(
         open_sft(cache_dir)
 
 
-def test_pickled_objects_in_an_offsets_file_are_not_loaded(cache_dir: Path) -> None:
-    np.save(cache_dir / "sft" / "chats" / "train_idx.npy", np.array([0, None], dtype=object), allow_pickle=True)
-    with pytest.raises(CacheError, match=r"train_idx\.npy: not a \.npy file"):
+OFFSETS_DAMAGE = [
+    # damage to a file whose size no meta.json tells, what the message says
+    (put(b""), "not a .npy file of plain numbers: it begins b''"),
+    (put(b"not an array"), "not a .npy file"),
+    (put(b"PK\x03\x04" + bytes(200)), "not a .npy file"),
+    (put(b"\x80\x04]q\x00."), "not a .npy file"),  # a pickle
+    (cut(100), "not a .npy file"),
+    (cut(-8), "144 bytes, expected 152 by its own header, which has 3 entries"),
+    (save([0, 6, 12], "<i4"), "<i4 of shape (3,), expected int64 [examples]"),
+    (save([0, 6, 12], ">i8"), ">i8 of shape (3,), expected int64 [examples]"),
+    (save([0, 6, 12], "<f8"), "<f8 of shape (3,), expected int64 [examples]"),
+    (save([[0, 6, 12]]), "<i8 of shape (1, 3), expected int64 [examples]"),
+    (save(0), "<i8 of shape (), expected int64 [examples]"),
+    (save([]), "no example in this split"),
+    (save([6, 12]), "begins at 6, expected 0"),
+    (save([0, 12, 6]), "offsets do not ascend at entry 2"),
+    (save([0, 6, 6]), "offsets do not ascend at entry 2"),
+    (save([0, 2**63 - 1, -(2**63)]), "offsets do not ascend at entry 2"),
+    (save([0, 6, 18]), "offset 18 lies beyond the 18 tokens of train_tokens.bin"),
+    (save([0, None], "O"), "|O of shape (2,), expected int64 [examples]"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), OFFSETS_DAMAGE)
+def test_a_damaged_offsets_file_is_refused_without_a_meta_json_too(
+    cache_dir: Path, damage: Damage, message: str
+) -> None:
+    (cache_dir / "sft" / "chats" / "meta.json").unlink()
+    damage(cache_dir / "sft" / "chats" / "train_idx.npy")
+    with pytest.raises(CacheError, match=re.escape(f"train_idx.npy: {message}")):
         open_sft(cache_dir)
+
+
+def npy(shape: str, *, descr: str = "'<i8'", version: bytes = b"\x01\x00", fortran: str = "False") -> bytes:
+    """Return a .npy file of three offsets whose header says something else."""
+    header = f"{{'descr': {descr}, 'fortran_order': {fortran}, 'shape': {shape}, }}".encode()
+    width = 2 if version == b"\x01\x00" else 4
+    header = header.ljust(128 - 9 - width) + b"\n"
+    start = b"\x93NUMPY" + version + len(header).to_bytes(width, "little")
+    return start + header + np.array([0, 6, 12], dtype="<i8").tobytes()
+
+
+HOSTILE_NPY = [
+    (npy("(3,)", version=b"\x03\x00"), "not a .npy file"),
+    (npy("(3,)", version=b"\x00\x00"), "not a .npy file"),
+    (npy("(-3,)"), "not a .npy file"),
+    (npy("(3, -1)"), "not a .npy file"),
+    (npy("(1152921504606846976,)"), "152 bytes, expected 9223372036854775936 by its own header"),
+    (npy("(18446744073709551619,)"), "<i8 of shape (18446744073709551619,), expected"),
+    (npy("(3000000000000000,)"), "152 bytes, expected 24000000000000128 by its own header"),
+    (npy("(4294967296, 4294967296)"), "<i8 of shape (4294967296, 4294967296), expected"),
+    (npy("(1, 3)", fortran="True"), "<i8 of shape (1, 3), expected"),
+    (npy("(3,)", descr="[('a', '<i8')]"), "not a .npy file"),
+    (npy("(3,)", descr="__import__('os')"), "not a .npy file"),
+    (npy("(3.5,)"), "not a .npy file"),
+    (npy("(" * 50), "not a .npy file"),
+    (b"\x93NUMPY\x01\x00\xff\xff{'descr': '<i8', ", "not a .npy file"),
+    (b"\x93NUMPY\x02\x00\xff\xff\xff\xff{'descr': '<i8', ", "not a .npy file"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), HOSTILE_NPY)
+def test_a_hostile_npy_header_is_refused_and_nothing_is_allocated_for_it(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    (tmp_path / "train_idx.npy").write_bytes(content)
+    tracemalloc.start()
+    with pytest.raises(CacheError, match=re.escape(f"train_idx.npy: {message}")):
+        load_idx(tmp_path / "train_idx.npy", num_tokens=18)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 24
+
+
+@pytest.mark.parametrize("content", [npy("(3,)"), npy("(3,)", version=b"\x02\x00"), npy("(3,)", fortran="True")])
+def test_other_headers_that_fit_their_file_are_read(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "train_idx.npy").write_bytes(content)
+    assert load_idx(tmp_path / "train_idx.npy", num_tokens=18).tolist() == [0, 6, 12]
 
 
 def test_an_empty_sft_split_is_refused(cache_dir: Path) -> None:

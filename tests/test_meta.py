@@ -5,6 +5,9 @@ Run: pytest tests/test_meta.py
 
 import hashlib
 import json
+import os
+import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from niels_gpt.build.pretrain import build_pretrain, build_stub
 from niels_gpt.build.sft import build_sft
 from niels_gpt.cache import CacheError, build_pretrain_cache, read_meta, sha256_file, write_meta
 from niels_gpt.fileio import canonical_json
+from niels_gpt.records import meta_bytes, meta_crc32
 
 SOURCE = Source(
     name="someone/notes", config="v1", streaming=True, facts={"revision": "abc"}, counters={"orphans": 2, "cycles": 0}
@@ -113,6 +117,137 @@ def test_reading_a_meta_that_is_absent_or_no_object_names_the_file(tmp_path: Pat
     (tmp_path / "meta.json").write_text("3")
     with pytest.raises(CacheError, match=r"meta\.json: a JSON int, expected an object"):
         read_meta(str(tmp_path / "meta.json"))
+
+
+# --- the CRC-32 of its own bytes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("meta", [{}, {"z": 1}, {"a": "é", "z": [{"meta_crc32": "01234567"}]}, {"meta_crc32": "old"}])
+def test_meta_crc32_is_the_crc_32_of_the_bytes_with_its_digits_zeroed(meta: dict[str, Any]) -> None:
+    raw = meta_bytes(meta)
+    digits = json.loads(raw)["meta_crc32"]
+    line = f'\n  "meta_crc32": "{digits}"'.encode()
+    assert raw.count(line) == 1 and raw == canonical_json({**meta, "meta_crc32": digits})
+    assert int(digits, 16) == zlib.crc32(raw.replace(line, b'\n  "meta_crc32": "00000000"'))
+    assert meta_crc32(raw) == (int(digits, 16), int(digits, 16))
+
+
+def test_a_meta_json_without_the_key_has_no_stored_crc_32() -> None:
+    raw = canonical_json({"a": 1, "b": {"meta_crc32": "01234567"}, "c": '  "meta_crc32": "01234567",'})
+    assert meta_crc32(raw) == (None, zlib.crc32(raw))
+
+
+@pytest.mark.parametrize("digits", ["0123456G", "ABCDEF01", "12345 78", "ééé12"])
+def test_a_crc_32_that_is_no_hex_digits_equals_none(digits: str) -> None:
+    assert meta_crc32(canonical_json({"meta_crc32": digits}))[0] == -1
+
+
+def test_each_flipped_bit_of_a_meta_json_is_refused_but_those_that_take_the_crc_32s_own_key_away(
+    tmp_path: Path,
+) -> None:
+    raw = meta_bytes({"vocab_size": 300, "dataset_name": "é", "share": 0.5})
+    path, unseen = tmp_path / "meta.json", []
+    for bit in range(8 * len(raw)):
+        damaged = bytearray(raw)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            found = read_meta(str(path))
+        except CacheError as error:
+            assert str(path) in str(error)
+        else:
+            assert "meta_crc32" not in found
+            unseen.append(bit // 8)
+    key = raw.index(b"meta_crc32")
+    assert unseen and set(unseen) <= set(range(key, key + len(b"meta_crc32")))
+
+
+def test_a_changed_value_is_refused_with_both_crc_32s(tmp_path: Path) -> None:
+    raw = meta_bytes({"vocab_size": 300})
+    stored, _ = meta_crc32(raw)
+    changed = raw.replace(b"300", b"301")
+    (tmp_path / "meta.json").write_bytes(changed)
+    message = f"meta.json: damaged: its bytes have the CRC-32 {meta_crc32(changed)[1]:08x}, it says '{stored:08x}'"
+    with pytest.raises(CacheError, match=re.escape(message)):
+        read_meta(str(tmp_path / "meta.json"))
+
+
+@pytest.mark.parametrize("value", [None, 7, "7", "0123456789"])
+def test_a_crc_32_that_is_not_on_a_line_of_its_own_is_refused(tmp_path: Path, value: Any) -> None:
+    (tmp_path / "meta.json").write_bytes(canonical_json({"meta_crc32": value}))
+    with pytest.raises(CacheError, match="damaged"):
+        read_meta(str(tmp_path / "meta.json"))
+    (tmp_path / "meta.json").write_text(json.dumps(json.loads(meta_bytes({}))))
+    with pytest.raises(CacheError, match="damaged"):
+        read_meta(str(tmp_path / "meta.json"))
+
+
+def test_write_meta_never_writes_a_wrong_crc_32_and_adds_none(tmp_path: Path) -> None:
+    path = tmp_path / "meta.json"
+    write_meta(str(path), {"a": 1, "meta_crc32": "00000000"})
+    assert path.read_bytes() == meta_bytes({"a": 1})
+    write_meta(str(path), {**read_meta(str(path)), "a": 2})
+    assert path.read_bytes() == meta_bytes({"a": 2}) and read_meta(str(path))["a"] == 2
+    write_meta(str(path), {"a": 1})
+    assert path.read_bytes() == canonical_json({"a": 1}) and read_meta(str(path)) == {"a": 1}
+
+
+# --- whatever lies there ----------------------------------------------------------------------------------------------
+
+NO_META: list[tuple[bytes, str]] = [
+    (b"", "not JSON (Expecting value"),
+    (b"{}{}", "not JSON (Extra data"),
+    (b"null", "a JSON NoneType, expected an object"),
+    (b'"text"', "a JSON str, expected an object"),
+    (b'{"a": NaN}', "not JSON (the number 'NaN', expected a finite one)"),
+    (b'{"a": -Infinity}', "not JSON (the number '-Infinity'"),
+    (b'{"a": 1e999}', "not JSON (the number '1e999'"),
+    (b'{"a": ' + b"1" * 1_000_000 + b"}", "not JSON (an integer of 1,000,000 digits, expected 100 at most)"),
+    (b'{"a": 1, "b": 2, "a": 3}', "not JSON (the key 'a' is there twice)"),
+    (b'{"a": [{"b": 1, "b": 1}]}', "not JSON (the key 'b' is there twice)"),
+    (b'{"a": ' * 100_000, "not JSON (nested too deeply)"),
+    (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not JSON (nested too deeply)"),
+    ('{"a": "é"}'.encode("latin-1"), "not JSON ('utf-8' codec"),
+    ('{"a": 1}'.encode("utf-16"), "not JSON ('utf-8' codec"),
+    ('{"a": 1}'.encode("utf-16-le"), "not JSON ("),
+    (b'\xef\xbb\xbf{"a": 1}', "not JSON (Unexpected UTF-8 BOM"),
+    (rb'{"a": ["\ud800"]}', "not JSON ('utf-8' codec can't encode character '\\ud800'"),
+    (rb'{"\udfff": 1}', "not JSON ('utf-8' codec"),
+    (b'{"a": "\0"}', "not JSON (Invalid control character"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), NO_META)
+def test_what_is_no_meta_json_is_refused_with_its_reason(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "meta.json").write_bytes(content)
+    with pytest.raises(CacheError, match=re.escape(f"meta.json: {message}")) as caught:
+        read_meta(str(tmp_path / "meta.json"))
+    assert len(str(caught.value)) < len(str(tmp_path)) + 400
+
+
+def test_a_meta_json_of_more_than_256_mib_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with open(tmp_path / "meta.json", "wb") as file:
+        file.truncate((1 << 28) + 1)  # a hole: it takes no disk
+    with pytest.raises(CacheError, match=r"meta\.json: 268,435,457 bytes, expected at most 268,435,456"):
+        read_meta(str(tmp_path / "meta.json"))
+
+
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "good.json").write_bytes(b"{}")
+    (tmp_path / "link").symlink_to("good.json")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "null").symlink_to("/dev/null")
+    for name in ("fifo", "folder"):
+        with pytest.raises(CacheError, match=f"{name}: not a regular file"):
+            read_meta(str(tmp_path / name))
+    for name in ("link", "loop", "null"):
+        with pytest.raises(CacheError, match=f"{name}: a symbolic link, expected a file or folder of the cache's own"):
+            read_meta(str(tmp_path / name))
+    with pytest.raises(FileNotFoundError, match=r"good\.json/meta\.json: no such file"):
+        read_meta(str(tmp_path / "good.json" / "meta.json"))
+    assert read_meta(str(tmp_path / "good.json")) == {}
 
 
 def test_sha256_file_is_the_sha256_of_the_bytes(tmp_path: Path) -> None:

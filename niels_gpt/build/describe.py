@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.build.encode import TextEncoder
+from niels_gpt.build.encode import Tokenizer, tokenizer_sha256
 from niels_gpt.build.writer import TOKEN_DTYPE_NAME
-from niels_gpt.fileio import META_NAME, canonical_json
-from niels_gpt.records import file_records
+from niels_gpt.fileio import META_NAME, write_bytes
+from niels_gpt.records import file_records, meta_bytes, parse_object
 
 FORMAT_VERSION = 1
-BUILDER_VERSION = 1  # raised when the same input gives other bytes
+BUILDER_VERSION = 2  # raised when the same input gives other bytes
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,25 @@ def content_sha256(records: list[dict[str, Any]]) -> str:
     return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in lines).encode()).hexdigest()
 
 
-def vocabulary_of(encoder: TextEncoder) -> dict[str, Any]:
-    """Return the keys of meta.json that tell whose ids a cache holds."""
+def vocabulary_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the keys of meta.json that tell whose ids a cache holds.
+
+    To be asked before a build, not after: the file behind `model_path` may be replaced in the meantime.
+    """
     return {
-        "tokenizer_sha256": encoder.tokenizer_sha256,
-        "vocab_size": encoder.vocab_size,
-        "special_token_ids": encoder.special_token_ids,
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "vocab_size": int(tokenizer.vocab_size),
+        "special_token_ids": dict(tokenizer.special_token_ids()),
+    }
+
+
+def build_identity(source: Source, vocabulary: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
+    """Return everything that decides a cache's bytes: a killed build goes on only as what it was."""
+    return {
+        "versions": {"format": FORMAT_VERSION, "builder": BUILDER_VERSION, "sentencepiece": version("sentencepiece")},
+        "source": {"name": source.name, "config": source.config, **source.facts},
+        **vocabulary,
+        **settings,
     }
 
 
@@ -53,6 +67,7 @@ def write_description(
     *,
     vocabulary: Mapping[str, Any],
     source: Source,
+    counters: Mapping[str, int],
     seed: int,
     shards: dict[str, list[dict[str, Any]]],
     index: dict[str, dict[str, Any]],
@@ -62,6 +77,7 @@ def write_description(
     """Write meta.json, the last file of a build, and return it. `totals` also stand at the top level.
 
     The spec's sentence "totals: train_tokens, val_tokens" reads both ways, as one key and as two.
+    counters: what the loader had left out or repaired when the last document was taken.
     """
     meta = {
         "format_version": FORMAT_VERSION,
@@ -69,7 +85,7 @@ def write_description(
         "dataset_name": source.name,
         "dataset_config": source.config,
         "streaming": source.streaming,
-        "source": {**source.facts, "counters": dict(sorted(source.counters.items()))},
+        "source": {**source.facts, "counters": dict(sorted(counters.items()))},
         "seed": seed,
         "token_dtype": TOKEN_DTYPE_NAME,
         **vocabulary,
@@ -77,8 +93,8 @@ def write_description(
         "index": index,
         "totals": totals,
         **totals,
-        "content_sha256": content_sha256(file_records({"shards": shards, "index": index})),
         **keys,
     }
-    (work / META_NAME).write_bytes(canonical_json(meta))
-    return meta
+    meta["content_sha256"] = content_sha256(file_records(meta))
+    write_bytes(work / META_NAME, raw := meta_bytes(meta))
+    return parse_object(raw)

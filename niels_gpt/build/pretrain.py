@@ -1,30 +1,27 @@
-"""Documents -> train/ and val/ token shards, a document index and meta.json, in one pass and bounded memory."""
+"""Documents -> train/ and val/ token shards, a document index, source ids and meta.json, in one pass.
+
+Memory is bounded by the shuffle buffer and by what is encoded ahead, never by the corpus.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
 from typing import Any
 
-import numpy as np
-
 from niels_gpt import versions
-from niels_gpt.build import shuffle
-from niels_gpt.build.describe import Source, vocabulary_of, write_description
-from niels_gpt.build.encode import EncodedText, TextEncoder, Tokenizer, batches
+from niels_gpt.build import resume, shuffle
+from niels_gpt.build.describe import Source, build_identity, vocabulary_of, write_description
+from niels_gpt.build.encode import TextEncoder, Tokenizer
+from niels_gpt.build.pipeline import Progress
+from niels_gpt.build.resume import CHECKPOINT_SECONDS
+from niels_gpt.build.shards import FILES, Shards, with_ids
 from niels_gpt.build.split import SPLITS, TokenBudget
-from niels_gpt.build.writer import TOKEN_DTYPE, OffsetsWriter, ShardWriter
+from niels_gpt.build.writer import TOKEN_BYTES
 
 logger = logging.getLogger(__name__)
-
-_PROGRESS_TOKENS = 1 << 16
-
-Progress = Callable[[int, int, int | None], None]
-"""Called now and then with the documents read, the tokens written and the tokens expected (None: not known)."""
 
 BUDGET_RULE = (
     "by token budget: the next document goes to the split that is furthest below its share of its budget, a tie "
@@ -32,30 +29,8 @@ BUDGET_RULE = (
 )
 
 
-class _SplitWriter:
-    """One split on disk: shards, and the start of each document in the split's token stream."""
-
-    def __init__(self, work: Path, split: str, files: ExitStack, *, shard_bytes: int) -> None:
-        self._shards = ShardWriter(work, split, files, shard_bytes=shard_bytes)
-        self._starts = OffsetsWriter(work, f"index/{split}_docs.npy", files)
-        self.docs = self.tokens = self.utf8_bytes = 0
-
-    def add(self, ids: Any, utf8_bytes: int) -> None:
-        """Append one document: uint16 ids [n]."""
-        self._starts.append(self.tokens)
-        self._shards.write(ids)
-        self.docs += 1
-        self.tokens += len(ids)
-        self.utf8_bytes += utf8_bytes
-
-    def close(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Return the records of the shards and of the index."""
-        self._starts.append(self.tokens)
-        return self._shards.close(), self._starts.close()
-
-
 def build_pretrain(
-    documents: Iterable[tuple[str | None, str]],
+    documents: Iterable[tuple[str | None, str] | tuple[str | None, str, str | None]],
     out_dir: str | os.PathLike[str],
     *,
     tokenizer: Tokenizer,
@@ -67,51 +42,68 @@ def build_pretrain(
     append_eot: bool = False,
     on_special: str = "drop",
     num_threads: int = 1,
+    executor: Executor | None = None,
     source: Source | None = None,
     split_rule: str = BUDGET_RULE,
     partial: bool = False,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    committed: Callable[[dict[str, Any]], None] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Build the cache and commit it at `out_dir`; returns its meta.
+    """Build the cache and commit it at `out_dir`; returns its meta. A build that was killed goes on.
 
-    documents: pairs (split, text); split None leaves the choice to the budgets (D5).
+    documents: (split, text) or (split, text, id); split None leaves the choice to the budgets (D5). A document without
+        an id has its number in the stream.
     max_train_tokens, max_val_tokens: tokens, end-of-texts included; None: no bound (documents then name their split).
     shuffle_buffer: documents held by the torch shuffle buffer; None or 0: the order of the stream.
+    num_threads: threads that encode, 0: the caller's own; executor: encodes in their place. Neither changes the output.
     partial: upstream lacks a split; train may then be empty, and meta says `built: "partial"`.
+    checkpoint_seconds: between two checkpoints; 0: one after each batch.
+    committed: called with the meta while a kill would still be followed by going on with this build.
     Raises: ValueError for bad arguments, for an empty train split, and for text with a sentinel if on_special="raise";
-        CacheError if somebody else builds here, or something that is no cache is in the way.
+        CacheError if somebody else builds here, if something that is no cache is in the way, and if the documents are
+        not those that a killed run had read; RuntimeError if a worker of the executor dies twice on a batch.
     """
-    import torch
-
-    encoder = TextEncoder(tokenizer, on_special=on_special, num_threads=num_threads)
+    eot = int(tokenizer.special_token_ids()["eot"])
+    encoder = TextEncoder(tokenizer, on_special=on_special, append=eot if append_eot else None)
     budget = TokenBudget({"train": max_train_tokens, "val": max_val_tokens})
-    mixed = shuffle.shuffled(documents, size=shuffle_buffer, generator=torch.Generator().manual_seed(seed))
-    with versions.building(out_dir) as work, ExitStack() as files:
-        writers = {split: _SplitWriter(work, split, files, shard_bytes=shard_bytes) for split in SPLITS}
-        counts = _write_documents(_encoded(mixed, encoder), writers, budget, encoder, append_eot, progress)
-        closed = {split: writer.close() for split, writer in writers.items()}
-        if not writers["train"].tokens and not partial:
-            raise ValueError(
-                f"{os.fspath(out_dir)}: no token for the train split: {_shortage(writers, counts, source)}"
-            )
-        meta = write_description(
-            work,
-            vocabulary=vocabulary_of(encoder),
-            source=source or Source(),
+    if shard_bytes < TOKEN_BYTES:
+        raise ValueError(f"shard_bytes={shard_bytes}: expected at least {TOKEN_BYTES}, the bytes of one token")
+    source = source or Source()
+    settings: dict[str, Any] = {
+        "split_rule": split_rule,
+        "shard_bytes": shard_bytes,
+        "append_eot": append_eot,
+        "on_special": on_special,
+        "shuffle": {"algorithm": shuffle.ALGORITHM if shuffle_buffer else None, "buffer": shuffle_buffer or 0},
+        "max_train_tokens": max_train_tokens,
+        "max_val_tokens": max_val_tokens,
+        "kind": "pretrain",
+        "built": "partial" if partial else True,
+    }
+    vocabulary = vocabulary_of(tokenizer)
+    identity = build_identity(source, vocabulary, seed=seed, **settings)
+    mixed = shuffle.Shuffled(with_ids(documents), size=shuffle_buffer, seed=seed)
+    with resume.opened(out_dir, identity, FILES, checkpoint_seconds) as build:
+        shards = Shards(build, budget, encoder, shard_bytes, progress)
+        exhausted = shards.fill(mixed, source, num_threads, executor)
+        if not shards.tokens["train"] and not partial:
+            raise ValueError(f"{os.fspath(out_dir)}: no token for the train split: {_shortage(shards, source)}")
+        build.checkpoint(shards.state(), ended=True)
+        meta = build.committed_meta() or write_description(
+            build.work,
+            vocabulary=vocabulary,
+            source=source,
+            counters=source.counters if exhausted else build.mark.counters,
             seed=seed,
-            shards={split: records for split, (records, _) in closed.items()},
-            index={split: record for split, (_, record) in closed.items()},
-            totals={f"{split}_tokens": writers[split].tokens for split in SPLITS},
-            kind="pretrain",
-            built="partial" if partial else True,
-            split_rule=split_rule,
-            shard_bytes=shard_bytes,
-            append_eot=append_eot,
-            on_special=on_special,
-            shuffle={"algorithm": shuffle.ALGORITHM if shuffle_buffer else None, "buffer": shuffle_buffer or 0},
-            **_account_of(writers, counts, budget, encoder),
+            **shards.finish(),
+            **shards.account(),
+            **settings,
         )
-        versions.commit(work, out_dir, str(meta["content_sha256"]))
+        build.seal(str(meta["content_sha256"]))
+        versions.commit(build.work, out_dir, str(meta["content_sha256"]))
+        if committed is not None:
+            committed(meta)
     _warn_of_unmet_budgets(out_dir, budget)
     return meta
 
@@ -125,8 +117,9 @@ def build_stub(
             (work / split).mkdir()
         meta = write_description(
             work,
-            vocabulary=vocabulary_of(TextEncoder(tokenizer)),
+            vocabulary=vocabulary_of(tokenizer),
             source=source,
+            counters=source.counters,
             seed=seed,
             shards={split: [] for split in SPLITS},
             index={},
@@ -141,89 +134,13 @@ def build_stub(
     return meta
 
 
-_NOT_DROPS = {"documents_read", "cut_documents", "cut_tokens"}
-
-
-def _encoded(
-    documents: Iterable[tuple[str | None, str]], encoder: TextEncoder
-) -> Iterator[tuple[str | None, EncodedText]]:
-    for batch in batches(documents, num_chars=lambda document: len(document[1])):
-        for (split, _), encoded in zip(batch, encoder.encode([text for _, text in batch]), strict=True):
-            yield split, encoded
-
-
-def _write_documents(
-    documents: Iterator[tuple[str | None, EncodedText]],
-    writers: dict[str, _SplitWriter],
-    budget: TokenBudget,
-    encoder: TextEncoder,
-    append_eot: bool,
-    progress: Progress | None,
-) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    reported = 0
-    eot = np.array([encoder.special_token_ids["eot"]] if append_eot else [], dtype=TOKEN_DTYPE)
-    expected = None if None in budget.limits.values() else sum(limit or 0 for limit in budget.limits.values())
-    while not (budget.full("train") and budget.full("val")):  # asked before the next document leaves the stream
-        split, encoded = next(documents, (None, None))
-        if encoded is None:
-            break
-        counts["documents_read"] += 1
-        problem = encoder.accept(encoded) or (None if len(encoded.ids) else "empty")
-        if problem is not None:
-            counts[problem] += 1
-            continue
-        split = split or budget.next_split()
-        ids, utf8_bytes, room = np.concatenate([encoded.ids, eot]), encoded.utf8_bytes, budget.room(split)
-        if room == 0:  # a document that names a split which is full; the budgets themselves choose none
-            counts["split_full"] += 1
-            continue
-        if room is not None and len(ids) > room:
-            counts["cut_documents"] += 1
-            counts["cut_tokens"] += len(ids) - room
-            ids = ids[:room]
-            utf8_bytes = _decoded_bytes(encoder.tokenizer, ids, encoded)
-        writers[split].add(ids, utf8_bytes)
-        encoder.note(encoded)
-        budget.used[split] += len(ids)
-        if progress is not None and sum(budget.used.values()) - reported >= _PROGRESS_TOKENS:
-            reported = sum(budget.used.values())
-            progress(counts["documents_read"], reported, expected)
-    return counts
-
-
-def _decoded_bytes(tokenizer: Tokenizer, kept: Any, whole: EncodedText) -> int:
-    """Return the utf-8 bytes that the kept ids of a cut document stand for."""
-    decode = getattr(tokenizer, "decode", None)
-    text_ids = kept[: len(whole.ids)].tolist()  # without an end-of-text
-    if decode is None:
-        return whole.utf8_bytes * len(text_ids) // len(whole.ids)
-    return min(len(decode(text_ids).encode(errors="replace")), whole.utf8_bytes)
-
-
-def _account_of(
-    writers: dict[str, _SplitWriter], counts: Counter[str], budget: TokenBudget, encoder: TextEncoder
-) -> dict[str, Any]:
-    """Return the part of meta.json that accounts for every document read."""
-    return {
-        "max_train_tokens": budget.limits["train"],
-        "max_val_tokens": budget.limits["val"],
-        "budget_reached": {split: None if budget.room(split) is None else budget.full(split) for split in SPLITS},
-        "docs": {split: writers[split].docs for split in SPLITS},
-        "utf8_bytes": {split: writers[split].utf8_bytes for split in SPLITS},
-        "documents_read": counts["documents_read"],
-        "dropped": {key: counts[key] for key in sorted(counts) if key not in _NOT_DROPS},
-        "cut": {"documents": counts["cut_documents"], "tokens": counts["cut_tokens"]},
-        "noticed": dict(sorted(encoder.noticed.items())),
-    }
-
-
-def _shortage(writers: dict[str, _SplitWriter], counts: Counter[str], source: Source | None) -> str:
-    loader = ", ".join(f"{name} {count}" for name, count in sorted((source or Source()).counters.items())) or "none"
-    drops = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()) if name != "documents_read") or "none"
+def _shortage(shards: Shards, source: Source) -> str:
+    loader = ", ".join(f"{name} {count}" for name, count in sorted(source.counters.items())) or "none"
+    counts = sorted(shards.counts.items())
+    drops = ", ".join(f"{name} {count}" for name, count in counts if name != "documents_read") or "none"
     return (
-        f"{counts['documents_read']} documents read, {writers['val'].docs} to val, dropped: {drops}, left out by the "
-        f"loader: {loader}. Give it more text"
+        f"{shards.counts['documents_read']} documents read, {shards.docs['val']} to val, dropped: {drops}, left out by "
+        f"the loader: {loader}. Give it more text"
     )
 
 

@@ -5,11 +5,9 @@ The algorithm is named in meta.json (`shuffle.algorithm`), for other algorithms 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    import torch
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -17,28 +15,46 @@ ALGORITHM = "replace-random-slot, drain by randperm, torch.Generator"
 _DRAWS = 1024  # indices drawn at once: one torch call costs about as much as a thousand of them
 
 
-def shuffled(items: Iterable[T], *, size: int | None, generator: torch.Generator) -> Iterator[T]:
-    """Yield every item once, in a random order of bounded memory.
+class Shuffled(Generic[T]):
+    """Yields every item once, in a random order of bounded memory."""
 
-    size: items held at once; None, 0 and 1 keep the order.
-    """
-    if size is not None and size < 0:
-        raise ValueError(f"shuffle_buffer={size}: expected 0 or more documents")
-    if not size or size == 1:
-        yield from items
-        return
-    import torch
+    def __init__(self, items: Iterable[T], *, size: int | None, seed: int) -> None:
+        """size: items held at once; None, 0 and 1 keep the order. seed: of the torch.Generator."""
+        if size is not None and size < 0:
+            raise ValueError(f"shuffle_buffer={size}: expected 0 or more documents")
+        import torch
 
-    held: list[T] = []
-    draws: list[int] = []
-    for item in items:
-        if len(held) < size:
-            held.append(item)
-            continue
-        if not draws:
-            draws = torch.randint(size, (_DRAWS,), generator=generator).tolist()
-        slot = draws.pop()
-        yield held[slot]
-        held[slot] = item
-    for slot in torch.randperm(len(held), generator=generator).tolist():
-        yield held[slot]
+        self._items, self._size = items, size or 1
+        self._generator = torch.Generator().manual_seed(seed)
+        self.draws = 0
+        """Calls of the generator so far: its state is a new one when this number is."""
+
+    def state_sha256(self) -> str | None:
+        """Return the sha256 of the generator's state; None where nothing is ever drawn."""
+        if self._size == 1:
+            return None
+        return hashlib.sha256(self._generator.get_state().numpy().tobytes()).hexdigest()
+
+    def __iter__(self) -> Iterator[T]:
+        """Yield the items; to be called once."""
+        if self._size == 1:
+            yield from self._items
+            return
+        import torch
+
+        held: list[T] = []
+        drawn: list[int] = []
+        for item in self._items:
+            if len(held) < self._size:
+                held.append(item)
+                continue
+            if not drawn:
+                drawn = torch.randint(self._size, (_DRAWS,), generator=self._generator).tolist()
+                self.draws += 1
+            slot = drawn.pop()
+            yield held[slot]
+            held[slot] = item
+        order = torch.randperm(len(held), generator=self._generator).tolist()
+        self.draws += 1
+        for slot in order:
+            yield held[slot]

@@ -1,4 +1,4 @@
-"""The on-disk primitives of every token cache, written as a stream and hashed on the way.
+"""The on-disk primitives of every cache, written as a stream and hashed on the way.
 
 Token files are headerless little-endian uint16. Arrays of offsets are .npy files (version 1.0) of little-endian int64.
 docs/formats.md gives both byte by byte.
@@ -7,119 +7,121 @@ docs/formats.md gives both byte by byte.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from array import array
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from niels_gpt.fileio import sha256_file
+from niels_gpt import fileio
+from niels_gpt.fileio import CacheError, OutputFile
 
 TOKEN_DTYPE: np.dtype[np.uint16] = np.dtype("<u2")
 OFFSET_DTYPE: np.dtype[np.int64] = np.dtype("<i8")
 TOKEN_DTYPE_NAME = "uint16-le"
 TOKEN_BYTES = TOKEN_DTYPE.itemsize
+BLOCK_BYTES = 1 << 16
+"""Bytes of a file that one CRC-32 of index/crc32.bin stands for."""
 _NPY_HEADER_BYTES = 128
-_PENDING_OFFSETS = 1 << 16
+_READ_BYTES = 1 << 20
 
 
 class HashedFile:
-    """A new file whose sha256 is known when it is closed; `files` closes it too where a build fails."""
+    """An append-only file, its sha256, and the CRC-32 of each of its blocks."""
 
-    def __init__(self, path: Path, files: ExitStack) -> None:
-        self._file = files.enter_context(open(path, "wb"))
+    def __init__(self, path: Path, *, keep: int = 0, sha256: str | None = None) -> None:
+        """keep, sha256: the bytes that an earlier run left there, and their hash; what follows them is cut off.
+
+        Raises: CacheError if the file does not begin with those bytes.
+        """
+        self.path = path
+        self.crcs = array("I")
         self._sha256 = hashlib.sha256()
-        self.num_bytes = 0
+        self._crc = 0
+        if keep:
+            self._reread(keep, sha256)
+        self._file = OutputFile(path, keep=keep)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes written so far, those of earlier runs included."""
+        return self._file.num_bytes
+
+    @property
+    def sha256(self) -> str:
+        """The hex sha256 of the bytes so far."""
+        return self._sha256.hexdigest()
 
     def write(self, content: Any) -> None:
         """Append bytes, or anything with their buffer."""
-        view = memoryview(content).cast("B") if len(content) else b""
+        view = memoryview(content).cast("B") if len(content) else memoryview(b"")
+        position = self._file.num_bytes
         self._file.write(view)
+        self._hash(view, position)
+
+    def sync(self) -> None:
+        """Make what was written durable."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def moved(self, root: Path, name: str) -> dict[str, Any]:
+        """Sync and close the file and give it its place `root/name`; returns its name, bytes and sha256."""
+        self.sync()
+        self.close()
+        fileio.make_dir((root / name).parent)
+        fileio.rename(self.path, root / name)
+        return {"name": name, "bytes": self.num_bytes, "sha256": self.sha256}
+
+    def checksums(self) -> bytes:
+        """Return the CRC-32 of each block, as uint32-le; the last block may be a short one."""
+        whole = np.asarray(self.crcs, dtype="<u4").tobytes()
+        return whole + self._crc.to_bytes(4, "little") if self.num_bytes % BLOCK_BYTES else whole
+
+    def _hash(self, view: memoryview, position: int) -> None:
         self._sha256.update(view)
-        self.num_bytes += len(view)
+        while len(view):
+            part = view[: BLOCK_BYTES - position % BLOCK_BYTES]
+            self._crc = zlib.crc32(part, self._crc)
+            position += len(part)
+            view = view[len(part) :]
+            if position % BLOCK_BYTES == 0:
+                self.crcs.append(self._crc)
+                self._crc = 0
 
-    def close(self) -> str:
-        """Close the file and return its hex sha256. Durability comes with the commit, which syncs every file."""
-        self._file.close()
-        return self._sha256.hexdigest()
-
-
-class ShardWriter:
-    """Cuts a stream of ids into shard_00000.bin, shard_00001.bin, ... Every shard but the last is exactly full."""
-
-    def __init__(self, root: Path, split: str, files: ExitStack, *, shard_bytes: int) -> None:
-        if shard_bytes < TOKEN_BYTES:
-            raise ValueError(f"shard_bytes={shard_bytes}: expected at least {TOKEN_BYTES}, the bytes of one token")
-        self._root, self._split, self._files = root, split, files
-        self._shard_tokens = shard_bytes // TOKEN_BYTES
-        self._open: HashedFile | None = None
-        self._records: list[dict[str, Any]] = []
-        (root / split).mkdir()
-
-    def write(self, ids: NDArray[np.uint16]) -> None:
-        """Append uint16 ids [n]."""
-        while len(ids):
-            if self._open is None:
-                self._open = HashedFile(self._root / self._name(), self._files)
-            room = self._shard_tokens - self._open.num_bytes // TOKEN_BYTES
-            self._open.write(np.ascontiguousarray(ids[:room], dtype=TOKEN_DTYPE))
-            ids = ids[room:]
-            if self._open.num_bytes == self._shard_tokens * TOKEN_BYTES:
-                self._finish()
-
-    def close(self) -> list[dict[str, Any]]:
-        """Return the record of each shard: name, tokens, bytes, sha256."""
-        if self._open is not None:
-            self._finish()
-        return self._records
-
-    def _name(self) -> str:
-        return f"{self._split}/shard_{len(self._records):05d}.bin"
-
-    def _finish(self) -> None:
-        assert self._open is not None
-        name = self._name()
-        self._records.append(file_record(name, self._open.num_bytes // TOKEN_BYTES, self._open))
-        self._open = None
+    def _reread(self, keep: int, sha256: str | None) -> None:
+        position = 0
+        with open(self.path, "rb") as file:
+            while position < keep and (content := file.read(min(_READ_BYTES, keep - position))):
+                self._hash(memoryview(content), position)
+                position += len(content)
+        if position < keep or self.sha256 != sha256:
+            found = f"{position} bytes of sha256 {self.sha256[:12]}"
+            raise CacheError(f"{self.path}: {found}, expected {keep} of sha256 {str(sha256)[:12]} by the journal")
 
 
-def file_record(name: str, tokens: int, file: HashedFile) -> dict[str, Any]:
-    """Close a token file and return its entry in meta.json."""
-    return {"name": name, "tokens": tokens, "bytes": file.num_bytes, "sha256": file.close()}
+def checksums_of(path: Path, num_bytes: int, sha256: str) -> bytes:
+    """Compare a finished file with its record; returns the CRC-32 of its blocks. Raises: CacheError, OSError."""
+    file = HashedFile(path, keep=num_bytes, sha256=sha256)
+    file.close()
+    return file.checksums()
 
 
-class OffsetsWriter:
-    """An int64 .npy array of unknown length: the header is written last, the offsets go to disk as they come."""
+def id_lines(ids: Iterable[str]) -> bytes:
+    """Return a line for each id of a source: ASCII, for an id may hold anything, a line end included."""
+    return b"".join(name.encode("unicode_escape") + b"\n" for name in ids)
 
-    def __init__(self, root: Path, name: str, files: ExitStack) -> None:
-        self._path, self._name = root / name, name
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = files.enter_context(open(self._path, "wb"))
-        self._file.write(b"\0" * _NPY_HEADER_BYTES)
-        self._pending = array("q")
-        self._count = 0
 
-    def append(self, offset: int) -> None:
-        """Append one offset."""
-        self._pending.append(offset)
-        self._count += 1
-        if len(self._pending) == _PENDING_OFFSETS:
-            self._flush()
-
-    def close(self) -> dict[str, Any]:
-        """Write the header and return the array's entry in meta.json: name, entries, bytes, sha256."""
-        self._flush()
-        self._file.seek(0)
-        self._file.write(npy_header(self._count))
-        self._file.close()
-        digest = sha256_file(self._path)  # the header came last, so the hash needs a second, cheap read
-        return {"name": self._name, "entries": self._count, "bytes": self._path.stat().st_size, "sha256": digest}
-
-    def _flush(self) -> None:
-        self._file.write(np.array(self._pending, dtype=OFFSET_DTYPE).tobytes())
-        del self._pending[:]
+def npy_parts(path: Path, entries: int, last: int) -> Iterator[bytes]:
+    """Yield an .npy file of `entries` int64: those in the file at `path`, and one more at the end."""
+    yield npy_header(entries)
+    with open(path, "rb") as file:
+        yield from iter(lambda: file.read(_READ_BYTES), b"")
+    yield last.to_bytes(OFFSET_DTYPE.itemsize, "little")
 
 
 def npy_header(count: int) -> bytes:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import Any
 
 from niels_gpt.build.describe import Source
 from niels_gpt.build.encode import Tokenizer
-from niels_gpt.build.pretrain import Progress, build_pretrain
+from niels_gpt.build.pipeline import Progress
+from niels_gpt.build.pretrain import build_pretrain
 from niels_gpt.build.sft import build_sft
 from niels_gpt.chat_template import Message
 
@@ -31,6 +33,7 @@ def build_pretrain_cache(
     append_eot: bool = False,
     on_special: str = "drop",
     num_threads: int = 1,
+    executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Write out_dir/{train,val}/shard_*.bin, out_dir/index/{train,val}_docs.npy and out_dir/meta.json.
@@ -41,7 +44,10 @@ def build_pretrain_cache(
     shuffle_buffer: documents held by the shuffle buffer; None: the order of the stream.
     append_eot: add the end-of-text id to each document.
     on_special: a text that holds a sentinel is dropped and counted ("drop"), or a ValueError ("raise").
-    Raises: ValueError for bad arguments and for an empty train split; CacheError as versions.building and commit.
+    num_threads: threads that encode; 0: the caller's own. executor: any concurrent.futures.Executor; encodes in their
+        place. Neither changes the output.
+    A build that was killed goes on: give it the same texts and arguments again.
+    Raises: ValueError for bad arguments and for an empty train split; CacheError and RuntimeError as `build_pretrain`.
     """
     build_pretrain(
         ((None, text) for text in texts),
@@ -55,6 +61,7 @@ def build_pretrain_cache(
         append_eot=append_eot,
         on_special=on_special,
         num_threads=num_threads,
+        executor=executor,
         source=Source(name=source_name, config=source_config, streaming=streaming),
         progress=progress,
     )
@@ -72,13 +79,15 @@ def build_sft_cache(
     streaming: bool = False,
     on_special: str = "drop",
     num_threads: int = 1,
+    executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Write out_dir/{train,val}_tokens.bin, out_dir/{train,val}_idx.npy and out_dir/meta.json.
 
     idx holds one int64 offset an example, in tokens; the last length follows from the file size (D3).
     The same examples in the same order, seed and tokenizer give the same bytes.
-    Raises: ValueError for bad arguments and where no example is left; CacheError as versions.building and commit.
+    A build that was killed goes on: give it the same examples and arguments again.
+    Raises: ValueError for bad arguments and where no example is left; CacheError and RuntimeError as `build_pretrain`.
     """
     build_sft(
         examples,
@@ -88,6 +97,7 @@ def build_sft_cache(
         seed=seed,
         on_special=on_special,
         num_threads=num_threads,
+        executor=executor,
         source=Source(name=source_name, config=source_config, streaming=streaming),
         progress=progress,
     )

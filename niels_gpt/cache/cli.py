@@ -9,9 +9,12 @@
     python -m niels_gpt.cache.cli list cache                                  what is there
     python -m niels_gpt.cache.cli stats cache/sft/oasst1                      lengths, drops, licence of one cache
     python -m niels_gpt.cache.cli show cache/sft/oasst1 --split val --at 3    an example with its loss mask
+    python -m niels_gpt.cache.cli verify cache --deep                         every damage, with its file and bytes
+    python -m niels_gpt.cache.cli diff cache/sft/oasst1 OTHER/sft/oasst1      settings and documents that differ
+    python -m niels_gpt.cache.cli locate cache/sft/oasst1 train 1_000_000     the document at a token
     python -m niels_gpt.cache.cli gc cache --dry-run                          old versions that could be removed
 
-Exit status: 0 good, 1 something failed, 2 usage.
+Exit status: 0 good, 1 something failed, is damaged or differs, 2 usage.
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import json
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -32,6 +35,7 @@ from niels_gpt.settings import Settings
 
 if TYPE_CHECKING:
     from niels_gpt.recipes.produce import Outcome
+    from niels_gpt.tokenizer import SentencePieceTokenizer
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
@@ -102,6 +106,13 @@ def _number(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r}: expected a number of tokens above 0, such as 205M")
 
 
+def _position(text: str) -> int:
+    """Parse the number of a token: 1_000_000, or as it is printed, 1,000,000."""
+    with contextlib.suppress(ValueError):
+        return int(text.replace(",", ""))
+    raise argparse.ArgumentTypeError(f"{text!r}: expected the number of a token, such as 1_000_000")
+
+
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """Return the Settings that the flags spell."""
     given = vars(arguments)
@@ -155,21 +166,36 @@ def _add_builders(command: Callable[..., argparse.ArgumentParser]) -> None:
 def _add_viewers(command: Callable[..., argparse.ArgumentParser]) -> None:
     listing = command("list", "print a table of the caches", _list)
     listing.add_argument("cache_dir", type=Path, help="folder of the caches, such as cache or cache/sample")
-    stats = command("stats", "print the sizes, drops, source and licence of a cache", _stats)
+    stats = command("stats", "print the sizes, lengths, drops, source and licence of a cache", _stats)
     show = command("show", "print a decoded piece of a cache", _show)
-    for viewer in (stats, show):
-        viewer.add_argument("cache", type=Path, help="folder of a cache, such as cache/sft/oasst1")
+    verify = command("verify", "name every damage of a cache with its file and bytes", _verify)
+    diff = command("diff", "print the settings and documents in which two caches differ", _diff)
+    locate = command("locate", "print the document at a token, and where it came from", _locate)
+    for viewer in (stats, show, locate):
+        viewer.add_argument("cache", type=Path, metavar="CACHE", help="folder of a cache, such as cache/sft/oasst1")
+    stats.add_argument("--plot", type=Path, metavar="PNG", help="draw the lengths, and the share with loss, there")
     show.add_argument("--split", choices=("train", "val"), default="train", help="(default: train)")
     show.add_argument("--at", type=int, default=0, metavar="N", help="token position, or number of an sft example")
-    show.add_argument("--tokens", type=int, default=200, metavar="N", help="tokens to print, at most (default: 200)")
-    show.add_argument("--tokenizer", metavar="MODEL", help="spm.model (default: the one beside the cache)")
     show.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="(default: auto)")
+    verify.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="a cache, or a folder of caches")
+    verify.add_argument("--deep", action="store_true", help="read every file: checksums, ids, offsets, loss mask")
+    for name in "ab":
+        diff.add_argument(name, type=Path, metavar=name.upper(), help="folder of a cache, or of one of its versions")
+    diff.add_argument("--limit", type=int, default=10, metavar="N", help="documents named of each kind (default: 10)")
+    for machine in (verify, diff):
+        machine.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    locate.add_argument("split", choices=("train", "val"), metavar="SPLIT", help="train or val")
+    locate.add_argument("position", type=_position, metavar="POSITION", help="token of the split, from 0: 1_000_000")
+    for viewer, tokens in ((show, 200), (locate, 2_000)):
+        text = f"tokens to print, at most (default: {tokens})"
+        viewer.add_argument("--tokens", type=int, default=tokens, metavar="N", help=text)
+        viewer.add_argument("--tokenizer", metavar="MODEL", help="spm.model (default: the one beside the cache)")
 
 
 def _build(arguments: argparse.Namespace) -> int:
     from niels_gpt.recipes.own import named_by_lines
     from niels_gpt.recipes.plan import RECIPES, ensure_tokenizer, plan, recipes
-    from niels_gpt.recipes.report import outcomes_table, plan_table
+    from niels_gpt.recipes.report import checked, outcomes_table, plan_table
 
     settings = settings_of(arguments)
     known = recipes(settings)
@@ -193,7 +219,8 @@ def _build(arguments: argparse.Namespace) -> int:
             with _progress_bar(key) as progress:
                 try:
                     outcome = known[key](settings, refresh=arguments.refresh, progress=progress)
-                    _check(outcome, settings)
+                    for warning in checked(outcome, settings):
+                        print(f"warning: {key}: {warning}", file=sys.stderr)
                     outcomes.append(outcome)
                 except Exception as error:  # one failing source does not stop the others
                     failures[key] = error
@@ -208,24 +235,6 @@ def _print_failures(failures: dict[str, Exception]) -> int:
     for key, failure in failures.items():
         print(f"error: {key}: {type(failure).__name__}: {failure}", file=sys.stderr)
     return 1 if failures else 0
-
-
-def _check(outcome: Outcome, settings: Settings) -> None:
-    """Print what the warnings say, and raise CacheError for what makes a cache bad: the checks of Dagster's assets."""
-    from niels_gpt.fileio import CacheError
-    from niels_gpt.inspection.verify import CHECKS, Limits, verify
-
-    limits = Limits(deep=settings.deep_checks, max_dropped_share=settings.max_dropped_share)
-    problems = verify(outcome.path, limits)
-    bad: list[str] = []
-    for check in CHECKS[outcome.meta["kind"]]:
-        if check.blocking:
-            bad += problems[check.name]
-            continue
-        for problem in problems[check.name]:
-            print(f"warning: {outcome.key}: {problem}", file=sys.stderr)
-    if bad:
-        raise CacheError("; ".join(bad))
 
 
 @contextlib.contextmanager
@@ -271,25 +280,29 @@ def _snapshot(arguments: argparse.Namespace) -> int:
 
 
 def _stats(arguments: argparse.Namespace) -> int:
+    from niels_gpt.fileio import write_bytes
+    from niels_gpt.inspection.plot import plot
     from niels_gpt.inspection.stats import summary
     from niels_gpt.recipes.report import table
 
     print(table(summary(arguments.cache)))
+    if arguments.plot is not None:
+        try:
+            write_bytes(arguments.plot, plot(arguments.cache))
+        except ImportError as error:
+            print(f"error: --plot: {error}. Install it: pip install 'niels_gpt[pipelines]'", file=sys.stderr)
+            return 1
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
     from niels_gpt.inspection.show import show
-    from niels_gpt.recipes.produce import TOKENIZER_KEY
-    from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
 
-    beside = Path(os.path.abspath(arguments.cache)).parent.parent / TOKENIZER_KEY
-    tokenizer = load_tokenizer(arguments.tokenizer or beside / MODEL_NAME)
     color = arguments.color == "always" or (arguments.color == "auto" and sys.stdout.isatty())
     print(
         show(
             arguments.cache,
-            tokenizer,
+            _tokenizer_of(arguments.cache, arguments.tokenizer),
             split=arguments.split,
             position=arguments.at,
             num_tokens=arguments.tokens,
@@ -299,18 +312,73 @@ def _show(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _tokenizer_of(cache: Path, model: str | None) -> SentencePieceTokenizer:
+    from niels_gpt.cache.meta import tokenizer_above
+    from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
+
+    beside = tokenizer_above(cache.resolve()) or Path(os.path.abspath(cache)).parent.parent / "tokenizer"
+    return load_tokenizer(model or beside / MODEL_NAME)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from niels_gpt.inspection.caches import caches_below
+    from niels_gpt.inspection.damage import find_damage
+    from niels_gpt.recipes.report import damage_lines
+
+    found: dict[str, list[dict[str, Any]]] = {}
+    for cache in dict.fromkeys(cache for path in arguments.paths for cache in caches_below(path)):
+        with _progress_bar(str(cache), unit="B", counted="files") as progress:
+            damages = find_damage(cache, deep=arguments.deep, progress=progress)
+        found[str(cache)] = [damage._asdict() for damage in damages]
+        if not arguments.json:
+            print(damage_lines(cache, damages))
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    return 1 if any(found.values()) else 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from niels_gpt.inspection.diff import diff, is_equal
+    from niels_gpt.recipes.report import difference_lines
+
+    tokenizers: list[SentencePieceTokenizer | None] = []
+    for cache in (arguments.a, arguments.b):
+        try:
+            tokenizers.append(_tokenizer_of(cache, None))
+        except (OSError, ValueError):  # without it there are no first words
+            tokenizers.append(None)
+    found = diff(arguments.a, arguments.b, tokenizers=(tokenizers[0], tokenizers[1]), limit=arguments.limit)
+    print(json.dumps(found, indent=2, ensure_ascii=False) if arguments.json else difference_lines(found))
+    return 0 if is_equal(found) else 1
+
+
+def _locate(arguments: argparse.Namespace) -> int:
+    from niels_gpt.inspection.locate import locate
+
+    tokenizer = None
+    with contextlib.suppress(*(() if arguments.tokenizer else (FileNotFoundError,))):
+        tokenizer = _tokenizer_of(arguments.cache, arguments.tokenizer)
+    where = {"split": arguments.split, "position": arguments.position}
+    print(locate(arguments.cache, tokenizer, **where, num_tokens=arguments.tokens))
+    return 0
+
+
 def _gc(arguments: argparse.Namespace) -> int:
-    from niels_gpt.recipes.report import size
+    from niels_gpt.fileio import CacheError, remove
+    from niels_gpt.recipes.report import disk_bytes, size
     from niels_gpt.versions import VERSIONS_DIR, build_lock, removable
 
-    for folder in sorted(arguments.cache_dir.rglob(f"{VERSIONS_DIR}/*")):
-        cache = folder.parent.parent / folder.name
-        with build_lock(cache):
-            for path in removable(cache):
-                num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-                print(f"{'would remove' if arguments.dry_run else 'removed'} {path} ({size(num_bytes)})")
-                if not arguments.dry_run:
-                    shutil.rmtree(path)
+    verb = "would remove" if arguments.dry_run else "removed"
+    for folder in sorted(path for path in arguments.cache_dir.rglob(f"{VERSIONS_DIR}/*") if path.is_dir()):
+        try:
+            with build_lock(folder.parent.parent / folder.name):
+                for path, why in removable(folder.parent.parent / folder.name):
+                    num_bytes = disk_bytes(path)
+                    if not arguments.dry_run:
+                        remove(path)
+                    print(f"{verb} {path} ({size(num_bytes)}): {why}")
+        except CacheError as error:  # of somebody who builds at this moment
+            print(f"left alone {error}")
     return 0
 
 

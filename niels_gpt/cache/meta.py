@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
+from niels_gpt.cache.formats import FORMAT_VERSION, TOKEN_DTYPE
 from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file, write_bytes
+from niels_gpt.records import (
+    checked_sha256,
+    file_records,
+    meta_bytes,
+    meta_crc32,
+    parse_object,
+    read_regular,
+    resolved,
+    shortened,
+    wrong_value,
+)
 
 __all__ = [
     "META_NAME",
     "check_tokenizer",
     "find_meta",
     "read_meta",
+    "reader_meta",
     "sha256_file",
     "special_id",
     "tokenizer_above",
@@ -20,34 +33,76 @@ __all__ = [
 ]
 
 _REBUILD = "Rebuild it: python -m niels_gpt.cache.cli build-all"
+_MAX_VOCAB_SIZE = 1 << 16  # ids are uint16
 _LEVELS_TO_CACHE_DIR = 4  # above a version: NAME, .versions, pretrain, and the folder of the caches
 
 
 def write_meta(path: str, meta: dict[str, Any]) -> None:
-    """Write a meta.json atomically, as canonical JSON: equal dicts give equal bytes."""
-    write_bytes(path, canonical_json(meta))
+    """Write a meta.json atomically, as canonical JSON: equal dicts give equal bytes.
+
+    A `meta_crc32` in it is replaced by that of the bytes written; without one none is added.
+    """
+    write_bytes(path, meta_bytes(meta) if "meta_crc32" in meta else canonical_json(meta))
 
 
 def read_meta(path: str) -> dict[str, Any]:
-    """Return a meta.json as a dict.
+    """Return a meta.json as a dict, whatever its keys: `reader_meta` and `file_records` look at those.
 
-    Raises: FileNotFoundError if there is none; CacheError if it is not a JSON object.
+    Raises: FileNotFoundError if there is none; CacheError if it is no regular file, larger than 256 MiB, not a JSON
+        object, has a key twice or a number out of all bounds, or if its bytes do not give the `meta_crc32` in it.
     """
     try:
-        meta = json.loads(Path(path).read_text(encoding="utf-8"))
+        raw = read_regular(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file. A cache is complete when it has one. {_REBUILD}") from None
-    except (ValueError, RecursionError) as error:
-        raise CacheError(f"{path}: not JSON ({error}), expected a cache's meta.json. {_REBUILD}") from error
-    if not isinstance(meta, dict):
-        raise CacheError(f"{path}: a JSON {type(meta).__name__}, expected an object. {_REBUILD}")
+    try:
+        meta = parse_object(raw)
+    except ValueError as error:
+        raise CacheError(f"{path}: {error}, expected a cache's meta.json. {_REBUILD}") from error
+    if "meta_crc32" in meta:
+        said, found = meta_crc32(raw)
+        if said != found:
+            in_it = shortened(meta["meta_crc32"])
+            raise CacheError(f"{path}: damaged: its bytes have the CRC-32 {found:08x}, it says {in_it}. {_REBUILD}")
     return meta
 
 
 def find_meta(folder: Path) -> dict[str, Any] | None:
-    """Return the meta.json of a folder; None where there is none, as in a folder that another tool wrote."""
-    path = folder / META_NAME
-    return read_meta(str(path)) if path.is_file() else None
+    """Return the meta.json of a folder; None where there is none, as in a folder that another tool wrote.
+
+    Raises: as `read_meta`; CacheError if the folder is a symlink out of the folder that it lies in.
+    """
+    path = _refuse_link_out(folder) / META_NAME
+    return read_meta(str(path)) if os.path.lexists(path) else None
+
+
+def reader_meta(folder: Path) -> dict[str, Any] | None:
+    """Return `find_meta`, its keys checked as far as a reader goes by them; other tools' keys are let be.
+
+    Raises: as `find_meta`; CacheError if a key is of the wrong type, or says that the tokens are not uint16 ids of
+        format version 1, or that nothing was built.
+    """
+    meta = find_meta(folder)
+    if meta is None:
+        return None
+    where = str(folder / META_NAME)
+    for key, allowed in (("built", (True, False, "partial")), ("token_dtype", (TOKEN_DTYPE,))):
+        # `1 == True`, but no builder writes a number there.
+        if key in meta and not any(type(meta[key]) is type(value) and meta[key] == value for value in allowed):
+            raise wrong_value(where, key, meta[key], " or ".join(map(repr, allowed)))
+    if meta.get("built") is False:
+        raise CacheError(f"{where}: built is false, so there is nothing to read. {_REBUILD}")
+    version = meta.get("format_version", FORMAT_VERSION)
+    if _integer(version, 0, 2**63) != FORMAT_VERSION:
+        raise wrong_value(where, "format_version", version, f"{FORMAT_VERSION}, which this reader knows")
+    vocab_size = meta.get("vocab_size")
+    if vocab_size is not None and _integer(vocab_size, 1, _MAX_VOCAB_SIZE + 1) is None:
+        raise wrong_value(where, "vocab_size", vocab_size, f"an integer from 1 to {_MAX_VOCAB_SIZE}")
+    _tokenizer_sha256(meta, where)
+    for name in ("sys", "usr", "asst", "eot"):
+        _special_id(meta, name, where)
+    file_records(meta, where)
+    return meta
 
 
 def check_tokenizer(folder: Path, meta: dict[str, Any] | None, expected_sha256: str | None = None) -> None:
@@ -55,14 +110,12 @@ def check_tokenizer(folder: Path, meta: dict[str, Any] | None, expected_sha256: 
 
     expected_sha256: the model that the caller uses; without it, that of tokenizer/ beside the cache, if there is one.
     """
-    found = (meta or {}).get("tokenizer_sha256")
+    found = _tokenizer_sha256(meta or {}, str(folder / META_NAME))
     if expected_sha256 is None:
-        expected_sha256 = _tokenizer_meta_above(folder).get("tokenizer_sha256")
+        expected_sha256 = _tokenizer_sha256(*_tokenizer_meta_above(folder))
     if found is not None and expected_sha256 is not None and found != expected_sha256:
-        raise CacheError(
-            f"{folder / META_NAME}: ids of tokenizer {str(found)[:12]}, expected tokenizer {expected_sha256[:12]}. "
-            + _REBUILD
-        )
+        said = f"ids of tokenizer {found[:12]}, expected tokenizer {expected_sha256[:12]}"
+        raise CacheError(f"{folder / META_NAME}: {said}. {_REBUILD}")
 
 
 def special_id(folder: Path, meta: dict[str, Any] | None, name: str) -> int:
@@ -70,10 +123,9 @@ def special_id(folder: Path, meta: dict[str, Any] | None, name: str) -> int:
 
     Raises: CacheError naming the places looked at.
     """
-    for candidate in (meta or {}, _tokenizer_meta_above(folder)):
-        ids = candidate.get("special_token_ids")
-        value = ids.get(name) if isinstance(ids, dict) else None
-        if isinstance(value, int):
+    for candidate, where in ((meta or {}, str(folder / META_NAME)), _tokenizer_meta_above(folder)):
+        value = _special_id(candidate, name, where)
+        if value is not None:
             return value
     raise CacheError(
         f"{folder}: no id of the {name} sentinel is known. Pass {name}_id=..., or put special_token_ids into "
@@ -82,11 +134,53 @@ def special_id(folder: Path, meta: dict[str, Any] | None, name: str) -> int:
 
 
 def tokenizer_above(folder: Path) -> Path | None:
-    """Return the nearest tokenizer/ with a meta.json beside or above a version; None where there is none."""
+    """Return the nearest tokenizer/ with a meta.json beside or above a version; None where there is none.
+
+    Raises: CacheError if it is a symlink out of the folder that it lies in.
+    """
     candidates = (parent / "tokenizer" for parent in list(folder.parents)[:_LEVELS_TO_CACHE_DIR])
-    return next((path for path in candidates if (path / META_NAME).is_file()), None)
+    found = next((path for path in candidates if (path / META_NAME).is_file()), None)
+    return None if found is None else _refuse_link_out(found)
 
 
-def _tokenizer_meta_above(folder: Path) -> dict[str, Any]:
+def _tokenizer_meta_above(folder: Path) -> tuple[dict[str, Any], str]:
     tokenizer = tokenizer_above(folder)
-    return {} if tokenizer is None else find_meta(tokenizer) or {}
+    return ({}, "") if tokenizer is None else (read_meta(str(tokenizer / META_NAME)), str(tokenizer / META_NAME))
+
+
+def _refuse_link_out(folder: Path) -> Path:
+    """Return a folder that is none, or a committed one: a link to a version beside it, not to any place of the disk."""
+    if folder.is_symlink():
+        target, beside = resolved(folder), resolved(folder.parent)
+        if not target.is_relative_to(beside):
+            raise CacheError(
+                f"{folder}: a symbolic link to {target}, expected one to a version below {beside}: what lies outside "
+                "the folder of the caches is not read. If the link is yours, copy what it stands for to its place "
+                f"(cp -rL). {_REBUILD}"
+            )
+    return folder
+
+
+def _tokenizer_sha256(meta: dict[str, Any], where: str) -> str | None:
+    found = meta.get("tokenizer_sha256")
+    return None if found is None else checked_sha256(found, "tokenizer_sha256", where)
+
+
+def _special_id(meta: dict[str, Any], name: str, where: str) -> int | None:
+    """Return the id of a sentinel as a meta has it; None where it has none."""
+    ids, vocab_size = meta.get("special_token_ids"), _integer(meta.get("vocab_size"), 1, _MAX_VOCAB_SIZE + 1)
+    if ids is None:
+        return None
+    if not isinstance(ids, dict):
+        raise wrong_value(where, "special_token_ids", ids, "an object")
+    if name not in ids:
+        return None
+    end = vocab_size or _MAX_VOCAB_SIZE
+    if _integer(ids[name], 0, end) is None:
+        raise wrong_value(where, f"special_token_ids.{name}", ids[name], f"an integer from 0 to {end - 1}")
+    return int(ids[name])
+
+
+def _integer(value: Any, start: int, end: int) -> int | None:
+    """Return `value` if it is an integer from start to end - 1, and no bool; None otherwise."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and start <= value < end else None

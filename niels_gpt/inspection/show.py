@@ -17,7 +17,7 @@ from niels_gpt.cache.formats import SPLITS, target_mask
 from niels_gpt.cache.meta import check_tokenizer, read_meta, special_id
 from niels_gpt.cache.mmap import mmap_tokens
 from niels_gpt.fileio import META_NAME, CacheError
-from niels_gpt.inspection.stats import bounds, tokens_of
+from niels_gpt.inspection.stats import bounds, ids_at, tokens_of
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 
 _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
@@ -145,7 +145,7 @@ def sample_texts(
                 rows[-1] |= {"with_loss": int(mask.sum())}
                 rows[-1] |= {"text": _short_example(ids, mask, sentinels, tokenizer, num_tokens)}
             else:
-                ids = _ids_at(cache, meta, split, start, min(end, start + num_tokens))
+                ids = ids_at(cache, meta, split, start, min(end, start + num_tokens))
                 rows[-1] |= {"text": _plain(ids, sentinels, tokenizer) + (_MORE if len(ids) < end - start else "")}
     return rows
 
@@ -154,17 +154,6 @@ def _spread(count: int, wanted: int) -> list[int]:
     """Return at most `wanted` of the numbers below `count`, the first and the last among them."""
     wanted = min(wanted, count)
     return [step * (count - 1) // max(1, wanted - 1) for step in range(wanted)]
-
-
-def _ids_at(cache: Path, meta: dict[str, Any], split: str, start: int, end: int) -> NDArray[np.uint16]:
-    """Return tokens [start, end) of a pretrain split, which may lie in several shards."""
-    parts, before = [], 0
-    for record in meta["shards"][split]:
-        first, last = max(start - before, 0), min(end - before, record["tokens"])
-        if first < last:
-            parts.append(mmap_tokens(cache / record["name"], expected_bytes=record["bytes"])[first:last])
-        before += record["tokens"]
-    return np.concatenate(parts)
 
 
 def _short_example(

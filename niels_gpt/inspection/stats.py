@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, target_mask
+from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, TOKEN_NUMPY_DTYPE, target_mask
 from niels_gpt.cache.meta import read_meta, special_id
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
 from niels_gpt.fileio import META_NAME, CacheError
+from niels_gpt.records import path_inside
 
 _BATCH_TOKENS = 2**16  # padding included. A core's own memory holds its masks: 2**21 took up to four times as long
 
@@ -46,6 +47,18 @@ def lengths(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
 def tokens_of(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.uint16]:
     """Map the token file of an sft split: uint16 [tokens]. Raises as `mmap_tokens`; an empty split is refused."""
     return mmap_tokens(cache / f"{split}_tokens.bin", expected_bytes=meta["shards"][split][0]["bytes"])
+
+
+def ids_at(cache: Path, meta: dict[str, Any], split: str, start: int, end: int) -> NDArray[np.uint16]:
+    """Return tokens [start, end) of a split's stream, which may lie in several shards: uint16 [end - start]."""
+    parts, before = [np.zeros(0, dtype=TOKEN_NUMPY_DTYPE)], 0
+    for record in meta["shards"][split]:
+        first, last = max(start - before, 0), min(end - before, record["tokens"])
+        if first < last:
+            path = path_inside(cache, record["name"])
+            parts.append(mmap_tokens(path, expected_bytes=record["bytes"])[first:last])
+        before += record["tokens"]
+    return np.concatenate(parts)
 
 
 def supervised_counts(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,10 @@ from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import read_meta, tokenizer_above
 from niels_gpt.cache.mmap import mmap_tokens
 from niels_gpt.fileio import META_NAME, CacheError, sha256_file
+from niels_gpt.inspection.contents import IdScan
+from niels_gpt.inspection.damage import file_damage, sha256_damages
 from niels_gpt.inspection.stats import supervised_counts
-from niels_gpt.records import file_records
+from niels_gpt.records import file_records, path_inside
 from niels_gpt.tokenizer import MODEL_NAME
 
 _BUILD = "python -m niels_gpt.cache.cli build-all with its settings, or materialize its asset"
@@ -97,36 +99,22 @@ def _again(folder: Path) -> str:
 
 
 def _files_match_meta(folder: Path, meta: dict[str, Any], limits: Limits) -> Iterator[str]:
-    records = file_records(meta)
+    records, whole = file_records(meta, str(folder / META_NAME)), []
     for record in records:
-        problem = _file_problem(folder, record, deep=limits.deep or meta["kind"] == "tokenizer")  # a model is small
-        if problem is not None:
-            yield f"{problem}. {_again(folder)}"
+        damage = file_damage(folder, record)
+        if damage is None:
+            whole.append(record)
+        else:
+            yield f"{folder / damage.file}: {damage.problem}. {_again(folder)}"
+    if limits.deep or meta["kind"] == "tokenizer":  # a model is small
+        for damage in sha256_damages(folder, meta, whole):
+            yield f"{folder / damage.file}: {damage.problem}. {_again(folder)}"
     found, expected = content_sha256(records), meta["content_sha256"]
     if found != expected:
         yield (
             f"{folder / META_NAME}: content_sha256 is {_short(expected)}, but the files it names give {_short(found)}. "
             + _again(folder)
         )
-
-
-def _file_problem(folder: Path, record: dict[str, Any], *, deep: bool) -> str | None:
-    path, size = folder / record["name"], record["bytes"]
-    if _escapes(record["name"]):
-        return f"{folder / META_NAME}: names the file {record['name']}, expected one below its own folder"
-    if not path.is_file():
-        return f"{path}: no such file, expected {size} bytes by its {META_NAME}"
-    if path.stat().st_size != size:
-        return f"{path}: {path.stat().st_size} bytes, expected {size} by its {META_NAME}"
-    found = sha256_file(path) if deep else record["sha256"]
-    if found != record["sha256"]:
-        return f"{path}: sha256 {_short(found)}, expected {_short(record['sha256'])} by its {META_NAME}"
-    return None
-
-
-def _escapes(name: str) -> bool:
-    path = PurePosixPath(name)
-    return path.is_absolute() or ".." in path.parts
 
 
 def _short(sha256: Any) -> str:
@@ -136,35 +124,18 @@ def _short(sha256: Any) -> str:
 def _ids_below_vocab_size(folder: Path, meta: dict[str, Any], limits: Limits) -> Iterator[str]:
     vocab_size = int(meta["vocab_size"])
     for record in (record for records in meta["shards"].values() for record in records):
-        path = folder / record["name"]
-        if _escapes(record["name"]):
-            yield f"{folder / META_NAME}: names the file {record['name']}, which is outside its folder and is not read"
-        elif record["bytes"]:  # an empty split of an sft cache has an empty file
-            try:
-                problem = _id_problem(path, record["bytes"], vocab_size)
-            except (CacheError, OSError) as error:  # the other files are still looked at
-                yield str(error)
-                continue
-            if problem is not None:
-                yield f"{problem}. {_again(folder)}"
-
-
-def _id_problem(path: Path, num_bytes: int, vocab_size: int) -> str | None:
-    tokens = mmap_tokens(path, expected_bytes=num_bytes)
-    first, count = 0, 0
-    for start in range(0, len(tokens), _CHUNK_TOKENS):
-        chunk = tokens[start : start + _CHUNK_TOKENS]
-        if int(chunk.max()) < vocab_size:
+        if not record["bytes"]:
+            continue  # an empty split of an sft cache has an empty file
+        scan = IdScan(record["name"], vocab_size)
+        try:
+            tokens = mmap_tokens(path_inside(folder, record["name"]), expected_bytes=record["bytes"])
+        except (CacheError, OSError) as error:  # the other files are still looked at
+            yield str(error)
             continue
-        wrong = np.flatnonzero(chunk >= vocab_size)
-        first = first if count else start + int(wrong[0])
-        count += len(wrong)
-    if count == 0:
-        return None
-    return (
-        f"{path}: token {first} is id {tokens[first]}, expected ids below vocab_size {vocab_size}; "
-        f"{count:,} of {len(tokens):,} tokens are not"
-    )
+        for start in range(0, len(tokens), _CHUNK_TOKENS):
+            scan.feed(tokens[start : start + _CHUNK_TOKENS])
+        for damage in scan.damages():
+            yield f"{folder / damage.file}: {damage.problem}. {_again(folder)}"
 
 
 def _tokenizer_matches(folder: Path, meta: dict[str, Any], limits: Limits) -> Iterator[str]:

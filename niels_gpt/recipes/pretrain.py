@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.build.pretrain import BUDGET_RULE, Progress, build_pretrain, build_stub
+from niels_gpt.build.pipeline import Progress
+from niels_gpt.build.pretrain import BUDGET_RULE, build_pretrain, build_stub
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.origins import Origin, origin_of
 from niels_gpt.recipes.produce import Ingredients, Outcome, num_threads, produce

@@ -1,7 +1,8 @@
-"""Outcomes, plans and caches as tables of plain text."""
+"""Outcomes, plans and what was found in caches, as plain text."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from niels_gpt.fileio import CacheError
+from niels_gpt.inspection.contents import Damage
+from niels_gpt.inspection.diff import PARTS, is_equal
+from niels_gpt.inspection.verify import CHECKS, Limits, verify
 from niels_gpt.recipes.plan import Plan
 from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome
 from niels_gpt.recipes.snapshot import ORDER_SETTINGS
@@ -63,6 +68,74 @@ def snapshot_lines(
     )
 
 
+def checked(outcome: Outcome, settings: Settings) -> list[str]:
+    """Make the checks of Dagster's assets; returns the warnings. Raises: CacheError for what makes a cache bad."""
+    limits = Limits(deep=settings.deep_checks, max_dropped_share=settings.max_dropped_share)
+    problems = verify(outcome.path, limits)
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for check in CHECKS[outcome.meta["kind"]]:
+        found[check.blocking] += problems[check.name]
+    if found[True]:
+        raise CacheError("; ".join(found[True]))
+    return found[False]
+
+
+def damage_lines(cache: Path, damages: Sequence[Damage]) -> str:
+    """Return a line for a cache, and one for each of its damages."""
+    lines = [f"{cache}: {_number(len(damages), 'damage') if damages else 'ok'}"]
+    lines += [f"  {found.file}, bytes {found.offset:,} to {found.end:,}: {found.problem}" for found in damages]
+    return "\n".join(lines)
+
+
+def difference_lines(found: Mapping[str, Any]) -> str:
+    """Return what `inspection.diff.diff` found, for people."""
+    if is_equal(dict(found)):
+        return "equal" + ("" if found["compared"] else f"; documents were not compared: {found['why_not_tokens']}")
+    lines = []
+    for key, values in found["settings"].items():
+        shown = [_shown(values[side]) if side in values else "absent" for side in ("a", "b")]
+        lines.append(f"{key}: A {shown[0]}, B {shown[1]}")
+    if not found["compared"]:
+        return "\n".join([*lines, f"documents were not compared: {found['why_not_tokens']}"])
+    counts = [", ".join(f"{number:,} {split}" for split, number in found["documents"][side].items()) for side in "ab"]
+    why = f", for {found['why_not_tokens']}" if found["why_not_tokens"] else ""
+    lines.append(f"documents, compared by {found['compared']}{why}: A {counts[0]}; B {counts[1]}")
+    for part in PARTS:
+        count, first = found[part]["count"], found[part]["first"]
+        lines.append(f"{_PARTS[part]}: {_number(count, 'document')}")
+        lines += [f"  {_document(document)}" for document in first]
+        lines += [f"  and {count - len(first):,} more"] * (len(first) < count)
+    return "\n".join(lines)
+
+
+_PARTS = {
+    "only_a": "only in A",
+    "only_b": "only in B",
+    "moved": "moved to the other split",
+    "reordered": "at another place among those that are in both",
+}
+
+
+def _document(document: Mapping[str, Any]) -> str:
+    parts = [f"{document['split']} {document['document']}"]
+    if document["source_id"] is not None:
+        parts.append(f"source id {document['source_id']}")
+    if document["words"] is not None:
+        parts.append(repr(document["words"]))
+    if "in_b" in document:
+        parts.append(f"in B {document['in_b']['split']} {document['in_b']['document']}")
+    return ", ".join(parts)
+
+
+def _shown(value: Any, width: int = 80) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def table(rows: Sequence[tuple[str, ...]]) -> str:
     """Return rows as aligned columns, two spaces apart."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -74,6 +147,13 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
 def size(num_bytes: int) -> str:
     """Return a number of bytes for people."""
     return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
+
+
+def disk_bytes(path: Path) -> int:
+    """Return the bytes of a file or link, or of all files below a folder; links are not followed."""
+    if path.is_dir() and not path.is_symlink():
+        return sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
+    return path.lstat().st_size
 
 
 def _state(outcome: Outcome) -> str:

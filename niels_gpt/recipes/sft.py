@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.build.pretrain import Progress
+from niels_gpt.build.pipeline import Progress
 from niels_gpt.build.sft import build_sft
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.origins import origin_of

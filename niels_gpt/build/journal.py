@@ -1,0 +1,143 @@
+"""The journal of a build: one line for each checkpoint, from which a killed build goes on.
+
+A line is eight hex digits, the CRC-32 of what follows them, a space, and a JSON object. The first object says what is
+being built. A line that was cut or damaged ends the journal: the checkpoint before it is as good as any, for files only
+ever grow, and what they have beyond a checkpoint is cut off. docs/formats.md has the keys.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.fileio import CacheError, OutputFile, write_bytes
+from niels_gpt.records import file_records, path_inside
+from niels_gpt.versions import JOURNAL_NAME
+
+JOURNAL_VERSION = 1
+_MAX_LINE = 1 << 24
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was done, and is durable, at one moment of a build."""
+
+    documents: int = 0
+    """Documents that were taken from the source, those that were dropped included."""
+    generator: str | None = None
+    """sha256 of the state of the shuffle's torch.Generator; None without a shuffle."""
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Bytes and sha256 of each file that is being written: the consumed texts' digests are one of them."""
+    finished: list[dict[str, Any]] = field(default_factory=list)
+    """Records of the shards that were finished since the checkpoint before."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """The builder's own numbers."""
+    ended: bool = False
+    """Whether no further document is needed."""
+    sealed: str | None = None
+    """The content sha256, once nothing is left to do but to commit."""
+
+
+class Journal:
+    """Reads the journal in a folder, if there is one; `append` adds a checkpoint that is durable when it returns."""
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+        """identity: everything that decides the bytes of the build.
+
+        Raises: CacheError for a journal that is of another build, or that no builder wrote.
+        """
+        self.path = folder / JOURNAL_NAME
+        self.last: Checkpoint | None = None
+        self.finished: list[dict[str, Any]] = []
+        self._header = json.loads(json.dumps({"identity": identity, "journal_version": JOURNAL_VERSION}))
+        self._file: OutputFile | None = None
+        if self.path.exists():
+            keep = self._read()
+            self._file = OutputFile(self.path, keep=keep)
+
+    def append(self, checkpoint: Checkpoint) -> None:
+        """Write a checkpoint; every file that it names has been synced before. The first one begins the journal."""
+        if self._file is None:
+            write_bytes(self.path, line := _line(self._header))
+            self._file = OutputFile(self.path, keep=len(line))
+        self._file.write(_line(vars(checkpoint)))
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _read(self) -> int:
+        """Return the length of the lines that are whole."""
+        keep, remedy = 0, f"Remove {self.path.parent} to begin this build anew"
+        with open(path_inside(self.path.parent, self.path.name), "rb") as file:
+            while (value := _parsed(line := file.readline(_MAX_LINE))) is not None:
+                if keep == 0 and value != self._header:
+                    raise CacheError(f"{self.path}: a journal of another build. {remedy}")
+                if keep:
+                    self.last = _checkpoint(value, f"{self.path}, byte {keep}", remedy)
+                    self.finished += self.last.finished
+                keep += len(line)
+        if keep == 0:
+            raise CacheError(f"{self.path}: its first line is damaged. {remedy}")
+        return keep
+
+
+def identity_of(folder: Path) -> dict[str, Any]:
+    """Return what the build of a journal's folder makes; {} where its journal cannot be read."""
+    try:
+        with open(path_inside(folder, JOURNAL_NAME), "rb") as file:
+            value = _parsed(file.readline(_MAX_LINE))
+    except (OSError, CacheError):
+        return {}
+    found = value.get("identity") if isinstance(value, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _line(value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, allow_nan=False).encode()
+    return f"{zlib.crc32(text):08x} ".encode() + text + b"\n"
+
+
+def _parsed(line: bytes) -> Any:
+    """Return the object of a whole line; None for anything else."""
+    if len(line) < 10 or line[-1:] != b"\n" or line[:9] != f"{zlib.crc32(line[9:-1]):08x} ".encode():
+        return None
+    try:
+        return json.loads(line[9:])
+    except (ValueError, RecursionError):
+        return None
+
+
+def _checkpoint(value: Any, where: str, remedy: str) -> Checkpoint:
+    """Check every field: a line with a good CRC-32 may still be anybody's."""
+    try:
+        files = {str(name): (_count(found[0]), _sha256(found[1])) for name, found in dict(value["files"]).items()}
+        finished = file_records({"shards": {"finished": value["finished"]}}, where)
+        state = value["state"]
+        for number in state.values():
+            for count in number.values() if isinstance(number, dict) else [number]:
+                _count(count)
+        generator, sealed = (None if value[key] is None else _sha256(value[key]) for key in ("generator", "sealed"))
+        if not isinstance(value["ended"], bool):
+            raise TypeError(f"ended is {value['ended']!r}, expected true or false")
+        return Checkpoint(_count(value["documents"]), generator, files, finished, state, value["ended"], sealed)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CacheError(f"{where}: no checkpoint of a build ({error!r:.200}). {remedy}") from error
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise TypeError(f"{value!r:.80}, expected a number from 0 to 2^63 - 1")
+    return value
+
+
+def _sha256(value: Any) -> str:
+    if not isinstance(value, str) or len(value) != 64 or set(value) - set("0123456789abcdef"):
+        raise TypeError(f"{value!r:.80}, expected 64 hex digits")
+    return value

@@ -1,0 +1,61 @@
+"""From a source to encoded batches: read, compared with what an earlier run had read, encoded in parallel, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from typing import TypeVar
+
+from niels_gpt.build import stream
+from niels_gpt.build.encode import EncodedTexts, TextEncoder
+from niels_gpt.build.resume import Build
+from niels_gpt.build.stream import Batch
+from niels_gpt.build.workers import InOrder
+
+T = TypeVar("T")
+
+Progress = Callable[[int, int, int | None], None]
+"""Called now and then with the documents read, the tokens written and the tokens expected (None: not known)."""
+
+
+@contextmanager
+def encoded(
+    build: Build,
+    items: Iterable[T],
+    counters: Mapping[str, int],
+    encoder: TextEncoder,
+    *,
+    texts: Callable[[T], list[str]],
+    label: Callable[[T], str],
+    exhausted: bool,
+    num_threads: int,
+    executor: Executor | None,
+    report: Callable[[int], None],
+) -> Iterator[Iterator[tuple[Batch[T], EncodedTexts]]]:
+    """Yield the batches, in order, that come behind the last checkpoint of a build; none if it has ended.
+
+    counters: the loader's, which fill while the items are read.
+    texts, label: the texts of an item, and what else of it goes into a cache: both are part of its digest.
+    exhausted: a build that has ended had read its source to the end.
+    num_threads: threads that encode; 0: the caller's own. executor: encodes instead; it is left open.
+    report: is told how far a replay has come.
+    """
+    documents = stream.marked(items, counters)
+    build.replay(documents, lambda item: digest_of(item, texts, label), report)
+    if build.last.ended:
+        if exhausted:
+            build.refuse_more(documents)
+        yield iter(())
+        return
+    with ExitStack() as held:
+        if executor is None and num_threads:
+            executor = ThreadPoolExecutor(num_threads, thread_name_prefix="encode")
+            held.callback(executor.shutdown, cancel_futures=True)
+        given = stream.batches(documents, texts=texts, first=build.last.documents)
+        yield held.enter_context(closing(InOrder[Batch[T], EncodedTexts](encoder.encode, executor)(given)))
+
+
+def digest_of(item: T, texts: Callable[[T], list[str]], label: Callable[[T], str]) -> bytes:
+    """Return what tells one item of a source from another."""
+    return stream.labelled_digest(label(item), map(stream.text_digest, texts(item)))

@@ -1,0 +1,253 @@
+"""A build that may be killed at any moment: its open files, its journal, and the replay of its source.
+
+What counts is the last checkpoint. What came behind it is cut off or removed; the source is read again up to it, and
+each document is compared with what it was, but not tokenized.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar
+
+from niels_gpt import fileio
+from niels_gpt.build.journal import Checkpoint, Journal, identity_of
+from niels_gpt.build.stream import DIGEST_BYTES, Mark
+from niels_gpt.build.writer import BLOCK_BYTES, HashedFile, checksums_of
+from niels_gpt.fileio import META_NAME, CacheError, canonical_json
+from niels_gpt.records import file_records, parse_object, path_inside, read_regular
+from niels_gpt.versions import JOURNAL_SUFFIX, VERSION_DIGITS, resumable
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT_SECONDS = 2.0
+"""A killed build loses the work of so many seconds and of a batch, at most; a checkpoint costs a few fsyncs."""
+TEXTS = "texts.bin"
+"""In the journal's folder: the first bytes of the sha256 of each document that was taken from the source."""
+CHECKSUMS = "index/crc32.bin"
+_REPORTED = 1024  # documents of a replay
+_OUT_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+T = TypeVar("T")
+
+
+@contextmanager
+def opened(
+    out_dir: str | os.PathLike[str], identity: Mapping[str, Any], files: Mapping[str, str | None], seconds: float
+) -> Iterator[Build]:
+    """Hold the lock on a cache and yield its build, new or as a killed run left it. The arguments are those of Build.
+
+    Raises: CacheError where somebody else builds, something that is no cache is in the way, or the build is damaged.
+    """
+    with resumable(out_dir, sha256(canonical_json(identity)).hexdigest()) as (work, folder):
+        build = Build(work, folder, identity, files, seconds)
+        try:
+            build.open()
+            yield build
+        except OSError as error:
+            if error.errno not in _OUT_OF_ROOM or not build.last.documents:
+                raise
+            kept = f"{build.last.documents} documents are done and kept: with room there, the same build goes on"
+            raise OSError(error.errno, f"{error.strerror}. {kept}", error.filename) from error
+        finally:
+            build.close()
+
+
+class Build:
+    """The state of one build on disk."""
+
+    def __init__(
+        self, work: Path, folder: Path, identity: Mapping[str, Any], files: Mapping[str, str | None], seconds: float
+    ) -> None:
+        """work: folder of the files that are finished. folder: of the journal and the files that are appended to.
+
+        identity: everything that decides the bytes.
+        files: the names of the latter, each with its place in the cache: "train/shard_{:05d}.bin" for the next shard of
+            a split, None for what serves the build only.
+        seconds: between two checkpoints; 0 for one after each batch.
+        """
+        self.work, self.folder = work, folder
+        self._places = {**files, TEXTS: None}
+        self._seconds = seconds
+        self._journal = Journal(folder, identity)
+        self.last = self._journal.last or Checkpoint()
+        """The last checkpoint."""
+        self.finished = self._journal.finished
+        """Records of the finished shards: name, bytes, sha256."""
+        self.files: dict[str, HashedFile] = {}
+        self.checksums: dict[str, bytes] = {}
+        """CRC-32 of the blocks of each finished file."""
+        self.mark = Mark({}, None)
+        """Of the last document that was taken."""
+        self._journaled = len(self.finished)
+        self._time = time.monotonic()
+        _say_others(folder, identity)
+
+    @property
+    def committed(self) -> Path | None:
+        """The version that a killed run had made of this build, where nothing is left to do but to say so."""
+        if self.last.sealed is None or self.work.is_dir():
+            return None
+        return self.folder.parent / self.last.sealed[:VERSION_DIGITS]
+
+    def open(self) -> None:
+        """Bring the disk back to the last checkpoint and open the files there. Raises: CacheError."""
+        if self.committed is not None:
+            if not (self.committed / META_NAME).is_file():
+                raise CacheError(f"{self.committed}: no finished version, expected one by the journal. {self.remedy}")
+            return
+        fileio.make_dir(self.work)
+        if self.last.documents:
+            logger.info("%s: going on after %d documents of an earlier run", self.folder, self.last.documents)
+            if set(self.last.files) != set(self._places):
+                raise CacheError(f"{self.folder}: its journal names other files than this build has. {self.remedy}")
+            self._bring_back()
+        self._clear({record["name"] for record in self.finished})
+        try:
+            for record in self.finished:
+                known = (record["bytes"], record["sha256"])
+                self.checksums[record["name"]] = checksums_of(path_inside(self.work, record["name"]), *known)
+            for name in self._places:
+                keep, digest = self.last.files.get(name, (0, None))
+                self.files[name] = HashedFile(path_inside(self.folder, name), keep=keep, sha256=digest)
+        except (CacheError, FileNotFoundError) as error:
+            raise CacheError(f"{error}. {self.remedy}") from error
+        fileio.fsync_dir(self.folder)
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self.files.values():
+            file.close()
+        self._journal.close()
+
+    def replay(
+        self, documents: Iterator[tuple[T, Mark]], digest_of: Callable[[T], bytes], report: Callable[[int], None]
+    ) -> None:
+        """Take from the source what had been taken at the last checkpoint, and compare it.
+
+        report: is told the number of documents now and then.
+        Raises: CacheError naming the first document that is not what it was.
+        """
+        count = self.last.documents
+        with open(self.folder / TEXTS, "rb") as file:
+            for number in range(count):
+                document, self.mark = next(documents, (None, self.mark))
+                if document is None:
+                    self._changed(f"ends before document {number}, and {count} had been read")
+                elif digest_of(document) != file.read(DIGEST_BYTES):
+                    self._changed(f"changed at document {number}, which is now {document!r:.200}")
+                if number % _REPORTED == 0:
+                    report(number)
+        if count and self.mark.generator != self.last.generator:
+            self._changed(f"is shuffled otherwise at document {count - 1}, as by another version of torch")
+
+    def refuse_more(self, documents: Iterator[Any]) -> None:
+        """Raise CacheError if a source that had ended goes on."""
+        if self.last.ended and next(documents, None) is not None:
+            self._changed(f"goes on at document {self.last.documents}, where it had ended")
+
+    def take(self, digests: Sequence[bytes], mark: Mark) -> None:
+        """Note that documents were taken from the source; the mark is that of the last one."""
+        self.files[TEXTS].write(b"".join(digests))
+        self.mark = mark
+
+    def finish(self, name: str) -> dict[str, Any]:
+        """Give a file its place in the cache and begin another one; returns its name, bytes and sha256."""
+        place = self._place(name)
+        record = self.files[name].moved(self.work, place)
+        self.checksums[place] = self.files[name].checksums()
+        self.files[name] = HashedFile(self.folder / name)
+        return record
+
+    def add(self, place: str, content: Iterator[Any]) -> dict[str, Any]:
+        """Write a further file of the cache from buffers; returns its name, bytes and sha256."""
+        path = self.folder / place.replace("/", "_")
+        fileio.remove(path)
+        file = HashedFile(path)
+        for part in content:
+            file.write(part)
+        self.checksums[place] = file.checksums()
+        return file.moved(self.work, place)
+
+    def checkpoint(self, state: Mapping[str, Any], *, ended: bool = False) -> None:
+        """Make durable what was written, and say so in the journal: if it is time, a shard is finished, or at the end.
+
+        state: the builder's own numbers, or numbers by name.
+        """
+        if self.last.ended:
+            return
+        due = ended or len(self.finished) > self._journaled or time.monotonic() - self._time >= self._seconds
+        if not due:
+            return
+        for file in self.files.values():
+            file.sync()
+        self.last = Checkpoint(
+            documents=self.files[TEXTS].num_bytes // DIGEST_BYTES,
+            generator=self.mark.generator,
+            files={name: (file.num_bytes, file.sha256) for name, file in self.files.items()},
+            finished=self.finished[self._journaled :],
+            state=dict(state),
+            ended=ended,
+        )
+        self._journal.append(self.last)
+        self._journaled, self._time = len(self.finished), time.monotonic()
+
+    def add_checksums(self, *groups: Mapping[str, Any]) -> dict[str, Any]:
+        """Write index/crc32.bin for all files that meta.json names so far, in its order; returns its record."""
+        named = file_records(dict(zip(("shards", "index", "ids"), groups, strict=False)))
+        record = self.add(CHECKSUMS, (self.checksums[found["name"]] for found in named))
+        return {**record, "block_bytes": BLOCK_BYTES}
+
+    def committed_meta(self) -> dict[str, Any] | None:
+        """Return the meta.json of `committed`."""
+        return None if self.committed is None else parse_object(read_regular(self.committed / META_NAME))
+
+    def seal(self, content_sha256: str) -> None:
+        """Say in the journal that the folder is complete, so that a commit which is killed can be finished."""
+        if self.last.sealed is None:
+            self._journal.append(replace(self.last, finished=[], sealed=content_sha256))
+
+    @property
+    def remedy(self) -> str:
+        """What to do where a build cannot go on."""
+        return f"Remove {self.folder} to begin this build anew"
+
+    def _place(self, name: str) -> str:
+        place = self._places[name]
+        assert place is not None
+        begun = place.rpartition("/")[0] + "/"
+        return place.format(sum(record["name"].startswith(begun) for record in self.finished))
+
+    def _bring_back(self) -> None:
+        """Undo the finishing of files since the last checkpoint: they are behind it."""
+        for name, (keep, _) in self.last.files.items():
+            if keep and self._places[name] is not None and (self.work / self._place(name)).is_file():
+                fileio.rename(self.work / self._place(name), self.folder / name)
+
+    def _clear(self, known: set[str]) -> None:
+        for where, _, names in os.walk(self.work):
+            for path in (Path(where, name) for name in names):
+                if str(path.relative_to(self.work)) not in known:
+                    fileio.remove(path)
+
+    def _changed(self, what: str) -> None:
+        raise CacheError(
+            f"{self.folder}: the source {what}. Let it be again what it was when this build began, and build again, or "
+            f"begin anew with what it is now: remove {self.folder}"
+        )
+
+
+def _say_others(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Log what tells other unfinished builds of this cache from the one that begins."""
+    for other in sorted(folder.parent.glob(f"*{JOURNAL_SUFFIX}")):
+        theirs = identity_of(other)
+        if other != folder and theirs:
+            keys = sorted(key for key in {*identity, *theirs} if identity.get(key) != theirs.get(key))
+            logger.info("%s: an unfinished build that differs in %s; `cli gc` would remove it", other, ", ".join(keys))

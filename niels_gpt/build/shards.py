@@ -1,0 +1,219 @@
+"""Documents on their way into the token shards of both splits: index, source ids, and the account of each of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt import fileio
+from niels_gpt.build import pipeline
+from niels_gpt.build.describe import Source
+from niels_gpt.build.encode import EncodedTexts, TextEncoder
+from niels_gpt.build.pipeline import Progress
+from niels_gpt.build.resume import Build
+from niels_gpt.build.split import SPLITS, TokenBudget
+from niels_gpt.build.stream import Batch, labelled_digest
+from niels_gpt.build.writer import OFFSET_DTYPE, TOKEN_BYTES, id_lines, npy_parts
+
+Document = tuple[str | None, str, str]
+"""Split (None leaves the choice to the budgets, D5), text, and the id that the source has for it."""
+
+_NOT_DROPS = {"documents_read", "cut_documents", "cut_tokens"}
+FILES = {
+    **{f"{split}.bin": split + "/shard_{:05d}.bin" for split in SPLITS},
+    **{f"{split}_docs.bin": None for split in SPLITS},
+    **{f"{split}_ids.txt": f"index/{split}_ids.txt" for split in SPLITS},
+}
+"""What a build appends to: the shard of each split that is being filled, the starts of its documents, their ids."""
+
+
+def with_ids(documents: Iterable[Sequence[str | None]]) -> Iterator[Document]:
+    for number, (split, text, *rest) in enumerate(documents):
+        assert text is not None
+        yield split, text, str(number) if not rest or rest[0] is None else rest[0]
+
+
+def _texts(document: Document) -> list[str]:
+    return [document[1]]
+
+
+def _label(document: Document) -> str:
+    return f"{document[0]}\0{document[2]}"
+
+
+class Shards:
+    """Both splits on disk, and the account of every document that was read."""
+
+    def __init__(
+        self, build: Build, budget: TokenBudget, encoder: TextEncoder, shard_bytes: int, progress: Progress | None
+    ) -> None:
+        self._build, self._budget, self._encoder, self._progress = build, budget, encoder, progress
+        self._shard_bytes = shard_bytes // TOKEN_BYTES * TOKEN_BYTES
+        state = build.last.state
+        self.counts = Counter(state.get("counts", {}))
+        self.noticed = Counter(state.get("noticed", {}))
+        self.docs, self.tokens, self.utf8_bytes = (
+            dict(state.get(key) or dict.fromkeys(SPLITS, 0)) for key in ("docs", "tokens", "utf8_bytes")
+        )
+        budget.used = self.tokens
+        self._expected = None if None in budget.limits.values() else sum(limit or 0 for limit in budget.limits.values())
+
+    def fill(self, documents: Iterable[Document], source: Source, num_threads: int, executor: Executor | None) -> bool:
+        """Read documents until both budgets are full; returns whether the source has ended instead."""
+        build = self._build
+        with pipeline.encoded(
+            build,
+            documents,
+            source.counters,
+            self._encoder,
+            texts=_texts,
+            label=_label,
+            exhausted=not self._full(),
+            num_threads=num_threads,
+            executor=executor,
+            report=self._report,
+        ) as batches:
+            while not self._full() and (found := next(batches, None)) is not None:
+                batch, encoded = found
+                taken = self._add(batch, encoded)
+                build.take(self._digests(batch, encoded, taken), batch.marks[taken - 1])
+                build.checkpoint(self.state())
+                self._report(self.counts["documents_read"])
+        return not self._full()
+
+    def finish(self) -> dict[str, Any]:
+        """Finish the last shards, the index and the ids; returns their part of meta.json."""
+        build, index, ids = self._build, {}, {}
+        for split in SPLITS:
+            fileio.make_dir(build.work / split)
+            if build.files[f"{split}.bin"].num_bytes:
+                self._finish_shard(split)
+        for split in SPLITS:
+            entries = self.docs[split] + 1
+            starts = build.folder / f"{split}_docs.bin"
+            record = build.add(f"index/{split}_docs.npy", npy_parts(starts, entries, self.tokens[split]))
+            index[split] = {**record, "entries": entries}
+        for split in SPLITS:
+            ids[split] = {**build.finish(f"{split}_ids.txt"), "entries": self.docs[split]}
+        shards = {
+            split: [found for found in build.finished if found["name"].startswith(f"{split}/")] for split in SPLITS
+        }
+        return {"shards": shards, "index": index, "ids": ids, "checksums": build.add_checksums(shards, index, ids)}
+
+    def account(self) -> dict[str, Any]:
+        """Return the part of meta.json that accounts for every document read."""
+        full = {split: self._budget.room(split) == 0 for split in SPLITS}
+        unbounded = [split for split in SPLITS if self._budget.limits[split] is None]
+        return {
+            "totals": {f"{split}_tokens": self.tokens[split] for split in SPLITS},
+            "budget_reached": {split: None if split in unbounded else full[split] for split in SPLITS},
+            "docs": self.docs,
+            "utf8_bytes": self.utf8_bytes,
+            "documents_read": self.counts["documents_read"],
+            "dropped": {key: self.counts[key] for key in sorted(self.counts) if key not in _NOT_DROPS},
+            "cut": {"documents": self.counts["cut_documents"], "tokens": self.counts["cut_tokens"]},
+            "noticed": dict(sorted(self.noticed.items())),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return the numbers that a checkpoint keeps."""
+        counters = {"counts": self.counts, "noticed": self.noticed}
+        return {**counters, "docs": self.docs, "tokens": self.tokens, "utf8_bytes": self.utf8_bytes}
+
+    def _full(self) -> bool:
+        return self._budget.full("train") and self._budget.full("val")
+
+    def _digests(self, batch: Batch[Document], encoded: EncodedTexts, taken: int) -> list[bytes]:
+        pairs = zip(batch.items[:taken], encoded.digests, strict=False)
+        return [labelled_digest(_label(document), [digest]) for document, digest in pairs]
+
+    def _add(self, batch: Batch[Document], encoded: EncodedTexts) -> int:
+        """Write the documents of a batch, until both budgets are full; returns how many were taken."""
+        chosen: dict[str, list[int]] = {split: [] for split in SPLITS}
+        lengths = encoded.lengths.tolist()
+        cut_bytes: dict[int, int] = {}
+        taken = 0
+        for number, document in enumerate(batch.items):
+            if self._full():  # asked before the next document leaves the stream
+                break
+            taken += 1
+            split = self._split_of(document, lengths[number], encoded.problems.get(number))
+            if split is None:
+                continue
+            room = self._budget.room(split)
+            if room is not None and lengths[number] > room:
+                cut_bytes[number] = self._cut(encoded, number, lengths[number], room)
+                lengths[number] = room
+            self.tokens[split] += lengths[number]
+            self.noticed.update(encoded.notes.get(number, ()))
+            chosen[split].append(number)
+        for split, numbers in chosen.items():
+            if numbers:
+                kept = np.array([lengths[number] for number in numbers], dtype=np.int64)
+                self._write(split, _ids_of(encoded, numbers)[: int(kept.sum())], kept)
+                names = (batch.items[number][2] for number in numbers)
+                self._build.files[f"{split}_ids.txt"].write(id_lines(names))
+                known = encoded.utf8_bytes[numbers].tolist()
+                sizes = (cut_bytes.get(number, size) for number, size in zip(numbers, known, strict=True))
+                self.utf8_bytes[split] += sum(sizes)
+        self.counts["documents_read"] += taken
+        return taken
+
+    def _split_of(self, document: Document, length: int, problem: tuple[str, str] | None) -> str | None:
+        """Return the split of a document; None for one that is dropped, which is counted."""
+        dropped = self._encoder.accept(problem) or (None if length else "empty")
+        split = document[0] or self._budget.next_split()
+        if dropped is None and self._budget.full(split):  # it names its split; the budgets choose none that is full
+            dropped = "split_full"
+        if dropped is not None:
+            self.counts[dropped] += 1
+            return None
+        return split
+
+    def _cut(self, encoded: EncodedTexts, number: int, length: int, room: int) -> int:
+        """Count a document that is cut; returns the utf-8 bytes that the ids which are kept stand for."""
+        self.counts["cut_documents"] += 1
+        self.counts["cut_tokens"] += length - room
+        start = int(encoded.lengths[:number].sum())
+        of_text = length - (self._encoder.append is not None)
+        kept = encoded.ids[start : start + min(room, of_text)].tolist()  # without an end-of-text
+        whole = int(encoded.utf8_bytes[number])
+        decode = getattr(self._encoder.tokenizer, "decode", None)
+        if decode is None:
+            return whole * len(kept) // of_text
+        return min(len(decode(kept).encode(errors="replace")), whole)
+
+    def _write(self, split: str, ids: NDArray[np.uint16], lengths: NDArray[np.int64]) -> None:
+        """Append documents of a split; self.tokens counts them already."""
+        ends = self.tokens[split] - int(lengths.sum()) + np.cumsum(lengths)
+        self._build.files[f"{split}_docs.bin"].write((ends - lengths).astype(OFFSET_DTYPE))
+        self.docs[split] += len(lengths)
+        while len(ids):
+            filling = self._build.files[f"{split}.bin"]
+            room = (self._shard_bytes - filling.num_bytes) // TOKEN_BYTES
+            filling.write(ids[:room])
+            ids = ids[room:]
+            if filling.num_bytes == self._shard_bytes:
+                self._finish_shard(split)
+
+    def _finish_shard(self, split: str) -> None:
+        record = self._build.finish(f"{split}.bin")
+        self._build.finished.append({**record, "tokens": record["bytes"] // TOKEN_BYTES})
+
+    def _report(self, documents: int) -> None:
+        if self._progress is not None:
+            self._progress(documents, sum(self.tokens.values()), self._expected)
+
+
+def _ids_of(encoded: EncodedTexts, numbers: list[int]) -> NDArray[np.uint16]:
+    """Return the ids of some texts of a batch, one after another."""
+    if len(numbers) == len(encoded.lengths):
+        return encoded.ids
+    wanted = np.zeros(len(encoded.lengths), dtype=np.bool_)
+    wanted[numbers] = True
+    return encoded.ids[np.repeat(wanted, encoded.lengths)]

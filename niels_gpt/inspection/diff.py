@@ -1,0 +1,170 @@
+"""What differs between two caches: keys of their meta.json, and documents by what they hold.
+
+A document is its tokens, hashed; caches of two tokenizers have no tokens in common, so there it is its source id.
+The tokens are read as a stream; of each document 16 bytes are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.cache.mmap import mmap_tokens
+from niels_gpt.fileio import META_NAME
+from niels_gpt.inspection import matching
+from niels_gpt.inspection.matching import first
+from niels_gpt.inspection.show import Decoder
+from niels_gpt.inspection.source_ids import id_lines, source_id
+from niels_gpt.inspection.stats import bounds, ids_at
+from niels_gpt.records import path_inside
+
+_OF_FILES = {"shards", "index", "ids", "checksums", "files", "content_sha256", "meta_crc32"}
+_DIGEST_BYTES = 16
+_WORDS_TOKENS, _WORDS_CHARS = 24, 60  # of a document's beginning
+_CHUNK = 1 << 16  # bounds that are Python numbers at a time
+
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One of the two caches."""
+
+    folder: Path
+    meta: dict[str, Any]
+    tokenizer: Decoder | None
+    splits: dict[str, int]  # documents
+
+
+def diff(left: Path, right: Path, *, tokenizers: tuple[Decoder | None, Decoder | None], limit: int) -> Found:
+    """Return what differs between the caches A (`left`) and B (`right`), ready for JSON.
+
+    settings: dotted key -> {"a": value, "b": value}, without the side that lacks it; the lists of files are left out.
+    compared: "tokens", "source ids" or null, and why not tokens; documents: their numbers.
+    only_a, only_b, moved (to the other split), reordered (in the same split): count, and the first `limit` documents.
+    tokenizers: of A and B, for the first words of a document; None, or one of other ids: no words.
+    Raises: FileNotFoundError, CacheError.
+    """
+    a, b = (_side(*given) for given in zip((left, right), tokenizers, strict=True))
+    flat = [_flat({key: value for key, value in side.meta.items() if key not in _OF_FILES}) for side in (a, b)]
+    settings = {
+        key: {name: values[key] for name, values in zip("ab", flat, strict=True) if key in values}
+        for key in sorted(flat[0].keys() | flat[1].keys())
+        if json.dumps(flat[0].get(key, ...), default=str) != json.dumps(flat[1].get(key, ...), default=str)
+    }
+    compared, reason = _comparable(a, b)
+    found: Found = {"settings": settings, "compared": compared, "why_not_tokens": reason}
+    found["documents"] = {"a": a.splits, "b": b.splits}
+    found |= _compared_documents(a, b, compared == "tokens", limit) if compared else {}
+    return found
+
+
+def is_equal(found: Found) -> bool:
+    """Whether `diff` found no difference."""
+    counts = [found[part]["count"] for part in PARTS if part in found]
+    return not found["settings"] and not any(counts)
+
+
+PARTS = ("only_a", "only_b", "moved", "reordered")
+"""Of the documents that `diff` counts."""
+
+
+def _side(cache: Path, tokenizer: Decoder | None) -> _Side:
+    folder = cache.resolve()  # one version, whatever is committed meanwhile
+    meta = read_meta(str(folder / META_NAME))
+    if tokenizer is not None and tokenizer.sha256 != meta.get("tokenizer_sha256"):
+        tokenizer = None
+    has_documents = meta.get("kind") in ("pretrain", "sft")
+    splits = {split: len(bounds(folder, meta, split)) - 1 for split in SPLITS} if has_documents else {}
+    return _Side(folder, meta, tokenizer, splits)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def _comparable(a: _Side, b: _Side) -> tuple[str | None, str | None]:
+    if not a.splits or not b.splits:
+        return None, "not both are caches of documents"
+    keys = ("tokenizer_sha256", "vocab_size", "special_token_ids")
+    if all(a.meta.get(key) == b.meta.get(key) for key in keys):
+        return "tokens", None
+    lacking = [name for name, side in (("A", a), ("B", b)) if any(side.splits.values()) and "ids" not in side.meta]
+    if lacking:
+        said = " and ".join(lacking)
+        return None, f"their tokenizers differ, and source ids of {said} were not recorded by the builder of that time"
+    return "source ids", "their tokenizers differ"
+
+
+def _digests(side: _Side, split: str, by_tokens: bool) -> NDArray[np.uint64]:
+    """Return a hash of each document of a split: uint64 [documents, 2]."""
+    found = bytearray()
+    if by_tokens:
+        for digest in _token_digests(side, split):
+            found += digest
+    elif side.splits[split]:
+        for line in id_lines(side.folder, side.meta, split):
+            found += hashlib.blake2b(line, digest_size=_DIGEST_BYTES).digest()
+    return np.frombuffer(found, dtype=np.uint64).reshape(-1, 2)
+
+
+def _token_digests(side: _Side, split: str) -> Iterator[bytes]:
+    ends = _numbers(bounds(side.folder, side.meta, split)[1:])
+    digest, end, position = hashlib.blake2b(digest_size=_DIGEST_BYTES), next(ends, None), 0
+    for record in side.meta["shards"][split]:
+        if not record["bytes"]:
+            continue
+        tokens = mmap_tokens(path_inside(side.folder, record["name"]), expected_bytes=record["bytes"])
+        content, first, last = tokens.data, position, position + len(tokens)
+        while end is not None and end <= last:
+            digest.update(content[position - first : end - first])
+            yield digest.digest()
+            digest, position, end = hashlib.blake2b(digest_size=_DIGEST_BYTES), end, next(ends, None)
+        digest.update(content[position - first :])  # it goes on in the next shard
+        position = last
+
+
+def _numbers(values: NDArray[np.int64]) -> Iterator[int]:
+    for start in range(0, len(values), _CHUNK):
+        yield from values[start : start + _CHUNK].tolist()
+
+
+def _compared_documents(a: _Side, b: _Side, by_tokens: bool, limit: int) -> Found:
+    match = matching.match(*([_digests(side, split, by_tokens) for split in SPLITS] for side in (a, b)))
+    found: Found = {}
+    for part, side, numbers in (("only_a", a, match.only_a), ("only_b", b, match.only_b)):
+        listed = [_told(side, SPLITS[split], int(numbers[split][place])) for split, place in first(numbers, limit)]
+        found[part] = {"count": sum(map(len, numbers)), "first": listed}
+    for part, pairs, to_other in (("moved", match.moved, True), ("reordered", match.reordered, False)):
+        numbers, listed = [left for left, _ in pairs], []
+        for split, place in first(numbers, limit):
+            in_b = {"split": SPLITS[split != to_other], "document": int(pairs[split][1][place])}
+            listed.append({**_told(a, SPLITS[split], int(numbers[split][place])), "in_b": in_b})
+        found[part] = {"count": sum(map(len, numbers)), "first": listed}
+    return found
+
+
+def _told(side: _Side, split: str, number: int) -> Found:
+    """Return what people know a document by."""
+    words = None
+    if side.tokenizer is not None:
+        start, end = bounds(side.folder, side.meta, split)[number : number + 2].tolist()
+        ids = ids_at(side.folder, side.meta, split, start, min(end, start + _WORDS_TOKENS))
+        words = " ".join(side.tokenizer.decode(ids.tolist()).split())[:_WORDS_CHARS]
+    known = source_id(side.folder, side.meta, split, number)
+    return {"split": split, "document": number, "source_id": known, "words": words}

@@ -1,0 +1,87 @@
+"""From a place in a split's stream of tokens to the document that is there: its number, source id, file and text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.cache.formats import SPLITS, TOKEN_BYTES
+from niels_gpt.cache.meta import check_tokenizer, read_meta
+from niels_gpt.fileio import META_NAME, CacheError
+from niels_gpt.inspection.show import Decoder
+from niels_gpt.inspection.source_ids import source_id
+from niels_gpt.inspection.stats import bounds, ids_at
+
+_MAX_MARKED = 4  # tokens: as many as the bytes of a character, each of which may be a token
+
+
+def locate(cache: Path, tokenizer: Decoder | None, *, split: str, position: int, num_tokens: int) -> str:
+    """Return what is at token `position` of a split's stream, as lines for people; an example of sft is a document.
+
+    tokenizer: of the cache; None: ids stand in the place of text.
+    num_tokens: tokens of the document's text, at most, with the position in the middle if it is cut.
+    Raises: FileNotFoundError, CacheError; ValueError for a split or a position that is not there.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
+    if num_tokens < 1:
+        raise ValueError(f"num_tokens={num_tokens}: expected at least 1")
+    folder = cache.resolve()  # one version, whatever is committed meanwhile
+    meta = read_meta(str(folder / META_NAME))
+    if meta.get("kind") not in ("pretrain", "sft"):
+        raise CacheError(f"{cache / META_NAME}: kind is {meta.get('kind')!r}, expected pretrain or sft")
+    if tokenizer is not None:
+        check_tokenizer(folder, meta, tokenizer.sha256)
+    places = bounds(folder, meta, split)
+    total = int(places[-1])
+    if not 0 <= position < total:
+        raise ValueError(f"position {position:,}: {cache}/{split} has {total:,} tokens, expected 0 to {total - 1:,}")
+    number = int(np.searchsorted(places, position, side="right")) - 1
+    start, end = places[number : number + 2].tolist()
+    unit = "example" if meta["kind"] == "sft" else "document"
+    token = int(ids_at(folder, meta, split, position, position + 1)[0])
+    piece = "" if tokenizer is None else f" {tokenizer.decode([token])!r}"
+    known = source_id(folder, meta, split, number)
+    rows = [
+        ("token", f"{position:,} of {total:,} of {cache}/{split}: id {token}{piece}"),
+        (unit, f"{number:,} of {len(places) - 1:,}, {end - start:,} tokens"),
+        ("source id", "not recorded by the builder of that time" if known is None else known),
+        ("offset in it", f"{position - start:,} tokens"),
+        ("file", _file(meta, split, position)),
+    ]
+    # Around the position, but no shorter than asked for where the document begins or ends near it.
+    first = max(start, min(position - num_tokens // 2, end - num_tokens))
+    last = min(end, first + num_tokens)
+    cut = f", tokens {first - start:,} to {last - start:,} of its {end - start:,}" if last - first < end - start else ""
+    rows.append(("text" if tokenizer is not None else "ids", f"the token in [[ ]]{cut}"))
+    ids = ids_at(folder, meta, split, first, last)
+    lines = [f"{name + ':':14}{value}" for name, value in rows]
+    return "\n".join([*lines, "", _marked(ids, position - first, tokenizer)])
+
+
+def _file(meta: dict[str, Any], split: str, position: int) -> str:
+    for record in meta["shards"][split]:
+        if position < record["tokens"]:
+            start = TOKEN_BYTES * position
+            return f"{record['name']}, bytes {start:,} to {start + TOKEN_BYTES:,}"
+        position -= record["tokens"]
+    raise CacheError(f"{META_NAME}: its shards of {split} hold fewer tokens than its totals say. Rebuild the cache")
+
+
+def _marked(ids: NDArray[np.uint16], place: int, tokenizer: Decoder | None) -> str:
+    """Return text with [[ ]] around the token, or around the few tokens that make a character together with it."""
+    values = ids.tolist()
+    if tokenizer is None:
+        return " ".join(f"[[{token}]]" if number == place else str(token) for number, token in enumerate(values))
+    whole, choices = tokenizer.decode(values), []
+    for length in range(1, _MAX_MARKED + 1):
+        for first in range(max(0, place - length + 1), min(place, len(values) - length) + 1):
+            ends = (0, first, first + length, len(values))
+            parts = [tokenizer.decode(values[ends[part] : ends[part + 1]]) for part in range(3)]
+            choices.append("{}[[{}]]{}".format(*parts))
+            if "".join(parts) == whole:
+                return choices[-1]
+    return choices[0]

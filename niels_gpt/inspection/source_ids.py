@@ -1,0 +1,41 @@
+"""The source id of each document: line i of a split's file of ids is `id.encode("unicode_escape")` of document i."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.fileio import CacheError
+from niels_gpt.records import open_regular, path_inside
+
+_READ_BYTES = 1 << 20
+
+
+def source_id(cache: Path, meta: dict[str, Any], split: str, number: int) -> str | None:
+    """Return the source id of document `number` of a split; None for a cache whose builder recorded none.
+
+    cache: the folder of one version, resolved. Raises: FileNotFoundError; CacheError where the file has no such line.
+    """
+    if split not in meta.get("ids", {}):
+        return None
+    line = next(itertools.islice(id_lines(cache, meta, split), number, None), None)
+    if line is None:
+        name = meta["ids"][split]["name"]
+        raise CacheError(f"{cache / name}: has no line {number}, expected one for each document. Rebuild the cache")
+    with warnings.catch_warnings():  # of a damaged line
+        warnings.simplefilter("ignore")
+        return line.decode("unicode_escape", errors="replace")
+
+
+def id_lines(cache: Path, meta: dict[str, Any], split: str) -> Iterator[bytes]:
+    """Yield the source ids of a split in the order of its documents, as they stand in the file, without line ends."""
+    rest = b""
+    with open(open_regular(path_inside(cache, meta["ids"][split]["name"])), "rb") as file:
+        while content := file.read(_READ_BYTES):
+            *lines, rest = (rest + content).split(b"\n")
+            yield from lines
+    if rest:
+        yield rest
