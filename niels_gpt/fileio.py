@@ -42,6 +42,7 @@ Operation = tuple[Any, ...]
 """
 
 _trace: list[Operation] | None = None
+_CAREFULLY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no link is followed, and a pipe in the way is an error
 
 
 @contextmanager
@@ -68,7 +69,7 @@ class OutputFile:
         self.path, self.num_bytes = Path(path), keep
         new = not self.path.exists()
         with _named(self.path):
-            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _CAREFULLY, 0o666)
         if new:
             _note("create", path)
         elif os.fstat(self._handle).st_size != keep:
@@ -137,9 +138,10 @@ def rename(path: PathLike, new: PathLike) -> None:
     """Rename, replacing what is at `new`, and make both names durable. What is renamed was synced before."""
     os.replace(path, new)
     _note("rename", path, os.fspath(new))
-    folders = {os.path.dirname(os.path.abspath(name)) for name in (path, new)}
-    for folder in sorted(folders):
-        fsync_dir(folder)
+    target, source = (os.path.dirname(os.path.abspath(name)) for name in (new, path))
+    fsync_dir(target)  # first: the file must be in one of the two at any moment
+    if source != target:
+        fsync_dir(source)
 
 
 def make_dir(path: PathLike) -> None:

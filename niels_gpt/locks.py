@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from niels_gpt.fileio import CacheError, make_dir
@@ -38,8 +38,9 @@ def file_lock(path: Path, what: str, *, wait: bool) -> Iterator[None]:
         except OSError as error:
             why = f"{error.strerror}: this file system has no locks. Name another folder for the caches"
             raise OSError(error.errno, why, str(path)) from error
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"user {_user()}, host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # a full disk: the lock holds, it only does not say whose it is
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"user {_user()}, host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
         try:
             yield
         finally:
@@ -54,16 +55,24 @@ def _open(path: Path, what: str) -> int:
         make_dir(path.parent)
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        if isinstance(error, PermissionError) and path.is_file():
-            handle = os.open(path, os.O_RDONLY)  # of another user; who may not write it can still see who holds it
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise CacheError(f"{what} by {_holder(handle)}. Wait for it, or stop that process ({path})") from None
-            finally:
-                os.close(handle)
+        if isinstance(error, PermissionError):
+            _refuse_if_held(path, what)
         advice = f"user {_user()} cannot write there. Let it, or name another folder for the caches"
         raise OSError(error.errno, f"{error.strerror}; {advice}", str(path)) from error
+
+
+def _refuse_if_held(path: Path, what: str) -> None:
+    """Say who holds a lock file of another user: who may not write it may still see that."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CacheError(f"{what} by {_holder(handle)}. Wait for it, or stop that process ({path})") from None
+    finally:
+        os.close(handle)
 
 
 def _holder(handle: int) -> str:

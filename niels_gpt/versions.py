@@ -75,20 +75,29 @@ def resumable(path: str | os.PathLike[str], key: str) -> Iterator[tuple[Path, Pa
     with build_lock(path) as folder:
         work = folder / f"{BUILDING}-{key[:VERSION_DIGITS]}"
         journal = work.with_name(work.name + JOURNAL_SUFFIX)
+        for path_of in (work, journal):
+            if path_of.is_symlink():
+                raise CacheError(f"{path_of}: a link, expected a folder of a build. Remove it")
         if not (journal / JOURNAL_NAME).is_file():  # killed before the first record, or told to begin anew
-            fileio.remove(journal)
-            fileio.remove(work)
+            _remove_build(work, journal)
         try:
             fileio.make_dir(journal)
+            for above in (folder, folder.parent, folder.parent.parent):  # they may have been made by a killed run
+                fileio.fsync_dir(above)
             yield work, journal
         except BaseException:
             if not (journal / JOURNAL_NAME).is_file():
-                fileio.remove(journal)
-                fileio.remove(work)
+                _remove_build(work, journal)
             raise
+        _remove_build(work, journal)
+
+
+def _remove_build(work: Path, journal: Path) -> None:
+    if journal.is_dir():
         fileio.remove(journal / JOURNAL_NAME)
-        fileio.remove(journal)
-        fileio.remove(work)
+        fileio.fsync_dir(journal)  # without its journal nothing of it counts, so this must not come last
+    fileio.remove(journal)
+    fileio.remove(work)
 
 
 def commit(work: Path, path: str | os.PathLike[str], content_sha256: str) -> Path:

@@ -96,8 +96,8 @@ def split_of(home: Path, texts: list[str], **given: Any) -> list[str]:
     (home / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     settings = own(home, pretrain="rows=rows.jsonl", **given)
     documents = list(own_texts(settings, origin_of(settings, "rows"), Counter()))
-    assert [text for _, text in documents] == texts
-    return [str(split) for split, _ in documents]
+    assert [text for _, text, _ in documents] == texts
+    return [str(split) for split, _, _ in documents]
 
 
 def test_the_split_is_by_hash_on_paper(home: Path) -> None:

@@ -147,7 +147,7 @@ def test_the_plans_disk_is_enough(settings: Settings) -> None:
 
 
 def test_chats_come_in_upstreams_order(settings: Settings) -> None:
-    first = next(iter(sources.chats(settings, origin_of(settings, "dolly15k"), None, Counter())))
+    _, first = next(iter(sources.chats(settings, origin_of(settings, "dolly15k"), None, Counter())))
     assert [turn["role"] for turn in first] == ["user", "assistant"]
 
 

@@ -8,6 +8,7 @@ ever grow, and what they have beyond a checkpoint is cut off. docs/formats.md ha
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.fileio import CacheError, OutputFile, write_bytes
-from niels_gpt.records import file_records, path_inside
-from niels_gpt.versions import JOURNAL_NAME
+from niels_gpt.records import file_records, open_regular, path_inside
+from niels_gpt.versions import BUILDING, JOURNAL_NAME, JOURNAL_SUFFIX, versions_dir
 
 JOURNAL_VERSION = 1
 _MAX_LINE = 1 << 24
@@ -75,7 +76,7 @@ class Journal:
     def _read(self) -> int:
         """Return the length of the lines that are whole."""
         keep, remedy = 0, f"Remove {self.path.parent} to begin this build anew"
-        with open(path_inside(self.path.parent, self.path.name), "rb") as file:
+        with open(open_regular(path_inside(self.path.parent, self.path.name)), "rb") as file:
             while (value := _parsed(line := file.readline(_MAX_LINE))) is not None:
                 if keep == 0 and value != self._header:
                     raise CacheError(f"{self.path}: a journal of another build. {remedy}")
@@ -88,10 +89,17 @@ class Journal:
         return keep
 
 
+def unfinished_builds(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return what each unfinished build of the cache at `path` makes, the last one to be written first."""
+    found = [folder for folder in versions_dir(path).glob(f"{BUILDING}-*{JOURNAL_SUFFIX}") if folder.is_dir()]
+    found.sort(key=lambda folder: folder.stat().st_mtime_ns, reverse=True)
+    return [identity_of(folder) for folder in found]
+
+
 def identity_of(folder: Path) -> dict[str, Any]:
     """Return what the build of a journal's folder makes; {} where its journal cannot be read."""
     try:
-        with open(path_inside(folder, JOURNAL_NAME), "rb") as file:
+        with open(open_regular(path_inside(folder, JOURNAL_NAME)), "rb") as file:
             value = _parsed(file.readline(_MAX_LINE))
     except (OSError, CacheError):
         return {}
@@ -126,6 +134,8 @@ def _checkpoint(value: Any, where: str, remedy: str) -> Checkpoint:
         generator, sealed = (None if value[key] is None else _sha256(value[key]) for key in ("generator", "sealed"))
         if not isinstance(value["ended"], bool):
             raise TypeError(f"ended is {value['ended']!r}, expected true or false")
+        if sealed is not None and not value["ended"]:
+            raise ValueError("sealed before the source had ended")
         return Checkpoint(_count(value["documents"]), generator, files, finished, state, value["ended"], sealed)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CacheError(f"{where}: no checkpoint of a build ({error!r:.200}). {remedy}") from error

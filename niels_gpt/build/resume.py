@@ -33,6 +33,7 @@ TEXTS = "texts.bin"
 """In the journal's folder: the first bytes of the sha256 of each document that was taken from the source."""
 CHECKSUMS = "index/crc32.bin"
 _REPORTED = 1024  # documents of a replay
+_SHARE_OF_RUN, _COSTS = 0.25, 50  # a young build is worth a checkpoint sooner, but not more than 2 % of its time
 _OUT_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 T = TypeVar("T")
@@ -87,7 +88,9 @@ class Build:
         self.mark = Mark({}, None)
         """Of the last document that was taken."""
         self._journaled = len(self.finished)
-        self._time = time.monotonic()
+        self._new_names = True
+        self._begun = self._time = time.monotonic()
+        self._cost = 0.0
         _say_others(folder, identity)
 
     @property
@@ -108,6 +111,7 @@ class Build:
             logger.info("%s: going on after %d documents of an earlier run", self.folder, self.last.documents)
             if set(self.last.files) != set(self._places):
                 raise CacheError(f"{self.folder}: its journal names other files than this build has. {self.remedy}")
+            self.expect(TEXTS, self.last.documents * DIGEST_BYTES)
             self._bring_back()
         self._clear({record["name"] for record in self.finished})
         try:
@@ -164,6 +168,7 @@ class Build:
         record = self.files[name].moved(self.work, place)
         self.checksums[place] = self.files[name].checksums()
         self.files[name] = HashedFile(self.folder / name)
+        self._new_names = True
         return record
 
     def add(self, place: str, content: Iterator[Any]) -> dict[str, Any]:
@@ -176,6 +181,26 @@ class Build:
         self.checksums[place] = file.checksums()
         return file.moved(self.work, place)
 
+    def restored(self, fresh: dict[str, Any]) -> dict[str, Any]:
+        """Return the builder's numbers of the last checkpoint; `fresh`, which shows their form, where there is none.
+
+        Raises: CacheError for numbers of another form.
+        """
+        if not self.last.documents:
+            return fresh
+        state = self.last.state
+        for key, form in fresh.items():
+            same = isinstance(state.get(key), dict) == isinstance(form, dict) and key in state
+            if not same or (isinstance(form, dict) and form and set(form) != set(state[key])):
+                raise CacheError(f"{self.folder}: its journal has no good {key!r}. {self.remedy}")
+        return state
+
+    def expect(self, name: str, num_bytes: int) -> None:
+        """Raise CacheError if a file was not as long at the last checkpoint as the numbers there say."""
+        found = self.last.files.get(name, (0, ""))[0]
+        if found != num_bytes:
+            raise CacheError(f"{self.folder / name}: {found} bytes by its journal, expected {num_bytes}. {self.remedy}")
+
     def checkpoint(self, state: Mapping[str, Any], *, ended: bool = False) -> None:
         """Make durable what was written, and say so in the journal: if it is time, a shard is finished, or at the end.
 
@@ -183,12 +208,17 @@ class Build:
         """
         if self.last.ended:
             return
-        due = ended or len(self.finished) > self._journaled or time.monotonic() - self._time >= self._seconds
+        now = time.monotonic()
+        early = max(_SHARE_OF_RUN * (now - self._begun), _COSTS * self._cost)
+        due = ended or len(self.finished) > self._journaled or now - self._time >= min(self._seconds, early)
         if not due:
             return
         for file in self.files.values():
             file.sync()
-        self.last = Checkpoint(
+        if self._new_names:
+            fileio.fsync_dir(self.folder)
+            self._new_names = False
+        checkpoint = Checkpoint(
             documents=self.files[TEXTS].num_bytes // DIGEST_BYTES,
             generator=self.mark.generator,
             files={name: (file.num_bytes, file.sha256) for name, file in self.files.items()},
@@ -196,8 +226,9 @@ class Build:
             state=dict(state),
             ended=ended,
         )
-        self._journal.append(self.last)
-        self._journaled, self._time = len(self.finished), time.monotonic()
+        self._journal.append(checkpoint)
+        self.last, self._journaled, self._time = checkpoint, len(self.finished), time.monotonic()
+        self._cost = self._time - now
 
     def add_checksums(self, *groups: Mapping[str, Any]) -> dict[str, Any]:
         """Write index/crc32.bin for all files that meta.json names so far, in its order; returns its record."""
@@ -207,7 +238,13 @@ class Build:
 
     def committed_meta(self) -> dict[str, Any] | None:
         """Return the meta.json of `committed`."""
-        return None if self.committed is None else parse_object(read_regular(self.committed / META_NAME))
+        if self.committed is None:
+            return None
+        path = self.committed / META_NAME
+        try:
+            return parse_object(read_regular(path))
+        except ValueError as error:
+            raise CacheError(f"{path}: {error}. {self.remedy}") from error
 
     def seal(self, content_sha256: str) -> None:
         """Say in the journal that the folder is complete, so that a commit which is killed can be finished."""
@@ -232,9 +269,9 @@ class Build:
                 fileio.rename(self.work / self._place(name), self.folder / name)
 
     def _clear(self, known: set[str]) -> None:
-        for where, _, names in os.walk(self.work):
-            for path in (Path(where, name) for name in names):
-                if str(path.relative_to(self.work)) not in known:
+        for where, folders, names in os.walk(self.work):
+            for path in (Path(where, name) for name in [*folders, *names]):
+                if path.is_symlink() or (path.is_file() and str(path.relative_to(self.work)) not in known):
                     fileio.remove(path)
 
     def _changed(self, what: str) -> None:

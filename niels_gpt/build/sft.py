@@ -24,7 +24,7 @@ from niels_gpt.build.pipeline import Progress
 from niels_gpt.build.resume import CHECKPOINT_SECONDS, Build
 from niels_gpt.build.split import SPLITS
 from niels_gpt.build.stream import Batch, labelled_digest
-from niels_gpt.build.writer import OFFSET_DTYPE, TOKEN_DTYPE, id_lines, npy_header
+from niels_gpt.build.writer import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_DTYPE, id_lines, npy_header
 from niels_gpt.chat_template import ROLE_TO_NAME
 
 SPLIT_RULE = (
@@ -130,11 +130,11 @@ class _Spool:
         self._build, self._encoder, self._progress = build, encoder, progress
         special = encoder.tokenizer.special_token_ids()
         self._sentinel = {name: np.array([found], dtype=TOKEN_DTYPE) for name, found in special.items()}
-        state = build.last.state
-        self.counts = Counter(state.get("counts", {}))
-        self.noticed = Counter(state.get("noticed", {}))
-        self.kept = int(state.get("kept", 0))
-        self._tokens = int(state.get("tokens", 0))
+        state = build.restored({"counts": {}, "noticed": {}, "kept": 0, "tokens": 0})
+        self.counts, self.noticed = Counter(state["counts"]), Counter(state["noticed"])
+        self.kept, self._tokens = int(state["kept"]), int(state["tokens"])
+        build.expect("tokens.bin", self._tokens * TOKEN_BYTES)
+        build.expect("examples.bin", self.kept * 3 * OFFSET_DTYPE.itemsize)
 
     def state(self) -> dict[str, Any]:
         """Return the numbers that a checkpoint keeps."""

@@ -54,12 +54,14 @@ class Shards:
     ) -> None:
         self._build, self._budget, self._encoder, self._progress = build, budget, encoder, progress
         self._shard_bytes = shard_bytes // TOKEN_BYTES * TOKEN_BYTES
-        state = build.last.state
-        self.counts = Counter(state.get("counts", {}))
-        self.noticed = Counter(state.get("noticed", {}))
-        self.docs, self.tokens, self.utf8_bytes = (
-            dict(state.get(key) or dict.fromkeys(SPLITS, 0)) for key in ("docs", "tokens", "utf8_bytes")
-        )
+        zero = dict.fromkeys(SPLITS, 0)
+        state = build.restored({"counts": {}, "noticed": {}, "docs": zero, "tokens": zero, "utf8_bytes": zero})
+        self.counts, self.noticed = Counter(state["counts"]), Counter(state["noticed"])
+        self.docs, self.tokens, self.utf8_bytes = (dict(state[key]) for key in ("docs", "tokens", "utf8_bytes"))
+        for split in SPLITS:
+            finished = sum(record["bytes"] for record in build.finished if record["name"].startswith(f"{split}/"))
+            build.expect(f"{split}.bin", self.tokens[split] * TOKEN_BYTES - finished)
+            build.expect(f"{split}_docs.bin", self.docs[split] * OFFSET_DTYPE.itemsize)
         budget.used = self.tokens
         self._expected = None if None in budget.limits.values() else sum(limit or 0 for limit in budget.limits.values())
 
@@ -137,20 +139,25 @@ class Shards:
         chosen: dict[str, list[int]] = {split: [] for split in SPLITS}
         lengths = encoded.lengths.tolist()
         cut_bytes: dict[int, int] = {}
-        taken = 0
+        taken, full = 0, self._full()
         for number, document in enumerate(batch.items):
-            if self._full():  # asked before the next document leaves the stream
+            if full:  # asked before the next document leaves the stream
                 break
             taken += 1
             split = self._split_of(document, lengths[number], encoded.problems.get(number))
             if split is None:
                 continue
             room = self._budget.room(split)
-            if room is not None and lengths[number] > room:
-                cut_bytes[number] = self._cut(encoded, number, lengths[number], room)
-                lengths[number] = room
-            self.tokens[split] += lengths[number]
-            self.noticed.update(encoded.notes.get(number, ()))
+            if room is not None and lengths[number] >= room:
+                if lengths[number] > room:
+                    cut_bytes[number] = self._cut(encoded, number, lengths[number], room)
+                    lengths[number] = room
+                self.tokens[split] += lengths[number]
+                full = self._full()
+            else:
+                self.tokens[split] += lengths[number]
+            if encoded.notes:
+                self.noticed.update(encoded.notes.get(number, ()))
             chosen[split].append(number)
         for split, numbers in chosen.items():
             if numbers:
@@ -166,7 +173,7 @@ class Shards:
 
     def _split_of(self, document: Document, length: int, problem: tuple[str, str] | None) -> str | None:
         """Return the split of a document; None for one that is dropped, which is counted."""
-        dropped = self._encoder.accept(problem) or (None if length else "empty")
+        dropped = self._encoder.accept(problem) if problem else None if length else "empty"
         split = document[0] or self._budget.next_split()
         if dropped is None and self._budget.full(split):  # it names its split; the budgets choose none that is full
             dropped = "split_full"
@@ -211,9 +218,12 @@ class Shards:
 
 
 def _ids_of(encoded: EncodedTexts, numbers: list[int]) -> NDArray[np.uint16]:
-    """Return the ids of some texts of a batch, one after another."""
+    """Return the ids of some texts of a batch, which ascend, one after another."""
     if len(numbers) == len(encoded.lengths):
         return encoded.ids
-    wanted = np.zeros(len(encoded.lengths), dtype=np.bool_)
-    wanted[numbers] = True
-    return encoded.ids[np.repeat(wanted, encoded.lengths)]
+    ends = np.cumsum(encoded.lengths)
+    wanted = np.asarray(numbers)
+    breaks = np.flatnonzero(np.diff(wanted) != 1)
+    firsts, lasts = wanted[[0, *(breaks + 1)]], wanted[[*breaks, -1]]
+    runs = zip((ends[firsts] - encoded.lengths[firsts]).tolist(), ends[lasts].tolist(), strict=True)
+    return np.concatenate([encoded.ids[begin:end] for begin, end in runs])

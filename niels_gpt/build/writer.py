@@ -17,6 +17,7 @@ import numpy as np
 
 from niels_gpt import fileio
 from niels_gpt.fileio import CacheError, OutputFile
+from niels_gpt.records import open_regular
 
 TOKEN_DTYPE: np.dtype[np.uint16] = np.dtype("<u2")
 OFFSET_DTYPE: np.dtype[np.int64] = np.dtype("<i8")
@@ -95,7 +96,7 @@ class HashedFile:
 
     def _reread(self, keep: int, sha256: str | None) -> None:
         position = 0
-        with open(self.path, "rb") as file:
+        with open(open_regular(self.path), "rb") as file:
             while position < keep and (content := file.read(min(_READ_BYTES, keep - position))):
                 self._hash(memoryview(content), position)
                 position += len(content)

@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -35,37 +33,26 @@ from niels_gpt.settings import Settings
 
 if TYPE_CHECKING:
     from niels_gpt.recipes.produce import Outcome
-    from niels_gpt.tokenizer import SentencePieceTokenizer
-
-_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
+    from niels_gpt.recipes.run import UnknownSourceError, give_large_blocks_back
+
     arguments = _parser().parse_args(argv)
-    _give_large_blocks_back()
+    give_large_blocks_back()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for client in ("httpx", "httpx2"):  # a line for each request to the hub
         logging.getLogger(client).setLevel(logging.WARNING)
     try:
         status: int = arguments.run(arguments)
-    except (ValueError, OSError) as error:  # CacheError is a ValueError, ConnectionError and FileNotFoundError OSErrors
+    except (ValueError, OSError, ImportError) as error:  # CacheError is a ValueError, ConnectionError an OSError
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UnknownSourceError) else 1
     except KeyboardInterrupt:
         print("\ninterrupted. Caches that were finished are kept, the one in progress is as before", file=sys.stderr)
         return 1
     return status
-
-
-def _give_large_blocks_back() -> None:
-    """Let glibc return every freed block of 1 MiB and more to the system at once.
-
-    By default it raises that bound to 32 MiB as it goes, and the holes that encoding long documents leaves add up:
-    80 books instead of 8 cost 43 MiB more at the peak, and 15 MiB more with a fixed bound.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another libc: nothing to be done, nothing lost
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def add_settings_flags(parser: argparse.ArgumentParser, *, only: Sequence[str] | None = None) -> None:
@@ -78,7 +65,7 @@ def add_settings_flags(parser: argparse.ArgumentParser, *, only: Sequence[str] |
         text = field.metadata["help"].replace("%", "%%") + f" (default: {field.default})"
         flag = "--" + field.name.replace("_", "-")
         if field.name in ("pretrain", "sft", "licence", "attribution"):
-            group.add_argument(flag, action=_Joined, metavar="LINE", help=text + "; may be given several times")
+            group.add_argument(flag, action="append", metavar="LINE", help=text + "; may be given several times")
         elif types[field.name] is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default, help=text)
         else:
@@ -86,14 +73,6 @@ def add_settings_flags(parser: argparse.ArgumentParser, *, only: Sequence[str] |
             choices = ("drop", "raise") if field.name == "on_special" else None
             metavar = None if choices else kind.__name__.upper()
             group.add_argument(flag, type=kind, default=field.default, help=text, choices=choices, metavar=metavar)
-
-
-class _Joined(argparse.Action):
-    """Several values of a flag are one setting, separated by semicolons."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        before = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, values if before is None else f"{before};{values}")
 
 
 def _number(text: str) -> int:
@@ -115,8 +94,10 @@ def _position(text: str) -> int:
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """Return the Settings that the flags spell."""
-    given = vars(arguments)
-    return Settings(**{field.name: given[field.name] for field in fields(Settings) if field.name in given})
+    given: dict[str, Any] = {field.name: vars(arguments).get(field.name, field.default) for field in fields(Settings)}
+    for name, value in given.items():
+        given[name] = ";".join(value) if isinstance(value, list) else value  # several lines of a flag are one setting
+    return Settings(**given)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -193,20 +174,12 @@ def _add_viewers(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    from niels_gpt.recipes.own import named_by_lines
-    from niels_gpt.recipes.plan import RECIPES, ensure_tokenizer, plan, recipes
-    from niels_gpt.recipes.report import checked, outcomes_table, plan_table
+    from niels_gpt.recipes.plan import plan
+    from niels_gpt.recipes.report import outcomes_table, plan_table
+    from niels_gpt.recipes.run import build_each, chosen_keys
 
     settings = settings_of(arguments)
-    known = recipes(settings)
-    keys = {key.split("/")[1]: key for key in known}
-    names = list(keys) if arguments.sources is None else [*arguments.sources, *named_by_lines(settings)]
-    unknown = [name for name in names if name not in keys and name not in known]
-    if unknown or not names:
-        found = f"no source is called {unknown[0]!r}" if unknown else "no source is named"
-        print(f"error: {found}, expected some of {', '.join(keys)}, or --pretrain or --sft", file=sys.stderr)
-        return 2
-    chosen = list(dict.fromkeys(keys.get(name, name) for name in names))
+    chosen = chosen_keys(settings, arguments.sources)
     if arguments.dry_run:
         plans = plan(settings, chosen)
         print(plan_table(plans, settings.cache_dir))
@@ -214,17 +187,7 @@ def _build(arguments: argparse.Namespace) -> int:
     outcomes: list[Outcome] = []
     failures: dict[str, Exception] = {}
     try:
-        outcomes.append(ensure_tokenizer(settings, own_only=not set(chosen) & set(RECIPES)))
-        for key in chosen:
-            with _progress_bar(key) as progress:
-                try:
-                    outcome = known[key](settings, refresh=arguments.refresh, progress=progress)
-                    for warning in checked(outcome, settings):
-                        print(f"warning: {key}: {warning}", file=sys.stderr)
-                    outcomes.append(outcome)
-                except Exception as error:  # one failing source does not stop the others
-                    failures[key] = error
-                    logging.debug("%s failed", key, exc_info=True)
+        build_each(settings, chosen, outcomes, failures, refresh=arguments.refresh, bar=_progress_bar)
     finally:
         if outcomes or failures:
             print(outcomes_table(outcomes, failures))
@@ -287,37 +250,18 @@ def _stats(arguments: argparse.Namespace) -> int:
 
     print(table(summary(arguments.cache)))
     if arguments.plot is not None:
-        try:
-            write_bytes(arguments.plot, plot(arguments.cache))
-        except ImportError as error:
-            print(f"error: --plot: {error}. Install it: pip install 'niels_gpt[pipelines]'", file=sys.stderr)
-            return 1
+        write_bytes(arguments.plot, plot(arguments.cache))
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from niels_gpt.inspection.show import show
+    from niels_gpt.inspection.show import show, tokenizer_of
 
     color = arguments.color == "always" or (arguments.color == "auto" and sys.stdout.isatty())
-    print(
-        show(
-            arguments.cache,
-            _tokenizer_of(arguments.cache, arguments.tokenizer),
-            split=arguments.split,
-            position=arguments.at,
-            num_tokens=arguments.tokens,
-            color=color,
-        )
-    )
+    tokenizer = tokenizer_of(arguments.cache, arguments.tokenizer)
+    where = {"split": arguments.split, "position": arguments.at}
+    print(show(arguments.cache, tokenizer, **where, num_tokens=arguments.tokens, color=color))
     return 0
-
-
-def _tokenizer_of(cache: Path, model: str | None) -> SentencePieceTokenizer:
-    from niels_gpt.cache.meta import tokenizer_above
-    from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
-
-    beside = tokenizer_above(cache.resolve()) or Path(os.path.abspath(cache)).parent.parent / "tokenizer"
-    return load_tokenizer(model or beside / MODEL_NAME)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -339,46 +283,31 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _diff(arguments: argparse.Namespace) -> int:
     from niels_gpt.inspection.diff import diff, is_equal
+    from niels_gpt.inspection.show import tokenizer_beside
     from niels_gpt.recipes.report import difference_lines
 
-    tokenizers: list[SentencePieceTokenizer | None] = []
-    for cache in (arguments.a, arguments.b):
-        try:
-            tokenizers.append(_tokenizer_of(cache, None))
-        except (OSError, ValueError):  # without it there are no first words
-            tokenizers.append(None)
-    found = diff(arguments.a, arguments.b, tokenizers=(tokenizers[0], tokenizers[1]), limit=arguments.limit)
+    pair = arguments.a, arguments.b
+    found = diff(*pair, tokenizers=[tokenizer_beside(cache) for cache in pair], limit=arguments.limit)
     print(json.dumps(found, indent=2, ensure_ascii=False) if arguments.json else difference_lines(found))
     return 0 if is_equal(found) else 1
 
 
 def _locate(arguments: argparse.Namespace) -> int:
     from niels_gpt.inspection.locate import locate
+    from niels_gpt.inspection.show import tokenizer_beside, tokenizer_of
 
-    tokenizer = None
-    with contextlib.suppress(*(() if arguments.tokenizer else (FileNotFoundError,))):
-        tokenizer = _tokenizer_of(arguments.cache, arguments.tokenizer)
+    cache, model = arguments.cache, arguments.tokenizer
+    tokenizer = tokenizer_of(cache, model) if model else tokenizer_beside(cache)
     where = {"split": arguments.split, "position": arguments.position}
-    print(locate(arguments.cache, tokenizer, **where, num_tokens=arguments.tokens))
+    print(locate(cache, tokenizer, **where, num_tokens=arguments.tokens))
     return 0
 
 
 def _gc(arguments: argparse.Namespace) -> int:
-    from niels_gpt.fileio import CacheError, remove
-    from niels_gpt.recipes.report import disk_bytes, size
-    from niels_gpt.versions import VERSIONS_DIR, build_lock, removable
+    from niels_gpt.recipes.garbage import collect
 
-    verb = "would remove" if arguments.dry_run else "removed"
-    for folder in sorted(path for path in arguments.cache_dir.rglob(f"{VERSIONS_DIR}/*") if path.is_dir()):
-        try:
-            with build_lock(folder.parent.parent / folder.name):
-                for path, why in removable(folder.parent.parent / folder.name):
-                    num_bytes = disk_bytes(path)
-                    if not arguments.dry_run:
-                        remove(path)
-                    print(f"{verb} {path} ({size(num_bytes)}): {why}")
-        except CacheError as error:  # of somebody who builds at this moment
-            print(f"left alone {error}")
+    for line in collect(arguments.cache_dir, dry_run=arguments.dry_run):
+        print(line)
     return 0
 
 

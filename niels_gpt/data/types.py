@@ -33,3 +33,19 @@ class ChatSample:
     messages: list[ChatMessage]
     source: str
     meta: dict[str, Any] = field(default_factory=dict)
+
+
+def source_id(sample: PretrainSample | ChatSample) -> str:
+    """Return the name that a document or chat has in its source: where to look for it there.
+
+    The row's own id; of an oasst1 thread, the tree's and the last message's; a file's path, with `#` and the row's
+    number if it has rows; else the row's number within its source and split.
+    """
+    meta = sample.meta
+    if meta.get("id") is not None:
+        return str(meta["id"])
+    if meta.get("message_ids"):
+        return f"{meta.get('message_tree_id')}/{meta['message_ids'][-1]}"
+    if "path" in meta:
+        return f"{meta['path']}#{meta['row']}" if "row" in meta else str(meta["path"])
+    return str(meta.get("index"))

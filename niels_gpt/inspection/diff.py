@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from niels_gpt.cache.mmap import mmap_tokens
 from niels_gpt.fileio import META_NAME
 from niels_gpt.inspection import matching
 from niels_gpt.inspection.matching import first
-from niels_gpt.inspection.show import Decoder
+from niels_gpt.inspection.show import Decoder, plain, short_names
 from niels_gpt.inspection.source_ids import id_lines, source_id
 from niels_gpt.inspection.stats import bounds, ids_at
 from niels_gpt.records import path_inside
@@ -45,7 +45,7 @@ class _Side:
     splits: dict[str, int]  # documents
 
 
-def diff(left: Path, right: Path, *, tokenizers: tuple[Decoder | None, Decoder | None], limit: int) -> Found:
+def diff(left: Path, right: Path, *, tokenizers: Sequence[Decoder | None], limit: int) -> Found:
     """Return what differs between the caches A (`left`) and B (`right`), ready for JSON.
 
     settings: dotted key -> {"a": value, "b": value}, without the side that lacks it; the lists of files are left out.
@@ -165,6 +165,7 @@ def _told(side: _Side, split: str, number: int) -> Found:
     if side.tokenizer is not None:
         start, end = bounds(side.folder, side.meta, split)[number : number + 2].tolist()
         ids = ids_at(side.folder, side.meta, split, start, min(end, start + _WORDS_TOKENS))
-        words = " ".join(side.tokenizer.decode(ids.tolist()).split())[:_WORDS_CHARS]
+        text = plain(ids, short_names(side.folder, side.meta), side.tokenizer)
+        words = " ".join(text.split())[:_WORDS_CHARS]
     known = source_id(side.folder, side.meta, split, number)
     return {"split": split, "document": number, "source_id": known, "words": words}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import SPLITS, TOKEN_BYTES
 from niels_gpt.cache.meta import check_tokenizer, read_meta
 from niels_gpt.fileio import META_NAME, CacheError
-from niels_gpt.inspection.show import Decoder
+from niels_gpt.inspection.show import Decoder, plain, short_names
 from niels_gpt.inspection.source_ids import source_id
 from niels_gpt.inspection.stats import bounds, ids_at
 
@@ -43,7 +45,10 @@ def locate(cache: Path, tokenizer: Decoder | None, *, split: str, position: int,
     start, end = places[number : number + 2].tolist()
     unit = "example" if meta["kind"] == "sft" else "document"
     token = int(ids_at(folder, meta, split, position, position + 1)[0])
-    piece = "" if tokenizer is None else f" {tokenizer.decode([token])!r}"
+    decode = None
+    if tokenizer is not None:
+        decode = partial(plain, sentinels=short_names(folder, meta), tokenizer=tokenizer)
+    piece = "" if decode is None else f" {decode(np.array([token]))!r}"
     known = source_id(folder, meta, split, number)
     rows = [
         ("token", f"{position:,} of {total:,} of {cache}/{split}: id {token}{piece}"),
@@ -56,10 +61,10 @@ def locate(cache: Path, tokenizer: Decoder | None, *, split: str, position: int,
     first = max(start, min(position - num_tokens // 2, end - num_tokens))
     last = min(end, first + num_tokens)
     cut = f", tokens {first - start:,} to {last - start:,} of its {end - start:,}" if last - first < end - start else ""
-    rows.append(("text" if tokenizer is not None else "ids", f"the token in [[ ]]{cut}"))
+    rows.append(("text" if decode is not None else "ids", f"the token in [[ ]]{cut}"))
     ids = ids_at(folder, meta, split, first, last)
     lines = [f"{name + ':':14}{value}" for name, value in rows]
-    return "\n".join([*lines, "", _marked(ids, position - first, tokenizer)])
+    return "\n".join([*lines, "", _marked(ids, position - first, decode)])
 
 
 def _file(meta: dict[str, Any], split: str, position: int) -> str:
@@ -71,16 +76,14 @@ def _file(meta: dict[str, Any], split: str, position: int) -> str:
     raise CacheError(f"{META_NAME}: its shards of {split} hold fewer tokens than its totals say. Rebuild the cache")
 
 
-def _marked(ids: NDArray[np.uint16], place: int, tokenizer: Decoder | None) -> str:
+def _marked(ids: NDArray[np.uint16], place: int, decode: Callable[[NDArray[Any]], str] | None) -> str:
     """Return text with [[ ]] around the token, or around the few tokens that make a character together with it."""
-    values = ids.tolist()
-    if tokenizer is None:
-        return " ".join(f"[[{token}]]" if number == place else str(token) for number, token in enumerate(values))
-    whole, choices = tokenizer.decode(values), []
+    if decode is None:
+        return " ".join(f"[[{token}]]" if number == place else str(token) for number, token in enumerate(ids.tolist()))
+    whole, choices = decode(ids), []
     for length in range(1, _MAX_MARKED + 1):
-        for first in range(max(0, place - length + 1), min(place, len(values) - length) + 1):
-            ends = (0, first, first + length, len(values))
-            parts = [tokenizer.decode(values[ends[part] : ends[part + 1]]) for part in range(3)]
+        for first in range(max(0, place - length + 1), min(place, len(ids) - length) + 1):
+            parts = [decode(part) for part in np.split(ids, [first, first + length])]
             choices.append("{}[[{}]]{}".format(*parts))
             if "".join(parts) == whole:
                 return choices[-1]

@@ -38,6 +38,10 @@ def plot(cache: Path) -> bytes:
     that says so. Equal caches of one name give equal bytes with one version of matplotlib.
     Raises: FileNotFoundError, CacheError; ImportError without matplotlib, which the extra `pipelines` brings.
     """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError("a picture needs matplotlib: pip install 'niels_gpt[pipelines]'") from error
     name = _public_name(cache)
     cache = cache.resolve()  # one version, whatever is committed meanwhile
     meta = read_meta(str(cache / META_NAME))

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS, target_mask
-from niels_gpt.cache.meta import check_tokenizer, read_meta, special_id
+from niels_gpt.cache.meta import check_tokenizer, read_meta, special_id, tokenizer_above
 from niels_gpt.cache.mmap import mmap_tokens
 from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.inspection.stats import bounds, ids_at, tokens_of
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
+from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 
 _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _MORE = " …"
@@ -34,6 +35,22 @@ class Decoder(Protocol):
 
     def decode(self, ids: Any, /) -> str:
         """Return the text of a sequence of ids."""
+
+
+def tokenizer_of(cache: Path, model: str | None = None) -> SentencePieceTokenizer:
+    """Open a named model, or the one beside or above a cache. Raises: FileNotFoundError, CacheError."""
+    beside = tokenizer_above(cache.resolve()) or cache.absolute().parent.parent / "tokenizer"
+    return load_tokenizer(model or beside / MODEL_NAME)
+
+
+def tokenizer_beside(cache: Path) -> SentencePieceTokenizer | None:
+    """Open the model beside or above a cache; None where there is none, or it is not the one of the cache's ids."""
+    try:
+        tokenizer = tokenizer_of(cache)
+        check_tokenizer(cache, read_meta(str(cache / META_NAME)), tokenizer.sha256)
+    except (OSError, CacheError):
+        return None
+    return tokenizer
 
 
 def show(cache: Path, tokenizer: Decoder, *, split: str, position: int, num_tokens: int, color: bool) -> str:
@@ -132,7 +149,7 @@ def sample_texts(
     cache, meta = _opened(cache, tokenizer)
     if meta.get("built") is False:
         return []
-    sentinels = {special_id(cache, meta, name): f"<|{name}|>" for name in SPECIAL_TOKEN_NAMES}
+    sentinels = short_names(cache, meta)
     rows: list[dict[str, str | int]] = []
     for split in SPLITS:
         places = bounds(cache, meta, split)
@@ -146,8 +163,13 @@ def sample_texts(
                 rows[-1] |= {"text": _short_example(ids, mask, sentinels, tokenizer, num_tokens)}
             else:
                 ids = ids_at(cache, meta, split, start, min(end, start + num_tokens))
-                rows[-1] |= {"text": _plain(ids, sentinels, tokenizer) + (_MORE if len(ids) < end - start else "")}
+                rows[-1] |= {"text": plain(ids, sentinels, tokenizer) + (_MORE if len(ids) < end - start else "")}
     return rows
+
+
+def short_names(cache: Path, meta: dict[str, Any]) -> dict[int, str]:
+    """Return the name of each sentinel by its id, such as <|eot|>. Raises: CacheError where an id is not known."""
+    return {special_id(cache, meta, name): f"<|{name}|>" for name in SPECIAL_TOKEN_NAMES}
 
 
 def _spread(count: int, wanted: int) -> list[int]:
@@ -172,7 +194,7 @@ def _short_example(
             parts.append((False, _MORE))
             break
         more = _MORE if stop < end else ""
-        parts.append((bool(mask[start]), _plain(ids[start:stop], sentinels, tokenizer) + more))
+        parts.append((bool(mask[start]), plain(ids[start:stop], sentinels, tokenizer) + more))
         shown += stop - start
     joined = [(marked, "".join(text for _, text in group)) for marked, group in groupby(parts, key=itemgetter(0))]
     return "".join(f"[[{text}]]" if marked else text for marked, text in joined)
@@ -188,8 +210,10 @@ def _longest(sizes: list[int], room: int) -> int:
     return longest
 
 
-def _plain(ids: NDArray[np.uint16], sentinels: dict[int, str], tokenizer: Decoder) -> str:
-    """Decode ids, with the short names of the sentinels; their own literals are too long to read."""
+def plain(ids: NDArray[np.uint16], sentinels: dict[int, str], tokenizer: Decoder) -> str:
+    """Decode ids, with short names of the sentinels, as `short_names` has them: their literals are too long to read."""
+    if not len(ids):
+        return ""
     is_sentinel = np.isin(ids, list(sentinels))
     return "".join(
         "".join(sentinels[id] for id in ids[start:end].tolist())

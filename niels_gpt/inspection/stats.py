@@ -107,7 +107,7 @@ def summary(cache: Path) -> list[tuple[str, str]]:
     ]
     for split in SPLITS:
         rows.append((split, _split_line(folder, meta, split)))
-    rows.append(("dropped", _counted(meta.get("dropped", {}))))
+    rows.append(("dropped", _dropped(meta)))
     rows.append(("left out by the loader", _counted(source.get("counters", {}))))
     return [*rows, ("tokenizer", f"{str(meta['tokenizer_sha256'])[:12]}, {meta['vocab_size']:,} ids")]
 
@@ -120,12 +120,23 @@ def _split_line(folder: Path, meta: dict[str, Any], split: str) -> str:
     if not len(sizes):
         return "empty"
     unit = "examples" if meta["kind"] == "sft" else "documents"
-    middle, most = np.percentile(sizes, [50, 95])
-    parts = [f"{tokens:,} tokens in {len(sizes):,} {unit} (median {middle:,.0f}, 95% below {most:,.0f})"]
-    parts.append(f"{meta['utf8_bytes'][split] / tokens:.2f} bytes per token")
+    least, middle, most, longest = np.percentile(sizes, [0, 50, 95, 100])
+    parts = [
+        f"{tokens:,} tokens in {len(sizes):,} {unit} "
+        f"({least:,.0f} to {longest:,.0f}, median {middle:,.0f}, 95% below {most:,.0f})"
+    ]
+    if "utf8_bytes" in meta:
+        parts.append(f"{meta['utf8_bytes'][split] / tokens:.2f} bytes per token")
     if "supervised_tokens" in meta:
         parts.append(f"{meta['supervised_tokens'][split] / tokens:.0%} with loss")
     return ", ".join(parts)
+
+
+def _dropped(meta: dict[str, Any]) -> str:
+    counts = meta.get("dropped", {})
+    read = meta.get("examples_read" if meta["kind"] == "sft" else "documents_read", 0)
+    share = f" ({sum(counts.values()) / read:.1%} of {read:,} read)" if counts and read else ""
+    return _counted(counts) + share
 
 
 def _counted(counts: dict[str, int]) -> str:

@@ -120,7 +120,9 @@ def build_gutenberg(
     def build(have: Ingredients, path: Path) -> dict[str, Any]:
         common = _arguments(settings, have, progress)
         if origin.stub:
-            return build_stub(path, **{key: common[key] for key in ("tokenizer", "source", "seed", "shard_bytes")})
+            meta = build_stub(path, **{key: common[key] for key in ("tokenizer", "source", "seed", "shard_bytes")})
+            have.committed(meta)
+            return meta
         return build_pretrain(
             sources.gutenberg_texts(settings, origin, have.revision, have.counters),
             path,
@@ -177,6 +179,7 @@ def _arguments(settings: Settings, have: Ingredients, progress: Progress | None)
         "shard_bytes": settings.shard_bytes,
         "on_special": settings.on_special,
         "num_threads": num_threads(settings),
+        "committed": have.committed,
         "progress": progress,
     }
 

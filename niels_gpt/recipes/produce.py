@@ -13,17 +13,19 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from niels_gpt.build.describe import BUILDER_VERSION, FORMAT_VERSION, Source
+from niels_gpt.build.journal import unfinished_builds
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file, write_bytes
 from niels_gpt.recipes.origins import Origin
 from niels_gpt.recipes.own import said_credit
-from niels_gpt.records import file_records
+from niels_gpt.records import file_records, meta_bytes
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 from niels_gpt.versions import versions_dir
@@ -84,6 +86,8 @@ class Ingredients:
     """The same counters, for the loader to write."""
     revision: str | None
     """The hub's commit; None for files."""
+    committed: Callable[[dict[str, Any]], None]
+    """To be called with the meta when the cache is committed: writes down which recipe made it."""
 
 
 def cache_root(settings: Settings) -> Path:
@@ -169,14 +173,17 @@ def produce(
             exclude = {} if settings.exclude is None else {"exclude": read_exclusion(settings.exclude).facts}
             said = said_credit(settings, origin.source)
             source = Source(origin.dataset, origin.config, origin.streaming, {**facts, **said, **exclude}, counters)
-            meta = build(Ingredients(tokenizer, source, counters, facts["revision"]), path)
-            record_recipe(path, fingerprint, facts)
+            record = partial(record_recipe, path, fingerprint, facts)
+            meta = build(Ingredients(tokenizer, source, counters, facts["revision"], record), path)
     return finish(settings, key, path, meta, reused, measured, fingerprint)
 
 
 def _known_facts(settings: Settings, origin: Origin, path: Path, observed: str | None) -> dict[str, Any]:
     """Return what is known of the source without a look at it: its revision as observed, as built, or as trained on."""
     recorded: dict[str, Any] = recorded_recipe(path).get("source") or {}
+    if "fingerprint" not in recorded:  # a killed build goes on with the revision that it began with
+        unfinished = (identity.get("source") or {} for identity in unfinished_builds(path))
+        recorded = next((known for known in unfinished if known.get("name") == origin.dataset), {})
     if "fingerprint" not in recorded:
         tokenizer = find_meta(cache_root(settings) / TOKENIZER_KEY) or {}
         recorded = _at(tokenizer.get("trained_on_sources", {}).get(origin.source))
@@ -190,11 +197,11 @@ def _at(fingerprint: str | None) -> dict[str, Any]:
     return {"fingerprint": fingerprint, "revision": fingerprint.rpartition("@")[2]} if fingerprint else {}
 
 
-def record_recipe(path: Path, fingerprint: str, source: dict[str, Any]) -> None:
-    """Write down which recipe the committed version at `path` came from."""
+def record_recipe(path: Path, fingerprint: str, source: dict[str, Any], meta: dict[str, Any]) -> None:
+    """Write down which recipe the committed version at `path`, which has this meta.json, came from."""
     record = {
         "fingerprint": fingerprint,
-        "meta_sha256": sha256_file(path / META_NAME),
+        "meta_sha256": hashlib.sha256(meta_bytes(meta)).hexdigest(),
         "source": source,
         "version": Path(os.readlink(path)).name,
     }

@@ -102,6 +102,8 @@ def difference_lines(found: Mapping[str, Any]) -> str:
     lines.append(f"documents, compared by {found['compared']}{why}: A {counts[0]}; B {counts[1]}")
     for part in PARTS:
         count, first = found[part]["count"], found[part]["first"]
+        if not count:
+            continue
         lines.append(f"{_PARTS[part]}: {_number(count, 'document')}")
         lines += [f"  {_document(document)}" for document in first]
         lines += [f"  and {count - len(first):,} more"] * (len(first) < count)

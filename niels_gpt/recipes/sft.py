@@ -59,6 +59,7 @@ def build_chats(
             on_special=settings.on_special,
             num_threads=num_threads(settings),
             source=have.source,
+            committed=have.committed,
             progress=progress,
         )
 

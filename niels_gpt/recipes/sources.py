@@ -12,14 +12,14 @@ from itertools import islice
 
 from niels_gpt.data import dolly, fineweb_edu, gutenberg, local, oasst1, places, roam, wikitext
 from niels_gpt.data.exclude import remaining
-from niels_gpt.data.types import ChatSample, PretrainSample
+from niels_gpt.data.types import ChatSample, PretrainSample, source_id
 from niels_gpt.recipes.origins import Origin
 from niels_gpt.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-Documents = Iterator[tuple[str | None, str]]
-"""Pairs (split, text); split None leaves the choice to the token budgets."""
+Documents = Iterator[tuple[str | None, str, str]]
+"""Split (None leaves the choice to the token budgets), text, and the source's id of the document."""
 
 
 def fineweb_edu_texts(settings: Settings, origin: Origin, revision: str | None, counters: Counter[str]) -> Documents:
@@ -95,26 +95,27 @@ def own_texts(settings: Settings, origin: Origin, counters: Counter[str]) -> Doc
     assert origin.own is not None
     found = _found(origin, counters)
     samples = local.iter_texts(found, source=origin.source, field=origin.own.field, counters=counters)
-    kept = (sample.text for sample in remaining(samples, settings.exclude, counters))
-    return _by_hash(kept, val_frac=settings.own_val_frac, seed=settings.seed)
+    return _by_hash(remaining(samples, settings.exclude, counters), val_frac=settings.own_val_frac, seed=settings.seed)
 
 
-def _by_hash(texts: Iterable[str], *, val_frac: float, seed: int) -> Documents:
-    """Give each text a split by the sha256 of seed and text: neither its length, its place, nor a tokenizer matters.
+def _by_hash(samples: Iterable[PretrainSample], *, val_frac: float, seed: int) -> Documents:
+    """Give each document a split by the sha256 of seed and text: neither length, nor place, nor tokenizer matters.
 
     So equal texts are in one split, and a new document moves no other. Of the first 2 / val_frac texts, 1,000 at most,
     which are held for that, at least one goes to each split: a small corpus has both, if it has two different texts.
     """
-    stream = iter(texts)
+    stream = iter(samples)
     first = list(islice(stream, min(math.ceil(2 / val_frac), 1_000))) if val_frac else []
-    shares = [_share_of(text, seed) for text in first]
-    full = sorted(share for text, share in zip(first, shares, strict=True) if text)
+    shares = [_share_of(sample.text, seed) for sample in first]
+    full = sorted(share for sample, share in zip(first, shares, strict=True) if sample.text)
     if len(full) > 1:  # the nearest of them, where none is on the one side or on the other
         bound = min(max(val_frac, math.nextafter(full[0], 1)), full[-1])
-        yield from (("val" if share < bound else "train", text) for text, share in zip(first, shares, strict=True))
+        for sample, share in zip(first, shares, strict=True):
+            yield "val" if share < bound else "train", sample.text, source_id(sample)
     else:
-        yield from (("train", text) for text in first)
-    yield from (("val" if _share_of(text, seed) < val_frac else "train", text) for text in stream)
+        yield from (("train", sample.text, source_id(sample)) for sample in first)
+    for sample in stream:
+        yield "val" if _share_of(sample.text, seed) < val_frac else "train", sample.text, source_id(sample)
 
 
 def _share_of(text: str, seed: int) -> float:
@@ -124,8 +125,8 @@ def _share_of(text: str, seed: int) -> float:
 
 def chats(
     settings: Settings, origin: Origin, revision: str | None, counters: Counter[str]
-) -> Iterator[list[dict[str, str]]]:
-    """Yield the chats of an sft source as message lists, in upstream's order, of all upstream splits."""
+) -> Iterator[tuple[str, list[dict[str, str]]]]:
+    """Yield the chats of an sft source, id and messages, in upstream's order, of all upstream splits."""
     if origin.own is not None:
         samples = local.iter_chats(_found(origin, counters), source=origin.source, counters=counters)
     elif origin.source == "dolly15k":
@@ -152,13 +153,16 @@ def chats(
             counters=counters,
         )
     kept: Iterable[ChatSample] = remaining(samples, settings.exclude, counters)
-    return ([{"role": turn.role, "content": turn.content} for turn in sample.messages] for sample in kept)
+    return (
+        (source_id(sample), [{"role": turn.role, "content": turn.content} for turn in sample.messages])
+        for sample in kept
+    )
 
 
 def _texts(
     settings: Settings, samples: Iterable[PretrainSample], counters: Counter[str], split: str | None = None
 ) -> Documents:
-    return ((split, sample.text) for sample in remaining(samples, settings.exclude, counters))
+    return ((split, sample.text, source_id(sample)) for sample in remaining(samples, settings.exclude, counters))
 
 
 def _found(origin: Origin, counters: Counter[str]) -> local.LocalFiles:

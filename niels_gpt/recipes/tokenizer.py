@@ -16,12 +16,13 @@ from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.data import oasst1
 from niels_gpt.data.exclude import read_exclusion, remaining
 from niels_gpt.data.types import PretrainSample
-from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file
+from niels_gpt.fileio import META_NAME, CacheError, sha256_file
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.origins import origin_of
 from niels_gpt.recipes.own import own_sources
 from niels_gpt.recipes.produce import TOKENIZER_KEY, Measured, Outcome, cache_root, finish
+from niels_gpt.records import meta_bytes, parse_object
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer
@@ -242,8 +243,9 @@ def _texts_of(settings: Settings, source: str, looked_at: dict[str, str]) -> Ite
     elif source == "oasst1":
         return _oasst1_messages(settings, revision, counters)
     else:
-        return (turn["content"] for chat in sources.chats(settings, origin, revision, counters) for turn in chat)
-    return (text for _, text in documents)
+        chats = sources.chats(settings, origin, revision, counters)
+        return (turn["content"] for _, chat in chats for turn in chat)
+    return (text for _, text, _ in documents)
 
 
 def _oasst1_messages(settings: Settings, revision: str | None, counters: Counter[str]) -> Iterator[str]:
@@ -278,6 +280,6 @@ def _commit(model: bytes, about: dict[str, Any], work: Path, path: Path) -> dict
         "files": [record],
         "content_sha256": content_sha256([record]),
     }
-    (work / META_NAME).write_bytes(canonical_json(meta))
+    (work / META_NAME).write_bytes(raw := meta_bytes(meta))
     versions.commit(work, path, str(meta["content_sha256"]))
-    return meta
+    return parse_object(raw)

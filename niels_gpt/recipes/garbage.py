@@ -1,0 +1,31 @@
+"""Removing what caches no longer need: old versions, unfinished builds, what a killed process left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from niels_gpt.fileio import CacheError, remove
+from niels_gpt.recipes.report import disk_bytes, size
+from niels_gpt.versions import VERSIONS_DIR, build_lock, removable
+
+
+def collect(cache_dir: Path, *, dry_run: bool) -> Iterator[str]:
+    """Remove what the caches below a folder no longer need; yields a line for each piece, with its size and why.
+
+    dry_run: remove nothing. A cache that is being built is left alone, and its line says who builds.
+    Raises: FileNotFoundError where the folder is not there; OSError where something cannot be removed.
+    """
+    if not cache_dir.is_dir():
+        raise FileNotFoundError(f"{cache_dir}: no such folder. Name the folder of the caches, such as cache")
+    for folder in sorted(path for path in cache_dir.rglob(f"{VERSIONS_DIR}/*") if path.is_dir()):
+        cache = folder.parent.parent / folder.name
+        try:
+            with build_lock(cache):
+                for path, why in removable(cache):
+                    num_bytes = disk_bytes(path)
+                    if not dry_run:
+                        remove(path)
+                    yield f"{'would remove' if dry_run else 'removed'} {path} ({size(num_bytes)}): {why}"
+        except CacheError as error:  # somebody else holds the lock
+            yield f"left alone {error}"
