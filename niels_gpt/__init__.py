@@ -2,7 +2,8 @@
 
 Read in this order:
     settings.py            every default, with its unit and its source
-    fileio.py              atomic files, checksums, CacheError; versions.py commits caches, records.py reads what they say
+    fileio.py              atomic files, checksums, CacheError
+    versions.py            caches that are replaced in one step; records.py: what their meta.json says of files
     tokenizer.py           SentencePiece; tokenizer_training.py trains it, chat_template.py puts chats into ids
     data/                  where text and chats come from: hub, mirror folder, bundled sample
     build/                 the engine: iterables in, token files out

@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -105,25 +106,39 @@ class Build:
         if self.committed is not None:
             if not (self.committed / META_NAME).is_file():
                 raise CacheError(f"{self.committed}: no finished version, expected one by the journal. {self.remedy}")
+            self._opened(TEXTS).close()
             return
         fileio.make_dir(self.work)
+        fileio.fsync_dir(self.work)  # a killed run may have made folders in it
         if self.last.documents:
             logger.info("%s: going on after %d documents of an earlier run", self.folder, self.last.documents)
             if set(self.last.files) != set(self._places):
                 raise CacheError(f"{self.folder}: its journal names other files than this build has. {self.remedy}")
+            self._check_names()
             self.expect(TEXTS, self.last.documents * DIGEST_BYTES)
             self._bring_back()
         self._clear({record["name"] for record in self.finished})
+        for record in self.finished:
+            self.checksums[record["name"]] = self._checksums_of(record)
+        for name in self._places:
+            self.files[name] = self._opened(name)
+        fileio.fsync_dir(self.folder)
+
+    def _opened(self, name: str) -> HashedFile:
+        keep, digest = self.last.files.get(name, (0, None))
+        with self._advised():
+            return HashedFile(path_inside(self.folder, name), keep=keep, sha256=digest)
+
+    def _checksums_of(self, record: Mapping[str, Any]) -> bytes:
+        with self._advised():
+            return checksums_of(path_inside(self.work, record["name"]), record["bytes"], record["sha256"])
+
+    @contextmanager
+    def _advised(self) -> Iterator[None]:
         try:
-            for record in self.finished:
-                known = (record["bytes"], record["sha256"])
-                self.checksums[record["name"]] = checksums_of(path_inside(self.work, record["name"]), *known)
-            for name in self._places:
-                keep, digest = self.last.files.get(name, (0, None))
-                self.files[name] = HashedFile(path_inside(self.folder, name), keep=keep, sha256=digest)
+            yield
         except (CacheError, FileNotFoundError) as error:
             raise CacheError(f"{error}. {self.remedy}") from error
-        fileio.fsync_dir(self.folder)
 
     def close(self) -> None:
         """Close all files."""
@@ -176,10 +191,13 @@ class Build:
         path = self.folder / place.replace("/", "_")
         fileio.remove(path)
         file = HashedFile(path)
-        for part in content:
-            file.write(part)
-        self.checksums[place] = file.checksums()
-        return file.moved(self.work, place)
+        try:
+            for part in content:
+                file.write(part)
+            self.checksums[place] = file.checksums()
+            return file.moved(self.work, place)
+        finally:
+            file.close()
 
     def restored(self, fresh: dict[str, Any]) -> dict[str, Any]:
         """Return the builder's numbers of the last checkpoint; `fresh`, which shows their form, where there is none.
@@ -261,6 +279,14 @@ class Build:
         assert place is not None
         begun = place.rpartition("/")[0] + "/"
         return place.format(sum(record["name"].startswith(begun) for record in self.finished))
+
+    def _check_names(self) -> None:
+        seen = Counter[str]()
+        for record in self.finished:
+            place = next((p for p in self._places.values() if p and record["name"] == p.format(seen[p])), None)
+            if place is None:
+                raise CacheError(f"{self.folder}: its journal names {record['name']!r} out of turn. {self.remedy}")
+            seen[place] += 1
 
     def _bring_back(self) -> None:
         """Undo the finishing of files since the last checkpoint: they are behind it."""

@@ -102,9 +102,10 @@ class Shards:
             index[split] = {**record, "entries": entries}
         for split in SPLITS:
             ids[split] = {**build.finish(f"{split}_ids.txt"), "entries": self.docs[split]}
-        shards = {
-            split: [found for found in build.finished if found["name"].startswith(f"{split}/")] for split in SPLITS
-        }
+        shards: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+        for record in build.finished:
+            of_split = shards[record["name"].partition("/")[0]]
+            of_split.append({**record, "tokens": record["bytes"] // TOKEN_BYTES})
         return {"shards": shards, "index": index, "ids": ids, "checksums": build.add_checksums(shards, index, ids)}
 
     def account(self) -> dict[str, Any]:
@@ -209,8 +210,7 @@ class Shards:
                 self._finish_shard(split)
 
     def _finish_shard(self, split: str) -> None:
-        record = self._build.finish(f"{split}.bin")
-        self._build.finished.append({**record, "tokens": record["bytes"] // TOKEN_BYTES})
+        self._build.finished.append(self._build.finish(f"{split}.bin"))
 
     def _report(self, documents: int) -> None:
         if self._progress is not None:

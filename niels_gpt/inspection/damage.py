@@ -76,8 +76,7 @@ def described(folder: Path) -> tuple[dict[str, Any] | None, list[Damage]]:
     try:
         meta = parse_object(raw)
     except ValueError as error:
-        place = _place(error, raw)
-        return None, [Damage(META_NAME, place, max(len(raw), place), f"not JSON ({error})")]
+        return None, [Damage(META_NAME, _place(error.__cause__, raw), len(raw), str(error))]
     stored, crc = meta_crc32(raw)
     if stored == crc or (stored is None and "checksums" not in meta):  # older builders wrote neither
         return meta, []
@@ -85,7 +84,7 @@ def described(folder: Path) -> tuple[dict[str, Any] | None, list[Damage]]:
     return None, [Damage(META_NAME, 0, len(raw), f"{said}, expected {crc:08x}; the other files were not looked at")]
 
 
-def _place(error: ValueError, raw: bytes) -> int:
+def _place(error: BaseException | None, raw: bytes) -> int:
     """Return the byte at which the parser stopped."""
     if isinstance(error, UnicodeDecodeError):
         return error.start

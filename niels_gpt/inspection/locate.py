@@ -39,6 +39,8 @@ def locate(cache: Path, tokenizer: Decoder | None, *, split: str, position: int,
         check_tokenizer(folder, meta, tokenizer.sha256)
     places = bounds(folder, meta, split)
     total = int(places[-1])
+    if not total:
+        raise ValueError(f"position {position:,}: {cache}/{split} has no token")
     if not 0 <= position < total:
         raise ValueError(f"position {position:,}: {cache}/{split} has {total:,} tokens, expected 0 to {total - 1:,}")
     number = int(np.searchsorted(places, position, side="right")) - 1
