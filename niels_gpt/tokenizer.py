@@ -151,7 +151,7 @@ class SentencePieceTokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a path and the checks to repeat; the processor itself does not travel."""
-        return _reopen, (self.model_path, self.special_tokens, tuple(self._special_ids.items()), self._sha256)
+        return _reopen, (self.model_path, self.special_tokens, self._special_ids, self._sha256)
 
     def __repr__(self) -> str:
         """Name the model, its size and the start of its sha256."""
@@ -207,18 +207,8 @@ def _open_model(model: bytes, *, where: str) -> Any:
         raise CacheError(f"{where}: is no SentencePiece model ({error}). Train one: {TRAIN_COMMAND}") from error
 
 
-def _reopen(
-    path: str, special_tokens: tuple[str, ...], ids: tuple[tuple[str, int], ...], sha256: str
-) -> SentencePieceTokenizer:
-    state = os.stat(path)  # a file that has changed is read again, and refused
-    return _reopened(path, special_tokens, ids, sha256, state.st_mtime_ns, state.st_size)
-
-
-@functools.lru_cache(maxsize=4)  # a worker process unpickles its tokenizer with every batch
-def _reopened(
-    path: str, special_tokens: tuple[str, ...], ids: tuple[tuple[str, int], ...], sha256: str, *state: int
-) -> SentencePieceTokenizer:
-    tokenizer = SentencePieceTokenizer(path, special_tokens=special_tokens, expected_special_token_ids=dict(ids))
+def _reopen(path: str, special_tokens: tuple[str, ...], ids: dict[str, int], sha256: str) -> SentencePieceTokenizer:
+    tokenizer = SentencePieceTokenizer(path, special_tokens=special_tokens, expected_special_token_ids=ids)
     if tokenizer.sha256 != sha256:
         raise CacheError(
             f"{path}: its sha256 is {tokenizer.sha256[:12]}..., expected {sha256[:12]}... as when this tokenizer was "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from functools import lru_cache, partial
 from typing import TypeVar
 
 from niels_gpt.build import stream
@@ -52,8 +54,22 @@ def encoded(
         if executor is None and num_threads:
             executor = ThreadPoolExecutor(num_threads, thread_name_prefix="encode")
             held.callback(executor.shutdown, cancel_futures=True)
+        encode = encoder.encode
+        if executor is not None and not isinstance(executor, ThreadPoolExecutor):
+            encode = partial(_encode_elsewhere, pickle.dumps(encoder))
         given = stream.batches(documents, texts=texts, first=build.last.documents)
-        yield held.enter_context(closing(InOrder[Batch[T], EncodedTexts](encoder.encode, executor)(given)))
+        yield held.enter_context(closing(InOrder[Batch[T], EncodedTexts](encode, executor)(given)))
+
+
+def _encode_elsewhere(encoder: bytes, texts: list[str]) -> EncodedTexts:
+    return _unpickled(encoder).encode(texts)
+
+
+@lru_cache(maxsize=4)
+def _unpickled(encoder: bytes) -> TextEncoder:
+    """Open a tokenizer once in a process; here, for an error while the work travels would kill the worker."""
+    found: TextEncoder = pickle.loads(encoder)
+    return found
 
 
 def digest_of(item: T, texts: Callable[[T], list[str]], label: Callable[[T], str]) -> bytes:

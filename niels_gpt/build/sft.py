@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,18 @@ _FILES = dict.fromkeys(("tokens.bin", "examples.bin", "ids.txt"))
 """What a build appends to: the ids of all kept examples, tokens, targets and utf-8 bytes of each, and their ids."""
 _COPIED = 4096  # examples at once, on their way from the spool to a split
 
-Example = tuple[str, str | None, Sequence[Mapping[str, Any]]]
-"""The id that the source has for a chat, the counter under which it is dropped for its shape or None, the messages."""
+
+class Example(NamedTuple):
+    """One chat, as the builder needs it."""
+
+    name: str
+    """The id that its source has for it."""
+    problem: str | None
+    """The counter under which it is dropped for its shape."""
+    roles: list[str]
+    """Of its messages; of a chat that is dropped, what it was."""
+    texts: list[str]
+    """Of its messages."""
 
 
 def build_sft(
@@ -97,30 +107,38 @@ def build_sft(
 
 def _numbered(examples: Iterable[Any]) -> Iterator[Example]:
     for number, example in enumerate(examples):
-        name, messages = str(number), example
+        name, messages = None, example
         if isinstance(example, tuple) and len(example) == 2 and not isinstance(example[0], Mapping):
-            name, messages = example[0] or name, example[1]
-        yield name, _problem(messages), messages
+            name, messages = example
+        yield _example(str(number) if name is None else name, messages)
+
+
+def _example(name: str, messages: Any) -> Example:
+    """Look at the shape of a chat, in one pass: there are many, and most have two messages."""
+    roles: list[str] = []
+    texts: list[str] = []
+    if not isinstance(messages, (list, tuple, Sequence)):
+        return Example(name, "malformed", [repr(messages)], [])
+    for message in messages:
+        known = type(message) is dict or isinstance(message, Mapping)
+        role, text = (message.get("role"), message.get("content")) if known else (None, None)
+        if not isinstance(role, str) or not isinstance(text, str):
+            return Example(name, "malformed", [repr(messages)], [])
+        roles.append(role)
+        texts.append(text)
+    if not ROLE_TO_NAME.keys() >= set(roles):
+        return Example(name, "unknown_role", [repr(messages)], [])
+    if "assistant" not in roles:
+        return Example(name, "no_assistant_turn", [repr(messages)], [])
+    return Example(name, None, roles, texts)
 
 
 def _texts(example: Example) -> list[str]:
-    return [] if example[1] is not None else [message["content"] for message in example[2]]
+    return example.texts
 
 
 def _label(example: Example) -> str:
-    name, problem, messages = example
-    return "\0".join([name, *([repr(messages)] if problem else [message["role"] for message in messages])])
-
-
-def _problem(messages: Any) -> str | None:
-    """Return the counter under which an example is dropped for its shape; None for a good one."""
-    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
-        return "malformed"
-    if not all(isinstance(message.get(key), str) for message in messages for key in ("role", "content")):
-        return "malformed"
-    if any(message["role"] not in ROLE_TO_NAME for message in messages):
-        return "unknown_role"
-    return None if any(message["role"] == "assistant" for message in messages) else "no_assistant_turn"
+    return "\0".join((example.name, *example.roles))
 
 
 class _Spool:
@@ -128,8 +146,8 @@ class _Spool:
 
     def __init__(self, build: Build, encoder: TextEncoder, progress: Progress | None) -> None:
         self._build, self._encoder, self._progress = build, encoder, progress
-        special = encoder.tokenizer.special_token_ids()
-        self._sentinel = {name: np.array([found], dtype=TOKEN_DTYPE) for name, found in special.items()}
+        self._special = encoder.tokenizer.special_token_ids()
+        self._role_ids = {role: self._special[name] for role, name in ROLE_TO_NAME.items()}
         state = build.restored({"counts": {}, "noticed": {}, "kept": 0, "tokens": 0})
         self.counts, self.noticed = Counter(state["counts"]), Counter(state["noticed"])
         self.kept, self._tokens = int(state["kept"]), int(state["tokens"])
@@ -165,38 +183,58 @@ class _Spool:
 
     def _add(self, batch: Batch[Example], encoded: EncodedTexts) -> list[bytes]:
         """Append the examples of a batch that are kept; returns the digests of all."""
-        ends = np.cumsum(encoded.lengths).tolist()
         digests: list[bytes] = []
-        names: list[str] = []
-        parts: list[NDArray[np.uint16]] = []
-        rows: list[tuple[int, int, int]] = []
+        kept: list[Example] = []
+        firsts: list[int] = []
+        is_kept = np.ones(len(encoded.lengths), dtype=np.bool_)
         first = 0
         for example in batch.items:
-            texts = range(first, first + len(_texts(example)))
-            first = texts.stop
-            digests.append(labelled_digest(_label(example), encoded.digests[texts.start : texts.stop]))
-            self.counts["examples_read"] += 1
-            problem = example[1] or self._refused(encoded, texts)
-            if problem is not None:
+            last = first + len(example.texts)
+            digests.append(labelled_digest(_label(example), encoded.digests[first:last]))
+            problem = example.problem
+            if problem is None and encoded.problems:
+                problem = self._refused(encoded, range(first, last))
+            if problem is None:
+                kept.append(example)
+                firsts.append(first)
+            else:
                 self.counts[problem] += 1
-                continue
-            tokens, supervised = 0, 0
-            for text, message in zip(texts, example[2], strict=True):
-                begin, end = ends[text - 1] if text else 0, ends[text]
-                parts += [self._sentinel[ROLE_TO_NAME[message["role"]]], encoded.ids[begin:end], self._sentinel["eot"]]
-                tokens += end - begin + 2
-                supervised += end - begin + 1 if message["role"] == "assistant" else 0
-                self.noticed.update(encoded.notes.get(text, ()))
-            rows.append((tokens, supervised, int(encoded.utf8_bytes[texts.start : texts.stop].sum())))
-            names.append(example[0])
-        files = self._build.files
-        if rows:
-            files["tokens.bin"].write(np.concatenate(parts))
-            files["examples.bin"].write(np.array(rows, dtype=OFFSET_DTYPE))
-            files["ids.txt"].write(id_lines(names))
-        self.kept += len(rows)
-        self._tokens += sum(row[0] for row in rows)
+                is_kept[first:last] = False
+            first = last
+        self.counts["examples_read"] += len(batch.items)
+        for text, notes in encoded.notes.items():
+            if is_kept[text]:
+                self.noticed.update(notes)
+        if kept:
+            self._write(kept, firsts, is_kept, encoded)
         return digests
+
+    def _write(
+        self, examples: list[Example], firsts: list[int], is_kept: NDArray[np.bool_], encoded: EncodedTexts
+    ) -> None:
+        """Append examples; each text gets its role's sentinel in front and an end-of-text behind.
+
+        firsts: the number of the first text of each. is_kept: bool [texts] of the batch.
+        """
+        lengths = encoded.lengths[is_kept]
+        ids = encoded.ids if is_kept.all() else encoded.ids[np.repeat(is_kept, encoded.lengths)]
+        ends = np.cumsum(lengths + 2)
+        roles = [role for example in examples for role in example.roles]
+        tokens = np.full(int(ends[-1]), self._special["eot"], dtype=TOKEN_DTYPE)
+        is_text = np.ones(len(tokens), dtype=np.bool_)
+        is_text[ends - 1] = is_text[ends - lengths - 2] = False
+        tokens[is_text] = ids
+        tokens[ends - lengths - 2] = [self._role_ids[role] for role in roles]
+        is_target = np.array([role == "assistant" for role in roles])
+        begins = (np.cumsum(is_kept) - 1)[firsts]
+        columns = (lengths + 2, np.where(is_target, lengths + 1, 0), encoded.utf8_bytes[is_kept])
+        rows = np.stack([np.add.reduceat(column, begins) for column in columns], axis=1)
+        files = self._build.files
+        files["tokens.bin"].write(tokens)
+        files["examples.bin"].write(rows.astype(OFFSET_DTYPE))
+        files["ids.txt"].write(id_lines(example.name for example in examples))
+        self.kept += len(examples)
+        self._tokens += len(tokens)
 
     def _refused(self, encoded: EncodedTexts, texts: range) -> str | None:
         problems = (self._encoder.accept(encoded.problems.get(text)) for text in texts)

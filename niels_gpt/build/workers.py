@@ -123,6 +123,11 @@ class InOrder(Generic[B, R]):
         if isinstance(broken, ProcessPoolExecutor):
             if self._replaced:
                 broken.shutdown(wait=False)
-            context = getattr(broken, "_mp_context", None)
-            self._executor = ProcessPoolExecutor(getattr(broken, "_max_workers", None), mp_context=context)
+            self._executor = ProcessPoolExecutor(
+                getattr(broken, "_max_workers", None),
+                mp_context=getattr(broken, "_mp_context", None),
+                initializer=getattr(broken, "_initializer", None),
+                initargs=getattr(broken, "_initargs", ()),
+                max_tasks_per_child=getattr(broken, "_max_tasks_per_child", None),
+            )
             self._replaced = True

@@ -17,19 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS
-from niels_gpt.cache.meta import read_meta
 from niels_gpt.cache.mmap import mmap_tokens
-from niels_gpt.fileio import META_NAME
 from niels_gpt.inspection import matching
 from niels_gpt.inspection.matching import first
 from niels_gpt.inspection.show import Decoder, plain, short_names
 from niels_gpt.inspection.source_ids import id_lines, source_id
-from niels_gpt.inspection.stats import bounds, ids_at
+from niels_gpt.inspection.stats import bounds, described_by, ids_at, opened
 from niels_gpt.records import path_inside
 
 _OF_FILES = {"shards", "index", "ids", "checksums", "files", "content_sha256", "meta_crc32"}
 _DIGEST_BYTES = 16
 _WORDS_TOKENS, _WORDS_CHARS = 24, 60  # of a document's beginning
+_MAX_DEPTH = 20  # of keys that are told apart; a deeper value is one value
 _CHUNK = 1 << 16  # bounds that are Python numbers at a time
 
 Found = dict[str, Any]
@@ -55,6 +54,10 @@ def diff(left: Path, right: Path, *, tokenizers: Sequence[Decoder | None], limit
     Raises: FileNotFoundError, CacheError.
     """
     a, b = (_side(*given) for given in zip((left, right), tokenizers, strict=True))
+    return _differences(a, b, limit)
+
+
+def _differences(a: _Side, b: _Side, limit: int) -> Found:
     flat = [_flat({key: value for key, value in side.meta.items() if key not in _OF_FILES}) for side in (a, b)]
     settings = {
         key: {name: values[key] for name, values in zip("ab", flat, strict=True) if key in values}
@@ -79,19 +82,19 @@ PARTS = ("only_a", "only_b", "moved", "reordered")
 
 
 def _side(cache: Path, tokenizer: Decoder | None) -> _Side:
-    folder = cache.resolve()  # one version, whatever is committed meanwhile
-    meta = read_meta(str(folder / META_NAME))
+    folder, meta = opened(cache, ("pretrain", "sft", "tokenizer"))
     if tokenizer is not None and tokenizer.sha256 != meta.get("tokenizer_sha256"):
         tokenizer = None
     has_documents = meta.get("kind") in ("pretrain", "sft")
-    splits = {split: len(bounds(folder, meta, split)) - 1 for split in SPLITS} if has_documents else {}
+    with described_by(cache):
+        splits = {split: len(bounds(folder, meta, split)) - 1 for split in SPLITS} if has_documents else {}
     return _Side(folder, meta, tokenizer, splits)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and prefix.count(".") < _MAX_DEPTH:
             found |= _flat(value, f"{prefix}{key}.")
         else:
             found[prefix + key] = value
@@ -114,12 +117,13 @@ def _comparable(a: _Side, b: _Side) -> tuple[str | None, str | None]:
 def _digests(side: _Side, split: str, by_tokens: bool) -> NDArray[np.uint64]:
     """Return a hash of each document of a split: uint64 [documents, 2]."""
     found = bytearray()
-    if by_tokens:
-        for digest in _token_digests(side, split):
-            found += digest
-    elif side.splits[split]:
-        for line in id_lines(side.folder, side.meta, split):
-            found += hashlib.blake2b(line, digest_size=_DIGEST_BYTES).digest()
+    with described_by(side.folder):
+        if by_tokens:
+            for digest in _token_digests(side, split):
+                found += digest
+        elif side.splits[split]:
+            for line in id_lines(side.folder, side.meta, split):
+                found += hashlib.blake2b(line, digest_size=_DIGEST_BYTES).digest()
     return np.frombuffer(found, dtype=np.uint64).reshape(-1, 2)
 
 

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS, TOKEN_BYTES
-from niels_gpt.cache.meta import check_tokenizer, read_meta
+from niels_gpt.cache.meta import check_tokenizer
 from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.inspection.show import Decoder, plain, short_names
-from niels_gpt.inspection.source_ids import source_id
-from niels_gpt.inspection.stats import bounds, ids_at
+from niels_gpt.inspection.source_ids import printable, source_id
+from niels_gpt.inspection.stats import bounds, described_by, ids_at, opened
 
 _MAX_MARKED = 4  # tokens: as many as the bytes of a character, each of which may be a token
 
@@ -31,12 +31,22 @@ def locate(cache: Path, tokenizer: Decoder | None, *, split: str, position: int,
         raise ValueError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
     if num_tokens < 1:
         raise ValueError(f"num_tokens={num_tokens}: expected at least 1")
-    folder = cache.resolve()  # one version, whatever is committed meanwhile
-    meta = read_meta(str(folder / META_NAME))
-    if meta.get("kind") not in ("pretrain", "sft"):
-        raise CacheError(f"{cache / META_NAME}: kind is {meta.get('kind')!r}, expected pretrain or sft")
+    folder, meta = opened(cache)
     if tokenizer is not None:
         check_tokenizer(folder, meta, tokenizer.sha256)
+    with described_by(cache):
+        return _located(cache, folder, meta, tokenizer, split, position, num_tokens)
+
+
+def _located(
+    cache: Path,
+    folder: Path,
+    meta: dict[str, Any],
+    tokenizer: Decoder | None,
+    split: str,
+    position: int,
+    num_tokens: int,
+) -> str:
     places = bounds(folder, meta, split)
     total = int(places[-1])
     if not total:
@@ -55,7 +65,7 @@ def locate(cache: Path, tokenizer: Decoder | None, *, split: str, position: int,
     rows = [
         ("token", f"{position:,} of {total:,} of {cache}/{split}: id {token}{piece}"),
         (unit, f"{number:,} of {len(places) - 1:,}, {end - start:,} tokens"),
-        ("source id", "not recorded by the builder of that time" if known is None else known),
+        ("source id", "not recorded by the builder of that time" if known is None else printable(known)),
         ("offset in it", f"{position - start:,} tokens"),
         ("file", _file(meta, split, position)),
     ]

@@ -17,7 +17,8 @@ from niels_gpt.cache.formats import SPLITS, target_mask
 from niels_gpt.cache.meta import check_tokenizer, read_meta, special_id, tokenizer_above
 from niels_gpt.cache.mmap import mmap_tokens
 from niels_gpt.fileio import META_NAME, CacheError
-from niels_gpt.inspection.stats import bounds, ids_at, tokens_of
+from niels_gpt.inspection.stats import bounds, described_by, ids_at, tokens_of
+from niels_gpt.records import path_inside
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 
@@ -67,9 +68,10 @@ def show(cache: Path, tokenizer: Decoder, *, split: str, position: int, num_toke
     cache, meta = _opened(cache, tokenizer)
     if meta.get("built") is False:
         raise CacheError(f"{cache / META_NAME}: built is false, so there is nothing to show")
-    if meta.get("kind") == "sft":
-        return _example(cache, meta, tokenizer, split, position, num_tokens, color)
-    return _window(cache, meta, tokenizer, split, position, num_tokens)
+    with described_by(cache):
+        if meta.get("kind") == "sft":
+            return _example(cache, meta, tokenizer, split, position, num_tokens, color)
+        return _window(cache, meta, tokenizer, split, position, num_tokens)
 
 
 def _opened(cache: Path, tokenizer: Decoder) -> tuple[Path, dict[str, Any]]:
@@ -85,7 +87,7 @@ def _window(cache: Path, meta: dict[str, Any], tokenizer: Decoder, split: str, p
     before = 0
     for record in meta["shards"][split]:
         if position < before + record["tokens"]:
-            tokens = mmap_tokens(cache / record["name"], expected_bytes=record["bytes"])
+            tokens = mmap_tokens(path_inside(cache, record["name"]), expected_bytes=record["bytes"])
             ids = tokens[position - before :][:num_tokens]
             head = f"{cache}/{split}: tokens {position} to {position + len(ids)} of {total}, in {record['name']}"
             return f"{head}\n{tokenizer.decode(ids.tolist())}"

@@ -39,3 +39,8 @@ def id_lines(cache: Path, meta: dict[str, Any], split: str) -> Iterator[bytes]:
             yield from lines
     if rest:
         yield rest
+
+
+def printable(text: str) -> str:
+    """Return a text that anybody may have written, on one line and without control characters: those are escaped."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,32 @@ from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, TOKEN_NUMPY_DTYPE, tar
 from niels_gpt.cache.meta import read_meta, special_id
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
 from niels_gpt.fileio import META_NAME, CacheError
-from niels_gpt.records import path_inside
+from niels_gpt.records import file_records, path_inside
 
 _BATCH_TOKENS = 2**16  # padding included. A core's own memory holds its masks: 2**21 took up to four times as long
+
+
+@contextmanager
+def described_by(cache: Path) -> Iterator[None]:
+    """Make a CacheError, which names the meta.json, of what a malformed one leads to in the block."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        where = f"{cache / META_NAME}: not as docs/formats.md describes it ({error!r})"
+        raise CacheError(f"{where}. Look at it: python -m niels_gpt.cache.cli verify {cache}") from error
+
+
+def opened(cache: Path, kinds: Sequence[str] = ("pretrain", "sft")) -> tuple[Path, dict[str, Any]]:
+    """Resolve a cache once; returns its version's folder and its meta.json, whose records of files are sound.
+
+    Raises: FileNotFoundError; CacheError if meta.json is damaged or is of another kind.
+    """
+    folder = cache.resolve()
+    meta = read_meta(str(folder / META_NAME))
+    file_records(meta, str(cache / META_NAME))
+    if meta.get("kind") not in kinds:
+        raise CacheError(f"{cache / META_NAME}: kind is {meta.get('kind')!r}, expected {' or '.join(kinds)}")
+    return folder, meta
 
 
 def bounds(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
@@ -31,8 +56,8 @@ def bounds(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
         return np.zeros(1, dtype=OFFSET_DTYPE)
     if meta["kind"] == "sft":
         end = len(tokens_of(cache, meta, split))
-        return np.append(load_idx(cache / f"{split}_idx.npy", num_tokens=end), np.int64(end))
-    path = cache / "index" / f"{split}_docs.npy"
+        return np.append(load_idx(path_inside(cache, f"{split}_idx.npy"), num_tokens=end), np.int64(end))
+    path = path_inside(cache, f"index/{split}_docs.npy")
     found = load_idx(path, num_tokens=np.iinfo(OFFSET_DTYPE).max)
     if found[-1] != total:
         raise CacheError(f"{path}: ends at token {found[-1]}, expected {total} by {META_NAME}. Rebuild the cache")
@@ -46,7 +71,7 @@ def lengths(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
 
 def tokens_of(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.uint16]:
     """Map the token file of an sft split: uint16 [tokens]. Raises as `mmap_tokens`; an empty split is refused."""
-    return mmap_tokens(cache / f"{split}_tokens.bin", expected_bytes=meta["shards"][split][0]["bytes"])
+    return mmap_tokens(path_inside(cache, f"{split}_tokens.bin"), expected_bytes=meta["shards"][split][0]["bytes"])
 
 
 def ids_at(cache: Path, meta: dict[str, Any], split: str, start: int, end: int) -> NDArray[np.uint16]:
@@ -92,10 +117,12 @@ def summary(cache: Path) -> list[tuple[str, str]]:
 
     cache: the public folder, such as cache/sft/oasst1. Raises as `bounds`; CacheError for a folder that is no cache.
     """
-    folder = cache.resolve()
-    meta = read_meta(str(folder / META_NAME))
-    if meta.get("kind") not in ("pretrain", "sft"):
-        raise CacheError(f"{cache / META_NAME}: kind is {meta.get('kind')!r}, expected pretrain or sft")
+    folder, meta = opened(cache)
+    with described_by(cache):
+        return _summary(cache, folder, meta)
+
+
+def _summary(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str, str]]:
     source, said = meta["source"], "not stated"
     rows = [
         ("cache", f"{cache} ({meta['kind']}, {_BUILT[meta['built']]})"),

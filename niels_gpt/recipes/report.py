@@ -13,6 +13,7 @@ from typing import Any
 from niels_gpt.fileio import CacheError
 from niels_gpt.inspection.contents import Damage
 from niels_gpt.inspection.diff import PARTS, is_equal
+from niels_gpt.inspection.source_ids import printable
 from niels_gpt.inspection.verify import CHECKS, Limits, verify
 from niels_gpt.recipes.plan import Plan
 from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome
@@ -83,7 +84,9 @@ def checked(outcome: Outcome, settings: Settings) -> list[str]:
 def damage_lines(cache: Path, damages: Sequence[Damage]) -> str:
     """Return a line for a cache, and one for each of its damages."""
     lines = [f"{cache}: {_number(len(damages), 'damage') if damages else 'ok'}"]
-    lines += [f"  {found.file}, bytes {found.offset:,} to {found.end:,}: {found.problem}" for found in damages]
+    lines += [
+        f"  {printable(found.file)}, bytes {found.offset:,} to {found.end:,}: {found.problem}" for found in damages
+    ]
     return "\n".join(lines)
 
 
@@ -121,7 +124,7 @@ _PARTS = {
 def _document(document: Mapping[str, Any]) -> str:
     parts = [f"{document['split']} {document['document']}"]
     if document["source_id"] is not None:
-        parts.append(f"source id {document['source_id']}")
+        parts.append(f"source id {printable(document['source_id'])}")
     if document["words"] is not None:
         parts.append(repr(document["words"]))
     if "in_b" in document:
