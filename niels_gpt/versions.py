@@ -12,7 +12,6 @@ replaced, atomically, when the same tokens are described anew:
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from pathlib import Path
 from niels_gpt import fileio
 from niels_gpt.fileio import META_NAME, CacheError, sha256_file, write_bytes
 from niels_gpt.locks import file_lock
-from niels_gpt.records import file_records
+from niels_gpt.records import file_records, parse_object, read_regular
 
 VERSIONS_DIR = ".versions"
 VERSION_DIGITS = 12
@@ -160,7 +159,9 @@ def _is_leftover(entry: Path) -> bool:
 
 def _same_files(left: Path, right: Path) -> bool:
     sizes = _sizes(left)
-    return sizes == _sizes(right) and all(sha256_file(left / name) == sha256_file(right / name) for name in sizes)
+    if sizes != _sizes(right) or any((right / name).is_symlink() for name in sizes):
+        return False
+    return all(sha256_file(left / name) == sha256_file(right / name) for name in sizes)
 
 
 def _sizes(root: Path) -> dict[str, int]:
@@ -196,11 +197,11 @@ def refuse_foreign(path: str | os.PathLike[str]) -> None:
 
 def _named_files(public: Path) -> set[str]:
     try:
-        meta = json.loads((public / META_NAME).read_text(encoding="utf-8"))
+        meta = parse_object(read_regular(public / META_NAME))
         return {META_NAME, "spm.model", *(str(record["name"]) for record in file_records(meta))}
     except FileNotFoundError:
         return set()
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except ValueError as error:
         raise CacheError(f"{public / META_NAME}: is not a cache's meta.json ({error}). Move the folder away") from error
 
 
@@ -211,7 +212,7 @@ def _make_way(public: Path, folder: Path) -> None:
     if not _names_below(public):
         fileio.remove(public)
         return
-    content = str(json.loads((public / META_NAME).read_text(encoding="utf-8")).get("content_sha256"))
+    content = str(parse_object(read_regular(public / META_NAME)).get("content_sha256"))
     known = re.fullmatch("[0-9a-f]{64}", content)  # a name from a file that anybody may have written
     if not known:
         fileio.rename(public, folder / f"adopted{len(list(folder.glob('adopted*')))}")

@@ -64,24 +64,23 @@ def build_pretrain(
         CacheError if somebody else builds here, if something that is no cache is in the way, and if the documents are
         not those that a killed run had read; RuntimeError if a worker of the executor dies twice on a batch.
     """
+    if shard_bytes < TOKEN_BYTES:
+        raise ValueError(f"shard_bytes={shard_bytes}: expected at least {TOKEN_BYTES}, the bytes of one token")
     eot = int(tokenizer.special_token_ids()["eot"])
     encoder = TextEncoder(tokenizer, on_special=on_special, append=eot if append_eot else None)
     budget = TokenBudget({"train": max_train_tokens, "val": max_val_tokens})
-    if shard_bytes < TOKEN_BYTES:
-        raise ValueError(f"shard_bytes={shard_bytes}: expected at least {TOKEN_BYTES}, the bytes of one token")
-    source = source or Source()
+    source, vocabulary = source or Source(), vocabulary_of(tokenizer)
     settings: dict[str, Any] = {
+        "kind": "pretrain",
+        "built": "partial" if partial else True,
         "split_rule": split_rule,
         "shard_bytes": shard_bytes,
         "append_eot": append_eot,
         "on_special": on_special,
-        "shuffle": {"algorithm": shuffle.ALGORITHM if shuffle_buffer else None, "buffer": shuffle_buffer or 0},
         "max_train_tokens": max_train_tokens,
         "max_val_tokens": max_val_tokens,
-        "kind": "pretrain",
-        "built": "partial" if partial else True,
+        "shuffle": {"algorithm": shuffle.ALGORITHM if shuffle_buffer else None, "buffer": shuffle_buffer or 0},
     }
-    vocabulary = vocabulary_of(tokenizer)
     identity = build_identity(source, vocabulary, seed=seed, **settings)
     mixed = shuffle.Shuffled(with_ids(documents), size=shuffle_buffer, seed=seed)
     with resume.opened(out_dir, identity, FILES, checkpoint_seconds) as build:

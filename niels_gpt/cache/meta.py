@@ -9,6 +9,7 @@ from typing import Any
 from niels_gpt.cache.formats import FORMAT_VERSION, TOKEN_DTYPE
 from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file, write_bytes
 from niels_gpt.records import (
+    checked_count,
     checked_sha256,
     file_records,
     meta_bytes,
@@ -102,6 +103,24 @@ def reader_meta(folder: Path) -> dict[str, Any] | None:
     for name in ("sys", "usr", "asst", "eot"):
         _special_id(meta, name, where)
     file_records(meta, where)
+    return meta
+
+
+def listed_meta(folder: Path) -> dict[str, Any] | None:
+    """Return the meta.json of a folder as `find_meta` does; what a table of caches shows of it is as it should be.
+
+    Raises: CacheError also for a wrong `built`, wrong `totals`, or a wrong list of files.
+    """
+    meta, where = find_meta(folder), str(folder / META_NAME)
+    if meta is not None:
+        file_records(meta, where)
+        if meta.get("built", True) not in (True, False, "partial"):
+            raise wrong_value(where, "built", meta["built"], 'true, false or "partial"')
+        totals = meta.get("totals", {})
+        if not isinstance(totals, dict):
+            raise wrong_value(where, "totals", totals, "an object")
+        for name, count in totals.items():
+            checked_count(count, f"totals.{name}", where)
     return meta
 
 

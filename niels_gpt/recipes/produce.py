@@ -20,12 +20,13 @@ from typing import Any
 from niels_gpt.build.describe import BUILDER_VERSION, FORMAT_VERSION, Source
 from niels_gpt.build.journal import unfinished_builds
 from niels_gpt.cache.formats import SPLITS
-from niels_gpt.cache.meta import find_meta, read_meta
+from niels_gpt.cache.meta import find_meta, listed_meta, read_meta
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file, write_bytes
+from niels_gpt.recipes.measured import Measured
 from niels_gpt.recipes.origins import Origin
 from niels_gpt.recipes.own import said_credit
-from niels_gpt.records import file_records, meta_bytes
+from niels_gpt.records import file_records, meta_bytes, path_inside
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 from niels_gpt.versions import versions_dir
@@ -138,8 +139,12 @@ def is_current(path: Path, fingerprint: str) -> bool:
         return False
     if sha256_file(meta_path) != recipe.get("meta_sha256"):  # damaged, or written by a builder without a recipe
         return False
-    meta = read_meta(str(meta_path))
-    files = {path / record["name"]: record["bytes"] for record in file_records(meta)}
+    version = path.resolve()
+    try:
+        records = file_records(read_meta(str(meta_path)), str(meta_path))
+        files = {path_inside(version, record["name"]): record["bytes"] for record in records}
+    except CacheError:
+        return False
     return all(file.is_file() and file.stat().st_size == size for file, size in files.items())
 
 
@@ -244,7 +249,7 @@ def recorded_outcomes(root: Path) -> tuple[list[Outcome], dict[str, Exception]]:
     for path in itertools.chain([root / TOKENIZER_KEY], *families):
         key = path.relative_to(root).as_posix()
         try:
-            meta = find_meta(path)
+            meta = listed_meta(path)
         except CacheError as error:
             damaged[key] = error
             continue
@@ -264,8 +269,8 @@ def _newest_run(root: Path, key: str) -> dict[str, Any]:
         return {}
     for line in reversed(lines):
         with contextlib.suppress(ValueError):  # half a line, where its writer was killed
-            run: dict[str, Any] = json.loads(line)
-            return run
+            run = json.loads(line)
+            return run if isinstance(run, dict) else {}
     return {}
 
 
@@ -294,25 +299,3 @@ def _tokenizer_of(settings: Settings, origin: Origin) -> SentencePieceTokenizer:
             f"of its {META_NAME}. Remove {folder}, then build again"
         )
     return tokenizer
-
-
-class Measured:
-    """Wall time and peak memory of a block; Linux lets a process reset its own high-water mark."""
-
-    seconds: float = 0.0
-    peak_bytes: int | None = None
-
-    def __enter__(self) -> Measured:
-        self._begin = time.perf_counter()
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-            self._can_reset = True
-        except OSError:
-            self._can_reset = False
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.seconds = time.perf_counter() - self._begin
-        if self._can_reset:
-            lines = Path("/proc/self/status").read_text().splitlines()
-            self.peak_bytes = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))

@@ -19,6 +19,7 @@ from niels_gpt.data.types import PretrainSample
 from niels_gpt.fileio import META_NAME, CacheError, sha256_file
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes import sources
+from niels_gpt.recipes.measured import Measured
 from niels_gpt.recipes.origins import origin_of
 from niels_gpt.recipes.own import own_sources
 from niels_gpt.recipes.produce import TOKENIZER_KEY, Measured, Outcome, cache_root, finish
