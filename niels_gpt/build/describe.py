@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from niels_gpt import versions
 from niels_gpt.build.encode import Tokenizer, tokenizer_sha256
+from niels_gpt.build.resume import Build
 from niels_gpt.build.writer import TOKEN_DTYPE_NAME
 from niels_gpt.fileio import META_NAME, write_bytes
 from niels_gpt.records import file_records, meta_bytes, parse_object
@@ -98,3 +101,23 @@ def write_description(
     meta["content_sha256"] = content_sha256(file_records(meta))
     write_bytes(work / META_NAME, raw := meta_bytes(meta))
     return parse_object(raw)
+
+
+def described_commit(
+    build: Build,
+    out_dir: str | os.PathLike[str],
+    parts: Callable[[], Mapping[str, Any]],
+    committed: Callable[[dict[str, Any]], None] | None,
+    **known: Any,
+) -> dict[str, Any]:
+    """Finish a build's files, describe them, and commit; returns the meta. All of it may be killed and done again.
+
+    parts: finishes the files and returns their part of meta.json; known: the other arguments of `write_description`.
+    committed: called with the meta before the build's journal goes.
+    """
+    meta = build.committed_meta() or write_description(build.work, **known, **parts())
+    build.seal(str(meta["content_sha256"]))
+    versions.commit(build.work, out_dir, str(meta["content_sha256"]))
+    if committed is not None:
+        committed(meta)
+    return meta

@@ -13,7 +13,7 @@ from typing import Any
 
 from niels_gpt import versions
 from niels_gpt.build import resume, shuffle
-from niels_gpt.build.describe import Source, build_identity, vocabulary_of, write_description
+from niels_gpt.build.describe import Source, build_identity, described_commit, vocabulary_of, write_description
 from niels_gpt.build.encode import TextEncoder, Tokenizer
 from niels_gpt.build.pipeline import Progress
 from niels_gpt.build.resume import CHECKPOINT_SECONDS
@@ -70,17 +70,7 @@ def build_pretrain(
     encoder = TextEncoder(tokenizer, on_special=on_special, append=eot if append_eot else None)
     budget = TokenBudget({"train": max_train_tokens, "val": max_val_tokens})
     source, vocabulary = source or Source(), vocabulary_of(tokenizer)
-    settings: dict[str, Any] = {
-        "kind": "pretrain",
-        "built": "partial" if partial else True,
-        "split_rule": split_rule,
-        "shard_bytes": shard_bytes,
-        "append_eot": append_eot,
-        "on_special": on_special,
-        "max_train_tokens": max_train_tokens,
-        "max_val_tokens": max_val_tokens,
-        "shuffle": {"algorithm": shuffle.ALGORITHM if shuffle_buffer else None, "buffer": shuffle_buffer or 0},
-    }
+    settings = _settings(split_rule, shard_bytes, append_eot, on_special, partial, budget, shuffle_buffer or 0)
     identity = build_identity(source, vocabulary, seed=seed, **settings)
     mixed = shuffle.Shuffled(with_ids(documents), size=shuffle_buffer, seed=seed)
     with resume.opened(out_dir, identity, FILES, checkpoint_seconds) as build:
@@ -89,20 +79,9 @@ def build_pretrain(
         if not shards.tokens["train"] and not partial:
             raise ValueError(f"{os.fspath(out_dir)}: no token for the train split: {_shortage(shards, source)}")
         build.checkpoint(shards.state(), ended=True)
-        meta = build.committed_meta() or write_description(
-            build.work,
-            vocabulary=vocabulary,
-            source=source,
-            counters=source.counters if exhausted else build.mark.counters,
-            seed=seed,
-            **shards.finish(),
-            **shards.account(),
-            **settings,
-        )
-        build.seal(str(meta["content_sha256"]))
-        versions.commit(build.work, out_dir, str(meta["content_sha256"]))
-        if committed is not None:
-            committed(meta)
+        known = {"vocabulary": vocabulary, "source": source, "seed": seed, **settings}
+        counters = source.counters if exhausted else build.mark.counters
+        meta = described_commit(build, out_dir, shards.described, committed, counters=counters, **known)
     _warn_of_unmet_budgets(out_dir, budget)
     return meta
 
@@ -131,6 +110,29 @@ def build_stub(
         )
         versions.commit(work, out_dir, str(meta["content_sha256"]))
     return meta
+
+
+def _settings(
+    split_rule: str,
+    shard_bytes: int,
+    append_eot: bool,
+    on_special: str,
+    partial: bool,
+    budget: TokenBudget,
+    shuffle_buffer: int,
+) -> dict[str, Any]:
+    """Return what meta.json says of a build's arguments: they decide its bytes."""
+    return {
+        "kind": "pretrain",
+        "built": "partial" if partial else True,
+        "split_rule": split_rule,
+        "shard_bytes": shard_bytes,
+        "append_eot": append_eot,
+        "on_special": on_special,
+        "max_train_tokens": budget.limits["train"],
+        "max_val_tokens": budget.limits["val"],
+        "shuffle": {"algorithm": shuffle.ALGORITHM if shuffle_buffer else None, "buffer": shuffle_buffer},
+    }
 
 
 def _shortage(shards: Shards, source: Source) -> str:

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt import versions
 from niels_gpt.build import pipeline, resume
-from niels_gpt.build.describe import Source, build_identity, vocabulary_of, write_description
+from niels_gpt.build.describe import Source, build_identity, described_commit, vocabulary_of
 from niels_gpt.build.encode import EncodedTexts, TextEncoder, Tokenizer
 from niels_gpt.build.pipeline import Progress
 from niels_gpt.build.resume import CHECKPOINT_SECONDS, Build
@@ -89,20 +88,17 @@ def build_sft(
                 f"{os.fspath(out_dir)}: no example is left of {spool.counts['examples_read']} read: {lost}"
             )
         build.checkpoint(spool.state(), ended=True)
-        meta = build.committed_meta() or write_description(
-            build.work,
+        return described_commit(
+            build,
+            out_dir,
+            lambda: spool.split(_val_rows(spool.kept, val_frac, seed)),
+            committed,
             vocabulary=vocabulary,
             source=source,
             counters=source.counters,
             seed=seed,
-            **spool.split(_val_rows(spool.kept, val_frac, seed)),
             **settings,
         )
-        build.seal(str(meta["content_sha256"]))
-        versions.commit(build.work, out_dir, str(meta["content_sha256"]))
-        if committed is not None:
-            committed(meta)
-    return meta
 
 
 def _numbered(examples: Iterable[Any]) -> Iterator[Example]:

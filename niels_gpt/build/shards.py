@@ -88,8 +88,8 @@ class Shards:
                 self._report(self.counts["documents_read"])
         return not self._full()
 
-    def finish(self) -> dict[str, Any]:
-        """Finish the last shards, the index and the ids; returns their part of meta.json."""
+    def described(self) -> dict[str, Any]:
+        """Finish the last shards, the index and the ids; returns what meta.json says of them and of every document."""
         build, index, ids = self._build, {}, {}
         for split in SPLITS:
             fileio.make_dir(build.work / split)
@@ -106,10 +106,10 @@ class Shards:
         for record in build.finished:
             of_split = shards[record["name"].partition("/")[0]]
             of_split.append({**record, "tokens": record["bytes"] // TOKEN_BYTES})
-        return {"shards": shards, "index": index, "ids": ids, "checksums": build.add_checksums(shards, index, ids)}
+        files = {"shards": shards, "index": index, "ids": ids, "checksums": build.add_checksums(shards, index, ids)}
+        return {**files, **self._account()}
 
-    def account(self) -> dict[str, Any]:
-        """Return the part of meta.json that accounts for every document read."""
+    def _account(self) -> dict[str, Any]:
         full = {split: self._budget.room(split) == 0 for split in SPLITS}
         unbounded = [split for split in SPLITS if self._budget.limits[split] is None]
         return {

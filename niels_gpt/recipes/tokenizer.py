@@ -22,7 +22,7 @@ from niels_gpt.recipes import sources
 from niels_gpt.recipes.measured import Measured
 from niels_gpt.recipes.origins import origin_of
 from niels_gpt.recipes.own import own_sources
-from niels_gpt.recipes.produce import TOKENIZER_KEY, Measured, Outcome, cache_root, finish
+from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome, cache_root, finish
 from niels_gpt.records import meta_bytes, parse_object
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
