@@ -191,6 +191,7 @@ OFFSETS_DAMAGE = [
     (put(b"\x80\x04]q\x00."), "not a .npy file"),  # a pickle
     (cut(100), "not a .npy file"),
     (cut(-8), "144 bytes, expected 152 by its own header, which has 3 entries"),
+    (lambda path: path.write_bytes(path.read_bytes() + b"12345678"), "160 bytes, expected 152 by its own header"),
     (save([0, 6, 12], "<i4"), "<i4 of shape (3,), expected int64 [examples]"),
     (save([0, 6, 12], ">i8"), ">i8 of shape (3,), expected int64 [examples]"),
     (save([0, 6, 12], "<f8"), "<f8 of shape (3,), expected int64 [examples]"),

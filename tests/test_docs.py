@@ -33,9 +33,9 @@ def test_every_command_of_a_document_parses(document: str) -> None:
 def test_every_flag_named_in_a_document_exists(capsys: pytest.CaptureFixture[str]) -> None:
     from niels_gpt import train_tokenizer
 
-    for command in (["build-all"], ["build"], ["snapshot"], ["list"], ["stats"], ["show"], ["gc"]):
+    for command in ["build-all", "build", "snapshot", "list", "stats", "show", "verify", "diff", "locate", "gc"]:
         with pytest.raises(SystemExit):
-            cli.main([*command, "--help"])
+            cli.main([command, "--help"])
     with pytest.raises(SystemExit):
         train_tokenizer.main(["--help"])
     known = capsys.readouterr().out

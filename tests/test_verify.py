@@ -21,6 +21,7 @@ from niels_gpt.build.pretrain import build_pretrain, build_stub
 from niels_gpt.build.sft import build_sft
 from niels_gpt.cache.meta import read_meta, write_meta
 from niels_gpt.fileio import CacheError, sha256_file
+from niels_gpt.inspection import checksums, damage
 from niels_gpt.inspection import verify as module
 from niels_gpt.inspection.verify import CHECKS, Limits, verify
 from niels_gpt.recipes.plan import RECIPES, ensure_tokenizer
@@ -131,8 +132,9 @@ def test_a_flipped_bit_is_found_by_a_deep_check_and_in_a_model_always(root: Path
     file = root / key / name
     before, content = sha256_file(file), file.read_bytes()
     file.write_bytes(content[:4] + bytes([content[4] ^ 1]) + content[5:])
-    problem = f"{file}: sha256 {sha256_file(file)[:12]}, expected {before[:12]} by its meta.json. "
-    expected = [problem + AGAIN.format(root / key)]
+    problem = f"{file}: sha256 {sha256_file(file)[:12]}, expected {before[:12]} by its meta.json"
+    where = "" if key == "tokenizer" else "; bit 0 of byte 4 is flipped"
+    expected = [f"{problem}{where}. " + AGAIN.format(root / key)]
     assert problems(root / key, "files_match_meta", deep=True) == expected
     assert problems(root / key, "files_match_meta") == (expected if key == "tokenizer" else [])
 
@@ -158,18 +160,16 @@ def test_a_name_that_leaves_the_folder_is_a_problem_and_its_file_is_not_opened(
     meta["shards"]["train"][1]["name"] = name
     change(cache, shards=meta["shards"])
     opened: list[str] = []
-    for reader in ("sha256_file", "mmap_tokens"):
-        real = getattr(module, reader)
+    for owner, reader in ((module, "mmap_tokens"), (damage, "open_regular"), (checksums, "open_regular")):
+        real = getattr(owner, reader)
         monkeypatch.setattr(
-            module, reader, lambda path, real=real, **size: opened.append(path.name) or real(path, **size)
+            owner, reader, lambda path, real=real, **size: opened.append(path.name) or real(path, **size)
         )
     found = verify(cache, Limits(deep=True))
-    assert found["files_match_meta"][0] == (
-        f"{cache}/meta.json: names the file {name}, expected one below its own folder. {AGAIN.format(cache)}"
-    )
-    assert found["ids_below_vocab_size"] == [
-        f"{cache}/meta.json: names the file {name}, which is outside its folder and is not read"
-    ]
+    expected = "expected the relative path of a file inside the cache"
+    assert found["files_match_meta"][0].startswith(f"{cache}/meta.json: shards.train[1].name is ")
+    assert found["ids_below_vocab_size"][0].startswith(f"{cache}: a file's name is ")
+    assert all(expected in found[check][0] for check in ("files_match_meta", "ids_below_vocab_size"))
     assert "shard_00000.bin" in opened and "outside.bin" not in opened
 
 

@@ -1,0 +1,187 @@
+"""verify, diff, locate, stats --plot and gc on the command line: what is printed, and the exit status.
+
+Run: pytest tests/test_cli_inspection.py
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_tokenizer import build
+
+from niels_gpt.cache import cli
+from niels_gpt.inspection.caches import caches_below
+from niels_gpt.recipes.plan import RECIPES, ensure_tokenizer
+from niels_gpt.records import meta_bytes
+from niels_gpt.settings import Settings
+from niels_gpt.versions import build_lock
+
+
+@pytest.fixture
+def root(settings: Settings) -> Path:
+    """Return a folder with tokenizer/, pretrain/roam and sft/oasst1."""
+    for recipe in (ensure_tokenizer, RECIPES["pretrain/roam"], RECIPES["sft/oasst1"]):
+        recipe(settings)
+    return Path(settings.cache_dir)
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs a command and gives its exit status, its output and its errors."""
+
+    def run_command(*arguments: Any) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = cli.main([str(argument) for argument in arguments])
+        return status, *capsys.readouterr()
+
+    return run_command
+
+
+def test_verify_looks_at_every_cache_below_a_folder(root: Path, run: Run) -> None:
+    lines = [f"{root}/{key}: ok" for key in ("pretrain/roam", "sft/oasst1", "tokenizer")]
+    for arguments in ([root], [root, "--deep"], [root / "pretrain", root / "sft/oasst1", root / "tokenizer"]):
+        assert run("verify", *arguments) == (0, "\n".join(lines) + "\n", "")
+    assert run("verify", root.parent)[1].splitlines() == lines
+
+
+def test_verify_names_each_damage_and_exits_with_1(root: Path, run: Run) -> None:
+    tokens = root / "sft" / "oasst1" / "train_tokens.bin"
+    content = bytearray(tokens.read_bytes())
+    content[100] ^= 4
+    tokens.write_bytes(content)
+    assert run("verify", root)[0] == 0
+    status, out, _ = run("verify", root, "--deep")
+    assert status == 1 and f"{root}/pretrain/roam: ok\n" in out
+    assert f"{root}/sft/oasst1: 1 damage\n  train_tokens.bin, bytes 100 to 101: sha256 " in out
+    assert "bit 2 of byte 100 is flipped" in out
+    status, out, _ = run("verify", root, "--deep", "--json")
+    found = json.loads(out)
+    assert status == 1 and list(found) == [f"{root}/{key}" for key in ("pretrain/roam", "sft/oasst1", "tokenizer")]
+    (damage,) = found[f"{root}/sft/oasst1"]
+    assert {**damage, "problem": ""} == {"file": "train_tokens.bin", "offset": 100, "end": 101, "problem": ""}
+    assert found[f"{root}/tokenizer"] == []
+
+
+def test_verify_does_not_pass_over_a_cache_that_lost_its_description_or_its_version(root: Path, run: Run) -> None:
+    (root / "sft" / "oasst1" / "meta.json").unlink()
+    shutil.rmtree((root / "pretrain" / "roam").resolve())
+    status, out, _ = run("verify", root)
+    assert status == 1 and out.count("1 damage\n  meta.json, bytes 0 to 0: no such file") == 2
+
+
+def test_verify_of_nothing_is_an_error_and_without_a_path_a_usage_error(tmp_path: Path, run: Run) -> None:
+    assert run("verify", tmp_path)[0] == 1 and "no cache there" in run("verify", tmp_path)[2]
+    status, out, err = run("verify", tmp_path / "none", "--json")
+    assert (status, out) == (1, "") and "none: no such folder" in err
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["verify"])
+    assert caught.value.code == 2
+
+
+def test_links_are_not_followed_to_look_for_caches(root: Path, tmp_path: Path) -> None:
+    (root / "round").symlink_to(root)
+    (root / "elsewhere").symlink_to(tmp_path)
+    assert caches_below(root) == [root / key for key in ("pretrain/roam", "sft/oasst1", "tokenizer")]
+    version = (root / "sft" / "oasst1").resolve()
+    assert caches_below(version) == [version]
+
+
+def test_diff_exits_as_diff_does_and_takes_versions(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "pretrain" / "own"
+    build(path, ["A", "BCD"])
+    before = path.resolve()
+    assert run("diff", path, before)[:2] == (0, "equal\n")
+    build(path, ["A", "XYZ"])
+    status, out, _ = run("diff", before, path)
+    assert status == 1 and "only in A: 1 document\n  train 1, source id 1\n" in out
+    status, out, _ = run("diff", before, path, "--json", "--limit", "0")
+    assert status == 1 and json.loads(out)["only_b"] == {"count": 1, "first": []}
+    status, out, err = run("diff", before, tmp_path / "none")
+    assert (status, out) == (1, "") and err.startswith("error: ")
+
+
+def test_diff_shows_the_first_words_where_a_tokenizer_is_beside(settings: Settings, root: Path, run: Run) -> None:
+    other = root.parent / "other"
+    shutil.copytree(root, other, symlinks=True)
+    RECIPES["sft/oasst1"](dataclasses.replace(settings, cache_dir=str(other), oasst1_english_only=False))
+    status, out, _ = run("diff", root / "sft/oasst1", other / "sft/oasst1")
+    assert status == 1 and "only in B" in out and "'<|usr|>" in out
+
+
+def test_locate_prints_the_document_with_its_text(root: Path, run: Run) -> None:
+    status, out, _ = run("locate", root / "pretrain/roam", "train", "1_000", "--tokens", "50")
+    assert status == 0 and "token:        1,000 of " in out and "[[" in out and ".md" in out
+    assert run("locate", root / "pretrain/roam", "train", "1,000", "--tokens", "50")[1] == out
+    status, out, err = run("locate", root / "pretrain/roam", "val", "9999999")
+    assert (status, out) == (1, "") and "expected 0 to " in err
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["locate", str(root / "pretrain/roam"), "val", "many"])
+    assert caught.value.code == 2
+    (root / "tokenizer" / "spm.model").unlink()
+    status, out, _ = run("locate", root / "sft/oasst1", "train", "0")
+    assert status == 0 and "ids:" in out
+
+
+def test_stats_draws_a_picture_where_it_is_told_to(root: Path, run: Run, tmp_path: Path) -> None:
+    status, out, _ = run("stats", root / "sft/oasst1", "--plot", tmp_path / "out.png")
+    assert status == 0 and (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    for said in ("median", "95% below", "bytes per token", "with loss", " read)"):
+        assert said in out
+
+
+def test_gc_says_why_and_a_dry_run_takes_nothing(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "pretrain" / "own"
+    for text in "ABC":
+        build(path, [text])
+    versions = path.parent / ".versions" / "own"
+    unfinished = versions / "building-0123456789ab"
+    unfinished.mkdir()
+    (unfinished / "x").write_bytes(b"half")
+    before = sorted(versions.rglob("*"))
+    status, out, _ = run("gc", tmp_path, "--dry-run")
+    assert status == 0 and sorted(versions.rglob("*")) == before
+    dead, old = sorted(out.splitlines(), key=lambda line: "old version" in line)
+    assert dead.startswith(f"would remove {unfinished} (0.0 KiB): ") and "unfinished build" in dead
+    assert old.startswith(f"would remove {versions}/") and old.endswith("an old version")
+    assert run("gc", tmp_path)[1].count("removed") == 2
+    assert not unfinished.exists() and run("gc", tmp_path) == (0, "", "")
+    assert run("verify", path)[0] == 0
+
+
+def test_gc_leaves_a_cache_alone_that_is_being_built_and_says_who_builds(tmp_path: Path, run: Run) -> None:
+    for name in ("busy", "idle"):
+        for text in "ABC":
+            build(tmp_path / "pretrain" / name, [text])
+    with build_lock(tmp_path / "pretrain" / "busy"):
+        status, out, _ = run("gc", tmp_path)
+    assert status == 0
+    busy, idle = out.splitlines()
+    assert busy.startswith(f"left alone {tmp_path}/pretrain/busy: is being built by user ") and "pid" in busy
+    assert idle.startswith("removed ") and "/idle/" in idle
+
+
+def test_gc_of_a_folder_that_is_not_there_is_an_error(tmp_path: Path, run: Run) -> None:
+    assert run("gc", tmp_path / "none")[0] == 1
+
+
+@pytest.mark.parametrize("key", ["totals", "shards", "index", "special_token_ids", "kind", "ids", "dropped", "source"])
+def test_no_command_fails_otherwise_than_with_a_message_on_a_malformed_meta_json(
+    tmp_path: Path, run: Run, key: str
+) -> None:
+    path = tmp_path / "pretrain" / "own"
+    meta = build(path, ["A", "BCD"])
+    shutil.copytree(path.resolve(), tmp_path / "good")
+    for value in (None, 7, {}, ["train"], {"train": 3, "val": 3}):
+        (path / "meta.json").write_bytes(meta_bytes({**meta, key: value}))
+        for command in (["stats", path], ["locate", path, "train", "1"], ["diff", path, tmp_path / "good"]):
+            status, out, err = run(*command)
+            assert status in (0, 1) and (bool(out) != err.startswith("error: ")), (value, command, err)
+        may_be_so = key in ("dropped", "source") and isinstance(value, dict)
+        assert run("verify", path, "--deep")[0] == 1 or may_be_so, value
