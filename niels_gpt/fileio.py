@@ -156,7 +156,8 @@ def make_dir(path: PathLike) -> None:
 
 def symlink(target: PathLike, path: PathLike) -> None:
     """Make a symlink; `rename` is what makes it durable."""
-    os.symlink(target, path)
+    with _named(path):
+        os.symlink(target, path)
     _note("symlink", path, os.fspath(target))
 
 

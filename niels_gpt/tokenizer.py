@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,9 +120,11 @@ class SentencePieceTokenizer:
     def encode_batch(self, texts: Sequence[str], /, *, num_threads: int = 1) -> list[NDArray[np.int32]]:
         """Return the ids of each text as int32 [tokens]; the threads change the speed only. Raises as `encode`."""
         batch = list(texts)
-        pool = _thread_pool(num_threads)
         try:
-            arrays: list[NDArray[np.int32]] = self._processor.encode(batch, return_type="numpy", thread_pool=pool)
+            # Without a pool of threads that is kept: a forked child has the object, none of its threads, and hangs.
+            arrays: list[NDArray[np.int32]] = self._processor.encode(
+                batch, return_type="numpy", num_threads=num_threads
+            )
         except (RuntimeError, TypeError) as error:  # one text, a list
             _refuse_surrogates(batch, error)
             raise
@@ -215,19 +216,6 @@ def _reopen(path: str, special_tokens: tuple[str, ...], ids: dict[str, int], sha
             "pickled. Leave the model alone while work is running, and start again"
         )
     return tokenizer
-
-
-_pools = threading.local()
-
-
-def _thread_pool(num_threads: int) -> Any:
-    """Return the calling thread's own pool: without one, SentencePiece starts new threads in every call, 3 to 10 %."""
-    import sentencepiece
-
-    key = (os.getpid(), num_threads)  # a forked child has the object, but none of its threads
-    if getattr(_pools, "key", None) != key:
-        _pools.key, _pools.pool = key, sentencepiece.ThreadPool(num_threads)
-    return _pools.pool
 
 
 def _refuse_surrogates(texts: list[str], error: Exception) -> None:

@@ -121,7 +121,9 @@ def commit(work: Path, path: str | os.PathLike[str], content_sha256: str) -> Pat
             if version.exists():
                 fileio.rename(version, folder / DAMAGED)  # files are missing, cut or changed
             fileio.rename(work, version)
-            fileio.remove(folder / DAMAGED)
+    fileio.remove(folder / DAMAGED)
+    for left in filter(_is_leftover, version.iterdir()):
+        fileio.remove(left)
     _make_way(public, folder)
     link = folder / "link"
     fileio.remove(link)
@@ -165,7 +167,8 @@ def _same_files(left: Path, right: Path) -> bool:
 
 
 def _sizes(root: Path) -> dict[str, int]:
-    return {name: (root / name).lstat().st_size for name in _names_below(root) if name != META_NAME}
+    names = (name for name in _names_below(root) if name != META_NAME and not _is_leftover(Path(name)))
+    return {name: (root / name).lstat().st_size for name in names}
 
 
 def _names_below(root: Path) -> set[str]:

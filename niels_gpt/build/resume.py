@@ -34,8 +34,8 @@ TEXTS = "texts.bin"
 """In the journal's folder: the first bytes of the sha256 of each document that was taken from the source."""
 CHECKSUMS = "index/crc32.bin"
 _REPORTED = 1024  # documents of a replay
-_SHARE_OF_RUN, _COSTS = 0.25, 50  # a young build is worth a checkpoint sooner, but not more than 2 % of its time
-_OUT_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_SHARE_OF_RUN, _COSTS = 0.5, 10  # a young build has its checkpoints sooner: none may lose more than half of a run
+_CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 
 T = TypeVar("T")
 
@@ -54,9 +54,9 @@ def opened(
             build.open()
             yield build
         except OSError as error:
-            if error.errno not in _OUT_OF_ROOM or not build.last.documents:
+            if error.errno not in _CANNOT_WRITE or not build.last.documents:
                 raise
-            kept = f"{build.last.documents} documents are done and kept: with room there, the same build goes on"
+            kept = f"{build.last.documents} documents are done and kept: once that is mended, the same build goes on"
             raise OSError(error.errno, f"{error.strerror}. {kept}", error.filename) from error
         finally:
             build.close()
