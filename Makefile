@@ -17,7 +17,7 @@ dev: $(VENV)/.installed  ## Dagster's UI on http://127.0.0.1:3000
 	$(DAGSTER) dev
 
 test: $(VENV)/.installed  ## the test suite
-	$(BIN)/python -m pytest -m "not real_text and not browser"
+	$(BIN)/python -m pytest -m "not real_text and not browser and not faults"
 
 check: $(VENV)/.installed  ## lint, format and types
 	$(BIN)/ruff check .
@@ -26,6 +26,7 @@ check: $(VENV)/.installed  ## lint, format and types
 
 bench: $(VENV)/.installed  ## speed as ratios to a limit and a peer
 	$(BIN)/python benchmarks/readers.py
+	$(BIN)/python benchmarks/build.py
 	$(BIN)/python benchmarks/dagster_commands.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -7,6 +7,7 @@ import gc
 import getpass
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -21,6 +22,8 @@ import torch
 from byte_tokenizer import ByteTokenizer, build, train_text
 
 from niels_gpt import fileio, versions
+from niels_gpt.build.describe import Source
+from niels_gpt.build.pretrain import build_stub
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, build_sft_cache, write_meta
 
 
@@ -90,24 +93,36 @@ def test_a_rebuild_mends_a_damaged_version_of_the_same_content(tmp_path: Path, d
     assert tree(tmp_path) == healthy
 
 
-def breaking(error: BaseException) -> Iterator[str]:
-    """Yield more than a batch of documents, then break."""
-    for _ in range(1500):
+def breaking(error: BaseException, texts: int = 1500) -> Iterator[str]:
+    """Yield more than a batch of documents, 1,024, then break."""
+    for _ in range(texts):
         yield "z"
     raise error
 
 
+def open_files_below(folder: Path) -> list[str]:
+    """Return the paths of the files below a folder that this process has open."""
+    handles = [f"/proc/self/fd/{handle}" for handle in os.listdir("/proc/self/fd")]
+    return [
+        path for handle in handles if os.path.lexists(handle) and (path := os.readlink(handle)).startswith(str(folder))
+    ]
+
+
+@pytest.mark.parametrize("texts", [1500, 5000], ids=["before a checkpoint", "after some"])
 @pytest.mark.parametrize("error", [RuntimeError("upstream broke"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
-def test_a_failing_build_leaves_the_committed_cache_as_it_was(tmp_path: Path, error: BaseException) -> None:
+def test_a_failing_build_leaves_the_committed_cache_as_it_was(tmp_path: Path, error: BaseException, texts: int) -> None:
     build(tmp_path / "c", ["a" * 30])
-    before = tree(tmp_path)
+    before, names = tree(tmp_path), entries_of(tmp_path / "c")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(type(error)):
-            build(tmp_path / "c", breaking(error), num_tokens=10**6)
+            build(tmp_path / "c", breaking(error, texts), num_tokens=10**6)
         gc.collect()
-    assert tree(tmp_path) == before and "building" not in entries_of(tmp_path / "c")
-    assert caught == []  # no file was left open
+    found = tree(tmp_path)
+    unfinished = {name for name in found if name.startswith(".versions/c/building-")}
+    assert {name: found[name] for name in found if name not in unfinished} == before
+    assert bool(unfinished) == (texts == 5000) == (entries_of(tmp_path / "c") != names)
+    assert open_files_below(tmp_path) == [] and caught == []
 
 
 def test_a_failing_first_build_leaves_no_cache(tmp_path: Path) -> None:
@@ -132,12 +147,32 @@ def test_a_failing_sft_build_leaves_the_committed_cache_as_it_was(tmp_path: Path
     assert tree(tmp_path) == before
 
 
-def test_what_a_dead_build_left_is_cleared_by_the_next(tmp_path: Path) -> None:
+def test_what_a_build_left_that_died_before_its_first_checkpoint_is_cleared_by_the_next(tmp_path: Path) -> None:
+    names: set[str] = set()
+
+    def texts() -> Iterator[str]:
+        names.update(entries_of(tmp_path / "c"))
+        yield "a" * 30
+
+    build(tmp_path / "c", texts())
+    expected = tree(tmp_path)
+    assert re.fullmatch(r"building-\w{12} building-\w{12}\.journal", " ".join(sorted(names)))
+    for name in names:
+        folder = versions.versions_dir(tmp_path / "c") / name
+        (folder / "train").mkdir(parents=True)
+        for file in ("meta.json", "train/shard_00000.bin", "train.bin", "texts.bin"):
+            (folder / file).write_text("half")
+    build(tmp_path / "c", ["a" * 30])
+    assert tree(tmp_path) == expected
+
+
+def test_what_a_dead_stub_left_is_cleared_by_the_next(tmp_path: Path) -> None:
     dead = versions.versions_dir(tmp_path / "c") / "building"
     dead.mkdir(parents=True)
-    (dead / "meta.json").write_text("half")
-    build(tmp_path / "c", ["a" * 30])
-    assert "building" not in entries_of(tmp_path / "c")
+    (dead / "half").write_text("half")
+    build_stub(tmp_path / "c", tokenizer=ByteTokenizer(), source=Source(), seed=0, shard_bytes=20)
+    assert entries_of(tmp_path / "c") == {os.readlink(tmp_path / "c")[-12:]}
+    assert not (tmp_path / "c" / "half").exists()
 
 
 def test_an_empty_folder_in_the_way_is_replaced(tmp_path: Path) -> None:
@@ -158,7 +193,8 @@ def test_real_folders_without_a_content_sha256_are_each_kept(tmp_path: Path) -> 
     for letter in "ab":
         real_folder(tmp_path / "fresh", [letter * 30])
         meta = json.loads((tmp_path / "fresh" / "meta.json").read_bytes())
-        write_meta(str(tmp_path / "fresh" / "meta.json"), {"shards": meta["shards"], "index": meta["index"]})
+        files = {key: meta[key] for key in ("shards", "index", "ids", "checksums")}
+        write_meta(str(tmp_path / "fresh" / "meta.json"), files)
         (tmp_path / "c").unlink(missing_ok=True)
         (tmp_path / "fresh").rename(tmp_path / "c")
         build(tmp_path / "c", ["z" * 30])
@@ -208,7 +244,7 @@ def test_files_and_folders_honour_the_umask(tmp_path: Path) -> None:
     command = [sys.executable, "-c", BUILD_WITH_A_UMASK, str(tmp_path / "cache" / "c"), str(Path(__file__).parent)]
     subprocess.run(command, check=True)
     paths = [path for path in (tmp_path / "cache").rglob("*") if not path.is_symlink()]
-    assert len([path for path in paths if path.is_file()]) == 7  # 3 shards, 2 indexes, meta.json, lock
+    assert len([path for path in paths if path.is_file()]) == 10  # 3 shards, 2 indexes, 2 ids, 3 more
     assert {path.stat().st_mode & 0o777 for path in paths if path.is_file()} == {0o640}
     assert {path.stat().st_mode & 0o777 for path in paths if path.is_dir()} == {0o750}
 

@@ -6,7 +6,10 @@ Run: pytest tests/test_formats.py
 import hashlib
 import io
 import json
+import re
+import struct
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +32,11 @@ def npy(count: int, offsets: bytes) -> bytes:
     return (NPY_BEGINS + f"({count},), }}".encode()).ljust(127) + b"\n" + offsets
 
 
+def crc32s(*contents: bytes) -> bytes:
+    """Spell index/crc32.bin out for files that are one block each."""
+    return b"".join(struct.pack("<I", zlib.crc32(content)) for content in contents)
+
+
 PRETRAIN_FILES = {
     # The first document, "A", goes to val (a tie of 0 and 0), the second, "bc", to train. Each ends with eot = 4.
     "val/shard_00000.bin": b"\x4b\x00\x04\x00",
@@ -38,7 +46,19 @@ PRETRAIN_FILES = {
     # The start of each document, and the end of the last one.
     "index/train_docs.npy": npy(2, b"\0\0\0\0\0\0\0\0\x03\0\0\0\0\0\0\0"),
     "index/val_docs.npy": npy(2, b"\0\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0"),
+    # Documents without an id have their number in the stream.
+    "index/train_ids.txt": b"1\n",
+    "index/val_ids.txt": b"0\n",
 }
+PRETRAIN_FILES["index/crc32.bin"] = crc32s(
+    b"\x6c\x00\x6d\x00",  # shards of train
+    b"\x04\x00",
+    b"\x4b\x00\x04\x00",  # shards of val
+    PRETRAIN_FILES["index/train_docs.npy"],
+    PRETRAIN_FILES["index/val_docs.npy"],
+    b"1\n",
+    b"0\n",
+)
 
 SFT_FILES = {
     # One id of `torch.randperm(3)` seeded with 0 goes to val: the third chat.
@@ -48,11 +68,15 @@ SFT_FILES = {
     "val_tokens.bin": b"\x02\0\x4d\0\x04\0\x03\0\x4e\0\x04\0",
     "train_idx.npy": npy(2, b"\0\0\0\0\0\0\0\0\x06\0\0\0\0\0\0\0"),
     "val_idx.npy": npy(1, b"\0\0\0\0\0\0\0\0"),
+    "index/train_ids.txt": b"0\n1\n",
+    "index/val_ids.txt": b"2\n",
 }
+_IN_ORDER = ("train_tokens.bin", "val_tokens.bin", "train_idx.npy", "val_idx.npy")
+SFT_FILES["index/crc32.bin"] = crc32s(*(SFT_FILES[name] for name in _IN_ORDER), b"0\n1\n", b"2\n")
 
 COMMON_META = {
     "format_version": 1,
-    "builder_version": 1,
+    "builder_version": 2,
     "built": True,
     "dataset_config": "tiny",
     "dataset_name": "by hand",
@@ -78,7 +102,7 @@ def files_of(cache: Path) -> dict[str, bytes]:
 
 
 def entry(files: dict[str, bytes], name: str, **count: int) -> dict[str, object]:
-    """Return what meta.json says of a file; count: tokens=... or entries=..."""
+    """Return what meta.json says of a file; count: tokens, entries or block_bytes."""
     return {"name": name, "bytes": len(files[name]), "sha256": hashlib.sha256(files[name]).hexdigest(), **count}
 
 
@@ -86,6 +110,13 @@ def content(files: dict[str, bytes]) -> str:
     """Return the sha256 of what `sha256sum` prints for the files."""
     lines = [f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n" for name in sorted(files)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def crc32_of_the_rest(meta: Path) -> str:
+    """Return the CRC-32 of a meta.json whose `meta_crc32` is replaced by zeros."""
+    raw, places = re.subn(rb'(?<=\n  "meta_crc32": ")[0-9a-f]{8}(?=",\n)', b"00000000", meta.read_bytes())
+    assert places == 1
+    return f"{zlib.crc32(raw):08x}"
 
 
 @pytest.fixture
@@ -159,7 +190,13 @@ def test_a_pretrain_meta_json_says_this(pretrain: Path) -> None:
             "train": entry(files, "index/train_docs.npy", entries=2),
             "val": entry(files, "index/val_docs.npy", entries=2),
         },
+        "ids": {
+            "train": entry(files, "index/train_ids.txt", entries=1),
+            "val": entry(files, "index/val_ids.txt", entries=1),
+        },
+        "checksums": entry(files, "index/crc32.bin", block_bytes=65536),
         "content_sha256": content(files),
+        "meta_crc32": crc32_of_the_rest(pretrain / "meta.json"),
     }
 
 
@@ -190,7 +227,13 @@ def test_an_sft_meta_json_says_this(sft: Path) -> None:
             "train": entry(files, "train_idx.npy", entries=2),
             "val": entry(files, "val_idx.npy", entries=1),
         },
+        "ids": {
+            "train": entry(files, "index/train_ids.txt", entries=2),
+            "val": entry(files, "index/val_ids.txt", entries=1),
+        },
+        "checksums": entry(files, "index/crc32.bin", block_bytes=65536),
         "content_sha256": content(files),
+        "meta_crc32": crc32_of_the_rest(sft / "meta.json"),
     }
 
 

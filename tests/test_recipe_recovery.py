@@ -4,7 +4,6 @@ Run: pytest tests/test_recipe_recovery.py
 """
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 
@@ -128,7 +127,7 @@ def test_a_new_tokenizer_says_which_caches_wait_for_their_rebuild(
     other = Path(settings.cache_dir).parent / "other"
     trained = ensure_tokenizer(Settings(source_root="sample", cache_dir=str(other), vocab_size=600))
     meta = read_meta(str(trained.path / "meta.json"))
-    (trained.path / "meta.json").write_text(json.dumps({**meta, "trained_on": "mirror"}))
+    write_meta(str(trained.path / "meta.json"), {**meta, "trained_on": "mirror"})
     RECIPES["pretrain/roam"](dataclasses.replace(settings, tokenizer_model=str(trained.path / "spm.model")))
     assert "sft/oasst1: has ids of the tokenizer before" in caplog.text
 

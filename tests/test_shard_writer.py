@@ -1,11 +1,12 @@
-"""Shards are one stream of ids cut at exact sizes, whatever the sizes of the writes.
+"""Shards are one stream of ids cut at exact sizes, whatever the sizes of documents and batches.
 
 Run: pytest tests/test_shard_writer.py
 """
 
 import hashlib
+import os
 import tempfile
-from contextlib import ExitStack
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,97 +15,157 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from niels_gpt.build.writer import OffsetsWriter, ShardWriter
+from niels_gpt.build import stream
+from niels_gpt.build.pretrain import build_pretrain
+from niels_gpt.build.writer import BLOCK_BYTES, HashedFile, npy_header, npy_parts
+from niels_gpt.cache import CacheError
 
-TOKENS = st.lists(st.integers(0, 65535), max_size=12)
+IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # hundreds of shards, and each of them is synced
+DOCUMENTS = st.lists(st.tuples(st.sampled_from(["train", "val"]), st.lists(st.integers(0, 65531), max_size=12)))
 
 
-def write_shards(root: Path, writes: list[list[int]], shard_bytes: int) -> list[dict[str, Any]]:
-    """Write some arrays of ids one after another and return the records of the shards."""
-    with ExitStack() as files:
-        writer = ShardWriter(root, "train", files, shard_bytes=shard_bytes)
-        for ids in writes:
-            writer.write(np.array(ids, dtype=np.uint16))
-        return writer.close()
+class Spelled:
+    """A tokenizer whose text is its ids: "7 65531" is [7, 65531]; the highest four are the sentinels."""
+
+    vocab_size = 65536
+
+    def special_token_ids(self) -> dict[str, int]:
+        return {"sys": 65532, "usr": 65533, "asst": 65534, "eot": 65535}
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+
+def write_shards(root: Path, documents: list[Any], shard_bytes: int) -> dict[str, list[dict[str, Any]]]:
+    """Build a cache of (split, ids) at root/c and return the records of its shards."""
+    meta = build_pretrain(
+        [(split, " ".join(map(str, ids))) for split, ids in documents],
+        root / "c",
+        tokenizer=Spelled(),
+        max_train_tokens=None,
+        max_val_tokens=None,
+        shard_bytes=shard_bytes,
+        seed=0,
+        shuffle_buffer=None,
+        num_threads=0,
+        partial=True,
+    )
+    shards: dict[str, list[dict[str, Any]]] = meta["shards"]
+    return shards
 
 
 def test_five_ids_in_shards_of_two(tmp_path: Path) -> None:
-    records = write_shards(tmp_path, [[1, 2, 3], [4], [5]], shard_bytes=4)
+    records = write_shards(tmp_path, [("train", [1, 2, 3]), ("train", [4]), ("train", [5])], shard_bytes=4)["train"]
     assert [(record["name"], record["tokens"], record["bytes"]) for record in records] == [
         ("train/shard_00000.bin", 2, 4),
         ("train/shard_00001.bin", 2, 4),
         ("train/shard_00002.bin", 1, 2),
     ]
-    assert (tmp_path / "train" / "shard_00001.bin").read_bytes() == b"\x03\x00\x04\x00"
+    assert (tmp_path / "c" / "train" / "shard_00001.bin").read_bytes() == b"\x03\x00\x04\x00"
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(writes=st.lists(TOKENS, max_size=8), shard_bytes=st.integers(2, 40))
-def test_any_writes_and_any_shard_size_give_the_stream_in_full_shards(
-    writes: list[list[int]], shard_bytes: int
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(documents=DOCUMENTS, shard_bytes=st.integers(2, 40), batch_items=st.integers(1, 5))
+def test_any_documents_and_any_sizes_give_the_stream_in_full_shards(
+    documents: list[Any], shard_bytes: int, batch_items: int
 ) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        records = write_shards(Path(name), writes, shard_bytes)
-        contents = [Path(name, record["name"]).read_bytes() for record in records]
-        assert len(list(Path(name, "train").iterdir())) == len(records)
-    assert np.frombuffer(b"".join(contents), dtype="<u2").tolist() == [token for ids in writes for token in ids]
-    assert all(len(content) == shard_bytes // 2 * 2 for content in contents[:-1])
-    assert all(0 < len(content) <= shard_bytes for content in contents)
-    for number, (record, content) in enumerate(zip(records, contents, strict=True)):
-        assert record == {
-            "name": f"train/shard_{number:05d}.bin",
-            "tokens": len(content) // 2,
-            "bytes": len(content),
-            "sha256": hashlib.sha256(content).hexdigest(),
-        }
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "BATCH_ITEMS", batch_items)
+        shards = write_shards(Path(name), documents, shard_bytes)
+        for split, records in shards.items():
+            contents = [Path(name, "c", record["name"]).read_bytes() for record in records]
+            assert len(list(Path(name, "c", split).iterdir())) == len(records)
+            expected = [token for where, ids in documents if where == split for token in ids]
+            assert np.frombuffer(b"".join(contents), dtype="<u2").tolist() == expected
+            assert all(len(content) == shard_bytes // 2 * 2 for content in contents[:-1])
+            assert all(0 < len(content) <= shard_bytes for content in contents)
+            for number, (record, content) in enumerate(zip(records, contents, strict=True)):
+                assert record == {
+                    "name": f"{split}/shard_{number:05d}.bin",
+                    "tokens": len(content) // 2,
+                    "bytes": len(content),
+                    "sha256": hashlib.sha256(content).hexdigest(),
+                }
 
 
 def test_a_stream_that_ends_with_a_full_shard_leaves_no_empty_one(tmp_path: Path) -> None:
-    assert len(write_shards(tmp_path, [[1, 2], [3, 4]], shard_bytes=4)) == 2
+    assert len(write_shards(tmp_path, [("train", [1, 2]), ("train", [3, 4])], shard_bytes=4)["train"]) == 2
 
 
 def test_no_ids_give_no_shard_and_an_empty_folder(tmp_path: Path) -> None:
-    assert write_shards(tmp_path, [[], []], shard_bytes=4) == []
-    assert list((tmp_path / "train").iterdir()) == []
-
-
-def test_a_strided_view_is_written_as_its_values(tmp_path: Path) -> None:
-    with ExitStack() as files:
-        writer = ShardWriter(tmp_path, "val", files, shard_bytes=64)
-        writer.write(np.arange(10, dtype=np.uint16)[::3])
-        writer.close()
-    assert (tmp_path / "val" / "shard_00000.bin").read_bytes() == b"\x00\x00\x03\x00\x06\x00\x09\x00"
+    assert write_shards(tmp_path, [("train", []), ("val", [])], shard_bytes=4) == {"train": [], "val": []}
+    assert list((tmp_path / "c" / "train").iterdir()) == []
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 0, -4])
 def test_a_shard_size_below_one_token_is_refused(tmp_path: Path, shard_bytes: int) -> None:
     with pytest.raises(ValueError, match=f"shard_bytes={shard_bytes}: expected at least 2"):
-        write_shards(tmp_path, [[1]], shard_bytes=shard_bytes)
+        write_shards(tmp_path, [("train", [1])], shard_bytes=shard_bytes)
+    assert list(tmp_path.iterdir()) == []
 
 
 @settings(derandomize=True, deadline=None, max_examples=30)
-@given(offsets=st.lists(st.integers(0, 2**62), max_size=20))
-def test_offsets_are_a_npy_file_that_numpy_reads(offsets: list[int]) -> None:
-    with tempfile.TemporaryDirectory() as name, ExitStack() as files:
-        writer = OffsetsWriter(Path(name), "index/train_docs.npy", files)
-        for offset in offsets:
-            writer.append(offset)
-        record = writer.close()
-        path = Path(name, "index", "train_docs.npy")
-        assert np.load(path).tolist() == offsets and np.load(path).dtype == np.int64
-        content = path.read_bytes()
-    assert record == {
-        "name": "index/train_docs.npy",
-        "entries": len(offsets),
-        "bytes": len(content),
-        "sha256": hashlib.sha256(content).hexdigest(),
-    }
+@given(lengths=st.lists(st.integers(1, 9), max_size=20))
+def test_the_starts_of_documents_are_a_npy_file_that_numpy_reads(lengths: list[int]) -> None:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
+        write_shards(Path(name), [("val", [7] * length) for length in lengths], shard_bytes=8)
+        found = np.load(Path(name, "c", "index", "val_docs.npy"))
+    assert found.dtype == np.int64 and found.tolist() == [0, *np.cumsum(lengths).tolist()]
 
 
-def test_more_offsets_than_are_held_in_memory_are_all_written(tmp_path: Path) -> None:
-    with ExitStack() as files:
-        writer = OffsetsWriter(tmp_path, "idx.npy", files)
-        for offset in range(70_000):
-            writer.append(offset)
-        writer.close()
-    assert np.array_equal(np.load(tmp_path / "idx.npy"), np.arange(70_000))
+def test_more_offsets_than_are_read_at_once_are_all_written(tmp_path: Path) -> None:
+    starts = np.arange(300_000, dtype="<i8")  # 2.4 MB, and 1 MiB is read at once
+    starts[:-1].tofile(tmp_path / "starts")
+    (tmp_path / "idx.npy").write_bytes(b"".join(npy_parts(tmp_path / "starts", len(starts), int(starts[-1]))))
+    assert np.array_equal(np.load(tmp_path / "idx.npy"), starts)
+    assert (tmp_path / "idx.npy").read_bytes().startswith(npy_header(300_000))
+
+
+CONTENT = np.random.default_rng(0).bytes(3 * BLOCK_BYTES + 1000)
+EDGES = st.sampled_from([0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES])
+CUTS = st.lists(st.integers(0, len(CONTENT)) | EDGES, max_size=6).map(sorted)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(cuts=CUTS, keep=st.integers(0, len(CONTENT)) | EDGES, size=st.integers(0, len(CONTENT)) | EDGES)
+def test_a_file_has_its_hashes_however_it_is_cut_into_writes_and_taken_up_again(
+    cuts: list[int], keep: int, size: int
+) -> None:
+    content = CONTENT[:size]
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
+        path = Path(name, "file")
+        first = HashedFile(path)
+        for begin, end in zip([0, *cuts], [*cuts, len(content)], strict=True):
+            first.write(content[begin:end])
+        first.close()
+        kept = hashlib.sha256(content[:keep]).hexdigest()
+        second = HashedFile(path, keep=len(content[:keep]), sha256=kept)
+        assert path.read_bytes() == content[:keep]  # what follows is cut off
+        second.write(content[keep:])
+        assert path.read_bytes() == content
+        record, checksums = second.moved(Path(name), "at/its/place"), second.checksums()
+        assert Path(name, "at/its/place").read_bytes() == content and not path.exists()
+    blocks = [content[start : start + BLOCK_BYTES] for start in range(0, len(content), BLOCK_BYTES)]
+    assert checksums == b"".join(zlib.crc32(block).to_bytes(4, "little") for block in blocks) == first.checksums()
+    sha256 = hashlib.sha256(content).hexdigest()
+    assert record == {"name": "at/its/place", "bytes": len(content), "sha256": sha256} and first.sha256 == sha256
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut"])
+def test_a_file_that_is_not_what_was_written_is_not_taken_up_again(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "file").write_bytes(b"abc!" if damage == "flipped" else b"abc")
+    before = (tmp_path / "file").read_bytes()
+    with pytest.raises(CacheError, match=r"file: \d bytes of sha256 \w{12}, expected 4 of sha256 \w{12}"):
+        HashedFile(tmp_path / "file", keep=4, sha256=hashlib.sha256(b"abcd").hexdigest())
+    assert (tmp_path / "file").read_bytes() == before
+
+
+def test_an_array_is_written_as_its_values_and_one_with_gaps_is_refused(tmp_path: Path) -> None:
+    ids = np.arange(10, dtype="<u2")
+    file = HashedFile(tmp_path / "file")
+    file.write(ids[2:4])
+    with pytest.raises(TypeError):
+        file.write(ids[::3])
+    file.close()
+    assert (tmp_path / "file").read_bytes() == b"\x02\x00\x03\x00" and file.num_bytes == 4
+    assert file.sha256 == hashlib.sha256(b"\x02\x00\x03\x00").hexdigest()

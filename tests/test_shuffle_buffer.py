@@ -3,6 +3,7 @@
 Run: pytest tests/test_shuffle_buffer.py
 """
 
+import hashlib
 from collections.abc import Iterator
 from itertools import count, islice
 
@@ -11,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from niels_gpt.build.shuffle import shuffled
+from niels_gpt.build.shuffle import Shuffled
 
 ITEMS, SIZES, SEEDS = st.integers(0, 60), st.integers(2, 20), st.integers(0, 2**32)
 
 
 def order(num_items: int, size: int | None, seed: int = 0) -> list[int]:
     """Return the order in which 0, 1, 2, ... come out."""
-    return list(shuffled(range(num_items), size=size, generator=torch.Generator().manual_seed(seed)))
+    return list(Shuffled(range(num_items), size=size, seed=seed))
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
@@ -83,7 +84,43 @@ def test_an_endless_stream_is_read_only_a_buffer_ahead(size: int | None, ahead: 
             consumed.append(item)
             yield item
 
-    stream = shuffled(endless(), size=size, generator=torch.Generator().manual_seed(0))
+    stream = iter(Shuffled(endless(), size=size, seed=0))
     for taken in range(1, 30):
         assert len(list(islice(stream, 1))) == 1
         assert len(consumed) == taken + ahead
+
+
+@pytest.mark.parametrize("size", [None, 0, 1])
+def test_without_a_buffer_nothing_is_drawn_and_there_is_no_state(size: int | None) -> None:
+    stream = Shuffled(range(50), size=size, seed=0)
+    assert len(list(stream)) == 50
+    assert (stream.draws, stream.state_sha256()) == (0, None)
+
+
+def states(num_items: int, size: int, seed: int = 0) -> list[tuple[int, str | None]]:
+    """Return `draws` and the state as they are while each item is out."""
+    stream = Shuffled(range(num_items), size=size, seed=seed)
+    return [(stream.draws, stream.state_sha256()) for _ in stream]
+
+
+def test_the_state_is_that_of_the_generator_after_so_many_draws() -> None:
+    generator = torch.Generator().manual_seed(5)
+    expected = [sha256_of(generator)]
+    for draw in (1, 2):
+        torch.randint(4, (1024,), generator=generator)
+        expected.append(sha256_of(generator))
+        assert states(1500, 4, seed=5)[(draw - 1) * 1024] == (draw, expected[draw])
+    torch.randperm(4, generator=generator)
+    assert states(1500, 4, seed=5)[-1] == (3, sha256_of(generator))
+    assert Shuffled([], size=4, seed=5).state_sha256() == expected[0]
+
+
+def sha256_of(generator: torch.Generator) -> str:
+    return hashlib.sha256(generator.get_state().numpy().tobytes()).hexdigest()
+
+
+def test_the_state_is_a_new_one_exactly_when_draws_is() -> None:
+    found = states(3000, 7)
+    assert len({draws for draws, _ in found}) == len({state for _, state in found}) == len(set(found)) == 4
+    assert [draws for draws, _ in found] == sorted(draws for draws, _ in found)
+    assert states(3000, 7, seed=1)[0] != found[0] and states(3000, 7) == found

@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ SPLIT_RULE = (
 )
 _FILES = dict.fromkeys(("tokens.bin", "examples.bin", "ids.txt"))
 """What a build appends to: the ids of all kept examples, tokens, targets and utf-8 bytes of each, and their ids."""
+_JOINT = "\0"  # behind each role
 _COPIED = 4096  # examples at once, on their way from the spool to a split
 
 
@@ -42,10 +44,10 @@ class Example(NamedTuple):
     """The id that its source has for it."""
     problem: str | None
     """The counter under which it is dropped for its shape."""
-    roles: list[str]
-    """Of its messages; of a chat that is dropped, what it was."""
+    roles: str
+    """Of its messages, joined; of a chat that is dropped, what it was."""
     texts: list[str]
-    """Of its messages."""
+    """Of its messages; none of a chat that is dropped."""
 
 
 def build_sft(
@@ -111,22 +113,26 @@ def _numbered(examples: Iterable[Any]) -> Iterator[Example]:
 
 def _example(name: str, messages: Any) -> Example:
     """Look at the shape of a chat, in one pass: there are many, and most have two messages."""
-    roles: list[str] = []
-    texts: list[str] = []
+    joined, texts = "", []
     if not isinstance(messages, (list, tuple, Sequence)):
-        return Example(name, "malformed", [repr(messages)], [])
+        return Example(name, "malformed", repr(messages), [])
     for message in messages:
         known = type(message) is dict or isinstance(message, Mapping)
         role, text = (message.get("role"), message.get("content")) if known else (None, None)
         if not isinstance(role, str) or not isinstance(text, str):
-            return Example(name, "malformed", [repr(messages)], [])
-        roles.append(role)
+            return Example(name, "malformed", repr(messages), [])
+        joined += role + _JOINT
         texts.append(text)
-    if not ROLE_TO_NAME.keys() >= set(roles):
-        return Example(name, "unknown_role", [repr(messages)], [])
-    if "assistant" not in roles:
-        return Example(name, "no_assistant_turn", [repr(messages)], [])
-    return Example(name, None, roles, texts)
+    problem = _problem(joined) if joined.count(_JOINT) == len(texts) else "unknown_role"
+    return Example(name, problem, joined, texts) if problem is None else Example(name, problem, repr(messages), [])
+
+
+@lru_cache(maxsize=4096)
+def _problem(roles: str) -> str | None:
+    each = roles.split(_JOINT)[:-1]
+    if not ROLE_TO_NAME.keys() >= set(each):
+        return "unknown_role"
+    return None if "assistant" in each else "no_assistant_turn"
 
 
 def _texts(example: Example) -> list[str]:
@@ -134,7 +140,7 @@ def _texts(example: Example) -> list[str]:
 
 
 def _label(example: Example) -> str:
-    return "\0".join((example.name, *example.roles))
+    return f"{example.name}{_JOINT}{example.roles}"
 
 
 class _Spool:
@@ -215,7 +221,7 @@ class _Spool:
         lengths = encoded.lengths[is_kept]
         ids = encoded.ids if is_kept.all() else encoded.ids[np.repeat(is_kept, encoded.lengths)]
         ends = np.cumsum(lengths + 2)
-        roles = [role for example in examples for role in example.roles]
+        roles = "".join(example.roles for example in examples).split(_JOINT)[:-1]
         tokens = np.full(int(ends[-1]), self._special["eot"], dtype=TOKEN_DTYPE)
         is_text = np.ones(len(tokens), dtype=np.bool_)
         is_text[ends - 1] = is_text[ends - lengths - 2] = False
