@@ -44,10 +44,12 @@ def file_lock(path: Path, what: str, *, wait: bool) -> Iterator[None]:
         try:
             yield
         finally:
-            os.ftruncate(handle, 0)  # nothing of this machine stays in the folder
+            if handle in _held:  # not in a forked child, where the number may be another file's by now
+                os.ftruncate(handle, 0)  # nothing of this machine stays in the folder
     finally:
-        _held.discard(handle)
-        os.close(handle)
+        if handle in _held:
+            _held.discard(handle)
+            os.close(handle)
 
 
 def _open(path: Path, what: str) -> int:
@@ -68,9 +70,11 @@ def _refuse_if_held(path: Path, what: str) -> None:
     except OSError:
         return
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         raise CacheError(f"{what} by {_holder(handle)}. Wait for it, or stop that process ({path})") from None
+    except OSError:
+        return
     finally:
         os.close(handle)
 

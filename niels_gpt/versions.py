@@ -7,11 +7,14 @@ replaced, atomically, when the same tokens are described anew:
     <parent>/.versions/NAME/<sha12>/       a finished version; its meta.json was written last
     <parent>/.versions/NAME/building-KEY/          a build in progress, or a dead one that the next run goes on with
     <parent>/.versions/NAME/building-KEY.journal/  how far it has come
+    <parent>/.versions/NAME/adoptedN/      a folder of another origin that stood at PATH
+    <parent>/.versions/NAME/recipe.json    which recipe made the committed version
     <parent>/.versions/NAME/lock           flock(2)ed while somebody builds; its text says who
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -29,6 +32,8 @@ BUILDING = "building"
 DAMAGED = "damaged"
 JOURNAL_SUFFIX = ".journal"
 JOURNAL_NAME = "journal.jsonl"
+_SHA256 = re.compile("[0-9a-f]{64}")
+_VERSION = re.compile(r"[0-9a-f]{12}|adopted\d+")
 
 
 def versions_dir(path: str | os.PathLike[str]) -> Path:
@@ -57,10 +62,12 @@ def building(path: str | os.PathLike[str], *, wait: bool = False) -> Iterator[Pa
         work = folder / BUILDING
         fileio.remove(work)
         fileio.make_dir(work)
+        process = os.getpid()
         try:
             yield work
         finally:
-            fileio.remove(work)
+            if os.getpid() == process:  # a forked child that ends here has nothing to clear up
+                fileio.remove(work)
 
 
 @contextmanager
@@ -79,24 +86,31 @@ def resumable(path: str | os.PathLike[str], key: str) -> Iterator[tuple[Path, Pa
                 raise CacheError(f"{path_of}: a link, expected a folder of a build. Remove it")
         if not (journal / JOURNAL_NAME).is_file():  # killed before the first record, or told to begin anew
             _remove_build(work, journal)
+        process = os.getpid()
         try:
             fileio.make_dir(journal)
             for above in (folder, folder.parent, folder.parent.parent):  # they may have been made by a killed run
                 fileio.fsync_dir(above)
             yield work, journal
         except BaseException:
-            if not (journal / JOURNAL_NAME).is_file():
+            if os.getpid() == process and not (journal / JOURNAL_NAME).is_file():
                 _remove_build(work, journal)
             raise
-        _remove_build(work, journal)
+        if os.getpid() == process:  # and is no forked child's
+            _remove_build(work, journal)
 
 
 def _remove_build(work: Path, journal: Path) -> None:
-    if journal.is_dir():
-        fileio.remove(journal / JOURNAL_NAME)
-        fileio.fsync_dir(journal)  # without its journal nothing of it counts, so this must not come last
-    fileio.remove(journal)
+    discard(journal)
     fileio.remove(work)
+
+
+def discard(path: Path) -> None:
+    """Remove what `removable` names. The journal of a build goes before what it speaks of, at whatever moment."""
+    if path.suffix == JOURNAL_SUFFIX and path.is_dir() and not path.is_symlink():
+        fileio.remove(path / JOURNAL_NAME)
+        fileio.fsync_dir(path)
+    fileio.remove(path)
 
 
 def commit(work: Path, path: str | os.PathLike[str], content_sha256: str) -> Path:
@@ -109,6 +123,8 @@ def commit(work: Path, path: str | os.PathLike[str], content_sha256: str) -> Pat
     """
     public = Path(os.path.abspath(path))
     folder = versions_dir(public)
+    if not _SHA256.fullmatch(content_sha256):
+        raise CacheError(f"{work / META_NAME}: content_sha256 is {content_sha256!r:.80}, expected 64 hex digits")
     version = folder / content_sha256[:VERSION_DIGITS]
     refuse_foreign(public)  # again: a build takes long, and somebody may have put something there
     if work.is_dir():
@@ -137,22 +153,30 @@ def removable(path: str | os.PathLike[str]) -> list[tuple[Path, str]]:
 
     The committed version always stays. Call it with `build_lock` held, or a build in progress looks dead.
     """
-    public, folder = Path(os.path.abspath(path)), versions_dir(path)
-    committed = public.resolve() if public.is_symlink() else None
+    folder = versions_dir(path)
+    if folder.is_symlink() or folder.parent.is_symlink():
+        return []  # another cache's
+    names = (entry for entry in folder.parent.parent.iterdir() if entry.is_symlink())
+    committed = {folder / os.path.basename(os.readlink(name)) for name in names if _points_into(name, folder)}
     found: list[tuple[Path, str]] = []
     versions: list[Path] = []
-    for entry in sorted(folder.iterdir()):
+    for entry in sorted(folder.iterdir(), key=lambda entry: (entry.suffix != JOURNAL_SUFFIX, entry.name)):
         if entry.name.startswith(f"{BUILDING}-"):
             what = "its journal" if entry.suffix == JOURNAL_SUFFIX else "the same build would go on with it"
             found.append((entry, f"an unfinished build: {what}"))
         elif entry.name in (BUILDING, DAMAGED, "link") or _is_leftover(entry):
             found.append((entry, "left by a process that was killed"))
-        elif entry.is_dir() and not entry.is_symlink():
+        elif _VERSION.fullmatch(entry.name) and (entry / META_NAME).is_file() and not entry.is_symlink():
             versions.append(entry)
             found += [(file, "left by a process that was killed") for file in entry.iterdir() if _is_leftover(file)]
     versions.sort(key=lambda entry: entry.stat().st_mtime_ns)
-    older = [entry for entry in versions if entry.resolve() != committed]
+    older = [entry for entry in versions if entry not in committed]
     return found + [(entry, "an old version") for entry in older[: max(0, len(older) - 1)]]
+
+
+def _points_into(link: Path, folder: Path) -> bool:
+    """Whether a link, under whatever name, stands for a version in a folder."""
+    return os.path.normpath(link.parent / os.readlink(link).rpartition("/")[0]) == str(folder)
 
 
 def _is_leftover(entry: Path) -> bool:
@@ -216,10 +240,15 @@ def _make_way(public: Path, folder: Path) -> None:
         fileio.remove(public)
         return
     content = str(parse_object(read_regular(public / META_NAME)).get("content_sha256"))
-    known = re.fullmatch("[0-9a-f]{64}", content)  # a name from a file that anybody may have written
-    if not known:
-        fileio.rename(public, folder / f"adopted{len(list(folder.glob('adopted*')))}")
-    elif (folder / content[:VERSION_DIGITS]).exists():
-        fileio.remove(public)  # the same content is a version already
+    version = folder / content[:VERSION_DIGITS]
+    if not _SHA256.fullmatch(content):  # a name from a file that anybody may have written
+        numbers = itertools.count()
+        free = (folder / f"adopted{number}" for number in numbers)
+        fileio.rename(public, next(path for path in free if not path.exists()))
+    elif version.exists() and _same_files(public, version):
+        fileio.remove(public)
     else:
-        fileio.rename(public, folder / content[:VERSION_DIGITS])
+        if version.exists():  # of the same name, and damaged
+            fileio.rename(version, folder / DAMAGED)
+        fileio.rename(public, version)
+        fileio.remove(folder / DAMAGED)

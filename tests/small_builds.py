@@ -15,6 +15,7 @@ from typing import Any
 from byte_tokenizer import ByteTokenizer
 
 from niels_gpt.build.describe import Source
+from niels_gpt.build.encode import PROBE
 from niels_gpt.build.pretrain import build_pretrain
 from niels_gpt.build.sft import build_sft
 from niels_gpt.records import file_records
@@ -32,7 +33,8 @@ class Counted(ByteTokenizer):
         self.texts: list[str] = []
 
     def encode(self, text: str) -> list[int]:
-        self.texts.append(text)
+        if text != PROBE:  # of the build's identity
+            self.texts.append(text)
         return super().encode(text)
 
 

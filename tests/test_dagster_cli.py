@@ -169,12 +169,11 @@ def test_a_step_killed_in_mid_build_leaves_the_version_before_and_the_next_run_c
 def kill_the_builder(run: subprocess.Popen[bytes], cache: Path) -> None:
     """Kill the process that builds `cache` as soon as it has written tokens, and wait until it is gone."""
     versions = cache.parent / ".versions" / cache.name
-    shard = versions / "building" / "train" / "shard_00000.bin"
-    while not (shard.is_file() and shard.stat().st_size):
+    while not [shard for shard in versions.glob("building-*.journal/train.bin") if shard.stat().st_size]:
         assert run.poll() is None, "the build was over before it could be killed"
         time.sleep(0.01)
     pid = int((versions / "lock").read_text().split("pid ")[1])
     assert pid != run.pid, "a step is a process of its own"
     os.kill(pid, signal.SIGKILL)
     with build_lock(cache, wait=True):  # the kernel drops a dead process's lock
-        assert shard.is_file(), "it was killed before it could commit"
+        assert list(versions.glob("building-*.journal/journal.jsonl")), "it was killed before it could commit"

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -170,11 +171,15 @@ def test_a_journal_cut_at_any_byte_is_the_checkpoints_before(tmp_path: Path) -> 
         assert path.read_bytes() == b"".join(lines[: whole + 1])  # what is no line is cut off
 
 
-def test_what_follows_a_damaged_line_does_not_count(tmp_path: Path) -> None:
+def test_damage_before_good_lines_is_refused_and_the_message_says_how_to_go_on_from_before_it(tmp_path: Path) -> None:
     lines = [line({"identity": {}, "journal_version": 1})]
     lines += [line(vars(Checkpoint(documents=number))) for number in (1, 2, 3)]
     lines[2] = lines[2].replace(b'"documents": 2', b'"documents": 9')
     (tmp_path / "journal.jsonl").write_bytes(b"".join(lines))
+    with pytest.raises(CacheError, match=r"damaged at byte .*, and good lines follow") as refused:
+        Journal(tmp_path, {})
+    assert (tmp_path / "journal.jsonl").read_bytes() == b"".join(lines)
+    subprocess.run(str(refused.value).rpartition("damage: ")[2], shell=True, check=True)
     journal = Journal(tmp_path, {})
     journal.close()
     assert journal.last is not None and journal.last.documents == 1

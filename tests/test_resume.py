@@ -326,7 +326,7 @@ def test_a_version_that_is_gone_between_commit_and_the_last_word_is_named(folder
     path = killed_behind("sft", folder, lambda operation: operation[0] == "rename" and operation[2] == "c")
     shutil.rmtree(path.resolve())
     with pytest.raises(
-        CacheError, match=r"no finished version, expected one by the journal\. Remove .*journal to begin"
+        CacheError, match=r"no such file, expected a finished version by the journal\. Remove .*journal to begin"
     ):
         sft(path)
 

@@ -9,6 +9,7 @@ pipeline.py   a source -> encoded batches, in order; what an earlier run had rea
   stream.py   batches, and the state of the source behind each document
   workers.py  work behind any executor, taken back in order
   encode.py   texts -> uint16 ids; refuses text that holds a sentinel
+start.py      the lock, and what a killed run has left
 resume.py     a build that may be killed at any moment
   journal.py  its checkpoints
   writer.py   the on-disk primitives: hashed files, .npy headers, lines of ids

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt import versions
-from niels_gpt.build.encode import Tokenizer, tokenizer_sha256
+from niels_gpt.build.encode import Tokenizer, tokenizer_identity, tokenizer_sha256
 from niels_gpt.build.resume import Build
 from niels_gpt.build.writer import TOKEN_DTYPE_NAME
 from niels_gpt.fileio import META_NAME, write_bytes
@@ -33,6 +33,8 @@ class Source:
     """Whether upstream was streamed, so that determinism rests on upstream's order."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """revision, licence, fingerprint, versions: whatever else is known."""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else decides its stream, as a recipe's settings: a killed build goes on under the same ones only."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """What the loader dropped or repaired, by reason; read when the stream has ended."""
 
@@ -55,12 +57,18 @@ def vocabulary_of(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def build_identity(source: Source, vocabulary: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
-    """Return everything that decides a cache's bytes: a killed build goes on only as what it was."""
+def build_identity(source: Source, tokenizer: Tokenizer, **settings: Any) -> dict[str, Any]:
+    """Return everything that is known beforehand to decide a cache's bytes: a killed build goes on only as what it was.
+
+    The fingerprint of a source's files is not in it: whether they have changed is told document by document.
+    """
+    facts = {key: source.facts.get(key) for key in ("revision", "asked_revision", "exclude")}
     return {
         "versions": {"format": FORMAT_VERSION, "builder": BUILDER_VERSION, "sentencepiece": version("sentencepiece")},
-        "source": {"name": source.name, "config": source.config, **source.facts},
-        **vocabulary,
+        "source": {"name": source.name, "config": source.config, "streaming": source.streaming, **facts},
+        "recipe": dict(source.recipe),
+        **vocabulary_of(tokenizer),
+        "tokenizer": tokenizer_identity(tokenizer),
         **settings,
     }
 

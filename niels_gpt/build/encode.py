@@ -16,6 +16,7 @@ from niels_gpt.fileio import sha256_file
 from niels_gpt.special_tokens import find_reserved_literal, sentinel_lookup
 
 SENTINEL_TEXT = "sentinel_in_text"
+PROBE = "The quick brown fox jumps over 13 lazy dogs; (naïve) {code} = [0x7F]\n\tДа, 漢字 🦊!"
 SURROGATES = "texts_with_lone_surrogates_replaced"
 
 
@@ -41,6 +42,11 @@ def tokenizer_sha256(tokenizer: Tokenizer) -> str | None:
     known: str | None = getattr(tokenizer, "sha256", None)
     path = getattr(tokenizer, "model_path", None)
     return known if known is not None or path is None else sha256_file(path)
+
+
+def tokenizer_identity(tokenizer: Tokenizer) -> str:
+    """Return what tells a tokenizer from others: its model's sha256, or without a model what it makes of a text."""
+    return tokenizer_sha256(tokenizer) or sha256(repr(list(tokenizer.encode(PROBE))).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

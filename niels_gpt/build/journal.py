@@ -11,6 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,11 @@ class Journal:
                     self.last = _checkpoint(value, f"{self.path}, byte {keep}", remedy)
                     self.finished += self.last.finished
                 keep += len(line)
+            if any(_parsed(later) is not None for later in iter(lambda: file.readline(_MAX_LINE), b"")):
+                raise CacheError(
+                    f"{self.path}: damaged at byte {keep}, and good lines follow. {remedy}, or go on from the "
+                    f"checkpoint before the damage: truncate -s {keep} {self.path}"
+                )
         if keep == 0:
             raise CacheError(f"{self.path}: its first line is damaged. {remedy}")
         return keep
@@ -91,15 +97,18 @@ class Journal:
 
 def unfinished_builds(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return what each unfinished build of the cache at `path` makes, the last one to be written first."""
-    found = [folder for folder in versions_dir(path).glob(f"{BUILDING}-*{JOURNAL_SUFFIX}") if folder.is_dir()]
-    found.sort(key=lambda folder: folder.stat().st_mtime_ns, reverse=True)
-    return [identity_of(folder) for folder in found]
+    found: list[tuple[int, Path]] = []
+    for folder in versions_dir(path).glob(f"{BUILDING}-*{JOURNAL_SUFFIX}"):
+        with suppress(FileNotFoundError):  # it has ended meanwhile
+            found.append((folder.lstat().st_mtime_ns, folder))
+    return [identity_of(folder) for _, folder in sorted(found, reverse=True)]
 
 
 def identity_of(folder: Path) -> dict[str, Any]:
     """Return what the build of a journal's folder makes; {} where its journal cannot be read."""
     try:
-        with open(open_regular(path_inside(folder, JOURNAL_NAME)), "rb") as file:
+        path = path_inside(folder.parent, f"{folder.name}/{JOURNAL_NAME}")
+        with open(open_regular(path), "rb") as file:
             value = _parsed(file.readline(_MAX_LINE))
     except (OSError, CacheError):
         return {}

@@ -44,9 +44,10 @@ def encoded(
     report: is told how far a replay has come.
     """
     documents = stream.marked(items, counters)
-    build.replay(documents, lambda item: digest_of(item, texts, label), report)
+    if build.replays:
+        build.replay(documents, lambda item: digest_of(item, texts, label), report)
     if build.last.ended:
-        if exhausted:
+        if exhausted and build.replays:
             build.refuse_more(documents)
         yield iter(())
         return
@@ -62,7 +63,14 @@ def encoded(
 
 
 def _encode_elsewhere(encoder: bytes, texts: list[str]) -> EncodedTexts:
-    return _unpickled(encoder).encode(texts)
+    try:
+        return _unpickled(encoder).encode(texts)
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # it would be lost on its way, and take the worker with it
+            raise RuntimeError(f"{type(error).__name__}: {error}") from None
+        raise
 
 
 @lru_cache(maxsize=4)

@@ -12,13 +12,14 @@ from concurrent.futures import Executor
 from typing import Any
 
 from niels_gpt import versions
-from niels_gpt.build import resume, shuffle
+from niels_gpt.build import shuffle
 from niels_gpt.build.describe import Source, build_identity, described_commit, vocabulary_of, write_description
 from niels_gpt.build.encode import TextEncoder, Tokenizer
 from niels_gpt.build.pipeline import Progress
 from niels_gpt.build.resume import CHECKPOINT_SECONDS
 from niels_gpt.build.shards import FILES, Shards, with_ids
 from niels_gpt.build.split import SPLITS, TokenBudget
+from niels_gpt.build.start import opened
 from niels_gpt.build.writer import TOKEN_BYTES
 
 logger = logging.getLogger(__name__)
@@ -71,9 +72,10 @@ def build_pretrain(
     budget = TokenBudget({"train": max_train_tokens, "val": max_val_tokens})
     source, vocabulary = source or Source(), vocabulary_of(tokenizer)
     settings = _settings(split_rule, shard_bytes, append_eot, on_special, partial, budget, shuffle_buffer or 0)
-    identity = build_identity(source, vocabulary, seed=seed, **settings)
+    identity = build_identity(source, tokenizer, seed=seed, **settings)
     mixed = shuffle.Shuffled(with_ids(documents), size=shuffle_buffer, seed=seed)
-    with resume.opened(out_dir, identity, FILES, checkpoint_seconds) as build:
+    fingerprint = source.facts.get("fingerprint")
+    with opened(out_dir, identity, FILES, checkpoint_seconds, fingerprint) as build:
         shards = Shards(build, budget, encoder, shard_bytes, progress)
         exhausted = shards.fill(mixed, source, num_threads, executor)
         if not shards.tokens["train"] and not partial:

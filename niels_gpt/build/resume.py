@@ -6,7 +6,6 @@ each document is compared with what it was, but not tokenized.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
@@ -14,17 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
 from niels_gpt import fileio
-from niels_gpt.build.journal import Checkpoint, Journal, identity_of
+from niels_gpt.build.journal import Checkpoint, Journal
 from niels_gpt.build.stream import DIGEST_BYTES, Mark
 from niels_gpt.build.writer import BLOCK_BYTES, HashedFile, checksums_of
-from niels_gpt.fileio import META_NAME, CacheError, canonical_json
+from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.records import file_records, parse_object, path_inside, read_regular
-from niels_gpt.versions import JOURNAL_SUFFIX, VERSION_DIGITS, resumable
+from niels_gpt.versions import VERSION_DIGITS
 
 logger = logging.getLogger(__name__)
 
@@ -35,31 +33,8 @@ TEXTS = "texts.bin"
 CHECKSUMS = "index/crc32.bin"
 _REPORTED = 1024  # documents of a replay
 _SHARE_OF_RUN, _COSTS = 0.5, 10  # a young build has its checkpoints sooner: none may lose more than half of a run
-_CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 
 T = TypeVar("T")
-
-
-@contextmanager
-def opened(
-    out_dir: str | os.PathLike[str], identity: Mapping[str, Any], files: Mapping[str, str | None], seconds: float
-) -> Iterator[Build]:
-    """Hold the lock on a cache and yield its build, new or as a killed run left it. The arguments are those of Build.
-
-    Raises: CacheError where somebody else builds, something that is no cache is in the way, or the build is damaged.
-    """
-    with resumable(out_dir, sha256(canonical_json(identity)).hexdigest()) as (work, folder):
-        build = Build(work, folder, identity, files, seconds)
-        try:
-            build.open()
-            yield build
-        except OSError as error:
-            if error.errno not in _CANNOT_WRITE or not build.last.documents:
-                raise
-            kept = f"{build.last.documents} documents are done and kept: once that is mended, the same build goes on"
-            raise OSError(error.errno, f"{error.strerror}. {kept}", error.filename) from error
-        finally:
-            build.close()
 
 
 class Build:
@@ -88,11 +63,13 @@ class Build:
         """CRC-32 of the blocks of each finished file."""
         self.mark = Mark({}, None)
         """Of the last document that was taken."""
+        self.replays = True
+        """Whether what was taken from the source before is compared with what it is now."""
+        self._counts = Counter(record["name"].partition("/")[0] for record in self.finished)
         self._journaled = len(self.finished)
         self._new_names = True
         self._begun = self._time = time.monotonic()
         self._cost = 0.0
-        _say_others(folder, identity)
 
     @property
     def committed(self) -> Path | None:
@@ -104,17 +81,15 @@ class Build:
     def open(self) -> None:
         """Bring the disk back to the last checkpoint and open the files there. Raises: CacheError."""
         if self.committed is not None:
-            if not (self.committed / META_NAME).is_file():
-                raise CacheError(f"{self.committed}: no finished version, expected one by the journal. {self.remedy}")
             self._opened(TEXTS).close()
             return
+        self._check_names()
         fileio.make_dir(self.work)
         fileio.fsync_dir(self.work)  # a killed run may have made folders in it
         if self.last.documents:
             logger.info("%s: going on after %d documents of an earlier run", self.folder, self.last.documents)
             if set(self.last.files) != set(self._places):
                 raise CacheError(f"{self.folder}: its journal names other files than this build has. {self.remedy}")
-            self._check_names()
             self.expect(TEXTS, self.last.documents * DIGEST_BYTES)
             self._bring_back()
         self._clear({record["name"] for record in self.finished})
@@ -176,6 +151,11 @@ class Build:
         """Note that documents were taken from the source; the mark is that of the last one."""
         self.files[TEXTS].write(b"".join(digests))
         self.mark = mark
+
+    def finish_shard(self, name: str) -> None:
+        """Give a shard its place in the cache, and begin the next one."""
+        self.finished.append(self.finish(name))
+        self._counts[self.finished[-1]["name"].partition("/")[0]] += 1
 
     def finish(self, name: str) -> dict[str, Any]:
         """Give a file its place in the cache and begin another one; returns its name, bytes and sha256."""
@@ -260,9 +240,16 @@ class Build:
             return None
         path = self.committed / META_NAME
         try:
-            return parse_object(read_regular(path))
+            meta = parse_object(read_regular(path))
+        except FileNotFoundError as error:
+            raise CacheError(
+                f"{path}: no such file, expected a finished version by the journal. {self.remedy}"
+            ) from error
         except ValueError as error:
             raise CacheError(f"{path}: {error}. {self.remedy}") from error
+        if meta.get("content_sha256") != self.last.sealed or not isinstance(meta.get("source"), dict):
+            raise CacheError(f"{path}: another content_sha256 than its build had. {self.remedy}")
+        return meta
 
     def seal(self, content_sha256: str) -> None:
         """Say in the journal that the folder is complete, so that a commit which is killed can be finished."""
@@ -277,22 +264,24 @@ class Build:
     def _place(self, name: str) -> str:
         place = self._places[name]
         assert place is not None
-        begun = place.rpartition("/")[0] + "/"
-        return place.format(sum(record["name"].startswith(begun) for record in self.finished))
+        return place.format(self._counts[place.partition("/")[0]])
 
     def _check_names(self) -> None:
         seen = Counter[str]()
         for record in self.finished:
             place = next((p for p in self._places.values() if p and record["name"] == p.format(seen[p])), None)
-            if place is None:
+            if place is None or not record["bytes"]:
                 raise CacheError(f"{self.folder}: its journal names {record['name']!r} out of turn. {self.remedy}")
             seen[place] += 1
 
     def _bring_back(self) -> None:
         """Undo the finishing of files since the last checkpoint: they are behind it."""
         for name, (keep, _) in self.last.files.items():
-            if keep and self._places[name] is not None and (self.work / self._place(name)).is_file():
-                fileio.rename(self.work / self._place(name), self.folder / name)
+            if keep and self._places[name] is not None:
+                with self._advised():
+                    finished = path_inside(self.work, self._place(name))
+                if finished.is_file():
+                    fileio.rename(finished, self.folder / name)
 
     def _clear(self, known: set[str]) -> None:
         for where, folders, names in os.walk(self.work):
@@ -305,12 +294,3 @@ class Build:
             f"{self.folder}: the source {what}. Let it be again what it was when this build began, and build again, or "
             f"begin anew with what it is now: remove {self.folder}"
         )
-
-
-def _say_others(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Log what tells other unfinished builds of this cache from the one that begins."""
-    for other in sorted(folder.parent.glob(f"*{JOURNAL_SUFFIX}")):
-        theirs = identity_of(other)
-        if other != folder and theirs:
-            keys = sorted(key for key in {*identity, *theirs} if identity.get(key) != theirs.get(key))
-            logger.info("%s: an unfinished build that differs in %s; `cli gc` would remove it", other, ", ".join(keys))

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.build import pipeline, resume
+from niels_gpt.build import pipeline
 from niels_gpt.build.describe import Source, build_identity, described_commit, vocabulary_of
 from niels_gpt.build.encode import EncodedTexts, TextEncoder, Tokenizer
 from niels_gpt.build.pipeline import Progress
 from niels_gpt.build.resume import CHECKPOINT_SECONDS, Build
 from niels_gpt.build.split import SPLITS
+from niels_gpt.build.start import opened
 from niels_gpt.build.stream import Batch, labelled_digest
 from niels_gpt.build.writer import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_DTYPE, id_lines, npy_header
 from niels_gpt.chat_template import ROLE_TO_NAME
@@ -80,8 +81,9 @@ def build_sft(
     settings: dict[str, Any] = {"kind": "sft", "built": True, "val_frac": val_frac, "on_special": on_special}
     settings["split_rule"] = SPLIT_RULE
     vocabulary = vocabulary_of(tokenizer)
-    identity = build_identity(source, vocabulary, seed=seed, **settings)
-    with resume.opened(out_dir, identity, _FILES, checkpoint_seconds) as build:
+    identity = build_identity(source, tokenizer, seed=seed, **settings)
+    fingerprint = source.facts.get("fingerprint")
+    with opened(out_dir, identity, _FILES, checkpoint_seconds, fingerprint) as build:
         spool = _Spool(build, encoder, progress)
         spool.fill(_numbered(examples), source, num_threads, executor)
         if not spool.kept:
@@ -115,16 +117,26 @@ def _example(name: str, messages: Any) -> Example:
     """Look at the shape of a chat, in one pass: there are many, and most have two messages."""
     joined, texts = "", []
     if not isinstance(messages, (list, tuple, Sequence)):
-        return Example(name, "malformed", repr(messages), [])
+        return Example(name, "malformed", type(messages).__name__, [])
     for message in messages:
         known = type(message) is dict or isinstance(message, Mapping)
         role, text = (message.get("role"), message.get("content")) if known else (None, None)
         if not isinstance(role, str) or not isinstance(text, str):
-            return Example(name, "malformed", repr(messages), [])
+            return Example(name, "malformed", _strings(messages), [])
         joined += role + _JOINT
         texts.append(text)
     problem = _problem(joined) if joined.count(_JOINT) == len(texts) else "unknown_role"
-    return Example(name, problem, joined, texts) if problem is None else Example(name, problem, repr(messages), [])
+    return (
+        Example(name, problem, joined, texts)
+        if problem is None
+        else Example(name, problem, joined + _JOINT.join(texts), [])
+    )
+
+
+def _strings(messages: Iterable[Any]) -> str:
+    """Return the strings in a chat of no good shape: what else is in it may look different in another process."""
+    values = (value for message in messages if isinstance(message, Mapping) for value in message.values())
+    return _JOINT.join(value for value in values if isinstance(value, str))
 
 
 @lru_cache(maxsize=4096)

@@ -34,7 +34,10 @@ FILES = {
 
 def with_ids(documents: Iterable[Sequence[str | None]]) -> Iterator[Document]:
     for number, (split, text, *rest) in enumerate(documents):
-        assert text is not None
+        if not isinstance(text, str):
+            raise ValueError(f"document {number}: its text is a {type(text).__name__}, expected a str")
+        if split not in (None, *SPLITS):
+            raise ValueError(f"document {number}: its split is {split!r}, expected 'train', 'val' or None")
         yield split, text, str(number) if not rest or rest[0] is None else rest[0]
 
 
@@ -210,7 +213,7 @@ class Shards:
                 self._finish_shard(split)
 
     def _finish_shard(self, split: str) -> None:
-        self._build.finished.append(self._build.finish(f"{split}.bin"))
+        self._build.finish_shard(f"{split}.bin")
 
     def _report(self, documents: int) -> None:
         if self._progress is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from niels_gpt.fileio import CacheError, remove
+from niels_gpt.fileio import CacheError
 from niels_gpt.recipes.report import disk_bytes, size
-from niels_gpt.versions import VERSIONS_DIR, build_lock, removable
+from niels_gpt.versions import VERSIONS_DIR, build_lock, discard, removable
 
 
 def collect(cache_dir: Path, *, dry_run: bool) -> Iterator[str]:
@@ -20,12 +20,14 @@ def collect(cache_dir: Path, *, dry_run: bool) -> Iterator[str]:
         raise FileNotFoundError(f"{cache_dir}: no such folder. Name the folder of the caches, such as cache")
     for folder in sorted(path for path in cache_dir.rglob(f"{VERSIONS_DIR}/*") if path.is_dir()):
         cache = folder.parent.parent / folder.name
+        lines: list[str] = []
         try:
             with build_lock(cache):
                 for path, why in removable(cache):
                     num_bytes = disk_bytes(path)
                     if not dry_run:
-                        remove(path)
-                    yield f"{'would remove' if dry_run else 'removed'} {path} ({size(num_bytes)}): {why}"
-        except CacheError as error:  # somebody else holds the lock
-            yield f"left alone {error}"
+                        discard(path)
+                    lines.append(f"{'would remove' if dry_run else 'removed'} {path} ({size(num_bytes)}): {why}")
+        except (CacheError, OSError) as error:  # somebody else holds the lock, or owns the folder
+            lines.append(f"left alone {error}")
+        yield from lines  # without the lock: who reads them may take his time

@@ -168,7 +168,9 @@ def produce(
     path = cache_root(settings) / key
     with Measured() as measured:
         tokenizer = _tokenizer_of(settings, origin)
-        facts = origin.facts(None if refresh else _known_facts(settings, origin, path, observed))
+        recipe = {name: getattr(settings, name) for name in reads}
+        known = _unfinished_facts(origin, path, recipe)
+        facts = origin.facts(known or None if refresh else _known_facts(settings, origin, path, observed, known))
         fingerprint = recipe_fingerprint(settings, key, reads, tokenizer.sha256, str(facts["fingerprint"]))
         reused = is_current(path, fingerprint)
         if reused:
@@ -177,18 +179,30 @@ def produce(
             counters: Counter[str] = Counter()
             exclude = {} if settings.exclude is None else {"exclude": read_exclusion(settings.exclude).facts}
             said = said_credit(settings, origin.source)
-            source = Source(origin.dataset, origin.config, origin.streaming, {**facts, **said, **exclude}, counters)
+            about = {**facts, **said, **exclude}
+            source = Source(origin.dataset, origin.config, origin.streaming, about, recipe, counters)
             record = partial(record_recipe, path, fingerprint, facts)
             meta = build(Ingredients(tokenizer, source, counters, facts["revision"], record), path)
     return finish(settings, key, path, meta, reused, measured, fingerprint)
 
 
-def _known_facts(settings: Settings, origin: Origin, path: Path, observed: str | None) -> dict[str, Any]:
+def _unfinished_facts(origin: Origin, path: Path, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the hub revision with which a killed build of this recipe began: it goes on with that one. {} for none."""
+    for identity in unfinished_builds(path):
+        source = identity.get("source")
+        if identity.get("recipe") != recipe or not isinstance(source, dict) or source.get("name") != origin.dataset:
+            continue
+        if origin.kind == "hub" and isinstance(source.get("revision"), str):
+            logger.info("%s: an unfinished build is of revision %s", path, source["revision"])
+            return {**_at(f"{origin.dataset}@{source['revision']}"), "asked_revision": source.get("asked_revision")}
+    return {}
+
+
+def _known_facts(
+    settings: Settings, origin: Origin, path: Path, observed: str | None, unfinished: dict[str, Any]
+) -> dict[str, Any]:
     """Return what is known of the source without a look at it: its revision as observed, as built, or as trained on."""
-    recorded: dict[str, Any] = recorded_recipe(path).get("source") or {}
-    if "fingerprint" not in recorded:  # a killed build goes on with the revision that it began with
-        unfinished = (identity.get("source") or {} for identity in unfinished_builds(path))
-        recorded = next((known for known in unfinished if known.get("name") == origin.dataset), {})
+    recorded: dict[str, Any] = recorded_recipe(path).get("source") or unfinished
     if "fingerprint" not in recorded:
         tokenizer = find_meta(cache_root(settings) / TOKENIZER_KEY) or {}
         recorded = _at(tokenizer.get("trained_on_sources", {}).get(origin.source))

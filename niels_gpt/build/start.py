@@ -1,0 +1,69 @@
+"""The beginning of a build: the lock, what a killed run has left, and what is to be said of it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from niels_gpt import fileio
+from niels_gpt.build.journal import identity_of
+from niels_gpt.build.resume import Build
+from niels_gpt.fileio import canonical_json
+from niels_gpt.versions import JOURNAL_SUFFIX, discard, resumable
+
+logger = logging.getLogger(__name__)
+
+_CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
+
+
+@contextmanager
+def opened(
+    out_dir: str | os.PathLike[str],
+    identity: Mapping[str, Any],
+    files: Mapping[str, str | None],
+    seconds: float,
+    fingerprint: str | None,
+) -> Iterator[Build]:
+    """Hold the lock on a cache and yield its build, new or as a killed run left it.
+
+    fingerprint: of the source as it is now, None where nobody knows it; the other arguments are those of Build. A build
+        that was committed, and killed before it could say so, needs no replay where the fingerprint is the same; where
+        it is another one, that build is done with, and a new one begins.
+    Raises: CacheError where somebody else builds, something that is no cache is in the way, or the build is damaged.
+    """
+    with resumable(out_dir, sha256(canonical_json(identity)).hexdigest()) as (work, folder):
+        _say_others(folder, identity)
+        build = Build(work, folder, identity, files, seconds)
+        try:
+            meta = build.committed_meta()
+            if meta is not None and fingerprint is not None:
+                build.replays = meta["source"].get("fingerprint") != fingerprint
+                if build.replays:
+                    build.close()
+                    discard(folder)
+                    fileio.make_dir(folder)
+                    build = Build(work, folder, identity, files, seconds)
+            build.open()
+            yield build
+        except OSError as error:
+            if error.errno not in _CANNOT_WRITE or not build.last.documents:
+                raise
+            kept = f"{build.last.documents} documents are done and kept: once that is mended, the same build goes on"
+            raise OSError(error.errno, f"{error.strerror}. {kept}", error.filename) from error
+        finally:
+            build.close()
+
+
+def _say_others(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Log what tells other unfinished builds of this cache from the one that begins."""
+    for other in sorted(folder.parent.glob(f"*{JOURNAL_SUFFIX}")):
+        theirs = identity_of(other)
+        if other != folder and theirs:
+            keys = sorted(key for key in {*identity, *theirs} if identity.get(key) != theirs.get(key))
+            logger.info("%s: an unfinished build that differs in %s; `cli gc` would remove it", other, ", ".join(keys))
