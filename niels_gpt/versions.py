@@ -30,9 +30,11 @@ VERSIONS_DIR = ".versions"
 VERSION_DIGITS = 12
 BUILDING = "building"
 DAMAGED = "damaged"
+LINK = "link"
 JOURNAL_SUFFIX = ".journal"
 JOURNAL_NAME = "journal.jsonl"
 _SHA256 = re.compile("[0-9a-f]{64}")
+_BUILD = re.compile(r"building-[0-9a-f]{12}(\.journal)?")
 _VERSION = re.compile(r"[0-9a-f]{12}|adopted\d+")
 
 
@@ -141,7 +143,7 @@ def commit(work: Path, path: str | os.PathLike[str], content_sha256: str) -> Pat
     for left in filter(_is_leftover, version.iterdir()):
         fileio.remove(left)
     _make_way(public, folder)
-    link = folder / "link"
+    link = folder / LINK
     fileio.remove(link)
     fileio.symlink(Path(VERSIONS_DIR) / public.name / version.name, link)
     fileio.rename(link, public)
@@ -157,26 +159,21 @@ def removable(path: str | os.PathLike[str]) -> list[tuple[Path, str]]:
     if folder.is_symlink() or folder.parent.is_symlink():
         return []  # another cache's
     names = (entry for entry in folder.parent.parent.iterdir() if entry.is_symlink())
-    committed = {folder / os.path.basename(os.readlink(name)) for name in names if _points_into(name, folder)}
+    committed = {os.path.normpath(name.parent / os.readlink(name)) for name in names}
     found: list[tuple[Path, str]] = []
     versions: list[Path] = []
     for entry in sorted(folder.iterdir(), key=lambda entry: (entry.suffix != JOURNAL_SUFFIX, entry.name)):
-        if entry.name.startswith(f"{BUILDING}-"):
+        if _BUILD.fullmatch(entry.name):
             what = "its journal" if entry.suffix == JOURNAL_SUFFIX else "the same build would go on with it"
             found.append((entry, f"an unfinished build: {what}"))
-        elif entry.name in (BUILDING, DAMAGED, "link") or _is_leftover(entry):
+        elif entry.name in (BUILDING, DAMAGED) or (entry.name == LINK and entry.is_symlink()) or _is_leftover(entry):
             found.append((entry, "left by a process that was killed"))
         elif _VERSION.fullmatch(entry.name) and (entry / META_NAME).is_file() and not entry.is_symlink():
             versions.append(entry)
             found += [(file, "left by a process that was killed") for file in entry.iterdir() if _is_leftover(file)]
     versions.sort(key=lambda entry: entry.stat().st_mtime_ns)
-    older = [entry for entry in versions if entry not in committed]
+    older = [entry for entry in versions if str(entry) not in committed]  # under whatever name
     return found + [(entry, "an old version") for entry in older[: max(0, len(older) - 1)]]
-
-
-def _points_into(link: Path, folder: Path) -> bool:
-    """Whether a link, under whatever name, stands for a version in a folder."""
-    return os.path.normpath(link.parent / os.readlink(link).rpartition("/")[0]) == str(folder)
 
 
 def _is_leftover(entry: Path) -> bool:
@@ -245,7 +242,8 @@ def _make_way(public: Path, folder: Path) -> None:
         numbers = itertools.count()
         free = (folder / f"adopted{number}" for number in numbers)
         fileio.rename(public, next(path for path in free if not path.exists()))
-    elif version.exists() and _same_files(public, version):
+    elif (version / META_NAME).is_file() and _same_files(public, version):
+        write_bytes(version / META_NAME, (public / META_NAME).read_bytes())
         fileio.remove(public)
     else:
         if version.exists():  # of the same name, and damaged

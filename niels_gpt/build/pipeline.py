@@ -16,6 +16,7 @@ from niels_gpt.build.stream import Batch
 from niels_gpt.build.workers import InOrder
 
 T = TypeVar("T")
+D = TypeVar("D")
 
 Progress = Callable[[int, int, int | None], None]
 """Called now and then with the documents read, the tokens written and the tokens expected (None: not known)."""
@@ -58,8 +59,16 @@ def encoded(
         encode = encoder.encode
         if executor is not None and not isinstance(executor, ThreadPoolExecutor):
             encode = partial(_encode_elsewhere, pickle.dumps(encoder))
-        given = stream.batches(documents, texts=texts, first=build.last.documents)
+        given = stream.batches(_own(build, documents), texts=texts, first=build.last.documents)
         yield held.enter_context(closing(InOrder[Batch[T], EncodedTexts](encode, executor)(given)))
+
+
+def _own(build: Build, documents: Iterable[D]) -> Iterator[D]:
+    """Pass documents on, and look behind the source: it may have forked, and this be the child."""
+    for document in documents:
+        build.own()
+        yield document
+    build.own()
 
 
 def _encode_elsewhere(encoder: bytes, texts: list[str]) -> EncodedTexts:

@@ -53,6 +53,7 @@ class Build:
         self.work, self.folder = work, folder
         self._places = {**files, TEXTS: None}
         self._seconds = seconds
+        self._process = os.getpid()
         self._journal = Journal(folder, identity)
         self.last = self._journal.last or Checkpoint()
         """The last checkpoint."""
@@ -146,6 +147,14 @@ class Build:
         """Raise CacheError if a source that had ended goes on."""
         if self.last.ended and next(documents, None) is not None:
             self._changed(f"goes on at document {self.last.documents}, where it had ended")
+
+    def own(self) -> None:
+        """Raise RuntimeError in a forked child, which has this build's files, and must not write to them."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"{self.folder}: this process was forked from the one that builds (pid {self._process}). "
+                "Let a forked child end by os._exit"
+            )
 
     def take(self, digests: Sequence[bytes], mark: Mark) -> None:
         """Note that documents were taken from the source; the mark is that of the last one."""

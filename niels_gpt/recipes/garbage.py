@@ -18,7 +18,8 @@ def collect(cache_dir: Path, *, dry_run: bool) -> Iterator[str]:
     """
     if not cache_dir.is_dir():
         raise FileNotFoundError(f"{cache_dir}: no such folder. Name the folder of the caches, such as cache")
-    for folder in sorted(path for path in cache_dir.rglob(f"{VERSIONS_DIR}/*") if path.is_dir()):
+    found = (path for path in cache_dir.rglob(f"{VERSIONS_DIR}/*") if path.is_dir())
+    for folder in sorted(path for path in found if not path.is_symlink() and not path.parent.is_symlink()):
         cache = folder.parent.parent / folder.name
         lines: list[str] = []
         try:
