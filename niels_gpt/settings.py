@@ -5,12 +5,12 @@ A field's `metadata["help"]` gives its unit, its meaning and its source; it is t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+def _setting(default: Any, text: str, least: float | None = None, most: float | None = None) -> Any:
+    return field(default=default, metadata={"help": text, "least": least, "most": most})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,24 +26,30 @@ class Settings:
     revision: str | None = _setting(
         None, "hub revisions to build from, SOURCE=COMMIT_TAG_OR_BRANCH,...; others: as recorded, at first main"
     )
-    threads: int = _setting(0, "tokenizer threads; 0: one per usable core. Never changes the output")
+    threads: int = _setting(0, "tokenizer threads; 0: one per usable core. Never changes the output", least=0)
 
     tokenizer_model: str | None = _setting(None, "SentencePiece model to use instead of training one")
-    vocab_size: int = _setting(16_000, "pieces of a tokenizer trained here, the four sentinels included (PR-03: ~16k)")
+    vocab_size: int = _setting(
+        16_000, "pieces of a tokenizer trained here, the four sentinels included (PR-03: ~16k)", least=1
+    )
     model_type: str = _setting("unigram", "SentencePiece model type of a tokenizer trained here (PR-01)")
     normalization: str = _setting("identity", "SentencePiece normalization rule; identity keeps every text as it is")
-    character_coverage: float = _setting(0.9999, "share of characters that get a piece; the rest are spelled in bytes")
-    tokenizer_max_bytes: int = _setting(100_000_000, "utf-8 bytes of text that a tokenizer is trained on, at most")
+    character_coverage: float = _setting(
+        0.9999, "share of characters that get a piece; the rest are spelled in bytes", least=0, most=1
+    )
+    tokenizer_max_bytes: int = _setting(
+        100_000_000, "utf-8 bytes of text that a tokenizer is trained on, at most", least=1
+    )
 
-    shard_bytes: int = _setting(2**27, "bytes of a pretrain shard: 128 MiB (PR-03)")
-    shuffle_buffer: int = _setting(10_000, "documents in the shuffle buffer of fineweb_edu; 0: none (PR-03)")
+    shard_bytes: int = _setting(2**27, "bytes of a pretrain shard: 128 MiB (PR-03)", least=2)
+    shuffle_buffer: int = _setting(10_000, "documents in the shuffle buffer of fineweb_edu; 0: none (PR-03)", least=0)
     append_eot: bool = _setting(True, "end-of-text after each document of fineweb_edu, roam and gutenberg")
     on_special: str = _setting("drop", "text that holds a sentinel: drop (counted) or raise")
 
     fineweb_edu_dataset: str = _setting("HuggingFaceFW/fineweb-edu", "dataset id (PR-03)")
     fineweb_edu_config: str = _setting("CC-MAIN-2024-10", "dataset config (PR-03)")
-    fineweb_edu_train_tokens: int = _setting(200_000_000, "token budget of train (PR-03)")
-    fineweb_edu_val_tokens: int = _setting(5_000_000, "token budget of val (PR-03)")
+    fineweb_edu_train_tokens: int = _setting(200_000_000, "token budget of train (PR-03)", least=0)
+    fineweb_edu_val_tokens: int = _setting(5_000_000, "token budget of val (PR-03)", least=0)
 
     wikitext_dataset: str = _setting("Salesforce/wikitext", "dataset id")
     wikitext_config: str = _setting("wikitext-103-raw-v1", "dataset config (PR-02)")
@@ -51,20 +57,22 @@ class Settings:
     roam_dir: str = _setting(
         "data/roam", "folder of markdown notes where source_root is hub; a mirror has its own roam/"
     )
-    roam_val_frac: float = _setting(0.10, "share of the notes that goes to val, by file (PR-02)")
+    roam_val_frac: float = _setting(0.10, "share of the notes that goes to val, by file (PR-02)", least=0, most=1)
 
     gutenberg_dataset: str = _setting("nikolina-p/gutenberg_clean_en_splits", "dataset id (PR-02)")
     gutenberg_from_hub: bool = _setting(False, "stream gutenberg from the hub; off: there, the cache is a stub (PR-03)")
-    gutenberg_shuffle_buffer: int = _setting(0, "books in the shuffle buffer; 0: none, for a book takes about 0.5 MB")
-    gutenberg_train_tokens: int = _setting(200_000_000, "token budget of train")
-    gutenberg_val_tokens: int = _setting(5_000_000, "token budget of val")
+    gutenberg_shuffle_buffer: int = _setting(
+        0, "books in the shuffle buffer; 0: none, for a book takes about 0.5 MB", least=0
+    )
+    gutenberg_train_tokens: int = _setting(200_000_000, "token budget of train", least=0)
+    gutenberg_val_tokens: int = _setting(5_000_000, "token budget of val", least=0)
 
-    sft_val_frac: float = _setting(0.10, "share of the examples that goes to val (PR-03)")
+    sft_val_frac: float = _setting(0.10, "share of the examples that goes to val (PR-03)", least=0, most=1)
     dolly_dataset: str = _setting("databricks/databricks-dolly-15k", "dataset id (PR-02)")
     dolly_include_system: bool = _setting(False, "start each dolly chat with a system message (PR-02)")
     oasst1_dataset: str = _setting("OpenAssistant/oasst1", "dataset id (PR-02)")
     oasst1_english_only: bool = _setting(True, "keep only messages whose language is en (PR-02)")
-    oasst1_max_messages: int = _setting(32, "messages of a thread, at most (PR-02)")
+    oasst1_max_messages: int = _setting(32, "messages of a thread, at most (PR-02)", least=1)
 
     pretrain: str | None = _setting(
         None, "text of your own, NAME=GLOB[:FIELD]: makes the cache pretrain/NAME; several are separated by ';'"
@@ -75,7 +83,18 @@ class Settings:
         None, "licence of a source's text in place of what its dataset card or sources.toml says, SOURCE=TEXT;..."
     )
     attribution: str | None = _setting(None, "whom to name for a source's text, SOURCE=TEXT;...")
-    own_val_frac: float = _setting(0.10, "share of the documents of your own text that goes to val")
+    own_val_frac: float = _setting(0.10, "share of the documents of your own text that goes to val", least=0, most=1)
 
     deep_checks: bool = _setting(False, "check the sha256 of every file too, when a finished cache is checked")
-    max_dropped_share: float = _setting(0.05, "warn where a larger share of the documents or examples was dropped")
+    max_dropped_share: float = _setting(
+        0.05, "warn where a larger share of the documents or examples was dropped", least=0, most=1
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that nothing can be built with, before anything is. Raises: ValueError naming the flag."""
+        for each in fields(self):
+            least, most, value = each.metadata["least"], each.metadata["most"], getattr(self, each.name)
+            if least is None or (value >= least and (most is None or value <= most)):
+                continue
+            expected = f"{least} or more" if most is None else f"{least} to {most}"
+            raise ValueError(f"{each.name} (--{each.name.replace('_', '-')}) is {value}, expected {expected}")

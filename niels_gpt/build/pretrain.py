@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from typing import Any
 
-from niels_gpt import versions
+from niels_gpt import fileio, versions
 from niels_gpt.build import shuffle
 from niels_gpt.build.describe import Source, build_identity, described_commit, vocabulary_of, write_description
 from niels_gpt.build.encode import TextEncoder, Tokenizer
@@ -94,7 +94,7 @@ def build_stub(
     """Commit a cache that is not built: empty train/ and val/, and a meta.json that says `built: false` (PR-03)."""
     with versions.building(out_dir) as work:
         for split in SPLITS:
-            (work / split).mkdir()
+            fileio.make_dir(work / split)
         meta = write_description(
             work,
             vocabulary=vocabulary_of(tokenizer),

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    from niels_gpt.recipes.run import UnknownSourceError, give_large_blocks_back
+    from niels_gpt.recipes.run import UnknownSourceError, give_large_blocks_back, is_unread
 
     arguments = _parser().parse_args(argv)
     give_large_blocks_back()
@@ -47,11 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = arguments.run(arguments)
     except (ValueError, OSError, ImportError) as error:  # CacheError is a ValueError, ConnectionError an OSError
+        if isinstance(error, BrokenPipeError) and is_unread("\n"):  # and not a connection's
+            return 0
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UnknownSourceError) else 1
     except KeyboardInterrupt:
-        print("\ninterrupted. Caches that were finished are kept, the one in progress is as before", file=sys.stderr)
+        print(f"\ninterrupted{arguments.kept}", file=sys.stderr)
         return 1
+    is_unread()
     return status
 
 
@@ -75,21 +78,14 @@ def add_settings_flags(parser: argparse.ArgumentParser, *, only: Sequence[str] |
             group.add_argument(flag, type=kind, default=field.default, help=text, choices=choices, metavar=metavar)
 
 
-def _number(text: str) -> int:
-    """Parse a number of tokens: 205M, 1.5G, 300_000."""
-    scale = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}.get(text[-1:].lower())
-    with contextlib.suppress(ValueError, OverflowError):
-        number = int(float(text[:-1] if scale else text) * (scale or 1))
-        if number > 0:
-            return number
-    raise argparse.ArgumentTypeError(f"{text!r}: expected a number of tokens above 0, such as 205M")
+def _typed(parse: Callable[[str], int]) -> Callable[[str], int]:
+    def parsed(text: str) -> int:
+        try:
+            return parse(text)
+        except ValueError as error:  # of which argparse would not print the message
+            raise argparse.ArgumentTypeError(str(error)) from error
 
-
-def _position(text: str) -> int:
-    """Parse the number of a token: 1_000_000, or as it is printed, 1,000,000."""
-    with contextlib.suppress(ValueError):
-        return int(text.replace(",", ""))
-    raise argparse.ArgumentTypeError(f"{text!r}: expected the number of a token, such as 1_000_000")
+    return parsed
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
@@ -108,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, text: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        added.set_defaults(run=run)
+        added.set_defaults(run=run, kept="")
         return added
 
     _add_builders(command)
@@ -121,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_builders(command: Callable[..., argparse.ArgumentParser]) -> None:
     from niels_gpt.recipes.plan import RECIPES
+    from niels_gpt.recipes.run import number_of_tokens
     from niels_gpt.recipes.snapshot import READS, SPLITS
 
     build_all = command("build-all", "build every cache", _build)
@@ -129,10 +126,12 @@ def _add_builders(command: Callable[..., argparse.ArgumentParser]) -> None:
     names = ", ".join(key.split("/")[1] for key in RECIPES)
     build.add_argument("sources", nargs="*", metavar="SOURCE", help=f"some of {names}, and of those of sources.toml")
     for builder in (build_all, build):
+        builder.set_defaults(kept=". What was finished is kept; the same command goes on with the build in progress")
         builder.add_argument("--dry-run", action="store_true", help="print what would be built and the disk it needs")
         builder.add_argument("--refresh", action="store_true", help="ask the hub for its newest revisions")
         add_settings_flags(builder)
     snapshot = command("snapshot", "keep the raw text of a hub source once, for builds without network", _snapshot)
+    snapshot.set_defaults(kept=". The files that were finished are kept; the same command goes on")
     snapshot.epilog = (
         "Builds with --source-root DEST read it in the hub's place. Interrupted, the same command goes on, and with "
         "more tokens it makes the snapshot longer; what it has is read once more from the hub, but not written."
@@ -140,11 +139,13 @@ def _add_builders(command: Callable[..., argparse.ArgumentParser]) -> None:
     snapshot.add_argument("source", metavar="SOURCE", help=f"one of {', '.join(SPLITS)}")
     snapshot.add_argument("dest", type=Path, metavar="DEST", help="folder of the mirror; other sources may be there")
     text = "for builds of so many tokens, as 205M (default: both token budgets)"
-    snapshot.add_argument("--tokens", type=_number, metavar="N", help=text)
+    snapshot.add_argument("--tokens", type=_typed(number_of_tokens), metavar="N", help=text)
     add_settings_flags(snapshot, only=READS)
 
 
 def _add_viewers(command: Callable[..., argparse.ArgumentParser]) -> None:
+    from niels_gpt.recipes.run import token_position
+
     listing = command("list", "print a table of the caches", _list)
     listing.add_argument("cache_dir", type=Path, help="folder of the caches, such as cache or cache/sample")
     stats = command("stats", "print the sizes, lengths, drops, source and licence of a cache", _stats)
@@ -166,7 +167,9 @@ def _add_viewers(command: Callable[..., argparse.ArgumentParser]) -> None:
     for machine in (verify, diff):
         machine.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     locate.add_argument("split", choices=("train", "val"), metavar="SPLIT", help="train or val")
-    locate.add_argument("position", type=_position, metavar="POSITION", help="token of the split, from 0: 1_000_000")
+    locate.add_argument(
+        "position", type=_typed(token_position), metavar="POSITION", help="token of the split, from 0: 1_000_000"
+    )
     for viewer, tokens in ((show, 200), (locate, 2_000)):
         text = f"tokens to print, at most (default: {tokens})"
         viewer.add_argument("--tokens", type=int, default=tokens, metavar="N", help=text)
@@ -232,25 +235,20 @@ def _snapshot(arguments: argparse.Namespace) -> int:
     from niels_gpt.recipes.snapshot import take_snapshot
 
     settings, where = settings_of(arguments), (arguments.source, arguments.dest)
-    try:
-        with _progress_bar(f"snapshot {arguments.source}", unit="B", counted="rows") as progress:
-            folder, manifest = take_snapshot(settings, *where, tokens=arguments.tokens, progress=progress)
-    except KeyboardInterrupt:
-        print("\ninterrupted. The files that were finished are kept; the same command goes on", file=sys.stderr)
-        return 1
+    with _progress_bar(f"snapshot {arguments.source}", unit="B", counted="rows") as progress:
+        folder, manifest = take_snapshot(settings, *where, tokens=arguments.tokens, progress=progress)
     print(snapshot_lines(settings, *where, arguments.tokens, folder, manifest))
     return 0
 
 
 def _stats(arguments: argparse.Namespace) -> int:
-    from niels_gpt.fileio import write_bytes
-    from niels_gpt.inspection.plot import plot
+    from niels_gpt.inspection.plot import write_plot
     from niels_gpt.inspection.stats import summary
     from niels_gpt.recipes.report import table
 
-    print(table(summary(arguments.cache)))
     if arguments.plot is not None:
-        write_bytes(arguments.plot, plot(arguments.cache))
+        write_plot(arguments.cache, arguments.plot)
+    print(table(summary(arguments.cache)))
     return 0
 
 
@@ -265,12 +263,16 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from niels_gpt.inspection.caches import caches_below
+    from niels_gpt.inspection.caches import caches_of
+    from niels_gpt.inspection.contents import Damage
     from niels_gpt.inspection.damage import find_damage
     from niels_gpt.recipes.report import damage_lines
 
-    found: dict[str, list[dict[str, Any]]] = {}
-    for cache in dict.fromkeys(cache for path in arguments.paths for cache in caches_below(path)):
+    caches, errors = caches_of(arguments.paths)
+    for error in errors.values():  # the others are looked at
+        print(f"error: {error}", file=sys.stderr)
+    found = {path: [Damage("", 0, 0, error)._asdict()] for path, error in errors.items()}
+    for cache in caches:
         with _progress_bar(str(cache), unit="B", counted="files") as progress:
             damages = find_damage(cache, deep=arguments.deep, progress=progress)
         found[str(cache)] = [damage._asdict() for damage in damages]
@@ -298,14 +300,15 @@ def _locate(arguments: argparse.Namespace) -> int:
 
     cache, model = arguments.cache, arguments.tokenizer
     tokenizer = tokenizer_of(cache, model) if model else tokenizer_beside(cache)
-    where = {"split": arguments.split, "position": arguments.position}
-    print(locate(cache, tokenizer, **where, num_tokens=arguments.tokens))
+    print(locate(cache, tokenizer, split=arguments.split, position=arguments.position, num_tokens=arguments.tokens))
     return 0
 
 
 def _gc(arguments: argparse.Namespace) -> int:
+    from niels_gpt.inspection.caches import refuse_without_caches
     from niels_gpt.recipes.garbage import collect
 
+    refuse_without_caches(arguments.cache_dir)
     for line in collect(arguments.cache_dir, dry_run=arguments.dry_run):
         print(line)
     return 0

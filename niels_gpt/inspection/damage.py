@@ -51,7 +51,7 @@ def find_damage(cache: Path, *, deep: bool, progress: Progress | None = None) ->
         return found
     try:
         found += _damages(folder, meta, deep, progress)
-    except CacheError as error:
+    except (CacheError, OSError) as error:
         found.append(Damage(META_NAME, 0, 0, str(error)))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         found.append(Damage(META_NAME, 0, 0, f"not as docs/formats.md describes it ({error!r})"))

@@ -14,8 +14,8 @@ from niels_gpt.cache.formats import SPLITS, TOKEN_BYTES
 from niels_gpt.cache.meta import check_tokenizer
 from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.inspection.show import Decoder, plain, short_names
-from niels_gpt.inspection.source_ids import printable, source_id
-from niels_gpt.inspection.stats import bounds, described_by, ids_at, opened
+from niels_gpt.inspection.source_ids import printable, shown, source_id
+from niels_gpt.inspection.stats import PlaceError, bounds, described_by, ids_at, opened
 
 _MAX_MARKED = 4  # tokens: as many as the bytes of a character, each of which may be a token
 
@@ -50,9 +50,9 @@ def _located(
     places = bounds(folder, meta, split)
     total = int(places[-1])
     if not total:
-        raise ValueError(f"position {position:,}: {cache}/{split} has no token")
+        raise PlaceError(f"position {position:,}: {cache}/{split} has no token")
     if not 0 <= position < total:
-        raise ValueError(f"position {position:,}: {cache}/{split} has {total:,} tokens, expected 0 to {total - 1:,}")
+        raise PlaceError(f"position {position:,}: {cache}/{split} has {total:,} tokens, expected 0 to {total - 1:,}")
     number = int(np.searchsorted(places, position, side="right")) - 1
     start, end = places[number : number + 2].tolist()
     unit = "example" if meta["kind"] == "sft" else "document"
@@ -76,7 +76,7 @@ def _located(
     rows.append(("text" if decode is not None else "ids", f"the token in [[ ]]{cut}"))
     ids = ids_at(folder, meta, split, first, last)
     lines = [f"{name + ':':14}{value}" for name, value in rows]
-    return "\n".join([*lines, "", _marked(ids, position - first, decode)])
+    return "\n".join([*lines, "", shown(_marked(ids, position - first, decode))])
 
 
 def _file(meta: dict[str, Any], split: str, position: int) -> str:

@@ -1,7 +1,13 @@
-"""Which documents two caches have in common, by a hash of each; numpy alone, some 80 bytes a document at most."""
+"""Which documents two caches have in common, by a hash of each; numpy alone.
+
+At its peak it takes, for each document of each cache, 57 bytes where all are in both and 68 where half of them are, the
+16 of the hash included (measured with a million).
+"""
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -12,72 +18,104 @@ Digests = NDArray[np.uint64]
 """A hash of each document: uint64 [documents, 2]."""
 Numbers = NDArray[np.int64]
 """Documents of a split by their numbers, ascending; or a group for each document: equal ones are in one group."""
+Pairs = tuple[Numbers, Numbers]
+"""Documents of A, ascending, and the document of B that is the counterpart of each."""
+
+_CHUNK = 1 << 16  # numbers that are Python's at a time
 
 
 class Match(NamedTuple):
-    """The documents of A and B that have no counterpart in the same place. Each pair is of train and of val."""
+    """The documents of A and B: each list is of train and of val. Of equal ones the k-th goes with the k-th."""
 
     only_a: list[Numbers]
     only_b: list[Numbers]
-    moved: list[tuple[Numbers, Numbers]]
+    moved: list[Pairs]
     """Of A's train and val: the documents that are in B's other split, and where they are there."""
-    reordered: list[tuple[Numbers, Numbers]]
-    """Of A's train and val: the documents that stand elsewhere among those common to both, and where B has them."""
+    common: list[Pairs]
+    """The documents that are in the same split of both."""
+
+    def reordered(self, split: int) -> Pairs:
+        """Return the fewest of the common documents of a split without which the others have one order in A and B."""
+        left, right = self.common[split]
+        elsewhere = ~longest_ascending(right)
+        return left[elsewhere], right[elsewhere]
 
 
-def match(a: Sequence[Digests], b: Sequence[Digests]) -> Match:
-    """Compare the documents of two caches. a, b: the digests of train and of val.
+def match(digests: Digests, sizes: Sequence[int]) -> Match:
+    """Compare the documents of two caches.
 
+    digests: of A's train and val and then of B's, in one array. sizes: how many documents each of the four has.
     A document that is there several times needs as many counterparts; its own split's come first.
     """
-    at, av, bt, bv = _groups([*a, *b])
-    num_groups = 1 + max(int(part.max(initial=-1)) for part in (at, av, bt, bv))
-    counts = [np.bincount(part, minlength=num_groups) for part in (at, av, bt, bv)]
-    ranks = [_ranks(part) for part in (at, av, bt, bv)]  # among the equal ones of a split
-    surplus = [np.maximum(counts[split] - counts[2 + split], 0) for split in (0, 1)]
-    lack = [np.maximum(counts[2 + split] - counts[split], 0) for split in (0, 1)]
-    crossing = [np.minimum(surplus[split], lack[1 - split]) for split in (0, 1)]  # from train to val, and back
-    only_a, only_b, moved = [], [], []
-    for split, (mine, theirs) in enumerate([(at, bt), (av, bv)]):
-        kept, gone, came = counts[2 + split], crossing[split], crossing[1 - split]
-        only_a.append(np.flatnonzero(ranks[split] >= (kept + gone)[mine]))
-        only_b.append(np.flatnonzero(ranks[2 + split] >= (counts[split] + came)[theirs]))
-        left = np.flatnonzero((ranks[split] >= kept[mine]) & (ranks[split] < (kept + gone)[mine]))
-        moved.append((left, _found_in(mine[left], (bv, bt)[split])))
-    return Match(only_a, only_b, moved, [_reordered(at, bt, counts[0], counts[2]), _reordered(av, bv, *counts[1::2])])
+    groups = _groups(digests)
+    del digests  # the caller keeps none: 16 bytes a document
+    num_groups = int(groups.max(initial=-1)) + 1
+    at, av, bt, bv = parts = np.split(groups, np.cumsum(sizes)[:-1])
+    count_at, count_av, count_bt, count_bv = (np.bincount(part, minlength=num_groups) for part in parts)
+    train, val = np.minimum(count_at, count_bt), np.minimum(count_av, count_bv)
+    crossing = np.minimum(count_at - train, count_bv - val), np.minimum(count_av - val, count_bt - train)
+    del count_at, count_av, count_bt, count_bv
+    only_a, moved_left, common_left = zip(*(_three(at, train, crossing[0]), _three(av, val, crossing[1])), strict=True)
+    only_b, moved_right, common_right = zip(
+        *(_three(bt, train, crossing[1]), _three(bv, val, crossing[0])), strict=True
+    )
+    moved = [_by_left(moved_left[split], moved_right[1 - split]) for split in (0, 1)]
+    common = [_by_left(left, right) for left, right in zip(common_left, common_right, strict=True)]
+    return Match([np.sort(part) for part in only_a], [np.sort(part) for part in only_b], moved, common)
 
 
-def _groups(parts: Sequence[Digests]) -> list[Numbers]:
-    """Return the group of each document of each part."""
-    keys = np.concatenate(parts)
-    order = np.lexsort((keys[:, 1], keys[:, 0]))
-    is_new = np.any(np.diff(keys[order], axis=0), axis=1)
-    groups = np.empty(len(keys), dtype=np.int64)
-    groups[order] = np.concatenate([np.zeros(min(1, len(keys)), dtype=np.int64), np.cumsum(is_new)])
-    return np.split(groups, np.cumsum([len(part) for part in parts])[:-1])
+def _groups(digests: Digests) -> Numbers:
+    """Return the group of each document."""
+    order = np.lexsort((digests[:, 1], digests[:, 0]))
+    is_new = np.zeros(len(digests), dtype=np.bool_)
+    for half in (0, 1):
+        column = digests[order, half]
+        is_new[1:] |= column[1:] != column[:-1]
+    groups = np.empty(len(digests), dtype=np.int64)
+    groups[order] = np.cumsum(is_new)
+    return groups
 
 
-def _ranks(groups: Numbers) -> Numbers:
-    """Return how many documents of the same group stand before each."""
+def _three(groups: Numbers, stay: Numbers, cross: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    """Return the documents that have no counterpart, one in the other split, and one in the same.
+
+    stay, cross: how many of each group have it where. The first of the equal ones stay, the next cross; all are sorted
+    by their group and then by their number, so that the documents of both sides stand opposite each other.
+    """
     order = np.argsort(groups, kind="stable")
-    place = np.arange(len(groups))
-    begins = np.concatenate([np.ones(min(1, len(groups)), dtype=np.bool_), np.diff(groups[order]) != 0])
-    ranks = np.empty_like(place)
-    ranks[order] = place - np.maximum.accumulate(np.where(begins, place, 0))
-    return ranks
+    of = groups[order]
+    begins = np.flatnonzero(np.concatenate([np.ones(min(1, len(of)), dtype=np.bool_), of[1:] != of[:-1]]))
+    ranks = np.arange(len(of)) - np.repeat(begins, np.diff(np.append(begins, len(of))))
+    stays = ranks < stay[of]
+    goes = ranks >= (stay + cross)[of]
+    return order[goes], order[~stays & ~goes], order[stays]
 
 
-def _reordered(mine: Numbers, theirs: Numbers, num_mine: Numbers, num_theirs: Numbers) -> tuple[Numbers, Numbers]:
-    common = num_mine == num_theirs
-    left, right = np.flatnonzero(common[mine]), np.flatnonzero(common[theirs])
-    elsewhere = left[mine[left] != theirs[right]]
-    return elsewhere, _found_in(mine[elsewhere], theirs)
+def _by_left(left: Numbers, right: Numbers) -> Pairs:
+    order = np.argsort(left)
+    return left[order], right[order]
 
 
-def _found_in(wanted: Numbers, groups: Numbers) -> Numbers:
-    """Return the first document of each wanted group."""
-    order = np.argsort(groups, kind="stable")
-    return order[np.searchsorted(groups[order], wanted)]
+def longest_ascending(numbers: Numbers) -> NDArray[np.bool_]:
+    """Return which of some different numbers are in a longest ascending subsequence of theirs: bool [numbers]."""
+    if np.all(numbers[1:] > numbers[:-1]):
+        return np.ones(len(numbers), dtype=np.bool_)
+    ends, places = array("q"), array("q")  # of the best subsequence of each length: its last number, and its place
+    before = np.empty(len(numbers), dtype=np.int64)
+    for start in range(0, len(numbers), _CHUNK):
+        for place, number in enumerate(numbers[start : start + _CHUNK].tolist(), start):
+            length = bisect_left(ends, number)
+            before[place] = places[length - 1] if length else -1
+            if length == len(ends):
+                ends.append(number)
+                places.append(place)
+            else:
+                ends[length], places[length] = number, place
+    found, place = np.zeros(len(numbers), dtype=np.bool_), places[-1]
+    while place >= 0:
+        found[place] = True
+        place = int(before[place])
+    return found
 
 
 def first(numbers: Sequence[Numbers], limit: int) -> Iterator[tuple[int, int]]:

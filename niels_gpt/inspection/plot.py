@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS
-from niels_gpt.cache.meta import read_meta
-from niels_gpt.fileio import META_NAME
-from niels_gpt.inspection.stats import lengths, supervised_counts
+from niels_gpt.fileio import write_bytes
+from niels_gpt.inspection.source_ids import printable
+from niels_gpt.inspection.stats import described_by, lengths, opened, supervised_counts
 from niels_gpt.versions import VERSIONS_DIR
 
 if TYPE_CHECKING:  # at run time inside the functions: who does not plot does not wait for matplotlib
@@ -42,9 +42,23 @@ def plot(cache: Path) -> bytes:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ImportError("a picture needs matplotlib: pip install 'niels_gpt[pipelines]'") from error
-    name = _public_name(cache)
-    cache = cache.resolve()  # one version, whatever is committed meanwhile
-    meta = read_meta(str(cache / META_NAME))
+    folder, meta = opened(cache)  # one version, whatever is committed meanwhile
+    with described_by(cache):
+        return _plotted(_public_name(cache), folder, meta)
+
+
+def write_plot(cache: Path, target: Path) -> None:
+    """Write what `plot` returns to a file. Raises: ValueError unless its name ends in .png; FileNotFoundError too where
+    there is no folder to put it in."""
+    if target.suffix.lower() != ".png":
+        raise ValueError(f"{target}: expected the name of a .png, the only kind of picture that is drawn")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target}: there is no folder {target.parent} to put the picture in")
+    write_bytes(target, plot(cache))
+
+
+def _plotted(name: str, cache: Path, meta: dict[str, Any]) -> bytes:
+    name = printable(name).replace("$", r"\$")  # two of them would be a formula
     title, what = f"{meta['kind']}/{name}", "examples" if meta["kind"] == "sft" else "documents"
     sizes = {split: found for split in SPLITS if len(found := lengths(cache, meta, split))}
     if not sizes:

@@ -17,7 +17,8 @@ from niels_gpt.cache.formats import SPLITS, target_mask
 from niels_gpt.cache.meta import check_tokenizer, read_meta, special_id, tokenizer_above
 from niels_gpt.cache.mmap import mmap_tokens
 from niels_gpt.fileio import META_NAME, CacheError
-from niels_gpt.inspection.stats import bounds, described_by, ids_at, tokens_of
+from niels_gpt.inspection.source_ids import shown
+from niels_gpt.inspection.stats import PlaceError, bounds, described_by, ids_at, opened, tokens_of
 from niels_gpt.records import path_inside
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
@@ -75,8 +76,7 @@ def show(cache: Path, tokenizer: Decoder, *, split: str, position: int, num_toke
 
 
 def _opened(cache: Path, tokenizer: Decoder) -> tuple[Path, dict[str, Any]]:
-    cache = cache.resolve()  # one version, whatever is committed meanwhile
-    meta = read_meta(str(cache / META_NAME))
+    cache, meta = opened(cache)  # one version, whatever is committed meanwhile
     check_tokenizer(cache, meta, tokenizer.sha256)
     return cache, meta
 
@@ -90,7 +90,7 @@ def _window(cache: Path, meta: dict[str, Any], tokenizer: Decoder, split: str, p
             tokens = mmap_tokens(path_inside(cache, record["name"]), expected_bytes=record["bytes"])
             ids = tokens[position - before :][:num_tokens]
             head = f"{cache}/{split}: tokens {position} to {position + len(ids)} of {total}, in {record['name']}"
-            return f"{head}\n{tokenizer.decode(ids.tolist())}"
+            return f"{head}\n{shown(tokenizer.decode(ids.tolist()))}"
         before += record["tokens"]
     raise CacheError(f"{cache / META_NAME}: its shards hold {before} tokens, its totals say {total}. Rebuild it")
 
@@ -115,7 +115,7 @@ def _mask_of(cache: Path, meta: dict[str, Any], ids: NDArray[np.uint16]) -> NDAr
 def _marked(ids: NDArray[np.uint16], mask: NDArray[np.bool_], tokenizer: Decoder, color: bool) -> str:
     parts = []
     for start, end in _runs(mask):
-        text = tokenizer.decode(ids[start:end].tolist())
+        text = shown(tokenizer.decode(ids[start:end].tolist()))
         if color:
             parts.append(f"{_GREEN if mask[start] else _DIM}{text}{_PLAIN}")
         else:
@@ -131,7 +131,7 @@ def _runs(values: NDArray[Any]) -> list[tuple[int, int]]:
 
 def _check(position: int, total: int, what: str) -> None:
     if not 0 <= position < total:
-        raise ValueError(f"position {position}: there are {total} {what}, expected 0 <= position < {total}")
+        raise PlaceError(f"position {position}: there are {total} {what}, expected 0 <= position < {total}")
 
 
 def sample_texts(
@@ -151,6 +151,13 @@ def sample_texts(
     cache, meta = _opened(cache, tokenizer)
     if meta.get("built") is False:
         return []
+    with described_by(cache):
+        return _samples(cache, meta, tokenizer, per_split, num_tokens)
+
+
+def _samples(
+    cache: Path, meta: dict[str, Any], tokenizer: Decoder, per_split: int, num_tokens: int
+) -> list[dict[str, str | int]]:
     sentinels = short_names(cache, meta)
     rows: list[dict[str, str | int]] = []
     for split in SPLITS:

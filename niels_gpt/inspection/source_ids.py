@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from niels_gpt.fileio import CacheError
 from niels_gpt.records import open_regular, path_inside
 
 _READ_BYTES = 1 << 20
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0, DEL and C1
 
 
 def source_id(cache: Path, meta: dict[str, Any], split: str, number: int) -> str | None:
@@ -39,6 +41,11 @@ def id_lines(cache: Path, meta: dict[str, Any], split: str) -> Iterator[bytes]:
             yield from lines
     if rest:
         yield rest
+
+
+def shown(text: str) -> str:
+    """Return a text for a terminal: control characters but for line ends and tabs, which could command it, escaped."""
+    return _CONTROLS.sub(lambda found: ascii(found.group())[1:-1], text)
 
 
 def printable(text: str) -> str:

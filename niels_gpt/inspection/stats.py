@@ -17,9 +17,14 @@ from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, TOKEN_NUMPY_DTYPE, tar
 from niels_gpt.cache.meta import read_meta, special_id
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
 from niels_gpt.fileio import META_NAME, CacheError
-from niels_gpt.records import file_records, path_inside
+from niels_gpt.inspection.source_ids import printable
+from niels_gpt.records import checked_count, file_records, path_inside, resolved, shortened, wrong_value
 
 _BATCH_TOKENS = 2**16  # padding included. A core's own memory holds its masks: 2**21 took up to four times as long
+
+
+class PlaceError(ValueError):
+    """A place that was asked for and is not there: nothing is wrong with the cache."""
 
 
 @contextmanager
@@ -27,7 +32,9 @@ def described_by(cache: Path) -> Iterator[None]:
     """Make a CacheError, which names the meta.json, of what a malformed one leads to in the block."""
     try:
         yield
-    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+    except (CacheError, PlaceError):
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         where = f"{cache / META_NAME}: not as docs/formats.md describes it ({error!r})"
         raise CacheError(f"{where}. Look at it: python -m niels_gpt.cache.cli verify {cache}") from error
 
@@ -35,13 +42,23 @@ def described_by(cache: Path) -> Iterator[None]:
 def opened(cache: Path, kinds: Sequence[str] = ("pretrain", "sft")) -> tuple[Path, dict[str, Any]]:
     """Resolve a cache once; returns its version's folder and its meta.json, whose records of files are sound.
 
+    So are `totals`, `vocab_size` and `built` where they are there; the other keys are the caller's to look at, inside
+    `described_by`.
     Raises: FileNotFoundError; CacheError if meta.json is damaged or is of another kind.
     """
-    folder = cache.resolve()
+    folder, where = resolved(cache), str(cache / META_NAME)
     meta = read_meta(str(folder / META_NAME))
-    file_records(meta, str(cache / META_NAME))
+    file_records(meta, where)
     if meta.get("kind") not in kinds:
-        raise CacheError(f"{cache / META_NAME}: kind is {meta.get('kind')!r}, expected {' or '.join(kinds)}")
+        raise CacheError(f"{where}: kind is {shortened(meta.get('kind'))}, expected {' or '.join(kinds)}")
+    built, totals = meta.get("built", True), meta.get("totals", {})
+    if not any(built is value for value in (True, False)) and built != "partial":
+        raise wrong_value(where, "built", built, 'true, false or "partial"')
+    if not isinstance(totals, dict):
+        raise wrong_value(where, "totals", totals, "an object")
+    for name, count in totals.items():
+        checked_count(count, f"totals.{name}", where)
+    checked_count(meta.get("vocab_size", 0), "vocab_size", where)
     return folder, meta
 
 
@@ -119,7 +136,7 @@ def summary(cache: Path) -> list[tuple[str, str]]:
     """
     folder, meta = opened(cache)
     with described_by(cache):
-        return _summary(cache, folder, meta)
+        return [(name, printable(str(value))) for name, value in _summary(cache, folder, meta)]
 
 
 def _summary(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str, str]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from niels_gpt.build.writer import TOKEN_BYTES
@@ -23,8 +26,9 @@ from niels_gpt.recipes.produce import (
     recorded_recipe,
 )
 from niels_gpt.recipes.tokenizer import TRAINING_SETTINGS, ensure_tokenizer, tokenizer_state
+from niels_gpt.records import parse_object, read_regular
 from niels_gpt.settings import Settings
-from niels_gpt.versions import versions_dir
+from niels_gpt.versions import BUILDING, JOURNAL_NAME, JOURNAL_SUFFIX, versions_dir
 
 Recipe = Callable[..., Outcome]
 
@@ -69,7 +73,7 @@ class Plan:
     key: str
     """tokenizer, pretrain/NAME or sft/NAME."""
     action: str
-    """up to date, build, stub, copy, train, or why it cannot be built."""
+    """up to date, build (and how far an unfinished build came), stub, copy, train, or why it cannot be built."""
     source: str
     """Where the text comes from."""
     disk_bytes: int
@@ -138,7 +142,33 @@ def _plan_of(settings: Settings, key: str, tokenizer: str) -> Plan:
         return Plan(key, "up to date", where, 0)
     if origin.stub:
         return Plan(key, "stub", where, 0)
-    return Plan(key, "build", where, _disk_bytes(settings, origin))
+    documents = _unfinished(cache_root(settings) / key)
+    said = f"build (an unfinished one is there: {documents:,} documents done)" if documents else "build"
+    return Plan(key, said, where, _disk_bytes(settings, origin))
+
+
+def _unfinished(path: Path) -> int:
+    """Return how many documents the unfinished build of a cache that came furthest has taken from its source; 0: none.
+
+    Whether a run goes on with it is known only when its source is read.
+    """
+    found = 0
+    for journal in versions_dir(path).glob(f"{BUILDING}-*{JOURNAL_SUFFIX}/{JOURNAL_NAME}"):
+        with suppress(CacheError, OSError):
+            lines = read_regular(journal).split(b"\n")
+            found = max(found, next((done for line in reversed(lines) if (done := _documents(line)) is not None), 0))
+    return found
+
+
+def _documents(line: bytes) -> int | None:
+    """Return the number in a line of a journal; None in one that is cut or damaged, and in the first."""
+    if line[:9] != f"{zlib.crc32(line[9:]):08x} ".encode():
+        return None
+    try:
+        documents = parse_object(line[9:]).get("documents")
+    except ValueError:
+        return None
+    return documents if isinstance(documents, int) else None
 
 
 def _current(settings: Settings, key: str, origin: Origin) -> bool:

@@ -85,7 +85,8 @@ def damage_lines(cache: Path, damages: Sequence[Damage]) -> str:
     """Return a line for a cache, and one for each of its damages."""
     lines = [f"{cache}: {_number(len(damages), 'damage') if damages else 'ok'}"]
     lines += [
-        f"  {printable(found.file)}, bytes {found.offset:,} to {found.end:,}: {found.problem}" for found in damages
+        f"  {printable(found.file)}, bytes {found.offset:,} to {found.end:,}: {printable(found.problem)}"
+        for found in damages
     ]
     return "\n".join(lines)
 
@@ -95,9 +96,12 @@ def difference_lines(found: Mapping[str, Any]) -> str:
     if is_equal(dict(found)):
         return "equal" + ("" if found["compared"] else f"; documents were not compared: {found['why_not_tokens']}")
     lines = []
+    if "content_sha256" in found:
+        said = {side: printable(str(value))[:12] for side, value in found["content_sha256"].items()}
+        lines.append(f"content_sha256: A {said['a']}, B {said['b']}")
     for key, values in found["settings"].items():
         shown = [_shown(values[side]) if side in values else "absent" for side in ("a", "b")]
-        lines.append(f"{key}: A {shown[0]}, B {shown[1]}")
+        lines.append(f"{printable(key)}: A {shown[0]}, B {shown[1]}")
     if not found["compared"]:
         return "\n".join([*lines, f"documents were not compared: {found['why_not_tokens']}"])
     counts = [", ".join(f"{number:,} {split}" for split, number in found["documents"][side].items()) for side in "ab"]
@@ -118,6 +122,7 @@ _PARTS = {
     "only_b": "only in B",
     "moved": "moved to the other split",
     "reordered": "at another place among those that are in both",
+    "renamed": "of another source id",
 }
 
 
@@ -128,12 +133,15 @@ def _document(document: Mapping[str, Any]) -> str:
     if document["words"] is not None:
         parts.append(repr(document["words"]))
     if "in_b" in document:
-        parts.append(f"in B {document['in_b']['split']} {document['in_b']['document']}")
+        in_b = document["in_b"]
+        parts.append(f"in B {in_b['split']} {in_b['document']}")
+        if in_b["source_id"] not in (None, document["source_id"]):
+            parts.append(f"source id {printable(in_b['source_id'])}")
     return ", ".join(parts)
 
 
 def _shown(value: Any, width: int = 80) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    text = printable(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= width else text[: width - 1] + "…"
 
 

@@ -1,10 +1,11 @@
-"""Building several caches in one process: which ones, one after the other, checked."""
+"""Building several caches in one process: which ones, one after the other, checked; what a command line needs."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -76,3 +77,30 @@ def give_large_blocks_back() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):  # another libc: nothing to be done, nothing lost
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+
+
+def is_unread(more: str = "") -> bool:
+    """Write out what was printed, and `more`; returns whether nobody reads it any more, as behind `| head -1`."""
+    try:
+        print(more, end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
+        return True
+    return False
+
+
+def number_of_tokens(text: str) -> int:
+    """Parse a number of tokens: 205M, 1.5G, 300_000. Raises: ValueError."""
+    scale = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}.get(text[-1:].lower())
+    with contextlib.suppress(ValueError, OverflowError):
+        number = int(float(text[:-1] if scale else text) * (scale or 1))
+        if number > 0:
+            return number
+    raise ValueError(f"{text!r}: expected a number of tokens above 0, such as 205M")
+
+
+def token_position(text: str) -> int:
+    """Parse the number of a token: 1_000_000, or as it is printed, 1,000,000. Raises: ValueError."""
+    with contextlib.suppress(ValueError):
+        return int(text.replace(",", ""))
+    raise ValueError(f"{text!r}: expected the number of a token, such as 1_000_000")

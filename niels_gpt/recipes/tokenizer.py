@@ -16,7 +16,7 @@ from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.data import oasst1
 from niels_gpt.data.exclude import read_exclusion, remaining
 from niels_gpt.data.types import PretrainSample
-from niels_gpt.fileio import META_NAME, CacheError, sha256_file
+from niels_gpt.fileio import META_NAME, CacheError, sha256_file, write_bytes
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.measured import Measured
@@ -267,7 +267,7 @@ def _oasst1_messages(settings: Settings, revision: str | None, counters: Counter
 
 
 def _commit(model: bytes, about: dict[str, Any], work: Path, path: Path) -> dict[str, Any]:
-    (work / MODEL_NAME).write_bytes(model)
+    write_bytes(work / MODEL_NAME, model)
     tokenizer = load_tokenizer(work / MODEL_NAME)  # refuses a model without the sentinels, before it is committed
     record = {"name": MODEL_NAME, "bytes": len(model), "sha256": tokenizer.sha256}
     meta = {
@@ -281,6 +281,6 @@ def _commit(model: bytes, about: dict[str, Any], work: Path, path: Path) -> dict
         "files": [record],
         "content_sha256": content_sha256([record]),
     }
-    (work / META_NAME).write_bytes(raw := meta_bytes(meta))
+    write_bytes(work / META_NAME, raw := meta_bytes(meta))
     versions.commit(work, path, str(meta["content_sha256"]))
     return parse_object(raw)
