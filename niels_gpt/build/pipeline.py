@@ -44,7 +44,7 @@ def encoded(
     num_threads: threads that encode; 0: the caller's own. executor: encodes instead; it is left open.
     report: is told how far a replay has come.
     """
-    documents = stream.marked(items, counters)
+    documents = _own(build, stream.marked(items, counters))
     if build.replays:
         build.replay(documents, lambda item: digest_of(item, texts, label), report)
     if build.last.ended:
@@ -59,7 +59,7 @@ def encoded(
         encode = encoder.encode
         if executor is not None and not isinstance(executor, ThreadPoolExecutor):
             encode = partial(_encode_elsewhere, pickle.dumps(encoder))
-        given = stream.batches(_own(build, documents), texts=texts, first=build.last.documents)
+        given = stream.batches(documents, texts=texts, first=build.last.documents)
         yield held.enter_context(closing(InOrder[Batch[T], EncodedTexts](encode, executor)(given)))
 
 
