@@ -8,16 +8,20 @@ import dataclasses
 import fcntl
 import os
 import pty
+import re
 import signal
 import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from byte_tokenizer import build
+from byte_tokenizer import ByteTokenizer, build
 
+from niels_gpt.build.pretrain import build_pretrain
 from niels_gpt.cache import cli
 from niels_gpt.settings import Settings
 
@@ -130,9 +134,62 @@ def test_every_setting_has_a_flag_that_reaches_it() -> None:
             given, value = [flag, "raise"], "raise"
         else:
             kind = type(field.default) if isinstance(field.default, int | float) else str
-            given, value = [flag, "7"], kind("7")
+            text = "0.75" if kind is float else "7"
+            given, value = [flag, text], kind(text)
         settings = cli.settings_of(parser.parse_args(["build-all", *given]))
         assert settings == dataclasses.replace(Settings(), **{field.name: value})
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--threads", "-1"),
+        ("--shard-bytes", "1"),
+        ("--shuffle-buffer", "-1"),
+        ("--gutenberg-shuffle-buffer", "-2"),
+        ("--vocab-size", "0"),
+        ("--fineweb-edu-train-tokens", "-1"),
+        ("--sft-val-frac", "1.5"),
+        ("--character-coverage", "nan"),
+        ("--max-dropped-share", "-0.1"),
+    ],
+)
+@pytest.mark.parametrize("command", [["build-all"], ["build", "roam", "--dry-run"]])
+def test_a_number_that_nothing_can_be_built_with_is_refused_before_anything_is_done(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str], flag: str, value: str
+) -> None:
+    assert cli.main([*command, *flags, flag, value]) == 1
+    out, err = capsys.readouterr()
+    assert not out and re.fullmatch(
+        rf"error: \w+ \({flag}\) is {float(value):g}, expected .*\n", err.replace(".0,", ",")
+    )
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_dry_run_shows_an_unfinished_build_and_how_far_it_came(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["build", "roam", *flags]) == 0
+    path = tmp_path / "c" / "sample" / "pretrain" / "wikitext"
+
+    def broken() -> Iterator[tuple[None, str]]:
+        yield from ((None, "some text " * 1_000) for _ in range(999))
+        raise ConnectionError("the hub is away")
+
+    fixed: dict[str, Any] = {"max_train_tokens": 10**8, "max_val_tokens": 0, "shard_bytes": 10**8, "seed": 0}
+    with pytest.raises(ConnectionError):
+        build_pretrain(
+            broken(), path, tokenizer=ByteTokenizer(), shuffle_buffer=None, checkpoint_seconds=0, num_threads=0, **fixed
+        )
+    capsys.readouterr()
+    for journal in (path.parent / ".versions" / "wikitext").glob("building-*.journal/journal.jsonl"):
+        with journal.open("ab") as file:
+            file.write(b'00000000 {"documents": 77}\n01234567 {"docu')  # of a write that was cut
+    assert cli.main(["build", "roam", "wikitext", "dolly15k", "--dry-run", *flags]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    (done,) = re.findall(r"build \(an unfinished one is there: ([0-9]+) documents done\)", rows["pretrain/wikitext"])
+    assert 0 < int(done) <= 999
+    assert "unfinished" not in rows["pretrain/roam"] + rows["sft/dolly15k"]
 
 
 def test_show_prints_a_window_and_an_example_with_its_mask(
@@ -178,7 +235,9 @@ def test_ctrl_c_keeps_what_was_finished_and_says_so(flags: list[str], tmp_path: 
     assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
     done = subprocess.run([sys.executable, "-c", hook], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "interrupted" in done.stderr
+    assert (
+        "\ninterrupted. What was finished is kept; the same command goes on with the build in progress\n" in done.stderr
+    )
     assert "pretrain/roam" in done.stdout
     assert os.path.islink(tmp_path / "c" / "pretrain" / "roam")
     assert not os.path.lexists(tmp_path / "c" / "pretrain" / "fineweb_edu")
@@ -214,6 +273,32 @@ def test_show_refuses_what_it_cannot_show(flags: list[str], tmp_path: Path, caps
     ):
         assert cli.main(["show", *arguments]) == 1
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["stats", "show", "verify", "build"])
+def test_a_pipe_that_nobody_reads_ends_a_command_in_silence(flags: list[str], tmp_path: Path, name: str) -> None:
+    assert cli.main(["build", "dolly15k", *flags]) == 0
+    chats = str(tmp_path / "c/sample/sft/dolly15k")
+    arguments = ["build", "dolly15k", *flags] if name == "build" else [name, chats]
+    for unbuffered in ("", "1"):  # the first write fails, or the last
+        read, write = os.pipe()
+        os.close(read)
+        command = [sys.executable, "-m", "niels_gpt.cache.cli", *arguments]
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=environment, check=False)
+        os.close(write)
+        assert (done.returncode, b"error" in done.stderr, b"Broken" in done.stderr) == (0, False, False), done.stderr
+
+
+def test_ctrl_c_in_a_command_that_builds_nothing_speaks_of_no_build(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("niels_gpt.inspection.stats.summary", stop)
+    assert cli.main(["stats", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "\ninterrupted\n"
 
 
 def test_a_source_named_twice_is_built_once(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,9 @@ Run: pytest tests/test_cli_inspection.py
 
 import dataclasses
 import json
+import re
 import shutil
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,15 @@ from typing import Any
 import pytest
 from byte_tokenizer import build
 
+from niels_gpt.build.describe import Source
+from niels_gpt.build.pretrain import build_pretrain
+from niels_gpt.build.sft import build_sft
 from niels_gpt.cache import cli
 from niels_gpt.inspection.caches import caches_below
 from niels_gpt.recipes.plan import RECIPES, ensure_tokenizer
 from niels_gpt.records import meta_bytes
 from niels_gpt.settings import Settings
+from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.versions import build_lock
 
 
@@ -79,10 +85,66 @@ def test_verify_does_not_pass_over_a_cache_that_lost_its_description_or_its_vers
 def test_verify_of_nothing_is_an_error_and_without_a_path_a_usage_error(tmp_path: Path, run: Run) -> None:
     assert run("verify", tmp_path)[0] == 1 and "no cache there" in run("verify", tmp_path)[2]
     status, out, err = run("verify", tmp_path / "none", "--json")
-    assert (status, out) == (1, "") and "none: no such folder" in err
+    assert status == 1 and "none: no such folder" in err and list(json.loads(out)) == [str(tmp_path / "none")]
     with pytest.raises(SystemExit) as caught:
         cli.main(["verify"])
     assert caught.value.code == 2
+
+
+def test_one_bad_path_does_not_keep_verify_from_the_others(root: Path, tmp_path: Path, run: Run) -> None:
+    paths = [tmp_path / "none", root / "pretrain", tmp_path / "none", root / "sft/oasst1"]
+    status, out, err = run("verify", *paths)
+    assert status == 1 and out == f"{root}/pretrain/roam: ok\n{root}/sft/oasst1: ok\n"
+    assert err.startswith(f"error: {tmp_path}/none: no such folder") and err.count("\n") == 1
+    status, out, err = run("verify", *paths, "--json")
+    found = json.loads(out)
+    assert status == 1 and found[f"{root}/pretrain/roam"] == found[f"{root}/sft/oasst1"] == []
+    (said,) = found[f"{tmp_path}/none"]
+    assert (said["file"], said["offset"], said["end"]) == ("", 0, 0) and "no such folder" in said["problem"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [
+        ("pretrain", None),
+        ("pretrain", ["train/shard_00000.bin"]),
+        ("pretrain", ["index/train_docs.npy"]),
+        ("sft", None),
+        ("sft", ["val_tokens.bin"]),
+        ("sft", ["index/crc32.bin"]),
+    ],
+)
+def test_a_folder_that_lost_its_meta_json_is_damaged_and_not_passed_over(
+    root: Path, run: Run, tmp_path: Path, kind: str, kept: list[str] | None
+) -> None:
+    """As a copy that was interrupted leaves it: no link, no meta.json."""
+    cache = root / "pretrain" / "copy"
+    shutil.copytree(root / {"pretrain": "pretrain/roam", "sft": "sft/oasst1"}[kind], cache)
+    (cache / "meta.json").unlink()
+    if kept is not None:
+        for path in [path for path in cache.rglob("*") if path.is_file()]:
+            if str(path.relative_to(cache)) not in kept:
+                path.unlink()
+    for path in (root, root / "pretrain", cache):
+        status, out, _ = run("verify", path)
+        assert status == 1 and f"{cache}: 1 damage\n  meta.json, bytes 0 to 0: no such file" in out
+
+
+def test_what_builds_keep_beside_the_versions_is_no_cache(root: Path, run: Run) -> None:
+    versions = root / "pretrain" / ".versions" / "roam"
+    for name in ("building-0123456789ab", "building-0123456789ab.journal", "building"):
+        (versions / name / "train").mkdir(parents=True)
+        (versions / name / "train" / "shard_00000.bin").write_bytes(b"ab")
+    (version,) = [path for path in versions.iterdir() if (path / "meta.json").is_file()]
+    assert {"lock", "recipe.json"} < {path.name for path in versions.iterdir()}
+    for path in (versions, version, versions.parent):
+        assert run("verify", path) == (0, f"{version}: ok\n", "")
+    for name in ("building-0123456789ab", "building-0123456789ab.journal", "building"):
+        status, out, err = run("verify", versions / name)
+        assert (status, out) == (1, "")
+        assert f"{name}: a build in progress or unfinished, not a cache. Its cache is {root}/pretrain/roam\n" in err
+    for name in ("lock", "recipe.json"):
+        assert run("verify", versions / name)[0] == 1
 
 
 def test_links_are_not_followed_to_look_for_caches(root: Path, tmp_path: Path) -> None:
@@ -136,6 +198,38 @@ def test_stats_draws_a_picture_where_it_is_told_to(root: Path, run: Run, tmp_pat
         assert said in out
 
 
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_printed(
+    root: Path, run: Run, tmp_path: Path
+) -> None:
+    target = tmp_path / "none" / "out.png"
+    status, out, err = run("stats", root / "sft/oasst1", "--plot", target)
+    assert (status, out) == (1, "") and err.startswith(f"error: {target}: there is no folder {target.parent}")
+    status, out, err = run("stats", root / "sft/oasst1", "--plot", tmp_path / "out.pdf")
+    assert (status, out) == (1, "") and "out.pdf: expected the name of a .png" in err
+    assert not (tmp_path / "out.pdf").exists()
+
+
+def test_control_characters_of_a_text_do_not_reach_the_terminal(settings: Settings, run: Run) -> None:
+    """Neither the text of a document, shown or located, nor a licence or an id may command the terminal."""
+    tokenizer = load_tokenizer(ensure_tokenizer(settings).path / "spm.model")
+    text = "a\x1b[31mred\x07\r\x9b2J\x7f\tb\nc"
+    chat = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+    source = Source(name="x", facts={"licence": "free\x1b[2J", "attribution": "who\x9b"})
+    root = Path(settings.cache_dir)
+    fixed: dict[str, Any] = {"tokenizer": tokenizer, "seed": 0, "source": source}
+    build_sft([("id\x1b", chat)], root / "sft/x", val_frac=0, **fixed)
+    sizes: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 999}
+    build_pretrain([("train", text, "id\x1b")], root / "pretrain/x", shuffle_buffer=None, **sizes, **fixed)
+    for cache in (root / "sft/x", root / "pretrain/x"):
+        for command in (["show", cache], ["locate", cache, "train", "3"], ["stats", cache]):
+            status, out, _ = run(*command)
+            assert status == 0 and not [
+                char for char in out if unicodedata.category(char) == "Cc" and char not in "\n\t"
+            ]
+            if command[0] == "show":
+                assert "a\\x1b[31mred\\x07\\r\\x9b2J\\x7f\tb\nc" in out
+
+
 def test_gc_says_why_and_a_dry_run_takes_nothing(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "pretrain" / "own"
     for text in "ABC":
@@ -167,8 +261,14 @@ def test_gc_leaves_a_cache_alone_that_is_being_built_and_says_who_builds(tmp_pat
     assert idle.startswith("removed ") and "/idle/" in idle
 
 
-def test_gc_of_a_folder_that_is_not_there_is_an_error(tmp_path: Path, run: Run) -> None:
-    assert run("gc", tmp_path / "none")[0] == 1
+def test_gc_of_a_folder_without_caches_is_an_error(root: Path, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "empty", root / "sft/oasst1", (root / "sft/oasst1").resolve()):
+        status, out, err = run("gc", path)
+        assert (status, out) == (1, "") and f"{path}: no caches below it" in err
+    assert run("gc", tmp_path / "none")[0] == 1 and run("gc", root) == (0, "", "")
+    shutil.copytree(root / "sft/oasst1", tmp_path / "copies" / "oasst1")
+    assert run("gc", tmp_path / "copies") == (0, "", "")  # a cache, without versions
 
 
 @pytest.mark.parametrize("key", ["totals", "shards", "index", "special_token_ids", "kind", "ids", "dropped", "source"])
@@ -185,3 +285,46 @@ def test_no_command_fails_otherwise_than_with_a_message_on_a_malformed_meta_json
             assert status in (0, 1) and (bool(out) != err.startswith("error: ")), (value, command, err)
         may_be_so = key in ("dropped", "source") and isinstance(value, dict)
         assert run("verify", path, "--deep")[0] == 1 or may_be_so, value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("totals", {"train_tokens": "x", "val_tokens": 0}),
+        ("totals", {"train_tokens": 4.5, "val_tokens": 0}),
+        ("vocab_size", "big"),
+        ("vocab_size", None),
+        ("special_token_ids", {"sys": "x"}),
+        ("special_token_ids", 3),
+        ("built", "yes"),
+        ("built", []),
+        ("kind", []),
+        ("tokenizer_sha256", 5),
+        ("shards", {"train": [], "val": []}),
+        ("totals", {}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["pretrain/roam", "sft/oasst1"])
+def test_a_malformed_value_is_an_error_that_names_meta_json(
+    root: Path, run: Run, tmp_path: Path, kind: str, key: str, value: Any
+) -> None:
+    path = root / kind
+    meta = json.loads((path / "meta.json").read_bytes())
+    shutil.copytree(path, root / "good")
+    (path / "meta.json").write_bytes(meta_bytes({**meta, key: value}))
+    commands = {
+        "stats": ["stats", path],
+        "plot": ["stats", path, "--plot", tmp_path / "out.png"],
+        "show": ["show", path],
+        "locate": ["locate", path, "train", "1"],
+        "diff": ["diff", path, root / "good"],
+    }
+    for name, command in commands.items():
+        status, out, err = run(*command)
+        if name == "diff" and (status, err) == (1, ""):  # what it does not need is a difference
+            assert key in out
+        elif status == 0:
+            assert key in ("shards", "special_token_ids", "tokenizer_sha256")
+        else:
+            assert status == 1 and out == "" and "meta.json" in err and "Traceback" not in err, (name, err)
+            assert not re.match(r"error: (invalid literal|Unknown format|'|Cannot specify)", err), (name, err)

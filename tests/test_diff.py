@@ -16,8 +16,9 @@ from byte_tokenizer import ByteTokenizer
 
 from niels_gpt.build.pretrain import build_pretrain
 from niels_gpt.build.sft import build_sft
+from niels_gpt.fileio import CacheError
 from niels_gpt.inspection.diff import PARTS, diff, is_equal
-from niels_gpt.inspection.matching import match
+from niels_gpt.inspection.matching import longest_ascending, match
 from niels_gpt.recipes.report import difference_lines
 from niels_gpt.records import meta_bytes
 
@@ -75,8 +76,8 @@ def test_documents_that_moved_to_the_other_split_are_not_new(tmp_path: Path) -> 
     found = compared(a, b)
     assert counts(found) == {"moved": 2}
     assert [(told["split"], told["document"], told["in_b"]) for told in found["moved"]["first"]] == [
-        ("train", 1, {"split": "val", "document": 0}),
-        ("val", 0, {"split": "train", "document": 1}),
+        ("train", 1, {"split": "val", "document": 0, "source_id": "id of two"}),
+        ("val", 0, {"split": "train", "document": 1, "source_id": "id of four"}),
     ]
     assert "moved to the other split: 2 documents\n  train 1, source id id of two, in B val 0" in difference_lines(
         found
@@ -86,8 +87,8 @@ def test_documents_that_moved_to_the_other_split_are_not_new(tmp_path: Path) -> 
 def test_another_order_is_a_difference_but_a_document_less_is_none_of_order(tmp_path: Path) -> None:
     a, b = cache(tmp_path / "a", ["one", "two", "three"]), cache(tmp_path / "b", ["one", "three", "two"])
     found = compared(a, b)
-    assert counts(found) == {"reordered": 2}
-    assert found["reordered"]["first"][0]["in_b"] == {"split": "train", "document": 2}
+    assert counts(found) == {"reordered": 1}
+    assert found["reordered"]["first"][0]["in_b"] == {"split": "train", "document": 2, "source_id": "id of two"}
     assert counts(compared(a, cache(tmp_path / "c", ["two", "three"]))) == {"only_a": 1}
 
 
@@ -151,14 +152,102 @@ def test_as_many_documents_are_named_as_asked_for_and_all_are_counted(tmp_path: 
     assert len(compared(a, b, limit=9)["only_a"]["first"]) == 9 and compared(a, b, limit=0)["only_a"]["first"] == []
 
 
+def test_one_document_that_moved_does_not_move_all_the_others(tmp_path: Path) -> None:
+    texts = [f"text {number}" for number in range(50)]
+    a = cache(tmp_path / "a", texts)
+    for name, other in (("b", texts[1:] + texts[:1]), ("c", texts[-1:] + texts[:-1])):
+        found = compared(a, cache(tmp_path / name, other))
+        assert counts(found) == {"reordered": 1} and not is_equal(found)
+    assert found["reordered"]["first"][0]["document"] == 49
+
+
+def test_of_equal_documents_the_first_goes_with_the_first(tmp_path: Path) -> None:
+    a = cache(tmp_path / "a", ["x", "one", "x", "two", "x"], ["y", "z"])
+    assert counts(compared(a, cache(tmp_path / "b", ["x", "one", "x", "two", "x"], ["y", "z"]))) == {}
+    found = compared(a, cache(tmp_path / "c", ["x", "one", "two"], ["x", "y", "x", "z"]))
+    assert counts(found) == {"moved": 2}
+    assert [(told["document"], told["in_b"]["document"]) for told in found["moved"]["first"]] == [(2, 0), (4, 2)]
+
+
+def test_equal_tokens_of_other_source_ids_are_not_equal(tmp_path: Path) -> None:
+    fixed: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 8, "seed": 0}
+    for name, ids in (("a", "pqr"), ("b", "pxr")):
+        documents = [("train", "one", ids[0]), ("train", "two", ids[1]), ("val", "three", ids[2])]
+        build_pretrain(documents, tmp_path / name, tokenizer=ByteTokenizer(), shuffle_buffer=None, **fixed)
+    found = compared(tmp_path / "a", tmp_path / "b")
+    assert counts(found) == {"renamed": 1} and found["settings"] == {} and not is_equal(found)
+    assert found["renamed"]["first"][0]["in_b"] == {"split": "train", "document": 1, "source_id": "x"}
+    text = difference_lines(found)
+    assert "of another source id: 1 document\n  train 1, source id q, in B train 1, source id x" in text
+    assert counts(compared(tmp_path / "a", tmp_path / "b", limit=0)) == {"renamed": 1}
+
+
+def test_a_list_of_source_ids_that_is_cut_is_an_error(tmp_path: Path) -> None:
+    a, b = (cache(tmp_path / name, ["one", "two", "three"]) for name in "ab")
+    path = b / "index" / "train_ids.txt"
+    for content, said in (
+        (b"id of one\n", "1 lines, expected 3"),
+        (path.read_bytes() + b"x\n", "more lines, expected 3"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(CacheError, match=rf"index/train_ids\.txt: {said}"):
+            compared(a, b)
+
+
+def test_caches_of_another_content_are_never_called_equal(tmp_path: Path) -> None:
+    a, b = (cache(tmp_path / name, ["one"]) for name in "ab")
+    meta = json.loads((b / "meta.json").read_bytes())
+    real, meta["content_sha256"] = meta["content_sha256"], "f" * 64
+    (b / "meta.json").write_bytes(meta_bytes(meta))
+    found = compared(a, b)
+    assert found["settings"] == {} and counts(found) == {} and not is_equal(found)
+    assert f"content_sha256: A {real[:12]}, B {'f' * 12}\n" in difference_lines(found)
+
+
+def test_shards_that_hold_less_than_the_totals_say_are_an_error(tmp_path: Path) -> None:
+    a, b = (cache(tmp_path / name, ["one", "two", "three"]) for name in "ab")
+    meta = json.loads((b / "meta.json").read_bytes())
+    del meta["shards"]["train"][-1]
+    (b / "meta.json").write_bytes(meta_bytes(meta))
+    with pytest.raises(CacheError, match=r"meta\.json: its shards of train hold 8 tokens, its totals say 11"):
+        compared(a, b)
+
+
+def test_empty_objects_and_totals_are_told_once(tmp_path: Path) -> None:
+    a, b = cache(tmp_path / "a", ["one"]), cache(tmp_path / "b", ["one", ""])
+    settings = compared(a, b)["settings"]
+    assert settings == {"documents_read": {"a": 1, "b": 2}, "dropped.empty": {"b": 1}}
+    c = cache(tmp_path / "c", ["one", "two"])
+    assert [key for key in compared(a, c)["settings"] if "tokens" in key] == ["totals.train_tokens"]
+
+
+def test_a_limit_below_0_is_an_error(tmp_path: Path) -> None:
+    a = cache(tmp_path / "a", ["one"])
+    with pytest.raises(ValueError, match="limit=-1: expected 0 or more"):
+        compared(a, a, limit=-1)
+
+
+def test_a_longest_ascending_subsequence_is_as_long_as_by_trying_all_of_them() -> None:
+    draw = random.Random(0)
+    for size in [0, 1, *range(2, 8), *[8] * 50]:
+        numbers = draw.sample(range(20), size)
+        chosen = np.array(numbers, dtype=np.int64)[longest_ascending(np.array(numbers, dtype=np.int64))].tolist()
+        best = max(
+            length
+            for length in range(size + 1)
+            for some in itertools.combinations(numbers, length)
+            if list(some) == sorted(some)
+        )
+        assert chosen == sorted(chosen) and len(chosen) == best
+
+
 def test_matching_is_right_for_small_multisets_of_all_kinds() -> None:
     """Against counting by hand: what is common, what stays in its split, what moves."""
     draw = random.Random(0)
     for _ in range(300):
         a, b = ([[draw.randrange(4) for _ in range(draw.randrange(5))] for _ in range(2)] for _ in range(2))
-        found = match(
-            *([np.array([[n, 7] for n in split], dtype=np.uint64).reshape(-1, 2) for split in x] for x in (a, b))
-        )
+        digests = np.array([[n, 7] for split in (*a, *b) for n in split], dtype=np.uint64).reshape(-1, 2)
+        found = match(digests, [len(split) for split in (*a, *b)])
         of_a, of_b = (Counter(itertools.chain(*x)) for x in (a, b))
         stays = sum((Counter(mine) & Counter(theirs)).total() for mine, theirs in zip(a, b, strict=True))
         assert sum(map(len, found.only_a)) == (of_a - of_b).total()
@@ -166,8 +255,14 @@ def test_matching_is_right_for_small_multisets_of_all_kinds() -> None:
         assert sum(len(left) for left, _ in found.moved) == (of_a & of_b).total() - stays
         for split, (left, right) in enumerate(found.moved):
             assert [a[split][i] for i in left] == [b[1 - split][i] for i in right]
+        for split, (left, right) in enumerate(found.common):
+            assert [a[split][i] for i in left] == [b[split][i] for i in right] and sorted(left) == list(left)
+            for value in range(4):  # the k-th with the k-th
+                numbers = [j for i, j in zip(left, right, strict=True) if a[split][i] == value]
+                assert numbers == [j for j, n in enumerate(b[split]) if n == value][: len(numbers)]
+        assert sum(len(left) for left, _ in found.common) == stays
         if a == b:
-            assert not any(len(left) for left, _ in found.reordered)
+            assert not any(len(found.reordered(split)[0]) for split in (0, 1))
 
 
 def test_a_tokenizer_has_settings_but_no_documents(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,13 @@ from niels_gpt.cache import (
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
 from niels_gpt.data import json_stream
 from niels_gpt.fileio import META_NAME, canonical_json
+from niels_gpt.inspection import plot as plot_module
+from niels_gpt.inspection.damage import find_damage
+from niels_gpt.inspection.diff import diff, is_equal
+from niels_gpt.inspection.locate import locate
+from niels_gpt.inspection.show import show
+from niels_gpt.inspection.stats import PlaceError, summary
+from niels_gpt.recipes.report import difference_lines
 from niels_gpt.records import file_records, meta_bytes, meta_crc32, parse_object, path_inside
 
 Files = dict[str, bytes]
@@ -146,16 +153,22 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 READ_KEYS = ("shards", "index", "ids", "checksums", "vocab_size", "special_token_ids", "tokenizer_sha256", "built")
 
+INSPECTED_KEYS = (
+    *READ_KEYS,
+    *("totals", "source", "dropped", "supervised_tokens", "utf8_bytes", "docs", "kind", "content_sha256", "cut"),
+    *("documents_read", "examples_read", "shard_bytes", "append_eot", "dataset_name", "train_tokens"),
+)
+
 
 @st.composite
-def metas(draw: st.DrawFn, good_meta: dict[str, Any]) -> bytes:
+def metas(draw: st.DrawFn, good_meta: dict[str, Any], read_keys: Sequence[str] = READ_KEYS) -> bytes:
     """A good meta.json with one to three values replaced, taken away or moved; with a good CRC-32 or with none."""
     meta = copy.deepcopy(good_meta)
     meta.pop("meta_crc32", None)
     for _ in range(draw(st.integers(1, 3))):
         found = list(places(meta))
         if draw(st.booleans()):  # most keys mean nothing to a reader
-            found = [place for key in READ_KEYS if key in meta for place in [(meta, key), *places(meta[key])]] or found
+            found = [place for key in read_keys if key in meta for place in [(meta, key), *places(meta[key])]] or found
         container, key = draw(st.sampled_from(found)) if found else (meta, "shards")
         what = draw(st.sampled_from(("replace", "replace", "take away", "copy")))
         if what == "take away":
@@ -238,6 +251,81 @@ def test_any_damage_to_any_file_gives_good_ids_or_a_cache_error(
                     folder / "train_tokens.bin", folder / "train_idx.npy", T=4, device="cpu", eot_id=4, asst_id=3
                 )
         read(kind, folder)
+
+
+# --- what looks into a cache ----------------------------------------------------------------------------------------
+
+
+class AnyDecoder:
+    """Says that it is the tokenizer of any ids."""
+
+    sha256 = "0" * 64
+
+    def decode(self, ids: Any, /) -> str:
+        return ByteTokenizer().decode(ids)
+
+
+def inspected(files: Files, whole: Files, deep: bool) -> None:
+    """Look into a damaged cache in every way: a CacheError or FileNotFoundError that names its file, or no error."""
+    with written(files) as folder, written(whole) as other:
+        damages = find_damage(folder, deep=deep)
+        assert all(damage.problem and 0 <= damage.offset <= damage.end for damage in damages)
+        if files == whole:
+            assert not damages
+        looks: list[Callable[[], Any]] = [
+            lambda: summary(folder),
+            lambda: locate(folder, AnyDecoder(), split="train", position=3, num_tokens=9),
+            lambda: show(folder, AnyDecoder(), split="val", position=1, num_tokens=9, color=False),
+            lambda: diff(folder, other, tokenizers=(None, AnyDecoder()), limit=3),
+            lambda: diff(other, folder, tokenizers=(None, AnyDecoder()), limit=3),
+        ]
+        for look in looks:
+            try:
+                found = look()
+            except (CacheError, FileNotFoundError) as error:
+                assert str(folder) in str(error), error
+            except PlaceError as error:  # the damaged meta.json tells of fewer tokens
+                assert "position" in str(error)
+            else:
+                if isinstance(found, dict):
+                    assert is_equal(found) or files != whole
+                    assert difference_lines(found)
+        with contextlib.suppress(CacheError, FileNotFoundError):
+            figures(folder)
+
+
+def figures(folder: Path) -> None:
+    """Count what `plot` draws; drawing itself takes too long to be done so often."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(plot_module, "_png", lambda figure: b"")
+        for name in ("_examples_figure", "_documents_figure", "_notice"):
+            patched.setattr(plot_module, name, lambda *_: None)
+        plot_module.plot(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@fuzz(60)
+@given(data=st.data())
+def test_any_change_of_meta_json_is_a_cache_error_to_who_looks_into_it(
+    good: dict[str, Files], kind: str, data: st.DataObject
+) -> None:
+    raw = data.draw(metas(json.loads(good[kind][META_NAME]), INSPECTED_KEYS))
+    inspected({**good[kind], META_NAME: raw}, good[kind], data.draw(st.booleans()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@fuzz(60)
+@given(data=st.data())
+def test_any_damage_to_any_file_is_a_cache_error_to_who_looks_into_it(
+    good: dict[str, Files], kind: str, data: st.DataObject
+) -> None:
+    files = dict(good[kind])
+    if data.draw(st.booleans()):
+        meta = {key: value for key, value in json.loads(files[META_NAME]).items() if key != "meta_crc32"}
+        files[META_NAME] = canonical_json(meta)
+    for name in data.draw(st.lists(st.sampled_from(sorted(files)), max_size=2)):
+        files[name] = data.draw(damaged(files[name]))
+    inspected(files, good[kind], deep=True)
 
 
 # --- the parsers by themselves ----------------------------------------------------------------------------------------
