@@ -167,9 +167,9 @@ def test_a_step_killed_in_mid_build_leaves_the_version_before_and_the_next_run_c
 
 
 def kill_the_builder(run: subprocess.Popen[bytes], cache: Path) -> None:
-    """Kill the process that builds `cache` as soon as it has written tokens, and wait until it is gone."""
+    """Kill the process that builds `cache` as soon as it has a checkpoint, and wait until it is gone."""
     versions = cache.parent / ".versions" / cache.name
-    while not [shard for shard in versions.glob("building-*.journal/train.bin") if shard.stat().st_size]:
+    while not list(versions.glob("building-*.journal/journal.jsonl")):
         assert run.poll() is None, "the build was over before it could be killed"
         time.sleep(0.01)
     pid = int((versions / "lock").read_text().split("pid ")[1])

@@ -46,7 +46,14 @@ def tokenizer_sha256(tokenizer: Tokenizer) -> str | None:
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:
     """Return what tells a tokenizer from others: its model's sha256, or without a model what it makes of a text."""
-    return tokenizer_sha256(tokenizer) or sha256(repr(list(tokenizer.encode(PROBE))).encode()).hexdigest()
+    known = tokenizer_sha256(tokenizer)
+    if known is not None:
+        return known
+    try:
+        found = repr(list(tokenizer.encode(PROBE)))
+    except Exception as error:  # one that takes other texts only: its name has to do
+        found = f"{type(tokenizer)} {type(error)}"
+    return sha256(found.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
