@@ -352,7 +352,7 @@ def hub(folder: Path, tiny_model_path: Path, quick_retries: None) -> Settings:
 
 
 def add(loopback_hub: LoopbackHub, start: int) -> str:
-    return loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=start))
+    return loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=70_000 + start))
 
 
 @pytest.mark.parametrize("refresh", [False, True])
@@ -395,10 +395,10 @@ def test_a_killed_build_of_other_settings_has_no_say_in_the_revision(loopback_hu
 def test_a_killed_build_of_a_revision_that_was_asked_for_goes_on_with_it_when_the_tag_has_moved(
     loopback_hub: LoopbackHub, hub: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=4_000), ref="v1")
+    first = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=74_000), ref="v1")
     tagged = dataclasses.replace(hub, revision="dolly15k=v1")
     stop(tagged, "sft/dolly15k")
-    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=4_100), ref="v1")
+    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=74_100), ref="v1")
     source = goes_on(caplog, tagged, "sft/dolly15k").meta["source"]
     assert (source["revision"], source["asked_revision"]) == (first, "v1")
 
