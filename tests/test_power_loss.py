@@ -196,7 +196,7 @@ KINDS = pytest.mark.parametrize("kind", sorted(BUILDERS))
 @KINDS
 def test_a_build_ends_with_the_same_bytes_wherever_it_was_cut(recorded: Recorded, folder: Path) -> None:
     assert len(recorded.trace) > 100
-    cut_everywhere(recorded, folder, {"power": 1, "kill": 3, "mixed": 3}, seeds=1)
+    cut_everywhere(recorded, folder, {"power": 2, "kill": 5, "mixed": 5}, seeds=1)
 
 
 @pytest.mark.faults
