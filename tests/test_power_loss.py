@@ -196,7 +196,7 @@ KINDS = pytest.mark.parametrize("kind", sorted(BUILDERS))
 @KINDS
 def test_a_build_ends_with_the_same_bytes_wherever_it_was_cut(recorded: Recorded, folder: Path) -> None:
     assert len(recorded.trace) > 100
-    cut_everywhere(recorded, folder, {"power": 2, "kill": 5, "mixed": 5}, seeds=1)
+    cut_everywhere(recorded, folder, {"power": 3, "kill": 7, "mixed": 7}, seeds=1)
 
 
 @pytest.mark.faults
@@ -224,7 +224,7 @@ def cut_twice(recorded: Recorded, folder: Path, first: int, every: int) -> None:
 
 @KINDS
 def test_a_build_that_was_killed_may_lose_the_power_later(recorded: Recorded, folder: Path) -> None:
-    for first in range(0, len(recorded.trace), 13):
+    for first in range(0, len(recorded.trace), 26):
         cut_twice(recorded, folder, first, every=29)
 
 

@@ -363,6 +363,7 @@ def test_a_process_that_is_killed_in_the_last_callback_leaves_only_the_callback_
     assert committed(folder / "c") == uninterrupted(kind, folder / "other")
 
 
+@pytest.mark.faults  # some seconds of work, three times and more
 def test_a_build_killed_again_and_again_at_a_third_of_its_time_finishes(tiny_model_path: Path, folder: Path) -> None:
     program = [sys.executable, str(Path(__file__).with_name("kill_builds.py")), str(folder)]
     done = subprocess.run([*program, "--thirds", str(tiny_model_path)], capture_output=True, text=True, check=False)
