@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from loopback_hub import LoopbackHub
+from small_builds import quick_folder
 
 from niels_gpt.data import hub_network, places
 from niels_gpt.settings import Settings
@@ -115,3 +116,10 @@ def loopback_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
     assert os.environ["HF_ENDPOINT"] == huggingface_hub.constants.ENDPOINT, "a library was imported before conftest.py"
     with LoopbackHub(port=HUB_PORT) as running:
         yield running
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """An empty folder where fsync costs little, for tests that build hundreds of times."""
+    with quick_folder() as path:
+        yield path

@@ -22,7 +22,7 @@ import pytest
 from byte_tokenizer import ByteTokenizer
 from loopback_hub import LoopbackHub
 from power_loss import tree_of
-from small_builds import BATCH_ITEMS, BUILDERS, ITEMS, Counted, documents, pretrain, quick_folder, sft, whole_version
+from small_builds import BATCH_ITEMS, BUILDERS, ITEMS, Counted, documents, pretrain, sft, whole_version
 
 from niels_gpt import versions
 from niels_gpt.build import stream
@@ -43,12 +43,6 @@ NOTES = {f"n{number:02}.txt": f"This is the note {number}: " + "word " * (number
 def small_batches(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(stream, "BATCH_ITEMS", BATCH_ITEMS)
     caplog.set_level(logging.INFO, logger="niels_gpt")
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with quick_folder() as path:
-        yield path
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from power_loss import MODELS, Disk, put, recorded_below, tree_of
-from small_builds import BATCH_ITEMS, Item, documents, pretrain, quick_folder, whole_version
+from small_builds import BATCH_ITEMS, Item, documents, pretrain, whole_version
 
 from niels_gpt.build import stream
 from niels_gpt.cache import CacheError, cli
@@ -24,12 +24,6 @@ from niels_gpt.versions import VERSIONS_DIR, build_lock, removable, versions_dir
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "BATCH_ITEMS", BATCH_ITEMS)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with quick_folder() as path:
-        yield path
 
 
 def interrupted(path: Path, seed: int) -> None:

@@ -40,12 +40,6 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "BATCH_ITEMS", BATCH_ITEMS)
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with quick_folder() as path:
-        yield path
-
-
 def line(value: Any) -> bytes:
     """Return a line of a journal as docs/formats.md has it."""
     text = json.dumps(value, sort_keys=True).encode()

@@ -7,13 +7,12 @@ what is left then. power_loss.py says what is left, and the first tests here say
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from power_loss import Disk, Tree, below, put, recorded_below, tree_of
-from small_builds import BATCH_ITEMS, BUILDERS, SHARD_BYTES, Counted, documents, pretrain, quick_folder, whole_version
+from small_builds import BATCH_ITEMS, BUILDERS, SHARD_BYTES, Counted, documents, pretrain, whole_version
 
 from niels_gpt import fileio
 from niels_gpt.build import stream
@@ -119,12 +118,6 @@ def test_a_record_can_be_replayed_on_the_real_disk(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "BATCH_ITEMS", BATCH_ITEMS)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with quick_folder() as path:
-        yield path
 
 
 class Recorded:

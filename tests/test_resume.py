@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from power_loss import Disk, put, recorded_below, tree_of
-from small_builds import BATCH_ITEMS, BUILDERS, ITEMS, Counted, counting, pretrain, quick_folder, sft, whole_version
+from small_builds import BATCH_ITEMS, BUILDERS, ITEMS, Counted, counting, pretrain, sft, whole_version
 
 from niels_gpt.build import stream
 from niels_gpt.build.describe import Source
@@ -31,12 +31,6 @@ IN_ORDER: dict[str, Any] = {"shuffle_buffer": None}
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "BATCH_ITEMS", BATCH_ITEMS)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with quick_folder() as path:
-        yield path
 
 
 def cut_off(items: list[Any], at: int) -> Iterator[Any]:

@@ -33,6 +33,7 @@ FILES = {
 
 
 def with_ids(documents: Iterable[Sequence[str | None]]) -> Iterator[Document]:
+    """Give a document without an id its number in the stream. Raises: ValueError naming one that is no document."""
     for number, (split, text, *rest) in enumerate(documents):
         if not isinstance(text, str):
             raise ValueError(f"document {number}: its text is a {type(text).__name__}, expected a str")
