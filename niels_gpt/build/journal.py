@@ -1,8 +1,9 @@
 """The journal of a build: one line for each checkpoint, from which a killed build goes on.
 
 A line is eight hex digits, the CRC-32 of what follows them, a space, and a JSON object. The first object says what is
-being built. A line that was cut or damaged ends the journal: the checkpoint before it is as good as any, for files only
-ever grow, and what they have beyond a checkpoint is cut off. docs/formats.md has the keys.
+being built. A last line that was cut or damaged does not count: the checkpoint before it is as good as any, for files
+only ever grow, and what they have beyond a checkpoint is cut off. Damage before good lines is refused, for it would
+lose their work. docs/formats.md has the keys.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.fileio import CacheError, OutputFile, write_bytes
-from niels_gpt.records import file_records, open_regular, path_inside
+from niels_gpt.records import checked_count, checked_sha256, file_records, open_regular, path_inside
 from niels_gpt.versions import BUILDING, JOURNAL_NAME, JOURNAL_SUFFIX, versions_dir
 
 JOURNAL_VERSION = 1
@@ -134,29 +135,23 @@ def _parsed(line: bytes) -> Any:
 def _checkpoint(value: Any, where: str, remedy: str) -> Checkpoint:
     """Check every field: a line with a good CRC-32 may still be anybody's."""
     try:
-        files = {str(name): (_count(found[0]), _sha256(found[1])) for name, found in dict(value["files"]).items()}
+        files = {
+            str(name): (checked_count(found[0], "bytes", where), checked_sha256(found[1], "sha256", where))
+            for name, found in dict(value["files"]).items()
+        }
         finished = file_records({"shards": {"finished": value["finished"]}}, where)
         state = value["state"]
         for number in state.values():
             for count in number.values() if isinstance(number, dict) else [number]:
-                _count(count)
-        generator, sealed = (None if value[key] is None else _sha256(value[key]) for key in ("generator", "sealed"))
+                checked_count(count, "state", where)
+        generator, sealed = (
+            None if value[key] is None else checked_sha256(value[key], key, where) for key in ("generator", "sealed")
+        )
+        documents = checked_count(value["documents"], "documents", where)
         if not isinstance(value["ended"], bool):
             raise TypeError(f"ended is {value['ended']!r}, expected true or false")
         if sealed is not None and not value["ended"]:
             raise ValueError("sealed before the source had ended")
-        return Checkpoint(_count(value["documents"]), generator, files, finished, state, value["ended"], sealed)
+        return Checkpoint(documents, generator, files, finished, state, value["ended"], sealed)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CacheError(f"{where}: no checkpoint of a build ({error!r:.200}). {remedy}") from error
-
-
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
-        raise TypeError(f"{value!r:.80}, expected a number from 0 to 2^63 - 1")
-    return value
-
-
-def _sha256(value: Any) -> str:
-    if not isinstance(value, str) or len(value) != 64 or set(value) - set("0123456789abcdef"):
-        raise TypeError(f"{value!r:.80}, expected 64 hex digits")
-    return value
