@@ -104,6 +104,45 @@ class OutputFile:
             os.close(handle)
 
 
+class SizedFile:
+    """A new file of a known size, of which any part may be written at any time; what never is stays zero.
+
+    Where the file system has holes, as ext4, xfs, btrfs and tmpfs do, what is not written takes no disk.
+    """
+
+    def __init__(self, path: PathLike, size: int) -> None:
+        """size: bytes. Raises: FileExistsError."""
+        self.path = Path(path)
+        with _named(self.path):
+            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFULLY, 0o666)
+            _note("create", path)
+            os.ftruncate(self._handle, size)
+        _note("cut", path, size)
+
+    def write(self, offset: int, content: Any) -> None:
+        """Write bytes, or anything with their buffer, at an offset. Raises OSError that names the file."""
+        view = memoryview(content).cast("B") if len(content) else memoryview(b"")
+        while len(view):
+            with _named(self.path):
+                written = os.pwrite(self._handle, view, offset)
+            if _trace is not None:
+                _note("write", self.path, offset, bytes(view[:written]))
+            offset += written
+            view = view[written:]
+
+    def sync(self) -> None:
+        """Make what was written durable."""
+        with _named(self.path):
+            os.fsync(self._handle)
+        _note("fsync", self.path)
+
+    def close(self) -> None:
+        """Close the file, which may be done twice."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+
 @contextmanager
 def _named(path: PathLike) -> Iterator[None]:
     """Give an OSError of a call that knows no more than a file descriptor the file's name."""
@@ -111,6 +150,13 @@ def _named(path: PathLike) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def fsync_file(path: PathLike) -> None:
+    """Make durable what a file holds, whoever wrote it."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    _note("fsync", path)
 
 
 def fsync_dir(path: PathLike) -> None:
@@ -127,10 +173,7 @@ def sync_tree(root: PathLike) -> None:
     """Make a folder durable, with all that is in it."""
     for folder, _, names in os.walk(root):
         for name in sorted(names):
-            path = os.path.join(folder, name)
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-            _note("fsync", path)
+            fsync_file(os.path.join(folder, name))
         fsync_dir(folder)
 
 

@@ -1,0 +1,310 @@
+"""The EAGLE-3 target cache: its form on disk, its writers and its reader.
+
+A frozen target model's supervision, computed once: for each token three hidden states and the distribution over the
+draft's vocabulary. What this costs: 6 * H + 2 * D bytes a token in bf16 (H: hidden size of the target, D: draft
+vocabulary), which for an 8B target and a draft vocabulary of 32,000 is 88,601 bytes, 181 MB for a sample of 2,048
+tokens, terabytes for a large dataset. Where the target's forward is cheap beside reading that, train online. The cache
+pays where a fixed, bounded dataset is trained on many times (ablations, sweeps, many epochs), or where the target does
+not fit beside the draft. Version 2 with `target_probs_topk` stores k values and indices in place of D probabilities,
+and loses the tail: of an 8B target, 64 of 32,000 keep about 0.92 of the mass.
+
+    manifest.json                  what was run, and `selected_token_ids`: draft id -> target id
+    target_embeddings.safetensors  "weight" [V, H] float32, from which the draft's embeddings start
+    shard-000000.safetensors       sample i is row i % shard_size of shard i // shard_size
+    sidecar/                       what this project adds: receipts with checksums, the plan, the raw samples
+
+    input_ids, attention_mask, loss_mask      [n, S] int64
+    aux_hidden_states                         [n, S, 3H] bf16, fp16 or fp32
+    position_mask                             [n, S, 1] bool
+    target_probs                              [n, S, D] of that float dtype; or, in version 2 with top-k,
+    target_probs_values, target_probs_indices [n, S, k] of that float dtype, and int32 draft ids by falling probability
+
+All names, forms and error texts are those of the published contract, so caches of its other implementations are read
+here, and ours there. docs/formats.md describes every file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from niels_gpt.eagle3.convert import convert
+from niels_gpt.eagle3.layout import (
+    DENSE_FIELDS,
+    DTYPES,
+    INT_FIELDS,
+    SHARD_NAME,
+    TOPK_FIELDS,
+    Fields,
+    PathLike,
+    layout_like,
+    read_header,
+    shard_path,
+)
+from niels_gpt.eagle3.manifest import (
+    EMBEDDINGS_NAME,
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    atomic_write,
+    existing_shard_indices,
+    is_compressed,
+    load_safetensors,
+    manifest_path,
+    number_in,
+    read_manifest,
+    read_target_embeddings,
+    write_manifest,
+    write_target_embeddings,
+)
+from niels_gpt.eagle3.shards import ShardWriter, shard_damage
+from niels_gpt.fileio import CacheError
+from niels_gpt.records import shortened
+
+__all__ = [
+    "CACHE_KEYS",
+    "DTYPE_MAP",
+    "CachedEagle3Dataset",
+    "build_cached_eagle3_dataloader",
+    "compress_target_probs",
+    "convert",
+    "existing_shard_indices",
+    "is_compressed",
+    "manifest_path",
+    "read_manifest",
+    "read_target_embeddings",
+    "reconstruct_target_probs",
+    "shard_path",
+    "verify",
+    "write_manifest",
+    "write_shard",
+    "write_target_embeddings",
+]
+
+_MANIFEST_NAME = MANIFEST_NAME
+_EMBEDDINGS_NAME = EMBEDDINGS_NAME
+_SHARD_RE = SHARD_NAME
+_FORMAT_VERSION = FORMAT_VERSION
+_FLOAT_KEYS = ("aux_hidden_states", "target_probs")
+_INT_KEYS = INT_FIELDS
+_BOOL_KEYS = ("position_mask",)
+CACHE_KEYS = _FLOAT_KEYS + _INT_KEYS + _BOOL_KEYS
+"""The keys of an item, and of a dense shard: the keyword arguments of the trainer's forward."""
+DTYPE_MAP = DTYPES
+_COMMON_KEYS = tuple(key for key in CACHE_KEYS if key not in DENSE_FIELDS)
+_OPEN_SHARDS = 1024  # mapped at a time; the kernel allows a process some 65,000 maps
+
+
+def _load_safetensors() -> tuple[Any, Any]:
+    """Return `(save_file, safe_open)`, or raise an ImportError that says what to install."""
+    return load_safetensors()
+
+
+def _atomic_write(path: str, write_fn: Callable[[str], None]) -> str:
+    """Let `write_fn` write a temporary sibling of `path`, then make it `path`, durably; see manifest.atomic_write."""
+    return atomic_write(path, write_fn)
+
+
+def compress_target_probs(target_probs: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `topk` largest of each distribution, renormalized to 1, and their draft ids.
+
+    target_probs: [..., D], best in float32: it is renormalized before it is cast.
+    Returns: values [..., k] of the same dtype by falling probability, and int32 indices [..., k]; k = min(topk, D). The
+        tail's mass is lost (the published form, reference 1.6).
+    """
+    values, indices = torch.topk(target_probs, min(topk, target_probs.shape[-1]), dim=-1)
+    total = values.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(values.dtype).tiny)
+    return values / total, indices.to(torch.int32)
+
+
+def reconstruct_target_probs(values: torch.Tensor, indices: torch.Tensor, draft_vocab_size: int) -> torch.Tensor:
+    """Return [..., D] with `values` [..., k] at `indices` [..., k] and zeros elsewhere, in the dtype of the values."""
+    full = torch.zeros(*values.shape[:-1], draft_vocab_size, dtype=values.dtype, device=values.device)
+    return full.scatter_(-1, indices.long(), values)
+
+
+def write_shard(cache_dir: PathLike, shard_index: int, samples: dict[str, torch.Tensor]) -> str:
+    """Write one shard, durably and all or nothing, and its receipt; returns the shard's path.
+
+    samples: the fields of CACHE_KEYS, each [n, S, ...] as in the module's docstring; in place of `target_probs` there
+        may be `target_probs_values` and `target_probs_indices`. Other keys are not written.
+    Raises: ValueError for none or both of the representations, a missing field, or a wrong dtype or shape.
+    """
+    dense, pair = DENSE_FIELDS[0] in samples, [name for name in TOPK_FIELDS if name in samples]
+    if dense == (len(pair) == len(TOPK_FIELDS)):
+        raise ValueError(
+            "write_shard needs exactly one target_probs representation: the full 'target_probs', or the top-k "
+            f"'target_probs_values' and 'target_probs_indices'; found {[*DENSE_FIELDS[:dense], *pair] or 'neither'}"
+        )
+    keys = _COMMON_KEYS + (DENSE_FIELDS if dense else TOPK_FIELDS)
+    missing = [key for key in keys if key not in samples]
+    if missing:
+        raise ValueError(f"write_shard is missing required cache fields: {missing}")
+    tensors = {key: samples[key].detach().cpu() for key in keys}
+    layout = layout_like(tensors)
+    rows = len(tensors["input_ids"])
+    writer = ShardWriter(cache_dir, shard_index, layout.fields, rows)
+    try:
+        writer.write(range(rows), [layout.seq_length] * rows, tensors)
+        writer.commit()
+    finally:
+        writer.discard()
+    return shard_path(cache_dir, shard_index)
+
+
+def verify(cache_dir: PathLike) -> list[str]:
+    """Compare every shard with its receipt; returns a sentence for each damage: which shard, which sample, what.
+
+    `python -m niels_gpt.eagle3 verify` looks at more: see niels_gpt.eagle3.verify.
+    Raises: FileNotFoundError, CacheError as `CachedEagle3Dataset`; CacheError for a shard without a receipt.
+    """
+    dataset = CachedEagle3Dataset(cache_dir)
+    return [said for index in range(dataset.num_shards) for _, said in shard_damage(cache_dir, index)]
+
+
+class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
+    """Reads an EAGLE-3 cache, version 1 or 2; an item is one sample: what the trainer's forward takes as keywords.
+
+    The header of every shard is checked when the cache is opened. Shards are mapped when they are first read, at most
+    `max_open_shards` of them at a time. An item's tensors are views of the map, [S] and [S, width], so nothing is
+    copied before they are used; clone them to keep them, or to send them to another process. May be pickled, for
+    workers of any start method; a forked or spawned worker opens its own handles.
+    """
+
+    def __init__(self, cache_dir: PathLike, *, max_open_shards: int = _OPEN_SHARDS) -> None:
+        """Raises: FileNotFoundError; CacheError (a ValueError) naming the file that is not as the manifest says."""
+        self.cache_dir = os.fspath(cache_dir)
+        self.manifest = read_manifest(cache_dir)
+        self.shard_size = number_in(self.manifest, "shard_size", cache_dir, 1)
+        self.num_samples = number_in(self.manifest, "num_samples", cache_dir)
+        self.num_shards = -(-self.num_samples // self.shard_size)
+        self.compressed = self.manifest["format_version"] == 2 and is_compressed(
+            self.manifest.get("target_probs_topk"), self.manifest.get("draft_vocab_size", 0)
+        )
+        self._disk_keys = _COMMON_KEYS + (TOPK_FIELDS if self.compressed else DENSE_FIELDS)
+        self._check_shards()
+        self._max_open = max_open_shards
+        self._open: OrderedDict[int, tuple[Any, dict[str, torch.Tensor]]] = OrderedDict()
+        self._pid = os.getpid()
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Return one sample by CACHE_KEYS; a top-k distribution at its full width. Raises: IndexError."""
+        position = index + self.num_samples if index < 0 else index
+        if not 0 <= position < self.num_samples:
+            raise IndexError(index)
+        shard, row = divmod(position, self.shard_size)
+        sample = {key: table[row] for key, table in self._tables(shard).items()}
+        if self.compressed:
+            values, indices = (sample.pop(key) for key in TOPK_FIELDS)
+            sample["target_probs"] = reconstruct_target_probs(values, indices, self.manifest["draft_vocab_size"])
+        return sample
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": OrderedDict()}
+
+    def _handle(self, shard_index: int) -> Any:
+        """Return safetensors' handle of a shard, opened in this process."""
+        self._tables(shard_index)
+        return self._open[shard_index][0]
+
+    def _tables(self, shard_index: int) -> dict[str, torch.Tensor]:
+        """Return the tensors of a shard, [n, S, ...], as views of its map."""
+        if self._pid != os.getpid():  # a forked worker
+            self._open, self._pid = OrderedDict(), os.getpid()
+        found = self._open.get(shard_index)
+        if found is not None:
+            self._open.move_to_end(shard_index)
+            return found[1]
+        _, safe_open = _load_safetensors()
+        handle = safe_open(shard_path(self.cache_dir, shard_index), framework="pt")
+        tables = {key: handle.get_tensor(key) for key in self._disk_keys}
+        self._open[shard_index] = handle, tables
+        while len(self._open) > self._max_open:
+            self._open.popitem(last=False)  # views that are still in use keep their map
+        return tables
+
+    def _check_shards(self) -> None:
+        found = sorted(existing_shard_indices(self.cache_dir))
+        if found != list(range(self.num_shards)):
+            shown = f"{found[:20]}{f' and {len(found) - 20} more' if len(found) > 20 else ''}"
+            raise CacheError(
+                f"EAGLE-3 cache at {self.cache_dir} declares {self.num_samples} samples ({self.num_shards} shards) but "
+                f"found {len(found)} shard files (shard indices {shown}). Produce the rest: precompute --resume"
+            )
+        first: Fields = {}
+        for index in range(self.num_shards):
+            path = shard_path(self.cache_dir, index)
+            fields, rows, _ = read_header(path)
+            expected = min(self.shard_size, self.num_samples - index * self.shard_size)
+            if rows != expected:
+                raise CacheError(f"{path}: {rows} samples, expected {expected} of the manifest's {self.num_samples}")
+            if not first:
+                self._check_fields(path, fields)
+                first = fields
+            elif fields != first:
+                raise CacheError(f"{path}: {_shown(fields)}, expected {_shown(first)} as in shard 0")
+
+    def _check_fields(self, path: str, fields: Fields) -> None:
+        """Compare the first shard with the manifest; of a key that the manifest lacks any value is good."""
+        said = self.manifest
+        slots, vocab = said.get("seq_length"), said.get("draft_vocab_size")
+        number = DTYPES.get(said["dtype"]) if "dtype" in said else fields.get(_FLOAT_KEYS[0], (None,))[0]
+        width = said.get("target_probs_topk") if self.compressed else vocab
+        expected: dict[str, tuple[torch.dtype | None, Sequence[Any]]] = {
+            **{key: (torch.int64, (slots,)) for key in INT_FIELDS},
+            "aux_hidden_states": (number, (slots, said.get("aux_hidden_dim"))),
+            "position_mask": (torch.bool, (slots, 1)),
+            **{key: (torch.int32 if key == TOPK_FIELDS[1] else number, (slots, width)) for key in self._disk_keys[5:]},
+        }
+        for key, (dtype, shape) in expected.items():
+            if key not in fields:
+                raise CacheError(f"{path}: has no {key}, but {', '.join(fields)}: not what the manifest says")
+            its_dtype, its_shape = fields[key]
+            same = len(shape) == len(its_shape) and all(a in (None, b) for a, b in zip(shape, its_shape, strict=True))
+            if its_dtype != dtype or not same:
+                wanted = ["any" if part is None else part for part in shape]
+                raise CacheError(
+                    f"{path}: {key} is {its_dtype} of shape {list(its_shape)} a sample, expected {dtype} of {wanted} "
+                    f"by the manifest (dtype {shortened(said.get('dtype'))})"
+                )
+
+
+def _shown(fields: Fields) -> str:
+    return ", ".join(f"{name} {str(dtype)[6:]} {list(shape)}" for name, (dtype, shape) in fields.items())
+
+
+def _collate_cached(features: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Stack samples to a batch, the one copy between the page cache and the trainer: CACHE_KEYS, each [B, S, ...]."""
+    return {key: torch.stack([feature[key] for feature in features]) for key in CACHE_KEYS}
+
+
+def build_cached_eagle3_dataloader(
+    cache_dir: PathLike, batch_size: int, shuffle: bool, num_workers: int = 0, distributed: bool = False
+) -> DataLoader[dict[str, torch.Tensor]]:
+    """Return a DataLoader over a cache, whose batches have the keys CACHE_KEYS.
+
+    shuffle: over all samples of all shards, by torch's global generator; with distributed, by the sampler's seed and
+        `sampler.set_epoch`.
+    distributed: each rank of the default process group takes its share; the last ones repeat samples, so that all have
+        equally many (DistributedSampler). The last batch may be short.
+    """
+    dataset = CachedEagle3Dataset(cache_dir)
+    sampler: DistributedSampler[Any] | None = DistributedSampler(dataset, shuffle=shuffle) if distributed else None
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        shuffle=shuffle and sampler is None,
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+        collate_fn=_collate_cached,
+    )

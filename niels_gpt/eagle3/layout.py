@@ -1,0 +1,172 @@
+"""The form of an EAGLE-3 cache's shards: which tensors, of which dtype and shape, at which offset of the file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from niels_gpt.fileio import CacheError
+from niels_gpt.records import checked_count, open_regular, parse_object, shortened
+
+PathLike = str | os.PathLike[str]
+Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Name of a tensor -> its dtype and the shape of one row of it, the first dimension of which is the slots."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+INT_FIELDS = ("input_ids", "attention_mask", "loss_mask")
+DENSE_FIELDS = ("target_probs",)
+TOPK_FIELDS = ("target_probs_values", "target_probs_indices")
+SHARD_NAME = re.compile(r"^shard-(\d{6})\.safetensors$")
+SIDECAR = "sidecar"
+
+# safetensors' names, in the order in which it lays tensors out: by descending alignment, then by name.
+_TYPES = {
+    "I64": torch.int64,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+_RANKS = {dtype: rank for rank, dtype in enumerate(_TYPES.values())}
+_MAX_HEADER = 100_000_000  # safetensors' own bound
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a manifest says of a shard's tensors."""
+
+    seq_length: int
+    """Slots of a row, S."""
+    aux_hidden_dim: int
+    """Three times the target's hidden size, 3H."""
+    draft_vocab_size: int
+    """D."""
+    topk: int
+    """Probabilities kept of each slot; 0: all D of them."""
+    dtype: str
+    """Of the floats: a key of DTYPES."""
+
+    @property
+    def fields(self) -> Fields:
+        """The tensors of a shard in the order of the file."""
+        slots, number = self.seq_length, DTYPES[self.dtype]
+        found: Fields = {name: (torch.int64, (slots,)) for name in INT_FIELDS}
+        found["aux_hidden_states"] = (number, (slots, self.aux_hidden_dim))
+        if self.topk:
+            found["target_probs_values"] = (number, (slots, self.topk))
+            found["target_probs_indices"] = (torch.int32, (slots, self.topk))
+        else:
+            found["target_probs"] = (number, (slots, self.draft_vocab_size))
+        found["position_mask"] = (torch.bool, (slots, 1))
+        return in_file_order(found)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one sample, its padding included."""
+        return sum(row_bytes_of(field) for field in self.fields.values())
+
+    def shard_bytes(self, rows: int) -> int:
+        """Return the size of a shard's file, its header included."""
+        return len(header_bytes(self.fields, rows)) + rows * self.row_bytes
+
+
+def layout_like(tensors: Mapping[str, torch.Tensor]) -> Layout:
+    """Return the form of stacked tensors, [n, S] and [n, S, width], that are the fields of a shard.
+
+    Raises: ValueError naming the field that is not of the dtype or shape that the others give it.
+    """
+    probs = tensors[TOPK_FIELDS[0] if TOPK_FIELDS[0] in tensors else DENSE_FIELDS[0]]
+    shapes = [tuple(tensors["input_ids"].shape), *(tuple(each.shape) for each in (tensors["aux_hidden_states"], probs))]
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    if [len(shape) for shape in shapes] != [2, 3, 3] or probs.dtype not in names:
+        raise ValueError(
+            f"input_ids, aux_hidden_states and target_probs are {', '.join(str(list(shape)) for shape in shapes)} and "
+            f"{probs.dtype}, expected [n, S], [n, S, 3H], [n, S, D or k] and a dtype of {', '.join(DTYPES)}"
+        )
+    (rows, slots), width = shapes[0], shapes[2][2]
+    layout = Layout(slots, shapes[1][2], width, width if TOPK_FIELDS[0] in tensors else 0, names[probs.dtype])
+    for name, (dtype, shape) in layout.fields.items():
+        found = tensors[name]
+        if found.dtype != dtype or tuple(found.shape) != (rows, *shape):
+            raise ValueError(f"{name} is {found.dtype} {list(found.shape)}, expected {dtype} {[rows, *shape]}")
+    return layout
+
+
+def shard_path(cache_dir: PathLike, shard_index: int) -> str:
+    """Return the path of shard `shard_index` inside `cache_dir`. Raises: ValueError beyond 999,999."""
+    if not 0 <= shard_index <= 999_999:
+        raise ValueError(f"shard {shard_index}: expected 0 to 999,999, for a shard's name has six digits")
+    return os.path.join(cache_dir, f"shard-{shard_index:06d}.safetensors")
+
+
+def header_bytes(fields: Fields, rows: int) -> bytes:
+    """Return what stands before the tensors of a shard of `rows` rows: its length, eight bytes, and JSON (safetensors).
+
+    Raises: ValueError for a dtype that no field of a cache has.
+    """
+    header, end = {}, 0
+    for name, (dtype, shape) in in_file_order(fields).items():
+        begin, end = end, end + rows * row_bytes_of((dtype, shape))
+        header[name] = {"dtype": _NAMES[dtype], "shape": [rows, *shape], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def read_header(path: PathLike) -> tuple[Fields, int, bytes]:
+    """Return the fields of a safetensors file in its order, the number of its rows, and the bytes of its header.
+
+    Raises: FileNotFoundError; CacheError unless it is a whole safetensors file of tensors that have one number of rows.
+    """
+    where = os.fspath(path)
+    with open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
+        if not 0 < length <= min(size - 8, _MAX_HEADER):
+            raise _damaged(where, f"its first eight bytes give a header of {length:,} bytes, the file has {size:,}")
+        text = file.read(length)
+    fields: Fields = {}
+    rows: set[int] = set()
+    end = 0
+    try:
+        header = parse_object(text)
+        header.pop("__metadata__", None)
+        for name, about in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype, shape = _TYPES[about["dtype"]], tuple(checked_count(part, name, where) for part in about["shape"])
+            field = dtype, shape[1:]
+            if about["data_offsets"] != [end, end := end + shape[0] * row_bytes_of(field)]:
+                raise ValueError(f"the offsets of {shortened(name)} do not fit its shape")
+            fields[name] = field
+            rows.add(shape[0])
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise _damaged(where, f"its header is no list of a cache's tensors ({error!r:.200})") from error
+    if len(rows) != 1:
+        raise _damaged(where, f"its tensors have {sorted(rows)} rows, expected one number of them")
+    if size != 8 + length + end:
+        raise _damaged(where, f"{size:,} bytes, its header says {8 + length + end:,}")
+    return fields, rows.pop(), head + text
+
+
+def in_file_order(fields: Fields) -> Fields:
+    for name, (dtype, _) in fields.items():
+        if dtype not in _RANKS:
+            raise ValueError(f"{name} is {dtype}, expected one of {', '.join(map(str, _RANKS))}")
+    return dict(sorted(fields.items(), key=lambda item: (_RANKS[item[1][0]], item[0])))
+
+
+def row_bytes_of(field: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    return field[0].itemsize * math.prod(field[1])
+
+
+def _damaged(where: str, what: str) -> CacheError:
+    return CacheError(f"{where}: {what}. Remove the shard and produce it again: precompute --resume")

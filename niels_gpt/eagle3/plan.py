@@ -1,0 +1,257 @@
+"""The plan of an EAGLE-3 cache: everything that decides its bytes, fixed before the target's first forward.
+
+sidecar/plan.json holds it, and sidecar/batches.jsonl the batches. Who continues a cache must have the same plan, field
+by field; how many processes do the work, and how often they were killed, is no part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.eagle3.layout import SIDECAR, Layout, PathLike
+from niels_gpt.eagle3.manifest import layout_of, read_manifest
+from niels_gpt.eagle3.samples import IDS_NAME, SAMPLES_NAME, Samples
+from niels_gpt.fileio import CacheError, canonical_json
+from niels_gpt.records import parse_object, read_regular, shortened
+
+BUILDER_VERSION = 1
+"""Raised when an equal plan gives other bytes."""
+SIDECAR_VERSION = 1
+PLAN_NAME = "plan.json"
+BATCHES_NAME = "batches.jsonl"
+CONVERTED = ("manifest.format_version", "manifest.target_probs_topk")
+"""Fields of a finished cache's manifest that may have been changed since: see convert.py."""
+_WIDTH_STEP = 8
+
+Batch = tuple[int, list[int]]
+"""Padded width in tokens, and the rows of the shard that run together."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How the target is run: whatever may move a bit of its outputs."""
+
+    device: str
+    """cpu or cuda."""
+    processor: str
+    """Kind of the GPU, or the instructions that the CPU has, such as AVX512."""
+    compute_dtype: str
+    """bf16 or fp32."""
+    attention: str
+    """sdpa or eager."""
+    threads: int
+    """Of each worker process."""
+    torch: str
+    """Version."""
+    transformers: str
+    """Version."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that decides the bytes of a cache."""
+
+    manifest: dict[str, Any]
+    """As it stands in manifest.json, format_version and selected_token_ids included."""
+    target: dict[str, Any]
+    """The facts of the target: name, revision, sha256 of weights and config, sizes."""
+    tokenizer: dict[str, Any]
+    """sha256, template_sha256, mask_by, pad_id."""
+    source: dict[str, Any]
+    """The facts of the input, `limit` among them."""
+    dropped: dict[str, int]
+    """What of the input is not among the samples, or was cut, by reason."""
+    samples: dict[str, Any]
+    """count, tokens, supervised_tokens, sha256, ids_sha256."""
+    run: dict[str, Any]
+    """The fields of `Run`."""
+    batch_size: int
+    """Rows of a batch, at most."""
+    max_batch_tokens: int
+    """Rows times width of a batch, at most; one row may have more."""
+    batches: list[list[Batch]] = field(repr=False)
+    """The batches of each shard, in the order in which they run."""
+
+    @property
+    def layout(self) -> Layout:
+        """The form of the shards."""
+        return layout_of(self.manifest, "the plan")
+
+    @property
+    def num_shards(self) -> int:
+        """Shards, the last of which may be short."""
+        return len(self.batches)
+
+    def rows_of(self, shard: int) -> int:
+        """Return the number of samples of a shard."""
+        size: int = self.manifest["shard_size"]
+        return min(size, int(self.manifest["num_samples"]) - shard * size)
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """What plan.json holds. Long lists are in it as their sha256."""
+        manifest = {name: value for name, value in self.manifest.items() if name != "selected_token_ids"}
+        selected = canonical_json(self.manifest["selected_token_ids"])
+        return {
+            "kind": "eagle3",
+            "format_version": SIDECAR_VERSION,
+            "builder_version": BUILDER_VERSION,
+            "manifest": {**manifest, "selected_token_ids_sha256": hashlib.sha256(selected).hexdigest()},
+            "target": self.target,
+            "tokenizer": self.tokenizer,
+            "source": self.source,
+            "dropped": self.dropped,
+            "samples": self.samples,
+            "run": self.run,
+            "batches": {
+                "batch_size": self.batch_size,
+                "max_batch_tokens": self.max_batch_tokens,
+                "sha256": hashlib.sha256(self.batches_bytes()).hexdigest(),
+            },
+        }
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of plan.json."""
+        return hashlib.sha256(canonical_json(self.record)).hexdigest()
+
+    def batches_bytes(self) -> bytes:
+        """Return the content of batches.jsonl: a line for each shard."""
+        return b"".join(json.dumps(shard, separators=(",", ":")).encode() + b"\n" for shard in self.batches)
+
+    def sidecar_files(self) -> dict[str, bytes]:
+        """Return the content of the plan's own two files by name."""
+        return {PLAN_NAME: canonical_json(self.record), BATCHES_NAME: self.batches_bytes()}
+
+
+def make_plan(
+    manifest: Mapping[str, Any],
+    samples: Samples,
+    *,
+    target: Mapping[str, Any],
+    tokenizer: Mapping[str, Any],
+    source: Mapping[str, Any],
+    dropped: Mapping[str, int],
+    run: Mapping[str, Any],
+    batch_size: int,
+    max_batch_tokens: int,
+) -> Plan:
+    """Return the plan of a cache of these samples, the batches worked out. manifest: without num_samples.
+
+    Raises: ValueError where a sample is longer than seq_length.
+    """
+    size, length = int(manifest["shard_size"]), int(manifest["seq_length"])
+    lengths = samples.lengths.tolist()
+    shards = [lengths[begin : begin + size] for begin in range(0, len(lengths), size)]
+    return Plan(
+        manifest={**manifest, "num_samples": len(samples)},
+        target=dict(target),
+        tokenizer=dict(tokenizer),
+        source=dict(source),
+        dropped={name: number for name, number in sorted(dropped.items()) if number},
+        samples={
+            "count": len(samples),
+            "tokens": len(samples.ids),
+            "supervised_tokens": samples.supervised,
+            "sha256": samples.sha256,
+            "ids_sha256": samples.sums[IDS_NAME],
+        },
+        run=dict(run),
+        batch_size=batch_size,
+        max_batch_tokens=max_batch_tokens,
+        batches=[plan_batches(shard, batch_size, max_batch_tokens, seq_length=length) for shard in shards],
+    )
+
+
+def plan_batches(
+    lengths: Sequence[int], batch_size: int, max_batch_tokens: int, *, seq_length: int
+) -> list[Batch]:
+    """Return the batches of a shard whose rows have these lengths: each row in one of them, the longest rows first.
+
+    A batch is as wide as its longest row, rounded up to a multiple of 8 and to seq_length at most; it has at most
+    `batch_size` rows and at most `max_batch_tokens` tokens, padding included, unless it is a single row.
+    Raises: ValueError where a row is longer than seq_length.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    if order and lengths[order[0]] > seq_length:
+        raise ValueError(f"row {order[0]} has {lengths[order[0]]} tokens, expected at most seq_length, {seq_length}")
+    batches: list[Batch] = []
+    for row in order:
+        if batches:
+            width, rows = batches[-1]
+            if len(rows) < batch_size and (len(rows) + 1) * width <= max_batch_tokens:
+                rows.append(row)
+                continue
+        batches.append((min(seq_length, -(-lengths[row] // _WIDTH_STEP) * _WIDTH_STEP), [row]))
+    return batches
+
+
+# --- the plan of a folder ---------------------------------------------------------------------------------------------
+
+
+def open_plan(cache_dir: PathLike) -> Plan:
+    """Return the plan by which a cache was made, or is being made. One that was converted since keeps its plan.
+
+    Raises: FileNotFoundError where a file of it is missing; CacheError where they do not fit together.
+    """
+    record = read_record(cache_dir)
+    if record is None:
+        raise FileNotFoundError(f"{_sidecar(cache_dir) / PLAN_NAME} not found: this cache has no plan")
+    path, found = _sidecar(cache_dir) / BATCHES_NAME, read_manifest(cache_dir)
+    try:
+        manifest = {**record["manifest"], "selected_token_ids": found["selected_token_ids"]}
+        del manifest["selected_token_ids_sha256"]
+        plan = Plan(
+            manifest=manifest,
+            batch_size=record["batches"]["batch_size"],
+            max_batch_tokens=record["batches"]["max_batch_tokens"],
+            batches=[
+                [(width, rows) for width, rows in json.loads(line)] for line in read_regular(path).splitlines()
+            ],
+            **{name: record[name] for name in ("target", "tokenizer", "source", "dropped", "samples", "run")},
+        )
+        wrong = differing_fields(record, plan.record) + differing_fields(found, manifest, "manifest.")
+    except FileNotFoundError:
+        raise
+    except (ValueError, LookupError, TypeError) as error:
+        raise CacheError(f"{path} and {PLAN_NAME}: not the plan of a cache ({error!r:.300})") from error
+    if wrong := [name for name in wrong if name not in CONVERTED]:
+        raise CacheError(f"{_sidecar(cache_dir)}: {PLAN_NAME} does not fit the files beside it: {', '.join(wrong)}")
+    return plan
+
+
+def read_record(cache_dir: PathLike) -> dict[str, Any] | None:
+    """Return what plan.json holds; None where there is none. Raises: CacheError for one that no producer wrote."""
+    path = _sidecar(cache_dir) / PLAN_NAME
+    try:
+        record = parse_object(read_regular(path))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise CacheError(f"{path}: not the plan of a cache ({error}). Use a fresh folder") from error
+    if record.get("kind") != "eagle3" or record.get("format_version") != SIDECAR_VERSION:
+        found = f"kind {shortened(record.get('kind'))}, format_version {shortened(record.get('format_version'))}"
+        raise CacheError(f"{path}: {found}, expected 'eagle3' and {SIDECAR_VERSION}. Use a fresh folder")
+    return record
+
+
+def differing_fields(left: Mapping[str, Any], right: Mapping[str, Any], above: str = "") -> list[str]:
+    """Return the dotted names of the fields in which two records differ, sorted."""
+    found: list[str] = []
+    for name in sorted({*left, *right}):
+        ours, theirs = left.get(name), right.get(name)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            found += differing_fields(ours, theirs, f"{above}{name}.")
+        elif ours != theirs or (name in left) != (name in right):
+            found.append(f"{above}{name}")
+    return found
+
+
+def _sidecar(cache_dir: PathLike) -> Path:
+    return Path(cache_dir) / SIDECAR

@@ -1,0 +1,250 @@
+"""One shard of an EAGLE-3 cache: a safetensors file, its writer, and the receipt that tells whether it is still good.
+
+A shard is written row by row into a file of its final size, so memory does not grow with it, and the slots behind a
+sample's last token are never written: they are zeros, and holes where the file system has them. The bytes are those
+that safetensors' own save_file gives for the same tensors.
+
+The receipt stands in sidecar/shard-000000.json and is written after its shard. A sample's sha256 in it is taken over
+the sample's row of each tensor in the order of the file: the ids and masks whole, of the rest the first `slots` slots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from niels_gpt import fileio
+from niels_gpt.eagle3.layout import (
+    INT_FIELDS,
+    SIDECAR,
+    Fields,
+    PathLike,
+    header_bytes,
+    in_file_order,
+    read_header,
+    row_bytes_of,
+    shard_path,
+)
+from niels_gpt.fileio import CacheError, SizedFile, canonical_json, write_bytes
+from niels_gpt.records import checked_count, checked_sha256, open_regular, parse_object, read_regular, shortened
+
+_RECEIPT_VERSION = 1
+
+
+def receipt_path(cache_dir: PathLike, shard_index: int) -> Path:
+    """Return the path of a shard's receipt."""
+    return Path(cache_dir) / SIDECAR / f"shard-{shard_index:06d}.json"
+
+
+class ShardWriter:
+    """Writes one shard: `write` the rows in any order, each once, then `commit`. On failure `discard`."""
+
+    def __init__(self, cache_dir: PathLike, shard_index: int, fields: Fields, rows: int) -> None:
+        """fields: as in `Layout.fields`. rows: samples of the shard. The folder is made where there is none."""
+        self._cache_dir, self._index, self._fields = cache_dir, shard_index, in_file_order(fields)
+        self._path = Path(shard_path(cache_dir, shard_index))
+        self._header = header_bytes(fields, rows)
+        self._begins: dict[str, int] = {}
+        self._size = len(self._header)
+        for name, field in self._fields.items():
+            self._begins[name] = self._size
+            self._size += rows * row_bytes_of(field)
+        self._slots, self._digests = [0] * rows, [""] * rows
+        fileio.make_dir(receipt_path(cache_dir, shard_index).parent)
+        self._temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}.tmp")
+        self._file = SizedFile(self._temporary, self._size)
+        self._pool = ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0))))  # sha256 is slower than the page cache
+
+    def write(self, rows: Sequence[int], slots: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the rows `rows` of the shard.
+
+        slots: of each row, how many slots hold anything; the rest of them stay zero.
+        tensors: [b, w, ...] of the stored dtype on the CPU, w >= max(slots); ids and masks [b, S].
+        Raises: ValueError for other names, dtypes or shapes, and for a row that was written; OSError on a full disk.
+        """
+        flat = {name: self._flat(name, tensors, len(rows), max(slots, default=0)) for name in self._fields}
+        for row in rows:
+            if self._digests[row]:
+                raise ValueError(f"{self._path}: row {row} was written already")
+        sums = self._pool.map(lambda pieces: sha256(*pieces), list(_pieces(self._fields, flat, slots)))
+        if list(rows) == list(range(rows[0], rows[0] + len(rows))) and set(slots) == {self._all_slots}:
+            for name, part in flat.items():
+                self._file.write(self._offset(name, rows[0]), part)
+        else:
+            for row, pieces in zip(rows, _pieces(self._fields, flat, slots), strict=True):
+                for name, piece in zip(self._fields, pieces, strict=True):
+                    self._file.write(self._offset(name, row), piece)
+        for row, used, digest in zip(rows, slots, sums, strict=True):
+            self._slots[row], self._digests[row] = used, digest
+
+    def commit(self, facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Make the shard what stands at its path, durably, then its receipt; returns the receipt.
+
+        facts: what else the receipt says of the shard.
+        Raises: ValueError if a row was not written.
+        """
+        if "" in self._digests:
+            raise ValueError(f"{self._path}: row {self._digests.index('')} was not written")
+        self._file.write(0, self._header)
+        self._file.sync()
+        self._close()
+        receipt = {
+            "receipt_version": _RECEIPT_VERSION,
+            "shard": self._index,
+            "samples": len(self._slots),
+            "bytes": self._size,
+            "header_sha256": sha256(self._header),
+            "slots": self._slots,
+            "sha256": self._digests,
+            "facts": dict(facts or {}),
+        }
+        path = receipt_path(self._cache_dir, self._index)
+        if path.exists():  # of the shard that is replaced: no receipt is better than a wrong one
+            fileio.remove(path)
+            fileio.fsync_dir(path.parent)
+        fileio.rename(self._temporary, self._path)
+        write_bytes(path, canonical_json(receipt))
+        return receipt
+
+    def discard(self) -> None:
+        """Remove what was written. After `commit` nothing is done."""
+        self._close()
+        fileio.remove(self._temporary)
+
+    def _close(self) -> None:
+        self._pool.shutdown()
+        self._file.close()
+
+    @property
+    def _all_slots(self) -> int:
+        return self._fields["input_ids"][1][0]
+
+    def _offset(self, name: str, row: int) -> int:
+        return self._begins[name] + row * row_bytes_of(self._fields[name])
+
+    def _flat(self, name: str, tensors: Mapping[str, torch.Tensor], rows: int, slots: int) -> NDArray[np.uint8]:
+        """Return a tensor as bytes [rows, ...]."""
+        dtype, shape = self._fields[name]
+        tensor = tensors[name]
+        whole = name in INT_FIELDS
+        good = tensor.dtype == dtype and tensor.dim() == 1 + len(shape) and tensor.shape[0] == rows
+        if (
+            not good
+            or tensor.shape[2:] != shape[1:]
+            or not (shape[0] if whole else slots) <= tensor.shape[1] <= shape[0]
+        ):
+            raise ValueError(
+                f"{self._path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {[rows, *shape]}"
+                + ("" if whole else f" with {slots} slots or more")
+            )
+        flat: NDArray[np.uint8] = tensor.detach().contiguous().view(torch.uint8).numpy()
+        return flat.reshape(rows, -1)
+
+
+def _pieces(
+    fields: Fields, flat: Mapping[str, NDArray[np.uint8]], slots: Sequence[int]
+) -> Iterator[list[NDArray[np.uint8]]]:
+    """Yield, for each row, what of each field counts: what is hashed, and what has to be written."""
+    sizes = {name: row_bytes_of(field) // (field[1][0] or 1) for name, field in fields.items()}
+    for row, used in enumerate(slots):
+        yield [part[row] if name in INT_FIELDS else part[row, : used * sizes[name]] for name, part in flat.items()]
+
+
+def sha256(*parts: Any) -> str:
+    """Return the hex sha256 of some buffers, one after the other."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+# --- receipts ---------------------------------------------------------------------------------------------------------
+
+
+def read_receipt(cache_dir: PathLike, shard_index: int) -> dict[str, Any] | None:
+    """Return a shard's receipt; None where there is none. Raises: CacheError for one that no writer wrote."""
+    path = receipt_path(cache_dir, shard_index)
+    try:
+        raw = read_regular(path)
+    except FileNotFoundError:
+        return None
+    try:
+        receipt = parse_object(raw)
+        samples = checked_count(receipt["samples"], "samples", str(path))
+        checked_count(receipt["bytes"], "bytes", str(path))
+        for number in (*receipt["slots"], receipt["shard"]):
+            checked_count(number, "slots", str(path))
+        for digest in (*receipt["sha256"], receipt["header_sha256"]):
+            checked_sha256(digest, "sha256", str(path))
+        if not len(receipt["slots"]) == len(receipt["sha256"]) == samples or receipt["shard"] != shard_index:
+            raise ValueError(f"{samples} samples of shard {receipt['shard']}, and not one entry for each")
+        if not isinstance(receipt["facts"], dict) or receipt["receipt_version"] != _RECEIPT_VERSION:
+            raise ValueError(f"receipt_version {shortened(receipt['receipt_version'])}, expected {_RECEIPT_VERSION}")
+    except (ValueError, LookupError, TypeError) as error:
+        raise CacheError(
+            f"{path}: no receipt of shard {shard_index} ({error!r:.300}). Remove it and produce the shard again: "
+            "precompute --resume"
+        ) from error
+    return receipt
+
+
+def shard_damage(
+    cache_dir: PathLike, shard_index: int, progress: Callable[[int], None] | None = None
+) -> list[tuple[int | None, str]]:
+    """Compare a shard with its receipt; returns what is wrong: the row within the shard, or None, and a sentence.
+
+    Reads the whole shard, a row at a time. progress: is told the bytes of each row that was looked at.
+    Raises: CacheError if the receipt is missing or damaged.
+    """
+    path, receipt = shard_path(cache_dir, shard_index), read_receipt(cache_dir, shard_index)
+    if receipt is None:
+        raise CacheError(f"{receipt_path(cache_dir, shard_index)}: no such file: the shard has no checksums")
+    try:
+        fields, rows, header = read_header(path)
+    except FileNotFoundError:
+        return [(None, f"{path}: no such file")]
+    except CacheError as error:
+        return [(None, str(error))]
+    if sha256(header) != receipt["header_sha256"] or rows != receipt["samples"]:
+        return [(None, f"{path}: its header is not the one that was written")]
+    found: list[tuple[int | None, str]] = []
+    for row, parts in enumerate(_rows_of(path, fields, rows, len(header))):
+        wrong = _row_damage(fields, parts, receipt["slots"][row], receipt["sha256"][row])
+        if wrong:
+            found.append((row, f"{path}: sample {row} of the shard: {wrong}"))
+        if progress is not None:
+            progress(sum(part.size for part in parts.values()))
+    return found
+
+
+def _rows_of(path: str, fields: Fields, rows: int, begin: int) -> Iterator[dict[str, NDArray[np.uint8]]]:
+    """Yield the bytes of each row by field."""
+    with open(open_regular(path), "rb") as file:
+        content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    tables = {}
+    for name, field in fields.items():
+        size = rows * row_bytes_of(field)
+        tables[name] = content[begin : begin + size].reshape(rows, -1)
+        begin += size
+    for row in range(rows):
+        yield {name: table[row] for name, table in tables.items()}
+
+
+def _row_damage(fields: Fields, parts: Mapping[str, NDArray[np.uint8]], slots: int, digest: str) -> str:
+    (pieces,) = _pieces(fields, {name: part[None] for name, part in parts.items()}, [slots])
+    if sha256(*pieces) != digest:
+        return "its bytes do not give the sha256 in its receipt"
+    for (name, part), piece in zip(parts.items(), pieces, strict=True):
+        if part[piece.size :].any():
+            return f"{name} is not zero behind its {slots} slots"
+    return ""

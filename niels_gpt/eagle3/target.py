@@ -1,0 +1,217 @@
+"""The target model: three of its layers captured, and its outputs shifted as an EAGLE-3 draft wants them.
+
+    model = load_target("meta-llama/Llama-3.1-8B-Instruct", revision=None, dtype=torch.bfloat16, attention="sdpa",
+                        device="cuda")
+    batch = HFEagle3TargetModel(model).generate_batch(input_ids, attention_mask, loss_mask)
+
+Slot p of a batch is what the draft gets at p: the hidden states of token p, token p+1, and the target's logits for
+token p+2. So token ids, loss mask and logits are shifted left by one, and hidden states and attention mask are not.
+A layer id i is a decoder block, counted from 0, and means that block's output: `hidden_states[i + 1]` of transformers.
+
+Models are opened in models.py; small_target.py writes the one of the sample.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from niels_gpt.eagle3.models import TargetFacts, load_target, target_facts
+from niels_gpt.eagle3.small_target import write_small_target
+
+__all__ = [
+    "Eagle3TargetBatch",
+    "HFEagle3TargetModel",
+    "TargetFacts",
+    "checked_aux_layer_ids",
+    "default_eagle3_aux_layer_ids",
+    "load_target",
+    "target_facts",
+    "write_small_target",
+]
+
+NUM_AUX_LAYERS = 3
+_BLOCKS = (
+    "model.layers",  # Llama, Qwen, Mistral and most others
+    "model.language_model.layers",  # multimodal models
+    "language_model.layers",
+    "layers",
+    "transformer.h",  # GPT-2
+    "gpt_neox.layers",
+)
+
+
+@dataclass
+class Eagle3TargetBatch:
+    """What the target says of a batch of B samples of S slots, shifted; on the model's device.
+
+    aux_hidden_states: [B, S, 3H] of the model's dtype, the captured layers side by side in the order of their ids.
+    logits: [B, S, V] of the model's dtype; slot p has those of token p+1, the last slot zeros.
+    input_ids, loss_mask: [B, S] as given, but shifted left by one; the last slot is zero.
+    attention_mask: [B, S] as given.
+    """
+
+    aux_hidden_states: Tensor
+    logits: Tensor
+    input_ids: Tensor
+    attention_mask: Tensor
+    loss_mask: Tensor
+
+
+def _shift_left_with_zero(tensor: Tensor) -> Tensor:
+    """Return a tensor [B, S, ...] whose slot p is the given one's slot p+1; the last slot is zero. A copy."""
+    shifted = torch.zeros_like(tensor)
+    shifted[:, :-1] = tensor[:, 1:]
+    return shifted
+
+
+def default_eagle3_aux_layer_ids(num_layers: int) -> list[int]:
+    """Return the ids of a low, a middle and a high block: 1, n // 2 - 1 and n - 4.
+
+    Raises: ValueError where these are not three blocks of the model, which has to have 7 at least.
+    """
+    chosen = [1, num_layers // 2 - 1, num_layers - 4]
+    if len(set(chosen)) != NUM_AUX_LAYERS or not all(0 <= layer < num_layers for layer in chosen):
+        raise ValueError(
+            f"a target of num_hidden_layers={num_layers} is too shallow for the default aux layers, which would be "
+            f"{chosen}: expected 7 layers or more. Pass aux_layer_ids: three different ids in 0..{num_layers - 1}"
+        )
+    return chosen
+
+
+def checked_aux_layer_ids(aux_layer_ids: Sequence[int] | None, num_layers: int) -> list[int]:
+    """Return the layer ids as a list; None stands for the default ones.
+
+    Raises: ValueError unless they are exactly three, all different, and blocks of a model of `num_layers`.
+    """
+    if aux_layer_ids is None:
+        return default_eagle3_aux_layer_ids(num_layers)
+    chosen = list(aux_layer_ids)
+    if len(chosen) != NUM_AUX_LAYERS:
+        raise ValueError(
+            f"aux_layer_ids={chosen}: {len(chosen)} ids, expected exactly 3, as the draft's projection takes three "
+            "hidden states"
+        )
+    if len(set(chosen)) != NUM_AUX_LAYERS:
+        raise ValueError(f"aux_layer_ids={chosen}: expected three distinct ids")
+    for layer in chosen:
+        if not 0 <= layer < num_layers:
+            raise ValueError(
+                f"aux_layer_ids={chosen}: layer {layer} is out of bounds for a model with {num_layers} layers, "
+                f"expected ids in 0..{num_layers - 1}; an id is a block counted from 0, not an index into hidden_states"
+            )
+    return chosen
+
+
+class HFEagle3TargetModel:
+    """A causal language model of transformers whose blocks are listened to. The model itself stays as it is."""
+
+    def __init__(self, model: nn.Module, aux_layer_ids: Sequence[int] | None = None) -> None:
+        """model: it is put into eval mode. aux_layer_ids: None stands for `default_eagle3_aux_layer_ids`.
+
+        Raises: ValueError as `checked_aux_layer_ids`.
+        """
+        self.model = model.eval()
+        self.aux_layer_ids = checked_aux_layer_ids(aux_layer_ids, _num_layers(model))
+        """Which blocks are captured, in the order in which they stand in `aux_hidden_states`."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the model's input embedding, whose `weight` is [V, H]."""
+        found: nn.Module = self.model.get_input_embeddings()  # type: ignore[operator]
+        return found
+
+    def generate_batch(self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor) -> Eagle3TargetBatch:
+        """Run the target once over a batch.
+
+        input_ids, attention_mask, loss_mask: [B, S], unshifted and padded on the right.
+        Returns plain tensors without gradients, within torch.inference_mode() too, so that a draft can train on them.
+        Raises: ValueError for masks of another shape or other padding, and for a model whose blocks are not found;
+        RuntimeError where a block did not run.
+        """
+        for name, mask in (("attention_mask", attention_mask), ("loss_mask", loss_mask)):
+            if mask.shape != input_ids.shape or mask.dim() != 2:
+                raise ValueError(
+                    f"{name} of shape {tuple(mask.shape)}, input_ids of shape {tuple(input_ids.shape)}: expected both "
+                    "as [batch, sequence]"
+                )
+        _refuse_other_padding(attention_mask)
+        # An inference tensor could not be saved for a draft's backward pass.
+        with torch.inference_mode(False), torch.no_grad():
+            aux_hidden_states, logits = self._run(input_ids, attention_mask)
+            return Eagle3TargetBatch(
+                aux_hidden_states=aux_hidden_states,
+                logits=_shift_left_with_zero(logits),
+                input_ids=_shift_left_with_zero(input_ids),
+                attention_mask=attention_mask.clone() if attention_mask.is_inference() else attention_mask,
+                loss_mask=_shift_left_with_zero(loss_mask),
+            )
+
+    def _run(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the captured hidden states [B, S, 3H] and the logits [B, S, V], both unshifted."""
+        blocks = _blocks(self.model)
+        checked_aux_layer_ids(self.aux_layer_ids, len(blocks))  # a config may promise more than there are
+        captured: dict[int, Tensor] = {}
+
+        def listen(layer: int) -> Any:
+            def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+                captured[layer] = output[0] if isinstance(output, tuple) else output
+
+            return blocks[layer].register_forward_hook(keep)
+
+        knows_cache = "use_cache" in inspect.signature(self.model.forward).parameters
+        handles = [listen(layer) for layer in self.aux_layer_ids]
+        try:
+            output = self.model(
+                input_ids=input_ids, attention_mask=attention_mask, **({"use_cache": False} if knows_cache else {})
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        if len(captured) != len(self.aux_layer_ids):
+            raise RuntimeError(
+                f"the model ran, but of the layers {self.aux_layer_ids} only {sorted(captured)} did: expected "
+                f"{len(self.aux_layer_ids)} captured aux layers. Pass aux_layer_ids of blocks that its forward calls"
+            )
+        logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
+        return torch.cat([captured[layer] for layer in self.aux_layer_ids], dim=-1), logits
+
+
+def _num_layers(model: nn.Module) -> int:
+    config: Any = model.config
+    text = getattr(config, "text_config", None)  # of a multimodal model, whose own config may have none
+    found = getattr(text, "num_hidden_layers", None)
+    return int(config.num_hidden_layers if found is None else found)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the decoder blocks in their order."""
+    for path in _BLOCKS:
+        try:
+            found = operator.attrgetter(path)(model)
+        except AttributeError:
+            continue
+        if isinstance(found, nn.ModuleDict):
+            return [found[str(index)] for index in range(len(found))]
+        return list(found)
+    raise ValueError(
+        f"{type(model).__name__}: unsupported model structure, its decoder blocks were not found. Expected one of "
+        f"{', '.join(_BLOCKS)}, as in Llama, Qwen, Mistral or GPT-2"
+    )
+
+
+def _refuse_other_padding(attention_mask: Tensor) -> None:
+    mask = attention_mask.bool()
+    wrong = (mask[:, 1:] & ~mask[:, :-1]).any(dim=1)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0, 0])
+        gap = int((mask[row, 1:] & ~mask[row, :-1]).nonzero()[0, 0])
+        raise ValueError(
+            f"attention_mask, row {row}: slot {gap} is 0 and slot {gap + 1} is 1, which is left padding or a hole; "
+            "expected ones and then zeros. Pad on the right"
+        )

@@ -1,0 +1,267 @@
+"""Chats -> ids and loss mask, by the target's own tokenizer and chat template.
+
+Which characters of a chat's text carry loss is known from its template (templates.py). A token of that text is
+supervised if it holds one of them, by its offsets: tokens that merge across the edge of a reply need no guess.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.build.encode import TextEncoder
+from niels_gpt.chat_template import ROLE_TO_NAME
+from niels_gpt.eagle3.templates import REMEDY, ChatTemplate, RefusedChat, Spans, Turns
+from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
+
+SPECIAL_TEXT = "special_text"
+"""Counter of chats in which a message holds the literal of a special token, which would become that token's id."""
+_DECODED = 8  # tokens of a text, in a message about a difference
+
+
+class EncodedChat(NamedTuple):
+    """One chat."""
+
+    ids: list[int]
+    """Of the whole chat, neither shifted nor padded nor cut."""
+    mask: list[int]
+    """1 at each id that carries loss, 0 elsewhere; as long as `ids`."""
+    merged: bool = False
+    """Whether a supervised token also holds characters outside of the replies."""
+
+
+class ChatTokenizer(Protocol):
+    """A target's tokenizer together with its chat template."""
+
+    name: str
+    """Folder or id that it was opened from."""
+    sha256: str
+    """Of the tokenizer."""
+    template_sha256: str | None
+    """Of the template's text; None for the project's own tokenizer, and where there is no template."""
+    mask_by: str
+    """How the supervised tokens are found: generation, prefix, sentinels, or given where there is no template."""
+    vocab_size: int
+    """The ids that it can give are below it."""
+    pad_id: int
+    """What rows are padded with."""
+    special_token_ids: list[int | None]
+    """bos, eos, pad, unk."""
+
+    def encode_chat(self, messages: Turns) -> tuple[list[int], list[int]]:
+        """Return ids and mask of one chat. Raises: ValueError for a chat or a template that cannot be used."""
+
+    def encode_chats(self, chats: Sequence[tuple[str, Turns]]) -> list[EncodedChat | RefusedChat]:
+        """Encode chats, id and messages, at once. Raises: ValueError for a template that cannot be used."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
+
+
+def open_tokenizer(name: str, *, revision: str | None = None, chat_template: str | None = None) -> ChatTokenizer:
+    """Open a target's tokenizer.
+
+    name: a folder, or an id on the hub. A folder with spm.model has the project's own tokenizer and chat format.
+    revision: commit, tag or branch on the hub.
+    chat_template: text of a jinja template to use in place of the tokenizer's own.
+    Raises: ValueError where there is no tokenizer, or one without offsets; ImportError without transformers.
+    """
+    if os.path.isfile(os.path.join(name, MODEL_NAME)):
+        if chat_template is not None:
+            raise ValueError(f"{name}: has the project's own tokenizer and chat format; leave --chat-template out")
+        return ProjectTokenizer(load_tokenizer(name), name)
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ImportError(
+            f"{name}: its tokenizer needs transformers. Install the extra: pip install 'niels-gpt[eagle3]'"
+        ) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{name}: no tokenizer can be opened there ({first}). Expected a folder with tokenizer.json or "
+            f"{MODEL_NAME}, or the id of a model on the hub"
+        ) from error
+    return TransformersTokenizer(tokenizer, name, chat_template)
+
+
+def _one(tokenizer: ChatTokenizer, messages: Turns) -> tuple[list[int], list[int]]:
+    found = tokenizer.encode_chats([("0", messages)])[0]
+    if isinstance(found, RefusedChat):
+        raise ValueError(f"{tokenizer.name}: {found.reason}: {found.found}")
+    return found.ids, found.mask
+
+
+class ProjectTokenizer:
+    """The project's own SentencePiece tokenizer, with the ids, guards and supervised tokens of an sft cache."""
+
+    template_sha256 = None
+    mask_by = "sentinels"
+
+    def __init__(self, tokenizer: SentencePieceTokenizer, name: str) -> None:
+        self.name = name
+        self.sha256: str = tokenizer.sha256
+        self.vocab_size: int = tokenizer.vocab_size
+        self._tokenizer = tokenizer
+        self._encoder = TextEncoder(tokenizer)
+        self._special = tokenizer.special_token_ids()
+        self.pad_id: int = self._special["eot"]
+        self.special_token_ids: list[int | None] = [None, self.pad_id, self.pad_id, None]
+
+    def encode_chat(self, messages: Turns) -> tuple[list[int], list[int]]:
+        """Return ids and mask of one chat; raises ValueError for text that holds a sentinel."""
+        return _one(self, messages)
+
+    def encode_chats(self, chats: Sequence[tuple[str, Turns]]) -> list[EncodedChat | RefusedChat]:
+        """Encode chats; one that holds a sentinel is refused. Raises: ValueError for an unknown role."""
+        encoded = self._encoder.encode([message["content"] for _, messages in chats for message in messages])
+        ends = np.cumsum(encoded.lengths)
+        results: list[EncodedChat | RefusedChat] = []
+        text = 0
+        for name, messages in chats:
+            ids: list[int] = []
+            mask: list[int] = []
+            problem = None
+            for message in messages:
+                problem = problem or encoded.problems.get(text)
+                content = encoded.ids[ends[text] - encoded.lengths[text] : ends[text]].tolist()
+                ids += [self._role_id(name, message["role"]), *content, self._special["eot"]]
+                mask += [0, *[int(message["role"] == "assistant")] * (len(content) + 1)]
+                text += 1
+            results.append(EncodedChat(ids, mask) if problem is None else RefusedChat(SPECIAL_TEXT, problem[1]))
+        return results
+
+    def _role_id(self, chat: str, role: str) -> int:
+        if role not in ROLE_TO_NAME:
+            raise ValueError(f"chat {chat!r}: role {role!r}, expected one of {', '.join(ROLE_TO_NAME)}")
+        return self._special[ROLE_TO_NAME[role]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, with short names such as <|eot|> for the sentinels, whose literals are long."""
+        text = self._tokenizer.decode(ids)
+        for literal, short in zip(self._tokenizer.special_tokens, self._special, strict=True):
+            text = text.replace(literal, f"<|{short}|>")
+        return text
+
+
+class TransformersTokenizer:
+    """A fast tokenizer of transformers with a chat template."""
+
+    def __init__(self, tokenizer: Any, name: str, chat_template: str | None) -> None:
+        """tokenizer: as AutoTokenizer gives it. Raises: ValueError for one that gives no offsets."""
+        if not tokenizer.is_fast:
+            raise ValueError(
+                f"{name}: {type(tokenizer).__name__} gives no offsets of its tokens, expected a fast tokenizer, with a "
+                "file tokenizer.json: AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER) may write one"
+            )
+        self.name = name
+        self.sha256: str = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+        self._tokenizer = tokenizer
+        text = chat_template or (tokenizer.get_chat_template() if tokenizer.chat_template else None)
+        added = list(tokenizer.added_tokens_decoder.values())
+        ends = tuple(token.content for token in added if token.content.strip())
+        self._template = ChatTemplate(name, text, dict(tokenizer.special_tokens_map), ends, self._difference)
+        self.template_sha256 = self._template.sha256
+        self.mask_by: str = self._template.mask_by
+        # Added tokens that are not special, such as <think>, are text that a chat may well hold.
+        special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
+        literals = sorted(literal for literal in special if literal.strip())
+        self._literal = re.compile("|".join(map(re.escape, literals)) or r"(?!)")
+        self.vocab_size: int = max(tokenizer.get_vocab().values()) + 1
+        pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        self.pad_id: int = next(token for token in pads if token is not None)
+        names = ("bos", "eos", "pad", "unk")
+        self.special_token_ids: list[int | None] = [getattr(tokenizer, f"{kind}_token_id") for kind in names]
+
+    def encode_chat(self, messages: Turns) -> tuple[list[int], list[int]]:
+        """Return ids and mask of one chat; raises ValueError for a chat or a template that cannot be used."""
+        return _one(self, messages)
+
+    def encode_chats(self, chats: Sequence[tuple[str, Turns]]) -> list[EncodedChat | RefusedChat]:
+        """Encode chats; one whose messages hold a special token's literal, or that the template refuses, is refused.
+
+        Raises: ValueError without a template; for one that is no jinja, asks for the date, is not prefix-stable, or
+            marks no token of a chat with a reply.
+        """
+        self._template.check()
+        found = [self._rendered(name, turns) for name, turns in chats]
+        encoded = iter(self._encoded([each for each in found if not isinstance(each, RefusedChat)]))
+        results = [each if isinstance(each, RefusedChat) else next(encoded) for each in found]
+        for (name, turns), result in zip(chats, results, strict=True):
+            self._check_mask(name, turns, result)
+        return results
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _rendered(self, name: str, turns: Turns) -> tuple[str, Spans] | RefusedChat:
+        for turn in turns:
+            found = self._literal.search(turn["content"])
+            if found is not None:
+                return RefusedChat(SPECIAL_TEXT, f"a message of chat {name!r} holds the special token {found.group()}")
+        return self._template.rendered(name, [{**turn, "content": _encodable(turn["content"])} for turn in turns])
+
+    def _encoded(self, rendered: list[tuple[str, Spans]]) -> list[EncodedChat]:
+        chats = []
+        for (_, spans), (ids, offsets) in zip(rendered, self._tokens([text for text, _ in rendered]), strict=True):
+            mask, merged = _mask_of(np.asarray(offsets, dtype=np.int64).reshape(-1, 2), spans)
+            chats.append(EncodedChat(ids, mask.astype(np.uint8).tolist(), merged))
+        return chats
+
+    def _tokens(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        if not texts:
+            return []
+        found = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return list(zip(found["input_ids"], found["offset_mapping"], strict=True))
+
+    def _difference(self, text: str, other: str) -> tuple[int, str, str]:
+        left, right = (ids for ids, _ in self._tokens([text, other]))
+        pairs = enumerate(zip(left, right, strict=False))
+        at = next((place for place, (one, two) in pairs if one != two), min(len(left), len(right)))
+        return at, self.decode(left[at : at + _DECODED]), self.decode(right[at : at + _DECODED])
+
+    def _check_mask(self, name: str, turns: Turns, result: EncodedChat | RefusedChat) -> None:
+        if isinstance(result, RefusedChat) or any(result.mask):
+            return
+        if any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
+            raise ValueError(
+                f"{self.name}: its chat template marks not one of the {len(result.ids)} tokens of chat {name!r}, which "
+                f"has a reply. {REMEDY}"
+            )
+
+
+def _mask_of(offsets: NDArray[np.int64], spans: Spans) -> tuple[NDArray[np.bool_], bool]:
+    """Return which tokens hold a character of a span, bool [tokens], and whether one holds others as well.
+
+    offsets: int64 [tokens, 2], start and end of each token in characters of the text.
+    """
+    starts, ends = offsets[:, 0].copy(), offsets[:, 1]
+    # Some tokenizers take white space off a token's offsets: one of spaces alone begins where the last one ended.
+    blank = np.flatnonzero(starts == ends)
+    starts[blank[blank > 0]] = ends[blank[blank > 0] - 1]
+    mask = np.zeros(len(offsets), dtype=np.bool_)
+    merged = False
+    for first, last in spans:
+        inside = (starts < last) & (ends > first)
+        merged = merged or bool((inside & ((starts < first) | (ends > last))).any())
+        mask |= inside
+    return mask, merged
+
+
+def _encodable(text: str) -> str:
+    """Return a text with U+FFFD for each lone surrogate, which utf-8 cannot hold."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+__all__ = ["ChatTokenizer", "EncodedChat", "RefusedChat", "open_tokenizer"]

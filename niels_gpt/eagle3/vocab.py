@@ -1,0 +1,176 @@
+"""Which of the target's tokens a draft knows: chosen by how often they are supervised, saved, loaded, and mapped.
+
+The draft's id i stands for the target's id `selected_token_ids[i]`. The order is that of the choice, special tokens and
+frequent ones first; it is not sorted.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from niels_gpt import fileio
+from niels_gpt.eagle3.cache import read_manifest
+from niels_gpt.fileio import CacheError
+
+
+def build_eagle3_token_mapping(
+    dataloader: Iterable[Mapping[str, Any]],
+    *,
+    target_vocab_size: int,
+    draft_vocab_size: int | None,
+    special_token_ids: Sequence[int | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose the draft's tokens from how often each of the target's is supervised.
+
+    dataloader: batches of `input_ids` and `loss_mask`, unshifted, tensors or arrays of one shape; gone through once.
+    draft_vocab_size: None, or as many as the target has: all ids, in their order, and no batch is read.
+    special_token_ids: bos, eos, pad and unk; they come first, and always. None and foreign ids are passed over.
+    After them come the supervised ids, the most frequent first and of equally frequent ones the smaller, and then the
+    others, ascending. Within torch.distributed the counts of all ranks are added.
+    Returns selected_token_ids int64 [D] and selected_token_mask bool [V], which is true at the D ids.
+    Raises: ValueError for sizes that are not positive integers and for batches of two shapes.
+    """
+    for name, size in (("target_vocab_size", target_vocab_size), ("draft_vocab_size", draft_vocab_size)):
+        none = size is None and name == "draft_vocab_size"
+        if not none and (isinstance(size, bool) or not isinstance(size, int) or size <= 0):
+            raise ValueError(
+                f"{name}={size!r}: expected a positive integer{' or None' if name == 'draft_vocab_size' else ''}"
+            )
+    if draft_vocab_size is None or draft_vocab_size >= target_vocab_size:
+        return torch.arange(target_vocab_size), torch.ones(target_vocab_size, dtype=torch.bool)
+    counts = _counts(dataloader, target_vocab_size)
+    special = [
+        int(token_id) for token_id in special_token_ids or () if token_id is not None and 0 <= token_id < len(counts)
+    ]
+    by_count = torch.argsort(counts, descending=True, stable=True)  # of equal counts the smaller id is first
+    frequent = by_count[: int((counts > 0).sum())]
+    in_order = dict.fromkeys([*special, *frequent.tolist(), *range(target_vocab_size)])
+    selected = torch.tensor(list(in_order)[:draft_vocab_size], dtype=torch.int64)
+    return selected, _mask(selected, target_vocab_size)
+
+
+def _counts(dataloader: Iterable[Mapping[str, Any]], target_vocab_size: int) -> Tensor:
+    """Return how often each id is supervised, int64 [V], on all ranks together."""
+    counts = torch.zeros(target_vocab_size, dtype=torch.int64)
+    for number, batch in enumerate(dataloader):
+        ids, mask = _tensor(batch["input_ids"]), _tensor(batch["loss_mask"])
+        if ids.shape != mask.shape:
+            raise ValueError(
+                f"batch {number}: input_ids of shape {tuple(ids.shape)}, loss_mask of shape {tuple(mask.shape)}: "
+                "expected the same"
+            )
+        supervised = ids[mask.bool()].to(torch.int64)
+        known = supervised[(supervised >= 0) & (supervised < target_vocab_size)]
+        counts.scatter_add_(0, known, torch.ones_like(known))
+    if dist.is_available() and dist.is_initialized():
+        # NCCL adds on a device only.
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else counts.device
+        shared = counts.to(device)
+        dist.all_reduce(shared, op=dist.ReduceOp.SUM)
+        counts = shared.cpu()
+    return counts
+
+
+def _tensor(values: Any) -> Tensor:
+    # A copy of an array: torch warns of one that cannot be written to, as a memory map.
+    return values.detach().cpu() if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+
+
+def _mask(selected_token_ids: Tensor, target_vocab_size: int) -> Tensor:
+    mask = torch.zeros(target_vocab_size, dtype=torch.bool)
+    mask[selected_token_ids] = True
+    return mask
+
+
+def d2t_t2d(selected_token_ids: Tensor | Sequence[int], target_vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return the two tables that inference engines take.
+
+    d2t: int64 [D], what to add to a draft id for the target's. t2d: bool [V], whether the draft knows a target id.
+    Raises: ValueError for ids that are not different ids of the target.
+    """
+    try:
+        ids = _checked_ids(torch.as_tensor(selected_token_ids), target_vocab_size)
+    except ValueError as error:
+        raise ValueError(f"selected_token_ids: {error}") from error
+    return ids - torch.arange(len(ids)), _mask(ids, target_vocab_size)
+
+
+def save_token_mapping(
+    path: str | os.PathLike[str], selected_token_ids: Tensor | Sequence[int], target_vocab_size: int
+) -> None:
+    """Write a choice of tokens as a file of torch.save, atomically; folders above it are made.
+
+    Raises: ValueError for ids that are not different ids of the target.
+    """
+    d2t_t2d(selected_token_ids, target_vocab_size)
+    ids = torch.as_tensor(selected_token_ids).detach().to("cpu", torch.int64).clone()
+    content = io.BytesIO()
+    torch.save({"selected_token_ids": ids, "target_vocab_size": int(target_vocab_size)}, content)
+    fileio.make_dir(Path(path).absolute().parent)
+    fileio.write_bytes(path, content.getvalue())
+
+
+def load_token_mapping(
+    path: str | os.PathLike[str], *, target_vocab_size: int, draft_vocab_size: int | None
+) -> tuple[Tensor, Tensor]:
+    """Read a choice of tokens from a file of `save_token_mapping`, or from the manifest of a cache folder.
+
+    draft_vocab_size: how many there have to be; None takes what is there.
+    Returns selected_token_ids int64 [D] and selected_token_mask bool [V].
+    Raises: FileNotFoundError; CacheError for a file that is damaged or of something else, and for other sizes.
+    """
+    where = os.fspath(path)
+    found = read_manifest(where) if os.path.isdir(where) else _read_file(where)
+    ids, size = found.get("selected_token_ids"), found.get("target_vocab_size")
+    try:
+        if size != target_vocab_size:
+            raise ValueError(f"its target_vocab_size is {size!r}, expected {target_vocab_size} as the target has")
+        checked = _checked_ids(torch.as_tensor(ids), target_vocab_size)
+        if draft_vocab_size is not None and len(checked) != min(draft_vocab_size, target_vocab_size):
+            raise ValueError(f"it has {len(checked)} ids, expected draft_vocab_size={draft_vocab_size}")
+    except (ValueError, TypeError, RuntimeError) as error:  # what torch makes no tensor of, it has three errors for
+        raise CacheError(f"{where}: is no choice of draft tokens for this run: {error}. Name another one") from error
+    return checked, _mask(checked, target_vocab_size)
+
+
+def _read_file(where: str) -> dict[str, Any]:
+    try:
+        content = Path(where).read_bytes()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{where}: there is no such file. Name a file of save_token_mapping or a cache folder, or leave it out to "
+            "count tokens anew"
+        ) from None
+    try:
+        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # of pickle, zipfile or torch, as the damage is
+        raise CacheError(
+            f"{where}: {len(content):,} bytes that are no file of torch.save ({type(error).__name__}). Write it anew, "
+            "or leave it out to count tokens anew"
+        ) from error
+    if not isinstance(found, dict):
+        raise CacheError(f"{where}: holds a {type(found).__name__}, expected a dict of save_token_mapping")
+    return found
+
+
+def _checked_ids(ids: Tensor, target_vocab_size: int) -> Tensor:
+    """Return ids as int64 on the CPU; ValueError unless they are one or more different ids of the target."""
+    if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"ids of {ids.dtype} and shape {tuple(ids.shape)}, expected integers in one dimension")
+    checked = ids.detach().to("cpu", torch.int64)
+    foreign = checked[(checked < 0) | (checked >= target_vocab_size)]
+    if len(foreign):
+        raise ValueError(f"id {int(foreign[0])}, expected 0 <= id < target_vocab_size={target_vocab_size}")
+    different = len(set(checked.tolist()))
+    if different != len(checked):
+        raise ValueError(f"{len(checked)} ids, of which {different} are different: expected no repetition")
+    return checked

@@ -1,0 +1,204 @@
+"""The reference implementation of EAGLE-3 caches, nemo-automodel: a process of its own that calls what it is asked to.
+
+As a module: `Peer(folder)` starts this file as a script with the unpacked wheel in `folder` on the path. As that
+script: requests come pickled on stdin, answers go pickled to stdout. Nothing of niels_gpt is imported there.
+
+The wheel's package `_transformers` needs torchao and a dozen other libraries; the producer takes two loaders from it
+and nothing else. So a module with these two names stands in its place; every other line that runs is the peer's own.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+CACHE = "components.datasets.llm.eagle3_cache"
+VOCAB = "components.datasets.llm.eagle3"
+CORE = "components.speculative.eagle.core"
+TARGET = "components.speculative.eagle.target"
+PRECOMPUTE = "components.speculative.precompute_eagle3"
+
+
+class PeerError(Exception):
+    """What the peer raised: the names of the classes of the exception, first its own, and its text."""
+
+    def __init__(self, classes: list[str], text: str) -> None:
+        super().__init__(f"{classes[0]}: {text}")
+        self.classes, self.text = classes, text
+
+
+class Peer:
+    """One version of the peer, running. `peer.call(module, name, ...)` calls one of its functions."""
+
+    def __init__(self, folder: Path) -> None:
+        self.version = folder.name
+        command = [sys.executable, __file__, str(folder)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def call(self, module: str, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Return what the function `name` of a module of the peer returns, or of this file where `module` is ""."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        pickle.dump((module, name, args, kwargs), self._process.stdin)
+        self._process.stdin.flush()
+        good, answer = pickle.load(self._process.stdout)
+        if not good:
+            raise PeerError(*answer)
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def read(cache_dir: str) -> dict[str, Any]:
+    """Return the manifest, every item and the embeddings of a cache, as the peer reads them."""
+    module = peer_module(CACHE)
+    dataset = module.CachedEagle3Dataset(cache_dir)
+    items = [{name: tensor.clone() for name, tensor in dataset[index].items()} for index in range(len(dataset))]
+    return {
+        "manifest": module.read_manifest(cache_dir),
+        "items": items,
+        "embeddings": module.read_target_embeddings(cache_dir).clone(),
+    }
+
+
+def item(cache_dir: str, index: int) -> dict[str, Any]:
+    """Return one item of a cache."""
+    return dict(peer_module(CACHE).CachedEagle3Dataset(cache_dir)[index])
+
+
+def batches(cache_dir: str, seed: int, **kwargs: Any) -> list[dict[str, Any]]:
+    """Return the batches of the peer's dataloader over a cache, torch's random numbers seeded."""
+    import torch
+
+    torch.manual_seed(seed)
+    return list(peer_module(CACHE).build_cached_eagle3_dataloader(cache_dir=cache_dir, **kwargs))
+
+
+def target(model: Any, aux_layer_ids: list[int] | None) -> tuple[Any, Any]:
+    """Return the peer's wrapper of a transformers model, and the wrapper's layers."""
+    wrapper = peer_module(TARGET).HFEagle3TargetModel(model, aux_layer_ids=aux_layer_ids)
+    return wrapper, wrapper.aux_layer_ids
+
+
+def generate(model: Any, aux_layer_ids: list[int] | None, **batch: Any) -> tuple[list[int], dict[str, Any]]:
+    """Return the layers that the peer captures of a model, and the five tensors of its generate_batch."""
+    wrapper, layers = target(model, aux_layer_ids)
+    made = wrapper.generate_batch(**batch)
+    names = ("aux_hidden_states", "logits", "input_ids", "attention_mask", "loss_mask")
+    return layers, {name: getattr(made, name) for name in names}
+
+
+def precompute(argv: list[str], folder: str, rows: dict[str, Any], specials: dict[str, int | None]) -> int:
+    """Run the peer's producer on a model in a folder and on given rows: `rows` maps a field to an [n, S] tensor."""
+    from types import SimpleNamespace
+
+    import transformers
+    from torch.utils.data import DataLoader
+
+    def loader(*, batch_size: int, **_: Any) -> Any:
+        dataset = [{name: tensor[row] for name, tensor in rows.items()} for row in range(len(rows["input_ids"]))]
+        return DataLoader(dataset, batch_size=batch_size)  # type: ignore[arg-type]
+
+    def model(_: str, *, trust_remote_code: bool, torch_dtype: Any) -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype)
+
+    module = peer_module(PRECOMPUTE)
+    module.build_eagle3_dataloader = loader
+    module.NeMoAutoModelForCausalLM = SimpleNamespace(from_pretrained=model)
+    module.NeMoAutoTokenizer = SimpleNamespace(from_pretrained=lambda *_, **__: SimpleNamespace(**specials))
+    return int(module.main(argv))
+
+
+def train(cache_dir: str, model: Any, raw: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+    """Return loss and gradients of the peer's trainer on rows of a cache, and on the live target that made them.
+
+    `raw` is the batch of those rows as the target took it, unshifted. The draft's weights come from a fixed seed.
+    """
+    import torch
+    from transformers import LlamaConfig
+
+    module, manifest = peer_module(CACHE), peer_module(CACHE).read_manifest(cache_dir)
+    config = LlamaConfig(
+        vocab_size=manifest["target_vocab_size"],
+        hidden_size=manifest["aux_hidden_dim"] // 3,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        draft_vocab_size=manifest["draft_vocab_size"],
+        torch_dtype="float32",
+    )
+    ids = torch.tensor(manifest["selected_token_ids"])
+    mask = torch.zeros(manifest["target_vocab_size"], dtype=torch.bool)
+    mask[ids] = True
+    torch.manual_seed(0)
+    draft = peer_module("components.speculative.eagle.draft_llama").LlamaEagle3DraftModel(config)
+    draft.model.embed_tokens.weight.data.copy_(module.read_target_embeddings(cache_dir))
+    trainer = peer_module(CORE).Eagle3TrainerModule(
+        draft, selected_token_ids=ids, selected_token_mask=mask, ttt_steps=3
+    )
+    live, _ = target(model, manifest["aux_layer_ids"])
+    dataset = module.CachedEagle3Dataset(cache_dir)
+    ways = {
+        "cached": module._collate_cached([dataset[row] for row in rows]),
+        "live": live.generate_batch(**raw).to_trainer_inputs(),
+    }
+    found = {}
+    for way, inputs in ways.items():
+        trainer.zero_grad(set_to_none=True)
+        metrics = trainer(**inputs)
+        metrics.loss.backward()
+        gradients = {name: p.grad.clone() for name, p in draft.named_parameters() if p.grad is not None}
+        found[way] = {"loss": metrics.loss.detach(), "valid": metrics.valid_tokens, "gradients": gradients}
+    return found
+
+
+def peer_module(name: str) -> Any:
+    """Import a module of the peer by its name below nemo_automodel."""
+    import importlib
+
+    return importlib.import_module(f"nemo_automodel.{name}")
+
+
+def stand_in() -> None:
+    """Put a module with the names that the producer imports in the place of the package `_transformers`."""
+    from types import ModuleType
+
+    package = ModuleType("nemo_automodel._transformers")
+    package.__path__ = []
+    tokenizers = ModuleType("nemo_automodel._transformers.auto_tokenizer")
+    package.NeMoAutoModelForCausalLM = tokenizers.NeMoAutoTokenizer = None  # type: ignore[attr-defined]
+    sys.modules[package.__name__], sys.modules[tokenizers.__name__] = package, tokenizers
+
+
+def serve() -> None:
+    """Answer requests until stdin ends; whatever libraries print goes to stderr."""
+    import os
+
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    import torch
+
+    torch.set_num_threads(1)
+    stand_in()
+    while True:
+        try:
+            module, name, args, kwargs = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            call = getattr(peer_module(module), name) if module else globals()[name]
+            answer = (True, call(*args, **kwargs))
+        except Exception as error:
+            answer = (False, ([cls.__name__ for cls in type(error).__mro__], str(error)))
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[1])
+    serve()
