@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS ?= dev,pipelines
+EXTRAS ?= dev,pipelines,eagle3
 
 # Dagster recommends its newer command line at every call of the one that people and CI use here.
 DAGSTER := PYTHONWARNINGS=ignore $(BIN)/dagster

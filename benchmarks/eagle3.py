@@ -266,6 +266,7 @@ def bench_cloned(setup: Setup) -> None:
         seconds = measured({**ways, limit: plain_anew}, setup.rounds)
         table(f"cloned, {title}, opened anew", seconds, len(order), limit)
         target("ours / the copy", ratio(seconds, "ours", limit), 0.9)
+        profiled(setup, ways["ours"])
 
 
 def bench_batches(setup: Setup) -> None:
@@ -277,9 +278,11 @@ def bench_batches(setup: Setup) -> None:
             pass
 
     def stack() -> None:
+        batch = None  # the last one lives until the next is there, as in a loop over a loader
         for begin in range(0, setup.samples, BATCH):
             found = [plain[row] for row in setup.shuffled[begin : begin + BATCH]]
-            {name: torch.stack([row[name] for row in found]) for name in LAYOUT.fields}
+            batch = {name: torch.stack([row[name] for row in found]) for name in LAYOUT.fields}
+        del batch
 
     for name, library in setup.libraries().items():
         loader = library.build_cached_eagle3_dataloader(cache_dir=setup.cache, batch_size=BATCH, shuffle=True)

@@ -22,6 +22,7 @@ from niels_gpt.eagle3.supervision import cache_fields, check_finite
 from niels_gpt.eagle3.target import HFEagle3TargetModel
 
 _AHEAD = 2  # batches that wait to be written, while a further one is
+_COUNTS = ("tokens", "supervised", "positions")
 Report = Callable[[int, int], None]
 """Is told tokens and bytes that were written since the last call."""
 
@@ -53,9 +54,7 @@ class PlannedForward:
         with torch.no_grad():
             outputs = self.target.generate_batch(**self._inputs(shard, batch))
             check_finite(outputs, names, lengths, manifest["aux_layer_ids"], dtype)
-            tensors, facts = cache_fields(
-                outputs, lengths, self._selected, self._mask, topk=layout.topk, dtype=dtype
-            )
+            tensors, facts = cache_fields(outputs, lengths, self._selected, self._mask, topk=layout.topk, dtype=dtype)
         for name in INT_FIELDS:
             tensors[name] = functional.pad(tensors[name], (0, layout.seq_length - width))
         return tensors, facts
@@ -71,10 +70,10 @@ class PlannedForward:
         ids = torch.full((len(rows), width), int(self._plan.tokenizer["pad_id"]))
         present, loss = torch.zeros_like(ids), torch.zeros_like(ids)
         for place, index in enumerate(self._indices(shard, batch)):
-            found, mask = self._samples.row(index)
-            ids[place, : len(found)] = torch.from_numpy(found)
-            present[place, : len(found)] = 1
-            loss[place, : len(found)] = torch.from_numpy(mask)
+            raw, mask = self._samples.row(index)
+            ids[place, : len(raw)] = torch.from_numpy(raw)
+            present[place, : len(raw)] = 1
+            loss[place, : len(raw)] = torch.from_numpy(mask)
         found = {"input_ids": ids, "attention_mask": present, "loss_mask": loss}
         return {name: tensor.to(self._device) for name, tensor in found.items()}
 
@@ -88,10 +87,11 @@ def make_shards(
             facts = _Facts()
             for batch in plan.batches[shard]:
                 tensors, found = forward(shard, batch)
-                facts.add(found)
-                tail.write(shard, batch[1], forward.lengths(shard, batch), tensors)
+                lengths = forward.lengths(shard, batch)
+                facts.add({"tokens": lengths, **found})
+                tail.write(shard, batch[1], lengths, tensors)
                 report(*tail.written())
-            tail.commit(shard, {"plan": plan.sha256, **facts.sums(compressed=plan.layout.topk > 0)})
+            tail.commit({"plan": plan.sha256, **facts.sums(compressed=plan.layout.topk > 0)})
     report(*tail.written())
 
 
@@ -99,7 +99,7 @@ class _Facts:
     """The sums over a shard, in the order of its batches, which the plan fixes: so are the roundings."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = {"supervised": 0, "positions": 0, "kept_mass": 0.0, "draft_mass": 0.0}
+        self._sums: dict[str, float] = dict.fromkeys((*_COUNTS, "kept_mass", "draft_mass"), 0.0)
 
     def add(self, facts: Mapping[str, Any]) -> None:
         for name in self._sums:
@@ -107,7 +107,7 @@ class _Facts:
                 self._sums[name] += sum(torch.as_tensor(facts[name], dtype=torch.float64).tolist())
 
     def sums(self, *, compressed: bool) -> dict[str, Any]:
-        counts = {name: int(self._sums[name]) for name in ("supervised", "positions")}
+        counts = {name: int(self._sums[name]) for name in _COUNTS}
         kept = self._sums["kept_mass"] if compressed else None
         return {**counts, "kept_mass": kept, "draft_mass": self._sums["draft_mass"]}
 
@@ -131,8 +131,8 @@ class _Tail:
     def write(self, shard: int, rows: list[int], slots: list[int], tensors: dict[str, torch.Tensor]) -> None:
         self._give(self._write, shard, rows, slots, tensors)
 
-    def commit(self, shard: int, facts: dict[str, Any]) -> None:
-        self._give(self._commit, {"plan": facts.pop("plan"), "tokens": self._tokens_of(shard), **facts})
+    def commit(self, facts: dict[str, Any]) -> None:
+        self._give(self._commit, facts)
 
     def written(self) -> tuple[int, int]:
         """Return tokens and bytes since the last call."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from niels_gpt.eagle3.layout import SIDECAR, Layout, PathLike
 from niels_gpt.eagle3.manifest import layout_of, read_manifest
-from niels_gpt.eagle3.samples import IDS_NAME, SAMPLES_NAME, Samples
+from niels_gpt.eagle3.samples import IDS_NAME, Samples
 from niels_gpt.fileio import CacheError, canonical_json
 from niels_gpt.records import parse_object, read_regular, shortened
 
@@ -169,9 +169,7 @@ def make_plan(
     )
 
 
-def plan_batches(
-    lengths: Sequence[int], batch_size: int, max_batch_tokens: int, *, seq_length: int
-) -> list[Batch]:
+def plan_batches(lengths: Sequence[int], batch_size: int, max_batch_tokens: int, *, seq_length: int) -> list[Batch]:
     """Return the batches of a shard whose rows have these lengths: each row in one of them, the longest rows first.
 
     A batch is as wide as its longest row, rounded up to a multiple of 8 and to seq_length at most; it has at most
@@ -211,9 +209,7 @@ def open_plan(cache_dir: PathLike) -> Plan:
             manifest=manifest,
             batch_size=record["batches"]["batch_size"],
             max_batch_tokens=record["batches"]["max_batch_tokens"],
-            batches=[
-                [(width, rows) for width, rows in json.loads(line)] for line in read_regular(path).splitlines()
-            ],
+            batches=[[(width, rows) for width, rows in json.loads(line)] for line in read_regular(path).splitlines()],
             **{name: record[name] for name in ("target", "tokenizer", "source", "dropped", "samples", "run")},
         )
         wrong = differing_fields(record, plan.record) + differing_fields(found, manifest, "manifest.")

@@ -100,7 +100,7 @@ class Samples:
         """Return the content of the two files by name: equal samples, equal bytes."""
         from safetensors.numpy import save
 
-        tensors = {"ids": self.ids, "loss_mask": self.loss_mask, "starts": self.starts}
+        tensors: dict[str, NDArray[Any]] = {"ids": self.ids, "loss_mask": self.loss_mask, "starts": self.starts}
         names = b"".join(name.encode("unicode_escape") + b"\n" for name in self.source_ids)
         return {SAMPLES_NAME: save(tensors), IDS_NAME: names}
 

@@ -93,12 +93,13 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             return RefusedChat(REFUSED_BY_TEMPLATE, f"chat {chat!r}: {error}")
 
-    def _render(self, turns: Turns, **options: bool) -> tuple[list[str], list[Spans]]:
+    def _render(self, turns: Turns, **how: bool) -> tuple[list[str], list[Spans]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # Not apply_chat_template: where white space is dropped at a mark, its mask runs on to the end of the chat.
+        options: Any = {**self.variables, **how}
         found: Any = render_jinja_template(
-            conversations=[list(turns)], chat_template=self.text, **options, **self.variables
+            conversations=[[dict(turn) for turn in turns]], chat_template=self.text, **options
         )
         return found[0], found[1]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -103,8 +103,8 @@ def _one(tokenizer: ChatTokenizer, messages: Turns) -> tuple[list[int], list[int
 class ProjectTokenizer:
     """The project's own SentencePiece tokenizer, with the ids, guards and supervised tokens of an sft cache."""
 
-    template_sha256 = None
-    mask_by = "sentinels"
+    template_sha256: str | None = None
+    mask_by: str = "sentinels"
 
     def __init__(self, tokenizer: SentencePieceTokenizer, name: str) -> None:
         self.name = name
@@ -165,7 +165,7 @@ class TransformersTokenizer:
         self.name = name
         self.sha256: str = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
         self._tokenizer = tokenizer
-        text = chat_template or (tokenizer.get_chat_template() if tokenizer.chat_template else None)
+        text = tokenizer.get_chat_template() if tokenizer.chat_template and chat_template is None else chat_template
         added = list(tokenizer.added_tokens_decoder.values())
         ends = tuple(token.content for token in added if token.content.strip())
         self._template = ChatTemplate(name, text, dict(tokenizer.special_tokens_map), ends, self._difference)

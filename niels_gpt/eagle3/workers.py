@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from niels_gpt.eagle3.forward import PlannedForward, Report, make_shards
-from niels_gpt.eagle3.layout import SIDECAR, PathLike
+from niels_gpt.eagle3.layout import SIDECAR
 from niels_gpt.eagle3.manifest import write_target_embeddings
 from niels_gpt.eagle3.plan import Plan
 from niels_gpt.eagle3.samples import Samples
@@ -105,7 +105,9 @@ def _death_of(process: Any) -> RuntimeError:
     how = f"exit code {code}"
     if code is not None and code < 0:
         how = f"killed by {signal.Signals(-code).name}" + ("; is there too little memory?" if code == -9 else "")
-    return RuntimeError(f"worker process {process.pid} died ({how}). Run the same again with --resume: what is done stays")
+    return RuntimeError(
+        f"worker process {process.pid} died ({how}). Run the same again with --resume: what is done stays"
+    )
 
 
 # --- in a worker process ----------------------------------------------------------------------------------------------
@@ -116,7 +118,9 @@ def _work(job: Job, number: int, parent: Connection) -> None:
     try:
         samples = Samples.open(os.path.join(job.cache_dir, SIDECAR))
         torch.set_num_threads(job.plan.run["threads"])
-        _run(job, samples, _asked(parent), lambda *written: parent.send(("written", *written)), _device(job.plan, number))
+        _run(
+            job, samples, _asked(parent), lambda *written: parent.send(("written", *written)), _device(job.plan, number)
+        )
         parent.send(("ended",))
     except BaseException as error:
         logger.debug("worker %d failed", number, exc_info=True)
@@ -181,13 +185,3 @@ def _sigint_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def leftovers(cache_dir: PathLike) -> list[str]:
-    """Return the temporary files of writers that were killed."""
-    found = []
-    for folder in (cache_dir, os.path.join(cache_dir, SIDECAR)):
-        if os.path.isdir(folder):
-            names = (name for name in sorted(os.listdir(folder)) if name.startswith(".") and name.endswith(".tmp"))
-            found += [os.path.join(folder, name) for name in names]
-    return found
