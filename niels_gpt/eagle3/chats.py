@@ -83,6 +83,8 @@ def chat_rows(
     "special_text", and "refused_by_template" for those that the template raises an error for.
     Raises: ValueError if no row is left, for an id outside the vocabulary, and as tokenizer.encode_chats.
     """
+    if on_special not in ("drop", "raise"):
+        raise ValueError(f"on_special={on_special!r}: expected 'drop' or 'raise'")
     account = _Account(counters, seq_length, tokenizer.vocab_size if vocab_size is None else vocab_size, "chat")
     stream = iter(chats)
     while batch := list(islice(stream, _BATCH)):
@@ -95,7 +97,7 @@ def chat_rows(
                 continue
             row = account.row(name, np.asarray(found.ids, dtype=np.int64), np.asarray(found.mask, dtype=np.uint8))
             if row is not None:
-                counters[MERGED] += found.merged
+                account.count(MERGED, found.merged)
                 yield row
     account.end()
 
@@ -103,7 +105,7 @@ def chat_rows(
 def given_rows(
     rows: Iterable[tuple[str, Mapping[str, Any]]], *, vocab_size: int, seq_length: int, counters: Counter[str]
 ) -> Iterator[Row]:
-    """Yield rows, id and fields, that have ids and mask already, taken as they are; only those that supervise something.
+    """Yield rows, id and fields, that have ids and mask already, as they are; only those that supervise something.
 
     input_ids: integers below vocab_size; loss_mask: as many 0, 1 or bools; both lists or 1-D arrays.
     counters: as `chat_rows` has them, as far as they apply.
@@ -127,15 +129,15 @@ def _array(name: str, fields: Mapping[str, Any], field: str) -> NDArray[Any]:
     value = fields.get(field)
     if value is None:
         raise ValueError(f"row {name!r}: has no {field}, expected a list of integers")
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of different lengths in it
+        array = np.empty((0, 0))
     if array.shape == (0,):
         return array.astype(np.int64)
-    kinds = "iu" if field == "input_ids" else "iub"
+    kinds, expected = ("iu", "integers") if field == "input_ids" else ("iub", "0 and 1")
     if array.ndim != 1 or array.dtype.kind not in kinds:
-        raise ValueError(
-            f"row {name!r}: {field} is {_CONTROLS.sub('?', repr(value))[:60]} ({array.dtype}, {array.ndim}-D), expected "
-            f"a list of {'integers' if field == 'input_ids' else '0 and 1'}"
-        )
+        raise ValueError(f"row {name!r}: {field} is {_printable(repr(value)[:60])}, expected a list of {expected}")
     return array
 
 
@@ -150,6 +152,11 @@ class _Account:
         self._kept = 0
         self._first = ""  # what was found in the first one that was dropped for more than its shape
 
+    def count(self, what: str, number: int) -> None:
+        """Add to a counter; what never happened gets no entry."""
+        if number:
+            self._counters[what] += number
+
     def is_wanted(self, turns: Sequence[Mapping[str, str]]) -> bool:
         """Whether a chat has an assistant's turn; one that has none is counted."""
         if not turns:
@@ -162,7 +169,7 @@ class _Account:
 
     def drop(self, reason: str, found: str = "") -> None:
         """Count one that is dropped."""
-        self._counters[reason] += 1
+        self.count(reason, 1)
         self._dropped[reason] += 1
         self._first = self._first or found
 
@@ -183,9 +190,8 @@ class _Account:
             self.drop(NO_SUPERVISED if len(ids) else EMPTY)
             return None
         self._kept += 1
-        self._counters[ROWS] += 1
-        self._counters[TRUNCATED] += cut > 0
-        self._counters[TOKENS_CUT] += cut
+        for what, number in ((ROWS, 1), (TRUNCATED, cut > 0), (TOKENS_CUT, cut)):
+            self.count(what, number)
         return Row(name, ids.astype(np.int32), mask, cut)
 
     def end(self) -> None:
@@ -209,10 +215,13 @@ def show_rows(rows: Iterable[Row], tokenizer: ChatTokenizer, *, color: bool) -> 
     return "\n\n".join(f"{_heading(row)}\n{_marked(row, tokenizer, color)}" for row in rows)
 
 
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
 def _heading(row: Row) -> str:
-    name = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in row.id)
     cut = f", {row.cut} more cut" if row.cut else ""
-    return f"{name}: {len(row.input_ids)} tokens, {int(row.loss_mask.sum())} supervised{cut}"
+    return f"{_printable(row.id)}: {len(row.input_ids)} tokens, {int(row.loss_mask.sum())} supervised{cut}"
 
 
 def _marked(row: Row, tokenizer: ChatTokenizer, color: bool) -> str:

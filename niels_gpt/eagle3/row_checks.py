@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from niels_gpt.eagle3.shards import INT_FIELDS
+from niels_gpt.eagle3.layout import INT_FIELDS
 
 _CHUNK_ELEMENTS = 1 << 21  # looked at in one piece: 8 MiB in float32
 _SOFTMAX_ERROR = 2**-14  # of a sum in float32 over a vocabulary, with room
@@ -23,6 +23,8 @@ PROBS, VALUES, INDICES, AUX = "target_probs", "target_probs_values", "target_pro
 class Row:
     """One stored sample."""
 
+    number: int
+    """In the cache."""
     where: str
     """Begins every sentence: the shard's file, the sample's number and its id."""
     fields: Mapping[str, Tensor]

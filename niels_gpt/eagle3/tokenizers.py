@@ -136,7 +136,8 @@ class ProjectTokenizer:
                 ids += [self._role_id(name, message["role"]), *content, self._special["eot"]]
                 mask += [0, *[int(message["role"] == "assistant")] * (len(content) + 1)]
                 text += 1
-            results.append(EncodedChat(ids, mask) if problem is None else RefusedChat(SPECIAL_TEXT, problem[1]))
+            found = None if problem is None else RefusedChat(SPECIAL_TEXT, f"chat {name!r}: {problem[1]}")
+            results.append(found or EncodedChat(ids, mask))
         return results
 
     def _role_id(self, chat: str, role: str) -> int:
