@@ -193,7 +193,7 @@ def serve() -> None:
         try:
             call = getattr(peer_module(module), name) if module else globals()[name]
             answer = (True, call(*args, **kwargs))
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # the latter of its command line
             answer = (False, ([cls.__name__ for cls in type(error).__mro__], str(error)))
         pickle.dump(answer, answers)
         answers.flush()

@@ -19,8 +19,14 @@ import torch
 from peer_automodel import CACHE, CORE, TARGET, VOCAB, Peer, PeerError
 
 from niels_gpt.eagle3 import cache, vocab
+from niels_gpt.eagle3.models import load_target
+from niels_gpt.eagle3.small_target import write_small_target
 from niels_gpt.eagle3.supervision import draft_distribution
 from niels_gpt.eagle3.target import HFEagle3TargetModel, default_eagle3_aux_layer_ids
+from niels_gpt.recipes.eagle3 import carry_out, prepare, resolve
+from niels_gpt.recipes.eagle3_options import Options
+from niels_gpt.settings import Settings
+from niels_gpt.tokenizer import SentencePieceTokenizer
 
 PEERS = os.environ.get("NIELS_GPT_PEERS")
 pytestmark = pytest.mark.skipif(
@@ -531,3 +537,132 @@ def test_the_default_layers_are_the_peers(new: Peer, count: int) -> None:
 
     theirs = partial(new.call, TARGET, "default_eagle3_aux_layer_ids")
     assert layers(default_eagle3_aux_layer_ids) == layers(theirs)
+
+
+# --- the producer, and what a draft learns ----------------------------------------------------------------------------
+
+LENGTH, DRAFT, BATCH = 24, 90, 4  # samples of at most 24 tokens; 90 tokens that the draft knows; 4 rows a forward
+
+
+@pytest.fixture(scope="module")
+def small_target(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> Path:
+    """A Llama of random weights in a folder, with the tests' tiny tokenizer."""
+    return write_small_target(tmp_path_factory.mktemp("target") / "llama", tiny_tokenizer)
+
+
+class Made:
+    """A cache of ours made from rows of given lengths, and the same rows padded as the peer's loader gives them."""
+
+    def __init__(self, folder: Path, target: Path, lengths: list[int], **options: Any) -> None:
+        self.folder, self.target, self.rows_path = folder, target, folder.with_suffix(".jsonl")
+        vocab_size = json.loads((target / "config.json").read_bytes())["vocab_size"]
+        generator = torch.Generator().manual_seed(5)
+        ids = torch.randint(4, vocab_size, (len(lengths), LENGTH), generator=generator)
+        mask = torch.randint(2, ids.shape, generator=generator)
+        mask[:, 1] = 1  # a row without any would be left out
+        lines = [
+            json.dumps({"input_ids": ids[row, :length].tolist(), "loss_mask": mask[row, :length].tolist()}) + "\n"
+            for row, length in enumerate(lengths)
+        ]
+        self.rows_path.write_text("".join(lines))
+        self.options = Options(
+            target_model=str(target),
+            input_data=str(self.rows_path),
+            output_dir=folder,
+            seq_length=LENGTH,
+            draft_vocab_size=DRAFT,
+            batch_size=BATCH,
+            threads=1,
+            device="cpu",
+            **options,
+        )
+        resolved = resolve(self.options, Settings(source_root="sample"))
+        carry_out(prepare(resolved), folder)
+        names = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+        self.specials = dict(zip(names, resolved.tokenizer.special_token_ids, strict=True))
+        present = torch.arange(LENGTH)[None] < torch.tensor(lengths)[:, None]
+        self.present = present
+        self.rows = {
+            "input_ids": torch.where(present, ids, resolved.tokenizer.pad_id),
+            "loss_mask": mask * present,
+            "attention_mask": present.long(),
+        }
+
+    def by_the_peer(self, peer: Peer, folder: Path, *more: str) -> Path:
+        """Let the peer's producer make the cache of the same rows, with the same options, in another folder."""
+        argv = [
+            *("--target-model", self.options.target_model, "--input-data", self.options.input_data),
+            *("--output-dir", str(folder), "--device", "cpu", "--seq-length", str(LENGTH), "--shuffle-seed", "0"),
+            *("--draft-vocab-size", str(DRAFT), "--batch-size", str(BATCH), "--dtype", self.options.dtype),
+            *("--shard-size", str(self.options.shard_size), *more),
+        ]
+        if peer.version != "0.5.0":
+            argv += ["--target-probs-topk", str(self.options.target_probs_topk), "--mask-generation-prompt"]
+        assert peer.call("", "precompute", argv, str(self.target), self.rows, self.specials) == 0
+        return folder
+
+
+@pytest.mark.parametrize(
+    ("version", "options"),
+    [
+        ("0.5.0", {"format_version": 1, "dtype": "fp32"}),
+        ("0.5.0", {"format_version": 1, "dtype": "bf16"}),
+        ("0.7.0", {"format_version": 2, "dtype": "fp16"}),
+        ("0.7.0", {"target_probs_topk": K, "dtype": "bf16"}),
+    ],
+    ids=str,
+)
+def test_both_producers_write_the_same_files(
+    version: str, options: dict[str, Any], old: Peer, new: Peer, small_target: Path, tmp_path: Path
+) -> None:
+    """All samples as long as a row, so that there is no padding, and the batches are the same."""
+    made = Made(tmp_path / "ours", small_target, [LENGTH] * 10, shard_size=BATCH, **options)
+    theirs = files_of(made.by_the_peer(old if version == old.version else new, tmp_path / "theirs"))
+    ours = files_of(made.folder)
+    assert list(ours) == list(theirs) and len(ours) == 5
+    for name, content in theirs.items():
+        assert ours[name] == content, name
+
+
+def test_both_producers_make_the_same_rows_of_samples_of_many_lengths(
+    old: Peer, small_target: Path, tmp_path: Path
+) -> None:
+    """The longest sample of a batch fills its row, so the batches are the same; what ours adds is zeros in the padding.
+
+    The slot of a sample's last token is followed by none: there the peer has what its target says of the padding.
+    """
+    lengths = [LENGTH, 17, 9, 3, LENGTH, LENGTH, 2, 2]
+    made = Made(tmp_path / "ours", small_target, lengths, shard_size=BATCH, dtype="fp32")
+    theirs = old.call("", "read", str(made.by_the_peer(old, tmp_path / "theirs")))["items"]
+    for length, item, other in zip(lengths, read_ours(made.folder), theirs, strict=True):
+        for name in ("input_ids", "attention_mask", "loss_mask", "position_mask"):
+            assert_same(item[name], other[name], name)
+        assert_same(item["aux_hidden_states"][:length], other["aux_hidden_states"][:length])
+        assert_same(item["target_probs"][: length - 1], other["target_probs"][: length - 1])
+        assert not item["aux_hidden_states"][length:].any() and not item["target_probs"][length:].any()
+        assert_same(item["target_probs"][length - 1], torch.softmax(torch.zeros(DRAFT), 0))
+
+
+def test_the_peer_goes_on_with_a_cache_of_ours(new: Peer, small_target: Path, tmp_path: Path) -> None:
+    made = Made(tmp_path / "c", small_target, [LENGTH] * 10, shard_size=BATCH, format_version=2)
+    before = files_of(made.folder)
+    with pytest.raises(PeerError, match=r"mismatched fields: \['shuffle_seed'\]"):
+        made.by_the_peer(new, made.folder, "--resume", "--shuffle-seed", "7")
+    (made.folder / "shard-000002.safetensors").unlink()
+    made.by_the_peer(new, made.folder, "--resume")
+    assert files_of(made.folder) == before
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_draft_learns_the_same_from_our_cache_as_from_the_live_target(
+    old: Peer, new: Peer, small_target: Path, tmp_path: Path, version: int
+) -> None:
+    """The peer's draft and trainer, three steps deep: the loss and every gradient, bit for bit."""
+    lengths = [LENGTH, 17, 9, 3]
+    made = Made(tmp_path / "c", small_target, lengths, shard_size=BATCH, dtype="fp32", format_version=version)
+    model = load_target(str(small_target), revision=None, dtype=torch.float32, attention="sdpa", device="cpu")
+    found = (old if version == 1 else new).call("", "train", str(made.folder), model, made.rows, [0, 1, 2, 3])
+    cached, live = found["cached"], found["live"]
+    assert cached["valid"] > 10 and 1 < cached["loss"] < 20
+    assert len(cached["gradients"]) >= 12 and all(gradient.any() for gradient in cached["gradients"].values())
+    assert_same(cached, live)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from niels_gpt.eagle3.folder import leftovers
 from niels_gpt.eagle3.layout import INT_FIELDS, SIDECAR, PathLike, row_bytes_of
 from niels_gpt.eagle3.manifest import EMBEDDINGS_NAME
 from niels_gpt.eagle3.plan import Plan
@@ -43,7 +44,7 @@ class Estimate:
     to_write_bytes: int
     """What this run takes of the disk, at most: without what is there, and without holes where there can be any."""
     free_bytes: int
-    """Of the output folder's file system, for this user."""
+    """Of the output folder's file system, for this user, and what a killed run's temporary files will give back."""
     has_holes: bool
     """Whether padding takes no disk there."""
     bytes_per_token: float
@@ -86,7 +87,7 @@ def estimate(cache_dir: PathLike, plan: Plan, samples: Samples, *, done: Collect
         batches=sum(map(len, plan.batches)),
         apparent_bytes=sum(sizes) + small,
         to_write_bytes=int(used[left].sum()) + max(0, small - here),
-        free_bytes=shutil.disk_usage(folder).free,
+        free_bytes=shutil.disk_usage(folder).free + sum(path.stat().st_blocks * 512 for path in leftovers(cache_dir)),
         has_holes=holes,
         bytes_per_token=sum(sizes) / int(lengths.sum()),
         format_version=plan.manifest["format_version"],

@@ -25,7 +25,7 @@ from niels_gpt.eagle3.manifest import (
     number_in,
     read_manifest,
 )
-from niels_gpt.eagle3.plan import PLAN_NAME
+from niels_gpt.eagle3.plan import PLAN_NAME, read_record
 from niels_gpt.eagle3.row_checks import Row
 from niels_gpt.eagle3.samples import Samples
 from niels_gpt.eagle3.shards import receipt_path, shard_damage
@@ -33,7 +33,7 @@ from niels_gpt.fileio import META_NAME, CacheError, sha256_file
 from niels_gpt.records import file_records, meta_crc32, parse_object, path_inside, read_regular, shortened
 
 AGAIN = "Remove it and produce it again: python -m niels_gpt.eagle3.precompute --resume"
-_FOREIGN = "cannot be checked: no sidecar, as in caches that other tools wrote"
+FOREIGN = "cannot be checked: no sidecar, as in caches that other tools wrote"
 _MAX_NAMED = 10  # shards, in one sentence
 
 
@@ -82,10 +82,18 @@ class Opened:
         return (self.folder / SIDECAR / PLAN_NAME).is_file()
 
     @cached_property
+    def plan(self) -> dict[str, Any]:
+        """What plan.json says. Raises: NotChecked in a foreign cache."""
+        record = read_record(self.folder)
+        if record is None:
+            raise NotChecked(FOREIGN)
+        return record
+
+    @cached_property
     def samples(self) -> Samples:
         """The source's rows. Raises: NotChecked in a foreign cache."""
         if not self.is_planned:
-            raise NotChecked(_FOREIGN)
+            raise NotChecked(FOREIGN)
         try:
             return Samples.open(self.folder / SIDECAR)
         except FileNotFoundError as error:
@@ -215,7 +223,7 @@ def _some(shards: set[int]) -> str:
 def wrong_sums(cache: Opened) -> Iterator[str]:
     """Yield what is wrong with meta.json and with each file that it names; the shards have `wrong_shard_sums`."""
     if not cache.is_planned and not any(receipt_path(cache.folder, shard).is_file() for shard in cache.shards):
-        raise NotChecked(_FOREIGN)
+        raise NotChecked(FOREIGN)
     path = cache.folder / META_NAME
     if not path.is_file():
         return  # `incomplete` tells

@@ -90,15 +90,16 @@ def _values(left: dict[str, Any], right: dict[str, Any]) -> str:
 
 
 def is_finished(cache_dir: PathLike, plan: Plan, shard: int) -> bool:
+    """Whether a shard stands in a folder as its receipt says, and the receipt is of this plan."""
     try:
         receipt = read_receipt(cache_dir, shard)
         size = os.lstat(shard_path(cache_dir, shard)).st_size
     except (CacheError, FileNotFoundError) as error:
         logger.warning("%s; the shard is made again", error)
         return False
-    expected = plan.layout.shard_bytes(plan.rows_of(shard))
     if receipt is None or receipt["facts"].get("plan") != plan.sha256:
         return False
+    expected = plan.layout.shard_bytes(plan.rows_of(shard))
     return bool(receipt["samples"] == plan.rows_of(shard) and receipt["bytes"] == expected == size)
 
 
@@ -131,27 +132,30 @@ class CacheFolder:
 
     def remove_leftovers(self) -> None:
         """Remove the temporary files of writers that are no more."""
-        for folder in (self.folder, self.folder / SIDECAR):
-            for entry in sorted(folder.iterdir()):
-                if _LEFTOVER.fullmatch(entry.name):
-                    fileio.remove(entry)
+        for path in leftovers(self.folder):
+            fileio.remove(path)
 
     def meta(self) -> dict[str, Any] | None:
         """Return the meta.json of a finished cache of this plan; None where there is none, or something is missing."""
         try:
             meta = parse_object(read_regular(self.folder / META_NAME))
             sizes = {record["name"]: record["bytes"] for record in meta["files"]}
-            good = meta["plan_sha256"] == self.plan.sha256 and not self.lacks_embeddings()
-            good = good and all((self.folder / name).lstat().st_size == size for name, size in sizes.items())
+            whole = all((self.folder / name).lstat().st_size == size for name, size in sizes.items())
+            return meta if whole and meta["plan_sha256"] == self.plan.sha256 else None
         except (OSError, ValueError, LookupError, TypeError):
             return None
-        return meta if good else None
 
     def finish(self) -> dict[str, Any]:
         """Write meta.json, which says that all is there, and return what it says."""
         meta = describe(self.folder, self.plan)
         write_bytes(self.folder / META_NAME, meta_bytes(meta))
         return parse_object(meta_bytes(meta))
+
+
+def leftovers(cache_dir: PathLike) -> list[Path]:
+    """Return the temporary files in a folder: nobody writes them any more where nobody holds the lock."""
+    folders = [folder for folder in (Path(cache_dir), Path(cache_dir, SIDECAR)) if folder.is_dir()]
+    return sorted(path for folder in folders for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
 
 
 def _write_once(path: Path, content: bytes) -> None:

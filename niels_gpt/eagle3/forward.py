@@ -21,7 +21,7 @@ from niels_gpt.eagle3.shards import ShardWriter
 from niels_gpt.eagle3.supervision import cache_fields, check_finite
 from niels_gpt.eagle3.target import HFEagle3TargetModel
 
-_AHEAD = 2  # batches that wait to be written, while a further one is
+_AHEAD = 2  # batches: one that is being written, and one that waits for it
 _COUNTS = ("tokens", "supervised", "positions")
 Report = Callable[[int, int], None]
 """Is told tokens and bytes that were written since the last call."""
@@ -152,7 +152,7 @@ class _Tail:
             self._writer.discard()
 
     def _give(self, work: Callable[..., None], *arguments: Any) -> None:
-        while self._given and (len(self._given) > _AHEAD or self._given[0].done()):
+        while self._given and (len(self._given) >= _AHEAD or self._given[0].done()):
             self._given.popleft().result()
         self._given.append(self._pool.submit(self._do, work, *arguments))
 

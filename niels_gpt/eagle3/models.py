@@ -59,23 +59,24 @@ def target_facts(name: str, *, revision: str | None = None) -> TargetFacts:
     try:
         with _quiet():
             config = transformers.AutoConfig.from_pretrained(path.parent, local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError) as error:
+            text = config.get_text_config()
+            sizes = text.num_hidden_layers, text.hidden_size, text.vocab_size
+    except Exception as error:  # whatever the class of that config finds wrong
         raise ValueError(f"{path}: transformers {transformers.__version__} cannot read it: {error}") from error
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
             f"{path}: model_type {config.model_type!r} is no causal language model of transformers "
             f"{transformers.__version__}. Name one that predicts the next token"
         )
-    text = config.get_text_config()
     return TargetFacts(
         name=name,
         revision=None if local else path.parent.name,
         weights_sha256=_weights_sha256(path.parent) if local else None,
         config_sha256=hashlib.sha256(raw).hexdigest(),
         model_type=config.model_type,
-        num_layers=text.num_hidden_layers,
-        hidden_size=text.hidden_size,
-        vocab_size=text.vocab_size,
+        num_layers=sizes[0],
+        hidden_size=sizes[1],
+        vocab_size=sizes[2],
         max_positions=getattr(text, "max_position_embeddings", None),
     )
 

@@ -11,8 +11,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from niels_gpt.eagle3.layout import SIDECAR, Layout, PathLike
 from niels_gpt.eagle3.manifest import layout_of, read_manifest
@@ -51,6 +54,26 @@ class Run:
     """Version."""
     transformers: str
     """Version."""
+
+    @classmethod
+    def here(cls, device: str | None, *, attention: str, threads: int) -> Run:
+        """Return how a target runs on this machine. device: cpu or cuda; None: cuda where there is one.
+
+        Raises: ValueError where cuda is asked for and cannot be used.
+        """
+        cuda = torch.cuda.is_available()
+        if device == "cuda" and not cuda:
+            raise ValueError("--device cuda: torch finds no usable GPU here. Use --device cpu")
+        chosen = device or ("cuda" if cuda else "cpu")
+        return cls(
+            device=chosen,
+            processor=torch.cuda.get_device_name() if chosen == "cuda" else torch.backends.cpu.get_cpu_capability(),
+            compute_dtype="bf16" if chosen == "cuda" else "fp32",
+            attention=attention,
+            threads=threads,
+            torch=torch.__version__,
+            transformers=version("transformers"),
+        )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,7 +92,8 @@ def _make(
         why = f"{error.strerror}. {kept} of {found.plan.num_shards} shards are done and kept: once that is mended, "
         raise OSError(error.errno, f"{why}run the same again with --resume", error.filename) from error
     finally:
-        found.remove_leftovers()
+        with suppress(OSError):  # there is a better error then; the next run removes them
+            found.remove_leftovers()
 
 
 class _Told:

@@ -68,19 +68,17 @@ def not_finite(row: Row) -> Iterator[str]:
             yield f"{row.where}: {first}, expected finite numbers; {_slots(bad)} of {name} hold one"
 
 
-def other_ids(row: Row, ids: Tensor, loss_mask: Tensor) -> Iterator[str]:
+def other_ids(row: Row, ids: Tensor, loss_mask: Tensor, pad_id: int) -> Iterator[str]:
     """Yield where the stored ids and masks are not those of the source's row.
 
     ids, loss_mask: int64 [L], as they came from the source: neither shifted nor padded.
     """
     width, length = len(row.fields["input_ids"]), len(ids)
-    expected = {name: torch.zeros(width, dtype=torch.int64) for name in INT_FIELDS}
-    if length:
-        expected["input_ids"][: length - 1] = ids[1:]
-        expected["loss_mask"][: length - 1] = loss_mask[1:]
-        expected["attention_mask"][:length] = 1
-    for name, wanted in expected.items():
-        found = row.fields[name]
+    raw = {name: torch.zeros(width + 1, dtype=torch.int64) for name in INT_FIELDS}
+    raw["input_ids"][:width] = pad_id
+    raw["input_ids"][:length], raw["loss_mask"][:length], raw["attention_mask"][:length] = ids, loss_mask, 1
+    for name, unshifted in raw.items():
+        found, wanted = row.fields[name], unshifted[:width] if name == "attention_mask" else unshifted[1:]
         wrong = (found != wanted).nonzero()
         if len(wrong):
             slot = int(wrong[0])

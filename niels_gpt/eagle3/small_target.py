@@ -98,5 +98,5 @@ def _small_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def _drawn(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Return ones for a norm; else numbers of mean 0 and variance 1 / inputs, made without exp or log."""
     if len(shape) == 1:
-        return torch.ones(shape)
-    return (torch.rand(shape, generator=generator) - 0.5) * math.sqrt(12 / shape[1])
+        return torch.ones(shape, dtype=torch.float32)
+    return (torch.rand(shape, dtype=torch.float32, generator=generator) - 0.5) * math.sqrt(12 / shape[1])

@@ -139,8 +139,8 @@ class ChatTemplate:
     def _check_header(self, chat: str, earlier: Turns, before: str, reply: str, content: str) -> None:
         """Refuse a template that knows no generation prompt but writes something in front of the assistant's words."""
         if not reply.lstrip().startswith(content.strip()) and self._text(earlier) == before:
-            shown = f"{reply[:40]!r}, which is more than its text"
-            raise self._unstable(chat, f"it writes no generation prompt, and a reply begins with {shown}")
+            found = f"it writes no generation prompt, and a reply as {reply[:40]!r}, which does not begin with its text"
+            raise self._unstable(chat, found)
 
     def _unstable(self, chat: str, found: str) -> ValueError:
         return ValueError(

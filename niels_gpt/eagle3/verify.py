@@ -25,7 +25,6 @@ from niels_gpt.eagle3.file_checks import (
 )
 from niels_gpt.eagle3.layout import SIDECAR, shard_path
 from niels_gpt.eagle3.manifest import EMBEDDINGS_NAME, read_target_embeddings
-from niels_gpt.eagle3.plan import read_record
 from niels_gpt.eagle3.row_checks import Row, not_distributions, not_finite, other_ids
 from niels_gpt.eagle3.samples import IDS_NAME, SAMPLES_NAME
 from niels_gpt.fileio import CacheError
@@ -164,8 +163,7 @@ def _infinite_embeddings(cache: Opened) -> Iterator[str]:
 
 
 def _other_samples(cache: Opened) -> Iterator[str]:
-    found, record = cache.samples, read_record(cache.folder)
-    expected = (record or {})["samples"]
+    found, expected = cache.samples, cache.plan["samples"]
     for name, key in ((SAMPLES_NAME, "sha256"), (IDS_NAME, "ids_sha256")):
         if found.sums[name] != expected[key]:
             yield (
@@ -176,7 +174,7 @@ def _other_samples(cache: Opened) -> Iterator[str]:
 
 def _other_ids(cache: Opened, row: Row) -> Iterator[str]:
     ids, mask = (torch.from_numpy(part.astype("int64")) for part in cache.samples.row(row.number))
-    return other_ids(row, ids, mask)
+    return other_ids(row, ids, mask, int(cache.plan["tokenizer"]["pad_id"]))
 
 
 CHECKS = {

@@ -46,7 +46,9 @@ def input_facts(settings: Settings, input_data: str, *, recorded: Mapping[str, A
         CacheError as origin_of.
     """
     origin = _origin(settings, input_data)
-    known = recorded or recorded_recipe(cache_root(settings) / "sft" / origin.source).get("source")
+    known = recorded or {}
+    if not known and origin.own is None:
+        known = recorded_recipe(cache_root(settings) / "sft" / origin.source).get("source") or {}
     reads = READS[OWN if origin.own else origin.source]
     facts: dict[str, Any] = {
         "input_data": input_data,
@@ -130,8 +132,8 @@ def _form(origin: Origin) -> str:
             forms.setdefault(CHATS if row[1].get(GIVEN_FIELDS[0]) is None else ROWS, path)
     if len(forms) > 1:
         raise ValueError(
-            f"{FLAG} {origin.source}: the first row of {forms[ROWS]} has input_ids, and that of {forms[CHATS]} has none. "
-            "Expected chats only, or rows of input_ids and loss_mask only"
+            f"{FLAG} {origin.source}: the first row of {forms[ROWS]} has input_ids, and that of {forms[CHATS]} has "
+            "none. Expected chats only, or rows of input_ids and loss_mask only"
         )
     return next(iter(forms), CHATS)
 

@@ -1,0 +1,300 @@
+"""Input + target -> the plan of an EAGLE-3 cache, and what a producer needs to carry it out.
+
+    resolved = resolve(options, settings)       which target, which tokenizer, which source; nothing is tokenized yet
+    prepared = prepare(resolved)                all samples and the plan; no weights are loaded
+    produced = carry_out(prepared, folder)      the cache
+
+Heavy libraries are loaded in functions, so that a command line answers --help at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from niels_gpt.recipes.eagle3_options import Options
+from niels_gpt.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
+
+    from niels_gpt.eagle3.chats import Row
+    from niels_gpt.eagle3.models import TargetFacts
+    from niels_gpt.eagle3.plan import Plan
+    from niels_gpt.eagle3.producer import Produced, Progress
+    from niels_gpt.eagle3.samples import Samples
+    from niels_gpt.eagle3.tokenizers import ChatTokenizer
+
+_COUNTED_ROWS = "rows"
+_TOLD_EVERY = 100  # samples
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What the options stand for right now; no sample was tokenized and no weight loaded."""
+
+    options: Options
+    settings: Settings
+    target: TargetFacts
+    tokenizer: ChatTokenizer
+    source: dict[str, Any]
+    """The facts of the input."""
+    run: dict[str, Any]
+    """How the target is run: the fields of `plan.Run`."""
+    aux_layer_ids: list[int]
+    draft_vocab: list[int] | None
+    """The ids of --draft-vocab-from."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides the cache's bytes, before the input is read: equal identities, equal caches."""
+        options = asdict(self.options)
+        for name in (
+            "output_dir",
+            "workers",
+            "resume",
+            "show",
+            "target_model",
+            "revision",
+            "device",
+            "threads",
+            "draft_vocab_from",
+        ):
+            del options[name]
+        return {
+            "options": options,
+            "target": _target_record(self),
+            "tokenizer": _tokenizer_record(self.tokenizer),
+            "source": self.source,
+            "run": self.run,
+            "aux_layer_ids": self.aux_layer_ids,
+            "draft_vocab": self.draft_vocab,
+        }
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that is needed to make a cache."""
+
+    resolved: Resolved
+    samples: Samples
+    plan: Plan
+    shown: list[Row] = field(default_factory=list)
+    """The first `options.show` samples."""
+
+
+def resolve(options: Options, settings: Settings) -> Resolved:
+    """Look up target, tokenizer and input.
+
+    Raises: FileNotFoundError, ConnectionError, ImportError, ValueError where one of them is not there or cannot be
+        used; CacheError where output_dir holds something and `resume` is not set.
+    """
+    from niels_gpt.eagle3.folder import refuse_existing
+    from niels_gpt.eagle3.target import checked_aux_layer_ids, target_facts
+    from niels_gpt.eagle3.tokenizers import open_tokenizer
+    from niels_gpt.recipes.eagle3_input import input_facts
+
+    if options.output_dir is not None and not options.resume:
+        refuse_existing(options.output_dir)
+    recorded = _recorded(options)
+    begun_with = recorded.get("target", {}).get("revision")  # what main was then
+    target = target_facts(options.target_model, revision=options.revision or begun_with)
+    if target.max_positions is not None and options.seq_length > target.max_positions:
+        raise ValueError(
+            f"--seq-length is {options.seq_length}, and {options.target_model} has {target.max_positions} positions"
+        )
+    try:
+        layers = checked_aux_layer_ids(options.aux_layer_ids, target.num_layers)
+    except ValueError as error:
+        raise ValueError(f"--aux-layer-ids: {error}") from error
+    tokenizer = open_tokenizer(options.target_model, revision=target.revision, chat_template=options.chat_template)
+    facts = input_facts(settings, options.input_data, recorded=recorded.get("source"))
+    return Resolved(
+        options=options,
+        settings=settings,
+        target=target,
+        tokenizer=tokenizer,
+        source={**facts, "limit": options.limit},
+        run=_run_facts(options, recorded.get("run", {})),
+        aux_layer_ids=layers,
+        draft_vocab=_given_vocab(options, target.vocab_size),
+    )
+
+
+def _recorded(options: Options) -> dict[str, Any]:
+    """Return the plan of the folder that a run goes on with; {} where there is none."""
+    from niels_gpt.eagle3.plan import read_record
+
+    if options.output_dir is None or not options.resume:
+        return {}
+    return read_record(options.output_dir) or {}
+
+
+def _given_vocab(options: Options, vocab_size: int) -> list[int] | None:
+    from niels_gpt.eagle3.vocab import load_token_mapping
+
+    if options.draft_vocab_from is None:
+        return None
+    ids, _ = load_token_mapping(
+        options.draft_vocab_from, target_vocab_size=vocab_size, draft_vocab_size=options.draft_vocab_size
+    )
+    return [int(number) for number in ids]
+
+
+def _run_facts(options: Options, recorded: dict[str, Any]) -> dict[str, Any]:
+    from niels_gpt.eagle3.plan import Run
+
+    threads = options.threads or recorded.get("threads") or len(os.sched_getaffinity(0))
+    return asdict(Run.here(options.device, attention=options.attention, threads=threads))
+
+
+def _target_record(resolved: Resolved) -> dict[str, Any]:
+    return {**asdict(resolved.target), "name": resolved.options.target_name or resolved.target.name}
+
+
+def _tokenizer_record(tokenizer: ChatTokenizer) -> dict[str, Any]:
+    return {name: getattr(tokenizer, name) for name in ("sha256", "template_sha256", "mask_by", "pad_id")}
+
+
+def prepare(resolved: Resolved, *, tokenized: Callable[[int, int], None] | None = None) -> Prepared:
+    """Tokenize the input, choose the draft's vocabulary, and plan.
+
+    tokenized: is told samples and tokens, now and then.
+    Raises: ValueError and CacheError for an input, a draft vocabulary or a plan that cannot be used.
+    """
+    from niels_gpt.eagle3.plan import make_plan
+    from niels_gpt.eagle3.samples import Samples
+    from niels_gpt.recipes.eagle3_input import input_rows
+
+    options, counters = resolved.options, Counter[str]()
+    shown: list[Row] = []
+    rows = input_rows(
+        resolved.settings,
+        options.input_data,
+        resolved.tokenizer,
+        seq_length=options.seq_length,
+        counters=counters,
+        vocab_size=resolved.target.vocab_size,
+        facts=resolved.source,
+    )
+    samples = Samples.of_rows(_told(islice(rows, options.limit), tokenized, shown, options.show))
+    plan = make_plan(
+        _manifest(resolved, samples),
+        samples,
+        target=_target_record(resolved),
+        tokenizer=_tokenizer_record(resolved.tokenizer),
+        source=resolved.source,
+        dropped={reason: number for reason, number in counters.items() if reason != _COUNTED_ROWS},
+        run=resolved.run,
+        batch_size=options.batch_size,
+        max_batch_tokens=options.max_batch_tokens,
+    )
+    return Prepared(resolved, samples, plan, shown)
+
+
+def _told(
+    rows: Iterable[Row], tokenized: Callable[[int, int], None] | None, shown: list[Row], show: int
+) -> Iterator[Row]:
+    tokens, number = 0, 0
+    for number, row in enumerate(rows, 1):
+        tokens += len(row.input_ids)
+        if number <= show:
+            shown.append(row)
+        if tokenized is not None and number % _TOLD_EVERY == 0:
+            tokenized(number, tokens)
+        yield row
+    if tokenized is not None:
+        tokenized(number, tokens)
+
+
+def _manifest(resolved: Resolved, samples: Samples) -> dict[str, Any]:
+    """Return manifest.json's keys but num_samples: those of its version, in the meaning of their contract."""
+    from niels_gpt.eagle3.manifest import is_compressed
+
+    options, target = resolved.options, resolved.target
+    selected = _selected(resolved, samples)
+    compressed = is_compressed(options.target_probs_topk, len(selected))
+    found = {
+        "format_version": options.format_version or (2 if compressed else 1),
+        "target_model": options.target_name or options.target_model,
+        "target_vocab_size": target.vocab_size,
+        "draft_vocab_size": len(selected),
+        "seq_length": options.seq_length,
+        "dtype": options.dtype,
+        "shard_size": options.shard_size,
+        "aux_hidden_dim": target.hidden_size * len(resolved.aux_layer_ids),
+        "aux_layer_ids": resolved.aux_layer_ids,
+        "selected_token_ids": selected,
+    }
+    if found["format_version"] == 1:
+        return found
+    return {
+        **found,
+        "target_probs_topk": options.target_probs_topk,
+        "input_data": options.input_data,
+        "split": None,
+        "shuffle_seed": 0,
+        "mask_reasoning_content": False,
+        "mask_generation_prompt": True,  # the role header carries no loss
+    }
+
+
+def _selected(resolved: Resolved, samples: Samples) -> list[int]:
+    """Return the target's id of each of the draft's: as recorded, from a file or a cache, or by frequency."""
+    from niels_gpt.eagle3.manifest import manifest_path, read_manifest
+    from niels_gpt.eagle3.vocab import build_eagle3_token_mapping
+
+    options, vocab = resolved.options, resolved.target.vocab_size
+    size = min(options.draft_vocab_size or vocab, vocab)
+    if resolved.draft_vocab is not None:
+        return resolved.draft_vocab
+    if options.resume and options.output_dir is not None and os.path.exists(manifest_path(options.output_dir)):
+        found = read_manifest(options.output_dir)
+        if (found.get("target_vocab_size"), found.get("draft_vocab_size")) == (vocab, size):
+            return list(found["selected_token_ids"])
+    batch = {"input_ids": samples.ids, "loss_mask": samples.loss_mask}
+    ids, _ = build_eagle3_token_mapping(
+        [batch],
+        target_vocab_size=vocab,
+        draft_vocab_size=options.draft_vocab_size,
+        special_token_ids=resolved.tokenizer.special_token_ids,
+    )
+    return [int(number) for number in ids]
+
+
+def carry_out(
+    prepared: Prepared, folder: str | os.PathLike[str], *, resume: bool = False, progress: Progress | None = None
+) -> Produced:
+    """Make the cache in a folder, or what is missing of it. Raises: as `produce`."""
+    from niels_gpt.eagle3.producer import produce
+
+    options, target = prepared.resolved.options, prepared.resolved.target
+    load = partial(
+        open_target,
+        name=options.target_model,
+        revision=target.revision,
+        compute_dtype=prepared.resolved.run["compute_dtype"],
+        attention=options.attention,
+    )
+    return produce(
+        folder,
+        prepared.plan,
+        prepared.samples,
+        load,
+        workers=options.workers,
+        resume=resume,
+        progress=progress,
+    )
+
+
+def open_target(device: torch.device, *, name: str, revision: str | None, compute_dtype: str, attention: str) -> Any:
+    """Load a target on a device, as `produce` calls it in each of its processes. Raises: as `load_target`."""
+    from niels_gpt.eagle3.layout import DTYPES
+    from niels_gpt.eagle3.target import load_target
+
+    return load_target(name, revision=revision, dtype=DTYPES[compute_dtype], attention=attention, device=device)
