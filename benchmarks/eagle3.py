@@ -81,9 +81,9 @@ def the_peer() -> ModuleType | None:
         print("the peer is left out: NIELS_GPT_PEERS is not set")
         return None
     sys.path.insert(0, str(folder))
-    import nemo_automodel.components.datasets.llm.eagle3_cache as module  # type: ignore[import-not-found]
+    import nemo_automodel.components.datasets.llm.eagle3_cache as module
 
-    return module  # type: ignore[no-any-return]
+    return module
 
 
 def random_rows(rows: int) -> dict[str, Tensor]:
@@ -248,8 +248,8 @@ def bench_cloned(setup: Setup) -> None:
         for name, library in setup.libraries().items():
             ways[name] = partial(clone, library.CachedEagle3Dataset(setup.cache), order)
         ways[limit] = partial(clone, plain, order)
-        ways["np.copyto into buffers"] = lambda order=order, plain=plain: [plain.copy(row) for row in order]  # type: ignore[misc]
-        ways["os.preadv into buffers"] = lambda order=order, plain=plain: [plain.preadv(row) for row in order]  # type: ignore[misc]
+        ways["np.copyto into buffers"] = lambda order=order, plain=plain: [plain.copy(row) for row in order]
+        ways["os.preadv into buffers"] = lambda order=order, plain=plain: [plain.preadv(row) for row in order]
         seconds = measured(ways, setup.rounds)
         plain.close()
         table(f"cloned, {title}, all mapped", seconds, len(order), limit)

@@ -85,6 +85,28 @@ class Settings:
     attribution: str | None = _setting(None, "whom to name for a source's text, SOURCE=TEXT;...")
     own_val_frac: float = _setting(0.10, "share of the documents of your own text that goes to val", least=0, most=1)
 
+    eagle3_target: str | None = _setting(
+        None, "folder or hub id of the target of eagle3/targets; none: a small random Llama, for the sample only"
+    )
+    eagle3_source: str = _setting(
+        "dolly15k", "chats of eagle3/targets: dolly15k, oasst1, a source of your own, or files of chats or rows"
+    )
+    eagle3_max_samples: int = _setting(0, "samples of eagle3/targets, at most; 0: all of the source", least=0)
+    eagle3_seq_length: int = _setting(2048, "slots of a sample, in tokens; a longer sample is cut", least=2)
+    eagle3_draft_vocab_size: int = _setting(
+        32_000, "tokens that the draft knows, at most as many as the target; 0: all of the target's", least=0
+    )
+    eagle3_topk: int = _setting(0, "probabilities kept of each slot, renormalised; 0: all, exactly (D22)", least=0)
+    eagle3_shard_size: int = _setting(256, "samples of a shard of eagle3/targets", least=1)
+    eagle3_dtype: str = _setting("bf16", "of the hidden states and probabilities: bf16, fp16 or fp32")
+    eagle3_batch_size: int = _setting(4, "samples of a forward of the target, at most", least=1)
+    eagle3_device: str | None = _setting(
+        None, "where the target runs: cpu or cuda; none: cuda where there is one. Never a reason to build anew"
+    )
+    eagle3_check_samples: int = _setting(
+        2, "samples that the check of eagle3/targets runs through the target once more; 0: none", least=0
+    )
+
     deep_checks: bool = _setting(False, "check the sha256 of every file too, when a finished cache is checked")
     max_dropped_share: float = _setting(
         0.05, "warn where a larger share of the documents or examples was dropped", least=0, most=1

@@ -1,10 +1,11 @@
-"""A plan, samples and a target of eight small layers, so that a cache of three shards is made in a tenth of a second."""
+"""A plan, samples and a target of eight small layers: a cache of three shards takes a tenth of a second."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ def rows(count: int = 10, *, seed: int = 0, vocab: int = VOCAB, longest: int = L
     return found
 
 
+@cache
 def load(device: torch.device, *, seed: int = 0) -> Any:
-    """Return a Llama of 8 layers, always the same."""
+    """Return a Llama of 8 layers, always the same. Pickled by its name, and made once in each process."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -89,7 +91,25 @@ def plan(samples: Samples, *, batch_size: int = 3, max_batch_tokens: int = 64, *
     return make_plan(manifest(**changed), samples, batch_size=batch_size, max_batch_tokens=max_batch_tokens, **parts)
 
 
-def run(folder: Path, *, count: int = 10, samples: Samples | None = None, given: Plan | None = None, **how: Any) -> Produced:
-    """Make a cache, or what is missing of it. how: as `produce` has it; `load` too."""
-    samples = Samples.of_rows(rows(count)) if samples is None else samples
-    return produce(folder, given or plan(samples), samples, how.pop("load", load), **how)
+def samples_of(count: int = 10, **how: Any) -> Samples:
+    """Return the samples of `rows`."""
+    return Samples.of_rows(rows(count, **how))
+
+
+def run(
+    folder: Path, *, samples: Samples | None = None, given: Plan | None = None, load: Any = load, **how: Any
+) -> Produced:
+    """Make a cache of ten samples in three shards, or what is missing of it. how: as `produce` has it."""
+    samples = samples_of() if samples is None else samples
+    return produce(folder, given or plan(samples), samples, load, **how)
+
+
+def whole_tree(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of each file of a cache but the lock."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def times(folder: Path) -> dict[str, int]:
+    """Return when each file and folder was changed, in nanoseconds."""
+    return {str(path.relative_to(folder)): path.lstat().st_mtime_ns for path in [folder, *folder.rglob("*")]}

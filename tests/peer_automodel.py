@@ -70,6 +70,11 @@ def item(cache_dir: str, index: int) -> dict[str, Any]:
     return dict(peer_module(CACHE).CachedEagle3Dataset(cache_dir)[index])
 
 
+def constants(names: list[str]) -> dict[str, Any]:
+    """Return what the peer's cache module has under some names."""
+    return {name: getattr(peer_module(CACHE), name) for name in names}
+
+
 def batches(cache_dir: str, seed: int, **kwargs: Any) -> list[dict[str, Any]]:
     """Return the batches of the peer's dataloader over a cache, torch's random numbers seeded."""
     import torch
@@ -101,7 +106,7 @@ def precompute(argv: list[str], folder: str, rows: dict[str, Any], specials: dic
 
     def loader(*, batch_size: int, **_: Any) -> Any:
         dataset = [{name: tensor[row] for name, tensor in rows.items()} for row in range(len(rows["input_ids"]))]
-        return DataLoader(dataset, batch_size=batch_size)  # type: ignore[arg-type]
+        return DataLoader(dataset, batch_size=batch_size)
 
     def model(_: str, *, trust_remote_code: bool, torch_dtype: Any) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype)
@@ -171,7 +176,7 @@ def stand_in() -> None:
     package = ModuleType("nemo_automodel._transformers")
     package.__path__ = []
     tokenizers = ModuleType("nemo_automodel._transformers.auto_tokenizer")
-    package.NeMoAutoModelForCausalLM = tokenizers.NeMoAutoTokenizer = None  # type: ignore[attr-defined]
+    package.NeMoAutoModelForCausalLM = tokenizers.NeMoAutoTokenizer = None
     sys.modules[package.__name__], sys.modules[tokenizers.__name__] = package, tokenizers
 
 
@@ -189,7 +194,7 @@ def serve() -> None:
         try:
             module, name, args, kwargs = pickle.load(sys.stdin.buffer)
         except EOFError:
-            return
+            os._exit(0)  # at once: taking torch down in order takes seconds
         try:
             call = getattr(peer_module(module), name) if module else globals()[name]
             answer = (True, call(*args, **kwargs))

@@ -114,10 +114,17 @@ def test_where_white_space_is_dropped_at_a_mark_the_mask_still_ends_with_the_rep
 
 def test_offsets_without_spaces_change_no_mask(folders: dict[str, str], tmp_path: Path) -> None:
     trimmed = open_tokenizer(str(kinds.write_tokenizer(tmp_path, trim_offsets=True)))
-    chat = turns("a  b  ", "   It  rained.   ", "  ", "    ")
-    ids, mask = trimmed.encode_chat(chat)
-    assert (ids, mask) == open_tokenizer(folders["chatml"]).encode_chat(chat)
-    assert supervised(trimmed, ids, mask) == ["   It  rained.   <|im_end|>", "    <|im_end|>"]
+    for kind in ("chatml", "chatml_marked"):
+        full = open_tokenizer(folders[kind])
+        trimmed = open_tokenizer(
+            str(kinds.write_tokenizer(tmp_path / kind, template=kinds.TEMPLATES[kind], trim_offsets=True))
+        )
+        for chat in (turns("a  b  ", "   It  rained.   ", "  ", "    "), turns("a", "It rained.   ")):
+            assert trimmed.encode_chat(chat) == full.encode_chat(chat)
+    text_only = kinds.CHATML_MARKED.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}<|im_end|>")
+    tokenizer = open_tokenizer(str(tmp_path / "chatml"), chat_template=text_only)
+    ids, mask = tokenizer.encode_chat(turns("a", "  It  rained.   "))
+    assert supervised(tokenizer, ids, mask) == ["  It  rained.   "]
 
 
 def test_a_token_that_merges_across_the_edge_of_a_reply_is_supervised_and_counted(folders: dict[str, str]) -> None:
@@ -145,19 +152,34 @@ def test_a_template_that_cuts_earlier_replies_is_refused_by_name(folders: dict[s
 @pytest.mark.parametrize(
     ("template", "found"),
     [
-        (kinds.CHATML.replace("{% if add_generation_prompt %}", "{% if false %}"), "writes no generation prompt"),
+        (kinds.CHATML.replace("{% if add_generation_prompt %}", "{% if false %}"), "a generation prompt adds nothing"),
         (kinds.CHATML.replace("{{ '<|im_start|>assistant\n' }}", "<|im_start|>assistant<think>"), "not prefix-stable"),
         ("{{ messages | length }}" + kinds.CHATML, "at token 0 the rendering"),
         (kinds.CHATML.replace("'<|im_end|>\n'", "('!' if loop.last else '<|im_end|>\n')"), "messages 1 to 2"),
         (kinds.LLAMA_3.replace("{{ bos_token }}", "{{ strftime_now('%d %b') }}"), "asks for the date"),
         (kinds.CHATML_MARKED.replace("{{ message.content + '<|im_end|>' }}{% endg", "{% endg"), "marks not one of the"),
         ("{% for %}", "is no jinja, line 1"),
-        ("", "a reply as '', which does not begin with its text"),
+        ("", "the reply after them is '', which does not begin with its text"),
+        ("{% if not add_generation_prompt %}" + kinds.CHATML + "{% endif %}", "a generation prompt adds nothing"),
     ],
 )
 def test_a_template_that_tells_nothing_certain_is_refused(folders: dict[str, str], template: str, found: str) -> None:
     with pytest.raises(ValueError, match=re.escape(found)):
         rows_of(with_template(folders, template), CHAT)
+
+
+def test_a_rendering_that_grows_shorter_with_more_messages_is_refused(folders: dict[str, str]) -> None:
+    replies_only = "{% for message in messages if message.role == 'assistant' %}{{ message.content }}{% endfor %}"
+    template = "{% if not add_generation_prompt %}" + replies_only + "{% endif %}"
+    with pytest.raises(ValueError, match=r"not prefix-stable.*of messages 1 to 3 .*is shorter than that of fewer"):
+        rows_of(with_template(folders, template), turns("a", "yes", "b", "yes"))
+
+
+def test_reasoning_that_the_template_puts_in_front_of_a_reply_is_supervised(folders: dict[str, str]) -> None:
+    template = kinds.INST.replace("{{ ' ' + message", "{{ '[A]' + '<think></think>' + message")
+    tokenizer = with_template(folders, template + "{% if add_generation_prompt %}[A]{% endif %}")
+    ids, mask = tokenizer.encode_chat(turns("a", "Yes", "b", "No"))
+    assert supervised(tokenizer, ids, mask) == ["<think></think>Yes<|im_end|>", "<think></think>No<|im_end|>"]
 
 
 def test_a_tokenizer_without_a_template_says_what_to_do(folders: dict[str, str]) -> None:

@@ -180,6 +180,7 @@ def test_folders_that_are_no_models_are_named(own: Path, tmp_path: Path) -> None
     ("config", "said"),
     [
         ('{"model_type": "clip"}', "model_type 'clip' is no causal language model"),
+        ('{"model_type": "resnet"}', "model_type 'resnet' is no causal language model"),
         ('{"model_type": "of tomorrow"}', "cannot read it"),
         ("{}", "cannot read it"),
         ('{"model_type": "llama", ', "cannot read it"),

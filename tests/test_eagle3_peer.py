@@ -272,6 +272,49 @@ def test_both_write_the_same_files(old: Peer, new: Peer, tmp_path: Path, dtype: 
             assert ours[name] == content, f"{name} of version {version}, top-k {topk}"
 
 
+DENSE_EVEN_SO = [{"target_probs_topk": topk} for topk in (None, 0, D, D + 1)]
+
+
+@pytest.mark.parametrize("keys", [*DENSE_EVEN_SO, {"made_by": "somebody", "shard_size": SAMPLES + 1}], ids=str)
+def test_odd_manifests_mean_the_same_to_both(new: Peer, tmp_path: Path, keys: dict[str, Any]) -> None:
+    manifest, shards, embeddings = made_up()
+    if "shard_size" in keys:
+        shards = [{name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}]
+    write_theirs(new, tmp_path, {**manifest, **keys}, shards, embeddings)
+    assert_same(read_ours(tmp_path), items_of(shards))
+    assert_same(read_ours(tmp_path), new.call("", "read", str(tmp_path))["items"])
+
+
+def test_version_1_needs_two_keys_and_knows_no_top_k(old: Peer, tmp_path: Path) -> None:
+    _, shards, embeddings = made_up()
+    manifest = {"num_samples": SAMPLES, "shard_size": SHARD_SIZE, "target_probs_topk": 3}
+    write_theirs(old, tmp_path, manifest, shards, embeddings)
+    assert_same(read_ours(tmp_path), items_of(shards))
+    assert_same(read_ours(tmp_path), old.call("", "read", str(tmp_path))["items"])
+
+
+def test_a_cache_without_samples_is_empty_to_both(new: Peer, tmp_path: Path) -> None:
+    manifest, _, embeddings = made_up()
+    write_theirs(new, tmp_path, {**manifest, "num_samples": 0}, [], embeddings)
+    assert read_ours(tmp_path) == new.call("", "read", str(tmp_path))["items"] == []
+
+
+def test_names_of_files_and_constants_are_the_peers(old: Peer, new: Peer, tmp_path: Path) -> None:
+    hidden = ["BOOL_KEYS", "EMBEDDINGS_NAME", "FLOAT_KEYS", "FORMAT_VERSION", "INT_KEYS", "MANIFEST_NAME", "SHARD_RE"]
+    names = ["CACHE_KEYS", "DTYPE_MAP", *(f"_{name}" for name in hidden)]
+    assert old.call("", "constants", names) == {name: getattr(cache, name) for name in names}
+    for name in ("shard-000007.safetensors", "shard-000007.safetensors.tmp", "shard-7.safetensors", "a-shard-000001"):
+        (tmp_path / name).touch()
+    for peer in (old, new):
+        assert peer.call(CACHE, "shard_path", "folder", 7) == cache.shard_path("folder", 7)
+        assert peer.call(CACHE, "manifest_path", "folder") == cache.manifest_path("folder")
+        for folder in (tmp_path, tmp_path / "none"):
+            found = cache.existing_shard_indices(str(folder))
+            assert (
+                peer.call(CACHE, "existing_shard_indices", str(folder)) == found == ({7} if folder.exists() else set())
+            )
+
+
 # --- the functions ----------------------------------------------------------------------------------------------------
 
 
@@ -289,7 +332,7 @@ def test_both_choose_the_same_draft_vocabulary(new: Peer, old: Peer, seed: int, 
     ]
     specials = [5, None, 5, -1, V, 2]
     options = {"target_vocab_size": V, "draft_vocab_size": draft, "special_token_ids": specials}
-    ours = vocab.build_eagle3_token_mapping(batches, **options)  # type: ignore[arg-type]
+    ours = vocab.build_eagle3_token_mapping(batches, **options)
     for peer in (old, new):
         assert_same(ours, peer.call(VOCAB, "build_eagle3_token_mapping", batches, **options))
 
@@ -333,10 +376,6 @@ def test_both_make_the_same_draft_distribution(new: Peer, old: Peer) -> None:
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
-
-
-def break_nothing(folder: Path) -> None:
-    pass
 
 
 def break_manifest(folder: Path) -> None:
@@ -581,7 +620,6 @@ class Made:
         names = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
         self.specials = dict(zip(names, resolved.tokenizer.special_token_ids, strict=True))
         present = torch.arange(LENGTH)[None] < torch.tensor(lengths)[:, None]
-        self.present = present
         self.rows = {
             "input_ids": torch.where(present, ids, resolved.tokenizer.pad_id),
             "loss_mask": mask * present,
@@ -610,7 +648,7 @@ class Made:
         ("0.7.0", {"format_version": 2, "dtype": "fp16"}),
         ("0.7.0", {"target_probs_topk": K, "dtype": "bf16"}),
     ],
-    ids=str,
+    ids=["1-fp32", "1-bf16", "2-fp16", "2-topk-bf16"],
 )
 def test_both_producers_write_the_same_files(
     version: str, options: dict[str, Any], old: Peer, new: Peer, small_target: Path, tmp_path: Path

@@ -33,7 +33,7 @@ def batch_of(*, dtype: torch.dtype = torch.float32, garbage: float = 7.0) -> Eag
     logits[:, -1] = 0
     logits[~inner & (torch.arange(WIDTH) < WIDTH - 1)] = garbage
     hidden = torch.randn(3, WIDTH, 3 * HIDDEN, generator=chance).masked_fill(~real[..., None], garbage)
-    loss = torch.randint(0, 5, (3, WIDTH), generator=chance).clamp_max(1) * inner
+    loss = torch.randint(0, 5, (3, WIDTH), generator=chance).clamp_max(1)  # of the padding too
     ids = torch.randint(VOCAB, (3, WIDTH), generator=chance)
     return Eagle3TargetBatch(hidden.to(dtype), logits.to(dtype), ids, real.long(), loss)
 

@@ -1,18 +1,24 @@
 """The EAGLE-3 target cache: a frozen target model's supervision on disk, so that a draft trains without the target.
 
-    cache.py        the public face of the format: manifest, shards, embeddings, reader, loader, convert, verify
-    shards.py       one shard: its bytes, its writer, its receipt
-    target.py       the target model: which layers are captured, and how its outputs are shifted
-    supervision.py  a batch of the target's outputs -> the fields of the cache
-    vocab.py        which target tokens the draft knows
-    chats.py        chats -> ids and loss mask, by the target's tokenizer and template
-    samples.py      the tokenized input, as it stands in the sidecar
-    plan.py         everything that decides the bytes, fixed before the first forward
-    producer.py     a plan and a target -> shards, by any number of workers, resumable
-    precompute.py   python -m niels_gpt.eagle3.precompute
-    verify.py       is a finished cache good?
-    stats.py        what is in it
-    __main__.py     python -m niels_gpt.eagle3 verify | inspect | convert | stats
+The format, which needs torch and safetensors:
 
-Needs the extra `eagle3` (transformers) to run a target; reading and writing caches needs torch and safetensors only.
+    cache.py        its public face: every name of the published contract, the reader, the loader
+    layout.py       the form of a shard: tensors, dtypes, offsets
+    manifest.py     manifest.json and the embeddings
+    shards.py       the writer of a shard, its receipt, its damage
+    convert.py      versions 1 and 2
+
+The producer, which needs the extra `eagle3` (transformers):
+
+    tokenizers.py templates.py chats.py     chats -> ids and loss mask, by the target's tokenizer and template
+    models.py target.py small_target.py     the target: opened, listened to, and the sample's own
+    supervision.py vocab.py                 the target's outputs -> the fields of the cache; the draft's vocabulary
+    samples.py plan.py estimate.py          the tokenized input, everything that decides the bytes, the disk it takes
+    forward.py workers.py folder.py producer.py     a plan -> shards, by any number of workers, resumable
+    precompute.py                           python -m niels_gpt.eagle3.precompute
+
+A finished cache: python -m niels_gpt.eagle3 verify | inspect | convert | stats (__main__.py)
+
+    verify.py file_checks.py row_checks.py recompute.py     is it good?
+    stats.py plot.py                                        what is in it?
 """

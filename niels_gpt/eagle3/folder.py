@@ -124,7 +124,7 @@ class CacheFolder:
     def lacks_embeddings(self) -> bool:
         """Whether the embeddings are missing or have another size than the target's."""
         rows, width = self.plan.target["vocab_size"], self.plan.target["hidden_size"]
-        size = len(header_bytes({"weight": (torch.float32, (width,))}, rows)) + 4 * rows * width
+        size: int = len(header_bytes({"weight": (torch.float32, (width,))}, rows)) + 4 * rows * width
         try:
             return (self.folder / EMBEDDINGS_NAME).lstat().st_size != size
         except FileNotFoundError:

@@ -12,14 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from niels_gpt.eagle3.layout import DTYPES, INT_FIELDS, PathLike, row_bytes_of
 from niels_gpt.eagle3.plan import Batch, Plan
 from niels_gpt.eagle3.samples import Samples
 from niels_gpt.eagle3.shards import ShardWriter
 from niels_gpt.eagle3.supervision import cache_fields, check_finite
-from niels_gpt.eagle3.target import HFEagle3TargetModel
+from niels_gpt.eagle3.target import HFEagle3TargetModel, _shift_left_with_zero
 
 _AHEAD = 2  # batches: one that is being written, and one that waits for it
 _COUNTS = ("tokens", "supervised", "positions")
@@ -51,12 +50,13 @@ class PlannedForward:
         lengths, names = self.lengths(shard, batch), [self._name(index) for index in self._indices(shard, batch)]
         manifest, layout = self._plan.manifest, self._plan.layout
         dtype = DTYPES[layout.dtype]
+        raw = self._inputs(shard, batch)
         with torch.no_grad():
-            outputs = self.target.generate_batch(**self._inputs(shard, batch))
+            outputs = self.target.generate_batch(**{name: raw[name][:, :width].to(self._device) for name in raw})
             check_finite(outputs, names, lengths, manifest["aux_layer_ids"], dtype)
             tensors, facts = cache_fields(outputs, lengths, self._selected, self._mask, topk=layout.topk, dtype=dtype)
-        for name in INT_FIELDS:
-            tensors[name] = functional.pad(tensors[name], (0, layout.seq_length - width))
+        # At their full width, with the pad id behind a sample, as if the target had run on all of it.
+        tensors |= {name: raw[name] if name == "attention_mask" else _shift_left_with_zero(raw[name]) for name in raw}
         return tensors, facts
 
     def _indices(self, shard: int, batch: Batch) -> list[int]:
@@ -66,16 +66,16 @@ class PlannedForward:
         return self._samples.source_ids[index]
 
     def _inputs(self, shard: int, batch: Batch) -> dict[str, torch.Tensor]:
-        width, rows = batch
-        ids = torch.full((len(rows), width), int(self._plan.tokenizer["pad_id"]))
+        """Return what the target is run on, not shifted, padded to the rows' full width S: int64 [rows, S] each."""
+        _, rows = batch
+        ids = torch.full((len(rows), self._plan.layout.seq_length), int(self._plan.tokenizer["pad_id"]))
         present, loss = torch.zeros_like(ids), torch.zeros_like(ids)
         for place, index in enumerate(self._indices(shard, batch)):
             raw, mask = self._samples.row(index)
             ids[place, : len(raw)] = torch.from_numpy(raw)
             present[place, : len(raw)] = 1
             loss[place, : len(raw)] = torch.from_numpy(mask)
-        found = {"input_ids": ids, "attention_mask": present, "loss_mask": loss}
-        return {name: tensor.to(self._device) for name, tensor in found.items()}
+        return {"input_ids": ids, "attention_mask": present, "loss_mask": loss}
 
 
 def make_shards(

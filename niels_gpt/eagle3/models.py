@@ -60,10 +60,10 @@ def target_facts(name: str, *, revision: str | None = None) -> TargetFacts:
         with _quiet():
             config = transformers.AutoConfig.from_pretrained(path.parent, local_files_only=True)
             text = config.get_text_config()
-            sizes = text.num_hidden_layers, text.hidden_size, text.vocab_size
     except Exception as error:  # whatever the class of that config finds wrong
         raise ValueError(f"{path}: transformers {transformers.__version__} cannot read it: {error}") from error
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    sizes: list[Any] = [getattr(text, size, None) for size in ("num_hidden_layers", "hidden_size", "vocab_size")]
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or None in sizes:
         raise ValueError(
             f"{path}: model_type {config.model_type!r} is no causal language model of transformers "
             f"{transformers.__version__}. Name one that predicts the next token"

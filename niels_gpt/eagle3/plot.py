@@ -46,7 +46,7 @@ def _histogram(axes: Axes, values: NDArray[Any], label: str, what: str) -> None:
     axes.set_xlabel(f"{label}\n(dashed: the median)" if len(values) else f"{label}: none")
     axes.set_ylabel(f"share of {what}")
     if len(values):
-        heights, edges = np.histogram(values, bins=_BINS)
+        heights, edges = np.histogram(values, bins=_BINS, range=(0, float(values.max()) or 1))
         axes.stairs(100 * heights / len(values), edges, color=_FILL, fill=True)
         axes.axvline(float(np.median(values)), color=_LINE, linestyle="--", linewidth=1.2)
     axes.yaxis.set_major_formatter("{x:.0f} %")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ class Stats:
 
     num_shards: int
     seq_length: int
+    is_dense: bool
+    """Whether all probabilities are stored."""
     lengths: NDArray[np.int64]
     """Tokens of each sample, padding left out [n]."""
     supervised: NDArray[np.int64]
@@ -39,8 +42,8 @@ class Stats:
     disk_bytes: int
     """What they take of the disk."""
     kept_mass: list[float] | None
-    """Of each shard: the mean over its positions of the share of the draft distribution that the top k keep. None in a
-    dense cache, and where the receipts do not tell."""
+    """Of each shard: the mean over its positions of the share of the draft distribution that the top k keep; nan where it
+    has none. None in a dense cache, and where the receipts do not tell."""
     draft_mass: list[float] | None
     """Of each shard: the mean over the slots with loss of the share of the target's distribution that falls into the
     draft's vocabulary. None where the receipts do not tell."""
@@ -82,6 +85,28 @@ class Stats:
             "aux_norms": {str(layer): norm for layer, norm in self.norms.items()},
         }
 
+    def rows(self) -> list[tuple[str, str]]:
+        """Return everything as pairs of a name and a value for people."""
+        said = self.as_json()
+        mass = {
+            name: "not known" if said[name] is None else f"{said[name]:.4f}" for name in ("kept_mass", "draft_mass")
+        }
+        if self.is_dense:
+            mass["kept_mass"] = "all of it"
+        norms = ", ".join(f"block {layer} {norm:.3g}" for layer, norm in self.norms.items()) or "none"
+        return [
+            ("samples", f"{said['samples']:,} in {self.num_shards:,} shards"),
+            ("tokens", f"{self.tokens:,} ({said['padding_share']:.1%} of the slots are padding)"),
+            ("with loss", f"{said['supervised_tokens']:,} ({said['supervised_share']:.1%} of the tokens)"),
+            ("positions", f"{said['positions']:,} ({said['position_share']:.1%} of the tokens)"),
+            ("bytes", f"{self.shard_bytes:,} ({self.bytes_per_token:,.0f} a token), {self.disk_bytes:,} on disk"),
+            ("tokens of a sample", _spread(said["lengths"], ",.0f")),
+            ("mass in the draft vocabulary", mass["draft_mass"]),
+            ("mass kept by top k", mass["kept_mass"]),
+            (f"entropy at {len(self.entropy):,} positions, nats", _spread(percentiles(self.entropy), ".3f")),
+            ("mean norm of the hidden states", norms),
+        ]
+
     def share(self, count: int) -> float:
         """Return a number of slots as a share of the tokens."""
         return count / max(1, self.tokens)
@@ -93,6 +118,10 @@ def percentiles(values: NDArray[Any]) -> dict[str, float]:
         return {}
     found = np.percentile(values, PERCENTILES).tolist()
     return {"mean": float(values.mean()), **{f"p{at}": float(v) for at, v in zip(PERCENTILES, found, strict=True)}}
+
+
+def _spread(found: dict[str, float], form: str) -> str:
+    return ", ".join(f"{name} {format(value, form)}" for name, value in found.items()) or "none"
 
 
 def stats(cache: Path, *, seed: int = 0, progress: Callable[[int, int], None] | None = None) -> Stats:
@@ -114,6 +143,7 @@ def stats(cache: Path, *, seed: int = 0, progress: Callable[[int, int], None] | 
     return Stats(
         num_shards=opened.num_shards,
         seq_length=opened.layout.seq_length,
+        is_dense=not opened.layout.topk,
         lengths=lengths,
         supervised=supervised,
         positions=positions,
@@ -141,12 +171,11 @@ def _mass(cache: Opened, name: str, by: str) -> tuple[list[float], float] | None
         facts = (read_receipt(cache.folder, shard) or {"facts": {}})["facts"]
         if facts.get(name) is None or not isinstance(facts.get(by), int):
             return None
-        if facts[by]:
-            found.append((float(facts[name]), int(facts[by])))
-    if not found:
+        found.append((float(facts[name]), int(facts[by])))
+    slots = sum(count for _, count in found)
+    if not slots:
         return None
-    total = sum(mass for mass, _ in found) / sum(count for _, count in found)
-    return [mass / count for mass, count in found], total
+    return [mass / count if count else math.nan for mass, count in found], sum(mass for mass, _ in found) / slots
 
 
 def _of_some_slots(

@@ -120,7 +120,8 @@ class ChatTemplate:
             if spans and len(before) < spans[-1][1]:
                 raise self._unstable(chat, f"the rendering {what} is shorter than that of fewer messages")
             reply = after[len(before) :]
-            self._check_header(chat, turns[:number], before, reply, turn["content"])
+            if not reply.lstrip().startswith(turn["content"].strip()):
+                self._check_header(chat, turns[:number], before, whole)
             spans.append((len(before), len(before) + self._spoken(reply)))
         return whole, spans
 
@@ -136,11 +137,12 @@ class ChatTemplate:
         found = f"at token {at} the rendering {what} goes on with {some!r}, and that {what_longer} with {more!r}"
         raise self._unstable(chat, found)
 
-    def _check_header(self, chat: str, earlier: Turns, before: str, reply: str, content: str) -> None:
+    def _check_header(self, chat: str, earlier: Turns, before: str, whole: str) -> None:
         """Refuse a template that knows no generation prompt but writes something in front of the assistant's words."""
-        if not reply.lstrip().startswith(content.strip()) and self._text(earlier) == before:
-            found = f"it writes no generation prompt, and a reply as {reply[:40]!r}, which does not begin with its text"
-            raise self._unstable(chat, found)
+        if self._text(earlier).startswith(before):
+            found = "a generation prompt adds nothing to the messages before it, and the reply after them is"
+            shown = f"{whole[len(before) :][:40]!r}, which does not begin with its text"
+            raise self._unstable(chat, f"{found} {shown}")
 
     def _unstable(self, chat: str, found: str) -> ValueError:
         return ValueError(

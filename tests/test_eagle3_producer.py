@@ -1,0 +1,614 @@
+"""A producer makes what its plan says: by any number of processes, after any interruption, or it says why not."""
+
+import errno
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import eagle3_runs as small
+import pytest
+import torch
+from eagle3_runs import HIDDEN, LENGTH, run, samples_of, times, whole_tree
+from safetensors.torch import load_file, save_file
+
+from niels_gpt.eagle3 import folder as folder_module
+from niels_gpt.eagle3 import forward, producer
+from niels_gpt.eagle3.cache import CachedEagle3Dataset, convert, reconstruct_target_probs, verify
+from niels_gpt.eagle3.plan import Plan
+from niels_gpt.eagle3.samples import Samples
+from niels_gpt.eagle3.shards import ShardWriter
+from niels_gpt.eagle3.supervision import NonFiniteError
+from niels_gpt.fileio import CacheError
+from niels_gpt.locks import file_lock
+
+CPU = torch.device("cpu")
+FORMS: dict[str, dict[str, Any]] = {
+    "version 1": {},
+    "version 2": {"format_version": 2, "target_probs_topk": 0},
+    "top-k": small.TOPK,
+    "fp32": {"dtype": "fp32"},
+    "fp16": {"dtype": "fp16"},
+}
+
+
+def never(device: torch.device) -> Any:
+    raise AssertionError("the target was loaded")
+
+
+# --- what is stored ---------------------------------------------------------------------------------------------------
+
+
+def outputs_of(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the target says of one sample alone: captured hidden states [L, 3H] and logits [L, V]."""
+    with torch.no_grad():
+        out = small.load(CPU)(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+    return torch.cat([out.hidden_states[layer + 1][0] for layer in (1, 3, 4)], -1), out.logits[0]
+
+
+def expected_row(sample: small.Row) -> dict[str, torch.Tensor]:
+    """Work out a stored row slot by slot, in float32 and dense."""
+    ids, mask, length = list(sample.input_ids), list(sample.loss_mask), len(sample.input_ids)
+    hidden, logits = outputs_of(ids)
+    selected = small.manifest()["selected_token_ids"]
+    found = {
+        "input_ids": torch.zeros(LENGTH, dtype=torch.int64),
+        "attention_mask": torch.zeros(LENGTH, dtype=torch.int64),
+        "loss_mask": torch.zeros(LENGTH, dtype=torch.int64),
+        "aux_hidden_states": torch.zeros(LENGTH, 3 * HIDDEN),
+        "target_probs": torch.zeros(LENGTH, len(selected)),
+        "position_mask": torch.zeros(LENGTH, 1, dtype=torch.bool),
+    }
+    for slot in range(length):
+        found["attention_mask"][slot] = 1
+        found["aux_hidden_states"][slot] = hidden[slot]
+        found["target_probs"][slot] = 1 / len(selected)
+        if slot < length - 1:
+            found["input_ids"][slot], found["loss_mask"][slot] = ids[slot + 1], mask[slot + 1]
+            found["target_probs"][slot] = torch.softmax(logits[slot + 1][selected].float(), 0)
+            known = int(logits[slot + 1].argmax()) in selected
+            found["position_mask"][slot] = bool(mask[slot + 1] == 1 and known)
+    return found
+
+
+def test_a_row_holds_what_the_target_says_of_its_sample(tmp_path: Path) -> None:
+    meta = run(tmp_path / "c", given=small.plan(samples_of(), dtype="fp32")).meta
+    dataset, samples = CachedEagle3Dataset(str(tmp_path / "c")), small.rows()
+    rows = [expected_row(sample) for sample in samples]
+    assert len(dataset) == len(samples)
+    for number, expected in enumerate(rows):
+        for name, value in expected.items():  # alone, a sample's outputs differ in the last bits
+            torch.testing.assert_close(dataset[number][name], value, rtol=1e-4, atol=1e-6, msg=f"{number} {name}")
+    assert meta["totals"] == {
+        "samples": 10,
+        "shards": 3,
+        "tokens": sum(len(sample.input_ids) for sample in samples),
+        "supervised_tokens": sum(int(row["loss_mask"].sum()) for row in rows),
+        "positions": sum(int(row["position_mask"].sum()) for row in rows),
+    }
+    assert 0 < meta["totals"]["positions"] < meta["totals"]["supervised_tokens"]
+
+
+def test_a_cache_of_top_k_keeps_the_largest_probabilities_and_says_how_much_they_are(tmp_path: Path) -> None:
+    plan = small.plan(samples_of(), dtype="fp32", **small.TOPK)
+    meta = run(tmp_path / "c", given=plan).meta
+    rows = [expected_row(sample) for sample in small.rows()]
+    stored = [load_file(tmp_path / "c" / f"shard-{shard:06d}.safetensors") for shard in range(3)]
+    kept = []
+    for number, expected in enumerate(rows):
+        fields = {name: tensor[number % 4] for name, tensor in stored[number // 4].items()}
+        found = reconstruct_target_probs(fields["target_probs_values"], fields["target_probs_indices"], 12)
+        values, indices = expected["target_probs"].topk(4, -1)
+        right = torch.zeros(LENGTH, 12).scatter(-1, indices, values / values.sum(-1, keepdim=True).clamp_min(1e-9))
+        inner = slice(0, len(small.rows()[number].input_ids) - 1)  # the last slot is uniform: any four
+        torch.testing.assert_close(found[inner], right[inner], rtol=1e-4, atol=1e-6)
+        kept += values.sum(-1)[expected["position_mask"].squeeze(-1)].tolist()
+    assert meta["kept_mass"] == pytest.approx(sum(kept) / len(kept), rel=1e-5)
+    assert meta["manifest"]["target_probs_topk"] == 4 and meta["manifest"]["format_version"] == 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_shard_is_the_file_that_safetensors_writes(tmp_path: Path, form: str) -> None:
+    run(tmp_path / "c", given=small.plan(samples_of(), **FORMS[form]))
+    for shard in range(3):
+        path = tmp_path / "c" / f"shard-{shard:06d}.safetensors"
+        save_file(load_file(path), tmp_path / "again")
+        assert (tmp_path / "again").read_bytes() == path.read_bytes()
+    assert verify(str(tmp_path / "c")) == []
+
+
+def test_the_mass_of_the_draft_vocabulary_is_that_of_the_supervised_slots(tmp_path: Path) -> None:
+    meta = run(tmp_path / "c").meta
+    masses = []
+    for sample in small.rows():
+        _, logits = outputs_of(list(sample.input_ids))
+        mass = torch.softmax(logits.float(), -1)[:, small.manifest()["selected_token_ids"]].sum(-1)
+        masses += [mass[slot].item() for slot in range(1, len(mass)) if sample.loss_mask[slot]]
+    assert meta["draft_mass"] == pytest.approx(sum(masses) / len(masses), rel=1e-5)
+
+
+def test_a_model_with_a_padding_row_in_its_embeddings_changes_nothing_of_its_samples(tmp_path: Path) -> None:
+    for pad in (0, 39):
+        plan = small.plan(samples_of(), tokenizer={"pad_id": pad})
+        run(tmp_path / str(pad), given=plan)
+    for shard in range(3):
+        name = f"shard-{shard:06d}.safetensors"
+        assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "39" / name).read_bytes()
+
+
+# --- any number of processes, any subset of shards --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, workers: int) -> None:
+    run(tmp_path / "one")
+    torch.set_num_threads(1)
+    run(tmp_path / "many", workers=workers, start="fork")
+    assert whole_tree(tmp_path / "many") == whole_tree(tmp_path / "one")
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_missing_is_made_and_what_is_there_stays(tmp_path: Path, seed: int) -> None:
+    chance, cache = random.Random(seed), tmp_path / "c"
+    samples = samples_of(22)
+    run(cache, samples=samples)
+    whole = whole_tree(cache)
+    names = [name for name in sorted(whole) if name != "sidecar/plan.json"]
+    for name in chance.sample(names, chance.randint(1, 6)):
+        (cache / name).unlink()
+    broken = {shard for shard in range(6) if not complete(cache, shard)}
+    before = times(cache)
+    made = run(cache, samples=samples, resume=True)
+    assert whole_tree(cache) == whole and made.shards == len(broken)
+    after = times(cache)
+    kept = {f"shard-{shard:06d}.safetensors" for shard in set(range(6)) - broken}
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+
+
+def complete(cache: Path, shard: int) -> bool:
+    name = f"shard-{shard:06d}"
+    return (cache / f"{name}.safetensors").exists() and (cache / "sidecar" / f"{name}.json").exists()
+
+
+def spoil(path: Path, how: str) -> None:
+    raw = path.read_bytes()
+    path.write_bytes(
+        {"cut": raw[:-1], "longer": raw + b"\0", "empty": b"", "other": raw.replace(b'"plan": "', b'"plan": "0')}[how]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("shard-000001.safetensors", "cut"),
+        ("shard-000001.safetensors", "longer"),
+        ("shard-000001.safetensors", "empty"),
+        ("sidecar/shard-000001.json", "cut"),
+        ("sidecar/shard-000001.json", "empty"),
+        ("sidecar/shard-000001.json", "other"),
+        ("target_embeddings.safetensors", "cut"),
+        ("sidecar/samples.safetensors", "cut"),
+        ("sidecar/ids.txt", "empty"),
+        ("sidecar/batches.jsonl", "cut"),
+        ("meta.json", "cut"),
+    ],
+)
+def test_a_file_that_is_not_whole_is_written_again(tmp_path: Path, name: str, how: str) -> None:
+    run(tmp_path / "c")
+    whole = whole_tree(tmp_path / "c")
+    spoil(tmp_path / "c" / name, how)
+    run(tmp_path / "c", resume=True)
+    assert whole_tree(tmp_path / "c") == whole
+
+
+def test_a_shard_is_made_again_only_where_it_or_its_receipt_is_not_whole(tmp_path: Path) -> None:
+    cache = tmp_path / "c"
+    run(cache)
+    spoil(cache / "shard-000002.safetensors", "cut")
+    assert run(cache, resume=True).shards == 1
+    (cache / "sidecar" / "ids.txt").unlink()
+    assert run(cache, resume=True, load=never).shards == 0
+
+
+def test_a_finished_cache_is_left_alone(tmp_path: Path) -> None:
+    first = run(tmp_path / "c")
+    before = times(tmp_path / "c" / "sidecar"), times(tmp_path / "c")["meta.json"]
+    again = run(tmp_path / "c", resume=True, load=never)
+    assert (again.shards, again.meta) == (0, first.meta)
+    after = times(tmp_path / "c" / "sidecar"), times(tmp_path / "c")["meta.json"]
+    before[0].pop("lock"), after[0].pop("lock")
+    assert after == before
+
+
+def test_temporary_files_of_killed_writers_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    cache = tmp_path / "c"
+    (cache / "sidecar").mkdir(parents=True)
+    left = [cache / ".shard-000001.safetensors.0123abcd.tmp", cache / "sidecar" / ".shard-000000.json.89abcdef.tmp"]
+    mine = [cache / ".notes.tmp", cache / "shard.tmp", cache / "sidecar" / "notes"]
+    for path in [*left, *mine]:
+        path.write_bytes(b"x")
+    run(cache, resume=True)
+    assert not any(path.exists() for path in left) and all(path.exists() for path in mine)
+
+
+# --- what is refused, with nothing changed ----------------------------------------------------------------------------
+
+
+def refused(cache: Path, text: str, **how: Any) -> str:
+    """Assert that a run is refused, and that it changed nothing, the time of a file included; returns the message."""
+    before = whole_tree(cache), times(cache)
+    with pytest.raises(CacheError, match=text) as caught:
+        run(cache, load=never, **how)
+    assert (whole_tree(cache), times(cache)) == before
+    return str(caught.value)
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "manifest.aux_layer_ids": {"aux_layer_ids": [1, 2, 3]},
+    "manifest.dtype": {"dtype": "fp32"},
+    "manifest.target_model": {"target_model": "other"},
+    "target.config_sha256": {"target": {"config_sha256": "d" * 64}},
+    "tokenizer.sha256": {"tokenizer": {"sha256": "b" * 64}},
+    "source.limit": {"source": {"limit": 10}},
+    "run.threads": {"run": {"threads": 2}},
+    "run.torch": {"run": {"torch": "1.0"}},
+    "dropped.empty": {"dropped": {"empty": 3}},
+}
+
+
+@pytest.mark.parametrize("unfinished", [True, False])
+@pytest.mark.parametrize("field", CHANGES)
+def test_another_plan_is_refused_by_its_fields(tmp_path: Path, field: str, unfinished: bool) -> None:
+    cache = tmp_path / "c"
+    run(cache)
+    if unfinished:
+        (cache / "meta.json").unlink()
+        (cache / "shard-000001.safetensors").unlink()
+        (cache / "target_embeddings.safetensors").write_bytes(b"what is there")
+    message = refused(
+        cache, "does not match the current run", given=small.plan(samples_of(), **CHANGES[field]), resume=True
+    )
+    assert f"(mismatched fields: ['{field}'])" in message
+
+
+def test_all_fields_that_differ_are_named_in_order(tmp_path: Path) -> None:
+    run(tmp_path / "c")
+    plan = small.plan(samples_of(), dtype="fp32", run={"threads": 2}, batch_size=1)
+    message = refused(tmp_path / "c", "mismatched fields", given=plan, resume=True)
+    fields = ["batches.batch_size", "batches.sha256", "manifest.dtype", "run.threads"]
+    assert f"(mismatched fields: {fields})" in message and "manifest.dtype: 'bf16', now 'fp32'" in message
+
+
+def test_other_samples_are_refused(tmp_path: Path) -> None:
+    run(tmp_path / "c")
+    rows = small.rows()
+    rows[3] = small.Row(rows[3].id, rows[3].input_ids, [1 - bit for bit in rows[3].loss_mask])
+    samples = Samples.of_rows(rows)
+    message = refused(tmp_path / "c", "samples.sha256", samples=samples, resume=True)
+    assert "samples.supervised_tokens" in message and "ids_sha256" not in message
+
+
+def test_a_manifest_that_was_changed_since_is_refused(tmp_path: Path) -> None:
+    run(tmp_path / "c")
+    convert(tmp_path / "c", 2)
+    message = refused(tmp_path / "c", "mismatched fields", resume=True)
+    assert "['manifest.format_version', 'manifest.target_probs_topk']" in message
+
+
+def test_a_folder_that_holds_a_cache_is_refused_without_resume(tmp_path: Path) -> None:
+    cache = tmp_path / "c"
+    run(cache)
+    refused(cache, r"c already has shards; pass --resume to continue or use a fresh dir\.")
+    for shard in cache.glob("shard-*"):
+        shard.unlink()
+    refused(cache, "c already has a plan; pass --resume")
+    shutil.rmtree(cache / "sidecar")
+    refused(cache, "c already has a manifest; pass --resume")
+
+
+def test_a_cache_of_another_tool_is_not_continued(tmp_path: Path) -> None:
+    cache = tmp_path / "c"
+    run(cache)
+    shutil.rmtree(cache / "sidecar")
+    refused(cache, r"it has no sidecar/plan\.json: another tool wrote it.*Name a fresh folder", resume=True)
+    (cache / "manifest.json").unlink()
+    refused(cache, "its manifest is missing, so the shards in it cannot be compared", resume=True)
+
+
+def test_a_shard_that_the_plan_does_not_have_is_refused(tmp_path: Path) -> None:
+    run(tmp_path / "c")
+    shutil.copy(tmp_path / "c" / "shard-000001.safetensors", tmp_path / "c" / "shard-000003.safetensors")
+    refused(tmp_path / "c", r"shard-000003\.safetensors: the plan has 3 shards. Move it away", resume=True)
+
+
+def test_a_folder_in_which_somebody_works_is_refused(tmp_path: Path) -> None:
+    run(tmp_path / "c")
+    (tmp_path / "c" / "meta.json").unlink()
+    with file_lock(tmp_path / "c" / "sidecar" / "lock", "x", wait=False):
+        refused(tmp_path / "c", r"c: is being written by user .*, host .*, pid \d+", resume=True)
+    run(tmp_path / "c", resume=True)
+
+
+# --- what goes wrong on the way ---------------------------------------------------------------------------------------
+
+
+def broken(device: torch.device) -> Any:
+    """The target, which gives no numbers for token 13 from its block 3 on."""
+    model = small.load(CPU, seed=0).__class__(small.load(CPU).config).eval()
+    model.load_state_dict(small.load(CPU).state_dict())
+
+    def spoil(module: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
+        (ids,) = seen
+        return output.masked_fill((ids == 13).unsqueeze(-1), float("nan"))
+
+    seen: list[torch.Tensor] = []
+    model.model.embed_tokens.register_forward_pre_hook(lambda module, given: seen.__setitem__(slice(None), [given[0]]))
+    model.model.layers[3].register_forward_hook(spoil)
+    return model
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_number_that_is_not_finite_stops_the_run_by_sample_and_layer(tmp_path: Path, workers: int) -> None:
+    rows = [small.Row(f"chat {number}", [1, 2, 13 if number == 9 else 3], [1, 1, 1]) for number in range(12)]
+    samples = Samples.of_rows(rows)
+    with pytest.raises(NonFiniteError, match=r"sample 'chat 9', slot 2, block 3: nan"):
+        run(tmp_path / "c", samples=samples, load=broken, workers=workers, start="fork")
+    assert not (tmp_path / "c" / "meta.json").exists() and not list((tmp_path / "c").rglob("*.tmp"))
+    if workers == 1:  # of two, the other one may have been stopped before
+        assert [complete(tmp_path / "c", shard) for shard in range(3)] == [True, True, False]
+    run(tmp_path / "c", samples=samples, resume=True)
+    run(tmp_path / "d", samples=samples)
+    assert whole_tree(tmp_path / "c") == whole_tree(tmp_path / "d")
+
+
+def test_a_number_in_the_padding_stops_nothing(tmp_path: Path) -> None:
+    samples = Samples.of_rows([small.Row("a", [1, 2, 3], [1, 1, 1]), small.Row("b", [1], [1])])
+    plan = small.plan(samples, tokenizer={"pad_id": 13})
+    run(tmp_path / "c", samples=samples, given=plan, load=broken)
+    run(tmp_path / "d", samples=samples, given=plan)
+    assert whole_tree(tmp_path / "c") == whole_tree(tmp_path / "d")
+
+
+def large(device: torch.device) -> Any:
+    model = small.load(CPU).__class__(small.load(CPU).config).eval()
+    with torch.no_grad():
+        model.model.layers[3].mlp.down_proj.weight.mul_(1e9)
+    return model
+
+
+def test_a_hidden_state_that_fp16_cannot_hold_stops_the_run(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match=r"block 3: .*expected a finite number that fits into torch\.float16"):
+        run(tmp_path / "c", given=small.plan(samples_of(), dtype="fp16"), load=large)
+    run(tmp_path / "d", given=small.plan(samples_of(), dtype="bf16"), load=large)
+
+
+def dies(device: torch.device) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_stops_the_run_and_leaves_no_process(tmp_path: Path) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"worker process \d+ died \(killed by SIGKILL; is there too little memory\?\)"
+    ):
+        run(tmp_path / "c", load=dies, workers=2, start="fork")
+    assert multiprocessing.active_children() == []
+    run(tmp_path / "c", resume=True)
+    run(tmp_path / "d")
+    assert whole_tree(tmp_path / "c") == whole_tree(tmp_path / "d")
+
+
+class Unpicklable(ValueError):
+    """An error that cannot be sent from one process to another."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} of {b}")
+
+
+def fails(device: torch.device) -> Any:
+    raise Unpicklable(1, 2)
+
+
+def test_an_error_of_a_worker_is_told_whatever_it_is(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="Unpicklable: 1 of 2"):
+        run(tmp_path / "c", load=fails, workers=2, start="fork")
+
+
+def test_an_error_of_the_writer_stops_the_run_and_what_is_done_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, calls = ShardWriter.write, []
+
+    def full(self: ShardWriter, *arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 4:
+            raise OSError(errno.ENOSPC, "No space left on device", "shard-000001.safetensors")
+        write(self, *arguments)
+
+    monkeypatch.setattr(ShardWriter, "write", full)
+    with pytest.raises(
+        OSError, match=r"left on device\. 1 of 3 shards are done and kept.*--resume.*shard-000001"
+    ) as caught:
+        run(tmp_path / "c")
+    assert caught.value.errno == errno.ENOSPC and not list((tmp_path / "c").rglob("*.tmp"))
+    monkeypatch.undo()
+    assert run(tmp_path / "c", resume=True).shards == 2
+    run(tmp_path / "d")
+    assert whole_tree(tmp_path / "c") == whole_tree(tmp_path / "d")
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    def interrupt(done: int, total: int, size: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "c", progress=interrupt)
+    assert not list((tmp_path / "c").rglob("*.tmp")) and not (tmp_path / "c" / "meta.json").exists()
+    run(tmp_path / "c", resume=True)
+    run(tmp_path / "d")
+    assert whole_tree(tmp_path / "c") == whole_tree(tmp_path / "d")
+
+
+# --- how it runs ------------------------------------------------------------------------------------------------------
+
+
+def test_a_shard_is_written_while_the_next_one_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, commit, order = threading.Event(), ShardWriter.commit, []
+    call = forward.PlannedForward.__call__
+
+    def slow_commit(self: ShardWriter, facts: Any) -> Any:
+        order.append(begun.wait(60))  # a writer that is not waited for: the next shard begins meanwhile
+        return commit(self, facts)
+
+    def noted(self: Any, shard: int, batch: Any) -> Any:
+        if shard == 1:
+            begun.set()
+        return call(self, shard, batch)
+
+    monkeypatch.setattr(ShardWriter, "commit", slow_commit)
+    monkeypatch.setattr(forward.PlannedForward, "__call__", noted)
+    run(tmp_path / "c")
+    assert order == [True, True, True]
+
+
+def test_the_forward_waits_where_the_writer_is_two_batches_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, written, ahead = [0], [0], []
+    call, write = forward.PlannedForward.__call__, ShardWriter.write
+    may_write = threading.Event()
+
+    def counted(self: Any, shard: int, batch: Any) -> Any:
+        computed[0] += 1
+        ahead.append(computed[0] - written[0])
+        if computed[0] == 3:  # two are given to the writer, which has not begun: the third is the last before it must
+            may_write.set()
+        return call(self, shard, batch)
+
+    def slow(self: ShardWriter, *arguments: Any) -> None:
+        assert may_write.wait(60)
+        write(self, *arguments)
+        written[0] += 1
+
+    monkeypatch.setattr(forward.PlannedForward, "__call__", counted)
+    monkeypatch.setattr(ShardWriter, "write", slow)
+    run(tmp_path / "c")
+    assert computed == [5] and max(ahead) == 3
+
+
+def test_progress_begins_with_what_was_there_and_ends_with_all(tmp_path: Path) -> None:
+    told: list[tuple[int, int, int]] = []
+    run(tmp_path / "c", progress=lambda *each: told.append(each))
+    total = len(samples_of().ids)
+    assert told[0] == (0, total, 0) and told[-1][:2] == (total, total) and told[-1][2] > 0
+    assert told == sorted(told)
+    (tmp_path / "c" / "shard-000002.safetensors").unlink()
+    again: list[tuple[int, int, int]] = []
+    torch.set_num_threads(1)
+    run(tmp_path / "c", resume=True, progress=lambda *each: again.append(each))
+    assert again[0] == (int(samples_of().starts[8]), total, 0) and again[-1][:2] == (total, total)
+    many: list[tuple[int, int, int]] = []
+    run(tmp_path / "d", workers=2, start="fork", progress=lambda *each: many.append(each))
+    assert many[-1] == told[-1] and many == sorted(many)
+
+
+def test_torch_has_the_threads_of_the_plan_meanwhile_and_its_own_afterwards(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def noting(device: torch.device) -> Any:
+        seen.append(torch.get_num_threads())
+        return small.load(device)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    run(tmp_path / "c", given=small.plan(samples_of(), run={"threads": 3}), load=noting)
+    assert seen == [3] and torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+
+
+def test_the_global_random_state_is_left_alone(tmp_path: Path) -> None:
+    state = torch.random.get_rng_state()
+    run(tmp_path / "c")
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_no_file_of_a_cache_names_this_machine(tmp_path: Path) -> None:
+    run(tmp_path / "some_folder")
+    for name, content in whole_tree(tmp_path / "some_folder").items():
+        assert b"some_folder" not in content and os.uname().nodename.encode() not in content, name
+    assert (tmp_path / "some_folder" / "sidecar" / "lock").read_bytes() == b""
+
+
+# --- room -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system in memory of a given size."""
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def wide(samples: Samples) -> Plan:
+    """Return a plan of a cache of some 6 MB."""
+    return small.plan(samples, dtype="fp32", shard_size=40)
+
+
+def test_what_does_not_fit_is_refused_before_the_target_is_loaded(tmp_path: Path) -> None:
+    samples = samples_of(2000)
+    with disk(tmp_path / "small", "5m") as place:
+        with pytest.raises(CacheError, match=r"c: this run writes [\d,]+ bytes, and 5,242,880 are free there"):
+            run(place / "c", samples=samples, given=wide(samples), load=never)
+        assert list(place.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_on_the_way_is_told_and_the_run_goes_on_with_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = samples_of(2000)
+    monkeypatch.setattr(producer, "refuse_without_room", lambda *_: None)  # somebody else fills it meanwhile
+    with disk(tmp_path / "small", "5m") as place:
+        with pytest.raises(OSError, match=r"No space left on device\. \d+ of 50 shards are done and kept") as caught:
+            run(place / "c", samples=samples, given=wide(samples))
+        assert caught.value.errno == errno.ENOSPC and not list((place / "c").rglob("*.tmp"))
+        assert 0 < sum(complete(place / "c", shard) for shard in range(50)) < 50
+        subprocess.run(["mount", "-o", "remount,size=100m", str(place)], check=True)
+        assert 0 < run(place / "c", samples=samples, given=wide(samples), resume=True).shards < 50
+        run(tmp_path / "d", samples=samples, given=wide(samples))
+        assert whole_tree(place / "c") == whole_tree(tmp_path / "d")
+
+
+def test_a_disk_that_is_full_from_the_beginning_leaves_what_can_be_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(producer, "refuse_without_room", lambda *_: None)
+    with disk(tmp_path / "small", "128k") as place:
+        (place / "mine").write_bytes(bytes(108 << 10))
+        with pytest.raises(OSError, match="No space left on device"):
+            run(place / "c")
+        (place / "mine").unlink()
+        run(place / "c", resume=True)
+        run(tmp_path / "d")
+        assert whole_tree(place / "c") == whole_tree(tmp_path / "d")
+
+
+def test_the_folder_names_no_hidden_state(tmp_path: Path) -> None:
+    run(tmp_path / "c")
+    names = sorted(path.name for path in (tmp_path / "c").iterdir())
+    shards = [f"shard-{shard:06d}.safetensors" for shard in range(3)]
+    assert names == ["manifest.json", "meta.json", *shards, "sidecar", "target_embeddings.safetensors"]
+    assert folder_module.leftovers(tmp_path / "c") == []
