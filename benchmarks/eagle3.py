@@ -1,6 +1,7 @@
 """How fast EAGLE-3 caches are read and written: against a plain copy of the same bytes, and against nemo-automodel.
 
-Run: python benchmarks/eagle3.py [--rounds 9] [--samples 208] [--only SECTION ...] [--folder DIR] [--profile] [--quick]
+Run: python benchmarks/eagle3.py [--rounds 9] [--samples 208] [--threads 1] [--only SECTION ...]
+         [--folder DIR] [--profile] [--quick]
 
 All of it is in one run, on one cache of version 1: S=512, 3H=768, D=2048, bf16, 2.9 MB a row, 600 MB by default, read
 from the page cache. The ways of a section take turns, in another order in each round; a ratio is the median of the
@@ -339,11 +340,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="rounds of each section (9)")
     parser.add_argument("--samples", type=int, default=208, help="rows of the cache, 2.9 MB each (208)")
+    parser.add_argument("--threads", type=int, default=1, help="torch's, as a loader's worker has (1)")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="some sections only")
     parser.add_argument("--folder", help="where the cache is made (a temporary folder)")
     parser.add_argument("--profile", action="store_true", help="print where the time of ours goes")
     parser.add_argument("--quick", action="store_true", help="one round of a small cache: does it run at all?")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     print("python", " ".join(sys.argv), f"| torch {torch.__version__}, {torch.get_num_threads()} threads,", end=" ")
     print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:

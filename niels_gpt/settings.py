@@ -92,9 +92,13 @@ class Settings:
         "dolly15k", "chats of eagle3/targets: dolly15k, oasst1, a source of your own, or files of chats or rows"
     )
     eagle3_max_samples: int = _setting(0, "samples of eagle3/targets, at most; 0: all of the source", least=0)
-    eagle3_seq_length: int = _setting(2048, "slots of a sample, in tokens; a longer sample is cut", least=2)
+    eagle3_seq_length: int = _setting(
+        0, "slots of a sample, in tokens; a longer one is cut. 0: 2048, for the small random Llama 256", least=0
+    )
     eagle3_draft_vocab_size: int = _setting(
-        32_000, "tokens that the draft knows, at most as many as the target; 0: all of the target's", least=0
+        0,
+        "tokens that the draft knows, at most all of the target's. 0: 32,000, for the small random Llama 512",
+        least=0,
     )
     eagle3_topk: int = _setting(0, "probabilities kept of each slot, renormalised; 0: all, exactly (D22)", least=0)
     eagle3_shard_size: int = _setting(256, "samples of a shard of eagle3/targets", least=1)

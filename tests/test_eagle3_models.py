@@ -259,16 +259,18 @@ def test_a_loaded_target_is_frozen_and_of_the_asked_dtype(small: Path, dtype: to
 
 
 def test_loading_prints_nothing_and_leaves_the_library_as_it_was(
-    small: Path, own: Path, capfd: pytest.CaptureFixture[str]
+    small: Path, own: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     from transformers.utils import logging
 
+    logging.add_handler(caplog.handler)  # its loggers do not tell the root
     weights = load_file(own / "model.safetensors")
     save_file({**weights, "left.over": torch.zeros(1)}, own / "model.safetensors", {"format": "pt"})
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
     opened(small)
     opened(own)
-    assert capfd.readouterr() == ("", "")
+    logging.remove_handler(caplog.handler)
+    assert capfd.readouterr() == ("", "") and caplog.messages == []
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before == (logging.WARNING, True)
 
 

@@ -178,6 +178,14 @@ def test_logits_that_are_no_numbers_are_named_and_counted() -> None:
         check_finite(batch, NAMES, LENGTHS, LAYERS)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_alone_may_be_what_is_no_number(value: float) -> None:
+    batch = batch_of()
+    batch.logits[1, 2, 3] = value
+    with pytest.raises(NonFiniteError, match=r"^sample 'second', slot 2, logits: .*; 1 such places in 1 of 3 samples"):
+        check_finite(batch, NAMES, LENGTHS, LAYERS)
+
+
 def test_the_logits_of_the_last_slot_are_not_stored_and_may_be_anything() -> None:
     batch = batch_of()
     batch.logits[1, 3] = math.nan

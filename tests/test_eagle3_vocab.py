@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -231,7 +232,6 @@ GOOD = saved({"selected_token_ids": torch.tensor([1, 2]), "target_vocab_size": 7
         b"text\n",
         GOOD[:-40],
         GOOD[: len(GOOD) // 2],
-        b"\x80\x02cos\nsystem\nq\x00X\x04\x00\x00\x00trueq\x01\x85q\x02R.",  # a pickle that would run a program
         saved([1, 2]),
         saved({"selected_token_ids": [1, "x"], "target_vocab_size": 7}),
         saved({"selected_token_ids": None, "target_vocab_size": 7}),
@@ -240,13 +240,31 @@ GOOD = saved({"selected_token_ids": torch.tensor([1, 2]), "target_vocab_size": 7
         saved({"selected_token_ids": torch.tensor([1, 2]), "target_vocab_size": 8}),
         saved({"selected_token_ids": torch.tensor([1, 2, 3]), "target_vocab_size": 7}),
     ],
-    ids=range(12),
+    ids=range(11),
 )
 def test_a_file_of_something_else_is_an_error_that_names_it(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "map.pt"
     path.write_bytes(content)
     with pytest.raises(CacheError, match=r"map\.pt: "):
         load_token_mapping(path, target_vocab_size=7, draft_vocab_size=2)
+
+
+class Program:
+    """Pickled, it makes a folder where it is loaded."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_a_file_with_a_program_in_it_is_an_error_and_nothing_runs(tmp_path: Path) -> None:
+    content = {"selected_token_ids": torch.tensor([1]), "target_vocab_size": 7, "more": Program(str(tmp_path / "ran"))}
+    (tmp_path / "map.pt").write_bytes(saved(content))
+    with pytest.raises(CacheError, match=r"map\.pt: "):
+        load_token_mapping(tmp_path / "map.pt", target_vocab_size=7, draft_vocab_size=1)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_file_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -28,36 +28,34 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command with arguments, default those of the process; returns the exit status."""
+    from niels_gpt.recipes.run import is_unread
+
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     try:
         status: int = arguments.run(arguments)
     except (ValueError, OSError, ImportError, RuntimeError) as error:  # CacheError is a ValueError
+        if isinstance(error, BrokenPipeError) and is_unread("\n"):
+            return 0
         logging.debug("", exc_info=True)
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
+    is_unread()
     return status
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from niels_gpt.eagle3.recompute import NAME, recomputed
+    from niels_gpt.eagle3.checks import RECOMPUTED
     from niels_gpt.eagle3.verify import Verdict, verify
 
+    again = Verdict([], "not made: name the target with --target")
+    if arguments.target is not None:  # first: a wrong one is told before all of the cache is read
+        again = _run_again(arguments)
     with _bar("verify", "B") as progress:
-        verdicts = verify(arguments.cache, progress=progress)
-    if arguments.target is None:
-        verdicts[NAME] = Verdict([], "not made: name the target with --target")
-    else:
-        from niels_gpt.recipes.eagle3_asset import target_of
-
-        target = target_of(arguments.cache, arguments.target, revision=arguments.revision, device=arguments.device)
-        with _bar("target", "batches") as progress:
-            verdicts[NAME] = recomputed(
-                arguments.cache, target, k=arguments.samples, seed=arguments.seed, progress=progress
-            )
+        verdicts = {**verify(arguments.cache, progress=progress), RECOMPUTED: again}
     if arguments.json:
         print(json.dumps({name: vars(verdict) for name, verdict in verdicts.items()}, indent=2))
     else:
@@ -65,6 +63,16 @@ def _verify(arguments: argparse.Namespace) -> int:
         for name, verdict in verdicts.items():
             print(_verdict_lines(name, verdict))
     return 1 if any(verdict.problems for verdict in verdicts.values()) else 0
+
+
+def _run_again(arguments: argparse.Namespace) -> Verdict:
+    from niels_gpt.eagle3.recompute import recomputed
+    from niels_gpt.recipes.eagle3_asset import target_of
+
+    cache = arguments.cache
+    target = target_of(cache, arguments.target, revision=arguments.revision, device=arguments.device)
+    with _bar("target", "batches") as progress:
+        return recomputed(cache, target, k=arguments.samples, seed=arguments.seed, progress=progress)
 
 
 def _verdict_lines(name: str, verdict: Verdict) -> str:

@@ -25,7 +25,7 @@ from niels_gpt.eagle3.manifest import (
 from niels_gpt.eagle3.plan import BUILDER_VERSION, PLAN_NAME, SIDECAR_VERSION, Plan, differing_fields, read_record
 from niels_gpt.eagle3.samples import Samples
 from niels_gpt.eagle3.shards import read_receipt, receipt_path
-from niels_gpt.fileio import META_NAME, CacheError, sha256_file, write_bytes
+from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file, write_bytes
 from niels_gpt.records import meta_bytes, parse_object, read_regular
 
 logger = logging.getLogger(__name__)
@@ -93,11 +93,12 @@ def is_finished(cache_dir: PathLike, plan: Plan, shard: int) -> bool:
     """Whether a shard stands in a folder as its receipt says, and the receipt is of this plan."""
     try:
         receipt = read_receipt(cache_dir, shard)
+        raw = receipt_path(cache_dir, shard).read_bytes()
         size = os.lstat(shard_path(cache_dir, shard)).st_size
     except (CacheError, FileNotFoundError) as error:
         logger.warning("%s; the shard is made again", error)
         return False
-    if receipt is None or receipt["facts"].get("plan") != plan.sha256:
+    if receipt is None or raw != canonical_json(receipt) or receipt["facts"].get("plan") != plan.sha256:
         return False
     expected = plan.layout.shard_bytes(plan.rows_of(shard))
     return bool(receipt["samples"] == plan.rows_of(shard) and receipt["bytes"] == expected == size)
@@ -138,10 +139,12 @@ class CacheFolder:
     def meta(self) -> dict[str, Any] | None:
         """Return the meta.json of a finished cache of this plan; None where there is none, or something is missing."""
         try:
-            meta = parse_object(read_regular(self.folder / META_NAME))
+            raw = read_regular(self.folder / META_NAME)
+            meta = parse_object(raw)
             sizes = {record["name"]: record["bytes"] for record in meta["files"]}
             whole = all((self.folder / name).lstat().st_size == size for name, size in sizes.items())
-            return meta if whole and meta["plan_sha256"] == self.plan.sha256 else None
+            good = whole and raw == meta_bytes(meta) and meta["plan_sha256"] == self.plan.sha256
+            return meta if good else None
         except (OSError, ValueError, LookupError, TypeError):
             return None
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from niels_gpt.eagle3.cache import reconstruct_target_probs
+from niels_gpt.eagle3.checks import RECOMPUTED
 from niels_gpt.eagle3.file_checks import FOREIGN, NotChecked, Opened, open_cache, tables_of
 from niels_gpt.eagle3.forward import PlannedForward
 from niels_gpt.eagle3.layout import INT_FIELDS
@@ -26,11 +27,6 @@ from niels_gpt.eagle3.supervision import NonFiniteError
 from niels_gpt.eagle3.verify import Findings, Progress, Verdict
 from niels_gpt.eagle3.workers import Load
 
-NAME = "recomputed"
-DESCRIPTION = (
-    "Some samples, drawn by the seed, were run through the target once more, in the batches of the plan, and gave what "
-    "is stored: bit for bit in the environment of the plan, else within a tolerance."
-)
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 """In another environment: of a hidden state as a share of its layer's largest in the sample, of a probability in
 absolute terms; by the dtype that the target runs in. The rounding to the stored dtype comes on top."""
@@ -61,8 +57,8 @@ def recomputed(cache: Path, target: Target, *, k: int = 8, seed: int = 0, progre
         raise ValueError(f"k={k}: expected the number of samples to compare, 1 or more")
     opened = open_cache(cache)
     found = Findings(opened, cache)
-    found.add(NAME, _differences, opened, target, k, seed, progress)
-    return found.verdict(NAME)
+    found.add(RECOMPUTED, _differences, opened, target, k, seed, progress)
+    return found.verdict(RECOMPUTED)
 
 
 def _differences(cache: Opened, target: Target, k: int, seed: int, progress: Progress | None) -> Iterator[str]:

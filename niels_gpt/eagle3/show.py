@@ -137,8 +137,8 @@ def sample_heading(cache: Path, number: int) -> str:
     row = _row(opened, number)
     positions, supervised = int(row.fields["position_mask"].sum()), int((row.fields["loss_mask"] == 1).sum())
     return (
-        f"{opened.name(number)}: {row.length:,} tokens, {supervised:,} slots with loss, {positions:,} positions. Slot p "
-        "has the hidden states of token p, the id of token p+1, and the target's distribution of token p+2"
+        f"{opened.name(number)}: {row.length:,} tokens, {supervised:,} slots with loss, {positions:,} positions. "
+        "Slot p has the hidden states of token p, the id of token p+1, and the target's distribution of token p+2"
     )
 
 

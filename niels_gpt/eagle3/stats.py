@@ -42,8 +42,8 @@ class Stats:
     disk_bytes: int
     """What they take of the disk."""
     kept_mass: list[float] | None
-    """Of each shard: the mean over its positions of the share of the draft distribution that the top k keep; nan where it
-    has none. None in a dense cache, and where the receipts do not tell."""
+    """Of each shard: the mean over its positions of the share of the draft distribution that the top k keep; nan where
+    it has none. None in a dense cache, and where the receipts do not tell."""
     draft_mass: list[float] | None
     """Of each shard: the mean over the slots with loss of the share of the target's distribution that falls into the
     draft's vocabulary. None where the receipts do not tell."""

@@ -51,9 +51,6 @@ class Check:
     """One question to a cache: once, to each of its shards, or to each of its samples."""
 
     name: str
-    """In snake case, as Dagster's UI shows it."""
-    description: str
-    """One or two sentences for the UI."""
     once: Callable[[Opened], Iterator[str]] | None = None
     of_shard: Callable[[Opened, int], Iterator[str]] | None = None
     of_row: Callable[[Opened, Row], Iterator[str]] | None = None
@@ -180,36 +177,11 @@ def _other_ids(cache: Opened, row: Row) -> Iterator[str]:
 CHECKS = {
     check.name: check
     for check in (
-        Check(
-            "complete",
-            "Production has finished; shards, embeddings and draft vocabulary are there, none too many, in the form "
-            "that manifest.json says.",
-            once=incomplete,
-        ),
-        Check(
-            "checksums",
-            "Every file and every sample has the sha256 that was written down when it was made.",
-            once=wrong_sums,
-            of_shard=wrong_shard_sums,
-        ),
-        Check(
-            "finite",
-            "No hidden state, probability or embedding is NaN or infinite: one of them makes a draft's loss NaN.",
-            once=_infinite_embeddings,
-            of_row=lambda cache, row: not_finite(row),
-        ),
-        Check(
-            "ids_match",
-            "The stored ids and masks, shifted and padded, are those of the source's rows.",
-            once=_other_samples,
-            of_row=_other_ids,
-        ),
-        Check(
-            "distribution",
-            "The target's probabilities are none below 0 and sum to 1, top-k ones fall and have different draft ids, "
-            "the mask is true only where there is loss, and behind a sample's tokens there are zeros.",
-            of_row=lambda cache, row: not_distributions(row),
-        ),
+        Check("complete", once=incomplete),
+        Check("checksums", once=wrong_sums, of_shard=wrong_shard_sums),
+        Check("finite", once=_infinite_embeddings, of_row=lambda cache, row: not_finite(row)),
+        Check("ids_match", once=_other_samples, of_row=_other_ids),
+        Check("distribution", of_row=lambda cache, row: not_distributions(row)),
     )
 }
-"""The checks that need no target, by name; all of them are errors where they fail."""
+"""The checks that need no target, by name; checks.py says what they ask."""

@@ -44,7 +44,7 @@ class Outcome:
     """What one recipe did."""
 
     key: str
-    """tokenizer, pretrain/NAME or sft/NAME."""
+    """tokenizer, pretrain/NAME, sft/NAME or eagle3/targets."""
     path: Path
     """The public folder."""
     meta: dict[str, Any]
@@ -60,9 +60,9 @@ class Outcome:
 
     @property
     def tokens(self) -> int:
-        """Of train and val together; 0 for a tokenizer and a stub."""
+        """Of train and val together, or of eagle3/targets; 0 for a tokenizer and a stub."""
         totals = self.meta.get("totals") or {}
-        return sum(totals.get(f"{split}_tokens", 0) for split in SPLITS)
+        return int(totals.get("tokens", sum(totals.get(f"{split}_tokens", 0) for split in SPLITS)))
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -71,8 +71,8 @@ class Outcome:
 
     @property
     def disk_bytes(self) -> int:
-        """Of all files that meta.json names."""
-        return sum(record["bytes"] for record in file_records(self.meta))
+        """Of all files that meta.json names; of eagle3/targets, whose shards it only counts, what it says."""
+        return int(self.meta.get("disk_bytes", sum(record["bytes"] for record in file_records(self.meta))))
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def recorded_outcomes(root: Path) -> tuple[list[Outcome], dict[str, Exception]]:
     A cache that was copied here has no line in .runs/: its seconds are nan and its fingerprint is empty.
     Raises: FileNotFoundError if there is no cache.
     """
-    families = [sorted(root.glob(f"{family}/[!.]*")) for family in ("pretrain", "sft")]
+    families = [sorted(root.glob(f"{family}/[!.]*")) for family in ("pretrain", "sft", "eagle3")]
     outcomes: list[Outcome] = []
     damaged: dict[str, Exception] = {}
     for path in itertools.chain([root / TOKENIZER_KEY], *families):

@@ -31,6 +31,8 @@ def outcomes_table(outcomes: Sequence[Outcome], failures: Mapping[str, Exception
         counts = [_count(totals, split) for split in ("train", "val")]
         if outcome.key == TOKENIZER_KEY:
             counts = [f"{outcome.meta['vocab_size']:,} ids", "-"]
+        elif outcome.meta.get("kind") == "eagle3":  # of one piece
+            counts = [f"{totals['samples']:,} samples, {totals['tokens']:,} tokens", "-"]
         seconds = f"{outcome.seconds:.2f}".replace("nan", "-")
         rows.append((outcome.key, _state(outcome), *counts, seconds, speed, peak, size(outcome.disk_bytes)))
     rows += [(key, "FAILED", *["-"] * 6) for key in failures]
