@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -11,12 +11,14 @@ import dagster as dg
 from niels_gpt.build.pipeline import Progress
 from niels_gpt.locks import file_lock
 from niels_gpt.recipes import pretrain, sft
+from niels_gpt.recipes.eagle3_asset import KEY as EAGLE3_KEY
+from niels_gpt.recipes.eagle3_asset import SMALL_TARGET, build_targets, raw_source
 from niels_gpt.recipes.own import OwnSource
 from niels_gpt.recipes.plan import RECIPES, TOKENIZER_KEY, Recipe, built_at, observe, own_recipe, settings_fingerprint
 from niels_gpt.recipes.produce import RUNS_DIR, Outcome, cache_root
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
-from pipelines.metadata import materialize_result
+from pipelines.metadata import materialize_result, targets_result
 from pipelines.resources import SettingsResource
 
 SFT_ROOT = dg.AssetKey(["sft", ""])
@@ -181,6 +183,37 @@ def _own_cache(own: OwnSource, prefix: Sequence[str]) -> dg.AssetsDefinition:
     return made
 
 
+def eagle3_targets(chosen: Settings, prefix: Sequence[str]) -> dg.AssetsDefinition:
+    """Return eagle3/targets. A factory, for what lies before it is the user's choice: which chats, which target."""
+    source, of_sample = raw_source(chosen), chosen.eagle3_target is None
+    deps = [raw_key(source, prefix)] if source else []  # files of chats or rows are not observed
+    deps += [dg.AssetKey([*prefix, TOKENIZER_KEY])] if of_sample else []
+
+    @dg.asset(
+        key=[*prefix, *EAGLE3_KEY.split("/")],
+        deps=deps,
+        group_name="eagle3",
+        kinds={"torch", "safetensors"},
+        retry_policy=NETWORK_RETRIES,
+        description=f"EAGLE-3 cache of {chosen.eagle3_source} by the target {chosen.eagle3_target or SMALL_TARGET}: for "
+        "each token three hidden states and the distribution of what comes next, for a draft to be trained without the "
+        "target. Made from the chats themselves by the target's own tokenizer and template; needs the extra eagle3."
+        "\n\nRead it with niels_gpt.eagle3.cache.CachedEagle3Dataset.",
+    )
+    def targets(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
+        core, observed, source = settings.of_run(context), None, raw_source(settings.to_core())
+        if source is not None:
+            observed = _newer_observation(context, raw_key(source, prefix), built_at(core, EAGLE3_KEY))
+        with _clear_errors():
+            outcome = build_targets(core, observed=observed, progress=_target_log(context))
+            if core.eagle3_target is None:
+                _tell_of_tokenizer(context, dg.AssetKey([*prefix, TOKENIZER_KEY]), core)
+            return _result(context, outcome, targets_result)
+
+    made: dg.AssetsDefinition = targets
+    return made
+
+
 CACHES = [fineweb_edu, wikitext, roam, gutenberg, dolly15k, oasst1]
 
 
@@ -196,9 +229,13 @@ def _materialized(
     return result
 
 
-def _result(context: dg.AssetExecutionContext, outcome: Outcome) -> dg.MaterializeResult[None]:
+def _result(
+    context: dg.AssetExecutionContext,
+    outcome: Outcome,
+    described: Callable[[Outcome], dg.MaterializeResult[None]] = materialize_result,
+) -> dg.MaterializeResult[None]:
     context.log.info(f"{outcome.key}: {'reused' if outcome.reused else 'built'} in {outcome.seconds:.1f} s")
-    return materialize_result(outcome)
+    return described(outcome)
 
 
 def _turn(settings: Settings) -> AbstractContextManager[None]:
@@ -240,6 +277,20 @@ def _progress_log(context: dg.AssetExecutionContext) -> Progress:
         last, speed = now, tokens / (now - begin)
         left = f" of {expected:,}, about {(expected - tokens) / speed:,.0f} s left" if expected and tokens else ""
         context.log.info(f"{documents:,} documents, {tokens:,} tokens{left}, {speed:,.0f} tokens/s")
+
+    return log
+
+
+def _target_log(context: dg.AssetExecutionContext) -> Callable[[int, int, int], None]:
+    """Return a progress callback of tokens, all tokens and bytes that writes a line to the run's log now and then."""
+    begin = last = time.monotonic()
+
+    def log(tokens: int, expected: int, num_bytes: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _LOG_SECONDS:
+            last = now
+            context.log.info(f"{tokens:,} of {expected:,} tokens, {num_bytes / (now - begin) / 1e6:,.1f} MB/s")
 
     return log
 

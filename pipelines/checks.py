@@ -1,10 +1,13 @@
-"""Is a finished cache good? The rules are niels_gpt.inspection.verify's; here they become Dagster's asset checks."""
+"""Is a finished cache good? The rules are niels_gpt.inspection.verify's, and those of niels_gpt.eagle3; here they become
+Dagster's asset checks."""
 
 from collections.abc import Iterator
 
 import dagster as dg
 
+from niels_gpt.eagle3.checks import DESCRIPTIONS
 from niels_gpt.inspection.verify import CHECKS, Check, Limits, verify
+from niels_gpt.recipes.eagle3_asset import check_targets
 from niels_gpt.recipes.produce import cache_root
 from pipelines.resources import SettingsResource
 
@@ -28,6 +31,25 @@ def checks_of(key: dg.AssetKey, path: str) -> dg.AssetChecksDefinition:
         names = {selected.name for selected in context.selected_asset_check_keys}
         for name, problems in verify(cache_root(core) / path, limits, names=names).items():
             yield _verdict(key, rules[name], problems)
+
+    return check
+
+
+def checks_of_targets(key: dg.AssetKey) -> dg.AssetChecksDefinition:
+    """Return the checks of eagle3/targets, all of them blocking, as one step that reads the cache once."""
+    specs = [dg.AssetCheckSpec(name, asset=key, description=said, blocking=True) for name, said in DESCRIPTIONS.items()]
+
+    @dg.multi_asset_check(specs=specs, name="check_eagle3__targets", can_subset=True)
+    def check(context: dg.AssetCheckExecutionContext, settings: SettingsResource) -> Iterator[dg.AssetCheckResult]:
+        names = {selected.name for selected in context.selected_asset_check_keys}
+        for name, verdict in check_targets(settings.of_run(context), names).items():
+            yield dg.AssetCheckResult(
+                asset_key=key,
+                check_name=name,
+                passed=not verdict.problems,
+                description="; ".join(verdict.problems) or verdict.note,
+                metadata={"problems": len(verdict.problems)},
+            )
 
     return check
 

@@ -3,6 +3,7 @@
 tokenizer                                          one SentencePiece model for all caches
 pretrain/{fineweb_edu,wikitext,roam,gutenberg}     token shards
 sft/{dolly15k,oasst1}                              chats with their loss
+eagle3/targets                                     a target model's outputs over chats, to train a draft
 pretrain/NAME, sft/NAME                            the same of your own text and chats: sources.toml
 raw/NAME                                           observed: the text that a cache is made of
 sft/                                               observed: what `--select sft/*` starts from
@@ -13,11 +14,12 @@ from typing import Any, cast
 
 import dagster as dg
 
+from niels_gpt.recipes import eagle3_asset
 from niels_gpt.recipes.own import own_sources
 from niels_gpt.recipes.plan import TOKENIZER_KEY, recipes, settings_fingerprint
 from niels_gpt.settings import Settings
 from pipelines import assets
-from pipelines.checks import checks_of
+from pipelines.checks import checks_of, checks_of_targets
 from pipelines.resources import SettingsResource, settings_from_environment
 
 
@@ -39,15 +41,17 @@ def niels_definitions(
     own = list(own_sources(chosen).values())
     paths = (TOKENIZER_KEY, *recipes(chosen))
     versions = {key(path): settings_fingerprint(chosen, path) for path in paths}
+    versions[key(eagle3_asset.KEY)] = eagle3_asset.settings_fingerprint(chosen)
     return dg.Definitions(
         assets=dg.map_asset_specs(
             lambda spec: spec.replace_attributes(code_version=versions.get(spec.key)),
             [
                 *cast(Any, dg.load_assets_from_modules([assets], key_prefix=prefix or None)),
                 *assets.own_assets(own, prefix),
+                assets.eagle3_targets(chosen, prefix),
             ],
         ),
-        asset_checks=[checks_of(key(path), path) for path in paths],
+        asset_checks=[*(checks_of(key(path), path) for path in paths), checks_of_targets(key(eagle3_asset.KEY))],
         resources={"settings": SettingsResource.of(chosen)},
     )
 

@@ -15,6 +15,7 @@ from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
 Metadata = dict[str, dg.MetadataValue[Any]]
 
 _MIB = 2**20
+_FIRST_IDS = 8  # of the draft's vocabulary: a list of 32,000 belongs into a file
 
 
 def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
@@ -32,6 +33,39 @@ def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
         },
         data_version=dg.DataVersion(str(outcome.meta["content_sha256"])),
     )
+
+
+def targets_result(outcome: Outcome) -> dg.MaterializeResult[None]:
+    """Return what Dagster records of eagle3/targets: manifest.json key by key, and what meta.json adds to it."""
+    from niels_gpt.eagle3.manifest import read_manifest
+
+    meta, manifest = mirrored(outcome), read_manifest(outcome.path)
+    del meta["manifest"]
+    selected = manifest["selected_token_ids"]
+    manifest["selected_token_ids"] = {"count": len(selected), "first": selected[:_FIRST_IDS]}
+    return dg.MaterializeResult(
+        metadata={
+            **_picture_of_targets(outcome),
+            **{name: dg.MetadataValue.int(number) for name, number in outcome.meta["totals"].items()},
+            **{name: meta[name] for name in ("bytes_per_token", "supervised_share", "kept_mass", "draft_mass")},
+            **_of_the_run(outcome),
+            **meta,
+            "sidecar_version": meta["format_version"],
+            **{name: _typed(manifest[name]) for name in sorted(manifest)},
+        },
+        data_version=dg.DataVersion(str(outcome.meta["content_sha256"])),
+    )
+
+
+def _picture_of_targets(outcome: Outcome) -> Metadata:
+    from niels_gpt.eagle3.plot import plot as plot_targets
+    from niels_gpt.eagle3.stats import stats
+
+    try:
+        png = base64.b64encode(plot_targets(stats(outcome.path), outcome.key)).decode()
+    except (ValueError, OSError) as error:
+        return {"picture": dg.MetadataValue.text(f"the cache cannot be read: {error}")}
+    return {"picture": dg.MetadataValue.md(f"![lengths, entropy, mass](data:image/png;base64,{png})")}
 
 
 def mirrored(outcome: Outcome) -> Metadata:

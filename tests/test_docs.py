@@ -8,6 +8,8 @@ import pytest
 
 from niels_gpt.cache import cli
 from niels_gpt.cache.meta import read_meta
+from niels_gpt.eagle3 import __main__ as eagle3
+from niels_gpt.eagle3 import precompute
 from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.settings import Settings
 
@@ -21,13 +23,17 @@ def test_every_link_leads_to_a_file(document: Path) -> None:
         assert (document.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/own_data.md"])
+PARSERS = {"cache.cli": cli._parser, "eagle3": eagle3._parser, "eagle3.precompute": precompute._parser}
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/own_data.md", "docs/eagle3.md"])
 def test_every_command_of_a_document_parses(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
-    commands = re.findall(r"^    python -m niels_gpt\.cache\.cli (.*?)(?:  +#.*)?$", text, flags=re.MULTILINE)
-    assert len(commands) >= 5
-    for command in commands:
-        cli._parser().parse_args(shlex.split(command))
+    commands = re.findall(r"^    python -m niels_gpt\.(\S+) (.*?)(?:  +#.*)?$", text, flags=re.MULTILINE)
+    found = [(PARSERS[module](), arguments) for module, arguments in commands if module in PARSERS]
+    assert len(found) >= 5
+    for parser, arguments in found:
+        parser.parse_args(shlex.split(arguments))
 
 
 def test_every_flag_named_in_a_document_exists(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,8 +42,12 @@ def test_every_flag_named_in_a_document_exists(capsys: pytest.CaptureFixture[str
     for command in ["build-all", "build", "snapshot", "list", "stats", "show", "verify", "diff", "locate", "gc"]:
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
-    with pytest.raises(SystemExit):
-        train_tokenizer.main(["--help"])
+    for main in (train_tokenizer.main, precompute.main):
+        with pytest.raises(SystemExit):
+            main(["--help"])
+    for command in ["verify", "inspect", "convert", "stats"]:
+        with pytest.raises(SystemExit):
+            eagle3.main([command, "--help"])
     known = capsys.readouterr().out
     for document in DOCUMENTS:
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", document.read_text(encoding="utf-8")):

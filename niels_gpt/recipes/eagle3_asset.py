@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from niels_gpt.settings import Settings
 if TYPE_CHECKING:
     from niels_gpt.eagle3.producer import Progress
     from niels_gpt.eagle3.recompute import Target
+    from niels_gpt.eagle3.verify import Verdict
 
 KEY = "eagle3/targets"
 SMALL_TARGET = "small_target"
@@ -133,6 +135,25 @@ def target_of(cache: Path, name: str, *, revision: str | None = None, device: st
         attention=attention,
     )
     return Target(asdict(facts), load, run)
+
+
+def check_targets(settings: Settings, names: Collection[str]) -> dict[str, Verdict]:
+    """Make some of the checks of niels_gpt.eagle3.checks.DESCRIPTIONS of eagle3/targets; returns their verdicts.
+
+    Raises: FileNotFoundError and CacheError where there is no such cache; as `target_of`.
+    """
+    from niels_gpt.eagle3.checks import RECOMPUTED
+    from niels_gpt.eagle3.recompute import recomputed
+    from niels_gpt.eagle3.verify import Verdict, verify
+
+    path, number = cache_root(settings) / KEY, settings.eagle3_check_samples
+    found = verify(path, names=[name for name in names if name != RECOMPUTED])
+    if RECOMPUTED in names and number:
+        target = target_of(path, target_name(settings), device=settings.eagle3_device)
+        found[RECOMPUTED] = recomputed(path, target, k=number, seed=settings.seed)
+    elif RECOMPUTED in names:
+        found[RECOMPUTED] = Verdict([], "not made: eagle3_check_samples is 0")
+    return found
 
 
 def _resolved(settings: Settings, path: Path, observed: str | None) -> Resolved:
