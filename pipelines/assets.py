@@ -195,13 +195,14 @@ def eagle3_targets(chosen: Settings, prefix: Sequence[str]) -> dg.AssetsDefiniti
         group_name="eagle3",
         kinds={"torch", "safetensors"},
         retry_policy=NETWORK_RETRIES,
-        description=f"EAGLE-3 cache of {chosen.eagle3_source} by the target {chosen.eagle3_target or SMALL_TARGET}: for "
-        "each token three hidden states and the distribution of what comes next, for a draft to be trained without the "
-        "target. Made from the chats themselves by the target's own tokenizer and template; needs the extra eagle3."
+        description=f"EAGLE-3 cache of {chosen.eagle3_source} by the target {chosen.eagle3_target or SMALL_TARGET}: "
+        "for each token three hidden states and the distribution of what comes next, for a draft to be trained without "
+        "the target. Made from the chats themselves by the target's own tokenizer and template; needs the extra eagle3."
         "\n\nRead it with niels_gpt.eagle3.cache.CachedEagle3Dataset.",
     )
     def targets(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
-        core, observed, source = settings.of_run(context), None, raw_source(settings.to_core())
+        core = settings.of_run(context)
+        observed, source = None, raw_source(core)
         if source is not None:
             observed = _newer_observation(context, raw_key(source, prefix), built_at(core, EAGLE3_KEY))
         with _clear_errors():

@@ -1,4 +1,4 @@
-"""Is a finished cache good? The rules are niels_gpt.inspection.verify's, and those of niels_gpt.eagle3; here they become
+"""Is a finished cache good? The rules are niels_gpt.inspection.verify's and niels_gpt.eagle3.verify's; here they become
 Dagster's asset checks."""
 
 from collections.abc import Iterator

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, create_model
 from niels_gpt.settings import Settings
 
 ENVIRONMENT_PREFIX = "NIELS_GPT_"
-_NOT_SETTINGS = {"NIELS_GPT_TEST_DATA"}  # where the tests find real text
+_NOT_SETTINGS = {"NIELS_GPT_TEST_DATA", "NIELS_GPT_PEERS"}  # where the tests find real text, and other tools
 _CORE = {field.name: field for field in fields(Settings)}
 
 

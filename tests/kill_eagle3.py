@@ -106,7 +106,9 @@ def kill_runs(folder: Path, kills: int, chance: random.Random, starts: Callable[
             if where.total() >= most:
                 assert ended(pid)
                 break
-            if not killed(pid, chance.uniform(0, 1.2 * duration), group=chance.random() < 2 / 3):
+            if not killed(
+                pid, chance.uniform(0, duration * chance.choice((0.05, 0.4, 1.2))), group=chance.random() < 2 / 3
+            ):
                 break
             where[left_by(cache)] += 1
             counts[workers] += 1

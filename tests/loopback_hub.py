@@ -1,11 +1,12 @@
 """A small Hugging Face hub on 127.0.0.1, with faults to order and a log of what was asked.
 
-It answers what huggingface_hub and datasets call to read a dataset: its info, its tree, its files with ranges, and the
-hub's own error headers. In a test of this process, take the fixture `loopback_hub`: conftest.py has pointed HF_ENDPOINT
-at its port before any library was imported.
+It answers what huggingface_hub, datasets and transformers call to read a dataset or a model: its info, its tree, its
+files with ranges, and the hub's own error headers. In a test of this process, take the fixture `loopback_hub`:
+conftest.py has pointed HF_ENDPOINT at its port before any library was imported.
 
     def test_something(loopback_hub: LoopbackHub) -> None:
         sha = loopback_hub.add("HuggingFaceFW/fineweb-edu", numbered_datasets.fineweb_edu())
+        loopback_hub.add_model("somebody/tiny", tmp_path / "tiny")     # a folder of save_pretrained's, say
         loopback_hub.cut("train-00001", after=10_000)      # the next answer about it ends there
         ...
         assert loopback_hub.asked("train-00001")           # the requests, with method, range and status
@@ -14,8 +15,9 @@ In a subprocess: HF_ENDPOINT is inherited, or give it `hub.endpoint` and a HF_HO
 
     with LoopbackHub() as hub: ...                         # a port of its own: hub.endpoint
 
-`add` commits: a sha made from the dataset's id and content, and "main" points to it until the next `add`. The libraries
-cache per process by id and sha, so two tests that want to see the same requests need datasets of different content.
+`add` commits: a sha made from the id and content, and "main" points to it until the next `add`. The libraries cache per
+process by id and sha, so two tests that want to see the same requests need another id or content. Of a gated repository
+the hub shows what is in it, and gives no file.
 Faults are met in the order in which they were ordered; the first that fits the request is spent on it. Those of a body
 wait for an answer that has one: not for a redirect, nor for HEAD.
 """
@@ -32,12 +34,14 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 
 TREE_PAGE = 1_000  # entries in an answer about a tree, as on the hub
+MODELS = "models/"  # before the id of a model, where datasets and models are kept together
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Fault:
 
 @dataclass
 class Repository:
-    """A dataset on the hub: commits by sha, names of commits, and who may read."""
+    """A dataset or model on the hub: commits by sha, names of commits, and who may read."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
@@ -127,7 +131,7 @@ class LoopbackHub:
 
     def add(
         self,
-        dataset_id: str,
+        repository_id: str,
         files: Mapping[str, bytes],
         *,
         ref: str = "main",
@@ -135,14 +139,22 @@ class LoopbackHub:
         private: bool = False,
     ) -> str:
         """Commit `files` (path -> bytes), let `ref` point there, and return the sha."""
-        total = hashlib.sha1(dataset_id.encode())
+        total = hashlib.sha1(repository_id.encode())
         for path, content in sorted(files.items()):
             total.update(path.encode() + b"\0" + hashlib.sha1(content).digest())
-        repository = self.repositories.setdefault(dataset_id, Repository())
+        repository = self.repositories.setdefault(repository_id, Repository())
         repository.commits[total.hexdigest()] = dict(files)
         repository.refs[ref] = total.hexdigest()
         repository.gated, repository.private = gated, private
         return total.hexdigest()
+
+    def add_model(
+        self, model_id: str, folder: Path, *, ref: str = "main", gated: bool = False, private: bool = False
+    ) -> str:
+        """Commit the files of a folder as a model, let `ref` point there, and return the sha."""
+        paths = (path for path in folder.rglob("*") if path.is_file())
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+        return self.add(MODELS + model_id, files, ref=ref, gated=gated, private=private)
 
     def fail(
         self,
@@ -282,9 +294,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return
         self._error(404, "EntryNotFound", f"no such page: {path}")
 
-    def _repository(self, dataset_id: str, revision: str) -> tuple[Repository, str] | None:
-        """Find a dataset's commit, or answer with the hub's error."""
-        repository = self.server.hub.repositories.get(dataset_id)
+    def _repository(self, repository_id: str, revision: str) -> tuple[Repository, str] | None:
+        """Find a commit, or answer with the hub's error."""
+        repository = self.server.hub.repositories.get(repository_id)
         if repository is None or repository.private:
             self._error(401, "RepoNotFound", "Repository not found")
             return None
@@ -294,15 +306,15 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         return repository, sha
 
-    def info(self, dataset_id: str, revision: str | None, *, form: Mapping[str, Any]) -> None:
-        if found := self._repository(dataset_id, revision or "main"):
+    def info(self, repository_id: str, revision: str | None, *, form: Mapping[str, Any]) -> None:
+        if found := self._repository(repository_id, revision or "main"):
             repository, sha = found
             files = repository.commits[sha]
             self._json(
                 {
                     "_id": "0" * 24,
-                    "id": dataset_id,
-                    "author": dataset_id.split("/")[0],
+                    "id": repository_id.removeprefix(MODELS),
+                    "author": repository_id.removeprefix(MODELS).split("/")[0],
                     "sha": sha,
                     "lastModified": "2024-01-01T00:00:00.000Z",
                     "private": repository.private,
@@ -314,15 +326,15 @@ class _Handler(BaseHTTPRequestHandler):
                 }
             )
 
-    def auth_check(self, dataset_id: str, *, form: Mapping[str, Any]) -> None:
-        if found := self._repository(dataset_id, "main"):
+    def auth_check(self, repository_id: str, *, form: Mapping[str, Any]) -> None:
+        if found := self._repository(repository_id, "main"):
             if found[0].gated:
-                self._gated(dataset_id)
+                self._gated(repository_id)
             else:
                 self._json({})
 
-    def tree(self, dataset_id: str, revision: str, folder: str | None, *, form: Mapping[str, Any]) -> None:
-        if not (found := self._repository(dataset_id, revision)):
+    def tree(self, repository_id: str, revision: str, folder: str | None, *, form: Mapping[str, Any]) -> None:
+        if not (found := self._repository(repository_id, revision)):
             return
         files = found[0].commits[found[1]]
         prefix = f"{folder}/" if folder else ""
@@ -346,17 +358,17 @@ class _Handler(BaseHTTPRequestHandler):
             list(listed.values())[start : start + TREE_PAGE], **({"Link": f'<{next_page}>; rel="next"'} if more else {})
         )
 
-    def paths_info(self, dataset_id: str, revision: str, *, form: Mapping[str, Any]) -> None:
-        if found := self._repository(dataset_id, revision):
+    def paths_info(self, repository_id: str, revision: str, *, form: Mapping[str, Any]) -> None:
+        if found := self._repository(repository_id, revision):
             files = found[0].commits[found[1]]
             self._json([_file_entry(path, files[path]) for path in form.get("paths", ()) if path in files])
 
-    def resolve(self, dataset_id: str, revision: str, path: str, *, form: Mapping[str, Any]) -> None:
-        if not (found := self._repository(dataset_id, revision)):
+    def resolve(self, repository_id: str, revision: str, path: str, *, form: Mapping[str, Any]) -> None:
+        if not (found := self._repository(repository_id, revision)):
             return
         repository, sha = found
         if repository.gated:
-            self._gated(dataset_id)
+            self._gated(repository_id)
             return
         content = repository.commits[sha].get(path)
         if content is None:
@@ -369,11 +381,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._content(content, headers)
             return
         linked = {"X-Linked-Size": str(len(content)), "X-Linked-Etag": headers["ETag"]}
-        elsewhere = f"http://localhost:{self.server.server_port}/cdn/{dataset_id}/{sha}/{path}"
+        elsewhere = f"http://localhost:{self.server.server_port}/cdn/{repository_id}/{sha}/{path}"
         self._send(302, b"", {**headers, **linked, "Location": elsewhere})
 
-    def cdn(self, dataset_id: str, sha: str, path: str, *, form: Mapping[str, Any]) -> None:
-        content = self.server.hub.repositories[dataset_id].commits[sha][path]
+    def model_file(self, model_id: str, revision: str, path: str, *, form: Mapping[str, Any]) -> None:
+        self.resolve(MODELS + model_id, revision, path, form=form)
+
+    def cdn(self, repository_id: str, sha: str, path: str, *, form: Mapping[str, Any]) -> None:
+        content = self.server.hub.repositories[repository_id].commits[sha][path]
         self._content(content, {"ETag": f'"{hashlib.md5(content).hexdigest()}"'})
 
     def _content(self, content: bytes, headers: Mapping[str, str]) -> None:
@@ -398,8 +413,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.fault = self.server.hub.spend(self.command, self.asked, body=True)
         self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json; charset=utf-8", **headers})
 
-    def _gated(self, dataset_id: str) -> None:
-        self._error(401, "GatedRepo", f"Access to dataset {dataset_id} is restricted. You must have access to it.")
+    def _gated(self, repository_id: str) -> None:
+        what = "dataset " + repository_id
+        if repository_id.startswith(MODELS):
+            what = "model " + repository_id.removeprefix(MODELS)
+        self._error(401, "GatedRepo", f"Access to {what} is restricted. You must have access to it.")
 
     def _error(self, status: int, code: str | None, message: str, **headers: str) -> None:
         said = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {}), **headers}
@@ -454,13 +472,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write((b"%x\r\n%s\r\n" % (len(part), part) if part else b"") + b"0\r\n\r\n")
 
 
-_ID = r"([^/]+/[^/]+)"
+_ID = rf"((?:{MODELS})?[^/]+/[^/]+)"
 _ROUTES: list[tuple[str, Callable[..., None]]] = [
-    (rf"/api/datasets/{_ID}(?:/revision/(.+))?", _Handler.info),
-    (rf"/api/datasets/{_ID}/auth-check", _Handler.auth_check),
-    (rf"/api/datasets/{_ID}/tree/([^/]+)(?:/(.+))?", _Handler.tree),
-    (rf"/api/datasets/{_ID}/paths-info/([^/]+)", _Handler.paths_info),
+    (rf"/api/(?:datasets/)?{_ID}(?:/revision/(.+))?", _Handler.info),
+    (rf"/api/(?:datasets/)?{_ID}/auth-check", _Handler.auth_check),
+    (rf"/api/(?:datasets/)?{_ID}/tree/([^/]+)(?:/(.+))?", _Handler.tree),
+    (rf"/api/(?:datasets/)?{_ID}/paths-info/([^/]+)", _Handler.paths_info),
     (rf"/datasets/{_ID}/resolve/([^/]+)/(.+)", _Handler.resolve),
+    (r"/([^/]+(?:/[^/]+)?)/resolve/([^/]+)/(.+)", _Handler.model_file),
     (rf"/cdn/{_ID}/([^/]+)/(.+)", _Handler.cdn),
 ]
 _FAULTY_BODIES: dict[str, Callable[[_Handler, bytes, Fault], None]] = {
@@ -481,8 +500,8 @@ def _git_id(content: bytes) -> str:
 
 
 def _file_entry(path: str, content: bytes) -> dict[str, Any]:
-    """Describe a file as the tree does; parquet and gzip files are LFS files."""
+    """Describe a file as the tree does; parquet files, gzip files and weights are LFS files."""
     entry: dict[str, Any] = {"type": "file", "oid": _git_id(content), "size": len(content), "path": path}
-    if path.endswith((".parquet", ".gz")):
+    if path.endswith((".parquet", ".gz", ".safetensors", ".bin")):
         entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
     return entry

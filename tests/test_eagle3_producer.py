@@ -417,6 +417,14 @@ def test_an_error_of_a_worker_is_told_whatever_it_is(tmp_path: Path) -> None:
         run(tmp_path / "c", load=fails, workers=2, start="fork")
 
 
+def test_a_cache_that_is_mended_is_not_called_finished_meanwhile(tmp_path: Path) -> None:
+    run(tmp_path / "c")
+    (tmp_path / "c" / "shard-000001.safetensors").unlink()
+    with pytest.raises(Unpicklable):
+        run(tmp_path / "c", load=fails, resume=True)
+    assert not (tmp_path / "c" / "meta.json").exists()
+
+
 def test_an_error_of_the_writer_stops_the_run_and_what_is_done_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

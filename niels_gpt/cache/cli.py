@@ -63,7 +63,7 @@ def add_settings_flags(parser: argparse.ArgumentParser, *, only: Sequence[str] |
     group = parser.add_argument_group("settings")
     types = get_type_hints(Settings)
     for field in fields(Settings):
-        if only is not None and field.name not in only:
+        if field.name.startswith("eagle3_") if only is None else field.name not in only:  # eagle3/targets: the asset's
             continue
         text = field.metadata["help"].replace("%", "%%") + f" (default: {field.default})"
         flag = "--" + field.name.replace("_", "-")
@@ -120,7 +120,7 @@ def _add_builders(command: Callable[..., argparse.ArgumentParser]) -> None:
     from niels_gpt.recipes.run import number_of_tokens
     from niels_gpt.recipes.snapshot import READS, SPLITS
 
-    build_all = command("build-all", "build every cache", _build)
+    build_all = command("build-all", "build every cache of tokens; not eagle3/targets, which Dagster builds", _build)
     build_all.set_defaults(sources=None)
     build = command("build", "build some caches", _build)
     names = ", ".join(key.split("/")[1] for key in RECIPES)
@@ -265,8 +265,8 @@ def _show(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     from niels_gpt.inspection.caches import caches_of
     from niels_gpt.inspection.contents import Damage
-    from niels_gpt.inspection.damage import find_damage
     from niels_gpt.recipes.report import damage_lines
+    from niels_gpt.recipes.run import damage_of
 
     caches, errors = caches_of(arguments.paths)
     for error in errors.values():  # the others are looked at
@@ -274,7 +274,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     found = {path: [Damage("", 0, 0, error)._asdict()] for path, error in errors.items()}
     for cache in caches:
         with _progress_bar(str(cache), unit="B", counted="files") as progress:
-            damages = find_damage(cache, deep=arguments.deep, progress=progress)
+            damages = damage_of(cache, deep=arguments.deep, progress=progress)
         found[str(cache)] = [damage._asdict() for damage in damages]
         if not arguments.json:
             print(damage_lines(cache, damages))

@@ -95,7 +95,9 @@ def is_finished(cache_dir: PathLike, plan: Plan, shard: int) -> bool:
         receipt = read_receipt(cache_dir, shard)
         raw = receipt_path(cache_dir, shard).read_bytes()
         size = os.lstat(shard_path(cache_dir, shard)).st_size
-    except (CacheError, FileNotFoundError) as error:
+    except FileNotFoundError:
+        return False
+    except CacheError as error:
         logger.warning("%s; the shard is made again", error)
         return False
     if receipt is None or raw != canonical_json(receipt) or receipt["facts"].get("plan") != plan.sha256:

@@ -71,7 +71,7 @@ class Run:
             compute_dtype="bf16" if chosen == "cuda" else "fp32",
             attention=attention,
             threads=threads,
-            torch=torch.__version__,
+            torch=str(torch.__version__),
             transformers=version("transformers"),
         )
 

@@ -227,7 +227,7 @@ def _add_how(add: Callable[..., Any]) -> None:
         default = given[flag.strip("-").replace("-", "_")]
         add(flag, type=int, metavar="N", default=default, help=f"{text} (default: {default})")
     add("--threads", type=int, metavar="N", help="torch threads of each worker (default: as begun; else usable cores)")
-    add("--device", choices=DEVICES, help="where the target runs (default: cuda where there is one)")
+    add("--device", choices=DEVICES, help="where the target runs (default: as begun; else cuda where there is one)")
     add("--attention", choices=ATTENTIONS, default=given["attention"], help="of the target (default: %(default)s)")
     add("--resume", action="store_true", help="go on with what is in DIR, if the plan is the same (default: refuse)")
     add("--dry-run", action="store_true", help="print sizes and free space, and stop; status 1 if it does not fit")

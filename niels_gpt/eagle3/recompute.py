@@ -21,8 +21,8 @@ from niels_gpt.eagle3.checks import RECOMPUTED
 from niels_gpt.eagle3.file_checks import FOREIGN, NotChecked, Opened, open_cache, tables_of
 from niels_gpt.eagle3.forward import PlannedForward
 from niels_gpt.eagle3.layout import INT_FIELDS
-from niels_gpt.eagle3.plan import Batch, Plan, open_plan
-from niels_gpt.eagle3.row_checks import AUX, INDICES, VALUES, Row
+from niels_gpt.eagle3.plan import Batch, Plan, differing_fields, open_plan
+from niels_gpt.eagle3.row_checks import AUX, INDICES, VALUES, Row, slots
 from niels_gpt.eagle3.supervision import NonFiniteError
 from niels_gpt.eagle3.verify import Findings, Progress, Verdict
 from niels_gpt.eagle3.workers import Load
@@ -72,7 +72,7 @@ def _differences(cache: Opened, target: Target, k: int, seed: int, progress: Pro
             f"differ from those of {target.facts.get('name')}. Name the target that the cache was made from"
         )
         return
-    moved = sorted(name for name in plan.run if target.run.get(name) != plan.run[name])
+    moved = differing_fields(plan.run, target.run)
     device = torch.device(target.run["device"])
     with _threads(plan.run["threads"]):
         forward = PlannedForward(plan, cache.samples, target.load(device), device)
@@ -117,7 +117,8 @@ def _compared(stored: Row, again: Mapping[str, Tensor], compute_dtype: str, move
         elif name == "position_mask":
             wrong, most = int(other.sum()), 1 + int(_MASK_SHARE * int(stored.fields["loss_mask"].sum()))
             if wrong > most:
-                yield f"{stored.where}: {name} differs in {wrong} slots, expected {most} at most{_for_other(moved)}"
+                said = f"{name} differs in {slots(wrong)}, expected {most} at most{_for_other(moved)}"
+                yield f"{stored.where}: {said}"
         elif name != INDICES:
             yield from _beyond_tolerance(stored, again, name, compute_dtype, moved)
 
@@ -173,7 +174,7 @@ def _largest(stored: Row, name: str, kept: Tensor, found: Tensor, other: Tensor)
     slot, column = divmod(int(apart.argmax()), apart.shape[-1])
     return (
         f"{stored.layer(name, column)} is {kept[slot, column].item():g} at slot {slot}, column {column}, run once more "
-        f"{found[slot, column].item():g}; {int(other.sum())} slots of {name} differ"
+        f"{found[slot, column].item():g}; {name} differs in {slots(int(other.sum()))}"
     )
 
 

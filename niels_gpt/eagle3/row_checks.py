@@ -65,7 +65,7 @@ def not_finite(row: Row) -> Iterator[str]:
             first = first or f"{row.layer(name, column)} is {found}"
             bad += int(wrong.any(dim=-1).sum())
         if bad:
-            yield f"{row.where}: {first}, expected finite numbers; {_slots(bad)} of {name} hold one"
+            yield f"{row.where}: {first}, expected finite numbers; there are such in {slots(bad)} of {name}"
 
 
 def other_ids(row: Row, ids: Tensor, loss_mask: Tensor, pad_id: int) -> Iterator[str]:
@@ -84,7 +84,7 @@ def other_ids(row: Row, ids: Tensor, loss_mask: Tensor, pad_id: int) -> Iterator
             slot = int(wrong[0])
             yield (
                 f"{row.where}: {name} is {int(found[slot])} at slot {slot}, expected {int(wanted[slot])} by "
-                f"sidecar/samples.safetensors; {_slots(len(wrong))} differ"
+                f"sidecar/samples.safetensors; it differs in {slots(len(wrong))}"
             )
 
 
@@ -95,7 +95,7 @@ def not_distributions(row: Row) -> Iterator[str]:
     if len(unwanted):
         yield (
             f"{row.where}: position_mask is true at slot {int(unwanted[0])} where loss_mask is 0, expected false; "
-            f"{_slots(len(unwanted))} are so"
+            f"it is so in {slots(len(unwanted))}"
         )
     probs = row.fields[VALUES if VALUES in row.fields else PROBS]
     yield from _no_sums_of_one(row, probs, length, supervised)
@@ -131,9 +131,9 @@ def _no_sums_of_one(row: Row, probs: Tensor, length: int, supervised: Tensor) ->
         if len(off):
             first[1] = first[1] or f"{float(sums[off[0]]):.6g} at slot {start + int(off[0])}"
     if negative:
-        yield f"{row.where}: a probability is {first[0]}, expected none below 0; {_slots(negative)} have one"
+        yield f"{row.where}: a probability is {first[0]}, expected none below 0; there are such in {slots(negative)}"
     if wrong:
-        yield f"{row.where}: probabilities sum to {first[1]}, expected 1 within {allowed:.2g}; {_slots(wrong)} do not"
+        yield f"{row.where}: probabilities sum to {first[1]}, expected 1 within {allowed:.2g}; wrong in {slots(wrong)}"
 
 
 def _no_top_of_a_vocabulary(row: Row, length: int) -> Iterator[str]:
@@ -143,16 +143,16 @@ def _no_top_of_a_vocabulary(row: Row, length: int) -> Iterator[str]:
     if len(outside):
         slot = int(outside[0])
         worst = next(index for index in indices[slot].tolist() if not 0 <= index < size)
-        yield f"{row.where}: draft id {worst} at slot {slot}, expected 0 to {size - 1}; {_slots(len(outside))} have one"
+        yield f"{row.where}: draft id {worst} at slot {slot}, expected 0 to {size - 1}; wrong in {slots(len(outside))}"
     ordered = indices.sort(dim=-1).values
     twice = (ordered[:, 1:] == ordered[:, :-1]).any(dim=-1).nonzero()
     if len(twice):
-        yield f"{row.where}: a draft id is there twice at slot {int(twice[0])}; {_slots(len(twice))} have one"
+        yield f"{row.where}: a draft id is there twice at slot {int(twice[0])}; it is so in {slots(len(twice))}"
     rising = (values[:, 1:] > values[:, :-1]).any(dim=-1).nonzero()
     if len(rising):
         yield (
             f"{row.where}: {VALUES} rise at slot {int(rising[0])}, expected the largest first; "
-            f"in {_slots(len(rising))} they do"
+            f"they do in {slots(len(rising))}"
         )
 
 
@@ -163,5 +163,6 @@ def _parts(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield start, tensor[start : start + step]
 
 
-def _slots(count: int) -> str:
+def slots(count: int) -> str:
+    """Return "1 slot", "2 slots"."""
     return f"{count:,} slot{'' if count == 1 else 's'}"

@@ -102,8 +102,10 @@ def resolve(options: Options, settings: Settings) -> Resolved:
     if options.output_dir is not None and not options.resume:
         refuse_existing(options.output_dir)
     recorded = _recorded(options)
-    begun_with = recorded.get("target", {}).get("revision")  # what main was then
-    target = target_facts(options.target_model, revision=options.revision or begun_with)
+    begun = recorded.get("target", {})
+    same = begun.get("name") == (options.target_name or options.target_model)
+    revision = options.revision or (begun.get("revision") if same else None)  # what main was then
+    target = target_facts(options.target_model, revision=revision)
     if target.max_positions is not None and options.seq_length > target.max_positions:
         raise ValueError(
             f"--seq-length is {options.seq_length}, and {options.target_model} has {target.max_positions} positions"
@@ -149,8 +151,9 @@ def _given_vocab(options: Options, vocab_size: int) -> list[int] | None:
 def _run_facts(options: Options, recorded: dict[str, Any]) -> dict[str, Any]:
     from niels_gpt.eagle3.plan import Run
 
+    device = options.device or recorded.get("device")
     threads = options.threads or recorded.get("threads") or len(os.sched_getaffinity(0))
-    return asdict(Run.here(options.device, attention=options.attention, threads=threads))
+    return asdict(Run.here(device, attention=options.attention, threads=threads))
 
 
 def _target_record(resolved: Resolved) -> dict[str, Any]:

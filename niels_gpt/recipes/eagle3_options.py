@@ -62,7 +62,7 @@ class Options:
     resume: bool = False
     """Whether a folder that was begun, or is finished, is gone on with."""
     device: str | None = None
-    """cpu or cuda; None: cuda where there is one."""
+    """cpu or cuda; None: as recorded, at first cuda where there is one."""
     chat_template: str | None = None
     """Text of a jinja template in place of the tokenizer's own."""
     attention: str = "sdpa"

@@ -9,8 +9,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
+from niels_gpt.cache.meta import find_meta
+from niels_gpt.fileio import CacheError
+from niels_gpt.inspection.contents import Damage
+from niels_gpt.inspection.damage import find_damage
 from niels_gpt.recipes.own import named_by_lines
 from niels_gpt.recipes.plan import RECIPES, ensure_tokenizer, recipes
 from niels_gpt.recipes.produce import Outcome
@@ -67,6 +72,29 @@ def build_each(
             except Exception as error:
                 failures[key] = error
                 logging.debug("%s failed", key, exc_info=True)
+
+
+def damage_of(cache: Path, *, deep: bool, progress: Callable[[int, int, int | None], None] | None) -> list[Damage]:
+    """Return the damage of any cache of the project, as `find_damage` has it; eagle3/targets has checks of its own.
+
+    deep: read every file; else of an EAGLE-3 cache the headers of its shards alone.
+    """
+    meta: dict[str, Any] = {}
+    with contextlib.suppress(CacheError, OSError, RuntimeError):  # find_damage tells
+        meta = find_meta(cache.resolve()) or {}
+    if meta.get("kind") != "eagle3":
+        return find_damage(cache, deep=deep, progress=progress)
+    from niels_gpt.eagle3.verify import verify
+
+    def told(done: int, total: int) -> None:
+        if progress is not None:
+            progress(0, done, total)
+
+    try:
+        verdicts = verify(cache, names=None if deep else ["complete"], progress=told)
+    except (CacheError, OSError) as error:  # no manifest that can be read
+        return [Damage("", 0, 0, str(error))]
+    return [Damage("", 0, 0, problem) for verdict in verdicts.values() for problem in verdict.problems]
 
 
 def give_large_blocks_back() -> None:

@@ -1,0 +1,393 @@
+"""python -m niels_gpt.eagle3.precompute: what it prints, refuses and makes, with a small target and a few chats."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle3_runs import whole_tree
+
+from niels_gpt.eagle3 import precompute, target
+from niels_gpt.eagle3.cache import CachedEagle3Dataset, read_manifest, verify
+from niels_gpt.eagle3.target import write_small_target
+from niels_gpt.eagle3.vocab import save_token_mapping
+from niels_gpt.recipes.eagle3 import resolve
+from niels_gpt.recipes.eagle3_options import Options
+from niels_gpt.settings import Settings
+from niels_gpt.tokenizer import SentencePieceTokenizer
+
+ANSWERS = ["The heron walks to the mill.", "It was windy that day, so the otter stayed.", "Why? Pebbles!"]
+FLAGS = """
+--target-model --revision --input-data --source-root --output-dir --seq-length --draft-vocab-size --draft-vocab-from
+--target-probs-topk --batch-size --max-batch-tokens --shard-size --dtype --format-version --aux-layer-ids --workers
+--resume --dry-run --device --chat-template --show --attention --threads --limit
+"""
+KEYS = """
+format_version target_model target_vocab_size draft_vocab_size seq_length dtype num_samples shard_size aux_hidden_dim
+aux_layer_ids selected_token_ids
+"""
+LATER = "target_probs_topk input_data split shuffle_seed mask_reasoning_content mask_generation_prompt"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> Path:
+    """The folder of the small target."""
+    return write_small_target(tmp_path_factory.mktemp("small") / "target", tiny_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten chats, and one that nothing is learnt from."""
+    answers = [[("user", f"Page {page}?"), ("assistant", ANSWERS[page % 3] * (1 + page % 2))] for page in range(10)]
+    turns = [[{"role": role, "content": text} for role, text in chat] for chat in [*answers, [("user", "?")]]]
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in turns))
+    return path
+
+
+def arguments_of(model: Path, chats: Path, folder: Path) -> list[str]:
+    what = ["--target-model", str(model), "--input-data", str(chats), "--output-dir", str(folder)]
+    return [*what, "--seq-length", "40", "--shard-size", "4", "--threads", "1", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, model: Path, chats: Path) -> Path:
+    """A finished cache of the ten chats."""
+    folder = tmp_path_factory.mktemp("made") / "c"
+    assert precompute.main(arguments_of(model, chats, folder)) == 0
+    return folder
+
+
+@pytest.fixture
+def arguments(model: Path, chats: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """Makes the arguments of a run into tmp_path / "c"; later ones count."""
+    return lambda *more: [*arguments_of(model, chats, tmp_path / "c"), *more]
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command in this process; returns status, output and errors."""
+
+    def done(*more: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = precompute.main(arguments(*more))
+        return (status, *capsys.readouterr())
+
+    return done
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where the target's weights are loaded."""
+
+    def load(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(target, "load_target", load)
+
+
+# --- what is made -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_makes_a_cache_and_says_what_it_is(tmp_path: Path, run: Run, model: Path, chats: Path) -> None:
+    status, out, errors = run()
+    assert status == 0 and errors == ""
+    cache = tmp_path / "c"
+    meta, manifest = json.loads((cache / "meta.json").read_bytes()), read_manifest(str(cache))
+    assert sorted(manifest) == sorted(KEYS.split()) and manifest["target_model"] == str(model)
+    assert (manifest["format_version"], manifest["num_samples"], manifest["aux_layer_ids"]) == (1, 10, [1, 3, 4])
+    assert manifest["selected_token_ids"] == list(range(manifest["target_vocab_size"]))
+    assert meta["dropped"]["no_supervised"] == 1 and "of the input: " in out and "no_supervised 1" in out
+    assert f"{cache}: made 3 shards" in out and f"{meta['totals']['tokens']:,} tokens" in out
+    assert f"{meta['disk_bytes']:,} bytes" in out and f"{meta['bytes_per_token']:,.0f} B/token" in out
+    assert len(CachedEagle3Dataset(str(cache))) == 10 and verify(str(cache)) == []
+    assert meta["draft_mass"] == 1 and meta["kept_mass"] is None
+
+
+def test_a_run_with_top_k_makes_version_2_with_all_of_its_keys(tmp_path: Path, run: Run, chats: Path) -> None:
+    assert run("--target-probs-topk", "5", "--draft-vocab-size", "60", "--dtype", "fp16")[0] == 0
+    manifest = read_manifest(str(tmp_path / "c"))
+    assert sorted(manifest) == sorted((KEYS + LATER).split())
+    found = {name: manifest[name] for name in ("format_version", "dtype", "draft_vocab_size", *LATER.split())}
+    assert found == {
+        "format_version": 2,
+        "dtype": "fp16",
+        "draft_vocab_size": 60,
+        "target_probs_topk": 5,
+        "input_data": str(chats),
+        "split": None,
+        "shuffle_seed": 0,
+        "mask_reasoning_content": False,
+        "mask_generation_prompt": True,
+    }
+    meta = json.loads((tmp_path / "c" / "meta.json").read_bytes())
+    assert 0 < meta["kept_mass"] < 1 and 0 < meta["draft_mass"] < 1
+
+
+def test_version_2_may_be_dense_and_a_top_k_of_all_is_dense_version_1(tmp_path: Path, run: Run) -> None:
+    assert run("--format-version", "2")[0] == 0
+    assert read_manifest(str(tmp_path / "c"))["target_probs_topk"] == 0
+    assert run("--output-dir", str(tmp_path / "d"), "--target-probs-topk", "500")[0] == 0
+    assert sorted(read_manifest(str(tmp_path / "d"))) == sorted(KEYS.split())
+    for shard in range(3):
+        name = f"shard-{shard:06d}.safetensors"
+        assert (tmp_path / "c" / name).read_bytes() == (tmp_path / "d" / name).read_bytes()
+
+
+def test_rows_of_ids_and_masks_are_taken_as_they_are(tmp_path: Path, run: Run) -> None:
+    rows = [{"id": f"row {number}", "input_ids": [5, 6, 7 + number], "loss_mask": [0, 1, 1]} for number in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run("--input-data", str(tmp_path / "rows.jsonl"))[0] == 0
+    item = CachedEagle3Dataset(str(tmp_path / "c"))[2]
+    assert item["input_ids"][:2].tolist() == [6, 9] and item["loss_mask"].tolist() == [1, 1, *[0] * 38]
+
+
+def test_the_real_command_with_two_processes_makes_the_same_bytes(
+    tmp_path: Path, run: Run, arguments: Callable[..., list[str]]
+) -> None:
+    more = ["--output-dir", str(tmp_path / "d"), "--workers", "2", "--show", "1"]
+    program = [sys.executable, "-m", "niels_gpt.eagle3.precompute", *arguments(*more)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "[[The heron walks to the mill.<|eot|>]]" in done.stdout
+    assert run()[0] == 0
+    assert whole_tree(tmp_path / "d") == whole_tree(tmp_path / "c")
+
+
+# --- before the target is loaded --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_dry_run_says_what_would_be_written_and_writes_nothing(
+    tmp_path: Path, run: Run, tiny_tokenizer: SentencePieceTokenizer
+) -> None:
+    status, out, _ = run("--dry-run", "--show", "2", "--draft-vocab-size", "64")
+    assert status == 0 and list(tmp_path.iterdir()) == []
+    for text in ("10 samples, ", "% supervised", "mean length", "3 shards, ", " batches", "format version 1, bf16"):
+        assert text in out
+    assert (
+        f"draft vocabulary 64 of {tiny_tokenizer.vocab_size}," in out
+        and ": fits\n" in out
+        and "B/token" in out
+        and "free " in out
+    )
+    assert out.count("[[") == 2
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_run_that_does_not_fit_is_refused_within_seconds(tmp_path: Path, run: Run) -> None:
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        large = ["--output-dir", str(place / "c"), "--seq-length", "1000", "--shard-size", "1", "--dtype", "fp32"]
+        samples = [{"input_ids": [5] * 1000, "loss_mask": [1] * 1000} for _ in range(5)]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+        large += ["--input-data", str(tmp_path / "rows.jsonl")]
+        status, out, _ = run(*large, "--dry-run")
+        assert status == 1 and "free 5,242,880: does not fit" in out
+        status, out, errors = run(*large)
+        assert status == 1 and "and 5,242,880 are free there. Make room, name another --output-dir" in errors
+        assert list(place.iterdir()) == []
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--batch-size", "0"], "--batch-size is 0, expected 1 or more"),
+        (["--max-batch-tokens", "0"], "--max-batch-tokens is 0, expected 1 or more"),
+        (["--shard-size", "-1"], "--shard-size is -1, expected 1 or more"),
+        (["--seq-length", "1"], "--seq-length is 1, expected 2 or more"),
+        (["--draft-vocab-size", "0"], "--draft-vocab-size is 0, expected 1 or more"),
+        (["--target-probs-topk", "-1"], "--target-probs-topk is -1, expected 0 or more"),
+        (["--workers", "0"], "--workers is 0, expected 1 or more"),
+        (["--threads", "0"], "--threads is 0, expected 1 or more"),
+        (["--limit", "0"], "--limit is 0, expected 1 or more"),
+        (["--show", "-1"], "--show is -1, expected 0 or more"),
+        (["--dtype", "int8"], "argument --dtype: invalid choice"),
+        (["--device", "tpu"], "argument --device: invalid choice"),
+        (["--aux-layer-ids", "1", "2"], "argument --aux-layer-ids: expected 3 arguments"),
+        (["--format-version", "1", "--target-probs-topk", "4"], "--format-version 1 stores every probability"),
+        (["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
+    ],
+)
+def test_bad_values_are_usage_errors_that_name_the_flag(
+    arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str], flags: list[str], text: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        precompute.main(arguments(*flags))
+    assert caught.value.code == 2 and text in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--seq-length", "2049"], "--seq-length is 2049, and .* has 2048 positions"),
+        (["--aux-layer-ids", "1", "1", "2"], "--aux-layer-ids: .*distinct"),
+        (["--aux-layer-ids", "1", "2", "8"], "--aux-layer-ids: .*out of bounds"),
+        (["--target-model", "./nowhere"], "nowhere"),
+        (["--input-data", "nowhere.jsonl"], "--input-data nowhere.jsonl"),
+        (["--draft-vocab-from", "nowhere.pt"], "nowhere.pt"),
+    ],
+)
+def test_what_is_not_there_or_does_not_fit_the_target_fails_before_anything_is_made(
+    tmp_path: Path, run: Run, flags: list[str], text: str
+) -> None:
+    status, _, errors = run(*flags)
+    assert status == 1 and errors.startswith("error: ")
+    assert re.search(text, errors), errors
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_gpu_that_is_not_there_is_named(tmp_path: Path, run: Run) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    status, _, errors = run("--device", "cuda")
+    assert status == 1 and "--device cuda: torch finds no usable GPU here" in errors
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_run_again_is_refused_without_resume_and_up_to_date_with_it(tmp_path: Path, run: Run) -> None:
+    run()
+    before = whole_tree(tmp_path / "c")
+    status, _, errors = run()
+    assert (
+        status == 1
+        and errors == f"error: {tmp_path / 'c'} already has shards; pass --resume to continue or use a fresh dir.\n"
+    )
+    status, out, _ = run("--resume")
+    assert status == 0 and f"{tmp_path / 'c'}: up to date" in out and "3 of them finished" in out
+    assert whole_tree(tmp_path / "c") == before
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("flags", "fields"),
+    [
+        (["--dtype", "fp32"], ["manifest.dtype"]),
+        (["--threads", "2"], ["run.threads"]),
+        (["--attention", "eager"], ["run.attention"]),
+        (["--aux-layer-ids", "1", "2", "3"], ["manifest.aux_layer_ids"]),
+        (["--format-version", "2"], ["manifest.format_version", "manifest.target_probs_topk"]),
+        (["--limit", "9"], ["manifest.num_samples", "samples.sha256", "source.limit"]),
+        (["--batch-size", "3"], ["batches.batch_size", "batches.sha256"]),
+    ],
+)
+def test_another_run_is_not_mixed_with_what_is_there(made: Path, run: Run, flags: list[str], fields: list[str]) -> None:
+    before = whole_tree(made)
+    status, _, errors = run("--output-dir", str(made), "--resume", *flags)
+    assert status == 1 and "does not match the current run configuration (mismatched fields: [" in errors
+    assert all(repr(field) in errors for field in fields)
+    assert whole_tree(made) == before
+
+
+def test_a_finished_shard_stays_and_the_threads_are_those_of_the_first_run(
+    tmp_path: Path, run: Run, model: Path, chats: Path
+) -> None:
+    run("--threads", "3")
+    whole = whole_tree(tmp_path / "c")
+    (tmp_path / "c" / "shard-000001.safetensors").unlink()
+    options = Options(
+        target_model=str(model), input_data=str(chats), output_dir=tmp_path / "c", seq_length=40, resume=True
+    )
+    assert resolve(options, Settings()).run["threads"] == 3
+    status, out, _ = run("--threads", "3", "--resume", "--workers", "2")
+    assert status == 0 and "made 1 shards" in out
+    assert whole_tree(tmp_path / "c") == whole
+
+
+# --- the draft's vocabulary -------------------------------------------------------------------------------------------
+
+
+def test_a_draft_vocabulary_comes_from_a_file_or_from_another_cache(
+    tmp_path: Path, run: Run, tiny_tokenizer: SentencePieceTokenizer
+) -> None:
+    ids = [9, 3, 200, 5, 100]
+    save_token_mapping(tmp_path / "vocab.pt", ids, tiny_tokenizer.vocab_size)
+    assert run("--draft-vocab-from", str(tmp_path / "vocab.pt"))[0] == 0
+    assert read_manifest(str(tmp_path / "c"))["selected_token_ids"] == ids
+    other = ["--output-dir", str(tmp_path / "d"), "--draft-vocab-from", str(tmp_path / "c")]
+    assert run(*other, "--draft-vocab-size", "6")[0] == 1
+    assert run(*other)[0] == 0
+    assert whole_tree(tmp_path / "d") == whole_tree(tmp_path / "c")
+
+
+def test_a_resumed_run_keeps_the_draft_vocabulary_that_is_there(
+    tmp_path: Path, run: Run, tiny_tokenizer: SentencePieceTokenizer
+) -> None:
+    save_token_mapping(tmp_path / "vocab.pt", [9, 3, 200, 5, 100], tiny_tokenizer.vocab_size)
+    run("--draft-vocab-from", str(tmp_path / "vocab.pt"))
+    status, out, _ = run("--draft-vocab-size", "5", "--resume")
+    assert status == 0 and "up to date" in out
+    status, _, errors = run("--draft-vocab-size", "6", "--resume")
+    assert status == 1 and "'manifest.draft_vocab_size', 'manifest.selected_token_ids'" in errors
+
+
+def test_the_most_frequent_supervised_tokens_are_chosen(tmp_path: Path, run: Run) -> None:
+    rows = [{"input_ids": [50, 50, 50, 60, 70, 70], "loss_mask": [0, 0, 0, 1, 1, 1]}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert run("--input-data", str(tmp_path / "rows.jsonl"), "--draft-vocab-size", "4")[0] == 0
+    selected = read_manifest(str(tmp_path / "c"))["selected_token_ids"]
+    special, ids = selected[:-3], selected[-3:]  # the end-of-turn token comes first
+    assert len(special) == 1 and ids == [70, 60, 0]
+
+
+# --- the command itself -----------------------------------------------------------------------------------------------
+
+
+def test_every_flag_has_a_text_and_none_is_missing() -> None:
+    actions = precompute._parser()._actions
+    found = {flag for action in actions for flag in action.option_strings if flag.startswith("--")}
+    assert found == {*FLAGS.split(), "--help"}
+    for action in actions:
+        assert action.help, action.option_strings
+        if not action.required and "--help" not in action.option_strings:
+            assert "default" in action.help or action.default is False or "; status 1" in action.help, action.help
+
+
+def test_the_help_loads_no_heavy_library() -> None:
+    program = (
+        "import sys, contextlib, niels_gpt.eagle3.precompute as command\n"
+        "with contextlib.suppress(SystemExit): command.main(['--help'])\n"
+        "print({'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("set()\n") and "--max-batch-tokens" in done.stdout
+
+
+def test_an_interrupted_run_says_how_to_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(precompute, "carry_out", interrupt)
+    status, _, errors = run()
+    assert status == 130 and "finished shards stay: the same command with --resume goes on" in errors
+
+
+def test_progress_is_a_line_now_and_then_with_speed_and_what_is_left(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precompute, "_LINE_EVERY_S", 0.0)
+    _, _, errors = run()
+    lines = [line for line in errors.splitlines() if line.startswith("target: ")]
+    assert lines and all(" tok/s, " in line and " MB/s" in line for line in lines)
+    assert "100%, 0 s left" in lines[-1]
+
+
+def test_progress_is_a_bar_on_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    status, _, errors = run()
+    assert status == 0 and "target:" in errors and "tok/s" in errors
