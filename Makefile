@@ -28,6 +28,7 @@ bench: $(VENV)/.installed  ## speed as ratios to a limit and a peer
 	$(BIN)/python benchmarks/readers.py
 	$(BIN)/python benchmarks/build.py
 	$(BIN)/python benchmarks/dagster_commands.py
+	$(BIN)/python benchmarks/eagle3.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,7 +1,7 @@
 """How fast EAGLE-3 caches are read and written: against a plain copy of the same bytes, and against nemo-automodel.
 
-Run: python benchmarks/eagle3.py [--rounds 9] [--samples 208] [--threads 1] [--only SECTION ...]
-         [--folder DIR] [--profile] [--quick]
+Run: python benchmarks/eagle3.py [--rounds 9] [--samples 208] [--shard-size 32] [--threads 1]
+         [--only SECTION ...] [--folder DIR] [--profile] [--quick]
 
 All of it is in one run, on one cache of version 1: S=512, 3H=768, D=2048, bf16, 2.9 MB a row, 600 MB by default, read
 from the page cache. The ways of a section take turns, in another order in each round; a ratio is the median of the
@@ -12,8 +12,9 @@ rounds' ratios, and what is printed of time is a median too. One round before th
              mapped file. Once with everything mapped already, and once opened anew: a first epoch, its page faults and
              all. Beside it: np.copyto of the same bytes into buffers that exist, and os.preadv into them
     batches  the dataloader, 8 rows a batch, in this process, shuffled; the limit stacks the same slices
-    write    a new shard of 32 rows, 93 MB: write_shard, and the producer's ShardWriter, both with a sha256 of each row,
-             fsync and a receipt; the limit is one file of the same bytes, in pieces of 8 MiB, synced and renamed
+    write    a new shard, of 93 MB by default: write_shard, and the producer's ShardWriter, both with a sha256 of each
+             row, fsync and a receipt; the limit is one file of the same bytes, in pieces of 8 MiB, synced and renamed.
+             The checksums take as long as the file, on other cores: on a machine that is busy they wait for one
 
 The peer is nemo-automodel 0.5.0 where NIELS_GPT_PEERS has it (see tests/test_eagle3_peer.py), in this process, too.
 It does not sync what it writes. --profile prints, after each section, where the time of ours goes.
@@ -44,7 +45,7 @@ from niels_gpt.eagle3 import cache
 from niels_gpt.eagle3.layout import Layout, header_bytes, row_bytes_of
 from niels_gpt.eagle3.shards import ShardWriter
 
-SHARD_SIZE, BATCH = 32, 8
+BATCH = 8
 LAYOUT = Layout(seq_length=512, aux_hidden_dim=768, draft_vocab_size=2048, topk=0, dtype="bf16")
 PIECE = 2**23
 
@@ -57,14 +58,14 @@ class Setup:
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.rounds = 1 if arguments.quick else int(arguments.rounds)
-        self.samples = 2 * SHARD_SIZE if arguments.quick else int(arguments.samples)
+        self.shard_size = int(arguments.shard_size)
+        self.samples = 2 * self.shard_size if arguments.quick else int(arguments.samples)
         self.profile, self.folder, self.cache = bool(arguments.profile), folder, str(folder / "cache")
-        self.shard = random_rows(SHARD_SIZE)
+        self.shard = random_rows(self.shard_size)
         self.peer = the_peer()
-        count = -(-self.samples // SHARD_SIZE)
-        cache.write_manifest(self.cache, manifest(self.samples))
-        for index in range(count):
-            rows = min(SHARD_SIZE, self.samples - index * SHARD_SIZE)
+        cache.write_manifest(self.cache, manifest(self.samples, self.shard_size))
+        for index, begin in enumerate(range(0, self.samples, self.shard_size)):
+            rows = min(self.shard_size, self.samples - begin)
             cache.write_shard(self.cache, index, {name: tensor[:rows] for name, tensor in self.shard.items()})
         self.sequence = list(range(self.samples))
         self.shuffled = random.Random(0).sample(self.sequence, self.samples)
@@ -99,7 +100,7 @@ def random_rows(rows: int) -> dict[str, Tensor]:
     return made
 
 
-def manifest(samples: int) -> dict[str, Any]:
+def manifest(samples: int, shard_size: int) -> dict[str, Any]:
     """Return the manifest of version 1 of so many samples."""
     return {
         "target_model": "none",
@@ -108,7 +109,7 @@ def manifest(samples: int) -> dict[str, Any]:
         "seq_length": LAYOUT.seq_length,
         "dtype": LAYOUT.dtype,
         "num_samples": samples,
-        "shard_size": SHARD_SIZE,
+        "shard_size": shard_size,
         "aux_hidden_dim": LAYOUT.aux_hidden_dim,
         "aux_layer_ids": [1, 3, 4],
         "selected_token_ids": list(range(LAYOUT.draft_vocab_size)),
@@ -121,9 +122,10 @@ class Plain:
     def __init__(self, setup: Setup) -> None:
         self.tables: list[dict[str, Tensor]] = []
         self.files: list[tuple[int, dict[str, int]]] = []
-        for begin in range(0, setup.samples, SHARD_SIZE):
-            path = cache.shard_path(setup.cache, begin // SHARD_SIZE)
-            rows = min(SHARD_SIZE, setup.samples - begin)
+        self._shard_size = setup.shard_size
+        for begin in range(0, setup.samples, setup.shard_size):
+            path = cache.shard_path(setup.cache, begin // setup.shard_size)
+            rows = min(setup.shard_size, setup.samples - begin)
             place, tables, begins = len(header_bytes(LAYOUT.fields, rows)), {}, {}
             whole = torch.from_file(path, shared=False, size=os.path.getsize(path), dtype=torch.uint8)
             for name, field in LAYOUT.fields.items():
@@ -141,19 +143,19 @@ class Plain:
         ]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tables, row = self.tables[index // SHARD_SIZE], index % SHARD_SIZE
+        tables, row = self.tables[index // self._shard_size], index % self._shard_size
         return {name: table[row] for name, table in tables.items()}
 
     def copy(self, index: int) -> None:
         """Copy a row into buffers that exist."""
-        for name, table in self._maps[index // SHARD_SIZE].items():
-            np.copyto(self._bytes[name], table[index % SHARD_SIZE])
+        for name, table in self._maps[index // self._shard_size].items():
+            np.copyto(self._bytes[name], table[index % self._shard_size])
 
     def preadv(self, index: int) -> None:
         """Read a row into buffers that exist, by the system's call."""
-        handle, begins = self.files[index // SHARD_SIZE]
+        handle, begins = self.files[index // self._shard_size]
         for name, buffer in self._bytes.items():
-            read = os.preadv(handle, [buffer], begins[name] + index % SHARD_SIZE * buffer.nbytes)
+            read = os.preadv(handle, [buffer], begins[name] + index % self._shard_size * buffer.nbytes)
             assert read == buffer.nbytes, f"{read} bytes of {buffer.nbytes}"
 
     def close(self) -> None:
@@ -300,7 +302,7 @@ def bench_write(setup: Setup) -> None:
     """Compare writers of one shard with one plain file of the same bytes; each writes a new file every time."""
     limit, folder = "plain file, synced", setup.folder / "written"
     content = memoryview(Path(cache.shard_path(setup.cache, 0)).read_bytes())
-    rows = min(SHARD_SIZE, setup.samples)
+    rows = min(setup.shard_size, setup.samples)
 
     def plain(sync: bool) -> None:
         folder.mkdir()
@@ -340,6 +342,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="rounds of each section (9)")
     parser.add_argument("--samples", type=int, default=208, help="rows of the cache, 2.9 MB each (208)")
+    parser.add_argument("--shard-size", type=int, default=32, help="rows of a shard (32)")
     parser.add_argument("--threads", type=int, default=1, help="torch's, as a loader's worker has (1)")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="some sections only")
     parser.add_argument("--folder", help="where the cache is made (a temporary folder)")
@@ -351,7 +354,7 @@ def main() -> None:
     print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         setup = Setup(arguments, Path(folder))
-        print(f"{setup.samples} rows of {LAYOUT.row_bytes:,} bytes in shards of {SHARD_SIZE}")
+        print(f"{setup.samples} rows of {LAYOUT.row_bytes:,} bytes in shards of {setup.shard_size}")
         for name in arguments.only:
             SECTIONS[name](setup)
 

@@ -18,13 +18,14 @@ def run(
     run_config: dict[str, Any] | None = None,
     raise_on_error: bool = True,
 ) -> dg.ExecuteInProcessResult:
-    """Materialize or observe the assets `keys` (all that can be materialized, where none is named), checks included.
+    """Materialize or observe the assets `keys`, checks included; where none is named, the tokenizer and its caches.
 
     config: settings in the run's config, as a Launchpad gives them.
     """
     quiet = dg.Definitions(loggers={"console": dg.colored_console_logger})  # named, it speaks from INFO on
     definitions = dg.Definitions.merge(niels_definitions(settings=settings), quiet)
-    selection = dg.AssetSelection.assets(*[key.split("/") for key in keys]) if keys else dg.AssetSelection.all()
+    named = dg.AssetSelection.assets(*[key.split("/") for key in keys])
+    selection = named if keys else dg.AssetSelection.all() - dg.AssetSelection.groups("eagle3")
     job = definitions.resolve_implicit_global_asset_job_def().get_subset(
         asset_selection=selection.resolve(definitions.resolve_asset_graph()),
     )

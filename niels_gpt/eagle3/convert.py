@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from niels_gpt.eagle3.manifest import (
     read_manifest,
     write_manifest,
 )
-from niels_gpt.eagle3.shards import receipt_path, sha256
+from niels_gpt.eagle3.shards import receipt_path
 from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file, write_bytes
 from niels_gpt.records import meta_bytes, parse_object, read_regular
 from niels_gpt.versions import VERSIONS_DIR
@@ -58,7 +59,8 @@ def content_sha256(cache_dir: PathLike) -> str:
     """Return the sha256 over those of the manifest, the embeddings and the receipts, which stand for the shards."""
     names = [MANIFEST_NAME, EMBEDDINGS_NAME]
     names += [os.path.relpath(receipt_path(".", index)) for index in sorted(existing_shard_indices(cache_dir))]
-    return sha256(canonical_json({name: sha256_file(Path(cache_dir) / name) for name in names}))
+    sums = {name: sha256_file(Path(cache_dir) / name) for name in names}
+    return hashlib.sha256(canonical_json(sums)).hexdigest()
 
 
 def _describe_again(cache_dir: Path, manifest: dict[str, Any]) -> bool:
@@ -67,7 +69,7 @@ def _describe_again(cache_dir: Path, manifest: dict[str, Any]) -> bool:
     if not path.is_file():
         return False
     meta, raw = parse_object(read_regular(path)), read_regular(cache_dir / MANIFEST_NAME)
-    record = {"name": MANIFEST_NAME, "bytes": len(raw), "sha256": sha256(raw)}
+    record = {"name": MANIFEST_NAME, "bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
     meta["files"] = [record if entry["name"] == MANIFEST_NAME else entry for entry in meta["files"]]
     meta["manifest"] = {key: value for key, value in manifest.items() if key != "selected_token_ids"}
     meta["content_sha256"] = content_sha256(cache_dir)

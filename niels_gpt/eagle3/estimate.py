@@ -21,7 +21,7 @@ from niels_gpt.eagle3.samples import Samples
 from niels_gpt.fileio import CacheError
 
 _BLOCK = 4096
-_RECEIPT_BYTES = 90  # of a sample: its sha256 as text and its number of slots
+_RECEIPT_BYTES = 60  # of a sample: its checksum as text and its number of slots
 _META_BYTES = 300  # of a shard: the record of its receipt
 
 

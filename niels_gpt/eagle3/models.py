@@ -6,7 +6,6 @@ Nothing else here touches the network, and only for an id. Code of a model's rep
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from niels_gpt.eagle3.hub import CONFIG, hub_file, hub_weights, is_local
 from niels_gpt.fileio import sha256_file
-
-CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -46,22 +44,17 @@ def target_facts(name: str, *, revision: str | None = None) -> TargetFacts:
 
     name: a folder, or else an id of the hub. revision: the hub's branch, tag or commit; of no meaning for a folder.
     Raises: FileNotFoundError for a folder without config or weights; ConnectionError where the hub does not answer;
-    ValueError for what the hub does not have and for a config of no causal language model; ImportError without the
-    extra.
+    ValueError for what the hub does not have, or not for the user, for a config of no causal language model, and for a
+    model that needs code of its repository; ImportError without the extra.
     """
     transformers = _transformers()
-    local = _is_local(name)
-    path = Path(name).expanduser() / CONFIG if local else _hub_config(name, revision)
+    local = is_local(name)
+    path = _config_path(name, revision)
     try:
         raw = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"{path}: there is no such file, expected the folder of a transformers model") from None
-    try:
-        with _quiet():
-            config = transformers.AutoConfig.from_pretrained(path.parent, local_files_only=True)
-            text = config.get_text_config()
-    except Exception as error:  # whatever the class of that config finds wrong
-        raise ValueError(f"{path}: transformers {transformers.__version__} cannot read it: {error}") from error
+    config, text = _read_config(path)
     sizes: list[Any] = [getattr(text, size, None) for size in ("num_hidden_layers", "hidden_size", "vocab_size")]
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or None in sizes:
         raise ValueError(
@@ -92,13 +85,14 @@ def load_target(
     """
     transformers = _transformers()
     facts = target_facts(name, revision=revision)
-    local = facts.revision is None
+    folder = Path(name).expanduser() if facts.revision is None else hub_weights(name, facts.revision)
     try:
         with _quiet():
+            # Of an id, transformers would have weights in an old format converted by a service on the internet.
             model, found = transformers.AutoModelForCausalLM.from_pretrained(
-                Path(name).expanduser() if local else name,
-                revision=facts.revision or "main",
-                local_files_only=local,
+                folder,
+                local_files_only=True,
+                trust_remote_code=False,
                 dtype=dtype,
                 attn_implementation=attention,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
@@ -106,9 +100,7 @@ def load_target(
             )
     except ImportError as error:
         raise ImportError(f"{name}: {error}") from error
-    except Exception as error:  # of the hub, safetensors, pickle or the model's own code
-        if not local and _is_network(error):
-            raise ConnectionError(f"{name}: the hub did not give its weights: {error}. Run it again later") from error
+    except Exception as error:  # of safetensors, pickle or the model's own code
         raise ValueError(f"{name}: its weights could not be loaded: {type(error).__name__}: {error}") from error
     wrong = {"missing": found["missing_keys"], "of another shape": {key for key, *_ in found["mismatched_keys"]}}
     for what, keys in wrong.items():
@@ -132,42 +124,33 @@ def _transformers() -> ModuleType:
     return transformers
 
 
-def _is_local(name: str) -> bool:
-    return name.startswith((".", "~", "/")) or name.count("/") > 1 or os.path.isdir(name)
+def _config_path(name: str, revision: str | None) -> Path:
+    """Return where the config of a folder is, there or not, or of a hub model, in the folder of its commit."""
+    if is_local(name):
+        return Path(name).expanduser() / CONFIG
+    found = hub_file(name, CONFIG, revision)
+    if found is None:
+        raise ValueError(f"{name}: has no {CONFIG} on the hub, expected a transformers model")
+    return found
 
 
-def _hub_config(name: str, revision: str | None) -> Path:
-    """Return the config of a hub model, .../snapshots/COMMIT/config.json, asking the hub for what is not here yet."""
-    import huggingface_hub
-    from huggingface_hub import errors
+def _read_config(path: Path) -> tuple[Any, Any]:
+    """Return a model's config, and the part of it, or all, that is about text."""
+    import transformers
 
+    folder = path.parent
     try:
         with _quiet():
-            return Path(huggingface_hub.hf_hub_download(name, CONFIG, revision=revision))
-    except (errors.HFValidationError, errors.RemoteEntryNotFoundError, errors.RepositoryNotFoundError) as error:
-        raise ValueError(f"{name}: no folder of that name, and the hub has no such model for you: {error}") from error
-    except errors.RevisionNotFoundError as error:
-        raise ValueError(f"{name}: the hub has no revision {revision!r} of it: {error}") from error
-    except Exception as error:
-        if not _is_network(error):
-            raise
-        raise ConnectionError(
-            f"{name}: no folder of that name, and the hub does not answer ({error}). Name the folder of a model, or "
-            "run it again where there is a network"
-        ) from error
-
-
-def _is_network(error: BaseException | None) -> bool:
-    """Tell whether an error, or what it came from, is one of the network."""
-    from huggingface_hub import errors
-
-    kinds = (ConnectionError, TimeoutError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)
-    while error is not None:
-        # Which library asks for the hub's client depends on its version.
-        if isinstance(error, kinds) or type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "requests"):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+            # By default it asks at the terminal whether to run code of the repository.
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            return config, config.get_text_config()
+    except Exception as error:  # whatever the class of that config finds wrong
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{path}: transformers {transformers.__version__} has no such model, and code of a model's repository "
+                "is never run here. Name a model that needs none"
+            ) from error
+        raise ValueError(f"{path}: transformers {transformers.__version__} cannot read it: {error}") from error
 
 
 def _weights_sha256(folder: Path) -> str:

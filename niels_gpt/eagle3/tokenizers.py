@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.build.encode import TextEncoder
 from niels_gpt.chat_template import ROLE_TO_NAME
+from niels_gpt.eagle3.hub import is_local, is_network, tokenizer_commit
 from niels_gpt.eagle3.templates import REMEDY, ChatTemplate, RefusedChat, Spans, Turns
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 
@@ -70,22 +71,34 @@ def open_tokenizer(name: str, *, revision: str | None = None, chat_template: str
     name: a folder, or an id on the hub. A folder with spm.model has the project's own tokenizer and chat format.
     revision: commit, tag or branch on the hub.
     chat_template: text of a jinja template to use in place of the tokenizer's own.
-    Raises: ValueError where there is no tokenizer, or one without offsets; ImportError without transformers.
+    Raises: ValueError where there is no tokenizer, or one without offsets, and for what the hub does not have, or not
+        for the user; ConnectionError where the hub does not answer; ImportError without transformers.
     """
-    if os.path.isfile(os.path.join(name, MODEL_NAME)):
+    folder = os.path.expanduser(name)
+    if os.path.isfile(os.path.join(folder, MODEL_NAME)):
         if chat_template is not None:
             raise ValueError(f"{name}: has the project's own tokenizer and chat format; leave --chat-template out")
-        return ProjectTokenizer(load_tokenizer(name), name)
+        return ProjectTokenizer(load_tokenizer(folder), name)
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ImportError(
             f"{name}: its tokenizer needs transformers. Install the extra: pip install 'niels-gpt[eagle3]'"
         ) from error
+    local = is_local(name)
+    commit = None if local else tokenizer_commit(name, revision)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, revision=commit or revision or "main", local_files_only=local, trust_remote_code=False
+        )
+    except ImportError as error:  # of a format that needs one more library
+        raise ImportError(f"{name}: {error}") from error
+    except Exception as error:  # of the hub, the library tokenizers or the tokenizer's own class
         first = str(error).strip().partition("\n")[0]
+        if not local and is_network(error):
+            raise ConnectionError(
+                f"{name}: the hub did not give its tokenizer ({first}). Run it again later"
+            ) from error
         raise ValueError(
             f"{name}: no tokenizer can be opened there ({first}). Expected a folder with tokenizer.json or "
             f"{MODEL_NAME}, or the id of a model on the hub"
