@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,27 +16,34 @@ import dagster as dg
 import pytest
 from dagster_runs import built, metadata, run, stale
 
+from niels_gpt import fileio, versions
 from niels_gpt.cache import cli
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.eagle3.cache import CachedEagle3Dataset, read_manifest
 from niels_gpt.eagle3.checks import DESCRIPTIONS
-from niels_gpt.eagle3.layout import shard_path
+from niels_gpt.eagle3.layout import read_header, row_bytes_of, shard_path
 from niels_gpt.eagle3.target import write_small_target
 from niels_gpt.fileio import SizedFile, sha256_file
-from niels_gpt.recipes import eagle3_asset
-from niels_gpt.recipes.eagle3_asset import build_targets
+from niels_gpt.recipes.eagle3_asset import build_targets, settings_fingerprint
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.versions import versions_dir
 from pipelines.definitions import niels_definitions
 
 KEY = "eagle3/targets"
+SAMPLE = 7  # row 2 of shard 1
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory, tiny_model_path: Path) -> Path:
     """A small Llama in a folder of its own, as a user's model is."""
     return write_small_target(tmp_path_factory.mktemp("models") / "tiny-llama", load_tokenizer(tiny_model_path))
+
+
+@pytest.fixture(autouse=True)
+def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the target in one thread: two that share a busy core wait for each other most of the time."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
 
 
 @pytest.fixture
@@ -56,11 +64,17 @@ def cache_of(settings: Settings) -> Path:
     return Path(settings.cache_dir, *KEY.split("/"))
 
 
-def flip(settings: Settings, shard: int = 1) -> None:
-    """Change one bit of a hidden state of a shard's first sample."""
-    path = Path(shard_path(cache_of(settings), shard))
+def flip(settings: Settings) -> None:
+    """Change one bit of the first hidden state of SAMPLE."""
+    path = Path(shard_path(cache_of(settings), SAMPLE // 5))
+    fields, rows, header = read_header(path)
+    begin = len(header)
+    for name, form in fields.items():
+        if name == "aux_hidden_states":
+            break
+        begin += rows * row_bytes_of(form)
     content = bytearray(path.read_bytes())
-    content[-(len(content) // 2)] ^= 1
+    content[begin + SAMPLE % 5 * row_bytes_of(fields["aux_hidden_states"])] ^= 1
     path.write_bytes(content)
 
 
@@ -98,7 +112,7 @@ def test_it_is_built_checked_and_described(instance: dg.DagsterInstance, setting
 
 
 def test_a_second_run_reuses_it_and_touches_no_file(instance: dg.DagsterInstance, settings: Settings) -> None:
-    run(instance, settings, KEY)
+    build_targets(settings)
     folder = cache_of(settings).resolve()
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     again = metadata(run(instance, settings, KEY))[KEY]
@@ -123,47 +137,60 @@ def test_what_lies_before_it_are_the_chats_and_for_the_small_target_the_tokenize
 
 
 def test_a_flipped_bit_fails_the_checks_and_with_them_the_run(instance: dg.DagsterInstance, settings: Settings) -> None:
-    run(instance, settings, KEY)
+    build_targets(settings)
     flip(settings)
     result = check_alone(instance, settings)
     found = verdicts(result)
     assert not result.success
     assert not found["checksums"] and found["complete"] and found["ids_match"]
     (told,) = [each for each in result.get_asset_check_evaluations() if each.check_name == "checksums"]
-    assert f"{cache_of(settings)}/shard-000001.safetensors: sample 0 of the shard" in str(told.description)
-    assert "It is sample 5 (" in str(told.description)
+    assert f"{cache_of(settings)}/shard-000001.safetensors: sample {SAMPLE - 5} of the shard" in str(told.description)
+    assert f"It is sample {SAMPLE} (" in str(told.description)
     assert verdicts(check_alone(instance, settings, "complete")) == {"complete": True}
 
 
 def test_the_target_is_run_once_more_for_as_many_samples_as_the_setting_says(
     instance: dg.DagsterInstance, settings: Settings
 ) -> None:
-    run(instance, settings, KEY)
+    build_targets(settings)
     flip(settings)
     for number, passed in ((12, False), (0, True)):
         changed = dataclasses.replace(settings, eagle3_check_samples=number)
         assert verdicts(check_alone(instance, changed, "recomputed")) == {"recomputed": passed}
 
 
+def test_a_setting_of_its_own_builds_it_anew_and_one_of_an_sft_cache_does_not(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    keys = ("sft/dolly15k", KEY)
+    assert built(run(instance, settings, *keys)) == set(keys)
+    result = run(instance, settings, *keys, config={"eagle3_topk": 4})
+    assert built(result) == {KEY} and all(verdicts(result).values())
+    assert metadata(result)[KEY]["format_version"] == 2
+    assert built(run(instance, settings, *keys, config={"eagle3_topk": 4, "sft_val_frac": 0.2})) == {"sft/dolly15k"}
+
+
 @pytest.mark.parametrize(
     ("changed", "again"),
     [
-        ({"eagle3_topk": 4}, {KEY}),
-        ({"eagle3_dtype": "fp32"}, {KEY}),
-        ({"eagle3_max_samples": 11}, {KEY}),
-        ({"dolly_include_system": True}, {KEY, "sft/dolly15k"}),
-        ({"sft_val_frac": 0.2}, {"sft/dolly15k"}),
-        ({"eagle3_check_samples": 1, "threads": 1}, set()),
+        ({"eagle3_dtype": "fp32"}, True),
+        ({"eagle3_max_samples": 11}, True),
+        ({"eagle3_draft_vocab_size": 41}, True),
+        ({"eagle3_batch_size": 3}, True),
+        ({"eagle3_source": "oasst1"}, True),
+        ({"dolly_include_system": True}, True),
+        ({"eagle3_check_samples": 1, "threads": 1, "eagle3_device": None, "sft_val_frac": 0.3, "seed": 3}, False),
     ],
 )
-def test_a_setting_builds_anew_what_reads_it(
-    instance: dg.DagsterInstance, settings: Settings, changed: dict[str, Any], again: set[str]
+def test_what_decides_bytes_makes_another_cache_and_the_rest_does_not(
+    settings: Settings, changed: dict[str, Any], again: bool
 ) -> None:
-    keys = ("tokenizer", "sft/dolly15k", KEY)
-    assert built(run(instance, settings, *keys)) == set(keys)
-    result = run(instance, dataclasses.replace(settings, **changed), *keys)
-    assert built(result) == again
-    assert all(verdicts(result).values())
+    before = build_targets(settings)
+    other = dataclasses.replace(settings, **changed)
+    after = build_targets(other)
+    assert after.reused != again
+    assert (after.fingerprint != before.fingerprint) == again
+    assert (settings_fingerprint(settings) != settings_fingerprint(other)) == again
 
 
 def test_new_chats_make_it_stale_and_are_built(
@@ -266,22 +293,22 @@ def test_a_build_that_failed_goes_on_with_its_finished_shards(settings: Settings
 
 @pytest.mark.parametrize("step", ["sync_tree", "rename", "symlink"])
 def test_a_commit_that_failed_is_done_by_the_next_run_without_the_target(settings: Settings, step: str) -> None:
+    def unwanted(*arguments: Any, **named: Any) -> None:
+        raise AssertionError("the target was loaded")
+
     with pytest.MonkeyPatch.context() as patch:
-        done = eagle3_asset.carry_out
+        commit = versions.commit
 
-        def then_fail(*arguments: Any, **named: Any) -> Any:
-            made = done(*arguments, **named)
-            count = iter(range(9))
-            # Of the renames the second one is that of the finished folder: the first is of the journal's last line.
-            failing(patch, eagle3_asset.fileio, step, lambda *_: step != "rename" or next(count) == 0)
-            return made
+        def fail(*arguments: Any) -> None:
+            failing(patch, fileio, step, lambda *_: True)
+            commit(*arguments)
 
-        patch.setattr(eagle3_asset, "carry_out", then_fail)
+        patch.setattr(versions, "commit", fail)
         with pytest.raises(OSError, match="No space left"):
             build_targets(settings)
+    assert not cache_of(settings).exists()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eagle3_asset, "open_target", None)
-        patch.setattr("niels_gpt.recipes.eagle3.open_target", None)
+        patch.setattr("niels_gpt.recipes.eagle3.open_target", unwanted)
         assert build_targets(settings).reused is False
     assert build_targets(settings).reused
 
@@ -300,4 +327,4 @@ def test_the_command_line_lists_verifies_and_clears_it(settings: Settings, capsy
     flip(settings)
     assert cli.main(["verify", settings.cache_dir]) == 0
     assert cli.main(["verify", settings.cache_dir, "--deep"]) == 1
-    assert "shard-000001.safetensors: sample 0 of the shard" in capsys.readouterr().out
+    assert "shard-000001.safetensors: sample 2 of the shard" in capsys.readouterr().out

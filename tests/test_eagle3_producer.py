@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -173,8 +174,11 @@ def test_what_is_missing_is_made_and_what_is_there_stays(tmp_path: Path, seed: i
     made = run(cache, samples=samples, resume=True)
     assert whole_tree(cache) == whole and made.shards == len(broken)
     after = times(cache)
-    kept = {f"shard-{shard:06d}.safetensors" for shard in set(range(6)) - broken}
-    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    again = {
+        name.format(shard) for shard in broken for name in ("shard-{:06d}.safetensors", "sidecar/shard-{:06d}.json")
+    }
+    kept = {name for name in whole if name in before} - again - {"meta.json"}
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept} and len(kept) > 4
 
 
 def complete(cache: Path, shard: int) -> bool:
@@ -341,6 +345,24 @@ def test_a_folder_in_which_somebody_works_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "c", resume=True)
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_that_was_overtaken_sees_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool) -> None:
+    @contextmanager
+    def late(*arguments: Any, **how: Any) -> Iterator[None]:
+        monkeypatch.setattr(producer, "file_lock", file_lock)
+        run(tmp_path / "c")
+        with file_lock(*arguments, **how):
+            yield
+
+    monkeypatch.setattr(producer, "file_lock", late)
+    if resume:
+        assert run(tmp_path / "c", load=never, resume=True).shards == 0
+    else:
+        with pytest.raises(CacheError, match="already has shards"):
+            run(tmp_path / "c", load=never)
+    assert verify(str(tmp_path / "c")) == []
+
+
 # --- what goes wrong on the way ---------------------------------------------------------------------------------------
 
 
@@ -499,6 +521,7 @@ def test_the_forward_waits_where_the_writer_is_two_batches_behind(
 
     def slow(self: ShardWriter, *arguments: Any) -> None:
         assert may_write.wait(60)
+        time.sleep(0.03)  # a forward that did not wait would be done with all ten batches
         write(self, *arguments)
         written[0] += 1
 

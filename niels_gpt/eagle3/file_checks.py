@@ -32,7 +32,7 @@ from niels_gpt.eagle3.shards import receipt_path, shard_damage
 from niels_gpt.fileio import META_NAME, CacheError, sha256_file
 from niels_gpt.records import file_records, meta_crc32, parse_object, path_inside, read_regular, shortened
 
-AGAIN = "Remove it and produce it again: python -m niels_gpt.eagle3.precompute --resume"
+AGAIN = "Remove it, then run python -m niels_gpt.eagle3.precompute --resume, or materialize eagle3/targets again"
 FOREIGN = "cannot be checked: no sidecar, as in caches that other tools wrote"
 _MAX_NAMED = 10  # shards, in one sentence
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order in which transformers looks for them
@@ -85,13 +83,12 @@ def hub_weights(name: str, commit: str) -> Path:
     config = hub_file(name, CONFIG, commit)
     named = json.loads(config.read_bytes()).get("transformers_weights") if config else None
     choices = (named,) if named else [one + end for one in _WEIGHTS for end in ("", _INDEX)]
-    with _quiet_downloads():
-        for filename in choices:
-            found = _optional(name, filename, commit)
-            if found is not None:
-                if filename.endswith(_INDEX):
-                    _fetch_all(name, commit, _shards_of(found, name))
-                return found.parent
+    for filename in choices:
+        found = _optional(name, filename, commit)
+        if found is not None:
+            if filename.endswith(_INDEX):
+                _fetch_all(name, commit, _shards_of(found, name))
+            return found.parent
     raise ValueError(f"{name}: commit {commit} has no weights, expected one of {', '.join(choices)}")
 
 
@@ -103,14 +100,13 @@ def tokenizer_commit(name: str, revision: str | None) -> str | None:
     Raises: as `hub_file`.
     """
     commit: str | None = None
-    with _quiet_downloads():
-        for filename in (CONFIG, *_TOKENIZER, _TEMPLATE):
-            found = _optional(name, filename, commit or revision)
-            if found is not None:
-                commit = found.parent.name
-        if commit and not _optional(name, _TOKENIZER[0], commit):
-            for filename in _TOKENIZER_PARTS:
-                _optional(name, filename, commit)
+    for filename in (CONFIG, *_TOKENIZER, _TEMPLATE):
+        found = _optional(name, filename, commit or revision)
+        if found is not None:
+            commit = found.parent.name
+    if commit and not _optional(name, _TOKENIZER[0], commit):
+        for filename in _TOKENIZER_PARTS:
+            _optional(name, filename, commit)
     return commit
 
 
@@ -144,10 +140,12 @@ def _explained(error: Exception, name: str, filename: str) -> Exception:
     cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
     reason = " ".join(f"{type(cause).__name__}: {cause}".split())
     if is_network(error):
-        kind = OfflineError if isinstance(cause, errors.OfflineModeIsEnabled) else ConnectionError
-        return kind(
-            f"{name}: no folder of that name, and the hub does not answer for its {filename} ({reason}). Run it again "
-            "later, name the folder of a model, or take what was downloaded before: HF_HUB_OFFLINE=1"
+        said = f"{name}: no folder of that name, and the hub does not answer for its {filename} ({reason}). "
+        if isinstance(cause, errors.OfflineModeIsEnabled):
+            return OfflineError(said + "Name the folder of a model, or download it first: hf download")
+        return ConnectionError(
+            said
+            + "Run it again later, name the folder of a model, or take what was downloaded before: HF_HUB_OFFLINE=1"
         )
     if _status(cause) is not None:
         return ValueError(
@@ -167,7 +165,10 @@ def _optional(name: str, filename: str, revision: str | None) -> Path | None:
 
 def _shards_of(index: Path, name: str) -> list[str]:
     try:
-        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        if not names or not all(isinstance(one, str) for one in names):
+            raise ValueError("its weight_map does not name files")
+        return sorted(names)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{name}: {index} is no index of weights ({type(error).__name__}: {error})") from error
 
@@ -178,19 +179,3 @@ def _fetch_all(name: str, commit: str, filenames: Sequence[str]) -> None:
     missing = [filename for filename, path in zip(filenames, found, strict=True) if path is None]
     if missing:
         raise ValueError(f"{name}: commit {commit} has no {missing[0]}, which its index of weights names")
-
-
-@contextmanager
-def _quiet_downloads() -> Iterator[None]:
-    """Keep the hub's client from drawing bars where there is no terminal."""
-    from huggingface_hub import utils as of_the_hub
-
-    bars: Any = of_the_hub
-    if sys.stderr.isatty() or bars.are_progress_bars_disabled():
-        yield
-        return
-    bars.disable_progress_bars()
-    try:
-        yield
-    finally:
-        bars.enable_progress_bars()

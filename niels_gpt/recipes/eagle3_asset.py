@@ -60,7 +60,7 @@ _DIGITS = 12
 def settings_fingerprint(settings: Settings) -> str:
     """Return twelve hex digits of the settings that decide the cache's bytes; no file is looked at."""
     names = [f"eagle3_{name}" for name in _DECIDING]
-    names += READS.get(settings.eagle3_source, READS[OWN])
+    names += sorted({*READS.get(settings.eagle3_source, ())} - {*READS[OWN]})  # without those of the sft cache's split
     return _sha256({name: getattr(settings, name) for name in names})[:_DIGITS]
 
 
@@ -173,6 +173,7 @@ def _resolved(settings: Settings, path: Path, observed: str | None) -> Resolved:
         dtype=settings.eagle3_dtype,
         device=settings.eagle3_device,
         limit=settings.eagle3_max_samples or None,
+        threads=1 if is_small else None,  # it is faster so, and the sample's bytes are those of any number of cores
     )
     begun = _with_a_plan(path)
     resolved = resolve(replace(options, output_dir=begun, resume=begun is not None), settings)
