@@ -7,7 +7,9 @@ import json
 import os
 import pickle
 import re
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from niels_gpt.eagle3.cache import (
 from niels_gpt.eagle3.layout import Layout, header_bytes
 from niels_gpt.eagle3.shards import ShardWriter, read_receipt
 from niels_gpt.fileio import CacheError
+from niels_gpt.locks import file_lock
 
 
 def test_the_names_of_the_spec_are_there_with_their_values_and_arguments() -> None:
@@ -132,6 +135,9 @@ def test_a_row_must_be_written_exactly_once(folder: Path) -> None:
     writer.write([1], [4], one)
     with pytest.raises(ValueError, match="row 1 was written already"):
         writer.write([1], [4], one)
+    for rows, message in (([0, 0], "written already"), ([-1], "row -1, expected 0 <= row < 2"), ([2], "row 2")):
+        with pytest.raises(ValueError, match=message):
+            writer.write(rows, [4] * len(rows), {key: tensor[: len(rows)] for key, tensor in fields.items()})
     with pytest.raises(ValueError, match="row 0 was not written"):
         writer.commit()
     writer.discard()
@@ -220,10 +226,101 @@ def test_open_shards_are_bounded_and_a_view_outlives_its_handle(folder: Path) ->
     written = write_cache(folder, samples=6, shard_size=1)
     dataset = CachedEagle3Dataset(folder, max_open_shards=2)
     items = [dataset[index] for index in range(6)]
-    assert sorted(dataset._open) == [4, 5]
+    assert sorted(dataset._shards._open) == [4, 5]
     assert all(torch.equal(item["target_probs"], written["target_probs"][i]) for i, item in enumerate(items))
     copy = pickle.loads(pickle.dumps(dataset))
     assert torch.equal(copy[0]["input_ids"], written["input_ids"][0])
+
+
+def test_threads_share_a_dataset_that_opens_fewer_shards_than_they_read(folder: Path) -> None:
+    written = write_cache(folder, samples=6, shard_size=1)
+    dataset = CachedEagle3Dataset(folder, max_open_shards=1)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            read = list(pool.map(lambda number: (number % 6, dataset[number % 6]["input_ids"]), range(3_000)))
+    finally:
+        sys.setswitchinterval(before)
+    assert all(torch.equal(ids, written["input_ids"][index]) for index, ids in read)
+    with pytest.raises(ValueError, match="max_open_shards=0"):
+        CachedEagle3Dataset(folder, max_open_shards=0)
+
+
+def test_a_shard_that_is_replaced_by_another_form_after_the_open_is_refused(folder: Path) -> None:
+    write_cache(folder, samples=5, shard_size=2)
+    dataset = CachedEagle3Dataset(folder)
+    write_shard(folder, 1, fields_of(2, slots=6))
+    with pytest.raises(CacheError, match=r"shard-000001\.safetensors: .* as in shard 0"):
+        dataset[2]
+    os.truncate(shard_path(folder, 2), 40)
+    with pytest.raises(CacheError, match=r"shard-000002\.safetensors: "):
+        dataset[4]
+
+
+def test_links_are_followed_as_in_a_snapshot_of_the_hub(folder: Path) -> None:
+    written = write_cache(folder / "blobs", samples=3, shard_size=2)
+    for path in (folder / "blobs").iterdir():
+        if path.is_file():
+            (folder / path.name).symlink_to(path)
+    assert torch.equal(CachedEagle3Dataset(folder)[2]["target_probs"], written["target_probs"][2])
+    assert cache.read_target_embeddings(folder).shape == (20, 2)
+
+
+def test_a_draft_id_out_of_range_is_told_by_shard_and_sample(folder: Path) -> None:
+    fields = fields_of(2, topk=3)
+    fields["target_probs_indices"][1, 0, 0] = 8
+    write_shard(folder, 0, fields)
+    write_manifest(folder, manifest_of(samples=2, shard_size=2, topk=3))
+    dataset = CachedEagle3Dataset(folder)
+    assert dataset[0]["target_probs"].shape == (4, 8)
+    with pytest.raises(CacheError, match=r"shard-000000\.safetensors: sample 1 of the shard: target_probs_indices"):
+        dataset[1]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_samples", 10**18),
+        ("num_samples", 5.0),
+        ("shard_size", 0),
+        ("shard_size", True),
+        ("seq_length", "4"),
+        ("draft_vocab_size", None),
+        ("draft_vocab_size", 8.0),
+        ("target_probs_topk", [1]),
+        ("aux_hidden_dim", {}),
+        ("dtype", ["fp32"]),
+        ("format_version", 2.0),
+    ],
+)
+def test_a_value_of_a_wrong_type_in_the_manifest_is_named(folder: Path, key: str, value: Any) -> None:
+    write_cache(folder, samples=5, shard_size=2)
+    manifest = json.loads((folder / "manifest.json").read_text()) | {key: value}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    expected = r"declares 10{18} samples" if value == 10**18 else key
+    for opening in (CachedEagle3Dataset, lambda where: convert(where, 2)):
+        if value == 10**18 and opening is not CachedEagle3Dataset:
+            continue
+        with pytest.raises(CacheError, match=expected):
+            opening(folder)
+
+
+def test_names_that_only_look_like_shards_are_passed_over(folder: Path) -> None:
+    write_cache(folder, samples=2, shard_size=2)
+    for name in ("shard-00000\u0661.safetensors", "shard-000001.safetensors\n", "shard-000001.safetensors.tmp"):
+        (folder / name).touch()
+    assert cache.existing_shard_indices(folder) == {0}
+    assert len(CachedEagle3Dataset(folder)) == 2
+
+
+def test_a_conversion_leaves_a_meta_json_of_another_tool_alone_and_waits_for_nobody(folder: Path) -> None:
+    write_cache(folder, samples=2, shard_size=2)
+    (folder / "meta.json").write_text('{"kind": "other"}')
+    assert convert(folder, 2)
+    assert (folder / "meta.json").read_text() == '{"kind": "other"}'
+    with file_lock(folder / "sidecar" / "lock", "busy", wait=False), pytest.raises(CacheError, match="being written"):
+        convert(folder, 1)
 
 
 def _missing(folder: Path) -> None:
@@ -311,6 +408,7 @@ def test_keys_that_came_later_and_keys_that_are_missing_do_no_harm(folder: Path)
     [
         (lambda f: f.pop("target_probs"), "exactly one target_probs representation"),
         (lambda f: f.update(fields_of(2, topk=3)), "exactly one target_probs representation"),
+        (lambda f: f.update({key: tensor[:0] for key, tensor in f.items()}), "expected no empty ones"),
         (lambda f: f.pop("loss_mask"), r"missing required cache fields: \['loss_mask'\]"),
         (lambda f: f.update(position_mask=f["position_mask"][:, :, 0]), "position_mask"),
         (lambda f: f.update(input_ids=f["input_ids"][0]), r"input_ids, aux_hidden_states and target_probs are \[4\]"),
@@ -329,6 +427,13 @@ def test_a_shard_that_a_reader_would_refuse_is_not_written(
     with pytest.raises(ValueError, match=message):
         write_shard(folder, 0, fields)
     assert not [name for name in os.listdir(folder) if "shard" in name]
+
+
+def test_embeddings_of_another_form_are_refused(folder: Path) -> None:
+    for weight in (torch.zeros(5, 3, dtype=torch.bfloat16), torch.zeros(5)):
+        save_file({"weight": weight}, folder / "target_embeddings.safetensors")
+        with pytest.raises(CacheError, match=r"expected weight \[V, H\] of torch.float32"):
+            cache.read_target_embeddings(folder)
 
 
 def test_embeddings_are_float32_whatever_they_were(folder: Path) -> None:
@@ -359,7 +464,7 @@ def test_every_flipped_byte_of_a_shard_is_found_and_the_sample_named(folder: Pat
     for index in (0, 1):
         path = Path(shard_path(folder, index))
         content = path.read_bytes()
-        tensors = len(header_bytes(CachedEagle3Dataset(folder)._tables(index) and _fields(), 2 - index))
+        tensors = len(header_bytes(_fields(), 2 - index))
         for place in range(tensors, len(content), 7):
             path.write_bytes(content[:place] + bytes([content[place] ^ 64]) + content[place + 1 :])
             (said,) = cache.verify(folder)

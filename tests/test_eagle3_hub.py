@@ -215,6 +215,17 @@ def test_a_snapshot_that_somebody_else_downloaded_is_enough_with_hf_hub_offline(
     assert not loopback_hub.requests
 
 
+@pytest.mark.parametrize("what", ASKS)
+def test_an_id_that_was_never_downloaded_is_named_with_hf_hub_offline(
+    loopback_hub: LoopbackHub, model_id: str, first: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loopback_hub.add_model(model_id, first)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConnectionError, match=f"{model_id}: .*HF_HUB_OFFLINE.*download it first: hf download"):
+        ask(what, model_id)
+    assert not loopback_hub.requests
+
+
 # --- a run by id ------------------------------------------------------------------------------------------------------
 
 
@@ -385,6 +396,24 @@ def test_a_tokenizer_is_never_opened_without_a_file_that_the_hub_fails_to_give(
     assert is_tokenizer(open_tokenizer(model_id, revision=commit), first)
 
 
+def test_a_tokenizer_in_the_parts_of_an_older_format_is_opened_whole_or_not_at_all(
+    loopback_hub: LoopbackHub, model_id: str, own: Path
+) -> None:
+    parts = json.loads((own / "tokenizer.json").read_text())["model"]
+    (own / "tokenizer.json").unlink()
+    (own / "vocab.json").write_text(json.dumps(parts["vocab"]))
+    (own / "merges.txt").write_text("".join(" ".join(pair) + "\n" for pair in parts["merges"]))
+    config = json.loads((own / "tokenizer_config.json").read_text())
+    (own / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "GPT2Tokenizer"}))
+    commit = loopback_hub.add_model(model_id, own)
+    for part in ("vocab.json", "merges.txt"):
+        loopback_hub.fail(part, times=math.inf)
+        with pytest.raises(ConnectionError, match=f"the hub does not answer for its {part}"):
+            open_tokenizer(model_id)
+        loopback_hub.faults.clear()
+    assert is_tokenizer(open_tokenizer(model_id, revision=commit), own)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_weights_that_do_not_come_are_an_error_of_the_network_and_no_others_are_taken(
     loopback_hub: LoopbackHub, model_id: str, own: Path, second: Path, fault: str
@@ -414,6 +443,7 @@ def test_weights_whose_download_is_cut_off_are_asked_for_again(
         ("model.safetensors.index.json", "weights", "has no weights, expected one of model.safetensors, model.saf"),
         ("model-00002-of-*.safetensors", "weights", "has no model-00002-of-.*.safetensors, which its index"),
         ("tokenizer.json", "tokenizer", "no tokenizer can be opened there"),
+        ("*", "tokenizer", "no tokenizer can be opened there"),
     ],
 )
 def test_a_model_that_is_not_whole_on_the_hub_is_named(
@@ -467,5 +497,5 @@ def test_code_of_a_repository_is_neither_run_nor_asked_for(
 def test_a_tokenizer_is_found_from_home_as_its_target_is(first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(first.parent))
     assert is_tokenizer(open_tokenizer(f"~/{first.name}"), first)
-    with pytest.raises(ValueError, match="~/nothing: no tokenizer can be opened there"):
+    with pytest.raises(ValueError, match=r"~/nothing: no tokenizer can be opened there \(there is no such folder\)"):
         open_tokenizer("~/nothing")

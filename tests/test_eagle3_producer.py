@@ -454,16 +454,19 @@ def test_an_error_of_the_writer_stops_the_run_and_what_is_done_stays(
 
     def full(self: ShardWriter, *arguments: Any) -> None:
         calls.append(arguments)
-        if len(calls) == 4:
+        if len(calls) == 3:
             raise OSError(errno.ENOSPC, "No space left on device", "shard-000001.safetensors")
         write(self, *arguments)
 
+    small.load(CPU)
+    opened = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(ShardWriter, "write", full)
     with pytest.raises(
         OSError, match=r"left on device\. 1 of 3 shards are done and kept.*--resume.*shard-000001"
     ) as caught:
         run(tmp_path / "c")
     assert caught.value.errno == errno.ENOSPC and not list((tmp_path / "c").rglob("*.tmp"))
+    assert len(calls) == 3 and len(os.listdir("/proc/self/fd")) <= opened
     monkeypatch.undo()
     assert run(tmp_path / "c", resume=True).shards == 2
     run(tmp_path / "d")

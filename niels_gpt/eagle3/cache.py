@@ -25,13 +25,11 @@ here, and ours there. docs/formats.md describes every file.
 
 from __future__ import annotations
 
-import os
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from niels_gpt.eagle3.convert import convert
@@ -41,10 +39,8 @@ from niels_gpt.eagle3.layout import (
     INT_FIELDS,
     SHARD_NAME,
     TOPK_FIELDS,
-    Fields,
     PathLike,
     layout_like,
-    read_header,
     shard_path,
 )
 from niels_gpt.eagle3.manifest import (
@@ -56,15 +52,14 @@ from niels_gpt.eagle3.manifest import (
     is_compressed,
     load_safetensors,
     manifest_path,
-    number_in,
     read_manifest,
     read_target_embeddings,
     write_manifest,
     write_target_embeddings,
 )
+from niels_gpt.eagle3.shard_set import COMMON_FIELDS, ShardSet
 from niels_gpt.eagle3.shards import ShardWriter, shard_damage
 from niels_gpt.fileio import CacheError
-from niels_gpt.records import shortened
 
 __all__ = [
     "CACHE_KEYS",
@@ -96,8 +91,6 @@ _BOOL_KEYS = ("position_mask",)
 CACHE_KEYS = _FLOAT_KEYS + _INT_KEYS + _BOOL_KEYS
 """The keys of an item, and of a dense shard: the keyword arguments of the trainer's forward."""
 DTYPE_MAP = DTYPES
-_COMMON_KEYS = tuple(key for key in CACHE_KEYS if key not in DENSE_FIELDS)
-_OPEN_SHARDS = 1024  # mapped at a time; the kernel allows a process some 65,000 maps
 
 
 def _load_safetensors() -> tuple[Any, Any]:
@@ -129,7 +122,7 @@ def reconstruct_target_probs(values: torch.Tensor, indices: torch.Tensor, draft_
 
 
 def write_shard(cache_dir: PathLike, shard_index: int, samples: dict[str, torch.Tensor]) -> str:
-    """Write one shard, durably and all or nothing, and its receipt; returns the shard's path.
+    """Write one shard, durably and all or nothing, and its receipt; returns the shard's path. One writer at a time.
 
     samples: the fields of CACHE_KEYS, each [n, S, ...] as in the module's docstring; in place of `target_probs` there
         may be `target_probs_values` and `target_probs_indices`. Other keys are not written.
@@ -141,12 +134,12 @@ def write_shard(cache_dir: PathLike, shard_index: int, samples: dict[str, torch.
             "write_shard needs exactly one target_probs representation: the full 'target_probs', or the top-k "
             f"'target_probs_values' and 'target_probs_indices'; found {[*DENSE_FIELDS[:dense], *pair] or 'neither'}"
         )
-    keys = _COMMON_KEYS + (DENSE_FIELDS if dense else TOPK_FIELDS)
+    keys = COMMON_FIELDS + (DENSE_FIELDS if dense else TOPK_FIELDS)
     missing = [key for key in keys if key not in samples]
     if missing:
         raise ValueError(f"write_shard is missing required cache fields: {missing}")
     tensors = {key: samples[key].detach().cpu() for key in keys}
-    layout = layout_like(tensors)
+    layout = layout_like(tensors)  # ValueError, as for no sample at all
     rows = len(tensors["input_ids"])
     writer = ShardWriter(cache_dir, shard_index, layout.fields, rows)
     try:
@@ -172,119 +165,56 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
 
     The header of every shard is checked when the cache is opened. Shards are mapped when they are first read, at most
     `max_open_shards` of them at a time. An item's tensors are views of the map, [S] and [S, width], so nothing is
-    copied before they are used; clone them to keep them, or to send them to another process. May be pickled, for
-    workers of any start method; a forked or spawned worker opens its own handles.
+    copied before they are used. Clone them before you change, keep, save or send them: a change stays in this process's
+    map, and a view takes its whole shard along. A batch is a copy. May be pickled, for workers of any start method; a
+    forked or spawned worker maps the shards for itself. Threads may share it.
     """
 
-    def __init__(self, cache_dir: PathLike, *, max_open_shards: int = _OPEN_SHARDS) -> None:
-        """Raises: FileNotFoundError; CacheError (a ValueError) naming the file that is not as the manifest says."""
-        self.cache_dir = os.fspath(cache_dir)
-        self.manifest = read_manifest(cache_dir)
-        self.shard_size = number_in(self.manifest, "shard_size", cache_dir, 1)
-        self.num_samples = number_in(self.manifest, "num_samples", cache_dir)
-        self.num_shards = -(-self.num_samples // self.shard_size)
-        self.compressed = self.manifest["format_version"] == 2 and is_compressed(
-            self.manifest.get("target_probs_topk"), self.manifest.get("draft_vocab_size", 0)
-        )
-        self._disk_keys = _COMMON_KEYS + (TOPK_FIELDS if self.compressed else DENSE_FIELDS)
-        self._check_shards()
-        self._max_open = max_open_shards
-        self._open: OrderedDict[int, tuple[Any, dict[str, torch.Tensor]]] = OrderedDict()
-        self._pid = os.getpid()
+    def __init__(self, cache_dir: PathLike, *, max_open_shards: int = 1024) -> None:
+        """max_open_shards: the kernel allows a process some 65,000 maps.
+
+        Raises: FileNotFoundError; CacheError (a ValueError) naming the file that is not as the manifest says.
+        """
+        self._shards = ShardSet(cache_dir, max_open_shards)
+        self.cache_dir, self.manifest = self._shards.cache_dir, self._shards.manifest
+        self.shard_size, self.num_samples = self._shards.shard_size, self._shards.num_samples
+        self.num_shards, self.compressed = self._shards.num_shards, self._shards.compressed
 
     def __len__(self) -> int:
         """Return the number of samples."""
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return one sample by CACHE_KEYS; a top-k distribution at its full width. Raises: IndexError."""
+        """Return one sample by CACHE_KEYS; a top-k distribution at its full width. Raises: IndexError; CacheError."""
         position = index + self.num_samples if index < 0 else index
         if not 0 <= position < self.num_samples:
             raise IndexError(index)
         shard, row = divmod(position, self.shard_size)
-        sample = {key: table[row] for key, table in self._tables(shard).items()}
+        sample = {key: table[row] for key, table in self._shards.opened(shard)[1].items()}
         if self.compressed:
             values, indices = (sample.pop(key) for key in TOPK_FIELDS)
-            sample["target_probs"] = reconstruct_target_probs(values, indices, self.manifest["draft_vocab_size"])
+            size = self.manifest["draft_vocab_size"]
+            try:
+                sample["target_probs"] = reconstruct_target_probs(values, indices, size)
+            except RuntimeError as error:
+                where = f"{shard_path(self.cache_dir, shard)}: sample {row} of the shard"
+                raise CacheError(f"{where}: target_probs_indices: {error}, expected 0 <= id < {size}") from error
         return sample
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": OrderedDict()}
 
     def _handle(self, shard_index: int) -> Any:
         """Return safetensors' handle of a shard, opened in this process."""
-        self._tables(shard_index)
-        return self._open[shard_index][0]
-
-    def _tables(self, shard_index: int) -> dict[str, torch.Tensor]:
-        """Return the tensors of a shard, [n, S, ...], as views of its map."""
-        if self._pid != os.getpid():  # a forked worker
-            self._open, self._pid = OrderedDict(), os.getpid()
-        found = self._open.get(shard_index)
-        if found is not None:
-            self._open.move_to_end(shard_index)
-            return found[1]
-        _, safe_open = _load_safetensors()
-        handle = safe_open(shard_path(self.cache_dir, shard_index), framework="pt")
-        tables = {key: handle.get_tensor(key) for key in self._disk_keys}
-        self._open[shard_index] = handle, tables
-        while len(self._open) > self._max_open:
-            self._open.popitem(last=False)  # views that are still in use keep their map
-        return tables
-
-    def _check_shards(self) -> None:
-        found = sorted(existing_shard_indices(self.cache_dir))
-        if found != list(range(self.num_shards)):
-            shown = f"{found[:20]}{f' and {len(found) - 20} more' if len(found) > 20 else ''}"
-            raise CacheError(
-                f"EAGLE-3 cache at {self.cache_dir} declares {self.num_samples} samples ({self.num_shards} shards) but "
-                f"found {len(found)} shard files (shard indices {shown}). Produce the rest: precompute --resume"
-            )
-        first: Fields = {}
-        for index in range(self.num_shards):
-            path = shard_path(self.cache_dir, index)
-            fields, rows, _ = read_header(path)
-            expected = min(self.shard_size, self.num_samples - index * self.shard_size)
-            if rows != expected:
-                raise CacheError(f"{path}: {rows} samples, expected {expected} of the manifest's {self.num_samples}")
-            if not first:
-                self._check_fields(path, fields)
-                first = fields
-            elif fields != first:
-                raise CacheError(f"{path}: {_shown(fields)}, expected {_shown(first)} as in shard 0")
-
-    def _check_fields(self, path: str, fields: Fields) -> None:
-        """Compare the first shard with the manifest; of a key that the manifest lacks any value is good."""
-        said = self.manifest
-        slots, vocab = said.get("seq_length"), said.get("draft_vocab_size")
-        number = DTYPES.get(said["dtype"]) if "dtype" in said else fields.get(_FLOAT_KEYS[0], (None,))[0]
-        width = said.get("target_probs_topk") if self.compressed else vocab
-        expected: dict[str, tuple[torch.dtype | None, Sequence[Any]]] = {
-            **{key: (torch.int64, (slots,)) for key in INT_FIELDS},
-            "aux_hidden_states": (number, (slots, said.get("aux_hidden_dim"))),
-            "position_mask": (torch.bool, (slots, 1)),
-            **{key: (torch.int32 if key == TOPK_FIELDS[1] else number, (slots, width)) for key in self._disk_keys[5:]},
-        }
-        for key, (dtype, shape) in expected.items():
-            if key not in fields:
-                raise CacheError(f"{path}: has no {key}, but {', '.join(fields)}: not what the manifest says")
-            its_dtype, its_shape = fields[key]
-            same = len(shape) == len(its_shape) and all(a in (None, b) for a, b in zip(shape, its_shape, strict=True))
-            if its_dtype != dtype or not same:
-                wanted = ["any" if part is None else part for part in shape]
-                raise CacheError(
-                    f"{path}: {key} is {its_dtype} of shape {list(its_shape)} a sample, expected {dtype} of {wanted} "
-                    f"by the manifest (dtype {shortened(said.get('dtype'))})"
-                )
-
-
-def _shown(fields: Fields) -> str:
-    return ", ".join(f"{name} {str(dtype)[6:]} {list(shape)}" for name, (dtype, shape) in fields.items())
+        return self._shards.opened(shard_index)[0]
 
 
 def _collate_cached(features: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Stack samples to a batch, the one copy between the page cache and the trainer: CACHE_KEYS, each [B, S, ...]."""
-    return {key: torch.stack([feature[key] for feature in features]) for key in CACHE_KEYS}
+    """Stack samples to a batch, CACHE_KEYS, each [B, S, ...]: the one copy on the way from the page cache.
+
+    In a worker it goes straight to shared memory.
+    """
+    batch: dict[str, torch.Tensor] = default_collate(
+        [{key: feature[key] for key in CACHE_KEYS} for feature in features]
+    )
+    return batch
 
 
 def build_cached_eagle3_dataloader(

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.eagle3.layout import PathLike
+from niels_gpt.eagle3.layout import LOCK_NAME, SIDECAR, PathLike
 from niels_gpt.eagle3.manifest import (
     EMBEDDINGS_NAME,
     MANIFEST_NAME,
@@ -21,7 +21,8 @@ from niels_gpt.eagle3.manifest import (
 )
 from niels_gpt.eagle3.shards import receipt_path
 from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file, write_bytes
-from niels_gpt.records import meta_bytes, parse_object, read_regular
+from niels_gpt.locks import file_lock
+from niels_gpt.records import file_records, meta_bytes, parse_object, read_regular
 from niels_gpt.versions import VERSIONS_DIR
 
 
@@ -30,29 +31,37 @@ def convert(cache_dir: PathLike, format_version: int) -> bool:
 
     `target_probs_topk` comes (0) or goes with the version; all other keys stay. A meta.json of this project that
     describes the cache is brought up to date.
-    Raises: ValueError for another version; CacheError for a top-k cache, whose shards version 1 cannot hold, and for a
-    committed version below .versions/, which never changes.
+    Raises: ValueError for another version; CacheError for a top-k cache, whose shards version 1 cannot hold, for a
+    committed version below .versions/, which never changes, and where somebody else is at work.
     """
-    if format_version not in VERSIONS:
+    if type(format_version) is not int or format_version not in VERSIONS:
         raise ValueError(f"format_version {format_version}, expected 1 or 2")
-    manifest = read_manifest(cache_dir)
-    if VERSIONS_DIR in Path(cache_dir).resolve().parts:
-        raise CacheError(f"{os.fspath(cache_dir)}: a committed version is never changed. Convert a copy: cp -rL")
-    if is_compressed(manifest.get("target_probs_topk"), number_in(manifest, "draft_vocab_size", cache_dir)):
-        if format_version == manifest["format_version"]:
-            return False
-        raise CacheError(
-            f"{manifest_path(cache_dir)}: target_probs_topk is {manifest['target_probs_topk']}, and version 1 holds "
-            "all probabilities, which are not there any more. Produce the cache again with --target-probs-topk 0"
-        )
-    changed = manifest["format_version"] != format_version
-    manifest["format_version"] = format_version
-    manifest.pop("target_probs_topk", None)
-    if format_version == 2:
-        manifest["target_probs_topk"] = 0
-    if changed:
-        write_manifest(cache_dir, manifest)
-    return _describe_again(Path(cache_dir), manifest) or changed
+    folder = Path(cache_dir)
+    if VERSIONS_DIR in folder.resolve().parts:
+        raise CacheError(f"{folder}: a committed version is never changed. Convert a copy: cp -rL")
+    if not (folder / SIDECAR).is_dir():
+        return _convert(folder, format_version)
+    with file_lock(folder / SIDECAR / LOCK_NAME, f"{folder}: is being written", wait=False):
+        return _convert(folder, format_version)
+
+
+def _convert(folder: Path, format_version: int) -> bool:
+    manifest, meta = read_manifest(folder), _own_meta(folder)
+    if manifest["format_version"] != format_version:
+        topk = manifest.get("target_probs_topk")
+        if topk and is_compressed(topk, number_in(manifest, "draft_vocab_size", folder)):
+            raise CacheError(
+                f"{manifest_path(folder)}: target_probs_topk is {topk}, and version 1 holds all probabilities, which "
+                "are not there any more. Produce the cache again with --target-probs-topk 0"
+            )
+        manifest["format_version"] = format_version
+        manifest.pop("target_probs_topk", None)
+        if format_version == 2:
+            manifest["target_probs_topk"] = 0
+        write_manifest(folder, manifest)
+        _describe_again(folder, meta, manifest)
+        return True
+    return _describe_again(folder, meta, manifest)  # where an earlier call was killed in between
 
 
 def content_sha256(cache_dir: PathLike) -> str:
@@ -63,17 +72,28 @@ def content_sha256(cache_dir: PathLike) -> str:
     return hashlib.sha256(canonical_json(sums)).hexdigest()
 
 
-def _describe_again(cache_dir: Path, manifest: dict[str, Any]) -> bool:
-    """Make a meta.json say what the manifest now is; returns whether there was one that did not."""
-    path = cache_dir / META_NAME
+def _own_meta(folder: Path) -> dict[str, Any] | None:
+    """Return the meta.json of a cache of this project; None where there is none, or another tool's."""
+    path = folder / META_NAME
     if not path.is_file():
+        return None
+    meta = parse_object(read_regular(path))
+    if meta.get("kind") != "eagle3":
+        return None
+    file_records(meta, str(path))
+    return meta
+
+
+def _describe_again(folder: Path, meta: dict[str, Any] | None, manifest: dict[str, Any]) -> bool:
+    """Make a meta.json say what the manifest now is; returns whether it did not."""
+    if meta is None:
         return False
-    meta, raw = parse_object(read_regular(path)), read_regular(cache_dir / MANIFEST_NAME)
+    raw = read_regular(folder / MANIFEST_NAME)
     record = {"name": MANIFEST_NAME, "bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    meta["files"] = [record if entry["name"] == MANIFEST_NAME else entry for entry in meta["files"]]
-    meta["manifest"] = {key: value for key, value in manifest.items() if key != "selected_token_ids"}
-    meta["content_sha256"] = content_sha256(cache_dir)
-    changed = meta_bytes(meta) != read_regular(path)
-    if changed:
-        write_bytes(path, meta_bytes(meta))
-    return changed
+    files = [record if entry["name"] == MANIFEST_NAME else entry for entry in meta["files"]]
+    said = {key: value for key, value in manifest.items() if key != "selected_token_ids"}
+    described = meta_bytes({**meta, "files": files, "manifest": said, "content_sha256": content_sha256(folder)})
+    if described == meta_bytes(meta):
+        return False
+    write_bytes(folder / META_NAME, described)
+    return True

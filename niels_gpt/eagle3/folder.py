@@ -13,7 +13,7 @@ import torch
 
 from niels_gpt import fileio
 from niels_gpt.eagle3.convert import content_sha256
-from niels_gpt.eagle3.layout import SIDECAR, PathLike, header_bytes, shard_path
+from niels_gpt.eagle3.layout import LOCK_NAME, SIDECAR, PathLike, header_bytes, shard_path
 from niels_gpt.eagle3.manifest import (
     EMBEDDINGS_NAME,
     MANIFEST_NAME,
@@ -30,7 +30,6 @@ from niels_gpt.records import meta_bytes, parse_object, read_regular
 
 logger = logging.getLogger(__name__)
 
-LOCK_NAME = "lock"
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 _FRESH = "Name a fresh folder, or remove this one"
 

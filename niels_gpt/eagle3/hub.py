@@ -92,11 +92,12 @@ def hub_weights(name: str, commit: str) -> Path:
     raise ValueError(f"{name}: commit {commit} has no weights, expected one of {', '.join(choices)}")
 
 
-def tokenizer_commit(name: str, revision: str | None) -> str | None:
-    """Download what decides a model's tokenizer and its chat template, and return their commit.
+def hub_tokenizer(name: str, revision: str | None) -> tuple[str | None, bool]:
+    """Download what decides a model's tokenizer and its chat template.
 
-    Whoever opens the tokenizer of that commit afterwards finds all of these files here, or knows that there are none.
-    revision: branch, tag or commit; None: main. None is returned where there is none of the files.
+    Returned are their commit, None where there is no such file, and whether that is all: without a tokenizer.json,
+    transformers has to look what else is there. Of these files it finds each, or knows that there is none.
+    revision: branch, tag or commit; None: main.
     Raises: as `hub_file`.
     """
     commit: str | None = None
@@ -104,10 +105,14 @@ def tokenizer_commit(name: str, revision: str | None) -> str | None:
         found = _optional(name, filename, commit or revision)
         if found is not None:
             commit = found.parent.name
-    if commit and not _optional(name, _TOKENIZER[0], commit):
-        for filename in _TOKENIZER_PARTS:
-            _optional(name, filename, commit)
-    return commit
+    if commit is None:
+        hub_file(name, CONFIG, revision)  # an error where the hub may not be asked
+        return None, False
+    if _optional(name, _TOKENIZER[0], commit) is not None:
+        return commit, True
+    for filename in _TOKENIZER_PARTS:
+        _optional(name, filename, commit)
+    return commit, False
 
 
 def is_network(error: BaseException | None) -> bool:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from niels_gpt.fileio import CacheError
-from niels_gpt.records import checked_count, open_regular, parse_object, shortened
+from niels_gpt.records import checked_count, parse_object, shortened
 
 PathLike = str | os.PathLike[str]
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -25,6 +26,8 @@ DENSE_FIELDS = ("target_probs",)
 TOPK_FIELDS = ("target_probs_values", "target_probs_indices")
 SHARD_NAME = re.compile(r"^shard-(\d{6})\.safetensors$")
 SIDECAR = "sidecar"
+LOCK_NAME = "lock"
+"""In the sidecar: held by whoever writes the cache."""
 
 # safetensors' names, in the order in which it lays tensors out: by descending alignment, then by name.
 _TYPES = {
@@ -93,6 +96,8 @@ def layout_like(tensors: Mapping[str, torch.Tensor]) -> Layout:
             f"{probs.dtype}, expected [n, S], [n, S, 3H], [n, S, D or k] and a dtype of {', '.join(DTYPES)}"
         )
     (rows, slots), width = shapes[0], shapes[2][2]
+    if 0 in (rows, slots, shapes[1][2], width):
+        raise ValueError(f"tensors of shapes {', '.join(str(list(shape)) for shape in shapes)}: expected no empty ones")
     layout = Layout(slots, shapes[1][2], width, width if TOPK_FIELDS[0] in tensors else 0, names[probs.dtype])
     for name, (dtype, shape) in layout.fields.items():
         found = tensors[name]
@@ -128,7 +133,7 @@ def read_header(path: PathLike) -> tuple[Fields, int, bytes]:
     Raises: FileNotFoundError; CacheError unless it is a whole safetensors file of tensors that have one number of rows.
     """
     where = os.fspath(path)
-    with open(open_regular(path), "rb") as file:
+    with open(open_file(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
@@ -140,11 +145,14 @@ def read_header(path: PathLike) -> tuple[Fields, int, bytes]:
     end = 0
     try:
         header = parse_object(text)
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", {})
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("__metadata__ is no object of strings")
         for name, about in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             dtype, shape = _TYPES[about["dtype"]], tuple(checked_count(part, name, where) for part in about["shape"])
             field = dtype, shape[1:]
-            if about["data_offsets"] != [end, end := end + shape[0] * row_bytes_of(field)]:
+            begin, end = end, end + shape[0] * row_bytes_of(field)
+            if [checked_count(offset, name, where) for offset in about["data_offsets"]] != [begin, end]:
                 raise ValueError(f"the offsets of {shortened(name)} do not fit its shape")
             fields[name] = field
             rows.add(shape[0])
@@ -155,6 +163,18 @@ def read_header(path: PathLike) -> tuple[Fields, int, bytes]:
     if size != 8 + length + end:
         raise _damaged(where, f"{size:,} bytes, its header says {8 + length + end:,}")
     return fields, rows.pop(), head + text
+
+
+def open_file(path: PathLike) -> int:
+    """Open a regular file of a cache read-only, through links too, and return its descriptor, which the caller closes.
+
+    Raises: FileNotFoundError; CacheError for a folder, a FIFO or anything else that is no file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise CacheError(f"{os.fspath(path)}: not a regular file, expected one of an EAGLE-3 cache")
+    return handle
 
 
 def in_file_order(fields: Fields) -> Fields:

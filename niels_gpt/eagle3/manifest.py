@@ -12,14 +12,24 @@ from typing import Any
 import torch
 
 from niels_gpt import fileio
-from niels_gpt.eagle3.layout import DTYPES, SHARD_NAME, Layout, PathLike, header_bytes, read_header
+from niels_gpt.eagle3.layout import (
+    DTYPES,
+    SHARD_NAME,
+    Layout,
+    PathLike,
+    header_bytes,
+    open_file,
+    read_header,
+    shard_path,
+)
 from niels_gpt.fileio import CacheError, SizedFile, write_bytes
-from niels_gpt.records import checked_count, parse_object, read_regular, shortened
+from niels_gpt.records import MAX_JSON_BYTES, parse_object, shortened
 
 MANIFEST_NAME = "manifest.json"
 EMBEDDINGS_NAME = "target_embeddings.safetensors"
 FORMAT_VERSION = 1
 VERSIONS = (1, 2)
+_NUMBERS = ("num_samples", "shard_size", "seq_length", "aux_hidden_dim", "draft_vocab_size", "target_probs_topk")
 _PRODUCE = "Produce the cache again: python -m niels_gpt.eagle3.precompute"
 
 
@@ -63,7 +73,8 @@ def existing_shard_indices(cache_dir: PathLike) -> set[int]:
     """Return the indices of the shards in `cache_dir`; none where there is no such folder."""
     if not os.path.isdir(cache_dir):
         return set()
-    return {int(match.group(1)) for name in os.listdir(cache_dir) if (match := SHARD_NAME.match(name))}
+    indices = {int(match.group(1)) for name in os.listdir(cache_dir) if (match := SHARD_NAME.match(name))}
+    return {index for index in indices if os.path.lexists(shard_path(cache_dir, index))}  # \d takes other digits too
 
 
 def is_compressed(target_probs_topk: int | None, draft_vocab_size: int) -> bool:
@@ -80,11 +91,13 @@ def version_of(manifest: dict[str, Any]) -> int:
 
 def manifest_bytes(manifest: dict[str, Any]) -> bytes:
     """Return manifest.json: sorted keys, an indent of 2; a `format_version` in `manifest` counts."""
-    return json.dumps({"format_version": version_of(manifest), **manifest}, indent=2, sort_keys=True).encode()
+    return json.dumps(
+        {"format_version": version_of(manifest), **manifest}, indent=2, sort_keys=True, allow_nan=False
+    ).encode()
 
 
 def write_manifest(cache_dir: PathLike, manifest: dict[str, Any]) -> str:
-    """Write the manifest atomically and return its path; see `manifest_bytes`."""
+    """Write the manifest atomically and return its path; see `manifest_bytes`. Raises: ValueError for NaN in it."""
     path = manifest_path(cache_dir)
     fileio.make_dir(cache_dir)
     write_bytes(path, manifest_bytes(manifest))
@@ -94,11 +107,13 @@ def write_manifest(cache_dir: PathLike, manifest: dict[str, Any]) -> str:
 def read_manifest(cache_dir: PathLike) -> dict[str, Any]:
     """Return the manifest of a cache of version 1 or 2, with or without the keys that came later.
 
-    Raises: FileNotFoundError; CacheError (a ValueError) for another version, and for what is no JSON object.
+    Raises: FileNotFoundError; CacheError (a ValueError) for another version, for what is no JSON object, and for a
+        number or the dtype of a wrong type.
     """
     path = manifest_path(cache_dir)
     try:
-        manifest = parse_object(read_regular(path))
+        with open(open_file(path), "rb") as file:
+            manifest = parse_object(file.read(MAX_JSON_BYTES))
     except FileNotFoundError:
         raise FileNotFoundError(f"EAGLE-3 cache manifest not found at {path}. Was the cache fully written?") from None
     except CacheError:
@@ -106,11 +121,16 @@ def read_manifest(cache_dir: PathLike) -> dict[str, Any]:
     except ValueError as error:
         raise CacheError(f"{path}: {error}, expected the manifest of an EAGLE-3 cache. {_PRODUCE}") from error
     version = manifest.get("format_version")
-    if isinstance(version, bool) or version not in VERSIONS:
+    if type(version) is not int or version not in VERSIONS:
         raise CacheError(
             f"EAGLE-3 cache at {os.fspath(cache_dir)} has format_version={shortened(version)}, expected 1 or 2. "
             "Regenerate the cache with the current precompute_eagle3."
         )
+    if not isinstance(manifest.get("dtype", ""), str):
+        raise CacheError(f"{path}: dtype is {shortened(manifest['dtype'])}, expected one of {', '.join(DTYPES)}")
+    for key in _NUMBERS:
+        if manifest.get(key) is not None or (key in manifest and key != "target_probs_topk"):
+            number_in(manifest, key, cache_dir)
     return manifest
 
 
@@ -119,9 +139,9 @@ def number_in(manifest: dict[str, Any], key: str, where: PathLike, least: int = 
     path = manifest_path(where)
     if key not in manifest:
         raise CacheError(f"{path}: {key} is missing. {_PRODUCE}")
-    value = checked_count(manifest[key], key, path)
-    if value < least:
-        raise CacheError(f"{path}: {key} is {value}, expected {least} or more. {_PRODUCE}")
+    value = manifest[key]
+    if type(value) is not int or not least <= value < 2**63:
+        raise CacheError(f"{path}: {key} is {shortened(value)}, expected an integer of {least} or more. {_PRODUCE}")
     return value
 
 
@@ -169,8 +189,10 @@ def read_target_embeddings(cache_dir: PathLike) -> torch.Tensor:
             "initialize from them; regenerate the cache with the current precompute_eagle3."
         )
     fields, _, _ = read_header(path)
-    if list(fields) != ["weight"]:
-        raise CacheError(f"{path}: holds {', '.join(map(shortened, fields))}, expected the tensor weight. {_PRODUCE}")
+    dtype, shape = fields.get("weight", (None, ()))
+    if dtype != torch.float32 or len(shape) != 1:
+        found = ", ".join(f"{shortened(name)} {each[0]}" for name, each in fields.items())
+        raise CacheError(f"{path}: holds {found}, expected weight [V, H] of torch.float32. {_PRODUCE}")
     _, safe_open = load_safetensors()
     with safe_open(path, framework="pt") as handle:
         table: torch.Tensor = handle.get_tensor("weight")

@@ -31,12 +31,13 @@ from niels_gpt.eagle3.layout import (
     PathLike,
     header_bytes,
     in_file_order,
+    open_file,
     read_header,
     row_bytes_of,
     shard_path,
 )
 from niels_gpt.fileio import CacheError, SizedFile, canonical_json, write_bytes
-from niels_gpt.records import checked_count, checked_sha256, open_regular, parse_object, read_regular, shortened
+from niels_gpt.records import checked_count, checked_sha256, parse_object, read_regular, shortened
 
 _RECEIPT_VERSION = 1
 _DIGEST = re.compile("[0-9a-f]{32}")
@@ -48,7 +49,11 @@ def receipt_path(cache_dir: PathLike, shard_index: int) -> Path:
 
 
 class ShardWriter:
-    """Writes one shard: `write` the rows in any order, each once, then `commit`. On failure `discard`."""
+    """Writes one shard: `write` the rows in any order, each once, then `commit`. On failure `discard`.
+
+    Two writers of one shard at a time disturb each other no more than that one's receipt may stand beside the other's
+    shard; a producer holds the lock of its folder.
+    """
 
     def __init__(self, cache_dir: PathLike, shard_index: int, fields: Fields, rows: int) -> None:
         """fields: as in `Layout.fields`. rows: samples of the shard. The folder is made where there is none."""
@@ -74,7 +79,9 @@ class ShardWriter:
         """
         flat = {name: self._flat(name, tensors, len(rows), max(slots, default=0)) for name in self._fields}
         for row in rows:
-            if self._digests[row]:
+            if not 0 <= row < len(self._digests):
+                raise ValueError(f"{self._path}: row {row}, expected 0 <= row < {len(self._digests)}")
+            if self._digests[row] or len(set(rows)) != len(rows):
                 raise ValueError(f"{self._path}: row {row} was written already")
         if list(rows) == list(range(rows[0], rows[0] + len(rows))) and set(slots) == {self._all_slots}:
             for name, part in flat.items():
@@ -225,7 +232,7 @@ def shard_damage(
 
 def _rows_of(path: str, fields: Fields, rows: int, begin: int) -> Iterator[dict[str, NDArray[np.uint8]]]:
     """Yield the bytes of each row by field."""
-    with open(open_regular(path), "rb") as file:
+    with open(open_file(path), "rb") as file:
         content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     tables = {}
     for name, field in fields.items():

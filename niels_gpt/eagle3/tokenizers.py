@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.build.encode import TextEncoder
 from niels_gpt.chat_template import ROLE_TO_NAME
-from niels_gpt.eagle3.hub import is_local, is_network, tokenizer_commit
+from niels_gpt.eagle3.hub import hub_tokenizer, is_local, is_network
 from niels_gpt.eagle3.templates import REMEDY, ChatTemplate, RefusedChat, Spans, Turns
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 
@@ -86,16 +86,18 @@ def open_tokenizer(name: str, *, revision: str | None = None, chat_template: str
             f"{name}: its tokenizer needs transformers. Install the extra: pip install 'niels-gpt[eagle3]'"
         ) from error
     local = is_local(name)
-    commit = None if local else tokenizer_commit(name, revision)
+    commit, is_all = (None, True) if local else hub_tokenizer(name, revision)
     try:
+        if local and not os.path.isdir(folder):
+            raise FileNotFoundError("there is no such folder")
         tokenizer = AutoTokenizer.from_pretrained(
-            folder, revision=commit or revision or "main", local_files_only=local, trust_remote_code=False
+            folder, revision=commit or revision or "main", local_files_only=is_all, trust_remote_code=False
         )
     except ImportError as error:  # of a format that needs one more library
         raise ImportError(f"{name}: {error}") from error
     except Exception as error:  # of the hub, the library tokenizers or the tokenizer's own class
         first = str(error).strip().partition("\n")[0]
-        if not local and is_network(error):
+        if not is_all and is_network(error):
             raise ConnectionError(
                 f"{name}: the hub did not give its tokenizer ({first}). Run it again later"
             ) from error
