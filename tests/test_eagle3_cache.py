@@ -300,7 +300,7 @@ def test_a_value_of_a_wrong_type_in_the_manifest_is_named(folder: Path, key: str
     (folder / "manifest.json").write_text(json.dumps(manifest))
     expected = r"declares 10{18} samples" if value == 10**18 else key
     for opening in (CachedEagle3Dataset, lambda where: convert(where, 2)):
-        if value == 10**18 and opening is not CachedEagle3Dataset:
+        if value in (10**18, 0) and opening is not CachedEagle3Dataset:  # convert does not need it
             continue
         with pytest.raises(CacheError, match=expected):
             opening(folder)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from niels_gpt.eagle3.estimate import estimate, refuse_without_room
 from niels_gpt.eagle3.folder import CacheFolder, finished_shards, is_finished
-from niels_gpt.eagle3.layout import SIDECAR, PathLike
+from niels_gpt.eagle3.layout import LOCK_NAME, SIDECAR, PathLike
 from niels_gpt.eagle3.plan import Plan
 from niels_gpt.eagle3.samples import Samples
 from niels_gpt.eagle3.workers import Job, Load, run_here, run_workers

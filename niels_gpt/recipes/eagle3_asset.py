@@ -233,8 +233,7 @@ def _has_its_shards(path: Path) -> bool:
 
 
 def _build(resolved: Resolved, path: Path, fingerprint: str, progress: Progress | None) -> dict[str, Any]:
-    from niels_gpt.eagle3.folder import LOCK_NAME
-    from niels_gpt.eagle3.layout import SIDECAR
+    from niels_gpt.eagle3.layout import LOCK_NAME, SIDECAR
 
     prepared = prepare(resolved)
     plan = prepared.plan
