@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev,pipelines,eagle3
+# Processes of `make test`: one for each core that it may use, four at most; 0 is the one of pytest itself.
+PYTEST_WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_getaffinity(0))))")
 
 # Dagster recommends its newer command line at every call of the one that people and CI use here.
 DAGSTER := PYTHONWARNINGS=ignore $(BIN)/dagster
@@ -17,7 +19,7 @@ dev: $(VENV)/.installed  ## Dagster's UI on http://127.0.0.1:3000
 	$(DAGSTER) dev
 
 test: $(VENV)/.installed  ## the test suite
-	$(BIN)/python -m pytest -m "not real_text and not browser and not faults"
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m "not real_text and not browser and not faults"
 
 check: $(VENV)/.installed  ## lint, format and types
 	$(BIN)/ruff check .

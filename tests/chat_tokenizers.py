@@ -52,17 +52,31 @@ EARLIER_REPLIES_CUT = (
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """As the reasoning models' templates: not prefix-stable where a reply but the last one has reasoning."""
+ALWAYS_PROMPTS = LLAMA_3.replace("{% if add_generation_prompt %}", "{% if true %}")
+"""As the first one that Llama 3 was published with."""
+LAST_REPLY_THINKS = CHATML.replace(
+    "message.content +", "('<think></think>' if loop.last and message.role == 'assistant' else '') + message.content +"
+)
+"""As Qwen 3's: prefix-stable for chats of one turn only."""
 TEMPLATES = {"chatml": CHATML, "chatml_marked": CHATML_MARKED, "llama_3": LLAMA_3, "inst": INST, "plain": PLAIN}
 
 
 def write_tokenizer(
-    folder: Path, *, template: str | None = CHATML, vocab_size: int = 400, trim_offsets: bool = False
+    folder: Path,
+    *,
+    template: str | None = CHATML,
+    vocab_size: int = 400,
+    trim_offsets: bool = False,
+    more: tuple[str, ...] = (),
+    replaced: tuple[str, str] | None = None,
 ) -> Path:
     """Write a byte-level BPE tokenizer, lossless, with pad, bos and eos but no unk; returns the folder.
 
     trim_offsets: leave spaces out of the offsets, as RoBERTa's does.
+    more: sentences that it is trained on besides.
+    replaced: a regular expression and what the tokenizer puts in its place.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -74,7 +88,9 @@ def write_tokenizer(
         special_tokens=list(SPECIAL),
         show_progress=False,
     )
-    backend.train_from_iterator(SENTENCES * 4, trainer)
+    backend.train_from_iterator((*SENTENCES, *more) * 4, trainer)
+    if replaced is not None:
+        backend.normalizer = normalizers.Replace(Regex(replaced[0]), replaced[1])
     return save(backend, folder, template=template, pad_token="<|pad|>", bos_token="<|begin|>", eos_token="<|im_end|>")
 
 

@@ -28,8 +28,10 @@ from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 if TYPE_CHECKING:
     import dagster as dg
 
-HUB_PORT = random.SystemRandom().randrange(20_000, 30_000)
-"""Below the ports that the system gives to outgoing connections, so that none of them takes it between two tests."""
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+HUB_PORT = random.SystemRandom().randrange(20_000, 30_000, 100) + _WORKER
+"""Below the ports that the system gives to outgoing connections, so that none of them takes it between two tests; the
+workers of one run have their own."""
 HUB_HOME = tempfile.mkdtemp(prefix="hub-")
 atexit.register(shutil.rmtree, HUB_HOME, ignore_errors=True)
 os.environ.update(
@@ -90,10 +92,10 @@ def no_sources_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def instance() -> Iterator[dg.DagsterInstance]:
-    """A real Dagster instance: sqlite in a temporary folder."""
+    """A real Dagster instance: sqlite, in a folder where its commits, hundreds in a run, cost little."""
     import dagster as dg
 
-    with dg.instance_for_test() as instance:
+    with quick_folder() as home, dg.instance_for_test(temp_dir=str(home)) as instance:
         yield instance
 
 

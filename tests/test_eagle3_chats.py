@@ -154,8 +154,8 @@ def test_a_template_that_cuts_earlier_replies_is_refused_by_name(folders: dict[s
     [
         (kinds.CHATML.replace("{% if add_generation_prompt %}", "{% if false %}"), "a generation prompt adds nothing"),
         (kinds.CHATML.replace("{{ '<|im_start|>assistant\n' }}", "<|im_start|>assistant<think>"), "not prefix-stable"),
-        ("{{ messages | length }}" + kinds.CHATML, "at token 0 the rendering"),
-        (kinds.CHATML.replace("'<|im_end|>\n'", "('!' if loop.last else '<|im_end|>\n')"), "messages 1 to 2"),
+        ("{{ messages | length }}" + kinds.CHATML, "goes on at token 0 with"),
+        (kinds.CHATML.replace("'<|im_end|>\n'", "('!' if loop.last else '<|im_end|>\n')"), "behind a reply"),
         (kinds.LLAMA_3.replace("{{ bos_token }}", "{{ strftime_now('%d %b') }}"), "asks for the date"),
         (kinds.CHATML_MARKED.replace("{{ message.content + '<|im_end|>' }}{% endg", "{% endg"), "marks not one of the"),
         ("{% for %}", "is no jinja, line 1"),

@@ -107,6 +107,14 @@ def test_samples_that_are_damaged_are_refused(tmp_path: Path) -> None:
                 Samples.open(tmp_path)
         (tmp_path / name).write_bytes(whole)
     assert len(Samples.open(tmp_path)) == 3
+    whole = (tmp_path / "samples.safetensors").read_bytes()
+    starts = np.array([0, 3, 4, 6]).tobytes()
+    for wrong_starts in ([0, 3, 3, 6], [0, 4, 3, 6], [1, 3, 4, 6], [0, 3, 4, 5]):
+        wrong = whole.replace(starts, np.array(wrong_starts).tobytes())
+        assert wrong != whole
+        (tmp_path / "samples.safetensors").write_bytes(wrong)
+        with pytest.raises(CacheError, match=r"not the samples of a cache"):
+            Samples.open(tmp_path)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------

@@ -94,12 +94,17 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "load_target", load)
 
 
+def without_progress(errors: str) -> str:
+    """Return what else stands there: on a slow machine there are lines of progress."""
+    return "".join(line for line in errors.splitlines(True) if not line.startswith(("target: ", "tokenizing: ")))
+
+
 # --- what is made -----------------------------------------------------------------------------------------------------
 
 
 def test_a_run_makes_a_cache_and_says_what_it_is(tmp_path: Path, run: Run, model: Path, chats: Path) -> None:
     status, out, errors = run()
-    assert status == 0 and errors == ""
+    assert status == 0 and without_progress(errors) == ""
     cache = tmp_path / "c"
     meta, manifest = json.loads((cache / "meta.json").read_bytes()), read_manifest(str(cache))
     assert sorted(manifest) == sorted(KEYS.split()) and manifest["target_model"] == str(model)
@@ -156,7 +161,7 @@ def test_the_real_command_with_two_processes_makes_the_same_bytes(
     more = ["--output-dir", str(tmp_path / "d"), "--workers", "2", "--show", "1"]
     program = [sys.executable, "-m", "niels_gpt.eagle3.precompute", *arguments(*more)]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, without_progress(done.stderr)) == (0, "")
     assert "[[The heron walks to the mill.<|eot|>]]" in done.stdout
     assert run()[0] == 0
     assert whole_tree(tmp_path / "d") == whole_tree(tmp_path / "c")

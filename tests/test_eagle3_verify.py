@@ -244,8 +244,7 @@ def test_a_short_shard_in_the_middle_is_told(copied: Callable[..., Path]) -> Non
         ({"selected_token_ids": [*range(11), 40]}, "1 beyond the target's 40"),
         ({"selected_token_ids": None}, "selected_token_ids is None, expected a list of 12"),
         ({"aux_hidden_dim": 51}, "expected 40 rows of weight float32 [17]"),
-        ({"num_samples": "ten"}, "num_samples is 'ten', expected an integer"),
-        ({"shard_size": 0}, "shard_size is 0, expected 1 or more"),
+        ({"shard_size": 0}, "shard_size is 0, expected an integer of 1 or more"),
     ],
 )
 def test_a_manifest_that_does_not_fit_the_files_is_told(
@@ -437,6 +436,10 @@ def test_a_converted_cache_passes_every_check(copied: Callable[..., Path]) -> No
 def test_a_link_to_a_cache_is_as_good_as_the_cache(made: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(made["dense"])
     assert verify(tmp_path / "link", names=["complete", "finite"]) == {"complete": GOOD, "finite": GOOD}
-    with pytest.raises(CacheError, match="format_version"):
-        (tmp_path / "manifest.json").write_text('{"format_version": 3}')
+
+
+@pytest.mark.parametrize("text", ['{"format_version": 3}', '{"format_version": 1, "num_samples": "ten"}', "[]"])
+def test_a_manifest_that_cannot_be_read_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(CacheError, match=r"manifest|format_version"):
         verify(tmp_path)

@@ -6,12 +6,13 @@ The format, which needs torch and safetensors:
     layout.py       the form of a shard: tensors, dtypes, offsets
     manifest.py     manifest.json and the embeddings
     shards.py       the writer of a shard, its receipt, its damage
+    shard_set.py    all shards of a cache, checked and mapped
     convert.py      versions 1 and 2
 
 The producer, which needs the extra `eagle3` (transformers):
 
     tokenizers.py templates.py chats.py     chats -> ids and loss mask, by the target's tokenizer and template
-    models.py target.py small_target.py     the target: opened, listened to, and the sample's own
+    hub.py models.py target.py small_target.py     the target: opened, listened to, and the sample's own
     supervision.py vocab.py                 the target's outputs -> the fields of the cache; the draft's vocabulary
     samples.py plan.py estimate.py          the tokenized input, everything that decides the bytes, the disk it takes
     forward.py workers.py folder.py producer.py     a plan -> shards, by any number of workers, resumable
@@ -19,6 +20,6 @@ The producer, which needs the extra `eagle3` (transformers):
 
 A finished cache: python -m niels_gpt.eagle3 verify | inspect | convert | stats (__main__.py)
 
-    verify.py file_checks.py row_checks.py recompute.py     is it good?
+    checks.py verify.py file_checks.py row_checks.py recompute.py     is it good?
     stats.py plot.py                                        what is in it?
 """

@@ -18,13 +18,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.eagle3.templates import REFUSED_BY_TEMPLATE, RefusedChat
+from niels_gpt.eagle3.templates import EMPTY_REPLY, LEADING_REPLY, REFUSED_BY_TEMPLATE, RefusedChat
 from niels_gpt.eagle3.tokenizers import SPECIAL_TEXT, ChatTokenizer, open_tokenizer
 
 __all__ = [
     "EMPTY",
+    "EMPTY_REPLY",
     "GIVEN_FIELDS",
+    "LEADING_REPLY",
     "MERGED",
+    "NOT_DROPPED",
     "NO_SUPERVISED",
     "REFUSED_BY_TEMPLATE",
     "ROWS",
@@ -42,6 +45,8 @@ __all__ = [
 ROWS = "rows"
 EMPTY, NO_SUPERVISED = "empty", "no_supervised"
 TRUNCATED, TOKENS_CUT, MERGED = "truncated", "tokens_cut", "merged_at_reply_edge"
+NOT_DROPPED = (TRUNCATED, TOKENS_CUT, MERGED, LEADING_REPLY, EMPTY_REPLY)
+"""Counters of what happened to rows that are there; every other one but ROWS is of what is not."""
 GIVEN_FIELDS = ("input_ids", "loss_mask")
 """What a row that is taken as it is has."""
 _BATCH = 256  # chats encoded at once
@@ -77,7 +82,7 @@ def chat_rows(
     vocab_size: of the target; None: of the tokenizer.
     on_special: what to do with a chat in which a message holds the literal of a special token, which the tokenizer
         would turn into that token: "drop", or "raise" ValueError.
-    counters receives the rows yielded as "rows", of them "truncated" to seq_length, and by "tokens_cut" tokens, and
+    counters receives the rows yielded as "rows", of them "truncated" to seq_length, and by "tokens_cut" tokens,
     with a supervised token that also holds characters outside of a reply, "merged_at_reply_edge"; and what is dropped:
     "empty" chats without a message, "no_supervised" without an assistant's turn or with all of it behind seq_length,
     "special_text", and "refused_by_template" for those that the template raises an error for.
@@ -86,6 +91,7 @@ def chat_rows(
     if on_special not in ("drop", "raise"):
         raise ValueError(f"on_special={on_special!r}: expected 'drop' or 'raise'")
     account = _Account(counters, seq_length, tokenizer.vocab_size if vocab_size is None else vocab_size, "chat")
+    tokenizer.encode_chats([])  # finds a template that cannot be used
     stream = iter(chats)
     while batch := list(islice(stream, _BATCH)):
         wanted = [(name, turns) for name, turns in batch if account.is_wanted(turns)]
@@ -97,7 +103,8 @@ def chat_rows(
                 continue
             row = account.row(name, np.asarray(found.ids, dtype=np.int64), np.asarray(found.mask, dtype=np.uint8))
             if row is not None:
-                account.count(MERGED, found.merged)
+                for what in (MERGED, *found.unsupervised) if found.merged else found.unsupervised:
+                    account.count(what, 1)
                 yield row
     account.end()
 

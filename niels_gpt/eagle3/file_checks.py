@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -127,6 +128,18 @@ def open_cache(cache: Path, tick: Callable[[int], None] = lambda _: None) -> Ope
     """Resolve a cache once and read its manifest. Raises: FileNotFoundError; CacheError."""
     folder = cache.resolve()
     return Opened(folder, read_manifest(folder), tick)
+
+
+@contextmanager
+def described_by(cache: Path) -> Iterator[None]:
+    """Make a CacheError of what a malformed manifest, plan or receipt leads to in the block."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:  # the last one is torch's
+        raise CacheError(
+            f"{cache}: not as docs/formats.md describes it ({error!r}). Look at it: python -m niels_gpt.eagle3 verify "
+            f"{cache}"
+        ) from error
 
 
 def tables_of(cache: Opened, shard: int) -> dict[str, torch.Tensor]:

@@ -155,14 +155,16 @@ class _Lines:
 
     def __call__(self, done: int, total: int | None, size: int | None) -> None:
         now = time.monotonic()
-        self._first = done if self._first is None else self._first
+        if self._first is None or done == self._first:  # the target is being loaded: that is no part of the speed
+            self._first, self._begun = done, now
         if now - self._last < _LINE_EVERY_S:
             return
         self._last = now
-        speed = (done - self._first) / (now - self._begun)
+        seconds = max(now - self._begun, 1e-9)
+        speed = (done - self._first) / seconds
         line = f"{self._what}: {done:,} {self._unit}, {speed:,.0f} {self._unit}/s"
         if size is not None:
-            line += f", {size / (now - self._begun) / 1e6:.1f} MB/s"
+            line += f", {size / seconds / 1e6:.1f} MB/s"
         if total is not None and speed:
             line += f", {done / total:.0%}, {(total - done) / speed:,.0f} s left"
         print(line, file=sys.stderr, flush=True)

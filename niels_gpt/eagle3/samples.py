@@ -6,6 +6,7 @@ Raw means: unshifted, not padded, cut to the cache's seq_length. Sample i is wha
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.fileio import CacheError, PathLike, write_bytes
+from niels_gpt.records import read_regular
 
 SAMPLES_NAME = "samples.safetensors"
 IDS_NAME = "ids.txt"
@@ -54,9 +56,10 @@ class Samples:
     def of_rows(cls, rows: Iterable[RowLike]) -> Samples:
         """Take rows, which are held in memory: 5 bytes a token.
 
-        Raises: ValueError, naming the row, where its ids and its mask are not of one length, or where it is empty.
+        Raises: ValueError, naming the row, where its ids and its mask are not of one length, or where it is empty; for
+            ids below 0 and masks that are neither 0 nor 1.
         """
-        ids, masks, names = [], [], []
+        ids, masks, starts, names = bytearray(), bytearray(), [0], []
         for row in rows:
             found, mask = np.asarray(row.input_ids, np.int32), np.asarray(row.loss_mask, np.uint8)
             if found.ndim != 1 or found.shape != mask.shape or not found.size:
@@ -64,13 +67,13 @@ class Samples:
                     f"sample {row.id!r}: {list(found.shape)} input_ids and {list(mask.shape)} loss_mask, expected the "
                     "same number of both, one or more"
                 )
-            ids.append(found)
-            masks.append(mask)
+            ids += found.tobytes()
+            masks += mask.tobytes()
+            starts.append(len(masks))
             names.append(row.id)
-        starts = np.zeros(len(ids) + 1, np.int64)
-        np.cumsum([len(found) for found in ids], out=starts[1:])
-        empty = np.zeros(0, np.int32)
-        return cls(np.concatenate([empty, *ids]), np.concatenate([empty.astype(np.uint8), *masks]), starts, names)
+        samples = cls(np.frombuffer(ids, np.int32), np.frombuffer(masks, np.uint8), np.array(starts, np.int64), names)
+        samples._refuse_wrong()
+        return samples
 
     @classmethod
     def open(cls, folder: PathLike) -> Samples:
@@ -80,21 +83,36 @@ class Samples:
 
         path, names = Path(folder) / SAMPLES_NAME, Path(folder) / IDS_NAME
         try:
-            tensors = load(path.read_bytes())
-            lines = names.read_bytes().split(b"\n")
-            samples = cls(
-                tensors["ids"],
-                tensors["loss_mask"],
-                tensors["starts"],
-                [line.decode("unicode_escape") for line in lines[:-1]],
-            )
-            lengths = samples.lengths
-            good = samples.ids.shape == samples.loss_mask.shape == (samples.starts[-1],) and samples.starts[0] == 0
-            if not good or lengths.min(initial=1) < 1 or len(samples) != len(samples.source_ids) or lines[-1]:
-                raise ValueError(f"{len(samples)} samples of {len(samples.ids)} ids, {len(samples.source_ids)} names")
+            tensors = load(read_regular(path, sys.maxsize))
+            lines = read_regular(names, sys.maxsize).split(b"\n")
+            if lines.pop():
+                raise ValueError("the last name has no line end")
+            source_ids = [line.decode("unicode_escape") for line in lines]
+            samples = cls(tensors["ids"], tensors["loss_mask"], tensors["starts"], source_ids)
+            samples._refuse_wrong()
         except (SafetensorError, ValueError, LookupError) as error:
             raise CacheError(f"{path} and {names.name}: not the samples of a cache ({error})") from error
         return samples
+
+    def _refuse_wrong(self) -> None:
+        """Raise ValueError where dtypes, shapes or values are not those that the fields say."""
+        for name, dtype in (("ids", np.int32), ("loss_mask", np.uint8), ("starts", np.int64)):
+            found = getattr(self, name)
+            if found.dtype != dtype or found.ndim != 1:
+                expected = np.dtype(dtype).name
+                raise ValueError(f"{name} of {found.dtype} {list(found.shape)}, expected {expected} in one dimension")
+        starts, total = self.starts, len(self.ids)
+        if not len(starts) or starts[0] != 0 or starts[-1] != total or bool((starts[1:] <= starts[:-1]).any()):
+            raise ValueError(f"starts of {len(starts)} numbers, expected them to rise from 0 to {total}")
+        if len(self.loss_mask) != total or len(self.source_ids) != len(self):
+            raise ValueError(
+                f"{len(self)} samples of {total} ids, {len(self.loss_mask)} loss_mask, {len(self.source_ids)} names"
+            )
+        if self.ids.min(initial=0) < 0 or self.loss_mask.max(initial=0) > 1:
+            raise ValueError(
+                f"ids from {self.ids.min()} and loss_mask up to {self.loss_mask.max()}, expected ids from 0 and "
+                "loss_mask of 0 and 1"
+            )
 
     def files(self) -> dict[str, bytes]:
         """Return the content of the two files by name: equal samples, equal bytes."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from niels_gpt.eagle3.file_checks import NotChecked, Opened, open_cache, tables_of
+from niels_gpt.eagle3.file_checks import NotChecked, Opened, described_by, open_cache, tables_of
 from niels_gpt.eagle3.row_checks import AUX, INDICES, PROBS, VALUES, Row
 from niels_gpt.eagle3.shards import read_receipt
 from niels_gpt.fileio import META_NAME, CacheError
@@ -19,6 +21,18 @@ _TOP = 3  # draft tokens of a slot
 _DIGITS = 12  # of a sha256
 
 Table = list[tuple[str, ...]]
+_P, _R = ParamSpec("_P"), TypeVar("_R")
+
+
+def _described(look: Callable[Concatenate[Path, _P], _R]) -> Callable[Concatenate[Path, _P], _R]:
+    """Make a CacheError of what a malformed file leads to."""
+
+    @wraps(look)
+    def described(cache: Path, /, *arguments: _P.args, **named: _P.kwargs) -> _R:
+        with described_by(cache):
+            return look(cache, *arguments, **named)
+
+    return described
 
 
 class Decoder(Protocol):
@@ -28,6 +42,7 @@ class Decoder(Protocol):
         """Return the text of some ids."""
 
 
+@_described
 def description(cache: Path) -> dict[str, Any]:
     """Return what a cache says of itself, as JSON has it.
 
@@ -53,6 +68,7 @@ def description(cache: Path) -> dict[str, Any]:
     }
 
 
+@_described
 def summary(cache: Path) -> Table:
     """Return a cache's description as pairs of a name and a value. Raises: as `description`."""
     said = description(cache)
@@ -114,6 +130,7 @@ def _plan_rows(plan: dict[str, Any]) -> Table:
     ]
 
 
+@_described
 def shard_rows(cache: Path, *, first: int = 5) -> Table:
     """Return a table of the first shards: samples, bytes, tokens, slots with loss, positions, by their receipts."""
     opened = open_cache(cache)
@@ -131,6 +148,7 @@ def shard_rows(cache: Path, *, first: int = 5) -> Table:
 # --- one sample -------------------------------------------------------------------------------------------------------
 
 
+@_described
 def sample_heading(cache: Path, number: int) -> str:
     """Return which sample it is, and how many tokens and positions it has. Raises: as `slot_rows`."""
     opened = open_cache(cache)
@@ -142,6 +160,7 @@ def sample_heading(cache: Path, number: int) -> str:
     )
 
 
+@_described
 def slot_rows(cache: Path, number: int, tokenizer: Decoder | None = None, *, begin: int = 0, slots: int = 32) -> Table:
     """Return a table of some slots of sample `number` of the cache: id, masks, likeliest draft tokens, norms.
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from niels_gpt.eagle3.file_checks import Opened, open_cache, tables_of
+from niels_gpt.eagle3.file_checks import Opened, described_by, open_cache, tables_of
 from niels_gpt.eagle3.layout import shard_path
 from niels_gpt.eagle3.row_checks import AUX, PROBS, VALUES
 from niels_gpt.eagle3.shards import read_receipt
@@ -130,7 +130,11 @@ def stats(cache: Path, *, seed: int = 0, progress: Callable[[int, int], None] | 
     seed: of the choice of the slots. progress: is told the shards that were read, and all of them.
     Raises: FileNotFoundError, CacheError where the cache is not whole.
     """
-    opened = open_cache(cache)
+    with described_by(cache):
+        return _stats(open_cache(cache), seed, progress)
+
+
+def _stats(opened: Opened, seed: int, progress: Callable[[int, int], None] | None) -> Stats:
     counts: list[NDArray[np.int64]] = []
     for shard in range(opened.num_shards):
         counts.append(_counts(tables_of(opened, shard)))

@@ -37,6 +37,8 @@ __all__ = [
 ]
 
 NUM_AUX_LAYERS = 3
+PART_VALUES = 1 << 24
+"""Logits that are worked on at a time: 64 MiB of float32. A batch's logits have gigabytes."""
 _BLOCKS = (
     "model.layers",  # Llama, Qwen, Mistral and most others
     "model.language_model.layers",  # multimodal models
@@ -69,6 +71,20 @@ def _shift_left_with_zero(tensor: Tensor) -> Tensor:
     shifted = torch.zeros_like(tensor)
     shifted[:, :-1] = tensor[:, 1:]
     return shifted
+
+
+def _shift_logits(logits: Tensor) -> Tensor:
+    """Return what `_shift_left_with_zero` does, in the memory of the logits themselves where that can be had."""
+    if not logits.is_contiguous() or logits._is_view() or logits.is_inference() or logits.requires_grad:
+        return _shift_left_with_zero(logits)
+    num_rows, width, vocab_size = logits.shape
+    at_once = max(1, PART_VALUES // max(1, num_rows * vocab_size))
+    for start in range(0, width - 1, at_once):
+        stop = min(start + at_once, width - 1)
+        # Via a copy, as the two overlap. The next part reads only what is behind this one.
+        logits[:, start:stop] = logits[:, start + 1 : stop + 1].clone()
+    logits[:, -1:] = 0
+    return logits
 
 
 def default_eagle3_aux_layer_ids(num_layers: int) -> list[int]:
@@ -131,6 +147,8 @@ class HFEagle3TargetModel:
 
         input_ids, attention_mask, loss_mask: [B, S], unshifted and padded on the right.
         Returns plain tensors without gradients, within torch.inference_mode() too, so that a draft can train on them.
+        The logits that the model returned are shifted in place, for a copy would be gigabytes: a forward hook that
+        keeps them finds them shifted afterwards.
         Raises: ValueError for masks of another shape or other padding, and for a model whose blocks are not found;
         RuntimeError where a block did not run.
         """
@@ -146,7 +164,7 @@ class HFEagle3TargetModel:
             aux_hidden_states, logits = self._run(input_ids, attention_mask)
             return Eagle3TargetBatch(
                 aux_hidden_states=aux_hidden_states,
-                logits=_shift_left_with_zero(logits),
+                logits=_shift_logits(logits),
                 input_ids=_shift_left_with_zero(input_ids),
                 attention_mask=attention_mask.clone() if attention_mask.is_inference() else attention_mask,
                 loss_mask=_shift_left_with_zero(loss_mask),

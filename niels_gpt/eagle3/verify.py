@@ -140,7 +140,7 @@ class Findings:
             self._notes[name] = str(error)
         except (CacheError, OSError) as error:  # both name the file
             problems.append(str(error))
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
             problems.append(f"{self._cache.folder}: not as docs/formats.md describes it ({error!r}). {AGAIN}")
 
     def verdict(self, name: str) -> Verdict:

@@ -20,6 +20,7 @@ from torch import Tensor
 from niels_gpt import fileio
 from niels_gpt.eagle3.cache import read_manifest
 from niels_gpt.fileio import CacheError
+from niels_gpt.records import MAX_JSON_BYTES, read_regular
 
 
 def build_eagle3_token_mapping(
@@ -144,7 +145,12 @@ def load_token_mapping(
 
 def _read_file(where: str) -> dict[str, Any]:
     try:
-        content = Path(where).read_bytes()
+        content = read_regular(os.path.realpath(where))  # a link to a file of one's own is good
+    except CacheError as error:
+        raise CacheError(
+            f"{where}: is not a regular file of at most {MAX_JSON_BYTES:,} bytes, expected a file of "
+            "save_token_mapping or a cache folder. Name another one, or leave it out to count tokens anew"
+        ) from error
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{where}: there is no such file. Name a file of save_token_mapping or a cache folder, or leave it out to "
