@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     import dagster as dg
 
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-HUB_PORT = random.SystemRandom().randrange(20_000, 30_000, 100) + _WORKER
-"""Below the ports that the system gives to outgoing connections, so that none of them takes it between two tests; the
-workers of one run have their own."""
+HUB_PORT = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(20_000, 30_000) + _WORKER
+"""Below the ports that the system gives to outgoing connections, so that none of them takes it between two tests. Drawn
+once for a run; its workers have one each, side by side."""
 HUB_HOME = tempfile.mkdtemp(prefix="hub-")
 atexit.register(shutil.rmtree, HUB_HOME, ignore_errors=True)
 os.environ.update(

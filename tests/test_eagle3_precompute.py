@@ -110,7 +110,7 @@ def test_a_run_makes_a_cache_and_says_what_it_is(tmp_path: Path, run: Run, model
     assert sorted(manifest) == sorted(KEYS.split()) and manifest["target_model"] == str(model)
     assert (manifest["format_version"], manifest["num_samples"], manifest["aux_layer_ids"]) == (1, 10, [1, 3, 4])
     assert manifest["selected_token_ids"] == list(range(manifest["target_vocab_size"]))
-    assert meta["dropped"]["no_supervised"] == 1 and "of the input: " in out and "no_supervised 1" in out
+    assert meta["dropped"]["no_supervised"] == 1 and "left out: " in out and "no_supervised 1" in out
     assert f"{cache}: made 3 shards" in out and f"{meta['totals']['tokens']:,} tokens" in out
     assert f"{meta['disk_bytes']:,} bytes" in out and f"{meta['bytes_per_token']:,.0f} B/token" in out
     assert len(CachedEagle3Dataset(str(cache))) == 10 and verify(str(cache)) == []

@@ -46,13 +46,14 @@ def supervised(tokenizer: ChatTokenizer, row: Row) -> list[str]:
 
 IN_A_MACRO = "{% macro chat(messages) %}" + kinds.CHATML_MARKED + "{% endmacro %}{{ chat(messages) }}"
 IN_A_SET = "{% set all %}" + kinds.CHATML_MARKED + "{% endset %}{{ all }}"
+IN_A_BLOCK = "{% block chat %}" + kinds.CHATML_MARKED + "{% endblock %}"
 IN_A_FILTER = "{% filter trim %}  " + kinds.CHATML_MARKED + "{% endfilter %}{{ '\n' }}"
 TRIMMED_MARKS = kinds.CHATML_MARKED.replace("{% generation %}", "{%- generation -%}\n  ").replace(
     "{% endg", "\n {%- endg"
 )
 
 
-@pytest.mark.parametrize("template", [IN_A_MACRO, IN_A_SET, IN_A_FILTER, TRIMMED_MARKS])
+@pytest.mark.parametrize("template", [IN_A_MACRO, IN_A_SET, IN_A_BLOCK, IN_A_FILTER, TRIMMED_MARKS])
 def test_marks_are_where_they_are_written_within_any_block(folder: str, template: str) -> None:
     plain, other = (open_tokenizer(folder, chat_template=text) for text in (kinds.CHATML_MARKED, template))
     for one, two in zip(rows_of(plain, CHAT, turns("a", "")), rows_of(other, CHAT, turns("a", "")), strict=True):
@@ -68,6 +69,7 @@ def test_marks_are_where_they_are_written_within_any_block(folder: str, template
         "{% set all %}" + kinds.CHATML_MARKED + "{% endset %}{{ all | length }}{{ all }}",
         "{% set all %}" + kinds.CHATML_MARKED + "{% endset %}{{ all | reverse }}",
         "{% generation %}" + kinds.CHATML_MARKED + "{% endgeneration %}",
+        "{% set all %}" + kinds.CHATML_MARKED + "{% endset %}{{ all }}{{ [''][(all | length) % 23] }}",
     ],
 )
 def test_a_template_that_works_on_its_own_marks_is_refused_before_a_chat_is_read(folder: str, template: str) -> None:

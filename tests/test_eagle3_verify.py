@@ -6,6 +6,7 @@ Run: pytest tests/test_eagle3_verify.py
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,8 @@ from niels_gpt.eagle3.plan import Plan, open_plan
 from niels_gpt.eagle3.recompute import Target, recomputed
 from niels_gpt.eagle3.row_checks import tolerance
 from niels_gpt.eagle3.samples import Samples
+from niels_gpt.eagle3.show import slot_rows, summary
+from niels_gpt.eagle3.stats import stats
 from niels_gpt.eagle3.verify import CHECKS, Verdict, verify
 from niels_gpt.fileio import CacheError
 
@@ -283,6 +286,29 @@ def test_many_problems_end_with_and_more(copied: Callable[..., Path], tmp_path: 
         stored(tmp_path / "c", shard, "loss_mask")[:, 0, 0] ^= 2
     found = problems(tmp_path / "c", "ids_match")
     assert len(found) == 21 and found[-1] == "... and more"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_any_changed_byte_of_any_file_is_told_and_nothing_else_is_raised(
+    copied: Callable[..., Path], form: str
+) -> None:
+    cache, chance = copied(form), random.Random(0)
+    files = sorted(path for path in cache.rglob("*") if path.is_file() and path.stat().st_size)
+    for round in range(60):
+        path = chance.choice(files)
+        content = path.read_bytes()
+        at = chance.randrange(min(len(content), 2000))  # headers, counts and ids more often than hidden states
+        rest = b"" if round % 5 == 0 else bytes([content[at] ^ 1 << round % 8]) + content[at + 1 :]
+        path.write_bytes(content[:at] + rest)
+        told = False
+        for look in (verify, stats, summary, lambda cache: slot_rows(cache, 5)):
+            try:
+                found = look(cache)
+                told |= look is verify and any(verdict.problems for verdict in found.values())
+            except (CacheError, FileNotFoundError):
+                told |= look is verify
+        assert told, (path, at)
+        path.write_bytes(content)
 
 
 # --- caches of other tools --------------------------------------------------------------------------------------------

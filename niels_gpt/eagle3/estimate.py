@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.eagle3.folder import leftovers
 from niels_gpt.eagle3.layout import INT_FIELDS, SIDECAR, PathLike, row_bytes_of
-from niels_gpt.eagle3.manifest import EMBEDDINGS_NAME
+from niels_gpt.eagle3.manifest import EMBEDDINGS_NAME, MANIFEST_NAME, manifest_bytes
 from niels_gpt.eagle3.plan import Plan
 from niels_gpt.eagle3.samples import Samples
 from niels_gpt.fileio import CacheError
@@ -75,6 +75,7 @@ def estimate(cache_dir: PathLike, plan: Plan, samples: Samples, *, done: Collect
     weights = plan.target["vocab_size"] * plan.target["hidden_size"] * 4 + _BLOCK
     names = sum(len(name) + 1 for name in samples.source_ids)
     sidecar = 5 * len(samples.ids) + 8 * len(lengths) + names + len(plan.batches_bytes())
+    sidecar += len(manifest_bytes(plan.manifest))  # a line for each id of the draft's
     small = weights + sidecar + _RECEIPT_BYTES * len(lengths) + _META_BYTES * len(sizes)
     here = _here(cache_dir)  # the embeddings and the sidecar of a run that goes on
     return Estimate(
@@ -140,5 +141,5 @@ def _existing(path: PathLike) -> Path:
 def _here(cache_dir: PathLike) -> int:
     """Return the bytes of the small files that an earlier run has left: they are written once."""
     folder = Path(cache_dir)
-    files = [folder / EMBEDDINGS_NAME, *folder.glob(f"{SIDECAR}/*")]
+    files = [folder / EMBEDDINGS_NAME, folder / MANIFEST_NAME, *folder.glob(f"{SIDECAR}/*")]
     return sum(file.stat().st_size for file in files if file.is_file())

@@ -209,6 +209,7 @@ def describe(folder: Path, plan: Plan) -> dict[str, Any]:
         "kept_mass": kept,
         "draft_mass": sum(each["draft_mass"] for each in facts) / supervised if supervised else None,
         "dropped": plan.dropped,
+        "altered": plan.altered,
         "source": plan.source,
         "target": plan.target,
         "tokenizer_sha256": plan.tokenizer["sha256"],

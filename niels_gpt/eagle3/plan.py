@@ -89,7 +89,9 @@ class Plan:
     source: dict[str, Any]
     """The facts of the input, `limit` among them."""
     dropped: dict[str, int]
-    """What of the input is not among the samples, or was cut, by reason."""
+    """What of the input is not among the samples, by reason."""
+    altered: dict[str, int]
+    """Samples that are not as their chat was, by what was done: truncated and the like; see chats.NOT_DROPPED."""
     samples: dict[str, Any]
     """count, tokens, supervised_tokens, sha256, ids_sha256."""
     run: dict[str, Any]
@@ -130,6 +132,7 @@ class Plan:
             "tokenizer": self.tokenizer,
             "source": self.source,
             "dropped": self.dropped,
+            "altered": self.altered,
             "samples": self.samples,
             "run": self.run,
             "batches": {
@@ -161,6 +164,7 @@ def make_plan(
     tokenizer: Mapping[str, Any],
     source: Mapping[str, Any],
     dropped: Mapping[str, int],
+    altered: Mapping[str, int] | None = None,
     run: Mapping[str, Any],
     batch_size: int,
     max_batch_tokens: int,
@@ -177,7 +181,8 @@ def make_plan(
         target=dict(target),
         tokenizer=dict(tokenizer),
         source=dict(source),
-        dropped={name: number for name, number in sorted(dropped.items()) if number},
+        dropped=_counted(dropped),
+        altered=_counted(altered or {}),
         samples={
             "count": len(samples),
             "tokens": len(samples.ids),
@@ -190,6 +195,10 @@ def make_plan(
         max_batch_tokens=max_batch_tokens,
         batches=[plan_batches(shard, batch_size, max_batch_tokens, seq_length=length) for shard in shards],
     )
+
+
+def _counted(numbers: Mapping[str, int]) -> dict[str, int]:
+    return {name: number for name, number in sorted(numbers.items()) if number}
 
 
 def plan_batches(lengths: Sequence[int], batch_size: int, max_batch_tokens: int, *, seq_length: int) -> list[Batch]:
@@ -233,7 +242,9 @@ def open_plan(cache_dir: PathLike) -> Plan:
             batch_size=record["batches"]["batch_size"],
             max_batch_tokens=record["batches"]["max_batch_tokens"],
             batches=[[(width, rows) for width, rows in json.loads(line)] for line in read_regular(path).splitlines()],
-            **{name: record[name] for name in ("target", "tokenizer", "source", "dropped", "samples", "run")},
+            **{
+                name: record[name] for name in ("target", "tokenizer", "source", "dropped", "altered", "samples", "run")
+            },
         )
         wrong = differing_fields(record, plan.record) + differing_fields(found, manifest, "manifest.")
     except FileNotFoundError:

@@ -96,9 +96,9 @@ def _print_estimate(found: Estimate, prepared: Prepared, folder: Path) -> None:
         f"{found.samples:,} samples, {found.tokens:,} tokens, {found.supervised_share:.1%} supervised; "
         f"mean length {found.mean_length:.0f}, longest {found.max_length} of {manifest['seq_length']}"
     )
-    dropped = ", ".join(f"{reason} {number:,}" for reason, number in prepared.plan.dropped.items())
-    if dropped:
-        print(f"of the input: {dropped}")
+    for what, counts in (("left out", prepared.plan.dropped), ("altered", prepared.plan.altered)):
+        if counts:
+            print(f"{what}: {', '.join(f'{reason} {number:,}' for reason, number in counts.items())}")
     draft = f"draft vocabulary {manifest['draft_vocab_size']:,} of {manifest['target_vocab_size']:,}"
     topk = manifest.get("target_probs_topk") or "all"
     print(f"format version {manifest['format_version']}, {manifest['dtype']}, {draft}, probabilities kept: {topk}")

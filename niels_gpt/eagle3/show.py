@@ -21,7 +21,8 @@ _TOP = 3  # draft tokens of a slot
 _DIGITS = 12  # of a sha256
 
 Table = list[tuple[str, ...]]
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def _described(look: Callable[Concatenate[Path, _P], _R]) -> Callable[Concatenate[Path, _P], _R]:
@@ -123,7 +124,8 @@ def _plan_rows(plan: dict[str, Any]) -> Table:
         ("source", _printable(json.dumps(plan["source"], ensure_ascii=False))),
         (
             "left out or cut",
-            ", ".join(f"{reason} {number:,}" for reason, number in plan["dropped"].items()) or "nothing",
+            ", ".join(f"{reason} {number:,}" for reason, number in {**plan["dropped"], **plan["altered"]}.items())
+            or "nothing",
         ),
         ("tokens", f"{samples['tokens']:,}, {samples['supervised_tokens']:,} of them with loss"),
         ("run", ", ".join(f"{name} {value}" for name, value in run.items())),

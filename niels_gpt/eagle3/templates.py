@@ -180,9 +180,14 @@ class ChatTemplate:
     def _by_marks(self, subject: str, turns: Turns) -> Rendered:
         # Not the mask of transformers: it takes a marked text for what follows the text before its outermost block,
         # so that marks within a macro, a {% set %} or a {% filter %} give other characters than they enclose.
+        import jinja2
+
         whole = self._text(turns)
         marks = two_free([str(self.text), *(turn["content"] for turn in turns)])
-        found = unmarked(self._render(self._marked, turns, **{OPENS: marks[0], CLOSES: marks[1]}), marks)
+        try:
+            found = unmarked(self._render(self._marked, turns, **{OPENS: marks[0], CLOSES: marks[1]}), marks)
+        except jinja2.TemplateError:  # of marks alone: the chat as it is was rendered
+            found = None
         if found is None or found[0] != whole:
             raise ValueError(
                 f"{self.name}: its chat template works on text that holds its own marks (by a filter, or a mark within "
@@ -204,9 +209,7 @@ class ChatTemplate:
         for number, turn in enumerate(turns):
             if turn["role"] != "assistant":
                 continue
-            if (
-                number == 0
-            ):  # a template may raise an error for no messages, or write something that no chat begins with
+            if number == 0:  # what a template makes of no messages need be no beginning of a chat, or is an error
                 unsupervised.add(LEADING_REPLY)
                 continue
             before = self._text(turns[:number], prompt=True)

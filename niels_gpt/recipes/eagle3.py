@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from niels_gpt.eagle3.samples import Samples
     from niels_gpt.eagle3.tokenizers import ChatTokenizer
 
-_COUNTED_ROWS = "rows"
 _TOLD_EVERY = 100  # samples
 
 
@@ -170,6 +169,7 @@ def prepare(resolved: Resolved, *, tokenized: Callable[[int, int], None] | None 
     tokenized: is told samples and tokens, now and then.
     Raises: ValueError and CacheError for an input, a draft vocabulary or a plan that cannot be used.
     """
+    from niels_gpt.eagle3.chats import NOT_DROPPED, ROWS
     from niels_gpt.eagle3.plan import make_plan
     from niels_gpt.eagle3.samples import Samples
     from niels_gpt.recipes.eagle3_input import input_rows
@@ -192,7 +192,8 @@ def prepare(resolved: Resolved, *, tokenized: Callable[[int, int], None] | None 
         target=_target_record(resolved),
         tokenizer=_tokenizer_record(resolved.tokenizer),
         source=resolved.source,
-        dropped={reason: number for reason, number in counters.items() if reason != _COUNTED_ROWS},
+        dropped={reason: number for reason, number in counters.items() if reason not in (ROWS, *NOT_DROPPED)},
+        altered={reason: counters[reason] for reason in NOT_DROPPED},
         run=resolved.run,
         batch_size=options.batch_size,
         max_batch_tokens=options.max_batch_tokens,
