@@ -69,7 +69,8 @@ def test_marks_are_where_they_are_written_within_any_block(folder: str, template
         "{% set all %}" + kinds.CHATML_MARKED + "{% endset %}{{ all | length }}{{ all }}",
         "{% set all %}" + kinds.CHATML_MARKED + "{% endset %}{{ all | reverse }}",
         "{% generation %}" + kinds.CHATML_MARKED + "{% endgeneration %}",
-        "{% set all %}" + kinds.CHATML_MARKED + "{% endset %}{{ all }}{{ [''][(all | length) % 23] }}",
+        "{% set all %}{% generation %}{{ messages[1].content }}{% endgeneration %}{% endset %}"
+        "{{ raise_exception('no reply') if all[0] != messages[1].content[0] else all }}",
     ],
 )
 def test_a_template_that_works_on_its_own_marks_is_refused_before_a_chat_is_read(folder: str, template: str) -> None:

@@ -39,10 +39,11 @@ class TargetFacts:
     """Tokens that a sample may have; None where the config does not say."""
 
 
-def target_facts(name: str, *, revision: str | None = None) -> TargetFacts:
+def target_facts(name: str, *, revision: str | None = None, hash_weights: bool = True) -> TargetFacts:
     """Read what a target's config says, and hash the weight files of a local folder; nothing is loaded.
 
     name: a folder, or else an id of the hub. revision: the hub's branch, tag or commit; of no meaning for a folder.
+    hash_weights: False leaves weights_sha256 out, which reads every byte.
     Raises: FileNotFoundError for a folder without config or weights; ConnectionError where the hub does not answer;
     ValueError for what the hub does not have, or not for the user, for a config of no causal language model, and for a
     model that needs code of its repository; ImportError without the extra.
@@ -61,10 +62,11 @@ def target_facts(name: str, *, revision: str | None = None) -> TargetFacts:
             f"{path}: model_type {config.model_type!r} is no causal language model of transformers "
             f"{transformers.__version__}. Name one that predicts the next token"
         )
+    weights = _weight_files(path.parent) if local else []
     return TargetFacts(
         name=name,
         revision=None if local else path.parent.name,
-        weights_sha256=_weights_sha256(path.parent) if local else None,
+        weights_sha256=_sha256_of_all(weights) if local and hash_weights else None,
         config_sha256=hashlib.sha256(raw).hexdigest(),
         model_type=config.model_type,
         num_layers=sizes[0],
@@ -84,7 +86,7 @@ def load_target(
     them up, and where they cannot be read.
     """
     transformers = _transformers()
-    facts = target_facts(name, revision=revision)
+    facts = target_facts(name, revision=revision, hash_weights=False)
     folder = Path(name).expanduser() if facts.revision is None else hub_weights(name, facts.revision)
     try:
         with _quiet():
@@ -153,10 +155,14 @@ def _read_config(path: Path) -> tuple[Any, Any]:
         raise ValueError(f"{path}: transformers {transformers.__version__} cannot read it: {error}") from error
 
 
-def _weights_sha256(folder: Path) -> str:
+def _weight_files(folder: Path) -> list[Path]:
     paths = sorted((path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")), key=lambda p: p.name)
     if not paths:
         raise FileNotFoundError(f"{folder}: has no *.safetensors and no *.bin, expected the weights of a model")
+    return paths
+
+
+def _sha256_of_all(paths: list[Path]) -> str:
     lines = (f"{path.name} {sha256_file(path)}\n" for path in paths)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
