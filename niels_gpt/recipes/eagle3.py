@@ -121,7 +121,7 @@ def resolve(options: Options, settings: Settings) -> Resolved:
         target=target,
         tokenizer=tokenizer,
         source={**facts, "limit": options.limit},
-        run=_run_facts(options, recorded.get("run", {})),
+        run=run_facts(options, recorded.get("run", {})),
         aux_layer_ids=layers,
         draft_vocab=_given_vocab(options, target.vocab_size),
     )
@@ -147,7 +147,7 @@ def _given_vocab(options: Options, vocab_size: int) -> list[int] | None:
     return [int(number) for number in ids]
 
 
-def _run_facts(options: Options, recorded: dict[str, Any]) -> dict[str, Any]:
+def run_facts(options: Options, recorded: dict[str, Any]) -> dict[str, Any]:
     from niels_gpt.eagle3.plan import Run
 
     device = options.device or recorded.get("device")

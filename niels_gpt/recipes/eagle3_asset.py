@@ -19,7 +19,7 @@ from niels_gpt import fileio, versions
 from niels_gpt.build.journal import Checkpoint, Journal
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.fileio import META_NAME, CacheError, canonical_json
-from niels_gpt.recipes.eagle3 import Resolved, _run_facts, carry_out, open_target, prepare, resolve
+from niels_gpt.recipes.eagle3 import Resolved, run_facts, carry_out, open_target, prepare, resolve
 from niels_gpt.recipes.eagle3_options import Options
 from niels_gpt.recipes.measured import Measured
 from niels_gpt.recipes.own import own_sources
@@ -126,7 +126,7 @@ def target_of(cache: Path, name: str, *, revision: str | None = None, device: st
     facts = target_facts(name, revision=revision or record["target"].get("revision"))
     attention = planned.get("attention", "sdpa")
     asked = Options(target_model=name, input_data="", device=device, attention=attention)
-    run = {**_run_facts(asked, planned), "compute_dtype": planned.get("compute_dtype", "fp32")}
+    run = {**run_facts(asked, planned), "compute_dtype": planned.get("compute_dtype", "fp32")}
     load = partial(
         open_target,
         name=name,
