@@ -103,6 +103,12 @@ def test_private_characters_in_a_chat_are_text(folder: str) -> None:
         assert supervised(tokenizer, row) == [f"a{private}b<|im_end|>"]
 
 
+def test_marks_around_nothing_supervise_nothing(folder: str) -> None:
+    template = "He{% generation %}{% endgeneration %}llo" + kinds.CHATML_MARKED
+    tokenizer = open_tokenizer(folder, chat_template=template)
+    assert supervised(tokenizer, rows_of(tokenizer, CHAT)[0]) == ["I am well.<|im_end|>", "It rained. 🦊<|im_end|>"]
+
+
 def test_marks_in_a_comment_are_none(folder: str) -> None:
     commented = "{# put {% generation %} here #}" + kinds.CHATML
     assert open_tokenizer(folder, chat_template=commented).mask_by == "prefix"
