@@ -3,7 +3,6 @@
 Run: pytest tests/test_dagster_cli.py
 """
 
-import itertools
 import json
 import os
 import shutil
@@ -75,7 +74,7 @@ def test_the_command_of_the_readme_builds_exactly_the_two_sft_caches(
     assert not list(home.glob(".tmp_dagster_home_*"))  # history is in .dagster/, nothing is left beside it
 
 
-@pytest.mark.parametrize("selection", ["sft/*", "'sft/*'", "'key:\"sft/*\"'"], ids=["literal", "quoted", "key"])
+@pytest.mark.parametrize("selection", ["'sft/*'", "'key:\"sft/*\"'"], ids=["quoted", "key"])
 def test_a_selection_in_quotes_and_one_by_key_are_that_of_the_readme(home: Path, selection: str) -> None:
     # Dagster resolves a selection alike for `list` and `materialize`; a run takes six times as long.
     done = shell(home, f"DAGSTER_MODULE_NAME=pipelines.definitions dagster asset list --select {selection}")
@@ -90,7 +89,8 @@ def test_the_definitions_validate_without_any_environment_variable(home: Path) -
 
 
 def test_within_one_run_the_pretrain_builds_take_turns(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = shell(home, "dagster asset materialize -m pipelines.definitions --select 'key:\"pretrain/*\"'")
+    selection = 'key:"pretrain/roam" or key:"pretrain/gutenberg"'
+    done = shell(home, f"dagster asset materialize -m pipelines.definitions --select '{selection}'")
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(home)
     with dg.DagsterInstance.from_config(str(home)) as instance:
@@ -103,8 +103,8 @@ def test_within_one_run_the_pretrain_builds_take_turns(home: Path, monkeypatch: 
     spans = sorted(
         (began, steps[step, "STEP_SUCCESS"]) for (step, kind), began in steps.items() if kind == "STEP_START"
     )
-    assert len(spans) == 4
-    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+    (_, first_ended), (second_began, _) = spans
+    assert first_ended <= second_began
 
 
 def test_two_runs_with_pretrain_builds_take_turns(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

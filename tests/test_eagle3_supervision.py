@@ -138,10 +138,42 @@ def test_a_draft_that_knows_all_tokens_has_all_of_the_mass() -> None:
     assert facts["draft_mass"] == facts["supervised"] == facts["positions"] != [0, 0, 0]
 
 
-def test_the_mass_is_the_same_in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = fields_of(batch_of())[1]
-    monkeypatch.setattr(supervision, "MASS_VALUES", 2 * VOCAB)
-    assert fields_of(batch_of())[1]["draft_mass"] == pytest.approx(whole["draft_mass"], rel=1e-6)
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("topk", [0, 3])
+def test_parts_of_any_size_give_the_same_bits(topk: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batch_of(dtype=torch.bfloat16)
+    fields, facts = fields_of(batch, topk=topk)
+    probs, position_mask = draft_distribution(batch.logits, batch.loss_mask, SELECTED, KNOWN)
+    monkeypatch.setattr(supervision, "PART_VALUES", (slots + 1) * VOCAB - 1)
+    again, facts_again = fields_of(batch, topk=topk)
+    assert fields.keys() == again.keys() and all(torch.equal(fields[name], again[name]) for name in fields)
+    for name in facts.keys() - {"draft_mass", "kept_mass"}:
+        assert facts_again[name] == facts[name]
+    assert facts_again["draft_mass"] == pytest.approx(facts["draft_mass"], rel=1e-6)
+    if topk:
+        assert facts_again["kept_mass"] == pytest.approx(facts["kept_mass"], rel=1e-6)
+    again_probs, again_mask = draft_distribution(batch.logits, batch.loss_mask, SELECTED, KNOWN)
+    assert torch.equal(again_probs, probs) and torch.equal(again_mask, position_mask)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_in_parts_too_every_place_that_is_not_finite_is_counted(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "PART_VALUES", slots * VOCAB)
+    batch = batch_of(garbage=math.nan)
+    batch.logits[0, 3:8, 1] = math.inf
+    batch.logits[1, 2, 3] = math.nan
+    batch.aux_hidden_states[0, 8, 4:] = -math.inf  # the last slot: two layers of three
+    with pytest.raises(NonFiniteError, match=r"^sample 'first', slot 3, logits: inf, .*; 8 such places in 2 of 3 samp"):
+        check_finite(batch, NAMES, LENGTHS, LAYERS)
+
+
+def test_all_tokens_in_another_order_have_the_same_probabilities() -> None:
+    batch, order = batch_of(), torch.arange(VOCAB).flip(0)
+    known = torch.ones(VOCAB, dtype=torch.bool)
+    in_order, first_mask = draft_distribution(batch.logits, batch.loss_mask, torch.arange(VOCAB), known)
+    other, second_mask = draft_distribution(batch.logits, batch.loss_mask, order, known)
+    assert torch.allclose(other, in_order[..., order], atol=1e-6) and torch.equal(first_mask, second_mask)
+    assert not torch.allclose(other, in_order, atol=1e-2)
 
 
 @pytest.mark.parametrize("lengths", [[9, 4], [9, 4, 0], [10, 4, 1], [[9, 4, 1]]])

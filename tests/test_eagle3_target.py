@@ -72,6 +72,23 @@ def hooks_of(model: nn.Module) -> int:
     return sum(len(module._forward_hooks) for module in model.modules())
 
 
+class Odd(nn.Module):
+    """A model of another structure; `layers` makes it one whose blocks are found and whose forward skips one."""
+
+    def __init__(self, layers: int = 0, *, promised: int = 8) -> None:
+        super().__init__()
+        self.config = type("Config", (), {"num_hidden_layers": promised})()
+        if layers:
+            self.layers = nn.ModuleDict({str(index): nn.Identity() for index in reversed(range(layers))})
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        hidden = input_ids[..., None].float()
+        for index in range(len(self.layers)):
+            if index != 3:
+                hidden = self.layers[str(index)](hidden) + 1
+        return hidden
+
+
 # --- what is captured -------------------------------------------------------------------------------------------------
 
 
@@ -115,6 +132,52 @@ def test_a_shift_moves_slots_to_the_left_and_leaves_a_zero() -> None:
     assert given.tolist() == [[1, 2, 3], [4, 5, 6]]
     assert _shift_left_with_zero(torch.ones(1, 2, 2)).tolist() == [[[1, 1], [0, 0]]]
     assert _shift_left_with_zero(torch.tensor([[True]])).tolist() == [[False]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_logits_of_a_model_are_shifted_where_they_are(family: str) -> None:
+    model, kept = model_of(family), []
+    handle = model.register_forward_hook(lambda _module, _inputs, output: kept.append(output.logits))
+    batch = HFEagle3TargetModel(model).generate_batch(**batch_of())
+    handle.remove()
+    assert batch.logits.data_ptr() == kept[0].data_ptr()
+
+
+class Fixed(Odd):
+    """Returns the logits that it was given, one number per id, in a form that is not this call's own to change."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__(8)
+        self.logits = logits
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        hidden = input_ids[..., None].float()
+        for index in range(8):
+            self.layers[str(index)](hidden)
+        return self.logits
+
+
+def _made_in_inference_mode() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.arange(18.0).view(2, 9, 1)
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [
+        torch.arange(18.0).view(2, 9, 1),
+        torch.arange(36.0).view(2, 9, 2)[..., :1].clone().transpose(0, 1).contiguous().transpose(0, 1),
+        torch.arange(9.0).view(1, 9, 1).expand(2, 9, 1),
+        nn.Parameter(torch.arange(18.0).view(2, 9, 1)),
+        _made_in_inference_mode(),
+    ],
+    ids=["view", "strided", "expanded", "parameter", "inference"],
+)
+def test_logits_that_are_not_to_be_changed_are_shifted_in_a_copy(logits: torch.Tensor) -> None:
+    before = logits.detach().clone()
+    batch = HFEagle3TargetModel(Fixed(logits)).generate_batch(**batch_of())
+    assert torch.equal(batch.logits, _shift_left_with_zero(before)) and torch.equal(logits, before)
+    assert not batch.logits.is_inference() and not batch.logits.requires_grad
 
 
 def test_padding_does_not_change_what_a_row_gets() -> None:
@@ -173,23 +236,6 @@ def test_layer_ids_are_three_different_blocks(ids: list[int], said: str) -> None
 
 
 # --- models and batches that do not fit -------------------------------------------------------------------------------
-
-
-class Odd(nn.Module):
-    """A model of another structure; `layers` makes it one whose blocks are found and whose forward skips one."""
-
-    def __init__(self, layers: int = 0, *, promised: int = 8) -> None:
-        super().__init__()
-        self.config = type("Config", (), {"num_hidden_layers": promised})()
-        if layers:
-            self.layers = nn.ModuleDict({str(index): nn.Identity() for index in reversed(range(layers))})
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        hidden = input_ids[..., None].float()
-        for index in range(len(self.layers)):
-            if index != 3:
-                hidden = self.layers[str(index)](hidden) + 1
-        return hidden
 
 
 def test_a_model_whose_blocks_are_not_found_is_refused() -> None:

@@ -267,6 +267,23 @@ def test_a_file_with_a_program_in_it_is_an_error_and_nothing_runs(tmp_path: Path
     assert not (tmp_path / "ran").exists()
 
 
+def test_what_is_no_regular_file_is_an_error_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "circle", "link"):
+        with pytest.raises(
+            CacheError, match=rf"{name}: is not a regular file .* expected a file of save_token_mapping"
+        ):
+            load_token_mapping(tmp_path / name, target_vocab_size=7, draft_vocab_size=2)
+
+
+def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
+    save_token_mapping(tmp_path / "map.pt", [5, 0], 7)
+    (tmp_path / "link.pt").symlink_to("map.pt")
+    assert load_token_mapping(tmp_path / "link.pt", target_vocab_size=7, draft_vocab_size=2)[0].tolist() == [5, 0]
+
+
 def test_a_file_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"map\.pt: there is no such file"):
         load_token_mapping(tmp_path / "map.pt", target_vocab_size=7, draft_vocab_size=2)

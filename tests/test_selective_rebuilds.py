@@ -3,13 +3,16 @@
 Run: pytest tests/test_selective_rebuilds.py
 """
 
+import contextlib
 import dataclasses
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import dagster as dg
 import pytest
 from dagster_runs import built, metadata, run, stale
+from small_builds import quick_folder
 
 from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.settings import Settings
@@ -17,6 +20,27 @@ from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 
 EVERYTHING = {"tokenizer", *RECIPES}
 OBSERVED = [f"raw/{key.split('/')[1]}" for key in RECIPES] + ["sft/"]
+
+
+@pytest.fixture(scope="module")
+def first_run(mirror: Path, tiny_model_path: Path) -> Iterator[Path]:
+    """A folder with all caches, as the first run built them, and the home of Dagster that knows of it."""
+    with quick_folder() as folder, contextlib.chdir(folder):  # not where somebody may have a sources.toml
+        (folder / "home").mkdir()
+        with dg.instance_for_test(temp_dir=str(folder / "home")) as instance:
+            cache = str(folder / "cache")
+            run(instance, Settings(source_root=str(mirror), cache_dir=cache, tokenizer_model=str(tiny_model_path)))
+        yield folder
+
+
+@pytest.fixture
+def after_a_run(first_run: Path, settings: Settings) -> Iterator[dg.DagsterInstance]:
+    """A real Dagster instance after a run over everything with `settings`: copies of that run's history and caches."""
+    shutil.copytree(first_run / "cache", settings.cache_dir, symlinks=True)
+    with quick_folder() as folder:
+        home = str(shutil.copytree(first_run / "home", folder / "home"))
+        with dg.instance_for_test(temp_dir=home) as instance:
+            yield instance
 
 
 @pytest.fixture
@@ -33,31 +57,28 @@ def test_everything_twice_builds_nothing_the_second_time(instance: dg.DagsterIns
     assert stale(instance, settings) == {}
 
 
-def test_one_changed_sft_setting_rebuilds_that_asset_alone(instance: dg.DagsterInstance, settings: Settings) -> None:
-    run(instance, settings)
+def test_one_changed_sft_setting_rebuilds_that_asset_alone(after_a_run: dg.DagsterInstance, settings: Settings) -> None:
     changed = dataclasses.replace(settings, oasst1_max_messages=2)
-    assert stale(instance, changed) == {"sft/oasst1": "has a new code version"}
-    assert built(run(instance, changed)) == {"sft/oasst1"}
-    assert stale(instance, changed) == {}
+    assert stale(after_a_run, changed) == {"sft/oasst1": "has a new code version"}
+    assert built(run(after_a_run, changed)) == {"sft/oasst1"}
+    assert stale(after_a_run, changed) == {}
 
 
 def test_a_setting_changed_in_the_launchpad_rebuilds_that_asset_alone(
-    instance: dg.DagsterInstance, settings: Settings
+    after_a_run: dg.DagsterInstance, settings: Settings
 ) -> None:
-    run(instance, settings)
-    assert built(run(instance, settings, config={"oasst1_max_messages": 2})) == {"sft/oasst1"}
+    assert built(run(after_a_run, settings, config={"oasst1_max_messages": 2})) == {"sft/oasst1"}
 
 
 def test_a_new_tokenizer_makes_every_cache_stale_and_rebuilds_it(
-    instance: dg.DagsterInstance, settings: Settings, tmp_path: Path
+    after_a_run: dg.DagsterInstance, settings: Settings, tmp_path: Path
 ) -> None:
-    run(instance, settings)
     other = write_tokenizer(train_tokenizer(["another text " * 50, "ein anderer Text"], vocab_size=300), tmp_path / "t")
-    run(instance, settings, "tokenizer", config={"tokenizer_model": str(other.model_path)})
-    assert stale(instance, settings) == dict.fromkeys(RECIPES, "has a new dependency data version")
+    run(after_a_run, settings, "tokenizer", config={"tokenizer_model": str(other.model_path)})
+    assert stale(after_a_run, settings) == dict.fromkeys(RECIPES, "has a new dependency data version")
     new = dataclasses.replace(settings, tokenizer_model=str(other.model_path))
-    assert built(run(instance, new)) == set(RECIPES)
-    assert stale(instance, new) == {}
+    assert built(run(after_a_run, new)) == set(RECIPES)
+    assert stale(after_a_run, new) == {}
 
 
 def test_a_retrained_but_identical_tokenizer_makes_nothing_stale_and_rebuilds_nothing(
@@ -86,23 +107,21 @@ def test_a_touched_note_makes_roam_alone_stale_and_rebuilds_it_alone(
 
 
 def test_a_first_observation_makes_a_cache_stale_once_and_a_run_that_builds_nothing_clears_it(
-    instance: dg.DagsterInstance, settings: Settings
+    after_a_run: dg.DagsterInstance, settings: Settings
 ) -> None:
-    run(instance, settings)
-    run(instance, settings, "raw/roam")
-    assert list(stale(instance, settings)) == ["pretrain/roam"]
-    assert built(run(instance, settings, "pretrain/roam")) == set()
-    assert stale(instance, settings) == {}
+    run(after_a_run, settings, "raw/roam")
+    assert list(stale(after_a_run, settings)) == ["pretrain/roam"]
+    assert built(run(after_a_run, settings, "pretrain/roam")) == set()
+    assert stale(after_a_run, settings) == {}
 
 
 def test_a_caches_run_that_replaces_the_tokenizer_makes_the_other_caches_stale(
-    instance: dg.DagsterInstance, settings: Settings, tmp_path: Path
+    after_a_run: dg.DagsterInstance, settings: Settings, tmp_path: Path
 ) -> None:
-    run(instance, settings)
     other = write_tokenizer(train_tokenizer(["another text " * 50, "ein anderer Text"], vocab_size=300), tmp_path / "t")
     new = dataclasses.replace(settings, tokenizer_model=str(other.model_path))
-    run(instance, new, "sft/oasst1")
+    run(after_a_run, new, "sft/oasst1")
     # Its own step began with the tokenizer before, so sft/oasst1 is among them until a run that does not build it.
-    assert stale(instance, new) == dict.fromkeys(RECIPES, "has a new dependency data version")
-    assert built(run(instance, new)) == set(RECIPES) - {"sft/oasst1"}
-    assert stale(instance, new) == {}
+    assert stale(after_a_run, new) == dict.fromkeys(RECIPES, "has a new dependency data version")
+    assert built(run(after_a_run, new)) == set(RECIPES) - {"sft/oasst1"}
+    assert stale(after_a_run, new) == {}
