@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import numbered_datasets
 import pytest
 from dagster_runs import built, metadata, run, stale
+from loopback_hub import LoopbackHub
 
 from niels_gpt import fileio, versions
 from niels_gpt.cache import cli
@@ -24,13 +26,14 @@ from niels_gpt.eagle3.checks import DESCRIPTIONS
 from niels_gpt.eagle3.layout import read_header, row_bytes_of, shard_path
 from niels_gpt.eagle3.target import write_small_target
 from niels_gpt.fileio import SizedFile, sha256_file
-from niels_gpt.recipes.eagle3_asset import build_targets, settings_fingerprint
+from niels_gpt.recipes.eagle3_asset import build_targets, settings_fingerprint, target_of
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.versions import versions_dir
 from pipelines.definitions import niels_definitions
 
 KEY = "eagle3/targets"
+DOLLY = Settings().dolly_dataset
 SAMPLE = 7  # row 2 of shard 1
 
 
@@ -209,6 +212,33 @@ def test_new_chats_make_it_stale_and_are_built(
     assert KEY in stale(instance, settings)
     assert built(run(instance, settings, KEY)) == {KEY}
     assert KEY not in stale(instance, settings)
+
+
+def test_a_revision_of_the_hub_that_was_observed_since_is_built(
+    instance: dg.DagsterInstance, settings: Settings, loopback_hub: LoopbackHub
+) -> None:
+    settings = dataclasses.replace(settings, source_root="hub")
+
+    def build() -> tuple[bool, str]:
+        result = run(instance, settings, KEY)
+        return bool(built(result)), read_meta(str(cache_of(settings) / "meta.json"))["source"]["revision"]
+
+    first = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20, start=80_000))
+    run(instance, settings, "raw/dolly15k")
+    assert build() == (True, first)
+    second = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20, start=80_100))
+    assert build() == (False, first), "nobody has looked"
+    run(instance, settings, "raw/dolly15k")
+    assert KEY in stale(instance, settings)
+    assert build() == (True, second)
+    assert build() == (False, second)
+
+
+def test_a_revision_of_a_target_in_a_folder_is_refused(settings: Settings) -> None:
+    path = build_targets(settings).path
+    with pytest.raises(ValueError, match="--revision abc"):
+        target_of(path, str(settings.eagle3_target), revision="abc")
+    assert target_of(path, str(settings.eagle3_target)).facts["revision"] is None
 
 
 def turn(role: str, content: str) -> dict[str, str]:

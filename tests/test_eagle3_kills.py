@@ -110,7 +110,7 @@ def test_the_plan_comes_first_and_meta_json_last(folder: Path) -> None:
     recorded = Recorded(folder)
     names = renamed_to(recorded.trace)
     assert names[0] == "c/sidecar/plan.json" and names[-1] == "c/meta.json"
-    order = ["c/manifest.json", "c/target_embeddings.safetensors"]
+    order = ["c/manifest.json", "c/target_embeddings.safetensors", "c/sidecar/embeddings.json"]
     for shard in range(3):
         order += [f"c/shard-{shard:06d}.safetensors", f"c/sidecar/shard-{shard:06d}.json"]
     assert names[4:-1] == order

@@ -73,7 +73,7 @@ def test_verify_with_the_target_runs_samples_through_it(
 ) -> None:
     assert main(["verify", str(made), "--target", str(target), "-k", "3", "--seed", "5", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["recomputed"] == {"problems": [], "note": None}
+    assert found["recomputed"] == {"problems": [], "note": None, "remarks": []}
 
 
 def test_verify_names_the_damage_and_exits_with_1(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,6 +180,43 @@ def test_stats_counts_and_draws(made: Path, tmp_path: Path, capsys: pytest.Captu
     assert main(["stats", str(made), "--plot", str(picture)]) == 0
     assert picture.read_bytes() == first
     assert main(["stats", str(made), "--plot", str(tmp_path / "stats.pdf")]) == 1
+
+
+def test_stats_tells_the_bytes_of_the_files_from_those_on_disk(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stats", str(made)]) == 0
+    said = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    sizes = [path.stat() for path in made.glob("shard-*.safetensors")]
+    assert said["bytes of the files"].startswith(f"{sum(size.st_size for size in sizes):,} (")
+    assert said["on disk, without holes"].startswith(f"{sum(size.st_blocks * 512 for size in sizes):,} (")
+
+
+def test_stats_looks_for_the_folder_of_its_picture_before_it_reads(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("niels_gpt.eagle3.stats.stats", lambda *_, **__: pytest.fail("the cache was read"))
+    picture = tmp_path / "none" / "x.png"
+    assert main(["stats", str(made), "--plot", str(picture)]) == 1
+    assert capsys.readouterr().err == f"error: {picture}: no folder {picture.parent} to draw it in. Make it first\n"
+
+
+def test_verify_prints_what_does_not_belong_there_and_is_no_damage(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (cache / "sidecar" / "notes").touch()
+    assert main(["verify", str(cache)]) == 0
+    assert f"  complete      ok\n    note: {cache}/sidecar/notes: no file of a cache" in capsys.readouterr().out
+
+
+def test_a_lost_plan_is_written_again_as_verify_says(
+    made: Path, cache: Path, target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (cache / "sidecar" / "plan.json").unlink()
+    assert main(["verify", str(cache)]) == 1
+    assert "Run the same precompute command with --resume, which writes it again" in capsys.readouterr().out
+    form = ["--seq-length", "128", "--shard-size", "4", "--draft-vocab-size", "60", "--device", "cpu", "--threads", "1"]
+    paths = ["--target-model", str(target), "--input-data", str(made.parent / "chats.jsonl")]
+    assert precompute.main([*paths, *form, "--output-dir", str(cache), "--resume"]) == 0
+    assert main(["verify", str(cache)]) == 0
 
 
 def test_a_folder_that_is_no_cache_is_an_error_and_a_wrong_flag_one_of_usage(

@@ -1,11 +1,14 @@
 """python -m niels_gpt.eagle3.precompute: what it prints, refuses and makes, with a small target and a few chats."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,16 +19,18 @@ from niels_gpt.eagle3 import precompute, target
 from niels_gpt.eagle3.cache import CachedEagle3Dataset, read_manifest, verify
 from niels_gpt.eagle3.target import write_small_target
 from niels_gpt.eagle3.vocab import save_token_mapping
+from niels_gpt.fileio import canonical_json
 from niels_gpt.recipes.eagle3 import resolve
 from niels_gpt.recipes.eagle3_options import Options
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import SentencePieceTokenizer
 
+TOLD = ("target: ", "tokenizing: ", "hint: ")
 ANSWERS = ["The heron walks to the mill.", "It was windy that day, so the otter stayed.", "Why? Pebbles!"]
 FLAGS = """
 --target-model --revision --input-data --source-root --output-dir --seq-length --draft-vocab-size --draft-vocab-from
 --target-probs-topk --batch-size --max-batch-tokens --shard-size --dtype --format-version --aux-layer-ids --workers
---resume --dry-run --device --chat-template --show --attention --threads --limit
+--resume --dry-run --device --compute-dtype --chat-template --show --attention --threads --limit
 """
 KEYS = """
 format_version target_model target_vocab_size draft_vocab_size seq_length dtype num_samples shard_size aux_hidden_dim
@@ -63,6 +68,14 @@ def made(tmp_path_factory: pytest.TempPathFactory, model: Path, chats: Path) -> 
     return folder
 
 
+@pytest.fixture(scope="module")
+def made_2(tmp_path_factory: pytest.TempPathFactory, model: Path, chats: Path) -> Path:
+    """The same of version 2, whose manifest names the input."""
+    folder = tmp_path_factory.mktemp("made") / "c"
+    assert precompute.main([*arguments_of(model, chats, folder), "--format-version", "2"]) == 0
+    return folder
+
+
 @pytest.fixture
 def arguments(model: Path, chats: Path, tmp_path: Path) -> Callable[..., list[str]]:
     """Makes the arguments of a run into tmp_path / "c"; later ones count."""
@@ -85,6 +98,16 @@ def run(arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture
+def not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where the input is tokenized."""
+
+    def prepare(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the input was tokenized")
+
+    monkeypatch.setattr(precompute, "prepare", prepare)
+
+
+@pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail where the target's weights are loaded."""
 
@@ -95,8 +118,8 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_progress(errors: str) -> str:
-    """Return what else stands there: on a slow machine there are lines of progress."""
-    return "".join(line for line in errors.splitlines(True) if not line.startswith(("target: ", "tokenizing: ")))
+    """Return what else stands there: on a slow machine there are lines of progress, on a small one a hint."""
+    return "".join(line for line in errors.splitlines(True) if not line.startswith(TOLD))
 
 
 # --- what is made -----------------------------------------------------------------------------------------------------
@@ -156,15 +179,14 @@ def test_rows_of_ids_and_masks_are_taken_as_they_are(tmp_path: Path, run: Run) -
 
 
 def test_the_real_command_with_two_processes_makes_the_same_bytes(
-    tmp_path: Path, run: Run, arguments: Callable[..., list[str]]
+    tmp_path: Path, made: Path, arguments: Callable[..., list[str]]
 ) -> None:
     more = ["--output-dir", str(tmp_path / "d"), "--workers", "2", "--show", "1"]
     program = [sys.executable, "-m", "niels_gpt.eagle3.precompute", *arguments(*more)]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert (done.returncode, without_progress(done.stderr)) == (0, "")
     assert "[[The heron walks to the mill.<|eot|>]]" in done.stdout
-    assert run()[0] == 0
-    assert whole_tree(tmp_path / "d") == whole_tree(tmp_path / "c")
+    assert whole_tree(tmp_path / "d") == whole_tree(made)
 
 
 # --- before the target is loaded --------------------------------------------------------------------------------------
@@ -222,6 +244,8 @@ def test_a_run_that_does_not_fit_is_refused_within_seconds(tmp_path: Path, run: 
         (["--limit", "0"], "--limit is 0, expected 1 or more"),
         (["--show", "-1"], "--show is -1, expected 0 or more"),
         (["--dtype", "int8"], "argument --dtype: invalid choice"),
+        (["--compute-dtype", "int8"], "argument --compute-dtype: invalid choice"),
+        (["--revision", "abc"], "--revision abc: "),
         (["--device", "tpu"], "argument --device: invalid choice"),
         (["--aux-layer-ids", "1", "2"], "argument --aux-layer-ids: expected 3 arguments"),
         (["--format-version", "1", "--target-probs-topk", "4"], "--format-version 1 stores every probability"),
@@ -236,7 +260,7 @@ def test_bad_values_are_usage_errors_that_name_the_flag(
     assert caught.value.code == 2 and text in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("no_weights")
+@pytest.mark.usefixtures("not_tokenized")
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
@@ -255,6 +279,33 @@ def test_what_is_not_there_or_does_not_fit_the_target_fails_before_anything_is_m
     assert status == 1 and errors.startswith("error: ")
     assert re.search(text, errors), errors
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.usefixtures("not_tokenized")
+@pytest.mark.parametrize("flag", ["--dry-run", "--resume", "--show=0"])
+@pytest.mark.parametrize(("file", "folder"), [("c", "c"), ("c", "c/d/e"), ("c/sidecar", "c"), ("c", "c/../c/d")])
+def test_a_file_where_a_folder_is_needed_is_named_at_once(
+    tmp_path: Path, run: Run, flag: str, file: str, folder: str
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("mine")
+    status, out, errors = run(flag, "--output-dir", str(tmp_path / folder))
+    assert (status, out) == (1, "") and f"{tmp_path / file} is in the way" in errors
+    assert (tmp_path / file).read_text() == "mine"
+
+
+@pytest.mark.usefixtures("not_tokenized")
+def test_a_link_to_nowhere_is_in_the_way_too(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "c").symlink_to(tmp_path / "gone")
+    status, _, errors = run()
+    assert status == 1 and f"{tmp_path / 'c'} is in the way" in errors
+
+
+@pytest.mark.usefixtures("not_tokenized")
+@pytest.mark.parametrize("flag", ["--dry-run", "--resume", "--show=0"])
+def test_a_folder_in_which_no_file_can_be_made_is_named_at_once(run: Run, flag: str) -> None:
+    status, out, errors = run(flag, "--output-dir", "/proc/cache")
+    assert (status, out) == (1, "") and "no file can be made there: '/proc'" in errors
 
 
 def test_a_gpu_that_is_not_there_is_named(tmp_path: Path, run: Run) -> None:
@@ -280,7 +331,7 @@ def test_the_same_run_again_is_refused_without_resume_and_up_to_date_with_it(tmp
     assert whole_tree(tmp_path / "c") == before
 
 
-@pytest.mark.usefixtures("no_weights")
+@pytest.mark.usefixtures("not_tokenized")
 @pytest.mark.parametrize(
     ("flags", "fields"),
     [
@@ -289,16 +340,81 @@ def test_the_same_run_again_is_refused_without_resume_and_up_to_date_with_it(tmp
         (["--attention", "eager"], ["run.attention"]),
         (["--aux-layer-ids", "1", "2", "3"], ["manifest.aux_layer_ids"]),
         (["--format-version", "2"], ["manifest.format_version", "manifest.target_probs_topk"]),
-        (["--limit", "9"], ["manifest.num_samples", "samples.sha256", "source.limit"]),
-        (["--batch-size", "3"], ["batches.batch_size", "batches.sha256"]),
+        (["--limit", "9"], ["source.limit"]),
+        (["--batch-size", "3"], ["batches.batch_size"]),
+        (["--max-batch-tokens", "99"], ["batches.max_batch_tokens"]),
+        (["--seq-length", "41"], ["manifest.seq_length"]),
+        (["--shard-size", "5"], ["manifest.shard_size"]),
+        (["--draft-vocab-size", "9"], ["manifest.draft_vocab_size", "manifest.selected_token_ids"]),
+        (["--target-probs-topk", "3"], ["manifest.format_version", "manifest.target_probs_topk"]),
+        (["--compute-dtype", "bf16"], ["run.compute_dtype"]),
     ],
 )
-def test_another_run_is_not_mixed_with_what_is_there(made: Path, run: Run, flags: list[str], fields: list[str]) -> None:
+def test_another_run_is_refused_before_the_input_is_tokenized(
+    made: Path, run: Run, flags: list[str], fields: list[str]
+) -> None:
     before = whole_tree(made)
     status, _, errors = run("--output-dir", str(made), "--resume", *flags)
     assert status == 1 and "does not match the current run configuration (mismatched fields: [" in errors
     assert all(repr(field) in errors for field in fields)
     assert whole_tree(made) == before
+
+
+@pytest.mark.usefixtures("not_tokenized")
+def test_other_weights_and_other_chats_are_refused_before_they_are_tokenized(
+    tmp_path: Path, made: Path, run: Run, model: Path, chats: Path
+) -> None:
+    changed = shutil.copytree(model, tmp_path / "target")
+    content = bytearray((changed / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (changed / "model.safetensors").write_bytes(content)
+    (tmp_path / "chats.jsonl").write_bytes(chats.read_bytes() + b" \n")
+    for flags, field in (
+        (["--target-model", str(changed)], "target.weights_sha256"),
+        (["--input-data", str(tmp_path / "chats.jsonl")], "source.fingerprint"),
+    ):
+        status, _, errors = run("--output-dir", str(made), "--resume", *flags)
+        assert status == 1 and repr(field) in errors
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_change_that_only_the_samples_show_is_refused_too(tmp_path: Path, run: Run, made: Path) -> None:
+    folder = shutil.copytree(made, tmp_path / "c")
+    record = json.loads((folder / "sidecar" / "plan.json").read_bytes())
+    (folder / "meta.json").unlink()
+    for receipt in folder.glob("sidecar/shard-*.json"):
+        receipt.unlink()
+    record["samples"]["sha256"] = "0" * 64
+    (folder / "sidecar" / "plan.json").write_bytes(canonical_json(record))
+    status, _, errors = run("--resume")
+    assert status == 1 and "(mismatched fields: ['samples.sha256'])" in errors
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_files_and_folders_keep_their_recorded_names_however_they_are_spelled(
+    tmp_path: Path, run: Run, made: Path, made_2: Path, model: Path, chats: Path, version: str
+) -> None:
+    folder = {"1": made, "2": made_2}[version]
+    before = whole_tree(folder)
+    for target_model, input_data in (
+        (os.path.relpath(model), os.path.relpath(chats)),
+        (f"{model}/", f"./{os.path.relpath(chats)}"),
+        (str(shutil.copytree(model, tmp_path / "moved")), str(shutil.copy(chats, tmp_path / chats.name))),
+    ):
+        named = ["--output-dir", str(folder), "--target-model", target_model, "--input-data", input_data]
+        status, out, errors = run(*named, "--format-version", version, "--resume")
+        assert status == 0 and f"{folder}: up to date" in out, errors
+    assert whole_tree(folder) == before
+
+
+def test_the_dtype_that_the_target_calculates_in_is_recorded_and_kept(tmp_path: Path, run: Run, made: Path) -> None:
+    assert run("--compute-dtype", "bf16")[0] == 0
+    assert json.loads((tmp_path / "c" / "sidecar" / "plan.json").read_bytes())["run"]["compute_dtype"] == "bf16"
+    name = "shard-000000.safetensors"
+    assert (tmp_path / "c" / name).read_bytes() != (made / name).read_bytes()
+    status, out, _ = run("--resume")
+    assert status == 0 and "up to date" in out
 
 
 def test_a_finished_shard_stays_and_the_threads_are_those_of_the_first_run(
@@ -307,9 +423,8 @@ def test_a_finished_shard_stays_and_the_threads_are_those_of_the_first_run(
     run("--threads", "3")
     whole = whole_tree(tmp_path / "c")
     (tmp_path / "c" / "shard-000001.safetensors").unlink()
-    options = Options(
-        target_model=str(model), input_data=str(chats), output_dir=tmp_path / "c", seq_length=40, resume=True
-    )
+    what = {"target_model": str(model), "input_data": str(chats), "output_dir": tmp_path / "c"}
+    options = Options(**what, seq_length=40, shard_size=4, device="cpu", resume=True)
     assert resolve(options, Settings()).run["threads"] == 3
     status, out, _ = run("--threads", "3", "--resume", "--workers", "2")
     assert status == 0 and "made 1 shards" in out
@@ -384,12 +499,45 @@ def test_an_interrupted_run_says_how_to_go_on(run: Run, monkeypatch: pytest.Monk
     assert status == 130 and "finished shards stay: the same command with --resume goes on" in errors
 
 
-def test_progress_is_a_line_now_and_then_with_speed_and_what_is_left(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_a_line_now_and_then(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precompute, "_LINE_EVERY_S", 0.0)
     _, _, errors = run()
     lines = [line for line in errors.splitlines() if line.startswith("target: ")]
-    assert lines and all(" tok/s, " in line and " MB/s" in line for line in lines)
-    assert "100%, 0 s left" in lines[-1]
+    assert lines and ", 100%, " in lines[-1] and " tok/s, " in lines[-1] and lines[-1].endswith(" MB/s, 0 s left")
+
+
+def test_the_speed_counts_neither_what_was_there_nor_the_loading_of_the_target(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(precompute, "time", SimpleNamespace(monotonic=lambda: now))
+    tell = precompute._Lines("target", "tok")
+    for now, done, size in ((20.0, 500, 0), (1000.0, 600, 5_000_000), (1020.0, 800, 45_000_000)):  # noqa: B007
+        tell(done, 1000, size)
+    assert capsys.readouterr().err.splitlines() == [
+        "target: 500 tok, 50%",
+        "target: 600 tok, 60%",
+        "target: 800 tok, 80%, 10 tok/s, 2.0 MB/s, 20 s left",
+    ]
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("workers", "threads", "said"),
+    [
+        ("3", "2", "hint: 3 workers of 2 threads each share 4 cores"),
+        ("9", "4", "name --threads 1 for a new cache"),
+        ("2", "3", "name --threads 2 for a new cache"),
+        ("2", "2", ""),
+        ("1", "8", ""),
+    ],
+)
+def test_workers_that_wait_for_each_others_threads_get_a_hint(
+    run: Run, monkeypatch: pytest.MonkeyPatch, workers: str, threads: str, said: str
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    _, _, errors = run("--dry-run", "--workers", workers, "--threads", threads)
+    assert said in errors and ("hint" in errors) == bool(said)
 
 
 def test_progress_is_a_bar_on_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

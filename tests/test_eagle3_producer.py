@@ -1,9 +1,12 @@
 """A producer makes what its plan says: by any number of processes, after any interruption, or it says why not."""
 
+import dataclasses
 import errno
+import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import eagle3_runs as small
@@ -31,6 +35,7 @@ from niels_gpt.fileio import CacheError
 from niels_gpt.locks import file_lock
 
 CPU, PAD = torch.device("cpu"), 5
+EMBEDDINGS = ("target_embeddings.safetensors", "sidecar/embeddings.json")
 FORMS: dict[str, dict[str, Any]] = {
     "version 1": {},
     "version 2": {"format_version": 2, "target_probs_topk": 0},
@@ -177,6 +182,8 @@ def test_what_is_missing_is_made_and_what_is_there_stays(tmp_path: Path, seed: i
     again = {
         name.format(shard) for shard in broken for name in ("shard-{:06d}.safetensors", "sidecar/shard-{:06d}.json")
     }
+    if not {*EMBEDDINGS} <= before.keys():
+        again |= {*EMBEDDINGS}
     kept = {name for name in whole if name in before} - again - {"meta.json"}
     assert {name: after[name] for name in kept} == {name: before[name] for name in kept} and len(kept) > 4
 
@@ -189,7 +196,13 @@ def complete(cache: Path, shard: int) -> bool:
 def spoil(path: Path, how: str) -> None:
     raw = path.read_bytes()
     path.write_bytes(
-        {"cut": raw[:-1], "longer": raw + b"\0", "empty": b"", "other": raw.replace(b'"plan": "', b'"plan": "0')}[how]
+        {
+            "cut": raw[:-1],
+            "longer": raw + b"\0",
+            "empty": b"",
+            "other": raw.replace(b'"plan": "', b'"plan": "0'),
+            "flipped": raw[:-5] + bytes([raw[-5] ^ 1]) + raw[-4:],
+        }[how]
     )
 
 
@@ -203,6 +216,9 @@ def spoil(path: Path, how: str) -> None:
         ("sidecar/shard-000001.json", "empty"),
         ("sidecar/shard-000001.json", "other"),
         ("target_embeddings.safetensors", "cut"),
+        ("target_embeddings.safetensors", "flipped"),
+        ("sidecar/embeddings.json", "cut"),
+        ("sidecar/embeddings.json", "empty"),
         ("sidecar/samples.safetensors", "cut"),
         ("sidecar/ids.txt", "empty"),
         ("sidecar/batches.jsonl", "cut"),
@@ -215,6 +231,24 @@ def test_a_file_that_is_not_whole_is_written_again(tmp_path: Path, name: str, ho
     spoil(tmp_path / "c" / name, how)
     run(tmp_path / "c", resume=True)
     assert whole_tree(tmp_path / "c") == whole
+
+
+def test_an_embedding_table_that_was_changed_is_written_again_by_a_run_that_has_nothing_else_to_do(
+    tmp_path: Path,
+) -> None:
+    cache = tmp_path / "c"
+    run(cache)
+    whole = whole_tree(cache)
+    spoil(cache / "target_embeddings.safetensors", "flipped")
+    loaded: list[torch.device] = []
+
+    def noting(device: torch.device) -> Any:
+        loaded.append(device)
+        return small.load(device)
+
+    assert run(cache, resume=True, load=noting, workers=2).shards == 0
+    assert loaded == [CPU] and whole_tree(cache) == whole
+    assert "sidecar/embeddings.json" in [record["name"] for record in json.loads(whole["meta.json"])["files"]]
 
 
 def test_a_shard_is_made_again_only_where_it_or_its_receipt_is_not_whole(tmp_path: Path) -> None:
@@ -241,8 +275,13 @@ def test_temporary_files_of_killed_writers_are_removed_and_nothing_else(tmp_path
     (cache / "sidecar").mkdir(parents=True)
     left = [cache / ".shard-000001.safetensors.0123abcd.tmp", cache / "sidecar" / ".shard-000000.json.89abcdef.tmp"]
     mine = [cache / ".notes.tmp", cache / "shard.tmp", cache / "sidecar" / "notes"]
+    (cache / "sidecar" / "lock").touch()
+    for path in left:
+        path.write_bytes(b"x")
+    run(cache)  # what a run leaves that had no plan yet is nothing
     for path in [*left, *mine]:
         path.write_bytes(b"x")
+    (cache / "meta.json").unlink()
     run(cache, resume=True)
     assert not any(path.exists() for path in left) and all(path.exists() for path in mine)
 
@@ -292,7 +331,25 @@ def test_all_fields_that_differ_are_named_in_order(tmp_path: Path) -> None:
     plan = small.plan(samples_of(), dtype="fp32", run={"threads": 2}, batch_size=1)
     message = refused(tmp_path / "c", "mismatched fields", given=plan, resume=True)
     fields = ["batches.batch_size", "batches.sha256", "manifest.dtype", "run.threads"]
-    assert f"(mismatched fields: {fields})" in message and "manifest.dtype: 'bf16', now 'fp32'" in message
+    assert f"(mismatched fields: {fields})" in message
+    told = "batches.batch_size: 3, now 1; manifest.dtype: 'bf16', now 'fp32'; run.threads: 1, now 2"
+    assert message.endswith(f"({told})")  # what follows from these is left out
+
+
+def test_six_of_many_values_are_told(tmp_path: Path) -> None:
+    run(tmp_path / "c")
+    plan = small.plan(samples_of(9), seq_length=32, dtype="fp32", run={"threads": 2, "torch": "1", "device": "cuda"})
+    plan = dataclasses.replace(plan, source={**plan.source, "limit": 9}, batch_size=2)
+    message = refused(tmp_path / "c", "mismatched fields", given=plan, resume=True)
+    assert message.count(", now ") == 6 and message.endswith("run.torch: None, now '1'; and 1 more)")
+
+
+def test_the_limit_is_told_and_not_what_follows_from_it(tmp_path: Path) -> None:
+    run(tmp_path / "c")
+    samples = samples_of(9)
+    plan = small.plan(samples, source={"limit": 9}, dropped={"empty": 1})
+    message = refused(tmp_path / "c", "'samples.count'", samples=samples, given=plan, resume=True)
+    assert message.endswith("(source.limit: None, now 9)")
 
 
 def test_other_samples_are_refused(tmp_path: Path) -> None:
@@ -309,6 +366,12 @@ def test_a_manifest_that_was_changed_since_is_refused(tmp_path: Path) -> None:
     convert(tmp_path / "c", 2)
     message = refused(tmp_path / "c", "mismatched fields", resume=True)
     assert "['manifest.format_version', 'manifest.target_probs_topk']" in message
+    assert "was converted to version 2 since: convert it back first" in message
+    assert f"(python -m niels_gpt.eagle3 convert {tmp_path / 'c'} --format-version 1)" in message
+    convert(tmp_path / "c", 1)
+    path = tmp_path / "c" / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b"bf16", b"fp16"))
+    assert "manifest.dtype: 'fp16', now 'bf16'" in refused(tmp_path / "c", "mismatched fields", resume=True)
 
 
 def test_a_folder_that_holds_a_cache_is_refused_without_resume(tmp_path: Path) -> None:
@@ -322,9 +385,84 @@ def test_a_folder_that_holds_a_cache_is_refused_without_resume(tmp_path: Path) -
     refused(cache, "c already has a manifest; pass --resume")
 
 
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("name", ["meta.json", "train.bin", "meta.json/keep", "sidecar/notes.txt", "sidecar"])
+def test_a_folder_with_anything_of_others_is_refused(tmp_path: Path, name: str, resume: bool) -> None:
+    path = tmp_path / "c" / name
+    path.parent.mkdir(parents=True)
+    path.write_text('{"kind": "sft"}')
+    named = re.escape(name.removesuffix("/keep"))
+    text = rf"c holds a file that no EAGLE-3 cache put there \(such as {named}\)\. Name a fresh folder"
+    refused(tmp_path / "c", text, resume=resume)
+    if "/" not in name:
+        (tmp_path / "c" / "x").touch()
+        refused(tmp_path / "c", "c holds 2 files that no EAGLE-3 cache put there", resume=resume)
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c").write_bytes(b"x")
+    with pytest.raises(CacheError, match="c: is no folder"):
+        run(tmp_path / "c", load=never)
+    assert (tmp_path / "c").read_bytes() == b"x"
+
+
+def test_the_meta_json_of_another_cache_is_never_removed(tmp_path: Path) -> None:
+    cache = tmp_path / "c"
+    run(cache)
+    (cache / "meta.json").write_text('{"kind": "sft"}')
+    refused(cache, r"meta\.json: kind 'sft', expected 'eagle3': another cache's", resume=True)
+    (cache / "meta.json").unlink()
+    (cache / "meta.json").mkdir()
+    refused(cache, r"meta\.json: not a regular file", resume=True)
+    (cache / "meta.json").rmdir()
+    (cache / "meta.json").symlink_to(tmp_path / "elsewhere")
+    refused(cache, r"meta\.json: not a regular file", resume=True)
+
+
+# --- without a plan ---------------------------------------------------------------------------------------------------
+
+LOSSES: dict[str, Any] = {
+    "lost": lambda path: path.unlink(),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-9]),
+    "empty": lambda path: path.write_bytes(b""),
+    "changed": lambda path: path.write_bytes(path.read_bytes().replace(b'"threads": 1', b'"threads": 7')),
+}
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("how", LOSSES)
+def test_a_plan_that_is_lost_or_damaged_is_written_again_where_the_shards_are_of_it(
+    tmp_path: Path, how: str, finished: bool
+) -> None:
+    cache = tmp_path / "c"
+    run(cache)
+    whole = whole_tree(cache)
+    if not finished:
+        (cache / "meta.json").unlink()
+        (cache / "shard-000001.safetensors").unlink()
+    LOSSES[how](cache / "sidecar" / "plan.json")
+    if how != "changed":
+        message = refused(
+            cache, "these settings give another plan", given=small.plan(samples_of(), dtype="fp32"), resume=True
+        )
+        assert "Run it with the original settings" in message
+        assert ("plan.json is missing" if how == "lost" else "plan.json is damaged") in message
+    made = run(cache, resume=True, load=never if finished else small.load).shards
+    assert whole_tree(cache) == whole and made == (0 if finished else 1)
+
+
+def test_a_damaged_plan_without_any_shard_is_refused(tmp_path: Path) -> None:
+    cache = tmp_path / "c"
+    (cache / "sidecar").mkdir(parents=True)
+    (cache / "sidecar" / "plan.json").write_bytes(b"{")
+    refused(cache, r"its sidecar/plan\.json is damaged \(.*\), and nothing else says", resume=True)
+    refused(cache, "already has a plan; pass --resume")
+
+
 def test_a_cache_of_another_tool_is_not_continued(tmp_path: Path) -> None:
     cache = tmp_path / "c"
     run(cache)
+    (cache / "meta.json").unlink()
     shutil.rmtree(cache / "sidecar")
     refused(cache, r"it has no sidecar/plan\.json: another tool wrote it.*Name a fresh folder", resume=True)
     (cache / "manifest.json").unlink()
@@ -432,6 +570,41 @@ class Unpicklable(ValueError):
 
 def fails(device: torch.device) -> Any:
     raise Unpicklable(1, 2)
+
+
+class Gone(multiprocessing.context.ForkProcess):
+    """Asks for a shard and is gone before it is told which."""
+
+    def __init__(self, *, args: tuple[Any, ...], **_: Any) -> None:
+        super().__init__(target=gone, args=args, daemon=True)
+
+    def start(self) -> None:
+        super().start()
+        self.join()
+
+
+def gone(job: Any, number: int, parent: Any) -> None:
+    parent.send(("next",))
+    parent.close()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_before_its_answer_is_told_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiprocessing.get_context("fork"), "Process", Gone)
+    with pytest.raises(RuntimeError, match=r"worker process \d+ died \(killed by SIGKILL"):
+        run(tmp_path / "c", workers=2, start="fork")
+
+
+def offline(device: torch.device) -> Any:
+    raise ConnectionError("the hub cannot be reached")
+
+
+def test_an_error_without_a_number_keeps_its_text(tmp_path: Path) -> None:
+    for workers in (1, 2):
+        with pytest.raises(ConnectionError, match=r"^the hub cannot be reached$"):
+            run(tmp_path / str(workers), load=offline, workers=workers, start="fork")
 
 
 def test_an_error_of_a_worker_is_told_whatever_it_is(tmp_path: Path) -> None:
@@ -634,6 +807,25 @@ def test_a_disk_that_is_full_from_the_beginning_leaves_what_can_be_gone_on_with(
         run(place / "c", resume=True)
         run(tmp_path / "d")
         assert whole_tree(place / "c") == whole_tree(tmp_path / "d")
+
+
+def test_a_finished_cache_is_up_to_date_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path / "c")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert run(tmp_path / "c", resume=True, load=never).shards == 0
+    (tmp_path / "c" / "meta.json").unlink()
+    with pytest.raises(CacheError, match="and 0 are free there"):
+        run(tmp_path / "c", resume=True, load=never)
+
+
+def test_samples_that_are_there_are_not_put_together_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path / "c")
+    (tmp_path / "c" / "shard-000001.safetensors").unlink()
+    samples = samples_of()
+    plan, calls = small.plan(samples), []
+    monkeypatch.setattr(Samples, "files", lambda self: calls.append(self))
+    assert run(tmp_path / "c", samples=samples, given=plan, resume=True).shards == 1
+    assert calls == []
 
 
 def test_the_folder_names_no_hidden_state(tmp_path: Path) -> None:

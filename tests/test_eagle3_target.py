@@ -135,8 +135,11 @@ def test_a_shift_moves_slots_to_the_left_and_leaves_a_zero() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_logits_of_a_model_are_shifted_where_they_are(family: str) -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_logits_of_a_model_are_shifted_where_they_are(family: str, bias: bool) -> None:
     model, kept = model_of(family), []
+    if bias:  # torch makes the output of such a layer as a view
+        model.lm_head.bias = nn.Parameter(torch.ones(50))
     handle = model.register_forward_hook(lambda _module, _inputs, output: kept.append(output.logits))
     batch = HFEagle3TargetModel(model).generate_batch(**batch_of())
     handle.remove()
@@ -165,13 +168,12 @@ def _made_in_inference_mode() -> torch.Tensor:
 @pytest.mark.parametrize(
     "logits",
     [
-        torch.arange(18.0).view(2, 9, 1),
-        torch.arange(36.0).view(2, 9, 2)[..., :1].clone().transpose(0, 1).contiguous().transpose(0, 1),
+        torch.arange(36.0).view(2, 9, 2)[..., :1],
         torch.arange(9.0).view(1, 9, 1).expand(2, 9, 1),
         nn.Parameter(torch.arange(18.0).view(2, 9, 1)),
         _made_in_inference_mode(),
     ],
-    ids=["view", "strided", "expanded", "parameter", "inference"],
+    ids=["strided", "expanded", "parameter", "inference"],
 )
 def test_logits_that_are_not_to_be_changed_are_shifted_in_a_copy(logits: torch.Tensor) -> None:
     before = logits.detach().clone()

@@ -6,6 +6,7 @@ Run: pytest tests/test_eagle3_verify.py
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -119,7 +120,10 @@ def test_one_flipped_bit_is_told_with_its_shard_and_sample(copied: Callable[...,
     stored(cache, 1, name)[2, 0, 0] ^= 1
     (found,) = problems(cache, "checksums")
     assert found.startswith(f"{cache}/shard-000001.safetensors: sample 2 of the shard: ")
-    assert "It is sample 6 ('chat\\n6')" in found and "precompute --resume" in found
+    assert (
+        "It is sample 6 ('chat\\n6')" in found
+        and "Remove the file, then run the same precompute command with --resume" in found
+    )
     assert len(verify_checksums(cache)) == 1, "the public function of the format says so too"
 
 
@@ -223,9 +227,12 @@ def test_what_is_missing_or_too_much_is_told(copied: Callable[..., Path]) -> Non
     cache = copied()
     assert problems(cache, "complete") == []
     Path(shard_path(cache, 1)).rename(shard_path(cache, 7))
-    (found,) = problems(cache, "complete")
-    assert found.startswith(f"{cache}: declares 10 samples (3 shards) but found 3 shard files")
-    assert "missing: 1; too many: 7" in found
+    missing, strange = problems(cache, "complete")
+    assert missing.startswith(
+        f"{shard_path(cache, 1)}: no such file, expected 3 shards of 10 samples by manifest.json. "
+    )
+    assert missing.endswith("Run the same precompute command with --resume, or materialize eagle3/targets again")
+    assert strange.startswith(f"{shard_path(cache, 7)}: a shard too many, expected 3 shards")
     (cache / "meta.json").unlink()
     assert "production has not finished" in problems(cache, "complete")[0]
 
@@ -311,6 +318,131 @@ def test_any_changed_byte_of_any_file_is_told_and_nothing_else_is_raised(
         path.write_bytes(content)
 
 
+# --- what is gone, and what does not belong there ---------------------------------------------------------------------
+
+PARTS = [
+    *("meta.json", "target_embeddings.safetensors", "shard-000001.safetensors", "shard-000002.safetensors"),
+    *("sidecar/plan.json", "sidecar/batches.jsonl", "sidecar/samples.safetensors", "sidecar/ids.txt"),
+    *("sidecar/shard-000000.json", "sidecar/shard-000002.json", "sidecar/embeddings.json"),
+]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_missing_file_is_named_with_what_to_run(copied: Callable[..., Path], name: str) -> None:
+    cache = copied()
+    (cache / name).unlink()
+    verdicts = verify(cache)
+    (said,) = verdicts["complete"].problems[:1]
+    assert said.startswith(f"{cache / name}: no such file")
+    every = [problem for verdict in verdicts.values() for problem in verdict.problems]
+    assert not any("Errno" in problem or "no such file. Remove" in problem for problem in every)
+    assert all("--resume" in problem for problem in every)
+    if name.endswith("plan.json"):
+        assert "Run the same precompute command with --resume, which writes it again" in said
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["sidecar/plan.json", "meta.json"],
+        ["sidecar"],
+        [name for name in PARTS if name.endswith((".txt", ".jsonl", "samples.safetensors", "n.json", "a.json"))],
+        [name for name in PARTS if name.startswith("sidecar/") and "shard-" not in name] + ["meta.json"],
+    ],
+)
+def test_a_cache_of_which_much_is_gone_is_no_other_tools(copied: Callable[..., Path], names: list[str]) -> None:
+    cache = copied()
+    for path in [cache / name for name in names]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    verdicts = verify(cache)
+    said = verdicts["complete"].problems
+    gone = [f"{cache / name}: no such file" for name in PARTS if not (cache / name).exists()]
+    assert gone and all(any(problem.startswith(begin) for problem in said) for begin in gone)
+    assert not any(verdict.note for verdict in verdicts.values())
+    assert verdicts["ids_match"].problems
+    assert "plan.json is missing" in dict(summary(cache))["sidecar"]
+
+
+def test_a_sidecar_of_nothing_but_the_lock_lacks_its_receipts(copied: Callable[..., Path]) -> None:
+    cache = copied()
+    for path in [cache / "meta.json", *(cache / "sidecar").iterdir()]:
+        path.unlink()
+    (cache / "sidecar" / "lock").touch()
+    verdicts = verify(cache)
+    assert [problem.split(":")[0] for problem in verdicts["complete"].problems] == [
+        f"{cache}/sidecar/shard-{shard:06d}.json" for shard in range(3)
+    ]
+    assert len(verdicts["checksums"].problems) == 3
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
+@pytest.mark.parametrize("name", [*PARTS, "manifest.json"])
+def test_what_is_no_file_in_the_place_of_one_is_told_and_not_waited_for(
+    copied: Callable[..., Path], name: str, kind: str
+) -> None:
+    cache = copied()
+    path = cache / name
+    path.unlink()
+    if kind == "link":
+        path.symlink_to(cache / "nowhere")
+    else:
+        os.mkfifo(path) if kind == "pipe" else path.mkdir()
+    try:
+        assert any(str(path) in said for verdict in verify(cache).values() for said in verdict.problems)
+    except (CacheError, FileNotFoundError) as error:
+        assert name == "manifest.json" and str(path) in str(error)
+
+
+def test_a_damaged_list_of_names_is_read_once_and_told(
+    copied: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, opened = copied(), []
+    (cache / "sidecar" / "ids.txt").write_bytes((cache / "sidecar" / "ids.txt").read_bytes()[:-3])
+    for sample in range(10):
+        put(cache, "aux_hidden_states", sample, 0, 0, torch.nan)
+    read = Samples.open
+
+    def counted(folder: Any) -> Samples:
+        opened.append(folder)
+        return read(folder)
+
+    monkeypatch.setattr(Samples, "open", counted)
+    verdicts = verify(cache)
+    assert len(opened) == 1
+    assert (
+        "not the samples of a cache" in verdicts["ids_match"].problems[0] and len(verdicts["ids_match"].problems) == 1
+    )
+    assert len(verdicts["finite"].problems) == 10
+
+
+def test_the_names_of_samples_are_not_read_where_nothing_is_wrong(
+    copied: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = copied()
+    monkeypatch.setattr(Samples, "open", lambda folder: pytest.fail("the samples were read"))
+    assert verify(cache, names=["finite", "distribution", "checksums"]) == dict.fromkeys(
+        ("checksums", "finite", "distribution"), GOOD
+    )
+
+
+def test_files_that_do_not_belong_there_are_told(copied: Callable[..., Path]) -> None:
+    cache = copied()
+    for name in (".shard-000001.safetensors.deadbeef.tmp", "sidecar/.ids.txt.deadbeef.tmp", "sidecar/notes"):
+        (cache / name).write_bytes(b"x")
+    verdict = verify(cache)["complete"]
+    assert verdict.problems == [] and verdict.note is None
+    assert [remark.split(":")[0] for remark in verdict.remarks] == [
+        f"{cache}/.shard-000001.safetensors.deadbeef.tmp",
+        f"{cache}/sidecar/.ids.txt.deadbeef.tmp",
+        f"{cache}/sidecar/notes",
+    ]
+    (cache / "sidecar" / "shard-000003.json").write_bytes(b"{}")
+    shutil.copy(shard_path(cache, 2), shard_path(cache, 3))
+    shard, receipt = verify(cache)["complete"].problems
+    assert shard.startswith(f"{shard_path(cache, 3)}: a shard too many, expected 3 shards of 10 samples")
+    assert receipt.startswith(f"{cache}/sidecar/shard-000003.json: a receipt too many")
+
+
 # --- caches of other tools --------------------------------------------------------------------------------------------
 
 
@@ -350,12 +482,25 @@ def test_damage_of_a_cache_without_a_sidecar_is_told_with_the_samples_number(tmp
     assert any("sample 3: probabilities sum to 0.5 at slot 3" in said for said in verdicts["distribution"].problems)
 
 
-def test_receipts_alone_are_enough_for_checksums(tmp_path: Path) -> None:
+def test_of_a_cache_that_write_shard_wrote_all_but_the_source_is_checked(tmp_path: Path) -> None:
     fields = fields_of(2)
+    fields["position_mask"] &= (fields["loss_mask"] == 1)[..., None]
     write_shard(tmp_path, 0, fields)
     write_manifest(tmp_path, manifest_of(samples=2, shard_size=2))
     write_target_embeddings(tmp_path, torch.zeros(20, 2))
-    assert verify(tmp_path, names=["checksums"]) == {"checksums": GOOD}
+    unchecked = Verdict([], "cannot be checked: no plan, as in caches that write_shard wrote")
+    assert verify(tmp_path) == {**dict.fromkeys(CHECKS, GOOD), "ids_match": unchecked}
+    assert recomputed(tmp_path, Target({}, eagle3_runs.load, {"device": "cpu"})) == unchecked
+    assert "write_shard wrote this cache" in dict(summary(tmp_path))["sidecar"]
+    receipt = tmp_path / "sidecar" / "shard-000000.json"
+    kept = receipt.read_bytes()
+    receipt.unlink()
+    for name in ("complete", "checksums"):
+        (found,) = problems(tmp_path, name)
+        assert found.startswith(
+            f"{receipt}: no such file, expected the checksums of shard-000000.safetensors. Write it"
+        )
+    receipt.write_bytes(kept)
     raw = bytearray(Path(shard_path(tmp_path, 0)).read_bytes())
     raw[-1] ^= 1
     Path(shard_path(tmp_path, 0)).write_bytes(raw)
@@ -385,7 +530,8 @@ def test_another_target_gives_other_numbers_which_are_told_by_field(made: dict[s
     assert any("aux_hidden_states of block " in problem for problem in found)
     assert any("target_probs" in problem and "run once more" in problem for problem in found)
     assert all("expected equal bits" in problem for problem in found)
-    elsewhere = recomputed(made[form], target(open_plan(made[form]), seed=1, torch="3.0"), k=4).problems
+    embeddings, *elsewhere = recomputed(made[form], target(open_plan(made[form]), seed=1, torch="3.0"), k=4).problems
+    assert embeddings == found[0] and "the embedding of token 0 is not the target's" in embeddings
     assert elsewhere and all("where the environment has another torch" in problem for problem in elsewhere)
 
 
@@ -402,12 +548,40 @@ def test_in_another_environment_rounding_is_let_pass(made: dict[str, Path], form
 
 
 def jittered(model: Any) -> Any:
-    """Move each weight by a few units in the last place, as another processor's order of sums may."""
+    """Move each weight but the embeddings a little, as another processor's order of sums moves what comes of them."""
     chance = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for weight in model.parameters():
+        for name, weight in model.named_parameters():
+            if name == "model.embed_tokens.weight":
+                continue  # nothing is computed to write them down
             weight.mul_(1 + 1e-6 * torch.randn(weight.shape, generator=chance))
     return model
+
+
+def test_other_embeddings_than_the_targets_are_told_with_the_token(copied: Callable[..., Path]) -> None:
+    cache = copied()
+    path = cache / "target_embeddings.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-4 * eagle3_runs.HIDDEN * 3] ^= 1  # the last bit of a number of the third token from the end
+    path.write_bytes(content)
+    for run in ({}, {"torch": "3.0"}):
+        (found,) = recomputed(cache, target(open_plan(cache), **run), k=1).problems
+        assert found.startswith(f"{path}: the embedding of token {eagle3_runs.VOCAB - 3} is not the target's")
+        assert "so of 1 of 40 tokens" in found
+    path.unlink()
+    assert recomputed(cache, target(open_plan(cache)), k=1).problems[0].startswith(f"{path}: no such file")
+    write_target_embeddings(cache, torch.zeros(3, 2))
+    assert "weight is [3, 2], the target's [40, 16]" in recomputed(cache, target(open_plan(cache)), k=1).problems[0]
+
+
+@pytest.mark.parametrize("name", ["plan.json", "batches.jsonl", "samples.safetensors"])
+def test_what_is_missing_for_running_the_target_is_told(
+    made: dict[str, Path], copied: Callable[..., Path], name: str
+) -> None:
+    cache = copied()
+    (cache / "sidecar" / name).unlink()
+    (found,) = recomputed(cache, target(open_plan(made["dense"])), k=1).problems
+    assert found.startswith(f"{cache}/sidecar/{name}: no such file") and "with --resume" in found
 
 
 def test_a_target_that_is_not_the_plans_is_told_and_not_loaded(made: dict[str, Path]) -> None:

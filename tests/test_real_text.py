@@ -181,3 +181,29 @@ def relative_files(root: Path) -> list[str]:
     """Files under a cache folder; .runs/ holds times and is left out."""
     found = (Path(folder, name).relative_to(root) for folder, _, names in os.walk(root) for name in names)
     return sorted(str(path) for path in found if path.parts[0] != ".runs")
+
+
+@pytest.mark.parametrize("source", ["dolly15k", "oasst1"])
+def test_a_target_cache_of_real_chats_holds_their_ids_and_is_good(
+    settings: Settings, tokenizer: SentencePieceTokenizer, tmp_path: Path, source: str
+) -> None:
+    from niels_gpt.eagle3.samples import Samples
+    from niels_gpt.eagle3.small_target import write_small_target
+    from niels_gpt.eagle3.verify import verify
+    from niels_gpt.recipes.eagle3 import carry_out, prepare, resolve
+    from niels_gpt.recipes.eagle3_options import Options
+
+    target = write_small_target(tmp_path / "target", tokenizer)
+    options = Options(
+        target_model=str(target), input_data=source, seq_length=256, draft_vocab_size=2_000, shard_size=16, limit=40
+    )
+    folder = tmp_path / "cache"
+    meta = carry_out(prepare(resolve(options, settings)), folder).meta
+    assert {name: verdict.problems for name, verdict in verify(folder).items() if verdict.problems} == {}
+    assert meta["totals"]["samples"] == 40
+    samples = Samples.open(folder / "sidecar")
+    chats = dict(sources.chats(settings, origin_of(settings, source), None, Counter[str]()))
+    for index, name in enumerate(samples.source_ids):
+        ids, mask = samples.row(index)
+        assert ids.tolist() == format_chat(tokenizer, chats[name])[:256]
+        assert mask.any()

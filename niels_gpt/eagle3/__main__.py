@@ -80,7 +80,8 @@ def _verdict_lines(name: str, verdict: Verdict) -> str:
     said = verdict.note or "ok"
     if count:
         said = f"{count} problem{'' if count == 1 else 's'}"
-    return "\n".join([f"  {name:<14}{said}", *(f"    {problem}" for problem in verdict.problems)])
+    lines = [f"  {name:<14}{said}", *(f"    {problem}" for problem in verdict.problems)]
+    return "\n".join([*lines, *(f"    note: {remark}" for remark in verdict.remarks)])
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -121,6 +122,8 @@ def _stats(arguments: argparse.Namespace) -> int:
     target: Path | None = arguments.plot
     if target is not None and target.suffix.lower() != ".png":
         raise ValueError(f"{target}: expected the name of a .png, the only kind of picture that is drawn")
+    if target is not None and not target.parent.is_dir():  # before all of the cache is read
+        raise FileNotFoundError(f"{target}: no folder {target.parent} to draw it in. Make it first")
     with _bar("stats", "shards") as progress:
         found = stats(arguments.cache, seed=arguments.seed, progress=progress)
     if target is not None:

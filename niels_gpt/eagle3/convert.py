@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.eagle3.layout import LOCK_NAME, SIDECAR, PathLike
+from niels_gpt.eagle3.layout import LOCK_NAME, SIDECAR, PathLike, open_file
 from niels_gpt.eagle3.manifest import (
     EMBEDDINGS_NAME,
     MANIFEST_NAME,
@@ -20,7 +20,7 @@ from niels_gpt.eagle3.manifest import (
     write_manifest,
 )
 from niels_gpt.eagle3.shards import receipt_path
-from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file, write_bytes
+from niels_gpt.fileio import META_NAME, CacheError, canonical_json, write_bytes
 from niels_gpt.locks import file_lock
 from niels_gpt.records import file_records, meta_bytes, parse_object, read_regular
 from niels_gpt.versions import VERSIONS_DIR
@@ -65,11 +65,23 @@ def _convert(folder: Path, format_version: int) -> bool:
 
 
 def content_sha256(cache_dir: PathLike) -> str:
-    """Return the sha256 over those of the manifest, the embeddings and the receipts, which stand for the shards."""
+    """Return the sha256 over those of the manifest, the embeddings and the receipts, which stand for the shards.
+
+    Raises: CacheError where one of them is missing, or is no regular file.
+    """
     names = [MANIFEST_NAME, EMBEDDINGS_NAME]
     names += [os.path.relpath(receipt_path(".", index)) for index in sorted(existing_shard_indices(cache_dir))]
-    sums = {name: sha256_file(Path(cache_dir) / name) for name in names}
+    sums = {name: file_sha256(Path(cache_dir) / name) for name in names}
     return hashlib.sha256(canonical_json(sums)).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """Return the sha256 of a file of a cache. Raises: CacheError where it is missing, or is no regular file."""
+    try:
+        with open(open_file(path), "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError as error:
+        raise CacheError(f"{path}: no such file, expected one of the cache. Run: precompute --resume") from error
 
 
 def _own_meta(folder: Path) -> dict[str, Any] | None:

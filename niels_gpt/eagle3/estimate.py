@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.eagle3.folder import leftovers
+from niels_gpt.eagle3.folder import finished_meta, leftovers
 from niels_gpt.eagle3.layout import INT_FIELDS, SIDECAR, PathLike, row_bytes_of
 from niels_gpt.eagle3.manifest import EMBEDDINGS_NAME, MANIFEST_NAME, manifest_bytes
 from niels_gpt.eagle3.plan import Plan
@@ -42,7 +42,10 @@ class Estimate:
     apparent_bytes: int
     """Of all files of the finished cache, holes counted as if they were full."""
     to_write_bytes: int
-    """What this run takes of the disk, at most: without what is there, and without holes where there can be any."""
+    """What this run takes of the disk, at most: without what is there, and without holes where there can be any.
+
+    0 where the cache is finished.
+    """
     free_bytes: int
     """Of the output folder's file system, for this user, and what a killed run's temporary files will give back."""
     has_holes: bool
@@ -78,6 +81,7 @@ def estimate(cache_dir: PathLike, plan: Plan, samples: Samples, *, done: Collect
     sidecar += len(manifest_bytes(plan.manifest))  # a line for each id of the draft's
     small = weights + sidecar + _RECEIPT_BYTES * len(lengths) + _META_BYTES * len(sizes)
     here = _here(cache_dir)  # the embeddings and the sidecar of a run that goes on
+    is_whole = not left.any() and finished_meta(cache_dir, plan) is not None
     return Estimate(
         samples=len(lengths),
         tokens=int(lengths.sum()),
@@ -87,7 +91,7 @@ def estimate(cache_dir: PathLike, plan: Plan, samples: Samples, *, done: Collect
         shards_done=len(done),
         batches=sum(map(len, plan.batches)),
         apparent_bytes=sum(sizes) + small,
-        to_write_bytes=int(used[left].sum()) + max(0, small - here),
+        to_write_bytes=0 if is_whole else int(used[left].sum()) + max(0, small - here),
         free_bytes=shutil.disk_usage(folder).free + sum(path.stat().st_blocks * 512 for path in leftovers(cache_dir)),
         has_holes=holes,
         bytes_per_token=sum(sizes) / int(lengths.sum()),

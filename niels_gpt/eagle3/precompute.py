@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from niels_gpt.recipes.eagle3 import Prepared, carry_out, prepare, resolve
-from niels_gpt.recipes.eagle3_options import ATTENTIONS, DEVICES, DTYPE_NAMES, Options
+from niels_gpt.recipes.eagle3_options import ATTENTIONS, COMPUTE_DTYPES, DEVICES, DTYPE_NAMES, Options
 from niels_gpt.settings import Settings
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def _run(options: Options, settings: Settings, *, dry_run: bool) -> int:
 
     assert options.output_dir is not None
     resolved = resolve(options, settings)
+    _hint_at_threads(options.workers, resolved.run)
     with _told("tokenizing", "samples") as told:
         prepared = prepare(resolved, tokenized=None if told is None else lambda samples, _: told(samples, None, None))
     if prepared.shown:
@@ -85,6 +87,17 @@ def _run(options: Options, settings: Settings, *, dry_run: bool) -> int:
         produced = carry_out(prepared, options.output_dir, resume=options.resume, progress=told)
     _print_made(produced.meta, options.output_dir, produced.shards)
     return 0
+
+
+def _hint_at_threads(workers: int, run: dict[str, Any]) -> None:
+    """Tell that workers wait for each other: the bytes depend on the number of threads, so it is not changed here."""
+    cores = len(os.sched_getaffinity(0))
+    if workers > 1 and run["device"] == "cpu" and workers * run["threads"] > cores:
+        print(
+            f"hint: {workers} workers of {run['threads']} threads each share {cores} cores and slow each other down; "
+            f"name --threads {max(1, cores // workers)} for a new cache",
+            file=sys.stderr,
+        )
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------
@@ -133,40 +146,64 @@ def _told(what: str, unit: str) -> Iterator[Callable[[int, int | None, int | Non
     from tqdm import tqdm
 
     with tqdm(desc=what, unit=unit, unit_scale=True, leave=False) as bar:
+        pace = _Pace()
 
         def told(done: int, total: int | None, size: int | None) -> None:
             if bar.total is None and total is not None:  # the first call: what was there before
                 bar.total, bar.initial, bar.n = total, done, done
-            seconds = bar.format_dict["elapsed"]
-            if size is not None and seconds:
-                bar.set_postfix_str(f"{size / seconds / 1e6:.1f} MB/s", refresh=False)
+            if pace.told(done, size) is None:  # the bar's own speed counts from here, too
+                bar.initial = bar.n = bar.last_print_n = done
+                bar.start_t = bar.last_print_t = time.time()
+            elif size is not None:
+                bar.set_postfix_str(f"{pace.bytes_per_s / 1e6:.1f} MB/s", refresh=False)
             bar.update(done - bar.n)
 
         yield told
+
+
+class _Pace:
+    """How fast it goes, from the first report in which something is done: the target was loaded before that."""
+
+    def __init__(self) -> None:
+        self._begun: tuple[float, int, int] | None = None
+        self._before: int | None = None
+        self.bytes_per_s = 0.0
+
+    def told(self, done: int, size: int | None) -> float | None:
+        """Return what is done in a second; None where that cannot be told yet."""
+        now = time.monotonic()
+        if self._before is None or done == self._before:
+            self._before = done
+            return None
+        if self._begun is None:
+            self._begun = now, done, size or 0
+            return None
+        seconds = max(now - self._begun[0], 1e-9)
+        self.bytes_per_s = ((size or 0) - self._begun[2]) / seconds
+        return (done - self._begun[1]) / seconds
 
 
 class _Lines:
     """Prints a line every ten seconds to stderr."""
 
     def __init__(self, what: str, unit: str) -> None:
-        self._what, self._unit = what, unit
-        self._begun = self._last = time.monotonic()
-        self._first: int | None = None
+        self._what, self._unit, self._pace = what, unit, _Pace()
+        self._last = time.monotonic()
 
     def __call__(self, done: int, total: int | None, size: int | None) -> None:
-        now = time.monotonic()
-        if self._first is None or done == self._first:  # the target is being loaded: that is no part of the speed
-            self._first, self._begun = done, now
+        speed, now = self._pace.told(done, size), time.monotonic()
         if now - self._last < _LINE_EVERY_S:
             return
         self._last = now
-        seconds = max(now - self._begun, 1e-9)
-        speed = (done - self._first) / seconds
-        line = f"{self._what}: {done:,} {self._unit}, {speed:,.0f} {self._unit}/s"
-        if size is not None:
-            line += f", {size / seconds / 1e6:.1f} MB/s"
-        if total is not None and speed:
-            line += f", {done / total:.0%}, {(total - done) / speed:,.0f} s left"
+        line = f"{self._what}: {done:,} {self._unit}"
+        if total is not None:
+            line += f", {done / total:.0%}"
+        if speed:
+            line += f", {speed:,.0f} {self._unit}/s"
+            if size is not None:
+                line += f", {self._pace.bytes_per_s / 1e6:.1f} MB/s"
+            if total is not None:
+                line += f", {(total - done) / speed:,.0f} s left"
         print(line, file=sys.stderr, flush=True)
 
 
@@ -188,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_what(add: Callable[..., Any]) -> None:
     default = Settings().source_root
     add("--target-model", required=True, metavar="MODEL", help="folder or hub id of a causal language model")
-    add("--revision", metavar="REV", help="hub commit, tag or branch of the target (default: main)")
+    add("--revision", metavar="REV", help="hub commit, tag or branch of a target on the hub (default: main)")
     add(
         "--input-data", required=True, metavar="SOURCE", help="a source of chats by its name, or files of chats or rows"
     )
@@ -230,6 +267,11 @@ def _add_how(add: Callable[..., Any]) -> None:
         add(flag, type=int, metavar="N", default=default, help=f"{text} (default: {default})")
     add("--threads", type=int, metavar="N", help="torch threads of each worker (default: as begun; else usable cores)")
     add("--device", choices=DEVICES, help="where the target runs (default: as begun; else cuda where there is one)")
+    add(
+        "--compute-dtype",
+        choices=COMPUTE_DTYPES,
+        help="what the target calculates in (default: as begun; else bf16 on cuda, fp32 on the cpu)",
+    )
     add("--attention", choices=ATTENTIONS, default=given["attention"], help="of the target (default: %(default)s)")
     add("--resume", action="store_true", help="go on with what is in DIR, if the plan is the same (default: refuse)")
     add("--dry-run", action="store_true", help="print sizes and free space, and stop; status 1 if it does not fit")

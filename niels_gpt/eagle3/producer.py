@@ -1,8 +1,9 @@
 """A plan, its samples and the target -> a cache folder, by any number of processes, and however often it is killed.
 
 What is in the folder is written in this order, each file complete before the next and durable: sidecar/plan.json, the
-rest of the plan, manifest.json, the embeddings, each shard and then its receipt, and at the end meta.json. So a folder
-with a meta.json is a finished cache, a shard with a receipt is a finished shard, and a run that goes on makes the rest.
+rest of the plan, manifest.json, the embeddings and then their receipt, each shard and then its receipt, and at the end
+meta.json. So a folder with a meta.json is a finished cache, a shard with a receipt is a finished shard, and a run that
+goes on makes the rest.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from niels_gpt.eagle3.cache_folder import CacheFolder
 from niels_gpt.eagle3.estimate import estimate, refuse_without_room
-from niels_gpt.eagle3.folder import CacheFolder, finished_shards, is_finished
+from niels_gpt.eagle3.folder import finished_shards, is_finished
 from niels_gpt.eagle3.layout import LOCK_NAME, SIDECAR, PathLike
 from niels_gpt.eagle3.plan import Plan
 from niels_gpt.eagle3.samples import Samples
@@ -88,6 +90,8 @@ def _make(
             run_here(job, samples, left, told)
         return found.finish()
     except OSError as error:
+        if error.errno is None or error.strerror is None:  # of a library: it has a text of its own
+            raise
         kept = sum(is_finished(found.folder, found.plan, shard) for shard in range(found.plan.num_shards))
         why = f"{error.strerror}. {kept} of {found.plan.num_shards} shards are done and kept: once that is mended, "
         raise OSError(error.errno, f"{why}run the same again with --resume", error.filename) from error

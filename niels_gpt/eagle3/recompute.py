@@ -8,7 +8,6 @@ batches are run. In the environment of the plan every bit must be equal; in anot
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,15 @@ from torch import Tensor
 
 from niels_gpt.eagle3.cache import reconstruct_target_probs
 from niels_gpt.eagle3.checks import RECOMPUTED
-from niels_gpt.eagle3.file_checks import FOREIGN, NotChecked, Opened, open_cache, tables_of
 from niels_gpt.eagle3.forward import PlannedForward
 from niels_gpt.eagle3.layout import INT_FIELDS
+from niels_gpt.eagle3.manifest import EMBEDDINGS_NAME, read_target_embeddings
+from niels_gpt.eagle3.opened import Opened, open_cache, tables_of
 from niels_gpt.eagle3.plan import Batch, Plan, differing_fields, open_plan
 from niels_gpt.eagle3.row_checks import AUX, INDICES, VALUES, Row, slots
 from niels_gpt.eagle3.supervision import NonFiniteError
 from niels_gpt.eagle3.verify import Findings, Progress, Verdict
-from niels_gpt.eagle3.workers import Load
+from niels_gpt.eagle3.workers import Load, torch_threads
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 """In another environment: of a hidden state as a share of its layer's largest in the sample, of a probability in
@@ -33,6 +33,7 @@ absolute terms; by the dtype that the target runs in. The rounding to the stored
 _MASK_SHARE = 0.02  # of the slots with loss: where two tokens are nearly as likely, the first choice may change
 _IDENTITY = ("revision", "weights_sha256", "config_sha256")
 _CHUNK_SLOTS = 64
+_CHUNK_TOKENS = 1024  # of the embeddings, compared in one piece
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,7 @@ def recomputed(cache: Path, target: Target, *, k: int = 8, seed: int = 0, progre
 
 
 def _differences(cache: Opened, target: Target, k: int, seed: int, progress: Progress | None) -> Iterator[str]:
-    if not cache.is_planned:
-        raise NotChecked(FOREIGN)
+    _ = cache.plan, cache.samples  # what is missing is told better than by what needs it
     plan = open_plan(cache.folder)
     other = [name for name in _IDENTITY if target.facts.get(name) != plan.target.get(name)]
     if other:
@@ -74,8 +74,9 @@ def _differences(cache: Opened, target: Target, k: int, seed: int, progress: Pro
         return
     moved = differing_fields(plan.run, target.run)
     device = torch.device(target.run["device"])
-    with _threads(plan.run["threads"]):
+    with torch_threads(plan.run["threads"]):
         forward = PlannedForward(plan, cache.samples, target.load(device), device)
+        yield from _other_embeddings(cache, forward.target.get_input_embeddings())
         chosen = _drawn(plan, k, seed)
         for number, (shard, batch, rows) in enumerate(chosen):
             if progress is not None:
@@ -90,6 +91,31 @@ def _differences(cache: Opened, target: Target, k: int, seed: int, progress: Pro
                 again = {name: tensor[batch[1].index(row)] for name, tensor in tensors.items()}
                 stored = cache.row(shard * cache.shard_size + row, tables)
                 yield from _compared(stored, again, plan.run["compute_dtype"], moved)
+
+
+def _other_embeddings(cache: Opened, module: torch.nn.Module) -> Iterator[str]:
+    """Yield in what the stored table is not the target's. No environment changes a bit of it: nothing is computed."""
+    path, weight = cache.folder / EMBEDDINGS_NAME, module.weight
+    assert isinstance(weight, Tensor)
+    if not path.exists():
+        yield cache.missing(path, "the target's input embeddings")
+        return
+    stored = read_target_embeddings(cache.folder)
+    if stored.shape != weight.shape:
+        yield f"{path}: weight is {list(stored.shape)}, the target's {list(weight.shape)}. {cache.again()}"
+        return
+    wrong, first = 0, -1
+    for start in range(0, len(stored), _CHUNK_TOKENS):
+        part = slice(start, start + _CHUNK_TOKENS)
+        other = (_bits(stored[part]) != _bits(weight[part].detach().float().cpu())).any(dim=-1)
+        if first < 0 and other.any():
+            first = start + int(other.nonzero()[0])
+        wrong += int(other.sum())
+    if wrong:
+        number = f"{wrong:,} of {len(stored):,} tokens"
+        yield f"{path}: the embedding of token {first} is not the target's, expected equal bits; so of {number}. " + (
+            cache.again()
+        )
 
 
 def _drawn(plan: Plan, k: int, seed: int) -> list[tuple[int, Batch, list[int]]]:
@@ -181,13 +207,3 @@ def _largest(stored: Row, name: str, kept: Tensor, found: Tensor, other: Tensor)
 def _bits(tensor: Tensor) -> Tensor:
     """Return a field as bytes [slots, bytes]: NaN is equal to itself, and zeros of two signs are not."""
     return tensor.contiguous().view(torch.uint8).view(len(tensor), -1)
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -6,7 +6,7 @@ memory than a few megabytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +25,8 @@ class Row:
 
     number: int
     """In the cache."""
-    where: str
-    """Begins every sentence: the shard's file, the sample's number and its id."""
+    named: Callable[[], str]
+    """Gives `where`; asked only where something is wrong, for the id is in another file."""
     fields: Mapping[str, Tensor]
     """Name -> [S, ...]: a row of the shard."""
     aux_layer_ids: tuple[int, ...]
@@ -34,6 +34,11 @@ class Row:
     draft_vocab_size: int
     padding_is_zero: bool
     """True for a cache that was made here: behind a sample's tokens its floats are zero. The peer's run over them."""
+
+    @property
+    def where(self) -> str:
+        """Begins every sentence: the shard's file, the sample's number and its id."""
+        return self.named()
 
     @property
     def length(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from niels_gpt.eagle3.file_checks import NotChecked, Opened, described_by, open_cache, tables_of
+from niels_gpt.eagle3.layout import SIDECAR
+from niels_gpt.eagle3.opened import Opened, described_by, open_cache, tables_of
+from niels_gpt.eagle3.plan import PLAN_NAME
 from niels_gpt.eagle3.row_checks import AUX, INDICES, PROBS, VALUES, Row
 from niels_gpt.eagle3.shards import read_receipt
 from niels_gpt.fileio import META_NAME, CacheError
@@ -49,7 +52,8 @@ def description(cache: Path) -> dict[str, Any]:
 
     manifest: all keys; of selected_token_ids the number and the first few. layout: fields, dtypes and shapes of a
     sample, bytes of a sample. shards: how many, and samples, bytes and facts of the first few, by their receipts.
-    plan: sidecar/plan.json; None for a cache that another tool wrote. complete: whether there is a meta.json; None too.
+    plan: sidecar/plan.json; None where there is none. complete: whether there is a meta.json; None for a cache that
+    the producer of this project did not make. has_receipts: whether this project wrote the shards.
     Raises: FileNotFoundError, CacheError.
     """
     opened = open_cache(cache)
@@ -65,6 +69,7 @@ def description(cache: Path) -> dict[str, Any]:
         "num_shards": opened.num_shards,
         "shards_found": len(opened.shards),
         "plan": _plan(opened),
+        "has_receipts": opened.is_ours,
         "complete": (opened.folder / META_NAME).is_file() if opened.is_planned else None,
     }
 
@@ -92,20 +97,29 @@ def summary(cache: Path) -> Table:
         ("a sample", f"{said['sample_bytes']:,} bytes, {said['sample_bytes'] / manifest['seq_length']:,.0f} a slot"),
     ]
     rows += [(name, f"{shape} {dtype}") for name, (dtype, shape) in said["layout"].items()]
-    return [*rows, *(_plan_rows(plan) if plan else [("sidecar", "none: another tool wrote this cache")])]
+    return [*rows, *(_plan_rows(plan) if plan else [("sidecar", _without_plan(said))])]
+
+
+def _without_plan(said: dict[str, Any]) -> str:
+    if said["complete"] is not None:
+        return f"{PLAN_NAME} is missing: verify names what else is"
+    return (
+        "receipts, and no plan: write_shard wrote this cache"
+        if said["has_receipts"]
+        else ("none: another tool wrote this cache")
+    )
 
 
 def _state(said: dict[str, Any]) -> str:
     if said["complete"] is None:
-        return "without a sidecar"
+        return "without a plan" if said["has_receipts"] else "without a sidecar"
     return "complete" if said["complete"] else "not finished: precompute --resume goes on"
 
 
 def _plan(cache: Opened) -> dict[str, Any] | None:
-    try:
-        return cache.plan
-    except NotChecked:
+    if not os.path.lexists(cache.folder / SIDECAR / PLAN_NAME):
         return None
+    return cache.plan
 
 
 def _plan_rows(plan: dict[str, Any]) -> Table:

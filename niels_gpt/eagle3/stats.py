@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from niels_gpt.eagle3.file_checks import Opened, described_by, open_cache, tables_of
 from niels_gpt.eagle3.layout import shard_path
+from niels_gpt.eagle3.opened import Opened, described_by, open_cache, tables_of
 from niels_gpt.eagle3.row_checks import AUX, PROBS, VALUES
 from niels_gpt.eagle3.shards import read_receipt
 
@@ -99,7 +99,8 @@ class Stats:
             ("tokens", f"{self.tokens:,} ({said['padding_share']:.1%} of the slots are padding)"),
             ("with loss", f"{said['supervised_tokens']:,} ({said['supervised_share']:.1%} of the tokens)"),
             ("positions", f"{said['positions']:,} ({said['position_share']:.1%} of the tokens)"),
-            ("bytes", f"{self.shard_bytes:,} ({self.bytes_per_token:,.0f} a token), {self.disk_bytes:,} on disk"),
+            ("bytes of the files", f"{self.shard_bytes:,} ({self.bytes_per_token:,.0f} a token), with padding"),
+            ("on disk, without holes", f"{self.disk_bytes:,} ({self.disk_bytes / max(1, self.tokens):,.0f} a token)"),
             ("tokens of a sample", _spread(said["lengths"], ",.0f")),
             ("mass in the draft vocabulary", mass["draft_mass"]),
             ("mass kept by top k", mass["kept_mass"]),

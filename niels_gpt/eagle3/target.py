@@ -75,7 +75,7 @@ def _shift_left_with_zero(tensor: Tensor) -> Tensor:
 
 def _shift_logits(logits: Tensor) -> Tensor:
     """Return what `_shift_left_with_zero` does, in the memory of the logits themselves where that can be had."""
-    if not logits.is_contiguous() or logits._is_view() or logits.is_inference() or logits.requires_grad:
+    if not logits.is_contiguous() or logits.is_inference() or logits.requires_grad:
         return _shift_left_with_zero(logits)
     num_rows, width, vocab_size = logits.shape
     at_once = max(1, PART_VALUES // max(1, num_rows * vocab_size))

@@ -1,30 +1,23 @@
 """Is a finished cache good? Checks by name, each a function that yields what it found; shard by shard, row by row.
 
-A cache is read in pieces of some megabytes. Caches that other tools wrote have no sidecar: what needs one is not
-checked then, and the verdict says so. `recomputed`, which needs the target, is in recompute.py.
+A cache is read in pieces of some megabytes. What needs a sidecar is not checked in caches that other tools wrote, and
+what needs a plan not in those that write_shard wrote; the verdict says so. `recomputed`, which needs the target, is in recompute.py.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
 import torch
 
-from niels_gpt.eagle3.file_checks import (
-    AGAIN,
-    NotChecked,
-    Opened,
-    incomplete,
-    open_cache,
-    tables_of,
-    wrong_shard_sums,
-    wrong_sums,
-)
+from niels_gpt.eagle3.file_checks import incomplete, strange_files, wrong_shard_sums, wrong_sums
 from niels_gpt.eagle3.layout import SIDECAR, shard_path
 from niels_gpt.eagle3.manifest import EMBEDDINGS_NAME, read_target_embeddings
+from niels_gpt.eagle3.opened import NotChecked, Opened, open_cache, tables_of
 from niels_gpt.eagle3.row_checks import Row, not_distributions, not_finite, other_ids
 from niels_gpt.eagle3.samples import IDS_NAME, SAMPLES_NAME
 from niels_gpt.fileio import CacheError
@@ -44,6 +37,8 @@ class Verdict:
     """What was found, where, and what was expected; empty where the check passed or was not made."""
     note: str | None = None
     """Why the check was not made."""
+    remarks: list[str] = field(default_factory=list)
+    """What was found and is no damage."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +49,8 @@ class Check:
     once: Callable[[Opened], Iterator[str]] | None = None
     of_shard: Callable[[Opened, int], Iterator[str]] | None = None
     of_row: Callable[[Opened, Row], Iterator[str]] | None = None
+    remarks: Callable[[Opened], Iterator[str]] | None = None
+    """Yields what is no damage, and yet worth a line."""
 
 
 def verify(
@@ -82,10 +79,12 @@ def verify(
     opened = open_cache(cache, tick)
     found = Findings(opened, cache)
     shards = found.shards()
-    total = passes * sum(Path(shard_path(opened.folder, shard)).stat().st_size for shard in shards)
+    total = passes * sum(Path(shard_path(opened.folder, shard)).lstat().st_size for shard in shards)
     for check in chosen:
         if check.once is not None:
             found.add(check.name, check.once, opened)
+        if check.remarks is not None:
+            found.remark(check.name, check.remarks(opened))
     for shard in shards:
         for check in chosen:
             if check.of_shard is not None:
@@ -120,6 +119,7 @@ class Findings:
         self._cache, self._shown = cache, shown
         self._problems: dict[str, list[str]] = {}
         self._notes: dict[str, str] = {}
+        self._remarks: dict[str, list[str]] = {}
 
     def shards(self) -> list[int]:
         """Return the shards to look at; none where the manifest does not tell, which `complete` says."""
@@ -135,23 +135,44 @@ class Findings:
             return
         try:
             for problem in islice(find(*arguments), _MAX_PROBLEMS + 1 - len(problems)):
-                problems.append(problem)
+                _append(problems, problem)
         except NotChecked as error:
             self._notes[name] = str(error)
+        except FileNotFoundError as error:
+            expected = "one of the cache's"
+            missing = error.filename and self._cache.missing(Path(error.filename), expected)
+            _append(problems, missing or str(error))
         except (CacheError, OSError) as error:  # both name the file
-            problems.append(str(error))
+            _append(problems, str(error))
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-            problems.append(f"{self._cache.folder}: not as docs/formats.md describes it ({error!r}). {AGAIN}")
+            how = "Look at what the other checks say, or produce the cache again"
+            _append(problems, f"{self._cache.folder}: not as docs/formats.md describes it ({error!r}). {how}")
+
+    def remark(self, name: str, remarks: Iterator[str]) -> None:
+        """Add what is no damage to the check `name`."""
+        self._remarks[name] = list(islice(remarks, _MAX_PROBLEMS + 1))
 
     def verdict(self, name: str) -> Verdict:
         """Return what was found so far, each sentence once."""
-        problems = self._problems.get(name, [])
-        said = [problem.replace(str(self._cache.folder), str(self._shown)) for problem in dict.fromkeys(problems)]
-        return Verdict(said[:_MAX_PROBLEMS] + ["... and more"] * (len(said) > _MAX_PROBLEMS), self._notes.get(name))
+        problems, remarks = (self._told(found.get(name, [])) for found in (self._problems, self._remarks))
+        return Verdict(problems, self._notes.get(name), remarks)
+
+    def _told(self, found: list[str]) -> list[str]:
+        said = [problem.replace(str(self._cache.folder), str(self._shown)) for problem in found]
+        return said[:_MAX_PROBLEMS] + ["... and more"] * (len(said) > _MAX_PROBLEMS)
+
+
+def _append(problems: list[str], problem: str) -> None:
+    if problem not in problems:  # a damaged file is found once for each row that needs it
+        problems.append(problem)
 
 
 def _infinite_embeddings(cache: Opened) -> Iterator[str]:
-    path, table = cache.folder / EMBEDDINGS_NAME, read_target_embeddings(cache.folder)
+    path = cache.folder / EMBEDDINGS_NAME
+    if not os.path.lexists(path):
+        yield cache.missing(path, "the target's input embeddings")
+        return
+    table = read_target_embeddings(cache.folder)
     for start in range(0, len(table), _EMBEDDING_ROWS):
         wrong = (~torch.isfinite(table[start : start + _EMBEDDING_ROWS])).any(dim=-1).nonzero()
         if len(wrong):
@@ -165,7 +186,7 @@ def _other_samples(cache: Opened) -> Iterator[str]:
         if found.sums[name] != expected[key]:
             yield (
                 f"{cache.folder / SIDECAR / name}: sha256 {found.sums[name][:12]}, expected {str(expected[key])[:12]} "
-                "by the plan: these are not the rows that the target was run on"
+                f"by the plan: these are not the rows that the target was run on. {cache.again(name)}"
             )
 
 
@@ -177,7 +198,7 @@ def _other_ids(cache: Opened, row: Row) -> Iterator[str]:
 CHECKS = {
     check.name: check
     for check in (
-        Check("complete", once=incomplete),
+        Check("complete", once=incomplete, remarks=strange_files),
         Check("checksums", once=wrong_sums, of_shard=wrong_shard_sums),
         Check("finite", once=_infinite_embeddings, of_row=lambda cache, row: not_finite(row)),
         Check("ids_match", once=_other_samples, of_row=_other_ids),

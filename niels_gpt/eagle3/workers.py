@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from niels_gpt.eagle3.cache_folder import write_embeddings
 from niels_gpt.eagle3.forward import PlannedForward, Report, make_shards
 from niels_gpt.eagle3.layout import SIDECAR
-from niels_gpt.eagle3.manifest import write_target_embeddings
 from niels_gpt.eagle3.plan import Plan
 from niels_gpt.eagle3.samples import Samples
 
@@ -47,7 +47,7 @@ class Job:
 
 def run_here(job: Job, samples: Samples, shards: Sequence[int], report: Report) -> None:
     """Make shards in this process. Raises: as `make_shards`, and what `job.load` raises."""
-    with _threads(job.plan.run["threads"]):
+    with torch_threads(job.plan.run["threads"]):
         _run(job, samples, iter(shards), report, _device(job.plan, 0))
 
 
@@ -87,15 +87,15 @@ def _serve(running: dict[Connection, Any], shards: Iterator[int], report: Report
             assert isinstance(end, Connection)
             try:
                 what, *about = end.recv()
-            except (EOFError, ConnectionResetError):
+                if what == "next":
+                    end.send(next(shards, None))
+            except (EOFError, OSError):  # it may die within a message, and before it has its answer
                 raise _death_of(running[end]) from None
-            if what == "next":
-                end.send(next(shards, None))
-            elif what == "written":
+            if what == "written":
                 report(*about)
             elif what == "failed":
                 raise about[0]
-            else:
+            elif what == "ended":
                 open_ends.remove(end)
 
 
@@ -157,7 +157,7 @@ def _sendable(error: BaseException) -> BaseException:
 def _run(job: Job, samples: Samples, shards: Iterator[int], report: Report, device: torch.device) -> None:
     model = job.load(device)
     if job.embeddings:
-        write_target_embeddings(job.cache_dir, model.get_input_embeddings().weight)
+        write_embeddings(job.cache_dir, model.get_input_embeddings().weight)
     make_shards(job.cache_dir, job.plan, PlannedForward(job.plan, samples, model, device), shards, report)
 
 
@@ -168,7 +168,8 @@ def _device(plan: Plan, number: int) -> torch.device:
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
+def torch_threads(number: int) -> Iterator[None]:
+    """Let torch compute with so many threads in the block, and with its own afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

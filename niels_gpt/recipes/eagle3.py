@@ -12,11 +12,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from niels_gpt.recipes import eagle3_begun
+from niels_gpt.recipes.eagle3_manifest import draft_size, frequent_vocab, known_vocab, manifest_of
 from niels_gpt.recipes.eagle3_options import Options
 from niels_gpt.settings import Settings
 
@@ -61,6 +64,7 @@ class Resolved:
             "target_model",
             "revision",
             "device",
+            "compute_dtype",
             "threads",
             "draft_vocab_from",
         ):
@@ -87,24 +91,26 @@ class Prepared:
     """The first `options.show` samples."""
 
 
-def resolve(options: Options, settings: Settings) -> Resolved:
+def resolve(options: Options, settings: Settings, *, begun: Path | None = None) -> Resolved:
     """Look up target, tokenizer and input.
 
+    begun: a folder whose plan says which revisions, device, dtype and threads count where the options do not, whatever
+        else stands in it; None: output_dir, where `resume` is set, and then all of its plan must be that of this run.
     Raises: FileNotFoundError, ConnectionError, ImportError, ValueError where one of them is not there or cannot be
-        used; CacheError where output_dir holds something and `resume` is not set.
+        used; CacheError where output_dir cannot be used, where it holds something and `resume` is not set, and where
+        it holds another plan.
     """
     from niels_gpt.eagle3.folder import refuse_existing
     from niels_gpt.eagle3.target import checked_aux_layer_ids, target_facts
     from niels_gpt.eagle3.tokenizers import open_tokenizer
     from niels_gpt.recipes.eagle3_input import input_facts
 
-    if options.output_dir is not None and not options.resume:
-        refuse_existing(options.output_dir)
-    recorded = _recorded(options)
-    begun = recorded.get("target", {})
-    same = begun.get("name") == (options.target_name or options.target_model)
-    revision = options.revision or (begun.get("revision") if same else None)  # what main was then
-    target = target_facts(options.target_model, revision=revision)
+    if options.output_dir is not None:
+        eagle3_begun.refuse_unusable(options.output_dir)
+        if not options.resume:
+            refuse_existing(options.output_dir)
+    recorded = eagle3_begun.recorded_plan(options.output_dir if begun is None and options.resume else begun)
+    target = target_facts(options.target_model, revision=_revision(options, recorded))
     if target.max_positions is not None and options.seq_length > target.max_positions:
         raise ValueError(
             f"--seq-length is {options.seq_length}, and {options.target_model} has {target.max_positions} positions"
@@ -115,7 +121,7 @@ def resolve(options: Options, settings: Settings) -> Resolved:
         raise ValueError(f"--aux-layer-ids: {error}") from error
     tokenizer = open_tokenizer(options.target_model, revision=target.revision, chat_template=options.chat_template)
     facts = input_facts(settings, options.input_data, recorded=recorded.get("source"))
-    return Resolved(
+    resolved = Resolved(
         options=options,
         settings=settings,
         target=target,
@@ -125,15 +131,30 @@ def resolve(options: Options, settings: Settings) -> Resolved:
         aux_layer_ids=layers,
         draft_vocab=_given_vocab(options, target.vocab_size),
     )
+    return resolved if begun is not None or not recorded else _resumed(resolved, recorded)
 
 
-def _recorded(options: Options) -> dict[str, Any]:
-    """Return the plan of the folder that a run goes on with; {} where there is none."""
-    from niels_gpt.eagle3.plan import read_record
+def _revision(options: Options, recorded: dict[str, Any]) -> str | None:
+    """Return the target's revision: as asked for, or what main was when the folder was begun."""
+    begun = recorded.get("target", {})
+    same = begun.get("name") == (options.target_name or options.target_model)
+    return options.revision or (begun.get("revision") if same else None)
 
-    if options.output_dir is None or not options.resume:
-        return {}
-    return read_record(options.output_dir) or {}
+
+def _resumed(resolved: Resolved, recorded: dict[str, Any]) -> Resolved:
+    """Return what goes on in output_dir, under the names of its plan. Raises: CacheError where that is another plan."""
+    options, folder = resolved.options, resolved.options.output_dir
+    assert folder is not None
+    if options.target_name is None:
+        name = eagle3_begun.recorded_target_name(resolved.target, recorded)
+        options = replace(options, target_name=name)
+    source = eagle3_begun.under_recorded_name(resolved.source, recorded)
+    resolved = replace(resolved, options=options, source=source)
+    selected = known_vocab(resolved)
+    if selected is None:  # others than those of the plan, whichever they are
+        selected = list(range(draft_size(resolved)))
+    eagle3_begun.refuse_other_plan(folder, manifest_of(resolved, selected), _decided(resolved))
+    return resolved
 
 
 def _given_vocab(options: Options, vocab_size: int) -> list[int] | None:
@@ -148,11 +169,28 @@ def _given_vocab(options: Options, vocab_size: int) -> list[int] | None:
 
 
 def run_facts(options: Options, recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return how the target is run: the fields of plan.Run, what the options leave open as `recorded` has it.
+
+    Raises: ValueError where cuda is asked for and cannot be used.
+    """
     from niels_gpt.eagle3.plan import Run
 
-    device = options.device or recorded.get("device")
-    threads = options.threads or recorded.get("threads") or len(os.sched_getaffinity(0))
-    return asdict(Run.here(device, attention=options.attention, threads=threads))
+    device, threads = options.device or recorded.get("device"), options.threads or recorded.get("threads")
+    run = Run.here(device, attention=options.attention, threads=threads or len(os.sched_getaffinity(0)))
+    begun = recorded.get("compute_dtype") if run.device == recorded.get("device") else None
+    return {**asdict(run), "compute_dtype": options.compute_dtype or begun or run.compute_dtype}
+
+
+def _decided(resolved: Resolved) -> dict[str, Any]:
+    """Return the parts of the plan, the manifest aside, that are known before the input is read."""
+    return {
+        "target": _target_record(resolved),
+        "tokenizer": _tokenizer_record(resolved.tokenizer),
+        "source": resolved.source,
+        "run": resolved.run,
+        "batch_size": resolved.options.batch_size,
+        "max_batch_tokens": resolved.options.max_batch_tokens,
+    }
 
 
 def _target_record(resolved: Resolved) -> dict[str, Any]:
@@ -187,16 +225,11 @@ def prepare(resolved: Resolved, *, tokenized: Callable[[int, int], None] | None 
     )
     samples = Samples.of_rows(_told(islice(rows, options.limit), tokenized, shown, options.show))
     plan = make_plan(
-        _manifest(resolved, samples),
+        manifest_of(resolved, known_vocab(resolved) or frequent_vocab(resolved, samples)),
         samples,
-        target=_target_record(resolved),
-        tokenizer=_tokenizer_record(resolved.tokenizer),
-        source=resolved.source,
         dropped={reason: number for reason, number in counters.items() if reason not in (ROWS, *NOT_DROPPED)},
         altered={reason: counters[reason] for reason in NOT_DROPPED},
-        run=resolved.run,
-        batch_size=options.batch_size,
-        max_batch_tokens=options.max_batch_tokens,
+        **_decided(resolved),
     )
     return Prepared(resolved, samples, plan, shown)
 
@@ -214,61 +247,6 @@ def _told(
         yield row
     if tokenized is not None:
         tokenized(number, tokens)
-
-
-def _manifest(resolved: Resolved, samples: Samples) -> dict[str, Any]:
-    """Return manifest.json's keys but num_samples: those of its version, in the meaning of their contract."""
-    from niels_gpt.eagle3.manifest import is_compressed
-
-    options, target = resolved.options, resolved.target
-    selected = _selected(resolved, samples)
-    compressed = is_compressed(options.target_probs_topk, len(selected))
-    found = {
-        "format_version": options.format_version or (2 if compressed else 1),
-        "target_model": options.target_name or options.target_model,
-        "target_vocab_size": target.vocab_size,
-        "draft_vocab_size": len(selected),
-        "seq_length": options.seq_length,
-        "dtype": options.dtype,
-        "shard_size": options.shard_size,
-        "aux_hidden_dim": target.hidden_size * len(resolved.aux_layer_ids),
-        "aux_layer_ids": resolved.aux_layer_ids,
-        "selected_token_ids": selected,
-    }
-    if found["format_version"] == 1:
-        return found
-    return {
-        **found,
-        "target_probs_topk": options.target_probs_topk,
-        "input_data": options.input_data,
-        "split": None,
-        "shuffle_seed": 0,
-        "mask_reasoning_content": False,
-        "mask_generation_prompt": True,  # the role header carries no loss
-    }
-
-
-def _selected(resolved: Resolved, samples: Samples) -> list[int]:
-    """Return the target's id of each of the draft's: as recorded, from a file or a cache, or by frequency."""
-    from niels_gpt.eagle3.manifest import manifest_path, read_manifest
-    from niels_gpt.eagle3.vocab import build_eagle3_token_mapping
-
-    options, vocab = resolved.options, resolved.target.vocab_size
-    size = min(options.draft_vocab_size or vocab, vocab)
-    if resolved.draft_vocab is not None:
-        return resolved.draft_vocab
-    if options.resume and options.output_dir is not None and os.path.exists(manifest_path(options.output_dir)):
-        found = read_manifest(options.output_dir)
-        if (found.get("target_vocab_size"), found.get("draft_vocab_size")) == (vocab, size):
-            return list(found["selected_token_ids"])
-    batch = {"input_ids": samples.ids, "loss_mask": samples.loss_mask}
-    ids, _ = build_eagle3_token_mapping(
-        [batch],
-        target_vocab_size=vocab,
-        draft_vocab_size=options.draft_vocab_size,
-        special_token_ids=resolved.tokenizer.special_token_ids,
-    )
-    return [int(number) for number in ids]
 
 
 def carry_out(

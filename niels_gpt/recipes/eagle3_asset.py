@@ -19,7 +19,7 @@ from niels_gpt import fileio, versions
 from niels_gpt.build.journal import Checkpoint, Journal
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.fileio import META_NAME, CacheError, canonical_json
-from niels_gpt.recipes.eagle3 import Resolved, run_facts, carry_out, open_target, prepare, resolve
+from niels_gpt.recipes.eagle3 import Resolved, carry_out, open_target, prepare, resolve, run_facts
 from niels_gpt.recipes.eagle3_options import Options
 from niels_gpt.recipes.measured import Measured
 from niels_gpt.recipes.own import own_sources
@@ -125,7 +125,7 @@ def target_of(cache: Path, name: str, *, revision: str | None = None, device: st
         device = "cuda" if planned.get("device") == "cuda" and torch.cuda.is_available() else "cpu"
     facts = target_facts(name, revision=revision or record["target"].get("revision"))
     attention = planned.get("attention", "sdpa")
-    asked = Options(target_model=name, input_data="", device=device, attention=attention)
+    asked = Options(target_model=name, revision=revision, input_data="", device=device, attention=attention)
     run = {**run_facts(asked, planned), "compute_dtype": planned.get("compute_dtype", "fp32")}
     load = partial(
         open_target,
@@ -175,14 +175,13 @@ def _resolved(settings: Settings, path: Path, observed: str | None) -> Resolved:
         limit=settings.eagle3_max_samples or None,
         threads=1 if is_small else None,  # it is faster so, and the sample's bytes are those of any number of cores
     )
-    begun = _with_a_plan(path)
-    resolved = resolve(replace(options, output_dir=begun, resume=begun is not None), settings)
+    resolved = resolve(options, settings, begun=_with_a_plan(path))
     known = resolved.source
     dataset, _, revision = (observed or "").rpartition("@")
     if known["kind"] == "hub" and dataset == str(known["fingerprint"]).rpartition("@")[0] and revision != "None":
         newer = {**known, "fingerprint": observed, "revision": revision}
         known = {**known, **input_facts(settings, settings.eagle3_source, recorded=newer)}
-    return replace(resolved, options=options, source=known)
+    return replace(resolved, source=known)
 
 
 def _with_a_plan(path: Path) -> Path | None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from niels_gpt.eagle3.hub import is_local
+
 DTYPE_NAMES = ("bf16", "fp16", "fp32")
 ATTENTIONS = ("sdpa", "eager")
 DEVICES = ("cpu", "cuda")
+COMPUTE_DTYPES = ("bf16", "fp32")
 _LEAST = {
     "seq_length": 2,
     "draft_vocab_size": 1,
@@ -20,7 +23,13 @@ _LEAST = {
     "limit": 1,
     "show": 0,
 }
-_CHOICES = {"dtype": DTYPE_NAMES, "format_version": (1, 2), "attention": ATTENTIONS, "device": DEVICES}
+_CHOICES = {
+    "dtype": DTYPE_NAMES,
+    "format_version": (1, 2),
+    "attention": ATTENTIONS,
+    "device": DEVICES,
+    "compute_dtype": COMPUTE_DTYPES,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +72,8 @@ class Options:
     """Whether a folder that was begun, or is finished, is gone on with."""
     device: str | None = None
     """cpu or cuda; None: as recorded, at first cuda where there is one."""
+    compute_dtype: str | None = None
+    """Of the target's weights and arithmetic; None: as recorded, at first bf16 on cuda and fp32 on the cpu."""
     chat_template: str | None = None
     """Text of a jinja template in place of the tokenizer's own."""
     attention: str = "sdpa"
@@ -88,6 +99,11 @@ class Options:
             raise ValueError(
                 f"--format-version 1 stores every probability, and --target-probs-topk is {self.target_probs_topk}: "
                 "leave one of them out"
+            )
+        if self.revision is not None and is_local(self.target_model):
+            raise ValueError(
+                f"--revision {self.revision}: {self.target_model} is a folder, which has no revisions. Leave it out, "
+                "or name a model of the hub by its id"
             )
 
 
