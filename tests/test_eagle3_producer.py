@@ -451,6 +451,16 @@ def test_a_plan_that_is_lost_or_damaged_is_written_again_where_the_shards_are_of
     assert whole_tree(cache) == whole and made == (0 if finished else 1)
 
 
+def test_finished_shards_are_not_made_again_by_settings_of_a_plan_that_was_changed(tmp_path: Path) -> None:
+    cache = tmp_path / "c"
+    run(cache)
+    whole = whole_tree(cache)
+    LOSSES["changed"](cache / "sidecar" / "plan.json")
+    changed = small.plan(samples_of(), run={"threads": 7})
+    refused(cache, r"damaged \(its shards name another plan\).*original settings", given=changed, resume=True)
+    assert run(cache, resume=True, load=never).shards == 0 and whole_tree(cache) == whole
+
+
 def test_a_damaged_plan_without_any_shard_is_refused(tmp_path: Path) -> None:
     cache = tmp_path / "c"
     (cache / "sidecar").mkdir(parents=True)

@@ -81,6 +81,11 @@ def problems(cache: Path, name: str) -> list[str]:
     return verify(cache, names=[name])[name].problems
 
 
+def described(cache: Path) -> dict[str, str]:
+    """Return what `inspect` prints, by name."""
+    return {row[0]: row[1] for row in summary(cache)}
+
+
 def length(cache: Path, sample: int) -> int:
     return len(Samples.open(cache / "sidecar").row(sample)[0])
 
@@ -360,7 +365,7 @@ def test_a_cache_of_which_much_is_gone_is_no_other_tools(copied: Callable[..., P
     assert gone and all(any(problem.startswith(begin) for problem in said) for begin in gone)
     assert not any(verdict.note for verdict in verdicts.values())
     assert verdicts["ids_match"].problems
-    assert "plan.json is missing" in dict(summary(cache))["sidecar"]
+    assert "plan.json is missing" in described(cache)["sidecar"]
 
 
 def test_a_sidecar_of_nothing_but_the_lock_lacks_its_receipts(copied: Callable[..., Path]) -> None:
@@ -491,7 +496,7 @@ def test_of_a_cache_that_write_shard_wrote_all_but_the_source_is_checked(tmp_pat
     unchecked = Verdict([], "cannot be checked: no plan, as in caches that write_shard wrote")
     assert verify(tmp_path) == {**dict.fromkeys(CHECKS, GOOD), "ids_match": unchecked}
     assert recomputed(tmp_path, Target({}, eagle3_runs.load, {"device": "cpu"})) == unchecked
-    assert "write_shard wrote this cache" in dict(summary(tmp_path))["sidecar"]
+    assert "write_shard wrote this cache" in described(tmp_path)["sidecar"]
     receipt = tmp_path / "sidecar" / "shard-000000.json"
     kept = receipt.read_bytes()
     receipt.unlink()
@@ -564,8 +569,8 @@ def test_other_embeddings_than_the_targets_are_told_with_the_token(copied: Calla
     content = bytearray(path.read_bytes())
     content[-4 * eagle3_runs.HIDDEN * 3] ^= 1  # the last bit of a number of the third token from the end
     path.write_bytes(content)
-    for run in ({}, {"torch": "3.0"}):
-        (found,) = recomputed(cache, target(open_plan(cache), **run), k=1).problems
+    for there in (target(open_plan(cache)), target(open_plan(cache), torch="3.0")):
+        (found,) = recomputed(cache, there, k=1).problems
         assert found.startswith(f"{path}: the embedding of token {eagle3_runs.VOCAB - 3} is not the target's")
         assert "so of 1 of 40 tokens" in found
     path.unlink()

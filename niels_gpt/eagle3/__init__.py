@@ -20,6 +20,6 @@ The producer, which needs the extra `eagle3` (transformers):
 
 A finished cache: python -m niels_gpt.eagle3 verify | inspect | convert | stats (__main__.py)
 
-    checks.py verify.py file_checks.py row_checks.py recompute.py     is it good?
+    checks.py verify.py opened.py file_checks.py row_checks.py recompute.py     is it good?
     stats.py plot.py                                        what is in it?
 """

@@ -67,7 +67,7 @@ def _missing_parts(cache: Opened) -> Iterator[str]:
         for name in PLANNED:
             path = cache.folder / SIDECAR / name
             if not os.path.lexists(path):
-                yield cache.missing(path, "it in every cache that precompute made")
+                yield cache.missing(path, "one in every cache that precompute made")
     for shard in range(cache.num_shards):
         if not os.path.lexists(receipt_path(cache.folder, shard)):
             yield cache.receipt_missing(shard)

@@ -44,7 +44,11 @@ def finished_shards(cache_dir: PathLike, plan: Plan, *, resume: bool) -> set[int
     _refuse_foreign_meta(cache_dir)
     if strange := sorted(shard for shard in shards if shard >= plan.num_shards):
         raise CacheError(f"{shard_path(folder, strange[0])}: the plan has {plan.num_shards} shards. Move it away")
-    return {shard for shard in shards if is_finished(cache_dir, plan, shard)}
+    done = {shard for shard in shards if is_finished(cache_dir, plan, shard)}
+    made_by = set() if done else _plans_named(cache_dir, shards)
+    if made_by - {plan.sha256}:  # a plan.json that was changed, and settings that were taken from it
+        _refuse_without_plan(cache_dir, plan, made_by, True, "its shards name another plan")
+    return done
 
 
 def _is_of_plan(cache_dir: PathLike, plan: Plan, shards: set[int]) -> bool:

@@ -1,7 +1,8 @@
 """Is a finished cache good? Checks by name, each a function that yields what it found; shard by shard, row by row.
 
 A cache is read in pieces of some megabytes. What needs a sidecar is not checked in caches that other tools wrote, and
-what needs a plan not in those that write_shard wrote; the verdict says so. `recomputed`, which needs the target, is in recompute.py.
+what needs a plan not in those that write_shard wrote; the verdict says so. `recomputed`, which needs the target, is in
+recompute.py.
 """
 
 from __future__ import annotations
