@@ -92,4 +92,4 @@ def test_rows_take_little_more_memory_than_their_bytes() -> None:
     finally:
         tracemalloc.stop()
     assert len(samples) == count and samples.row(count - 1)[0].tolist() == ids.tolist()
-    assert peak < 2 * 5 * count * length  # ids and mask; lists of small arrays would take four times as much
+    assert peak < 2 * 5 * count * length  # ids and mask; lists of small arrays take 3.4 times as much

@@ -15,7 +15,7 @@ The producer, which needs the extra `eagle3` (transformers):
     hub.py models.py target.py small_target.py     the target: opened, listened to, and the sample's own
     supervision.py vocab.py                 the target's outputs -> the fields of the cache; the draft's vocabulary
     samples.py plan.py estimate.py          the tokenized input, everything that decides the bytes, the disk it takes
-    forward.py workers.py folder.py producer.py     a plan -> shards, by any number of workers, resumable
+    forward.py workers.py folder.py cache_folder.py producer.py     a plan -> shards, by any number of workers, resumable
     precompute.py                           python -m niels_gpt.eagle3.precompute
 
 A finished cache: python -m niels_gpt.eagle3 verify | inspect | convert | stats (__main__.py)

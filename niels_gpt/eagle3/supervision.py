@@ -34,14 +34,14 @@ def draft_distribution(
     Returns target_probs float32 [B, S, D], which sum to 1 among the draft's tokens, and position_mask bool [B, S, 1]:
     true where the loss mask is 1 and the target's first choice of all its tokens is one that the draft knows.
     """
-    num_rows, width, vocab_size = logits.shape
-    draft, known = _columns(selected_token_ids, logits), selected_token_mask.to(logits.device)
-    probs = torch.empty(num_rows, width, len(selected_token_ids), device=logits.device)
-    position_mask = loss_mask == 1
-    for row, part in _parts([width] * num_rows, vocab_size):
-        probs[row, part] = _probs(logits[row, part], draft)
-        position_mask[row, part] &= known[logits[row, part].argmax(dim=-1)]
-    return probs, position_mask.unsqueeze(-1)
+    draft, mask = _columns(selected_token_ids, logits), selected_token_mask.to(logits.device)
+    slots, shape = logits.flatten(0, 1), logits.shape[:2]
+    probs = torch.empty(len(slots), len(selected_token_ids), device=logits.device)
+    known = torch.empty(len(slots), dtype=torch.bool, device=logits.device)
+    for part in _parts(torch.ones(shape, dtype=torch.bool), logits.shape[-1]):
+        probs[part] = _probs(slots[part], draft)
+        known[part] = mask[slots[part].argmax(dim=-1)]
+    return probs.view(*shape, -1), (known.view(shape) & (loss_mask == 1)).unsqueeze(-1)
 
 
 def cache_fields(
@@ -65,51 +65,55 @@ def cache_fields(
     vocabulary; kept_mass, the sum over the positions of the share that the top k keep, and None for topk 0.
     Raises: ValueError for lengths that do not fit.
     """
-    tokens, logits = _checked_lengths(batch, lengths), batch.logits
-    draft, mask = _columns(selected_token_ids, logits), selected_token_mask.to(logits.device)
-    last = torch.tensor([length - 1 for length in tokens], device=logits.device)
-    inner = torch.arange(logits.shape[1], device=logits.device) < last[:, None]
-    supervised = (batch.loss_mask == 1) & inner
-    known, mass = torch.zeros_like(supervised), torch.zeros_like(supervised, dtype=torch.float32)
-    kept = torch.zeros_like(supervised, dtype=torch.float64)
+    real, inner = _slots(batch, lengths)
+    logits, draft = batch.logits.flatten(0, 1), _columns(selected_token_ids, batch.logits)
+    ids, mask = (tensor.to(logits.device) for tensor in (selected_token_ids, selected_token_mask))
+    supervised = (batch.loss_mask == 1) & inner.to(logits.device)
+    known, mass = torch.zeros_like(supervised).flatten(), supervised.flatten().float()
+    kept = torch.zeros_like(mass, dtype=torch.float64)
     # Without logits: a softmax of zeros, like the others.
-    end = _stored(torch.zeros(1, len(selected_token_ids), device=logits.device).softmax(-1), topk, dtype)[0]
-    fields = _padded(batch, tokens, end, dtype)
-    for row, part in _parts(last.tolist(), logits.shape[-1]):
-        some = logits[row, part]
-        known[row, part] = mask[some.argmax(dim=-1)]
-        mass[row, part] = _draft_mass(some, supervised[row, part], selected_token_ids.to(some.device))
-        stored, kept[row, part] = _stored(_probs(some, draft), topk, dtype)
-        for name, values in stored.items():
-            fields[name][row, part] = values.to("cpu")
-    position_mask = supervised & known
+    end = _stored(torch.zeros(1, len(ids), device=logits.device).softmax(-1), topk, dtype)[0]
+    fields = _padded(batch, real, inner, end, dtype)
+    stored = {name: fields[name].flatten(0, 1) for name in end}
+    for part in _parts(inner, logits.shape[-1]):
+        some = logits[part]
+        known[part] = mask[some.argmax(dim=-1)]
+        mass[part] = _draft_mass(some, mass[part], ids)
+        values, kept[part] = _stored(_probs(some, draft), topk, dtype)
+        for name in stored:
+            stored[name][part] = values[name].cpu()
+    position_mask = supervised & known.view_as(supervised)
     fields["position_mask"] = position_mask.unsqueeze(-1).cpu()
     facts: dict[str, list[Any] | None] = {
         "supervised": supervised.sum(1).tolist(),
         "positions": position_mask.sum(1).tolist(),
-        "kept_mass": None if "target_probs" in fields else _sums(kept * position_mask),
-        "draft_mass": _sums(mass),
+        "kept_mass": None if "target_probs" in end else _sums(kept.view_as(position_mask) * position_mask),
+        "draft_mass": _sums(mass.view_as(supervised)),
     }
     return fields, facts
 
 
-def _checked_lengths(batch: Eagle3TargetBatch, lengths: Sequence[int] | Tensor) -> list[int]:
+def _slots(batch: Eagle3TargetBatch, lengths: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
+    """Return, on the CPU, which slots are of a token, and of one with a next one: bool [B, W] each."""
     num_rows, width = batch.input_ids.shape
-    found = torch.as_tensor(lengths, dtype=torch.int64)
+    found = torch.as_tensor(lengths, dtype=torch.int64).cpu()
     if found.shape != (num_rows,) or not bool(((found >= 1) & (found <= width)).all()):
         raise ValueError(
             f"lengths={found.tolist()}: expected one for each of {num_rows} rows, each from 1 to the batch's width "
             f"{width}"
         )
-    return [int(length) for length in found.tolist()]
+    slot = torch.arange(width)
+    return slot < found[:, None], slot < found[:, None] - 1
 
 
-def _parts(slots: Sequence[int], values: int) -> Iterator[tuple[int, slice]]:
-    """Yield rows and slices of their first `slots`, whose slots of `values` numbers are `PART_VALUES` at most."""
-    at_once = max(1, PART_VALUES // max(1, values))
-    for row, stop in enumerate(slots):
-        for start in range(0, stop, at_once):
-            yield row, slice(start, min(start + at_once, stop))
+def _parts(slots: Tensor, values: int) -> Iterator[slice | Tensor]:
+    """Yield the true ones of bool [B, W] as indices into [B * W], such that `values` numbers each are `PART_VALUES`.
+
+    Of slots one behind the other, as in a long row, a slice: indexing by it makes no copy.
+    """
+    for part in torch.split(slots.flatten().nonzero().squeeze(-1), max(1, PART_VALUES // max(1, values))):
+        start, stop = (int(part[0]), int(part[-1]) + 1) if len(part) else (0, 0)
+        yield slice(start, stop) if stop - start == len(part) else part
 
 
 def _columns(selected_token_ids: Tensor, logits: Tensor) -> Tensor | None:
@@ -134,34 +138,32 @@ def _stored(probs: Tensor, topk: int, dtype: torch.dtype) -> tuple[dict[str, Ten
 
 
 def _padded(
-    batch: Eagle3TargetBatch, tokens: Sequence[int], end: dict[str, Tensor], dtype: torch.dtype
+    batch: Eagle3TargetBatch, real: Tensor, inner: Tensor, end: dict[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the fields but for what the logits say: the distributions of the slots before each row's last are unset.
+    """Return the fields but for what the logits say: the distributions of the inner slots are unset.
 
     end: what the distribution of a last slot is stored as, [1, ...] each.
     """
     fields = {
         name: getattr(batch, name).to("cpu", torch.int64) for name in ("input_ids", "attention_mask", "loss_mask")
     }
-    shape = batch.input_ids.shape
-    aux = torch.empty(*shape, batch.aux_hidden_states.shape[-1], dtype=dtype)
-    probs = {name: torch.empty(*shape, value.shape[-1], dtype=value.dtype) for name, value in end.items()}
-    for row, length in enumerate(tokens):
-        aux[row, :length] = batch.aux_hidden_states[row, :length].to(dtype).cpu()
-        aux[row, length:] = 0
-        for name, value in end.items():
-            probs[name][row, length - 1 : length] = value.cpu()
-            probs[name][row, length:] = 0
-    return {**fields, "aux_hidden_states": aux, **probs}
+    aux = fields["aux_hidden_states"] = batch.aux_hidden_states.to(dtype, copy=True).cpu()
+    aux[~real] = 0
+    for name, value in end.items():
+        fields[name] = torch.empty(*real.shape, value.shape[-1], dtype=value.dtype)
+        fields[name][real & ~inner] = value.cpu()
+        fields[name][~real] = 0
+    return fields
 
 
 def _draft_mass(logits: Tensor, supervised: Tensor, selected_token_ids: Tensor) -> Tensor:
-    """Return the probability [n] of the draft's tokens among all: of the supervised ones of some slots, else 0."""
-    mass = supervised.float()
+    """Return the probability [n] of the draft's tokens among all: of the supervised (1.0) of some slots, else 0."""
     if len(selected_token_ids) < logits.shape[-1]:
-        some = logits[supervised].float()
-        mass[supervised] = (some.index_select(-1, selected_token_ids).logsumexp(-1) - some.logsumexp(-1)).exp()
-    return mass
+        where = supervised.nonzero().squeeze(-1)
+        some = logits[where].float()
+        mass = (some.index_select(-1, selected_token_ids).logsumexp(-1) - some.logsumexp(-1)).exp()
+        supervised = supervised.index_put((where,), mass)
+    return supervised
 
 
 def _sums(values: Tensor) -> list[float]:
@@ -193,15 +195,17 @@ def check_finite(
     if bool(good.all()):
         return
     layers, vocab_size = len(aux_layer_ids), batch.logits.shape[-1]
-    tokens, places = _checked_lengths(batch, lengths), []
-    for row, part in _parts(tokens, max(vocab_size, batch.aux_hidden_states.shape[-1])):
-        aux = batch.aux_hidden_states[row, part].view(part.stop - part.start, layers, -1)
-        bad_aux = ~aux.to(stored_aux).isfinite().all(-1)
-        bad_logits = ~batch.logits[row, part].isfinite().all(-1)
-        bad_logits[tokens[row] - 1 - part.start :] = False  # those of the last slot are not stored
+    real, inner = _slots(batch, lengths)
+    aux, logits = batch.aux_hidden_states.flatten(0, 1), batch.logits.flatten(0, 1)
+    places: list[tuple[int, int, int]] = []
+    slots = torch.arange(real.numel())
+    for part in _parts(real, max(vocab_size, aux.shape[-1])):
+        by_layer = aux[part].view(-1, layers, aux.shape[-1] // layers)
+        bad_aux = ~by_layer.to(stored_aux).isfinite().all(-1)
+        bad_logits = ~logits[part].isfinite().all(-1) & inner.flatten()[part].to(logits.device)
         # Per slot and place: the layers in their order, then the logits.
         found = torch.cat((bad_aux, bad_logits.unsqueeze(-1)), dim=-1).nonzero().tolist()
-        places += [(row, part.start + slot, place) for slot, place in found]
+        places += [(*divmod(int(slots[part][slot]), real.shape[1]), place) for slot, place in found]
     if places:
         raise NonFiniteError(_not_finite(batch, places, sample_ids, aux_layer_ids, stored_aux))
 
