@@ -125,6 +125,15 @@ def test_nothing_of_what_the_target_makes_of_padding_is_kept(topk: int) -> None:
         assert all(torch.equal(calm[name], wild[name]) for name in calm) and calm_facts == wild_facts
 
 
+@pytest.mark.parametrize("topk", [0, 3])
+def test_samples_of_one_token_have_no_position(topk: int) -> None:
+    fields, facts = cache_fields(batch_of(), [1, 1, 1], SELECTED, KNOWN, topk=topk, dtype=torch.float32)
+    probs = fields["target_probs_values" if topk else "target_probs"]
+    assert torch.allclose(probs[:, 0], torch.tensor(1 / (topk or 10))) and not probs[:, 1:].any()
+    assert facts["supervised"] == facts["positions"] == facts["draft_mass"] == [0, 0, 0]
+    assert not fields["position_mask"].any() and facts["kept_mass"] == ([0, 0, 0] if topk else None)
+
+
 def test_a_k_that_keeps_everything_is_stored_whole() -> None:
     fields, facts = fields_of(batch_of(), topk=10)
     assert "target_probs" in fields and "target_probs_values" not in fields and facts["kept_mass"] is None

@@ -107,7 +107,7 @@ def _slots(batch: Eagle3TargetBatch, lengths: Sequence[int] | Tensor) -> tuple[T
 
 
 def _parts(slots: Tensor, values: int) -> Iterator[slice | Tensor]:
-    """Yield the true ones of bool [B, W] as indices into [B * W], such that `values` numbers each are `PART_VALUES`.
+    """Yield the true ones of bool [B, W] as indices into [B * W], which with `values` each are `PART_VALUES` at most.
 
     Of slots one behind the other, as in a long row, a slice: indexing by it makes no copy.
     """
