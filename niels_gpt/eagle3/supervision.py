@@ -229,6 +229,6 @@ def _not_finite(
     return (
         f"sample {sample_ids[row]!r}, slot {slot}, {name}: {wrong.item()}, expected a finite number"
         f"{f' that fits into {stored_aux}' if bool(wrong.isfinite()) else ''}; {len(places)} such places in {samples} "
-        f"of {len(sample_ids)} samples of the batch. Run the target in another dtype, store another one, or leave the "
-        "sample out"
+        f"of {len(sample_ids)} samples of the batch. Run the target in another dtype (--compute-dtype), store another "
+        "one (--dtype), or leave the sample out"
     )
