@@ -11,15 +11,22 @@ The format, which needs torch and safetensors:
 
 The producer, which needs the extra `eagle3` (transformers):
 
-    tokenizers.py templates.py chats.py     chats -> ids and loss mask, by the target's tokenizer and template
-    hub.py models.py target.py small_target.py     the target: opened, listened to, and the sample's own
-    supervision.py vocab.py                 the target's outputs -> the fields of the cache; the draft's vocabulary
-    samples.py plan.py estimate.py          the tokenized input, everything that decides the bytes, the disk it takes
-    forward.py workers.py folder.py cache_folder.py producer.py     a plan -> shards, by any number of workers, resumable
-    precompute.py                           python -m niels_gpt.eagle3.precompute
+    tokenizers.py templates.py template_code.py edges.py chats.py
+                    chats -> ids and loss mask, by the target's tokenizer and template
+    hub.py models.py target.py small_target.py
+                    the target: opened, listened to, and the sample's own
+    supervision.py vocab.py
+                    the target's outputs -> the fields of the cache; the draft's vocabulary
+    samples.py plan.py estimate.py
+                    the tokenized input, everything that decides the bytes, the disk it takes
+    forward.py workers.py folder.py cache_folder.py producer.py
+                    a plan -> shards, by any number of workers, resumable
+    precompute.py   python -m niels_gpt.eagle3.precompute
 
 A finished cache: python -m niels_gpt.eagle3 verify | inspect | convert | stats (__main__.py)
 
-    checks.py verify.py opened.py file_checks.py row_checks.py recompute.py     is it good?
-    stats.py plot.py                                        what is in it?
+    checks.py verify.py opened.py file_checks.py row_checks.py recompute.py
+                    is it good?
+    show.py stats.py plot.py
+                    what is in it?
 """
