@@ -1,0 +1,225 @@
+"""A forest of token sequences that share prefixes, as one row of tokens in depth-first pre-order.
+
+    samples                 row         0  1  2  3  4  5  6
+    1 2 10 11               input_ids   1  2 10 11 20 21 22
+    1 2 20 21 22            positions   0  1  2  3  2  3  4
+                            subtree_end 7  7  4  4  7  7  7
+
+In this order the tokens that may see token k are the ones from k to the end of its subtree, so that one array is the
+whole attention mask: query q sees key k if and only if k <= q < subtree_end[k]. Groups that share nothing are further
+roots of the same row; padding is a token that only sees itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from niels_gpt.prefix_tree import radix
+from niels_gpt.prefix_tree.ids import concatenated, masks
+from niels_gpt.prefix_tree.messages import Encode, threads
+from niels_gpt.prefix_tree.stats import ForestStats, ModelShape
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PrefixForest:
+    """T flat tokens of N nodes, of which S samples are made; a ragged field has a value per token of each sample.
+
+    Make one by `from_sequences`, `from_rollout_group`, `from_node_paths`, `from_message_tree` or `joined`: same input,
+    same layout. All tensors are on one device.
+    """
+
+    input_ids: Tensor  # int64 [T]
+    position_ids: Tensor  # int64 [T], tokens above this one in every sample through it; 0 for padding
+    subtree_end: Tensor  # int64 [T], flat end of the subtree of the token's node; i + 1 for padding at row i
+    node_starts: Tensor  # int64 [N]
+    node_lengths: Tensor  # int64 [N], at least 1
+    node_parents: Tensor  # int64 [N], smaller than the node's own number; -1 for a root
+    sample_ends: Tensor  # int64 [S], the node whose last token is the sample's last; may be an inner node
+    sample_offsets: Tensor  # int64 [S + 1], where a sample begins in a ragged field
+    loss_mask: Tensor  # bool [sum of sample lengths], ragged: which tokens are targets
+
+    @classmethod
+    def from_sequences(
+        cls, sequences: Sequence[Any], *, loss_mask: Sequence[Sequence[Any]] | None = None
+    ) -> PrefixForest:
+        """Fold whole sequences; whatever two of them have in common from their beginning is stored once.
+
+        Args:
+            sequences: [S] of ids: lists, tuples, integer arrays or tensors, none empty. Duplicates and prefixes of
+                other sequences stay samples of their own, and take no further tokens.
+            loss_mask: [S] of 0 and 1 for each token: which ones are targets. Default: all.
+
+        Raises:
+            ValueError: there is no sequence, one is empty, an id is negative, or a mask is of another length.
+            TypeError: something is not an integer.
+        """
+        ids, offsets = concatenated(sequences, "sequence")
+        tree = radix.radix_tree(ids, offsets)
+        return cls._laid_out(tree, ids, np.diff(offsets), masks(loss_mask, offsets))
+
+    @classmethod
+    def from_rollout_group(cls, prompt_ids: Any, completions: Sequence[Any]) -> PrefixForest:
+        """Fold one prompt and its completions; the tokens of the completions are the targets.
+
+        Completions that begin alike share those tokens too, other than in `fold_shared_prefix_rollouts`. The prompt may
+        be empty: then the first token of each completion is a target that nothing predicts.
+        """
+        pieces, bounds = concatenated([prompt_ids, *completions], "completion", first="the prompt")
+        prompt, *rest = np.split(pieces, bounds[1:-1])
+        ids = np.concatenate([part for completion in rest for part in (prompt, completion)])
+        lengths = np.diff(bounds)[1:] + len(prompt)
+        targets = np.concatenate([np.arange(length) >= len(prompt) for length in lengths])
+        tree = radix.radix_tree(ids, np.concatenate([[0], np.cumsum(lengths)]))
+        return cls._laid_out(tree, ids, lengths, targets)
+
+    @classmethod
+    def from_node_paths(
+        cls,
+        node_lengths: Sequence[int],
+        sample_paths: Sequence[Sequence[int]],
+        input_ids: Any = None,
+        *,
+        loss_nodes: Iterable[int] | None = None,
+    ) -> PrefixForest:
+        """Take a tree as it is, such as that of a `FoldedRollouts`: nodes with equal openings are not merged.
+
+        Args:
+            node_lengths: [N] tokens of each node, in the order in which they stand in `input_ids`; may be 0.
+            sample_paths: [S] the nodes of each sample, from its root. Nodes of length 0 are left out of paths.
+            input_ids: [sum of node_lengths]; without it every id is 0, for the structure alone.
+            loss_nodes: nodes whose tokens are targets. Default: all.
+
+        Nodes that are not in pre-order are put into it: children follow their parent by number.
+
+        Raises:
+            ValueError: a path is empty or names no node, a node has two parents or is on no path, or the ids do not
+                fit the lengths.
+        """
+        total = sum(node_lengths)
+        ids = np.zeros(total, np.int64) if input_ids is None else concatenated([input_ids], "input_ids")[0]
+        if len(ids) != total:
+            raise ValueError(f"node_lengths add up to {total} tokens, but there are {len(ids)} input_ids")
+        tree, paths = radix.tree_of_paths(node_lengths, sample_paths)
+        wanted = set(range(len(node_lengths)) if loss_nodes is None else loss_nodes)
+        runs = [(node in wanted, node_lengths[node]) for path in paths for node in path]
+        targets = np.repeat([is_wanted for is_wanted, _ in runs], [length for _, length in runs])
+        lengths = np.array([sum(node_lengths[node] for node in path) for path in paths])
+        return cls._laid_out(tree, ids, lengths, targets)
+
+    @classmethod
+    def from_message_tree(
+        cls, tree: Mapping[str, Any], encode: Encode, *, counters: Counter[str] | None = None
+    ) -> PrefixForest:
+        """Fold a tree of messages, such as a line of OASST1's `*.trees.jsonl`: one sample per thread, root to leaf.
+
+        Args:
+            tree: a message with its `replies`, or a record that has it as `prompt`.
+            encode: gives the ids of one message, role tags included, and 1 for each id that is a target. Messages are
+                encoded one by one, so that threads share tokens exactly where they share messages, or begin alike.
+            counters: gets "cut_messages" (behind the last target of a thread, where they would train nothing) and
+                "no_target" (threads that are nothing else, and give no sample).
+
+        Raises:
+            ValueError: no thread of the tree has a target, or ids and mask of a message differ in length.
+        """
+        found = list(threads(tree, encode, Counter() if counters is None else counters))
+        if not found:
+            raise ValueError("no message of the tree has a target: encode gave masks of zeros only")
+        return cls.from_sequences([ids for ids, _ in found], loss_mask=[mask for _, mask in found])
+
+    @classmethod
+    def joined(cls, forests: Sequence[PrefixForest]) -> PrefixForest:
+        """Put several forests into one row, one after another; padding is left out. Nothing is shared between them."""
+        if not forests:
+            raise ValueError("joined() got no forest; expected at least one")
+        columns: dict[str, list[Tensor]] = {field.name: [] for field in fields(cls)}
+        tokens = nodes = before = 0
+        for forest in forests:
+            size = forest.num_tokens
+            for name, shift in {"input_ids": 0, "position_ids": 0, "subtree_end": tokens}.items():
+                columns[name].append(getattr(forest, name)[:size] + shift)
+            columns["node_starts"].append(forest.node_starts + tokens)
+            columns["node_lengths"].append(forest.node_lengths)
+            columns["node_parents"].append(torch.where(forest.node_parents < 0, -1, forest.node_parents + nodes))
+            columns["sample_ends"].append(forest.sample_ends + nodes)
+            columns["sample_offsets"].append(forest.sample_offsets[int(before > 0) :] + before)
+            columns["loss_mask"].append(forest.loss_mask)
+            tokens, nodes, before = tokens + size, nodes + len(forest.node_starts), before + len(forest.loss_mask)
+        return cls(**{name: torch.cat(column) for name, column in columns.items()})
+
+    @classmethod
+    def _laid_out(cls, tree: radix.Tree, ids: radix.Ints, lengths: radix.Ints, loss_mask: Any) -> PrefixForest:
+        layout = radix.pre_order(tree)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        columns = (ids[layout.source], *layout[1:], offsets, loss_mask)
+        return cls(*(torch.from_numpy(column) for column in columns))
+
+    def __repr__(self) -> str:
+        """Name the sizes: `PrefixForest(2 samples of 9 tokens in 7, 3 nodes)`."""
+        before, nodes = len(self.loss_mask), len(self.node_starts)
+        return f"PrefixForest({self.num_samples} samples of {before} tokens in {self.num_tokens}, {nodes} nodes)"
+
+    @property
+    def num_samples(self) -> int:
+        """S."""
+        return len(self.sample_ends)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Return the number of flat tokens without padding."""
+        return int(self.node_lengths.sum())
+
+    @property
+    def sample_lengths(self) -> Tensor:
+        """Return the tokens of each sample, int64 [S]."""
+        return self.sample_offsets.diff()
+
+    @cached_property
+    def sample_rows(self) -> Tensor:
+        """Return the flat row of every token of every sample, int64 [sum of sample lengths], sample after sample."""
+        nodes, ends = self.sample_ends, self.sample_offsets[1:]
+        runs: list[tuple[Tensor, Tensor, Tensor]] = []  # place in the field, flat start, length: a node of a sample
+        while len(nodes):  # from the samples' last nodes to their roots
+            lengths = self.node_lengths[nodes]
+            ends = ends - lengths
+            runs.append((ends, self.node_starts[nodes], lengths))
+            nodes = self.node_parents[nodes]
+            ends, nodes = ends[nodes >= 0], nodes[nodes >= 0]
+        places, starts, lengths = (torch.cat(column) for column in zip(*runs, strict=True))
+        order = places.argsort()
+        shifts = (starts - places)[order].repeat_interleave(lengths[order])
+        return shifts + torch.arange(len(shifts), device=shifts.device)
+
+    def samples(self) -> list[list[int]]:
+        """Return the sequences that were folded."""
+        return [part.tolist() for part in torch.split(self.input_ids[self.sample_rows], self.sample_lengths.tolist())]
+
+    def padded(self, multiple_of: int, pad_id: int = 0) -> PrefixForest:
+        """Return the forest with T a multiple of a number; padding sees only itself, and nothing sees it."""
+        if multiple_of < 1:
+            raise ValueError(f"multiple_of is {multiple_of}; expected at least 1")
+        rows = torch.arange(len(self.input_ids), -(-len(self.input_ids) // multiple_of) * multiple_of).to(
+            self.input_ids
+        )
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids, torch.full_like(rows, pad_id)]),
+            position_ids=torch.cat([self.position_ids, torch.zeros_like(rows)]),
+            subtree_end=torch.cat([self.subtree_end, rows + 1]),
+        )
+
+    def to(self, device: torch.device | str) -> PrefixForest:
+        """Return the forest with every tensor on a device."""
+        return PrefixForest(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+    def stats(self, shape: ModelShape | None = None) -> ForestStats:
+        """Return what folding saves: tokens and attention pairs before and after, and FLOPs of a model shape."""
+        return ForestStats.of(self, shape)

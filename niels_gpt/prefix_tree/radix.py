@@ -1,0 +1,175 @@
+"""Sequences -> radix tree (compressed prefix tree) -> depth-first pre-order: the integers behind `PrefixForest`.
+
+Linear in the tokens: each is compared at most twice, by one comparison of bytes per node on its sequence's path, and
+nothing is sorted but nodes. Nothing recurses, for a tree of chats may be as deep as its longest thread has turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+class Tree(NamedTuple):
+    """Nodes in any order, each a run of a common array of ids; a root has the parent -1."""
+
+    starts: Ints  # [N] where the node's tokens begin in that array
+    lengths: Ints  # [N] at least 1
+    parents: Ints  # [N]
+    ranks: Ints  # [N] siblings stand in the order of their ranks
+    ends: Ints  # [S] the node whose last token is the sample's last
+
+
+class Layout(NamedTuple):
+    """The same tree in pre-order, a parent before its children and a subtree in one piece."""
+
+    source: Ints  # [T] index into the array of ids
+    depths: Ints  # [T] tokens above a token: its position in every sample through it
+    subtree_end: Ints  # [T] flat end of the subtree of the token's node
+    starts: Ints  # [N]
+    lengths: Ints  # [N]
+    parents: Ints  # [N]
+    ends: Ints  # [S]
+
+
+def radix_tree(ids: Ints, offsets: Ints) -> Tree:
+    """Return the radix tree of the sequences ids[offsets[i]:offsets[i + 1]], none of them empty.
+
+    A node is split at the first mismatch, so siblings differ in their first token. Siblings stand in the order in which
+    the sequences brought them. A sequence that ends inside a node splits it too: a sample ends where a node ends.
+    """
+    data, view = ids.tobytes(), memoryview(ids.data)
+    starts: list[int] = []
+    lengths: list[int] = []
+    parents: list[int] = []
+    ranks: list[int] = []
+    ends: list[int] = []
+    children: dict[tuple[int, int], int] = {}  # (node, first token) -> child
+
+    def add(start: int, length: int, parent: int, rank: int) -> int:
+        starts.append(start)
+        lengths.append(length)
+        parents.append(parent)
+        ranks.append(rank)
+        children[parent, view[start]] = len(starts) - 1
+        return len(starts) - 1
+
+    for sample, (at, end) in enumerate(pairwise(offsets.tolist())):
+        node = -1
+        while at < end:
+            child = children.get((node, view[at]))
+            if child is None:
+                node, at = add(at, end - at, node, sample), end
+                continue
+            start, length = starts[child], min(lengths[child], end - at)
+            same = length
+            if data[8 * start : 8 * (start + length)] != data[8 * at : 8 * (at + length)]:
+                same = int(np.argmax(ids[start : start + length] != ids[at : at + length]))
+            if (
+                same < lengths[child]
+            ):  # the upper part becomes a node of its own, and what ends at the child ends there still
+                upper = add(start, same, node, ranks[child])
+                starts[child] += same
+                lengths[child] -= same
+                parents[child] = upper
+                children[upper, view[start + same]] = child
+                child = upper
+            node, at = child, at + same
+        ends.append(node)
+    return Tree(*(np.array(column, dtype=np.int64) for column in (starts, lengths, parents, ranks, ends)))
+
+
+def tree_of_paths(lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> tuple[Tree, list[list[int]]]:
+    """Return the tree in which each sample is the tokens of the nodes on its path, and the paths without empty nodes.
+
+    Node i has lengths[i] tokens, which begin where those of the nodes before it end. Siblings stand by number.
+
+    Raises:
+        ValueError: a path names no node or has no token, a node has two parents, or one with tokens is on no path.
+    """
+    parents: dict[int, int] = {}
+    kept: list[list[int]] = []
+    for sample, path in enumerate(paths):
+        for node in path:
+            if not 0 <= node < len(lengths):
+                raise ValueError(f"sample_paths[{sample}] names node {node}; there are {len(lengths)}, from 0")
+        nodes = [node for node in path if lengths[node]]
+        if not nodes:
+            raise ValueError(f"sample_paths[{sample}] is {list(path)}: no token; expected a node of length 1 or more")
+        for node, parent in zip(nodes, [-1, *nodes], strict=False):
+            if parents.setdefault(node, parent) != parent:
+                raise ValueError(
+                    f"sample_paths[{sample}] has node {node} below {parent}, an earlier path below {parents[node]} "
+                    "(-1: a root); in a tree a node has one parent"
+                )
+        kept.append(nodes)
+    for node, length in enumerate(lengths):
+        if length < 0 or (length and node not in parents):
+            what = "on no path; every node with tokens belongs to a sample" if length > 0 else "shorter than 0"
+            raise ValueError(f"node {node} has {length} tokens and is {what}")
+    if not kept:
+        raise ValueError("sample_paths is empty; expected the nodes of at least one sample")
+    numbers = sorted(parents)
+    place = {-1: -1} | {node: index for index, node in enumerate(numbers)}
+    ends = np.cumsum(lengths)[numbers]
+    sizes = np.array(lengths, dtype=np.int64)[numbers]
+    above = np.array([place[parents[node]] for node in numbers], dtype=np.int64)
+    last = np.array([place[path[-1]] for path in kept], dtype=np.int64)
+    return Tree(ends - sizes, sizes, above, np.arange(len(numbers)), last), kept
+
+
+def pre_order(tree: Tree) -> Layout:
+    """Lay a tree out in depth-first pre-order, siblings by rank, roots too."""
+    order = np.fromiter(_walk(tree), dtype=np.int64, count=len(tree.starts))
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    lengths = tree.lengths[order]
+    above = tree.parents[order]
+    parents = np.where(above < 0, -1, place[above])
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    depths, subtree_ends = _depths_and_ends(parents, lengths, ends)
+    within = np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
+    return Layout(
+        source=np.repeat(tree.starts[order], lengths) + within,
+        depths=np.repeat(depths, lengths) + within,
+        subtree_end=np.repeat(subtree_ends, lengths),
+        starts=starts,
+        lengths=lengths,
+        parents=parents,
+        ends=place[tree.ends],
+    )
+
+
+def _walk(tree: Tree) -> Iterator[int]:
+    """Give the nodes in pre-order."""
+    by_parent = np.lexsort((tree.ranks, tree.parents))
+    bounds = np.searchsorted(tree.parents[by_parent], np.arange(-1, len(tree.parents) + 1)).tolist()
+    nodes = by_parent.tolist()
+    waiting = nodes[: bounds[1]][::-1]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        begin, end = bounds[node + 1], bounds[node + 2]
+        if begin < end:
+            waiting += nodes[begin:end][::-1]
+
+
+def _depths_and_ends(parents: Ints, lengths: Ints, ends: Ints) -> tuple[Ints, Ints]:
+    """Return for each node of a pre-order the tokens above it, and the flat end of its subtree."""
+    above, size, end = parents.tolist(), lengths.tolist(), ends.tolist()
+    depths = [0] * len(above)
+    for node, parent in enumerate(above):  # parents come first
+        if parent >= 0:
+            depths[node] = depths[parent] + size[parent]
+    for node in range(len(above) - 1, -1, -1):
+        parent = above[node]
+        if parent >= 0 and end[parent] < end[node]:
+            end[parent] = end[node]
+    return np.array(depths, dtype=np.int64), np.array(end, dtype=np.int64)
