@@ -48,7 +48,7 @@ class PrefixForest:
 
     @classmethod
     def from_sequences(
-        cls, sequences: Sequence[Any], *, loss_mask: Sequence[Sequence[Any]] | None = None
+        cls, sequences: Iterable[Any], *, loss_mask: Sequence[Sequence[Any]] | None = None
     ) -> PrefixForest:
         """Fold whole sequences; whatever two of them have in common from their beginning is stored once.
 
@@ -66,7 +66,7 @@ class PrefixForest:
         return cls._laid_out(tree, ids, np.diff(offsets), masks(loss_mask, offsets))
 
     @classmethod
-    def from_rollout_group(cls, prompt_ids: Any, completions: Sequence[Any]) -> PrefixForest:
+    def from_rollout_group(cls, prompt_ids: Any, completions: Iterable[Any]) -> PrefixForest:
         """Fold one prompt and its completions; the tokens of the completions are the targets.
 
         Completions that begin alike share those tokens too, other than in `fold_shared_prefix_rollouts`. The prompt may
@@ -185,18 +185,18 @@ class PrefixForest:
     @cached_property
     def sample_rows(self) -> Tensor:
         """Return the flat row of every token of every sample, int64 [sum of sample lengths], sample after sample."""
-        nodes, ends = self.sample_ends, self.sample_offsets[1:]
-        runs: list[tuple[Tensor, Tensor, Tensor]] = []  # place in the field, flat start, length: a node of a sample
-        while len(nodes):  # from the samples' last nodes to their roots
-            lengths = self.node_lengths[nodes]
-            ends = ends - lengths
-            runs.append((ends, self.node_starts[nodes], lengths))
-            nodes = self.node_parents[nodes]
-            ends, nodes = ends[nodes >= 0], nodes[nodes >= 0]
-        places, starts, lengths = (torch.cat(column) for column in zip(*runs, strict=True))
-        order = places.argsort()
-        shifts = (starts - places)[order].repeat_interleave(lengths[order])
-        return shifts + torch.arange(len(shifts), device=shifts.device)
+        tensors = (self.node_starts, self.node_lengths, self.node_parents, self.sample_ends, self.sample_offsets)
+        rows = radix.rows_of_samples(*(tensor.numpy(force=True) for tensor in tensors))
+        return torch.from_numpy(rows).to(self.input_ids.device)
+
+    @property
+    def rows_above(self) -> Tensor:
+        """Return the row before each flat token in its samples, which predicts it: int64 [T]; -1 if there is none."""
+        rows = torch.arange(-1, len(self.input_ids) - 1, device=self.input_ids.device)
+        parents = self.node_parents
+        rows[self.node_starts] = torch.where(parents < 0, -1, (self.node_starts + self.node_lengths)[parents] - 1)
+        rows[self.num_tokens :] = -1
+        return rows
 
     def samples(self) -> list[list[int]]:
         """Return the sequences that were folded."""

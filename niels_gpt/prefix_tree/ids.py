@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 
 def concatenated(
-    sequences: Sequence[Any], what: str, first: str | None = None
+    sequences: Iterable[Any], what: str, first: str | None = None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the ids of all sequences one after another, and the offsets [len(sequences) + 1] where each begins.
 
@@ -22,7 +22,7 @@ def concatenated(
         ValueError: there is no sequence, one is empty, or an id is negative.
         TypeError: something is not a sequence of integers.
     """
-    skipped = int(first is not None)
+    sequences, skipped = list(sequences), int(first is not None)
     if len(sequences) <= skipped:
         raise ValueError(f"no {what} was given; expected at least one")
 
@@ -50,7 +50,7 @@ def concatenated(
     return ids, offsets
 
 
-def _of_lists(sequences: Sequence[Any], name: Any) -> npt.NDArray[np.int64]:
+def _of_lists(sequences: Sequence[Any], name: Callable[[int], str]) -> npt.NDArray[np.int64]:
     try:  # an array takes integers only, and twice as fast as NumPy
         return np.frombuffer(array("q", list(chain.from_iterable(sequences))), dtype=np.int64)
     except (TypeError, OverflowError):

@@ -93,9 +93,7 @@ class ForestStats:
             ValueError: the counts were made without a ModelShape.
         """
         if self.flops_before is None or self.flops_after is None:
-            raise ValueError(
-                "no FLOPs without a model shape: pass stats(ModelShape(parameters=..., layers=..., d_model=...))"
-            )
+            raise ValueError("FLOPs need a shape: forest.stats(ModelShape(parameters=..., layers=..., d_model=...))")
         return self.flops_after / self.flops_before
 
     def __add__(self, other: ForestStats) -> ForestStats:
