@@ -181,6 +181,7 @@ def test_ids_are_taken_from_lists_tuples_arrays_and_tensors() -> None:
         ([], ValueError, "no sequence was given"),
         ([[1], []], ValueError, "sequence 1 is empty"),
         ([[1], [2, -100]], ValueError, "sequence 1 has the id -100 at 1; expected ids from 0"),
+        ([[1, 2**31]], ValueError, "sequence 0 has the id 2147483648 at 1; expected ids from 0 to 2147483647"),
         ([[1], [2.5]], TypeError, r"sequence 1 is float64 of shape \[1\]; expected integers"),
         ([[1], np.array([True])], TypeError, "sequence 1 is bool"),
         ([[[1]], [[2]]], TypeError, r"sequence 0 is int64 of shape \[1, 1\]"),

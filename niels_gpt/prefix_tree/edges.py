@@ -17,11 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from niels_gpt.prefix_tree.fields import first_targets, in_order, owners, right_padded
+from niels_gpt.prefix_tree.fields import in_order, owners, right_padded
 from niels_gpt.prefix_tree.forest import PrefixForest
 
 WEIGHTINGS = ("per_sample", "sample_mean", "unique")
@@ -57,31 +59,35 @@ class LossEdges:
         Raises:
             ValueError: another weighting.
         """
-        rows, offsets = forest.sample_rows, forest.sample_offsets
-        starts = torch.zeros_like(forest.loss_mask)
-        starts[offsets[:-1]] = True
-        sample_token = (forest.loss_mask & ~starts).nonzero().squeeze(1)
-        tokens = rows[sample_token]
-        above = torch.full_like(forest.input_ids, -1)  # flat token -> the row that predicts it; -1: not a target
-        above[tokens] = rows[sample_token - 1]
-        targets = (above >= 0).nonzero().squeeze(1)
-        targets = targets[above[targets].argsort(stable=True)]
-        edge = torch.empty_like(above)
-        edge[targets] = torch.arange(len(targets), device=edge.device)
-        counts = (forest.loss_mask & ~starts).cumsum(0)
-        edges = cls(
-            row=above[targets],
-            target=forest.input_ids[targets],
-            weight=torch.ones(len(targets), dtype=torch.float64, device=edge.device),
-            sample_edge=edge[tokens],
-            sample_offsets=torch.cat([offsets[:1], counts[offsets[1:] - 1]]),
-            sample_token=sample_token,
-            field_offsets=offsets,
-            first_targets=first_targets(forest),
-            num_rows=forest.num_tokens,
-            unpredictable=int((forest.loss_mask & starts).sum()),
-            weighting=weighting if isinstance(weighting, str) else "given",
+        rows, offsets, ids = (
+            x.numpy(force=True) for x in (forest.sample_rows, forest.sample_offsets, forest.input_ids)
         )
+        wanted = forest.loss_mask.numpy(force=True).copy()
+        unpredictable = int(wanted[offsets[:-1]].sum())
+        first_targets = _first_targets(wanted, offsets)
+        wanted[offsets[:-1]] = False
+        sample_token = np.flatnonzero(wanted)
+        tokens = rows.take(sample_token)
+        is_target = np.zeros(len(ids), dtype=np.bool_)
+        is_target[tokens] = True
+        targets = np.flatnonzero(is_target)
+        above = forest.rows_above.numpy(force=True)
+        targets = targets[above[targets].argsort(kind="stable")]
+        edge = np.empty(len(ids), dtype=np.int64)
+        edge[targets] = np.arange(len(targets))
+        edges = cls(
+            row=torch.from_numpy(above[targets]),
+            target=torch.from_numpy(ids[targets]),
+            weight=torch.ones(len(targets), dtype=torch.float64),
+            sample_edge=torch.from_numpy(edge.take(tokens)),
+            sample_offsets=torch.from_numpy(sample_token.searchsorted(offsets)),
+            sample_token=torch.from_numpy(sample_token),
+            field_offsets=torch.from_numpy(offsets),
+            first_targets=torch.from_numpy(first_targets),
+            num_rows=forest.num_tokens,
+            unpredictable=unpredictable,
+            weighting=weighting if isinstance(weighting, str) else "given",
+        ).to(forest.input_ids.device)
         return edges if edges.weighting == "unique" else edges._weighted(weighting)
 
     def _weighted(self, weighting: str | Tensor) -> LossEdges:
@@ -89,7 +95,7 @@ class LossEdges:
         if isinstance(weighting, Tensor):
             shares = self.field(weighting).to(self.weight)
         elif weighting == "per_sample":
-            shares = torch.ones_like(self.sample_edge, dtype=torch.float64)
+            return replace(self, weight=self.sample_edge.bincount(minlength=self.num_edges).double())
         elif weighting == "sample_mean":
             shares = 1 / (counts[self.sample] * (counts > 0).sum()).double()
         else:
@@ -141,6 +147,13 @@ class LossEdges:
             ValueError: the sizes fit none of these, or more than one that differ.
         """
         return in_order(values, self)
+
+
+def _first_targets(targets: npt.NDArray[np.bool_], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the place of each sample's first target, its length where it has none."""
+    found = np.append(np.flatnonzero(targets), offsets[-1])
+    first: npt.NDArray[np.int64] = np.minimum(found[found.searchsorted(offsets[:-1])], offsets[1:])
+    return first - offsets[:-1]
 
 
 def edge_logprobs(

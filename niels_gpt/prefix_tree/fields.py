@@ -9,7 +9,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from niels_gpt.prefix_tree.edges import LossEdges
-    from niels_gpt.prefix_tree.forest import PrefixForest
 
 
 def owners(offsets: Tensor) -> Tensor:
@@ -28,12 +27,6 @@ def right_padded(ragged: Tensor, offsets: Tensor, pad: float) -> Tensor:
     longest = int(offsets.diff().max())
     out = ragged.new_full((len(offsets) - 1, longest, *ragged.shape[1:]), pad)
     return out.index_put((owners(offsets), places(offsets)), ragged)
-
-
-def first_targets(forest: PrefixForest) -> Tensor:
-    """Return the place of each sample's first target, its length where it has none: int64 [S]."""
-    targets, offsets = forest.loss_mask, forest.sample_offsets
-    return offsets.diff().scatter_reduce(0, owners(offsets)[targets], places(offsets)[targets], "amin")
 
 
 def in_order(values: Any, edges: LossEdges) -> Tensor:

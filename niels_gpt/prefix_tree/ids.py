@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+MAX_ID = 2**31 - 1  # no vocabulary comes near; the builder compares ids as 32 bits
+
 
 def concatenated(
     sequences: Iterable[Any], what: str, first: str | None = None
@@ -43,10 +45,11 @@ def concatenated(
     else:
         ids = np.concatenate([_of_one(sequence, name(index)) for index, sequence in enumerate(sequences)])
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    if len(ids) and ids.min() < 0:
-        place = int(np.argmax(ids < 0))
+    if len(ids) and (ids.min() < 0 or ids.max() > MAX_ID):
+        place = int(np.argmax((ids < 0) | (ids > MAX_ID)))
         index = int(np.searchsorted(offsets, place, side="right")) - 1
-        raise ValueError(f"{name(index)} has the id {ids[place]} at {place - offsets[index]}; expected ids from 0")
+        found = f"the id {ids[place]} at {place - offsets[index]}"
+        raise ValueError(f"{name(index)} has {found}; expected ids from 0 to {MAX_ID}")
     return ids, offsets
 
 

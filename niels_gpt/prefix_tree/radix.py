@@ -39,48 +39,48 @@ class Layout(NamedTuple):
 
 
 def radix_tree(ids: Ints, offsets: Ints) -> Tree:
-    """Return the radix tree of the sequences ids[offsets[i]:offsets[i + 1]], none of them empty.
+    """Return the radix tree of the sequences ids[offsets[i]:offsets[i + 1]], none of them empty, ids below 2**32.
 
     A node is split at the first mismatch, so siblings differ in their first token. Siblings stand in the order in which
     the sequences brought them. A sequence that ends inside a node splits it too: a sample ends where a node ends.
     """
-    data, view = ids.tobytes(), memoryview(ids.data)
+    narrow = ids.astype("<u4")
+    data, view = narrow.tobytes(), memoryview(narrow.data)
     starts: list[int] = []
     lengths: list[int] = []
     parents: list[int] = []
     ranks: list[int] = []
     ends: list[int] = []
-    children: dict[tuple[int, int], int] = {}  # (node, first token) -> child
+    below: list[dict[int, int]] = []  # for each node, its children by their first token
 
     def add(start: int, length: int, parent: int, rank: int) -> int:
         starts.append(start)
         lengths.append(length)
         parents.append(parent)
         ranks.append(rank)
-        children[parent, view[start]] = len(starts) - 1
+        below.append({})
         return len(starts) - 1
 
+    roots: dict[int, int] = {}
     for sample, (at, end) in enumerate(pairwise(offsets.tolist())):
-        node = -1
+        node, children = -1, roots
         while at < end:
-            child = children.get((node, view[at]))
+            child = children.get(view[at])
             if child is None:
-                node, at = add(at, end - at, node, sample), end
-                continue
-            start, length = starts[child], min(lengths[child], end - at)
-            same = length
-            if data[8 * start : 8 * (start + length)] != data[8 * at : 8 * (at + length)]:
-                same = int(np.argmax(ids[start : start + length] != ids[at : at + length]))
-            if (
-                same < lengths[child]
-            ):  # the upper part becomes a node of its own, and what ends at the child ends there still
-                upper = add(start, same, node, ranks[child])
-                starts[child] += same
-                lengths[child] -= same
-                parents[child] = upper
-                children[upper, view[start + same]] = child
+                node = children[view[at]] = add(at, end - at, node, sample)
+                break
+            start, length = starts[child], lengths[child]
+            same = min(length, end - at)
+            here, there = data[4 * at : 4 * (at + same)], data[4 * start : 4 * (start + same)]
+            if here != there:  # the lowest bit that differs lies in the first token that does
+                bits = int.from_bytes(here, "little") ^ int.from_bytes(there, "little")
+                same = ((bits & -bits).bit_length() - 1) // 32
+            if same < length:  # the child's upper part becomes a node; samples that end at the child still do
+                upper = children[view[at]] = add(start, same, node, ranks[child])
+                starts[child], lengths[child], parents[child] = start + same, length - same, upper
+                below[upper][view[start + same]] = child
                 child = upper
-            node, at = child, at + same
+            node, at, children = child, at + same, below[child]
         ends.append(node)
     return Tree(*(np.array(column, dtype=np.int64) for column in (starts, lengths, parents, ranks, ends)))
 
@@ -135,7 +135,8 @@ def pre_order(tree: Tree) -> Layout:
     ends = np.cumsum(lengths)
     starts = ends - lengths
     depths, subtree_ends = _depths_and_ends(parents, lengths, ends)
-    within = np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
+    within = np.arange(int(lengths.sum()))
+    within -= np.repeat(starts, lengths)
     return Layout(
         source=np.repeat(tree.starts[order], lengths) + within,
         depths=np.repeat(depths, lengths) + within,
@@ -173,3 +174,19 @@ def _depths_and_ends(parents: Ints, lengths: Ints, ends: Ints) -> tuple[Ints, In
         if parent >= 0 and end[parent] < end[node]:
             end[parent] = end[node]
     return np.array(depths, dtype=np.int64), np.array(end, dtype=np.int64)
+
+
+def rows_of_samples(starts: Ints, lengths: Ints, parents: Ints, ends: Ints, offsets: Ints) -> Ints:
+    """Return the flat row of every token of every sample, [sum of sample lengths], for the nodes of a layout."""
+    nodes, places = ends, offsets[1:]
+    runs: list[tuple[Ints, Ints, Ints]] = []  # a node of a sample: its place in the field, its flat start, its length
+    while len(nodes):  # from the samples' last nodes up to their roots
+        places = places - lengths[nodes]
+        runs.append((places, starts[nodes], lengths[nodes]))
+        nodes = parents[nodes]
+        places, nodes = places[nodes >= 0], nodes[nodes >= 0]
+    place, start, length = (np.concatenate(column) for column in zip(*runs, strict=True))
+    order = place.argsort()
+    rows = np.repeat((start - place)[order], length[order])
+    rows += np.arange(len(rows))
+    return rows
