@@ -32,6 +32,7 @@ bench: $(VENV)/.installed  ## speed as ratios to a limit and a peer
 	$(BIN)/python benchmarks/build.py
 	$(BIN)/python benchmarks/dagster_commands.py
 	$(BIN)/python benchmarks/eagle3.py
+	$(BIN)/python benchmarks/prefix_tree.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

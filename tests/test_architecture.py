@@ -14,6 +14,8 @@ ENTRY_POINTS = {
     "niels_gpt.data.sample.generate",
     "niels_gpt.eagle3.__main__",
     "niels_gpt.eagle3.precompute",
+    "niels_gpt.prefix_tree.__main__",
+    "niels_gpt.prefix_tree.demo",
     "niels_gpt.train_tokenizer",
 }
 CACHE_FILES = "__init__ build_cache cli formats meta mmap pretrain_dataset sft_dataset"

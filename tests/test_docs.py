@@ -3,6 +3,7 @@
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,8 @@ from niels_gpt.cache import cli
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.eagle3 import __main__ as eagle3
 from niels_gpt.eagle3 import precompute
+from niels_gpt.prefix_tree import __main__ as prefix_tree
+from niels_gpt.prefix_tree import demo
 from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.settings import Settings
 
@@ -23,13 +26,19 @@ def test_every_link_leads_to_a_file(document: Path) -> None:
         assert (document.parent / target).exists(), target
 
 
-PARSERS = {"cache.cli": cli._parser, "eagle3": eagle3._parser, "eagle3.precompute": precompute._parser}
+PARSERS = {
+    "cache.cli": cli._parser,
+    "eagle3": eagle3._parser,
+    "eagle3.precompute": precompute._parser,
+    "prefix_tree": prefix_tree._parser,
+    "prefix_tree.demo": demo._parser,
+}
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/own_data.md", "docs/eagle3.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/own_data.md", "docs/eagle3.md", "docs/prefix_tree.md"])
 def test_every_command_of_a_document_parses(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
-    commands = re.findall(r"^    python -m niels_gpt\.(\S+) (.*?)(?:  +#.*)?$", text, flags=re.MULTILINE)
+    commands = re.findall(r"^    python -m niels_gpt\.(\S+) ?(.*?)(?:  +#.*)?$", text, flags=re.MULTILINE)
     found = [(PARSERS[module](), arguments) for module, arguments in commands if module in PARSERS]
     assert len(found) >= 5
     for parser, arguments in found:
@@ -42,12 +51,15 @@ def test_every_flag_named_in_a_document_exists(capsys: pytest.CaptureFixture[str
     for command in ["build-all", "build", "snapshot", "list", "stats", "show", "verify", "diff", "locate", "gc"]:
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
-    for main in (train_tokenizer.main, precompute.main):
+    for main in (train_tokenizer.main, precompute.main, demo.main):
         with pytest.raises(SystemExit):
             main(["--help"])
     for command in ["verify", "inspect", "convert", "stats"]:
         with pytest.raises(SystemExit):
             eagle3.main([command, "--help"])
+    for command in ["stats", "show"]:
+        with pytest.raises(SystemExit):
+            prefix_tree.main([command, "--help"])
     known = capsys.readouterr().out
     for document in DOCUMENTS:
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", document.read_text(encoding="utf-8")):
@@ -70,3 +82,13 @@ def test_formats_md_names_every_key_of_every_meta_json(tmp_path: Path, tiny_mode
         for name in read_meta(str(path / "meta.json")):
             plain = re.sub(r"^(train|val)_(tokens|examples)$", "train_tokens", name)
             assert f"`{plain}`" in formats, f"{key}: {name}"
+
+
+def test_the_python_of_prefix_tree_md_runs() -> None:
+    text = (ROOT / "docs" / "prefix_tree.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    names: dict[str, Any] = {}
+    for block in blocks:  # each goes on where the one before it ended
+        exec(block, names)
+    assert names["loss"].requires_grad and names["policy_loss"].isfinite()
