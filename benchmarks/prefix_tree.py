@@ -1,0 +1,287 @@
+"""What folding gains and what it costs: training steps, and the folding itself, as ratios to what one would do without.
+
+Run: python benchmarks/prefix_tree.py [--rounds 7] [--threads 1] [--only SECTION ...] [--quick]
+
+    step     forward and backward of a small Llama (4 layers, width 128, float32, CPU, sdpa), folded under a dense mask,
+             against the plain causal batch of the same samples, of equal lengths, so without padding. The lm_head sees
+             the rows of completions only, on both sides. What is printed beside the ratio of times is that of tokens
+    group    ids of one prompt and its completions -> PrefixForest and LossEdges, fold_shared_prefix_rollouts; against
+             plain Python loops over the tokens with the same results, which is checked on a small case first
+    trees    10,000 and 100,000 sequences that share turns at many levels -> PrefixForest and LossEdges; is it linear?
+
+The limit of both is one np.concatenate of np.asarray of the same lists: nobody folds before having read the ids. The
+ways of a section take turns, in another order in each round; a ratio is the median of the rounds' ratios, and what is
+printed of time is a median too. One round before them is not counted.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from niels_gpt.prefix_tree.demo import folded_logprobs, gradients, tiny_llama, unfolded_logprobs
+from niels_gpt.prefix_tree.edges import LossEdges
+from niels_gpt.prefix_tree.fold import FoldedRollouts, fold_shared_prefix_rollouts
+from niels_gpt.prefix_tree.forest import PrefixForest
+
+STEPS = ((64, 64, 8), (256, 64, 8), (256, 256, 4), (512, 128, 8), (1024, 32, 8))  # tokens of prompt, of each of N
+GROUPS = ((256, 64, 8), (1024, 256, 16), (4096, 512, 8), (512, 8192, 8))
+TREES = (10_000, 100_000)
+VOCAB = 32_000
+LIMIT = "np.concatenate of the ids"
+
+Ids = list[int]
+Ways = dict[str, Callable[[], object]]
+Seconds = dict[str, list[float]]
+
+
+# --- the same by plain loops ------------------------------------------------------------------------------------------
+
+
+def looped(sequences: Sequence[Ids], untrained: int) -> tuple[list[Ids], list[Ids]]:
+    """Fold token by token into a trie of dicts. untrained: tokens at the beginning of each sequence without loss.
+
+    Returns ids, positions and subtree_end of the row; row and target of the edges, and the edge of each token.
+    """
+    children: list[dict[int, int]] = [{}]
+    token, parent, paths = [-1], [-1], []
+    for sequence in sequences:
+        node, path = 0, []
+        for each in sequence:
+            child = children[node].get(each)
+            if child is None:
+                child = len(token)
+                children[node][each] = child
+                children.append({})
+                token.append(each)
+                parent.append(node)
+            path.append(child)
+            node = child
+        paths.append(path)
+    row, depth, order = [-1] * len(token), [-1] * len(token), []
+    waiting = list(reversed(children[0].values()))
+    while waiting:
+        node = waiting.pop()
+        row[node], depth[node] = len(order), depth[parent[node]] + 1
+        order.append(node)
+        waiting += reversed(children[node].values())
+    end = [place + 1 for place in row]
+    for node in reversed(order):
+        end[parent[node]] = max(end[parent[node]], end[node])
+    targets = sorted(
+        {node for path in paths for node in path[max(1, untrained) :]}, key=lambda x: (row[parent[x]], row[x])
+    )
+    edge = {node: number for number, node in enumerate(targets)}
+    flat = [[token[node] for node in order], [depth[node] for node in order], [end[node] for node in order]]
+    used = [edge[node] for path in paths for node in path[max(1, untrained) :]]
+    return flat, [[row[parent[node]] for node in targets], [token[node] for node in targets], used]
+
+
+def looped_contract(prompt: Ids, completions: Sequence[Ids]) -> FoldedRollouts:
+    """Make what fold_shared_prefix_rollouts makes, token by token."""
+    ids, labels, positions, lengths, paths = [], [], [], [len(prompt)], []
+    for position, token in enumerate(prompt):
+        ids.append(token)
+        labels.append(-100)
+        positions.append(position)
+    for number, completion in enumerate(completions, 1):
+        for index, token in enumerate(completion):
+            ids.append(token)
+            labels.append(completion[index + 1] if index + 1 < len(completion) else -100)
+            positions.append(len(prompt) + index)
+        lengths.append(len(completion))
+        paths.append([0, number] if prompt else [number])
+    return FoldedRollouts(ids, labels, positions, lengths, paths)
+
+
+def ours(sequences: Sequence[Ids]) -> LossEdges:
+    """Fold whole sequences, every token a target."""
+    return LossEdges.from_forest(PrefixForest.from_sequences(sequences))
+
+
+def ours_of_group(prompt: Ids, completions: Sequence[Ids]) -> LossEdges:
+    """Fold a group."""
+    return LossEdges.from_forest(PrefixForest.from_rollout_group(prompt, completions))
+
+
+def check_loops() -> None:
+    """Assert that the loops give what the library gives, on a case with duplicates, prefixes and many levels."""
+    for forest, plain in (
+        (PrefixForest.from_sequences(small := grown(300, vocab=3)), looped(small, 0)),
+        (PrefixForest.from_rollout_group(*(group := random_group(5, 9, 20, vocab=2))), looped(wholes(*group), 5)),
+    ):
+        edges = LossEdges.from_forest(forest)
+        found = (
+            [forest.input_ids, forest.position_ids, forest.subtree_end],
+            [edges.row, edges.target, edges.sample_edge],
+        )
+        assert tuple([each.tolist() for each in part] for part in found) == plain
+    for prompt in ([], [1, 2]):
+        assert fold_shared_prefix_rollouts(prompt, [[3, 4], [5]]) == looped_contract(prompt, [[3, 4], [5]])
+
+
+# --- rollouts ---------------------------------------------------------------------------------------------------------
+
+
+def random_group(prompt: int, completion: int, samples: int, vocab: int = VOCAB) -> tuple[Ids, list[Ids]]:
+    """Return a prompt and completions of equal lengths."""
+    draw = random.Random(0)
+    first, *others = [draw.choices(range(vocab), k=length) for length in (prompt, *[completion] * samples)]
+    return first, others
+
+
+def wholes(prompt: Ids, completions: Sequence[Ids]) -> list[Ids]:
+    """Return the whole samples of a group."""
+    return [prompt + completion for completion in completions]
+
+
+def grown(count: int, vocab: int = VOCAB) -> list[Ids]:
+    """Return sequences of 3 to 7 turns of 5 to 25 tokens; each goes on from a turn of an earlier one."""
+    draw = random.Random(0)
+    turns: list[list[Ids]] = []
+    for number in range(count):
+        shared = turns[draw.randrange(number)] if number else []
+        kept = shared[: draw.randint(0, len(shared))]
+        more = max(0, draw.randint(3, 7) - len(kept))
+        turns.append([*kept, *(draw.choices(range(vocab), k=draw.randint(5, 25)) for _ in range(more))])
+    return [[token for turn in sample for token in turn] for sample in turns]
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measured(ways: Ways, rounds: int) -> Seconds:
+    """Return the seconds of each way in each round, without the round that warms up."""
+    seconds: Seconds = {name: [] for name in ways}
+    order = random.Random(0)
+    for number in range(rounds + 1):
+        for name in order.sample(list(ways), len(ways)):
+            begin = time.perf_counter()
+            ways[name]()
+            if number:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def ratios(seconds: Seconds, one: str, other: str) -> str:
+    """Return how many times faster `one` is than `other`: the median of the rounds, and how it spreads."""
+    found = [b / a for a, b in zip(seconds[one], seconds[other], strict=True)]
+    return f"{statistics.median(found):6.2f}x ({min(found):.2f} to {max(found):.2f})"
+
+
+def bench_step(arguments: argparse.Namespace) -> None:
+    """Compare forward and backward."""
+    model = tiny_llama("sdpa", 0)
+    print("step: forward and backward; a dense mask makes the attention compute all T x T pairs of the folded row")
+    print(f"  {'P, R, N':<14} {'tokens':<22} {'pairs, as computed':<24} {'unfolded':>9} {'folded':>9}  faster by")
+    for prompt, completion, samples in STEPS[:2] if arguments.quick else STEPS:
+        group = random_group(prompt, completion, samples, vocab=512)
+        forest = PrefixForest.from_rollout_group(*group)
+        edges, stats = LossEdges.from_forest(forest), forest.stats()
+
+        def folded(forest: PrefixForest = forest, edges: LossEdges = edges) -> object:
+            return gradients(model, -folded_logprobs(model, forest, edges).mean())
+
+        def unfolded(group: tuple[Ids, list[Ids]] = group) -> object:
+            return gradients(model, -unfolded_logprobs(model, group).mean())
+
+        torch.testing.assert_close(folded(), unfolded(), atol=1e-5, rtol=1e-3)
+        seconds = measured({"folded": folded, "unfolded": unfolded}, arguments.rounds)
+        before, after, dense = stats.tokens_before, stats.tokens_after, stats.tokens_after**2
+        tokens, pairs = f"{before:,} / {after:,} {before / after:.2f}x", f"{stats.pairs_before:,} / {dense:,}"
+        middle = [f"{statistics.median(seconds[name]) * 1e3:6.0f} ms" for name in ("unfolded", "folded")]
+        print(f"  {f'{prompt}, {completion}, {samples}':<14} {tokens:<22} {pairs:<24} {' '.join(middle)}", end="  ")
+        print(ratios(seconds, "folded", "unfolded"), flush=True)
+
+
+def table(title: str, seconds: Seconds, tokens: int) -> None:
+    """Print a line for each way: time, tokens a second, and the share of the limit's speed."""
+    print(f"{title}, {tokens:,} tokens\n  {'way':<34} {'ms':>9} {'M tokens/s':>11}  of the limit's speed")
+    for name, rounds in seconds.items():
+        middle = statistics.median(rounds)
+        print(
+            f"  {name:<34} {middle * 1e3:9.2f} {tokens / middle / 1e6:11.2f}  {ratios(seconds, name, LIMIT)}",
+            flush=True,
+        )
+
+
+def concatenated(sequences: Sequence[Ids]) -> Any:
+    """Read all ids into one array."""
+    return np.concatenate([np.asarray(sequence) for sequence in sequences])
+
+
+def bench_group(arguments: argparse.Namespace) -> None:
+    """Compare the folding of one prompt and its completions."""
+    for prompt, completion, samples in GROUPS[:2] if arguments.quick else GROUPS:
+        group = random_group(prompt, completion, samples)
+        ways: Ways = {
+            "PrefixForest and LossEdges": partial(ours_of_group, *group),
+            "loop: a trie of dicts": lambda group=group, prompt=prompt: looped(wholes(*group), prompt),
+            "fold_shared_prefix_rollouts": partial(fold_shared_prefix_rollouts, *group),
+            "loop: the published layout": partial(looped_contract, *group),
+            LIMIT: partial(concatenated, [group[0], *group[1]]),
+        }
+        seconds = measured(ways, arguments.rounds)
+        table(f"group {prompt}, {completion}, {samples}", seconds, prompt * samples + completion * samples)
+        for one, other in (list(ways)[:2], list(ways)[2:4]):
+            print(f"  {one} is faster than its loop by {ratios(seconds, one, other)}")
+
+
+def bench_trees(arguments: argparse.Namespace) -> None:
+    """Fold trees of two sizes, one ten times the other."""
+    a_token: dict[str, list[float]] = {"PrefixForest and LossEdges": [], LIMIT: []}
+    for count in (number // 10 for number in TREES) if arguments.quick else TREES:
+        sequences = grown(count)
+        tokens = sum(map(len, sequences))
+        name, loop = "PrefixForest and LossEdges", "loop: a trie of dicts"
+        seconds = measured({name: partial(ours, sequences), LIMIT: partial(concatenated, sequences)}, arguments.rounds)
+        stats = PrefixForest.from_sequences(sequences).stats()
+        shared = (
+            f"{tokens / stats.tokens_after:.2f}x folded, {stats.nodes:,} nodes, {stats.max_levels} on a path at most"
+        )
+        table(f"trees of {count:,} sequences ({shared})", seconds, tokens)
+        begin = time.perf_counter()
+        looped(sequences, 0)  # once: it takes long, and gigabytes
+        slow = time.perf_counter() - begin
+        print(f"  {loop:<34} {slow * 1e3:9.2f} {tokens / slow / 1e6:11.2f}  (once)")
+        print(f"  {name} is faster than its loop by {slow / statistics.median(seconds[name]):.2f}x")
+        for way, found in a_token.items():
+            found.append(statistics.median(seconds[way]) / tokens)
+    growth, plain = (larger / smaller for smaller, larger in a_token.values())
+    print(
+        f"  {'met ' if growth <= 1.2 else 'MISSED'} time a token, 10 times the sequences: {growth:.2f}x, aim 1.2",
+        end="; ",
+    )
+    print(f"that of {LIMIT}: {plain:.2f}x")
+
+
+SECTIONS = {"step": bench_step, "group": bench_group, "trees": bench_trees}
+
+
+def main() -> None:
+    """Read the arguments, check the loops, run the sections."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of each section (7)")
+    parser.add_argument("--threads", type=int, default=1, help="torch's (1)")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="some sections only")
+    parser.add_argument("--quick", action="store_true", help="one round of small cases: does it run at all?")
+    arguments = parser.parse_args()
+    arguments.rounds = 1 if arguments.quick else arguments.rounds
+    torch.set_num_threads(arguments.threads)
+    print("python", " ".join(sys.argv), f"| torch {torch.__version__}, {torch.get_num_threads()} threads,", end=" ")
+    print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
+    check_loops()
+    for name in arguments.only:
+        SECTIONS[name](arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""What prefix-tree folding would save on recorded rollouts, before anything is integrated.
+
+    python -m niels_gpt.prefix_tree stats ROLLOUTS.jsonl [...]             tokens, attention pairs, FLOPs: before, after
+    python -m niels_gpt.prefix_tree stats ROLLOUTS.jsonl --plot stats.png    and a picture
+    python -m niels_gpt.prefix_tree show ROLLOUTS.jsonl --line 3         the tree of the group on that line
+
+A line is one group, {"prompt_ids": [...], "completions": [[...], ...]}, or one whole sequence, {"ids": [...]}; other
+keys are ignored. A group is folded by itself. Whole sequences are folded in runs of consecutive lines, as rollouts of
+one prompt stand beside one another: name the key that tells the groups with --group-key, or the length of a run with
+--rows. Files may end in .gz; - is the standard input. The first bad line is an error: nothing is left out.
+
+Exit status: 0 good, 1 a file cannot be read or has a bad line, 2 usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import dropwhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from niels_gpt.prefix_tree.savings import Folded
+
+_INDENTED = 24  # levels; deeper nodes stand below one another
+_FIRST_IDS, _LAST_IDS = 8, 4
+_CHARACTERS = 60
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command with arguments, default those of the process; returns the exit status."""
+    from niels_gpt.recipes.run import is_unread
+
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except (ValueError, OSError, ImportError) as error:
+        if isinstance(error, BrokenPipeError) and is_unread("\n"):
+            return 0
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    is_unread()
+    return 0
+
+
+# --- stats ------------------------------------------------------------------------------------------------------------
+
+
+def _stats(arguments: argparse.Namespace) -> None:
+    from niels_gpt.prefix_tree.rollout_lines import read_rollouts
+    from niels_gpt.prefix_tree.savings import forests, measured
+    from niels_gpt.prefix_tree.stats import ModelShape
+    from niels_gpt.recipes.report import table
+
+    target: Path | None = arguments.plot
+    if target is not None and target.suffix.lower() != ".png":
+        raise ValueError(f"{target}: expected the name of a .png, the only kind of picture that is drawn")
+    if target is not None and not target.parent.is_dir():  # before all of the rollouts are read
+        raise FileNotFoundError(f"{target}: no folder {target.parent} to draw it in. Make it first")
+    shape = ModelShape(arguments.parameters, arguments.layers, arguments.d_model)
+    with _bar("stats") as progress:
+        lines = read_rollouts(arguments.rollouts, group_key=arguments.group_key, progress=progress)
+        found = measured(forests(lines, rows=arguments.rows), shape)
+    if target is not None:
+        from niels_gpt.fileio import write_bytes
+        from niels_gpt.prefix_tree.plot import plot
+
+        names = [Path(path).name for path in arguments.rollouts]
+        write_bytes(target, plot(found, names[0] if len(names) == 1 else f"{len(names)} files"))
+    if arguments.json:
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        print(table(found.rows()), found.interpretation(), sep="\n\n")
+
+
+# --- show -------------------------------------------------------------------------------------------------------------
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    from niels_gpt.prefix_tree.rollout_lines import read_rollouts
+    from niels_gpt.prefix_tree.savings import forests
+
+    path, number = arguments.rollouts, arguments.line
+    lines = dropwhile(lambda line: line.line < number, read_rollouts([path], group_key=arguments.group_key))
+    folded = next(forests(lines, rows=arguments.rows), None)
+    if folded is None or folded.lines[0].line != number:
+        raise ValueError(f"{path}: has no rollouts on line {number}. Expected a line that has some, counted from 1")
+    largest = int(folded.forest.input_ids.max())
+    text_of = _ids_text if arguments.tokenizer is None else _decoder(arguments.tokenizer, largest)
+    stats = folded.forest.stats()
+    print(
+        f"{_lines_of(folded)}: {_many(stats.samples, 'sample')}, {_many(stats.nodes, 'node')}, "
+        f"{stats.tokens_before:,} tokens before, {stats.tokens_after:,} after"
+    )
+    for line in _tree(folded, text_of, arguments.nodes):
+        print(line)
+
+
+def _tree(folded: Folded, text_of: Callable[[list[int]], str], most: int) -> Iterator[str]:
+    """Yield a line for each of the first `most` nodes: rows, tokens, samples through it and ending there, content."""
+    forest = folded.forest
+    starts, lengths = forest.node_starts.tolist(), forest.node_lengths.tolist()
+    ending: dict[int, list[int]] = {}
+    for sample, node in enumerate(forest.sample_ends.tolist()):
+        ending.setdefault(node, []).append(sample)
+    through = [len(ending.get(node, ())) for node in range(len(starts))]
+    levels: list[int] = []
+    parents = forest.node_parents.tolist()
+    for parent in parents:
+        levels.append(0 if parent < 0 else levels[parent] + 1)
+    for node in range(len(parents) - 1, -1, -1):  # children come behind their parents
+        if parents[node] >= 0:
+            through[parents[node]] += through[node]
+    for node, (start, length) in enumerate(zip(starts[:most], lengths[:most], strict=True)):
+        level = levels[node]
+        deep = f"(level {level}) " if level > _INDENTED else ""
+        ends = f", ends {_samples(ending[node])}" if node in ending else ""
+        content = text_of(forest.input_ids[start : start + length].tolist())
+        yield (
+            f"{'  ' * min(level, _INDENTED)}{deep}rows {start}:{start + length}, {_many(length, 'token')}, "
+            f"{_many(through[node], 'sample')}{ends}: {content}"
+        )
+    if len(starts) > most:
+        yield f"and {len(starts) - most:,} more nodes: see them with --nodes {len(starts)}"
+
+
+def _lines_of(folded: Folded) -> str:
+    first, last = folded.lines[0], folded.lines[-1]
+    return first.where if first is last else f"{first.where} to {last.line}"
+
+
+def _samples(numbers: list[int]) -> str:
+    listed = ", ".join(map(str, numbers[:_FIRST_IDS])) + (", ..." if len(numbers) > _FIRST_IDS else "")
+    return f"sample{'' if len(numbers) == 1 else 's'} {listed}"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _ids_text(ids: list[int]) -> str:
+    if len(ids) > _FIRST_IDS + _LAST_IDS:
+        return f"{' '.join(map(str, ids[:_FIRST_IDS]))} ... {' '.join(map(str, ids[-_LAST_IDS:]))}"
+    return " ".join(map(str, ids))
+
+
+def _decoder(name: str, largest: int) -> Callable[[list[int]], str]:
+    """Return what makes text of a node's ids. Raises: as open_tokenizer; ValueError for ids that it does not have."""
+    from niels_gpt.eagle3.tokenizers import open_tokenizer
+
+    tokenizer = open_tokenizer(name)
+    if largest >= tokenizer.vocab_size:
+        raise ValueError(
+            f"{name}: has {tokenizer.vocab_size:,} ids, but the rollouts hold {largest}. Name their own one"
+        )
+
+    def text_of(ids: list[int]) -> str:
+        text = tokenizer.decode(ids)
+        if len(text) <= _CHARACTERS:
+            return repr(text)
+        return f"{text[: _CHARACTERS // 2]!r} ... {text[-_CHARACTERS // 2 :]!r}"
+
+    return text_of
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int | None], None] | None]:
+    """Yield a progress callback of done and total: a bar on a terminal, None elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=what, unit="B", unit_scale=True, leave=False) as bar:
+
+        def told(done: int, total: int | None) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield told
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m niels_gpt.prefix_tree",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, text: str, run: Callable[[argparse.Namespace], None], **files: Any) -> Callable[..., Any]:
+        added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        added.set_defaults(run=run)
+        added.add_argument("rollouts", metavar="ROLLOUTS", help=".jsonl or .jsonl.gz, or - for stdin", **files)
+        add = added.add_argument
+        add("--group-key", metavar="KEY", help="consecutive lines with the same value of it are folded together")
+        add("--rows", type=_number(0), metavar="N", default=1000, help="ids rows of a run (default: 1000; 0: the file)")
+        return add
+
+    add = command("stats", "print what folding would save: tokens, attention pairs, FLOPs", _stats, nargs="+")
+    add("--parameters", type=_number(1), metavar="N", default=7 * 10**9, help="of the model (default: 7e9)")
+    add("--layers", type=_number(1), metavar="N", default=32, help="of the model (default: 32)")
+    add("--d-model", type=_number(1), metavar="N", default=4096, help="width of the model (default: 4096)")
+    add("--json", action="store_true", help="print one JSON object instead of text")
+    add("--plot", type=Path, metavar="PNG", help="draw the saving of each forest, and of all of them, there")
+    add = command("show", "print the tree of a group, or of the run of rows that begins at a line", _show)
+    add("--line", type=_number(1), metavar="N", default=1, help="line of the file, from 1 (default: 1)")
+    add("--tokenizer", metavar="MODEL", help="folder or hub id, for the text of the ids (default: ids alone)")
+    add("--nodes", type=_number(1), metavar="N", default=200, help="nodes to print, at most (default: 200)")
+    return parser
+
+
+def _number(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        found = float(text)  # 7e9 is how people write it
+        if not found.is_integer() or found < least:
+            raise ValueError
+        return int(found)
+
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

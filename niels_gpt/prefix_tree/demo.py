@@ -1,0 +1,199 @@
+"""One step of a policy gradient (GRPO) on a group of rollouts, folded and not folded: an example to copy from.
+
+    python -m niels_gpt.prefix_tree.demo
+    python -m niels_gpt.prefix_tree.demo --prompt 1024 --completion 32 --samples 8 --plot mask.png
+
+`folded_logprobs` is all that folding changes of a training step; `policy_loss` is the loss that one has already. The
+model is a small Llama of transformers (extra `eagle3`) with random weights. Its dense mask computes all T x T pairs of
+the folded row, and the batch that is not folded its padding: both are in the time. --plot needs the extra `pipelines`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from niels_gpt.fileio import write_bytes
+from niels_gpt.prefix_tree.attention import hf_forward, model_inputs
+from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, sample_logprobs
+from niels_gpt.prefix_tree.fold import CROSS_ENTROPY_IGNORE_IDX, fold_shared_prefix_rollouts
+from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.prefix_tree.verify import verify_fold
+from niels_gpt.recipes.run import is_unread
+
+VOCAB, CLIP, ROUNDS = 512, 0.2, 5
+TOLERANCE = 1e-4  # float32
+
+Group = tuple[list[int], list[list[int]]]
+Step = Callable[[], Tensor]
+
+
+def folded_logprobs(model: Any, forest: PrefixForest, edges: LossEdges) -> Tensor:
+    """Return the log-prob of every completion token, sample after sample [M]: shared tokens are computed once."""
+    hidden = model.model(**model_inputs(forest, model)).last_hidden_state
+    return sample_logprobs(edge_logprobs(hidden, edges, model.lm_head), edges)
+
+
+def unfolded_logprobs(model: Any, group: Group) -> Tensor:
+    """Return the same from a plain causal batch, padded on the right: every completion with a prompt of its own."""
+    prompt, completions = group
+    samples = [torch.tensor(prompt + completion) for completion in completions]
+    ids = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    rows = [states[len(prompt) - 1 : len(sample) - 1] for states, sample in zip(hidden, samples, strict=True)]
+    targets = torch.cat([sample[len(prompt) :] for sample in samples])
+    return -torch.nn.functional.cross_entropy(model.lm_head(torch.cat(rows)), targets, reduction="none")
+
+
+def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
+    """Return the clipped loss of PPO; all arguments have a value for each completion token [M]."""
+    ratio = (logprobs - old_logprobs).exp()
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    return -(gain * weights).sum()
+
+
+def random_group(prompt: int, completion: int, samples: int, seed: int) -> Group:
+    """Return a prompt and completions of half to all of a length, a duplicate and two that begin alike among them."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint((completion + 1) // 2, completion + 1, (samples,), generator=draw).tolist()
+    ids = iter(torch.randint(VOCAB, (prompt + sum(lengths),), generator=draw).tolist())
+    first, *completions = [list(islice(ids, length)) for length in (prompt, *lengths)]
+    completions[1] = list(completions[0])
+    completions[3][0] = completions[2][0]
+    return first, completions
+
+
+def tiny_llama(attention: str, seed: int) -> Any:
+    """Return a Llama of 4 layers and width 128 with random weights. Raises: ImportError without transformers."""
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError as error:
+        raise ImportError("the model of the demo needs transformers: pip install 'niels_gpt[eagle3]'") from error
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=344,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2**16,
+    )
+    model = LlamaForCausalLM(config)
+    model.set_attn_implementation(attention)
+    return model
+
+
+def gradients(model: Any, loss: Tensor) -> Tensor:
+    """Return all gradients of a loss as one vector."""
+    return torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+def median_seconds(steps: dict[str, Step], model: Any) -> list[float]:
+    """Return the seconds of each step, forward and backward: medians of rounds in which the steps take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            gradients(model, step())
+            seconds[name].append(time.perf_counter() - begin)
+    return [statistics.median(found) for found in seconds.values()]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do the step both ways and print what differs; returns 1 if the two do not agree."""
+    torch.set_num_threads(arguments.threads)
+    group = random_group(arguments.prompt, arguments.completion, arguments.samples, arguments.seed)
+    model = tiny_llama(arguments.attention, arguments.seed)
+    forest = PrefixForest.from_rollout_group(*group)
+    edges = LossEdges.from_forest(forest)
+    ways: dict[str, Step] = {
+        "unfolded": lambda: unfolded_logprobs(model, group),
+        "folded": lambda: folded_logprobs(model, forest, edges),
+    }
+
+    draw = torch.Generator().manual_seed(arguments.seed)
+    rewards = torch.rand(len(group[1]), generator=draw)
+    advantages = edges.field((rewards - rewards.mean()) / (rewards.std() + 1e-6))
+    lengths = torch.tensor([len(completion) for completion in group[1]])
+    weights = edges.field(1 / (lengths * len(lengths)))  # a mean over samples of means over their tokens
+    with torch.no_grad():  # as of an earlier policy: samples that share a token have different values for it
+        now = [way() for way in ways.values()]
+    old = now[0] + 0.3 * torch.randn(now[0].shape, generator=draw)
+
+    def step(logprobs: Step) -> Step:
+        return lambda: policy_loss(logprobs(), old, advantages, weights)
+
+    steps = {name: step(way) for name, way in ways.items()}
+    print_sizes(group, forest, edges)
+    unfolded, folded = median_seconds(steps, model)
+    print(f"forward+backward {unfolded:.3f} s unfolded, {folded:.3f} s folded: {unfolded / folded:.2f}x")
+    gradient, other = (gradients(model, step()) for step in steps.values())
+    apart, off = (now[0] - now[1]).abs().max(), (gradient - other).abs().max() / gradient.abs().max()
+    print(f"log-probs        differ by {apart:.1e} at most")
+    print(f"gradients        differ by {off:.1e} of the largest one at most")
+    report = verify_fold(hf_forward(model), forest, parameters=model, seed=arguments.seed)
+    print(f"\nverify_fold: {report}")
+    if arguments.plot is not None:
+        from niels_gpt.prefix_tree.plot import plot_mask
+
+        write_bytes(arguments.plot, plot_mask(forest))
+    is_unread()
+    return 0 if report.ok and max(apart, off) < TOLERANCE else 1
+
+
+def print_sizes(group: Group, forest: PrefixForest, edges: LossEdges) -> None:
+    """Print tokens, attention pairs and supervised tokens of both."""
+    found = forest.stats()
+    labels = fold_shared_prefix_rollouts(*group).labels
+    labelled = sum(label != CROSS_ENTROPY_IGNORE_IDX for label in labels)
+    before, after = found.tokens_before, found.tokens_after
+    print(f"tokens           {before:,} unfolded, {after:,} folded: {before / after:.2f}x")
+    print(f"attention pairs  {found.pairs_before:,} unfolded, {found.pairs_after:,} folded", end=": ")
+    print(f"{found.pairs_before / found.pairs_after:.2f}x (a dense mask computes {after**2:,})")
+    print(
+        f"supervised       {edges.num_loss_tokens:,} tokens by LossEdges, {labelled:,} by one label a row: "
+        f"that loses the first token of each of {len(group[1])} completions"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m niels_gpt.prefix_tree.demo", description=str(__doc__).partition("\n")[0]
+    )
+    sizes = {"prompt": 256, "completion": 64, "samples": 8, "seed": 0, "threads": 1}
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name}", type=int, metavar="N", default=value, help=f"default: {value}")
+    parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa", help="default: sdpa")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the mask there")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run with arguments, default those of the process; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    if arguments.samples < 4 or min(arguments.prompt, arguments.completion, arguments.threads) < 1:
+        _parser().error("expected 4 samples at least, and a prompt, a completion and threads of 1 at least")
+    try:
+        return run(arguments)
+    except (ValueError, OSError, ImportError) as error:
+        if isinstance(error, BrokenPipeError) and is_unread("\n"):
+            return 0
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

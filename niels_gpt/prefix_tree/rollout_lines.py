@@ -1,0 +1,131 @@
+"""Files of recorded rollouts, read line by line: larger than memory, packed or not, and every line checked.
+
+A line is one group, {"prompt_ids": [...], "completions": [[...], ...]}, or one whole sequence, {"ids": [...]}. Other
+keys are ignored, and blank lines too.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from niels_gpt.records import shortened
+
+_FORMS = '{"prompt_ids": [...], "completions": [[...], ...]} or {"ids": [...]}'
+
+Ids = npt.NDArray[np.int64]
+Progress = Callable[[int, int | None], None]
+"""Called with the bytes that are read and those that there are, None if that is not known."""
+
+
+class Rollouts(NamedTuple):
+    """One line of a file of rollouts."""
+
+    path: str
+    line: int
+    """From 1."""
+    prompt: Ids | None
+    """None: the line is one whole sequence, of which nothing says where its completion begins."""
+    sequences: list[Ids]
+    """The completions; or the one sequence."""
+    key: str | None
+    """The value of the group key, as JSON."""
+
+    @property
+    def where(self) -> str:
+        """FILE:LINE."""
+        return f"{self.path}:{self.line}"
+
+
+def read_rollouts(
+    paths: Sequence[str], *, group_key: str | None = None, progress: Progress | None = None
+) -> Iterator[Rollouts]:
+    """Yield the lines of files in their order, checked.
+
+    paths: .gz is unpacked, "-" is the standard input. group_key: of the rows, whose value `forests` goes by.
+    Raises: ValueError, which names file and line, for the first bad line and for a file without any; OSError.
+    """
+    total = None if "-" in paths else sum(map(os.path.getsize, paths))
+    before = 0
+    for path in paths:
+        count, done = 0, before
+        for number, line, read in _lines(path):
+            done = before + read
+            if line.strip():
+                count += 1
+                yield _parsed(line, path, number, group_key)
+            if progress is not None:
+                progress(done, total)
+        if not count:
+            raise ValueError(f"{path}: holds no line. Expected lines of {_FORMS}")
+        before = done
+
+
+def _lines(path: str) -> Iterator[tuple[int, bytes, int]]:
+    """Yield number and bytes of each line, and how far the file, packed or not, is read."""
+    with ExitStack() as stack:
+        raw = sys.stdin.buffer if path == "-" else stack.enter_context(open(path, "rb"))
+        lines = cast(BinaryIO, stack.enter_context(gzip.open(raw, "rb")) if path.endswith(".gz") else raw)
+        read = 0
+        try:
+            for number, line in enumerate(lines, 1):
+                read = read + len(line) if path == "-" else raw.tell()
+                yield number, line, read
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: damaged gzip file ({error}). Write it again") from error
+
+
+def _parsed(line: bytes, path: str, number: int, group_key: str | None) -> Rollouts:
+    try:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not JSON ({error}), but {shortened(line[:60])}. Expected {_FORMS}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"a JSON {type(row).__name__}. Expected {_FORMS}")
+        prompt, sequences = _sequences(row)
+        key = None
+        if group_key is not None:
+            if group_key not in row:
+                raise ValueError(f"no group key {group_key!r}, but the keys {_keys(row)}. Expected it in each line")
+            key = json.dumps(row[group_key], sort_keys=True)
+    except ValueError as error:
+        raise ValueError(f"{path}:{number}: {error}") from error
+    return Rollouts(path, number, prompt, sequences, key)
+
+
+def _sequences(row: Mapping[str, Any]) -> tuple[Ids | None, list[Ids]]:
+    has_prompt, has_completions = "prompt_ids" in row, "completions" in row
+    if has_prompt != has_completions or has_prompt == ("ids" in row):
+        raise ValueError(f"the keys {_keys(row)}. Expected {_FORMS}, and not both")
+    if not has_prompt:
+        return None, [_ids(row["ids"], "ids")]
+    found = row["completions"]
+    if not isinstance(found, list) or not found:
+        raise ValueError(f"completions is {shortened(found)}. Expected a list of one or more lists of ids")
+    completions = [_ids(each, f"completions[{index}]") for index, each in enumerate(found)]
+    return _ids(row["prompt_ids"], "prompt_ids", may_be_empty=True), completions
+
+
+def _ids(found: Any, name: str, *, may_be_empty: bool = False) -> Ids:
+    expected = "an integer from 0 to 2**63 - 1"
+    if not isinstance(found, list) or not (found or may_be_empty):
+        raise ValueError(f"{name} is {shortened(found)}. Expected a list of ids, each {expected}")
+    if found and (set(map(type, found)) != {int} or min(found) < 0 or max(found) >= 2**63):
+        wrong = (at for at, value in enumerate(found) if type(value) is not int or not 0 <= value < 2**63)
+        at = next(wrong)
+        raise ValueError(f"{name}[{at}] is {shortened(found[at])}. Expected {expected}")
+    return np.array(found, dtype=np.int64)
+
+
+def _keys(row: Mapping[str, Any]) -> str:
+    return ", ".join(map(shortened, list(row)[:20])) or "(none)"
