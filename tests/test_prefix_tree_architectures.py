@@ -1,0 +1,50 @@
+"""Every causal language model of the installed transformers is folded right or refused, none is folded wrong."""
+
+import warnings
+from collections import defaultdict
+
+import torch
+from causal_models import CLASSES, SAMPLES, error, from_config, tiny_config
+
+from niels_gpt.prefix_tree.attention import AttentionRouteError, check_model_inputs, model_inputs
+from niels_gpt.prefix_tree.forest import PrefixForest
+
+MAX_PARAMETERS = 3_000_000  # some sizes are not reached by the names in causal_models.py
+
+
+def outcome(model_type: str, forest: PrefixForest) -> str:
+    """Return what becomes of a model: "refused", "equal", "wrong by ...", or "not made" where the sizes do not fit."""
+    try:
+        config = tiny_config(model_type)
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in from_config(config, "eager").parameters())
+        if size > MAX_PARAMETERS:
+            return "not made"
+        try:
+            model = from_config(config, "sdpa")
+        except ValueError:  # the architecture has no sdpa
+            model = from_config(config, "eager")
+    except Exception:
+        return "not made"
+    try:
+        inputs = model_inputs(forest, model)
+    except AttentionRouteError:
+        return "refused"
+    check_model_inputs(forest, model, inputs)
+    try:
+        difference = error(model, forest, inputs)
+    except Exception as raised:  # not silent
+        return f"raised {type(raised).__name__}"
+    return "equal" if difference < 5e-5 else f"wrong by {difference:.2g}"
+
+
+def test_every_architecture_is_folded_right_or_refused() -> None:
+    forest = PrefixForest.from_sequences(SAMPLES).padded(8)
+    found = defaultdict(list)
+    with warnings.catch_warnings(action="ignore"):
+        for model_type in CLASSES:
+            found[outcome(model_type, forest)].append(model_type)
+    wrong = {how: names for how, names in found.items() if how.startswith("wrong")}
+    assert not wrong
+    assert len(found["equal"]) > 80, found
+    assert len(found["refused"]) > 40, found
