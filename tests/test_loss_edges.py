@@ -1,17 +1,29 @@
 """LossEdges: every target once per sample, a completion's first token too: `pytest tests/test_loss_edges.py`."""
 
+import math
 import random
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefix_trees import SAMPLES, Samples, grown, plain_rows
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, folded_cross_entropy, sample_logprobs, unfold
+from niels_gpt.prefix_tree.edges import (
+    LossEdges,
+    at_predictions,
+    edge_logprobs,
+    folded_cross_entropy,
+    sample_logprobs,
+    unfold,
+)
 from niels_gpt.prefix_tree.forest import PrefixForest
 
 VOCAB = 97
@@ -43,11 +55,11 @@ def test_weights_by_hand() -> None:
     assert LossEdges.from_forest(forest).weight.tolist() == [2, 1, 1, 1]  # targets 10, 11, 12, 9
     assert LossEdges.from_forest(forest, weighting="unique").weight.tolist() == [1, 1, 1, 1]
     mean = LossEdges.from_forest(forest, weighting="sample_mean").weight
-    assert mean.tolist() == pytest.approx([1 / 6 + 1 / 4, 1 / 6, 1 / 4, 1 / 6])
+    assert mean.tolist() == pytest.approx([1 / 3 + 1 / 2, 1 / 3, 1 / 2, 1 / 3])
     own = LossEdges.from_forest(forest, weighting=torch.tensor([3.0, -1.0]))  # an advantage for each sample
     assert own.weight.tolist() == [2, 3, -1, 3] and own.weighting == "given"
     with pytest.raises(
-        ValueError, match="weighting is 'mean'; expected one of per_sample, sample_mean, unique, or a tensor"
+        ValueError, match="weighting is 'mean'; expected one of per_sample, sample_mean, unique, or weights"
     ):
         LossEdges.from_forest(forest, weighting="mean")
 
@@ -75,7 +87,8 @@ def test_edges_are_the_targets_of_the_samples_and_their_weights_the_uses(samples
     unique = LossEdges.from_forest(forest, weighting="unique")
     assert unique.weight.tolist() == [1] * len(found)
     if uses:
-        assert float(LossEdges.from_forest(forest, weighting="sample_mean").weight.sum()) == pytest.approx(1)
+        mean = LossEdges.from_forest(forest, weighting="sample_mean").weight
+        assert float(mean.sum()) == pytest.approx(sum(count > 0 for count in counts))
 
 
 @QUICK
@@ -97,8 +110,7 @@ def test_unfolding_gives_each_sample_its_values_and_padding_the_rest(samples: Sa
     pairs = torch.stack([forest.input_ids, forest.position_ids], dim=1)
     wanted = [[token, place] for sample in samples for place, token in enumerate(sample)]
     assert unfold(pairs, forest).tolist() == wanted
-    if len(forest.input_ids) > 1:
-        assert unfold(pairs[None], forest).tolist() == wanted
+    assert unfold(pairs[None], forest).tolist() == wanted
     padded = unfold(pairs, forest, pad=-1)
     longest = max(map(len, samples))
     assert padded.shape == (len(samples), longest, 2)
@@ -189,58 +201,79 @@ class TestFields:
     edges = LossEdges.from_forest(forest)
 
     @pytest.mark.parametrize(
-        ("values", "wanted"),
+        ("values", "per", "wanted"),
         [
-            ([1.5, 2.5], [1.5, 1.5, 2.5, 2.5]),
-            ([torch.tensor(1), torch.tensor(2)], [1, 1, 2, 2]),
-            ([[0, 0, 1, 2], [0, 0, 3, 9, 4]], [1, 2, 3, 4]),
-            ([[1, 2], [3, 9, 4]], [1, 2, 3, 4]),
-            ([[1, 2], [3, 4]], [1, 2, 3, 4]),
-            (torch.tensor([[0, 0, 1, 2, 9], [0, 0, 3, 9, 4]]), [1, 2, 3, 4]),
-            (torch.tensor([[1, 2, 9], [3, 9, 4]]), [1, 2, 3, 4]),
-            (torch.tensor([[1, 2], [3, 4]]), [1, 2, 3, 4]),
-            (torch.tensor([0, 0, 1, 2, 0, 0, 3, 9, 4]), [1, 2, 3, 4]),
-            (torch.tensor([1, 2, 3, 4]), [1, 2, 3, 4]),
+            ([1.5, 2.5], "sample", [1.5, 1.5, 2.5, 2.5]),
+            ([torch.tensor(1), torch.tensor(2)], "sample", [1, 1, 2, 2]),
+            (np.array([1, 2]), "sample", [1, 1, 2, 2]),
+            (torch.tensor([[1], [2]]), "sample", [1, 1, 2, 2]),
+            ([[0, 0, 1, 2], [0, 0, 3, 9, 4]], "token", [1, 2, 3, 4]),
+            ([[1, 2], [3, 9, 4]], "completion", [1, 2, 3, 4]),
+            ([[1, 2], (3, 4)], "target", [1, 2, 3, 4]),
+            ([0, 0, 1, 2, 0, 0, 3, 9, 4], "token", [1, 2, 3, 4]),
+            (np.array([1, 2, 3, 9, 4]), "completion", [1, 2, 3, 4]),
+            (torch.tensor([1, 2, 3, 4]), "target", [1, 2, 3, 4]),
         ],
     )
-    def test_every_form_comes_into_the_order_of_supervised_tokens(self, values: object, wanted: list[float]) -> None:
-        assert self.edges.field(values).tolist() == wanted
+    def test_every_form_comes_into_the_order_of_supervised_tokens(
+        self, values: Any, per: str, wanted: list[float]
+    ) -> None:
+        assert self.edges.field(values, per=per).tolist() == wanted
+        if getattr(values, "ndim", 1) == 1:  # the sizes of these say it too
+            assert self.edges.field(values).tolist() == wanted
+
+    @pytest.mark.parametrize("width", [5, 6, 16])
+    def test_padded_rows_may_be_of_any_width_but_have_to_say_what_a_column_is(self, width: int) -> None:
+        def padded(*rows: list[int]) -> Tensor:
+            return torch.tensor([row + [-7] * (width - len(row)) for row in rows])
+
+        assert self.edges.field(padded([0, 0, 1, 2], [0, 0, 3, 9, 4]), per="token").tolist() == [1, 2, 3, 4]
+        assert self.edges.field(padded([1, 2], [3, 9, 4]), per="completion").tolist() == [1, 2, 3, 4]
+        assert self.edges.field(padded([1, 2], [3, 4]), per="target").tolist() == [1, 2, 3, 4]
+        with pytest.raises(ValueError, match=r"shape \[2, .*a column may be a token of the sample.*per=\"completion\""):
+            self.edges.field(padded([1, 2], [3, 9, 4]))
 
     @pytest.mark.parametrize(
         ("values", "words"),
         [
             (
                 [[1, 2], [3]],
-                r"the field of sample 1 has 1 values; expected one of: 5 \(all its tokens\), 3 \(from its first",
+                r"the field of sample 1 has 1 values; expected one of: 1 \(per sample\), 5 \(per token\), 3",
             ),
             ([[1, 2]], "a field has 1 rows; expected one for each of 2 samples"),
+            ([torch.ones(2, 1), torch.ones(3, 1)], r"the field of sample 0 has shape \[2, 1\]; expected one axis"),
+            ([1.0, [1.0, 2.0]], r"the field of sample 0 has shape \[\]; expected one axis"),
             (
                 torch.zeros(3),
-                r"a field has shape \[3\]; expected \[2\] \(a value per sample\), \[9\] \(per token of each sample\)",
-            ),
-            (
-                torch.zeros(2, 4),
-                r"shape \[2, 4\]; for 2 samples the widths are 5 \(all its tokens\), 3 .*expected one of these",
+                r"a field has shape \[3\]; expected 2 rows, or one axis of 2 \(per sample\), 9 \(per token\)",
             ),
             (torch.zeros(2, 5, 1), "a field has shape"),
+            (torch.zeros(3, 5), "a field has shape"),
             ([], "a field has shape"),
         ],
     )
     def test_other_sizes_are_refused_with_the_sizes_that_fit(self, values: object, words: str) -> None:
         with pytest.raises(ValueError, match=words):
             self.edges.field(values)
+        with pytest.raises(ValueError, match="expected 5 columns or more"):
+            self.edges.field(torch.zeros(2, 4), per="token")
+        with pytest.raises(ValueError, match="per is 'edge'; expected one of sample, token, completion, target"):
+            self.edges.field(values, per="edge")
+        with pytest.raises(TypeError, match="a field is a dict; expected values or rows in the order of the samples"):
+            self.edges.field({0: 1.0, 1: 2.0})
 
     def test_what_may_mean_two_things_is_refused(self) -> None:
         # Two samples and two targets, both of the second sample.
         forest = PrefixForest.from_sequences([[1, 2], [1, 3, 4]], loss_mask=[[0, 0], [0, 1, 1]])
         edges = LossEdges.from_forest(forest)
-        with pytest.raises(ValueError, match="2 values may be one per sample or one per target"):
+        with pytest.raises(
+            ValueError, match=r"a field of 2 values may be several of 2 \(per sample\).*as in per='sample'"
+        ):
             edges.field(torch.tensor([1.0, 2.0]))
+        assert edges.field([1.0, 2.0], per="sample").tolist() == [2, 2]
         assert edges.field([[], [1.0, 2.0]]).tolist() == [1, 2]
-        # The longest tail and the most targets are both 3, but sample 0 has a hole.
-        forest = PrefixForest.from_sequences([[1, 2, 3, 4], [1, 5, 6, 7]], loss_mask=[[0, 1, 0, 1], [0, 1, 1, 1]])
-        with pytest.raises(ValueError, match="it may be more than one of these: pass a list of rows"):
-            LossEdges.from_forest(forest).field(torch.zeros(2, 3))
+        own = LossEdges.from_forest(forest, weighting=[[], [1.0, 2.0]])
+        assert own.weight.tolist() == [1, 2]
 
     def test_gradients_reach_a_field(self) -> None:
         values = torch.zeros(2, requires_grad=True)
@@ -259,28 +292,96 @@ def test_a_field_of_every_form_means_the_same(samples: Samples) -> None:
     assert edges.field([row[1:] for row in rows]).tolist() == edges.sample_token.tolist()
     padded = unfold(torch.zeros(forest.num_tokens, dtype=torch.int64), forest, pad=-1)
     padded[padded == 0] = ragged
-    if padded.shape[1] > 1:
-        assert edges.field(padded).tolist() == edges.sample_token.tolist()
+    assert edges.field(padded, per="token").tolist() == edges.sample_token.tolist()
 
 
-def test_what_cannot_be_a_loss_is_refused() -> None:
+def test_what_is_not_of_this_row_is_refused() -> None:
     forest = PrefixForest.from_rollout_group([1, 2], [[10, 11], [20]])
     edges = LossEdges.from_forest(forest)
-    with pytest.raises(ValueError, match=r"got a tensor of shape \[2, 5, 9\]; expected \[1, T, ...\] or \[T, ...\]"):
-        edge_logprobs(torch.zeros(2, 5, 9), edges)
-    with pytest.raises(ValueError, match="T of 5 or more"):
-        unfold(torch.zeros(4, 9), forest)
+    for shape in [(2, 5, 9), (4, 9), (6, 9), (1, 6, 9)]:
+        words = rf"got a tensor of shape \[{shape[0]}, .*; expected \[5, ...\] or \[1, 5, ...\]"
+        for wrong in (
+            lambda x: edge_logprobs(x, edges),
+            lambda x: unfold(x, forest),
+            lambda x: at_predictions(x, edges),
+        ):
+            with pytest.raises(ValueError, match=words):
+                wrong(torch.zeros(shape))
+    assert LossEdges.from_forest(forest.padded(8)).num_rows == 8
+    logp = edge_logprobs(torch.zeros(5, 30), edges)
+    with pytest.raises(ValueError, match=r"edge_logp has shape \[5\]; expected \[3\]"):
+        sample_logprobs(torch.zeros(5), edges)
+    assert sample_logprobs(logp, edges).shape == (3,)
+    for wrong_number in ({"chunk": 0}, {"temperature": 0.0}, {"temperature": -1.0}):
+        with pytest.raises(ValueError, match="expected 1 or more, and a number above 0"):
+            edge_logprobs(torch.zeros(5, 30), edges, **wrong_number)
+
+
+def test_a_critics_value_stands_at_the_row_that_predicts() -> None:
+    edges = LossEdges.from_forest(PrefixForest.from_rollout_group([1, 2], [[10, 11], [20, 21, 22]]))
+    assert at_predictions(torch.arange(7), edges).tolist() == [1, 2, 1, 4, 5]
+    assert at_predictions(torch.zeros(1, 7, 3), edges).shape == (5, 3)
+
+
+def test_weights_of_ones_own_need_a_normalizer_and_no_target_at_all_gives_zero_with_one() -> None:
+    forest = PrefixForest.from_rollout_group([1, 2], [[10, 11], [20]])
     own = LossEdges.from_forest(forest, weighting=torch.tensor([1.0, -1.0]))
     with pytest.raises(ValueError, match="say what the sum is divided by"):
         folded_cross_entropy(torch.zeros(5, 30), own)
-    assert float(folded_cross_entropy(torch.zeros(5, 30), own, normalizer=3)) == pytest.approx(
-        torch.tensor(30.0).log() / 3
-    )
+    assert float(folded_cross_entropy(torch.zeros(5, 30), own, normalizer=3)) == pytest.approx(math.log(30) / 3)
     nothing = LossEdges.from_forest(PrefixForest.from_sequences([[1], [2]]))
     assert (nothing.num_edges, nothing.unpredictable) == (0, 2)
-    assert edge_logprobs(torch.zeros(2, 30), nothing).shape == (0,)
+    hidden, head = torch.randn(2, 4, requires_grad=True), torch.nn.Linear(4, 30)
     with pytest.raises(ValueError, match="no token is supervised"):
-        folded_cross_entropy(torch.zeros(2, 30), nothing)
+        folded_cross_entropy(hidden, nothing, head)
+    loss = folded_cross_entropy(hidden, nothing, head, normalizer=10)
+    assert float(loss.detach()) == 0
+    loss.backward()  # as every rank has to
+    assert hidden.grad is not None and not hidden.grad.any()
+    assert head.weight.grad is not None and not head.weight.grad.any()
+
+
+def test_dropout_in_the_head_is_the_same_when_a_chunk_is_computed_again() -> None:
+    edges = LossEdges.from_forest(PrefixForest.from_rollout_group([1], [list(range(2, 34))]))
+    hidden = torch.randn(edges.num_rows, 4, dtype=torch.float64, requires_grad=True)
+    head = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(4, 40, dtype=torch.float64))
+    kept: list[Tensor] = []
+    head[0].register_forward_hook(lambda module, inputs, output: kept.append((output != 0).double() * 2))
+    logp = edge_logprobs(hidden, edges, head, chunk=8)
+    (found,) = torch.autograd.grad(logp.sum(), hidden)
+    masks = torch.cat(kept[:4])
+    logits = head[1](hidden[edges.rows] * masks)
+    wanted = logits.log_softmax(-1)[torch.arange(len(logits)), edges.target].sum()
+    assert torch.allclose(found, torch.autograd.grad(wanted, hidden)[0], rtol=1e-10)
+
+
+def test_the_backward_pass_holds_the_logits_of_one_chunk_at_a_time() -> None:
+    rows, vocab, chunk = 512, 1024, 32
+    edges = LossEdges.from_forest(PrefixForest.from_rollout_group([1], [[2] * rows]))
+    hidden = torch.randn(edges.num_rows, 8, requires_grad=True)
+    head = torch.nn.Linear(8, vocab, bias=False)
+    largest = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            largest = max([largest, *(each.numel() for each in tree_leaves(out) if isinstance(each, Tensor))])
+            return out
+
+    with Largest():
+        folded_cross_entropy(hidden, edges, head, chunk=chunk).backward()
+    assert largest == chunk * vocab < rows * vocab
+
+
+def test_what_is_made_beside_a_generation_can_be_trained_on() -> None:
+    with torch.inference_mode():
+        forest = PrefixForest.joined([PrefixForest.from_rollout_group([1, 2], [[10, 11], [20]]).padded(2)]).padded(8)
+        edges = LossEdges.from_forest(forest)
+        unfold(torch.zeros(8), forest)
+    hidden = torch.randn(8, 30, requires_grad=True)
+    (unfold(hidden, forest).sum() + edge_logprobs(hidden, edges).sum()).backward()
+    assert hidden.grad is not None and hidden.grad.any()
 
 
 def test_edges_move_with_all_their_tensors() -> None:

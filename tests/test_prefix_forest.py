@@ -1,5 +1,6 @@
 """PrefixForest: the layout, the mask in one array, every sample back: `pytest tests/test_prefix_forest.py`."""
 
+import math
 import random
 from collections import Counter
 
@@ -13,6 +14,7 @@ from prefix_trees import SAMPLES, Samples, grown, plain_rows
 from niels_gpt.prefix_tree.attention import AttnMaskSpec, dense_mask
 from niels_gpt.prefix_tree.fold import fold_shared_prefix_rollouts
 from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.prefix_tree.messages import threads
 from niels_gpt.prefix_tree.stats import ModelShape
 
 QUICK = settings(deadline=None, derandomize=True)
@@ -92,6 +94,9 @@ def test_a_rollout_group_is_its_sequences_with_the_completions_as_targets(prompt
     assert forest.samples() == [prompt + completion for completion in group]
     wanted = [bit for completion in group for bit in [False] * len(prompt) + [True] * len(completion)]
     assert forest.loss_mask.tolist() == wanted
+    masks = [[place % 2 for place in range(len(completion))] for completion in group]
+    masked = PrefixForest.from_rollout_group(prompt, group, completion_mask=masks)
+    assert masked.loss_mask.tolist() == [bit for mask in masks for bit in [0] * len(prompt) + mask]
 
 
 @QUICK
@@ -117,6 +122,9 @@ def test_node_paths_in_any_order_are_put_into_pre_order() -> None:
     assert forest.position_ids.tolist() == [0, 0, 1, 2, 3, 2, 3]
     assert forest.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 0]
     assert PrefixForest.from_node_paths([1, 2], [[0, 1]]).input_ids.tolist() == [0, 0, 0]
+    lengths, paths = torch.tensor([2, 1]), torch.tensor([[0, 1]])
+    tensors = PrefixForest.from_node_paths(lengths, paths, torch.tensor([[7, 8, 9]]), loss_nodes=torch.tensor([1]))  # type: ignore[arg-type]
+    assert tensors.samples() == [[7, 8, 9]] and tensors.loss_mask.tolist() == [0, 0, 1]
 
 
 TREE = {
@@ -138,7 +146,7 @@ def encode(message: dict[str, str]) -> tuple[list[int], list[int]]:
     return ids, [0, *[int(message["role"] == "assistant")] * (len(ids) - 1)]
 
 
-def test_a_tree_of_messages_gives_its_threads_cut_behind_the_last_reply() -> None:
+def test_a_tree_of_messages_gives_the_threads_to_its_last_replies() -> None:
     counters: Counter[str] = Counter()
     forest = PrefixForest.from_message_tree(TREE, encode, counters=counters)
     p, a, b = ord("p"), ord("a"), ord("b")
@@ -146,14 +154,22 @@ def test_a_tree_of_messages_gives_its_threads_cut_behind_the_last_reply() -> Non
     assert forest.input_ids.tolist() == [0, p, 0, a, b, b]  # the replies share their role tag
     assert forest.loss_mask.tolist() == [0, 0, 0, 1, 0, 0, 0, 1, 1]
     assert counters == {"cut_messages": 1}
-    alone = {"text": "x", "role": "prompter"}
+    assert [thread.message["text"] for thread in threads(TREE, encode, counters)] == ["a", "bb"]
+
+
+def test_a_reply_is_in_one_thread_however_many_questions_behind_it_have_no_answer() -> None:
+    unanswered = [{"text": text, "role": "prompter"} for text in ("x", "y")]
+    answered = {"text": "q", "role": "prompter", "replies": [{"text": "B", "role": "assistant"}]}
+    reply = {"text": "A", "role": "assistant", "replies": [*unanswered, answered]}
+    tree = {"text": "p", "role": "prompter", "replies": [reply]}
+    counters: Counter[str] = Counter()
+    forest = PrefixForest.from_message_tree(tree, encode, counters=counters)
+    assert forest.samples() == [[0, ord("p"), 0, ord("A"), 0, ord("q"), 0, ord("B")]]
+    assert counters == {"cut_messages": 2}
     with pytest.raises(ValueError, match="no message of the tree has a target"):
-        PrefixForest.from_message_tree(alone, encode)
-    both = {**alone, "replies": [alone, {"text": "y", "role": "assistant"}]}
-    assert PrefixForest.from_message_tree(both, encode, counters=counters).num_samples == 1
-    assert counters["no_target"] == 1
-    with pytest.raises(ValueError, match="encode gave 1 ids and a mask of 2 for the message"):
-        PrefixForest.from_message_tree(alone, lambda message: ([1], [0, 1]))
+        PrefixForest.from_message_tree(unanswered[0], encode)
+    with pytest.raises(ValueError, match=r"encode gave 1 ids and a mask of 2 for \{'text': 'x'"):
+        PrefixForest.from_message_tree(unanswered[0], lambda message: ([1], [0, 1]))
 
 
 def test_a_thread_of_ten_thousand_messages_is_no_recursion() -> None:
@@ -162,6 +178,7 @@ def test_a_thread_of_ten_thousand_messages_is_no_recursion() -> None:
         message = {"text": "z", "role": "assistant", "replies": [message]}
     forest = PrefixForest.from_message_tree(message, encode)
     assert forest.num_tokens == 20_002 and forest.num_samples == 1
+    assert forest.loss_mask.sum() == 10_001
     chain = PrefixForest.from_sequences([[1] * length for length in range(1, 1_500)])  # 1,499 nodes, one below another
     assert chain.stats().max_levels == 1_499
     assert chain.sample_lengths.tolist() == list(range(1, 1_500))
@@ -186,6 +203,8 @@ def test_ids_are_taken_from_lists_tuples_arrays_and_tensors() -> None:
         ([[1], np.array([True])], TypeError, "sequence 1 is bool"),
         ([[[1]], [[2]]], TypeError, r"sequence 0 is int64 of shape \[1, 1\]"),
         ([1, 2], TypeError, "sequence 0 is 1; expected a list, tuple, array or tensor"),
+        (torch.tensor([1, 2]), TypeError, r"sequence 0 is tensor\(1\); expected a list, tuple, array or tensor"),
+        ([[1], [True, False]], TypeError, "sequence 1 is of bools; expected ids"),
         (["ab"], TypeError, "sequence 0"),
     ],
 )
@@ -201,15 +220,24 @@ def test_bad_groups_masks_and_paths_are_named() -> None:
         PrefixForest.from_rollout_group([1], [[2], []])
     with pytest.raises(ValueError, match="the prompt has the id -1 at 0"):
         PrefixForest.from_rollout_group([-1], [[2]])
-    with pytest.raises(ValueError, match="loss_mask has 1 masks for 2 sequences"):
+    with pytest.raises(ValueError, match="there are 1 masks for 2 sequences"):
         PrefixForest.from_sequences([[1], [2]], loss_mask=[[1]])
-    with pytest.raises(ValueError, match="the mask of sequence 1 has 1 values for 2 ids"):
+    with pytest.raises(ValueError, match=r"the mask of sequence 1 has shape \[1\]; expected \[2\]"):
         PrefixForest.from_sequences([[1], [2, 3]], loss_mask=[[1], [0]])
+    for labels in ([-100, 5], [0.3, 1.0], [math.nan, 1.0], ["0", "1"]):
+        with pytest.raises(ValueError, match=r"expected 0 and 1\. Of labels, give labels != -100"):
+            PrefixForest.from_sequences([[4, 5]], loss_mask=[labels])
+    for nodes in ([7], [-1]):
+        with pytest.raises(ValueError, match=rf"loss_nodes has \[{nodes[0]}\]; expected nodes from 0 to 1"):
+            PrefixForest.from_node_paths([1, 1], [[0, 1]], loss_nodes=nodes)
+    for nodes in ([False, True], "1", torch.tensor([False, True])):
+        with pytest.raises(TypeError, match=r"loss_nodes is .*; expected integers"):
+            PrefixForest.from_node_paths([1, 1], [[0, 1]], loss_nodes=nodes)  # type: ignore[arg-type]
     for lengths, paths, words in [
         ([1, 1], [[0, 2]], r"sample_paths\[0\] names node 2; there are 2"),
         ([1, 1], [[0]], "node 1 has 1 tokens and is on no path"),
         ([1, 0], [[0], [1]], r"sample_paths\[1\] is \[1\]: no token"),
-        ([1, 1, 1], [[0, 2], [1, 2]], r"sample_paths\[1\] has node 2 below 1, an earlier path below 0"),
+        ([1, 1, 1], [[0, 2], [1, 2]], r"sample_paths\[1\] has node 2 below 1, where it was below 0 before"),
         ([1, 1], [[0, 1, 0]], "has node 0 below 1"),
         ([2, -1], [[0]], "node 1 has -1 tokens"),
         ([0], [], "sample_paths is empty"),

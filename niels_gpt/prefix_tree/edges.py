@@ -41,20 +41,21 @@ class LossEdges:
     sample_token: Tensor  # int64 [M], the token's place in a field with a value for each token of each sample
     field_offsets: Tensor  # int64 [S + 1], where a sample begins in such a field
     first_targets: Tensor  # int64 [S], the sample's first target, predictable or not; its length if it has none
-    num_rows: int  # T without padding
+    num_rows: int  # T, padding included
     unpredictable: int  # targets that are the first token of their sample: no row predicts them
     weighting: str  # one of WEIGHTINGS, or "given"
 
     @classmethod
-    def from_forest(cls, forest: PrefixForest, *, weighting: str | Tensor = "per_sample") -> LossEdges:
+    @torch.inference_mode(False)  # rollouts are made in that mode, and its tensors could not be used in training
+    def from_forest(cls, forest: PrefixForest, *, weighting: Any = "per_sample") -> LossEdges:
         """Return an edge for each flat token that is a target of some sample, and the tokens that use it.
 
         Args:
-            forest: its `loss_mask` says which tokens are targets.
+            forest: its `loss_mask` says which tokens are targets. Pad it before.
             weighting: "per_sample": each supervised token of each sample counts 1, as in a batch that is not folded.
-                "sample_mean": 1 / (targets of the sample) / (samples with targets), the mean of means. "unique": each
-                edge counts 1 however many samples use it, the natural choice for trees of messages. Or a tensor of
-                weights, in any form that `field` takes.
+                "sample_mean": 1 / (supervised tokens of its sample), so that each sample counts 1. "unique": each edge
+                counts 1, however many samples use it, as fits a tree of messages. Or weights of one's own, in any form
+                that `field` takes, for a loss that is linear in log-probs.
 
         Raises:
             ValueError: another weighting.
@@ -78,29 +79,31 @@ class LossEdges:
         edges = cls(
             row=torch.from_numpy(above[targets]),
             target=torch.from_numpy(ids[targets]),
-            weight=torch.ones(len(targets), dtype=torch.float64),
+            weight=torch.zeros(len(targets), dtype=torch.float64),
             sample_edge=torch.from_numpy(edge.take(tokens)),
             sample_offsets=torch.from_numpy(sample_token.searchsorted(offsets)),
             sample_token=torch.from_numpy(sample_token),
             field_offsets=torch.from_numpy(offsets),
             first_targets=torch.from_numpy(first_targets),
-            num_rows=forest.num_tokens,
+            num_rows=len(ids),
             unpredictable=unpredictable,
             weighting=weighting if isinstance(weighting, str) else "given",
         ).to(forest.input_ids.device)
-        return edges if edges.weighting == "unique" else edges._weighted(weighting)
+        weights = edges.token_weights(weighting)
+        return replace(edges, weight=edges.weight.index_add(0, edges.sample_edge, weights))
 
-    def _weighted(self, weighting: str | Tensor) -> LossEdges:
+    def token_weights(self, weighting: Any) -> Tensor:
+        """Return the weight of each supervised token under a weighting, as in `from_forest`: float64 [M]."""
         counts = self.sample_offsets.diff()
-        if isinstance(weighting, Tensor):
-            shares = self.field(weighting).to(self.weight)
-        elif weighting == "per_sample":
-            return replace(self, weight=self.sample_edge.bincount(minlength=self.num_edges).double())
-        elif weighting == "sample_mean":
-            shares = 1 / (counts[self.sample] * (counts > 0).sum()).double()
-        else:
-            raise ValueError(f"weighting is {weighting!r}; expected one of {', '.join(WEIGHTINGS)}, or a tensor")
-        return replace(self, weight=torch.zeros_like(self.weight).index_add(0, self.sample_edge, shares))
+        if not isinstance(weighting, str):
+            return self.field(weighting).to(self.weight)
+        if weighting == "per_sample":
+            return self.weight.new_ones(self.num_loss_tokens)
+        if weighting == "sample_mean":
+            return 1 / counts[self.sample].double()
+        if weighting == "unique":
+            return 1 / self.sample_edge.bincount().double()[self.sample_edge]
+        raise ValueError(f"weighting is {weighting!r}; expected one of {', '.join(WEIGHTINGS)}, or weights")
 
     @property
     def num_edges(self) -> int:
@@ -119,7 +122,7 @@ class LossEdges:
 
     @property
     def rows(self) -> Tensor:
-        """Return the distinct rows that predict something, int64, rising: all that an lm_head has to see."""
+        """Return the distinct rows that predict something, int64, rising: all that a head has to see."""
         rows: Tensor = torch.unique_consecutive(self.row)
         return rows
 
@@ -132,21 +135,22 @@ class LossEdges:
         moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return LossEdges(**{**vars(self), **moved})
 
-    def field(self, values: Any) -> Tensor:
+    def field(self, values: Any, *, per: str | None = None) -> Tensor:
         """Return values per sample, or per sample and token, in the order of `sample_edge`: [M], differentiable.
 
-        `values` is one of
-
-        * [S]: a value per sample, such as a group-normalised advantage;
-        * [S] rows, as a list of lists or tensors, each with a value for every token of the sample, or for its tokens
-          from the first target on (a completion's), or for its targets alone;
-        * the same as one tensor padded on the right, as wide as the longest of such rows;
-        * [sum of sample lengths] or [M], ragged.
+        Args:
+            values: numbers in one axis, sample after sample; or [S] rows, as a list; or one tensor of rows [S, W] that
+                are padded on the right to any width.
+            per: what there is a value for. "sample": each sample, such as a group-normalised advantage. "token": each
+                token of each sample. "completion": each token from the sample's first target on. "target": each
+                supervised token, as `sample_logprobs` has them. Default: what the sizes say; a padded tensor's say
+                nothing.
 
         Raises:
-            ValueError: the sizes fit none of these, or more than one that differ.
+            ValueError: the sizes fit nothing, or several that differ.
+            TypeError: a mapping or text.
         """
-        return in_order(values, self)
+        return in_order(values, self, per)
 
 
 def _first_targets(targets: npt.NDArray[np.bool_], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -168,38 +172,51 @@ def edge_logprobs(
 
     Args:
         hidden_or_logits: [T, D] or [1, T, D]: logits, or what `lm_head` turns into logits.
-        lm_head: applied to the rows of edges only, each once, however many targets it has.
+        lm_head: applied to the rows of edges only, each once, however many targets it has. For a model that scales or
+            caps its logits, `logits_head(model)` of niels_gpt.prefix_tree.heads.
         temperature: divides the logits.
-        chunk: rows whose logits are in memory at a time, in the backward pass too: a chunk is computed again there.
+        chunk: with an lm_head, rows whose logits are in memory at a time, in the backward pass too, which computes each
+            chunk again.
 
     Raises:
-        ValueError: there are fewer rows than the forest had, or more than one batch row.
+        ValueError: the rows are not those of the forest, or chunk or temperature is no number to work with.
     """
-    flat = _flat(hidden_or_logits, edges.num_rows)
+    if chunk < 1 or temperature <= 0:
+        raise ValueError(f"chunk is {chunk} and temperature {temperature}; expected 1 or more, and a number above 0")
     rows, uses = torch.unique_consecutive(edges.row, return_counts=True)
+    picked = _flat(hidden_or_logits, edges.num_rows)[rows]
+    again = lm_head is not None and torch.is_grad_enabled() and len(rows) > chunk
 
-    def logprobs(picked: Tensor, row: Tensor, target: Tensor) -> Tensor:
-        logits = picked if lm_head is None else lm_head(picked)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    def logprobs(part: Tensor, row: Tensor, target: Tensor) -> Tensor:
+        logits = part if lm_head is None else lm_head(part)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits if temperature == 1 else logits / temperature
         return logits[row, target] - logits.logsumexp(-1)[row]
 
-    parts = [flat.new_zeros(0, dtype=torch.promote_types(flat.dtype, torch.float32))]
-    again = torch.is_grad_enabled() and len(rows) > chunk
-    bounds = torch.cat([uses.new_zeros(1), uses.cumsum(0)])[::chunk].tolist()
-    for begin, first in zip(range(0, len(rows), chunk), bounds, strict=False):
-        count = uses[begin : begin + chunk]
-        row = owners(torch.cat([count.new_zeros(1), count.cumsum(0)]))
-        target = edges.target[first : first + len(row)]
-        picked = flat[rows[begin : begin + chunk]]
+    found: list[Tensor] = []
+    done = 0
+    for part, counts in zip(torch.split(picked, chunk), torch.split(uses, chunk), strict=True):  # one at least
+        row = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        target = edges.target[done : done + len(row)]
+        done += len(row)
         if again:
-            parts.append(checkpoint(logprobs, picked, row, target, use_reentrant=False, preserve_rng_state=False))
+            found.append(checkpoint(logprobs, part, row, target, use_reentrant=False))
         else:
-            parts.append(logprobs(picked, row, target))
-    return torch.cat(parts)
+            found.append(logprobs(part, row, target))
+    return torch.cat(found)
 
 
 def sample_logprobs(edge_logp: Tensor, edges: LossEdges, *, pad: float | None = None) -> Tensor:
-    """Return the log-prob of each supervised token by sample: [M], or [S, most targets] filled up with `pad`."""
+    """Return the log-prob of each supervised token by sample: [M], or [S, most targets] filled up with `pad`.
+
+    Args:
+        edge_logp: [E], of `edge_logprobs`, or any other value per edge.
+
+    Raises:
+        ValueError: another shape.
+    """
+    if edge_logp.shape != (edges.num_edges,):
+        raise ValueError(f"edge_logp has shape {list(edge_logp.shape)}; expected [{edges.num_edges}], of edge_logprobs")
     ragged = edge_logp[edges.sample_edge]
     return ragged if pad is None else right_padded(ragged, edges.sample_offsets, pad)
 
@@ -216,23 +233,21 @@ def folded_cross_entropy(
     """Return sum(weight * -logp) / normalizer, a scalar: what the samples, not folded, give under the same weights.
 
     Args:
-        normalizer: default: the sum of weights, so that "per_sample" is the mean over all supervised tokens. Give the
-            number of the global batch where a batch has several rows or ranks. Needed for weights of one's own: the sum
-            of advantages is no number to divide by.
+        normalizer: default: the sum of weights, which is the mean over supervised tokens for "per_sample", over samples
+            for "sample_mean", and over edges for "unique". Where a batch has several rows or ranks, give the number of
+            all of them (and undo what averages over ranks). Needed for weights of one's own: the sum of advantages is
+            no number to divide by.
 
     The other arguments are those of `edge_logprobs`.
 
     Raises:
-        ValueError: nothing is supervised, or weights are given without a normalizer.
+        ValueError: without a normalizer, weights of one's own, or nothing that is supervised: the mean of nothing. With
+            one, such a row gives 0 and zero gradients, as a rank with nothing to learn needs.
     """
     if normalizer is None and edges.weighting == "given":
-        raise ValueError(
-            "the weights are your own: say what the sum is divided by, normalizer=edges.num_loss_tokens or 1"
-        )
-    if not edges.num_edges:
-        raise ValueError(
-            "no token is supervised: the loss_mask of the forest has no target behind the first token of a sample"
-        )
+        raise ValueError("the weights are your own: say what the sum is divided by, as in normalizer=len(samples)")
+    if normalizer is None and not edges.num_edges:
+        raise ValueError("no token is supervised: no sample has a target behind its first token. Give a normalizer")
     logp = edge_logprobs(hidden_or_logits, edges, lm_head, temperature=temperature, chunk=chunk)
     weight = edges.weight.to(logp)
     return -(weight * logp).sum() / (weight.sum() if normalizer is None else normalizer)
@@ -241,19 +256,30 @@ def folded_cross_entropy(
 def unfold(x: Tensor, forest: PrefixForest, *, pad: float | None = None) -> Tensor:
     """Return what a folded row has for every token of every sample, differentiable.
 
+    The value at a token is what the model makes of the sample up to it. What it says before it, such as a critic's
+    value beside a log-prob, is `at_predictions`.
+
     Args:
         x: [T, ...] or [1, T, ...], such as hidden states, logits, or values of a critic.
         pad: None gives them ragged, [sum of sample lengths, ...]; a number gives [S, longest sample, ...], filled up.
     """
-    ragged = _flat(x, forest.num_tokens)[forest.sample_rows]
+    ragged = _flat(x, len(forest.input_ids))[forest.sample_rows]
     return ragged if pad is None else right_padded(ragged, forest.sample_offsets, pad)
 
 
+def at_predictions(x: Tensor, edges: LossEdges) -> Tensor:
+    """Return what a folded row has at the rows that predict the supervised tokens: [M, ...], beside `sample_logprobs`.
+
+    Args:
+        x: [T, ...] or [1, T, ...], such as values of a critic or entropies.
+    """
+    return _flat(x, edges.num_rows)[edges.row[edges.sample_edge]]
+
+
 def _flat(x: Tensor, rows: int) -> Tensor:
-    """Return [T, ...] for [T, ...] or [1, T, ...] of at least so many rows."""
-    flat = x[0] if x.ndim > 1 and x.shape[0] == 1 and (rows != 1 or x.ndim > 2) else x
-    if flat.ndim == 0 or flat.shape[0] < rows:
-        raise ValueError(
-            f"got a tensor of shape {list(x.shape)}; expected [1, T, ...] or [T, ...] with T of {rows} or more"
-        )
-    return flat
+    """Return [T, ...] for [T, ...] or [1, T, ...], with T rows exactly: edges of another row would fit too."""
+    if x.shape[:2] == (1, rows):
+        return x[0]
+    if x.ndim == 0 or x.shape[0] != rows:
+        raise ValueError(f"got a tensor of shape {list(x.shape)}; expected [{rows}, ...] or [1, {rows}, ...]: T rows")
+    return x

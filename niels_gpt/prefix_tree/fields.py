@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from niels_gpt.prefix_tree.edges import LossEdges
+
+PER = ("sample", "token", "completion", "target")
+# How many values a row of a field has by sample [S], and where in its row each supervised token stands [M].
+Form = tuple[Tensor, Tensor]
 
 
 def owners(offsets: Tensor) -> Tensor:
@@ -29,62 +35,80 @@ def right_padded(ragged: Tensor, offsets: Tensor, pad: float) -> Tensor:
     return out.index_put((owners(offsets), places(offsets)), ragged)
 
 
-def in_order(values: Any, edges: LossEdges) -> Tensor:
+def in_order(values: Any, edges: LossEdges, per: str | None) -> Tensor:
     """Return values in the order of `edges.sample_edge`: [M]. `LossEdges.field` says what they may be."""
-    device = edges.row.device
-    if not isinstance(values, Tensor):
-        rows = [torch.as_tensor(row, device=device) for row in values]
-        if rows and rows[0].ndim:
-            return _of_rows(rows, edges)
-        values = torch.stack(rows) if rows else torch.zeros(0)
-    tensor: Tensor = values.to(device)
-    if tensor.ndim == 2:
-        return _of_padded(tensor, edges)
-    samples, tokens, targets = len(edges.first_targets), int(edges.field_offsets[-1]), edges.num_loss_tokens
-    forms = {targets: torch.arange(targets, device=device), tokens: edges.sample_token, samples: edges.sample}
-    if tensor.ndim != 1 or len(tensor) not in forms:
-        raise ValueError(
-            f"a field has shape {list(tensor.shape)}; expected [{samples}] (a value per sample), [{tokens}] (per token "
-            f"of each sample), [{targets}] (per supervised token), or {samples} rows"
-        )
-    if samples == targets == len(tensor) and not torch.equal(forms[samples], torch.arange(targets, device=device)):
-        raise ValueError(f"{targets} values may be one per sample or one per target; pass a list of rows instead")
-    return tensor[forms[len(tensor)]]
+    if per is not None and per not in PER:
+        raise ValueError(f"per is {per!r}; expected one of {', '.join(PER)}")
+    device, samples = edges.row.device, len(edges.first_targets)
+    forms = {name: form for name, form in _forms(edges).items() if per in (None, name)}
+    sizes = ", ".join(f"{int(lengths.sum())} (per {name})" for name, (lengths, _) in forms.items())
+    if not isinstance(values, Tensor | np.ndarray):
+        values = _listed(values)
+        if isinstance(values, list):
+            return _of_rows([row.to(device) for row in values], edges, forms)
+    tensor = torch.as_tensor(values, device=device)
+    if tensor.ndim == 2 and len(tensor) == samples:
+        return _of_padded(tensor, edges, forms)
+    indices = [_index(edges, form) for form in forms.values() if tensor.shape == (int(form[0].sum()),)]
+    if not indices:
+        raise ValueError(f"a field has shape {list(tensor.shape)}; expected {samples} rows, or one axis of {sizes}")
+    if not all(torch.equal(indices[0], index) for index in indices):
+        raise ValueError(f"a field of {len(tensor)} values may be several of {sizes}: say which, as in per={PER[0]!r}")
+    return tensor[indices[0]]
 
 
-def _forms(edges: LossEdges) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return for each form of a row its length by sample [S], and the place in it of each supervised token [M]."""
+def _listed(values: Any) -> Tensor | list[Tensor]:
+    """Return a list of numbers as one tensor, and a list of rows as rows."""
+    if isinstance(values, Mapping | str):
+        raise TypeError(f"a field is a {type(values).__name__}; expected values or rows in the order of the samples")
+    values = list(values)
+    if not any(hasattr(value, "__len__") and getattr(value, "shape", None) != () for value in values):
+        return torch.stack(values) if values and isinstance(values[0], Tensor) else torch.as_tensor(values)
+    rows = [torch.as_tensor(value) for value in values]
+    for sample, row in enumerate(rows):
+        if row.ndim != 1:
+            raise ValueError(f"the field of sample {sample} has shape {list(row.shape)}; expected one axis")
+    return rows
+
+
+def _forms(edges: LossEdges) -> dict[str, Form]:
     lengths, sample = edges.field_offsets.diff(), edges.sample
     place = edges.sample_token - edges.field_offsets[sample]
     return {
-        "all its tokens": (lengths, place),
-        "from its first target on": (lengths - edges.first_targets, place - edges.first_targets[sample]),
-        "its supervised tokens": (edges.sample_offsets.diff(), places(edges.sample_offsets)),
+        "sample": (torch.ones_like(lengths), torch.zeros_like(place)),
+        "token": (lengths, place),
+        "completion": (lengths - edges.first_targets, place - edges.first_targets[sample]),
+        "target": (edges.sample_offsets.diff(), places(edges.sample_offsets)),
     }
 
 
-def _of_rows(rows: list[Tensor], edges: LossEdges) -> Tensor:
-    forms = _forms(edges)
+def _index(edges: LossEdges, form: Form) -> Tensor:
+    """Return where each supervised token stands in a ragged field of a form: [M]."""
+    lengths, place = form
+    return (lengths.cumsum(0) - lengths)[edges.sample] + place
+
+
+def _of_rows(rows: list[Tensor], edges: LossEdges, forms: Mapping[str, Form]) -> Tensor:
     found = torch.tensor([len(row) for row in rows], device=edges.row.device)
     if len(rows) != len(edges.first_targets):
         raise ValueError(f"a field has {len(rows)} rows; expected one for each of {len(edges.first_targets)} samples")
-    for lengths, place in forms.values():
-        if torch.equal(found, lengths):
-            return torch.cat(rows)[(found.cumsum(0) - found)[edges.sample] + place]
+    for form in forms.values():
+        if torch.equal(found, form[0]):
+            return torch.cat(rows)[_index(edges, form)]
     # The form that fits longest is the one that was meant.
     wrong = max(int((found != lengths).nonzero()[0]) for lengths, _ in forms.values())
-    wanted = ", ".join(f"{int(lengths[wrong])} ({name})" for name, (lengths, _) in forms.items())
+    wanted = ", ".join(f"{int(lengths[wrong])} (per {name})" for name, (lengths, _) in forms.items())
     raise ValueError(f"the field of sample {wrong} has {len(rows[wrong])} values; expected one of: {wanted}")
 
 
-def _of_padded(values: Tensor, edges: LossEdges) -> Tensor:
-    forms = _forms(edges)
-    samples = len(edges.first_targets)
-    fitting = [place for lengths, place in forms.values() if values.shape == (samples, int(lengths.max()))]
-    if not fitting or not all(torch.equal(fitting[0], place) for place in fitting):
-        widths = ", ".join(f"{int(lengths.max())} ({name})" for name, (lengths, _) in forms.items())
-        what = "it may be more than one of these: pass a list of rows" if fitting else "expected one of these"
+def _of_padded(values: Tensor, edges: LossEdges, forms: Mapping[str, Form]) -> Tensor:
+    if len(forms) > 1:  # the width says nothing: a batch is padded to the longest of all its groups
         raise ValueError(
-            f"a field has shape {list(values.shape)}; for {samples} samples the widths are {widths}; {what}"
+            f"a field has shape {list(values.shape)}: a column may be a token of the sample, of the completion or a "
+            'target; say which, as in per="completion", or pass a list of rows'
         )
-    return values[edges.sample, fitting[0]]
+    ((name, (lengths, place)),) = forms.items()
+    if values.shape[1] < int(lengths.max()):
+        longest = int(lengths.max())
+        raise ValueError(f"a field has shape {list(values.shape)}; expected {longest} columns or more (per {name})")
+    return values[edges.sample, place]

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from niels_gpt.prefix_tree.edges import WEIGHTINGS, LossEdges
-from niels_gpt.prefix_tree.fields import owners, places
+from niels_gpt.prefix_tree.edges import LossEdges
+from niels_gpt.prefix_tree.fields import places
 from niels_gpt.prefix_tree.fold import FoldedRollouts
 from niels_gpt.prefix_tree.fold_report import FoldReport
 from niels_gpt.prefix_tree.forest import PrefixForest
@@ -96,22 +96,10 @@ def expected_targets(fold: Fold, loss_mask: Sequence[Sequence[Any]] | None, weig
     if loss_mask is not None:
         flat = torch.from_numpy(masks(loss_mask, offsets.cpu().numpy())).to(offsets.device)
         samples = replace(samples, loss_mask=flat)
-    predictable = samples.loss_mask.index_fill(0, offsets[:-1], False)
-    predicted = predictable.nonzero().squeeze(1)
-    if isinstance(weighting, Tensor):
-        weight = LossEdges.from_forest(samples).field(weighting).double()
-    elif weighting == "per_sample":
-        weight = torch.ones_like(predicted, dtype=torch.float64)
-    elif weighting == "sample_mean":
-        counts = owners(offsets)[predicted].bincount()
-        weight = 1 / (counts[owners(offsets)[predicted]] * (counts > 0).sum()).double()
-    elif weighting == "unique":
-        tokens = fold.rows[predicted]
-        weight = 1 / tokens.bincount().double()[tokens]
-    else:
-        raise ValueError(f"weighting is {weighting!r}; expected one of {', '.join(WEIGHTINGS)}, or a tensor")
-    everywhere = torch.zeros_like(predictable, dtype=torch.float64).index_put((predicted,), weight)
-    return Targets(samples.loss_mask, predicted, everywhere)
+    edges = LossEdges.from_forest(samples)
+    everywhere = torch.zeros_like(samples.loss_mask, dtype=torch.float64)
+    everywhere[edges.sample_token] = edges.token_weights(weighting)
+    return Targets(samples.loss_mask, edges.sample_token, everywhere)
 
 
 def supervised_pairs(

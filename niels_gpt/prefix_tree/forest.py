@@ -47,18 +47,17 @@ class PrefixForest:
     loss_mask: Tensor  # bool [sum of sample lengths], ragged: which tokens are targets
 
     @classmethod
-    def from_sequences(
-        cls, sequences: Iterable[Any], *, loss_mask: Sequence[Sequence[Any]] | None = None
-    ) -> PrefixForest:
+    def from_sequences(cls, sequences: Iterable[Any], *, loss_mask: Iterable[Any] | None = None) -> PrefixForest:
         """Fold whole sequences; whatever two of them have in common from their beginning is stored once.
 
         Args:
-            sequences: [S] of ids: lists, tuples, integer arrays or tensors, none empty. Duplicates and prefixes of
-                other sequences stay samples of their own, and take no further tokens.
+            sequences: [S] of ids: lists, tuples, integer arrays or tensors, none empty. Padding is to be cut off
+                before: here it would be tokens. Duplicates and prefixes of other sequences stay samples of their own,
+                and take no further tokens.
             loss_mask: [S] of 0 and 1 for each token: which ones are targets. Default: all.
 
         Raises:
-            ValueError: there is no sequence, one is empty, an id is negative, or a mask is of another length.
+            ValueError: there is no sequence, one is empty, an id is negative, or a mask does not fit.
             TypeError: something is not an integer.
         """
         ids, offsets = concatenated(sequences, "sequence")
@@ -66,19 +65,32 @@ class PrefixForest:
         return cls._laid_out(tree, ids, np.diff(offsets), masks(loss_mask, offsets))
 
     @classmethod
-    def from_rollout_group(cls, prompt_ids: Any, completions: Iterable[Any]) -> PrefixForest:
-        """Fold one prompt and its completions; the tokens of the completions are the targets.
+    def from_rollout_group(
+        cls, prompt_ids: Any, completions: Iterable[Any], *, completion_mask: Iterable[Any] | None = None
+    ) -> PrefixForest:
+        """Fold one prompt and its completions.
 
-        Completions that begin alike share those tokens too, other than in `fold_shared_prefix_rollouts`. The prompt may
-        be empty: then the first token of each completion is a target that nothing predicts.
+        Args:
+            prompt_ids: as a sequence of `from_sequences`; may be empty, and then the first token of each completion is
+                a target that nothing predicts.
+            completions: as sequences. Those that begin alike share these tokens too, other than in
+                `fold_shared_prefix_rollouts`.
+            completion_mask: 0 and 1 for each token of each completion: which ones are targets, and not the output of a
+                tool, say. Default: all.
+
+        Raises:
+            ValueError, TypeError: as `from_sequences`.
         """
         pieces, bounds = concatenated([prompt_ids, *completions], "completion", first="the prompt")
         prompt, *rest = np.split(pieces, bounds[1:-1])
+        targets = masks(completion_mask, bounds[1:] - len(prompt))
         ids = np.concatenate([part for completion in rest for part in (prompt, completion)])
         lengths = np.diff(bounds)[1:] + len(prompt)
-        targets = np.concatenate([np.arange(length) >= len(prompt) for length in lengths])
-        tree = radix.radix_tree(ids, np.concatenate([[0], np.cumsum(lengths)]))
-        return cls._laid_out(tree, ids, lengths, targets)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        of_prompt = np.concatenate([np.arange(length) < len(prompt) for length in lengths])
+        loss_mask = np.zeros(len(ids), dtype=np.bool_)
+        loss_mask[~of_prompt] = targets
+        return cls._laid_out(radix.radix_tree(ids, offsets), ids, lengths, loss_mask)
 
     @classmethod
     def from_node_paths(
@@ -103,39 +115,46 @@ class PrefixForest:
             ValueError: a path is empty or names no node, a node has two parents or is on no path, or the ids do not
                 fit the lengths.
         """
-        total = sum(node_lengths)
-        ids = np.zeros(total, np.int64) if input_ids is None else concatenated([input_ids], "input_ids")[0]
-        if len(ids) != total:
-            raise ValueError(f"node_lengths add up to {total} tokens, but there are {len(ids)} input_ids")
-        tree, paths = radix.tree_of_paths(node_lengths, sample_paths)
-        wanted = set(range(len(node_lengths)) if loss_nodes is None else loss_nodes)
-        runs = [(node in wanted, node_lengths[node]) for path in paths for node in path]
-        targets = np.repeat([is_wanted for is_wanted, _ in runs], [length for _, length in runs])
-        lengths = np.array([sum(node_lengths[node] for node in path) for path in paths])
+        sizes = _numbers(node_lengths, "node_lengths")
+        tree, paths = radix.tree_of_paths(sizes, [_numbers(path, "a path") for path in sample_paths])
+        flat = [input_ids[0] if getattr(input_ids, "ndim", 1) == 2 and len(input_ids) == 1 else input_ids]
+        ids = np.zeros(sum(sizes), np.int64) if input_ids is None else concatenated(flat, "input_ids")[0]
+        if len(ids) != sum(sizes):
+            raise ValueError(f"node_lengths add up to {sum(sizes)} tokens, but there are {len(ids)} input_ids")
+        wanted = set(range(len(sizes)) if loss_nodes is None else _numbers(loss_nodes, "loss_nodes"))
+        if not wanted <= set(range(len(sizes))):
+            raise ValueError(f"loss_nodes has {sorted(wanted)}; expected nodes from 0 to {len(sizes) - 1}")
+        targets = np.repeat(
+            [node in wanted for path in paths for node in path], [sizes[n] for path in paths for n in path]
+        )
+        lengths = np.array([sum(sizes[node] for node in path) for path in paths])
         return cls._laid_out(tree, ids, lengths, targets)
 
     @classmethod
     def from_message_tree(
         cls, tree: Mapping[str, Any], encode: Encode, *, counters: Counter[str] | None = None
     ) -> PrefixForest:
-        """Fold a tree of messages, such as a line of OASST1's `*.trees.jsonl`: one sample per thread, root to leaf.
+        """Fold a tree of messages, such as a line of OASST1's `*.trees.jsonl`.
 
         Args:
             tree: a message with its `replies`, or a record that has it as `prompt`.
             encode: gives the ids of one message, role tags included, and 1 for each id that is a target. Messages are
                 encoded one by one, so that threads share tokens exactly where they share messages, or begin alike.
-            counters: gets "cut_messages" (behind the last target of a thread, where they would train nothing) and
-                "no_target" (threads that are nothing else, and give no sample).
+            counters: gets "cut_messages", which are in no sample: nothing at or below them is a target.
+
+        The samples are the threads from the root to each last message with a target. `messages.threads` gives the same
+        with the message, for ranks or rewards by sample.
 
         Raises:
-            ValueError: no thread of the tree has a target, or ids and mask of a message differ in length.
+            ValueError: no message of the tree has a target, or ids and mask of a message differ in length.
         """
         found = list(threads(tree, encode, Counter() if counters is None else counters))
         if not found:
             raise ValueError("no message of the tree has a target: encode gave masks of zeros only")
-        return cls.from_sequences([ids for ids, _ in found], loss_mask=[mask for _, mask in found])
+        return cls.from_sequences([thread.ids for thread in found], loss_mask=[thread.mask for thread in found])
 
     @classmethod
+    @torch.inference_mode(False)  # or what is made beside a generation could not be used in training
     def joined(cls, forests: Sequence[PrefixForest]) -> PrefixForest:
         """Put several forests into one row, one after another; padding is left out. Nothing is shared between them."""
         if not forests:
@@ -156,6 +175,7 @@ class PrefixForest:
         return cls(**{name: torch.cat(column) for name, column in columns.items()})
 
     @classmethod
+    @torch.inference_mode(False)
     def _laid_out(cls, tree: radix.Tree, ids: radix.Ints, lengths: radix.Ints, loss_mask: Any) -> PrefixForest:
         layout = radix.pre_order(tree)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -183,6 +203,7 @@ class PrefixForest:
         return self.sample_offsets.diff()
 
     @cached_property
+    @torch.inference_mode(False)
     def sample_rows(self) -> Tensor:
         """Return the flat row of every token of every sample, int64 [sum of sample lengths], sample after sample."""
         tensors = (self.node_starts, self.node_lengths, self.node_parents, self.sample_ends, self.sample_offsets)
@@ -202,6 +223,7 @@ class PrefixForest:
         """Return the sequences that were folded."""
         return [part.tolist() for part in torch.split(self.input_ids[self.sample_rows], self.sample_lengths.tolist())]
 
+    @torch.inference_mode(False)
     def padded(self, multiple_of: int, pad_id: int = 0) -> PrefixForest:
         """Return the forest with T a multiple of a number; padding sees only itself, and nothing sees it."""
         if multiple_of < 1:
@@ -223,3 +245,11 @@ class PrefixForest:
     def stats(self, shape: ModelShape | None = None) -> ForestStats:
         """Return what folding saves: tokens and attention pairs before and after, and FLOPs of a model shape."""
         return ForestStats.of(self, shape)
+
+
+def _numbers(values: Iterable[Any], what: str) -> list[int]:
+    """Return integers of a list, array or tensor; a mask of bools is none."""
+    numbers = values.tolist() if hasattr(values, "tolist") else list(values)
+    if not all(type(number) is int or isinstance(number, np.integer) for number in numbers):
+        raise TypeError(f"{what} is {values!r}; expected integers")
+    return [int(number) for number in numbers]

@@ -31,13 +31,7 @@ def concatenated(
     def name(index: int) -> str:
         return str(first) if index < skipped else f"{what} {index - skipped}"
 
-    try:
-        lengths = [len(sequence) for sequence in sequences]
-    except TypeError as error:
-        index = next(i for i, sequence in enumerate(sequences) if not hasattr(sequence, "__len__"))
-        raise TypeError(
-            f"{name(index)} is {sequences[index]!r}; expected a list, tuple, array or tensor of ids"
-        ) from error
+    lengths = [_length(sequence, name(index)) for index, sequence in enumerate(sequences)]
     if 0 in lengths[skipped:]:
         raise ValueError(f"{name(lengths.index(0, skipped))} is empty; expected at least one id")
     if all(type(sequence) in (list, tuple) for sequence in sequences):
@@ -53,7 +47,17 @@ def concatenated(
     return ids, offsets
 
 
+def _length(sequence: Any, name: str) -> int:
+    try:
+        return len(sequence)
+    except TypeError as error:
+        raise TypeError(f"{name} is {sequence!r}; expected a list, tuple, array or tensor of ids") from error
+
+
 def _of_lists(sequences: Sequence[Any], name: Callable[[int], str]) -> npt.NDArray[np.int64]:
+    for index, sequence in enumerate(sequences):
+        if sequence and isinstance(sequence[0], bool):  # Python takes them for numbers: a mask in the wrong place
+            raise TypeError(f"{name(index)} is of bools; expected ids")
     try:  # an array takes integers only, and twice as fast as NumPy
         return np.frombuffer(array("q", list(chain.from_iterable(sequences))), dtype=np.int64)
     except (TypeError, OverflowError):
@@ -61,21 +65,36 @@ def _of_lists(sequences: Sequence[Any], name: Callable[[int], str]) -> npt.NDArr
 
 
 def _of_one(sequence: Any, name: str) -> npt.NDArray[np.int64]:
-    ids = np.asarray(sequence.detach().cpu() if hasattr(sequence, "detach") else sequence)
+    ids = _array(sequence)
     if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
         found = f"{ids.dtype} of shape {list(ids.shape)}"
         raise TypeError(f"{name} is {found}; expected integers of shape [tokens]")
     return ids.astype(np.int64)
 
 
-def masks(loss_mask: Sequence[Sequence[Any]] | None, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Return one bool for each token of the sequences that begin at offsets: the masks, or True for all."""
+def _array(values: Any) -> npt.NDArray[Any]:
+    return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+
+
+def masks(loss_mask: Iterable[Any] | None, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Return one bool for each token of the sequences that begin at offsets: the masks, or True for all.
+
+    Raises:
+        ValueError: there are not as many masks as sequences, one is of another length, or holds something but 0 and 1.
+    """
     if loss_mask is None:
         return np.ones(int(offsets[-1]), dtype=np.bool_)
     lengths = np.diff(offsets).tolist()
-    if len(loss_mask) != len(lengths):
-        raise ValueError(f"loss_mask has {len(loss_mask)} masks for {len(lengths)} sequences")
-    for index, (mask, length) in enumerate(zip(loss_mask, lengths, strict=True)):
-        if len(mask) != length:
-            raise ValueError(f"the mask of sequence {index} has {len(mask)} values for {length} ids")
-    return np.concatenate([np.asarray(mask).astype(np.bool_) for mask in loss_mask])
+    arrays = [_array(mask) for mask in loss_mask]
+    if len(arrays) != len(lengths):
+        raise ValueError(f"there are {len(arrays)} masks for {len(lengths)} sequences")
+    for index, (mask, length) in enumerate(zip(arrays, lengths, strict=True)):
+        if mask.shape != (length,):
+            raise ValueError(
+                f"the mask of sequence {index} has shape {list(mask.shape)}; expected [{length}], as its ids"
+            )
+        wrong = np.flatnonzero((mask != 0) & (mask != 1))
+        if len(wrong):
+            found = f"has {mask[wrong[0]]!r} at {wrong[0]}"
+            raise ValueError(f"the mask of sequence {index} {found}; expected 0 and 1. Of labels, give labels != -100")
+    return np.concatenate(arrays).astype(np.bool_)

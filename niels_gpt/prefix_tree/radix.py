@@ -105,7 +105,7 @@ def tree_of_paths(lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> tup
         for node, parent in zip(nodes, [-1, *nodes], strict=False):
             if parents.setdefault(node, parent) != parent:
                 raise ValueError(
-                    f"sample_paths[{sample}] has node {node} below {parent}, an earlier path below {parents[node]} "
+                    f"sample_paths[{sample}] has node {node} below {parent}, where it was below {parents[node]} before "
                     "(-1: a root); in a tree a node has one parent"
                 )
         kept.append(nodes)
