@@ -8,12 +8,13 @@ from causal_models import CLASSES, SAMPLES, error, from_config, tiny_config
 
 from niels_gpt.prefix_tree.attention import AttentionRouteError, check_model_inputs, model_inputs
 from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.prefix_tree.heads import logits_head
 
 MAX_PARAMETERS = 3_000_000  # some sizes are not reached by the names in causal_models.py
 
 
 def outcome(model_type: str, forest: PrefixForest) -> str:
-    """Return what becomes of a model: "refused", "equal", "wrong by ...", or "not made" where the sizes do not fit."""
+    """Return what becomes of a model: "refused", "equal", "wrong ...", or "not made" where the sizes do not fit."""
     try:
         config = tiny_config(model_type)
         with torch.device("meta"):
@@ -35,7 +36,15 @@ def outcome(model_type: str, forest: PrefixForest) -> str:
         difference = error(model, forest, inputs)
     except Exception as raised:  # not silent
         return f"raised {type(raised).__name__}"
-    return "equal" if difference < 5e-5 else f"wrong by {difference:.2g}"
+    if difference >= 5e-5:
+        return f"wrong by {difference:.2g}"
+    try:
+        head = logits_head(model)
+    except AttentionRouteError:
+        return "equal, head refused"
+    with torch.no_grad():
+        difference = float((head(model.base_model(**inputs)[0]) - model(**inputs).logits).abs().max())
+    return "equal" if difference < 5e-5 else f"wrong head by {difference:.2g}"
 
 
 def test_every_architecture_is_folded_right_or_refused() -> None:

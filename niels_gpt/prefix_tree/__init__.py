@@ -16,8 +16,8 @@ What a model needs, and whether it gets it:
 
     masks.py attention.py
                     the mask; as attention takes it, with every way refused that would be silently wrong
-    architectures.py
-                    which models can be folded
+    architectures.py heads.py
+                    which models can be folded; their heads as functions of hidden states
     fold_batch.py verify.py fold_report.py
                     verify_fold: is this folding, ours or another's, the same as no folding?
 
