@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from niels_gpt.prefix_tree.ids import MAX_ID
 from niels_gpt.records import shortened
 
 _FORMS = '{"prompt_ids": [...], "completions": [[...], ...]} or {"ids": [...]}'
@@ -117,11 +118,11 @@ def _sequences(row: Mapping[str, Any]) -> tuple[Ids | None, list[Ids]]:
 
 
 def _ids(found: Any, name: str, *, may_be_empty: bool = False) -> Ids:
-    expected = "an integer from 0 to 2**63 - 1"
+    expected = f"an integer from 0 to {MAX_ID}"
     if not isinstance(found, list) or not (found or may_be_empty):
         raise ValueError(f"{name} is {shortened(found)}. Expected a list of ids, each {expected}")
-    if found and (set(map(type, found)) != {int} or min(found) < 0 or max(found) >= 2**63):
-        wrong = (at for at, value in enumerate(found) if type(value) is not int or not 0 <= value < 2**63)
+    if found and (set(map(type, found)) != {int} or min(found) < 0 or max(found) > MAX_ID):
+        wrong = (at for at, value in enumerate(found) if type(value) is not int or not 0 <= value <= MAX_ID)
         at = next(wrong)
         raise ValueError(f"{name}[{at}] is {shortened(found[at])}. Expected {expected}")
     return np.array(found, dtype=np.int64)
