@@ -31,6 +31,7 @@ from niels_gpt.prefix_tree.demo import folded_logprobs, gradients, tiny_llama, u
 from niels_gpt.prefix_tree.edges import LossEdges
 from niels_gpt.prefix_tree.fold import FoldedRollouts, fold_shared_prefix_rollouts
 from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.prefix_tree.heads import logits_head
 
 STEPS = ((64, 64, 8), (256, 64, 8), (256, 256, 4), (512, 128, 8), (1024, 32, 8))  # tokens of prompt, of each of N
 GROUPS = ((256, 64, 8), (1024, 256, 16), (4096, 512, 8), (512, 8192, 8))
@@ -180,6 +181,7 @@ def ratios(seconds: Seconds, one: str, other: str) -> str:
 def bench_step(arguments: argparse.Namespace) -> None:
     """Compare forward and backward."""
     model = tiny_llama("sdpa", 0)
+    head = logits_head(model)
     print("step: forward and backward; a dense mask makes the attention compute all T x T pairs of the folded row")
     print(f"  {'P, R, N':<14} {'tokens':<22} {'pairs, as computed':<24} {'unfolded':>9} {'folded':>9}  faster by")
     for prompt, completion, samples in STEPS[:2] if arguments.quick else STEPS:
@@ -188,7 +190,7 @@ def bench_step(arguments: argparse.Namespace) -> None:
         edges, stats = LossEdges.from_forest(forest), forest.stats()
 
         def folded(forest: PrefixForest = forest, edges: LossEdges = edges) -> object:
-            return gradients(model, -folded_logprobs(model, forest, edges).mean())
+            return gradients(model, -folded_logprobs(model, head, forest, edges).mean())
 
         def unfolded(group: tuple[Ids, list[Ids]] = group) -> object:
             return gradients(model, -unfolded_logprobs(model, group).mean())

@@ -5,12 +5,14 @@ Run: pytest tests/test_prefix_tree_demo.py
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -18,6 +20,7 @@ from PIL import Image
 from niels_gpt.prefix_tree import demo
 from niels_gpt.prefix_tree.edges import LossEdges
 from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.prefix_tree.heads import logits_head
 from niels_gpt.prefix_tree.plot import MOST_DRAWN, plot_mask
 
 pytest.importorskip("transformers", reason="the extra `eagle3` brings it")
@@ -89,11 +92,112 @@ def test_the_duplicate_counts_as_a_sample_of_its_own() -> None:
     edges = LossEdges.from_forest(PrefixForest.from_rollout_group(prompt, completions))
     model = demo.tiny_llama("sdpa", 0)
     with torch.no_grad():
-        folded = demo.folded_logprobs(model, PrefixForest.from_rollout_group(prompt, completions), edges)
+        forest = PrefixForest.from_rollout_group(prompt, completions)
+        folded = demo.folded_logprobs(model, logits_head(model), forest, edges)
         torch.testing.assert_close(folded, demo.unfolded_logprobs(model, (prompt, completions)), atol=1e-5, rtol=0)
     assert len(folded) == sum(map(len, completions)) > edges.num_edges
     size = len(completions[0])
     assert torch.equal(folded[:size], folded[size : 2 * size])
+
+
+def test_the_folded_side_may_be_copied_for_a_model_that_scales_its_logits() -> None:
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    torch.manual_seed(0)
+    config = GraniteConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        logits_scaling=0.05,
+        pad_token_id=None,
+    )
+    model = GraniteForCausalLM(config)
+    prompt, completions = [1, 2, 3], [[10, 11], [20, 21, 22]]
+    forest = PrefixForest.from_rollout_group(prompt, completions)
+    with torch.no_grad():
+        folded = demo.folded_logprobs(model, logits_head(model), forest, LossEdges.from_forest(forest))
+        expected = []
+        for completion in completions:
+            ids = torch.tensor([prompt + completion])
+            logp = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+            expected.append(logp.gather(1, torch.tensor(completion)[:, None])[:, 0])
+        plain = demo.folded_logprobs(model, model.lm_head, forest, LossEdges.from_forest(forest))
+    torch.testing.assert_close(folded, torch.cat(expected), atol=1e-5, rtol=0)
+    assert (plain - folded).abs().max() > 0.01  # so the case can tell
+
+
+def test_the_demo_itself_takes_the_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def doubled(model: Any) -> Any:
+        made.append(model)
+        return lambda hidden: 2 * model.lm_head(hidden)
+
+    monkeypatch.setattr(demo, "logits_head", doubled)
+    assert demo.main(SMALL) == 1  # the logits of the folded side only
+    assert len(made) == 1
+
+
+def test_a_finding_of_verify_fold_fails_the_demo_though_its_own_numbers_agree(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "hf_forward", lambda model: lambda ids, positions, mask: model(ids).logits)
+    assert demo.main(SMALL) == 1
+    out = capsys.readouterr().out
+    found = re.search(r"log-probs +differ by (\S+)", out)
+    assert found is not None and float(found.group(1)) < 1e-5 and "FAILED" in out
+
+
+def test_the_picture_of_the_mask_is_dark_where_a_query_sees_a_key() -> None:
+    pytest.importorskip("matplotlib", reason="the extra `pipelines` brings it")
+    png = plot_mask(PrefixForest.from_sequences([[1, 2, 10, 11], [1, 2, 20, 21, 22]]))
+    pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
+    blue = pixels[..., 2] - pixels[..., 0]  # 8 of the palest blue of the colour map, more of darker ones
+    drawn = (pixels == [247, 251, 255]).all(-1) | (blue > 100)
+    (top, *_, bottom), (left, *_, right) = (np.flatnonzero(drawn.sum(axis) > 50) for axis in (1, 0))
+    rows, columns = (
+        [int(a + (b - a) * (cell + 0.5) / 7) for cell in range(7)] for a, b in ((top, bottom), (left, right))
+    )
+    seen = ["".join("#" if blue[row, column] > 100 else "." for column in columns) for row in rows]
+    assert seen == [
+        "#......",  # the prompt, 1 2
+        "##.....",
+        "###....",  # 10 11
+        "####...",
+        "##..#..",  # 20 21 22 do not see 10 11
+        "##..##.",
+        "##..###",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "said"),
+    [
+        (SMALL, "none/mask.png", "no folder"),
+        (SMALL, "mask.svg", "the only kind of picture"),
+        (["--prompt", str(MOST_DRAWN)], "mask.png", "tokens is not drawn"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
+    flags: list[str], name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `pipelines` brings it")
+    assert demo.main([*flags, "--plot", str(tmp_path / name)]) == 1
+    found = capsys.readouterr()
+    assert found.out == "" and found.err.startswith("error: ") and said in found.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_without_matplotlib_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert demo.main([*SMALL, "--plot", str(tmp_path / "mask.png")]) == 1
+    found = capsys.readouterr()
+    assert found.out == "" and "pip install 'niels_gpt[pipelines]'" in found.err
 
 
 def test_the_mask_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

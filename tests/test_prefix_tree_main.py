@@ -9,6 +9,7 @@ import gzip
 import io
 import itertools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from niels_gpt.prefix_tree import __main__ as cli
 from niels_gpt.prefix_tree import savings
 from niels_gpt.prefix_tree.__main__ import _parser, main
 from niels_gpt.prefix_tree.rollout_lines import Rollouts, read_rollouts
@@ -77,12 +79,12 @@ def test_stats_prints_the_numbers_that_two_groups_have_on_paper(two: str, capsys
         "attention pairs": "40 before, 28 after: 1.43x fewer",
         # 3 * (2 * 10 * tokens + 4 * 1 * 1 * pairs), as reference and ForestStats have it
         "training FLOPs": "1.5e+03 before, 936 after: 1.60x fewer",
-        "under a dense mask": "1.16x fewer, for it computes all T x T pairs of a tree",  # 1500 / (3 * (200 + 4 * 58))
-        "predicted for": "10 parameters, 1 layers, width 1",
+        "under a dense mask": "1.16x fewer, for it computes all T x T pairs of a row",  # 1500 / (3 * (200 + 4 * 58))
+        "predicted for": "10 parameters, 1 layer, width 1",
         "first tokens that one label a row loses": "5 of 10 completion tokens, 50.0%; LossEdges: 0",
         "deepest tree": "2 nodes; the longest sample has 5 tokens",
         "widest branch": "2 children of one node",
-        "longest folded tree": f"7 tokens, to fit into the model's row: {two}:1",
+        "longest folded row": f"7 tokens, to fit into the model's row: {two}:1",
         "its dense mask": "49 bytes as bool",
     }
     assert words.startswith("Folding saves 38% of the training FLOPs")  # 1 - 936 / 1500
@@ -109,7 +111,7 @@ def test_json_has_every_number_of_the_table(two: str, capsys: pytest.CaptureFixt
     assert [found["first_tokens"], found["completion_tokens"]] == [5, 10]
     assert found["model_shape"] == {"parameters": 10, "layers": 1, "d_model": 1}
     assert found["best"] == {"token_factor": 8 / 3, "where": f"{two}:2"}
-    assert found["longest_tree"] == {"tokens": 7, "dense_mask_bytes": 49, "where": f"{two}:1"}
+    assert found["longest_row"] == {"tokens": 7, "dense_mask_bytes": 49, "where": f"{two}:1"}
 
 
 @pytest.mark.parametrize(
@@ -141,6 +143,95 @@ def test_little_to_share_is_said_to_be_little(tmp_path: Path, capsys: pytest.Cap
     row = {"prompt_ids": [1], "completions": [list(range(2, 50)), list(range(50, 99))]}
     assert main(["stats", file_of(tmp_path / "r.jsonl", [row])]) == 0
     assert "Folding buys little here, 1% of the training FLOPs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "said"),
+    [(256, 1024, "Folding buys little here, 17% of"), (512, 1024, "Folding saves 29% of")],  # factors 1.21 and 1.40
+)
+def test_a_saving_of_less_than_a_quarter_is_little(prompt: int, completion: int, said: str) -> None:
+    ids = itertools.count()
+    drawn = [list(itertools.islice(ids, length)) for length in [prompt, *[completion] * 8]]
+    found = measured(forests(lines_of(json.dumps({"prompt_ids": drawn[0], "completions": drawn[1:]}).encode())))
+    assert found.interpretation().startswith(said)
+
+
+def test_the_median_is_not_the_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nothing = {"prompt_ids": [], "completions": [[1, 2], [3]]}
+    path = file_of(tmp_path / "r.jsonl", [ALIKE, nothing, APART])  # 8/3, 1, 9/7: the mean is 1.65
+    assert found_in([path], capsys)["median_token_factor"] == 9 / 7
+    assert main(["stats", path]) == 0
+    assert "1.29x fewer in the median" in capsys.readouterr().out
+
+
+def test_unrelated_rows_are_counted_as_the_one_row_that_they_become(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"ids": [10 * number, 1, 2]} for number in range(40)]  # 40 trees of 3 tokens, side by side
+    path = file_of(tmp_path / "rows.jsonl", rows)
+    found = found_in([path, *TINY], capsys)
+    forest = next(forests(read_rollouts([path]))).forest
+    assert len(forest.input_ids) == 120
+    assert found["longest_row"] == {"tokens": 120, "dense_mask_bytes": 120 * 120, "where": f"{path}:1"}
+    pairs = 40 * 6
+    assert found["dense_mask_flop_factor"] == pytest.approx((20 * 120 + 4 * pairs) / (20 * 120 + 4 * 120 * 120))
+    assert found_in([path, "--rows", "10"], capsys)["longest_row"]["tokens"] == 30
+
+
+def test_one_of_a_thing_is_singular_and_what_stays_the_same_is_said_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = file_of(tmp_path / "one.jsonl", [{"prompt_ids": [], "completions": [[1]]}])
+    assert main(["stats", path, "--parameters", "1", *TINY[2:]]) == 0
+    out = capsys.readouterr().out
+    table = [re.sub(r"\s{2,}", ": ", line.strip()) for line in out.split("\n\n")[0].splitlines()]
+    assert "1.00x" not in out and "Folding buys little here, 0% of" in out
+    assert {
+        "forests: 1 from 1 line, 1 of them with a prompt",
+        "tokens: 1 before, 1 after: the same",
+        "of one forest: the same in the median",
+        "under a dense mask: the same, for it computes all T x T pairs of a row",
+        "predicted for: 1 parameter, 1 layer, width 1",
+        "deepest tree: 1 node; the longest sample has 1 token",
+        "widest branch: 1 child of one node",
+        f"longest folded row: 1 token, to fit into the model's row: {path}:1",
+        "its dense mask: 1 byte as bool",
+    } <= set(table)
+
+
+def test_a_factor_that_rounds_to_one_is_neither_more_nor_fewer() -> None:
+    factors = [1, 1.004, 1 / 1.004, 1.006, 1 / 1.006, 2, 0.5]
+    about = "about the same"
+    assert [savings.fewer(factor) for factor in factors] == [
+        *("the same", about, about),
+        *("1.01x fewer", "1.01x more", "2.00x fewer", "2.00x more"),
+    ]
+
+
+def test_a_share_that_is_not_all_or_nothing_is_not_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chain = [{"ids": list(range(length + 1))} for length in range(500)]  # 500 tokens instead of 125,250
+    assert main(["stats", file_of(tmp_path / "chain.jsonl", chain)]) == 0
+    assert "Folding saves more than 99% of the training FLOPs" in capsys.readouterr().out
+    apart = [{"ids": [1, *range(2 + 999 * number, 1001 + 999 * number)]} for number in range(2)]  # 1,999 of 2,000
+    assert main(["stats", file_of(tmp_path / "apart.jsonl", apart)]) == 0
+    assert "Folding buys little here, less than 1% of" in capsys.readouterr().out
+
+
+def test_the_curve_falls_from_the_forest_that_gains_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `pipelines` brings it")
+    from niels_gpt.prefix_tree import plot
+
+    figures: list[Any] = []
+    monkeypatch.setattr(plot, "_png", lambda figure: figures.append(figure) or b"")
+    nothing = {"prompt_ids": [], "completions": [[1, 2], [3]]}
+    content = "\n".join(map(json.dumps, [APART, ALIKE, nothing])).encode()
+    plot.plot(measured(forests(lines_of(content))), "x")
+    tokens, flops, _ = figures[0].axes[0].lines
+    assert tokens.get_ydata().tolist() == [8 / 3, 9 / 7, 1]
+    assert flops.get_ydata().tolist() == sorted(flops.get_ydata(), reverse=True)
+    assert tokens.get_xdata().tolist() == pytest.approx([100 / 6, 50, 500 / 6])
 
 
 def test_rows_of_whole_sequences_are_folded_in_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,9 +287,9 @@ def test_an_empty_prompt_shares_nothing_and_has_no_first_token_to_lose(
     path = file_of(tmp_path / "r.jsonl", [{"prompt_ids": [], "completions": [[1, 2], [3]]}])
     found = found_in([path, *TINY], capsys)
     assert (found["tokens_before"], found["tokens_after"], found["first_tokens"]) == (3, 3, 0)
-    assert found["longest_tree"]["tokens"] == 2  # two trees, which need not stand in one row
-    # 3 + 1 pairs, but a dense mask has 2 * 2 + 1 * 1
-    assert found["dense_mask_flop_factor"] == pytest.approx((20 * 3 + 4 * 4) / (20 * 3 + 4 * 5))
+    assert found["longest_row"]["tokens"] == 3  # two trees, but one forest, which nothing splits
+    # 3 + 1 pairs, but a dense mask has 3 * 3
+    assert found["dense_mask_flop_factor"] == pytest.approx((20 * 3 + 4 * 4) / (20 * 3 + 4 * 9))
 
 
 def test_plot_draws_a_picture(two: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,18 +358,25 @@ def test_files_without_lines_damaged_or_absent_are_errors(
     assert str(tmp_path / "none") in error_of(["stats", str(tmp_path / "none")], capsys)
 
 
-@pytest.mark.parametrize("flag", ["--rows=-1", "--parameters=0", "--layers=1.5", "--d-model=x"])
+@pytest.mark.parametrize("flag", ["--rows=-1", "--parameters=0", "--layers=1.5", "--d-model=x", "--parameters=1e308"])
 def test_numbers_that_cannot_be_are_wrong_usage(two: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["stats", two, flag])
     assert stopped.value.code == 2 and flag.split("=")[0] in capsys.readouterr().err
 
 
+def test_the_largest_numbers_are_counted_with(two: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [word for flag in ("--parameters", "--layers", "--d-model", "--rows") for word in (flag, "1e15")]
+    assert main(["stats", two, *flags]) == 0
+    assert "training FLOPs" in capsys.readouterr().out
+    assert found_in([two, *flags], capsys)["flop_factor"] == pytest.approx(40 / 28)  # the pairs decide
+
+
 def test_interrupted_is_130(two: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(savings, "measured", interrupted)
+    monkeypatch.setattr(cli, "measured", interrupted)
     assert main(["stats", two]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
 
@@ -325,7 +423,9 @@ def test_show_cuts_long_nodes_in_the_middle_and_deep_trees_in_their_indent(
     assert len(lines) == 601 and max(map(len, lines[1:])) < 200
     assert lines[-1].strip() == "(level 599) rows 618:619, 1 token, 1 sample, ends sample 599: 718"
     assert main(["show", path, "--rows", "0", "--nodes", "2"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "and 598 more nodes: see them with --nodes 600"
+    assert capsys.readouterr().out.splitlines()[-1] == "and 598 more nodes: see all with --nodes 600"
+    assert main(["show", path, "--rows", "0", "--nodes", "599"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "and 1 more node: see all with --nodes 600"
 
 
 def test_show_gives_the_text_of_the_ids(
@@ -360,6 +460,12 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
-def test_the_shape_of_a_7b_is_the_default() -> None:
-    found = _parser().parse_args(["stats", "x.jsonl"])
-    assert ModelShape(found.parameters, found.layers, found.d_model) == savings.SHAPE_7B
+def test_the_defaults_are_those_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def defaults() -> tuple[int, ModelShape]:
+        found = _parser().parse_args(["stats", "x.jsonl"])
+        return found.rows, ModelShape(found.parameters, found.layers, found.d_model)
+
+    assert defaults() == (savings.ROWS, savings.SHAPE_7B) == (1000, ModelShape(7 * 10**9, 32, 4096))
+    monkeypatch.setattr(cli, "ROWS", 7)  # no literal of the parser's own
+    monkeypatch.setattr(cli, "SHAPE_7B", ModelShape(1, 2, 3))
+    assert defaults() == (7, ModelShape(1, 2, 3))

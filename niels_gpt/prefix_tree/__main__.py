@@ -21,14 +21,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import dropwhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from niels_gpt.prefix_tree.savings import Folded
+from niels_gpt.prefix_tree.rollout_lines import read_rollouts
+from niels_gpt.prefix_tree.savings import ROWS, SHAPE_7B, Folded, forests, many, measured
+from niels_gpt.prefix_tree.stats import ModelShape
 
 _INDENTED = 24  # levels; deeper nodes stand below one another
 _FIRST_IDS, _LAST_IDS = 8, 4
 _CHARACTERS = 60
+_MOST = 10**15  # of a number on the command line: FLOPs that follow from such numbers still fit into a float
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,16 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _stats(arguments: argparse.Namespace) -> None:
-    from niels_gpt.prefix_tree.rollout_lines import read_rollouts
-    from niels_gpt.prefix_tree.savings import forests, measured
-    from niels_gpt.prefix_tree.stats import ModelShape
     from niels_gpt.recipes.report import table
 
     target: Path | None = arguments.plot
-    if target is not None and target.suffix.lower() != ".png":
-        raise ValueError(f"{target}: expected the name of a .png, the only kind of picture that is drawn")
-    if target is not None and not target.parent.is_dir():  # before all of the rollouts are read
-        raise FileNotFoundError(f"{target}: no folder {target.parent} to draw it in. Make it first")
+    if target is not None:
+        from niels_gpt.prefix_tree.plot import check_picture
+
+        check_picture(target)
     shape = ModelShape(arguments.parameters, arguments.layers, arguments.d_model)
     with _bar("stats") as progress:
         lines = read_rollouts(arguments.rollouts, group_key=arguments.group_key, progress=progress)
@@ -84,9 +83,6 @@ def _stats(arguments: argparse.Namespace) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    from niels_gpt.prefix_tree.rollout_lines import read_rollouts
-    from niels_gpt.prefix_tree.savings import forests
-
     path, number = arguments.rollouts, arguments.line
     lines = dropwhile(lambda line: line.line < number, read_rollouts([path], group_key=arguments.group_key))
     folded = next(forests(lines, rows=arguments.rows), None)
@@ -96,8 +92,8 @@ def _show(arguments: argparse.Namespace) -> None:
     text_of = _ids_text if arguments.tokenizer is None else _decoder(arguments.tokenizer, largest)
     stats = folded.forest.stats()
     print(
-        f"{_lines_of(folded)}: {_many(stats.samples, 'sample')}, {_many(stats.nodes, 'node')}, "
-        f"{stats.tokens_before:,} tokens before, {stats.tokens_after:,} after"
+        f"{_lines_of(folded)}: {many(stats.samples, 'sample')}, {many(stats.nodes, 'node')}, "
+        f"{many(stats.tokens_before, 'token')} before, {stats.tokens_after:,} after"
     )
     for line in _tree(folded, text_of, arguments.nodes):
         print(line)
@@ -124,11 +120,11 @@ def _tree(folded: Folded, text_of: Callable[[list[int]], str], most: int) -> Ite
         ends = f", ends {_samples(ending[node])}" if node in ending else ""
         content = text_of(forest.input_ids[start : start + length].tolist())
         yield (
-            f"{'  ' * min(level, _INDENTED)}{deep}rows {start}:{start + length}, {_many(length, 'token')}, "
-            f"{_many(through[node], 'sample')}{ends}: {content}"
+            f"{'  ' * min(level, _INDENTED)}{deep}rows {start}:{start + length}, {many(length, 'token')}, "
+            f"{many(through[node], 'sample')}{ends}: {content}"
         )
     if len(starts) > most:
-        yield f"and {len(starts) - most:,} more nodes: see them with --nodes {len(starts)}"
+        yield f"and {many(len(starts) - most, 'more node')}: see all with --nodes {len(starts)}"
 
 
 def _lines_of(folded: Folded) -> str:
@@ -139,10 +135,6 @@ def _lines_of(folded: Folded) -> str:
 def _samples(numbers: list[int]) -> str:
     listed = ", ".join(map(str, numbers[:_FIRST_IDS])) + (", ..." if len(numbers) > _FIRST_IDS else "")
     return f"sample{'' if len(numbers) == 1 else 's'} {listed}"
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _ids_text(ids: list[int]) -> str:
@@ -204,13 +196,14 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("rollouts", metavar="ROLLOUTS", help=".jsonl or .jsonl.gz, or - for stdin", **files)
         add = added.add_argument
         add("--group-key", metavar="KEY", help="consecutive lines with the same value of it are folded together")
-        add("--rows", type=_number(0), metavar="N", default=1000, help="ids rows of a run (default: 1000; 0: the file)")
+        rows = f"ids rows of a run (default: {ROWS}; 0: the file)"
+        add("--rows", type=_number(0), metavar="N", default=ROWS, help=rows)
         return add
 
     add = command("stats", "print what folding would save: tokens, attention pairs, FLOPs", _stats, nargs="+")
-    add("--parameters", type=_number(1), metavar="N", default=7 * 10**9, help="of the model (default: 7e9)")
-    add("--layers", type=_number(1), metavar="N", default=32, help="of the model (default: 32)")
-    add("--d-model", type=_number(1), metavar="N", default=4096, help="width of the model (default: 4096)")
+    for name, value in vars(SHAPE_7B).items():
+        flag, text = f"--{name.replace('_', '-')}", f"of the model (default: {value:g})"
+        add(flag, type=_number(1), metavar="N", default=value, help=text)
     add("--json", action="store_true", help="print one JSON object instead of text")
     add("--plot", type=Path, metavar="PNG", help="draw the saving of each forest, and of all of them, there")
     add = command("show", "print the tree of a group, or of the run of rows that begins at a line", _show)
@@ -223,8 +216,8 @@ def _parser() -> argparse.ArgumentParser:
 def _number(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         found = float(text)  # 7e9 is how people write it
-        if not found.is_integer() or found < least:
-            raise ValueError
+        if not found.is_integer() or not least <= found <= _MOST:
+            raise argparse.ArgumentTypeError(f"{text}: expected a whole number from {least} to {_MOST:g}")
         return int(found)
 
     return number

@@ -27,6 +27,7 @@ from niels_gpt.prefix_tree.attention import hf_forward, model_inputs
 from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, sample_logprobs
 from niels_gpt.prefix_tree.fold import CROSS_ENTROPY_IGNORE_IDX, fold_shared_prefix_rollouts
 from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.prefix_tree.heads import logits_head
 from niels_gpt.prefix_tree.verify import verify_fold
 from niels_gpt.recipes.run import is_unread
 
@@ -34,13 +35,17 @@ VOCAB, CLIP, ROUNDS = 512, 0.2, 5
 TOLERANCE = 1e-4  # float32
 
 Group = tuple[list[int], list[list[int]]]
+Head = Callable[[Tensor], Tensor]
 Step = Callable[[], Tensor]
 
 
-def folded_logprobs(model: Any, forest: PrefixForest, edges: LossEdges) -> Tensor:
-    """Return the log-prob of every completion token, sample after sample [M]: shared tokens are computed once."""
+def folded_logprobs(model: Any, head: Head, forest: PrefixForest, edges: LossEdges) -> Tensor:
+    """Return the log-prob of every completion token, sample after sample [M]: shared tokens are computed once.
+
+    head: `logits_head(model)`, made once for all steps.
+    """
     hidden = model.model(**model_inputs(forest, model)).last_hidden_state
-    return sample_logprobs(edge_logprobs(hidden, edges, model.lm_head), edges)
+    return sample_logprobs(edge_logprobs(hidden, edges, head), edges)
 
 
 def unfolded_logprobs(model: Any, group: Group) -> Tensor:
@@ -113,12 +118,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Do the step both ways and print what differs; returns 1 if the two do not agree."""
     torch.set_num_threads(arguments.threads)
     group = random_group(arguments.prompt, arguments.completion, arguments.samples, arguments.seed)
-    model = tiny_llama(arguments.attention, arguments.seed)
     forest = PrefixForest.from_rollout_group(*group)
+    if arguments.plot is not None:
+        from niels_gpt.prefix_tree.plot import check_picture, plot_mask
+
+        check_picture(arguments.plot, forest.num_tokens)
+    model = tiny_llama(arguments.attention, arguments.seed)
+    head = logits_head(model)  # model.lm_head, and what some models do behind it
     edges = LossEdges.from_forest(forest)
     ways: dict[str, Step] = {
         "unfolded": lambda: unfolded_logprobs(model, group),
-        "folded": lambda: folded_logprobs(model, forest, edges),
+        "folded": lambda: folded_logprobs(model, head, forest, edges),
     }
 
     draw = torch.Generator().manual_seed(arguments.seed)
@@ -144,8 +154,6 @@ def run(arguments: argparse.Namespace) -> int:
     report = verify_fold(hf_forward(model), forest, parameters=model, seed=arguments.seed)
     print(f"\nverify_fold: {report}")
     if arguments.plot is not None:
-        from niels_gpt.prefix_tree.plot import plot_mask
-
         write_bytes(arguments.plot, plot_mask(forest))
     is_unread()
     return 0 if report.ok and max(apart, off) < TOLERANCE else 1

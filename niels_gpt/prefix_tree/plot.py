@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from array import array
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from niels_gpt.prefix_tree.attention import dense_mask
 from niels_gpt.prefix_tree.forest import PrefixForest
-from niels_gpt.prefix_tree.savings import Savings
+from niels_gpt.prefix_tree.savings import Savings, fewer, many
 
 if TYPE_CHECKING:  # at run time inside the functions: who does not plot does not wait for matplotlib
     from matplotlib.axes import Axes
@@ -23,14 +24,27 @@ _FILL, _DARK, _LINE = "#9ec5e8", "#1d5f9e", "#c2410c"  # light and dark too, for
 _DOTS = 40  # forests that are drawn as dots, too; of more, the line is enough
 
 
+def check_picture(target: Path, tokens: int = 0) -> None:
+    """Raise what would keep a picture from being drawn: call it before the work that the picture shows.
+
+    tokens: of the forest, if its mask is drawn. Raises: ValueError for a name that is not of a .png, and for more than
+    MOST_DRAWN tokens; FileNotFoundError if there is no folder for it; ImportError without matplotlib.
+    """
+    if target.suffix.lower() != ".png":
+        raise ValueError(f"{target}: expected the name of a .png, the only kind of picture that is drawn")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target}: no folder {target.parent} to draw it in. Make it first")
+    _check_size(tokens)
+    _figure(_MASK, _MASK)
+
+
 def plot(found: Savings, name: str) -> bytes:
     """Return a PNG of 720 x 280 pixels. name: of the rollouts, for the title.
 
     Raises: ImportError without matplotlib, which the extra `pipelines` brings.
     """
     figure = _figure(_WIDTH, _HEIGHT)
-    forests = len(found.token_factors)
-    title = f"{name}: {found.sums.samples:,} samples in {forests:,} forest{'' if forests == 1 else 's'}"
+    title = f"{name}: {many(found.sums.samples, 'sample')} in {many(len(found.token_factors), 'forest')}"
     title = "".join(letter if letter.isprintable() else "?" for letter in title).replace("$", r"\$")
     figure.suptitle(title, fontsize=min(11, 850 / len(title)), fontweight="bold")  # 850: as wide as the picture
     each, all_of_them = figure.subplots(1, 2)
@@ -44,8 +58,7 @@ def plot_mask(forest: PrefixForest) -> bytes:
 
     Raises: ValueError for more than MOST_DRAWN tokens; ImportError as `plot`.
     """
-    if forest.num_tokens > MOST_DRAWN:
-        raise ValueError(f"a mask of {forest.num_tokens:,} tokens is not drawn. Expected {MOST_DRAWN:,} at most")
+    _check_size(forest.num_tokens)
     figure = _figure(_MASK, _MASK)
     axes = figure.subplots()
     axes.imshow(dense_mask(forest).cpu().numpy(), cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest")
@@ -54,8 +67,14 @@ def plot_mask(forest: PrefixForest) -> bytes:
         axes.axvline(start - 0.5, color=_LINE, linewidth=0.6)
     axes.set_xlabel("key")
     axes.set_ylabel("query: sees the keys in blue")
-    axes.set_title(f"{forest.num_samples} samples, {len(forest.node_starts)} nodes, {forest.num_tokens:,} tokens")
+    counts = {"sample": forest.num_samples, "node": len(forest.node_starts), "token": forest.num_tokens}
+    axes.set_title(", ".join(many(count, name) for name, count in counts.items()))
     return _png(figure)
+
+
+def _check_size(tokens: int) -> None:
+    if tokens > MOST_DRAWN:
+        raise ValueError(f"a mask of {tokens:,} tokens is not drawn. Expected {MOST_DRAWN:,} at most")
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -104,7 +123,7 @@ def _in_all(axes: Axes, found: Savings) -> None:
         axes.barh(place, 100, height=0.7, color=_FILL, label="before" if place == 0 else None)
         axes.barh(place, left, height=0.7, color=_DARK, label="after" if place == 0 else None)
         where, colour = (2.0, "white") if left > 50 else (left + 2, "black")  # in the wider part of the bar
-        said = f"{_short(after)} of {_short(before)}, {before / after:.2f}x fewer"
+        said = f"{_short(after)} of {_short(before)}, {fewer(before / after)}"
         axes.text(where, place, said, color=colour, fontsize=7, va="center")
     axes.set_yticks(range(len(bars)), list(bars))
     axes.invert_yaxis()

@@ -91,9 +91,9 @@ class Savings:
     completion_tokens: int = 0
     """Of the lines with a prompt and completions."""
     dense_pairs: int = 0
-    """Query-key pairs that a dense mask computes: T x T of each tree."""
+    """Query-key pairs that a dense mask computes: T x T of each forest, which is one row whatever it shares."""
     longest: tuple[int, str] = (0, "")
-    """Tokens of the longest tree after folding, and the first line of its forest."""
+    """Tokens of the longest forest after folding, and its first line."""
     best: tuple[float, str] = (0.0, "")
     """The largest token factor of a forest, and its first line."""
     worst: tuple[float, str] = (math.inf, "")
@@ -125,7 +125,7 @@ class Savings:
 
     @property
     def dense_flop_factor(self) -> float:
-        """The same, where it computes all T x T pairs of each tree, as it does under a dense mask; may be below 1."""
+        """The same, where it computes all T x T pairs of each forest, as it does under a dense mask; may be below 1."""
         before = self.shape.training_flops(self.sums.tokens_before, self.sums.pairs_before)
         return before / self.shape.training_flops(self.sums.tokens_after, self.dense_pairs)
 
@@ -140,14 +140,13 @@ class Savings:
                 self.groups += 1
                 self.first_tokens += len(line.sequences) if len(line.prompt) else 0
                 self.completion_tokens += sum(map(len, line.sequences))
-        begins = forest.node_starts[forest.node_parents < 0]
-        trees = forest.subtree_end[begins] - begins
-        self.dense_pairs += int((trees * trees).sum())
+        size = found.tokens_after
+        self.dense_pairs += size * size
         where, factor = folded.lines[0].where, found.tokens_before / found.tokens_after
         self.token_factors.append(factor)
         self.flop_factors.append(1 / found.flop_ratio)
-        if int(trees.max()) > self.longest[0]:
-            self.longest = (int(trees.max()), where)
+        if size > self.longest[0]:
+            self.longest = (size, where)
         if factor > self.best[0]:
             self.best = (factor, where)
         if factor < self.worst[0]:
@@ -172,7 +171,7 @@ class Savings:
             "median_token_factor": median(self.token_factors),
             "best": {"token_factor": self.best[0], "where": self.best[1]},
             "worst": {"token_factor": self.worst[0], "where": self.worst[1]},
-            "longest_tree": {"tokens": tokens, "dense_mask_bytes": tokens * tokens, "where": place},
+            "longest_row": {"tokens": tokens, "dense_mask_bytes": tokens * tokens, "where": place},
         }
 
     def rows(self) -> list[tuple[str, str]]:
@@ -181,41 +180,48 @@ class Savings:
         lost = "not known: no line tells prompt and completions apart"
         if self.completion_tokens:
             share = self.first_tokens / self.completion_tokens
-            lost = f"{self.first_tokens:,} of {self.completion_tokens:,} completion tokens, {share:.1%}; LossEdges: 0"
+            tokens_of = many(self.completion_tokens, "completion token")
+            lost = f"{self.first_tokens:,} of {tokens_of}, {share:.1%}; LossEdges: 0"
         return [
             (
                 "forests",
-                f"{len(self.token_factors):,} from {self.lines:,} lines, {self.groups:,} of them with a prompt",
+                f"{len(self.token_factors):,} from {many(self.lines, 'line')}, {self.groups:,} of them with a prompt",
             ),
             ("samples", f"{sums.samples:,}, {sums.shared_samples:,} of them duplicates or prefixes of another"),
-            ("tokens", f"{sums.tokens_before:,} before, {sums.tokens_after:,} after: {_fewer(self.token_factor)}"),
-            ("  of one forest", f"{median(self.token_factors):.2f}x fewer in the median"),
-            ("    best", f"{_fewer(self.best[0])}: {self.best[1]}"),
-            ("    worst", f"{_fewer(self.worst[0])}: {self.worst[1]}"),
+            ("tokens", f"{sums.tokens_before:,} before, {sums.tokens_after:,} after: {fewer(self.token_factor)}"),
+            ("  of one forest", f"{fewer(median(self.token_factors))} in the median"),
+            ("    best", f"{fewer(self.best[0])}: {self.best[1]}"),
+            ("    worst", f"{fewer(self.worst[0])}: {self.worst[1]}"),
             (
                 "attention pairs",
-                f"{sums.pairs_before:,} before, {sums.pairs_after:,} after: {_fewer(self.pair_factor)}",
+                f"{sums.pairs_before:,} before, {sums.pairs_after:,} after: {fewer(self.pair_factor)}",
             ),
             (
                 "training FLOPs",
-                f"{sums.flops_before:.3g} before, {sums.flops_after:.3g} after: {_fewer(self.flop_factor)}",
+                f"{sums.flops_before:.3g} before, {sums.flops_after:.3g} after: {fewer(self.flop_factor)}",
             ),
-            ("  under a dense mask", f"{_fewer(self.dense_flop_factor)}, for it computes all T x T pairs of a tree"),
-            ("  predicted for", f"{shape.parameters:,} parameters, {shape.layers:,} layers, width {shape.d_model:,}"),
+            ("  under a dense mask", f"{fewer(self.dense_flop_factor)}, for it computes all T x T pairs of a row"),
+            (
+                "  predicted for",
+                f"{many(shape.parameters, 'parameter')}, {many(shape.layers, 'layer')}, width {shape.d_model:,}",
+            ),
             ("first tokens that one label a row loses", lost),
-            ("deepest tree", f"{sums.max_levels:,} nodes; the longest sample has {sums.max_depth:,} tokens"),
-            ("widest branch", f"{sums.max_branching:,} children of one node"),
-            ("longest folded tree", f"{tokens:,} tokens, to fit into the model's row: {self.longest[1]}"),
-            ("  its dense mask", f"{tokens * tokens:,} bytes as bool"),
+            (
+                "deepest tree",
+                f"{many(sums.max_levels, 'node')}; the longest sample has {many(sums.max_depth, 'token')}",
+            ),
+            ("widest branch", f"{many(sums.max_branching, 'child', 'children')} of one node"),
+            ("longest folded row", f"{many(tokens, 'token')}, to fit into the model's row: {self.longest[1]}"),
+            ("  its dense mask", f"{many(tokens * tokens, 'byte')} as bool"),
         ]
 
     def interpretation(self) -> str:
         """Return what the numbers say to somebody who wonders whether to fold."""
-        saved = 1 - 1 / self.flop_factor
-        said = f"Folding saves {saved:.0%} of the training FLOPs where a batch holds whole forests."
+        saved = _percent(1 - self.sums.flop_ratio)
+        said = f"Folding saves {saved} of the training FLOPs where a batch holds whole forests."
         if self.flop_factor < LITTLE:
             said = (
-                f"Folding buys little here, {saved:.0%} of the training FLOPs: the samples share few tokens.\n"
+                f"Folding buys little here, {saved} of the training FLOPs: the samples share few tokens.\n"
                 "Short prompts with long completions are so, and rows that stand apart from the rest of their group."
             )
         return (
@@ -224,8 +230,23 @@ class Savings:
         )
 
 
-def _fewer(factor: float) -> str:
-    return f"{factor:.2f}x fewer" if factor >= 1 else f"{1 / factor:.2f}x more"
+def fewer(factor: float) -> str:
+    """Return a factor in words: "1.70x fewer", "1.16x more", and no 1.00x that would be either."""
+    if f"{max(factor, 1 / factor):.2f}" == "1.00":
+        return "the same" if factor == 1 else "about the same"
+    return f"{factor:.2f}x fewer" if factor > 1 else f"{1 / factor:.2f}x more"
+
+
+def many(count: int, one: str, more: str = "") -> str:
+    """Return a count and its noun: "1 node", "2 nodes". more: the plural, where it is not the singular and an s."""
+    return f"{count:,} {one if count == 1 else more or f'{one}s'}"
+
+
+def _percent(share: float) -> str:
+    """Return a share from 0 to 1 in percent; what is neither nothing nor all is not said to be."""
+    if 0 < share < 0.005:
+        return "less than 1%"
+    return "more than 99%" if 0.995 <= share < 1 else f"{share:.0%}"
 
 
 def measured(folded: Iterable[Folded], shape: ModelShape = SHAPE_7B) -> Savings:
