@@ -17,10 +17,11 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from niels_gpt.recipes.progress import progress_bar
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.verify import Verdict
@@ -54,7 +55,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     again = Verdict([], "not made: name the target with --target")
     if arguments.target is not None:  # first: a wrong one is told before all of the cache is read
         again = _run_again(arguments)
-    with _bar("verify", "B") as progress:
+    with progress_bar("verify", "B") as progress:
         verdicts = {**verify(arguments.cache, progress=progress), RECOMPUTED: again}
     if arguments.json:
         print(json.dumps({name: vars(verdict) for name, verdict in verdicts.items()}, indent=2))
@@ -71,7 +72,7 @@ def _run_again(arguments: argparse.Namespace) -> Verdict:
 
     cache = arguments.cache
     target = target_of(cache, arguments.target, revision=arguments.revision, device=arguments.device)
-    with _bar("target", "batches") as progress:
+    with progress_bar("target", "batches") as progress:
         return recomputed(cache, target, k=arguments.samples, seed=arguments.seed, progress=progress)
 
 
@@ -124,7 +125,7 @@ def _stats(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{target}: expected the name of a .png, the only kind of picture that is drawn")
     if target is not None and not target.parent.is_dir():  # before all of the cache is read
         raise FileNotFoundError(f"{target}: no folder {target.parent} to draw it in. Make it first")
-    with _bar("stats", "shards") as progress:
+    with progress_bar("stats", "shards") as progress:
         found = stats(arguments.cache, seed=arguments.seed, progress=progress)
     if target is not None:
         from niels_gpt.eagle3.plot import plot
@@ -133,23 +134,6 @@ def _stats(arguments: argparse.Namespace) -> int:
         write_bytes(target, plot(found, arguments.cache.name))
     print(json.dumps(found.as_json(), indent=2) if arguments.json else table(found.rows()))
     return 0
-
-
-@contextmanager
-def _bar(what: str, unit: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Yield a progress callback of done and total: a bar on a terminal, None elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from tqdm import tqdm
-
-    with tqdm(desc=what, unit=unit, unit_scale=unit == "B", leave=False) as bar:
-
-        def told(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield told
 
 
 def _parser() -> argparse.ArgumentParser:

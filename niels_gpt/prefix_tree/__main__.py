@@ -18,7 +18,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 from niels_gpt.prefix_tree.rollout_lines import read_rollouts
 from niels_gpt.prefix_tree.savings import ROWS, SHAPE_7B, Folded, forests, many, measured
 from niels_gpt.prefix_tree.stats import ModelShape
+from niels_gpt.recipes.progress import progress_bar
 
 _INDENTED = 24  # levels; deeper nodes stand below one another
 _FIRST_IDS, _LAST_IDS = 8, 4
@@ -64,7 +64,7 @@ def _stats(arguments: argparse.Namespace) -> None:
 
         check_picture(target)
     shape = ModelShape(arguments.parameters, arguments.layers, arguments.d_model)
-    with _bar("stats") as progress:
+    with progress_bar("stats", "B") as progress:
         lines = read_rollouts(arguments.rollouts, group_key=arguments.group_key, progress=progress)
         found = measured(forests(lines, rows=arguments.rows), shape)
     if target is not None:
@@ -163,23 +163,6 @@ def _decoder(name: str, largest: int) -> Callable[[list[int]], str]:
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int | None], None] | None]:
-    """Yield a progress callback of done and total: a bar on a terminal, None elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from tqdm import tqdm
-
-    with tqdm(desc=what, unit="B", unit_scale=True, leave=False) as bar:
-
-        def told(done: int, total: int | None) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield told
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,6 +10,7 @@
     plan.py        every recipe by its key, and what a run would do
     snapshot.py    the raw text of a hub source, kept as a mirror
     report.py      all of that as tables of text
+    progress.py    a bar on a terminal
 
 A recipe's fingerprint is made of the settings it reads, the tokenizer's sha256, the source's fingerprint and the format
 version; a cache whose recorded fingerprint is equal, and whose files have the right sizes, is not built again (D12).
