@@ -91,4 +91,4 @@ def test_the_python_of_prefix_tree_md_runs() -> None:
     names: dict[str, Any] = {}
     for block in blocks:  # each goes on where the one before it ended
         exec(block, names)
-    assert names["loss"].requires_grad and names["policy_loss"].isfinite()
+    assert names["loss"].requires_grad and names["policy_loss"].isfinite() and names["report"].ok

@@ -10,6 +10,15 @@ from niels_gpt.prefix_tree.attention import AttentionRouteError, check_model_inp
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.heads import logits_head
 
+RIGHT = """
+cohere cohere2 deepseek_v2 deepseek_v3 doge ernie4_5 exaone4 falcon gemma gemma2 gemma3_text gemma4_text glm4 glm4_moe
+gpt2 gpt_neox gpt_oss granite granitemoe llama ministral mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 phimoe
+qwen2 qwen2_moe qwen3 qwen3_moe smollm3 starcoder2 xglm
+"""
+NOT_MADE = """
+blt cohere_compass_text dbrx emu3 falcon_h1 gemma4_assistant git gpt_neo kimi_linear lfm2_moe mllama musicgen
+musicgen_melody phi4_multimodal prophetnet reformer roc_bert xlnet zamba zamba2 zaya
+"""
 MAX_PARAMETERS = 3_000_000  # some sizes are not reached by the names in causal_models.py
 
 
@@ -55,5 +64,9 @@ def test_every_architecture_is_folded_right_or_refused() -> None:
             found[outcome(model_type, forest)].append(model_type)
     wrong = {how: names for how, names in found.items() if how.startswith("wrong")}
     assert not wrong
+    right = set(RIGHT.split()) & set(CLASSES)  # of the transformers that is installed
+    assert len(right) > 30 and right <= set(found["equal"]), found
+    assert set(found["not made"]) <= set(NOT_MADE.split()), found
     assert len(found["equal"]) > 80, found
     assert len(found["refused"]) > 40, found
+    assert set(found) <= {"equal", "refused", "not made", "equal, head refused"}, found

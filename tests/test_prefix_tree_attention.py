@@ -101,6 +101,9 @@ def test_equal_masks_have_equal_fingerprints_and_other_masks_other_ones() -> Non
     [
         ([1, 2], [[0], [0, 2]], r"sample_paths\[1\] is \[0, 2\]; expected nodes from 0 to 1"),
         ([1, 2], [[-1]], r"sample_paths\[0\] is \[-1\]"),
+        ([3], [[0, 0]], r"sample_paths\[0\] is \[0, 0\]; expected each node once"),
+        ([1, 1, 2], [[0, 2], [1, 2]], r"\[1\] is \[1, 2\], with node 2 below node 1, and .* it below node 0 "),
+        ([1, 1], [[0, 1], [1]], r"with node 1 below node -1, and an earlier path has it below node 0"),
         ([1, -2], [[0]], r"lengths are \[1, -2\]; expected none below 0"),
     ],
 )

@@ -305,12 +305,13 @@ def test_one_label_per_row_loses_most_of_a_short_answers_gradient(llama: Any) ->
         folded = fold_shared_prefix_rollouts(prompt, completions)
         labels = torch.tensor(folded.labels)
         assert int((labels != CROSS_ENTROPY_IGNORE_IDX).sum()) == 8 * (answer - 1)
-        if answer == 1:
-            continue  # no target at all: the loss is 0 / 0
+        if answer == 1:  # nothing is supervised: no gradient, and a mean of 0 / 0
+            assert bool(functional.cross_entropy(torch.zeros(len(labels), VOCAB), labels).isnan())
+            continue
         layout = PrefixForest.from_node_paths(folded.node_lengths, folded.sample_paths, folded.input_ids)
         logits = llama(**model_inputs(layout, llama)).logits[0]
         found = gradients(functional.cross_entropy(logits, labels), llama)
         apart = torch.cat([(found[name] - part).flatten() for name, part in wanted.items()]).norm()
         errors[answer] = float(apart / torch.cat([part.flatten() for part in wanted.values()]).norm())
-    assert errors[2] > 0.8 and errors[4] > 0.4 and errors[16] > 0.15, errors
+    assert errors[2] > 0.8 and errors[4] > 0.4 and 0.15 < errors[16] < 0.6, errors
     assert errors[2] > errors[4] > errors[16]

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import transformers
-from causal_models import SAMPLES, WINDOW, alone, error, logprobs, tiny_model
-from torch import nn
+from causal_models import SAMPLES, WINDOW, alone, error, logprobs, tiny_config, tiny_model
+from torch import Tensor, nn
 
 from niels_gpt.prefix_tree import attention
 from niels_gpt.prefix_tree.attention import (
@@ -21,11 +21,13 @@ from niels_gpt.prefix_tree.attention import (
     model_inputs,
 )
 from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.prefix_tree.verify import verify_fold
 
 FOREST = PrefixForest.from_sequences(SAMPLES).padded(8)
 T = len(FOREST.input_ids)
 BOTH = pytest.mark.parametrize("attn", ["sdpa", "eager"])
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
 Inputs = dict[str, Any]
 
 
@@ -106,6 +108,51 @@ def test_the_model_takes_the_additive_mask_on_sdpa_too() -> None:
     assert error(model, FOREST, inputs) < 1e-5
 
 
+@pytest.mark.parametrize("low", [-1e4, -1e9, -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_low_values_of_an_additive_mask_are_taken(low: float, dtype: torch.dtype) -> None:
+    model = tiny_model("llama", "eager").to(dtype)
+    right = model_inputs(FOREST, model)
+    inputs = {**right, "attention_mask": right["attention_mask"].clamp(low)}
+    inputs["attention_mask"][right["attention_mask"] < 0] = low
+    check_model_inputs(FOREST, model, inputs)
+    assert torch.equal(logprobs(model, **inputs), logprobs(model, **right))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma", "olmo2", "phi"])
+@pytest.mark.parametrize("more", [{}, MIXED])
+def test_a_window_left_over_in_the_config_of_a_model_without_windows_is_none(model_type: str, more: Inputs) -> None:
+    model = tiny_model(model_type, sliding_window=WINDOW, **more)
+    assert model.config.sliding_window == WINDOW  # kept by transformers, and used by nothing
+    inputs = model_inputs(FOREST, model)
+    check_model_inputs(FOREST, model, inputs)
+    assert error(model, FOREST, inputs) < 1e-5
+    assert verify_fold(hf_forward(model), FOREST, probes=1).ok
+
+
+def test_a_window_under_another_name_or_of_a_config_with_an_init_of_its_own_is_one() -> None:
+    class OwnConfig(transformers.LlamaConfig):
+        def __init__(self, sliding_window: int | None = None, **more: Any) -> None:
+            super().__init__(**more)
+            self.sliding_window = sliding_window
+
+    class MappedConfig(transformers.LlamaConfig):
+        attribute_map: ClassVar[dict[str, str]] = {"sliding_window": "attention_window_size"}
+
+    model = tiny_model("llama")
+
+    class ComputedConfig(transformers.LlamaConfig):
+        def __init__(self, **more: Any) -> None:
+            super().__init__(**more)
+            self.sliding_window = WINDOW
+
+    for config in (OwnConfig(sliding_window=WINDOW), MappedConfig(attention_window_size=WINDOW), ComputedConfig()):
+        config._attn_implementation = "sdpa"
+        model.config = config
+        mask = model_inputs(FOREST, model)["attention_mask"][0, 0]
+        assert torch.equal(mask, dense_mask(FOREST, window=WINDOW))
+
+
 def test_embeddings_may_be_given_for_ids() -> None:
     model = tiny_model("llama")
     inputs = model_inputs(FOREST, model)
@@ -171,8 +218,40 @@ def test_hf_forward_takes_a_boolean_mask_without_windows(attn: str, model_type: 
         forward(ids, positions, mask)
 
 
+def test_hf_forward_runs_one_sample_as_anyone_would() -> None:
+    model = tiny_model("mistral")
+    given: list[Inputs] = []
+    model.register_forward_pre_hook(lambda module, args, kwargs: given.append(kwargs), with_kwargs=True)
+    forward = hf_forward(model)
+    assert forward.model is model
+    rows = torch.arange(20)
+    causal = (rows <= rows[:, None])[None, None]
+    forward(torch.tensor([SAMPLES[0]]), rows[None], causal)
+    assert set(given[-1]) == {"input_ids", "use_cache"}
+    forward(torch.tensor([SAMPLES[0]]), rows[None] + 1, causal)  # positions of a wrong fold are not put right
+    assert set(given[-1]) == {"input_ids", "use_cache", "position_ids", "attention_mask"}
+
+
+def test_a_rule_of_ours_that_is_wrong_is_seen_by_verify_fold(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    assert verify_fold(hf_forward(model), FOREST, probes=1).ok
+    monkeypatch.setattr(attention, "_windows", lambda *_: {"": WINDOW})  # a window that the model has not
+    report = verify_fold(hf_forward(model), FOREST, probes=1)
+    assert not report.ok and report.logprob_error is not None and report.logprob_error > 1e-3
+    assert report.gradient_error is not None  # the parameters are found by forward.model
+
+
+def test_the_dtype_of_a_mask_is_that_of_floating_parameters() -> None:
+    model = tiny_model("llama", "eager")
+    head = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)  # as of quantized weights
+    model._parameters = {"quantized": head, **model._parameters}
+    assert next(model.parameters()).dtype == torch.uint8
+    assert model_inputs(FOREST, model)["attention_mask"].dtype == torch.float32
+
+
 # --- wrong inputs -----------------------------------------------------------------------------------------------------
 
+RAMP = torch.arange(T)  # scores that grow along the row, as those of a bias
 CAUSAL = torch.ones(T, T, dtype=torch.bool).tril()[None, None]
 
 
@@ -198,7 +277,17 @@ def changed(**values: Any) -> Callable[[Inputs], Inputs]:
         ("sdpa", changed(attention_mask=CAUSAL), r"pairs differ, first: row 20 must not see row 14\b"),
         ("sdpa", changed(attention_mask=dense_mask(FOREST).T[None, None]), "pairs differ, first: row 0 must not see"),
         ("sdpa", changed(attention_mask=torch.eye(T, dtype=torch.bool)[None, None]), "first: row 1 must see row 0"),
-        ("eager", changed(attention_mask=torch.zeros(1, 1, T, T)), "pairs differ, first: row 0 must not see row 1"),
+        (
+            "eager",
+            changed(attention_mask=torch.zeros(1, 1, T, T)),
+            r"row 0 has 0, expected -1e4 or less, as it must not see row 1\b",
+        ),
+        ("eager", changed(attention_mask=hf_attention_mask(FOREST, "eager", torch.float32).clamp(-1)), "row 0 has -1,"),
+        (
+            "eager",
+            changed(attention_mask=hf_attention_mask(FOREST, "eager", torch.float32) + RAMP),
+            "has 1, expected 0, as it",
+        ),
     ],
 )
 def test_inputs_that_would_be_silently_wrong_are_refused(
@@ -324,6 +413,25 @@ def test_other_attention_routes_are_refused(attn: str, message: str) -> None:
         ("moshi", "sdpa", {}, "flash attention only"),
         ("gemma3_text", "sdpa", {"use_bidirectional_attention": True}, "looks ahead"),
         ("llama", "sdpa", {"is_causal": False}, "config.is_causal is False"),
+        ("doge", "sdpa", {"keep_window_size": 20}, "keeps the best 20 keys of the flat row, which has 32 tokens"),
+        ("doge", "sdpa", {"is_moe": True}, "config.is_moe is set"),
+        ("llama4_text", "sdpa", {"floor_scale": 4, "no_rope_layers": [1, 0]}, "its factor goes by the flat row"),
+        (
+            "llama",
+            "sdpa",
+            {"rope_parameters": {**DYNAMIC, "original_max_position_embeddings": 64}, "max_position_embeddings": 12},
+            "dynamic rotary angles depend on the longest sample of the row: 20 tokens, more than the 12",
+        ),
+        (
+            "gemma3_text",
+            "sdpa",
+            {
+                "rope_parameters": {"sliding_attention": DYNAMIC, "full_attention": DYNAMIC},
+                "max_position_embeddings": 12,
+            }
+            | MIXED,
+            "dynamic rotary angles depend on the longest sample",
+        ),
         (
             "llama",
             "sdpa",
@@ -345,6 +453,31 @@ def test_models_that_cannot_be_folded_are_refused(model_type: str, attn: str, ch
         hf_forward(model)(inputs["input_ids"], inputs["position_ids"], dense_mask(FOREST)[None, None])
     if model_type != "bert" or not model.config.is_decoder:
         assert error(model, FOREST, inputs) > 1e-3  # though the mask and the positions are right
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("distilbert", "DistilBertModel"),
+        ("modernbert", "ModernBertModel"),
+        ("albert", "AlbertModel"),
+        ("mobilebert", "MobileBertModel"),
+    ],
+)
+def test_encoders_whose_config_says_nothing_of_it_are_refused(model_type: str, name: str) -> None:
+    model = getattr(transformers, name)._from_config(tiny_config(model_type), attn_implementation="sdpa").eval()
+    with pytest.raises(AttentionRouteError, match="no module of it has is_causal = True"):
+        model_inputs(FOREST, model)
+
+
+def test_chunks_and_best_keys_are_taken_where_the_row_is_no_longer() -> None:
+    chunks = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
+    for model in (tiny_model("llama4_text", attention_chunk_size=T, **chunks), tiny_model("doge", keep_window_size=T)):
+        inputs = model_inputs(FOREST, model)
+        check_model_inputs(FOREST, model, inputs)
+        assert error(model, FOREST, inputs) < 1e-5
+    with pytest.raises(AttentionRouteError, match="layers of type chunked_attention"):
+        model_inputs(FOREST, tiny_model("llama4_text", attention_chunk_size=T - 1, **chunks))
 
 
 def made(model_type: str, attn: str, changes: Inputs) -> Any:
@@ -380,6 +513,10 @@ def test_a_convolution_along_the_row_is_refused() -> None:
     model.model.layers[0].short_convolution = nn.Conv1d(32, 32, 4)
     with pytest.raises(AttentionRouteError, match=r"model.layers.0.short_convolution is a convolution along the row"):
         model_inputs(FOREST, model)
+    for tower in ("vision_tower", "audio_tower"):  # an encoder of its own, which no row of ids passes
+        model = tiny_model("llama")
+        model.add_module(tower, nn.Sequential(nn.Conv1d(32, 32, 4)))
+        model_inputs(FOREST, model)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -400,6 +537,13 @@ def test_rotary_angles_that_depend_on_the_longest_sample_are_taken_where_all_sam
         with pytest.raises(AttentionRouteError, match=rf"its {kind} rotary angles depend on the longest sample"):
             model_inputs(forest, model())
     assert error(model(), FOREST, right_for_any_mask(FOREST)) > 1e-3
+    taken = hf_forward(model())
+    if kind == "longrope":
+        assert verify_fold(taken, longer.padded(8), probes=1).ok
+        assert not verify_fold(taken, FOREST, probes=1).ok  # its shortest sample is the opening of another one
+    else:
+        with pytest.raises(AttentionRouteError, match="while the shortest has 16 "):
+            taken(FOREST.input_ids[None], FOREST.position_ids[None], dense_mask(FOREST)[None, None])
     rows = torch.arange(20)
     alone_by_mask = hf_forward(model())(torch.tensor([SAMPLES[0]]), rows[None], (rows <= rows[:, None])[None, None])
     plain = logprobs(model(), input_ids=torch.tensor([SAMPLES[0]]))
@@ -414,7 +558,8 @@ def right_for_any_mask(forest: PrefixForest) -> Inputs:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("attention_chunk_size", 8, "chunks are cut by the flat row"),
+        ("attention_chunk_size", 8, "chunks are cut by the flat row, which has 32 tokens"),
+        ("use_bidirectional_attention", "all", "its attention looks ahead"),
         ("layers_block_type", ["mamba", "attention"], "layers of type mamba"),
         ("model_type", "retnet_2", "a retnet_2 carries a state along the row"),
         ("model_type", "blt_patcher", "groups of neighbouring ids"),
@@ -429,12 +574,33 @@ def test_configs_that_tell_of_another_mixing_of_tokens_are_refused(name: str, va
         model_inputs(FOREST, model)
 
 
-def test_dropout_in_training_is_warned_of() -> None:
-    model = tiny_model("llama", attention_dropout=0.5)
+@pytest.mark.parametrize(
+    ("model_type", "changes", "what"),
+    [
+        ("llama", {"attention_dropout": 0.5}, "attention_dropout"),
+        ("opt", {"dropout": 0.5, "layerdrop": 0.0, "word_embed_proj_dim": 32}, "dropout"),
+        ("mixtral", {"router_jitter_noise": 0.5}, "router_jitter_noise"),
+        ("starcoder2", {"residual_dropout": 0.5}, "residual_dropout"),
+        ("phimoe", {"router_jitter_noise": 0.3}, "router_jitter_noise"),  # it draws the experts
+    ],
+)
+def test_randomness_in_training_is_warned_of(model_type: str, changes: Inputs, what: str) -> None:
+    model = tiny_model(model_type, **changes)
     model_inputs(FOREST, model)
-    with pytest.warns(UserWarning, match="dropout is active"):
-        model_inputs(FOREST, model.train())
+    with pytest.warns(UserWarning, match=f"dropout is active, or noise of another kind.*{what}"):
+        inputs = model_inputs(FOREST, model.train())
+    torch.manual_seed(0)
+    assert not torch.equal(logprobs(model, **inputs), logprobs(model, **inputs))
+
+
+def test_dropout_that_is_off_or_belongs_to_another_head_is_not_warned_of() -> None:
     model_inputs(FOREST, tiny_model("llama").train())
+    model = tiny_model("gpt2").train()
+    assert model.config.summary_first_dropout > 0
+    model_inputs(FOREST, model)
+    model.transformer.drop.p = 0.5
+    with pytest.warns(UserWarning, match=r"transformer\.drop"):
+        model_inputs(FOREST, model)
 
 
 # --- the guard --------------------------------------------------------------------------------------------------------
@@ -482,6 +648,79 @@ def test_the_guard_checks_calls_of_the_body_too_and_each_call_once(monkeypatch: 
             model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"])
     assert checks == [model, model.model, model.model, model, model]
     model.model(input_ids=inputs["input_ids"])
+
+
+class Dropping(nn.Module):
+    """A wrapper that takes positions and does not pass them on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Any:
+        return self.module(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+
+
+class ValueHead(nn.Module):
+    """What TRL's wrapper has: positions are among the further arguments."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.pretrained_model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **more: Any) -> Any:
+        return self.pretrained_model(input_ids=input_ids, attention_mask=attention_mask, **more)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own imports
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.DataParallel,
+        lambda model: torch.compile(model, backend="eager"),
+        lambda model: Adapted(model, is_prompt_learning=False),
+        lambda model: nn.DataParallel(Adapted(model, is_prompt_learning=False)),
+        ValueHead,
+    ],
+    ids=["DataParallel", "compile", "adapters", "both", "value head"],
+)
+def test_the_guard_sees_calls_of_what_a_wrapper_holds(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = tiny_model("mistral")
+    wrapped = wrap(model)
+    inputs = model_inputs(FOREST, wrapped)
+    wrong = without("attention_mask")(inputs)
+    wrapped(**wrong)  # a graph of it is there before the guard
+    with guard(FOREST, wrapped):
+        for called in (wrapped, model, model.model):
+            called(**inputs)
+            for _ in range(2):
+                with pytest.raises(AttentionRouteError, match="attention_mask is NoneType"):
+                    called(**wrong)
+    wrapped(**wrong)
+
+
+def test_the_guard_checks_what_a_wrapper_hands_on() -> None:
+    wrapper = Dropping(tiny_model("llama"))
+    inputs = model_inputs(FOREST, wrapper)
+    assert error(wrapper, FOREST, inputs) > 1e-5
+    with guard(FOREST, wrapper), pytest.raises(AttentionRouteError, match="position_ids is NoneType"):
+        wrapper(**inputs)
+
+
+def test_a_graph_made_under_the_guard_is_checked_by_the_wrappers_arguments() -> None:
+    model = torch.compile(tiny_model("llama"), backend="eager")
+    inputs = model_inputs(FOREST, model)
+    with guard(FOREST, model):
+        model(**inputs)
+        with pytest.raises(AttentionRouteError, match="every branch goes on from its parent"):
+            model(**{**inputs, "position_ids": torch.arange(T)[None]})
+
+
+def test_a_model_that_is_compiled_in_place_is_not_guarded() -> None:
+    model = tiny_model("llama")
+    model.compile(backend="eager")
+    with pytest.raises(AttentionRouteError, match=r"compiled in place by model.compile\(\)"), guard(FOREST, model):
+        pass
 
 
 def test_the_guard_goes_after_an_exception_too() -> None:

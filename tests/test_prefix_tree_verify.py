@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from causal_models import tiny_model
 from float64_models import VOCAB, float64_llama
 from prefix_trees import grown
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from niels_gpt.prefix_tree.verify import FoldReport, verify_fold
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 GROUP = ([1, 2], [[10, 11], [20, 21, 22]])  # 5 targets; rows 1 2 10 11 20 21 22
+SEQUENCES = [[1, 2, 10, 11], [1, 2, 20, 21, 22]]
 
 
 class Transformer(nn.Module):
@@ -76,7 +78,7 @@ def causal(rows: int) -> Tensor:
 
 
 def test_a_right_fold_has_no_finding_and_its_figures_are_of_rounding(model: Transformer) -> None:
-    report = verify_fold(model, group())
+    report = verify_fold(model, group(), samples=SEQUENCES)
     assert report.ok and report.findings == []
     assert (report.samples, report.tokens_before, report.tokens_after) == (2, 9, 7)
     assert (report.targets, report.unpredictable, report.lost_targets) == (5, 0, 0)
@@ -86,6 +88,7 @@ def test_a_right_fold_has_no_finding_and_its_figures_are_of_rounding(model: Tran
     assert report.worst_parameter is not None and report.worst_parameter[0] in dict(model.named_parameters())
     assert str(report).startswith(
         "2 samples, 9 tokens folded into 7 rows; torch.float64, tolerance 1e-10: ok\n"
+        "ok      samples: 0 differ of 2 in the fold and 2 given ones.\n"
         "ok      determinism: logits of two equal runs differ by 0 at most.\n"
     )
     assert str(report).endswith("\nNothing to do.")
@@ -140,6 +143,54 @@ def test_a_layout_that_is_not_in_pre_order_is_taken_as_it_is(model: Transformer)
     assert report.findings == ["extra targets", "gradients"] and report.extra_targets == 1, report
     batch["labels"] = torch.tensor([[11, -100, -100, -100, -100]])
     assert verify_fold(model, batch, loss_mask=[[0, 0, 0, 1], [0, 0, 0]]).ok
+
+
+def test_a_pair_of_weight_zero_is_none(model: Transformer) -> None:
+    masks = [[0, 0, 1, 1], [0, 0, 1, 1, 1]]
+    forest, edges = group(), LossEdges.from_forest(group())
+    extra = replace(  # row 0 -> 2 is no target, and a masked pair may have a target that is none
+        edges,
+        row=torch.cat([edges.row, torch.tensor([0, 3])]),
+        target=torch.cat([edges.target, torch.tensor([2, -100])]),
+        weight=torch.cat([edges.weight, torch.zeros(2, dtype=torch.float64)]),
+    )
+    assert verify_fold(model, forest, edges=extra, loss_mask=masks).ok
+    extra.weight[5:6] = 1
+    assert verify_fold(model, forest, edges=extra, loss_mask=masks).findings == ["extra targets", "gradients"]
+
+
+def test_a_target_of_weight_zero_may_be_left_out(model: Transformer) -> None:
+    forest, advantages = group(), torch.tensor([0.0, 1.0])  # the first sample has none
+    edges = LossEdges.from_forest(forest)
+    kept = edges.weight.clone()
+    kept[(edges.target == 10) | (edges.target == 11)] = 0
+    zeroed = replace(edges, weight=kept)
+    chosen = kept != 0
+    left_out = replace(edges, row=edges.row[chosen], target=edges.target[chosen], weight=kept[chosen])
+    for other in (zeroed, left_out):
+        assert verify_fold(model, forest, edges=other, weighting=advantages).ok
+        assert verify_fold(model, forest, edges=other).findings == ["lost targets", "gradients"]
+    report = verify_fold(model, forest, edges=edges, weighting=advantages)
+    assert report.findings == ["weights", "gradients"] and (report.weight_errors, report.weight_error) == (2, math.inf)
+
+
+def test_advantages_that_cancel_out_leave_a_pair_without_a_weight(model: Transformer) -> None:
+    forest = PrefixForest.from_rollout_group([1, 2], [[10, 11], [10, 12], [10, 13]])  # 10 is of all three
+    advantages = torch.tensor([0.1, 0.2, -0.3], dtype=torch.float64)  # 0.1 + 0.2 - 0.3 is 5.6e-17
+    edges = LossEdges.from_forest(forest, weighting=advantages)
+    chosen = edges.target != 10
+    left_out = replace(edges, row=edges.row[chosen], target=edges.target[chosen], weight=edges.weight[chosen])
+    for given in (edges, left_out, replace(edges, weight=edges.weight.masked_fill(~chosen, 3e-17))):
+        assert verify_fold(model, forest, edges=given, weighting=advantages).ok
+
+
+@pytest.mark.parametrize(("factor", "findings"), [(1 + 1e-3, ["weights"]), (1 + 1e-7, [])])
+def test_weights_may_have_passed_through_float32_but_not_more(
+    model: Transformer, factor: float, findings: list[str]
+) -> None:
+    edges = LossEdges.from_forest(group())
+    edges.weight[1] *= factor
+    assert verify_fold(model, group(), edges=edges, tolerance=0.01).findings == findings
 
 
 # --- what a layout loses ----------------------------------------------------------------------------------------------
@@ -262,8 +313,8 @@ def test_positions_that_do_not_begin_again_are_counted(model: Transformer) -> No
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"labels": [1]}, "there are 7 input_ids, 7 position_ids and 1 labels; expected 7 of each"),
-        ({"node_lengths": [2, 2, 2]}, "expected 6 of each, the sum of node_lengths"),
+        ({"labels": [1]}, "there are 7 input_ids, 7 position_ids, 1 labels; expected 7 of each"),
+        ({"node_lengths": [2, 2, 4]}, "expected 8 of each, the sum of node_lengths"),
         ({"sample_paths": [[0, 1]]}, "on no path"),
     ],
 )
@@ -278,6 +329,83 @@ def test_a_batch_whose_tree_a_backend_has_popped_is_refused(model: Transformer) 
     del batch["prefix_tree"]
     with pytest.raises(ValueError, match="a dict, has no prefix_tree; expected a PrefixForest"):
         verify_fold(model, batch)
+
+
+def test_a_tree_of_tensors_is_taken(model: Transformer) -> None:
+    batch = prefix_tree_collate_fn([{"prompt_ids": GROUP[0], "completions": GROUP[1]}])
+    batch["prefix_tree"] = (torch.tensor([2, 2, 3]), torch.tensor([[0, 1], [0, 2]]))
+    report = verify_fold(model, batch, samples=SEQUENCES)
+    assert report.findings == ["lost targets", "gradients"] and report.lost_targets == 2
+    batch["prefix_tree"] = (torch.tensor([2, 2, 3]), [torch.tensor([0, 1]), torch.tensor([0, 2])])
+    assert str(verify_fold(model, batch, samples=SEQUENCES)) == str(report)
+    with pytest.raises(TypeError, match="float"):
+        verify_fold(model, {**batch, "prefix_tree": ([2.0, 2.0, 3.0], [[0, 1], [0, 2]])})
+
+
+def test_rows_behind_the_last_node_are_padding(model: Transformer) -> None:
+    batch = prefix_tree_collate_fn([{"prompt_ids": GROUP[0], "completions": GROUP[1]}])
+    for name, value in {"input_ids": 9, "position_ids": 0, "labels": -100}.items():
+        batch[name] = torch.cat([batch[name], torch.tensor([[value]])], 1)
+    report = verify_fold(model, batch, samples=SEQUENCES)
+    assert report.findings == ["lost targets", "gradients"] and report.leak == 0
+    assert (report.tokens_after, report.padding) == (7, 1)
+    assert "9 tokens folded into 7 rows and 1 of padding; torch.float64" in str(report)
+    batch["labels"][0, 7] = 5  # a loss on padding
+    assert verify_fold(model, batch).wrong_targets == 1
+
+
+def test_labels_are_not_asked_for_where_there_are_edges(model: Transformer) -> None:
+    batch = prefix_tree_collate_fn([{"prompt_ids": GROUP[0], "completions": GROUP[1]}])
+    del batch["labels"]
+    assert verify_fold(model, batch, edges=LossEdges.from_forest(group()), samples=SEQUENCES).ok
+    with pytest.raises(ValueError, match="a dict, has no labels"):
+        verify_fold(model, batch)
+
+
+# --- the samples that went in -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("folded", "changed", "first"),
+    [
+        ([[1, 2, 10, 11]], 1, (1, 0)),  # the second is lost
+        ([[1, 2, 10, 11], [1, 2, 20, 21]], 1, (1, 4)),  # its last token is lost
+        ([[1, 2, 10, 12], [1, 2, 20, 21, 22]], 1, (0, 3)),
+        ([[1, 2, 20, 21, 22], [1, 2, 10, 11]], 2, (0, 2)),  # another order: advantages would go to the wrong ones
+        ([*SEQUENCES, [1, 2]], 1, (2, 0)),  # one is added
+    ],
+)
+def test_a_fold_that_lost_or_changed_a_sample_is_found_given_the_samples(
+    model: Transformer, folded: list[list[int]], changed: int, first: tuple[int, int]
+) -> None:
+    forest = PrefixForest.from_sequences(folded)
+    report = verify_fold(model, forest, samples=[torch.tensor(sample) for sample in SEQUENCES])
+    assert report.findings == ["samples"] and not report.ok
+    assert (report.samples, report.given_samples) == (len(folded), 2)
+    assert (report.changed_samples, report.sample_where) == (changed, first)
+    text = str(report)
+    assert f"FAILED  samples: {changed} differ of {len(folded)} in the fold and 2 given ones (sample {first[0]}" in text
+    assert "-       gradients: not compared: the samples are others." in text and "\nok" not in text
+    assert text.splitlines()[-1] == f"What to do: {ADVICE['samples']}"
+    # A mask for the samples that went in fits no other number of them; what is wrong is said all the same.
+    masks = [[0] * len(sample) for sample in SEQUENCES]
+    assert verify_fold(model, forest, samples=SEQUENCES, loss_mask=masks).findings == ["samples"]
+
+    alone = verify_fold(model, forest)
+    assert alone.ok and alone.changed_samples is None  # the fold agrees with itself
+    assert "-       samples: not compared: they are taken from the fold; pass samples=" in str(alone)
+
+
+def test_samples_of_a_layout_that_is_not_in_pre_order_are_compared_too(model: Transformer) -> None:
+    batch = {
+        "input_ids": [10, 11, 20, 1, 2],
+        "position_ids": [2, 3, 2, 0, 1],
+        "labels": [11, -100, -100, -100, -100],
+        "prefix_tree": ([2, 1, 2], [[2, 0], [2, 1]]),
+    }
+    given = {"loss_mask": [[0, 0, 0, 1], [0, 0, 0]]}
+    assert verify_fold(model, batch, samples=[[1, 2, 10, 11], [1, 2, 20]], **given).ok
+    assert verify_fold(model, batch, samples=[[1, 2, 20], [1, 2, 10, 11]], **given).findings == ["samples"]
 
 
 def test_edges_of_another_forest_are_refused(model: Transformer) -> None:
@@ -324,6 +452,63 @@ def test_probes_spread_over_nodes_and_follow_the_seed(model: Transformer) -> Non
     assert sorted(nodes) == list(range(7))  # not in the prompt, which all see, nor in the last branch
     assert all((row - 3) % 5 < 4 for row in probed(0))  # and not the last of a branch, which nobody sees
     assert probed(0) == probed(0) != probed(1)
+
+
+def test_a_leak_of_rounding_is_said_and_is_no_finding(model: Transformer) -> None:
+    with torch.no_grad():
+        largest = float(model(group().input_ids[None], group().position_ids[None], causal(7)).abs().max())
+
+    def leaking(by: float) -> Forward:
+        def forward(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+            changed = ids.shape[1] == 7 and not torch.equal(ids[0], group().input_ids)
+            return model(ids, at, mask) + changed * by
+
+        return forward
+
+    ulp = largest * torch.finfo(torch.float64).eps
+    report = verify_fold(leaking(2 * ulp), group())
+    assert report.ok and 0 < report.leak <= report.rounding
+    assert "which is rounding, as of experts that get more or fewer tokens." in str(report)
+    report = verify_fold(leaking(100 * ulp), group())
+    assert report.findings == ["leaks"] and "which is rounding" not in str(report)
+    assert "which is rounding" not in str(verify_fold(model, group()))
+
+
+def test_a_mixture_of_experts_whose_matrices_change_size_does_not_leak() -> None:
+    experts = tiny_model("deepseek_v3")
+    report = verify_fold(hf_forward(experts), PrefixForest.from_sequences(grown(random.Random(1))), seed=1)
+    assert report.ok and report.leak < 1e-5, report
+
+
+def test_a_forward_that_writes_into_its_arguments_changes_no_batch(model: Transformer) -> None:
+    def forward(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+        kept = [given.clone() for given in (ids, at, mask)]
+        for given in (ids, at, mask):
+            given.fill_(0)
+        return model(*kept)
+
+    batch = prefix_tree_collate_fn([{"prompt_ids": GROUP[0], "completions": GROUP[1]}])
+    forest = group()
+    assert verify_fold(forward, forest, parameters=model, samples=SEQUENCES).ok
+    assert verify_fold(forward, batch, edges=LossEdges.from_forest(forest), samples=SEQUENCES).ok
+    assert forest.input_ids.tolist() == [1, 2, 10, 11, 20, 21, 22] == batch["input_ids"][0].tolist()
+    assert forest.position_ids.tolist() == [0, 1, 2, 3, 2, 3, 4] == batch["position_ids"][0].tolist()
+
+
+def test_probes_use_ids_of_the_batch_and_the_next_one_where_there_is_no_other(model: Transformer) -> None:
+    def probed(forest: PrefixForest) -> set[int]:
+        used: set[int] = set()
+
+        def forward(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+            used.update(ids.unique().tolist())
+            return model(ids, at, mask)
+
+        assert verify_fold(forward, forest).ok
+        return used
+
+    assert probed(group()) == {1, 2, 10, 11, 20, 21, 22}
+    last = VOCAB - 1
+    assert probed(PrefixForest.from_sequences([[last, last]])) == {last, 0}
 
 
 def test_a_future_that_is_seen_leaks_too(model: Transformer) -> None:
@@ -472,12 +657,63 @@ def test_parameters_are_found_or_asked_for(model: Transformer) -> None:
         assert report.gradient_error is not None and report.ok
     without = compared(lambda *given: model(*given))
     assert without.gradient_error is None and without.ok
+    assert str(without).splitlines()[0].endswith("tolerance 1e-10: ok, but not compared: samples, gradients")
+    assert str(without).endswith("\nNothing to mend in what was compared.")
     assert "-       gradients: not compared: the logits depend on no known parameter; pass parameters=." in str(without)
     assert torch.no_grad()(compared)(model).gradient_error is not None  # also inside another's no_grad
     partly = compared(partly_detached, model)
     assert partly.findings == ["gradients"]
     frozen = compared(torch.no_grad()(model.__call__), model)
     assert frozen.gradient_error is None and frozen.ok
+
+
+def test_parameters_that_nothing_uses_are_no_difference(model: Transformer) -> None:
+    unused = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    assert verify_fold(model, group(), parameters=[*model.parameters(), unused]).ok
+
+
+def test_a_small_parameter_is_measured_by_its_own_gradient(model: Transformer) -> None:
+    bias = torch.zeros(VOCAB, dtype=torch.float64, requires_grad=True)
+
+    def forward(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+        of_fold = ids.shape[1] == 7
+        return model(ids, at, mask) + 0.1 * (bias.detach() if of_fold else bias)
+
+    named = [*model.named_parameters(), ("bias", bias)]
+    report = verify_fold(forward, group(), parameters=named, tolerance=0.1)
+    assert report.gradient_error is not None and 0.01 < report.gradient_error < 0.05  # the bias is small
+    assert report.worst_parameter == ("bias", 1.0) and report.findings == ["gradients"]
+
+
+# --- precision --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
+def test_other_precisions_have_a_tolerance_that_rounding_keeps_and_an_error_does_not(
+    dtype: torch.dtype, tolerance: float
+) -> None:
+    model = Transformer().to(dtype)
+
+    def off(by: float) -> Forward:
+        def forward(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+            logits = model(ids, at, mask).float()  # as some models end
+            scale = torch.zeros(VOCAB).index_fill(0, torch.tensor([10, 11, 20, 21, 22]), by)
+            return logits + scale * (ids.shape[1] == 7)
+
+        return forward
+
+    for forward in (model, off(0)):
+        report = verify_fold(forward, group(), parameters=model)
+        assert report.ok and (report.dtype, report.tolerance) == (dtype, tolerance), report
+    frozen = verify_fold(off(0), group(), parameters=Transformer().to(dtype).requires_grad_(False))
+    assert frozen.tolerance == tolerance  # what is not trained rounds too
+    wrong = verify_fold(off(4 * tolerance), group(), parameters=model)
+    assert "log-probs" in wrong.findings and "half precision" in ADVICE["log-probs"].lower()
+
+
+def test_logits_coarser_than_the_parameters_set_the_tolerance(model: Transformer) -> None:
+    report = verify_fold(lambda *given: model(*given).bfloat16(), group(), parameters=model)
+    assert report.ok and (report.dtype, report.tolerance) == (torch.bfloat16, 5e-2), report
 
 
 # --- a model of transformers ------------------------------------------------------------------------------------------
@@ -488,6 +724,10 @@ def test_a_llama_is_right_on_its_routes_and_wrong_with_the_mask_of_another() -> 
     forest = PrefixForest.from_sequences(grown(random.Random(2), samples=8, levels=3)).padded(8)
     report = verify_fold(hf_forward(llama), forest, parameters=llama)
     assert report.ok and report.logprob_error is not None and report.logprob_error < 1e-13
+
+    assert verify_fold(hf_forward(llama), forest).gradient_error is not None  # its parameters are known
+    with pytest.raises(ValueError, match=r"forward is a LlamaForCausalLM of .* wrap it: hf_forward\(model\)"):
+        verify_fold(llama, forest)
 
     llama.set_attn_implementation("eager")
     assert verify_fold(hf_forward(llama), forest, parameters=llama, tolerance=1e-6).ok  # its softmax is float32

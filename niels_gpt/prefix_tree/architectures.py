@@ -4,13 +4,15 @@ A model does if a token reaches another one through attention alone, the mask of
 positions are the caller's too. What mixes tokens in another way (a recurrent state, a convolution along the row, an
 n-gram of ids) runs across the borders of branches, and what counts positions by itself takes the wrong ones: such
 models are refused. The rules read the config and the signature of `forward`; transformers is not imported. They were
-checked with tiny models of every causal language model of transformers 5.23 that can be made in a general way: none is
-taken that gives wrong values. For any other model, `verify_fold` is the proof.
+checked with a tiny model of every causal language model of transformers 5.23 that can be made in a general way, in the
+defaults of its config but for sizes and windows: none is taken that gives wrong values. For any other model, and where
+other options of a config are set, `verify_fold` is the proof.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +24,9 @@ from torch import nn
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 _STATEFUL_NAMES = ("mamba", "rwkv", "xlstm", "retnet", "hyena", "recurrent", "linear_attention")
 _WINDOW_BY_ROUTE = ("moshi", "kyutai_speech_to_text")
-_WRAPPERS = ("_orig_mod", "module")  # torch.compile; DataParallel, DistributedDataParallel and their like
+_OF_OTHER_HEADS = ("classifier", "summary")  # dropout of a classifier's head, which a language model has not
+_CAUSAL_WITHOUT_FLAG = ("codegen", "doge", "xglm")  # the others say is_causal in each attention
+_WRAPPERS = ("_orig_mod", "module", "pretrained_model")  # torch.compile; DataParallel and its like; TRL's value heads
 
 
 class AttentionRouteError(ValueError):
@@ -41,7 +45,7 @@ class Architecture:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside torch.compile, DistributedDataParallel and PEFT, whose forward tells what it takes."""
+    """Return the model inside torch.compile, DistributedDataParallel, PEFT and TRL: its forward tells what it takes."""
     for name in _WRAPPERS:
         if isinstance(inner := getattr(model, name, None), nn.Module):
             return unwrapped(inner)
@@ -78,8 +82,8 @@ def architecture(model: nn.Module, longest: int, shortest: int, rows: int) -> Ar
         raise AttentionRouteError(f"{type(model).__name__} cannot be folded: {reason}. Run its samples unfolded")
     _warn_of_dropout(model)
     text = config.get_text_config()
-    window = getattr(text, "sliding_window", None)
-    kinds = getattr(text, "layer_types", None)
+    window = _declared(text, "sliding_window")
+    kinds = _declared(text, "layer_types")
     return Architecture(
         implementation=text._attn_implementation,
         dtype=next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()),
@@ -89,39 +93,61 @@ def architecture(model: nn.Module, longest: int, shortest: int, rows: int) -> Ar
     )
 
 
+def _declared(config: Any, name: str) -> Any:
+    """Return a value of a config if its class knows the name; one left over from another model is kept and not used."""
+    value, of_class = getattr(config, name, None), type(config)
+    declared = {*dir(of_class), *getattr(of_class, "attribute_map", ()), *inspect.signature(of_class).parameters}
+    if value is None or name in declared:
+        return value
+    try:
+        by_itself = getattr(of_class(), name, None)  # some compute it from other values
+    except Exception:  # it cannot be made without arguments: what it says counts
+        return value
+    return None if by_itself is None else value
+
+
 def _reasons(model: nn.Module, config: Any, longest: int, shortest: int, rows: int) -> Iterator[str]:
     """Yield why a model cannot be folded; nothing where it can."""
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         yield "it has cross-attention, whose encoder states belong to one sample"
     text = config.get_text_config()
-    yield from _attention_reasons(model, text, longest)
+    yield from _attention_reasons(model, text, longest, rows)
     yield from _position_reasons(model, text, longest, shortest, rows)
-    yield from _mixing_reasons(model, text)
+    yield from _mixing_reasons(model, text, rows)
     if getattr(text, "output_router_logits", False):
         yield (
             "output_router_logits adds a loss that counts how many tokens go to an expert, and a shared prompt counts "
             "once; set config.output_router_logits = False to fold it without that loss"
         )
+    if not _says_causal(model) and text.model_type not in _CAUSAL_WITHOUT_FLAG:
+        yield "no module of it has is_causal = True, so its attention may look ahead"
 
 
-def _attention_reasons(model: nn.Module, text: Any, longest: int) -> Iterator[str]:
+def _says_causal(model: nn.Module) -> bool:
+    return any(getattr(module, "is_causal", None) is True for module in model.modules())
+
+
+def _attention_reasons(model: nn.Module, text: Any, longest: int, rows: int) -> Iterator[str]:
     if getattr(text, "is_causal", True) is False:
         yield "config.is_causal is False, so its attention looks ahead"
-    if getattr(text, "is_decoder", True) is False and not any(
-        getattr(m, "is_causal", 0) is True for m in model.modules()
-    ):
-        yield "config.is_decoder is False, so its attention looks ahead"  # GPT-NeoX has False too, and causal modules
+    if getattr(text, "is_decoder", True) is False and not _says_causal(
+        model
+    ):  # GPT-NeoX has False too, and causal modules
+        yield "config.is_decoder is False, so its attention looks ahead"
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         yield "config.use_bidirectional_attention is set, so its attention looks ahead"
     kinds = {*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())}
+    chunk = getattr(text, "attention_chunk_size", None)
+    if isinstance(chunk, int) and rows <= chunk:
+        kinds.discard("chunked_attention")  # all of the row is in the first chunk
     if kinds - _ATTENTION_LAYERS:
         yield (
             f"it has layers of type {', '.join(sorted(kinds - _ATTENTION_LAYERS))}, which do not follow a mask between "
             "tokens alone (recurrent states, chunks and indexers go by the flat row); expected full_attention and "
             "sliding_attention only"
         )
-    if getattr(text, "attention_chunk_size", None):
-        yield "config.attention_chunk_size is set, and chunks are cut by the flat row"
+    if chunk and rows > chunk:
+        yield f"config.attention_chunk_size is {chunk}, and chunks are cut by the flat row, which has {rows} tokens"
     if text.model_type in _WINDOW_BY_ROUTE and longest > (getattr(text, "sliding_window", None) or longest):
         yield f"config.sliding_window is {text.sliding_window}, which its code applies on flash attention only"
 
@@ -131,6 +157,9 @@ def _position_reasons(model: nn.Module, text: Any, longest: int, shortest: int, 
     for name in ("position_ids", "attention_mask"):
         if name not in taken:
             yield f"its forward takes no {name}"
+    scale = getattr(text, "floor_scale", None)
+    if getattr(text, "attn_temperature_tuning", False) and scale and rows >= scale:
+        yield f"config.floor_scale is {scale}, and its factor goes by the flat row, which has {rows} tokens"
     if getattr(text, "alibi", False):
         yield "config.alibi is set, and its bias is counted along the flat row"
     for name, module in model.named_modules():
@@ -148,7 +177,8 @@ def _rotary_reasons(text: Any, longest: int, shortest: int) -> Iterator[str]:
         kind = rope.get("rope_type", "default")
         if kind != "longrope" and "dynamic" not in kind:
             continue
-        limit = rope.get("original_max_position_embeddings") or text.max_position_embeddings
+        original = rope.get("original_max_position_embeddings") if kind == "longrope" else None
+        limit = original or text.max_position_embeddings  # "dynamic" goes by the config's alone
         if longest > limit and shortest < (limit + 1 if kind == "longrope" else longest):
             yield (
                 f"its {kind} rotary angles depend on the longest sample of the row: {longest} tokens, more than the "
@@ -156,8 +186,12 @@ def _rotary_reasons(text: Any, longest: int, shortest: int) -> Iterator[str]:
             )
 
 
-def _mixing_reasons(model: nn.Module, text: Any) -> Iterator[str]:
+def _mixing_reasons(model: nn.Module, text: Any, rows: int) -> Iterator[str]:
     kind = str(getattr(text, "model_type", ""))
+    if kind == "doge" and rows > text.keep_window_size:
+        yield f"it keeps the best {text.keep_window_size} keys of the flat row, which has {rows} tokens"
+    if kind == "doge" and text.is_moe:
+        yield "config.is_moe is set, and its experts are not those that each token has alone"
     if any(name in kind for name in _STATEFUL_NAMES):
         yield f"a {kind} carries a state along the row, across the borders of branches"
     if kind.startswith("blt") or getattr(text, "ngram_size", None):
@@ -168,13 +202,18 @@ def _mixing_reasons(model: nn.Module, text: Any) -> Iterator[str]:
 
 
 def _warn_of_dropout(model: nn.Module) -> None:
-    def drops(module: nn.Module) -> bool:
-        rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
-        return module.training and isinstance(rate, float) and rate > 0
-
-    if any(map(drops, model.modules())):
+    text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    rates = {name: rate for name, rate in vars(text).items() if re.search("drop|jitter", name)}
+    drawn = [name for name, rate in rates.items() if _is_rate(rate) and not name.startswith(_OF_OTHER_HEADS)]
+    drawn += [name for name, part in model.named_modules() if isinstance(part, nn.Dropout) and part.training and part.p]
+    if drawn and any(module.training for module in model.modules()):
         warnings.warn(
-            "dropout is active: a token that several samples share gets one draw, and each of them would get its own "
-            "unfolded. The values agree in expectation only; call model.eval() or set dropout to 0 to compare them",
+            f"dropout is active, or noise of another kind ({', '.join(drawn[:3])}): a token that several samples share "
+            "gets one draw, and each of them would get its own unfolded. The values agree in expectation only; call "
+            "model.eval() or set the rates to 0 to compare them",
             stacklevel=4,
         )
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

@@ -4,10 +4,10 @@
     with guard(forest, model):                    # every forward in here is checked before it runs
         hidden = model.model(**inputs).last_hidden_state   # or model(**inputs).logits
 
-What goes wrong without an error in transformers 5.23, measured against the samples run alone (largest difference of
-log-probabilities of a tiny Llama): no mask 0.13, because positions that begin again are taken for packed sequences; a
-2-D mask of ones 0.03; no positions 5e-4; a boolean mask on "eager", which adds it to the scores, 0.12; and a mask of
-four dimensions switches a model's sliding window off, which is why the window is part of the mask here.
+What goes wrong without an error in transformers 5.23: without a mask, positions that begin again are taken for packed
+sequences; a 2-D mask of ones becomes a causal one, and leaks; without positions the flat row counts; "eager" adds a
+boolean mask to the scores; and a mask of four dimensions switches a model's sliding window off, which is why the window
+is part of the mask here.
 
 Masks are dense, T^2 values, made when asked for and not kept.
 """
@@ -15,8 +15,9 @@ Masks are dense, T^2 values, made when asked for and not kept.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 _USE = 'use attn_implementation="sdpa" or "eager" (model.set_attn_implementation("sdpa"))'
+_HIDDEN = -9000.0  # -1e4 in any dtype; what is added so has a weight of exactly 0 beside scores of up to thousands
 _OTHER_ROUTES = {
     "flash": "takes no mask, and takes positions that begin again for packed sequences",
     "flex": "takes a BlockMask, not a tensor",
@@ -193,14 +195,12 @@ def _check_mask(name: str, mask: Any, allowed: Tensor, found: Architecture) -> N
         why = ', as "eager" adds it to the scores' if found.implementation == "eager" else ""
         raise _wrong(name, mask, f"{' or '.join(map(str, dtypes))}{why}")
     seen, allowed = mask[0, 0], allowed.to(mask.device)
-    if mask.dtype != torch.bool:
-        hidden = seen <= torch.finfo(mask.dtype).min / 2
-        wrong = torch.where(allowed, seen != 0, ~hidden)
-    else:
-        wrong = seen != allowed
+    wrong = seen != allowed if mask.dtype == torch.bool else torch.where(allowed, seen != 0, seen > _HIDDEN)
     if bool(wrong.any()):
         q, k = wrong.nonzero()[0].tolist()
         must = "must see" if bool(allowed[q, k]) else "must not see"
+        if mask.dtype != torch.bool:
+            must = f"has {float(seen[q, k]):g}, expected {'0' if bool(allowed[q, k]) else '-1e4 or less'}, as it {must}"
         raise _wrong(name, mask, f"the forest's; {int(wrong.sum())} pairs differ, first: row {q} {must} row {k}")
 
 
@@ -208,49 +208,86 @@ def _check_mask(name: str, mask: Any, allowed: Tensor, found: Architecture) -> N
 def guard(forest: PrefixForest, model: nn.Module) -> Iterator[None]:
     """Check every forward of `model` in the block by `check_model_inputs` before it runs; raises as that does.
 
-    A call of the body alone (`model.base_model`, as `model.model` of a Llama) is checked too, unless it is wrapped.
+    A call of the body alone (`model.base_model`, as `model.model` of a Llama) is checked too. Of a wrapped model
+    (torch.compile, DataParallel, PEFT) the arguments are checked where they arrive, at the model inside; where a graph
+    that was compiled earlier leaves that out, those of the wrapper are checked after the call.
+
+    Raises: AttentionRouteError at once for a model compiled in place, by model.compile(), which may leave hooks out.
     """
     inner = unwrapped(model)
     body = getattr(inner, "base_model", None)
+    checked = [inner] if not isinstance(body, nn.Module) or body is inner else [inner, body, unwrapped(body)]
+    if any(getattr(module, "_compiled_call_impl", None) for module in (model, *checked)):
+        raise AttentionRouteError(
+            f"{type(inner).__name__} was compiled in place by model.compile(), and its graph may leave the check out; "
+            "use torch.compile(model), or call check_model_inputs yourself"
+        )
     running: list[nn.Module] = []
+    ran: list[nn.Module] = []
+
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = inspect.signature(unwrapped(module).forward).parameters
+        check_model_inputs(forest, module, {**dict(zip(names, args, strict=False)), **kwargs})
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        running.append(module)
-        if len(running) == 1:  # what the model hands to its body need not be checked again
-            names = inspect.signature(unwrapped(module).forward).parameters
-            check_model_inputs(forest, module, {**dict(zip(names, args, strict=False)), **kwargs})
+        if not torch.compiler.is_compiling():
+            running.append(module)
+            ran.append(module)
+            if len(running) == 1:  # what the model hands to its body need not be checked again
+                check(module, args, kwargs)
 
     def leave(*_: Any) -> None:
-        running.pop()
+        if not torch.compiler.is_compiling():
+            running.pop()
+
+    def arrived(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+        if not ran:
+            check(module, args, kwargs)
+        ran.clear()
 
     with ExitStack() as hooks:
-        for module in {model, body} if isinstance(body, nn.Module) and inner is model else {model}:
+        for module in dict.fromkeys(checked):
             hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+        if model is not inner:
+            hooks.callback(model.register_forward_pre_hook(lambda *_: ran.clear()).remove)
+            hooks.callback(model.register_forward_hook(arrived, with_kwargs=True).remove)
         yield
 
 
-def hf_forward(model: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return a transformers model as a function of ids [1, T], positions [1, T] and mask bool [1, 1, T, T].
+@dataclass(frozen=True)
+class HfForward:
+    """What `hf_forward` returns: a function of ids [1, T], positions [1, T] and mask bool [1, 1, T, T]."""
 
-    It returns logits [1, T, V]. The mask is brought into the form of the model's route, its sliding windows included.
-    The function raises AttentionRouteError where `model_inputs` does, and for arguments of another form.
-    """
+    model: nn.Module
 
-    def forward(ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """Return logits [1, T, V]."""
         rows = ids.shape[-1]
         if ids.shape != (1, rows) or positions.shape != (1, rows) or mask.shape != (1, 1, rows, rows):
             shapes = [list(tensor.shape) for tensor in (ids, positions, mask)]
             raise AttentionRouteError(f"ids, positions, mask are {shapes}; expected [1, T], [1, T], [1, 1, T, T]")
         if mask.dtype != torch.bool:
             raise AttentionRouteError(f"mask is {mask.dtype}; expected bool, True where a query sees a key")
+        seen = mask[0, 0].to(positions.device)
+        ends = positions[0][(seen.sum(0) == 1) & (seen.sum(1) > 1)] + 1  # lengths; those of one token are like padding
         longest = int(positions.max()) + 1
-        is_one_sample = torch.equal(mask[0, 0], torch.ones_like(mask[0, 0]).tril())
-        found = architecture(model, longest, longest if is_one_sample else 1, rows)
-        masks = _masks(found, positions[0].to(found.device), mask[0, 0].to(found.device))
-        ids, positions = ids.to(found.device), positions.to(found.device)
-        out = model(input_ids=ids, position_ids=positions, attention_mask=masks, use_cache=False)
-        logits: Tensor = out.logits
+        found = architecture(self.model, longest, int(ends.min()) if len(ends) else longest, rows)
+        masks = _masks(found, positions[0].to(found.device), seen.to(found.device))
+        inputs = {"input_ids": ids.to(found.device), "use_cache": False}
+        count = torch.arange(rows, device=positions.device)
+        if not torch.equal(positions[0], count) or not torch.equal(seen, count <= count[:, None]):
+            inputs |= {"position_ids": positions.to(found.device), "attention_mask": masks}
+        logits: Tensor = self.model(**inputs).logits
         return logits
 
-    return forward
+
+def hf_forward(model: nn.Module) -> HfForward:
+    """Return a transformers model as a function of ids [1, T], positions [1, T] and mask bool [1, 1, T, T].
+
+    It returns logits [1, T, V], and has the model as `.model`. The mask is brought into the form of the model's route,
+    its sliding windows included. One plain sample, whose mask is causal and whose positions count from 0, is run as
+    anyone would run it, by its ids alone: so `verify_fold` compares a fold with the model itself, and not with the
+    rules here. The function raises AttentionRouteError where `model_inputs` does, and for arguments of another form.
+    """
+    return HfForward(model)

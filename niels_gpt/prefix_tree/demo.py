@@ -151,7 +151,8 @@ def run(arguments: argparse.Namespace) -> int:
     apart, off = (now[0] - now[1]).abs().max(), (gradient - other).abs().max() / gradient.abs().max()
     print(f"log-probs        differ by {apart:.1e} at most")
     print(f"gradients        differ by {off:.1e} of the largest one at most")
-    report = verify_fold(hf_forward(model), forest, parameters=model, seed=arguments.seed)
+    samples = [group[0] + completion for completion in group[1]]
+    report = verify_fold(hf_forward(model), forest, samples=samples, seed=arguments.seed)
     print(f"\nverify_fold: {report}")
     if arguments.plot is not None:
         write_bytes(arguments.plot, plot_mask(forest))

@@ -8,6 +8,7 @@ import torch
 
 # What may be wrong, causes before what follows from them, and what to do about it.
 ADVICE = {
+    "samples": "Fold the sequences as they are and in their order, none left out; cut padding off before.",
     "determinism": "Switch dropout off (model.eval()); until two equal runs agree nothing else can be compared.",
     "finite logits": "Let every row attend at least to itself, padding too (softmax over nothing is NaN), and look for "
     "overflow in half precision.",
@@ -17,7 +18,8 @@ ADVICE = {
     "blind probes": "See that the forward uses its ids, and that a token may attend to the ones before it.",
     "log-probs": "Compare the mask and the positions that reach the attention with the given ones: a branch sees all "
     "its ancestors, at its depth. An error near 1e-8 in float64 comes from norms and rotary angles that the model "
-    "computes in float32: pass tolerance=1e-6.",
+    "computes in float32: pass tolerance=1e-6. Half precision inside (autocast too) costs about 1e-2: pass "
+    "tolerance=5e-2. In a mixture of experts, rounding can send a token to another expert: compare in float64.",
     "wrong targets": "Shift labels once: the row of token t has the id of token t + 1 of the same sample.",
     "lost targets": "Use (row, target) pairs instead of a label per row: with LossEdges.from_forest a branch row "
     "predicts the first token of every child.",
@@ -26,7 +28,8 @@ ADVICE = {
     "weighting= if another one is meant.",
     "gradients": "Where all else is ok, the backward pass is not that of the forward pass: look for detached tensors, "
     "and for an attention whose backward ignores the mask. An error near 1e-7 in float64 comes from norms and rotary "
-    "angles that the model computes in float32: pass tolerance=1e-6.",
+    "angles that the model computes in float32: pass tolerance=1e-6; one near 1e-2 from half precision inside: pass "
+    "tolerance=5e-2.",
 }
 
 
@@ -40,7 +43,11 @@ class FoldReport:
     samples: int = 0
     tokens_before: int = 0  # of all samples
     tokens_after: int = 0  # rows that belong to samples: without padding
-    dtype: torch.dtype = torch.float32  # of the logits
+    padding: int = 0  # rows that belong to none
+    given_samples: int = 0  # sequences that the samples of the fold were compared with
+    changed_samples: int | None = None  # samples that are not the given one of their number, lost and added ones too
+    sample_where: tuple[int, int] | None = None  # the first token that differs
+    dtype: torch.dtype = torch.float32  # the coarsest of those of the logits and the parameters
     tolerance: float = 0.0  # absolute for log-probabilities, relative for gradients
     noise: float = 0.0  # largest difference between the logits of two equal runs
     nonfinite_rows: int = 0
@@ -49,6 +56,7 @@ class FoldReport:
     probes: int = 0  # tokens that were changed
     blind_probes: int = 0  # probes that moved nothing inside the subtree either, and prove nothing
     leak: float = 0.0  # largest movement of a logit outside the subtree of a changed token
+    rounding: float = 0.0  # a leak up to this is none: a few units in the last place of the largest logit
     leak_where: tuple[int, int] | None = None  # the changed row, the row that moved most
     logprob_error: float | None = None  # largest absolute difference from the samples run alone
     logprob_where: tuple[int, int] | None = None
@@ -59,7 +67,7 @@ class FoldReport:
     wrong_targets: int = 0  # (row, target) pairs in the loss that follow in no sample
     extra_targets: int = 0  # pairs in the loss that follow in a sample, but are not supervised
     weight_errors: int = 0  # pairs with a wrong weight
-    weight_error: float = 0.0  # the largest, relative
+    weight_error: float = 0.0  # the largest, relative to the weights that make the right one, without their signs
     gradient_error: float | None = None  # |folded - unfolded| / |unfolded|, norms over all parameters
     worst_parameter: tuple[str, float] | None = None  # relative to its own norm, or 1 % of the whole if that is more
     not_compared: str = ""  # why something was not
@@ -76,8 +84,12 @@ class FoldReport:
 
     def _checks(self) -> dict[str, tuple[bool | None, str]]:
         """Return for every key of ADVICE whether it applies, None for not compared, and what was found."""
+        if self.changed_samples:
+            others = dict.fromkeys(ADVICE, (None, f"not compared: {self.not_compared}"))
+            return {**others, "samples": self._sample_check()}
         first = f"; {self.unpredictable} more are first in their sample, where no row predicts them"
         return {
+            "samples": self._sample_check(),
             "determinism": (self.noise > 0, f"logits of two equal runs differ by {self.noise:.3g} at most"),
             "finite logits": (self.nonfinite_rows > 0, f"{self.nonfinite_rows} rows have NaN or infinity"),
             "positions": (
@@ -101,15 +113,23 @@ class FoldReport:
             "gradients": self._gradient_check(),
         }
 
+    def _sample_check(self) -> tuple[bool | None, str]:
+        if self.changed_samples is None:
+            return None, "not compared: they are taken from the fold; pass samples=, the sequences that were folded"
+        counts = f"{self.changed_samples} differ of {self.samples} in the fold and {self.given_samples} given ones"
+        return self.changed_samples > 0, f"{counts}{_at(self.sample_where)}"
+
     def _probe_checks(self) -> dict[str, tuple[bool | None, str]]:
         untried = (None, "no token was changed")
         uncompared = (None, f"not compared: {self.not_compared}")
         moved = "" if self.leak_where is None else " (row {1}, by a change of row {0})".format(*self.leak_where)
         outside = f"outside the subtrees of {self.probes} changed tokens logits move by {self.leak:.3g} at most{moved}"
+        if 0 < self.leak <= self.rounding:
+            outside += ", which is rounding, as of experts that get more or fewer tokens"
         blind = f"{self.blind_probes} of {self.probes} changed tokens move nothing inside their subtree either"
         alone = f"{self.logprob_error or 0:.3g} at most from the samples run alone{_at(self.logprob_where)}"
         return {
-            "leaks": (self.leak > 0, outside) if self.probes else untried,
+            "leaks": (self.leak > self.rounding, outside) if self.probes else untried,
             "blind probes": (self.blind_probes > 0, blind) if self.probes else untried,
             "log-probs": uncompared if self.logprob_error is None else (self.logprob_error > self.tolerance, alone),
         }
@@ -123,14 +143,21 @@ class FoldReport:
 
     def __str__(self) -> str:
         checks, found = self._checks(), self.findings
+        missing = ", ".join(name for name, (failed, _) in checks.items() if failed is None)
         verdict = f"{len(found)} of {len(checks)} checks failed" if found else "ok"
+        verdict += f", but not compared: {missing}" if missing and not found else ""
+        advice = f"What to do: {ADVICE[found[0]]}" if found else "Nothing to do."
+        if missing and not found:
+            advice = "Nothing to mend in what was compared."
+        precision = "" if self.changed_samples else f"; {self.dtype}, tolerance {self.tolerance:g}"
+        padding = f" and {self.padding} of padding" if self.padding else ""
         marks = {True: "FAILED", False: "ok", None: "-"}
         return "\n".join(
             [
-                f"{self.samples} samples, {self.tokens_before} tokens folded into {self.tokens_after} rows; "
-                f"{self.dtype}, tolerance {self.tolerance:g}: {verdict}",
+                f"{self.samples} samples, {self.tokens_before} tokens folded into {self.tokens_after} rows"
+                f"{padding}{precision}: {verdict}",
                 *(f"{marks[failed]:8}{name}: {sentence}." for name, (failed, sentence) in checks.items()),
-                f"What to do: {ADVICE[found[0]]}" if found else "Nothing to do.",
+                advice,
             ]
         )
 

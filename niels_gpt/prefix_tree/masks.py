@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -51,12 +51,22 @@ class AttnMaskSpec:
         Node after node of every path: a causal rectangle for itself, then a full one for each ancestor from the root;
         one that is there already is left out. Arguments as in `FoldedRollouts`.
 
-        Raises: ValueError for a path with a node that is not there.
+        Raises: ValueError for a path with a node that is not there or is there twice, and for a node with two parents.
         """
         ranges = _ranges(node_lengths)
+        parents: dict[int, int] = {}
         for sample, path in enumerate(sample_paths):
+            found = f"sample_paths[{sample}] is {list(path)}"
             if not all(0 <= node < len(ranges) for node in path):
-                raise ValueError(f"sample_paths[{sample}] is {list(path)}; expected nodes from 0 to {len(ranges) - 1}")
+                raise ValueError(f"{found}; expected nodes from 0 to {len(ranges) - 1}")
+            if len(set(path)) < len(path):
+                raise ValueError(f"{found}; expected each node once, or a token would see what comes after it")
+            for parent, node in pairwise([-1, *path]):
+                if parents.setdefault(node, parent) != parent:
+                    raise ValueError(
+                        f"{found}, with node {node} below node {parent}, and an earlier path has it below node "
+                        f"{parents[node]} (-1: it is a root); expected one parent of each node"
+                    )
         rectangles: dict[tuple[tuple[int, int], tuple[int, int], str], None] = {}  # in the order of their coming
         for path in sample_paths:
             for depth, node in enumerate(path):
@@ -103,4 +113,4 @@ def dense_mask(forest: PrefixForest, *, window: int | None = None) -> Tensor:
 
 def near(positions: Tensor, window: int) -> Tensor:
     """Return bool [T, T]: whether a key's position is less than `window` below the query's."""
-    return positions[:, None] - positions < window
+    return positions[:, None] < positions + window  # not the difference, which would be int64 [T, T]

@@ -2,7 +2,7 @@
 
 What is compared is the definition of folding: every sample has the log-probabilities and causes the gradients that it
 has alone, every target of every sample is in the loss with its weight, and nothing moves outside the subtree of a token
-that is changed (the leak probe).
+that is changed (the leak probe). Samples are read out of the fold; where they are given too, they are compared first.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from niels_gpt.prefix_tree.fold_batch import (
     Pairs,
     Targets,
     check_positions,
+    check_samples,
     check_supervision,
     expected_targets,
     place_of,
@@ -36,12 +37,14 @@ __all__ = ["FoldReport", "verify_fold"]
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+ROUNDING = 4  # ulp of the largest logit: a token that changes experts changes the sizes of their matrix products
 
 
 def verify_fold(
     forward: Forward,
     batch: Batch,
     *,
+    samples: Sequence[Any] | None = None,
     edges: LossEdges | None = None,
     loss_mask: Sequence[Sequence[Any]] | None = None,
     weighting: str | Tensor = "per_sample",
@@ -55,9 +58,13 @@ def verify_fold(
 
     Args:
         forward: (ids int64 [1, T], positions int64 [1, T], mask bool [1, 1, T, T], True: may see) -> logits [1, T, V]
-            or [T, V]. It may ignore what it likes: that is what shall be found. Samples get a plain causal mask.
+            or [T, V]. It may ignore what it likes: that is what shall be found. Samples get a plain causal mask. For a
+            model of transformers: hf_forward(model).
         batch: our forest; or another tool's fold, whose ids, positions and pre-shifted labels are taken as they are: a
             FoldedRollouts, or a dict with input_ids, labels, position_ids, prefix_tree = (node_lengths, sample_paths).
+            Rows behind the last node are padding. With `edges` a dict needs no labels.
+        samples: the sequences that were folded, in their order. Without them a fold that lost or changed a sample is
+            right here: samples are taken from the fold itself.
         edges: the supervision to check, in rows of the batch. Default: LossEdges.from_forest(batch,
             weighting=weighting), or the batch's labels with a weight of 1.
         loss_mask: which tokens of the samples are targets, one mask per sample. Default: the forest's own; for the
@@ -65,7 +72,8 @@ def verify_fold(
         weighting: what the weights should be, as in LossEdges.from_forest.
         parameters: whose gradients are compared: a module, tensors, or pairs of name and tensor. Default: those of
             forward, forward.model or forward.__self__; without any, gradients are not compared. `.grad` is left alone.
-        tolerance: default: TOLERANCES of the logits' dtype. A leak has none.
+        tolerance: default: the loosest of TOLERANCES of the dtypes of logits and parameters. A leak has none but
+            ROUNDING, which is said.
         ignore_idx: the label of rows without a loss.
         probes: how many tokens to change, one at a time: chosen by `seed` from different nodes, and where possible such
             that some tokens behind them see them and some do not.
@@ -75,33 +83,31 @@ def verify_fold(
     Raises:
         ValueError: forward does not return floating-point logits of that shape, or the batch contradicts itself.
     """
-    named = _parameters(forward, parameters)
-    fold = read_fold(batch, next(iter(named.values())).device if named else None)
+    everything = _parameters(forward, parameters)
+    named = {name: parameter for name, parameter in everything.items() if parameter.requires_grad}
+    device = next(iter(everything.values())).device if everything else None
+    fold = read_fold(batch, device, needs_labels=edges is None)
+    report = FoldReport(fold.samples.num_samples, len(fold.rows), len(fold.distinct_rows()))
+    report.padding = len(fold.ids) - report.tokens_after
+    if samples is not None and not check_samples(fold, samples, report):
+        return report
     targets = expected_targets(fold, loss_mask, weighting)
     pairs = supervised_pairs(batch, fold, edges, weighting, ignore_idx)
-    report = FoldReport(fold.samples.num_samples, len(fold.rows), len(fold.distinct_rows()))
     check_positions(fold, report)
     check_supervision(fold, targets, pairs, report)
-    with torch.no_grad():
-        logits, again = (_run(forward, fold.ids, fold.positions, fold.mask) for _ in range(2))
-        largest = int(torch.cat([fold.ids, pairs.target]).max())
-        if largest >= logits.shape[1]:
-            raise ValueError(f"forward returned {logits.shape[1]} logits a row; the batch has the id {largest}")
-        report.dtype = logits.dtype
-        report.tolerance = TOLERANCES.get(logits.dtype, 0.1) if tolerance is None else tolerance
-        report.noise = float(_movement(logits, again).max())
-        report.nonfinite_rows = int((~logits.logsumexp(-1).isfinite()).sum())
-        if report.noise or report.nonfinite_rows:
-            report.not_compared = "the forward is not deterministic" if report.noise else "logits are not finite"
-            return report
-        for row in _probed_rows(fold, probes, seed):
-            _probe(forward, fold, logits, row, report)
-    _compare(forward, fold, targets, pairs, logits, named, report)
+    logits = _probed(forward, fold, pairs, everything, report, tolerance, _probed_rows(fold, probes, seed))
+    if not report.not_compared:
+        _compare(forward, fold, targets, pairs, logits, named, report)
     return report
 
 
 def _parameters(forward: Any, given: Any) -> dict[str, Tensor]:
-    """Return the trainable parameters by name: given ones, or those that forward is known to have."""
+    """Return the parameters by name: given ones, or those that forward is known to have."""
+    if getattr(getattr(forward, "config", None), "_attn_implementation", None) is not None:
+        raise ValueError(
+            f"forward is a {type(forward).__name__} of transformers, which takes other arguments; wrap it: "
+            "hf_forward(model) of niels_gpt.prefix_tree.attention"
+        )
     if given is None:
         owners = (forward, getattr(forward, "model", None), getattr(forward, "__self__", None))
         given = next((owner for owner in owners if callable(getattr(owner, "parameters", None))), [])
@@ -110,12 +116,19 @@ def _parameters(forward: Any, given: Any) -> dict[str, Tensor]:
     else:
         listed = given.parameters() if callable(getattr(given, "parameters", None)) else given
         named = [one if isinstance(one, tuple) else (f"parameter {i}", one) for i, one in enumerate(listed)]
-    return {name: parameter for name, parameter in named if parameter.requires_grad}
+    return dict(named)
+
+
+def _coarsest(logits: Tensor, parameters: dict[str, Tensor]) -> torch.dtype:
+    """Return the dtype with the loosest tolerance: logits are often made float32 at the end of a model in bfloat16."""
+    dtypes = {logits.dtype, *(each.dtype for each in parameters.values() if each.is_floating_point())}
+    return max(dtypes, key=lambda dtype: TOLERANCES.get(dtype, 0.1))
 
 
 def _run(forward: Forward, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
     """Return logits [T, V] on the device of ids."""
-    logits = forward(ids[None], positions[None], mask[None, None])
+    # A forward may write into what it gets, and the batch is the caller's.
+    logits = forward(ids.clone()[None], positions.clone()[None], mask.clone()[None, None])
     if not isinstance(logits, Tensor):
         raise ValueError(f"forward returned a {type(logits).__name__}; expected logits, a tensor [1, T, V] or [T, V]")
     flat = logits[0] if logits.ndim == 3 and logits.shape[0] == 1 else logits
@@ -134,6 +147,35 @@ def _movement(a: Tensor, b: Tensor) -> Tensor:
 
 
 # --- the leak probe ---------------------------------------------------------------------------------------------------
+
+
+def _probed(
+    forward: Forward,
+    fold: Fold,
+    pairs: Pairs,
+    parameters: dict[str, Tensor],
+    report: FoldReport,
+    tolerance: float | None,
+    rows: list[int],
+) -> Tensor:
+    """Return the logits of the fold, and note what they are like and what changes of rows move."""
+    with torch.no_grad():
+        logits, again = (_run(forward, fold.ids, fold.positions, fold.mask) for _ in range(2))
+        largest = int(torch.cat([fold.ids, pairs.target]).max())
+        if largest >= logits.shape[1]:
+            raise ValueError(f"forward returned {logits.shape[1]} logits a row; the batch has the id {largest}")
+        report.dtype = _coarsest(logits, parameters)
+        report.tolerance = TOLERANCES.get(report.dtype, 0.1) if tolerance is None else tolerance
+        largest_logit = float(logits.masked_fill(~logits.isfinite(), 0).abs().max())
+        report.rounding = ROUNDING * torch.finfo(report.dtype).eps * largest_logit
+        report.noise = float(_movement(logits, again).max())
+        report.nonfinite_rows = int((~logits.logsumexp(-1).isfinite()).sum())
+        if report.noise or report.nonfinite_rows:
+            report.not_compared = "the forward is not deterministic" if report.noise else "logits are not finite"
+            return logits
+        for row in rows:
+            _probe(forward, fold, logits, row, report)
+    return logits
 
 
 def _probed_rows(fold: Fold, probes: int, seed: int) -> list[int]:
