@@ -135,17 +135,13 @@ def pre_order(tree: Tree) -> Layout:
     ends = np.cumsum(lengths)
     starts = ends - lengths
     depths, subtree_ends = _depths_and_ends(parents, lengths, ends)
-    within = np.arange(int(lengths.sum()))
-    within -= np.repeat(starts, lengths)
-    return Layout(
-        source=np.repeat(tree.starts[order], lengths) + within,
-        depths=np.repeat(depths, lengths) + within,
-        subtree_end=np.repeat(subtree_ends, lengths),
-        starts=starts,
-        lengths=lengths,
-        parents=parents,
-        ends=place[tree.ends],
-    )
+    row = np.arange(int(lengths.sum()))
+    source = np.repeat(tree.starts[order] - starts, lengths)
+    source += row
+    position = np.repeat(depths - starts, lengths)
+    position += row
+    subtree_end = np.repeat(subtree_ends, lengths)
+    return Layout(source, position, subtree_end, starts, lengths, parents, place[tree.ends])
 
 
 def _walk(tree: Tree) -> Iterator[int]:
@@ -187,6 +183,8 @@ def rows_of_samples(starts: Ints, lengths: Ints, parents: Ints, ends: Ints, offs
         places, nodes = places[nodes >= 0], nodes[nodes >= 0]
     place, start, length = (np.concatenate(column) for column in zip(*runs, strict=True))
     order = place.argsort()
-    rows = np.repeat((start - place)[order], length[order])
-    rows += np.arange(len(rows))
-    return rows
+    place, start, length = place[order], start[order], length[order]
+    rows = np.ones(int(offsets[-1]), dtype=np.int64)  # steps from row to row: 1 but where a node begins
+    rows[0] = start[0]
+    rows[place[1:]] = start[1:] - (start + length - 1)[:-1]
+    return np.cumsum(rows, out=rows)
