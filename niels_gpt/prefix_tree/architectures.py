@@ -130,9 +130,7 @@ def _says_causal(model: nn.Module) -> bool:
 def _attention_reasons(model: nn.Module, text: Any, longest: int, rows: int) -> Iterator[str]:
     if getattr(text, "is_causal", True) is False:
         yield "config.is_causal is False, so its attention looks ahead"
-    if getattr(text, "is_decoder", True) is False and not _says_causal(
-        model
-    ):  # GPT-NeoX has False too, and causal modules
+    if getattr(text, "is_decoder", True) is False and not _says_causal(model):  # GPT-NeoX has False, and causal modules
         yield "config.is_decoder is False, so its attention looks ahead"
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         yield "config.use_bidirectional_attention is set, so its attention looks ahead"
