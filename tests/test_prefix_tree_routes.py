@@ -1,6 +1,7 @@
 """Folded rows in real models of transformers: equal to the samples alone by the right route, refused by every other."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -162,7 +163,9 @@ def test_embeddings_may_be_given_for_ids() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own imports
-@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
+@pytest.mark.parametrize(
+    "wrap", [nn.DataParallel, partial(torch.compile, backend="eager")], ids=["DataParallel", "compile"]
+)
 def test_wrapped_models_are_looked_into(wrap: Callable[[nn.Module], nn.Module]) -> None:
     model = wrap(tiny_model("mistral"))
     assert torch.equal(model_inputs(FOREST, model)["attention_mask"][0, 0], dense_mask(FOREST, window=WINDOW))
