@@ -32,7 +32,7 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import lru_cache, partial
@@ -41,6 +41,7 @@ from typing import Any
 
 import numpy as np
 import sentencepiece
+from measuring import Seconds, Ways, ratio
 
 from niels_gpt.cache import PretrainTokenStreamDataset, build_pretrain_cache, build_sft_cache, read_meta
 from niels_gpt.data.dolly import iter_dolly_sft
@@ -57,8 +58,6 @@ FLAT_MIB = 16  # more for 16 times the corpus: it is held nowhere
 
 CPU = "CPU, "
 
-Ways = dict[str, Callable[[], object]]
-Seconds = dict[str, list[float]]
 Target = tuple[str, str, str, bool]
 """What is aimed at, the bound, what was found, whether that is good."""
 
@@ -160,11 +159,6 @@ def measured(ways: Ways, rounds: int) -> Seconds:
                 seconds[name].append(time.perf_counter() - begin[0])
                 seconds[CPU + name].append(time.process_time() - begin[1])
     return seconds
-
-
-def ratio(seconds: Seconds, ours: str, other: str) -> float:
-    """Return the median of the rounds' speeds of `ours`, as multiples of the speed of `other`."""
-    return statistics.median(b / a for a, b in zip(seconds[ours], seconds[other], strict=True))
 
 
 def table(seconds: Seconds, tokens: int, limits: dict[str, str]) -> None:

@@ -30,7 +30,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -39,6 +38,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measuring import Seconds, Ways, measured, ratio
 from torch import Tensor
 
 from niels_gpt.eagle3 import cache
@@ -48,9 +48,6 @@ from niels_gpt.eagle3.shards import ShardWriter
 BATCH = 8
 LAYOUT = Layout(seq_length=512, aux_hidden_dim=768, draft_vocab_size=2048, topk=0, dtype="bf16")
 PIECE = 2**23
-
-Ways = dict[str, Callable[[], object]]
-Seconds = dict[str, list[float]]
 
 
 class Setup:
@@ -167,25 +164,6 @@ class Plain:
 def rows_of(table: Tensor) -> int:
     """Return the number of rows of a table."""
     return table.shape[0]
-
-
-def measured(ways: Ways, rounds: int, after: Callable[[], object] = lambda: None) -> Seconds:
-    """Return the seconds of each way in each round, without the round that warms up. after: not counted."""
-    seconds: Seconds = {name: [] for name in ways}
-    order = random.Random(0)
-    for number in range(rounds + 1):
-        for name in order.sample(list(ways), len(ways)):
-            begin = time.perf_counter()
-            ways[name]()
-            if number:
-                seconds[name].append(time.perf_counter() - begin)
-            after()
-    return seconds
-
-
-def ratio(seconds: Seconds, ours: str, other: str) -> float:
-    """Return the median of the rounds' speeds of `ours`, as multiples of the speed of `other`."""
-    return statistics.median(b / a for a, b in zip(seconds[ours], seconds[other], strict=True))
 
 
 def table(title: str, seconds: Seconds, rows: int, limit: str) -> None:

@@ -20,12 +20,13 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from measuring import Seconds, Ways, measured
 
 from niels_gpt.prefix_tree.demo import folded_logprobs, gradients, tiny_llama, unfolded_logprobs
 from niels_gpt.prefix_tree.edges import LossEdges
@@ -41,8 +42,6 @@ LIMIT = "np.concatenate of the ids"
 OURS, LOOP = "PrefixForest and LossEdges", "loop: a trie of dicts"
 
 Ids = list[int]
-Ways = dict[str, Callable[[], object]]
-Seconds = dict[str, list[float]]
 
 
 # --- the same by plain loops ------------------------------------------------------------------------------------------
@@ -158,19 +157,6 @@ def grown(count: int, near: int, vocab: int = VOCAB) -> list[Ids]:
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
-
-
-def measured(ways: Ways, rounds: int) -> Seconds:
-    """Return the seconds of each way in each round, without the round that warms up."""
-    seconds: Seconds = {name: [] for name in ways}
-    order = random.Random(0)
-    for number in range(rounds + 1):
-        for name in order.sample(list(ways), len(ways)):
-            begin = time.perf_counter()
-            ways[name]()
-            if number:
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds
 
 
 def ratios(seconds: Seconds, one: str, other: str) -> str:

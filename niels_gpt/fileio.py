@@ -217,6 +217,15 @@ def remove(path: PathLike) -> None:
         _note("unlink", path)
 
 
+def check_png(target: Path) -> None:
+    """Raise what would keep a picture from being written: ValueError for a name that is not of a .png,
+    FileNotFoundError if there is no folder for it."""
+    if target.suffix.lower() != ".png":
+        raise ValueError(f"{target}: expected the name of a .png, the only kind of picture that is drawn")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target}: no folder {target.parent} to draw it in. Make it first")
+
+
 def write_bytes(path: PathLike, content: bytes) -> None:
     """Write a file atomically: a unique sibling, fsync, rename. No trace is left on failure; the umask is honoured."""
     target = Path(path)

@@ -57,6 +57,17 @@ TINY_TEXTS = tuple(
 """72 short documents of plain English with quotation marks, digits, tabs and line ends."""
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Keep torch to one thread in a module: several cost more than they bring on small tensors, and sum otherwise."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The spm.model of a lossless tokenizer of 400 ids, its meta beside it."""

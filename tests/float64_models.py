@@ -18,6 +18,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 VOCAB = 97
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 class _Norm(LlamaRMSNorm):
@@ -35,18 +43,7 @@ class _Rotary(LlamaRotaryEmbedding):
 
 def float64_llama(seed: int = 0, **sizes: Any) -> Any:
     """Return a LlamaForCausalLM with random weights on "sdpa": 3 layers, 4 query and 2 key heads, 97 ids."""
-    config = LlamaConfig(
-        **{
-            "vocab_size": VOCAB,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "attn_implementation": "sdpa",
-            **sizes,
-        }
-    )
+    config = LlamaConfig(**{**SIZES, "attn_implementation": "sdpa", **sizes})
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config).eval().double()
     for module in model.modules():

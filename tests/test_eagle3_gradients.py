@@ -11,7 +11,7 @@ one attention layer, a head over the draft's tokens, and test-time training of t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ from niels_gpt.eagle3.samples import Samples
 from niels_gpt.eagle3.supervision import draft_distribution
 from niels_gpt.eagle3.target import HFEagle3TargetModel, load_target, write_small_target
 from niels_gpt.tokenizer import SentencePieceTokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the plan says: with another number sums differ
 
 pytest.importorskip("transformers", reason="running a target needs the extra eagle3")
 
@@ -113,15 +115,6 @@ def assert_same(found: Learnt, expected: Learnt, *, within: float = 0.0) -> None
 
 
 # --- the target, live -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the plan says: with another number of threads sums are made in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

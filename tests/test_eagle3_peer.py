@@ -29,9 +29,12 @@ from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import SentencePieceTokenizer
 
 PEERS = os.environ.get("NIELS_GPT_PEERS")
-pytestmark = pytest.mark.skipif(
-    PEERS is None, reason="nemo-automodel is not here: set NIELS_GPT_PEERS to a folder with its wheels, see .ci/run"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        PEERS is None, reason="nemo-automodel is not here: set NIELS_GPT_PEERS to a folder with its wheels, see .ci/run"
+    ),
+    pytest.mark.usefixtures("one_thread"),  # as in the peer's process: with others, sums have other last bits
+]
 
 S, H3, D, V, K = 12, 24, 20, 50, 5
 SHARD_SIZE, SAMPLES = 4, 10
@@ -63,15 +66,6 @@ def old() -> Iterator[Peer]:
 def new() -> Iterator[Peer]:
     """The version that writes and reads version 2."""
     yield from running("0.7.0")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in the peer's process: with other threads the same sums come out with other last bits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def made_up(dtype: str = "bf16", topk: int = 0) -> tuple[dict[str, Any], list[dict[str, torch.Tensor]], torch.Tensor]:

@@ -7,12 +7,12 @@ that know nothing of trees. In float64 throughout both sides agree to rounding; 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from float64_models import VOCAB, float64_llama
+from float64_models import SIZES, VOCAB, float64_llama
 from prefix_trees import Samples
 from torch import Tensor
 from torch.nn import functional
@@ -24,15 +24,8 @@ from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.verify import verify_fold
 
 transformers = pytest.importorskip("transformers", reason="models to test with need the extra eagle3")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 STOCK: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen2": {},
@@ -40,15 +33,6 @@ STOCK: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 8},
     "Mistral": {"sliding_window": 4},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Keep to one thread: several cost more than they bring on tensors of this size."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,8 @@ from niels_gpt.prefix_tree.fold import FoldedRollouts, fold_shared_prefix_rollou
 from niels_gpt.prefix_tree.fold_report import ADVICE
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.verify import FoldReport, verify_fold
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 GROUP = ([1, 2], [[10, 11], [20, 21, 22]])  # 5 targets; rows 1 2 10 11 20 21 22
@@ -50,15 +52,6 @@ class Transformer(nn.Module):
             scores = (query @ key.mT / 4).masked_fill(~mask[:, 0], -torch.inf)
             hidden = hidden + scores.softmax(-1) @ value
         return self.head(hidden)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Keep to one thread: several cost more than they bring on tensors of this size."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

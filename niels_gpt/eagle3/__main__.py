@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from niels_gpt.fileio import check_png
 from niels_gpt.recipes.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -29,23 +30,11 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command with arguments, default those of the process; returns the exit status."""
-    from niels_gpt.recipes.run import is_unread
+    from niels_gpt.recipes.run import exit_status
 
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    try:
-        status: int = arguments.run(arguments)
-    except (ValueError, OSError, ImportError, RuntimeError) as error:  # CacheError is a ValueError
-        if isinstance(error, BrokenPipeError) and is_unread("\n"):
-            return 0
-        logging.debug("", exc_info=True)
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    is_unread()
-    return status
+    return exit_status(lambda: arguments.run(arguments), (ValueError, OSError, ImportError, RuntimeError))
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -121,10 +110,8 @@ def _stats(arguments: argparse.Namespace) -> int:
     from niels_gpt.recipes.report import table
 
     target: Path | None = arguments.plot
-    if target is not None and target.suffix.lower() != ".png":
-        raise ValueError(f"{target}: expected the name of a .png, the only kind of picture that is drawn")
-    if target is not None and not target.parent.is_dir():  # before all of the cache is read
-        raise FileNotFoundError(f"{target}: no folder {target.parent} to draw it in. Make it first")
+    if target is not None:  # before all of the cache is read
+        check_png(target)
     with progress_bar("stats", "shards") as progress:
         found = stats(arguments.cache, seed=arguments.seed, progress=progress)
     if target is not None:

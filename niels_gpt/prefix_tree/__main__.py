@@ -35,21 +35,10 @@ _MOST = 10**15  # of a number on the command line: FLOPs that follow from such n
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command with arguments, default those of the process; returns the exit status."""
-    from niels_gpt.recipes.run import is_unread
+    from niels_gpt.recipes.run import exit_status
 
     arguments = _parser().parse_args(argv)
-    try:
-        arguments.run(arguments)
-    except (ValueError, OSError, ImportError) as error:
-        if isinstance(error, BrokenPipeError) and is_unread("\n"):
-            return 0
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    is_unread()
-    return 0
+    return exit_status(lambda: arguments.run(arguments))
 
 
 # --- stats ------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from niels_gpt.prefix_tree.fold import CROSS_ENTROPY_IGNORE_IDX, fold_shared_pre
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.heads import logits_head
 from niels_gpt.prefix_tree.verify import verify_fold
-from niels_gpt.recipes.run import is_unread
+from niels_gpt.recipes.run import exit_status
 
 VOCAB, CLIP, ROUNDS = 512, 0.2, 5
 TOLERANCE = 1e-4  # float32
@@ -156,7 +156,6 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"\nverify_fold: {report}")
     if arguments.plot is not None:
         write_bytes(arguments.plot, plot_mask(forest))
-    is_unread()
     return 0 if report.ok and max(apart, off) < TOLERANCE else 1
 
 
@@ -192,16 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.samples < 4 or min(arguments.prompt, arguments.completion, arguments.threads) < 1:
         _parser().error("expected 4 samples at least, and a prompt, a completion and threads of 1 at least")
-    try:
-        return run(arguments)
-    except (ValueError, OSError, ImportError) as error:
-        if isinstance(error, BrokenPipeError) and is_unread("\n"):
-            return 0
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
+    return exit_status(lambda: run(arguments))
 
 
 if __name__ == "__main__":

@@ -140,10 +140,8 @@ def supervised_pairs(
 
 def _summed(keys: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return the distinct keys, rising, and the sum of the weights of each, float64."""
-    keys, order = keys.sort(stable=True)
-    distinct, counts = torch.unique_consecutive(keys, return_counts=True)
-    number = torch.arange(len(distinct), device=keys.device).repeat_interleave(counts)
-    return distinct, torch.zeros_like(distinct, dtype=torch.float64).index_add(0, number, weights[order].double())
+    distinct, number = torch.unique(keys, return_inverse=True)
+    return distinct, torch.zeros_like(distinct, dtype=torch.float64).index_add(0, number, weights.double())
 
 
 def check_samples(fold: Fold, given: Sequence[Any], report: FoldReport) -> bool:

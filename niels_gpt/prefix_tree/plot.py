@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from niels_gpt.fileio import check_png
 from niels_gpt.prefix_tree.attention import dense_mask
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.savings import Savings, fewer, many
@@ -30,10 +31,7 @@ def check_picture(target: Path, tokens: int = 0) -> None:
     tokens: of the forest, if its mask is drawn. Raises: ValueError for a name that is not of a .png, and for more than
     MOST_DRAWN tokens; FileNotFoundError if there is no folder for it; ImportError without matplotlib.
     """
-    if target.suffix.lower() != ".png":
-        raise ValueError(f"{target}: expected the name of a .png, the only kind of picture that is drawn")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{target}: no folder {target.parent} to draw it in. Make it first")
+    check_png(target)
     _check_size(tokens)
     _figure(_MASK, _MASK)
 

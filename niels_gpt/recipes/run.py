@@ -107,6 +107,26 @@ def give_large_blocks_back() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
+def exit_status(
+    command: Callable[[], int | None], errors: tuple[type[Exception], ...] = (ValueError, OSError, ImportError)
+) -> int:
+    """Run a command of a command line; returns its status, None being 0: 1 with one line for an error of these kinds,
+    130 if it is interrupted, and 0 if nobody reads on. A CacheError is a ValueError."""
+    try:
+        status = command()
+    except errors as error:
+        if isinstance(error, BrokenPipeError) and is_unread("\n"):
+            return 0
+        logging.getLogger(__name__).debug("", exc_info=True)
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    is_unread()
+    return status or 0
+
+
 def is_unread(more: str = "") -> bool:
     """Write out what was printed, and `more`; returns whether nobody reads it any more, as behind `| head -1`."""
     try:

@@ -1,0 +1,30 @@
+"""Several ways to do one thing, timed side by side in the same rounds: what the benchmarks here share."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+Ways = dict[str, Callable[[], object]]
+Seconds = dict[str, list[float]]
+
+
+def measured(ways: Ways, rounds: int, after: Callable[[], object] = lambda: None) -> Seconds:
+    """Return the seconds of each way in each round, without the round that warms up. after: not counted."""
+    seconds: Seconds = {name: [] for name in ways}
+    order = random.Random(0)
+    for number in range(rounds + 1):
+        for name in order.sample(list(ways), len(ways)):
+            begin = time.perf_counter()
+            ways[name]()
+            if number:
+                seconds[name].append(time.perf_counter() - begin)
+            after()
+    return seconds
+
+
+def ratio(seconds: Seconds, ours: str, other: str) -> float:
+    """Return the median of the rounds' speeds of `ours`, as multiples of the speed of `other`."""
+    return statistics.median(b / a for a, b in zip(seconds[ours], seconds[other], strict=True))
