@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from niels_gpt.records import (
 
 __all__ = [
     "META_NAME",
+    "check_expected",
     "check_tokenizer",
     "find_meta",
+    "fingerprint",
     "read_meta",
     "reader_meta",
     "sha256_file",
@@ -135,6 +138,40 @@ def check_tokenizer(folder: Path, meta: dict[str, Any] | None, expected_sha256: 
     if found is not None and expected_sha256 is not None and found != expected_sha256:
         said = f"ids of tokenizer {found[:12]}, expected tokenizer {expected_sha256[:12]}"
         raise CacheError(f"{folder / META_NAME}: {said}. {_REBUILD}")
+
+
+def fingerprint(folder: Path, meta: dict[str, Any] | None, *, split: str, tokens: int) -> dict[str, Any]:
+    """Return what a checkpoint keeps of the data that it was trained on: a few scalars, fit for JSON.
+
+    split, tokens (of that split), content_sha256 (of all files of the cache), tokenizer_sha256. The last two are None
+    where no meta.json gives them: of another tool's files only the number of tokens is compared later.
+    """
+    found, where = meta or {}, str(folder / META_NAME)
+    content = found.get("content_sha256")
+    return {
+        "split": split,
+        "tokens": tokens,
+        "content_sha256": None if content is None else checked_sha256(content, "content_sha256", where),
+        "tokenizer_sha256": _tokenizer_sha256(found, where),
+    }
+
+
+def check_expected(found: dict[str, Any], expect: Mapping[str, Any] | None, where: str) -> None:
+    """Raise CacheError unless every scalar of a fingerprint is what `expect`, an earlier one, says; None says nothing.
+
+    Raises: ValueError if `expect` is no fingerprint. Keys that a fingerprint does not have are let be.
+    """
+    if expect is None:
+        return
+    missing = [key for key in found if key not in expect] if isinstance(expect, Mapping) else list(found)
+    if missing:
+        raise ValueError(f"expect={shortened(expect)}: lacks {missing[0]}, expected what fingerprint() returned")
+    for key, value in found.items():
+        if expect[key] != value or type(expect[key]) is not type(value):
+            raise CacheError(
+                f"{where}: {key} is {shortened(value)}, expected {shortened(expect[key])}: not the data that was used "
+                "before. Open the version of that time, or build it again from its own settings"
+            )
 
 
 def special_id(folder: Path, meta: dict[str, Any] | None, name: str) -> int:

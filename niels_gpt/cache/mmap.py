@@ -5,9 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import stat
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_NUMPY_DTYPE
@@ -16,6 +20,7 @@ from niels_gpt.records import open_regular, shortened
 
 _REBUILD = "Rebuild the cache: python -m niels_gpt.cache.cli build-all"
 _OFFSET_BYTES = 8
+_MAX_OPEN_FILES = 128  # of one TokenFiles with io="pread"; a process may have 1,024 where nobody raised the limit
 _MAX_HEADER = 1 << 16  # version 1.0 of .npy has no longer one
 # What numpy.save writes for any array without fields; evaluating the header, as numpy.load does, is not needed.
 _NPY_HEADER = re.compile(
@@ -33,19 +38,130 @@ def mmap_tokens(path: str | os.PathLike[str], *, expected_bytes: int | None = No
     """
     handle = _opened(path, "token file")
     try:
-        size = os.fstat(handle).st_size
-        if expected_bytes is not None and size != expected_bytes:
-            raise CacheError(f"{os.fspath(path)}: {size} bytes, expected {expected_bytes} by its meta.json. {_REBUILD}")
-        if size == 0:
-            raise CacheError(f"{os.fspath(path)}: an empty file: this split has no token, or it was cut. {_REBUILD}")
-        if size % TOKEN_BYTES:
-            raise CacheError(
-                f"{os.fspath(path)}: {size} bytes, expected a multiple of {TOKEN_BYTES} (uint16). {_REBUILD}"
-            )
+        size = _checked_size(path, os.fstat(handle).st_size, expected_bytes)
         mapped = mmap.mmap(handle, size, access=mmap.ACCESS_READ)
     finally:
         os.close(handle)
     return np.frombuffer(mapped, dtype=TOKEN_NUMPY_DTYPE)
+
+
+def _checked_size(path: str | os.PathLike[str], size: int, expected_bytes: int | None) -> int:
+    """Return the size of a token file. Raises: CacheError unless it is as expected, not 0, and of whole tokens."""
+    if expected_bytes is not None and size != expected_bytes:
+        raise CacheError(f"{os.fspath(path)}: {size} bytes, expected {expected_bytes} by its meta.json. {_REBUILD}")
+    if size == 0:
+        raise CacheError(f"{os.fspath(path)}: an empty file: this split has no token, or it was cut. {_REBUILD}")
+    if size % TOKEN_BYTES:
+        raise CacheError(f"{os.fspath(path)}: {size} bytes, expected a multiple of {TOKEN_BYTES} (uint16). {_REBUILD}")
+    return size
+
+
+IO = Literal["mmap", "pread"]
+"""How windows are read: from a map of the file, or by one positioned read each, as network file systems like better."""
+
+
+class TokenFiles:
+    """Token files of known sizes, each of which is opened when it is first read.
+
+    Safe to fork and to pickle. No anonymous memory is kept but the answers: a map is of the file's own pages, which the
+    system takes back when it needs them; with io="pread" at most 128 files stay open.
+    """
+
+    def __init__(self, files: Sequence[tuple[Path, int | None]], *, io: IO = "mmap") -> None:
+        """files: paths with the sizes in bytes that meta.json gives, None where it gives none.
+
+        Raises: ValueError for another io; as `mmap_tokens`, for every file, though none is opened yet.
+        """
+        if io not in get_args(IO):
+            raise ValueError(f"io={io!r}: expected one of {', '.join(get_args(IO))}")
+        self.io = io
+        self.paths = [path for path, _ in files]
+        self._bytes = [_size_on_disk(path, expected) for path, expected in files]
+        self.lengths: NDArray[np.int64] = np.array(self._bytes, dtype=np.int64) // TOKEN_BYTES
+        self._opened: dict[int, Any] = {}  # file number -> memoryview of bytes, or _Descriptor
+        self._windows: NDArray[np.uint16] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": {}, "_windows": None}
+
+    def gather(self, files: NDArray[np.int64], starts: NDArray[np.int64], width: int) -> NDArray[np.uint16]:
+        """Return uint16 [B, width]: `width` tokens of file files[b] from token starts[b] on, all of them inside it.
+
+        files, starts: [B]. Raises: FileNotFoundError, CacheError where a file is no longer what it was.
+        """
+        if not len(files):
+            return np.empty((0, width), dtype=TOKEN_NUMPY_DTYPE)
+        if self.io == "pread":
+            return self._read(files, starts, width)
+        if len(self.paths) == 1:  # the only file: numpy copies all windows in one step
+            if self._windows is None or self._windows.shape[1] != width:
+                tokens = np.frombuffer(self._mapped(0), dtype=TOKEN_NUMPY_DTYPE)
+                self._windows = as_strided(
+                    tokens, (len(tokens) - width + 1, width), 2 * tokens.strides, writeable=False
+                )
+            return self._windows[starts]
+        # One join of slices takes half the time of a numpy assignment for each row.
+        size = width * TOKEN_BYTES
+        begins = (starts * TOKEN_BYTES).tolist()
+        maps = self._opened
+        parts = [
+            (maps.get(file) or self._mapped(file))[begin : begin + size]
+            for file, begin in zip(files.tolist(), begins, strict=True)
+        ]
+        return np.frombuffer(bytearray().join(parts), dtype=TOKEN_NUMPY_DTYPE).reshape(len(parts), width)
+
+    def _mapped(self, file: int) -> memoryview:
+        if file not in self._opened:
+            tokens = mmap_tokens(self.paths[file], expected_bytes=self._bytes[file])
+            self._opened[file] = tokens.data.cast("B")
+        found: memoryview = self._opened[file]
+        return found
+
+    def _read(self, files: NDArray[np.int64], starts: NDArray[np.int64], width: int) -> NDArray[np.uint16]:
+        rows = np.empty((len(files), width), dtype=TOKEN_NUMPY_DTYPE)
+        for row, (file, start) in enumerate(zip(files.tolist(), starts.tolist(), strict=True)):
+            descriptor = self._descriptor(file)
+            found = os.preadv(descriptor.number, [rows[row].data], start * TOKEN_BYTES)
+            if found != width * TOKEN_BYTES:
+                raise CacheError(
+                    f"{self.paths[file]}: ends after {start * TOKEN_BYTES + found} bytes, expected "
+                    f"{self._bytes[file]}: it was cut while it was read. {_REBUILD}"
+                )
+        return rows
+
+    def _descriptor(self, file: int) -> _Descriptor:
+        """Return an open file; the one that was used longest ago is closed when there are too many."""
+        found: _Descriptor | None = self._opened.pop(file, None)
+        if found is None:
+            found = _Descriptor(self.paths[file])
+            _checked_size(self.paths[file], os.fstat(found.number).st_size, self._bytes[file])
+            for oldest in list(self._opened)[: len(self._opened) - _MAX_OPEN_FILES + 1]:
+                del self._opened[oldest]
+        self._opened[file] = found
+        return found
+
+
+class _Descriptor:
+    """An open file that is closed when nobody uses it any more, so that no other thread's read meets a closed one."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = _opened(path, "token file")
+
+    def __del__(self) -> None:
+        if "number" in self.__dict__:
+            os.close(self.number)
+
+
+def _size_on_disk(path: Path, expected_bytes: int | None) -> int:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        found = None
+    if found is None or not stat.S_ISREG(found.st_mode):  # opening it says what it is instead
+        handle = _opened(path, "token file")
+        found = os.fstat(handle)
+        os.close(handle)
+    return _checked_size(path, found.st_size, expected_bytes)
 
 
 def load_idx(path: str | os.PathLike[str], *, num_tokens: int, expected_bytes: int | None = None) -> NDArray[np.int64]:

@@ -1,9 +1,10 @@
-"""Random windows from a pretrain cache's shards. B: rows of a batch, T: tokens of a row."""
+"""One split of a pretrain cache, and random windows of it. B: rows of a batch, T: tokens of a row."""
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,69 +12,55 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import SHARD_GLOB, TOKEN_BYTES, TOKEN_NUMPY_DTYPE
-from niels_gpt.cache.meta import check_tokenizer, reader_meta
-from niels_gpt.cache.mmap import mmap_tokens
+from niels_gpt.cache.formats import SHARD_GLOB, TOKEN_BYTES
+from niels_gpt.cache.meta import check_expected, check_tokenizer, fingerprint, reader_meta
+from niels_gpt.cache.mmap import IO, TokenFiles
 from niels_gpt.fileio import META_NAME, CacheError
+from niels_gpt.locks import hold_version
 from niels_gpt.records import path_inside, resolved
 
 
-class PretrainTokenStreamDataset:
-    """Draws windows of T + 1 tokens, all windows of all shards equally likely; none crosses two shards (PR-03, D13).
+class PretrainSplit:
+    """The shards of one split of one version of a cache.
 
-    The version that the folder's name stands for is resolved once, here: a rebuild does not disturb an open dataset.
-    Safe to fork and to pickle (a copy maps the files anew); never writes, and opens no file outside that version but
-    the meta.json of the tokenizer beside the cache.
+    The version that the folder's name stands for is resolved once, here: a rebuild does not disturb an open split, and
+    `gc` leaves its version alone. A shard is opened when it is first read; all sizes are compared at once. Safe to
+    fork and to pickle; never writes, and opens no file outside that version but the meta.json of the tokenizer beside
+    the cache.
     """
 
     def __init__(
-        self, shards_dir: str | os.PathLike[str], *, T: int, device: str, tokenizer_sha256: str | None = None
+        self,
+        shards_dir: str | os.PathLike[str],
+        *,
+        tokenizer_sha256: str | None = None,
+        expect: Mapping[str, Any] | None = None,
+        io: IO = "mmap",
     ) -> None:
         """shards_dir: a split's folder, such as cache/pretrain/fineweb_edu/train; a meta.json above it is heeded.
 
         tokenizer_sha256: raise CacheError unless the cache was built with this model.
-        Raises: FileNotFoundError, CacheError (each names the file), ValueError for T < 1.
+        expect: what `fingerprint` returned earlier; raise CacheError unless it would now.
+        io: "mmap", or "pread" for network file systems.
+        Raises: FileNotFoundError, CacheError (each names the file), ValueError for another io.
         """
-        if T < 1:
-            raise ValueError(f"T={T}: expected at least 1 token")
-        self.T, self.device = T, device
-        self.shards_dir = _resolved(Path(shards_dir))
-        if not self.shards_dir.is_dir():
+        self.folder = _resolved(Path(shards_dir))
+        if not self.folder.is_dir():
             raise FileNotFoundError(f"{shards_dir}: no such folder. Build it: python -m niels_gpt.cache.cli build-all")
-        self.meta: dict[str, Any] | None = reader_meta(self.shards_dir.parent)
+        self._hold = hold_version(self.folder.parent)
+        self.meta: dict[str, Any] | None = reader_meta(self.folder.parent)
         self.vocab_size: int | None = (self.meta or {}).get("vocab_size")
-        check_tokenizer(self.shards_dir.parent, self.meta, tokenizer_sha256)
-        self._open()
-        if self.skipped_shards:
-            warnings.warn(
-                f"{self.shards_dir}: {self.skipped_shards} shards ({self.skipped_tokens} tokens) are shorter than "
-                f"T + 1 = {T + 1} tokens and are left out",
-                stacklevel=2,
-            )
+        check_tokenizer(self.folder.parent, self.meta, tokenizer_sha256)
+        self.files = TokenFiles(self._shards(), io=io)
+        if not self.files.paths:
+            raise CacheError(f"{self.folder}: this split has no shard. Give its source more text, then rebuild it")
+        check_expected(self.fingerprint(), expect, str(self.folder))
 
-    def _open(self) -> None:
-        files = self._files()
-        mapped = [mmap_tokens(path, expected_bytes=size) for path, size in files]
-        if not mapped:
-            raise CacheError(f"{self.shards_dir}: this split has no shard. Give its source more text, then rebuild it")
-        long_enough = [shard for shard, tokens in enumerate(mapped) if len(tokens) > self.T]
-        self.skipped_shards = len(mapped) - len(long_enough)
-        self.skipped_tokens = sum(len(tokens) for tokens in mapped if len(tokens) <= self.T)
-        if not long_enough:
-            longest = max(len(tokens) for tokens in mapped)
-            raise CacheError(
-                f"{self.shards_dir}: the longest shard has {longest} tokens, expected T + 1 = {self.T + 1}"
-            )
-        self._shards = [mapped[shard] for shard in long_enough]
-        self._paths = [files[shard][0] for shard in long_enough]
-        # Window w of all is window w - ends[s - 1] of shard s, where s is the first shard with w < ends[s].
-        self._ends: NDArray[np.int64] = np.cumsum([len(tokens) - self.T for tokens in self._shards], dtype=np.int64)
-
-    def _files(self) -> list[tuple[Path, int | None]]:
+    def _shards(self) -> list[tuple[Path, int | None]]:
         """Return the shards with their sizes: by meta.json where there is one, by name where there is none."""
-        folder, split = self.shards_dir.parent, self.shards_dir.name
+        folder, split = self.folder.parent, self.folder.name
         if self.meta is None or "shards" not in self.meta:
-            names = sorted(path.name for path in self.shards_dir.glob(SHARD_GLOB))
+            names = sorted(path.name for path in self.folder.glob(SHARD_GLOB))
             return [(path_inside(folder, f"{split}/{name}"), None) for name in names]
         if split not in self.meta["shards"]:
             raise CacheError(f"{folder / META_NAME}: no list of shards for split {split}")
@@ -83,17 +70,80 @@ class PretrainTokenStreamDataset:
             raise CacheError(f"{folder / META_NAME}: split {split} names {strange[0]}, expected files below {split}/")
         return [(path_inside(folder, record["name"]), record["bytes"]) for record in records]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_shards", "_paths", "_ends")}
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each shard: int64 [shards]."""
+        return self.files.lengths
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what tells these tokens from others, for a checkpoint: see `niels_gpt.cache.meta.fingerprint`."""
+        tokens = int(self.lengths.sum())
+        return fingerprint(self.folder.parent, self.meta, split=self.folder.name, tokens=tokens)
+
+    def rows(self, shards: NDArray[np.int64], starts: NDArray[np.int64], width: int) -> NDArray[np.uint16]:
+        """Return uint16 [B, width]: `width` tokens of shard shards[b] from its token starts[b] on, all inside it.
+
+        Raises: CacheError, naming file and place, where a row has an id that is not below meta.json's vocab_size.
+        """
+        rows = self.files.gather(shards, starts, width)
+        # The largest id by argmax, which numpy finds in half the time of max.
+        if self.vocab_size is not None and rows.size and rows.item(rows.argmax()) >= self.vocab_size:
+            row, column = np.argwhere(rows >= self.vocab_size)[0].tolist()
+            path, place = self.files.paths[shards[row]], int(starts[row]) + column
+            raise outside_vocabulary(path, place, int(rows[row, column]), self.vocab_size)
+        return rows
+
+
+class PretrainTokenStreamDataset:
+    """Draws windows of T + 1 tokens, all windows of all shards equally likely; none crosses two shards (PR-03, D13).
+
+    Versions, forks and pickles: as `PretrainSplit`. Every window exactly once: `niels_gpt.sampling.EpochStream`.
+    """
+
+    def __init__(
+        self,
+        shards_dir: str | os.PathLike[str],
+        *,
+        T: int,
+        device: str,
+        tokenizer_sha256: str | None = None,
+        expect: Mapping[str, Any] | None = None,
+        io: IO = "mmap",
+    ) -> None:
+        """shards_dir, tokenizer_sha256, expect, io: as for `PretrainSplit`.
+
+        Raises: FileNotFoundError, CacheError (each names the file), ValueError for T < 1.
+        """
+        if T < 1:
+            raise ValueError(f"T={T}: expected at least 1 token")
+        self.T, self.device = T, device
+        self._split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io)
+        self.shards_dir, self.meta, self.vocab_size = self._split.folder, self._split.meta, self._split.vocab_size
+        lengths = self._split.lengths
+        self.skipped_shards, self.skipped_tokens = int((lengths <= T).sum()), int(lengths[lengths <= T].sum())
+        if self.skipped_shards == len(lengths):
+            raise CacheError(
+                f"{self.shards_dir}: the longest shard has {lengths.max()} tokens, expected T + 1 = {T + 1}"
+            )
+        # Window w of all is window w - begins[s] of shard s, where s is the first shard with w < ends[s].
+        counts = np.maximum(lengths - T, 0)
+        self._ends: NDArray[np.int64] = np.cumsum(counts)
+        self._begins = self._ends - counts
+        if self.skipped_shards:
+            warnings.warn(
+                f"{self.shards_dir}: {self.skipped_shards} shards ({self.skipped_tokens} tokens) are shorter than "
+                f"T + 1 = {T + 1} tokens and are left out",
+                stacklevel=2,
+            )
 
     @property
     def num_windows(self) -> int:
         """Number of different windows that a batch is drawn from."""
         return int(self._ends[-1])
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what tells these tokens from others, for a checkpoint; `expect` compares it at open."""
+        return self._split.fingerprint()
 
     def get_batch(self, *, B: int, generator: torch.Generator) -> tuple[torch.LongTensor, torch.LongTensor]:
         """Return x, y: int64 [B, T], contiguous, on `device`, with y[:, :-1] == x[:, 1:].
@@ -104,25 +154,20 @@ class PretrainTokenStreamDataset:
         drawn = torch.randint(self.num_windows, (B,), generator=generator, device=generator.device)
         windows = drawn.cpu().numpy()
         shards = np.searchsorted(self._ends, windows, side="right")
-        starts = windows - np.where(shards > 0, self._ends[shards - 1], 0)
-        mapped, width, vocab_size = self._shards, self.T + 1, self.vocab_size
-        rows = np.empty((B, width), dtype=TOKEN_NUMPY_DTYPE)
-        for row, (shard, start) in enumerate(zip(shards.tolist(), starts.tolist(), strict=True)):
-            rows[row] = mapped[shard][start : start + width]
-        # The largest id by argmax, which numpy finds in half the time of max.
-        if vocab_size is not None and B and rows.item(rows.argmax()) >= vocab_size:
-            row, column = np.argwhere(rows >= vocab_size)[0].tolist()
-            place = int(starts[row]) + column
-            raise outside_vocabulary(self._paths[shards[row]], place, int(rows[row, column]), vocab_size)
-        return split_rows(rows, self.device)
+        return split_rows(self._split.rows(shards, windows - self._begins[shards], self.T + 1), self.device)
 
 
-def split_rows(rows: NDArray[np.uint16], device: str) -> tuple[Any, Any]:
+def split_rows(rows: NDArray[np.uint16], device: str | torch.device) -> tuple[Any, Any]:
     """Return (rows[:, :-1], rows[:, 1:]) as contiguous int64 tensors on `device`; rows: uint16 [B, T + 1].
 
-    The narrow form travels to the device, the cast happens there.
+    To another device the narrow form travels, once, and the cast happens there; to CUDA through pinned memory, so that
+    the call does not wait for the copy.
     """
-    moved = torch.from_numpy(rows.astype(np.uint16, copy=False)).to(device)
+    if str(device) == "cpu":  # numpy casts in half the time of torch
+        return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
+    narrow = torch.from_numpy(rows)
+    on_cuda = torch.device(device).type == "cuda"
+    moved = (narrow.pin_memory() if on_cuda else narrow).to(device, non_blocking=on_cuda)
     return moved[:, :-1].to(torch.int64).contiguous(), moved[:, 1:].to(torch.int64).contiguous()
 
 

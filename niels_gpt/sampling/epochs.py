@@ -1,0 +1,96 @@
+"""The windows of one split, each exactly once in an epoch, epoch after epoch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.cache.mmap import IO
+from niels_gpt.cache.pretrain_dataset import PretrainSplit
+from niels_gpt.fileio import CacheError
+from niels_gpt.sampling.permutation import ROUNDS, mix, permute, random_keys
+from niels_gpt.sampling.stream import STREAM_VERSION, Places, SampleStream
+
+
+class EpochStream(SampleStream):
+    """Windows of T + 1 tokens at stride T: (n - 1) // T of a shard of n tokens; none crosses two shards.
+
+    Sample k is window `permute(k % num_windows)` of epoch `k // num_windows`: an order of O(1) memory, without index
+    files. A global batch may hold the end of one epoch and the beginning of the next. So every rank, with every number
+    of DataLoader workers, sees its part of the one order that the seed names; see `SampleStream` and docs/reading.md.
+    """
+
+    def __init__(
+        self,
+        shards_dir: str | os.PathLike[str],
+        *,
+        T: int,
+        global_batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        device: str = "cpu",
+        epochs: int | None = None,
+        random_offset: bool = False,
+        tokenizer_sha256: str | None = None,
+        expect: Mapping[str, Any] | None = None,
+        io: IO = "mmap",
+    ) -> None:
+        """shards_dir, tokenizer_sha256, expect, io: as for `niels_gpt.cache.pretrain_dataset.PretrainSplit`.
+
+        global_batch_size: rows of a batch over all ranks, a multiple of world_size; each rank gets its part.
+        epochs: end after so many; the last batch may then be short, and a rank's part of it empty ([0, T]).
+        random_offset: begin a shard's windows at a seeded token from 0 to (n - 1) % T, another in each epoch.
+        Raises: FileNotFoundError, CacheError (each names the file), ValueError for the numbers.
+        """
+        super().__init__(global_batch_size=global_batch_size, rank=rank, world_size=world_size, device=device)
+        if T < 1:
+            raise ValueError(f"T={T}: expected at least 1 token")
+        if epochs is not None and epochs < 1:
+            raise ValueError(f"epochs={epochs}: expected at least 1, or None: endless")
+        self.T, self.seed, self.random_offset, self.epochs = T, seed, random_offset, epochs
+        keys = random_keys(seed, ROUNDS + 1)
+        self._keys, self._offset_key = keys[:ROUNDS], keys[ROUNDS]
+        self.split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io)
+        lengths = self.split.lengths
+        counts = (lengths - 1) // T
+        self._ends: NDArray[np.int64] = np.cumsum(counts)
+        self._begins, self._remainders = self._ends - counts, (lengths - 1) % T
+        self.num_windows = int(self._ends[-1])
+        """Windows of an epoch."""
+        self.remainder_tokens = int(self._remainders.sum())
+        """Tokens behind the last windows of the shards: no target in an epoch without offsets."""
+        if not self.num_windows:
+            raise CacheError(
+                f"{self.split.folder}: the longest shard has {lengths.max()} tokens, expected T + 1 = {T + 1}"
+            )
+        self.num_samples = None if epochs is None else epochs * self.num_windows
+
+    def identity(self) -> dict[str, Any]:
+        """Return what decides which window a sample is: the stream's arguments and the content of its split."""
+        own = {"stream": STREAM_VERSION, "seed": self.seed, "T": self.T, "random_offset": self.random_offset}
+        return {**own, **self.split.fingerprint()}
+
+    def _progress(self, consumed: int) -> dict[str, int]:
+        return {"epoch": consumed // self.num_windows, "consumed_samples": consumed}
+
+    def locate(self, samples: NDArray[np.int64]) -> Places:
+        """Return shard and first token of the windows that samples of these numbers are: [n]."""
+        epochs, positions = np.divmod(samples, self.num_windows)
+        if len(epochs) and epochs.min() == epochs.max():
+            epochs = epochs[:1]  # one tweak for all of them
+        windows = permute(positions, self.num_windows, self._keys, epochs)
+        shards = np.searchsorted(self._ends, windows, side="right")
+        starts = (windows - self._begins[shards]) * self.T
+        if self.random_offset:
+            hashed = mix(mix(self._offset_key + epochs.astype(np.uint64)) + shards.astype(np.uint64))
+            starts += (hashed % (self._remainders[shards] + 1).astype(np.uint64)).astype(np.int64)
+        return Places(shards, starts)
+
+    def rows(self, places: Places) -> NDArray[np.uint16]:
+        """Return the windows at these places: uint16 [n, T + 1]. Raises: CacheError for ids outside the vocabulary."""
+        return self.split.rows(places.shards, places.starts, self.T + 1)

@@ -1,0 +1,86 @@
+"""Every token of a split once, in order, and what a sum of losses over them says in bits for a byte of text."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import as_strided
+
+from niels_gpt.cache.formats import IGNORE_INDEX, TOKEN_NUMPY_DTYPE
+from niels_gpt.cache.mmap import IO
+from niels_gpt.cache.pretrain_dataset import PretrainSplit, split_rows
+from niels_gpt.fileio import META_NAME, CacheError
+from niels_gpt.records import checked_count
+
+
+def iter_eval(
+    shards_dir: str | os.PathLike[str],
+    *,
+    B: int,
+    T: int,
+    device: str = "cpu",
+    tokenizer_sha256: str | None = None,
+    expect: Mapping[str, Any] | None = None,
+    io: IO = "mmap",
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Return an iterator over x, y: int64 [b, T], b <= B, contiguous: the windows at stride T of a split's stream.
+
+    The stream runs on from one shard to the next, so the result does not depend on the size of the shards, and every
+    token but the first is a target exactly once. The last window is filled up with x = 0 and y = -100, which cross
+    entropy leaves out. For a mean over tokens divide the summed loss by `(y != -100).sum()`, not by batches.
+    Raises, at once: FileNotFoundError, CacheError, ValueError for B or T below 1; the rest as for `PretrainSplit`.
+    """
+    for name, value in (("B", B), ("T", T)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: expected at least 1")
+    split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io)
+    total = int(split.lengths.sum())
+    if total < 2:
+        raise CacheError(f"{split.folder}: 1 token, expected at least 2: one to predict another from")
+    return (_window_batch(split, first, B, T, device) for first in range(0, total - 1, B * T))
+
+
+def _window_batch(split: PretrainSplit, first: int, B: int, T: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the windows that begin at token `first` of the stream, at most B of them."""
+    ends = np.cumsum(split.lengths)
+    targets = min(B * T, int(ends[-1]) - 1 - first)
+    rows = -(-targets // T)
+    stream = np.zeros(rows * T + 1, dtype=TOKEN_NUMPY_DTYPE)
+    place, last = first, first + targets + 1
+    while place < last:
+        shard = np.searchsorted(ends, [place], side="right")
+        width = min(int(ends[shard[0]]), last) - place
+        begin = place - ends[shard] + split.lengths[shard]
+        stream[place - first : place - first + width] = split.rows(shard, begin, width)[0]
+        place += width
+    windows = as_strided(stream, (rows, T + 1), (T * stream.itemsize, stream.itemsize))
+    x, y = split_rows(np.ascontiguousarray(windows), device)
+    y.view(-1)[targets:] = IGNORE_INDEX
+    return x, y
+
+
+def bits_per_byte(loss_sum: float | torch.Tensor, shards_dir: str | os.PathLike[str]) -> float:
+    """Return the loss of a split in bits for each byte of its text, which models of all tokenizers have in common.
+
+    loss_sum: cross entropy in nats, summed over all targets of `iter_eval`. Divided by ln 2 and by the utf-8 length of
+    the split's texts, which meta.json has. (The first token is no target, its bytes count; end-of-texts are targets and
+    have no bytes.)
+    Raises: CacheError where meta.json does not say how many bytes, and for an sft cache.
+    """
+    split = PretrainSplit(shards_dir)
+    meta, where = split.meta or {}, str(split.folder.parent / META_NAME)
+    by_split = meta.get("utf8_bytes")
+    if not isinstance(by_split, dict) or split.folder.name not in by_split:
+        raise CacheError(
+            f"{where}: no utf8_bytes of {split.folder.name}, expected a cache that this project built. Bits per byte "
+            "need the length of the text"
+        )
+    num_bytes = checked_count(by_split[split.folder.name], f"utf8_bytes.{split.folder.name}", where)
+    if num_bytes == 0:
+        raise CacheError(f"{where}: utf8_bytes.{split.folder.name} is 0, expected text")
+    return float(loss_sum) / math.log(2) / num_bytes

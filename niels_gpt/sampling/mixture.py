@@ -1,0 +1,218 @@
+"""Several streams mixed by weights, the same share of each in every block of samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.fileio import CacheError
+from niels_gpt.sampling.epochs import EpochStream
+from niels_gpt.sampling.permutation import ROUNDS, permute, random_keys
+from niels_gpt.sampling.stream import STREAM_VERSION, Places, SampleStream
+
+WhenExhausted = Literal["repeat", "stop"] | int
+
+
+class Phase(NamedTuple):
+    """A run of blocks of the same composition. All arrays: int64 [sources]."""
+
+    first: int
+    """The first sample of it."""
+    first_block: int
+    counts: NDArray[np.int64]
+    """Samples of each source in one block."""
+    consumed: NDArray[np.int64]
+    """Samples of each source before the phase."""
+    blocks: int | None
+    """None: without end."""
+
+    @property
+    def size(self) -> int:
+        """Samples of a block."""
+        return int(self.counts.sum())
+
+
+class MixtureStream(SampleStream):
+    """Samples of several EpochStreams: of every `block_size` in a row, source s has exactly `counts[s]`.
+
+    Which ones of a block are whose is a seeded permutation, another in each block, and a source's samples are taken in
+    blocks too; so a sample follows from its number alone, as in an EpochStream, and state, ranks and workers are as
+    there.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[EpochStream],
+        weights: Sequence[float],
+        *,
+        seed: int,
+        block_size: int = 2048,
+        when_exhausted: WhenExhausted | Sequence[WhenExhausted] = "repeat",
+    ) -> None:
+        """streams: with the same T, global_batch_size, rank, world_size and device, which are then the mixture's.
+
+        weights: of each stream, above 0; only their ratios count, rounded to `counts` by the largest remainder.
+        when_exhausted: of all streams, or of each: "repeat" its epochs without end; "stop" the mixture when it was seen
+            once; or a number of epochs, after which the other streams fill its place.
+        Raises: ValueError for arguments that do not fit together, CacheError for caches of different tokenizers.
+        """
+        self.streams, self.weights = list(streams), [float(weight) for weight in weights]
+        self.block_size, self.seed, self.device = block_size, seed, "cpu"
+        given = [when_exhausted] if isinstance(when_exhausted, (str, int)) else when_exhausted
+        self.when_exhausted = list(given) * (len(self.streams) if isinstance(when_exhausted, (str, int)) else 1)
+        self._check()
+        like = self.streams[0]
+        super().__init__(
+            global_batch_size=like.global_batch_size, rank=like.rank, world_size=like.world_size, device=like.device
+        )
+        self.T = like.T
+        self._keys = random_keys(seed, ROUNDS)
+        self._phases = _phases(self.weights, self._limits(), self.when_exhausted, block_size)
+        self.counts = self._phases[0].counts
+        """Samples of each source in a block, int64 [sources], until one is exhausted and others fill its place."""
+        last = self._phases[-1]
+        self.num_samples = None if last.blocks is None else last.first + last.blocks * last.size
+
+    def _check(self) -> None:
+        if not self.streams or {len(self.weights), len(self.when_exhausted)} != {len(self.streams)}:
+            raise ValueError(
+                f"{len(self.streams)} streams, {len(self.weights)} weights, {len(self.when_exhausted)} entries of "
+                "when_exhausted: expected as many of each"
+            )
+        for number, weight in enumerate(self.weights):
+            if not (math.isfinite(weight) and weight > 0):
+                raise ValueError(f"weights[{number}]={weight}: expected a number above 0")
+        for number, rule in enumerate(self.when_exhausted):
+            good = rule in ("repeat", "stop") if isinstance(rule, str) else type(rule) is int and rule >= 1
+            if not good:
+                raise ValueError(f"when_exhausted[{number}]={rule!r}: expected repeat, stop, or epochs from 1 on")
+        first = self.streams[0]
+        for number, stream in enumerate(self.streams):
+            if stream.epochs is not None:
+                raise ValueError(f"streams[{number}] has epochs={stream.epochs}: say it in when_exhausted")
+            for name in ("T", "global_batch_size", "rank", "world_size", "device"):
+                if getattr(stream, name) != getattr(first, name):
+                    raise ValueError(
+                        f"streams[{number}] has {name}={getattr(stream, name)}, expected {getattr(first, name)} as in "
+                        "streams[0]"
+                    )
+            self._check_tokenizer(stream)
+
+    def _check_tokenizer(self, stream: EpochStream) -> None:
+        """Raise unless a stream's ids mean what those of the other streams mean, as far as meta.json says."""
+        for other in self.streams:
+            one, two = stream.split.fingerprint()["tokenizer_sha256"], other.split.fingerprint()["tokenizer_sha256"]
+            if (one != two and None not in (one, two)) or stream.split.vocab_size != other.split.vocab_size:
+                raise CacheError(
+                    f"{stream.split.folder}: ids of tokenizer {str(one)[:12]} (vocab_size {stream.split.vocab_size}), "
+                    f"expected tokenizer {str(two)[:12]} (vocab_size {other.split.vocab_size}) as in "
+                    f"{other.split.folder}. Rebuild one of them: python -m niels_gpt.cache.cli build-all"
+                )
+
+    def _limits(self) -> list[int | None]:
+        """Return how many samples of each source there are in all; None: without end."""
+        epochs = [
+            {"repeat": None, "stop": 1}.get(rule) if isinstance(rule, str) else rule for rule in self.when_exhausted
+        ]
+        return [None if n is None else n * stream.num_windows for n, stream in zip(epochs, self.streams, strict=True)]
+
+    def identity(self) -> dict[str, Any]:
+        """Return what decides which window of which source a sample is: the arguments, and the streams' identities."""
+        return {
+            "stream": STREAM_VERSION,
+            "seed": self.seed,
+            "block_size": self.block_size,
+            "weights": self.weights,
+            "when_exhausted": self.when_exhausted,
+            "sources": [stream.identity() for stream in self.streams],
+        }
+
+    def _progress(self, consumed: int) -> dict[str, int]:
+        return {"consumed_samples": consumed}
+
+    def locate(self, samples: NDArray[np.int64]) -> Places:
+        """Return source, shard and first token of the windows that samples of these numbers are: [n]."""
+        shards, starts, sources, numbers = np.empty((4, len(samples)), dtype=np.int64)
+        phase_of = np.searchsorted([phase.first for phase in self._phases], samples, side="right") - 1
+        for number in np.unique(phase_of):
+            phase, own = self._phases[number], phase_of == number
+            blocks, positions = np.divmod(samples[own] - phase.first, phase.size)
+            slots = permute(positions, phase.size, self._keys, phase.first_block + blocks)
+            ends = np.cumsum(phase.counts)
+            sources[own] = source = np.searchsorted(ends, slots, side="right")
+            in_block = slots - (ends - phase.counts)[source]
+            numbers[own] = phase.consumed[source] + blocks * phase.counts[source] + in_block
+        for number in np.unique(sources):
+            own = sources == number
+            shards[own], starts[own], _ = self.streams[number].locate(numbers[own])
+        return Places(shards, starts, sources)
+
+    def rows(self, places: Places) -> NDArray[np.uint16]:
+        """Return the windows at these places: uint16 [n, T + 1]. Raises: CacheError for ids outside the vocabulary."""
+        assert places.sources is not None
+        rows = np.empty((len(places.shards), self.T + 1), dtype=np.uint16)
+        for number in np.unique(places.sources):
+            own = places.sources == number
+            rows[own] = self.streams[number].rows(Places(places.shards[own], places.starts[own]))
+        return rows
+
+
+def _phases(weights: list[float], limits: list[int | None], rules: list[WhenExhausted], block_size: int) -> list[Phase]:
+    """Return the phases of a mixture: a source that ends begins a new one. There are at most two for each source."""
+    phases: list[Phase] = []
+    left: list[float] = [math.inf if limit is None else limit for limit in limits]
+    stops = [rule == "stop" for rule in rules]
+    consumed = np.zeros(len(weights), dtype=np.int64)
+    first = first_block = 0
+    while all(left[s] for s, stop in enumerate(stops) if stop) and any(left):
+        counts = _shared_out(
+            block_size, weights, [math.inf if stop else n for n, stop in zip(left, stops, strict=True)]
+        )
+        if not phases and not counts.all():
+            raise ValueError(
+                f"block_size={block_size}: source {int(np.argmin(counts))} would have no sample in a block, expected "
+                f"at least {math.ceil(math.fsum(weights) / min(weights))} for these weights"
+            )
+        ending = [s for s, stop in enumerate(stops) if stop and left[s] < counts[s]]
+        if ending:  # the last block, cut to what the source that ends has left
+            last = min(ending, key=lambda s: left[s] / counts[s])
+            counts = int(left[last]) * counts // counts[last]
+        blocks = min(
+            n if n == math.inf else n // count for n, count in zip(left, counts.tolist(), strict=True) if count
+        )
+        phases.append(Phase(first, first_block, counts, consumed.copy(), None if blocks == math.inf else int(blocks)))
+        if ending or blocks == math.inf:
+            break
+        left = [n - blocks * count for n, count in zip(left, counts.tolist(), strict=True)]
+        consumed += int(blocks) * counts
+        first, first_block = first + int(blocks) * phases[-1].size, first_block + int(blocks)
+    return phases
+
+
+def _shared_out(total: int, weights: list[float], left: list[float]) -> NDArray[np.int64]:
+    """Return how many of `total` samples each source gives: by weight, but none more than it has left."""
+    counts = np.zeros(len(weights), dtype=np.int64)
+    open_ = [s for s, n in enumerate(left) if n]
+    while open_:
+        rest = total - int(counts.sum())
+        share = _largest_remainder(rest, [weights[s] for s in open_])
+        short = [s for s, count in zip(open_, share, strict=True) if left[s] < count]
+        for s, count in zip(open_, share, strict=True):
+            counts[s] = left[s] if s in short else 0 if short else count
+        if not short:
+            break
+        open_ = [s for s in open_ if s not in short]
+    return counts
+
+
+def _largest_remainder(total: int, weights: list[float]) -> list[int]:
+    quotas = [total * weight / math.fsum(weights) for weight in weights]
+    counts = [math.floor(quota) for quota in quotas]
+    by_remainder = sorted(range(len(weights)), key=lambda s: (counts[s] - quotas[s], s))
+    for s in by_remainder[: total - sum(counts)]:
+        counts[s] += 1
+    return counts

@@ -1,0 +1,226 @@
+"""What all streams share: numbered samples, dealt out to ranks and DataLoader workers, and a state of a few scalars.
+
+A stream is an endless (or finite) list of samples 0, 1, 2, ..., each computed from its number alone. A global batch is
+the next `global_batch_size` of them, of which each rank has an equal, consecutive part. So the number of samples that
+all ranks together have consumed is the whole state, whatever the ranks, the workers and the batches are afterwards.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset, get_worker_info
+
+from niels_gpt.cache.pretrain_dataset import split_rows
+from niels_gpt.fileio import CacheError
+from niels_gpt.records import shortened
+
+STREAM_VERSION = 1
+"""Of the order: raised when the same seed and number mean another window."""
+
+_BLOCK = 4096  # samples whose places are computed at once: 0.1 to 0.5 us each then, 5 us for one alone
+_MAX_CONSUMED = 2**62
+_CONTENT = ("split", "tokens", "content_sha256")
+
+
+@dataclass(eq=False)
+class Batch:
+    """x, y: int64 [B, T], y one token later; state: what `state_dict` is after this batch, the same on every rank.
+
+    source: of a mixture, the index of the stream that each row came from: int64 [B], on the CPU; else None.
+    Unpacks as `x, y = batch`. It is no tuple, for DataLoader(batch_size=None) takes those apart and loses the state.
+    """
+
+    x: torch.Tensor
+    y: torch.Tensor
+    state: dict[str, Any]
+    source: torch.Tensor | None = None
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter((self.x, self.y))
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.x, self.y)[index]
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in pinned memory; DataLoader(pin_memory=True) calls this."""
+        return Batch(self.x.pin_memory(), self.y.pin_memory(), self.state, self.source)
+
+    def to(self, device: str | torch.device, non_blocking: bool = False) -> Batch:
+        """Return the batch with x and y on another device."""
+        x, y = (tensor.to(device, non_blocking=non_blocking) for tensor in self)
+        return Batch(x, y, self.state, self.source)
+
+
+class Places(NamedTuple):
+    """Where samples lie: shard and first token of each, and in a mixture the stream it comes from. All int64 [n]."""
+
+    shards: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    sources: NDArray[np.int64] | None = None
+
+    def part(self, first: int, last: int) -> Places:
+        """Return the places of samples first to last - 1."""
+        sources = None if self.sources is None else self.sources[first:last]
+        return Places(self.shards[first:last], self.starts[first:last], sources)
+
+
+class SampleStream(IterableDataset[Batch]):
+    """Batches of numbered samples. Iterating goes on where the stream is; it does not begin anew."""
+
+    T: int
+    num_samples: int | None
+    """Samples until the stream ends; None: it does not."""
+
+    def __init__(self, *, global_batch_size: int, rank: int, world_size: int, device: str) -> None:
+        if world_size < 1 or not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank}, world_size={world_size}: expected 0 <= rank < world_size")
+        if global_batch_size < 1 or global_batch_size % world_size:
+            raise ValueError(
+                f"global_batch_size={global_batch_size}: expected a multiple of world_size={world_size}, so that each "
+                "rank has equally many rows"
+            )
+        self.global_batch_size, self.rank, self.world_size, self.device = global_batch_size, rank, world_size, device
+        self._consumed = 0
+        self._worker_base: int | None = None
+        # A worker has a copy of the stream; this byte it shares with the process that knows nothing of its progress.
+        self._in_workers: torch.Tensor = torch.zeros(1, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+
+    @abstractmethod
+    def locate(self, samples: NDArray[np.int64]) -> Places:
+        """Return where the samples of these numbers lie: [n]."""
+
+    @abstractmethod
+    def rows(self, places: Places) -> NDArray[np.uint16]:
+        """Return the tokens of samples: uint16 [n, T + 1]. Raises: CacheError for an id outside the vocabulary."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """Return what, besides the number of a sample, decides which sample it is, fit for JSON."""
+
+    @abstractmethod
+    def _progress(self, consumed: int) -> dict[str, int]:
+        """Return the part of a state that changes."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield this rank's rows of each global batch, in a DataLoader worker those of every num_workers-th batch."""
+        info, identity, base = get_worker_info(), self.identity(), self._consumed
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if info is not None:
+            if torch.device(self.device).type != "cpu":
+                raise RuntimeError(
+                    f"device={self.device!r} in a DataLoader worker: open the stream with device='cpu' and move the "
+                    "batches (pin_memory=True, then batch.to), or take num_workers=0"
+                )
+            self._in_workers.fill_(1)
+        for number, (places, consumed) in enumerate(self._steps(base, worker, workers), 1):
+            x, y = split_rows(self.rows(places), self.device)
+            if info is None:
+                self._consumed = consumed
+            else:
+                self._worker_base = base + number * workers * self.global_batch_size
+            source = None if places.sources is None else torch.from_numpy(places.sources)
+            yield Batch(x, y, {**identity, **self._progress(consumed)}, source)
+
+    def _steps(self, base: int, worker: int, workers: int) -> Iterator[tuple[Places, int]]:
+        """Yield, of each batch of a worker, the places of this rank's rows and the samples consumed after it.
+
+        base: where worker 0 begins.
+        """
+        size, rank, world = self.global_batch_size, self.rank, self.world_size
+        at_once = max(1, _BLOCK * world // size)
+        begin = base + worker * size
+        while True:
+            begins = begin + workers * size * np.arange(at_once)
+            last = begins + size if self.num_samples is None else np.minimum(begins + size, self.num_samples)
+            sizes = np.maximum(last - begins, 0)
+            own = begins + rank * sizes // world, begins + (rank + 1) * sizes // world
+            counts = own[1] - own[0]
+            ends = np.cumsum(counts)
+            places = self.locate(np.repeat(own[1] - ends, counts) + np.arange(ends[-1]))
+            for end, count, consumed, is_there in zip(*(a.tolist() for a in (ends, counts, last, sizes)), strict=True):
+                if not is_there:
+                    return
+                yield places.part(end - count, end), consumed
+            begin += workers * size * at_once
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the stream is after the last batch taken: a few scalars, fit for JSON, the same on every rank.
+
+        Every batch carries this as `batch.state`, which is also right where DataLoader workers have read ahead.
+        Raises: RuntimeError in a process whose DataLoader workers iterate over copies: it cannot know how far.
+        """
+        state = {**self.identity(), **self._progress(self._consumed)}
+        info = get_worker_info()
+        if info is None and self._in_workers.item():
+            raise RuntimeError(
+                "DataLoader workers iterate over copies of this stream, and it stays where it was. Keep batch.state of "
+                "the last batch that was used, or take torchdata's StatefulDataLoader"
+            )
+        if info is not None and self._worker_base is not None:
+            # For StatefulDataLoader: this worker alone, of so many, goes on from here.
+            state.update(self._progress(self._worker_base), worker=[info.id, info.num_workers, self.global_batch_size])
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], *, allow_other_content: bool = False) -> None:
+        """Go on exactly where a state was taken, with any rank, world_size, global_batch_size and number of workers.
+
+        allow_other_content: go on in a cache of other content at the same number of samples, which then means other
+            text; never in one of another tokenizer.
+        Raises: CacheError if the content or the tokenizer is another; ValueError for a state of a stream that was
+            opened otherwise (seed, T, ...), for anything that is no state, and for that of a StatefulDataLoader's
+            worker anywhere but in the same worker of as many.
+        """
+        _check_identity(state, self.identity(), "state", allow_other_content)
+        consumed = state.get("consumed_samples")
+        if not isinstance(consumed, int) or isinstance(consumed, bool) or not 0 <= consumed <= _MAX_CONSUMED:
+            raise ValueError(f"state: consumed_samples is {shortened(consumed)}, expected an integer of 0 or more")
+        for key, value in self._progress(consumed).items():
+            if state.get(key) != value and not allow_other_content:
+                raise ValueError(
+                    f"state: {key} is {shortened(state.get(key))}, expected {value} after {consumed} samples"
+                )
+        info = get_worker_info()
+        mine = None if info is None else [info.id, info.num_workers, self.global_batch_size]
+        if "worker" in state and state["worker"] != mine:
+            raise ValueError(
+                f"state: of a DataLoader's [worker, workers, global_batch_size] {shortened(state['worker'])}, here "
+                f"it is {mine}. Only batch.state can be resumed with another number of workers"
+            )
+        self._consumed = consumed
+        self._in_workers.fill_(0)
+
+
+def _check_identity(state: Any, mine: dict[str, Any], where: str, allow_other_content: bool) -> None:
+    """Raise unless a state is of a stream with this identity; messages begin with `where`."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"{where}: {shortened(state)}, expected what state_dict() returned")
+    for key, value in mine.items():
+        if key not in state:
+            raise ValueError(f"{where}: lacks {key}, expected what state_dict() returned")
+        found = state[key]
+        if isinstance(value, list) and isinstance(value[0], dict) and isinstance(found, list):
+            if len(found) != len(value):
+                raise ValueError(f"{where}: {key} has {len(found)} entries, expected {len(value)}")
+            for number, (one, other) in enumerate(zip(found, value, strict=True)):
+                _check_identity(one, other, f"{where}: {key}[{number}]", allow_other_content)
+        elif found != value or type(found) is not type(value):
+            said = f"{where}: {key} is {shortened(found)}, but this stream's is {shortened(value)}"
+            if key == "tokenizer_sha256" and None not in (found, value):
+                raise CacheError(f"{said}: its ids mean other text. Open the cache that the state was taken from")
+            if key != "tokenizer_sha256" and key not in _CONTENT:
+                raise ValueError(f"{said}. Open the stream as it was, or begin anew without the state")
+            if not allow_other_content:
+                raise CacheError(
+                    f"{said}: not the text that was read. Open the version of that time, or go on in the other text "
+                    "with allow_other_content=True"
+                )
