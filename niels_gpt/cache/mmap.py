@@ -135,8 +135,8 @@ class TokenFiles:
         if found is None:
             found = _Descriptor(self.paths[file])
             _checked_size(self.paths[file], os.fstat(found.number).st_size, self._bytes[file])
-            for oldest in list(self._opened)[: len(self._opened) - _MAX_OPEN_FILES + 1]:
-                del self._opened[oldest]
+            while len(self._opened) >= _MAX_OPEN_FILES:
+                del self._opened[next(iter(self._opened))]
         self._opened[file] = found
         return found
 

@@ -1,0 +1,229 @@
+"""Shards are opened when they are first read, by a map or by positioned reads, and a checkpoint knows its data again.
+
+Run: pytest tests/test_token_files.py
+"""
+
+import gc
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from byte_tokenizer import build
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from niels_gpt.cache import CacheError, PretrainTokenStreamDataset
+from niels_gpt.cache.mmap import TokenFiles
+from niels_gpt.cache.pretrain_dataset import PretrainSplit, split_rows
+from niels_gpt.sampling import EpochStream
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def write_shards(folder: Path, lengths: list[int]) -> Path:
+    """Write shards whose ids count through the whole stream."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, (length, end) in enumerate(zip(lengths, np.cumsum(lengths).tolist(), strict=True)):
+        (np.arange(end - length, end) % 2**16).astype("<u2").tofile(folder / f"shard_{number:05d}.bin")
+    return folder
+
+
+def mapped(folder: Path) -> set[str]:
+    """Return the files of a folder that this process has mapped."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {os.path.basename(line.split()[-1]) for line in maps if str(folder) in line}
+
+
+def open_files(folder: Path) -> int:
+    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    return sum(os.path.islink(link) and os.readlink(link).startswith(f"{folder}/shard") for link in links)
+
+
+def test_a_shard_is_mapped_when_a_window_of_it_is_drawn_and_not_before(tmp_path: Path) -> None:
+    files = TokenFiles([(path, None) for path in sorted(write_shards(tmp_path, [5, 6, 7]).iterdir())])
+    assert mapped(tmp_path) == set() and files.lengths.tolist() == [5, 6, 7]
+    assert files.gather(np.array([1]), np.array([2]), 3).tolist() == [[7, 8, 9]]
+    assert mapped(tmp_path) == {"shard_00001.bin"}
+
+
+def test_a_thousand_shards_are_sized_but_not_opened(tmp_path: Path) -> None:
+    dataset = PretrainTokenStreamDataset(write_shards(tmp_path / "train", [9] * 1000), T=4, device="cpu")
+    assert dataset.num_windows == 5000 and mapped(tmp_path) == set() and open_files(tmp_path / "train") == 0
+    dataset.get_batch(B=1, generator=seeded())
+    assert len(mapped(tmp_path)) == 1
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(lengths=st.lists(st.integers(3, 30), min_size=1, max_size=5), data=st.data())
+def test_both_ways_to_read_gather_what_slices_of_the_files_hold(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], data: st.DataObject
+) -> None:
+    folder = write_shards(tmp_path_factory.mktemp("shards"), lengths)
+    width = data.draw(st.integers(1, min(lengths)))
+    places = st.integers(0, len(lengths) - 1).flatmap(
+        lambda shard: st.tuples(st.just(shard), st.integers(0, lengths[shard] - width))
+    )
+    drawn = data.draw(st.lists(places, max_size=6))
+    shards, starts = (np.array([place[i] for place in drawn], dtype=np.int64) for i in (0, 1))
+    begins = np.cumsum([0, *lengths])
+    expected = [list(range(begins[shard] + start, begins[shard] + start + width)) for shard, start in drawn]
+    for io in ("mmap", "pread"):
+        files = TokenFiles([(path, None) for path in sorted(folder.iterdir())], io=io)  # type: ignore[arg-type]
+        for copy in (files, pickle.loads(pickle.dumps(files))):
+            found = copy.gather(shards, starts, width)
+            assert (found.shape, found.dtype, found.tolist()) == ((len(drawn), width), np.uint16, expected)
+
+
+@pytest.mark.parametrize("open_it", [PretrainTokenStreamDataset, EpochStream])
+def test_pread_gives_the_same_batches_and_maps_nothing(tmp_path: Path, open_it: type) -> None:
+    folder = write_shards(tmp_path / "train", [50, 60, 70])
+
+    def batch(io: str) -> list[Any]:
+        if open_it is EpochStream:
+            return [
+                tensor.tolist() for tensor in next(iter(EpochStream(folder, T=4, global_batch_size=8, seed=0, io=io)))
+            ]
+        dataset = PretrainTokenStreamDataset(folder, T=4, device="cpu", io=io)
+        return [tensor.tolist() for tensor in dataset.get_batch(B=8, generator=seeded())]
+
+    by_reads = batch("pread")
+    assert mapped(tmp_path) == set()
+    assert by_reads == batch("mmap")
+
+
+def test_pread_keeps_128_files_open_at_most_and_closes_them_all(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "train", [5] * 200)
+    dataset = PretrainTokenStreamDataset(folder, T=4, device="cpu", io="pread")
+    x, _ = dataset.get_batch(B=2000, generator=seeded())
+    assert len(x[:, 0].unique()) == 200 and open_files(folder) == 128
+    del dataset
+    gc.collect()
+    assert open_files(folder) == 0
+
+
+def test_another_way_to_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"io='direct': expected one of mmap, pread"):
+        PretrainTokenStreamDataset(write_shards(tmp_path, [9]), T=4, device="cpu", io="direct")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_a_shard_that_was_cut_after_opening_is_an_error_with_its_name(tmp_path: Path, io: Any) -> None:
+    dataset = PretrainTokenStreamDataset(write_shards(tmp_path, [100]), T=4, device="cpu", io=io)
+    os.truncate(tmp_path / "shard_00000.bin", 20)
+    with pytest.raises(CacheError, match=r"shard_00000.bin: 20 bytes, expected 200"):
+        dataset.get_batch(B=4, generator=seeded())
+
+
+def test_a_shard_that_is_cut_between_two_reads_is_an_error_with_its_name(tmp_path: Path) -> None:
+    dataset = PretrainTokenStreamDataset(write_shards(tmp_path, [100]), T=50, device="cpu", io="pread")
+    dataset.get_batch(B=1, generator=seeded())
+    os.truncate(tmp_path / "shard_00000.bin", 20)
+    with pytest.raises(CacheError, match=r"shard_00000.bin: ends after .* expected 200: it was cut while it was read"):
+        dataset.get_batch(B=4, generator=seeded())
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_a_shard_that_vanished_after_opening_is_an_error_with_its_name(tmp_path: Path, io: Any) -> None:
+    dataset = PretrainTokenStreamDataset(write_shards(tmp_path, [100]), T=4, device="cpu", io=io)
+    (tmp_path / "shard_00000.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"shard_00000\.bin: no such token file"):
+        dataset.get_batch(B=4, generator=seeded())
+
+
+def anonymous_bytes() -> int:
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no line Anonymous")
+
+
+def epoch_batches(folder: Path, io: Any) -> Callable[[], object]:
+    batches = iter(EpochStream(folder, T=64, global_batch_size=16, seed=0, io=io))
+    return lambda: next(batches)
+
+
+def random_batches(folder: Path, io: Any) -> Callable[[], object]:
+    dataset, generator = PretrainTokenStreamDataset(folder, T=64, device="cpu", io=io), seeded()
+    return lambda: dataset.get_batch(B=16, generator=generator)
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+@pytest.mark.parametrize("batches", [random_batches, epoch_batches])
+def test_anonymous_memory_does_not_grow_with_the_batches_served(
+    tmp_path: Path, batches: Callable[[Path, Any], Callable[[], object]], io: Any
+) -> None:
+    draw = batches(write_shards(tmp_path / "train", [60_000] * 8), io)
+    for _ in range(300):
+        draw()
+    before = anonymous_bytes()
+    for _ in range(2000):  # 2,000 batches are 33 MB of int64
+        draw()
+    assert anonymous_bytes() - before < 4 * 2**20
+
+
+def test_split_rows_are_the_row_and_its_shift_on_any_device() -> None:
+    rows = np.array([[1, 65535, 3]], dtype=np.uint16)
+    x, y = split_rows(rows, "cpu")
+    assert (x.tolist(), y.tolist()) == ([[1, 65535]], [[65535, 3]])
+    for tensor in (x, y, *split_rows(rows, "meta")):
+        assert tensor.shape == (1, 2) and tensor.dtype == torch.int64 and tensor.is_contiguous()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_batch_on_cuda_is_the_batch_on_the_cpu(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path, [60_000])
+    one, other = (PretrainTokenStreamDataset(folder, T=64, device=device, io="mmap") for device in ("cpu", "cuda"))
+    for mine, theirs in zip(
+        one.get_batch(B=8, generator=seeded()), other.get_batch(B=8, generator=seeded()), strict=True
+    ):
+        assert theirs.is_cuda and theirs.is_contiguous() and torch.equal(mine, theirs.cpu())
+
+
+# --- fingerprints -----------------------------------------------------------------------------------------------------
+
+
+def test_a_fingerprint_is_what_meta_json_says_of_the_content(tmp_path: Path) -> None:
+    build(tmp_path / "c", ["a" * 60], num_tokens=60)
+    meta = json.loads((tmp_path / "c" / "meta.json").read_text())
+    found = PretrainTokenStreamDataset(tmp_path / "c" / "train", T=4, device="cpu").fingerprint()
+    assert found == {"split": "train", "tokens": 60, "content_sha256": meta["content_sha256"], "tokenizer_sha256": None}
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_expect_opens_the_same_data_and_refuses_other_content(tmp_path: Path) -> None:
+    build(tmp_path / "c", ["a" * 60], num_tokens=60)
+    train = tmp_path / "c" / "train"
+    kept = PretrainTokenStreamDataset(train, T=4, device="cpu").fingerprint()
+    PretrainTokenStreamDataset(train, T=4, device="cpu", expect=kept)
+    build(tmp_path / "c", ["b" * 60], num_tokens=60)
+    with pytest.raises(CacheError, match=r"content_sha256 is .*, expected .*: not the data that was used before"):
+        PretrainTokenStreamDataset(train, T=4, device="cpu", expect=kept)
+    with pytest.raises(CacheError, match="content_sha256"):
+        EpochStream(train, T=4, global_batch_size=1, seed=0, expect=kept)
+
+
+def test_the_state_of_a_stream_is_good_as_expect(tmp_path: Path) -> None:
+    build(tmp_path / "c", ["a" * 60], num_tokens=60)
+    state = EpochStream(tmp_path / "c" / "train", T=4, global_batch_size=1, seed=0).state_dict()
+    PretrainTokenStreamDataset(tmp_path / "c" / "train", T=4, device="cpu", expect=state)
+
+
+def test_a_folder_of_another_tool_is_known_by_its_number_of_tokens(tmp_path: Path) -> None:
+    kept = PretrainSplit(write_shards(tmp_path / "a", [9, 9])).fingerprint()
+    assert kept == {"split": "a", "tokens": 18, "content_sha256": None, "tokenizer_sha256": None}
+    with pytest.raises(CacheError, match="tokens is 19, expected 18"):
+        PretrainSplit(write_shards(tmp_path / "a", [9, 10]), expect=kept)
+
+
+@pytest.mark.parametrize("expect", [{}, {"split": "train"}, [], "abc", 3])
+def test_an_expectation_that_is_no_fingerprint_is_refused(tmp_path: Path, expect: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected what fingerprint\(\) returned"):
+        PretrainSplit(write_shards(tmp_path, [9]), expect=expect)
