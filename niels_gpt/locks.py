@@ -1,4 +1,7 @@
-"""Lock files, which the kernel drops when their process ends in any way; their text says who holds them."""
+"""Locks, which the kernel drops when their process ends in any way.
+
+A builder has a lock file, whose text says who holds it; a reader has the folder of the version that it reads.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ import getpass
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from niels_gpt.fileio import CacheError, make_dir
+from niels_gpt.fileio import META_NAME, CacheError, make_dir
 
 logger = logging.getLogger(__name__)
 
@@ -100,3 +103,69 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a uid without an account, as in many containers
         return str(os.getuid())
+
+
+class VersionHold:
+    """A shared lock on the folder of a version, for as long as this object lives; true if it holds.
+
+    Locked is the folder, not its meta.json: that is replaced when the same tokens are described anew, and the lock
+    would stay with the old file, where `gc` does not ask. The folder stays the same, also when it is moved.
+    A forked child shares the lock, as it shares the reader: the kernel drops it with the last descriptor. A copy, and
+    what is unpickled, holds anew.
+    """
+
+    _handle: int | None = None
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self._handle = _open_folder(folder)
+            fcntl.flock(self._handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.stat(META_NAME, dir_fd=self._handle)  # after the lock: gc may have removed the version a moment before
+        except (OSError, ValueError):  # ValueError: a NUL in the name
+            self.__del__()
+
+    def __bool__(self) -> bool:
+        return self._handle is not None
+
+    def __reduce__(self) -> tuple[Callable[[Path], VersionHold], tuple[Path]]:
+        return hold_version, (self.folder,)
+
+    def __del__(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+
+def hold_version(folder: Path) -> VersionHold:
+    """Keep `gc` from removing a version while the returned object lives; nothing is written.
+
+    folder: of the version itself, already resolved: a link is not followed, for it may name another version by now.
+    Never raises. The object is false, and holds nothing, where the folder has no meta.json, gc is just removing it, or
+    the file system has no locks. A network file system may keep the lock from other machines.
+    """
+    return VersionHold(folder)
+
+
+@contextmanager
+def unless_held(folder: Path) -> Iterator[bool]:
+    """Yield whether no reader holds a version; if so, nobody can take hold of it within the block.
+
+    True too where that cannot be asked: no folder, or no locks on its file system.
+    """
+    handle = None
+    try:
+        try:
+            handle = _open_folder(folder)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        except OSError as error:
+            free = not isinstance(error, BlockingIOError)
+        yield free
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _open_folder(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

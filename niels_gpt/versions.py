@@ -136,8 +136,8 @@ def commit(work: Path, path: str | os.PathLike[str], content_sha256: str) -> Pat
             os.utime(version)  # the newest again
         else:
             fileio.remove(folder / DAMAGED)
-            if version.exists():
-                fileio.rename(version, folder / DAMAGED)  # files are missing, cut or changed
+            if version.exists():  # and files are missing, cut or changed: its readers find good ones at the same paths
+                fileio.rename(version, folder / DAMAGED)
             fileio.rename(work, version)
     fileio.remove(folder / DAMAGED)
     for left in filter(_is_leftover, version.iterdir()):
@@ -153,7 +153,8 @@ def commit(work: Path, path: str | os.PathLike[str], content_sha256: str) -> Pat
 def removable(path: str | os.PathLike[str]) -> list[tuple[Path, str]]:
     """Return what the cache at `path` no longer needs, and why: all versions but the two newest, and dead builds (D11).
 
-    The committed version always stays. Call it with `build_lock` held, or a build in progress looks dead.
+    The committed version always stays. Call it with `build_lock` held, or a build in progress looks dead. Whether a
+    reader has an old version open is not asked here: see `niels_gpt.locks.unless_held`.
     """
     folder = versions_dir(path)
     if folder.is_symlink() or folder.parent.is_symlink():

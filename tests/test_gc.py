@@ -3,10 +3,17 @@
 Run: pytest tests/test_gc.py
 """
 
+import copy
+import errno
+import fcntl
 import json
 import os
+import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +21,11 @@ import pytest
 from power_loss import MODELS, Disk, put, recorded_below, tree_of
 from small_builds import BATCH_ITEMS, Item, documents, pretrain, whole_version
 
+from niels_gpt import locks
 from niels_gpt.build import stream
+from niels_gpt.build.describe import Source
 from niels_gpt.cache import CacheError, cli
+from niels_gpt.locks import hold_version
 from niels_gpt.recipes import garbage
 from niels_gpt.recipes.garbage import collect
 from niels_gpt.versions import VERSIONS_DIR, build_lock, removable, versions_dir
@@ -379,3 +389,179 @@ def test_who_builds_meanwhile_is_told_that_gc_is_at_work(folder: Path, monkeypat
     monkeypatch.setattr(garbage, "discard", discard)
     assert len(list(collect(folder, dry_run=False))) == len(refused) == 1
     assert json.loads((folder / "c" / "meta.json").read_bytes())["seed"] == 2
+
+
+# --- versions that readers have open ----------------------------------------------------------------------------------
+
+READER = """
+import os, signal, sys
+from pathlib import Path
+from niels_gpt.locks import hold_version
+
+hold = hold_version(Path(sys.argv[1]))
+if sys.argv[2] == "forks":  # a child goes on; the one that opened the version is killed
+    if os.fork() == 0:
+        assert hold
+        print("holds", flush=True)
+    else:
+        os.wait()
+else:
+    print("holds" if hold else "holds nothing", flush=True)
+sys.stdin.read()
+del hold
+print("let go", flush=True)
+"""
+
+
+@contextmanager
+def reader(version: Path, how: str = "stays") -> Iterator[subprocess.Popen[str]]:
+    """Run a process that holds a version until its stdin ends."""
+    command = [sys.executable, "-c", READER, str(version), how]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "holds\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def ended(process: subprocess.Popen[str]) -> None:
+    """Let a reader, or the child that it has forked, come to its end."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    assert process.stdout.readline() == "let go\n"
+
+
+def three_versions(path: Path) -> list[Path]:
+    """Build three versions, of which gc removes the first; returns their folders."""
+    return [versions_dir(path) / pretrain(path, seed)["content_sha256"][:12] for seed in range(3)]
+
+
+def says_kept(lines: Iterator[str], version: Path) -> bool:
+    (line,) = lines
+    return line.startswith(f"kept {version} (") and line.endswith("): open in a reader")
+
+
+def test_a_version_that_another_process_has_open_stays_until_that_ends(folder: Path) -> None:
+    old, *_ = three_versions(folder / "c")
+    before = without_locks(folder)
+    with reader(old) as process:
+        assert says_kept(collect(folder, dry_run=True), old)
+        assert says_kept(collect(folder, dry_run=False), old)
+        assert without_locks(folder) == before
+        ended(process)
+    assert removed(collect(folder, dry_run=False)) == [old.name]
+
+
+def test_of_two_old_versions_the_one_that_nobody_has_open_goes(folder: Path) -> None:
+    first, second, _ = three_versions(folder / "c")
+    pretrain(folder / "c", 3)
+    with reader(second):
+        lines = list(collect(folder, dry_run=False))
+    assert [line.split(" (")[0] for line in lines] == [f"removed {first}", f"kept {second}"]
+    assert second.exists() and not first.exists()
+
+
+def test_a_reader_that_was_killed_holds_nothing(folder: Path) -> None:
+    old, *_ = three_versions(folder / "c")
+    with reader(old) as process:
+        process.kill()
+        process.wait()
+        assert removed(collect(folder, dry_run=False)) == [old.name]
+
+
+def test_a_child_that_a_reader_has_forked_holds_its_version_also_after_its_death(folder: Path) -> None:
+    old, *_ = three_versions(folder / "c")
+    with reader(old, "forks") as process:
+        process.kill()
+        process.wait()
+        assert says_kept(collect(folder, dry_run=False), old)
+        ended(process)
+        assert removed(collect(folder, dry_run=False)) == [old.name]
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda hold: pickle.loads(pickle.dumps(hold))])
+def test_a_copy_of_a_hold_holds_anew(folder: Path, again: Callable[[Any], Any]) -> None:
+    old, *_ = three_versions(folder / "c")
+    hold = hold_version(old)
+    second = again(hold)
+    del hold
+    assert second and says_kept(collect(folder, dry_run=False), old)
+    del second
+    assert removed(collect(folder, dry_run=False)) == [old.name]
+
+
+def test_a_version_that_is_described_anew_is_held_on(folder: Path) -> None:
+    first = pretrain(folder / "c")
+    version = (folder / "c").resolve()
+    hold, inode = hold_version(version), (version / "meta.json").stat().st_ino
+    second = pretrain(folder / "c", source=Source(name="another"))
+    assert (folder / "c").resolve() == version and first != second
+    assert (version / "meta.json").stat().st_ino != inode
+    for seed in (1, 2):
+        pretrain(folder / "c", seed)
+    assert hold and says_kept(collect(folder, dry_run=False), version)
+
+
+def test_a_folder_that_a_build_adopts_is_held_on(folder: Path) -> None:
+    content = pretrain(folder / "elsewhere")["content_sha256"]
+    shutil.copytree((folder / "elsewhere").resolve(), folder / "c")
+    hold = hold_version(folder / "c")
+    for seed in (1, 2):
+        pretrain(folder / "c", seed)
+    assert hold and says_kept(collect(folder, dry_run=False), versions_dir(folder / "c") / content[:12])
+
+
+def test_a_hold_writes_nothing_and_leaves_no_descriptor(folder: Path) -> None:
+    version, *_ = three_versions(folder / "c")
+    before, stat, handles = tree_of(folder), version.stat(), sorted(os.listdir("/proc/self/fd"))
+    hold = hold_version(version)
+    assert hold and len(os.listdir("/proc/self/fd")) == len(handles) + 1
+    del hold
+    assert tree_of(folder) == before and version.stat() == stat and sorted(os.listdir("/proc/self/fd")) == handles
+
+
+def test_who_opens_a_version_after_gc_has_asked_can_hold_it(folder: Path) -> None:
+    old, *_ = three_versions(folder / "c")
+    assert len(list(collect(folder, dry_run=True))) == 1
+    assert hold_version(old)
+
+
+def test_nobody_takes_hold_of_a_version_that_is_being_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, *_ = three_versions(folder / "c")
+    holds: list[bool] = []
+
+    def discard(path: Path) -> None:
+        holds.append(bool(hold_version(path)))
+        real(path)
+
+    real = garbage.discard
+    monkeypatch.setattr(garbage, "discard", discard)
+    assert removed(collect(folder, dry_run=False)) == [old.name] and holds == [False]
+
+
+@pytest.mark.parametrize("what", ["nothing", "a file", "a link", "no meta.json", "a NUL"])
+def test_what_is_no_version_is_not_held_and_is_no_error(folder: Path, what: str) -> None:
+    version, *_ = three_versions(folder / "c")
+    (folder / "empty").mkdir()
+    handles = sorted(os.listdir("/proc/self/fd"))
+    paths = {"nothing": "nowhere", "a file": "c/meta.json", "a link": "c", "no meta.json": "empty", "a NUL": "\0"}
+    hold = hold_version(folder / paths[what])
+    assert not hold and sorted(os.listdir("/proc/self/fd")) == handles
+    assert not pickle.loads(pickle.dumps(hold)) and hold_version(version)
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EACCES])
+def test_without_locks_on_folders_a_version_is_read_and_removed_as_ever(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    def flock(handle: int, operation: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{handle}"):
+            raise OSError(error, os.strerror(error))
+        real(handle, operation)
+
+    old, *_ = three_versions(folder / "c")
+    real = fcntl.flock
+    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    assert not hold_version(old)
+    assert removed(collect(folder, dry_run=False)) == [old.name]

@@ -1,10 +1,11 @@
-"""Readers that are open, or open themselves, while a cache is rebuilt have one version each (D11).
+"""Readers that are open, or open themselves, while a cache is rebuilt have one version each (D11), which gc leaves.
 
 Run: pytest tests/test_rebuild_under_readers.py
 """
 
 import multiprocessing
 import os
+import pickle
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from byte_tokenizer import ByteTokenizer, build
 
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset, build_sft_cache
+from niels_gpt.recipes.garbage import collect
 
 
 def test_an_sft_dataset_opened_while_the_cache_changes_has_tokens_and_offsets_of_one_version(
@@ -81,3 +83,38 @@ def test_a_reader_sees_one_version_at_a_time_while_the_cache_is_rebuilt_50_times
     opened, seen, last, wrong = receiver.recv()
     reader.join()
     assert wrong == "" and opened > 1 and set(seen) <= {first, second} and last == second
+
+
+def _read_on(path: str, connection: Connection) -> None:
+    """Open the cache; wait to be told how to go on; report the values of a batch of all shards; wait for the end."""
+    dataset = PretrainTokenStreamDataset(os.path.join(path, "train"), T=4, device="cpu")
+    connection.send(str(dataset.shards_dir.parent))
+    if connection.recv() == "as a copy":
+        dataset = pickle.loads(pickle.dumps(dataset))
+    x, _ = dataset.get_batch(B=200, generator=torch.Generator().manual_seed(0))
+    connection.send(sorted(set(x.flatten().tolist())))
+    connection.recv()
+
+
+def test_a_version_that_a_dataset_reads_outlives_two_rebuilds_and_gc_until_its_process_ends(tmp_path: Path) -> None:
+    texts = ["aaaaaaaaaabbbbbbbbbbcccccccccc", "d" * 30, "e" * 30]  # three shards of ten tokens each
+    build(tmp_path / "c", texts[:1])
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    reader = context.Process(target=_read_on, args=(str(tmp_path / "c"), theirs), daemon=True)
+    reader.start()
+    theirs.close()
+    version = ours.recv()
+    for text in texts[1:]:
+        build(tmp_path / "c", [text])
+    for dry_run in (True, False):
+        (line,) = collect(tmp_path, dry_run=dry_run)
+        assert line.startswith(f"kept {version} (") and line.endswith("): open in a reader")
+    ours.send("as a copy")
+    assert ours.recv() == [id + 10 for id in b"abc"]
+    (line,) = collect(tmp_path, dry_run=False)
+    assert line.startswith("kept ")
+    ours.send("end")
+    reader.join()
+    (line,) = collect(tmp_path, dry_run=False)
+    assert line.startswith(f"removed {version} (") and not Path(version).exists()
