@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,19 @@ def test_a_shard_that_vanished_after_opening_is_an_error_with_its_name(tmp_path:
         dataset.get_batch(B=4, generator=seeded())
 
 
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_a_cache_that_took_the_place_of_an_open_one_is_not_read_under_its_name(tmp_path: Path, io: Any) -> None:
+    build(tmp_path / "built", ["a" * 60], num_tokens=60)
+    shutil.copytree((tmp_path / "built").resolve(), tmp_path / "c")  # a real folder, as cp -rL makes it
+    dataset = PretrainTokenStreamDataset(tmp_path / "c" / "train", T=4, device="cpu", io=io)
+    pickled = pickle.dumps(dataset)
+    build(tmp_path / "c", ["b" * 60], num_tokens=60)
+    with pytest.raises(CacheError, match=r"the cache was replaced. Open it again"):
+        dataset.get_batch(B=4, generator=seeded())
+    with pytest.raises(CacheError, match=r"content_sha256 is .*, expected"):
+        pickle.loads(pickled)
+
+
 def anonymous_bytes() -> int:
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
@@ -206,7 +220,7 @@ def test_expect_opens_the_same_data_and_refuses_other_content(tmp_path: Path) ->
     build(tmp_path / "c", ["b" * 60], num_tokens=60)
     with pytest.raises(CacheError, match=r"content_sha256 is .*, expected .*: not the data that was used before"):
         PretrainTokenStreamDataset(train, T=4, device="cpu", expect=kept)
-    with pytest.raises(CacheError, match="content_sha256"):
+    with pytest.raises(CacheError, match=r"content_sha256"):
         EpochStream(train, T=4, global_batch_size=1, seed=0, expect=kept)
 
 

@@ -7,8 +7,9 @@ import os
 import re
 import stat
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -38,11 +39,13 @@ def mmap_tokens(path: str | os.PathLike[str], *, expected_bytes: int | None = No
     """
     handle = _opened(path, "token file")
     try:
-        size = _checked_size(path, os.fstat(handle).st_size, expected_bytes)
-        mapped = mmap.mmap(handle, size, access=mmap.ACCESS_READ)
+        return _map(handle, _checked_size(path, os.fstat(handle).st_size, expected_bytes))
     finally:
         os.close(handle)
-    return np.frombuffer(mapped, dtype=TOKEN_NUMPY_DTYPE)
+
+
+def _map(handle: int, size: int) -> NDArray[np.uint16]:
+    return np.frombuffer(mmap.mmap(handle, size, access=mmap.ACCESS_READ), dtype=TOKEN_NUMPY_DTYPE)
 
 
 def _checked_size(path: str | os.PathLike[str], size: int, expected_bytes: int | None) -> int:
@@ -76,13 +79,14 @@ class TokenFiles:
             raise ValueError(f"io={io!r}: expected one of {', '.join(get_args(IO))}")
         self.io = io
         self.paths = [path for path, _ in files]
-        self._bytes = [_size_on_disk(path, expected) for path, expected in files]
-        self.lengths: NDArray[np.int64] = np.array(self._bytes, dtype=np.int64) // TOKEN_BYTES
+        self._found = [_file_on_disk(path, expected) for path, expected in files]
+        self.lengths: NDArray[np.int64] = np.array([found.size for found in self._found], dtype=np.int64) // TOKEN_BYTES
         self._opened: dict[int, Any] = {}  # file number -> memoryview of bytes, or _Descriptor
         self._windows: NDArray[np.uint16] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": {}, "_windows": None}
+    def __reduce__(self) -> tuple[Any, ...]:
+        files = [(path, found.size) for path, found in zip(self.paths, self._found, strict=True)]
+        return partial(TokenFiles, io=self.io), (files,)
 
     def gather(self, files: NDArray[np.int64], starts: NDArray[np.int64], width: int) -> NDArray[np.uint16]:
         """Return uint16 [B, width]: `width` tokens of file files[b] from token starts[b] on, all of them inside it.
@@ -112,8 +116,11 @@ class TokenFiles:
 
     def _mapped(self, file: int) -> memoryview:
         if file not in self._opened:
-            tokens = mmap_tokens(self.paths[file], expected_bytes=self._bytes[file])
-            self._opened[file] = tokens.data.cast("B")
+            handle = self._open(file)
+            try:
+                self._opened[file] = _map(handle, self._found[file].size).data.cast("B")
+            finally:
+                os.close(handle)
         found: memoryview = self._opened[file]
         return found
 
@@ -125,7 +132,7 @@ class TokenFiles:
             if found != width * TOKEN_BYTES:
                 raise CacheError(
                     f"{self.paths[file]}: ends after {start * TOKEN_BYTES + found} bytes, expected "
-                    f"{self._bytes[file]}: it was cut while it was read. {_REBUILD}"
+                    f"{self._found[file].size}: it was cut while it was read. {_REBUILD}"
                 )
         return rows
 
@@ -133,26 +140,44 @@ class TokenFiles:
         """Return an open file; the one that was used longest ago is closed when there are too many."""
         found: _Descriptor | None = self._opened.pop(file, None)
         if found is None:
-            found = _Descriptor(self.paths[file])
-            _checked_size(self.paths[file], os.fstat(found.number).st_size, self._bytes[file])
+            found = _Descriptor(self._open(file))
             while len(self._opened) >= _MAX_OPEN_FILES:
                 del self._opened[next(iter(self._opened))]
         self._opened[file] = found
         return found
 
+    def _open(self, file: int) -> int:
+        """Return a descriptor of a file, once it is sure that it is the one that was there at first."""
+        path, expected = self.paths[file], self._found[file]
+        handle = _opened(path, "token file")
+        try:
+            found = os.fstat(handle)
+            _checked_size(path, found.st_size, expected.size)
+            if (found.st_dev, found.st_ino) != (expected.device, expected.inode):
+                raise CacheError(f"{path}: another file than when it was opened: the cache was replaced. Open it again")
+        except CacheError:
+            os.close(handle)
+            raise
+        return handle
+
 
 class _Descriptor:
     """An open file that is closed when nobody uses it any more, so that no other thread's read meets a closed one."""
 
-    def __init__(self, path: Path) -> None:
-        self.number = _opened(path, "token file")
+    def __init__(self, number: int) -> None:
+        self.number = number
 
     def __del__(self) -> None:
-        if "number" in self.__dict__:
-            os.close(self.number)
+        os.close(self.number)
 
 
-def _size_on_disk(path: Path, expected_bytes: int | None) -> int:
+class _OnDisk(NamedTuple):
+    size: int
+    device: int
+    inode: int
+
+
+def _file_on_disk(path: Path, expected_bytes: int | None) -> _OnDisk:
     try:
         found = os.lstat(path)
     except OSError:
@@ -161,7 +186,7 @@ def _size_on_disk(path: Path, expected_bytes: int | None) -> int:
         handle = _opened(path, "token file")
         found = os.fstat(handle)
         os.close(handle)
-    return _checked_size(path, found.st_size, expected_bytes)
+    return _OnDisk(_checked_size(path, found.st_size, expected_bytes), found.st_dev, found.st_ino)
 
 
 def load_idx(path: str | os.PathLike[str], *, num_tokens: int, expected_bytes: int | None = None) -> NDArray[np.int64]:

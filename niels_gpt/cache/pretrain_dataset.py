@@ -70,6 +70,17 @@ class PretrainSplit:
             raise CacheError(f"{folder / META_NAME}: split {split} names {strange[0]}, expected files below {split}/")
         return [(path_inside(folder, record["name"]), record["bytes"]) for record in records]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.meta is not None:  # a real folder's place may have been taken by another version since
+            found = reader_meta(self.folder.parent)
+            mine = self.fingerprint()
+            check_expected(
+                fingerprint(self.folder.parent, found, split=mine["split"], tokens=mine["tokens"]),
+                mine,
+                str(self.folder),
+            )
+
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each shard: int64 [shards]."""

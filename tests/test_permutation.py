@@ -1,0 +1,86 @@
+"""The order of an epoch: docs/reading.md's rules spelled out in plain integers beside the vectorized code.
+
+Run: pytest tests/test_permutation.py
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from niels_gpt.sampling.permutation import ROUNDS, mix, permute, random_keys
+
+WRAP = 2**64
+
+
+def plain_mix(z: int) -> int:
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % WRAP
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % WRAP
+    return z ^ z >> 31
+
+
+def plain_permute(index: int, size: int, keys: list[int], tweak: int) -> int:
+    half = 1
+    while 4**half < size:
+        half += 1
+    while True:
+        left, right = divmod(index, 2**half)
+        for key in keys:
+            left, right = right, left ^ plain_mix((right + plain_mix((key + tweak) % WRAP)) % WRAP) % 2**half
+        index = left * 2**half + right
+        if index < size:
+            return index
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(size=st.integers(1, 10**12), seed=st.integers(-(2**63), 2**64 - 1), data=st.data())
+def test_the_vectorized_order_is_the_documented_one(size: int, seed: int, data: st.DataObject) -> None:
+    drawn = data.draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, 2**40)), min_size=1, max_size=8))
+    indices, tweaks = (np.array([pair[i] for pair in drawn], dtype=np.int64) for i in (0, 1))
+    keys = random_keys(seed, ROUNDS)
+    expected = [plain_permute(index, size, keys.tolist(), tweak) for index, tweak in drawn]
+    assert permute(indices, size, keys, tweaks).tolist() == expected
+    alone = [int(permute(indices[i : i + 1], size, keys, tweaks[i : i + 1])[0]) for i in range(len(drawn))]
+    assert alone == expected
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**32), tweak=st.integers(0, 2**32))
+def test_every_index_has_one_place(size: int, seed: int, tweak: int) -> None:
+    found = permute(np.arange(size), size, random_keys(seed, ROUNDS), np.array([tweak]))
+    assert sorted(found.tolist()) == list(range(size))
+
+
+def test_the_order_of_seed_0_never_changes() -> None:
+    keys = random_keys(0, ROUNDS)
+    assert [permute(np.arange(10), 10, keys, np.array([epoch])).tolist() for epoch in (0, 1)] == [
+        [3, 6, 1, 2, 0, 4, 5, 8, 9, 7],
+        [3, 8, 1, 6, 2, 4, 5, 0, 7, 9],
+    ]
+
+
+def test_keys_are_those_of_a_torch_generator() -> None:
+    drawn = torch.randint(-(2**63), 2**63 - 1, (9,), generator=torch.Generator().manual_seed(5)).tolist()
+    assert random_keys(5, 9).tolist() == [number % WRAP for number in drawn]
+
+
+@pytest.mark.parametrize("seed", [1.0, True, "1", None, 2**64, -(2**63) - 1])
+def test_a_seed_that_torch_does_not_take_is_refused(seed: object) -> None:
+    with pytest.raises(ValueError, match="seed="):
+        random_keys(seed, 1)  # type: ignore[arg-type]
+
+
+def test_mix_is_the_finalizer_of_splitmix64() -> None:
+    # SplitMix64 with seed 0 begins so: its outputs are mix of the multiples of its increment.
+    steps = np.arange(1, 4, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    assert mix(steps).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+def test_neighbours_do_not_stay_together() -> None:
+    size = 10_000
+    for epoch in range(3):
+        order = permute(np.arange(size), size, random_keys(1, ROUNDS), np.array([epoch]))
+        assert abs(np.corrcoef(np.arange(size), order)[0, 1]) < 0.04  # 1 / sqrt(size) = 0.01 by chance
+        assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.04
+        assert (np.abs(np.diff(order)) == 1).sum() < 20  # 2 by chance
