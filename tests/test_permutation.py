@@ -65,6 +65,12 @@ def test_keys_are_those_of_a_torch_generator() -> None:
     assert random_keys(5, 9).tolist() == [number % WRAP for number in drawn]
 
 
+def test_all_64_bits_of_a_seed_matter() -> None:
+    assert len({tuple(random_keys(seed, 2).tolist()) for seed in (0, 2**32, 2**40, 2**63, -1, 2**32 - 1)}) == 6
+    upper = plain_mix(2**8)  # 2 ** 40 shifted right by 32
+    assert random_keys(2**40, 1).tolist() == [(random_keys(0, 1).tolist()[0] + upper) % WRAP]
+
+
 @pytest.mark.parametrize("seed", [1.0, True, "1", None, 2**64, -(2**63) - 1])
 def test_a_seed_that_torch_does_not_take_is_refused(seed: object) -> None:
     with pytest.raises(ValueError, match="seed="):

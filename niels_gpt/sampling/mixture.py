@@ -15,6 +15,7 @@ from niels_gpt.sampling.permutation import ROUNDS, permute, random_keys
 from niels_gpt.sampling.stream import STREAM_VERSION, Places, SampleStream
 
 WhenExhausted = Literal["repeat", "stop"] | int
+_BLOCK_SAMPLES = 2**16  # of which the composition is computed at once: memory, not speed
 
 
 class Phase(NamedTuple):
@@ -62,8 +63,9 @@ class MixtureStream(SampleStream):
         """
         self.streams, self.weights = list(streams), [float(weight) for weight in weights]
         self.block_size, self.seed, self.device = block_size, seed, "cpu"
-        given = [when_exhausted] if isinstance(when_exhausted, (str, int)) else when_exhausted
-        self.when_exhausted = list(given) * (len(self.streams) if isinstance(when_exhausted, (str, int)) else 1)
+        self.when_exhausted: list[Any] = [when_exhausted] * len(self.streams)
+        if isinstance(when_exhausted, Sequence) and not isinstance(when_exhausted, str):
+            self.when_exhausted = list(when_exhausted)
         self._check()
         like = self.streams[0]
         super().__init__(
@@ -71,11 +73,11 @@ class MixtureStream(SampleStream):
         )
         self.T = like.T
         self._keys = random_keys(seed, ROUNDS)
-        self._phases = _phases(self.weights, self._limits(), self.when_exhausted, block_size)
+        stops = [rule == "stop" for rule in self.when_exhausted]
+        self._phases, last_of_stop = _phases(self.weights, self._limits(), stops, block_size)
         self.counts = self._phases[0].counts
         """Samples of each source in a block, int64 [sources], until one is exhausted and others fill its place."""
-        last = self._phases[-1]
-        self.num_samples = None if last.blocks is None else last.first + last.blocks * last.size
+        self.num_samples = self._end(last_of_stop)
 
     def _check(self) -> None:
         if not self.streams or {len(self.weights), len(self.when_exhausted)} != {len(self.streams)}:
@@ -134,22 +136,51 @@ class MixtureStream(SampleStream):
     def _progress(self, consumed: int) -> dict[str, int]:
         return {"consumed_samples": consumed}
 
+    def _end(self, last_of_stop: dict[int, int]) -> int | None:
+        """Return how many samples there are. last_of_stop: which one of the last block ends it, of its source."""
+        last = self._phases[-1]
+        if last.blocks is None:
+            return None
+        if not last_of_stop:
+            return last.first + last.blocks * last.size
+        sources, ranks = self._composition(last, np.zeros(1, dtype=np.int64))
+        ends = [(sources[0] == s) & (ranks[0] == rank) for s, rank in last_of_stop.items()]
+        return last.first + min(int(np.argmax(end)) for end in ends) + 1
+
     def locate(self, samples: NDArray[np.int64]) -> Places:
         """Return source, shard and first token of the windows that samples of these numbers are: [n]."""
         shards, starts, sources, numbers = np.empty((4, len(samples)), dtype=np.int64)
         phase_of = np.searchsorted([phase.first for phase in self._phases], samples, side="right") - 1
-        for number in np.unique(phase_of):
-            phase, own = self._phases[number], phase_of == number
+        for phase_number in np.unique(phase_of):
+            phase, own = self._phases[phase_number], np.flatnonzero(phase_of == phase_number)
             blocks, positions = np.divmod(samples[own] - phase.first, phase.size)
-            slots = permute(positions, phase.size, self._keys, phase.first_block + blocks)
-            ends = np.cumsum(phase.counts)
-            sources[own] = source = np.searchsorted(ends, slots, side="right")
-            in_block = slots - (ends - phase.counts)[source]
-            numbers[own] = phase.consumed[source] + blocks * phase.counts[source] + in_block
+            named = np.unique(blocks)
+            at_once = max(1, _BLOCK_SAMPLES // phase.size)
+            for part in (named[first : first + at_once] for first in range(0, len(named), at_once)):
+                here = np.flatnonzero((blocks >= part[0]) & (blocks <= part[-1]))
+                found = np.searchsorted(part, blocks[here]), positions[here]
+                source, rank = (whole[found] for whole in self._composition(phase, part))
+                sources[own[here]] = source
+                numbers[own[here]] = phase.consumed[source] + blocks[here] * phase.counts[source] + rank
         for number in np.unique(sources):
-            own = sources == number
-            shards[own], starts[own], _ = self.streams[number].locate(numbers[own])
+            of_source = sources == number
+            shards[of_source], starts[of_source], _ = self.streams[number].locate(numbers[of_source])
         return Places(shards, starts, sources)
+
+    def _composition(self, phase: Phase, blocks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the source of each sample of some blocks, and how many of that source precede it in its block.
+
+        blocks: [b], counted from the phase's first. Both int64 [b, samples of a block].
+        """
+        positions, size = np.tile(np.arange(phase.size), len(blocks)), phase.size
+        slots = permute(positions, size, self._keys, np.repeat(phase.first_block + blocks, size))
+        ends = np.cumsum(phase.counts)
+        sources = np.searchsorted(ends, slots.reshape(len(blocks), size), side="right")
+        by_source = np.argsort(sources.astype(np.uint16), axis=1, kind="stable")
+        ranks = np.empty_like(sources)
+        counted = np.arange(size) - np.repeat(ends - phase.counts, phase.counts)
+        np.put_along_axis(ranks, by_source, np.broadcast_to(counted, ranks.shape), axis=1)
+        return sources, ranks
 
     def rows(self, places: Places) -> NDArray[np.uint16]:
         """Return the windows at these places: uint16 [n, T + 1]. Raises: CacheError for ids outside the vocabulary."""
@@ -161,36 +192,43 @@ class MixtureStream(SampleStream):
         return rows
 
 
-def _phases(weights: list[float], limits: list[int | None], rules: list[WhenExhausted], block_size: int) -> list[Phase]:
-    """Return the phases of a mixture: a source that ends begins a new one. There are at most two for each source."""
+def _phases(
+    weights: list[float], limits: list[int | None], stops: list[bool], block_size: int
+) -> tuple[list[Phase], dict[int, int]]:
+    """Return the phases of a mixture: a source that ends begins a new one. There are at most two for each source.
+
+    Also: where the mixture stops in the only block of its last phase: source -> which one of its samples in the block
+    is its last. Empty where it does not stop.
+    """
     phases: list[Phase] = []
     left: list[float] = [math.inf if limit is None else limit for limit in limits]
-    stops = [rule == "stop" for rule in rules]
     consumed = np.zeros(len(weights), dtype=np.int64)
     first = first_block = 0
-    while all(left[s] for s, stop in enumerate(stops) if stop) and any(left):
+    while any(left):
         counts = _shared_out(
             block_size, weights, [math.inf if stop else n for n, stop in zip(left, stops, strict=True)]
         )
         if not phases and not counts.all():
+            rare = int(np.argmin(counts))
             raise ValueError(
-                f"block_size={block_size}: source {int(np.argmin(counts))} would have no sample in a block, expected "
-                f"at least {math.ceil(math.fsum(weights) / min(weights))} for these weights"
+                f"weights[{rare}]={weights[rare]}: no sample of it in a block of block_size={block_size}, expected "
+                f"block_size={math.ceil(math.fsum(weights) / weights[rare])} or more for it"
             )
-        ending = [s for s, stop in enumerate(stops) if stop and left[s] < counts[s]]
-        if ending:  # the last block, cut to what the source that ends has left
-            last = min(ending, key=lambda s: left[s] / counts[s])
-            counts = int(left[last]) * counts // counts[last]
-        blocks = min(
-            n if n == math.inf else n // count for n, count in zip(left, counts.tolist(), strict=True) if count
-        )
+        # Of a source that stops the mixture the block with its last sample is a phase of its own.
+        full = [
+            n if n == math.inf else (n - stop) // count
+            for n, count, stop in zip(left, counts.tolist(), stops, strict=True)
+            if count
+        ]
+        ending = {s: int(left[s]) - 1 for s, stop in enumerate(stops) if stop and left[s] <= counts[s]}
+        blocks = 1 if ending else min(full)
         phases.append(Phase(first, first_block, counts, consumed.copy(), None if blocks == math.inf else int(blocks)))
         if ending or blocks == math.inf:
-            break
+            return phases, ending
         left = [n - blocks * count for n, count in zip(left, counts.tolist(), strict=True)]
         consumed += int(blocks) * counts
         first, first_block = first + int(blocks) * phases[-1].size, first_block + int(blocks)
-    return phases
+    return phases, {}
 
 
 def _shared_out(total: int, weights: list[float], left: list[float]) -> NDArray[np.int64]:

@@ -20,13 +20,14 @@ _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 def random_keys(seed: int, count: int) -> NDArray[np.uint64]:
     """Return `count` keys, uint64 [count], drawn from a torch.Generator with that seed.
 
+    torch's generator on the CPU looks at the lower 32 bits of a seed only; the upper ones are hashed and added.
     Raises: ValueError for a seed that torch.Generator does not take.
     """
     if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed={seed!r}: expected an integer from -2**63 to 2**64 - 1")
     generator = torch.Generator().manual_seed(seed)
     drawn: NDArray[np.int64] = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator).numpy()
-    return drawn.view(np.uint64)
+    return drawn.view(np.uint64) + mix(np.array([seed % 2**64 >> 32], dtype=np.uint64))  # mix(0) is 0
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -26,7 +26,7 @@ STREAM_VERSION = 1
 
 _BLOCK = 4096  # samples whose places are computed at once: 0.1 to 0.5 us each then, 5 us for one alone
 _MAX_CONSUMED = 2**62
-_CONTENT = ("split", "tokens", "content_sha256")
+_CONTENT = ("split", "tokens", "content_sha256", "tokenizer_sha256")
 
 
 @dataclass(eq=False)
@@ -181,14 +181,10 @@ class SampleStream(IterableDataset[Batch]):
             worker anywhere but in the same worker of as many.
         """
         _check_identity(state, self.identity(), "state", allow_other_content)
-        consumed = state.get("consumed_samples")
-        if not isinstance(consumed, int) or isinstance(consumed, bool) or not 0 <= consumed <= _MAX_CONSUMED:
-            raise ValueError(f"state: consumed_samples is {shortened(consumed)}, expected an integer of 0 or more")
+        consumed = _count(state, "consumed_samples")
         for key, value in self._progress(consumed).items():
-            if state.get(key) != value and not allow_other_content:
-                raise ValueError(
-                    f"state: {key} is {shortened(state.get(key))}, expected {value} after {consumed} samples"
-                )
+            if _count(state, key) != value and not allow_other_content:
+                raise ValueError(f"state: {key} is {state[key]}, expected {value} after {consumed} samples")
         info = get_worker_info()
         mine = None if info is None else [info.id, info.num_workers, self.global_batch_size]
         if "worker" in state and state["worker"] != mine:
@@ -198,6 +194,13 @@ class SampleStream(IterableDataset[Batch]):
             )
         self._consumed = consumed
         self._in_workers.fill_(0)
+
+
+def _count(state: Mapping[str, Any], key: str) -> int:
+    found = state.get(key)
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= _MAX_CONSUMED:
+        raise ValueError(f"state: {key} is {shortened(found)}, expected an integer of 0 or more")
+    return found
 
 
 def _check_identity(state: Any, mine: dict[str, Any], where: str, allow_other_content: bool) -> None:
@@ -215,10 +218,14 @@ def _check_identity(state: Any, mine: dict[str, Any], where: str, allow_other_co
                 _check_identity(one, other, f"{where}: {key}[{number}]", allow_other_content)
         elif found != value or type(found) is not type(value):
             said = f"{where}: {key} is {shortened(found)}, but this stream's is {shortened(value)}"
+            if key not in _CONTENT:
+                raise ValueError(f"{said}. Open the stream as it was, or begin anew without the state")
+            if key == "tokens":
+                _count(state, key)
+            elif not isinstance(found, str | None):
+                raise ValueError(f"{said}, expected what state_dict() returned")
             if key == "tokenizer_sha256" and None not in (found, value):
                 raise CacheError(f"{said}: its ids mean other text. Open the cache that the state was taken from")
-            if key != "tokenizer_sha256" and key not in _CONTENT:
-                raise ValueError(f"{said}. Open the stream as it was, or begin anew without the state")
             if not allow_other_content:
                 raise CacheError(
                     f"{said}: not the text that was read. Open the version of that time, or go on in the other text "
