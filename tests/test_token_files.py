@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import pickle
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +84,16 @@ def test_both_ways_to_read_gather_what_slices_of_the_files_hold(
             assert (found.shape, found.dtype, found.tolist()) == ((len(drawn), width), np.uint16, expected)
 
 
+def test_joined_files_are_numbered_on_from_one_part_to_the_next(tmp_path: Path) -> None:
+    folders = [write_shards(tmp_path / name, lengths) for name, lengths in (("a", [5, 6]), ("b", [7]))]
+    parts = [TokenFiles([(path, None) for path in sorted(folder.iterdir())]) for folder in folders]
+    joined = TokenFiles.joined(parts)
+    assert joined.lengths.tolist() == [5, 6, 7] and joined.paths == parts[0].paths + parts[1].paths
+    assert joined.gather(np.array([2, 1]), np.array([1, 0]), 2).tolist() == [[1, 2], [5, 6]]
+    with pytest.raises(ValueError, match=r"\['mmap', 'pread'\]: expected one for all"):
+        TokenFiles.joined([parts[0], TokenFiles([], io="pread")])
+
+
 @pytest.mark.parametrize("open_it", [PretrainTokenStreamDataset, EpochStream])
 def test_pread_gives_the_same_batches_and_maps_nothing(tmp_path: Path, open_it: type) -> None:
     folder = write_shards(tmp_path / "train", [50, 60, 70])
@@ -100,7 +111,10 @@ def test_pread_gives_the_same_batches_and_maps_nothing(tmp_path: Path, open_it: 
     assert by_reads == batch("mmap")
 
 
-def test_pread_keeps_128_files_open_at_most_and_closes_them_all(tmp_path: Path) -> None:
+def test_pread_keeps_an_eighth_of_the_limit_open_at_most_and_closes_them_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     folder = write_shards(tmp_path / "train", [5] * 200)
     dataset = PretrainTokenStreamDataset(folder, T=4, device="cpu", io="pread")
     x, _ = dataset.get_batch(B=2000, generator=seeded())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import resource
 import stat
 from collections.abc import Sequence
 from functools import partial
@@ -21,7 +22,6 @@ from niels_gpt.records import open_regular, shortened
 
 _REBUILD = "Rebuild the cache: python -m niels_gpt.cache.cli build-all"
 _OFFSET_BYTES = 8
-_MAX_OPEN_FILES = 128  # of one TokenFiles with io="pread"; a process may have 1,024 where nobody raised the limit
 _MAX_HEADER = 1 << 16  # version 1.0 of .npy has no longer one
 # What numpy.save writes for any array without fields; evaluating the header, as numpy.load does, is not needed.
 _NPY_HEADER = re.compile(
@@ -67,7 +67,7 @@ class TokenFiles:
     """Token files of known sizes, each of which is opened when it is first read.
 
     Safe to fork and to pickle. No anonymous memory is kept but the answers: a map is of the file's own pages, which the
-    system takes back when it needs them; with io="pread" at most 128 files stay open.
+    system takes back when it needs them; with io="pread" an eighth of the files that a process may have stays open.
     """
 
     def __init__(self, files: Sequence[tuple[Path, int | None]], *, io: IO = "mmap") -> None:
@@ -77,12 +77,23 @@ class TokenFiles:
         """
         if io not in get_args(IO):
             raise ValueError(f"io={io!r}: expected one of {', '.join(get_args(IO))}")
-        self.io = io
-        self.paths = [path for path, _ in files]
-        self._found = [_file_on_disk(path, expected) for path, expected in files]
-        self.lengths: NDArray[np.int64] = np.array([found.size for found in self._found], dtype=np.int64) // TOKEN_BYTES
+        self._hold([path for path, _ in files], [_file_on_disk(path, expected) for path, expected in files], io)
+
+    def _hold(self, paths: list[Path], found: list[_OnDisk], io: IO) -> None:
+        self.paths, self._found, self.io = paths, found, io
+        self.lengths: NDArray[np.int64] = np.array([file.size for file in found], dtype=np.int64) // TOKEN_BYTES
         self._opened: dict[int, Any] = {}  # file number -> memoryview of bytes, or _Descriptor
         self._windows: NDArray[np.uint16] | None = None
+        self._max_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenFiles]) -> TokenFiles:
+        """Return the files of several in one, numbered on; none is opened. Raises: ValueError unless io is the same."""
+        if len({part.io for part in parts}) != 1:
+            raise ValueError(f"io of the parts is {[part.io for part in parts]}: expected one for all")
+        files = cls([], io=parts[0].io)
+        files._hold([p for part in parts for p in part.paths], [f for part in parts for f in part._found], files.io)
+        return files
 
     def __reduce__(self) -> tuple[Any, ...]:
         files = [(path, found.size) for path, found in zip(self.paths, self._found, strict=True)]
@@ -141,7 +152,7 @@ class TokenFiles:
         found: _Descriptor | None = self._opened.pop(file, None)
         if found is None:
             found = _Descriptor(self._open(file))
-            while len(self._opened) >= _MAX_OPEN_FILES:
+            while len(self._opened) >= self._max_open:
                 del self._opened[next(iter(self._opened))]
         self._opened[file] = found
         return found

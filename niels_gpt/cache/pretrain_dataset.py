@@ -96,13 +96,7 @@ class PretrainSplit:
 
         Raises: CacheError, naming file and place, where a row has an id that is not below meta.json's vocab_size.
         """
-        rows = self.files.gather(shards, starts, width)
-        # The largest id by argmax, which numpy finds in half the time of max.
-        if self.vocab_size is not None and rows.size and rows.item(rows.argmax()) >= self.vocab_size:
-            row, column = np.argwhere(rows >= self.vocab_size)[0].tolist()
-            path, place = self.files.paths[shards[row]], int(starts[row]) + column
-            raise outside_vocabulary(path, place, int(rows[row, column]), self.vocab_size)
-        return rows
+        return gathered(self.files, self.vocab_size, shards, starts, width)
 
 
 class PretrainTokenStreamDataset:
@@ -166,6 +160,22 @@ class PretrainTokenStreamDataset:
         windows = drawn.cpu().numpy()
         shards = np.searchsorted(self._ends, windows, side="right")
         return split_rows(self._split.rows(shards, windows - self._begins[shards], self.T + 1), self.device)
+
+
+def gathered(
+    files: TokenFiles, vocab_size: int | None, shards: NDArray[np.int64], starts: NDArray[np.int64], width: int
+) -> NDArray[np.uint16]:
+    """Return `files.gather(shards, starts, width)`.
+
+    Raises: CacheError, naming file and place, where a row has an id that is not below vocab_size; None: any is good.
+    """
+    rows = files.gather(shards, starts, width)
+    # The largest id by argmax, which numpy finds in half the time of max.
+    if vocab_size is not None and rows.size and rows.item(rows.argmax()) >= vocab_size:
+        row, column = np.argwhere(rows >= vocab_size)[0].tolist()
+        place = int(starts[row]) + column
+        raise outside_vocabulary(files.paths[shards[row]], place, int(rows[row, column]), vocab_size)
+    return rows
 
 
 def split_rows(rows: NDArray[np.uint16], device: str | torch.device) -> tuple[Any, Any]:

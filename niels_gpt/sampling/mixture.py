@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from niels_gpt.cache.mmap import TokenFiles
+from niels_gpt.cache.pretrain_dataset import gathered
 from niels_gpt.fileio import CacheError
 from niels_gpt.sampling.epochs import EpochStream
 from niels_gpt.sampling.permutation import ROUNDS, permute, random_keys
@@ -73,6 +75,8 @@ class MixtureStream(SampleStream):
         )
         self.T = like.T
         self._keys = random_keys(seed, ROUNDS)
+        files = [stream.split.files for stream in self.streams]
+        self._files, self._first_files = TokenFiles.joined(files), np.cumsum([0, *(len(part.paths) for part in files)])
         stops = [rule == "stop" for rule in self.when_exhausted]
         self._phases, last_of_stop = _phases(self.weights, self._limits(), stops, block_size)
         self.counts = self._phases[0].counts
@@ -148,7 +152,10 @@ class MixtureStream(SampleStream):
         return last.first + min(int(np.argmax(end)) for end in ends) + 1
 
     def locate(self, samples: NDArray[np.int64]) -> Places:
-        """Return source, shard and first token of the windows that samples of these numbers are: [n]."""
+        """Return source, shard and first token of the windows that samples of these numbers are: [n].
+
+        Shards are counted on from one source to the next.
+        """
         shards, starts, sources, numbers = np.empty((4, len(samples)), dtype=np.int64)
         phase_of = np.searchsorted([phase.first for phase in self._phases], samples, side="right") - 1
         for phase_number in np.unique(phase_of):
@@ -165,6 +172,7 @@ class MixtureStream(SampleStream):
         for number in np.unique(sources):
             of_source = sources == number
             shards[of_source], starts[of_source], _ = self.streams[number].locate(numbers[of_source])
+        shards += self._first_files[sources]
         return Places(shards, starts, sources)
 
     def _composition(self, phase: Phase, blocks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -184,12 +192,7 @@ class MixtureStream(SampleStream):
 
     def rows(self, places: Places) -> NDArray[np.uint16]:
         """Return the windows at these places: uint16 [n, T + 1]. Raises: CacheError for ids outside the vocabulary."""
-        assert places.sources is not None
-        rows = np.empty((len(places.shards), self.T + 1), dtype=np.uint16)
-        for number in np.unique(places.sources):
-            own = places.sources == number
-            rows[own] = self.streams[number].rows(Places(places.shards[own], places.starts[own]))
-        return rows
+        return gathered(self._files, self.streams[0].split.vocab_size, places.shards, places.starts, self.T + 1)
 
 
 def _phases(
