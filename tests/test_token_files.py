@@ -10,6 +10,7 @@ import pickle
 import resource
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,54 @@ def test_split_rows_are_the_row_and_its_shift_on_any_device() -> None:
     assert (x.tolist(), y.tolist()) == ([[1, 65535]], [[65535, 3]])
     for tensor in (x, y, *split_rows(rows, "meta")):
         assert tensor.shape == (1, 2) and tensor.dtype == torch.int64 and tensor.is_contiguous()
+
+
+SEEN: list[Callable[[torch.Tensor, torch.Tensor], Any]] = [
+    lambda x, y: x,
+    lambda x, y: y,
+    lambda x, y: x.view(-1)[5:],
+    lambda x, y: y.detach().T,
+    lambda x, y: y.numpy()[3:, ::2],
+    lambda x, y: torch.from_dlpack(x),
+    lambda x, y: memoryview(x.numpy()),
+    lambda x, y: x.untyped_storage(),
+    lambda x, y: torch.nn.Parameter(x, requires_grad=False),
+]
+
+
+def bytes_seen(kept: Any) -> bytes:
+    return bytes(kept) if isinstance(kept, torch.UntypedStorage) else np.asarray(kept).tobytes()
+
+
+@pytest.mark.parametrize("see", SEEN)
+def test_what_can_still_be_seen_of_a_batch_is_never_overwritten(see: Callable[..., Any]) -> None:
+    kept, copies = [], []
+    for number in range(12):
+        kept.append(see(*split_rows(np.full((64, 257), number, dtype=np.uint16), "cpu")))
+        copies.append(bytes_seen(kept[-1]))
+        assert set(np.frombuffer(copies[-1], dtype=np.int64).tolist()) == {number}
+    assert [bytes_seen(one) for one in kept] == copies
+
+
+def test_the_memory_of_a_batch_that_is_gone_is_used_again() -> None:
+    rows = np.zeros((64, 257), dtype=np.uint16)
+    places = set()
+    for _ in range(20):
+        x, y = split_rows(rows, "cpu")
+        places |= {x.data_ptr(), y.data_ptr()}
+    assert len(places) == 4  # two batches: the next is made while the last one is still there
+
+
+def test_two_threads_never_share_the_memory_of_a_batch() -> None:
+    def fill(number: int) -> bool:
+        good = True
+        for _ in range(200):
+            x, y = split_rows(np.full((64, 257), number, dtype=np.uint16), "cpu")
+            good &= bool((x == number).all() and (y == number).all())
+        return good
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(fill, range(8)))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
+import sys
+import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -185,11 +188,43 @@ def split_rows(rows: NDArray[np.uint16], device: str | torch.device) -> tuple[An
     the call does not wait for the copy.
     """
     if str(device) == "cpu":  # numpy casts in half the time of torch
-        return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
+        x, y = int64_array((2, rows.shape[0], rows.shape[1] - 1))
+        x[...], y[...] = rows[:, :-1], rows[:, 1:]
+        return torch.from_numpy(x), torch.from_numpy(y)
     narrow = torch.from_numpy(rows)
     on_cuda = torch.device(device).type == "cuda"
     moved = (narrow.pin_memory() if on_cuda else narrow).to(device, non_blocking=on_cuda)
     return moved[:, :-1].to(torch.int64).contiguous(), moved[:, 1:].to(torch.int64).contiguous()
+
+
+_KEPT_ARRAYS = 4
+_FRESH_BYTES = 1 << 17  # below, malloc gives memory that the process has touched before
+_recycled = threading.local()  # one list for each thread, so that no two find the same array unused
+
+
+def int64_array(shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return an uninitialized array, of the memory of an earlier one that nothing refers to any more if there is one.
+
+    Large arrays come fresh from the system each time, and its page faults cost several times what filling them does. A
+    tensor made of a part of the array refers to it, as does every view of that tensor; so memory that anybody can still
+    see is never given out. At most 4 arrays of a thread are remembered, and kept.
+    """
+    if 8 * math.prod(shape) < _FRESH_BYTES:
+        return np.empty(shape, dtype=np.int64)
+    arrays: list[NDArray[np.int64]] = _recycled.__dict__.setdefault("arrays", [])
+    for number, references in enumerate(_references(arrays)):
+        if references == _UNUSED and arrays[number].shape == shape:
+            return arrays[number]
+    arrays.append(np.empty(shape, dtype=np.int64))
+    del arrays[:-_KEPT_ARRAYS]
+    return arrays[-1]
+
+
+def _references(arrays: list[NDArray[np.int64]]) -> list[int]:
+    return [sys.getrefcount(array) for array in arrays]
+
+
+_UNUSED = _references([np.empty(0, dtype=np.int64)])[0]  # by the list alone; versions of Python count differently
 
 
 def outside_vocabulary(path: Path, token: int, id: int, vocab_size: int) -> CacheError:
