@@ -4,6 +4,7 @@ Run: pytest tests/test_sft_masking.py
 """
 
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from niels_gpt.cache import SFTExampleDataset
-from niels_gpt.cache.sft_dataset import target_mask
+from niels_gpt.cache.formats import target_mask
 
 SYS, USR, ASST, EOT = 1, 2, 3, 4
 S, U, A, B = 10, 11, 12, 13  # one word each of the system, the user and the assistant
@@ -34,13 +35,17 @@ SPEC_TABLE = [
 ]
 
 
-def batch_of_one(example: list[int], T: int) -> tuple[list[int], list[int], list[int]]:
-    """Return x, y and y_masked of a cache that holds one example."""
+def batch_of_one(example: list[int], T: int, *, has_target: bool = True) -> tuple[list[int], list[int], list[int]]:
+    """Return x, y and y_masked of a cache that holds one example; the dataset warns of one without a target."""
+    warns: AbstractContextManager[object] = nullcontext()
+    if not has_target:
+        warns = pytest.warns(UserWarning, match="1 of 1 rows have no target")
     with tempfile.TemporaryDirectory() as name:
         tokens, idx = Path(name, "train_tokens.bin"), Path(name, "train_idx.npy")
         tokens.write_bytes(np.asarray(example, dtype="<u2").tobytes())
         np.save(idx, np.zeros(1, dtype=np.int64))
-        dataset = SFTExampleDataset(str(tokens), str(idx), T=T, device="cpu", eot_id=EOT, asst_id=ASST)
+        with warns:
+            dataset = SFTExampleDataset(str(tokens), str(idx), T=T, device="cpu", eot_id=EOT, asst_id=ASST)
         x, y, masked = dataset.get_batch(B=1, generator=torch.Generator().manual_seed(0))
     return x[0].tolist(), y[0].tolist(), masked[0].tolist()
 
@@ -71,7 +76,8 @@ def test_a_reply_cut_by_t_keeps_the_targets_that_are_left() -> None:
 
 
 def test_a_row_cut_before_the_reply_has_no_target() -> None:
-    assert batch_of_one([USR, U, EOT, ASST, A, EOT], T=3) == ([USR, U, EOT], [U, EOT, ASST], [NO, NO, NO])
+    batch = batch_of_one([USR, U, EOT, ASST, A, EOT], T=3, has_target=False)
+    assert batch == ([USR, U, EOT], [U, EOT, ASST], [NO, NO, NO])
 
 
 def test_padding_is_no_target_even_where_the_example_lacks_its_eot() -> None:
@@ -79,18 +85,19 @@ def test_padding_is_no_target_even_where_the_example_lacks_its_eot() -> None:
 
 
 def test_padding_after_a_bare_assistant_sentinel_is_no_target() -> None:
-    assert batch_of_one([USR, U, EOT, ASST], T=5)[2] == [NO, NO, NO, NO, NO]
+    assert batch_of_one([USR, U, EOT, ASST], T=5, has_target=False)[2] == [NO, NO, NO, NO, NO]
 
 
 def test_a_chat_without_assistant_has_no_target() -> None:
-    assert batch_of_one([SYS, S, EOT, USR, U, EOT], T=6)[2] == [NO] * 6
+    assert batch_of_one([SYS, S, EOT, USR, U, EOT], T=6, has_target=False)[2] == [NO] * 6
 
 
 def test_rows_of_a_batch_do_not_leak_into_each_other(tmp_path: Path) -> None:
     examples = [[ASST, A, A, A], [USR, U, EOT, USR]]  # an open reply first, then a row without one
     (tmp_path / "t.bin").write_bytes(np.asarray([*examples[0], *examples[1]], dtype="<u2").tobytes())
     np.save(tmp_path / "i.npy", np.array([0, 4]))
-    dataset = SFTExampleDataset(tmp_path / "t.bin", tmp_path / "i.npy", T=3, device="cpu", eot_id=EOT, asst_id=ASST)
+    with pytest.warns(UserWarning, match="1 of 2 rows have no target"):
+        dataset = SFTExampleDataset(tmp_path / "t.bin", tmp_path / "i.npy", T=3, device="cpu", eot_id=EOT, asst_id=ASST)
     x, _, masked = dataset.get_batch(B=32, generator=torch.Generator().manual_seed(0))
     expected = {ASST: [A, A, A], USR: [NO, NO, NO]}
     assert {ASST, USR} == set(x[:, 0].tolist())
@@ -147,3 +154,28 @@ def test_target_mask_is_what_a_walk_over_the_tokens_finds(rows: list[tuple[list[
     lengths = np.array([length for _, length in rows], dtype=np.int64)
     mask = target_mask(ids, lengths, asst_id=ASST, eot_id=EOT)
     assert mask.tolist() == [obvious_mask(row, length) for row, length in rows]
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
+def test_rows_of_nothing_have_no_target(shape: tuple[int, int]) -> None:
+    ids, lengths = np.zeros(shape, dtype=np.uint16), np.zeros(shape[0], dtype=np.int64)
+    assert target_mask(ids, lengths, asst_id=ASST, eot_id=EOT).shape == shape
+
+
+def test_one_id_for_both_sentinels_gives_no_target() -> None:
+    ids = np.array([[ASST, A, ASST, B]], dtype=np.uint16)
+    assert not target_mask(ids, np.array([4]), asst_id=ASST, eot_id=ASST).any()
+
+
+def test_a_reply_longer_than_its_length_has_targets_up_to_it() -> None:
+    ids = np.array([[ASST, A, B, ASST, A], [A, ASST, A, EOT, ASST]], dtype=np.uint16)
+    mask = target_mask(ids, np.array([2, 5]), asst_id=ASST, eot_id=EOT)
+    assert mask.tolist() == [[False, True, False, False, False], [False, False, True, True, False]]
+
+
+def test_another_device_than_the_cpu_gets_the_same_shapes(tmp_path: Path) -> None:
+    (tmp_path / "t.bin").write_bytes(np.asarray([USR, U, EOT, ASST, A, EOT], dtype="<u2").tobytes())
+    np.save(tmp_path / "i.npy", np.zeros(1, dtype=np.int64))
+    dataset = SFTExampleDataset(tmp_path / "t.bin", tmp_path / "i.npy", T=7, device="meta", eot_id=EOT, asst_id=ASST)
+    batch = dataset.get_batch(B=3, generator=torch.Generator())
+    assert all(t.shape == (3, 7) and t.dtype == torch.int64 and t.device.type == "meta" for t in batch)

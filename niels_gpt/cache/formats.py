@@ -36,6 +36,8 @@ __all__ = [
     "TOKEN_BYTES",
     "TOKEN_DTYPE",
     "TOKEN_NUMPY_DTYPE",
+    "example_targets",
+    "reply_edges",
     "target_mask",
 ]
 
@@ -50,10 +52,56 @@ def target_mask(ids: NDArray[np.uint16], lengths: NDArray[np.int64], *, asst_id:
 
     A token is inside a reply if, among the tokens before it, the last sentinel is later than the last EOT.
     """
-    position = np.arange(ids.shape[1], dtype=np.int32)
-    last_asst = np.maximum.accumulate(np.where(ids == asst_id, position, -1), axis=1)
-    last_eot = np.maximum.accumulate(np.where(ids == eot_id, position, -1), axis=1)
-    is_target = np.zeros(ids.shape, dtype=np.bool_)
-    is_target[:, 1:] = last_asst[:, :-1] > last_eot[:, :-1]
-    is_target &= position < lengths[:, None]
+    width = ids.shape[1]
+    if not ids.size:
+        return np.zeros(ids.shape, dtype=np.bool_)
+    last = np.arange(1, len(ids) + 1) * width - 1
+    places, opens = reply_edges(ids.reshape(-1), last, asst_id=asst_id, eot_id=eot_id)
+    has_loss = np.zeros(len(places), dtype=np.bool_)  # of the tokens up to and including each place
+    has_loss[1:] = opens[:-1]
+    runs = places + 1
+    runs[1:] -= places[:-1] + 1
+    is_target = has_loss.repeat(runs).reshape(ids.shape)
+    is_target &= np.arange(width) < lengths[:, None]
     return is_target
+
+
+def reply_edges(
+    ids: NDArray[np.uint16], last: NDArray[np.int64], *, asst_id: int, eot_id: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return where the loss may begin or end in examples laid end to end: `target_mask` without its dense form.
+
+    ids [N]: the examples' tokens; last [examples]: the place of the last token of each, ascending.
+    Returns places, int64 [K], ascending, and opens, bool [K]: the tokens after places[k], up to and including
+    places[k + 1], carry loss exactly if opens[k]. The last token of an example is a place that opens nothing, so
+    places[-1] is last[-1], and no reply goes on in the next example.
+    """
+    # One id for both begins nothing, for no sentinel is then later than the last EOT.
+    is_asst = ids == asst_id if asst_id != eot_id else np.zeros(ids.shape, dtype=np.bool_)
+    is_asst[last] = False
+    is_edge = ids == eot_id
+    is_edge |= is_asst
+    is_edge[last] = True
+    places = is_edge.nonzero()[0]
+    return places, is_asst[places]
+
+
+def example_targets(
+    ids: NDArray[np.uint16], ends: NDArray[np.int64], width: int, *, asst_id: int, eot_id: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Return, for examples laid end to end, how much of their loss a cut to `width` tokens leaves.
+
+    ids [N]; ends [examples]: the place after the last token of each, ascending.
+    Returns targets, int64 [examples]: tokens that carry loss; left, int64 [examples]: those among the first `width`
+    tokens; lost_eot, bool [examples]: the cut takes the last EOT away.
+    """
+    count = len(ends)
+    last = np.minimum(ends, np.concatenate(([0], ends[:-1])) + width) - 1  # that the cut leaves
+    places, opens = reply_edges(ids, ends - 1, asst_id=asst_id, eot_id=eot_id)
+    example = ends.searchsorted(places, side="right")
+    begins = opens.nonzero()[0]
+    of, before, until = example[begins], places[begins], places[begins + 1]
+    targets = np.bincount(of, until - before, count)
+    left = np.bincount(of, np.maximum(np.minimum(until, last[of]) - before, 0), count)
+    behind = example[(places > last[example]) & (ids[places] == eot_id)]
+    return targets.astype(np.int64), left.astype(np.int64), np.bincount(behind, minlength=count) > 0

@@ -3,27 +3,53 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import IGNORE_INDEX, TOKEN_NUMPY_DTYPE, target_mask
-from niels_gpt.cache.meta import check_tokenizer, reader_meta, special_id
-from niels_gpt.cache.mmap import load_idx, mmap_tokens
+from niels_gpt.cache.formats import IGNORE_INDEX, TOKEN_NUMPY_DTYPE, example_targets, reply_edges
+from niels_gpt.cache.meta import check_expected, check_tokenizer, fingerprint, reader_meta, special_id
+from niels_gpt.cache.mmap import IO, TokenFiles, load_idx, mmap_tokens
 from niels_gpt.cache.pretrain_dataset import outside_vocabulary, split_rows
 from niels_gpt.fileio import META_NAME, CacheError
+from niels_gpt.locks import hold_version
 from niels_gpt.records import file_records, path_inside, resolved
+
+OverLength = Literal["truncate", "drop", "error"]
+"""What becomes of an example of more than T + 1 tokens: cut (PR-03), left out, or refused at open."""
+
+_BLOCK_TOKENS = 1 << 20  # counted at a time; a longer example alone
+_ANY_ID = (1 << 16) - 1
+
+
+@dataclass(frozen=True)
+class SFTCounts:
+    """What T and the settings of a dataset make of a split; a row is an example as batches have it, cut and padded."""
+
+    examples: int  # of the split
+    rows: int  # that batches are drawn from: examples less the two kinds left out
+    rows_cut: int  # of examples of more than T + 1 tokens
+    rows_dropped: int  # left out by over_length="drop"
+    rows_without_last_eot: int  # cut, and the example's last EOT with it
+    rows_without_target: int  # y_masked is -100 throughout
+    rows_left_out_without_target: int  # by require_targets
+    supervised_tokens: int  # that carry loss in all examples, uncut, as meta.json has them of a split
+    supervised_tokens_lost: int  # those of them that are in no row: cut off, dropped or left out
 
 
 class SFTExampleDataset:
     """Draws whole examples, cut or padded to T + 1 tokens (PR-03).
 
-    The version that the files' folder stands for is resolved once, here: a rebuild does not disturb an open dataset.
-    Safe to fork and to pickle (a copy maps the files anew); never writes, and opens no file outside that version but
-    the meta.json of the tokenizer beside the cache.
+    The version that the files' folder stands for is resolved once, here: a rebuild does not disturb an open dataset,
+    and `gc` leaves its version alone. Safe to fork and to pickle (a copy maps the files anew, and does not count
+    again); never writes, and opens no file outside that version but the meta.json of the tokenizer beside the cache.
     """
 
     def __init__(
@@ -36,41 +62,72 @@ class SFTExampleDataset:
         eot_id: int,
         asst_id: int | None = None,
         tokenizer_sha256: str | None = None,
+        over_length: OverLength = "truncate",
+        require_targets: bool = False,
+        expect: Mapping[str, Any] | None = None,
+        io: IO = "mmap",
     ) -> None:
         """tokens_path, idx_path: a split's token file and offsets, such as train_tokens.bin and train_idx.npy.
 
         asst_id: id of the assistant sentinel; by default from meta.json beside the tokens, else from the cache's
             tokenizer/meta.json (D1).
         tokenizer_sha256: raise CacheError unless the cache was built with this model.
-        Raises: FileNotFoundError, CacheError (each names the file), ValueError for T < 1, and for an eot_id or asst_id
-            outside the vocabulary.
+        over_length: see `OverLength`.
+        require_targets: leave out the examples of which T tokens hold no target.
+        expect: what `fingerprint` returned earlier; raise CacheError unless it would now.
+        io: "mmap", or "pread" for network file systems: each example is one positioned read, only offsets are mapped.
+
+        All tokens are read once, here: `counts` has what the cut loses. Warns where a row has no target.
+        Raises: FileNotFoundError, CacheError (each names the file; also where no example is left), ValueError for
+            T < 1, another over_length or io, and for an eot_id or asst_id outside the vocabulary.
         """
         if T < 1:
             raise ValueError(f"T={T}: expected at least 1 token")
-        self.T, self.device, self.eot_id = T, device, eot_id
+        if over_length not in get_args(OverLength):
+            raise ValueError(f"over_length={over_length!r}: expected one of {', '.join(get_args(OverLength))}")
+        self.T, self.device, self.eot_id, self.io = T, device, eot_id, io
         self.tokens_path, self.idx_path = _resolved_together(Path(tokens_path), Path(idx_path))
         folder = self.tokens_path.parent
+        self._hold = hold_version(folder)
         self.meta: dict[str, Any] | None = reader_meta(folder)
         self.vocab_size: int | None = (self.meta or {}).get("vocab_size")
-        for name, given in (("eot", eot_id), ("asst", asst_id)):
-            if given is not None and not 0 <= given < (self.vocab_size or 1 << 16):
-                raise ValueError(
-                    f"{name}_id={given}: expected an id of the vocabulary, 0 to {(self.vocab_size or 1 << 16) - 1}"
-                )
         check_tokenizer(folder, self.meta, tokenizer_sha256)
-        self.asst_id = special_id(folder, self.meta, "asst") if asst_id is None else asst_id
+        self.asst_id = self._sentinels(asst_id)
+        self._open()
+        check_expected(self.fingerprint(), expect, str(self.tokens_path))
+        if over_length == "error":
+            self._refuse_over_length()
+        self.counts, self._kept = self._count(over_length == "drop", require_targets)
+        if self.counts.rows_without_target:
+            warnings.warn(
+                f"{self.tokens_path}: {self.counts.rows_without_target} of {self.counts.rows} rows have no target in "
+                f"T + 1 = {T + 1} tokens, and the cross entropy of a batch of such rows is nan; "
+                f"{self.counts.supervised_tokens_lost} of {self.counts.supervised_tokens} supervised tokens are lost. "
+                "Pass a larger T, or require_targets=True",
+                stacklevel=2,
+            )
+
+    def _sentinels(self, asst_id: int | None) -> int:
+        """Return the id of the assistant sentinel; both ids are checked."""
+        folder, end = self.tokens_path.parent, self.vocab_size or 1 << 16
+        for name, given in (("eot", self.eot_id), ("asst", asst_id)):
+            if given is not None and not 0 <= given < end:
+                raise ValueError(f"{name}_id={given}: expected an id of the vocabulary, 0 to {end - 1}")
+        found = special_id(folder, self.meta, "asst") if asst_id is None else asst_id
         known = (self.meta or {}).get("special_token_ids") or {}
-        for name, given in (("eot", eot_id), ("asst", self.asst_id)):
+        for name, given in (("eot", self.eot_id), ("asst", found)):
             if known.get(name, given) != given:
                 raise CacheError(
                     f"{folder / META_NAME}: the {name} sentinel has id {known[name]}, but {name}_id={given} was given"
                 )
-        self._open()
+        return found
 
     def _open(self) -> None:
-        sizes = [self._recorded_bytes(path) for path in (self.tokens_path, self.idx_path)]
-        self._tokens = mmap_tokens(self.tokens_path, expected_bytes=sizes[0])
-        self._starts = load_idx(self.idx_path, num_tokens=len(self._tokens), expected_bytes=sizes[1])
+        size, idx_size = (self._recorded_bytes(path) for path in (self.tokens_path, self.idx_path))
+        self._file = TokenFiles([(self.tokens_path, size)], io=self.io)
+        self._num_tokens = int(self._file.lengths[0])
+        self._map = mmap_tokens(self.tokens_path, expected_bytes=size).data if self.io == "mmap" else None
+        self._starts = load_idx(self.idx_path, num_tokens=self._num_tokens, expected_bytes=idx_size)
 
     def _recorded_bytes(self, path: Path) -> int | None:
         """Return the size that meta.json gives a file; None where there is no meta.json, or one without records."""
@@ -85,36 +142,32 @@ class SFTExampleDataset:
         raise CacheError(f"{folder / META_NAME}: does not name {path.name}, which lies beside it")
 
     def __len__(self) -> int:
-        """Number of examples."""
+        """Number of examples, those included that batches leave out."""
         return len(self._starts)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_tokens", "_starts")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_file", "_map", "_starts")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open()
 
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what tells these tokens from others, for a checkpoint: see `niels_gpt.cache.meta.fingerprint`."""
+        split = self.tokens_path.name.removesuffix("_tokens.bin")
+        return fingerprint(self.tokens_path.parent, self.meta, split=split, tokens=self._num_tokens)
+
     def example(self, row: int) -> NDArray[np.uint16]:
-        """Return the ids of one whole example: uint16 [tokens], a read-only view of the file.
+        """Return the ids of one whole example: uint16 [tokens], a read-only view of the file (io="pread": a copy).
 
         Raises: IndexError; CacheError, naming file and place, for an id that is not below meta.json's vocab_size.
         """
         if not 0 <= row < len(self):
             raise IndexError(f"example {row}: there are {len(self)}")
-        ids = self._example(row)
-        self._check(ids, int(self._starts[row]))
+        starts, ends = self._bounds(np.array([row]))
+        ids = self._read(int(starts[0]), int(ends[0]))
+        self._check(ids, starts, ends - starts)
         return ids
-
-    def _example(self, row: int) -> NDArray[np.uint16]:
-        end = int(self._starts[row + 1]) if row + 1 < len(self._starts) else len(self._tokens)
-        return self._tokens[int(self._starts[row]) : end]
-
-    def _check(self, ids: NDArray[np.uint16], first: int) -> None:
-        """Raise unless all ids, the first of which is token number `first`, are of the vocabulary."""
-        if self.vocab_size is not None and ids.item(ids.argmax()) >= self.vocab_size:
-            place = int(np.argmax(ids >= self.vocab_size))
-            raise outside_vocabulary(self.tokens_path, first + place, int(ids[place]), self.vocab_size)
 
     def get_batch(
         self, *, B: int, generator: torch.Generator
@@ -122,23 +175,133 @@ class SFTExampleDataset:
         """Return x, y, y_masked: int64 [B, T], contiguous, on `device`; y_masked is y with -100 where there is no loss.
 
         An example longer than T + 1 tokens is cut; a shorter one is padded with eot_id, and padding is never a target.
+        One draw from `generator` a batch, on the generator's own device, over `counts.rows`.
         Raises: CacheError, naming file and place, where a row has an id that is not below meta.json's vocab_size.
         """
-        drawn = torch.randint(len(self), (B,), generator=generator, device=generator.device).cpu()
-        rows = np.full((B, self.T + 1), self.eot_id, dtype=TOKEN_NUMPY_DTYPE)
-        lengths = np.empty(B, dtype=np.int64)
-        for row, example in enumerate(drawn.tolist()):
-            ids = self._example(example)[: self.T + 1]
-            rows[row, : len(ids)] = ids
-            lengths[row] = len(ids)
-        if self.vocab_size is not None and B and rows.item(rows.argmax()) >= self.vocab_size:
-            for row, example in enumerate(drawn.tolist()):
-                self._check(rows[row], int(self._starts[example]))
-        is_target = target_mask(rows, lengths, asst_id=self.asst_id, eot_id=self.eot_id)
-        x, y = split_rows(rows, self.device)
-        targets = torch.from_numpy(is_target[:, 1:]).to(self.device)
-        masked: Any = torch.where(targets, y, IGNORE_INDEX)
-        return x, y, masked
+        drawn = torch.randint(self.counts.rows, (B,), generator=generator, device=generator.device).cpu().numpy()
+        starts, ends = self._bounds(drawn if self._kept is None else self._kept[drawn])
+        ends = np.minimum(ends, starts + (self.T + 1))
+        lengths = ends - starts
+        # The examples end to end, as long as they are: padding is neither searched for sentinels nor checked.
+        pieces, tokens = zip(starts.tolist(), ends.tolist(), strict=True), self._map
+        ids = _joined([self._read(start, end) if tokens is None else tokens[start:end] for start, end in pieces])
+        self._check(ids, starts, lengths)
+        x, y = split_rows(_padded(ids, lengths, self.T + 1, self.eot_id), self.device)
+        return x, y, self._masked(y, ids, lengths)
+
+    def _masked(self, y: torch.Tensor, ids: NDArray[np.uint16], lengths: NDArray[np.int64]) -> Any:
+        """Return y with -100 where there is no loss; ids: the examples end to end, of which `lengths` is the cut."""
+        stops, (B, T) = np.cumsum(lengths), y.shape
+        places, opens = reply_edges(ids, stops - 1, asst_id=self.asst_id, eot_id=self.eot_id)
+        # Place p of row r is column p - first[r] of it. What comes after it begins there in y, which lacks a column.
+        to_y = np.arange(B) * T - (stops - lengths)
+        edges = np.empty(len(places) + 2, dtype=np.int64)
+        edges[0], edges[-1] = 0, B * T
+        np.add(places, to_y[stops.searchsorted(places, side="right")], out=edges[1:-1])
+        has_loss = np.zeros(len(places) + 1, dtype=np.bool_)
+        has_loss[1:] = opens
+        runs = edges[1:] - edges[:-1]
+        if y.is_cpu:  # the smaller of y and a limit: half the time of a choice by a mask
+            limit = np.where(has_loss, _ANY_ID, IGNORE_INDEX).repeat(runs).reshape(B, T)
+            return torch.from_numpy(np.minimum(y.numpy(), limit, out=limit))
+        is_target = torch.from_numpy(has_loss.repeat(runs).reshape(B, T))
+        moved = (is_target.pin_memory() if y.is_cuda else is_target).to(y.device, non_blocking=y.is_cuda)
+        return torch.where(moved, y, IGNORE_INDEX)
+
+    def _bounds(self, examples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the first token of each example, and that after its last one."""
+        ends = self._starts.take(examples + 1, mode="clip")
+        ends[examples == len(self._starts) - 1] = self._num_tokens
+        return self._starts[examples], ends
+
+    def _read(self, start: int, end: int) -> NDArray[np.uint16]:
+        if self._map is not None:
+            return np.frombuffer(self._map[start:end], dtype=TOKEN_NUMPY_DTYPE)
+        ids: NDArray[np.uint16] = self._file.gather(np.zeros(1, np.int64), np.array([start]), end - start)[0]
+        return ids
+
+    def _check(self, ids: NDArray[np.uint16], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+        """Raise unless all ids, of pieces that begin at token `starts` of the file, are of the vocabulary."""
+        # The largest id by argmax, which numpy finds in half the time of max.
+        if self.vocab_size is not None and len(ids) and ids.item(ids.argmax()) >= self.vocab_size:
+            place, stops = int(np.argmax(ids >= self.vocab_size)), np.cumsum(lengths)
+            piece = int(stops.searchsorted(place, side="right"))
+            token = int(starts[piece] + place - (stops - lengths)[piece])
+            raise outside_vocabulary(self.tokens_path, token, int(ids[place]), self.vocab_size)
+
+    def _refuse_over_length(self) -> None:
+        lengths = np.diff(self._starts, append=self._num_tokens)
+        too_long, longest = np.count_nonzero(lengths > self.T + 1), int(lengths.argmax())
+        if too_long:
+            raise CacheError(
+                f"{self.tokens_path}: {too_long} of {len(self)} examples are longer than T + 1 = {self.T + 1} tokens, "
+                f"the longest is example {longest} with {lengths[longest]}. Pass T={lengths[longest] - 1}, or "
+                'over_length="truncate" or "drop"'
+            )
+
+    def _count(self, drop: bool, require_targets: bool) -> tuple[SFTCounts, NDArray[np.int64] | None]:
+        """Return the counts, and the numbers of the examples that rows are made of; None: of all."""
+        totals: Counter[str] = Counter()
+        kept, first = [], 0
+        while first < len(self):
+            fit = int(self._starts.searchsorted(self._starts[first] + _BLOCK_TOKENS, side="right")) - 1
+            stop = max(fit, first + 1)
+            found, is_row = self._count_block(first, stop, drop, require_targets)
+            totals.update(found)
+            kept.append(is_row)
+            first = stop
+        counts = SFTCounts(**totals)
+        if counts.rows == 0:
+            raise CacheError(
+                f"{self.tokens_path}: no row is left: of {counts.examples} examples {counts.rows_dropped} are longer "
+                f"than T + 1 = {self.T + 1} tokens (over_length), and {counts.rows_left_out_without_target} have no "
+                "target in them (require_targets). Pass a larger T, or other settings"
+            )
+        return counts, None if counts.rows == counts.examples else np.concatenate(kept).nonzero()[0]
+
+    def _count_block(
+        self, first: int, stop: int, drop: bool, require_targets: bool
+    ) -> tuple[dict[str, int], NDArray[np.bool_]]:
+        """Return the counts of examples first to stop - 1, and which of them are rows."""
+        starts, ends = self._bounds(np.arange(first, stop))
+        ids = self._read(int(starts[0]), int(ends[-1]))
+        targets, left, lost_eot = example_targets(
+            ids, ends - starts[0], self.T + 1, asst_id=self.asst_id, eot_id=self.eot_id
+        )
+        is_cut = ends - starts > self.T + 1
+        is_dropped = is_cut & drop
+        is_left_out = (left == 0) & ~is_dropped & require_targets
+        is_row = ~(is_dropped | is_left_out)
+        found = {
+            "examples": stop - first,
+            "rows": is_row.sum(),
+            "rows_cut": (is_row & is_cut).sum(),
+            "rows_dropped": is_dropped.sum(),
+            "rows_without_last_eot": (is_row & lost_eot).sum(),
+            "rows_without_target": (is_row & (left == 0)).sum(),
+            "rows_left_out_without_target": is_left_out.sum(),
+            "supervised_tokens": targets.sum(),
+            "supervised_tokens_lost": targets.sum() - left[is_row].sum(),
+        }
+        return {name: int(value) for name, value in found.items()}, is_row
+
+
+def _joined(parts: list[Any]) -> NDArray[np.uint16]:
+    """Return uint16 tokens end to end. One join takes half the time of numpy assignments."""
+    return np.frombuffer(bytearray().join(parts), dtype=TOKEN_NUMPY_DTYPE)
+
+
+def _padded(ids: NDArray[np.uint16], lengths: NDArray[np.int64], width: int, eot_id: int) -> NDArray[np.uint16]:
+    """Return uint16 [B, width]: examples end to end as rows, each filled up with eot_id."""
+    if len(ids) < len(lengths) * width:
+        padding = np.full(width - lengths.min(), eot_id, dtype=TOKEN_NUMPY_DTYPE).data
+        first = 0
+        parts: list[memoryview] = []
+        for length in lengths.tolist():
+            parts += (ids.data[first : first + length], padding[: width - length])
+            first += length
+        ids = _joined(parts)
+    return ids.reshape(len(lengths), width)
 
 
 def _resolved_together(tokens_path: Path, idx_path: Path) -> tuple[Path, Path]:

@@ -1,0 +1,331 @@
+"""What T loses of an sft split is counted at open: cut rows, lost ends, rows without a target; and can be left out.
+
+Run: pytest tests/test_sft_lengths.py
+"""
+
+import os
+import pickle
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from byte_tokenizer import ByteTokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from niels_gpt.cache import SFTExampleDataset, build_sft_cache, read_meta, sft_dataset
+from niels_gpt.cache.sft_dataset import SFTCounts
+from niels_gpt.fileio import CacheError
+from niels_gpt.locks import unless_held
+
+SYS, USR, ASST, EOT = 1, 2, 3, 4
+U, A, B = 11, 12, 13  # words of the user, and of the assistant
+FITS = [USR, U, EOT, ASST, A, EOT]
+CUT = [USR, U, EOT, ASST, A, B, EOT]
+CUT_BEFORE_THE_REPLY = [USR, U, U, U, EOT, ASST, A, EOT]
+CUT_AFTER_THE_REPLY = [USR, U, EOT, ASST, A, EOT, USR, U]
+NO_REPLY = [SYS, U, EOT]
+EXAMPLES = [FITS, CUT, CUT_BEFORE_THE_REPLY, CUT_AFTER_THE_REPLY, NO_REPLY]
+# At T = 5 a row has 6 tokens. EXAMPLES have 2 + 3 + 2 + 2 + 0 targets, of which their rows keep 2 + 2 + 0 + 2 + 0.
+TRUNCATED = SFTCounts(
+    examples=5,
+    rows=5,
+    rows_cut=3,
+    rows_dropped=0,
+    rows_without_last_eot=2,
+    rows_without_target=2,
+    rows_left_out_without_target=0,
+    supervised_tokens=9,
+    supervised_tokens_lost=3,
+)
+
+
+def write_split(folder: Path, examples: Sequence[Sequence[int]]) -> Path:
+    np.concatenate([np.asarray(example, dtype="<u2") for example in examples]).tofile(folder / "train_tokens.bin")
+    np.save(folder / "train_idx.npy", np.cumsum([0, *map(len, examples[:-1])], dtype=np.int64))
+    return folder
+
+
+def opened(folder: Path, *, quiet: bool = True, **arguments: Any) -> SFTExampleDataset:
+    """Open a split with T = 5; `quiet`: whatever it may warn of."""
+    files = (folder / "train_tokens.bin", folder / "train_idx.npy")
+    with warnings.catch_warnings():
+        if quiet:
+            warnings.simplefilter("ignore", UserWarning)
+        return SFTExampleDataset(*files, **{"T": 5, "device": "cpu", "eot_id": EOT, "asst_id": ASST, **arguments})
+
+
+def rows_drawn(dataset: SFTExampleDataset) -> set[tuple[int, ...]]:
+    """Return the rows, T + 1 tokens each, of 200 draws."""
+    x, y, _ = dataset.get_batch(B=200, generator=torch.Generator().manual_seed(0))
+    return {(*row, *last) for row, last in zip(x.tolist(), y[:, -1:].tolist(), strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rows", "expected"),
+    [
+        ({}, EXAMPLES, {}),
+        ({"over_length": "truncate", "require_targets": False}, EXAMPLES, {}),
+        (
+            {"require_targets": True},
+            [FITS, CUT, CUT_AFTER_THE_REPLY],
+            {
+                "rows_cut": 2,
+                "rows_without_last_eot": 1,
+                "rows_without_target": 0,
+                "rows_left_out_without_target": 2,
+            },
+        ),
+        (
+            {"over_length": "drop"},
+            [FITS, NO_REPLY],
+            {
+                "rows_cut": 0,
+                "rows_dropped": 3,
+                "rows_without_last_eot": 0,
+                "rows_without_target": 1,
+                "supervised_tokens_lost": 7,
+            },
+        ),
+        (
+            {"over_length": "drop", "require_targets": True},
+            [FITS],
+            {
+                "rows_cut": 0,
+                "rows_dropped": 3,
+                "rows_without_last_eot": 0,
+                "rows_without_target": 0,
+                "rows_left_out_without_target": 1,
+                "supervised_tokens_lost": 7,
+            },
+        ),
+        # T = 7: all fit, and what has no target is the chat without a reply.
+        (
+            {"T": 7, "over_length": "error"},
+            EXAMPLES,
+            {"rows_cut": 0, "rows_without_last_eot": 0, "rows_without_target": 1, "supervised_tokens_lost": 0},
+        ),
+    ],
+)
+def test_the_counts_and_the_rows_are_those_found_on_paper(
+    tmp_path: Path, arguments: dict[str, Any], rows: list[list[int]], expected: dict[str, int]
+) -> None:
+    dataset = opened(write_split(tmp_path, EXAMPLES), **arguments)
+    assert dataset.counts == SFTCounts(**{**vars(TRUNCATED), "rows": len(rows), **expected})
+    width = dataset.T + 1
+    assert rows_drawn(dataset) == {(*row[:width], *[EOT] * (width - len(row))) for row in rows}
+    assert len(dataset) == 5 and [dataset.example(number).tolist() for number in range(5)] == EXAMPLES
+
+
+def slow_counts(examples: list[list[int]], T: int, *, drop: bool, require_targets: bool) -> SFTCounts:
+    """Walk every example token by token: the oracle."""
+    found = dict.fromkeys(vars(TRUNCATED), 0)
+    for example in examples:
+        inside, targets = False, []
+        for place, token in enumerate(example):
+            if inside:
+                targets.append(place)
+            inside = token == ASST or (inside and token != EOT)
+        left = [place for place in targets if place <= T]
+        is_cut, ends = len(example) > T + 1, [place for place, token in enumerate(example) if token == EOT]
+        is_dropped = is_cut and drop
+        is_left_out = not is_dropped and require_targets and not left
+        is_row = not is_dropped and not is_left_out
+        found["examples"] += 1
+        found["rows"] += is_row
+        found["rows_cut"] += is_row and is_cut
+        found["rows_dropped"] += is_dropped
+        found["rows_without_last_eot"] += is_row and bool(ends) and ends[-1] > T
+        found["rows_without_target"] += is_row and not left
+        found["rows_left_out_without_target"] += is_left_out
+        found["supervised_tokens"] += len(targets)
+        found["supervised_tokens_lost"] += len(targets) - (len(left) if is_row else 0)
+    return SFTCounts(**found)
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(
+    examples=st.lists(
+        st.lists(st.sampled_from([USR, ASST, EOT, A, B]), min_size=1, max_size=12), min_size=1, max_size=8
+    ),
+    T=st.integers(1, 13),
+    drop=st.booleans(),
+    require_targets=st.booleans(),
+    io=st.sampled_from(["mmap", "pread"]),
+    block=st.sampled_from([1, 7, 20, 1 << 20]),
+)
+def test_the_counts_are_what_a_walk_over_all_tokens_finds_however_they_are_read(
+    examples: list[list[int]], T: int, drop: bool, require_targets: bool, io: str, block: int
+) -> None:
+    expected = slow_counts(examples, T, drop=drop, require_targets=require_targets)
+    arguments: dict[str, Any] = {
+        "T": T,
+        "over_length": "drop" if drop else "truncate",
+        "require_targets": require_targets,
+        "io": io,
+    }
+    with tempfile.TemporaryDirectory() as name, mock.patch.object(sft_dataset, "_BLOCK_TOKENS", block):
+        folder = write_split(Path(name), examples)
+        if expected.rows:
+            dataset = opened(folder, **arguments)
+            assert dataset.counts == expected
+            *_, masked = dataset.get_batch(B=30, generator=torch.Generator().manual_seed(0))
+            assert bool((masked != -100).any(dim=1).all()) or expected.rows_without_target
+        else:
+            with pytest.raises(CacheError, match="no row is left"):
+                opened(folder, **arguments)
+
+
+def test_the_supervised_tokens_of_each_split_are_those_of_meta_json(tmp_path: Path) -> None:
+    chats = [
+        [{"role": "user", "content": "q" * size}, {"role": "assistant", "content": "a" * (9 - size)}]
+        for size in range(1, 9)
+    ]
+    build_sft_cache(chats, str(tmp_path / "c"), tokenizer=ByteTokenizer(), val_frac=0.25, seed=1)
+    said = read_meta(str(tmp_path / "c/meta.json"))["supervised_tokens"]
+    found = {}
+    for split in ("train", "val"):
+        files = (tmp_path / f"c/{split}_tokens.bin", tmp_path / f"c/{split}_idx.npy")
+        found[split] = SFTExampleDataset(*files, T=40, device="cpu", eot_id=EOT).counts.supervised_tokens
+    # Replies of 1 to 8 letters and their EOT.
+    assert found == said and sum(found.values()) == sum(range(2, 10))
+
+
+def test_over_length_error_names_the_longest_example_and_the_t_that_would_do(tmp_path: Path) -> None:
+    folder = write_split(tmp_path, EXAMPLES)
+    with pytest.raises(CacheError) as error:
+        opened(folder, over_length="error")
+    assert str(error.value) == (
+        f"{folder}/train_tokens.bin: 3 of 5 examples are longer than T + 1 = 6 tokens, the longest is example 2 with "
+        '8. Pass T=7, or over_length="truncate" or "drop"'
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"T": 1, "over_length": "drop"}, "of 5 examples 5 are longer than T + 1 = 2 tokens .* and 0 have no target"),
+        ({"T": 3, "require_targets": True}, "of 5 examples 0 are longer than T + 1 = 4 tokens .* and 5 have no target"),
+        (
+            {"T": 3, "over_length": "drop", "require_targets": True},
+            "of 5 examples 4 are longer than T + 1 = 4 tokens .* and 1 have no target",
+        ),
+    ],
+)
+def test_no_row_left_is_an_error_that_says_why(tmp_path: Path, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(CacheError, match=said.replace("+", r"\+")):
+        opened(write_split(tmp_path, EXAMPLES), **arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"over_length": "cut"}, {"io": "read"}])
+def test_a_setting_that_there_is_not_is_refused_with_those_that_there_are(
+    tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=r"expected one of (truncate, drop, error|mmap, pread)"):
+        opened(write_split(tmp_path, EXAMPLES), **arguments)
+
+
+def test_rows_without_a_target_are_warned_of_once_where_the_dataset_is_made(tmp_path: Path) -> None:
+    write_split(tmp_path, EXAMPLES)
+    with pytest.warns(UserWarning) as caught:
+        dataset = SFTExampleDataset(
+            tmp_path / "train_tokens.bin", tmp_path / "train_idx.npy", T=5, device="cpu", eot_id=EOT, asst_id=ASST
+        )
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert "2 of 5 rows have no target in T + 1 = 6 tokens" in str(warning.message)
+    assert "3 of 9 supervised tokens are lost. Pass a larger T, or require_targets=True" in str(warning.message)
+    assert pickle.loads(pickle.dumps(dataset)).counts == dataset.counts  # a warning here would be an error
+
+
+@pytest.mark.parametrize("arguments", [{"require_targets": True}, {"T": 5, "require_targets": True}])
+def test_no_warning_where_every_row_has_a_target(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    opened(write_split(tmp_path, EXAMPLES), quiet=False, **arguments)
+
+
+def test_a_batch_without_a_target_has_no_loss_and_require_targets_prevents_it(tmp_path: Path) -> None:
+    folder = write_split(tmp_path, [CUT_BEFORE_THE_REPLY, NO_REPLY, FITS])
+    is_finite = {}
+    for require_targets in (False, True):
+        dataset, generator = opened(folder, require_targets=require_targets), torch.Generator().manual_seed(0)
+        losses = []
+        for _ in range(20):
+            *_, masked = dataset.get_batch(B=2, generator=generator)
+            losses.append(torch.nn.functional.cross_entropy(torch.zeros(10, 20), masked.view(-1)))
+        is_finite[require_targets] = bool(torch.stack(losses).isfinite().all())
+    assert is_finite == {False: False, True: True}
+
+
+def test_a_pickled_copy_reads_no_token_and_draws_the_same_rows(tmp_path: Path) -> None:
+    dataset = opened(write_split(tmp_path, EXAMPLES), over_length="drop", require_targets=True)
+    with mock.patch.object(SFTExampleDataset, "_count", side_effect=AssertionError("counts again")):
+        copy = pickle.loads(pickle.dumps(dataset))
+    assert copy.counts == dataset.counts and rows_drawn(copy) == rows_drawn(dataset) == {tuple(FITS)}
+
+
+def test_rows_left_out_are_left_out_by_one_draw_over_the_rest(tmp_path: Path) -> None:
+    examples = [[ASST, number, EOT] if number % 3 else [USR, number, EOT] for number in range(10, 40)]
+    dataset = opened(write_split(tmp_path, examples), require_targets=True)
+    generator, reference = (torch.Generator().manual_seed(3) for _ in range(2))
+    x, _, _ = dataset.get_batch(B=50, generator=generator)
+    left = [number for number in range(10, 40) if number % 3]
+    assert x[:, 1].tolist() == [left[row] for row in torch.randint(20, (50,), generator=reference).tolist()]
+    assert torch.equal(generator.get_state(), reference.get_state())
+
+
+def test_positioned_reads_give_what_the_map_gives_and_map_no_token(tmp_path: Path) -> None:
+    folder = write_split(tmp_path, EXAMPLES)
+    by_read = opened(folder, io="pread")
+    maps = Path("/proc/self/maps").read_text()
+    assert str(folder / "train_tokens.bin") not in maps and str(folder / "train_idx.npy") in maps
+    by_map = opened(folder)
+    batches = [data.get_batch(B=64, generator=torch.Generator().manual_seed(1)) for data in (by_read, by_map)]
+    assert all(torch.equal(read, mapped) for read, mapped in zip(*batches, strict=True))
+    assert [by_read.example(row).tolist() for row in range(5)] == EXAMPLES
+    assert [len(t) for t in pickle.loads(pickle.dumps(by_read)).get_batch(B=0, generator=torch.Generator())] == [0] * 3
+
+
+def test_a_file_cut_while_it_is_read_by_position_is_an_error(tmp_path: Path) -> None:
+    dataset = opened(write_split(tmp_path, EXAMPLES), io="pread")
+    os.truncate(tmp_path / "train_tokens.bin", 40)
+    with pytest.raises(CacheError, match=r"train_tokens\.bin: .*cut"):
+        rows_drawn(dataset)
+
+
+def test_the_fingerprint_of_an_open_split_is_what_expect_compares(tmp_path: Path) -> None:
+    for name, text in (("a", "one"), ("b", "two")):
+        chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "three"}]] * 2
+        build_sft_cache(chats, str(tmp_path / name), tokenizer=ByteTokenizer(), val_frac=0.5, seed=1)
+    meta = read_meta(str(tmp_path / "a/meta.json"))
+    found = opened(tmp_path / "a", T=50).fingerprint()
+    assert found == {
+        "split": "train",
+        "tokens": meta["totals"]["train_tokens"],
+        "content_sha256": meta["content_sha256"],
+        "tokenizer_sha256": meta["tokenizer_sha256"],
+    }
+    assert opened(tmp_path / "a", T=50, expect=found).fingerprint() == found
+    with pytest.raises(CacheError, match="content_sha256"):
+        opened(tmp_path / "b", T=50, expect=found)
+
+
+def test_a_split_without_meta_json_has_its_name_and_size_as_fingerprint(tmp_path: Path) -> None:
+    found = opened(write_split(tmp_path, EXAMPLES)).fingerprint()
+    assert found == {"split": "train", "tokens": 32, "content_sha256": None, "tokenizer_sha256": None}
+
+
+def test_an_open_split_holds_its_version(tmp_path: Path) -> None:
+    chats = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]]
+    build_sft_cache(chats, str(tmp_path / "c"), tokenizer=ByteTokenizer(), val_frac=0, seed=1)
+    dataset = opened(tmp_path / "c", T=50)
+    for end in (False, True):
+        if end:
+            del dataset
+        with unless_held((tmp_path / "c").resolve()) as free:
+            assert free == end
