@@ -1,0 +1,487 @@
+"""Epochs of a pretrain split: every window exactly once, in an order that no split of the work changes.
+
+The ids of the shards count through the whole stream, so that a row tells where it was taken.
+
+Run: pytest tests/test_epoch_stream.py
+"""
+
+import pickle
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from byte_tokenizer import ByteTokenizer
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from test_pretrain_window_sampling import numbered_shards, write_shards
+
+from niels_gpt.build.pretrain import build_pretrain
+from niels_gpt.cache import CacheError
+from niels_gpt.cache.meta import read_meta, write_meta
+from niels_gpt.sampling import EpochStream
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*are shorter than T")
+
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=5)
+WORLDS = st.sampled_from([1, 2, 3, 8])
+SEEDS = st.integers(0, 2**63 - 1)
+Row = list[int]
+
+
+@dataclass
+class GlobalBatch:
+    """The rows of all ranks in order, T + 1 ids each, and the state that every rank has after them."""
+
+    rows: list[Row]
+    state: dict[str, Any]
+    source: list[int] | None = None
+
+    @property
+    def firsts(self) -> list[int]:
+        """The first id of each row: the place of its window."""
+        return [row[0] for row in self.rows]
+
+
+def joined(ranks: Sequence[Sequence[Any]]) -> list[GlobalBatch]:
+    """Put the batches of all ranks together, after a look at everything that must hold for each of them."""
+    assert len({len(batches) for batches in ranks}) == 1, "ranks yield unequally many batches"
+    found = []
+    for batches in zip(*ranks, strict=True):
+        for x, y in batches:
+            assert x.shape == y.shape and x.dtype == y.dtype == torch.int64
+            assert x.is_contiguous() and y.is_contiguous()
+            assert torch.equal(x[:, 1:], y[:, :-1]), "y is not x one token later"
+        assert all(batch.state == batches[0].state for batch in batches), "ranks differ in their state"
+        rows = [row for batch in batches for row in torch.cat([batch.x, batch.y[:, -1:]], dim=1).tolist()]
+        sources = None if batches[0].source is None else [int(index) for batch in batches for index in batch.source]
+        found.append(GlobalBatch(rows, batches[0].state, sources))
+    return found
+
+
+def run(
+    folder: Path, steps: int | None = None, *, G: int = 4, world: int = 1, state: Any = None, **changed: Any
+) -> list[GlobalBatch]:
+    """Take some steps of a run with all its ranks; None: all there are."""
+    ranks = []
+    for rank in range(world):
+        arguments = {"T": 4, "seed": 0, "global_batch_size": G, "rank": rank, "world_size": world, **changed}
+        stream = EpochStream(str(folder), **arguments)
+        if state is not None:
+            stream.load_state_dict(state)
+        ranks.append(list(islice(stream, steps)))
+    return joined(ranks)
+
+
+def firsts(batches: Sequence[GlobalBatch]) -> list[int]:
+    return [first for batch in batches for first in batch.firsts]
+
+
+def all_windows(lengths: Sequence[int], T: int) -> list[int]:
+    """Spell out the first ids of all windows of numbered shards: the slow oracle."""
+    starts = np.cumsum([0, *lengths]).tolist()
+    return [
+        start + window * T
+        for start, length in zip(starts[:-1], lengths, strict=True)
+        for window in range((length - 1) // T)
+    ]
+
+
+def numbered(folder: Path, lengths: Sequence[int]) -> Path:
+    return write_shards(folder / "train", numbered_shards(lengths))
+
+
+@pytest.fixture
+def ten(tmp_path: Path) -> Path:
+    """Ten windows of T = 4: six of a shard of 26 tokens (one is left over), four of a shard of 17 (none is)."""
+    return numbered(tmp_path, [26, 17])
+
+
+def test_windows_follow_each_other_at_stride_t_and_the_remainder_is_counted(ten: Path) -> None:
+    stream = EpochStream(str(ten), T=4, global_batch_size=1, seed=0)
+    assert (stream.num_windows, stream.remainder_tokens, stream.T) == (10, 1, 4)
+    rows = [row for batch in run(ten, 10, G=1) for row in batch.rows]
+    expected = [list(range(start, start + 5)) for start in (0, 4, 8, 12, 16, 20, 26, 30, 34, 38)]
+    assert sorted(rows) == expected
+
+
+def test_batches_go_straight_on_over_the_end_of_an_epoch(ten: Path) -> None:
+    taken = firsts(run(ten, 5, G=4))
+    assert len(taken) == 20 and sorted(taken[:10]) == sorted(taken[10:]) == all_windows([26, 17], 4)
+    assert taken[:10] != taken[10:]
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    lengths=LENGTHS,
+    T=st.integers(1, 6),
+    seed=SEEDS,
+    parts=st.lists(st.tuples(WORLDS, st.integers(1, 3), st.integers(0, 4)), max_size=3),
+    last=st.tuples(WORLDS, st.integers(1, 3)),
+    random_offset=st.booleans(),
+)
+def test_every_window_comes_exactly_once_an_epoch_whatever_the_split_of_the_work(
+    lengths: list[int],
+    T: int,
+    seed: int,
+    parts: list[tuple[int, int, int]],
+    last: tuple[int, int],
+    random_offset: bool,
+) -> None:
+    """Parts of a run of three epochs: world size, rows of a rank, steps until the next part begins."""
+    expected = all_windows(lengths, T)
+    assume(expected)
+    changed: dict[str, Any] = {"T": T, "seed": seed, "epochs": 3, "random_offset": random_offset}
+    with tempfile.TemporaryDirectory() as name:
+        folder = numbered(Path(name), lengths)
+        batches: list[GlobalBatch] = []
+        for world, per_rank, steps in [*parts, (*last, None)]:
+            state = batches[-1].state if batches else None
+            batches += run(folder, steps, G=world * per_rank, world=world, state=state, **changed)
+        undivided = run(folder, G=1, **changed)
+    rows = [row for batch in batches for row in batch.rows]
+    assert rows == [row for batch in undivided for row in batch.rows]
+    assert all(row == list(range(row[0], row[0] + T + 1)) for row in rows)
+    assert len(rows) == 3 * len(expected)
+    if not random_offset:
+        for epoch in range(3):
+            assert sorted(firsts(batches)[epoch * len(expected) : (epoch + 1) * len(expected)]) == expected
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(lengths=LENGTHS, T=st.integers(1, 5), seed=SEEDS)
+def test_no_window_crosses_two_shards(lengths: list[int], T: int, seed: int) -> None:
+    assume(all_windows(lengths, T))
+    far_apart = [[shard * 1000 + token for token in range(length)] for shard, length in enumerate(lengths)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_shards(Path(name), far_apart)
+        for batch in run(folder, G=7, T=T, seed=seed, epochs=2, random_offset=bool(seed % 2)):
+            assert all(row == list(range(row[0], row[0] + T + 1)) for row in batch.rows)
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_the_rows_of_all_ranks_in_order_are_those_of_one_rank(tmp_path: Path, world: int) -> None:
+    folder = numbered(tmp_path, [500, 300, 200])
+    alone, divided = (run(folder, 30, G=24, world=size, seed=5) for size in (1, world))
+    assert [batch.rows for batch in alone] == [batch.rows for batch in divided]
+
+
+def test_a_rank_has_its_own_rows_of_the_global_batch(ten: Path) -> None:
+    whole = next(iter(EpochStream(str(ten), T=4, global_batch_size=6, seed=3))).x.tolist()
+    for rank in range(3):
+        stream = EpochStream(str(ten), T=4, global_batch_size=6, seed=3, rank=rank, world_size=3)
+        assert next(iter(stream)).x.tolist() == whole[2 * rank : 2 * rank + 2]
+        assert (stream.rank, stream.world_size, stream.global_batch_size) == (rank, 3, 6)
+
+
+def test_the_size_of_the_global_batch_does_not_change_the_order(ten: Path) -> None:
+    orders = [firsts(run(ten, 60 // G, G=G, seed=1)) for G in (1, 2, 3, 4, 5, 6, 10, 12, 20, 30, 60)]
+    assert all(order == orders[0] for order in orders)
+
+
+def test_two_epochs_have_different_orders_and_two_seeds_too(tmp_path: Path) -> None:
+    folder = numbered(tmp_path, [401])
+    orders = []
+    for seed in (0, 1, 2):
+        taken = firsts(run(folder, 30, G=10, seed=seed))
+        orders += [tuple(taken[epoch * 100 : (epoch + 1) * 100]) for epoch in range(3)]
+    assert len(set(orders)) == 9 and all(sorted(order) == all_windows([401], 4) for order in orders)
+    # Nor is one order another one begun elsewhere or read backwards: two share few pairs of neighbours.
+    pairs = [{frozenset(pair) for pair in pairwise(order)} for order in orders]
+    assert max(len(one & other) for number, one in enumerate(pairs) for other in pairs[:number]) < 20
+
+
+def test_every_bit_of_a_seed_counts(ten: Path) -> None:
+    """A Mersenne Twister of torch reads the low 32 bits of its seed."""
+    orders = {tuple(firsts(run(ten, 2, G=10, seed=seed))) for seed in [0, *(1 << bit for bit in range(63))]}
+    assert len(orders) == 64
+
+
+def test_the_same_seed_gives_the_same_batches(ten: Path) -> None:
+    assert [run(ten, 9, seed=7)[step].rows for step in range(9)] == [batch.rows for batch in run(ten, 9, seed=7)]
+
+
+def test_iterating_leaves_the_global_random_state_alone(ten: Path) -> None:
+    before = torch.get_rng_state()
+    run(ten, 9)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_both_ways_of_reading_give_the_same_batches(ten: Path) -> None:
+    assert [batch.rows for batch in run(ten, 9, io="pread")] == [batch.rows for batch in run(ten, 9, io="mmap")]
+
+
+def test_a_new_iterator_goes_on_from_where_the_stream_is(ten: Path) -> None:
+    stream = EpochStream(str(ten), T=4, global_batch_size=3, seed=0)
+    taken = [next(iter(stream)).x[:, 0].tolist() for _ in range(6)]
+    assert taken == [batch.firsts for batch in run(ten, 6, G=3)]
+
+
+# The end of a run of E epochs.
+
+
+def test_a_run_of_epochs_ends_exactly_and_its_last_batch_is_short(ten: Path) -> None:
+    batches = run(ten, G=8, epochs=2)
+    assert [len(batch.rows) for batch in batches] == [8, 8, 4]
+    endless = run(ten, 3, G=8)
+    assert firsts(batches) == firsts(endless)[:20]
+
+
+def test_ranks_without_rows_still_take_part_in_the_last_batch(ten: Path) -> None:
+    """10 samples in batches of 8 for 8 ranks: the last has 2, so that six ranks get none."""
+    last = []
+    for rank in range(8):
+        batches = list(EpochStream(str(ten), T=4, global_batch_size=8, seed=0, epochs=1, rank=rank, world_size=8))
+        assert len(batches) == 2
+        last.append(batches[1])
+    assert sorted(tuple(batch.x.shape) for batch in last) == [(0, 4)] * 6 + [(1, 4)] * 2
+    assert [batch.y.shape for batch in last] == [batch.x.shape for batch in last]
+    assert all(batch.x.dtype == batch.y.dtype == torch.int64 for batch in last)
+    assert {batch.state["consumed_samples"] for batch in last} == {10}
+
+
+def test_a_batch_that_is_larger_than_a_run_is_short_too(ten: Path) -> None:
+    (batch,) = run(ten, G=1000, world=8, epochs=1)
+    assert sorted(batch.firsts) == all_windows([26, 17], 4)
+
+
+def test_after_its_end_a_stream_yields_no_more(ten: Path) -> None:
+    stream = EpochStream(str(ten), T=4, global_batch_size=4, seed=0, epochs=1)
+    assert len(list(stream)) == 3 and list(stream) == []
+    assert stream.state_dict()["consumed_samples"] == 10
+
+
+def test_a_global_batch_may_span_several_epochs(tmp_path: Path) -> None:
+    batches = run(numbered(tmp_path, [9]), 3, G=7)  # two windows
+    assert [Counter(firsts(batches)[epoch * 2 : epoch * 2 + 2]) for epoch in range(10)] == [Counter([0, 4])] * 10
+
+
+# Offsets.
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(lengths=LENGTHS, T=st.integers(1, 7), seed=SEEDS)
+def test_offsets_move_the_windows_of_a_shard_together_within_its_remainder(
+    lengths: list[int], T: int, seed: int
+) -> None:
+    fixed = all_windows(lengths, T)
+    assume(fixed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = numbered(Path(name), lengths)
+        stream = EpochStream(str(folder), T=T, global_batch_size=1, seed=seed, random_offset=True)
+        assert stream.num_windows == len(fixed)
+        assert stream.remainder_tokens == sum((length - 1) % T for length in lengths)
+        taken = firsts(run(folder, T=T, seed=seed, G=5, epochs=3, random_offset=True))
+    starts = np.cumsum([0, *lengths])
+    shard_of = np.searchsorted(starts, fixed, side="right") - 1
+    for epoch in range(3):
+        moved = sorted(taken[epoch * len(fixed) : (epoch + 1) * len(fixed)])
+        offsets: dict[int, set[int]] = {}
+        for shard, start, first in zip(shard_of.tolist(), fixed, moved, strict=True):
+            offsets.setdefault(shard, set()).add(first - start)
+        assert all(len(found) == 1 for found in offsets.values()), "windows of a shard overlap, or leave a gap"
+        assert all(0 <= found <= (lengths[shard] - 1) % T for shard, (found,) in offsets.items())
+
+
+def test_offsets_differ_between_epochs_shards_and_seeds_and_reach_both_ends(tmp_path: Path) -> None:
+    """Two shards of 1 + 2 * 10 + 9 tokens: of two windows each, at an offset from 0 to 9."""
+    folder = numbered(tmp_path, [30, 30])
+    seen = Counter()
+    equal = 0
+    for seed in (0, 1):
+        taken = firsts(run(folder, 100, T=10, seed=seed, G=4, random_offset=True))
+        for epoch in range(100):
+            first, _, second, _ = sorted(taken[epoch * 4 : epoch * 4 + 4])
+            seen[first] += 1
+            equal += first == second - 30
+    assert set(seen) == set(range(10)) and max(seen.values()) < 50
+    assert equal < 50, "the shards of an epoch share one offset"
+
+
+def test_offsets_are_off_unless_asked_for(tmp_path: Path) -> None:
+    assert set(firsts(run(numbered(tmp_path, [30]), 20, T=10))) == {0, 10}
+
+
+# The order as chance.
+
+
+def test_the_first_window_of_an_epoch_is_any_one_equally_likely(tmp_path: Path) -> None:
+    """1,000 firsts of 50 windows, 20 each. Of 49 degrees of freedom chi-square is 49, and beyond 120 once in 10^7."""
+    folder = numbered(tmp_path, [201])
+    by_seed, by_epoch = Counter(), Counter()
+    for seed in range(200):
+        taken = firsts(run(folder, 5, G=50, seed=seed))
+        by_seed.update({taken[0]: 1})
+        by_epoch.update(taken[0::50])
+    for counts, expected in ((by_seed, 4), (by_epoch, 20)):
+        chi_square = sum((counts[first] - expected) ** 2 / expected for first in all_windows([201], 4))
+        assert 12 < chi_square < 120, chi_square
+
+
+def test_every_order_of_a_few_windows_occurs(tmp_path: Path) -> None:
+    """600 epochs of four windows: each of the 24 orders 25 times or so."""
+    taken = firsts(run(numbered(tmp_path, [17]), 600, G=4, seed=11))
+    counts = Counter(tuple(taken[epoch * 4 : epoch * 4 + 4]) for epoch in range(600))
+    assert len(counts) == 24 and max(counts.values()) < 60
+
+
+@pytest.mark.parametrize("windows", [64, 1000, 4096, 4097])
+def test_no_window_betrays_its_place_in_the_order(tmp_path: Path, windows: int) -> None:
+    """Pearson's r of place and window, and of neighbours, is 0 within five standard errors; so are three seeds."""
+    folder = numbered(tmp_path, [1 + windows])
+    for seed in (0, 1, 2):
+        order = np.array(firsts(run(folder, 1, T=1, G=windows, seed=seed)), dtype=np.float64)
+        limit = 5 / np.sqrt(windows)
+        assert abs(np.corrcoef(order, np.arange(windows))[0, 1]) < limit
+        assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < limit
+        # The difference of neighbours is no constant, as a stride or a linear congruence would have it.
+        assert Counter(((order[1:] - order[:-1]) % windows).tolist()).most_common(1)[0][1] < 12
+
+
+# Sizes, memory, copies.
+
+
+def test_a_shard_of_a_terabyte_is_opened_and_read_at_once(tmp_path: Path) -> None:
+    """2^40 tokens that take no disk: the file is one hole, which reads as zeros."""
+    (tmp_path / "shard_00000.bin").touch()
+    try:
+        with open(tmp_path / "shard_00000.bin", "r+b") as file:
+            file.truncate(2**41)
+    except OSError:
+        pytest.skip("this file system has no files of 2 TiB")
+    stream = EpochStream(str(tmp_path), T=1, global_batch_size=8, seed=0)
+    assert stream.num_windows == 2**40 - 1
+    batch = next(iter(stream))
+    assert batch.x.shape == (8, 1) and int(batch.x.sum()) == 0
+    stream.load_state_dict({**batch.state, "epoch": 1, "consumed_samples": 2**40 + 5})
+    assert next(iter(stream)).state["consumed_samples"] == 2**40 + 13
+
+
+def anonymous_bytes() -> int:
+    found = re.search(r"^Anonymous: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux' account of a process's memory")
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_anonymous_memory_does_not_grow_with_the_batches_served(tmp_path: Path, io: str) -> None:
+    folder = numbered(tmp_path, [32_000, 32_000])
+    batches = iter(EpochStream(str(folder), T=128, global_batch_size=64, seed=0, io=io))
+    for _ in islice(batches, 100):
+        pass
+    before = anonymous_bytes()
+    for _ in islice(batches, 1000):  # 131 MB of x and y
+        pass
+    assert anonymous_bytes() - before < 8 << 20
+
+
+def test_a_pickled_stream_goes_on_with_the_same_batches_and_carries_no_tokens(tmp_path: Path) -> None:
+    folder = numbered(tmp_path, [60_000])
+    stream = EpochStream(str(folder), T=4, global_batch_size=8, seed=1)
+    list(islice(stream, 3))
+    pickled = pickle.dumps(stream)
+    assert len(pickled) < 4000
+    expected = [batch.firsts for batch in run(folder, 6, G=8, seed=1)][3:]
+    for one in (pickle.loads(pickled), stream):
+        assert [batch.x[:, 0].tolist() for batch in islice(one, 3)] == expected
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"T": 0}, "T=0"),
+        ({"global_batch_size": 0}, "global_batch_size=0"),
+        ({"global_batch_size": -4}, "global_batch_size=-4"),
+        ({"world_size": 3}, "3"),  # of a global batch of 4
+        ({"world_size": 0}, "world_size=0"),
+        ({"rank": 1}, "rank=1"),
+        ({"rank": -1, "world_size": 2}, "rank=-1"),
+        ({"epochs": -1}, "epochs=-1"),
+        ({"io": "mmapp"}, "mmapp"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(ten: Path, changed: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)):
+        EpochStream(str(ten), **{"T": 4, "global_batch_size": 4, "seed": 0, **changed})
+
+
+def test_a_split_without_a_window_is_refused(ten: Path) -> None:
+    with pytest.raises(CacheError, match="26"):
+        EpochStream(str(ten), T=26, global_batch_size=1, seed=0)
+
+
+def test_an_absent_folder_is_said_to_be_absent(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no_such"):
+        EpochStream(str(tmp_path / "no_such"), T=4, global_batch_size=1, seed=0)
+
+
+class NumberTokenizer(ByteTokenizer):
+    """ "10-15" is [10, 11, 12, 13, 14]."""
+
+    vocab_size = 1 << 16
+
+    def __init__(self, sha256: str = "ab" * 32) -> None:
+        self.sha256 = sha256
+
+    def encode(self, text: str) -> list[int]:
+        start, end = map(int, text.split("-"))
+        return list(range(start, end))
+
+
+def number_cache(path: Path, count: int = 100, *, tokenizer: str = "ab" * 32, start: int = 10, val: int = 0) -> Path:
+    """Build a real cache of ids that count from `start` in shards of 40 tokens; returns its train folder."""
+    documents = [("train", f"{number}-{number + 10}") for number in range(start, start + count, 10)]
+    documents += [("val", f"{number}-{number + 10}") for number in range(start, start + val, 10)]
+    build_pretrain(
+        ((split, text) for split, text in documents),
+        path,
+        tokenizer=NumberTokenizer(tokenizer),
+        max_train_tokens=None,
+        max_val_tokens=None,
+        shard_bytes=80,
+        seed=0,
+        shuffle_buffer=None,
+        partial=True,
+        num_threads=0,
+    )
+    return path / "train"
+
+
+def with_vocabulary(folder: Path, vocab_size: int) -> Path:
+    """Make the meta.json of a cache say that ids from `vocab_size` are none."""
+    meta = read_meta(str(folder.parent / "meta.json"))
+    write_meta(str(folder.parent / "meta.json"), {**meta, "vocab_size": vocab_size})
+    return folder
+
+
+def test_a_real_cache_is_read_and_checked_against_what_is_expected_of_it(tmp_path: Path) -> None:
+    folder = number_cache(tmp_path / "pretrain" / "numbers")
+    stream = EpochStream(str(folder), T=3, global_batch_size=1, seed=0, tokenizer_sha256="ab" * 32)
+    assert stream.num_windows == 13 + 13 + 6  # shards of 40, 40 and 20 tokens
+    expect = {key: stream.state_dict()[key] for key in ("split", "tokens", "content_sha256", "tokenizer_sha256")}
+    assert (expect["split"], expect["tokens"], expect["tokenizer_sha256"]) == ("train", 100, "ab" * 32)
+    EpochStream(str(folder), T=3, global_batch_size=1, seed=0, expect=expect)
+    for key, value in {"tokens": 99, "content_sha256": "0" * 64, "tokenizer_sha256": "cd" * 32, "split": "val"}.items():
+        with pytest.raises(CacheError, match=key):
+            EpochStream(str(folder), T=3, global_batch_size=1, seed=0, expect={**expect, key: value})
+    with pytest.raises(CacheError, match="cdcd"):
+        EpochStream(str(folder), T=3, global_batch_size=1, seed=0, tokenizer_sha256="cd" * 32)
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_an_id_outside_the_vocabulary_is_an_error_and_no_batch(tmp_path: Path, io: str) -> None:
+    folder = number_cache(tmp_path / "pretrain" / "numbers")
+    stream = EpochStream(str(with_vocabulary(folder, 100)), T=3, global_batch_size=32, seed=0, io=io)
+    with pytest.raises(CacheError, match=r"shard_00002\.bin.* 100"):
+        next(iter(stream))
