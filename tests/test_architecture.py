@@ -104,7 +104,15 @@ def test_the_core_never_imports_dagster() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["niels_gpt", "niels_gpt.cache", "niels_gpt.recipes", "niels_gpt.cache.cli", "pipelines.definitions"]
+    "module",
+    [
+        "niels_gpt",
+        "niels_gpt.cache",
+        "niels_gpt.recipes",
+        "niels_gpt.sampling",
+        "niels_gpt.cache.cli",
+        "pipelines.definitions",
+    ],
 )
 def test_light_modules_load_no_heavy_library(module: str) -> None:
     program = f"import sys, {module}; print(sorted({HEAVY!r} & set(sys.modules)))"
@@ -130,6 +138,13 @@ def test_the_public_names_of_the_cache_package_are_pinned() -> None:
         "write_meta",
     ]
     assert all(getattr(niels_gpt.cache, name) for name in niels_gpt.cache.__all__)
+
+
+def test_the_public_names_of_the_sampling_package_are_pinned() -> None:
+    import niels_gpt.sampling
+
+    assert niels_gpt.sampling.__all__ == ["Batch", "EpochStream", "MixtureStream", "bits_per_byte", "iter_eval"]
+    assert all(getattr(niels_gpt.sampling, name) for name in niels_gpt.sampling.__all__)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

@@ -5,6 +5,7 @@ The ids of the shards count through the whole stream, so that a row tells where 
 Run: pytest tests/test_epoch_stream.py
 """
 
+import json
 import pickle
 import re
 import tempfile
@@ -485,3 +486,28 @@ def test_an_id_outside_the_vocabulary_is_an_error_and_no_batch(tmp_path: Path, i
     stream = EpochStream(str(with_vocabulary(folder, 100)), T=3, global_batch_size=32, seed=0, io=io)
     with pytest.raises(CacheError, match=r"shard_00002\.bin.* 100"):
         next(iter(stream))
+
+
+def test_a_second_iterator_ends_the_first(ten: Path) -> None:
+    stream = EpochStream(str(ten), T=4, global_batch_size=2, seed=0)
+    one = iter(stream)
+    first = next(one)
+    other = iter(stream)
+    assert next(other).state["consumed_samples"] == first.state["consumed_samples"] + 2
+    with pytest.raises(RuntimeError, match="another iterator of this stream has begun"):
+        next(one)
+    assert stream.state_dict()["consumed_samples"] == 4
+
+
+def test_numpy_integers_are_integers(ten: Path) -> None:
+    plain = EpochStream(str(ten), T=4, global_batch_size=2, seed=0, epochs=1)
+    numbers = {name: np.int64(value) for name, value in {"T": 4, "global_batch_size": 2, "epochs": 1}.items()}
+    stream = EpochStream(str(ten), seed=0, **numbers)  # type: ignore[arg-type]
+    assert [json.dumps(batch.state) for batch in stream] == [json.dumps(batch.state) for batch in plain]
+
+
+@pytest.mark.parametrize("name", ["T", "global_batch_size", "rank", "world_size", "epochs"])
+@pytest.mark.parametrize("value", [2.0, True, "2", -1])
+def test_what_is_no_count_is_refused_by_its_name(ten: Path, name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{name}="):
+        EpochStream(str(ten), **{"T": 4, "global_batch_size": 8, "seed": 0, name: value})  # type: ignore[arg-type]

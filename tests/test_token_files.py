@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset
-from niels_gpt.cache.mmap import TokenFiles
+from niels_gpt.cache.mmap import TokenFiles, _Map, mmap_tokens
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, split_rows
 from niels_gpt.sampling import EpochStream
 
@@ -93,6 +93,27 @@ def test_joined_files_are_numbered_on_from_one_part_to_the_next(tmp_path: Path) 
     assert joined.gather(np.array([2, 1]), np.array([1, 0]), 2).tolist() == [[1, 2], [5, 6]]
     with pytest.raises(ValueError, match=r"\['mmap', 'pread'\]: expected one for all"):
         TokenFiles.joined([parts[0], TokenFiles([], io="pread")])
+
+
+def test_maps_keep_no_file_open_and_go_with_the_dataset(tmp_path: Path) -> None:
+    """A cache may have more shards than a process may have files: Python's mmap would keep one open for each."""
+    folder = write_shards(tmp_path / "train", [5] * 40)
+    before = len(os.listdir("/proc/self/fd"))
+    dataset = PretrainTokenStreamDataset(folder, T=4, device="cpu")
+    dataset.get_batch(B=1000, generator=seeded())
+    assert len(mapped(tmp_path)) == 40 and len(os.listdir("/proc/self/fd")) <= before + 1  # the version's lock
+    tokens = mmap_tokens(folder / "shard_00003.bin")[2:4]
+    del dataset
+    gc.collect()
+    assert mapped(tmp_path) == {"shard_00003.bin"} and tokens.tolist() == [17, 18]
+    del tokens
+    gc.collect()
+    assert mapped(tmp_path) == set()
+
+
+def test_a_file_that_cannot_be_mapped_is_an_os_error_that_says_so() -> None:
+    with pytest.raises(OSError, match=r"Bad file descriptor: 10 bytes cannot be mapped"):
+        _Map(-1, 10)
 
 
 @pytest.mark.parametrize("open_it", [PretrainTokenStreamDataset, EpochStream])

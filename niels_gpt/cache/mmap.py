@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
+import ctypes
 import os
 import re
 import resource
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -21,6 +21,10 @@ from niels_gpt.fileio import CacheError
 from niels_gpt.records import open_regular, shortened
 
 _REBUILD = "Rebuild the cache: python -m niels_gpt.cache.cli build-all"
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _OFFSET_BYTES = 8
 _MAX_HEADER = 1 << 16  # version 1.0 of .npy has no longer one
 # What numpy.save writes for any array without fields; evaluating the header, as numpy.load does, is not needed.
@@ -45,7 +49,28 @@ def mmap_tokens(path: str | os.PathLike[str], *, expected_bytes: int | None = No
 
 
 def _map(handle: int, size: int) -> NDArray[np.uint16]:
-    return np.frombuffer(mmap.mmap(handle, size, access=mmap.ACCESS_READ), dtype=TOKEN_NUMPY_DTYPE)
+    return np.asarray(_Map(handle, size)).view(TOKEN_NUMPY_DTYPE)
+
+
+class _Map:
+    """A file's bytes, read-only, as an array that numpy takes; unmapped when no array refers to it any more.
+
+    Python's own mmap keeps a descriptor for each map: a process may have 1,024 where nobody raised the limit, and a
+    cache may have more shards (before 3.13 that cannot be switched off).
+    """
+
+    _PROT_READ, _MAP_SHARED = 1, 1
+
+    def __init__(self, handle: int, size: int) -> None:
+        self._size, self._address = size, _libc.mmap(None, size, self._PROT_READ, self._MAP_SHARED, handle, 0)
+        if self._address == ctypes.c_void_p(-1).value:
+            number, self._size = ctypes.get_errno(), 0
+            raise OSError(number, f"{os.strerror(number)}: {size} bytes cannot be mapped")
+        self.__array_interface__ = {"data": (self._address, True), "shape": (size,), "typestr": "|u1", "version": 3}
+
+    def __del__(self, munmap: Callable[[int, int], int] = _libc.munmap) -> None:
+        if self._size:
+            munmap(self._address, self._size)
 
 
 def _checked_size(path: str | os.PathLike[str], size: int, expected_bytes: int | None) -> int:
@@ -238,10 +263,9 @@ def _mapped_npy(path: str | os.PathLike[str], expected_bytes: int | None) -> NDA
                 f"{os.fspath(path)}: {size} bytes, expected {start + count * _OFFSET_BYTES} by its own header, which "
                 f"has {count} entries. {_REBUILD}"
             )
-        mapped = mmap.mmap(handle, size, access=mmap.ACCESS_READ)
+        return np.asarray(_Map(handle, size))[start:].view(OFFSET_DTYPE)
     finally:
         os.close(handle)
-    return np.frombuffer(mapped, dtype=OFFSET_DTYPE, offset=start, count=count)
 
 
 def _header(path: str, begin: bytes) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from niels_gpt.cache.mmap import IO
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
 from niels_gpt.fileio import CacheError
 from niels_gpt.sampling.permutation import ROUNDS, mix, permute, random_keys
-from niels_gpt.sampling.stream import STREAM_VERSION, Places, SampleStream
+from niels_gpt.sampling.stream import STREAM_VERSION, Places, SampleStream, checked_int
 
 
 class EpochStream(SampleStream):
@@ -48,11 +48,11 @@ class EpochStream(SampleStream):
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for the numbers.
         """
         super().__init__(global_batch_size=global_batch_size, rank=rank, world_size=world_size, device=device)
-        if T < 1:
-            raise ValueError(f"T={T}: expected at least 1 token")
-        if epochs is not None and epochs < 1:
-            raise ValueError(f"epochs={epochs}: expected at least 1, or None: endless")
-        self.T, self.seed, self.random_offset, self.epochs = T, seed, random_offset, epochs
+        if not isinstance(random_offset, bool):
+            raise ValueError(f"random_offset={random_offset!r}: expected True or False")
+        self.T = T = checked_int("T", T, 1)
+        self.epochs = None if epochs is None else checked_int("epochs", epochs, 1)
+        self.seed, self.random_offset = seed, random_offset
         keys = random_keys(seed, ROUNDS + 1)
         self._keys, self._offset_key = keys[:ROUNDS], keys[ROUNDS]
         self.split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io)
@@ -68,7 +68,7 @@ class EpochStream(SampleStream):
             raise CacheError(
                 f"{self.split.folder}: the longest shard has {lengths.max()} tokens, expected T + 1 = {T + 1}"
             )
-        self.num_samples = None if epochs is None else epochs * self.num_windows
+        self.num_samples = None if self.epochs is None else self.epochs * self.num_windows
 
     def identity(self) -> dict[str, Any]:
         """Return what decides which window a sample is: the stream's arguments and the content of its split."""

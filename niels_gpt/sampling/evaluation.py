@@ -16,6 +16,7 @@ from niels_gpt.cache.mmap import IO
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, split_rows
 from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.records import checked_count
+from niels_gpt.sampling.stream import checked_int
 
 
 def iter_eval(
@@ -35,9 +36,7 @@ def iter_eval(
     entropy leaves out. For a mean over tokens divide the summed loss by `(y != -100).sum()`, not by batches.
     Raises, at once: FileNotFoundError, CacheError, ValueError for B or T below 1; the rest as for `PretrainSplit`.
     """
-    for name, value in (("B", B), ("T", T)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: expected at least 1")
+    B, T = checked_int("B", B, 1), checked_int("T", T, 1)
     split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io)
     total = int(split.lengths.sum())
     if total < 2:

@@ -14,7 +14,7 @@ from niels_gpt.cache.pretrain_dataset import gathered
 from niels_gpt.fileio import CacheError
 from niels_gpt.sampling.epochs import EpochStream
 from niels_gpt.sampling.permutation import ROUNDS, permute, random_keys
-from niels_gpt.sampling.stream import STREAM_VERSION, Places, SampleStream
+from niels_gpt.sampling.stream import STREAM_VERSION, Places, SampleStream, checked_int
 
 WhenExhausted = Literal["repeat", "stop"] | int
 _BLOCK_SAMPLES = 2**16  # of which the composition is computed at once: memory, not speed
@@ -64,7 +64,7 @@ class MixtureStream(SampleStream):
         Raises: ValueError for arguments that do not fit together, CacheError for caches of different tokenizers.
         """
         self.streams, self.weights = list(streams), [float(weight) for weight in weights]
-        self.block_size, self.seed, self.device = block_size, seed, "cpu"
+        self.block_size, self.seed = checked_int("block_size", block_size, 1), seed
         self.when_exhausted: list[Any] = [when_exhausted] * len(self.streams)
         if isinstance(when_exhausted, Sequence) and not isinstance(when_exhausted, str):
             self.when_exhausted = list(when_exhausted)
@@ -90,14 +90,18 @@ class MixtureStream(SampleStream):
                 "when_exhausted: expected as many of each"
             )
         for number, weight in enumerate(self.weights):
-            if not (math.isfinite(weight) and weight > 0):
+            if not 0 < weight < math.inf:
                 raise ValueError(f"weights[{number}]={weight}: expected a number above 0")
+        if sum(self.weights) == math.inf:
+            raise ValueError(f"weights={self.weights}: their sum is no longer a number")
         for number, rule in enumerate(self.when_exhausted):
             good = rule in ("repeat", "stop") if isinstance(rule, str) else type(rule) is int and rule >= 1
             if not good:
                 raise ValueError(f"when_exhausted[{number}]={rule!r}: expected repeat, stop, or epochs from 1 on")
         first = self.streams[0]
         for number, stream in enumerate(self.streams):
+            if not isinstance(stream, EpochStream):
+                raise ValueError(f"streams[{number}] is a {type(stream).__name__}, expected an EpochStream")
             if stream.epochs is not None:
                 raise ValueError(f"streams[{number}] has epochs={stream.epochs}: say it in when_exhausted")
             for name in ("T", "global_batch_size", "rank", "world_size", "device"):

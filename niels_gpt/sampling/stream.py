@@ -7,6 +7,7 @@ all ranks together have consumed is the whole state, whatever the ranks, the wor
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ STREAM_VERSION = 1
 
 _BLOCK = 4096  # samples whose places are computed at once: 0.1 to 0.5 us each then, 5 us for one alone
 _MAX_CONSUMED = 2**62
+_MAX_WORKERS = 1024
 _CONTENT = ("split", "tokens", "content_sha256", "tokenizer_sha256")
 
 
@@ -82,9 +84,11 @@ class SampleStream(IterableDataset[Batch]):
     """Samples until the stream ends; None: it does not."""
 
     def __init__(self, *, global_batch_size: int, rank: int, world_size: int, device: str) -> None:
-        if world_size < 1 or not 0 <= rank < world_size:
+        global_batch_size = checked_int("global_batch_size", global_batch_size, 1)
+        rank, world_size = checked_int("rank", rank, 0), checked_int("world_size", world_size, 1)
+        if rank >= world_size:
             raise ValueError(f"rank={rank}, world_size={world_size}: expected 0 <= rank < world_size")
-        if global_batch_size < 1 or global_batch_size % world_size:
+        if global_batch_size % world_size:
             raise ValueError(
                 f"global_batch_size={global_batch_size}: expected a multiple of world_size={world_size}, so that each "
                 "rank has equally many rows"
@@ -92,8 +96,10 @@ class SampleStream(IterableDataset[Batch]):
         self.global_batch_size, self.rank, self.world_size, self.device = global_batch_size, rank, world_size, device
         self._consumed = 0
         self._worker_base: int | None = None
-        # A worker has a copy of the stream; this byte it shares with the process that knows nothing of its progress.
-        self._in_workers: torch.Tensor = torch.zeros(1, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+        self._iterator: object = None
+        # Workers have copies of the stream; in these bytes, one for each, they tell that they have begun.
+        self._begun: torch.Tensor = torch.zeros(_MAX_WORKERS, dtype=torch.uint8)
+        self._begun.share_memory_()  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def locate(self, samples: NDArray[np.int64]) -> Places:
@@ -112,17 +118,18 @@ class SampleStream(IterableDataset[Batch]):
         """Return the part of a state that changes."""
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield this rank's rows of each global batch, in a DataLoader worker those of every num_workers-th batch."""
+        """Yield this rank's rows of each global batch, in a DataLoader worker those of every num_workers-th batch.
+
+        Raises: RuntimeError where another iterator of the stream has begun since, or workers begin a second time.
+        """
         info, identity, base = get_worker_info(), self.identity(), self._consumed
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        mine = self._iterator = object()
         if info is not None:
-            if torch.device(self.device).type != "cpu":
-                raise RuntimeError(
-                    f"device={self.device!r} in a DataLoader worker: open the stream with device='cpu' and move the "
-                    "batches (pin_memory=True, then batch.to), or take num_workers=0"
-                )
-            self._in_workers.fill_(1)
+            self._begin_worker(info.id)
         for number, (places, consumed) in enumerate(self._steps(base, worker, workers), 1):
+            if self._iterator is not mine:
+                raise RuntimeError("another iterator of this stream has begun: take the batches from that one")
             x, y = split_rows(self.rows(places), self.device)
             if info is None:
                 self._consumed = consumed
@@ -130,6 +137,20 @@ class SampleStream(IterableDataset[Batch]):
                 self._worker_base = base + number * workers * self.global_batch_size
             source = None if places.sources is None else torch.from_numpy(places.sources)
             yield Batch(x, y, {**identity, **self._progress(consumed)}, source)
+
+    def _begin_worker(self, worker: int) -> None:
+        if torch.device(self.device).type != "cpu":
+            raise RuntimeError(
+                f"device={self.device!r} in a DataLoader worker: open the stream with device='cpu' and move the "
+                "batches (pin_memory=True, then batch.to), or take num_workers=0"
+            )
+        if self._worker_base is not None or self._begun[worker]:
+            raise RuntimeError(
+                "DataLoader workers begin a second time, but the stream does not know how far they came, and gives "
+                "the same batches again. Load batch.state of the last batch that was used into the stream, and make a "
+                "new DataLoader"
+            )
+        self._begun[worker] = 1
 
     def _steps(self, base: int, worker: int, workers: int) -> Iterator[tuple[Places, int]]:
         """Yield, of each batch of a worker, the places of this rank's rows and the samples consumed after it.
@@ -161,7 +182,7 @@ class SampleStream(IterableDataset[Batch]):
         """
         state = {**self.identity(), **self._progress(self._consumed)}
         info = get_worker_info()
-        if info is None and self._in_workers.item():
+        if info is None and self._begun.any():
             raise RuntimeError(
                 "DataLoader workers iterate over copies of this stream, and it stays where it was. Keep batch.state of "
                 "the last batch that was used, or take torchdata's StatefulDataLoader"
@@ -192,8 +213,15 @@ class SampleStream(IterableDataset[Batch]):
                 f"state: of a DataLoader's [worker, workers, global_batch_size] {shortened(state['worker'])}, here "
                 f"it is {mine}. Only batch.state can be resumed with another number of workers"
             )
-        self._consumed = consumed
-        self._in_workers.fill_(0)
+        self._consumed, self._worker_base = consumed, None
+        self._begun[slice(None) if info is None else info.id] = 0
+
+
+def checked_int(name: str, value: Any, least: int) -> int:
+    """Return an argument as int, whatever kind of integer it is. Raises: ValueError if it is none, or below `least`."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
+        raise ValueError(f"{name}={value!r}: expected an integer of {least} or more")
+    return operator.index(value)
 
 
 def _count(state: Mapping[str, Any], key: str) -> int:
