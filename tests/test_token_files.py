@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset
-from niels_gpt.cache.mmap import TokenFiles, _Map, mmap_tokens
+from niels_gpt.cache.mmap import TokenFiles, _mapped_bytes, mmap_tokens
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, split_rows
 from niels_gpt.sampling import EpochStream
 
@@ -113,7 +113,7 @@ def test_maps_keep_no_file_open_and_go_with_the_dataset(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_mapped_is_an_os_error_that_says_so() -> None:
     with pytest.raises(OSError, match=r"Bad file descriptor: 10 bytes cannot be mapped"):
-        _Map(-1, 10)
+        _mapped_bytes(-1, 10)
 
 
 @pytest.mark.parametrize("open_it", [PretrainTokenStreamDataset, EpochStream])
@@ -144,6 +144,27 @@ def test_pread_keeps_an_eighth_of_the_limit_open_at_most_and_closes_them_all(
     del dataset
     gc.collect()
     assert open_files(folder) == 0
+
+
+@pytest.mark.parametrize(("memory", "is_random"), [(399, True), (400, False)])
+def test_no_more_than_a_window_is_read_of_files_of_more_than_half_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, is_random: bool
+) -> None:
+    monkeypatch.setattr("niels_gpt.cache.mmap._memory_bytes", lambda: memory)
+    folder = write_shards(tmp_path / "train", [50, 50])  # 200 bytes
+    dataset = PretrainTokenStreamDataset(folder, T=4, device="cpu")
+    dataset.get_batch(B=50, generator=seeded())
+    maps = Path("/proc/self/smaps").read_text().split(str(folder))[1:]
+    flags = [next(line for line in entry.splitlines() if line.startswith("VmFlags")) for entry in maps]
+    assert [" rr" in line for line in flags] == [is_random] * 2  # random read advice
+
+
+@pytest.mark.parametrize(("shard", "start"), [(0, -1), (0, 46), (1, 57), (1, 2**40)])
+def test_a_window_that_is_not_inside_its_shard_is_an_index_error(tmp_path: Path, shard: int, start: int) -> None:
+    split = PretrainSplit(write_shards(tmp_path / "train", [50, 60]))
+    assert split.rows(np.array([1]), np.array([55]), 5).tolist() == [[105, 106, 107, 108, 109]]
+    with pytest.raises(IndexError, match=rf"shard_0000{shard}\.bin: no window of 5 tokens at token {start}"):
+        split.rows(np.array([0, shard]), np.array([0, start]), 5)
 
 
 def test_another_way_to_read_is_refused(tmp_path: Path) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import resource
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -18,13 +17,10 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_NUMPY_DTYPE
 from niels_gpt.fileio import CacheError
+from niels_gpt.filemaps import FileMaps
 from niels_gpt.records import open_regular, shortened
 
 _REBUILD = "Rebuild the cache: python -m niels_gpt.cache.cli build-all"
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _OFFSET_BYTES = 8
 _MAX_HEADER = 1 << 16  # version 1.0 of .npy has no longer one
 # What numpy.save writes for any array without fields; evaluating the header, as numpy.load does, is not needed.
@@ -43,34 +39,17 @@ def mmap_tokens(path: str | os.PathLike[str], *, expected_bytes: int | None = No
     """
     handle = _opened(path, "token file")
     try:
-        return _map(handle, _checked_size(path, os.fstat(handle).st_size, expected_bytes))
+        size = _checked_size(path, os.fstat(handle).st_size, expected_bytes)
+        return _mapped_bytes(handle, size).view(TOKEN_NUMPY_DTYPE)
     finally:
         os.close(handle)
 
 
-def _map(handle: int, size: int) -> NDArray[np.uint16]:
-    return np.asarray(_Map(handle, size)).view(TOKEN_NUMPY_DTYPE)
-
-
-class _Map:
-    """A file's bytes, read-only, as an array that numpy takes; unmapped when no array refers to it any more.
-
-    Python's own mmap keeps a descriptor for each map: a process may have 1,024 where nobody raised the limit, and a
-    cache may have more shards (before 3.13 that cannot be switched off).
-    """
-
-    _PROT_READ, _MAP_SHARED = 1, 1
-
-    def __init__(self, handle: int, size: int) -> None:
-        self._size, self._address = size, _libc.mmap(None, size, self._PROT_READ, self._MAP_SHARED, handle, 0)
-        if self._address == ctypes.c_void_p(-1).value:
-            number, self._size = ctypes.get_errno(), 0
-            raise OSError(number, f"{os.strerror(number)}: {size} bytes cannot be mapped")
-        self.__array_interface__ = {"data": (self._address, True), "shape": (size,), "typestr": "|u1", "version": 3}
-
-    def __del__(self, munmap: Callable[[int, int], int] = _libc.munmap) -> None:
-        if self._size:
-            munmap(self._address, self._size)
+def _mapped_bytes(handle: int, size: int) -> NDArray[np.uint8]:
+    """Map one file: uint8 [size], read-only."""
+    maps = FileMaps([size])
+    maps.add(0, handle)
+    return np.asarray(maps)
 
 
 def _checked_size(path: str | os.PathLike[str], size: int, expected_bytes: int | None) -> int:
@@ -107,9 +86,16 @@ class TokenFiles:
     def _hold(self, paths: list[Path], found: list[_OnDisk], io: IO) -> None:
         self.paths, self._found, self.io = paths, found, io
         self.lengths: NDArray[np.int64] = np.array([file.size for file in found], dtype=np.int64) // TOKEN_BYTES
-        self._opened: dict[int, Any] = {}  # file number -> memoryview of bytes, or _Descriptor
-        self._windows: NDArray[np.uint16] | None = None
+        self._descriptors: dict[int, _Descriptor] = {}
         self._max_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
+        if paths and io == "mmap":
+            self._maps = FileMaps([file.size for file in found])
+            self._first_tokens: NDArray[np.int64] = np.array(self._maps.starts) // TOKEN_BYTES
+            self._windows: NDArray[np.uint16] = self._windows_of(1)
+            self._is_mapped: NDArray[np.bool_] = np.zeros(len(paths), dtype=np.bool_)
+            self._num_unmapped = len(paths)
+            # Where files do not fit into memory, what the system reads ahead of a random window is thrown away again.
+            self._is_large = 2 * sum(self._maps.sizes) > _memory_bytes()
 
     @classmethod
     def joined(cls, parts: Sequence[TokenFiles]) -> TokenFiles:
@@ -125,40 +111,38 @@ class TokenFiles:
         return partial(TokenFiles, io=self.io), (files,)
 
     def gather(self, files: NDArray[np.int64], starts: NDArray[np.int64], width: int) -> NDArray[np.uint16]:
-        """Return uint16 [B, width]: `width` tokens of file files[b] from token starts[b] on, all of them inside it.
+        """Return uint16 [B, width]: `width` tokens of file files[b] from token starts[b] on.
 
-        files, starts: [B]. Raises: FileNotFoundError, CacheError where a file is no longer what it was.
+        files, starts: [B]. All of the tokens have to be inside the file: that is not looked at here, and what is beside
+            it is no memory of the process.
+        Raises: FileNotFoundError, CacheError where a file is no longer what it was.
         """
-        if not len(files):
-            return np.empty((0, width), dtype=TOKEN_NUMPY_DTYPE)
         if self.io == "pread":
             return self._read(files, starts, width)
-        if len(self.paths) == 1:  # the only file: numpy copies all windows in one step
-            if self._windows is None or self._windows.shape[1] != width:
-                tokens = np.frombuffer(self._mapped(0), dtype=TOKEN_NUMPY_DTYPE)
-                self._windows = as_strided(
-                    tokens, (len(tokens) - width + 1, width), 2 * tokens.strides, writeable=False
-                )
-            return self._windows[starts]
-        # One join of slices takes half the time of a numpy assignment for each row.
-        size = width * TOKEN_BYTES
-        begins = (starts * TOKEN_BYTES).tolist()
-        maps = self._opened
-        parts = [
-            (maps.get(file) or self._mapped(file))[begin : begin + size]
-            for file, begin in zip(files.tolist(), begins, strict=True)
-        ]
-        return np.frombuffer(bytearray().join(parts), dtype=TOKEN_NUMPY_DTYPE).reshape(len(parts), width)
+        if self._num_unmapped and not self._is_mapped[files].all():
+            self._map(np.unique(files[~self._is_mapped[files]]))
+        windows = self._windows
+        if windows.shape[1] != width:
+            windows = self._windows = self._windows_of(width)
+        rows: NDArray[np.uint16] = windows[starts + self._first_tokens[files]]
+        return rows
 
-    def _mapped(self, file: int) -> memoryview:
-        if file not in self._opened:
+    def _map(self, files: NDArray[np.int64]) -> None:
+        for file in files.tolist():
             handle = self._open(file)
             try:
-                self._opened[file] = _map(handle, self._found[file].size).data.cast("B")
+                self._maps.add(file, handle, random=self._is_large)
             finally:
                 os.close(handle)
-        found: memoryview = self._opened[file]
-        return found
+            self._is_mapped[file] = True
+        self._num_unmapped = int(
+            np.count_nonzero(~self._is_mapped)
+        )  # counted: two threads may have mapped the same file
+
+    def _windows_of(self, width: int) -> NDArray[np.uint16]:
+        """Return every window of so many tokens of all files: a view, uint16 [windows, width]."""
+        tokens = np.asarray(self._maps).view(TOKEN_NUMPY_DTYPE)
+        return as_strided(tokens, (len(tokens) - width + 1, width), 2 * tokens.strides, writeable=False)
 
     def _read(self, files: NDArray[np.int64], starts: NDArray[np.int64], width: int) -> NDArray[np.uint16]:
         rows = np.empty((len(files), width), dtype=TOKEN_NUMPY_DTYPE)
@@ -174,12 +158,12 @@ class TokenFiles:
 
     def _descriptor(self, file: int) -> _Descriptor:
         """Return an open file; the one that was used longest ago is closed when there are too many."""
-        found: _Descriptor | None = self._opened.pop(file, None)
+        found = self._descriptors.pop(file, None)
         if found is None:
             found = _Descriptor(self._open(file))
-            while len(self._opened) >= self._max_open:
-                del self._opened[next(iter(self._opened))]
-        self._opened[file] = found
+            while len(self._descriptors) >= self._max_open:
+                del self._descriptors[next(iter(self._descriptors))]
+        self._descriptors[file] = found
         return found
 
     def _open(self, file: int) -> int:
@@ -205,6 +189,10 @@ class _Descriptor:
 
     def __del__(self) -> None:
         os.close(self.number)
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class _OnDisk(NamedTuple):
@@ -263,7 +251,7 @@ def _mapped_npy(path: str | os.PathLike[str], expected_bytes: int | None) -> NDA
                 f"{os.fspath(path)}: {size} bytes, expected {start + count * _OFFSET_BYTES} by its own header, which "
                 f"has {count} entries. {_REBUILD}"
             )
-        return np.asarray(_Map(handle, size))[start:].view(OFFSET_DTYPE)
+        return _mapped_bytes(handle, size)[start:].view(OFFSET_DTYPE)
     finally:
         os.close(handle)
 

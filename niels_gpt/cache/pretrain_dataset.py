@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
@@ -97,8 +96,14 @@ class PretrainSplit:
     def rows(self, shards: NDArray[np.int64], starts: NDArray[np.int64], width: int) -> NDArray[np.uint16]:
         """Return uint16 [B, width]: `width` tokens of shard shards[b] from its token starts[b] on, all inside it.
 
-        Raises: CacheError, naming file and place, where a row has an id that is not below meta.json's vocab_size.
+        Raises: IndexError for a window that is not inside its shard; CacheError, naming file and place, where a row has
+            an id that is not below meta.json's vocab_size.
         """
+        outside = np.flatnonzero((starts < 0) | (starts + width > self.lengths[shards]))
+        if len(outside):
+            shard, start = int(shards[outside[0]]), int(starts[outside[0]])
+            path, length = self.files.paths[shard], int(self.lengths[shard])
+            raise IndexError(f"{path}: no window of {width} tokens at token {start}: it has {length}")
         return gathered(self.files, self.vocab_size, shards, starts, width)
 
 
@@ -137,17 +142,14 @@ class PretrainTokenStreamDataset:
         counts = np.maximum(lengths - T, 0)
         self._ends: NDArray[np.int64] = np.cumsum(counts)
         self._begins = self._ends - counts
+        self.num_windows = int(self._ends[-1])
+        """Number of different windows that a batch is drawn from."""
         if self.skipped_shards:
             warnings.warn(
                 f"{self.shards_dir}: {self.skipped_shards} shards ({self.skipped_tokens} tokens) are shorter than "
                 f"T + 1 = {T + 1} tokens and are left out",
                 stacklevel=2,
             )
-
-    @property
-    def num_windows(self) -> int:
-        """Number of different windows that a batch is drawn from."""
-        return int(self._ends[-1])
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what tells these tokens from others, for a checkpoint; `expect` compares it at open."""
@@ -161,8 +163,9 @@ class PretrainTokenStreamDataset:
         """
         drawn = torch.randint(self.num_windows, (B,), generator=generator, device=generator.device)
         windows = drawn.cpu().numpy()
-        shards = np.searchsorted(self._ends, windows, side="right")
-        return split_rows(self._split.rows(shards, windows - self._begins[shards], self.T + 1), self.device)
+        shards = self._ends.searchsorted(windows, side="right")
+        starts = windows - self._begins[shards]
+        return split_rows(gathered(self._split.files, self.vocab_size, shards, starts, self.T + 1), self.device)
 
 
 def gathered(
@@ -188,7 +191,9 @@ def split_rows(rows: NDArray[np.uint16], device: str | torch.device) -> tuple[An
     the call does not wait for the copy.
     """
     if str(device) == "cpu":  # numpy casts in half the time of torch
-        x, y = int64_array((2, rows.shape[0], rows.shape[1] - 1))
+        if rows.size < _FRESH_TOKENS:
+            return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
+        x, y = recycled_int64((2, rows.shape[0], rows.shape[1] - 1))
         x[...], y[...] = rows[:, :-1], rows[:, 1:]
         return torch.from_numpy(x), torch.from_numpy(y)
     narrow = torch.from_numpy(rows)
@@ -198,19 +203,17 @@ def split_rows(rows: NDArray[np.uint16], device: str | torch.device) -> tuple[An
 
 
 _KEPT_ARRAYS = 4
-_FRESH_BYTES = 1 << 17  # below, malloc gives memory that the process has touched before
+_FRESH_TOKENS = 1 << 14  # 128 KiB as int64: below, malloc gives memory that the process has touched before
 _recycled = threading.local()  # one list for each thread, so that no two find the same array unused
 
 
-def int64_array(shape: tuple[int, ...]) -> NDArray[np.int64]:
+def recycled_int64(shape: tuple[int, ...]) -> NDArray[np.int64]:
     """Return an uninitialized array, of the memory of an earlier one that nothing refers to any more if there is one.
 
     Large arrays come fresh from the system each time, and its page faults cost several times what filling them does. A
     tensor made of a part of the array refers to it, as does every view of that tensor; so memory that anybody can still
     see is never given out. At most 4 arrays of a thread are remembered, and kept.
     """
-    if 8 * math.prod(shape) < _FRESH_BYTES:
-        return np.empty(shape, dtype=np.int64)
     arrays: list[NDArray[np.int64]] = _recycled.__dict__.setdefault("arrays", [])
     for number, references in enumerate(_references(arrays)):
         if references == _UNUSED and arrays[number].shape == shape:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.mmap import IO
-from niels_gpt.cache.pretrain_dataset import PretrainSplit
+from niels_gpt.cache.pretrain_dataset import PretrainSplit, gathered
 from niels_gpt.fileio import CacheError
 from niels_gpt.sampling.permutation import ROUNDS, mix, permute, random_keys
 from niels_gpt.sampling.stream import STREAM_VERSION, Places, SampleStream, checked_int
@@ -93,4 +93,4 @@ class EpochStream(SampleStream):
 
     def rows(self, places: Places) -> NDArray[np.uint16]:
         """Return the windows at these places: uint16 [n, T + 1]. Raises: CacheError for ids outside the vocabulary."""
-        return self.split.rows(places.shards, places.starts, self.T + 1)
+        return gathered(self.split.files, self.split.vocab_size, places.shards, places.starts, self.T + 1)

@@ -1,0 +1,69 @@
+"""Files mapped into memory side by side, each at its place in one range of addresses, when it is needed.
+
+Python's own mmap cannot do this, and keeps a descriptor for each map besides: a process may have 1,024 where nobody
+raised the limit, and a cache may have more shards (before 3.13 that cannot be switched off).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_FAILED = ctypes.c_void_p(-1).value
+# Linux's numbers; Python's module lacks MAP_FIXED.
+_PROT_NONE, _PROT_READ = 0, 1
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 1, 2, 0x10, 0x20
+_MADV_RANDOM = 1
+
+
+class FileMaps:
+    """The bytes of several files, read-only; `numpy.asarray` makes a uint8 array of them, which keeps the maps alive.
+
+    File i is at bytes starts[i] to starts[i] + sizes[i]; each begins at a whole page. A file that was not added yet may
+    not be touched: that ends the process.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """sizes: bytes of each file, above 0; at least one. Raises: OSError where no such range of addresses is."""
+        ends = list(accumulate(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes))
+        self.sizes, self.starts = sizes, [0, *ends[:-1]]
+        self._num_bytes = 0  # until there is something to give back
+        self._address = _mmap(None, ends[-1], -1, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS)
+        self._num_bytes = ends[-1]
+        self.__array_interface__: dict[str, Any] = {
+            "data": (self._address, True),  # read-only
+            "shape": (self.starts[-1] + sizes[-1],),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def add(self, number: int, handle: int, *, random: bool = False) -> None:
+        """Map file `number`, which is open as `handle`, and may be closed afterwards. Raises: OSError.
+
+        random: read no more from the disk than what is touched.
+        """
+        address, size = self._address + self.starts[number], self.sizes[number]
+        _mmap(address, size, handle, _PROT_READ, _MAP_SHARED | _MAP_FIXED)
+        if random:
+            _libc.madvise(address, size, _MADV_RANDOM)  # advice: nothing is wrong where it is not taken
+
+    def __del__(self, munmap: Callable[[int, int], int] = _libc.munmap) -> None:
+        if self._num_bytes:
+            munmap(self._address, self._num_bytes)
+
+
+def _mmap(at: int | None, size: int, handle: int, access: int, flags: int) -> int:
+    address: int = _libc.mmap(at, size, access, flags, handle, 0)
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{os.strerror(number)}: {size} bytes cannot be mapped")
+    return address
