@@ -19,10 +19,14 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
-# Linux's numbers; Python's module lacks MAP_FIXED.
+# The numbers of Linux, where this project runs; Python's module lacks MAP_FIXED.
 _PROT_NONE, _PROT_READ = 0, 1
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 1, 2, 0x10, 0x20
 _MADV_RANDOM = 1
+
+
+class MapError(OSError):
+    """Memory could not be mapped."""
 
 
 class FileMaps:
@@ -33,7 +37,7 @@ class FileMaps:
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        """sizes: bytes of each file, above 0; at least one. Raises: OSError where no such range of addresses is."""
+        """sizes: bytes of each file, above 0; at least one. Raises: MapError where no such range of addresses is."""
         ends = list(accumulate(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes))
         self.sizes, self.starts = sizes, [0, *ends[:-1]]
         self._num_bytes = 0  # until there is something to give back
@@ -47,7 +51,7 @@ class FileMaps:
         }
 
     def add(self, number: int, handle: int, *, random: bool = False) -> None:
-        """Map file `number`, which is open as `handle`, and may be closed afterwards. Raises: OSError.
+        """Map file `number`, which is open as `handle`, and may be closed afterwards. Raises: MapError.
 
         random: read no more from the disk than what is touched.
         """
@@ -65,5 +69,19 @@ def _mmap(at: int | None, size: int, handle: int, access: int, flags: int) -> in
     address: int = _libc.mmap(at, size, access, flags, handle, 0)
     if address == _FAILED:
         number = ctypes.get_errno()
-        raise OSError(number, f"{os.strerror(number)}: {size} bytes cannot be mapped")
+        raise MapError(
+            number,
+            f"{os.strerror(number)}: {size} bytes cannot be mapped. The limits are `ulimit -v` and the number of maps, "
+            "`sysctl vm.max_map_count`",
+        )
     return address
+
+
+def memory_bytes() -> int:
+    """Return how much memory this process could have: that of the machine, or of its control group if that is less."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            return min(machine, int(file.read()))
+    except (OSError, ValueError):  # no control group, or "max"
+        return machine

@@ -341,3 +341,27 @@ def test_the_state_of_one_worker_is_refused_where_there_are_no_workers(make: Mak
 
 def test_a_stream_is_an_iterable_dataset(make: Make) -> None:
     assert isinstance(make(), IterableDataset)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda stream: pickle.loads(pickle.dumps(stream))])
+def test_a_copy_of_a_stream_hears_of_its_own_workers(make: Make, copied: Any) -> None:
+    stream = copied(make())
+    taken(loader(stream, 2), 3)
+    with pytest.raises(RuntimeError, match=r"batch\.state"):
+        stream.state_dict()
+
+
+def test_a_copy_does_not_hear_of_the_workers_of_the_original(make: Make) -> None:
+    stream = make()
+    other = copy.deepcopy(stream)
+    taken(loader(stream, 2), 3)
+    assert other.state_dict()["consumed_samples"] == 0 and len(taken(loader(other, 0), 3)) == 3
+
+
+def test_the_parent_does_not_repeat_what_its_workers_had(make: Make) -> None:
+    stream = make()
+    state = [batch.state for _, batch in zip(range(2), loader(stream, 2), strict=False)][-1]
+    with pytest.raises(RuntimeError, match="would give the same batches again"):
+        next(iter(stream))
+    stream.load_state_dict(state)
+    assert next(iter(stream)).state["consumed_samples"] == 3 * state["consumed_samples"] // 2

@@ -23,6 +23,7 @@ from test_epoch_stream import GlobalBatch, firsts, joined, number_cache
 from test_pretrain_window_sampling import write_shards
 
 from niels_gpt.cache import CacheError
+from niels_gpt.cache.meta import write_meta
 from niels_gpt.sampling import EpochStream, MixtureStream
 
 APART = 10_000
@@ -499,3 +500,49 @@ def test_caches_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
     again = number_cache(tmp_path / "p" / "again", start=200)
     one = mixture([folders[0], again], [1, 1])
     assert {int(index) for batch in islice(one, 5) for index in batch.source} == {0, 1}
+
+
+def test_whoever_changes_a_state_changes_no_mixture(tmp_path: Path) -> None:
+    one = mixture(sources(tmp_path, [6, 9]), [1, 2])
+    batches = iter(one)
+    state = next(batches).state
+    before = json.dumps(one.state_dict())
+    for value in (state, one.state_dict()):
+        value["weights"].append(9)
+        value["sources"][0]["seed"] = 7
+    assert json.dumps(one.state_dict()) == before and one.weights == [1.0, 2.0]
+
+
+def test_a_stream_in_place_of_a_list_of_them_is_refused(tmp_path: Path) -> None:
+    (folder,) = sources(tmp_path, [6])
+    with pytest.raises(ValueError, match="streams is one stream, expected a sequence of them"):
+        MixtureStream(EpochStream(folder, T=4, global_batch_size=2, seed=0), [1.0], seed=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("weights", [[1e306, 1], [1, 5e-324], [1e308, 1e308]])
+def test_weights_at_the_ends_of_floats_are_weights_or_refused(tmp_path: Path, weights: list[float]) -> None:
+    with pytest.raises(ValueError, match="weights"):
+        mixture(sources(tmp_path, [6, 9]), weights)
+
+
+@pytest.mark.parametrize("when_exhausted", [2**61, [1, 2**61]])
+def test_more_epochs_than_can_be_counted_are_refused(tmp_path: Path, when_exhausted: Any) -> None:
+    with pytest.raises(ValueError, match=r"when_exhausted=\d+: expected at most \d+ epochs"):
+        mixture(sources(tmp_path, [6, 9]), [1, 1], when_exhausted=when_exhausted)
+
+
+def test_a_cache_with_a_known_vocabulary_mixes_with_one_of_another_tool(tmp_path: Path) -> None:
+    folders = sources(tmp_path, [6, 9])
+    write_meta(str(folders[0].parent / "meta.json"), {"vocab_size": 60_000})
+    assert len(run(folders, [1, 1], 3)) == 3
+
+
+def test_at_a_large_world_a_block_is_computed_at_once_and_no_more(tmp_path: Path) -> None:
+    """A rank has 1 sample in 1,024; its next 4,096 lie among 4 million, which nobody computes to take a batch."""
+    one = mixture(sources(tmp_path, [6, 9]), [1, 1], G=1024, world=1024)
+    spans: list[int] = []
+    locate = one.locate
+    one.locate = lambda samples: (spans.append(int(samples.max() - samples.min())), locate(samples))[1]  # type: ignore
+    for _ in zip(range(200), one, strict=False):
+        pass
+    assert spans and max(spans) <= 2**16

@@ -8,6 +8,7 @@ import json
 import pickle
 import re
 import tempfile
+import zlib
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from test_epoch_stream import SEEDS, WORLDS, firsts, number_cache, numbered, run
 
 from niels_gpt.cache import CacheError
 from niels_gpt.sampling import EpochStream
+from niels_gpt.sampling.permutation import ROUNDS, random_keys
 
 KEYS = {
     "stream",
     "seed",
+    "key_check",
     "epoch",
     "consumed_samples",
     "T",
@@ -65,6 +68,7 @@ def test_a_state_says_where_in_which_cache(cache: Path) -> None:
     assert state_after(cache, 4, T=3, global_batch_size=10, seed=5) == {
         "stream": 1,
         "seed": 5,
+        "key_check": f"{zlib.crc32(random_keys(5, ROUNDS).tobytes()):08x}",
         "epoch": 1,
         "consumed_samples": 40,
         "T": 3,
@@ -98,9 +102,26 @@ def test_the_end_of_a_run_of_epochs_is_a_state_too(ten: Path) -> None:
 
 
 def test_a_run_may_get_more_or_fewer_epochs_when_it_goes_on(ten: Path) -> None:
-    state = run(ten, 4, G=4)[-1].state  # 16 of 10 samples an epoch
-    assert run(ten, G=4, epochs=1, state=state) == []
-    assert len(firsts(run(ten, G=4, epochs=3, state=state))) == 14
+    state = run(ten, 5, G=4)[-1].state  # 20 of 10 samples an epoch
+    assert run(ten, G=4, epochs=2, state=state) == []
+    assert len(firsts(run(ten, G=4, epochs=3, state=state))) == 10
+    message = refused(stream(ten, epochs=1), state)
+    assert "consumed_samples is 20, but this stream ends after 10" in message
+
+
+def test_a_state_whose_keys_are_no_longer_those_of_its_seed_is_refused(ten: Path) -> None:
+    """As by a torch that draws other numbers from the same seed: nobody would see that the order is another."""
+    assert "key_check is 'ffffffff'" in refused(stream(ten), {**state_after(ten, 2), "key_check": "ffffffff"})
+
+
+def test_a_running_iterator_does_not_go_on_behind_a_state_that_was_loaded(ten: Path) -> None:
+    one = stream(ten)
+    running = iter(one)
+    next(running)
+    one.load_state_dict(state_after(ten, 2))
+    with pytest.raises(RuntimeError, match="a state was loaded: iterate anew"):
+        next(running)
+    assert one.state_dict()["consumed_samples"] == 8
 
 
 def test_a_state_is_small_plain_json(cache: Path) -> None:

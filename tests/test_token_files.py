@@ -9,6 +9,8 @@ import os
 import pickle
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +26,7 @@ from hypothesis import strategies as st
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset
 from niels_gpt.cache.mmap import TokenFiles, _mapped_bytes, mmap_tokens
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, split_rows
-from niels_gpt.sampling import EpochStream
+from niels_gpt.sampling import EpochStream, iter_eval
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -116,6 +118,41 @@ def test_a_file_that_cannot_be_mapped_is_an_os_error_that_says_so() -> None:
         _mapped_bytes(-1, 10)
 
 
+def test_where_memory_cannot_be_mapped_the_error_names_the_limits_and_another_way(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "train", [50])
+    os.truncate(folder / "shard_00000.bin", 2**31)  # a hole
+    program = (
+        "import resource, sys, numpy as np\n"
+        "from niels_gpt.cache.pretrain_dataset import PretrainSplit\n"
+        f"split, zero = PretrainSplit({str(folder)!r}), np.zeros(1, np.int64)\n"
+        "now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (now + 2**30, -1))\n"
+        "try: split.rows(zero, zero, 5)\n"
+        "except OSError as error: sys.stdout.write(str(error))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert f"{folder}: 1 files of {2**31} bytes" in done.stdout and "io='pread'" in done.stdout
+    assert "ulimit -v" in done.stdout and "vm.max_map_count" in done.stdout
+
+
+def test_a_read_that_gives_less_than_was_asked_for_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda handle, parts, place: preadv(handle, [parts[0][:3]], place))
+    split = PretrainSplit(write_shards(tmp_path / "train", [50]), io="pread")
+    assert split.rows(np.array([0]), np.array([7]), 5).tolist() == [[7, 8, 9, 10, 11]]
+
+
+def test_a_file_that_got_the_inode_of_another_is_another(tmp_path: Path) -> None:
+    path = write_shards(tmp_path / "train", [50]) / "shard_00000.bin"
+    split = PretrainSplit(tmp_path / "train")
+    path.write_bytes(bytes(100))  # in place
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(CacheError, match=r"the cache was replaced\. Open it again"):
+        split.rows(np.array([0]), np.array([7]), 5)
+
+
 @pytest.mark.parametrize("open_it", [PretrainTokenStreamDataset, EpochStream])
 def test_pread_gives_the_same_batches_and_maps_nothing(tmp_path: Path, open_it: type) -> None:
     folder = write_shards(tmp_path / "train", [50, 60, 70])
@@ -150,13 +187,22 @@ def test_pread_keeps_an_eighth_of_the_limit_open_at_most_and_closes_them_all(
 def test_no_more_than_a_window_is_read_of_files_of_more_than_half_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, is_random: bool
 ) -> None:
-    monkeypatch.setattr("niels_gpt.cache.mmap._memory_bytes", lambda: memory)
+    monkeypatch.setattr("niels_gpt.cache.mmap.memory_bytes", lambda: memory)
     folder = write_shards(tmp_path / "train", [50, 50])  # 200 bytes
     dataset = PretrainTokenStreamDataset(folder, T=4, device="cpu")
     dataset.get_batch(B=50, generator=seeded())
     maps = Path("/proc/self/smaps").read_text().split(str(folder))[1:]
     flags = [next(line for line in entry.splitlines() if line.startswith("VmFlags")) for entry in maps]
     assert [" rr" in line for line in flags] == [is_random] * 2  # random read advice
+
+
+def test_reading_in_order_is_read_ahead_even_of_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("niels_gpt.cache.mmap.memory_bytes", lambda: 1)
+    folder = write_shards(tmp_path / "val", [50])
+    batches = iter_eval(folder, B=2, T=8)
+    next(batches)
+    (entry,) = Path("/proc/self/smaps").read_text().split(str(folder))[1:]
+    assert " rr" not in next(line for line in entry.splitlines() if line.startswith("VmFlags"))
 
 
 @pytest.mark.parametrize(("shard", "start"), [(0, -1), (0, 46), (1, 57), (1, 2**40)])
@@ -284,7 +330,32 @@ def test_the_memory_of_a_batch_that_is_gone_is_used_again() -> None:
     assert len(places) == 4  # two batches: the next is made while the last one is still there
 
 
-def test_two_threads_never_share_the_memory_of_a_batch() -> None:
+def test_a_batch_made_while_another_is_made_has_memory_of_its_own() -> None:
+    """As by a signal handler, or a finalizer, that runs between any two steps of Python."""
+    wrong, batches = [], 0
+
+    def between(frame: Any, event: str, argument: Any) -> Any:
+        if inside:
+            return None
+        inside.append(True)
+        kept = [split_rows(np.full((64, 257), 7, dtype=np.uint16), "cpu") for _ in range(2)]
+        others.append(kept[0])
+        inside.clear()
+        return between
+
+    inside: list[bool] = []
+    others: list[Any] = []
+    for number in range(30):
+        others.clear()
+        sys.settrace(between)
+        mine = split_rows(np.full((64, 257), 3, dtype=np.uint16), "cpu")
+        sys.settrace(None)
+        batches += len(others)
+        wrong += [number] if int(mine[0].min()) != 3 or any(int(x.min()) != 7 for x, _ in others) else []
+    assert wrong == [] and batches > 100
+
+
+def test_threads_never_share_the_memory_of_a_batch() -> None:
     def fill(number: int) -> bool:
         good = True
         for _ in range(200):

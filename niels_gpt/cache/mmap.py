@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_NUMPY_DTYPE
 from niels_gpt.fileio import CacheError
-from niels_gpt.filemaps import FileMaps
+from niels_gpt.filemaps import FileMaps, MapError, memory_bytes
 from niels_gpt.records import open_regular, shortened
 
 _REBUILD = "Rebuild the cache: python -m niels_gpt.cache.cli build-all"
@@ -74,13 +74,15 @@ class TokenFiles:
     system takes back when it needs them; with io="pread" an eighth of the files that a process may have stays open.
     """
 
-    def __init__(self, files: Sequence[tuple[Path, int | None]], *, io: IO = "mmap") -> None:
+    def __init__(self, files: Sequence[tuple[Path, int | None]], *, io: IO = "mmap", in_order: bool = False) -> None:
         """files: paths with the sizes in bytes that meta.json gives, None where it gives none.
 
+        in_order: windows will be asked for one after the other, so that reading ahead of them pays.
         Raises: ValueError for another io; as `mmap_tokens`, for every file, though none is opened yet.
         """
         if io not in get_args(IO):
             raise ValueError(f"io={io!r}: expected one of {', '.join(get_args(IO))}")
+        self.in_order = in_order
         self._hold([path for path, _ in files], [_file_on_disk(path, expected) for path, expected in files], io)
 
     def _hold(self, paths: list[Path], found: list[_OnDisk], io: IO) -> None:
@@ -88,14 +90,10 @@ class TokenFiles:
         self.lengths: NDArray[np.int64] = np.array([file.size for file in found], dtype=np.int64) // TOKEN_BYTES
         self._descriptors: dict[int, _Descriptor] = {}
         self._max_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
-        if paths and io == "mmap":
-            self._maps = FileMaps([file.size for file in found])
-            self._first_tokens: NDArray[np.int64] = np.array(self._maps.starts) // TOKEN_BYTES
-            self._windows: NDArray[np.uint16] = self._windows_of(1)
-            self._is_mapped: NDArray[np.bool_] = np.zeros(len(paths), dtype=np.bool_)
-            self._num_unmapped = len(paths)
-            # Where files do not fit into memory, what the system reads ahead of a random window is thrown away again.
-            self._is_large = 2 * sum(self._maps.sizes) > _memory_bytes()
+        self._maps: FileMaps | None = None
+        self._windows: NDArray[np.uint16] = np.empty((0, 0), dtype=TOKEN_NUMPY_DTYPE)
+        self._is_mapped: NDArray[np.bool_] = np.zeros(len(paths), dtype=np.bool_)
+        self._num_unmapped = len(paths)
 
     @classmethod
     def joined(cls, parts: Sequence[TokenFiles]) -> TokenFiles:
@@ -108,7 +106,7 @@ class TokenFiles:
 
     def __reduce__(self) -> tuple[Any, ...]:
         files = [(path, found.size) for path, found in zip(self.paths, self._found, strict=True)]
-        return partial(TokenFiles, io=self.io), (files,)
+        return partial(TokenFiles, io=self.io, in_order=self.in_order), (files,)
 
     def gather(self, files: NDArray[np.int64], starts: NDArray[np.int64], width: int) -> NDArray[np.uint16]:
         """Return uint16 [B, width]: `width` tokens of file files[b] from token starts[b] on.
@@ -119,37 +117,46 @@ class TokenFiles:
         """
         if self.io == "pread":
             return self._read(files, starts, width)
-        if self._num_unmapped and not self._is_mapped[files].all():
+        if self._num_unmapped and (self._maps is None or not self._is_mapped[files].all()):
             self._map(np.unique(files[~self._is_mapped[files]]))
         windows = self._windows
         if windows.shape[1] != width:
-            windows = self._windows = self._windows_of(width)
+            windows = self._windows = self._windows_of(width, self._maps)
         rows: NDArray[np.uint16] = windows[starts + self._first_tokens[files]]
         return rows
 
     def _map(self, files: NDArray[np.int64]) -> None:
-        for file in files.tolist():
-            handle = self._open(file)
-            try:
-                self._maps.add(file, handle, random=self._is_large)
-            finally:
-                os.close(handle)
-            self._is_mapped[file] = True
-        self._num_unmapped = int(
-            np.count_nonzero(~self._is_mapped)
-        )  # counted: two threads may have mapped the same file
+        sizes = [file.size for file in self._found]
+        try:
+            if self._maps is None:
+                maps = FileMaps(sizes)
+                self._first_tokens: NDArray[np.int64] = np.array(maps.starts) // TOKEN_BYTES
+                self._maps = maps
+            for file in files.tolist():
+                descriptor = _Descriptor(self._open(file))
+                # What is read ahead of a random window is thrown away again where files do not fit into memory.
+                is_random = not self.in_order and 2 * sum(sizes) > memory_bytes()
+                self._maps.add(file, descriptor.number, random=is_random)
+                self._is_mapped[file] = True
+        except MapError as error:
+            where = f"{self.paths[0].parent}: {len(sizes)} files of {sum(sizes)} bytes"
+            raise OSError(error.errno, f"{where}: {error.strerror}. Or read them with io='pread'") from error
+        self._num_unmapped = int(np.count_nonzero(~self._is_mapped))  # counted: two threads may map the same file
 
-    def _windows_of(self, width: int) -> NDArray[np.uint16]:
+    @staticmethod
+    def _windows_of(width: int, maps: FileMaps | None) -> NDArray[np.uint16]:
         """Return every window of so many tokens of all files: a view, uint16 [windows, width]."""
-        tokens = np.asarray(self._maps).view(TOKEN_NUMPY_DTYPE)
+        tokens = np.asarray(maps).view(TOKEN_NUMPY_DTYPE)
         return as_strided(tokens, (len(tokens) - width + 1, width), 2 * tokens.strides, writeable=False)
 
     def _read(self, files: NDArray[np.int64], starts: NDArray[np.int64], width: int) -> NDArray[np.uint16]:
         rows = np.empty((len(files), width), dtype=TOKEN_NUMPY_DTYPE)
         for row, (file, start) in enumerate(zip(files.tolist(), starts.tolist(), strict=True)):
-            descriptor = self._descriptor(file)
-            found = os.preadv(descriptor.number, [rows[row].data], start * TOKEN_BYTES)
-            if found != width * TOKEN_BYTES:
+            descriptor, found = self._descriptor(file), 0
+            left = rows[row].data.cast("B")
+            while left and (read := os.preadv(descriptor.number, [left], start * TOKEN_BYTES + found)):
+                found, left = found + read, left[read:]  # a network file system may give less than was asked for
+            if left:
                 raise CacheError(
                     f"{self.paths[file]}: ends after {start * TOKEN_BYTES + found} bytes, expected "
                     f"{self._found[file].size}: it was cut while it was read. {_REBUILD}"
@@ -173,7 +180,7 @@ class TokenFiles:
         try:
             found = os.fstat(handle)
             _checked_size(path, found.st_size, expected.size)
-            if (found.st_dev, found.st_ino) != (expected.device, expected.inode):
+            if _identity(found) != expected.identity:
                 raise CacheError(f"{path}: another file than when it was opened: the cache was replaced. Open it again")
         except CacheError:
             os.close(handle)
@@ -191,14 +198,13 @@ class _Descriptor:
         os.close(self.number)
 
 
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 class _OnDisk(NamedTuple):
     size: int
-    device: int
-    inode: int
+    identity: tuple[int, ...]
+
+
+def _identity(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_mtime_ns  # an inode's number is given to the next file at once
 
 
 def _file_on_disk(path: Path, expected_bytes: int | None) -> _OnDisk:
@@ -210,7 +216,7 @@ def _file_on_disk(path: Path, expected_bytes: int | None) -> _OnDisk:
         handle = _opened(path, "token file")
         found = os.fstat(handle)
         os.close(handle)
-    return _OnDisk(_checked_size(path, found.st_size, expected_bytes), found.st_dev, found.st_ino)
+    return _OnDisk(_checked_size(path, found.st_size, expected_bytes), _identity(found))
 
 
 def load_idx(path: str | os.PathLike[str], *, num_tokens: int, expected_bytes: int | None = None) -> NDArray[np.int64]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
-import sys
-import threading
 import warnings
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +38,24 @@ class PretrainSplit:
         tokenizer_sha256: str | None = None,
         expect: Mapping[str, Any] | None = None,
         io: IO = "mmap",
+        in_order: bool = False,
     ) -> None:
         """shards_dir: a split's folder, such as cache/pretrain/fineweb_edu/train; a meta.json above it is heeded.
 
         tokenizer_sha256: raise CacheError unless the cache was built with this model.
         expect: what `fingerprint` returned earlier; raise CacheError unless it would now.
         io: "mmap", or "pread" for network file systems.
+        in_order: windows will be asked for one after the other, not at random.
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for another io.
         """
-        self.folder = _resolved(Path(shards_dir))
+        self.folder = resolved_split(Path(shards_dir))
         if not self.folder.is_dir():
             raise FileNotFoundError(f"{shards_dir}: no such folder. Build it: python -m niels_gpt.cache.cli build-all")
         self._hold = hold_version(self.folder.parent)
         self.meta: dict[str, Any] | None = reader_meta(self.folder.parent)
         self.vocab_size: int | None = (self.meta or {}).get("vocab_size")
         check_tokenizer(self.folder.parent, self.meta, tokenizer_sha256)
-        self.files = TokenFiles(self._shards(), io=io)
+        self.files = TokenFiles(self._shards(), io=io, in_order=in_order)
         if not self.files.paths:
             raise CacheError(f"{self.folder}: this split has no shard. Give its source more text, then rebuild it")
         check_expected(self.fingerprint(), expect, str(self.folder))
@@ -161,8 +163,7 @@ class PretrainTokenStreamDataset:
         One draw from `generator` a batch, on the generator's own device.
         Raises: CacheError, naming file and place, where a row has an id that is not below meta.json's vocab_size.
         """
-        drawn = torch.randint(self.num_windows, (B,), generator=generator, device=generator.device)
-        windows = drawn.cpu().numpy()
+        windows = torch.randint(self.num_windows, (B,), generator=generator, device=generator.device).cpu().numpy()
         shards = self._ends.searchsorted(windows, side="right")
         starts = windows - self._begins[shards]
         return split_rows(gathered(self._split.files, self.vocab_size, shards, starts, self.T + 1), self.device)
@@ -202,32 +203,41 @@ def split_rows(rows: NDArray[np.uint16], device: str | torch.device) -> tuple[An
     return moved[:, :-1].to(torch.int64).contiguous(), moved[:, 1:].to(torch.int64).contiguous()
 
 
-_KEPT_ARRAYS = 4
 _FRESH_TOKENS = 1 << 14  # 128 KiB as int64: below, malloc gives memory that the process has touched before
-_recycled = threading.local()  # one list for each thread, so that no two find the same array unused
+_unused: deque[NDArray[np.int64]] = deque(maxlen=2)
 
 
 def recycled_int64(shape: tuple[int, ...]) -> NDArray[np.int64]:
-    """Return an uninitialized array, of the memory of an earlier one that nothing refers to any more if there is one.
+    """Return an uninitialized array, of the memory of an earlier one of that size that is gone, if there is one.
 
-    Large arrays come fresh from the system each time, and its page faults cost several times what filling them does. A
-    tensor made of a part of the array refers to it, as does every view of that tensor; so memory that anybody can still
-    see is never given out. At most 4 arrays of a thread are remembered, and kept.
+    Large arrays come fresh from the system each time, and its page faults cost several times what filling them does.
+    The memory of an array is used again once the array, all its views, and all tensors made of them are gone; that of
+    two arrays at most is kept for it.
     """
-    arrays: list[NDArray[np.int64]] = _recycled.__dict__.setdefault("arrays", [])
-    for number, references in enumerate(_references(arrays)):
-        if references == _UNUSED and arrays[number].shape == shape:
-            return arrays[number]
-    arrays.append(np.empty(shape, dtype=np.int64))
-    del arrays[:-_KEPT_ARRAYS]
-    return arrays[-1]
+    memory = _taken(math.prod(shape))
+    return np.asarray(_Lease(np.empty(shape, dtype=np.int64) if memory is None else memory)).reshape(shape)
 
 
-def _references(arrays: list[NDArray[np.int64]]) -> list[int]:
-    return [sys.getrefcount(array) for array in arrays]
+def _taken(size: int) -> NDArray[np.int64] | None:
+    for _ in range(len(_unused)):
+        try:
+            memory = _unused.popleft()  # taken out before it is looked at: no thread or signal handler finds it now
+        except IndexError:
+            return None
+        if memory.size == size:
+            return memory
+        _unused.append(memory)
+    return None
 
 
-_UNUSED = _references([np.empty(0, dtype=np.int64)])[0]  # by the list alone; versions of Python count differently
+class _Lease:
+    """Memory as an array that numpy takes; given back when nothing refers to that array any more."""
+
+    def __init__(self, memory: NDArray[np.int64]) -> None:
+        self._memory, self.__array_interface__ = memory, memory.__array_interface__
+
+    def __del__(self, give_back: Callable[[NDArray[np.int64]], None] = _unused.append) -> None:
+        give_back(self._memory)
 
 
 def outside_vocabulary(path: Path, token: int, id: int, vocab_size: int) -> CacheError:
@@ -238,7 +248,7 @@ def outside_vocabulary(path: Path, token: int, id: int, vocab_size: int) -> Cach
     )
 
 
-def _resolved(shards_dir: Path) -> Path:
+def resolved_split(shards_dir: Path) -> Path:
     """Resolve the cache's folder, so that one version is read, but not a split's folder in it: that is no link."""
     if shards_dir.name in ("", ".."):
         return resolved(shards_dir)

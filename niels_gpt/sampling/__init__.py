@@ -2,6 +2,7 @@
 
     permutation.py   the pseudo-random order of an epoch, of O(1) memory
     stream.py        Batch, and what all streams share: ranks, workers, state
+    state.py         what may be a state: checks of what anybody may have written
     epochs.py        EpochStream: the windows of one split, epoch after epoch
     mixture.py       MixtureStream: several streams by weights, exact in every block of samples
     evaluation.py    iter_eval: every token of a split once, in order; bits_per_byte

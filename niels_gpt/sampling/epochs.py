@@ -13,7 +13,8 @@ from niels_gpt.cache.mmap import IO
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, gathered
 from niels_gpt.fileio import CacheError
 from niels_gpt.sampling.permutation import ROUNDS, mix, permute, random_keys
-from niels_gpt.sampling.stream import STREAM_VERSION, Places, SampleStream, checked_int
+from niels_gpt.sampling.state import checked_int, key_check, limited
+from niels_gpt.sampling.stream import STREAM_VERSION, Places, SampleStream
 
 
 class EpochStream(SampleStream):
@@ -52,8 +53,8 @@ class EpochStream(SampleStream):
             raise ValueError(f"random_offset={random_offset!r}: expected True or False")
         self.T = T = checked_int("T", T, 1)
         self.epochs = None if epochs is None else checked_int("epochs", epochs, 1)
-        self.seed, self.random_offset = seed, random_offset
-        keys = random_keys(seed, ROUNDS + 1)
+        self.seed, self.random_offset = checked_int("seed", seed, -(2**63)), random_offset
+        keys = random_keys(self.seed, ROUNDS + 1)
         self._keys, self._offset_key = keys[:ROUNDS], keys[ROUNDS]
         self.split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io)
         lengths = self.split.lengths
@@ -68,12 +69,12 @@ class EpochStream(SampleStream):
             raise CacheError(
                 f"{self.split.folder}: the longest shard has {lengths.max()} tokens, expected T + 1 = {T + 1}"
             )
-        self.num_samples = None if self.epochs is None else self.epochs * self.num_windows
+        self.num_samples = None if self.epochs is None else limited("epochs", self.epochs, self.num_windows)
 
     def identity(self) -> dict[str, Any]:
         """Return what decides which window a sample is: the stream's arguments and the content of its split."""
-        own = {"stream": STREAM_VERSION, "seed": self.seed, "T": self.T, "random_offset": self.random_offset}
-        return {**own, **self.split.fingerprint()}
+        own = {"stream": STREAM_VERSION, "seed": self.seed, "key_check": key_check(self._keys)}
+        return {**own, "T": self.T, "random_offset": self.random_offset, **self.split.fingerprint()}
 
     def _progress(self, consumed: int) -> dict[str, int]:
         return {"epoch": consumed // self.num_windows, "consumed_samples": consumed}

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import IGNORE_INDEX, TOKEN_NUMPY_DTYPE
+from niels_gpt.cache.meta import reader_meta
 from niels_gpt.cache.mmap import IO
-from niels_gpt.cache.pretrain_dataset import PretrainSplit, split_rows
+from niels_gpt.cache.pretrain_dataset import PretrainSplit, resolved_split, split_rows
 from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.records import checked_count
-from niels_gpt.sampling.stream import checked_int
+from niels_gpt.sampling.state import checked_int
 
 
 def iter_eval(
@@ -37,16 +40,18 @@ def iter_eval(
     Raises, at once: FileNotFoundError, CacheError, ValueError for B or T below 1; the rest as for `PretrainSplit`.
     """
     B, T = checked_int("B", B, 1), checked_int("T", T, 1)
-    split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io)
-    total = int(split.lengths.sum())
+    split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io, in_order=True)
+    ends = np.cumsum(split.lengths)
+    total = int(ends[-1])
     if total < 2:
         raise CacheError(f"{split.folder}: 1 token, expected at least 2: one to predict another from")
-    return (_window_batch(split, first, B, T, device) for first in range(0, total - 1, B * T))
+    return (_window_batch(split, ends, first, B, T, device) for first in range(0, total - 1, B * T))
 
 
-def _window_batch(split: PretrainSplit, first: int, B: int, T: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the windows that begin at token `first` of the stream, at most B of them."""
-    ends = np.cumsum(split.lengths)
+def _window_batch(
+    split: PretrainSplit, ends: NDArray[np.int64], first: int, B: int, T: int, device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the windows that begin at token `first` of the stream, at most B of them; ends: of the shards in it."""
     targets = min(B * T, int(ends[-1]) - 1 - first)
     rows = -(-targets // T)
     stream = np.zeros(rows * T + 1, dtype=TOKEN_NUMPY_DTYPE)
@@ -71,15 +76,15 @@ def bits_per_byte(loss_sum: float | torch.Tensor, shards_dir: str | os.PathLike[
     have no bytes.)
     Raises: CacheError where meta.json does not say how many bytes, and for an sft cache.
     """
-    split = PretrainSplit(shards_dir)
-    meta, where = split.meta or {}, str(split.folder.parent / META_NAME)
+    folder = resolved_split(Path(shards_dir))
+    meta, where = reader_meta(folder.parent) or {}, str(folder.parent / META_NAME)
     by_split = meta.get("utf8_bytes")
-    if not isinstance(by_split, dict) or split.folder.name not in by_split:
+    if meta.get("kind", "pretrain") != "pretrain" or not isinstance(by_split, dict) or folder.name not in by_split:
         raise CacheError(
-            f"{where}: no utf8_bytes of {split.folder.name}, expected a cache that this project built. Bits per byte "
-            "need the length of the text"
+            f"{where}: no utf8_bytes of a pretrain split {folder.name}, expected the folder of a split of a pretrain "
+            "cache that this project built. Bits per byte need the length of the text"
         )
-    num_bytes = checked_count(by_split[split.folder.name], f"utf8_bytes.{split.folder.name}", where)
+    num_bytes = checked_count(by_split[folder.name], f"utf8_bytes.{folder.name}", where)
     if num_bytes == 0:
-        raise CacheError(f"{where}: utf8_bytes.{split.folder.name} is 0, expected text")
+        raise CacheError(f"{where}: utf8_bytes.{folder.name} is 0, expected text")
     return float(loss_sum) / math.log(2) / num_bytes

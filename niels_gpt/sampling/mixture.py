@@ -14,10 +14,11 @@ from niels_gpt.cache.pretrain_dataset import gathered
 from niels_gpt.fileio import CacheError
 from niels_gpt.sampling.epochs import EpochStream
 from niels_gpt.sampling.permutation import ROUNDS, permute, random_keys
-from niels_gpt.sampling.stream import STREAM_VERSION, Places, SampleStream, checked_int
+from niels_gpt.sampling.state import checked_int, key_check, limited
+from niels_gpt.sampling.stream import STREAM_VERSION, Places, SampleStream
 
 WhenExhausted = Literal["repeat", "stop"] | int
-_BLOCK_SAMPLES = 2**16  # of which the composition is computed at once: memory, not speed
+_SPAN = 2**16  # samples of all ranks whose composition is computed at once: some milliseconds
 
 
 class Phase(NamedTuple):
@@ -47,6 +48,8 @@ class MixtureStream(SampleStream):
     there.
     """
 
+    max_span = _SPAN
+
     def __init__(
         self,
         streams: Sequence[EpochStream],
@@ -63,8 +66,10 @@ class MixtureStream(SampleStream):
             once; or a number of epochs, after which the other streams fill its place.
         Raises: ValueError for arguments that do not fit together, CacheError for caches of different tokenizers.
         """
+        if isinstance(streams, EpochStream):
+            raise ValueError("streams is one stream, expected a sequence of them")
         self.streams, self.weights = list(streams), [float(weight) for weight in weights]
-        self.block_size, self.seed = checked_int("block_size", block_size, 1), seed
+        self.block_size, self.seed = checked_int("block_size", block_size, 1), checked_int("seed", seed, -(2**63))
         self.when_exhausted: list[Any] = [when_exhausted] * len(self.streams)
         if isinstance(when_exhausted, Sequence) and not isinstance(when_exhausted, str):
             self.when_exhausted = list(when_exhausted)
@@ -74,7 +79,8 @@ class MixtureStream(SampleStream):
             global_batch_size=like.global_batch_size, rank=like.rank, world_size=like.world_size, device=like.device
         )
         self.T = like.T
-        self._keys = random_keys(seed, ROUNDS)
+        self._keys = random_keys(self.seed, ROUNDS, purpose=1)
+        self._vocab_size = next((n for stream in self.streams if (n := stream.split.vocab_size) is not None), None)
         files = [stream.split.files for stream in self.streams]
         self._files, self._first_files = TokenFiles.joined(files), np.cumsum([0, *(len(part.paths) for part in files)])
         stops = [rule == "stop" for rule in self.when_exhausted]
@@ -113,14 +119,15 @@ class MixtureStream(SampleStream):
             self._check_tokenizer(stream)
 
     def _check_tokenizer(self, stream: EpochStream) -> None:
-        """Raise unless a stream's ids mean what those of the other streams mean, as far as meta.json says."""
+        """Raise unless a stream's ids mean what those of the streams before it mean, as far as their meta.json says."""
+        mine = stream.split.fingerprint()["tokenizer_sha256"], stream.split.vocab_size
         for other in self.streams:
-            one, two = stream.split.fingerprint()["tokenizer_sha256"], other.split.fingerprint()["tokenizer_sha256"]
-            if (one != two and None not in (one, two)) or stream.split.vocab_size != other.split.vocab_size:
+            theirs = other.split.fingerprint()["tokenizer_sha256"], other.split.vocab_size
+            if any(one != two and None not in (one, two) for one, two in zip(mine, theirs, strict=True)):
                 raise CacheError(
-                    f"{stream.split.folder}: ids of tokenizer {str(one)[:12]} (vocab_size {stream.split.vocab_size}), "
-                    f"expected tokenizer {str(two)[:12]} (vocab_size {other.split.vocab_size}) as in "
-                    f"{other.split.folder}. Rebuild one of them: python -m niels_gpt.cache.cli build-all"
+                    f"{stream.split.folder}: ids of tokenizer {str(mine[0])[:12]} (vocab_size {mine[1]}), expected "
+                    f"tokenizer {str(theirs[0])[:12]} (vocab_size {theirs[1]}) as in {other.split.folder}. Rebuild one "
+                    "of them: python -m niels_gpt.cache.cli build-all"
                 )
 
     def _limits(self) -> list[int | None]:
@@ -128,13 +135,17 @@ class MixtureStream(SampleStream):
         epochs = [
             {"repeat": None, "stop": 1}.get(rule) if isinstance(rule, str) else rule for rule in self.when_exhausted
         ]
-        return [None if n is None else n * stream.num_windows for n, stream in zip(epochs, self.streams, strict=True)]
+        return [
+            None if n is None else limited("when_exhausted", n, stream.num_windows)
+            for n, stream in zip(epochs, self.streams, strict=True)
+        ]
 
     def identity(self) -> dict[str, Any]:
         """Return what decides which window of which source a sample is: the arguments, and the streams' identities."""
         return {
             "stream": STREAM_VERSION,
             "seed": self.seed,
+            "key_check": key_check(self._keys),
             "block_size": self.block_size,
             "weights": self.weights,
             "when_exhausted": self.when_exhausted,
@@ -166,7 +177,7 @@ class MixtureStream(SampleStream):
             phase, own = self._phases[phase_number], np.flatnonzero(phase_of == phase_number)
             blocks, positions = np.divmod(samples[own] - phase.first, phase.size)
             named = np.unique(blocks)
-            at_once = max(1, _BLOCK_SAMPLES // phase.size)
+            at_once = max(1, _SPAN // phase.size)
             for part in (named[first : first + at_once] for first in range(0, len(named), at_once)):
                 here = np.flatnonzero((blocks >= part[0]) & (blocks <= part[-1]))
                 found = np.searchsorted(part, blocks[here]), positions[here]
@@ -196,7 +207,7 @@ class MixtureStream(SampleStream):
 
     def rows(self, places: Places) -> NDArray[np.uint16]:
         """Return the windows at these places: uint16 [n, T + 1]. Raises: CacheError for ids outside the vocabulary."""
-        return gathered(self._files, self.streams[0].split.vocab_size, places.shards, places.starts, self.T + 1)
+        return gathered(self._files, self._vocab_size, places.shards, places.starts, self.T + 1)
 
 
 def _phases(
@@ -218,8 +229,8 @@ def _phases(
         if not phases and not counts.all():
             rare = int(np.argmin(counts))
             raise ValueError(
-                f"weights[{rare}]={weights[rare]}: no sample of it in a block of block_size={block_size}, expected "
-                f"block_size={math.ceil(math.fsum(weights) / weights[rare])} or more for it"
+                f"weights[{rare}]={weights[rare]} of {math.fsum(weights)}: gets no sample of a block of "
+                f"block_size={block_size}, expected a larger block_size or weight"
             )
         # Of a source that stops the mixture the block with its last sample is a phase of its own.
         full = [
@@ -255,7 +266,7 @@ def _shared_out(total: int, weights: list[float], left: list[float]) -> NDArray[
 
 
 def _largest_remainder(total: int, weights: list[float]) -> list[int]:
-    quotas = [total * weight / math.fsum(weights) for weight in weights]
+    quotas = [total * (weight / math.fsum(weights)) for weight in weights]
     counts = [math.floor(quota) for quota in quotas]
     by_remainder = sorted(range(len(weights)), key=lambda s: (counts[s] - quotas[s], s))
     for s in by_remainder[: total - sum(counts)]:

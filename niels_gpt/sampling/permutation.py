@@ -17,17 +17,20 @@ _SHIFTS = tuple(np.uint64(shift) for shift in (30, 27, 31))
 _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
-def random_keys(seed: int, count: int) -> NDArray[np.uint64]:
+def random_keys(seed: int, count: int, *, purpose: int = 0) -> NDArray[np.uint64]:
     """Return `count` keys, uint64 [count], drawn from a torch.Generator with that seed.
 
     torch's generator on the CPU looks at the lower 32 bits of a seed only; the upper ones are hashed and added.
+    purpose: equal seeds give other keys for another one.
     Raises: ValueError for a seed that torch.Generator does not take.
     """
-    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
+    if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed={seed!r}: expected an integer from -2**63 to 2**64 - 1")
     generator = torch.Generator().manual_seed(seed)
     drawn: NDArray[np.int64] = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator).numpy()
-    return drawn.view(np.uint64) + mix(np.array([seed % 2**64 >> 32], dtype=np.uint64))  # mix(0) is 0
+    rest = mix(np.array([seed % 2**64 >> 32, purpose], dtype=np.uint64))  # mix(0) is 0
+    keys: NDArray[np.uint64] = drawn.view(np.uint64) + rest[0] + rest[1]
+    return keys
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -7,8 +7,7 @@ all ranks together have consumed is the whole state, whatever the ranks, the wor
 
 from __future__ import annotations
 
-import operator
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,16 +18,14 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from niels_gpt.cache.pretrain_dataset import split_rows
-from niels_gpt.fileio import CacheError
 from niels_gpt.records import shortened
+from niels_gpt.sampling.state import MAX_SAMPLES, check_identity, checked_count, checked_int, copied
 
 STREAM_VERSION = 1
 """Of the order: raised when the same seed and number mean another window."""
 
-_BLOCK = 4096  # samples whose places are computed at once: 0.1 to 0.5 us each then, 5 us for one alone
-_MAX_CONSUMED = 2**62
+_BLOCK = 4096  # samples whose places are computed at once: 0.1 to 0.5 us each then, some 100 us for one alone
 _MAX_WORKERS = 1024
-_CONTENT = ("split", "tokens", "content_sha256", "tokenizer_sha256")
 
 
 @dataclass(eq=False)
@@ -76,12 +73,14 @@ class Places(NamedTuple):
         return Places(self.shards[first:last], self.starts[first:last], sources)
 
 
-class SampleStream(IterableDataset[Batch]):
+class SampleStream(IterableDataset[Batch], ABC):
     """Batches of numbered samples. Iterating goes on where the stream is; it does not begin anew."""
 
     T: int
     num_samples: int | None
     """Samples until the stream ends; None: it does not."""
+    max_span = MAX_SAMPLES
+    """How many samples of all ranks and workers may lie between the first and the last that `locate` is asked for."""
 
     def __init__(self, *, global_batch_size: int, rank: int, world_size: int, device: str) -> None:
         global_batch_size = checked_int("global_batch_size", global_batch_size, 1)
@@ -93,13 +92,18 @@ class SampleStream(IterableDataset[Batch]):
                 f"global_batch_size={global_batch_size}: expected a multiple of world_size={world_size}, so that each "
                 "rank has equally many rows"
             )
+        torch.device(device)  # an unknown one is an error now
         self.global_batch_size, self.rank, self.world_size, self.device = global_batch_size, rank, world_size, device
         self._consumed = 0
         self._worker_base: int | None = None
         self._iterator: object = None
-        # Workers have copies of the stream; in these bytes, one for each, they tell that they have begun.
-        self._begun: torch.Tensor = torch.zeros(_MAX_WORKERS, dtype=torch.uint8)
-        self._begun.share_memory_()  # type: ignore[no-untyped-call]
+        self._begun = _shared_bytes(_MAX_WORKERS)
+        """Workers have copies of the stream; in these bytes, one for each, they tell that they have begun."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _iterator=None)
+        if not self._begun.is_shared():  # type: ignore[no-untyped-call]  # a copy that is no DataLoader's: its own workers tell it
+            self._begun = _shared_bytes(_MAX_WORKERS)
 
     @abstractmethod
     def locate(self, samples: NDArray[np.int64]) -> Places:
@@ -120,37 +124,39 @@ class SampleStream(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's rows of each global batch, in a DataLoader worker those of every num_workers-th batch.
 
-        Raises: RuntimeError where another iterator of the stream has begun since, or workers begin a second time.
+        Raises: RuntimeError where another iterator of the stream has begun since, or a state was loaded; and where the
+            stream cannot go on, for workers had batches of it before.
         """
         info, identity, base = get_worker_info(), self.identity(), self._consumed
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         mine = self._iterator = object()
         if info is not None:
-            self._begin_worker(info.id)
+            self._check_cpu()
+        if self._worker_base is not None or (self._begun.any() if info is None else self._begun[worker]):
+            raise RuntimeError(
+                "workers of a DataLoader had batches of this stream, which does not know how far they came, and would "
+                "give the same batches again. Load batch.state of the last batch that was used into the stream, and "
+                "make a new DataLoader"
+            )
+        if info is not None:
+            self._begun[worker] = 1
         for number, (places, consumed) in enumerate(self._steps(base, worker, workers), 1):
             if self._iterator is not mine:
-                raise RuntimeError("another iterator of this stream has begun: take the batches from that one")
+                raise RuntimeError("another iterator of this stream has begun, or a state was loaded: iterate anew")
             x, y = split_rows(self.rows(places), self.device)
             if info is None:
                 self._consumed = consumed
             else:
                 self._worker_base = base + number * workers * self.global_batch_size
             source = None if places.sources is None else torch.from_numpy(places.sources)
-            yield Batch(x, y, {**identity, **self._progress(consumed)}, source)
+            yield Batch(x, y, {**copied(identity), **self._progress(consumed)}, source)
 
-    def _begin_worker(self, worker: int) -> None:
+    def _check_cpu(self) -> None:
         if torch.device(self.device).type != "cpu":
             raise RuntimeError(
                 f"device={self.device!r} in a DataLoader worker: open the stream with device='cpu' and move the "
                 "batches (pin_memory=True, then batch.to), or take num_workers=0"
             )
-        if self._worker_base is not None or self._begun[worker]:
-            raise RuntimeError(
-                "DataLoader workers begin a second time, but the stream does not know how far they came, and gives "
-                "the same batches again. Load batch.state of the last batch that was used into the stream, and make a "
-                "new DataLoader"
-            )
-        self._begun[worker] = 1
 
     def _steps(self, base: int, worker: int, workers: int) -> Iterator[tuple[Places, int]]:
         """Yield, of each batch of a worker, the places of this rank's rows and the samples consumed after it.
@@ -158,7 +164,7 @@ class SampleStream(IterableDataset[Batch]):
         base: where worker 0 begins.
         """
         size, rank, world = self.global_batch_size, self.rank, self.world_size
-        at_once = max(1, _BLOCK * world // size)
+        at_once = max(1, min(_BLOCK * world // size, self.max_span // (size * workers)))
         begin = base + worker * size
         while True:
             begins = begin + workers * size * np.arange(at_once)
@@ -180,7 +186,7 @@ class SampleStream(IterableDataset[Batch]):
         Every batch carries this as `batch.state`, which is also right where DataLoader workers have read ahead.
         Raises: RuntimeError in a process whose DataLoader workers iterate over copies: it cannot know how far.
         """
-        state = {**self.identity(), **self._progress(self._consumed)}
+        state = {**copied(self.identity()), **self._progress(self._consumed)}
         info = get_worker_info()
         if info is None and self._begun.any():
             raise RuntimeError(
@@ -201,11 +207,13 @@ class SampleStream(IterableDataset[Batch]):
             opened otherwise (seed, T, ...), for anything that is no state, and for that of a StatefulDataLoader's
             worker anywhere but in the same worker of as many.
         """
-        _check_identity(state, self.identity(), "state", allow_other_content)
-        consumed = _count(state, "consumed_samples")
+        check_identity(state, self.identity(), "state", allow_other_content)
+        consumed = checked_count(state, "consumed_samples")
         for key, value in self._progress(consumed).items():
-            if _count(state, key) != value and not allow_other_content:
+            if checked_count(state, key) != value and not allow_other_content:
                 raise ValueError(f"state: {key} is {state[key]}, expected {value} after {consumed} samples")
+        if self.num_samples is not None and consumed > self.num_samples:
+            raise ValueError(f"state: consumed_samples is {consumed}, but this stream ends after {self.num_samples}")
         info = get_worker_info()
         mine = None if info is None else [info.id, info.num_workers, self.global_batch_size]
         if "worker" in state and state["worker"] != mine:
@@ -213,49 +221,10 @@ class SampleStream(IterableDataset[Batch]):
                 f"state: of a DataLoader's [worker, workers, global_batch_size] {shortened(state['worker'])}, here "
                 f"it is {mine}. Only batch.state can be resumed with another number of workers"
             )
-        self._consumed, self._worker_base = consumed, None
+        self._consumed, self._worker_base, self._iterator = consumed, None, None
         self._begun[slice(None) if info is None else info.id] = 0
 
 
-def checked_int(name: str, value: Any, least: int) -> int:
-    """Return an argument as int, whatever kind of integer it is. Raises: ValueError if it is none, or below `least`."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
-        raise ValueError(f"{name}={value!r}: expected an integer of {least} or more")
-    return operator.index(value)
-
-
-def _count(state: Mapping[str, Any], key: str) -> int:
-    found = state.get(key)
-    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= _MAX_CONSUMED:
-        raise ValueError(f"state: {key} is {shortened(found)}, expected an integer of 0 or more")
-    return found
-
-
-def _check_identity(state: Any, mine: dict[str, Any], where: str, allow_other_content: bool) -> None:
-    """Raise unless a state is of a stream with this identity; messages begin with `where`."""
-    if not isinstance(state, Mapping):
-        raise ValueError(f"{where}: {shortened(state)}, expected what state_dict() returned")
-    for key, value in mine.items():
-        if key not in state:
-            raise ValueError(f"{where}: lacks {key}, expected what state_dict() returned")
-        found = state[key]
-        if isinstance(value, list) and isinstance(value[0], dict) and isinstance(found, list):
-            if len(found) != len(value):
-                raise ValueError(f"{where}: {key} has {len(found)} entries, expected {len(value)}")
-            for number, (one, other) in enumerate(zip(found, value, strict=True)):
-                _check_identity(one, other, f"{where}: {key}[{number}]", allow_other_content)
-        elif found != value or type(found) is not type(value):
-            said = f"{where}: {key} is {shortened(found)}, but this stream's is {shortened(value)}"
-            if key not in _CONTENT:
-                raise ValueError(f"{said}. Open the stream as it was, or begin anew without the state")
-            if key == "tokens":
-                _count(state, key)
-            elif not isinstance(found, str | None):
-                raise ValueError(f"{said}, expected what state_dict() returned")
-            if key == "tokenizer_sha256" and None not in (found, value):
-                raise CacheError(f"{said}: its ids mean other text. Open the cache that the state was taken from")
-            if not allow_other_content:
-                raise CacheError(
-                    f"{said}: not the text that was read. Open the version of that time, or go on in the other text "
-                    "with allow_other_content=True"
-                )
+def _shared_bytes(count: int) -> torch.Tensor:
+    shared: torch.Tensor = torch.zeros(count, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+    return shared
