@@ -311,18 +311,26 @@ def bytes_seen(kept: Any) -> bytes:
     return bytes(kept) if isinstance(kept, torch.UntypedStorage) else np.asarray(kept).tobytes()
 
 
+@pytest.fixture
+def all_memory_is_recycled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of small batches too, which are quicker to look at."""
+    monkeypatch.setattr("niels_gpt.cache.pretrain_dataset._FRESH_TOKENS", 0)
+
+
+@pytest.mark.usefixtures("all_memory_is_recycled")
 @pytest.mark.parametrize("see", SEEN)
 def test_what_can_still_be_seen_of_a_batch_is_never_overwritten(see: Callable[..., Any]) -> None:
     kept, copies = [], []
     for number in range(12):
-        kept.append(see(*split_rows(np.full((64, 257), number, dtype=np.uint16), "cpu")))
+        kept.append(see(*split_rows(np.full((8, 33), number, dtype=np.uint16), "cpu")))
         copies.append(bytes_seen(kept[-1]))
         assert set(np.frombuffer(copies[-1], dtype=np.int64).tolist()) == {number}
     assert [bytes_seen(one) for one in kept] == copies
 
 
+@pytest.mark.usefixtures("all_memory_is_recycled")
 def test_the_memory_of_a_batch_that_is_gone_is_used_again() -> None:
-    rows = np.zeros((64, 257), dtype=np.uint16)
+    rows = np.zeros((8, 33), dtype=np.uint16)
     places = set()
     for _ in range(20):
         x, y = split_rows(rows, "cpu")
@@ -330,6 +338,7 @@ def test_the_memory_of_a_batch_that_is_gone_is_used_again() -> None:
     assert len(places) == 4  # two batches: the next is made while the last one is still there
 
 
+@pytest.mark.usefixtures("all_memory_is_recycled")
 def test_a_batch_made_while_another_is_made_has_memory_of_its_own() -> None:
     """As by a signal handler, or a finalizer, that runs between any two steps of Python."""
     wrong, batches = [], 0
@@ -338,7 +347,7 @@ def test_a_batch_made_while_another_is_made_has_memory_of_its_own() -> None:
         if inside:
             return None
         inside.append(True)
-        kept = [split_rows(np.full((64, 257), 7, dtype=np.uint16), "cpu") for _ in range(2)]
+        kept = [split_rows(np.full((8, 33), 7, dtype=np.uint16), "cpu") for _ in range(2)]
         others.append(kept[0])
         inside.clear()
         return between
@@ -348,18 +357,19 @@ def test_a_batch_made_while_another_is_made_has_memory_of_its_own() -> None:
     for number in range(30):
         others.clear()
         sys.settrace(between)
-        mine = split_rows(np.full((64, 257), 3, dtype=np.uint16), "cpu")
+        mine = split_rows(np.full((8, 33), 3, dtype=np.uint16), "cpu")
         sys.settrace(None)
         batches += len(others)
         wrong += [number] if int(mine[0].min()) != 3 or any(int(x.min()) != 7 for x, _ in others) else []
     assert wrong == [] and batches > 100
 
 
+@pytest.mark.usefixtures("all_memory_is_recycled")
 def test_threads_never_share_the_memory_of_a_batch() -> None:
     def fill(number: int) -> bool:
         good = True
         for _ in range(200):
-            x, y = split_rows(np.full((64, 257), number, dtype=np.uint16), "cpu")
+            x, y = split_rows(np.full((8, 33), number, dtype=np.uint16), "cpu")
             good &= bool((x == number).all() and (y == number).all())
         return good
 

@@ -203,7 +203,7 @@ def split_rows(rows: NDArray[np.uint16], device: str | torch.device) -> tuple[An
     return moved[:, :-1].to(torch.int64).contiguous(), moved[:, 1:].to(torch.int64).contiguous()
 
 
-_FRESH_TOKENS = 1 << 14  # 128 KiB as int64: below, malloc gives memory that the process has touched before
+_FRESH_TOKENS = 1 << 17  # 1 MiB as int64: below, malloc gives memory that the process has touched before
 _unused: deque[NDArray[np.int64]] = deque(maxlen=2)
 
 
