@@ -38,11 +38,10 @@ class FileMaps:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         """sizes: bytes of each file, above 0; at least one. Raises: MapError where no such range of addresses is."""
-        ends = list(accumulate(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes))
-        self.sizes, self.starts = sizes, [0, *ends[:-1]]
+        self.sizes, (*self.starts, end) = sizes, page_starts(sizes)
         self._num_bytes = 0  # until there is something to give back
-        self._address = _mmap(None, ends[-1], -1, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS)
-        self._num_bytes = ends[-1]
+        self._address = _mmap(None, end, -1, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS)
+        self._num_bytes = end
         self.__array_interface__: dict[str, Any] = {
             "data": (self._address, True),  # read-only
             "shape": (self.starts[-1] + sizes[-1],),
@@ -63,6 +62,11 @@ class FileMaps:
     def __del__(self, munmap: Callable[[int, int], int] = _libc.munmap) -> None:
         if self._num_bytes:
             munmap(self._address, self._num_bytes)
+
+
+def page_starts(sizes: Sequence[int]) -> list[int]:
+    """Return where files of these sizes begin if each begins at a whole page, and, last, where they all end."""
+    return [0, *accumulate(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)]
 
 
 def _mmap(at: int | None, size: int, handle: int, access: int, flags: int) -> int:

@@ -257,3 +257,22 @@ def test_an_sft_cache_is_not_evaluated_as_a_stream(folder: Path) -> None:
     sft(folder / "chats")
     with pytest.raises((CacheError, FileNotFoundError)):
         iter_eval(str(folder / "chats"), B=1, T=4)
+
+
+@pytest.mark.parametrize("loss_sum", [-1.0, float("nan"), float("inf"), torch.tensor(-2.0)])
+def test_what_is_no_sum_of_losses_is_refused(tmp_path: Path, loss_sum: Any) -> None:
+    with pytest.raises(ValueError, match="expected a sum of cross entropies, 0 or more"):
+        bits_per_byte(loss_sum, tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_not_found(tmp_path: Path) -> None:
+    for call in (lambda path: iter_eval(path, B=1, T=1), lambda path: bits_per_byte(1.0, path)):
+        with pytest.raises(FileNotFoundError, match=r"no such folder. Build it"):
+            call(tmp_path / "none" / "val")
+
+
+def test_a_cache_in_place_of_its_split_is_refused_as_such(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    write_meta(str(tmp_path / "c" / "meta.json"), {"vocab_size": 9})
+    with pytest.raises(CacheError, match="a whole cache, expected the folder of a split"):
+        iter_eval(tmp_path / "c", B=1, T=1)

@@ -47,6 +47,11 @@ def mapped(folder: Path) -> set[str]:
     return {os.path.basename(line.split()[-1]) for line in maps if str(folder) in line}
 
 
+def gather(files: TokenFiles, numbers: list[int], starts: list[int], width: int) -> Any:
+    chosen = np.array(numbers, dtype=np.int64)
+    return files.gather(chosen, np.array(starts, dtype=np.int64) + files.first_tokens[chosen], width)
+
+
 def open_files(folder: Path) -> int:
     links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
     return sum(os.path.islink(link) and os.readlink(link).startswith(f"{folder}/shard") for link in links)
@@ -55,7 +60,7 @@ def open_files(folder: Path) -> int:
 def test_a_shard_is_mapped_when_a_window_of_it_is_drawn_and_not_before(tmp_path: Path) -> None:
     files = TokenFiles([(path, None) for path in sorted(write_shards(tmp_path, [5, 6, 7]).iterdir())])
     assert mapped(tmp_path) == set() and files.lengths.tolist() == [5, 6, 7]
-    assert files.gather(np.array([1]), np.array([2]), 3).tolist() == [[7, 8, 9]]
+    assert gather(files, [1], [2], 3).tolist() == [[7, 8, 9]]
     assert mapped(tmp_path) == {"shard_00001.bin"}
 
 
@@ -77,13 +82,13 @@ def test_both_ways_to_read_gather_what_slices_of_the_files_hold(
         lambda shard: st.tuples(st.just(shard), st.integers(0, lengths[shard] - width))
     )
     drawn = data.draw(st.lists(places, max_size=6))
-    shards, starts = (np.array([place[i] for place in drawn], dtype=np.int64) for i in (0, 1))
+    shards, starts = ([place[i] for place in drawn] for i in (0, 1))
     begins = np.cumsum([0, *lengths])
     expected = [list(range(begins[shard] + start, begins[shard] + start + width)) for shard, start in drawn]
     for io in ("mmap", "pread"):
         files = TokenFiles([(path, None) for path in sorted(folder.iterdir())], io=io)  # type: ignore[arg-type]
         for copy in (files, pickle.loads(pickle.dumps(files))):
-            found = copy.gather(shards, starts, width)
+            found = gather(copy, shards, starts, width)
             assert (found.shape, found.dtype, found.tolist()) == ((len(drawn), width), np.uint16, expected)
 
 
@@ -92,7 +97,7 @@ def test_joined_files_are_numbered_on_from_one_part_to_the_next(tmp_path: Path) 
     parts = [TokenFiles([(path, None) for path in sorted(folder.iterdir())]) for folder in folders]
     joined = TokenFiles.joined(parts)
     assert joined.lengths.tolist() == [5, 6, 7] and joined.paths == parts[0].paths + parts[1].paths
-    assert joined.gather(np.array([2, 1]), np.array([1, 0]), 2).tolist() == [[1, 2], [5, 6]]
+    assert gather(joined, [2, 1], [1, 0], 2).tolist() == [[1, 2], [5, 6]]
     with pytest.raises(ValueError, match=r"\['mmap', 'pread'\]: expected one for all"):
         TokenFiles.joined([parts[0], TokenFiles([], io="pread")])
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_NUMPY_DTYPE
 from niels_gpt.fileio import CacheError
-from niels_gpt.filemaps import FileMaps, MapError, memory_bytes
+from niels_gpt.filemaps import FileMaps, MapError, memory_bytes, page_starts
 from niels_gpt.records import open_regular, shortened
 
 _REBUILD = "Rebuild the cache: python -m niels_gpt.cache.cli build-all"
@@ -88,6 +88,9 @@ class TokenFiles:
     def _hold(self, paths: list[Path], found: list[_OnDisk], io: IO) -> None:
         self.paths, self._found, self.io = paths, found, io
         self.lengths: NDArray[np.int64] = np.array([file.size for file in found], dtype=np.int64) // TOKEN_BYTES
+        sizes = [file.size for file in found]
+        self.first_tokens: NDArray[np.int64] = np.array(page_starts(sizes)[:-1], dtype=np.int64) // TOKEN_BYTES
+        """The first token of each file in the numbering of `gather`, which has gaps between files."""
         self._descriptors: dict[int, _Descriptor] = {}
         self._max_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
         self._maps: FileMaps | None = None
@@ -108,30 +111,28 @@ class TokenFiles:
         files = [(path, found.size) for path, found in zip(self.paths, self._found, strict=True)]
         return partial(TokenFiles, io=self.io, in_order=self.in_order), (files,)
 
-    def gather(self, files: NDArray[np.int64], starts: NDArray[np.int64], width: int) -> NDArray[np.uint16]:
-        """Return uint16 [B, width]: `width` tokens of file files[b] from token starts[b] on.
+    def gather(self, files: NDArray[np.int64], places: NDArray[np.int64], width: int) -> NDArray[np.uint16]:
+        """Return uint16 [B, width]: `width` tokens of file f = files[b] from its token places[b] - first_tokens[f] on.
 
-        files, starts: [B]. All of the tokens have to be inside the file: that is not looked at here, and what is beside
+        files, places: [B]. All of the tokens have to be inside the file: that is not looked at here, and what is beside
             it is no memory of the process.
-        Raises: FileNotFoundError, CacheError where a file is no longer what it was.
+        Raises: FileNotFoundError, CacheError where a file is no longer what it was; OSError where it cannot be mapped.
         """
         if self.io == "pread":
-            return self._read(files, starts, width)
+            return self._read(files, places - self.first_tokens[files], width)
         if self._num_unmapped and (self._maps is None or not self._is_mapped[files].all()):
             self._map(np.unique(files[~self._is_mapped[files]]))
         windows = self._windows
         if windows.shape[1] != width:
             windows = self._windows = self._windows_of(width, self._maps)
-        rows: NDArray[np.uint16] = windows[starts + self._first_tokens[files]]
+        rows: NDArray[np.uint16] = windows[places]
         return rows
 
     def _map(self, files: NDArray[np.int64]) -> None:
         sizes = [file.size for file in self._found]
         try:
             if self._maps is None:
-                maps = FileMaps(sizes)
-                self._first_tokens: NDArray[np.int64] = np.array(maps.starts) // TOKEN_BYTES
-                self._maps = maps
+                self._maps = FileMaps(sizes)
             for file in files.tolist():
                 descriptor = _Descriptor(self._open(file))
                 # What is read ahead of a random window is thrown away again where files do not fit into memory.

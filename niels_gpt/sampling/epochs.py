@@ -80,7 +80,7 @@ class EpochStream(SampleStream):
         return {"epoch": consumed // self.num_windows, "consumed_samples": consumed}
 
     def locate(self, samples: NDArray[np.int64]) -> Places:
-        """Return shard and first token of the windows that samples of these numbers are: [n]."""
+        """Return where the windows lie that samples of these numbers are: [n]."""
         epochs, positions = np.divmod(samples, self.num_windows)
         if len(epochs) and epochs.min() == epochs.max():
             epochs = epochs[:1]  # one tweak for all of them
@@ -90,8 +90,8 @@ class EpochStream(SampleStream):
         if self.random_offset:
             hashed = mix(mix(self._offset_key + epochs.astype(np.uint64)) + shards.astype(np.uint64))
             starts += (hashed % (self._remainders[shards] + 1).astype(np.uint64)).astype(np.int64)
-        return Places(shards, starts)
+        return Places(shards, starts + self.split.files.first_tokens[shards])
 
     def rows(self, places: Places) -> NDArray[np.uint16]:
         """Return the windows at these places: uint16 [n, T + 1]. Raises: CacheError for ids outside the vocabulary."""
-        return gathered(self.split.files, self.split.vocab_size, places.shards, places.starts, self.T + 1)
+        return gathered(self.split.files, self.split.vocab_size, places.shards, places.places, self.T + 1)

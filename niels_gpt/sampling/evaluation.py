@@ -74,9 +74,15 @@ def bits_per_byte(loss_sum: float | torch.Tensor, shards_dir: str | os.PathLike[
     loss_sum: cross entropy in nats, summed over all targets of `iter_eval`. Divided by ln 2 and by the utf-8 length of
     the split's texts, which meta.json has. (The first token is no target, its bytes count; end-of-texts are targets and
     have no bytes.)
-    Raises: CacheError where meta.json does not say how many bytes, and for an sft cache.
+    Raises: ValueError for a sum below 0 or none; FileNotFoundError; CacheError where meta.json does not say how many
+        bytes, and for an sft cache.
     """
+    nats = float(loss_sum.detach() if isinstance(loss_sum, torch.Tensor) else loss_sum)
+    if not 0 <= nats < math.inf:
+        raise ValueError(f"loss_sum={nats}: expected a sum of cross entropies, 0 or more")
     folder = resolved_split(Path(shards_dir))
+    if not folder.parent.is_dir():
+        raise FileNotFoundError(f"{shards_dir}: no such folder. Build it: python -m niels_gpt.cache.cli build-all")
     meta, where = reader_meta(folder.parent) or {}, str(folder.parent / META_NAME)
     by_split = meta.get("utf8_bytes")
     if meta.get("kind", "pretrain") != "pretrain" or not isinstance(by_split, dict) or folder.name not in by_split:
@@ -87,4 +93,4 @@ def bits_per_byte(loss_sum: float | torch.Tensor, shards_dir: str | os.PathLike[
     num_bytes = checked_count(by_split[folder.name], f"utf8_bytes.{folder.name}", where)
     if num_bytes == 0:
         raise CacheError(f"{where}: utf8_bytes.{folder.name} is 0, expected text")
-    return float(loss_sum) / math.log(2) / num_bytes
+    return nats / math.log(2) / num_bytes

@@ -83,6 +83,7 @@ class MixtureStream(SampleStream):
         self._vocab_size = next((n for stream in self.streams if (n := stream.split.vocab_size) is not None), None)
         files = [stream.split.files for stream in self.streams]
         self._files, self._first_files = TokenFiles.joined(files), np.cumsum([0, *(len(part.paths) for part in files)])
+        self._to_places = self._files.first_tokens - np.concatenate([part.first_tokens for part in files])
         stops = [rule == "stop" for rule in self.when_exhausted]
         self._phases, last_of_stop = _phases(self.weights, self._limits(), stops, block_size)
         self.counts = self._phases[0].counts
@@ -167,11 +168,8 @@ class MixtureStream(SampleStream):
         return last.first + min(int(np.argmax(end)) for end in ends) + 1
 
     def locate(self, samples: NDArray[np.int64]) -> Places:
-        """Return source, shard and first token of the windows that samples of these numbers are: [n].
-
-        Shards are counted on from one source to the next.
-        """
-        shards, starts, sources, numbers = np.empty((4, len(samples)), dtype=np.int64)
+        """Return where the windows lie that samples of these numbers are, among the files of all sources: [n]."""
+        shards, places, sources, numbers = np.empty((4, len(samples)), dtype=np.int64)
         phase_of = np.searchsorted([phase.first for phase in self._phases], samples, side="right") - 1
         for phase_number in np.unique(phase_of):
             phase, own = self._phases[phase_number], np.flatnonzero(phase_of == phase_number)
@@ -186,9 +184,9 @@ class MixtureStream(SampleStream):
                 numbers[own[here]] = phase.consumed[source] + blocks[here] * phase.counts[source] + rank
         for number in np.unique(sources):
             of_source = sources == number
-            shards[of_source], starts[of_source], _ = self.streams[number].locate(numbers[of_source])
+            shards[of_source], places[of_source], _ = self.streams[number].locate(numbers[of_source])
         shards += self._first_files[sources]
-        return Places(shards, starts, sources)
+        return Places(shards, places + self._to_places[shards], sources)
 
     def _composition(self, phase: Phase, blocks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the source of each sample of some blocks, and how many of that source precede it in its block.
@@ -207,7 +205,7 @@ class MixtureStream(SampleStream):
 
     def rows(self, places: Places) -> NDArray[np.uint16]:
         """Return the windows at these places: uint16 [n, T + 1]. Raises: CacheError for ids outside the vocabulary."""
-        return gathered(self._files, self._vocab_size, places.shards, places.starts, self.T + 1)
+        return gathered(self._files, self._vocab_size, places.shards, places.places, self.T + 1)
 
 
 def _phases(

@@ -61,16 +61,16 @@ class Batch:
 
 
 class Places(NamedTuple):
-    """Where samples lie: shard and first token of each, and in a mixture the stream it comes from. All int64 [n]."""
+    """Where samples lie, as `TokenFiles.gather` takes it, and in a mixture the stream of each. All int64 [n]."""
 
     shards: NDArray[np.int64]
-    starts: NDArray[np.int64]
+    places: NDArray[np.int64]
     sources: NDArray[np.int64] | None = None
 
     def part(self, first: int, last: int) -> Places:
         """Return the places of samples first to last - 1."""
         sources = None if self.sources is None else self.sources[first:last]
-        return Places(self.shards[first:last], self.starts[first:last], sources)
+        return Places(self.shards[first:last], self.places[first:last], sources)
 
 
 class SampleStream(IterableDataset[Batch], ABC):
