@@ -43,8 +43,8 @@ class Phase(NamedTuple):
 class MixtureStream(SampleStream):
     """Samples of several EpochStreams: of every `block_size` in a row, source s has exactly `counts[s]`.
 
-    Which ones of a block are whose is a seeded permutation, another in each block, and a source's samples are taken in
-    blocks too; so a sample follows from its number alone, as in an EpochStream, and state, ranks and workers are as
+    Which places of a block are whose is a seeded permutation, another in each block; a source's samples come in their
+    own order. So a sample follows from its number alone, as in an EpochStream, and state, ranks and workers are as
     there.
     """
 

@@ -102,7 +102,8 @@ class SampleStream(IterableDataset[Batch], ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _iterator=None)
-        if not self._begun.is_shared():  # type: ignore[no-untyped-call]  # a copy that is no DataLoader's: its own workers tell it
+        # A copy that no DataLoader made has workers of its own to hear of.
+        if not self._begun.is_shared():  # type: ignore[no-untyped-call]
             self._begun = _shared_bytes(_MAX_WORKERS)
 
     @abstractmethod
