@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import operator
 import os
 import re
 import reprlib
@@ -225,6 +226,13 @@ def checked_count(value: Any, key: str, where: str) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63:
         return value
     raise wrong_value(where, key, value, "an integer from 0 to 2**63 - 1")
+
+
+def checked_int(name: str, value: Any, least: int) -> int:
+    """Return an argument as int, whatever kind of integer it is; ValueError if it is none, or below `least`."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
+        raise ValueError(f"{name}={value!r}: expected an integer of {least} or more")
+    return operator.index(value)
 
 
 def checked_sha256(value: Any, key: str, where: str) -> str:

@@ -5,6 +5,7 @@ Run: pytest tests/test_sft_lengths.py
 
 import os
 import pickle
+import shutil
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -223,6 +224,31 @@ def test_no_row_left_is_an_error_that_says_why(tmp_path: Path, arguments: dict[s
         opened(write_split(tmp_path, EXAMPLES), **arguments)
 
 
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_a_long_example_is_counted_by_pieces_and_never_read_whole(tmp_path: Path, io: str) -> None:
+    examples = [FITS, [USR, U, EOT, ASST, *[A] * 40, EOT, USR, U, EOT, ASST, B, EOT], CUT]
+    read, sizes = SFTExampleDataset._read, []
+
+    def measured(dataset: SFTExampleDataset, start: int, end: int) -> Any:
+        sizes.append(end - start)
+        return read(dataset, start, end)
+
+    block = mock.patch.object(sft_dataset, "_BLOCK_TOKENS", 8)
+    with block, mock.patch.object(SFTExampleDataset, "_read", measured):
+        counts = opened(write_split(tmp_path, examples), T=20, io=io).counts
+    # 2 + 43 + 3 targets; of the long example the first 21 tokens hold 17.
+    assert (counts.supervised_tokens, counts.supervised_tokens_lost) == (48, 26)
+    assert (counts.rows_cut, counts.rows_without_last_eot) == (1, 1)
+    assert sizes == [6, *[8] * 6, 3, 7]
+
+
+@pytest.mark.parametrize("T", [True, 2.5, "5", None, -1, 0])
+def test_a_t_that_is_no_integer_of_1_or_more_is_refused_by_name(tmp_path: Path, T: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^T={T!r}: expected an integer of 1 or more"):
+        opened(write_split(tmp_path, EXAMPLES), T=T)
+    assert type(opened(tmp_path, T=np.int64(5)).T) is int
+
+
 @pytest.mark.parametrize("arguments", [{"over_length": "cut"}, {"io": "read"}])
 def test_a_setting_that_there_is_not_is_refused_with_those_that_there_are(
     tmp_path: Path, arguments: dict[str, Any]
@@ -267,6 +293,44 @@ def test_a_pickled_copy_reads_no_token_and_draws_the_same_rows(tmp_path: Path) -
     with mock.patch.object(SFTExampleDataset, "_count", side_effect=AssertionError("counts again")):
         copy = pickle.loads(pickle.dumps(dataset))
     assert copy.counts == dataset.counts and rows_drawn(copy) == rows_drawn(dataset) == {tuple(FITS)}
+
+
+def built(folder: Path, letter: str) -> Path:
+    """Build a cache of two chats, of which `letter` is the first one's reply."""
+    chats = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": reply}] for reply in (letter, "z")]
+    build_sft_cache(chats, str(folder), tokenizer=ByteTokenizer(), val_frac=0, seed=1)
+    return folder
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_a_copy_of_a_real_folder_whose_place_another_cache_has_taken_is_refused(tmp_path: Path, io: str) -> None:
+    for name in "ab":
+        shutil.copytree(built(tmp_path / f"built_{name}", name).resolve(), tmp_path / name)
+    assert len({(tmp_path / name / "train_tokens.bin").stat().st_size for name in "ab"}) == 1
+    pickled = pickle.dumps(opened(tmp_path / "a", T=50, io=io))
+    assert len(pickle.loads(pickled)) == 2
+    (tmp_path / "a").rename(tmp_path / "gone")
+    (tmp_path / "b").rename(tmp_path / "a")
+    with pytest.raises(CacheError, match=r"a/train_tokens\.bin: content_sha256 is"):
+        pickle.loads(pickled)
+    (tmp_path / "a/meta.json").unlink()
+    with pytest.raises(CacheError, match=r"a/train_tokens\.bin: content_sha256 is None"):
+        pickle.loads(pickled)
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [([*EXAMPLES, NO_REPLY], "tokens is 35, expected 32"), ([[t for e in EXAMPLES for t in e]], "examples is 1")],
+)
+def test_a_copy_of_files_without_meta_json_that_are_of_other_sizes_by_then_is_refused(
+    tmp_path: Path, others: list[list[int]], said: str
+) -> None:
+    pickled = pickle.dumps(opened(write_split(tmp_path, EXAMPLES)))
+    for path in tmp_path.iterdir():
+        path.unlink()  # an open map keeps what it has
+    write_split(tmp_path, others)
+    with pytest.raises(CacheError, match=rf"train_tokens\.bin: {said}"):
+        pickle.loads(pickled)
 
 
 def test_rows_left_out_are_left_out_by_one_draw_over_the_rest(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 Run: pytest tests/test_sft_masking.py
 """
 
+import json
 import tempfile
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,8 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from niels_gpt.cache import SFTExampleDataset
+from niels_gpt.cache import SFTExampleDataset, sft_dataset
 from niels_gpt.cache.formats import target_mask
+from niels_gpt.cache.mmap import IO
+from niels_gpt.fileio import CacheError
 
 SYS, USR, ASST, EOT = 1, 2, 3, 4
 S, U, A, B = 10, 11, 12, 13  # one word each of the system, the user and the assistant
@@ -33,6 +38,17 @@ SPEC_TABLE = [
     (A, B, True, B),
     (B, EOT, True, EOT),
 ]
+
+
+def write_split(folder: Path, examples: list[list[int]]) -> Path:
+    (folder / "train_tokens.bin").write_bytes(np.concatenate(examples).astype("<u2").tobytes())
+    np.save(folder / "train_idx.npy", np.cumsum([0, *map(len, examples[:-1])], dtype=np.int64))
+    return folder
+
+
+def open_split(folder: Path, *, T: int, io: IO) -> SFTExampleDataset:
+    files = (folder / "train_tokens.bin", folder / "train_idx.npy")
+    return SFTExampleDataset(*files, T=T, device="cpu", eot_id=EOT, asst_id=ASST, io=io)
 
 
 def batch_of_one(example: list[int], T: int, *, has_target: bool = True) -> tuple[list[int], list[int], list[int]]:
@@ -154,6 +170,64 @@ def test_target_mask_is_what_a_walk_over_the_tokens_finds(rows: list[tuple[list[
     lengths = np.array([length for _, length in rows], dtype=np.int64)
     mask = target_mask(ids, lengths, asst_id=ASST, eot_id=EOT)
     assert mask.tolist() == [obvious_mask(row, length) for row, length in rows]
+
+
+ids_of_any_kind = st.one_of(st.sampled_from([USR, ASST, EOT, 298, 299, 300, 65_535]), st.integers(0, 65_535))
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(
+    examples=st.lists(st.lists(ids_of_any_kind, min_size=1, max_size=12), min_size=1, max_size=5),
+    T=st.integers(1, 13),
+    io=st.sampled_from(["mmap", "pread"]),
+    for_any_device=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_a_batch_is_what_a_walk_over_the_tokens_of_its_examples_finds(
+    examples: list[list[int]], T: int, io: IO, for_any_device: bool, seed: int
+) -> None:
+    # A device that is not the CPU has its own way to the same values; on the CPU it gives them too.
+    way = mock.patch.object(sft_dataset, "_masked_by_limit", sft_dataset._masked_by_choice)
+    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings(), way if for_any_device else nullcontext():
+        warnings.simplefilter("ignore", UserWarning)
+        dataset = open_split(write_split(Path(name), examples), T=T, io=io)
+        generator, reference = (torch.Generator().manual_seed(seed) for _ in range(2))
+        batch = dataset.get_batch(B=6, generator=generator)
+    for number, *row in zip(torch.randint(len(examples), (6,), generator=reference).tolist(), *batch, strict=True):
+        example = examples[number]
+        padded = (example + [EOT] * T)[: T + 1]
+        has_loss = obvious_mask(padded, len(example))[1:]
+        masked = [target if counts else NO for target, counts in zip(padded[1:], has_loss, strict=True)]
+        assert [t.tolist() for t in row] == [padded[:-1], padded[1:], masked]
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_an_id_outside_the_vocabulary_is_named_by_its_place_in_the_file(tmp_path: Path, io: IO) -> None:
+    # Tokens 0 to 2, 3 to 6, 7 to 11; the bad one is token 9, at byte 18.
+    write_split(tmp_path, [[ASST, A, EOT], [ASST, A, A, EOT], [USR, U, 20, ASST, EOT]])
+    (tmp_path / "meta.json").write_text('{"vocab_size": 20}')
+    dataset = open_split(tmp_path, T=4, io=io)
+    said = r"train_tokens\.bin: token 9 at byte 18 is id 20, expected ids below vocab_size 20"
+    generators = [torch.Generator().manual_seed(4) for _ in range(2)]
+    assert torch.randint(3, (4,), generator=generators[0]).tolist() == [1, 0, 1, 2]
+    with pytest.raises(CacheError, match=said):
+        dataset.get_batch(B=4, generator=generators[1])
+    with pytest.raises(CacheError, match=said):
+        dataset.example(2)
+    assert dataset.example(1).tolist() == [ASST, A, A, EOT]
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+@pytest.mark.parametrize("cut", ["train_tokens.bin", "train_idx.npy"])
+def test_a_file_of_another_size_than_meta_json_records_is_refused(tmp_path: Path, io: IO, cut: str) -> None:
+    write_split(tmp_path, [[ASST, A, EOT], [ASST, B, EOT]])
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    records = [{"name": name, "bytes": size, "sha256": "0" * 64} for name, size in sizes.items()]
+    (tmp_path / "meta.json").write_text(json.dumps({"files": records}))
+    assert len(open_split(tmp_path, T=2, io=io)) == 2
+    write_split(tmp_path, [[ASST, A, EOT], [ASST, B]] if cut == "train_tokens.bin" else [[ASST, A, EOT, ASST, B, EOT]])
+    with pytest.raises(CacheError, match=rf"{cut}: \d+ bytes, expected {sizes[cut]} by its meta\.json"):
+        open_split(tmp_path, T=2, io=io)
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])

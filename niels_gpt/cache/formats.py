@@ -8,6 +8,8 @@ An sft cache:      train_tokens.bin train_idx.npy val_tokens.bin val_idx.npy met
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,9 +38,11 @@ __all__ = [
     "TOKEN_BYTES",
     "TOKEN_DTYPE",
     "TOKEN_NUMPY_DTYPE",
+    "batch_rows",
     "example_targets",
     "reply_edges",
     "target_mask",
+    "targets_of_pieces",
 ]
 
 
@@ -86,6 +90,39 @@ def reply_edges(
     return places, is_asst[places]
 
 
+def batch_rows(
+    ids: NDArray[np.uint16], lengths: NDArray[np.int64], width: int, *, asst_id: int, eot_id: int
+) -> tuple[NDArray[np.uint16], NDArray[np.bool_], NDArray[np.int64]]:
+    """Return examples as rows, and which targets carry loss, as runs of equal ones.
+
+    ids [N]: the examples end to end, each cut to at most `width` tokens; lengths [B]: their tokens.
+    Returns rows, uint16 [B, width], filled up with eot_id; has_loss, bool [runs], and runs, int64 [runs]:
+    has_loss.repeat(runs) is bool [B * (width - 1)], of rows[:, 1:].
+    """
+    stops, B, T = np.cumsum(lengths), len(lengths), width - 1
+    places, opens = reply_edges(ids, stops - 1, asst_id=asst_id, eot_id=eot_id)
+    # Place p of row r is column p - first[r] of it. What comes after it begins there in y, which lacks a column.
+    to_y = np.arange(B) * T - (stops - lengths)
+    edges = np.empty(len(places) + 2, dtype=np.int64)
+    edges[0], edges[-1] = 0, B * T
+    np.add(places, to_y[stops.searchsorted(places, side="right")], out=edges[1:-1])
+    has_loss = np.zeros(len(places) + 1, dtype=np.bool_)
+    has_loss[1:] = opens
+    return _padded(ids, lengths, width, eot_id), has_loss, edges[1:] - edges[:-1]
+
+
+def _padded(ids: NDArray[np.uint16], lengths: NDArray[np.int64], width: int, eot_id: int) -> NDArray[np.uint16]:
+    if len(ids) < len(lengths) * width:
+        padding = np.full(width - lengths.min(), eot_id, dtype=TOKEN_NUMPY_DTYPE).data
+        first = 0
+        parts: list[memoryview] = []
+        for length in lengths.tolist():
+            parts += (ids.data[first : first + length], padding[: width - length])
+            first += length
+        ids = np.frombuffer(bytearray().join(parts), dtype=TOKEN_NUMPY_DTYPE)  # half the time of numpy assignments
+    return ids.reshape(len(lengths), width)
+
+
 def example_targets(
     ids: NDArray[np.uint16], ends: NDArray[np.int64], width: int, *, asst_id: int, eot_id: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
@@ -105,3 +142,20 @@ def example_targets(
     left = np.bincount(of, np.maximum(np.minimum(until, last[of]) - before, 0), count)
     behind = example[(places > last[example]) & (ids[places] == eot_id)]
     return targets.astype(np.int64), left.astype(np.int64), np.bincount(behind, minlength=count) > 0
+
+
+def targets_of_pieces(
+    pieces: Iterable[NDArray[np.uint16]], width: int, *, asst_id: int, eot_id: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Return `example_targets` of one example that comes in pieces, of which one at a time is in memory."""
+    targets, left, lost_eot = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.bool_)
+    latest = np.array([eot_id], dtype=TOKEN_NUMPY_DTYPE)
+    for piece in pieces:
+        # The latest sentinel before a piece says whether it begins inside a reply. It is no target, and never cut.
+        ids = np.concatenate((latest, piece))
+        end, rest = np.array([len(ids)]), max(width, 0) + 1
+        in_piece = example_targets(ids, end, rest, asst_id=asst_id, eot_id=eot_id)
+        targets, left, lost_eot = targets + in_piece[0], left + in_piece[1], lost_eot | in_piece[2]
+        latest = ids[((ids == asst_id) | (ids == eot_id)).nonzero()[0][-1:]]
+        width -= len(piece)
+    return targets, left, lost_eot

@@ -19,7 +19,7 @@ from niels_gpt.cache.meta import check_expected, check_tokenizer, fingerprint, r
 from niels_gpt.cache.mmap import IO, TokenFiles
 from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.locks import hold_version
-from niels_gpt.records import path_inside, resolved
+from niels_gpt.records import checked_int, path_inside, resolved
 
 
 class PretrainSplit:
@@ -131,9 +131,7 @@ class PretrainTokenStreamDataset:
 
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for T < 1.
         """
-        if T < 1:
-            raise ValueError(f"T={T}: expected at least 1 token")
-        self.T, self.device = T, device
+        self.T, self.device = checked_int("T", T, 1), device
         self._split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io)
         self.shards_dir, self.meta, self.vocab_size = self._split.folder, self._split.meta, self._split.vocab_size
         lengths = self._split.lengths

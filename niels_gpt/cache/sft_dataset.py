@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import IGNORE_INDEX, TOKEN_NUMPY_DTYPE, example_targets, reply_edges
+from niels_gpt.cache.formats import IGNORE_INDEX, TOKEN_NUMPY_DTYPE, batch_rows, example_targets, targets_of_pieces
 from niels_gpt.cache.meta import check_expected, check_tokenizer, fingerprint, reader_meta, special_id
 from niels_gpt.cache.mmap import IO, TokenFiles, load_idx, mmap_tokens
 from niels_gpt.cache.pretrain_dataset import outside_vocabulary, split_rows
 from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.locks import hold_version
-from niels_gpt.records import file_records, path_inside, resolved
+from niels_gpt.records import checked_int, file_records, path_inside, resolved
 
 OverLength = Literal["truncate", "drop", "error"]
 """What becomes of an example of more than T + 1 tokens: cut (PR-03), left out, or refused at open."""
 
-_BLOCK_TOKENS = 1 << 20  # counted at a time; a longer example alone
+_BLOCK_TOKENS = 1 << 20  # counted at a time
 _ANY_ID = (1 << 16) - 1
 
 
@@ -48,8 +48,9 @@ class SFTExampleDataset:
     """Draws whole examples, cut or padded to T + 1 tokens (PR-03).
 
     The version that the files' folder stands for is resolved once, here: a rebuild does not disturb an open dataset,
-    and `gc` leaves its version alone. Safe to fork and to pickle (a copy maps the files anew, and does not count
-    again); never writes, and opens no file outside that version but the meta.json of the tokenizer beside the cache.
+    and `gc` leaves its version alone. Safe to fork and to pickle: a copy maps the files anew, does not count again, and
+    is refused (CacheError) where other files have taken their place. Never writes, and opens no file outside that
+    version but the meta.json of the tokenizer beside the cache.
     """
 
     def __init__(
@@ -78,14 +79,12 @@ class SFTExampleDataset:
         io: "mmap", or "pread" for network file systems: each example is one positioned read, only offsets are mapped.
 
         All tokens are read once, here: `counts` has what the cut loses. Warns where a row has no target.
-        Raises: FileNotFoundError, CacheError (each names the file; also where no example is left), ValueError for
-            T < 1, another over_length or io, and for an eot_id or asst_id outside the vocabulary.
+        Raises: FileNotFoundError, CacheError (each names the file; also where no example is left), ValueError for T
+            that is no integer of 1 or more, another over_length or io, and an eot_id or asst_id outside the vocabulary.
         """
-        if T < 1:
-            raise ValueError(f"T={T}: expected at least 1 token")
         if over_length not in get_args(OverLength):
             raise ValueError(f"over_length={over_length!r}: expected one of {', '.join(get_args(OverLength))}")
-        self.T, self.device, self.eot_id, self.io = T, device, eot_id, io
+        self.T, self.device, self.eot_id, self.io = checked_int("T", T, 1), device, eot_id, io
         self.tokens_path, self.idx_path = _resolved_together(Path(tokens_path), Path(idx_path))
         folder = self.tokens_path.parent
         self._hold = hold_version(folder)
@@ -124,22 +123,25 @@ class SFTExampleDataset:
 
     def _open(self) -> None:
         size, idx_size = (self._recorded_bytes(path) for path in (self.tokens_path, self.idx_path))
-        self._file = TokenFiles([(self.tokens_path, size)], io=self.io)
-        self._num_tokens = int(self._file.lengths[0])
-        self._map = mmap_tokens(self.tokens_path, expected_bytes=size).data if self.io == "mmap" else None
+        self._map: memoryview | None = None
+        if self.io == "mmap":
+            self._map = mmap_tokens(self.tokens_path, expected_bytes=size).data
+            self._num_tokens = len(self._map)
+        else:
+            self._file = TokenFiles([(self.tokens_path, size)], io=self.io)
+            self._num_tokens = int(self._file.lengths[0])
         self._starts = load_idx(self.idx_path, num_tokens=self._num_tokens, expected_bytes=idx_size)
 
     def _recorded_bytes(self, path: Path) -> int | None:
         """Return the size that meta.json gives a file; None where there is no meta.json, or one without records."""
         folder = self.tokens_path.parent
-        records = file_records(self.meta or {})
-        if not records or path.parent != folder:
+        sizes = {record["name"]: int(record["bytes"]) for record in file_records(self.meta or {})}
+        if not sizes or path.parent != folder:
             return None
         path_inside(folder, path.name)
-        for record in records:
-            if record["name"] == path.name:
-                return int(record["bytes"])
-        raise CacheError(f"{folder / META_NAME}: does not name {path.name}, which lies beside it")
+        if path.name not in sizes:
+            raise CacheError(f"{folder / META_NAME}: does not name {path.name}, which lies beside it")
+        return sizes[path.name]
 
     def __len__(self) -> int:
         """Number of examples, those included that batches leave out."""
@@ -150,7 +152,11 @@ class SFTExampleDataset:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        before = {**self.fingerprint(), "examples": self.counts.examples}
         self._open()
+        if self.meta is not None:  # a real folder's place may have been taken by another version since
+            self.meta = reader_meta(self.tokens_path.parent)
+        check_expected({**self.fingerprint(), "examples": len(self)}, before, str(self.tokens_path))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what tells these tokens from others, for a checkpoint: see `niels_gpt.cache.meta.fingerprint`."""
@@ -184,29 +190,12 @@ class SFTExampleDataset:
         lengths = ends - starts
         # The examples end to end, as long as they are: padding is neither searched for sentinels nor checked.
         pieces, tokens = zip(starts.tolist(), ends.tolist(), strict=True), self._map
-        ids = _joined([self._read(start, end) if tokens is None else tokens[start:end] for start, end in pieces])
+        parts: list[Any] = [self._read(at, end) if tokens is None else tokens[at:end] for at, end in pieces]
+        ids = np.frombuffer(bytearray().join(parts), dtype=TOKEN_NUMPY_DTYPE)  # half the time of numpy assignments
         self._check(ids, starts, lengths)
-        x, y = split_rows(_padded(ids, lengths, self.T + 1, self.eot_id), self.device)
-        return x, y, self._masked(y, ids, lengths)
-
-    def _masked(self, y: torch.Tensor, ids: NDArray[np.uint16], lengths: NDArray[np.int64]) -> Any:
-        """Return y with -100 where there is no loss; ids: the examples end to end, of which `lengths` is the cut."""
-        stops, (B, T) = np.cumsum(lengths), y.shape
-        places, opens = reply_edges(ids, stops - 1, asst_id=self.asst_id, eot_id=self.eot_id)
-        # Place p of row r is column p - first[r] of it. What comes after it begins there in y, which lacks a column.
-        to_y = np.arange(B) * T - (stops - lengths)
-        edges = np.empty(len(places) + 2, dtype=np.int64)
-        edges[0], edges[-1] = 0, B * T
-        np.add(places, to_y[stops.searchsorted(places, side="right")], out=edges[1:-1])
-        has_loss = np.zeros(len(places) + 1, dtype=np.bool_)
-        has_loss[1:] = opens
-        runs = edges[1:] - edges[:-1]
-        if y.is_cpu:  # the smaller of y and a limit: half the time of a choice by a mask
-            limit = np.where(has_loss, _ANY_ID, IGNORE_INDEX).repeat(runs).reshape(B, T)
-            return torch.from_numpy(np.minimum(y.numpy(), limit, out=limit))
-        is_target = torch.from_numpy(has_loss.repeat(runs).reshape(B, T))
-        moved = (is_target.pin_memory() if y.is_cuda else is_target).to(y.device, non_blocking=y.is_cuda)
-        return torch.where(moved, y, IGNORE_INDEX)
+        rows, has_loss, runs = batch_rows(ids, lengths, self.T + 1, asst_id=self.asst_id, eot_id=self.eot_id)
+        x, y = split_rows(rows, self.device)
+        return x, y, (_masked_by_limit if y.is_cpu else _masked_by_choice)(y, has_loss, runs)
 
     def _bounds(self, examples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the first token of each example, and that after its last one."""
@@ -244,8 +233,7 @@ class SFTExampleDataset:
         totals: Counter[str] = Counter()
         kept, first = [], 0
         while first < len(self):
-            fit = int(self._starts.searchsorted(self._starts[first] + _BLOCK_TOKENS, side="right")) - 1
-            stop = max(fit, first + 1)
+            stop = max(first + 1, int(self._starts.searchsorted(self._starts[first] + _BLOCK_TOKENS, side="right")) - 1)
             found, is_row = self._count_block(first, stop, drop, require_targets)
             totals.update(found)
             kept.append(is_row)
@@ -259,15 +247,15 @@ class SFTExampleDataset:
             )
         return counts, None if counts.rows == counts.examples else np.concatenate(kept).nonzero()[0]
 
-    def _count_block(
-        self, first: int, stop: int, drop: bool, require_targets: bool
-    ) -> tuple[dict[str, int], NDArray[np.bool_]]:
-        """Return the counts of examples first to stop - 1, and which of them are rows."""
+    def _count_block(self, first: int, stop: int, drop: bool, require_targets: bool) -> tuple[Any, NDArray[np.bool_]]:
+        """Return the counts of examples first to stop - 1, as a dict, and which of them are rows."""
         starts, ends = self._bounds(np.arange(first, stop))
-        ids = self._read(int(starts[0]), int(ends[-1]))
-        targets, left, lost_eot = example_targets(
-            ids, ends - starts[0], self.T + 1, asst_id=self.asst_id, eot_id=self.eot_id
-        )
+        start, end, marks = int(starts[0]), int(ends[-1]), {"asst_id": self.asst_id, "eot_id": self.eot_id}
+        if end - start <= _BLOCK_TOKENS:
+            targets, left, lost_eot = example_targets(self._read(start, end), ends - start, self.T + 1, **marks)
+        else:  # one example
+            pieces = (self._read(at, min(at + _BLOCK_TOKENS, end)) for at in range(start, end, _BLOCK_TOKENS))
+            targets, left, lost_eot = targets_of_pieces(pieces, self.T + 1, **marks)
         is_cut = ends - starts > self.T + 1
         is_dropped = is_cut & drop
         is_left_out = (left == 0) & ~is_dropped & require_targets
@@ -286,22 +274,17 @@ class SFTExampleDataset:
         return {name: int(value) for name, value in found.items()}, is_row
 
 
-def _joined(parts: list[Any]) -> NDArray[np.uint16]:
-    """Return uint16 tokens end to end. One join takes half the time of numpy assignments."""
-    return np.frombuffer(bytearray().join(parts), dtype=TOKEN_NUMPY_DTYPE)
+def _masked_by_limit(y: torch.Tensor, has_loss: NDArray[np.bool_], runs: NDArray[np.int64]) -> Any:
+    """Return y with -100 where there is no loss, by the runs of `batch_rows`; y is on the CPU."""
+    limit = np.where(has_loss, _ANY_ID, IGNORE_INDEX).repeat(runs).reshape(y.shape)
+    return torch.from_numpy(np.minimum(y.numpy(), limit, out=limit))  # half the time of a choice by a mask
 
 
-def _padded(ids: NDArray[np.uint16], lengths: NDArray[np.int64], width: int, eot_id: int) -> NDArray[np.uint16]:
-    """Return uint16 [B, width]: examples end to end as rows, each filled up with eot_id."""
-    if len(ids) < len(lengths) * width:
-        padding = np.full(width - lengths.min(), eot_id, dtype=TOKEN_NUMPY_DTYPE).data
-        first = 0
-        parts: list[memoryview] = []
-        for length in lengths.tolist():
-            parts += (ids.data[first : first + length], padding[: width - length])
-            first += length
-        ids = _joined(parts)
-    return ids.reshape(len(lengths), width)
+def _masked_by_choice(y: torch.Tensor, has_loss: NDArray[np.bool_], runs: NDArray[np.int64]) -> Any:
+    """Return what `_masked_by_limit` does; y is on any device."""
+    is_target = torch.from_numpy(has_loss.repeat(runs).reshape(y.shape))
+    moved = (is_target.pin_memory() if y.is_cuda else is_target).to(y.device, non_blocking=y.is_cuda)
+    return torch.where(moved, y, IGNORE_INDEX)
 
 
 def _resolved_together(tokens_path: Path, idx_path: Path) -> tuple[Path, Path]:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from niels_gpt.cache.mmap import IO
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, gathered
 from niels_gpt.fileio import CacheError
+from niels_gpt.records import checked_int
 from niels_gpt.sampling.permutation import ROUNDS, mix, permute, random_keys
-from niels_gpt.sampling.state import checked_int, key_check, limited
+from niels_gpt.sampling.state import key_check, limited
 from niels_gpt.sampling.stream import STREAM_VERSION, Places, SampleStream
 
 

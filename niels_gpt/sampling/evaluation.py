@@ -18,8 +18,7 @@ from niels_gpt.cache.meta import reader_meta
 from niels_gpt.cache.mmap import IO
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, resolved_split, split_rows
 from niels_gpt.fileio import META_NAME, CacheError
-from niels_gpt.records import checked_count
-from niels_gpt.sampling.state import checked_int
+from niels_gpt.records import checked_count, checked_int
 
 
 def iter_eval(

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from niels_gpt.cache.mmap import TokenFiles
 from niels_gpt.cache.pretrain_dataset import gathered
 from niels_gpt.fileio import CacheError
+from niels_gpt.records import checked_int
 from niels_gpt.sampling.epochs import EpochStream
 from niels_gpt.sampling.permutation import ROUNDS, permute, random_keys
-from niels_gpt.sampling.state import checked_int, key_check, limited
+from niels_gpt.sampling.state import key_check, limited
 from niels_gpt.sampling.stream import STREAM_VERSION, Places, SampleStream
 
 WhenExhausted = Literal["repeat", "stop"] | int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -17,13 +16,6 @@ MAX_SAMPLES = 2**62
 """More are not counted."""
 
 _CONTENT = ("split", "tokens", "content_sha256", "tokenizer_sha256")
-
-
-def checked_int(name: str, value: Any, least: int) -> int:
-    """Return an argument as int, whatever kind of integer it is. Raises: ValueError if it is none, or below `least`."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
-        raise ValueError(f"{name}={value!r}: expected an integer of {least} or more")
-    return operator.index(value)
 
 
 def limited(name: str, epochs: int, num_windows: int) -> int:

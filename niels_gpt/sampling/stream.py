@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from niels_gpt.cache.pretrain_dataset import split_rows
-from niels_gpt.records import shortened
-from niels_gpt.sampling.state import MAX_SAMPLES, check_identity, checked_count, checked_int, copied
+from niels_gpt.records import checked_int, shortened
+from niels_gpt.sampling.state import MAX_SAMPLES, check_identity, checked_count, copied
 
 STREAM_VERSION = 1
 """Of the order: raised when the same seed and number mean another window."""
