@@ -28,7 +28,7 @@ check: $(VENV)/.installed  ## lint, format and types
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed  ## speed as ratios to a limit and a peer
-	$(BIN)/python benchmarks/readers.py
+	$(BIN)/python benchmarks/loaders.py
 	$(BIN)/python benchmarks/build.py
 	$(BIN)/python benchmarks/dagster_commands.py
 	$(BIN)/python benchmarks/eagle3.py

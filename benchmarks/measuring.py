@@ -28,3 +28,10 @@ def measured(ways: Ways, rounds: int, after: Callable[[], object] = lambda: None
 def ratio(seconds: Seconds, ours: str, other: str) -> float:
     """Return the median of the rounds' speeds of `ours`, as multiples of the speed of `other`."""
     return statistics.median(b / a for a, b in zip(seconds[ours], seconds[other], strict=True))
+
+
+def spread(seconds: Seconds, way: str, limit: str) -> str:
+    """Return the share of the limit's speed that a way has: the median of the rounds, and the middle half of them."""
+    shares = sorted(b / a for a, b in zip(seconds[way], seconds[limit], strict=True))
+    quarter = len(shares) // 4
+    return f"{statistics.median(shares):.3f} ({shares[quarter]:.3f} to {shares[-1 - quarter]:.3f})"

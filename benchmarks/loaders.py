@@ -1,0 +1,399 @@
+"""How fast the readers serve batches: as a share of a bare gather (the limit), and beside other projects' readers.
+
+Run: python benchmarks/loaders.py [--rounds 15] [--peers DIR] [--only SECTION ...] [--cold FOLDER] [--quick]
+
+All of it is in one process, on one thread, from the page cache. Each way first draws batches until all of the files
+have been read, or for 5 s; then they take turns, in another order in each round; a ratio is the median of the rounds'
+ratios. Every way gives B rows of T tokens as x and y: int64, contiguous, y one token later, which is checked once of
+each. Of a library with several documented ways, the fastest is taken.
+
+    pretrain  50 million tokens in 1, 100 and 1,000 shards. The limit: random rows of one mapped file of all tokens, no
+              shards, no checks, cast into fresh x and y; for information, the same into arrays that are there.
+              `rank 0 of 8` has 8 times the global batch, so as many rows of its own. The peers: nanoGPT's get_batch,
+              written anew from what it does (one file, however many shards others have); megatron-core's
+              IndexedDataset, one prefix a shard; litdata's TokensLoader; datasets (Arrow) and mosaicml-streaming (MDS),
+              which hold rows of T + 1 tokens
+    sft       get_batch beside a bare gather of the same rows without a mask, and beside that gather with a mask made by
+              Python, token by token: written element by element into a tensor, or into lists that become one
+    opening   a split of 1,000 shards: seconds to open it, and anonymous memory before and after 5,000 batches
+    cold      only with --cold: shards on a real disk, their page cache dropped before each way: mapped, mapped with
+              MADV_RANDOM, read by pread; seconds, and bytes that the disk gave
+
+Disk: 1.5 GB where temporary files go (TMPDIR; without peers 0.4 GB), and 1 GiB in FOLDER. --quick is to see that it
+runs: 3 rounds unless --rounds says otherwise, each an eighth as long, 3 million tokens, 0.3 s to warm up, 500 batches,
+one cold shard of eight; it prints no aims.
+
+Peers that are not installed, or fail, are named and left out. They are looked for in DIR, after everything else, so
+that they do not replace numpy or torch: pip install --target DIR --no-deps, and what loader_peers.PACKAGES lists.
+"""
+
+import argparse
+import contextlib
+import functools
+import gc
+import itertools
+import math
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from loader_cold import bench_cold, why_not
+from loader_peers import PACKAGES, PEERS, Corpus, Draw, Pair, Tokens, pair, title
+from measuring import Seconds, Ways, measured, ratio, spread
+
+from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset, build_pretrain_cache, build_sft_cache
+from niels_gpt.cache.mmap import mmap_tokens
+from niels_gpt.sampling import EpochStream
+
+SHAPES = ((8, 256), (32, 1024), (64, 2048))  # B rows of T tokens
+SHARDS = (1, 100, 1_000)
+TEXT = 100_000  # tokens of one text
+EOT, ASST = 4, 3
+LIMIT, FILLED = "bare gather", "gather into arrays there"
+
+
+class Letters:
+    """A tokenizer of ASCII letters: the readers do not care where ids come from."""
+
+    vocab_size = 300
+
+    def encode(self, text: str, /) -> list[int]:
+        """Return one id for each letter."""
+        return list(text.encode())
+
+    def special_token_ids(self) -> dict[str, int]:
+        """Return four ids that no letter has."""
+        return {"sys": 1, "usr": 2, "asst": ASST, "eot": EOT}
+
+
+def gathers(tokens: Tokens, B: int, T: int, cast: Callable[[Tokens], Pair]) -> list[Draw]:
+    """Return two bare gathers of rows at random starts: one numpy index, and one join of slices."""
+    last, width = len(tokens) - T, 2 * T + 2
+    windows, file = np.lib.stride_tricks.as_strided(tokens, (last, T + 1), (2, 2)), memoryview(tokens).cast("B")
+
+    def joined() -> Pair:
+        parts = [file[start : start + width] for start in (2 * torch.randint(last, (B,))).tolist()]
+        return cast(np.frombuffer(bytearray().join(parts), dtype=np.uint16).reshape(B, T + 1))
+
+    return [lambda: cast(windows[torch.randint(last, (B,)).numpy()]), joined]
+
+
+def filling(B: int, T: int) -> Callable[[Tokens], Pair]:
+    """Return a cast of rows [B, T + 1] into one of two pairs that are there, in turn: no reader can give those away."""
+    turns = itertools.cycle([np.zeros((2, B, T), dtype=np.int64) for _ in range(2)])
+
+    def fill(rows: Tokens) -> Pair:
+        x, y = next(turns)
+        x[...], y[...] = rows[:, :-1], rows[:, 1:]
+        return torch.from_numpy(x), torch.from_numpy(y)
+
+    return fill
+
+
+def ours(split: Path, B: int, T: int) -> dict[str, list[Draw]]:
+    """Return the readers of this project. From 1 MiB of int64 on they fill the memory of batches that are gone."""
+    ways: dict[str, list[Draw]] = {}
+    for io in ("mmap", "pread"):
+        data = PretrainTokenStreamDataset(split, T=T, device="cpu", io=io)
+        ways[f"get_batch, {io}"] = [functools.partial(data.get_batch, B=B, generator=torch.Generator().manual_seed(0))]
+    for name, world in (("EpochStream", 1), ("EpochStream, rank 0 of 8", 8)):
+        stream = EpochStream(split, T=T, global_batch_size=world * B, seed=0, rank=0, world_size=world)
+        ways[name] = [functools.partial(next, iter(stream))]
+    return ways
+
+
+def time_of(draw: Draw, seconds: float, count: float = math.inf) -> float:
+    """Return the seconds a batch, over so many seconds or batches, whichever ends first."""
+    drawn, begin = 0, time.perf_counter()
+    while drawn < count and (time.perf_counter() - begin < seconds or not drawn):
+        draw()
+        drawn += 1
+    return (time.perf_counter() - begin) / drawn
+
+
+@contextlib.contextmanager
+def surviving(name: str, failures: dict[str, str]) -> Iterator[None]:
+    """Print and note what fails in a peer, which is then left out; an error of a way of our own is raised."""
+    try:
+        yield
+    except Exception as error:
+        if name not in PEERS:
+            raise
+        failures[name] = f"{type(error).__name__}: {error}"
+        print(f"  {name}: left out from here on: {failures[name]}", flush=True)
+
+
+def repeated(name: str, draw: Draw, count: int, failures: dict[str, str]) -> None:
+    """Draw so many batches."""
+    if name not in failures:
+        with surviving(name, failures):
+            for _ in range(count):
+                draw()
+
+
+def compare(ways: dict[str, list[Draw]], B: int, arguments: argparse.Namespace, failures: dict[str, str]) -> Seconds:
+    """Return the seconds a batch, in each round, of the fastest draw of each way; a round is of arguments.seconds."""
+    # So many random rows that all shards, and all of the 64 KiB that are mapped at once, have been read: p > 0.99.
+    places = max(SHARDS[-1], 2 * arguments.tokens >> 16)
+    warm_batches = places * (math.log(places) + 5) / B
+    repeats: Ways = {}
+    counts = {}
+    for name, draws in ways.items():
+        with surviving(name, failures):
+            for draw in draws:
+                time_of(draw, arguments.warm_seconds, warm_batches)
+            times = [min(time_of(draw, arguments.seconds / 2) for _ in range(3)) for draw in draws]
+            counts[name] = max(1, round(arguments.seconds / min(times)))
+            draw = draws[times.index(min(times))]
+            repeats[name] = functools.partial(repeated, name, draw, counts[name], failures)
+    found = measured(repeats, arguments.rounds)
+    return {name: [second / counts[name] for second in found[name]] for name in found if name not in failures}
+
+
+def checked(name: str, draws: list[Draw], B: int, T: int) -> list[Draw]:
+    """Return the draws after one batch of each, which must be what all of them are to give."""
+    for draw in draws:
+        x, y = draw()
+        assert x.dtype == y.dtype == torch.int64 and x.is_contiguous() and y.is_contiguous(), f"{name}: not int64"
+        assert x.shape == y.shape == (B, T) and torch.equal(x[:, 1:], y[:, :-1]), f"{name}: not {B} rows of {T}"
+    return draws
+
+
+def target(what: str, found: float, least: float, arguments: argparse.Namespace) -> None:
+    """Print what is aimed at and what was found; nothing of a quick run, whose figures say little."""
+    if not arguments.quick:
+        print(f"  {'met   ' if found >= least else 'MISSED'} {what}: {found:.2f}, aim {least}")
+
+
+def build(root: Path, shards: int, tokens: int) -> Path:
+    """Build the cache with so many shards, unless it is there; return its train split."""
+    split = root / str(shards) / "train"
+    if split.exists():
+        return split
+    generator = torch.Generator().manual_seed(0)
+    texts = (bytes(torch.randint(97, 123, (TEXT,), generator=generator).tolist()) for _ in range(tokens // TEXT))
+    build_pretrain_cache(
+        (text.decode() for text in texts),
+        root / str(shards),
+        tokenizer=Letters(),
+        max_train_tokens=tokens,
+        max_val_tokens=0,
+        shard_bytes=2 * tokens // shards,
+        seed=0,
+        shuffle_buffer=None,
+    )
+    return split
+
+
+def bench_shape(corpus: Corpus, B: int, T: int, arguments: argparse.Namespace, failures: dict[str, str]) -> Seconds:
+    """Compare all readers in one shape and number of shards."""
+    bare = {LIMIT: gathers(corpus.tokens, B, T, pair), FILLED: gathers(corpus.tokens, B, T, filling(B, T))}
+    ways = {name: checked(name, draws, B, T) for name, draws in (bare | ours(corpus.split, B, T)).items()}
+    for name in [name for name in PEERS if name not in failures]:
+        with surviving(name, failures):
+            title(name)
+            ways[name] = checked(name, PEERS[name][0](corpus, B, T), B, T)
+    seconds = compare(ways, B, arguments, failures)
+    print(f"{corpus.shards} shards, B={B}, T={T}: {1 / statistics.median(seconds[LIMIT]):,.0f} batches/s at most")
+    for name in seconds:
+        print(f"  {title(name):<32} {spread(seconds, name, LIMIT)}", flush=True)
+    return seconds
+
+
+def bench_pretrain(root: Path, arguments: argparse.Namespace) -> None:
+    """Compare all readers in all shapes and numbers of shards."""
+    results: dict[tuple[int, int, int], Seconds] = {}
+    failures: dict[str, str] = {}
+    path = build(root, 1, arguments.tokens) / "shard_00000.bin"
+    tokens = mmap_tokens(path)
+    for shards in SHARDS:
+        split = build(root, shards, arguments.tokens)
+        with tempfile.TemporaryDirectory(dir=root) as work:
+            for B, T in SHAPES:
+                corpus = Corpus(tokens, path, split, shards, Path(work))
+                results[B, T, shards] = bench_shape(corpus, B, T, arguments, failures)
+                gc.collect()
+    print(f"\nshare of the speed of the bare gather, median of {arguments.rounds} rounds")
+    for head, place in (("B x T", 0), ("shards", 1)):
+        cells = [(f"{B} x {T}", f"{shards:,}")[place] for B, T, shards in results]
+        print(f"  {head:<32} " + " ".join(f"{cell:>9}" for cell in cells))
+    for name in next(iter(results.values())):
+        cells = [
+            f"{ratio(seconds, name, LIMIT):9.3f}" if name in seconds else "        -" for seconds in results.values()
+        ]
+        print(f"  {title(name):<32} " + " ".join(cells))
+    if failures:
+        print(f"  left out: {', '.join(failures)}: pip install --target DIR --no-deps {PACKAGES}")
+    print(
+        f"  The {LIMIT} and the peers cast into fresh memory. From 1 MiB of int64 on (64 x 2048) this project's readers"
+    )
+    print(f"  fill that of batches that are gone, so they may be above the limit there; {FILLED}: no aim.")
+    least = min(ratio(seconds, "get_batch, mmap", LIMIT) for seconds in results.values())
+    target("get_batch / the bare gather, least of all", least, 0.8, arguments)
+    for name in ("EpochStream", "EpochStream, rank 0 of 8"):
+        least = min(ratio(seconds, name, "get_batch, mmap") for seconds in results.values())
+        target(f"{name} / get_batch, least of all", least, 0.5, arguments)
+
+
+def chats(count: int) -> Iterator[list[dict[str, str]]]:
+    """Yield chats of one to three turns, of about 1,000 tokens."""
+    lengths = torch.randint(20, 900, (count, 6), generator=torch.Generator().manual_seed(0)).tolist()
+    for number, sizes in enumerate(lengths):
+        turns = zip(sizes[::2], sizes[1::2], strict=True)
+        yield [
+            {"role": role, "content": "q" * size}
+            for user, assistant in list(turns)[: number % 3 + 1]
+            for role, size in (("user", 1 + user // 4), ("assistant", assistant))
+        ]
+
+
+def sft_gathers(folder: Path, B: int, T: int) -> list[Draw]:
+    """Return two bare gathers of padded examples, without masks: one numpy index, and a loop of copies."""
+    tokens, starts = np.fromfile(folder / "train_tokens.bin", "<u2"), np.load(folder / "train_idx.npy")
+    ends = np.append(starts[1:], len(tokens))
+    lengths, columns = np.minimum(ends - starts, T + 1), np.arange(T + 1)
+    padded = np.append(tokens, np.full(T + 1, EOT, dtype="<u2"))
+    windows = np.lib.stride_tricks.as_strided(padded, (len(tokens), T + 1), (2, 2))
+
+    def indexed() -> Pair:
+        chosen = torch.randint(len(starts), (B,)).numpy()
+        rows = windows[starts[chosen]]
+        np.copyto(rows, EOT, where=columns >= lengths[chosen, None])
+        return pair(rows)
+
+    def looped() -> Pair:
+        rows = np.full((B, T + 1), EOT, dtype="<u2")
+        for row, example in enumerate(torch.randint(len(starts), (B,)).tolist()):
+            ids = tokens[starts[example] : starts[example] + lengths[example]]
+            rows[row, : len(ids)] = ids
+        return pair(rows)
+
+    return [indexed, looped]
+
+
+def by_element(y: torch.Tensor) -> torch.Tensor:
+    """Return y with -100 where there is no loss, each element written into the tensor."""
+    masked = torch.empty_like(y)
+    for row, tokens in enumerate(y.tolist()):
+        inside = False
+        for column, token in enumerate(tokens):
+            masked[row, column] = token if inside else -100
+            inside = token == ASST or (inside and token != EOT)
+    return masked
+
+
+def by_lists(y: torch.Tensor) -> torch.Tensor:
+    """Return the same, written into lists that become a tensor."""
+    rows = []
+    for tokens in y.tolist():
+        inside, row = False, []
+        for token in tokens:
+            row.append(token if inside else -100)
+            inside = token == ASST or (inside and token != EOT)
+        rows.append(row)
+    return torch.tensor(rows)
+
+
+MASKS = {"element by element": by_element, "into lists": by_lists}
+
+
+def bench_sft(root: Path, arguments: argparse.Namespace) -> None:
+    """Compare get_batch with the same rows without a mask, and with masks made by loops over their tokens."""
+    build_sft_cache(chats(3_000), root / "s", tokenizer=Letters(), val_frac=0.1, seed=0)
+    print("\nsft get_batch, as a multiple of the speed of")
+    least = math.inf
+    for B, T in SHAPES:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # examples that T cuts
+            data = SFTExampleDataset(
+                root / "s/train_tokens.bin", root / "s/train_idx.npy", T=T, device="cpu", eot_id=EOT
+            )
+        get_batch = functools.partial(data.get_batch, B=B, generator=torch.Generator().manual_seed(0))
+        bare, (_, y, expected) = checked(LIMIT, sft_gathers(root / "s", B, T), B, T), get_batch()
+        ways: dict[str, list[Draw]] = {"get_batch": [get_batch], LIMIT: bare}
+        for name, mask in MASKS.items():
+            assert torch.equal(mask(y), expected), f"{name}: another mask"
+            ways[name] = [lambda draw=draw, mask=mask: mask(draw()[1]) for draw in bare]
+        seconds = compare(ways, B, arguments, {})
+        print(f"  {B} x {T}: {LIMIT}, no mask {spread(seconds, 'get_batch', LIMIT)}; with a mask in Python")
+        print("    " + ", ".join(f"{name} {spread(seconds, 'get_batch', name)}" for name in MASKS), flush=True)
+        least = min(least, ratio(seconds, "get_batch", "element by element"))
+    target("get_batch / mask in Python, element by element, least of all", least, 100, arguments)
+
+
+def anonymous() -> int:
+    """Return the bytes of this process's memory that are of no file."""
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
+
+
+def bench_opening(root: Path, arguments: argparse.Namespace) -> None:
+    """Open a split of 1,000 shards, and see what 5,000 batches leave in memory."""
+    split = build(root, SHARDS[-1], arguments.tokens)
+    opens: Ways = {
+        "PretrainTokenStreamDataset": lambda: PretrainTokenStreamDataset(split, T=256, device="cpu"),
+        "EpochStream": lambda: EpochStream(split, T=256, global_batch_size=8, seed=0),
+    }
+    print(f"\nopening {SHARDS[-1]:,} shards")
+    for name, seconds in measured(opens, arguments.rounds).items():
+        print(f"  {name}: {statistics.median(seconds) * 1e3:.1f} ms")
+    for name, (draw,) in ours(split, 32, 1024).items():
+        repeated(name, draw, 100, {})
+        before, more = anonymous(), 500 if arguments.quick else 5_000
+        repeated(name, draw, more, {})
+        growth = f"{anonymous() - before:+,} bytes after {more:,} more"
+        print(f"  {name}: {before / 2**20:.1f} MiB of anonymous memory after 100 batches, {growth}", flush=True)
+
+
+def run_cold(_: Path, arguments: argparse.Namespace) -> None:
+    """Read what is not in the page cache, if a folder is given for it."""
+    if arguments.cold:
+        with tempfile.TemporaryDirectory(dir=arguments.cold) as folder:
+            bench_cold(Path(folder), max(1, arguments.rounds // 3), arguments.cold_shards)
+
+
+SECTIONS = {"opening": bench_opening, "sft": bench_sft, "pretrain": bench_pretrain, "cold": run_cold}
+
+
+def parsed() -> argparse.Namespace:
+    """Return the arguments, checked, and what --quick makes of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, help="15 by default, 3 with --quick; cold: a third of them")
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="where other projects' readers are installed")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--cold", type=Path, metavar="FOLDER", help="a folder on a real disk, for 1 GiB")
+    parser.add_argument("--quick", action="store_true", help="little of everything, and no aims")
+    found = parser.parse_args()
+    found.tokens, found.seconds, found.warm_seconds = (3_000_000, 0.01, 0.3) if found.quick else (50_000_000, 0.08, 5)
+    found.rounds = (3 if found.quick else 15) if found.rounds is None else found.rounds
+    found.cold_shards = 1 if found.quick else 8
+    if found.rounds < 1:
+        parser.error(f"--rounds {found.rounds}: expected 1 or more")
+    if found.peers and not found.peers.is_dir():
+        parser.error(f"--peers {found.peers}: no such folder")
+    if found.only == ["cold"] and not found.cold:
+        parser.error("--only cold: expected --cold FOLDER beside it")
+    if found.cold and "cold" in found.only and (error := why_not(found.cold, found.cold_shards)):
+        parser.error(f"--cold: {error}")
+    return found
+
+
+def main() -> None:
+    """Run the sections."""
+    arguments = parsed()
+    sys.path += [str(arguments.peers)] if arguments.peers else []
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in [name for name in SECTIONS if name in arguments.only]:
+            SECTIONS[name](Path(folder), arguments)
+
+
+if __name__ == "__main__":
+    main()
