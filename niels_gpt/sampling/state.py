@@ -30,7 +30,7 @@ def key_check(keys: NDArray[np.uint64]) -> str:
     return f"{zlib.crc32(keys.astype('<u8').tobytes()):08x}"
 
 
-def checked_count(state: Mapping[str, Any], key: str) -> int:
+def state_count(state: Mapping[str, Any], key: str) -> int:
     """Return a count of a state. Raises: ValueError if it is none."""
     found = state.get(key)
     if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= MAX_SAMPLES:
@@ -73,7 +73,7 @@ def check_identity(state: Any, mine: dict[str, Any], where: str, allow_other_con
             if key not in _CONTENT:
                 raise ValueError(f"{said}. Open the stream as it was, or begin anew without the state")
             if key == "tokens":
-                checked_count(state, key)
+                state_count(state, key)
             elif not isinstance(found, str | None):
                 raise ValueError(f"{said}, expected what state_dict() returned")
             if key == "tokenizer_sha256" and None not in (found, value):

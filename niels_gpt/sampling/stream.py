@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from niels_gpt.cache.pretrain_dataset import split_rows
 from niels_gpt.records import checked_int, shortened
-from niels_gpt.sampling.state import MAX_SAMPLES, check_identity, checked_count, copied
+from niels_gpt.sampling.state import MAX_SAMPLES, check_identity, copied, state_count
 
 STREAM_VERSION = 1
 """Of the order: raised when the same seed and number mean another window."""
@@ -209,9 +209,9 @@ class SampleStream(IterableDataset[Batch], ABC):
             worker anywhere but in the same worker of as many.
         """
         check_identity(state, self.identity(), "state", allow_other_content)
-        consumed = checked_count(state, "consumed_samples")
+        consumed = state_count(state, "consumed_samples")
         for key, value in self._progress(consumed).items():
-            if checked_count(state, key) != value and not allow_other_content:
+            if state_count(state, key) != value and not allow_other_content:
                 raise ValueError(f"state: {key} is {state[key]}, expected {value} after {consumed} samples")
         if self.num_samples is not None and consumed > self.num_samples:
             raise ValueError(f"state: consumed_samples is {consumed}, but this stream ends after {self.num_samples}")
