@@ -129,17 +129,18 @@ class TokenFiles:
         return rows
 
     def _map(self, files: NDArray[np.int64]) -> None:
-        sizes = [file.size for file in self._found]
         try:
             if self._maps is None:
+                sizes = [file.size for file in self._found]
+                # What is read ahead of a random window is thrown away again where files do not fit into memory.
+                self._is_random = not self.in_order and 2 * sum(sizes) > memory_bytes()
                 self._maps = FileMaps(sizes)
             for file in files.tolist():
                 descriptor = _Descriptor(self._open(file))
-                # What is read ahead of a random window is thrown away again where files do not fit into memory.
-                is_random = not self.in_order and 2 * sum(sizes) > memory_bytes()
-                self._maps.add(file, descriptor.number, random=is_random)
+                self._maps.add(file, descriptor.number, random=self._is_random)
                 self._is_mapped[file] = True
         except MapError as error:
+            sizes = [file.size for file in self._found]
             where = f"{self.paths[0].parent}: {len(sizes)} files of {sum(sizes)} bytes"
             raise OSError(error.errno, f"{where}: {error.strerror}. Or read them with io='pread'") from error
         self._num_unmapped = int(np.count_nonzero(~self._is_mapped))  # counted: two threads may map the same file

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.mmap import IO
-from niels_gpt.cache.pretrain_dataset import PretrainSplit, gathered
+from niels_gpt.cache.pretrain_dataset import PretrainSplit
 from niels_gpt.fileio import CacheError
 from niels_gpt.records import checked_int
 from niels_gpt.sampling.permutation import ROUNDS, mix, permute, random_keys
@@ -58,6 +58,7 @@ class EpochStream(SampleStream):
         keys = random_keys(self.seed, ROUNDS + 1)
         self._keys, self._offset_key = keys[:ROUNDS], keys[ROUNDS]
         self.split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io)
+        self.files, self.vocab_size = self.split.files, self.split.vocab_size
         lengths = self.split.lengths
         counts = (lengths - 1) // T
         self._ends: NDArray[np.int64] = np.cumsum(counts)
@@ -91,8 +92,4 @@ class EpochStream(SampleStream):
         if self.random_offset:
             hashed = mix(mix(self._offset_key + epochs.astype(np.uint64)) + shards.astype(np.uint64))
             starts += (hashed % (self._remainders[shards] + 1).astype(np.uint64)).astype(np.int64)
-        return Places(shards, starts + self.split.files.first_tokens[shards])
-
-    def rows(self, places: Places) -> NDArray[np.uint16]:
-        """Return the windows at these places: uint16 [n, T + 1]. Raises: CacheError for ids outside the vocabulary."""
-        return gathered(self.split.files, self.split.vocab_size, places.shards, places.places, self.T + 1)
+        return Places(shards, starts + self.files.first_tokens[shards])

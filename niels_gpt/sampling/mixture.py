@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.mmap import TokenFiles
-from niels_gpt.cache.pretrain_dataset import gathered
 from niels_gpt.fileio import CacheError
 from niels_gpt.records import checked_int
 from niels_gpt.sampling.epochs import EpochStream
@@ -81,10 +80,10 @@ class MixtureStream(SampleStream):
         )
         self.T = like.T
         self._keys = random_keys(self.seed, ROUNDS, purpose=1)
-        self._vocab_size = next((n for stream in self.streams if (n := stream.split.vocab_size) is not None), None)
+        self.vocab_size = next((n for stream in self.streams if (n := stream.split.vocab_size) is not None), None)
         files = [stream.split.files for stream in self.streams]
-        self._files, self._first_files = TokenFiles.joined(files), np.cumsum([0, *(len(part.paths) for part in files)])
-        self._to_places = self._files.first_tokens - np.concatenate([part.first_tokens for part in files])
+        self.files, self._first_files = TokenFiles.joined(files), np.cumsum([0, *(len(part.paths) for part in files)])
+        self._to_places = self.files.first_tokens - np.concatenate([part.first_tokens for part in files])
         stops = [rule == "stop" for rule in self.when_exhausted]
         self._phases, last_of_stop = _phases(self.weights, self._limits(), stops, block_size)
         self.counts = self._phases[0].counts
@@ -203,10 +202,6 @@ class MixtureStream(SampleStream):
         counted = np.arange(size) - np.repeat(ends - phase.counts, phase.counts)
         np.put_along_axis(ranks, by_source, np.broadcast_to(counted, ranks.shape), axis=1)
         return sources, ranks
-
-    def rows(self, places: Places) -> NDArray[np.uint16]:
-        """Return the windows at these places: uint16 [n, T + 1]. Raises: CacheError for ids outside the vocabulary."""
-        return gathered(self._files, self._vocab_size, places.shards, places.places, self.T + 1)
 
 
 def _phases(

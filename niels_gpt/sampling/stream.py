@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
-from niels_gpt.cache.pretrain_dataset import split_rows
+from niels_gpt.cache.mmap import TokenFiles
+from niels_gpt.cache.pretrain_dataset import gathered, split_rows
 from niels_gpt.records import checked_int, shortened
 from niels_gpt.sampling.state import MAX_SAMPLES, check_identity, copied, state_count
 
@@ -77,6 +78,9 @@ class SampleStream(IterableDataset[Batch], ABC):
     """Batches of numbered samples. Iterating goes on where the stream is; it does not begin anew."""
 
     T: int
+    files: TokenFiles
+    """Of all that `locate` names."""
+    vocab_size: int | None
     num_samples: int | None
     """Samples until the stream ends; None: it does not."""
     max_span = MAX_SAMPLES
@@ -110,9 +114,9 @@ class SampleStream(IterableDataset[Batch], ABC):
     def locate(self, samples: NDArray[np.int64]) -> Places:
         """Return where the samples of these numbers lie: [n]."""
 
-    @abstractmethod
     def rows(self, places: Places) -> NDArray[np.uint16]:
         """Return the tokens of samples: uint16 [n, T + 1]. Raises: CacheError for an id outside the vocabulary."""
+        return gathered(self.files, self.vocab_size, places.shards, places.places, self.T + 1)
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
