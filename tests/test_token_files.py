@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset
 from niels_gpt.cache.mmap import TokenFiles, _mapped_bytes, mmap_tokens
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, split_rows
+from niels_gpt.filemaps import FileMaps
 from niels_gpt.sampling import EpochStream, iter_eval
 
 
@@ -90,6 +91,23 @@ def test_both_ways_to_read_gather_what_slices_of_the_files_hold(
         for copy in (files, pickle.loads(pickle.dumps(files))):
             found = gather(copy, shards, starts, width)
             assert (found.shape, found.dtype, found.tolist()) == ((len(drawn), width), np.uint16, expected)
+
+
+def test_a_thread_that_maps_first_while_another_does_too_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = TokenFiles([(path, None) for path in sorted(write_shards(tmp_path, [5, 6]).iterdir())])
+    inner: list[Any] = []
+
+    def between(sizes: list[int]) -> FileMaps:
+        if not inner:  # here, the other thread reads the other file
+            inner.append(None)
+            inner[0] = gather(files, [1], [0], 2).tolist()
+        return FileMaps(sizes)
+
+    monkeypatch.setattr("niels_gpt.cache.mmap.FileMaps", between)
+    assert gather(files, [0], [0], 2).tolist() == [[0, 1]] and inner == [[[5, 6]]]
+    assert gather(files, [1, 0], [1, 3], 2).tolist() == [[6, 7], [3, 4]]
 
 
 def test_joined_files_are_numbered_on_from_one_part_to_the_next(tmp_path: Path) -> None:

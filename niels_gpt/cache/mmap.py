@@ -134,7 +134,8 @@ class TokenFiles:
                 sizes = [file.size for file in self._found]
                 # What is read ahead of a random window is thrown away again where files do not fit into memory.
                 self._is_random = not self.in_order and 2 * sum(sizes) > memory_bytes()
-                self._maps = FileMaps(sizes)
+                # Of two threads that come here, both take the first one's: what is mapped is mapped there.
+                self._maps = self.__dict__.setdefault("_first_maps", FileMaps(sizes))
             for file in files.tolist():
                 descriptor = _Descriptor(self._open(file))
                 self._maps.add(file, descriptor.number, random=self._is_random)
