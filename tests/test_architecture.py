@@ -150,7 +150,7 @@ def test_the_public_names_of_the_sampling_package_are_pinned() -> None:
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_modules_stay_small(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 320
+    assert len(lines) <= 450
     for node in ast.walk(ast.parse("\n".join(lines))):
         if isinstance(node, ast.FunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 60, f"{node.name} is too long"
