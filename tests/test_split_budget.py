@@ -1,8 +1,10 @@
-"""Which document goes to val: both splits fill together by their share, and what does not fit is cut and counted (D5).
+"""Which document goes to val: its text and the seed decide, and what does not fit a budget is cut and counted (D5).
 
 Run: pytest tests/test_split_budget.py
 """
 
+import hashlib
+import itertools
 import os
 import tempfile
 from fractions import Fraction
@@ -16,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from niels_gpt.build.pretrain import build_pretrain
-from niels_gpt.build.split import TokenBudget
+from niels_gpt.build.split import TextSplit
 
 IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # many builds, and each of them syncs its files
 SPLITS = ("train", "val")
@@ -45,10 +47,28 @@ def stored(cache: Path, split: str) -> list[str]:
     return [ByteTokenizer().decode(part) for part in np.split(ids, starts[1:-1])] if len(starts) > 1 else []
 
 
+def key(text: str, seed: int = 0) -> int:
+    """Return the number that decides a text's split, as docs/formats.md has it."""
+    return int(hashlib.sha256(f"{seed}\n{text}".encode(errors="surrogatepass")).hexdigest()[:16], 16)
+
+
+def obvious_splits(texts: list[str], share: Fraction, seed: int = 0) -> dict[str, str]:
+    """Return the split of each text of a stream that is held whole: the slow oracle."""
+    known = sorted({text for text in texts if text and "<|" not in text}, key=lambda text: key(text, seed))
+    found = {text: "val" if key(text, seed) < share * 2**64 else "train" for text in known}
+    if known and 0 < share < 1:
+        if "val" not in found.values():
+            found[known[0]] = "val"
+        if "train" not in found.values():
+            found[known[-1]] = "train"
+    return found
+
+
 def obvious_split(documents: list[str], limits: dict[str, int]) -> tuple[dict[str, list[str]], dict[str, int]]:
-    """Fill the splits document by document, with exact fractions: the slow oracle."""
+    """Fill the splits document by document: the slow oracle."""
     found: dict[str, list[str]] = {"train": [], "val": []}
-    counts = {"read": 0, "empty": 0, "cut": 0, "cut_tokens": 0}
+    counts = {"read": 0, "empty": 0, "split_full": 0, "cut": 0, "cut_tokens": 0}
+    split_of = obvious_splits(documents, Fraction(limits["val"], sum(limits.values()) or 1))
     for text in documents:
         used = {split: sum(map(len, found[split])) for split in SPLITS}
         if used == limits:
@@ -57,8 +77,10 @@ def obvious_split(documents: list[str], limits: dict[str, int]) -> tuple[dict[st
         if not text:
             counts["empty"] += 1
             continue
-        open_splits = [split for split in ("val", "train") if used[split] < limits[split]]  # val first: it wins ties
-        split = min(open_splits, key=lambda name: Fraction(used[name], limits[name]))
+        split = split_of[text]
+        if used[split] == limits[split]:
+            counts["split_full"] += 1
+            continue
         kept = text[: limits[split] - used[split]]
         counts["cut"] += kept != text
         counts["cut_tokens"] += len(text) - len(kept)
@@ -92,40 +114,40 @@ def test_the_builder_splits_as_the_slow_oracle_does(lengths: list[int], limits: 
         assert meta["docs"][split] == len(found[split])
     assert meta["cut"] == {"documents": counts["cut"], "tokens": counts["cut_tokens"]}
     assert (meta["documents_read"], meta["dropped"].get("empty", 0)) == (counts["read"], counts["empty"])
+    assert meta["dropped"].get("split_full", 0) == counts["split_full"]
     assert meta["documents_read"] == sum(meta["docs"].values()) + sum(meta["dropped"].values())
 
 
-def test_nine_to_one_gives_every_tenth_document_to_val(tmp_path: Path) -> None:
-    build(tmp_path / "c", letters([10] * 10), train=90, val=10)
-    assert stored(tmp_path / "c", "val") == ["a" * 10]
-    assert stored(tmp_path / "c", "train") == letters([10] * 10)[1:]
-
-
 def test_both_splits_fill_together_where_the_text_ends_early(tmp_path: Path) -> None:
-    meta = build(tmp_path / "c", letters([5] * 6), train=200, val=100)
-    assert meta["docs"] == {"train": 4, "val": 2}
+    meta = build(tmp_path / "c", [f"text {number}" for number in range(100)], train=20_000, val=10_000)
+    assert 20 < meta["docs"]["val"] < 50 and sum(meta["docs"].values()) == 100
     assert meta["budget_reached"] == {"train": False, "val": False}
 
 
-def test_shares_that_floats_cannot_tell_apart_are_told_apart() -> None:
-    huge = 3 * 10**17  # used/limit: (10**17 + 1)/huge in train, 10**17/huge in val
-    budget = TokenBudget({"train": huge, "val": huge}, {"train": 10**17, "val": 10**17 + 1})
-    assert (10**17) / huge == (10**17 + 1) / huge
-    assert budget.next_split() == "train"
+def test_a_share_is_compared_exactly() -> None:
+    """The bound of a third is no float; its neighbours are told apart."""
+    rule = TextSplit(Fraction(1, 3), seed=0)
+    assert rule.bound == 6148914691236517206  # ceil(2**64 / 3)
+    assert (rule.of(rule.bound - 1), rule.of(rule.bound)) == ("val", "train")
+    assert {TextSplit(Fraction(0), 0).of(number) for number in (0, 2**64 - 1)} == {"train"}
+    assert {TextSplit(Fraction(1), 0).of(number) for number in (0, 2**64 - 1)} == {"val"}
 
 
 def test_the_document_that_meets_a_full_budget_is_cut_and_counted(tmp_path: Path) -> None:
-    meta = build(tmp_path / "c", ["aaaa", "bbbbbbb", "cccc"], train=5, val=3)
-    assert (stored(tmp_path / "c", "val"), stored(tmp_path / "c", "train")) == (["aaa"], ["bbbbb"])
-    assert meta["cut"] == {"documents": 2, "tokens": 3}
-    assert meta["documents_read"] == 2  # the third document is never asked for
+    in_val, *in_train = (text * 4 for text in sorted("abcd", key=lambda text: key(text * 4)))
+    meta = build(tmp_path / "c", [in_val, *in_train], train=5, val=3)
+    found = {split: stored(tmp_path / "c", split) for split in SPLITS}
+    assert found == {"val": [in_val[:3]], "train": [in_train[0], in_train[1][:1]]}
+    assert meta["cut"] == {"documents": 2, "tokens": 4}
+    assert meta["documents_read"] == 3  # the fourth document is never asked for
 
 
 def test_an_end_of_text_counts_as_a_token_and_may_be_cut(tmp_path: Path) -> None:
-    meta = build(tmp_path / "c", ["aa", "bbb"], train=3, val=3, append_eot=True)
-    assert meta["totals"] == {"train_tokens": 3, "val_tokens": 3}
-    assert np.fromfile(tmp_path / "c" / "val" / "shard_00000.bin", dtype="<u2").tolist() == [107, 107, 4]
-    assert np.fromfile(tmp_path / "c" / "train" / "shard_00000.bin", dtype="<u2").tolist() == [108, 108, 108]
+    in_val, in_train = sorted(["aaa", "bbb"], key=key)
+    meta = build(tmp_path / "c", [in_val, in_train], train=4, val=3, append_eot=True)
+    assert meta["totals"] == {"train_tokens": 4, "val_tokens": 3}
+    ids = [np.fromfile(tmp_path / "c" / split / "shard_00000.bin", dtype="<u2").tolist() for split in SPLITS]
+    assert ids == [[*ByteTokenizer().encode(in_train), 4], ByteTokenizer().encode(in_val)]
     assert meta["cut"] == {"documents": 1, "tokens": 1}
 
 
@@ -134,33 +156,41 @@ def test_a_val_budget_of_0_gives_everything_to_train(tmp_path: Path) -> None:
     assert meta["docs"] == {"train": 2, "val": 0} and stored(tmp_path / "c", "val") == []
 
 
-def test_one_document_goes_to_val_and_leaves_train_empty_which_is_an_error(tmp_path: Path) -> None:
+def test_one_document_goes_to_train_and_leaves_val_empty(tmp_path: Path) -> None:
+    for number in range(8):
+        meta = build(tmp_path / f"c{number}", [f"only {number}"], train=10, val=10)
+        assert meta["docs"] == {"train": 1, "val": 0}
+
+
+def test_a_train_budget_of_0_gives_everything_to_val_which_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no token for the train split: 1 documents read, 1 to val, dropped: none"):
-        build(tmp_path / "c", ["only"], train=10, val=10)
+        build(tmp_path / "c", ["only"], train=0, val=10)
+
+
+def test_a_document_without_a_split_needs_a_share(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"names no split.*val_frac"):
+        build(tmp_path / "c", ["a"], train=None, val=None)
+    with pytest.raises(ValueError, match=r"val_frac=1\.5"):
+        build(tmp_path / "c", ["a"], train=None, val=None, val_frac=1.5)
 
 
 def test_the_stream_is_not_read_further_than_the_budgets_and_a_batch(tmp_path: Path) -> None:
     def endless() -> Any:
-        while True:
-            yield None, "abcdefghij"
+        for number in itertools.count():
+            yield None, f"{number:010}"
 
-    meta = build_pretrain(
-        endless(),
-        tmp_path / "c",
-        tokenizer=ByteTokenizer(),
-        max_train_tokens=90,
-        max_val_tokens=10,
-        shard_bytes=64,
-        seed=0,
-        shuffle_buffer=4,
-    )
-    assert (meta["documents_read"], meta["totals"]) == (10, {"train_tokens": 90, "val_tokens": 10})
+    arguments = {"tokenizer": ByteTokenizer(), "shard_bytes": 64, "seed": 0, "shuffle_buffer": 4}
+    meta = build_pretrain(endless(), tmp_path / "c", max_train_tokens=90, max_val_tokens=10, **arguments)
+    assert meta["totals"] == {"train_tokens": 90, "val_tokens": 10}
+    assert meta["documents_read"] == 10 + meta["dropped"].get("split_full", 0) < 200
 
 
 def test_text_with_a_sentinel_is_dropped_and_counted(tmp_path: Path) -> None:
     meta = build(tmp_path / "c", ["aa", "b<|eot|>b", "", "cc"], train=4, val=2)
     assert meta["dropped"] == {"empty": 1, "sentinel_in_text": 1} and meta["documents_read"] == 4
-    assert stored(tmp_path / "c", "train") == ["cc"]
+    assert [stored(tmp_path / "c", split) for split in ("val", "train")] == [
+        [text] for text in sorted(["aa", "cc"], key=key)
+    ]
 
 
 def test_documents_that_name_their_split_go_there_without_any_bound(tmp_path: Path) -> None:

@@ -13,12 +13,13 @@ from typing import Any
 from niels_gpt import versions
 from niels_gpt.build.encode import Tokenizer, tokenizer_identity, tokenizer_sha256
 from niels_gpt.build.resume import Build
+from niels_gpt.build.split import warn_of_share
 from niels_gpt.build.writer import TOKEN_DTYPE_NAME
 from niels_gpt.fileio import META_NAME, write_bytes
 from niels_gpt.records import file_records, meta_bytes, parse_object
 
 FORMAT_VERSION = 1
-BUILDER_VERSION = 2  # raised when the same input gives other bytes
+BUILDER_VERSION = 3  # raised when the same input gives other bytes
 
 
 @dataclass(frozen=True)
@@ -128,4 +129,5 @@ def described_commit(
     versions.commit(build.work, out_dir, str(meta["content_sha256"]))
     if committed is not None:
         committed(meta)
+    warn_of_share(out_dir, meta)
     return meta

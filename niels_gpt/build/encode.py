@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from niels_gpt.build.split import split_keys
 from niels_gpt.build.stream import DIGEST_BYTES
 from niels_gpt.build.writer import TOKEN_DTYPE
 from niels_gpt.fileio import sha256_file
@@ -68,6 +69,8 @@ class EncodedTexts:
     """int64 [texts]: length of each text in utf-8."""
     digests: list[bytes]
     """The beginning of each text's sha256, as its source gave it."""
+    keys: NDArray[np.uint64]
+    """uint64 [texts]: what decides each text's split, `split_keys`; [0] where no text is split by itself."""
     problems: dict[int, tuple[str, str]]
     """Text number -> the counter under which it is dropped; what made it a problem, and the beginning of the text."""
     notes: dict[int, tuple[str, ...]]
@@ -86,6 +89,8 @@ class TextEncoder:
     """What `accept` does with a text that holds a sentinel: "drop" names the counter, "raise" raises ValueError."""
     append: int | None = None
     """An id to put behind each text that has one."""
+    split_seed: int | None = None
+    """The seed of `split_keys`; None: no keys are needed."""
 
     def __post_init__(self) -> None:
         """Refuse a vocabulary whose ids do not fit uint16 (D18), before anything is written."""
@@ -123,6 +128,7 @@ class TextEncoder:
             lengths=lengths if self.append is None else lengths + (lengths > 0),
             utf8_bytes=np.fromiter(map(_utf8_length, repaired, raw), dtype=np.int64, count=len(raw)),
             digests=[sha256(text).digest()[:DIGEST_BYTES] for text in raw],
+            keys=split_keys([] if self.split_seed is None else raw, self.split_seed or 0),
             problems=problems,
             notes={number: notes for number, (_, notes) in enumerate(repaired) if notes and number not in problems},
         )

@@ -12,7 +12,7 @@ from typing import TypeVar
 from niels_gpt.build import stream
 from niels_gpt.build.encode import EncodedTexts, TextEncoder
 from niels_gpt.build.resume import Build
-from niels_gpt.build.stream import Batch
+from niels_gpt.build.stream import Batch, Mark
 from niels_gpt.build.workers import InOrder
 
 T = TypeVar("T")
@@ -35,6 +35,7 @@ def encoded(
     num_threads: int,
     executor: Executor | None,
     report: Callable[[int], None],
+    settled: Callable[[Iterator[tuple[T, Mark]]], Iterator[tuple[T, Mark]]] = iter,
 ) -> Iterator[Iterator[tuple[Batch[T], EncodedTexts]]]:
     """Yield the batches, in order, that come behind the last checkpoint of a build; none if it has ended.
 
@@ -43,8 +44,9 @@ def encoded(
     exhausted: a build that has ended had read its source to the end.
     num_threads: threads that encode; 0: the caller's own. executor: encodes instead; it is left open.
     report: is told how far a replay has come.
+    settled: passes the items on; what it has to know of those that follow, it reads first.
     """
-    documents = _own(build, stream.marked(items, counters))
+    documents = settled(_own(build, stream.marked(items, counters)))
     if build.replays:
         build.replay(documents, lambda item: digest_of(item, texts, label), report)
     if build.last.ended:

@@ -18,16 +18,21 @@ from niels_gpt.build.encode import TextEncoder, Tokenizer
 from niels_gpt.build.pipeline import Progress
 from niels_gpt.build.resume import CHECKPOINT_SECONDS
 from niels_gpt.build.shards import FILES, Shards, with_ids
-from niels_gpt.build.split import SPLITS, TokenBudget
+from niels_gpt.build.split import SPLITS, TextSplit, TokenBudget, asked_share
 from niels_gpt.build.start import opened
 from niels_gpt.build.writer import TOKEN_BYTES
 
 logger = logging.getLogger(__name__)
 
-BUDGET_RULE = (
-    "by token budget: the next document goes to the split that is furthest below its share of its budget, a tie "
-    "to val; the document that meets a full budget is cut and its rest dropped; no document is in both splits"
+_BY_TEXT = (
+    "by text: to val where the first 8 bytes of sha256(seed, newline, text), big-endian, are below {} * 2**64; where "
+    "that would leave a split without a document, the nearest one goes there, to train first"
 )
+BUDGET_RULE = (
+    _BY_TEXT.format("max_val_tokens / (max_train_tokens + max_val_tokens)")
+    + "; the document that meets a full budget is cut and its rest dropped, and so are later ones of that split"
+)
+FRACTION_RULE = _BY_TEXT.format("val_frac")
 
 
 def build_pretrain(
@@ -40,6 +45,7 @@ def build_pretrain(
     shard_bytes: int,
     seed: int,
     shuffle_buffer: int | None,
+    val_frac: float | None = None,
     append_eot: bool = False,
     on_special: str = "drop",
     num_threads: int = 1,
@@ -53,9 +59,11 @@ def build_pretrain(
 ) -> dict[str, Any]:
     """Build the cache and commit it at `out_dir`; returns its meta. A build that was killed goes on.
 
-    documents: (split, text) or (split, text, id); split None leaves the choice to the budgets (D5). A document without
-        an id has its number in the stream.
-    max_train_tokens, max_val_tokens: tokens, end-of-texts included; None: no bound (documents then name their split).
+    documents: (split, text) or (split, text, id); split None leaves the choice to the text and the seed (D5). A
+        document without an id has its number in the stream.
+    max_train_tokens, max_val_tokens: tokens, end-of-texts included; None: no bound.
+    val_frac: the share of val, 0 <= val_frac < 1, of documents that name no split; None: max_val_tokens / both. Of
+        documents that name theirs it is the share that was asked for: a warning says where the tokens are far from it.
     shuffle_buffer: documents held by the torch shuffle buffer; None or 0: the order of the stream.
     num_threads: threads that encode, 0: the caller's own; executor: encodes in their place. Neither changes the output.
     partial: upstream lacks a split; train may then be empty, and meta says `built: "partial"`.
@@ -65,18 +73,23 @@ def build_pretrain(
         CacheError if somebody else builds here, if something that is no cache is in the way, and if the documents are
         not those that a killed run had read; RuntimeError if a worker of the executor dies twice on a batch.
     """
+    if val_frac is not None and not 0 <= val_frac < 1:
+        raise ValueError(f"val_frac={val_frac}: expected 0 <= val_frac < 1")
     if shard_bytes < TOKEN_BYTES:
         raise ValueError(f"shard_bytes={shard_bytes}: expected at least {TOKEN_BYTES}, the bytes of one token")
     eot = int(tokenizer.special_token_ids()["eot"])
-    encoder = TextEncoder(tokenizer, on_special=on_special, append=eot if append_eot else None)
     budget = TokenBudget({"train": max_train_tokens, "val": max_val_tokens})
     source, vocabulary = source or Source(), vocabulary_of(tokenizer)
     settings = _settings(split_rule, shard_bytes, append_eot, on_special, partial, budget, shuffle_buffer or 0)
+    settings["val_frac"] = val_frac
+    rule = TextSplit(asked_share(settings), seed)
+    keyed = None if rule.share is None else seed
+    encoder = TextEncoder(tokenizer, on_special=on_special, append=eot if append_eot else None, split_seed=keyed)
     identity = build_identity(source, tokenizer, seed=seed, **settings)
     mixed = shuffle.Shuffled(with_ids(documents), size=shuffle_buffer, seed=seed)
     fingerprint = source.facts.get("fingerprint")
     with opened(out_dir, identity, FILES, checkpoint_seconds, fingerprint) as build:
-        shards = Shards(build, budget, encoder, shard_bytes, progress)
+        shards = Shards(build, budget, rule, encoder, shard_bytes, progress)
         exhausted = shards.fill(mixed, source, num_threads, executor)
         if not shards.tokens["train"] and not partial:
             raise ValueError(f"{os.fspath(out_dir)}: no token for the train split: {_shortage(shards, source)}")

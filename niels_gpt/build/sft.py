@@ -1,7 +1,7 @@
 """Chats -> train_tokens.bin, train_idx.npy, val_tokens.bin, val_idx.npy, source ids and meta.json.
 
 The split needs the number of examples, so ids go to a spool file first and are copied out once that number is known:
-memory holds three numbers for each example, never its text.
+memory holds a few numbers for each example, never its text.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.build import pipeline
 from niels_gpt.build.describe import Source, build_identity, described_commit, vocabulary_of
+from niels_gpt.build.duplicates import num_duplicates
 from niels_gpt.build.encode import EncodedTexts, TextEncoder, Tokenizer
 from niels_gpt.build.pipeline import Progress
 from niels_gpt.build.resume import CHECKPOINT_SECONDS, Build
@@ -29,11 +30,14 @@ from niels_gpt.build.writer import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_DTYPE, id_li
 from niels_gpt.chat_template import ROLE_TO_NAME
 
 SPLIT_RULE = (
-    "by example: n kept examples, the first max(1, int(n * val_frac)) of torch.randperm(n) seeded with seed go to val "
-    "(none where n = 1 or val_frac = 0); both splits keep the order of the stream"
+    "by example: of n distinct kept examples (roles and contents) in order of first appearance, the first "
+    "max(1, int(n * val_frac)) of torch.randperm(n) seeded with seed go to val (none where n = 1 or val_frac = 0); "
+    "equal ones go with them; both splits keep the order of the stream"
 )
 _FILES = dict.fromkeys(("tokens.bin", "examples.bin", "ids.txt"))
-"""What a build appends to: the ids of all kept examples, tokens, targets and utf-8 bytes of each, and their ids."""
+"""What a build appends to: the tokens of all kept examples; of each the `_COLUMNS`; their source ids."""
+_COLUMNS = 4
+"""Tokens, targets, utf-8 bytes, and 8 bytes of the sha256 of roles and contents."""
 _JOINT = "\0"  # behind each role
 _COPIED = 4096  # examples at once, on their way from the spool to a split
 
@@ -95,7 +99,7 @@ def build_sft(
         return described_commit(
             build,
             out_dir,
-            lambda: spool.split(_val_rows(spool.kept, val_frac, seed)),
+            lambda: spool.split(val_frac, seed),
             committed,
             vocabulary=vocabulary,
             source=source,
@@ -156,7 +160,7 @@ def _label(example: Example) -> str:
 
 
 class _Spool:
-    """The ids of all kept examples in stream order, three numbers for each, and the account of what was read."""
+    """The ids of all kept examples in stream order, four numbers for each, and the account of what was read."""
 
     def __init__(self, build: Build, encoder: TextEncoder, progress: Progress | None) -> None:
         self._build, self._encoder, self._progress = build, encoder, progress
@@ -166,7 +170,7 @@ class _Spool:
         self.counts, self.noticed = Counter(state["counts"]), Counter(state["noticed"])
         self.kept, self._tokens = int(state["kept"]), int(state["tokens"])
         build.expect("tokens.bin", self._tokens * TOKEN_BYTES)
-        build.expect("examples.bin", self.kept * 3 * OFFSET_DTYPE.itemsize)
+        build.expect("examples.bin", self.kept * _COLUMNS * OFFSET_DTYPE.itemsize)
 
     def state(self) -> dict[str, Any]:
         """Return the numbers that a checkpoint keeps."""
@@ -199,6 +203,7 @@ class _Spool:
         """Append the examples of a batch that are kept; returns the digests of all."""
         digests: list[bytes] = []
         kept: list[Example] = []
+        contents: list[bytes] = []
         firsts: list[int] = []
         is_kept = np.ones(len(encoded.lengths), dtype=np.bool_)
         first = 0
@@ -210,6 +215,7 @@ class _Spool:
                 problem = self._refused(encoded, range(first, last))
             if problem is None:
                 kept.append(example)
+                contents.append(labelled_digest(example.roles, encoded.digests[first:last]))
                 firsts.append(first)
             else:
                 self.counts[problem] += 1
@@ -220,15 +226,21 @@ class _Spool:
             if is_kept[text]:
                 self.noticed.update(notes)
         if kept:
-            self._write(kept, firsts, is_kept, encoded)
+            self._write(kept, contents, firsts, is_kept, encoded)
         return digests
 
     def _write(
-        self, examples: list[Example], firsts: list[int], is_kept: NDArray[np.bool_], encoded: EncodedTexts
+        self,
+        examples: list[Example],
+        contents: list[bytes],
+        firsts: list[int],
+        is_kept: NDArray[np.bool_],
+        encoded: EncodedTexts,
     ) -> None:
         """Append examples; each text gets its role's sentinel in front and an end-of-text behind.
 
-        firsts: the number of the first text of each. is_kept: bool [texts] of the batch.
+        contents: 8 bytes of each that equal examples share. firsts: the number of the first text of each. is_kept: bool
+        [texts] of the batch.
         """
         lengths = encoded.lengths[is_kept]
         ids = encoded.ids if is_kept.all() else encoded.ids[np.repeat(is_kept, encoded.lengths)]
@@ -242,7 +254,8 @@ class _Spool:
         is_target = np.array([role == "assistant" for role in roles])
         begins = (np.cumsum(is_kept) - 1)[firsts]
         columns = (lengths + 2, np.where(is_target, lengths + 1, 0), encoded.utf8_bytes[is_kept])
-        rows = np.stack([np.add.reduceat(column, begins) for column in columns], axis=1)
+        digests = np.frombuffer(b"".join(contents), dtype=OFFSET_DTYPE)
+        rows = np.stack([*(np.add.reduceat(column, begins) for column in columns), digests], axis=1)
         files = self._build.files
         files["tokens.bin"].write(tokens)
         files["examples.bin"].write(rows.astype(OFFSET_DTYPE))
@@ -254,17 +267,18 @@ class _Spool:
         problems = (self._encoder.accept(encoded.problems.get(text)) for text in texts)
         return next(filter(None, problems), None)
 
-    def split(self, in_val: NDArray[np.bool_]) -> dict[str, Any]:
+    def split(self, val_frac: float, seed: int) -> dict[str, Any]:
         """Copy the spool out into both splits; returns their part of meta.json, and the account of what was read."""
         build = self._build
-        rows = np.fromfile(build.folder / "examples.bin", dtype=OFFSET_DTYPE).reshape(-1, 3)
+        rows = np.fromfile(build.folder / "examples.bin", dtype=OFFSET_DTYPE).reshape(-1, _COLUMNS)
+        in_val = _val_rows(rows[:, 3], val_frac, seed)
         chosen = {"train": ~in_val, "val": in_val}
         files = {
             split: build.add(f"{split}_tokens.bin", self._tokens_of(rows[:, 0], chosen[split])) for split in SPLITS
         }
         index = {split: build.add(f"{split}_idx.npy", _offsets(rows[chosen[split], 0])) for split in SPLITS}
         ids = {split: build.add(f"index/{split}_ids.txt", self._ids_of(chosen[split])) for split in SPLITS}
-        sums = {split: rows[chosen[split]].sum(axis=0).tolist() for split in SPLITS}
+        sums = {split: rows[chosen[split], :3].sum(axis=0).tolist() for split in SPLITS}
         entries = {split: int(chosen[split].sum()) for split in SPLITS}
         shards = {split: [{**files[split], "tokens": sums[split][0]}] for split in SPLITS}
         index, ids = ({key: {**found[key], "entries": entries[key]} for key in SPLITS} for found in (index, ids))
@@ -281,6 +295,7 @@ class _Spool:
             "utf8_bytes": {split: sums[split][2] for split in SPLITS},
             "examples_read": self.counts["examples_read"],
             "dropped": {key: self.counts[key] for key in sorted(self.counts) if key != "examples_read"},
+            "duplicates": {split: num_duplicates(rows[chosen[split], 3]) for split in SPLITS},
             "noticed": dict(sorted(self.noticed.items())),
         }
 
@@ -300,14 +315,19 @@ class _Spool:
                 )
 
 
-def _val_rows(count: int, val_frac: float, seed: int) -> NDArray[np.bool_]:
+def _val_rows(digests: NDArray[np.int64], val_frac: float, seed: int) -> NDArray[np.bool_]:
+    """Return which examples go to val: a permutation of the distinct digests decides, in order of first appearance."""
     import torch
 
+    _, first, group = np.unique(digests, return_index=True, return_inverse=True)
+    count = len(first)
     num_val = max(1, int(count * val_frac)) if count > 1 and val_frac > 0 else 0
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     in_val = np.zeros(count, dtype=np.bool_)
     in_val[order[:num_val].numpy()] = True
-    return in_val
+    appearance = np.empty(count, dtype=np.int64)
+    appearance[np.argsort(first)] = np.arange(count)
+    return in_val[appearance[group]]
 
 
 def _offsets(lengths: NDArray[np.int64]) -> Iterator[Any]:

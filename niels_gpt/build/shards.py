@@ -13,23 +13,25 @@ from numpy.typing import NDArray
 from niels_gpt import fileio
 from niels_gpt.build import pipeline
 from niels_gpt.build.describe import Source
+from niels_gpt.build.duplicates import count_duplicates
 from niels_gpt.build.encode import EncodedTexts, TextEncoder
 from niels_gpt.build.pipeline import Progress
 from niels_gpt.build.resume import Build
-from niels_gpt.build.split import SPLITS, TokenBudget
-from niels_gpt.build.stream import Batch, labelled_digest
+from niels_gpt.build.split import SPLITS, Document, TextSplit, TokenBudget
+from niels_gpt.build.stream import DIGEST_BYTES, Batch, Mark, labelled_digest
 from niels_gpt.build.writer import OFFSET_DTYPE, TOKEN_BYTES, id_lines, npy_parts
-
-Document = tuple[str | None, str, str]
-"""Split (None leaves the choice to the budgets, D5), text, and the id that the source has for it."""
+from niels_gpt.fileio import CacheError
 
 _NOT_DROPS = {"documents_read", "cut_documents", "cut_tokens"}
 FILES = {
     **{f"{split}.bin": split + "/shard_{:05d}.bin" for split in SPLITS},
     **{f"{split}_docs.bin": None for split in SPLITS},
     **{f"{split}_ids.txt": f"index/{split}_ids.txt" for split in SPLITS},
+    **{f"{split}_texts.bin": None for split in SPLITS},
 }
-"""What a build appends to: the shard of each split that is being filled, the starts of its documents, their ids."""
+"""What a build appends to: the shard of each split that is being filled, and of its documents the starts, the ids and
+the first bytes of the sha256 of each text.
+"""
 
 
 def with_ids(documents: Iterable[Sequence[str | None]]) -> Iterator[Document]:
@@ -54,18 +56,27 @@ class Shards:
     """Both splits on disk, and the account of every document that was read."""
 
     def __init__(
-        self, build: Build, budget: TokenBudget, encoder: TextEncoder, shard_bytes: int, progress: Progress | None
+        self,
+        build: Build,
+        budget: TokenBudget,
+        rule: TextSplit,
+        encoder: TextEncoder,
+        shard_bytes: int,
+        progress: Progress | None,
     ) -> None:
-        self._build, self._budget, self._encoder, self._progress = build, budget, encoder, progress
+        self._build, self._budget, self._rule, self._encoder, self._progress = build, budget, rule, encoder, progress
         self._shard_bytes = shard_bytes // TOKEN_BYTES * TOKEN_BYTES
         zero = dict.fromkeys(SPLITS, 0)
-        state = build.restored({"counts": {}, "noticed": {}, "docs": zero, "tokens": zero, "utf8_bytes": zero})
+        numbers = {key: zero for key in ("docs", "tokens", "utf8_bytes")}
+        state = build.restored({"counts": {}, "noticed": {}, **numbers, "bound": self._bound()})
+        self._known_bound = state["bound"] if build.last.documents else None
         self.counts, self.noticed = Counter(state["counts"]), Counter(state["noticed"])
         self.docs, self.tokens, self.utf8_bytes = (dict(state[key]) for key in ("docs", "tokens", "utf8_bytes"))
         for split in SPLITS:
             finished = sum(record["bytes"] for record in build.finished if record["name"].startswith(f"{split}/"))
             build.expect(f"{split}.bin", self.tokens[split] * TOKEN_BYTES - finished)
             build.expect(f"{split}_docs.bin", self.docs[split] * OFFSET_DTYPE.itemsize)
+            build.expect(f"{split}_texts.bin", self.docs[split] * DIGEST_BYTES)
         budget.used = self.tokens
         self._expected = None if None in budget.limits.values() else sum(limit or 0 for limit in budget.limits.values())
 
@@ -83,6 +94,7 @@ class Shards:
             num_threads=num_threads,
             executor=executor,
             report=self._report,
+            settled=self._settled,
         ) as batches:
             while not self._full() and (found := next(batches, None)) is not None:
                 batch, encoded = found
@@ -91,6 +103,16 @@ class Shards:
                 build.checkpoint(self.state())
                 self._report(self.counts["documents_read"])
         return not self._full()
+
+    def _settled(self, documents: Iterator[tuple[Document, Mark]]) -> Iterator[tuple[Document, Mark]]:
+        """Pass documents on. Raises: CacheError if the split is another one than it was before a kill."""
+        for number, document in enumerate(self._rule.settled(documents, self._build.folder)):
+            if number == 0 and self._known_bound not in (None, self._bound()):
+                raise CacheError(
+                    f"{self._build.folder}: the source changed behind what had been read, so that another document is "
+                    f"the nearest to val. {self._build.remedy}"
+                )
+            yield document
 
     def described(self) -> dict[str, Any]:
         """Finish the last shards, the index and the ids; returns what meta.json says of them and of every document."""
@@ -123,14 +145,19 @@ class Shards:
             "utf8_bytes": self.utf8_bytes,
             "documents_read": self.counts["documents_read"],
             "dropped": {key: self.counts[key] for key in sorted(self.counts) if key not in _NOT_DROPS},
+            "duplicates": {split: count_duplicates(self._build.folder / f"{split}_texts.bin") for split in SPLITS},
             "cut": {"documents": self.counts["cut_documents"], "tokens": self.counts["cut_tokens"]},
             "noticed": dict(sorted(self.noticed.items())),
         }
 
     def state(self) -> dict[str, Any]:
         """Return the numbers that a checkpoint keeps."""
-        counters = {"counts": self.counts, "noticed": self.noticed}
+        counters = {"counts": self.counts, "noticed": self.noticed, "bound": self._bound()}
         return {**counters, "docs": self.docs, "tokens": self.tokens, "utf8_bytes": self.utf8_bytes}
+
+    def _bound(self) -> dict[str, int]:
+        """Return the bound of the split in two halves: it may be 2**64, and a journal's numbers end at 2**63."""
+        return dict(zip(("high", "low"), divmod(self._rule.bound, 1 << 32), strict=True))
 
     def _full(self) -> bool:
         return self._budget.full("train") and self._budget.full("val")
@@ -142,15 +169,15 @@ class Shards:
     def _add(self, batch: Batch[Document], encoded: EncodedTexts) -> int:
         """Write the documents of a batch, until both budgets are full; returns how many were taken."""
         chosen: dict[str, list[int]] = {split: [] for split in SPLITS}
-        lengths = encoded.lengths.tolist()
+        lengths, keys = encoded.lengths.tolist(), encoded.keys.tolist()
         cut_bytes: dict[int, int] = {}
         taken, full = 0, self._full()
         for number, document in enumerate(batch.items):
             if full:  # asked before the next document leaves the stream
                 break
             taken += 1
-            split = self._split_of(document, lengths[number], encoded.problems.get(number))
-            if split is None:
+            split = document[0] or self._rule.of(keys[number] if keys else 0)
+            if self._is_dropped(split, lengths[number], encoded.problems.get(number)):
                 continue
             room = self._budget.room(split)
             if room is not None and lengths[number] >= room:
@@ -170,22 +197,21 @@ class Shards:
                 self._write(split, _ids_of(encoded, numbers)[: int(kept.sum())], kept)
                 names = (batch.items[number][2] for number in numbers)
                 self._build.files[f"{split}_ids.txt"].write(id_lines(names))
+                self._build.files[f"{split}_texts.bin"].write(b"".join(encoded.digests[number] for number in numbers))
                 known = encoded.utf8_bytes[numbers].tolist()
                 sizes = (cut_bytes.get(number, size) for number, size in zip(numbers, known, strict=True))
                 self.utf8_bytes[split] += sum(sizes)
         self.counts["documents_read"] += taken
         return taken
 
-    def _split_of(self, document: Document, length: int, problem: tuple[str, str] | None) -> str | None:
-        """Return the split of a document; None for one that is dropped, which is counted."""
-        dropped = self._encoder.accept(problem) if problem else None if length else "empty"
-        split = document[0] or self._budget.next_split()
-        if dropped is None and self._budget.full(split):  # it names its split; the budgets choose none that is full
-            dropped = "split_full"
-        if dropped is not None:
-            self.counts[dropped] += 1
-            return None
-        return split
+    def _is_dropped(self, split: str, length: int, problem: tuple[str, str] | None) -> bool:
+        """Return whether a document is dropped, which is counted."""
+        reason = self._encoder.accept(problem) if problem else None if length else "empty"
+        if reason is None and self._budget.full(split):
+            reason = "split_full"
+        if reason is not None:
+            self.counts[reason] += 1
+        return reason is not None
 
     def _cut(self, encoded: EncodedTexts, number: int, length: int, room: int) -> int:
         """Count a document that is cut; returns the utf-8 bytes that the ids which are kept stand for."""

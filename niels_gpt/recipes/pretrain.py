@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.build.pipeline import Progress
-from niels_gpt.build.pretrain import BUDGET_RULE, build_pretrain, build_stub
+from niels_gpt.build.pretrain import BUDGET_RULE, FRACTION_RULE, build_pretrain, build_stub
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.origins import Origin, origin_of
 from niels_gpt.recipes.produce import Ingredients, Outcome, num_threads, produce
@@ -102,7 +102,11 @@ def build_roam(
         return build_pretrain(
             sources.roam_texts(settings, origin, have.counters),
             path,
-            split_rule="by file: of n notes, max(1, int(n * roam_val_frac)) go to val by torch.randperm",
+            split_rule=(
+                "by file: of n distinct texts in order of path, the first max(1, int(n * val_frac)) of "
+                "torch.randperm(n) seeded with seed go to val (none where n = 1 or val_frac = 0); equal ones follow"
+            ),
+            val_frac=settings.roam_val_frac,
             append_eot=settings.append_eot,
             **_unbounded(),
             **_arguments(settings, have, progress),
@@ -154,14 +158,15 @@ def build_own(
         meta = build_pretrain(
             sources.own_texts(settings, origin, have.counters),
             path,
-            split_rule="by document: to val where sha256(seed, newline, text), its first 8 bytes as a fraction, is "
-            "below own_val_frac; of the first 2 / own_val_frac documents at least one goes to each split",
+            split_rule=FRACTION_RULE,
+            val_frac=settings.own_val_frac,
             append_eot=settings.append_eot,
             **_unbounded(),
             **_arguments(settings, have, progress),
         )
         if not meta["val_tokens"] and settings.own_val_frac:
-            logger.warning("%s: val is empty: only %d documents have text", path, meta["docs"]["train"])
+            distinct = meta["docs"]["train"] - meta["duplicates"]["train"]
+            logger.warning("%s: val is empty: the documents have %d distinct texts", path, distinct)
         return meta
 
     return _cache(settings, origin, build, refresh, observed)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
 
 from niels_gpt.data import dolly, fineweb_edu, gutenberg, local, oasst1, places, roam, wikitext
 from niels_gpt.data.exclude import remaining
@@ -19,7 +17,7 @@ from niels_gpt.settings import Settings
 logger = logging.getLogger(__name__)
 
 Documents = Iterator[tuple[str | None, str, str]]
-"""Split (None leaves the choice to the token budgets), text, and the source's id of the document."""
+"""Split (None leaves the choice to the text and the seed), text, and the source's id of the document."""
 
 
 def fineweb_edu_texts(settings: Settings, origin: Origin, revision: str | None, counters: Counter[str]) -> Documents:
@@ -79,11 +77,19 @@ def wikitext_texts(
 
 
 def roam_texts(settings: Settings, origin: Origin, counters: Counter[str]) -> Documents:
-    """Yield every note with its split; the split goes by file (PR-02)."""
+    """Yield every note with its split; the split goes by file (PR-02), of those with equal text by the first one.
+
+    All notes are read twice, so that 16 bytes of each are held and no text.
+    """
     assert origin.root is not None
     paths = [os.fspath(path) for path in origin.files]
-    train, val = roam.split_roam_paths(paths, val_frac=settings.roam_val_frac, seed=settings.seed)
-    for split, chosen in (("train", train), ("val", val)):
+    digests = [hashlib.sha256(text.encode()).digest()[:16] for text in roam.load_texts(paths)]
+    first = dict(zip(reversed(digests), reversed(paths), strict=True))
+    distinct = [path for path, digest in zip(paths, digests, strict=True) if first[digest] == path]
+    in_val = set(roam.split_roam_paths(distinct, val_frac=settings.roam_val_frac, seed=settings.seed)[1])
+    for split in ("train", "val"):
+        of_split = split == "val"
+        chosen = [path for path, text in zip(paths, digests, strict=True) if (first[text] in in_val) == of_split]
         names = (os.path.relpath(path, origin.root) for path in chosen)
         texts = zip(names, roam.load_texts(chosen, counters=counters), strict=True)
         notes = (PretrainSample(text, roam.SOURCE, {"path": name}) for name, text in texts)
@@ -91,36 +97,11 @@ def roam_texts(settings: Settings, origin: Origin, counters: Counter[str]) -> Do
 
 
 def own_texts(settings: Settings, origin: Origin, counters: Counter[str]) -> Documents:
-    """Yield the documents of text of one's own with their split, in order of path and row; see `_by_hash`."""
+    """Yield the documents of user-defined text, in order of path and row; the builder splits them by their text."""
     assert origin.own is not None
     found = _found(origin, counters)
     samples = local.iter_texts(found, source=origin.source, field=origin.own.field, counters=counters)
-    return _by_hash(remaining(samples, settings.exclude, counters), val_frac=settings.own_val_frac, seed=settings.seed)
-
-
-def _by_hash(samples: Iterable[PretrainSample], *, val_frac: float, seed: int) -> Documents:
-    """Give each document a split by the sha256 of seed and text: neither length, nor place, nor tokenizer matters.
-
-    So equal texts are in one split, and a new document moves no other. Of the first 2 / val_frac texts, 1,000 at most,
-    which are held for that, at least one goes to each split: a small corpus has both, if it has two different texts.
-    """
-    stream = iter(samples)
-    first = list(islice(stream, min(math.ceil(2 / val_frac), 1_000))) if val_frac else []
-    shares = [_share_of(sample.text, seed) for sample in first]
-    full = sorted(share for sample, share in zip(first, shares, strict=True) if sample.text)
-    if len(full) > 1:  # the nearest of them, where none is on the one side or on the other
-        bound = min(max(val_frac, math.nextafter(full[0], 1)), full[-1])
-        for sample, share in zip(first, shares, strict=True):
-            yield "val" if share < bound else "train", sample.text, source_id(sample)
-    else:
-        yield from (("train", sample.text, source_id(sample)) for sample in first)
-    for sample in stream:
-        yield "val" if _share_of(sample.text, seed) < val_frac else "train", sample.text, source_id(sample)
-
-
-def _share_of(text: str, seed: int) -> float:
-    digest = hashlib.sha256(f"{seed}\n{text}".encode(errors="surrogatepass")).digest()
-    return int.from_bytes(digest[:8]) / 2**64
+    return _texts(settings, samples, counters)
 
 
 def chats(
