@@ -14,6 +14,7 @@ from niels_gpt import fileio
 from niels_gpt.build import pipeline
 from niels_gpt.build.describe import Source
 from niels_gpt.build.encode import EncodedTexts, TextEncoder
+from niels_gpt.build.losses import Losses, described
 from niels_gpt.build.pipeline import Progress
 from niels_gpt.build.resume import Build
 from niels_gpt.build.split import SPLITS, TokenBudget
@@ -61,6 +62,7 @@ class Shards:
         zero = dict.fromkeys(SPLITS, 0)
         state = build.restored({"counts": {}, "noticed": {}, "docs": zero, "tokens": zero, "utf8_bytes": zero})
         self.counts, self.noticed = Counter(state["counts"]), Counter(state["noticed"])
+        self.losses = Losses(encoder, self.noticed)
         self.docs, self.tokens, self.utf8_bytes = (dict(state[key]) for key in ("docs", "tokens", "utf8_bytes"))
         for split in SPLITS:
             finished = sum(record["bytes"] for record in build.finished if record["name"].startswith(f"{split}/"))
@@ -124,7 +126,7 @@ class Shards:
             "documents_read": self.counts["documents_read"],
             "dropped": {key: self.counts[key] for key in sorted(self.counts) if key not in _NOT_DROPS},
             "cut": {"documents": self.counts["cut_documents"], "tokens": self.counts["cut_tokens"]},
-            "noticed": dict(sorted(self.noticed.items())),
+            **described(self.noticed),
         }
 
     def state(self) -> dict[str, Any]:
@@ -164,6 +166,7 @@ class Shards:
             if encoded.notes:
                 self.noticed.update(encoded.notes.get(number, ()))
             chosen[split].append(number)
+        self.losses.look(batch.payload, encoded, sorted(chosen["train"] + chosen["val"]), lengths)
         for split, numbers in chosen.items():
             if numbers:
                 kept = np.array([lengths[number] for number in numbers], dtype=np.int64)

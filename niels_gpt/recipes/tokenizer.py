@@ -24,6 +24,7 @@ from niels_gpt.recipes.origins import origin_of
 from niels_gpt.recipes.own import own_sources
 from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome, cache_root, finish
 from niels_gpt.records import meta_bytes, parse_object
+from niels_gpt.roundtrip import roundtrip
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer
@@ -149,9 +150,7 @@ def _copied(model: Path) -> tuple[bytes, dict[str, Any]]:
         beside = model.parent / name
         if beside.is_file() and digest in beside.read_text(encoding="utf-8"):
             known = read_meta(str(beside))
-    about: dict[str, Any] = {
-        key: known[key] for key in ("trained_on", "lossless", "normalization", "model_type") if key in known
-    }
+    about: dict[str, Any] = {key: known[key] for key in ("trained_on", "normalization", "model_type") if key in known}
     return model.read_bytes(), {"trained_on": "unknown", **about, "origin": "copied"}
 
 
@@ -270,8 +269,11 @@ def _commit(model: bytes, about: dict[str, Any], work: Path, path: Path) -> dict
     write_bytes(work / MODEL_NAME, model)
     tokenizer = load_tokenizer(work / MODEL_NAME)  # refuses a model without the sentinels, before it is committed
     record = {"name": MODEL_NAME, "bytes": len(model), "sha256": tokenizer.sha256}
+    trip = roundtrip(tokenizer)
     meta = {
         **{key: value for key, value in about.items() if key != "model_sha256"},
+        "lossless": trip["differ"] == 0,
+        "roundtrip": trip,
         "format_version": FORMAT_VERSION,
         "kind": "tokenizer",
         "built": True,
