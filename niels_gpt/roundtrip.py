@@ -1,6 +1,6 @@
 """Does a text come back from its ids? Measured, not believed: a model's own word for it may be wrong.
 
-roundtrip(tokenizer)  ->  {"texts": 18, "differ": 0}     of PROBES: differ == 0 is what meta.json calls lossless
+roundtrip(tokenizer)  ->  {"texts": 19, "differ": 0}     of PROBES: differ == 0 is what meta.json calls lossless
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ PROBES = (
     "def f(x):\n    if x:\n\treturn [1,  2]\n",
     "na\u00efve caf\u00e9 \u00dcber stra\u00dfe \u0141\u00f3d\u017a",
     "combining: e\u0301 a\u0308 n\u0303",
-    "\u041f\u0440\u0438\u0432\u0435\u0442 \u0393\u03b5\u03b9\u03b1 \u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627",
+    "\u041f\u0440\u0438\u0432\u0435\u0442 \u0393\u03b5\u03b9\u03b1",
+    "\u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627",
     "\u6f22\u5b57\u3068\u304b\u306a \ud55c\uad6d\uc5b4 \u4f60\u597d",
     "full width \uff21\uff22\uff43 ligature \ufb01 half \u00bd square \u33a1",
     "no-break\u00a0space, ideographic\u3000space, zero\u200bwidth",

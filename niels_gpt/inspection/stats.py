@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,16 +155,16 @@ def _summary(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str,
     rows.append(("dropped", _dropped(meta)))
     rows.append(("left out by the loader", _counted(source.get("counters", {}))))
     rows += notices(meta).items()
-    return [
-        *rows,
-        ("tokenizer", f"{str(meta['tokenizer_sha256'])[:12]}, {meta['vocab_size']:,} ids{_asked(folder, meta)}"),
-    ]
+    ids = f"{meta['vocab_size']:,} ids{_asked(folder, meta)}"
+    return [*rows, ("tokenizer", f"{str(meta['tokenizer_sha256'])[:12]}, {ids}")]
 
 
 def _asked(folder: Path, meta: dict[str, Any]) -> str:
     """Return how many ids were asked for when the tokenizer beside a cache was trained, and on how much text."""
-    beside = tokenizer_above(folder)
-    about = {} if beside is None else read_meta(str(beside / META_NAME))
+    about: dict[str, Any] = {}
+    with suppress(CacheError, OSError):  # of the tokenizer: the cache itself is sound
+        beside = tokenizer_above(folder)
+        about = {} if beside is None else read_meta(str(beside / META_NAME))
     asked, seen = about.get("requested_vocab_size"), about.get("bytes_seen")
     if about.get("tokenizer_sha256") != meta["tokenizer_sha256"] or not isinstance(asked, int):
         return ""
