@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal, Protocol, TypedDict
 
@@ -18,6 +19,8 @@ class Message(TypedDict):
 
 ROLE_TO_NAME: Final[Mapping[str, str]] = {"system": "sys", "user": "usr", "assistant": "asst"}
 """Which sentinel opens a role's turn: a key of `special_token_ids`."""
+UNKNOWN_ROLE: Final = "unknown_role"
+_MAX_ROLES, _MAX_ROLE_CHARS = 20, 40  # that are counted by name: a role is any string of a stranger's file
 
 
 class ChatTokenizer(Protocol):
@@ -63,3 +66,24 @@ def extract_assistant_reply(tokenizer: ChatTokenizer, ids: Sequence[int]) -> lis
     start = len(values) - values[::-1].index(special["asst"])
     end = values.index(special["eot"], start) if special["eot"] in values[start:] else len(values)
     return values[start:end]
+
+
+def count_role(counters: Counter[str], role: str) -> None:
+    """Count a chat that is left out for a role under the role's name, as `unknown_role:tool`.
+
+    Of a role the first 40 characters count; of roles beyond the first 20 all are counted as `unknown_role:others`.
+    """
+    shown = role[:_MAX_ROLE_CHARS].encode("utf-8", "backslashreplace").decode()  # meta.json holds no lone surrogate
+    name = f"{UNKNOWN_ROLE}:{shown}"
+    known = name in counters or len(roles_counted(counters)) < _MAX_ROLES
+    counters[name if known else f"{UNKNOWN_ROLE}:others"] += 1
+
+
+def roles_counted(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return those of some counts that `count_role` has made."""
+    return {key: number for key, number in counts.items() if key.startswith(f"{UNKNOWN_ROLE}:")}
+
+
+def roles_of(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return the roles that `count_role` has counted: role -> chats."""
+    return {key.partition(":")[2]: number for key, number in roles_counted(counts).items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from niels_gpt.fileio import CacheError
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
+from niels_gpt.records import open_regular
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
 
 if TYPE_CHECKING:
@@ -39,6 +41,9 @@ __all__ = [
 MODEL_NAME = "spm.model"
 META_NAME = "tokenizer_meta.json"
 TRAIN_COMMAND = "python -m niels_gpt.train_tokenizer --input_glob 'FOLDER/**/*.txt'"
+
+MAX_MODEL_BYTES = 1 << 24
+"""A larger file is not opened as a model: 16 MiB. A vocabulary of 262,144 pieces takes 4.7 MB."""
 
 _SPACE = "\u2581"  # SentencePiece's mark for a space; as a piece of its own it is the dummy prefix
 
@@ -68,17 +73,20 @@ class SentencePieceTokenizer:
         *,
         special_tokens: Sequence[str] | None = None,
         expected_special_token_ids: Mapping[str, int] | None = None,
+        follow_links: bool = True,
     ) -> None:
         """Open a model.
 
         special_tokens: four literals in the order sys, usr, asst, eot; default SPECIAL_TOKENS.
         expected_special_token_ids: what a cache was written with, keys sys, usr, asst, eot.
+        follow_links: False for a model inside a cache, where a symlink is refused.
         Raises: FileNotFoundError without the file; CacheError where it is no SentencePiece model, where a sentinel is
         missing, is no single id or does not decode to itself, or where ids differ from the expected ones.
         """
         self.model_path: str = os.path.abspath(model_path)
         self.special_tokens: tuple[str, ...] = tuple(SPECIAL_TOKENS if special_tokens is None else special_tokens)
-        model = _read_model(self.model_path)
+        self._follow_links = follow_links
+        model = read_model(self.model_path, follow_links=follow_links)
         self._sha256 = hashlib.sha256(model).hexdigest()
         self._processor = _open_model(model, where=self.model_path)
         self._special_ids = sentinel_ids(self._processor, special_tokens=self.special_tokens, where=self.model_path)
@@ -102,6 +110,12 @@ class SentencePieceTokenizer:
     def special_token_ids(self) -> dict[str, int]:
         """Return the ids of the sentinels under sys, usr, asst and eot."""
         return dict(self._special_ids)
+
+    @property
+    def unk_id(self) -> int | None:
+        """The id of what the model has no piece for; None where it has no such id."""
+        found = int(self._processor.unk_id())
+        return found if found >= 0 else None
 
     def encode(self, text: str, /) -> list[int]:
         """Return the ids of a text, without BOS or EOS.
@@ -152,7 +166,7 @@ class SentencePieceTokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a path and the checks to repeat; the processor itself does not travel."""
-        return _reopen, (self.model_path, self.special_tokens, self._special_ids, self._sha256)
+        return _reopen, (self.model_path, self.special_tokens, self._special_ids, self._sha256, self._follow_links)
 
     def __repr__(self) -> str:
         """Name the model, its size and the start of its sha256."""
@@ -189,11 +203,33 @@ def _sentinel_id(processor: Any, token: str, *, where: str) -> int:
     return token_id
 
 
-def _read_model(path: str) -> bytes:
+def read_model(path: str | os.PathLike[str], *, follow_links: bool = True) -> bytes:
+    """Return the bytes of a model file; it is not waited for, and no more than MAX_MODEL_BYTES are read.
+
+    Raises: FileNotFoundError; CacheError for a folder, a FIFO or a device, for a JSON file such as a Hugging Face
+        tokenizer.json, for a file that is too large, and for a symlink unless `follow_links`.
+    """
+    name = os.fspath(path)
     try:
-        return Path(path).read_bytes()
+        handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) if follow_links else open_regular(name)
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: there is no tokenizer model. Train one: {TRAIN_COMMAND}") from None
+        raise FileNotFoundError(f"{name}: there is no tokenizer model. Train one: {TRAIN_COMMAND}") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise CacheError(f"{name}: is no regular file, expected a SentencePiece model such as {MODEL_NAME}")
+    with open(handle, "rb") as file:
+        beginning, size = file.read(_BEGINNING), os.fstat(file.fileno()).st_size
+        if beginning.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
+            kind = "a Hugging Face tokenizer (JSON)" if any(key in beginning for key in _JSON_KEYS) else "a JSON file"
+            raise CacheError(f"{name}: is {kind}, {_EXPECTED}")
+        if size > MAX_MODEL_BYTES:
+            raise CacheError(f"{name}: {size:,} bytes, expected a SentencePiece model of {MAX_MODEL_BYTES:,} at most")
+        return beginning + file.read(size)
+
+
+_BEGINNING = 4096  # bytes of a file that tell JSON from a model
+_JSON_KEYS = (b'"added_tokens"', b'"truncation"', b'"tokenizer_class"', b'"model"')
+_EXPECTED = f"expected a SentencePiece model ({MODEL_NAME}) that has the sentinels. Train one: {TRAIN_COMMAND}"
 
 
 def _open_model(model: bytes, *, where: str) -> Any:
@@ -201,15 +237,19 @@ def _open_model(model: bytes, *, where: str) -> Any:
 
     # An empty proto makes SentencePiece build a processor without a model, which fails at the first use only.
     if not model:
-        raise CacheError(f"{where}: is empty, expected a SentencePiece model. Train one: {TRAIN_COMMAND}")
+        raise CacheError(f"{where}: is empty, {_EXPECTED}")
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
-    except RuntimeError as error:
-        raise CacheError(f"{where}: is no SentencePiece model ({error}). Train one: {TRAIN_COMMAND}") from error
+    except RuntimeError as error:  # its text names a line of C++ and no reason
+        raise CacheError(f"{where}: is no SentencePiece model, or a damaged one; {_EXPECTED}") from error
 
 
-def _reopen(path: str, special_tokens: tuple[str, ...], ids: dict[str, int], sha256: str) -> SentencePieceTokenizer:
-    tokenizer = SentencePieceTokenizer(path, special_tokens=special_tokens, expected_special_token_ids=ids)
+def _reopen(
+    path: str, special_tokens: tuple[str, ...], ids: dict[str, int], sha256: str, follow_links: bool
+) -> SentencePieceTokenizer:
+    tokenizer = SentencePieceTokenizer(
+        path, special_tokens=special_tokens, expected_special_token_ids=ids, follow_links=follow_links
+    )
     if tokenizer.sha256 != sha256:
         raise CacheError(
             f"{path}: its sha256 is {tokenizer.sha256[:12]}..., expected {sha256[:12]}... as when this tokenizer was "
@@ -229,9 +269,13 @@ def _refuse_surrogates(texts: list[str], error: Exception) -> None:
             ) from error
 
 
-def load_tokenizer(path: str | os.PathLike[str]) -> SentencePieceTokenizer:
-    """Open the tokenizer in a file, or in a folder that holds spm.model. Raises as SentencePieceTokenizer."""
-    return SentencePieceTokenizer(os.path.join(path, MODEL_NAME) if os.path.isdir(path) else path)
+def load_tokenizer(path: str | os.PathLike[str], *, follow_links: bool = True) -> SentencePieceTokenizer:
+    """Open the tokenizer in a file, or in a folder that holds spm.model. Raises as SentencePieceTokenizer.
+
+    follow_links: False for a model inside a cache, where a symlink is refused.
+    """
+    model = os.path.join(path, MODEL_NAME) if os.path.isdir(path) else path
+    return SentencePieceTokenizer(model, follow_links=follow_links)
 
 
 @functools.cache

@@ -123,6 +123,13 @@ def commit(work: Path, path: str | os.PathLike[str], content_sha256: str) -> Pat
     a moment before. Older versions stay: a reader that holds one is not disturbed. Where an earlier call was killed
     after it had renamed `work`, this one goes on from there.
     """
+    version = store(work, path, content_sha256)
+    publish(version, path)
+    return version
+
+
+def store(work: Path, path: str | os.PathLike[str], content_sha256: str) -> Path:
+    """Make the finished folder `work` a version of the cache at `path`, whose readers still find the one before."""
     public = Path(os.path.abspath(path))
     folder = versions_dir(public)
     if not _SHA256.fullmatch(content_sha256):
@@ -142,12 +149,18 @@ def commit(work: Path, path: str | os.PathLike[str], content_sha256: str) -> Pat
     fileio.remove(folder / DAMAGED)
     for left in filter(_is_leftover, version.iterdir()):
         fileio.remove(left)
+    return version
+
+
+def publish(version: Path, path: str | os.PathLike[str]) -> None:
+    """Let the public name of the cache at `path` stand for one of its versions; `build_lock` is held."""
+    public = Path(os.path.abspath(path))
+    folder = versions_dir(public)
     _make_way(public, folder)
     link = folder / LINK
     fileio.remove(link)
     fileio.symlink(Path(VERSIONS_DIR) / public.name / version.name, link)
     fileio.rename(link, public)
-    return version
 
 
 def removable(path: str | os.PathLike[str]) -> list[tuple[Path, str]]:

@@ -144,7 +144,7 @@ def _to_look_at(outcome: Outcome) -> tuple[Metadata, Metadata]:
         return {}, {}
     try:
         png = base64.b64encode(plot(outcome.path)).decode()
-        tokenizer = load_tokenizer(outcome.path.parent.parent / TOKENIZER_KEY / MODEL_NAME)
+        tokenizer = load_tokenizer(outcome.path.parent.parent / TOKENIZER_KEY / MODEL_NAME, follow_links=False)
         rows = [] if outcome.meta["built"] is False else sample_texts(outcome.path, tokenizer)
     except (ValueError, OSError) as error:
         return {"picture": dg.MetadataValue.text(f"the cache cannot be read: {error}")}, {}

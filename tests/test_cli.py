@@ -35,7 +35,7 @@ def flags(tmp_path: Path, tiny_model_path: Path) -> list[str]:
 def test_build_all_builds_every_cache_and_prints_a_table(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["build-all", "--seed", "42", *flags]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in table[1:]] == [
+    assert [line.split()[0] for line in table[1:8]] == [
         "tokenizer",
         "pretrain/fineweb_edu",
         "pretrain/wikitext",
@@ -44,6 +44,8 @@ def test_build_all_builds_every_cache_and_prints_a_table(flags: list[str], capsy
         "sft/dolly15k",
         "sft/oasst1",
     ]
+    (noticed,) = table[8:]
+    assert noticed.startswith("pretrain/fineweb_edu: noticed: ")
     assert cli.main(["build-all", "--seed", "42", *flags]) == 0
     assert capsys.readouterr().out.count("built, up to date") == 7
 
@@ -114,6 +116,15 @@ def test_an_unknown_source_and_an_unknown_flag_are_usage_errors(
 ) -> None:
     assert cli.main(["build", "wikipedia", *flags]) == 2
     assert "expected some of fineweb_edu" in capsys.readouterr().err
+    for line, said in (
+        (["--pretrain", "my-notes=x.md"], "expected a name of letters"),
+        (["--pretrain", "x.md"], "expected NAME=GLOB"),
+        (["--sft", "roam=x.json"], "a name of the project's own"),
+        (["--sft", "a=x.jsonl:text"], "takes no field"),
+        (["roam", "--licence", "nobody=MIT"], "expected SOURCE=TEXT"),
+    ):
+        assert cli.main(["build", *line, *flags]) == 2
+        assert said in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
         cli.main(["build-all", "--speed", "fast"])
     assert stop.value.code == 2

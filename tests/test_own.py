@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from niels_gpt.recipes.own import own_sources, said_credit
+from niels_gpt.recipes.own import UsageError, own_sources, said_credit
 from niels_gpt.settings import Settings
 
 
@@ -38,9 +38,16 @@ def test_a_line_is_a_name_a_glob_and_perhaps_a_field(
     assert (own.family, own.name, own.files, own.field) == ("pretrain", name, files, field)
 
 
-def test_chats_have_no_field() -> None:
-    (own,) = own_sources(Settings(sft="support=a/*.json:x")).values()
-    assert (own.family, own.files, own.field) == ("sft", "a/*.json:x", None)
+def test_chats_have_no_field(elsewhere: Path) -> None:
+    with pytest.raises(UsageError, match=r"takes no field, found ':x'.*support=a/\*\.json$"):
+        own_sources(Settings(sft="support=a/*.json:x"))
+    (elsewhere / "sources.toml").write_text('[sft]\nsupport = "a.jsonl:x"')
+    with pytest.raises(ValueError, match="takes no field"):
+        own_sources(Settings())
+    (elsewhere / "sources.toml").unlink()
+    for files in ("a/*:b.json", "C:/x.json"):
+        (own,) = own_sources(Settings(sft=f"support={files}")).values()
+        assert (own.family, own.files, own.field) == ("sft", files, None)
 
 
 def test_lines_are_separated_by_semicolons() -> None:
@@ -100,7 +107,7 @@ def test_no_file_is_no_source_but_a_named_one_must_be_there() -> None:
     ],
 )
 def test_a_name_that_is_taken_and_a_line_that_is_none(settings: Settings, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         own_sources(settings)
 
 
@@ -142,5 +149,5 @@ def test_a_line_says_the_licence_of_any_source(elsewhere: Path) -> None:
 
 @pytest.mark.parametrize("line", ["MIT", "nobody=MIT", "roam="])
 def test_a_licence_of_nothing_is_refused(line: str) -> None:
-    with pytest.raises(ValueError, match=r"--licence .*: expected SOURCE=TEXT, SOURCE one of fineweb_edu"):
+    with pytest.raises(UsageError, match=r"--licence .*: expected SOURCE=TEXT, SOURCE one of fineweb_edu"):
         said_credit(Settings(licence=line), "roam")

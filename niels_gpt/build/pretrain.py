@@ -97,6 +97,7 @@ def build_pretrain(
         known = {"vocabulary": vocabulary, "source": source, "seed": seed, **settings}
         counters = source.counters if exhausted else build.mark.counters
         meta = described_commit(build, out_dir, shards.described, committed, counters=counters, **known)
+    shards.losses.warn(out_dir, meta)
     _warn_of_unmet_budgets(out_dir, budget)
     return meta
 

@@ -21,13 +21,14 @@ from niels_gpt.build import pipeline
 from niels_gpt.build.describe import Source, build_identity, described_commit, vocabulary_of
 from niels_gpt.build.duplicates import num_duplicates
 from niels_gpt.build.encode import EncodedTexts, TextEncoder, Tokenizer
+from niels_gpt.build.losses import Losses, described, notice_blank
 from niels_gpt.build.pipeline import Progress
 from niels_gpt.build.resume import CHECKPOINT_SECONDS, Build
 from niels_gpt.build.split import SPLITS
 from niels_gpt.build.start import opened
 from niels_gpt.build.stream import Batch, labelled_digest
 from niels_gpt.build.writer import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_DTYPE, id_lines, npy_header
-from niels_gpt.chat_template import ROLE_TO_NAME
+from niels_gpt.chat_template import ROLE_TO_NAME, UNKNOWN_ROLE, count_role
 
 SPLIT_RULE = (
     "by example: of n distinct kept examples (roles and contents) in order of first appearance, the first "
@@ -96,7 +97,7 @@ def build_sft(
                 f"{os.fspath(out_dir)}: no example is left of {spool.counts['examples_read']} read: {lost}"
             )
         build.checkpoint(spool.state(), ended=True)
-        return described_commit(
+        meta = described_commit(
             build,
             out_dir,
             lambda: spool.split(val_frac, seed),
@@ -107,6 +108,8 @@ def build_sft(
             seed=seed,
             **settings,
         )
+    spool.losses.warn(out_dir, meta)
+    return meta
 
 
 def _numbered(examples: Iterable[Any]) -> Iterator[Example]:
@@ -129,7 +132,7 @@ def _example(name: str, messages: Any) -> Example:
             return Example(name, "malformed", _strings(messages), [])
         joined += role + _JOINT
         texts.append(text)
-    problem = _problem(joined) if joined.count(_JOINT) == len(texts) else "unknown_role"
+    problem = _problem(joined) if joined.count(_JOINT) == len(texts) else UNKNOWN_ROLE
     return (
         Example(name, problem, joined, texts)
         if problem is None
@@ -147,7 +150,7 @@ def _strings(messages: Iterable[Any]) -> str:
 def _problem(roles: str) -> str | None:
     each = roles.split(_JOINT)[:-1]
     if not ROLE_TO_NAME.keys() >= set(each):
-        return "unknown_role"
+        return UNKNOWN_ROLE
     return None if "assistant" in each else "no_assistant_turn"
 
 
@@ -169,6 +172,7 @@ class _Spool:
         state = build.restored({"counts": {}, "noticed": {}, "kept": 0, "tokens": 0})
         self.counts, self.noticed = Counter(state["counts"]), Counter(state["noticed"])
         self.kept, self._tokens = int(state["kept"]), int(state["tokens"])
+        self.losses = Losses(encoder, self.noticed)
         build.expect("tokens.bin", self._tokens * TOKEN_BYTES)
         build.expect("examples.bin", self.kept * _COLUMNS * OFFSET_DTYPE.itemsize)
 
@@ -217,8 +221,13 @@ class _Spool:
                 kept.append(example)
                 contents.append(labelled_digest(example.roles, encoded.digests[first:last]))
                 firsts.append(first)
+                if not all(map(str.strip, example.texts)):
+                    notice_blank(self.noticed, example.roles.split(_JOINT), example.texts)
             else:
                 self.counts[problem] += 1
+                if problem == UNKNOWN_ROLE:
+                    roles = example.roles.split(_JOINT)
+                    count_role(self.noticed, next((role for role in roles if role not in ROLE_TO_NAME), ""))
                 is_kept[first:last] = False
             first = last
         self.counts["examples_read"] += len(batch.items)
@@ -226,6 +235,7 @@ class _Spool:
             if is_kept[text]:
                 self.noticed.update(notes)
         if kept:
+            self.losses.look(batch.payload, encoded, np.flatnonzero(is_kept).tolist())
             self._write(kept, contents, firsts, is_kept, encoded)
         return digests
 
@@ -296,7 +306,7 @@ class _Spool:
             "examples_read": self.counts["examples_read"],
             "dropped": {key: self.counts[key] for key in sorted(self.counts) if key != "examples_read"},
             "duplicates": {split: num_duplicates(rows[chosen[split], 3]) for split in SPLITS},
-            "noticed": dict(sorted(self.noticed.items())),
+            **described(self.noticed),
         }
 
     def _tokens_of(self, lengths: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Iterator[NDArray[np.uint16]]:

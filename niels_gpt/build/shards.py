@@ -15,6 +15,7 @@ from niels_gpt.build import pipeline
 from niels_gpt.build.describe import Source
 from niels_gpt.build.duplicates import count_duplicates
 from niels_gpt.build.encode import EncodedTexts, TextEncoder
+from niels_gpt.build.losses import Losses, described
 from niels_gpt.build.pipeline import Progress
 from niels_gpt.build.resume import Build
 from niels_gpt.build.split import SPLITS, Document, TextSplit, TokenBudget
@@ -71,6 +72,7 @@ class Shards:
         state = build.restored({"counts": {}, "noticed": {}, **numbers, "bound": self._bound()})
         self._known_bound = state["bound"] if build.last.documents else None
         self.counts, self.noticed = Counter(state["counts"]), Counter(state["noticed"])
+        self.losses = Losses(encoder, self.noticed)
         self.docs, self.tokens, self.utf8_bytes = (dict(state[key]) for key in ("docs", "tokens", "utf8_bytes"))
         for split in SPLITS:
             finished = sum(record["bytes"] for record in build.finished if record["name"].startswith(f"{split}/"))
@@ -147,7 +149,7 @@ class Shards:
             "dropped": {key: self.counts[key] for key in sorted(self.counts) if key not in _NOT_DROPS},
             "duplicates": {split: count_duplicates(self._build.folder / f"{split}_texts.bin") for split in SPLITS},
             "cut": {"documents": self.counts["cut_documents"], "tokens": self.counts["cut_tokens"]},
-            "noticed": dict(sorted(self.noticed.items())),
+            **described(self.noticed),
         }
 
     def state(self) -> dict[str, Any]:
@@ -191,6 +193,7 @@ class Shards:
             if encoded.notes:
                 self.noticed.update(encoded.notes.get(number, ()))
             chosen[split].append(number)
+        self.losses.look(batch.payload, encoded, sorted(chosen["train"] + chosen["val"]), lengths)
         for split, numbers in chosen.items():
             if numbers:
                 kept = np.array([lengths[number] for number in numbers], dtype=np.int64)

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    from niels_gpt.recipes.run import UnknownSourceError, give_large_blocks_back, is_unread
+    from niels_gpt.recipes.own import UsageError
+    from niels_gpt.recipes.run import give_large_blocks_back, is_unread
 
     arguments = _parser().parse_args(argv)
     give_large_blocks_back()
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and is_unread("\n"):  # and not a connection's
             return 0
         print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UnknownSourceError) else 1
+        return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print(f"\ninterrupted{arguments.kept}", file=sys.stderr)
         return 1

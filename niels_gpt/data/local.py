@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from niels_gpt.chat_template import count_role
 from niels_gpt.data import chat_rows, places
 from niels_gpt.data.fineweb_edu import TEXT_FIELDS
 from niels_gpt.data.parquet_stream import field_names
@@ -233,6 +234,8 @@ class _Rows:
 
         found: what is wrong with it; "": its fields are not those that were looked for.
         """
+        if role is not None and self._counters is not None:
+            count_role(self._counters, role)
         if self._counted_first(reason, role):
             path, number, _ = self._row
             _warn(f"{path}, row {number}: found {found or self._fields()}", reason)

@@ -42,7 +42,7 @@ class Decoder(Protocol):
 def tokenizer_of(cache: Path, model: str | None = None) -> SentencePieceTokenizer:
     """Open a named model, or the one beside or above a cache. Raises: FileNotFoundError, CacheError."""
     beside = tokenizer_above(cache.resolve()) or cache.absolute().parent.parent / "tokenizer"
-    return load_tokenizer(model or beside / MODEL_NAME)
+    return load_tokenizer(model or beside / MODEL_NAME, follow_links=model is not None)
 
 
 def tokenizer_beside(cache: Path) -> SentencePieceTokenizer | None:

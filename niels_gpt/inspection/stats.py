@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from niels_gpt.build.losses import notices
 from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, TOKEN_NUMPY_DTYPE, target_mask
-from niels_gpt.cache.meta import read_meta, special_id
+from niels_gpt.cache.meta import read_meta, special_id, tokenizer_above
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
 from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.inspection.source_ids import printable
@@ -153,7 +154,21 @@ def _summary(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str,
         rows.append((split, _split_line(folder, meta, split)))
     rows.append(("dropped", _dropped(meta)))
     rows.append(("left out by the loader", _counted(source.get("counters", {}))))
-    return [*rows, ("tokenizer", f"{str(meta['tokenizer_sha256'])[:12]}, {meta['vocab_size']:,} ids")]
+    rows += notices(meta).items()
+    ids = f"{meta['vocab_size']:,} ids{_asked(folder, meta)}"
+    return [*rows, ("tokenizer", f"{str(meta['tokenizer_sha256'])[:12]}, {ids}")]
+
+
+def _asked(folder: Path, meta: dict[str, Any]) -> str:
+    """Return how many ids were asked for when the tokenizer beside a cache was trained, and on how much text."""
+    about: dict[str, Any] = {}
+    with suppress(CacheError, OSError):  # of the tokenizer: the cache itself is sound
+        beside = tokenizer_above(folder)
+        about = {} if beside is None else read_meta(str(beside / META_NAME))
+    asked, seen = about.get("requested_vocab_size"), about.get("bytes_seen")
+    if about.get("tokenizer_sha256") != meta["tokenizer_sha256"] or not isinstance(asked, int):
+        return ""
+    return f" of {asked:,} asked for" + (f", trained on {seen:,} bytes" if isinstance(seen, int) else "")
 
 
 _BUILT = {True: "built", False: "not built", "partial": "partial"}

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.data.credits import CREDITS
+from niels_gpt.data.local import CHAT_SUFFIXES
 from niels_gpt.settings import Settings
 
 FAMILIES = ("pretrain", "sft")
@@ -30,6 +31,10 @@ _KEYS = ("files", "field", "licence", "attribution")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _FIELD = re.compile(r"(?P<files>.+):(?P<field>[^:/\\*?\[\]]+)")
 _RESERVED = ("tokenizer",)  # a folder of this name beside a cache is its tokenizer
+
+
+class UsageError(ValueError):
+    """A flag, or a line of the settings, cannot be understood: exit status 2."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +62,20 @@ class OwnSource:
 def own_sources(settings: Settings) -> dict[str, OwnSource]:
     """Return the sources of one's own by name, those of sources.toml first.
 
-    Raises: ValueError for a line or entry that cannot be understood, and for a name that is taken; FileNotFoundError
-        for a `sources_file` other than the default that is not there.
+    Raises: ValueError for an entry that cannot be understood, and for a name that is taken, UsageError where a line of
+        the settings is the cause; FileNotFoundError for a `sources_file` other than the default that is not there.
     """
     found: dict[str, OwnSource] = {}
     for own in (*_of_file(settings), *_of_lines(settings)):
         where = f"{own.said_in}: {own.family}/{own.name}"
         if not _NAME.fullmatch(own.name):
-            raise ValueError(f"{where}: expected a name of letters, digits and _ that starts with a letter")
+            raise _wrong(own.said_in, f"{where}: expected a name of letters, digits and _ that starts with a letter")
         if own.name in CREDITS or own.name in _RESERVED:
-            raise ValueError(f"{where}: {own.name} is a name of the project's own. Choose another one")
+            raise _wrong(own.said_in, f"{where}: {own.name} is a name of the project's own. Choose another one")
         if own.name in found:
             other = found[own.name]
-            raise ValueError(f"{where}: {other.said_in} names {other.family}/{own.name} already. Choose another name")
+            taken = f"{other.said_in} names {other.family}/{own.name} already"
+            raise _wrong(own.said_in, f"{where}: {taken}. Choose another name")
         found[own.name] = own
     return found
 
@@ -82,7 +88,7 @@ def named_by_lines(settings: Settings) -> list[str]:
 def said_credit(settings: Settings, source: str) -> dict[str, str]:
     """Return what the settings' lines say of any source: its licence, its attribution, or nothing.
 
-    Raises: ValueError for a line that is none, and for a name that no source has.
+    Raises: UsageError for a line that is none, and for a name that no source has.
     """
     found: dict[str, str] = {}
     for name in ("licence", "attribution"):
@@ -90,7 +96,7 @@ def said_credit(settings: Settings, source: str) -> dict[str, str]:
             about, equals, text = (part.strip() for part in line.partition("="))
             known = [*CREDITS, *own_sources(settings)]
             if not (equals and text) or about not in known:
-                raise ValueError(f"--{name} {line.strip()}: expected SOURCE=TEXT, SOURCE one of {', '.join(known)}")
+                raise UsageError(f"--{name} {line.strip()}: expected SOURCE=TEXT, SOURCE one of {', '.join(known)}")
             if about == source:
                 found[name] = text
     return found
@@ -103,7 +109,7 @@ def _of_lines(settings: Settings) -> Iterator[OwnSource]:
                 said_in = f"--{family} {line.strip()}"
                 name, equals, files = line.partition("=")
                 if not (equals and name.strip() and files.strip()):
-                    raise ValueError(f"{said_in}: expected NAME=GLOB" + "[:FIELD]" * (family == "pretrain"))
+                    raise UsageError(f"{said_in}: expected NAME=GLOB" + "[:FIELD]" * (family == "pretrain"))
                 yield _own(family, name.strip(), files.strip(), Path.cwd(), said_in)
 
 
@@ -137,12 +143,24 @@ def _of_entry(family: str, name: str, entry: Any, path: Path) -> OwnSource:
     return OwnSource(family, name, base=path.parent, said_in=str(path), **entry)
 
 
+def _wrong(said_in: str, message: str) -> ValueError:
+    return UsageError(message) if said_in.startswith("--") else ValueError(message)
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
 def _own(family: str, name: str, files: str, base: Path, said_in: str) -> OwnSource:
-    split = _FIELD.fullmatch(files) if family == "pretrain" else None
+    split = _FIELD.fullmatch(files)
     if split is None or (base / Path(files).expanduser()).exists():  # a colon in the name of a file or folder
         return OwnSource(family, name, files, base, said_in)
+    if family == "sft":
+        if files.lower().endswith(CHAT_SUFFIXES):
+            return OwnSource(family, name, files, base, said_in)
+        raise _wrong(
+            said_in,
+            f"{said_in}: a source of chats takes no field, found {':' + split['field']!r}: which fields hold a chat is "
+            f"known. Leave it out: {name}={split['files']}",
+        )
     return OwnSource(family, name, split["files"], base, said_in, field=split["field"])

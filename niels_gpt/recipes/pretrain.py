@@ -1,4 +1,4 @@
-"""Source + tokenizer -> pretrain/NAME, one function each. The tokenizer is there already: `ensure_tokenizer` (D19)."""
+"""Source + tokenizer -> pretrain/NAME, one function each. The tokenizer comes from `built_with` (D19)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from niels_gpt.build.pretrain import BUDGET_RULE, FRACTION_RULE, build_pretrain,
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.origins import Origin, origin_of
 from niels_gpt.recipes.produce import Ingredients, Outcome, num_threads, produce
-from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.recipes.tokenizer import built_with
 from niels_gpt.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -196,13 +196,16 @@ def _cache(
     refresh: bool,
     observed: str | None,
 ) -> Outcome:
-    ensure_tokenizer(settings, own_only=origin.own is not None)
-    return produce(
-        settings,
-        f"pretrain/{origin.source}",
-        reads=READS[OWN if origin.own else origin.source],
-        origin=origin,
-        build=build,
-        refresh=refresh,
-        observed=observed,
-    )
+    def produced(tokenizer_folder: Path) -> Outcome:
+        return produce(
+            settings,
+            f"pretrain/{origin.source}",
+            reads=READS[OWN if origin.own else origin.source],
+            origin=origin,
+            build=build,
+            refresh=refresh,
+            observed=observed,
+            tokenizer_folder=tokenizer_folder,
+        )
+
+    return built_with(settings, origin, produced)

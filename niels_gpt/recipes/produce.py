@@ -157,6 +157,7 @@ def produce(
     build: Callable[[Ingredients, Path], dict[str, Any]],
     refresh: bool,
     observed: str | None,
+    tokenizer_folder: Path | None = None,
 ) -> Outcome:
     """Run one recipe: reuse the committed cache if it is current, else build, and record what was done.
 
@@ -164,13 +165,15 @@ def produce(
     refresh: ask the hub for its newest revision instead of keeping the recorded one.
     observed: the source's fingerprint, where somebody has looked since the cache was built; on the hub it is what is
         built. One of another dataset, or of files, is passed over.
+    tokenizer_folder: where the tokenizer is; None: <cache>/tokenizer.
     """
     path = cache_root(settings) / key
+    folder = tokenizer_folder or cache_root(settings) / TOKENIZER_KEY
     with Measured() as measured:
-        tokenizer = _tokenizer_of(settings, origin)
+        tokenizer = _tokenizer_of(settings, origin, folder)
         recipe = {name: getattr(settings, name) for name in reads}
         known = _unfinished_facts(origin, path, recipe)
-        facts = origin.facts(known or None if refresh else _known_facts(settings, origin, path, observed, known))
+        facts = origin.facts(known or None if refresh else _known_facts(folder, origin, path, observed, known))
         fingerprint = recipe_fingerprint(settings, key, reads, tokenizer.sha256, str(facts["fingerprint"]))
         reused = is_current(path, fingerprint)
         if reused:
@@ -199,12 +202,12 @@ def _unfinished_facts(origin: Origin, path: Path, recipe: dict[str, Any]) -> dic
 
 
 def _known_facts(
-    settings: Settings, origin: Origin, path: Path, observed: str | None, unfinished: dict[str, Any]
+    tokenizer_folder: Path, origin: Origin, path: Path, observed: str | None, unfinished: dict[str, Any]
 ) -> dict[str, Any]:
     """Return what is known of the source without a look at it: its revision as observed, as built, or as trained on."""
     recorded: dict[str, Any] = recorded_recipe(path).get("source") or unfinished
     if "fingerprint" not in recorded:
-        tokenizer = find_meta(cache_root(settings) / TOKENIZER_KEY) or {}
+        tokenizer = find_meta(tokenizer_folder) or {}
         recorded = _at(tokenizer.get("trained_on_sources", {}).get(origin.source))
     dataset, _, revision = (observed or "").rpartition("@")
     if dataset == origin.dataset and revision != "None":  # what nobody has asked for, as a stub's
@@ -292,8 +295,7 @@ def _runs_file(root: Path, key: str) -> Path:
     return root / RUNS_DIR / f"{key.replace('/', '.')}.jsonl"
 
 
-def _tokenizer_of(settings: Settings, origin: Origin) -> SentencePieceTokenizer:
-    folder = cache_root(settings) / TOKENIZER_KEY
+def _tokenizer_of(settings: Settings, origin: Origin, folder: Path) -> SentencePieceTokenizer:
     meta = read_meta(str(folder / META_NAME))
     if settings.source_root != "sample" and meta.get("trained_on") == "sample":
         raise CacheError(
@@ -306,7 +308,7 @@ def _tokenizer_of(settings: Settings, origin: Origin) -> SentencePieceTokenizer:
             folder,
             origin.source,
         )
-    tokenizer = load_tokenizer(folder / MODEL_NAME)
+    tokenizer = load_tokenizer(folder / MODEL_NAME, follow_links=False)
     if tokenizer.sha256 != meta.get("tokenizer_sha256"):
         raise CacheError(
             f"{folder / MODEL_NAME}: sha256 {tokenizer.sha256[:12]}, not the {str(meta.get('tokenizer_sha256'))[:12]} "

@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from niels_gpt.build.losses import notices
 from niels_gpt.fileio import CacheError
 from niels_gpt.inspection.contents import Damage
 from niels_gpt.inspection.diff import PARTS, is_equal
@@ -30,13 +31,24 @@ def outcomes_table(outcomes: Sequence[Outcome], failures: Mapping[str, Exception
         peak = "-" if outcome.peak_bytes is None else size(outcome.peak_bytes)
         counts = [_count(totals, split) for split in ("train", "val")]
         if outcome.key == TOKENIZER_KEY:
-            counts = [f"{outcome.meta['vocab_size']:,} ids", "-"]
+            counts = [_ids(outcome.meta), "-"]
         elif outcome.meta.get("kind") == "eagle3":  # of one piece
             counts = [f"{totals['samples']:,} samples, {totals['tokens']:,} tokens", "-"]
         seconds = f"{outcome.seconds:.2f}".replace("nan", "-")
         rows.append((outcome.key, _state(outcome), *counts, seconds, speed, peak, size(outcome.disk_bytes)))
     rows += [(key, "FAILED", *["-"] * 6) for key in failures]
-    return table(rows)
+    return "\n".join([table(rows), *filter(None, map(_notices, outcomes))])
+
+
+def _notices(outcome: Outcome) -> str:
+    """Return a line of what is lost or odd in a cache; "" where nothing is."""
+    found = notices(outcome.meta)
+    if outcome.meta.get("lossless") is not False:
+        found.pop("round trip", None)
+    if not outcome.meta.get("unknown_ids"):
+        found.pop("unknown ids", None)
+    said = "; ".join(f"{name}: {value}" for name, value in found.items())
+    return f"{outcome.key}: {printable(said)}" if said else ""
 
 
 def plan_table(plans: Sequence[Plan], cache_dir: str) -> str:
@@ -174,6 +186,12 @@ def disk_bytes(path: Path) -> int:
 def _state(outcome: Outcome) -> str:
     built = {"partial": "partial", False: "not built"}.get(outcome.meta.get("built"), "built")
     return f"{built}, up to date" if outcome.reused else built
+
+
+def _ids(meta: Mapping[str, Any]) -> str:
+    asked = meta.get("requested_vocab_size")
+    less = isinstance(asked, int) and asked > meta["vocab_size"]
+    return f"{meta['vocab_size']:,} ids" + (f" of {asked:,} asked for" if less else "")
 
 
 def _count(totals: Mapping[str, int], split: str) -> str:

@@ -16,24 +16,26 @@ from niels_gpt.cache.meta import find_meta
 from niels_gpt.fileio import CacheError
 from niels_gpt.inspection.contents import Damage
 from niels_gpt.inspection.damage import find_damage
-from niels_gpt.recipes.own import named_by_lines
-from niels_gpt.recipes.plan import RECIPES, ensure_tokenizer, recipes
-from niels_gpt.recipes.produce import Outcome
+from niels_gpt.recipes.own import UsageError, named_by_lines, said_credit
+from niels_gpt.recipes.plan import RECIPES, recipes
+from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome, cache_root
 from niels_gpt.recipes.report import checked
+from niels_gpt.recipes.tokenizer import stage_tokenizer
 from niels_gpt.settings import Settings
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
-class UnknownSourceError(ValueError):
+class UnknownSourceError(UsageError):
     """A source that was asked for is not one of those that there are, or none was asked for."""
 
 
 def chosen_keys(settings: Settings, sources: Sequence[str] | None) -> list[str]:
     """Return the keys, such as sft/oasst1, of some sources and of those of --pretrain and --sft. None: of all.
 
-    Raises: UnknownSourceError.
+    Raises: UnknownSourceError; UsageError for a line that is none, those of --licence and --attribution included.
     """
+    said_credit(settings, "")
     known = recipes(settings)
     keys = {key.split("/")[1]: key for key in known}
     names = list(keys) if sources is None else [*sources, *named_by_lines(settings)]
@@ -58,9 +60,10 @@ def build_each(
     outcomes, failures: receive what was built, the tokenizer included, and by its key why a cache was not, as it comes:
         one failing source does not stop the others.
     bar: gives a progress callback, or None, for the time of one build.
-    Raises: as `ensure_tokenizer`.
+    Raises: as `stage_tokenizer`.
     """
-    outcomes.append(ensure_tokenizer(settings, own_only=not set(chosen) & set(RECIPES)))
+    tokenizer = stage_tokenizer(settings, own_only=not set(chosen) & set(RECIPES), announce=True)
+    outcomes.append(tokenizer)
     known = recipes(settings)
     for key in chosen:
         with bar(key) as progress:
@@ -72,6 +75,9 @@ def build_each(
             except Exception as error:
                 failures[key] = error
                 logging.debug("%s failed", key, exc_info=True)
+    installed = cache_root(settings) / TOKENIZER_KEY
+    if tokenizer.path.resolve() != installed.resolve():
+        print(f"{installed} stays as it was: no cache was built with the new tokenizer", file=sys.stderr)
 
 
 def damage_of(cache: Path, *, deep: bool, progress: Callable[[int, int, int | None], None] | None) -> list[Damage]:

@@ -11,7 +11,7 @@ from niels_gpt.recipes import sources
 from niels_gpt.recipes.origins import origin_of
 from niels_gpt.recipes.pretrain import OWN
 from niels_gpt.recipes.produce import Ingredients, Outcome, num_threads, produce
-from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.recipes.tokenizer import built_with
 from niels_gpt.settings import Settings
 
 _COMMON = ("seed", "on_special", "sft_val_frac")
@@ -47,7 +47,6 @@ def build_chats(
 ) -> Outcome:
     """Build sft/NAME from the chats of any source, one's own included."""
     origin = origin_of(settings, name)
-    ensure_tokenizer(settings, own_only=origin.own is not None)
 
     def build(have: Ingredients, path: Path) -> dict[str, Any]:
         return build_sft(
@@ -63,12 +62,16 @@ def build_chats(
             progress=progress,
         )
 
-    return produce(
-        settings,
-        f"sft/{name}",
-        reads=READS[OWN if origin.own else name],
-        origin=origin,
-        build=build,
-        refresh=refresh,
-        observed=observed,
-    )
+    def produced(tokenizer_folder: Path) -> Outcome:
+        return produce(
+            settings,
+            f"sft/{name}",
+            reads=READS[OWN if origin.own else name],
+            origin=origin,
+            build=build,
+            refresh=refresh,
+            observed=observed,
+            tokenizer_folder=tokenizer_folder,
+        )
+
+    return built_with(settings, origin, produced)

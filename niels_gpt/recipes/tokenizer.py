@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import logging
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +19,19 @@ from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.data import oasst1
 from niels_gpt.data.exclude import read_exclusion, remaining
 from niels_gpt.data.types import PretrainSample
-from niels_gpt.fileio import META_NAME, CacheError, sha256_file, write_bytes
+from niels_gpt.fileio import META_NAME, CacheError, write_bytes
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.measured import Measured
-from niels_gpt.recipes.origins import origin_of
+from niels_gpt.recipes.origins import Origin, origin_of
 from niels_gpt.recipes.own import own_sources
 from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome, cache_root, finish
+from niels_gpt.recipes.replaced import say_unseen, warn_of_little_text, warn_of_older_caches
 from niels_gpt.records import meta_bytes, parse_object
+from niels_gpt.roundtrip import roundtrip
 from niels_gpt.settings import Settings
-from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
-from niels_gpt.tokenizer_training import train_tokenizer
+from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer, read_model
+from niels_gpt.tokenizer_training import MAX_VOCAB_SIZE, train_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +50,54 @@ TRAINING_SETTINGS = {
 
 
 def ensure_tokenizer(settings: Settings, *, own_only: bool = False) -> Outcome:
-    """Return <cache>/tokenizer (spm.model, meta.json), made first if need be.
+    """Return <cache>/tokenizer (spm.model, meta.json), made and installed first if need be.
 
+    The arguments, and Raises: as `stage_tokenizer`.
+    """
+    staged = stage_tokenizer(settings, own_only=own_only)
+    install_tokenizer(settings, staged)
+    return replace(staged, path=cache_root(settings) / TOKENIZER_KEY)
+
+
+def install_tokenizer(settings: Settings, staged: Outcome) -> None:
+    """Let <cache>/tokenizer stand for a tokenizer that `stage_tokenizer` has returned, unless it does already."""
+    path = cache_root(settings) / TOKENIZER_KEY
+    if staged.path != path:
+        with versions.build_lock(path, wait=True):
+            versions.publish(staged.path, path)
+
+
+def built_with(settings: Settings, origin: Origin, produced: Callable[[Path], Outcome]) -> Outcome:
+    """Build a cache with the tokenizer of its folder, and install a new tokenizer when that has succeeded.
+
+    So a build that is refused leaves the tokenizer, and every cache that was built with it, as they were.
+    produced: builds with the tokenizer in a folder.
+    """
+    staged = stage_tokenizer(settings, own_only=origin.own is not None)
+    outcome = produced(staged.path)
+    install_tokenizer(settings, staged)
+    if not outcome.reused:
+        say_unseen(settings, staged.meta, outcome.key)
+    return outcome
+
+
+def stage_tokenizer(settings: Settings, *, own_only: bool = False, announce: bool = False) -> Outcome:
+    """Return the tokenizer of the settings; one that would replace another is checked and made, but not installed.
+
+    Its `path` is <cache>/tokenizer, or the folder of a version for `install_tokenizer`. One that is trained where there
+    is none is installed.
     own_only: train a missing one on the user's own sources alone, so that their caches need no network.
+    announce: say which caches a new one makes unreadable, even if it was made by an earlier call; when it is made that
+        is said in any case.
 
     A named model (`tokenizer_model`) replaces another one. A model trained here is trained anew when its settings
     change, or when a source that failed at that time has changed; else a change of the text is no reason.
-    Raises: FileNotFoundError for a named model that is absent; ConnectionError for a hub that cannot be reached: a
-        tokenizer outlives an outage; ValueError where there is no text to train on.
+    Raises: FileNotFoundError for a named model that is absent; CacheError for one that cannot be used: no SentencePiece
+        model, without the sentinels, of more than 65,536 ids, or trained on the sample where the text is not;
+        ConnectionError for a hub that cannot be reached: a tokenizer outlives an outage; ValueError where there is no
+        text to train on.
     """
-    path = cache_root(settings) / TOKENIZER_KEY
+    path = folder = cache_root(settings) / TOKENIZER_KEY
     with Measured() as measured:
         meta = _reusable(settings, path)
         reused = meta is not None
@@ -64,15 +107,23 @@ def ensure_tokenizer(settings: Settings, *, own_only: bool = False) -> Outcome:
                 meta = _reusable(settings, path)
                 reused = meta is not None
                 if meta is None:
-                    meta = _make(settings, work, path, own_only and _knows_no_other(path))
-    return finish(settings, TOKENIZER_KEY, path, meta, reused, measured, str(meta["tokenizer_sha256"]))
+                    folder, meta, reused = _make(settings, work, path, own_only and _knows_no_other(path))
+        if folder != path and (announce or not reused):
+            warn_of_older_caches(settings, meta)
+    return finish(settings, TOKENIZER_KEY, folder, meta, reused, measured, str(meta["tokenizer_sha256"]))
 
 
 def tokenizer_state(settings: Settings) -> str:
-    """Say what `ensure_tokenizer` would do: "up to date", "copy" or "train"."""
+    """Say what `ensure_tokenizer` would do: "up to date", "copy", "train", or "cannot be used" and why."""
     if _reusable(settings, cache_root(settings) / TOKENIZER_KEY) is not None:
         return "up to date"
-    return "copy" if _given_model(settings) else "train"
+    given = _given_model(settings)
+    try:
+        if given is not None:
+            _copied(settings, given)
+    except CacheError as error:
+        return f"cannot be used: {error}"
+    return "copy" if given else "train"
 
 
 def _knows_no_other(path: Path) -> bool:
@@ -82,19 +133,56 @@ def _knows_no_other(path: Path) -> bool:
     return True
 
 
-def _make(settings: Settings, work: Path, path: Path, own_only: bool) -> dict[str, Any]:
+def _make(settings: Settings, work: Path, path: Path, own_only: bool) -> tuple[Path, dict[str, Any], bool]:
+    """Return the folder of a tokenizer, its meta, and whether an earlier run had made it."""
     given = _given_model(settings)
-    model, about = _copied(given) if given else _trained(settings, own_only)
-    meta = _commit(model, about, work, path)
-    _warn_of_older_caches(path.parent, str(meta["tokenizer_sha256"]))
-    return meta
+    if given is not None:
+        model, about = _copied(settings, given)
+        version = versions.versions_dir(path) / _content_of(_record(model))[: versions.VERSION_DIGITS]
+        known = _sound(version)
+    else:
+        version, known = _trained_before(settings, path)
+    if known is not None:
+        return version, known, True
+    if given is None:
+        model, about = _trained(settings, own_only)
+    meta = _write(model, about, work)
+    version = versions.store(work, path, str(meta["content_sha256"]))
+    if given is not None or _installed(path) is not None:
+        return version, meta, False
+    versions.publish(version, path)  # nothing is refused because of it, and training it once more would take minutes
+    return path, meta, False
 
 
-def _warn_of_older_caches(root: Path, sha256: str) -> None:
-    for folder in sorted(path for kind in ("pretrain", "sft") for path in (root / kind).glob("[!.]*")):
-        with contextlib.suppress(CacheError):  # whoever reads a damaged cache is told
-            if (find_meta(folder) or {}).get("tokenizer_sha256") not in (None, sha256):
-                logger.warning("%s: has ids of the tokenizer before; readers refuse it until it is built again", folder)
+def _installed(path: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(CacheError):
+        return find_meta(path)
+    return None
+
+
+def _sound(version: Path) -> dict[str, Any] | None:
+    """Return the meta of a version of a tokenizer; None where there is none, or it is damaged."""
+    with contextlib.suppress(CacheError, OSError):
+        meta = read_meta(str(version / META_NAME))
+        model = read_model(version / MODEL_NAME, follow_links=False)
+        return meta if hashlib.sha256(model).hexdigest() == meta.get("tokenizer_sha256") else None
+    return None
+
+
+def _trained_before(settings: Settings, path: Path) -> tuple[Path, dict[str, Any] | None]:
+    """Return a version that these settings have trained after the installed one, and that is not installed yet."""
+    folder = versions.versions_dir(path)
+    installed = path.resolve()
+    if _installed(path) is None or installed.parent != folder.resolve():
+        return folder, None
+    newer = [version for version in folder.glob("[0-9a-f]" * versions.VERSION_DIGITS) if not version.is_symlink()]
+    for version in sorted(newer, key=lambda version: -version.stat().st_mtime_ns):
+        if version.stat().st_mtime_ns <= installed.stat().st_mtime_ns:
+            break
+        meta = _sound(version)
+        if meta is not None and meta.get("origin") == "trained" and _is_of(settings, meta):
+            return version, meta
+    return folder, None
 
 
 def _reusable(settings: Settings, path: Path) -> dict[str, Any] | None:
@@ -106,13 +194,19 @@ def _reusable(settings: Settings, path: Path) -> dict[str, Any] | None:
     if meta is None or not (path / MODEL_NAME).is_file():
         return None
     if settings.tokenizer_model is not None:
-        return meta if _sha256_of(settings.tokenizer_model) == meta.get("tokenizer_sha256") else None
+        digest = hashlib.sha256(_bytes_of(settings.tokenizer_model)).hexdigest()
+        return meta if digest == meta.get("tokenizer_sha256") else None
     if meta.get("origin") == "trained":
-        same = all(meta.get(key) == getattr(settings, name) for name, key in TRAINING_SETTINGS.items())
-        named = {*TRAINING_ORDER, *own_sources(settings)}
-        failed = {name: old for name, old in meta.get("failed_sources", {}).items() if name in named}
-        return meta if same and all(_fingerprint(settings, name) == old for name, old in failed.items()) else None
+        return meta if _is_of(settings, meta) else None
     return meta
+
+
+def _is_of(settings: Settings, meta: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer that was trained here is the one that these settings would train."""
+    same = all(meta.get(key) == getattr(settings, name) for name, key in TRAINING_SETTINGS.items())
+    named = {*TRAINING_ORDER, *own_sources(settings)}
+    failed = {name: old for name, old in meta.get("failed_sources", {}).items() if name in named}
+    return same and all(_fingerprint(settings, name) == old for name, old in failed.items())
 
 
 def _fingerprint(settings: Settings, source: str) -> str | None:
@@ -131,28 +225,38 @@ def _given_model(settings: Settings) -> Path | None:
     return None
 
 
-def _sha256_of(model: str) -> str:
+def _bytes_of(model: str | Path) -> bytes:
     try:
-        return sha256_file(model)
+        return read_model(os.path.expanduser(model))
     except OSError as error:
         raise FileNotFoundError(
-            f"{model}: no tokenizer model can be read there ({error.strerror}). Name a SentencePiece model, or leave "
-            "--tokenizer-model out to have one trained"
+            f"{model}: no tokenizer model can be read there ({error.strerror or 'there is none'}). Name a "
+            "SentencePiece model, or leave --tokenizer-model out to have one trained"
         ) from None
 
 
-def _copied(model: Path) -> tuple[bytes, dict[str, Any]]:
-    digest = _sha256_of(str(model))
-    logger.info("tokenizer: copying %s", model)
+def _copied(settings: Settings, model: Path) -> tuple[bytes, dict[str, Any]]:
+    content = _bytes_of(model)
+    tokenizer = load_tokenizer(os.path.expanduser(model))  # refuses a model without the sentinels
+    if tokenizer.vocab_size > MAX_VOCAB_SIZE:
+        raise CacheError(
+            f"{model}: a vocabulary of {tokenizer.vocab_size:,} ids, expected at most {MAX_VOCAB_SIZE:,}: a cache has "
+            "tokens of 16 bits"
+        )
     known: dict[str, Any] = {}
     for name in ("tokenizer_meta.json", META_NAME):
         beside = model.parent / name
-        if beside.is_file() and digest in beside.read_text(encoding="utf-8"):
-            known = read_meta(str(beside))
-    about: dict[str, Any] = {
-        key: known[key] for key in ("trained_on", "lossless", "normalization", "model_type") if key in known
-    }
-    return model.read_bytes(), {"trained_on": "unknown", **about, "origin": "copied"}
+        with contextlib.suppress(CacheError, OSError):
+            found = read_meta(str(beside))
+            if tokenizer.sha256 in (found.get("tokenizer_sha256"), found.get("model_sha256")):
+                known = found
+    if settings.source_root != "sample" and known.get("trained_on") == "sample":
+        raise CacheError(
+            f"{model}: this tokenizer was trained on the bundled sample, so it must not encode real text. Name another "
+            "one with --tokenizer-model, or leave that out"
+        )
+    about: dict[str, Any] = {key: known[key] for key in ("trained_on", "normalization", "model_type") if key in known}
+    return content, {"trained_on": "unknown", **about, "origin": "copied"}
 
 
 def _trained(settings: Settings, own_only: bool) -> tuple[bytes, dict[str, Any]]:
@@ -181,6 +285,8 @@ def _trained(settings: Settings, own_only: bool) -> tuple[bytes, dict[str, Any]]
         "failed_sources": failed,
         **excluded,
     }
+    if kind != "sample":
+        warn_of_little_text(trained.meta, seen)
     return trained.model, {**trained.meta, **about, "origin": "trained"}
 
 
@@ -266,12 +372,23 @@ def _oasst1_messages(settings: Settings, revision: str | None, counters: Counter
     return (message.text for message in remaining(messages, settings.exclude, counters))
 
 
-def _commit(model: bytes, about: dict[str, Any], work: Path, path: Path) -> dict[str, Any]:
+def _record(model: bytes) -> dict[str, Any]:
+    return {"name": MODEL_NAME, "bytes": len(model), "sha256": hashlib.sha256(model).hexdigest()}
+
+
+def _content_of(record: dict[str, Any]) -> str:
+    return content_sha256([record])
+
+
+def _write(model: bytes, about: dict[str, Any], work: Path) -> dict[str, Any]:
+    """Write both files of a tokenizer; returns its meta."""
     write_bytes(work / MODEL_NAME, model)
-    tokenizer = load_tokenizer(work / MODEL_NAME)  # refuses a model without the sentinels, before it is committed
-    record = {"name": MODEL_NAME, "bytes": len(model), "sha256": tokenizer.sha256}
+    tokenizer = load_tokenizer(work / MODEL_NAME)
+    record, trip = _record(model), roundtrip(tokenizer)
     meta = {
         **{key: value for key, value in about.items() if key != "model_sha256"},
+        "lossless": trip["differ"] == 0,
+        "roundtrip": trip,
         "format_version": FORMAT_VERSION,
         "kind": "tokenizer",
         "built": True,
@@ -279,8 +396,7 @@ def _commit(model: bytes, about: dict[str, Any], work: Path, path: Path) -> dict
         "vocab_size": tokenizer.vocab_size,
         "special_token_ids": tokenizer.special_token_ids(),
         "files": [record],
-        "content_sha256": content_sha256([record]),
+        "content_sha256": _content_of(record),
     }
     write_bytes(work / META_NAME, raw := meta_bytes(meta))
-    versions.commit(work, path, str(meta["content_sha256"]))
     return parse_object(raw)

@@ -1,0 +1,178 @@
+"""What a cache keeps, though something is lost or odd: texts that do not come back, unknown ids, empty replies.
+
+The counts live in the builder's `noticed`, which its checkpoints keep: a build that was killed has the same ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.build.encode import EncodedTexts, TextEncoder
+from niels_gpt.chat_template import roles_counted, roles_of
+from niels_gpt.roundtrip import first_difference
+
+logger = logging.getLogger(__name__)
+
+ROUNDTRIP_TEXTS: Final = 1_000
+ROUNDTRIP_BYTES: Final = 1 << 20
+"""The round trip ends after so many texts, or with the text that passes so many utf-8 bytes."""
+EMPTY_REPLIES: Final = "empty_replies"
+UNKNOWN_IDS: Final = "unknown_ids"
+MAX_EMPTY_SHARE: Final = 0.01
+"""Of the examples: a build warns where more of them have an empty reply."""
+
+_TEXTS, _DIFFER, _BYTES = "roundtrip_texts", "roundtrip_differ", "roundtrip_bytes"
+_COMPARED_IDS = 1 << 16  # of a longer text the beginning is compared: a book need not be decoded whole
+
+
+class Losses:
+    """Looks at what enters a cache, and counts; `warn` tells of it at the end."""
+
+    def __init__(self, encoder: TextEncoder, noticed: Counter[str]) -> None:
+        self._noticed = noticed
+        self._decode = getattr(encoder.tokenizer, "decode", None)
+        self._encode = encoder.tokenizer.encode
+        self._unk_id: int | None = getattr(encoder.tokenizer, "unk_id", None)
+        self._num_ends = int(encoder.append is not None)
+        self._changed = ""  # an example of a text that does not come back
+        self._unknown = ""  # an example of an unknown character
+
+    def look(
+        self, texts: Sequence[str], encoded: EncodedTexts, kept: Sequence[int], lengths: Sequence[int] | None = None
+    ) -> None:
+        """Look at a batch: `texts` are all of it, `kept` the ascending numbers of those that enter the cache.
+
+        lengths: how many tokens of each text enter it, where one of them is cut.
+        """
+        if self._unk_id is not None and (encoded.ids == self._unk_id).any():
+            self._count_unknown(texts, encoded, kept, encoded.lengths.tolist() if lengths is None else lengths)
+        if self._decode is None or self._compared():
+            return
+        ends = np.cumsum(encoded.lengths)
+        for number in kept:
+            if number in encoded.notes or not texts[number]:  # known not to come back, and counted; nothing to lose
+                continue
+            start, end = int(ends[number] - encoded.lengths[number]), int(ends[number]) - self._num_ends
+            self._compare(texts[number], encoded.ids[start:end])
+            self._noticed[_BYTES] += int(encoded.utf8_bytes[number])
+            if self._compared():
+                return
+
+    def _compared(self) -> bool:
+        return self._noticed[_TEXTS] >= ROUNDTRIP_TEXTS or self._noticed[_BYTES] >= ROUNDTRIP_BYTES
+
+    def _compare(self, text: str, ids: NDArray[np.uint16]) -> None:
+        assert self._decode is not None
+        back = self._decode(ids[:_COMPARED_IDS])
+        if len(ids) > _COMPARED_IDS:
+            back = back.rstrip("\ufffd")  # a character of several bytes that is cut
+            text = text[: len(back)]
+        self._noticed[_TEXTS] += 1
+        if back != text:
+            self._noticed[_DIFFER] += 1
+            self._changed = self._changed or first_difference(text, back)
+
+    def _count_unknown(
+        self, texts: Sequence[str], encoded: EncodedTexts, kept: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        is_unknown, starts = encoded.ids == self._unk_id, np.cumsum(encoded.lengths) - encoded.lengths
+        for number in kept:
+            count = int(np.count_nonzero(is_unknown[starts[number] : starts[number] + lengths[number]]))
+            self._noticed[UNKNOWN_IDS] += count
+            if count and not self._unknown:
+                unknown = (character for character in texts[number] if self._unk_id in self._encode(character))
+                self._unknown = f", such as {next(unknown, texts[number][:20])!a}"
+
+    def warn(self, where: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
+        """Log what was counted in a cache that was just built, with an example where this run has met one."""
+        trip, unknown = meta["roundtrip"], meta["unknown_ids"]
+        if trip["differ"]:
+            logger.warning(
+                "%s: the tokenizer is lossy: %d of the first %d texts do not come back from their ids%s. A tokenizer "
+                "that is trained here with the default normalization loses nothing",
+                where,
+                trip["differ"],
+                trip["texts"],
+                f"; {self._changed}" if self._changed else "",
+            )
+        if unknown:
+            logger.warning(
+                "%s: %d ids are the unknown id: the tokenizer has no piece for a character%s, and no bytes to spell it",
+                where,
+                unknown,
+                self._unknown,
+            )
+        if meta["kind"] == "sft":
+            _warn_of_chats(where, meta)
+
+
+def described(noticed: Mapping[str, int]) -> dict[str, Any]:
+    """Return the keys of meta.json that `noticed` stands for: roundtrip, lossless, unknown_ids, and `noticed`."""
+    texts, differ = noticed.get(_TEXTS, 0), noticed.get(_DIFFER, 0)
+    own = (_TEXTS, _DIFFER, _BYTES, UNKNOWN_IDS)
+    return {
+        "roundtrip": {"texts": texts, "differ": differ},
+        "lossless": differ == 0 if texts else None,
+        "unknown_ids": noticed.get(UNKNOWN_IDS, 0),
+        "noticed": {key: number for key, number in sorted(noticed.items()) if key not in own and number},
+    }
+
+
+def notices(meta: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a meta.json says was kept, or left out for its role, though something is lost: name -> for people.
+
+    Values that are not as docs/formats.md has them, as in a stranger's file, are passed over.
+    """
+    found = {}
+    source = meta.get("source")
+    counters = source.get("counters") if isinstance(source, Mapping) else None
+    trip, kept = meta.get("roundtrip"), _numbers(meta.get("noticed")) | roles_counted(_numbers(counters))
+    if kept:
+        found["noticed"] = ", ".join(f"{name} {number:,}" for name, number in sorted(kept.items()))
+    if isinstance(trip, Mapping) and _numbers(trip).get("texts"):
+        of = "the probe texts" if meta.get("kind") == "tokenizer" else "the first"
+        texts, differ = _numbers(trip)["texts"], _numbers(trip).get("differ", 0)
+        found["round trip"] = f"lossy: {differ:,} of {of} {texts:,} differ" if differ else f"{texts:,} texts come back"
+    if "unknown_ids" in meta:
+        found["unknown ids"] = f"{_numbers(meta).get('unknown_ids', 0):,}"
+    return found
+
+
+def _numbers(value: Any) -> dict[str, int]:
+    found = value if isinstance(value, Mapping) else {}
+    return {str(key): number for key, number in found.items() if type(number) is int}
+
+
+def notice_blank(noticed: Counter[str], roles: Sequence[str], texts: Sequence[str]) -> None:
+    """Count a chat with blank messages that is kept, if one of them is the assistant's."""
+    replies = (text for role, text in zip(roles, texts, strict=False) if role == "assistant")
+    noticed[EMPTY_REPLIES] += not all(map(str.strip, replies))
+
+
+def _warn_of_chats(where: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
+    examples = meta["totals"]["train_examples"] + meta["totals"]["val_examples"]
+    empty = meta["noticed"].get(EMPTY_REPLIES, 0)
+    if empty > MAX_EMPTY_SHARE * examples:
+        logger.warning(
+            "%s: %d of %d examples have an empty reply of the assistant, and are kept: a model learns from them to end "
+            "its turn at once. Take them out of the source, or name their ids in a file for --exclude",
+            where,
+            empty,
+            examples,
+        )
+    roles = Counter(roles_of(meta["noticed"])) + Counter(roles_of(meta["source"]["counters"]))
+    if roles:
+        logger.warning(
+            "%s: %d chats are left out, for a message of another role than system, user and assistant: %s. Give these "
+            "messages one of the three roles, or take them out of the chats, and build again",
+            where,
+            roles.total(),
+            ", ".join(f"{role!a} {number}" for role, number in roles.most_common()),
+        )

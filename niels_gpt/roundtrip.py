@@ -1,0 +1,57 @@
+"""Does a text come back from its ids? Measured, not believed: a model's own word for it may be wrong.
+
+roundtrip(tokenizer)  ->  {"texts": 19, "differ": 0}     of PROBES: differ == 0 is what meta.json calls lossless
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+PROBES = (
+    "The quick brown fox jumps over 13 lazy dogs; (naive) {code} = [0x7F]!",
+    "UPPER lower MiXeD",
+    " one space before",
+    "one space behind ",
+    "two  spaces,   three and    four",
+    "a tab\tand\t\ttwo",
+    "a line end\nand two\n\nand a last one\n",
+    "Windows\r\nline ends\r\n",
+    "def f(x):\n    if x:\n\treturn [1,  2]\n",
+    "na\u00efve caf\u00e9 \u00dcber stra\u00dfe \u0141\u00f3d\u017a",
+    "combining: e\u0301 a\u0308 n\u0303",
+    "\u041f\u0440\u0438\u0432\u0435\u0442 \u0393\u03b5\u03b9\u03b1",
+    "\u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627",
+    "\u6f22\u5b57\u3068\u304b\u306a \ud55c\uad6d\uc5b4 \u4f60\u597d",
+    "full width \uff21\uff22\uff43 ligature \ufb01 half \u00bd square \u33a1",
+    "no-break\u00a0space, ideographic\u3000space, zero\u200bwidth",
+    "emoji \U0001f98a \U0001f469\u200d\U0001f4bb \U0001f1e9\U0001f1ea",
+    "\u201cquotes\u201d \u2013 dash \u2026 \u2122",
+    "a\ufeffb \ufffd",
+)
+"""Runs of white space, line ends, capitals, combining marks, scripts, emoji, and what Unicode normalization changes."""
+
+_SHOWN = 24  # characters of a text around the first difference
+
+
+class RoundTrip(Protocol):
+    """What is needed of a tokenizer."""
+
+    def encode(self, text: str, /) -> list[int]:
+        """Return the ids of a text."""
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        """Return the text of ids."""
+
+
+def roundtrip(tokenizer: RoundTrip, texts: Sequence[str] = PROBES) -> dict[str, int]:
+    """Return how many texts were encoded and decoded, and how many of them differ then."""
+    differ = sum(tokenizer.decode(tokenizer.encode(text)) != text for text in texts)
+    return {"texts": len(texts), "differ": differ}
+
+
+def first_difference(text: str, back: str) -> str:
+    """Say where two texts first differ, with what stands there in each, in ASCII with escapes."""
+    same = next((at for at, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
+    start = max(0, same - _SHOWN // 3)
+    return f"at character {same}, {text[start : start + _SHOWN]!a} came back as {back[start : start + _SHOWN]!a}"
