@@ -22,6 +22,10 @@ class Settings:
     cache_dir: str = _setting(
         "cache", "folder that receives the caches; source_root=sample builds in its folder sample/"
     )
+    max_document_bytes: int = _setting(
+        2**26, "bytes of a document or row, at most: 64 MiB; a larger one is left out and counted", least=1
+    )
+    follow_links: bool = _setting(False, "follow symbolic links in mirrors, notes and text of your own")
     exclude: str | None = _setting(None, "file of ids or sha256 of texts, one a line, whose documents are left out")
     revision: str | None = _setting(
         None, "hub revisions to build from, SOURCE=COMMIT_TAG_OR_BRANCH,...; others: as recorded, at first main"
@@ -78,6 +82,9 @@ class Settings:
         None, "text of your own, NAME=GLOB[:FIELD]: makes the cache pretrain/NAME; several are separated by ';'"
     )
     sft: str | None = _setting(None, "chats of your own, NAME=GLOB: makes the cache sft/NAME; several: as pretrain")
+    as_text: str | None = _setting(
+        None, "suffixes of more files to read as text of your own, as they are: .py,.tex; several: separated by ','"
+    )
     sources_file: str = _setting("sources.toml", "file that names more of your own text and chats, if it is there")
     licence: str | None = _setting(
         None, "licence of a source's text in place of what its dataset card or sources.toml says, SOURCE=TEXT;..."

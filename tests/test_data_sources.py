@@ -116,7 +116,7 @@ def test_note_texts_stream_with_bad_bytes_replaced(tmp_path: Path) -> None:
     paths = [put(tmp_path / "a.md", b"caf\xe9"), put(tmp_path / "b.md", "b\r\n"), tmp_path / "absent.md"]
     texts = load_texts(paths, counters=counters)
     assert [next(texts), next(texts)] == ["caf\ufffd", "b\r\n"]
-    assert counters == {"undecodable_utf8": 1}
+    assert counters == {"repaired_utf8": 1}
 
 
 def test_the_roam_split_takes_a_tenth_and_keeps_the_order() -> None:
@@ -158,10 +158,10 @@ def test_the_notes_folder_depends_on_the_source_root(tmp_path: Path) -> None:
 
 
 def test_a_text_file_is_one_whole_book_and_a_table_has_one_a_row(tmp_path: Path) -> None:
-    put(tmp_path / "gutenberg/1342-0.txt", "\ufeffLine one\r\nLine two\r\n")
+    put(tmp_path / "gutenberg/1342-0.txt", "Line one\r\nLine two\r\n")
     put_rows(tmp_path / "gutenberg/more.jsonl", [{"content": "Book two", "title": "T"}])
     first, second = iter_gutenberg(source_root=tmp_path)
-    assert first == PretrainSample("\ufeffLine one\r\nLine two\r\n", "gutenberg", {"path": "1342-0.txt", "index": 0})
+    assert first == PretrainSample("Line one\r\nLine two\r\n", "gutenberg", {"path": "1342-0.txt", "index": 0})
     assert second == PretrainSample("Book two", "gutenberg", {"title": "T", "index": 1})
 
 

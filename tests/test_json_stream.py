@@ -107,7 +107,6 @@ def test_a_line_nested_too_deeply_is_an_unreadable_row(tmp_path: Path) -> None:
         (b'[{"n": 1}, 12.]', "after item 2: expected , or ]"),
         (b'[{"n": 1}] [2]', r"after its array: expected nothing, found '\[2\]'"),
         (b'[{"n": 1}, ' + b"[" * 3_000, r"item 2: expected JSON \(nested too deeply\)"),
-        (b'[{"n": 1}, ' + b"9" * 5_000 + b"]", r"item 2: expected JSON \(Exceeds the limit"),
         (b'[{"n": 1},', r"item 2: expected JSON \(Expecting value\), found the end of the file"),
     ],
 )
@@ -136,7 +135,7 @@ def test_bytes_that_are_not_utf8_are_replaced_in_an_array_as_in_lines(tmp_path: 
             {"a": "caf\ufffd \ufffd", "b": {"c": ["\ufffd"]}, "\ufffd": "\U0001f642"},
             {"a": "é"},
         ]
-        assert counters == {"undecodable_utf8": 1}
+        assert counters == {"repaired_utf8": 1}
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
@@ -146,7 +145,7 @@ def test_half_a_surrogate_pair_is_replaced_at_any_depth_and_counted_once_a_row(t
     path = write(tmp_path / name, b"[" + item + b"]" if name == "a.json" else item)
     rows = list(places.iter_rows([path], counters=counters))
     assert rows == [{"a": [{"b": "x\ufffd", "c": "\U0001f642"}], "\ufffd": "\ufffd"}]
-    assert counters == {"undecodable_utf8": 1}
+    assert counters == {"repaired_utf8": 1}
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------

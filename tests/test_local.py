@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from niels_gpt.data import places
-from niels_gpt.data.local import CHAT_SUFFIXES, DOCUMENT_BYTES, LocalFiles, find, iter_texts
+from niels_gpt.data.local import CHAT_SUFFIXES, DOCUMENT_SUFFIXES, LocalFiles, find, iter_texts
 from niels_gpt.data.types import PretrainSample
 
+ODD = "pipes, devices or links to nothing"
 TREE = ("b.md", "a/z.txt", "B.jsonl", "é.md", "a/picture.png", ".git/x.md", "a/.obsidian/y.md", "a/.hidden.md")
 
 
@@ -40,6 +41,10 @@ def write_parquet(path: Path, columns: dict[str, Any]) -> Path:
     return path
 
 
+def followed(pattern: str, *, base: Path) -> LocalFiles:
+    return find(pattern, base=base, follow_links=True)
+
+
 def names(found: LocalFiles) -> list[str]:
     return [found.name_of(path) for path in found.files]
 
@@ -51,12 +56,18 @@ def texts_of(pattern: str | Path, **more: Any) -> list[PretrainSample]:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_too_large_for_one_document_is_refused_with_the_way_to_cut_it(tmp_path: Path) -> None:
-    path = tmp_path / "corpus.txt"
-    path.touch()
-    os.truncate(path, DOCUMENT_BYTES + 1)
-    with pytest.raises(ValueError, match=r"corpus\.txt: one document of 67,108,865 bytes.*split -C 10M"):
-        next(iter_texts(find(str(path)), source="own"))
+def test_a_file_too_large_for_one_document_is_counted_and_named_with_the_way_to_cut_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a.txt", "b.md.gz", "c.rst"):
+        write(tmp_path / name, b"x" * (1_000 if name < "c" else 100))
+    counters: Counter[str] = Counter()
+    assert [sample.text for sample in texts_of(tmp_path, counters=counters, max_document_bytes=999)] == ["x" * 100]
+    assert counters == {"too_large": 2}
+    (message,) = caplog.messages
+    assert f"{tmp_path}/a.txt: more than 999 bytes" in message and "split -C 10M --additional-suffix .txt a" in message
+    with pytest.raises(ValueError, match=r"not one text in .*too_large.*split -C"):
+        texts_of(tmp_path, max_document_bytes=9)
 
 
 def test_a_folder_is_all_below_it_that_can_be_read(tmp_path: Path) -> None:
@@ -100,7 +111,8 @@ def test_a_file_matched_twice_comes_once(tmp_path: Path) -> None:
 def test_a_link_to_a_folder_above_makes_no_second_copy_of_a_file(tmp_path: Path) -> None:
     tree(tmp_path, ("sub/a.md", "sub/b.md"))
     (tmp_path / "all").symlink_to(tmp_path)
-    assert names(find("**/*.md", base=tmp_path)) == names(find(str(tmp_path))) == ["sub/a.md", "sub/b.md"]
+    for found in (followed("**/*.md", base=tmp_path), followed(str(tmp_path), base=tmp_path)):
+        assert (names(found), found.links) == (["sub/a.md", "sub/b.md"], ())
 
 
 FORMS = ("in", "in/**", "in/**/*")
@@ -113,16 +125,33 @@ def test_a_folder_and_the_glob_of_all_below_it_are_the_same_files(tmp_path: Path
     loops = {"in/all": "..", "in/sub/up": "..", "in/sub/self": "self", "out/back": "../in", "in/secret": ".hidden"}
     for name, target in (links | loops).items():
         (tmp_path / name).symlink_to(target)
-    found = find(form, base=tmp_path)
+    found = followed(form, base=tmp_path)
     assert names(found) == ["linked/more/p.md", "linked/o.md", "n1.md", "sub/n2.md"]
     assert found.other_files == 2 and found.root == tmp_path / "in"  # the photo, and a link to itself
+    found = find(form, base=tmp_path)
+    assert (names(found), found.other_kinds) == (["n1.md", "sub/n2.md"], ((".png", 1), (ODD, 1)))
+    not_followed = ["all", "dup.md", "linked", "secret", "sub/again", "sub/up"]
+    assert [path.relative_to(found.root).as_posix() for path in found.links] == not_followed
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_link_is_followed_where_the_pattern_names_it_and_never_below(tmp_path: Path, form: str) -> None:
+    tree(tmp_path, ("out/o.md", "secret.md"))
+    (tmp_path / "in").symlink_to("out")
+    (tmp_path / "out/c.md").symlink_to(tmp_path / "secret.md")
+    found = find(form, base=tmp_path)
+    assert (names(found), found.links) == (["o.md"], (tmp_path / "in/c.md",))
+    assert names(find("in/c.md", base=tmp_path)) == ["c.md"]
+    with pytest.raises(FileNotFoundError, match=r"1 symbolic links, such as .*c\.md.*--follow-links"):
+        find("in/c*.md", base=tmp_path)
+    assert find("*/o.md", base=tmp_path).files == (tmp_path / "out/o.md",)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_link_gives_a_file_its_suffix(tmp_path: Path, form: str) -> None:
     tree(tmp_path, ("in/blobs/0123", "in/blobs/4567"))  # as huggingface_hub's cache is
     (tmp_path / "in/rows.jsonl").symlink_to("blobs/0123")
-    found = find(form, base=tmp_path)
+    found = followed(form, base=tmp_path)
     assert (names(found), found.other_files) == (["rows.jsonl"], 1)
 
 
@@ -130,7 +159,7 @@ def test_a_link_gives_a_file_its_suffix(tmp_path: Path, form: str) -> None:
 def test_a_link_into_a_hidden_folder_of_the_same_tree_is_hidden(tmp_path: Path, form: str) -> None:
     tree(tmp_path, ("in/a.md", "in/cache/.versions/notes/1/meta.json"))
     (tmp_path / "in/cache/notes").symlink_to(".versions/notes/1")
-    assert names(find(form, base=tmp_path)) == ["a.md"]
+    assert names(followed(form, base=tmp_path)) == ["a.md"]
     assert names(find("in/cache/notes", base=tmp_path)) == ["meta.json"]  # named, so wanted
 
 
@@ -139,11 +168,13 @@ def test_pipes_and_links_to_nothing_are_counted_and_not_read(tmp_path: Path, for
     tree(tmp_path, ("in/a.md",))
     os.mkfifo(tmp_path / "in/pipe.md")
     (tmp_path / "in/gone.md").symlink_to("nowhere")
+    found = followed(form, base=tmp_path)
+    assert (names(found), found.other_files, found.other_kinds) == (["a.md"], 2, ((ODD, 2),))
     found = find(form, base=tmp_path)
-    assert (names(found), found.other_files) == (["a.md"], 2)
+    assert (names(found), found.other_files, found.links) == (["a.md"], 1, (tmp_path / "in/gone.md",))
     for name in ("in/pipe.md", "in/gone.md", "in/[gp]*.md"):
         with pytest.raises(FileNotFoundError, match=r"files of other kinds \(pipes, devices or links to nothing\)"):
-            find(name, base=tmp_path)
+            followed(name, base=tmp_path)
 
 
 def test_the_case_of_a_suffix_does_not_matter(tmp_path: Path) -> None:
@@ -182,7 +213,7 @@ def test_nothing_at_all_is_said_with_what_was_looked_for(tmp_path: Path) -> None
 def test_nothing_readable_is_said_with_what_there_is_and_what_can_be(tmp_path: Path) -> None:
     tree(tmp_path, ("in/x.png", "in/y.png", "in/LICENCE"))
     for pattern in ("in", "in/*"):
-        with pytest.raises(FileNotFoundError, match=r"3 files of other kinds \(\.png, LICENCE\).*\.txt \.md \.json"):
+        with pytest.raises(FileNotFoundError, match=r"3 files of other kinds \(\.png, LICENCE\).*\.txt \.md .*--as-text"):
             find(pattern, base=tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=r"found an empty folder, .*empty, expected files that end in"):
@@ -207,12 +238,18 @@ def test_the_fingerprint_of_a_source_is_that_of_its_files(tmp_path: Path) -> Non
 
 
 def test_a_text_file_is_a_document_as_it_is(tmp_path: Path) -> None:
-    write(tmp_path / "a.md", b"\xef\xbb\xbfone\r\n\r\ntwo")
+    write(tmp_path / "a.md", b" one\r\n\r\ntwo\n")
     write(tmp_path / "b.txt")
     assert texts_of(tmp_path) == [
-        PretrainSample("\ufeffone\r\n\r\ntwo", "own", {"index": 0, "path": "a.md"}),
+        PretrainSample(" one\r\n\r\ntwo\n", "own", {"index": 0, "path": "a.md"}),
         PretrainSample("", "own", {"index": 1, "path": "b.txt"}),
     ]
+
+
+@pytest.mark.parametrize("name", [f"a{suffix}" for suffix in DOCUMENT_SUFFIXES])
+def test_every_kind_of_document_is_read_as_it_is(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name, b"<p>one &amp; two</p>\n")
+    assert [sample.text for sample in texts_of(tmp_path)] == ["<p>one &amp; two</p>\n"]
 
 
 def test_a_row_is_a_document_with_its_place_and_id(tmp_path: Path) -> None:
@@ -269,7 +306,7 @@ def test_rows_of_which_none_can_be_read_are_an_error_that_shows_the_first(tmp_pa
 @pytest.mark.parametrize(
     ("content", "remedy"),
     [
-        ('{"text": "a"}\n{"text": "b"}'.encode("utf-16"), "NUL bytes are a sign of UTF-16: save the file as UTF-8"),
+        ('{"text": "a"}\n{"text": "b"}'.encode("utf-16-le"), "UTF-16 without a byte-order mark: save the file as UTF-8"),
         (b'[{"text": "a"},\n{"text": "b"}]', "An array of rows is read from .json and .json.gz: rename the file"),
         (b'[\n{"text": "a"},\n{"text": "b"}, {}]', "An array of rows is read from .json and .json.gz: rename the file"),
     ],

@@ -297,11 +297,11 @@ def test_a_chat_in_parquet_that_is_not_utf8_is_replaced_and_counted(tmp_path: Pa
     counters: Counter[str] = Counter()
     (sample,) = chats_of(tmp_path, counters=counters)
     assert sample.messages == [ChatMessage("user", "caf\ufffd"), ChatMessage("assistant", "Yes?")]
-    assert counters == {"undecodable_utf8": 1}
+    assert counters == {"repaired_utf8": 1}
 
 
 def test_half_a_surrogate_pair_in_a_turn_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(rb'{"messages": [{"role": "user", "content": "x\ud83d"}]}')
     counters: Counter[str] = Counter()
     (sample,) = chats_of(tmp_path, counters=counters)
-    assert sample.messages == [ChatMessage("user", "x\ufffd")] and counters == {"undecodable_utf8": 1}
+    assert sample.messages == [ChatMessage("user", "x\ufffd")] and counters == {"repaired_utf8": 1}

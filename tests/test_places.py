@@ -47,10 +47,12 @@ def test_pipes_and_links_to_nothing_are_passed_over_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = write(tmp_path / "set/a.md")
+    write(tmp_path / "out.md")
     os.mkfifo(tmp_path / "set/pipe.md")
     (tmp_path / "set/gone.md").symlink_to("nowhere")
-    (tmp_path / "set/linked.md").symlink_to("a.md")
-    assert places.source_files(tmp_path, "set") == [real, tmp_path / "set/linked.md"]
+    (tmp_path / "set/again.md").symlink_to("a.md")
+    (tmp_path / "set/linked.md").symlink_to("../out.md")
+    assert places.source_files(tmp_path, "set", follow_links=True) == [real, tmp_path / "set/linked.md"]
     assert sorted(message.partition(": ")[0] for message in caplog.messages) == [
         str(tmp_path / "set/gone.md"),
         str(tmp_path / "set/pipe.md"),
@@ -133,7 +135,7 @@ def test_parquet_text_that_is_not_utf8_is_replaced_and_counted(tmp_path: Path) -
     pq.write_table(pa.table({"text": strings}), tmp_path / "a.parquet")
     counters: Counter[str] = Counter()
     rows = [row["text"] for row in places.iter_rows([tmp_path / "a.parquet"], counters=counters)]
-    assert rows == ["caf\ufffd", "ok", None] and counters == {"undecodable_utf8": 1}
+    assert rows == ["caf\ufffd", "ok", None] and counters == {"repaired_utf8": 1}
 
 
 def test_parquet_text_that_is_not_utf8_is_replaced_in_every_kind_of_column(tmp_path: Path) -> None:
@@ -201,16 +203,16 @@ def test_text_lines_keep_their_ends(tmp_path: Path) -> None:
 
 def test_bytes_that_are_not_utf8_are_replaced_and_counted_once_a_document(tmp_path: Path) -> None:
     counters: Counter[str] = Counter()
-    path = write(tmp_path / "a.md", b"\xef\xbb\xbfcaf\xe9 \xff\r\n")
-    assert places.read_text(path, counters=counters) == "\ufeffcaf\ufffd \ufffd\r\n"
-    assert counters == {"undecodable_utf8": 1}
+    path = write(tmp_path / "a.md", b"caf\xe9 \xff\r\n")
+    assert places.read_text(path, counters=counters) == "caf\ufffd \ufffd\r\n"
+    assert counters == {"repaired_utf8": 1}
 
 
 def test_half_a_surrogate_pair_in_json_is_replaced_and_counted(tmp_path: Path) -> None:
     counters: Counter[str] = Counter()
     path = write(tmp_path / "a.jsonl", b'{"a": "x\\ud83d", "b": "\\ud83d\\ude42", "c": "\\ud55c"}\n')
     assert list(places.iter_rows([path], counters=counters)) == [{"a": "x\ufffd", "b": "\U0001f642", "c": "\ud55c"}]
-    assert counters == {"undecodable_utf8": 1}
+    assert counters == {"repaired_utf8": 1}
 
 
 @pytest.mark.parametrize("line", [b"[1]", b"{'a': 1}", b'"text"', b'{"a": 1} {"b": 2}'])

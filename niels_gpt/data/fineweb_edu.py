@@ -9,7 +9,9 @@ from itertools import islice
 from typing import Any
 
 from niels_gpt.data import hub, places
+from niels_gpt.data.text_files import MAX_DOCUMENT_BYTES, MISSING_FIELD
 from niels_gpt.data.types import PretrainSample
+from niels_gpt.data.upstream_rows import NumberedRows, UpstreamRows
 
 SOURCE = "fineweb_edu"
 DATASET_ID = "HuggingFaceFW/fineweb-edu"
@@ -30,16 +32,22 @@ def iter_fineweb_edu(
     dataset_id: str = DATASET_ID,
     revision: str | None = None,
     counters: Counter[str] | None = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    follow_links: bool = False,
 ) -> Iterator[PretrainSample]:
     """Stream FineWeb-Edu documents (PR-02), empty ones included.
 
     `shuffle` is the hub library's own, seeded (D8). From a mirror or the sample rows come in file order, not shuffled:
     the cache builder's torch buffer shuffles there. A mirror's folder `<name>/` or `data/<name>/` is read alone.
+    A row that cannot be read counts as "unreadable_row", one without a text as "missing_field", and one of more than
+    `max_document_bytes` as "too_large"; a source of which none is left is a ValueError.
+    follow_links: below the mirror's folder; else they count as "links_not_followed".
     """
     places.check_take(take)
     root = places.mirror_root(source_root)
+    rows = UpstreamRows(SOURCE, counters, max_document_bytes)
     if root is None:
-        rows = hub.rows(
+        found = hub.rows(
             dataset_id,
             config=name,
             split=split,
@@ -48,16 +56,31 @@ def iter_fineweb_edu(
             shuffle_seed=seed if shuffle else None,
             shuffle_buffer=shuffle_buffer_size,
         )
+        numbered = rows.of_hub(found, dataset_id)
     else:
-        files = places.split_files(root, dataset_id, split=split, folders=(name, f"data/{name}"))
-        rows = places.iter_rows(files, counters=counters)
-    return islice(samples_of_rows(rows, source=SOURCE), take)
+        folders = (name, f"data/{name}")
+        files = places.split_files(
+            root, dataset_id, split=split, folders=folders, follow_links=follow_links, counters=rows.counters
+        )
+        numbered = rows.of_files(files)
+    return islice(samples_of_rows(numbered, rows, source=SOURCE), take)
 
 
-def samples_of_rows(rows: Iterator[dict[str, Any]], *, source: str) -> Iterator[PretrainSample]:
-    """Turn rows into samples, each with its small scalar fields and its "index" as meta."""
-    for index, row in enumerate(rows):
-        yield PretrainSample(text=_select_text_field(row), source=source, meta={**_small_fields(row), "index": index})
+def samples_of_rows(numbered: NumberedRows, rows: UpstreamRows, *, source: str) -> Iterator[PretrainSample]:
+    """Turn rows into samples, each with its small scalar fields and its "index" as meta.
+
+    A row without a text counts as "missing_field". Raises: ValueError at the end where no row has one.
+    """
+    kept = 0
+    for index, where, row in numbered:
+        try:
+            text = _select_text_field(row)
+        except ValueError as error:
+            rows.drop(MISSING_FIELD, f"{where}: {error}")
+            continue
+        kept += 1
+        yield PretrainSample(text=text, source=source, meta={**_small_fields(row), "index": index})
+    rows.check_any(kept)
 
 
 def _select_text_field(sample: Mapping[str, Any]) -> str:

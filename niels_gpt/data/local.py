@@ -1,7 +1,8 @@
 """Anyone's own text and chats: a file, a folder or a glob becomes a stream of samples.
 
-A .txt or .md file is one document; in .jsonl, .json (both also with .gz) and .parquet files a row is a text or a chat.
-A row that gives no sample is counted: as unreadable_row, missing_field, malformed or unknown_role.
+A .txt, .md, .rst or .html file is one document, as it is; in .jsonl, .json and .parquet files a row is a text or a
+chat. All but .parquet may be compressed, with .gz after the suffix. What gives no sample is counted: as too_large,
+unreadable_row, missing_field, malformed or unknown_role.
 """
 
 from __future__ import annotations
@@ -20,16 +21,15 @@ from niels_gpt.chat_template import count_role
 from niels_gpt.data import chat_rows, places
 from niels_gpt.data.fineweb_edu import TEXT_FIELDS
 from niels_gpt.data.parquet_stream import field_names
+from niels_gpt.data.text_files import MAX_DOCUMENT_BYTES, TOO_LARGE, Problem, TooLarge, read_text
 from niels_gpt.data.types import ChatSample, PretrainSample
 
 logger = logging.getLogger(__name__)
 
-DOCUMENT_SUFFIXES = (".txt", ".md")
+_PLAIN_SUFFIXES = (".txt", ".md", ".rst", ".html", ".htm")
+DOCUMENT_SUFFIXES = (*_PLAIN_SUFFIXES, *(f"{suffix}.gz" for suffix in _PLAIN_SUFFIXES))
 CHAT_SUFFIXES = (".json", *places.TABLE_SUFFIXES)
 TEXT_SUFFIXES = (*DOCUMENT_SUFFIXES, *CHAT_SUFFIXES)
-UNREADABLE_ROW = "unreadable_row"
-DOCUMENT_BYTES = 1 << 26
-"""Of a .txt or .md file, at most: 132 MB of text took 4.7 GB to encode."""
 _MOST_NAMES = 20  # in a message
 
 
@@ -43,21 +43,33 @@ class LocalFiles:
     """Absolute, each once, in order of the bytes of their names."""
     other_files: int
     """How many more match and are not read: pictures among notes, pipes, links to nothing."""
+    other_kinds: tuple[tuple[str, int], ...] = ()
+    """The suffixes of those, each with their number, the most frequent first."""
+    links: tuple[Path, ...] = ()
+    """The links that match, or are in the way to files that may, and are not followed."""
 
     def name_of(self, path: Path) -> str:
         """Return a file's name, with / between folders; U+FFFD stands for bytes of it that are not utf-8."""
         return os.fsencode(path.relative_to(self.root).as_posix()).decode("utf-8", "replace")
 
 
-def find(pattern: str, *, base: Path | None = None, suffixes: Sequence[str] = TEXT_SUFFIXES) -> LocalFiles:
+def find(
+    pattern: str,
+    *,
+    base: Path | None = None,
+    suffixes: Sequence[str] = TEXT_SUFFIXES,
+    follow_links: bool = False,
+) -> LocalFiles:
     """Find the files of a source.
 
     pattern: a file; a folder, for all that is below it, as `FOLDER/**` is; or a glob, in which `**` stands for any
         folders, and which matches files, not folders. `~` is the home folder. Hidden files and folders (`.git`,
-        `.obsidian`) are left out, unless the pattern names them. Links are followed, and each file comes once, by the
-        name with the fewest links, then the fewest parts, then the first by its bytes.
+        `.obsidian`) are left out, unless the pattern names them.
     base: what a relative pattern is relative to; None: the current folder.
     suffixes: of the kinds that are read, in upper or lower case; CHAT_SUFFIXES for chats.
+    follow_links: follow those below the folder, or below the part of a glob before its first wildcard, too; what the
+        pattern itself names may always be a link. Each file comes once then, by the name with the fewest links, then
+        the fewest parts, then the first by its bytes.
     Returns: `root` is the folder, the file's folder, or the part of the glob before its first wildcard, so that a new
         file leaves the names of the others as they are.
     Raises: FileNotFoundError if nothing matches, or nothing that can be read.
@@ -71,17 +83,35 @@ def find(pattern: str, *, base: Path | None = None, suffixes: Sequence[str] = TE
         root, wild = literal.parent, (glob.escape(literal.name),)
     else:
         root, wild = _split(start, rest)
-    matches = _matches(root, wild)
-    readable = _once_each(path for path in matches if _has_suffix(path, suffixes) and os.path.isfile(path))
+    links: list[Path] = []
+    matches = _matches(root, wild, follow_links, links)
+    if not follow_links and (literal.is_dir() or not os.path.lexists(literal)):  # a file that is named may be a link
+        matches = _without_links(matches, root, suffixes, links)
+    readable = places.once_each(path for path in matches if _has_suffix(path, suffixes) and os.path.isfile(path))
     if not readable:
-        raise FileNotFoundError(_nothing_found(pattern, literal, matches, suffixes))
+        raise FileNotFoundError(_nothing_found(pattern, literal, matches, suffixes, links))
     files, root = in_order(readable.values(), root)
-    return LocalFiles(root, tuple(files), len({os.path.realpath(path) for path in matches} - readable.keys()))
+    other = {os.path.realpath(path): path for path in sorted(matches)}
+    kinds = Counter(_kind_of(path) for real, path in other.items() if real not in readable)
+    return LocalFiles(root, tuple(files), kinds.total(), tuple(kinds.most_common()), tuple(sorted(set(links))))
+
+
+def _without_links(matches: Iterable[Path], root: Path, suffixes: Sequence[str], links: list[Path]) -> list[Path]:
+    """Return what is reached without a link below `root`; `links` receives the others' first ones."""
+    kept = []
+    for path in matches:
+        link = places.first_link(root, path)
+        if link is None or (link == path and not _has_suffix(path, suffixes)):  # such as one to a picture
+            kept.append(path)
+        else:
+            links.append(link)
+    return kept
 
 
 def expand(pattern: str) -> list[Path]:
-    """Return the files that a glob matches, `**` included, as absolute paths; each once, as `find` has them."""
-    return list(_once_each(filter(os.path.isfile, _matches(*_split(Path.cwd(), os.path.expanduser(pattern))))).values())
+    """Return the files that a glob matches, `**` included, as absolute paths; each once, links followed."""
+    matches = _matches(*_split(Path.cwd(), os.path.expanduser(pattern)), follow_links=True, links=[])
+    return list(places.once_each(filter(os.path.isfile, matches)).values())
 
 
 def _split(start: Path, pattern: str) -> tuple[Path, tuple[str, ...]]:
@@ -91,38 +121,33 @@ def _split(start: Path, pattern: str) -> tuple[Path, tuple[str, ...]]:
     return Path(os.path.abspath(start.joinpath(*fixed))), parts[len(fixed) :]
 
 
-def _matches(root: Path, wild: Sequence[str]) -> list[Path]:
-    matches = {Path(os.path.abspath(path)) for path in _paths(root, wild)}
+def _matches(root: Path, wild: Sequence[str], follow_links: bool, links: list[Path]) -> list[Path]:
+    matches = {Path(os.path.abspath(path)) for path in _paths(root, wild, follow_links, links)}
     return [path for path in matches if not os.path.isdir(path)]
 
 
-def _paths(folder: Path, wild: Sequence[str]) -> Iterator[Path]:
+def _paths(folder: Path, wild: Sequence[str], follow_links: bool, links: list[Path]) -> Iterator[Path]:
     # glob's own `**` goes round in links to folders above: 40 times for one of them, without an end for two.
     if "**" in wild:
         at = wild.index("**")
-        for base in _paths(folder, wild[:at]):
-            for below in places.walk_folders(base):
-                yield from _paths(below, wild[at + 1 :] or ("*",))
+        for base in _paths(folder, wild[:at], follow_links, links):
+            for below in places.walk_folders(base, follow_links=follow_links, links=links):
+                yield from _paths(below, wild[at + 1 :] or ("*",), follow_links, links)
     elif wild:
         yield from (folder / name for name in glob.iglob(os.path.join(*wild), root_dir=folder))
     else:
         yield folder
 
 
-def _once_each(paths: Iterable[Path]) -> dict[str, Path]:
-    """Return the best of the names of each file, by what it resolves to."""
-    names: dict[str, list[Path]] = {}
-    for path in paths:
-        names.setdefault(os.path.realpath(path), []).append(path)
-    return {real: found[0] if len(found) == 1 else min(found, key=_detours) for real, found in names.items()}
-
-
-def _detours(path: Path) -> tuple[int, int, bytes]:
-    return sum(map(os.path.islink, (path, *path.parents))), len(path.parts), os.fsencode(path)
-
-
 def _has_suffix(path: Path, suffixes: Sequence[str]) -> bool:
     return path.name.lower().endswith(tuple(suffixes))
+
+
+def _kind_of(path: Path) -> str:
+    return (path.suffix.lower() or "without a suffix") if path.is_file() else _ODD
+
+
+_ODD = "pipes, devices or links to nothing"
 
 
 def in_order(files: Iterable[Path], *folders: Path) -> tuple[list[Path], Path]:
@@ -136,26 +161,31 @@ def in_order(files: Iterable[Path], *folders: Path) -> tuple[list[Path], Path]:
 
 
 def iter_texts(
-    found: LocalFiles, *, source: str, field: str | None = None, counters: Counter[str] | None = None
+    found: LocalFiles,
+    *,
+    source: str,
+    field: str | None = None,
+    counters: Counter[str] | None = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> Iterator[PretrainSample]:
     """Stream documents in order of files and rows, empty ones included.
 
+    A file is rows where its suffix is one of CHAT_SUFFIXES, else one document.
     field: of a row, where its text is; None: the first of text, content, document that is a string. A row without one
         counts as "missing_field".
+    max_document_bytes: of a document or row; a larger one counts as "too_large".
     The samples' meta: "index", its number in the stream from 0; "path", the file's name; and of a row "row", its number
         from 1 (see places.numbered_rows), and "id", where it has one that is a string or an integer, as a string.
-    Raises: ValueError for a file that is damaged, or larger than DOCUMENT_BYTES, when it is reached, and at the end for
-        rows of which none has a text.
+    Raises: ValueError for a file that is damaged, when it is reached, and at the end if there is not one text.
     """
     wanted = TEXT_FIELDS if field is None else (field,)
-    rows = _Rows(found, counters, columns=(*wanted, "id"))
+    rows = _Rows(found, counters, columns=(*wanted, "id"), max_document_bytes=max_document_bytes)
     index = 0
     for path in found.files:
-        if _has_suffix(path, DOCUMENT_SUFFIXES):
-            _check_size(path)
-            text = places.read_text(path, counters=counters)
-            yield PretrainSample(text=text, source=source, meta={"index": index, "path": found.name_of(path)})
-            index += 1
+        if not _has_suffix(path, CHAT_SUFFIXES):
+            for text in rows.document(path):
+                yield PretrainSample(text=text, source=source, meta={"index": index, "path": found.name_of(path)})
+                index += 1
             continue
         for row, where in rows.of(path):
             texts = [row[name] for name in wanted if isinstance(row.get(name), str)]
@@ -170,22 +200,18 @@ def iter_texts(
         raise ValueError(f"{source}: not one text in {rows.summary(expected)}")
 
 
-def _check_size(path: Path) -> None:
-    size = path.stat().st_size
-    if size > DOCUMENT_BYTES:
-        raise ValueError(
-            f"{path}: one document of {size:,} bytes, expected at most {DOCUMENT_BYTES:,}: a document is encoded "
-            "whole, and takes about 36 times its size in memory. Cut it at line ends, as does `split -C 10M "
-            f"--additional-suffix {path.suffix} {path.name} part-`, or make its parts rows of a .jsonl file"
-        )
-
-
-def iter_chats(found: LocalFiles, *, source: str, counters: Counter[str] | None = None) -> Iterator[ChatSample]:
+def iter_chats(
+    found: LocalFiles,
+    *,
+    source: str,
+    counters: Counter[str] | None = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+) -> Iterator[ChatSample]:
     """Stream chats in order of files and rows, those without an assistant's turn included.
 
-    What a row may look like, and why it may be dropped: see chat_rows. meta and Raises: as `iter_texts`.
+    What a row may look like, and why it may be dropped: see chat_rows. The rest: as `iter_texts`.
     """
-    rows = _Rows(found, counters, columns=(*chat_rows.FIELDS, "id"))
+    rows = _Rows(found, counters, columns=(*chat_rows.FIELDS, "id"), max_document_bytes=max_document_bytes)
     index = 0
     for path in found.files:
         for row, where in rows.of(path):
@@ -203,26 +229,49 @@ def iter_chats(found: LocalFiles, *, source: str, counters: Counter[str] | None 
 class _Rows:
     """The rows of a source's files, and what was dropped of them."""
 
-    def __init__(self, found: LocalFiles, counters: Counter[str] | None, *, columns: Collection[str]) -> None:
+    def __init__(
+        self,
+        found: LocalFiles,
+        counters: Counter[str] | None,
+        *,
+        columns: Collection[str],
+        max_document_bytes: int,
+    ) -> None:
         self.dropped: Counter[str] = Counter()
         self._found = found
-        self._counters = counters
+        self._counters = Counter() if counters is None else counters
+        self._limit = max_document_bytes
         self._columns = columns
         self._row: tuple[Path, int, dict[str, Any]]  # the present one
         self._first = ""  # what fields the first row has that could be read
         self._problem = ""  # of the first that could not
         self._told: set[tuple[str, str | None]] = set()
 
+    def document(self, path: Path) -> Iterator[str]:
+        """Yield the text of a file that is one document, or nothing, which is counted."""
+        try:
+            yield read_text(path, counters=self._counters, max_document_bytes=self._limit)
+        except TooLarge as error:
+            self._problem = self._problem or str(error)
+            if self._counted_first(TOO_LARGE, None):
+                _warn(str(error), TOO_LARGE)
+
     def of(self, path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield the rows of a file, each with its place as a sample's meta gives it."""
         name = self._found.name_of(path)
 
-        def pass_over(problem: str) -> None:
+        def pass_over(problem: Problem) -> None:
             self._problem = self._problem or problem
-            if self._counted_first(UNREADABLE_ROW, str(path)):
-                _warn(problem, UNREADABLE_ROW)
+            if self._counted_first(problem.reason, str(path), problem.rows):
+                _warn(problem, problem.reason)
 
-        rows = places.numbered_rows(path, counters=self._counters, columns=self._columns, unreadable=pass_over)
+        rows = places.numbered_rows(
+            path,
+            counters=self._counters,
+            columns=self._columns,
+            unreadable=pass_over,
+            max_document_bytes=self._limit,
+        )
         for number, row in rows:
             self._row = (path, number, row)
             self._first = self._first or f"{path}, row {number}, has {self._fields()}"
@@ -246,9 +295,9 @@ class _Rows:
         count = f"{self.dropped.total()} rows below {self._found.root} ({reasons}); the first: "
         return count + (f"{self._first}. Expected {expected}" if self._first else self._problem)
 
-    def _counted_first(self, reason: str, kind: str | None) -> bool:
-        self.dropped[reason] += 1
-        places.count(self._counters, reason)
+    def _counted_first(self, reason: str, kind: str | None, number: int = 1) -> bool:
+        self.dropped[reason] += number
+        places.count(self._counters, reason, number)
         first = (reason, kind) not in self._told
         self._told.add((reason, kind))
         return first
@@ -264,16 +313,24 @@ def _warn(problem: str, reason: str) -> None:
     logger.warning("%s. Counted as %s; more like it are counted only", problem, reason)
 
 
-def _nothing_found(pattern: str, literal: Path, matches: Sequence[Path], suffixes: Sequence[str]) -> str:
+def _nothing_found(
+    pattern: str, literal: Path, matches: Sequence[Path], suffixes: Sequence[str], links: Sequence[Path]
+) -> str:
+    if links and not matches:
+        return (
+            f"nothing that {pattern!r} matches can be read: found {len(set(links))} symbolic links, such as "
+            f"{min(links)}, which are not followed. If they may be, pass --follow-links"
+        )
     if not matches and not literal.is_dir():
         return (
             f"nothing matches {pattern!r}: no file or folder at {literal}. Expected a file, a folder, or a glob in "
             "quotation marks, such as 'notes/**/*.md': a shell expands an unquoted one"
         )
-    odd = "pipes, devices or links to nothing"
-    kinds = sorted({(path.suffix or path.name) if path.is_file() else odd for path in matches})[:_MOST_NAMES]
+    kinds = sorted({(path.suffix or path.name) if path.is_file() else _ODD for path in matches})[:_MOST_NAMES]
     found = f"{len(matches)} files of other kinds ({', '.join(kinds)})" if matches else f"an empty folder, {literal}"
+    more = "; --as-text .SUFFIX,... reads more kinds as text" if DOCUMENT_SUFFIXES[0] in suffixes else ""
     return (
         f"nothing that {pattern!r} matches can be read: found {found}, expected files that end in one of "
-        f"{' '.join(suffixes)}. Name the right ones; put a glob in quotation marks, as a shell expands an unquoted one"
+        f"{' '.join(suffixes)}{more}. Name the right ones; put a glob in quotation marks, as a shell expands an "
+        "unquoted one"
     )

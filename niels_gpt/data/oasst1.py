@@ -9,7 +9,9 @@ from itertools import chain, islice, pairwise
 from typing import Any
 
 from niels_gpt.data import hub, places
+from niels_gpt.data.text_files import MAX_DOCUMENT_BYTES, MISSING_FIELD
 from niels_gpt.data.types import ChatMessage, ChatSample
+from niels_gpt.data.upstream_rows import NumberedRows, UpstreamRows
 
 SOURCE = "oasst1"
 DATASET_ID = "OpenAssistant/oasst1"
@@ -33,6 +35,8 @@ def iter_oasst1_sft(
     dataset_id: str = DATASET_ID,
     revision: str | None = None,
     counters: Counter[str] | None = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    follow_links: bool = False,
 ) -> Iterator[ChatSample]:
     """Stream chats tree by tree, the threads of a tree one after another (PR-02).
 
@@ -42,7 +46,13 @@ def iter_oasst1_sft(
     places.check_take(take_trees)
     _check_max_messages(max_messages)
     trees = iter_oasst1_trees(
-        split=split, source_root=source_root, dataset_id=dataset_id, revision=revision, counters=counters
+        split=split,
+        source_root=source_root,
+        dataset_id=dataset_id,
+        revision=revision,
+        counters=counters,
+        max_document_bytes=max_document_bytes,
+        follow_links=follow_links,
     )
     chosen = islice(places.shuffled(trees, seed) if shuffle_trees else trees, take_trees)
     return chain.from_iterable(
@@ -58,33 +68,41 @@ def iter_oasst1_trees(
     dataset_id: str = DATASET_ID,
     revision: str | None = None,
     counters: Counter[str] | None = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    follow_links: bool = False,
 ) -> Iterator[list[Record]]:
     """Group messages by tree, in order of each tree's first message; within a tree in file order.
 
     Holds every message in memory. `split` "all" reads every upstream split. A message without a text, a role, an id or
-    a tree counts as "missing_field" and is dropped.
+    a tree counts as "missing_field" and is dropped. What else is counted, and links: as FineWeb-Edu.
     """
     root = places.mirror_root(source_root)
+    rows = UpstreamRows(SOURCE, counters, max_document_bytes)
     if root is None:
         splits = UPSTREAM_SPLITS if split == "all" else (split,)
-        rows: Iterator[Record] = chain.from_iterable(
+        found: Iterator[Record] = chain.from_iterable(
             hub.rows(dataset_id, split=name, streaming=False, revision=revision) for name in splits
         )
+        numbered = rows.of_hub(found, dataset_id)
     else:
         # A copy of the hub's repository has the same messages twice: exports beside the parquet files in data/.
-        paths = places.split_files(root, dataset_id, split=split, folders=("data",))
-        rows = places.iter_rows(paths, counters=counters)
-    return _trees(rows, counters)
+        paths = places.split_files(
+            root, dataset_id, split=split, folders=("data",), follow_links=follow_links, counters=rows.counters
+        )
+        numbered = rows.of_files(paths)
+    return _trees(numbered, rows)
 
 
-def _trees(rows: Iterable[Record], counters: Counter[str] | None) -> Iterator[list[Record]]:
+def _trees(numbered: NumberedRows, rows: UpstreamRows) -> Iterator[list[Record]]:
     trees: dict[str, list[Record]] = {}
-    for row in rows:
+    for _, where, row in numbered:
         tree_id = row.get("message_tree_id")
         if isinstance(tree_id, str) and _is_whole(row):
             trees.setdefault(tree_id, []).append({key: row.get(key) for key in KEPT_FIELDS})
         else:
-            places.count(counters, "missing_field")
+            expected = "texts in the fields message_tree_id, message_id, text and role, and none or one in parent_id"
+            rows.drop(MISSING_FIELD, f"{where}: expected {expected}; its fields are {', '.join(row) or 'none'}")
+    rows.check_any(len(trees))
     yield from trees.values()
 
 
@@ -104,6 +122,8 @@ def _reconstruct_threads(
     english_only: bool = True,
     max_messages: int = 32,
     counters: Counter[str] | None = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    follow_links: bool = False,
 ) -> Iterator[ChatSample]:
     """Give one chat per path from a root to a leaf, siblings in file order (PR-02, D15).
 

@@ -1,26 +1,39 @@
-"""Rows out of a parquet file, batch by batch, nested lists and structs as Python lists and dicts."""
+"""Rows out of a parquet file, batch by batch, nested lists and structs as Python lists and dicts.
+
+A row is at most `max_row_bytes`. What pyarrow allocates is a page, uncompressed, and it cannot pass over one: so a row
+group with a page of more than twice that and a usual page is left out, and all its rows count as too large.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+
+from niels_gpt.data.parquet_pages import Page, pages_of
+from niels_gpt.data.text_files import MAX_DOCUMENT_BYTES, Problem, open_regular
 
 BATCH_BYTES = 1 << 20  # what a batch aims at: a row group of fineweb-edu or of books would be several hundred megabytes
 BATCH_ROWS = 1_000  # at most. Measured on rows of 2 kB: 125 to 1,000 are as fast within 10 %, 32 take 1.3 times as long
 PROBE_ROWS = 16
+USUAL_PAGE_BYTES = 1 << 20  # pyarrow's; a page ends with the row that reaches it
 _CONVERSION_ERRORS = (ArithmeticError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def iter_parquet(
-    path: Path, *, decode: Callable[[bytes], str], columns: Collection[str] | None = None
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows in order.
+    path: Path,
+    *,
+    decode: Callable[[bytes], str],
+    columns: Collection[str] | None = None,
+    max_row_bytes: int = MAX_DOCUMENT_BYTES,
+) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
+    """Yield the rows in order, each with its number from 1; in place of what is too large, with its first, a `Problem`.
 
-    In memory are about BATCH_BYTES of rows, and what pyarrow holds of the row group that they are in: the columns read,
-    as they are in the file, and a page of each. Measured: a file of 1,000 rows of 1 MiB takes 70 MiB.
+    In memory are about BATCH_BYTES of rows, or one row, and of each column read a page, compressed and not.
     decode: makes a text of bytes that a column of texts holds although they are not utf-8.
     columns: the only ones to read, as far as the file has them: an odd one beside them then does no harm.
+    max_row_bytes: of a row's values in the columns read, as arrow holds them.
     Raises: ValueError naming the file if it is not a whole parquet file, and with column and rows where a value has no
         counterpart in Python, such as a date after the year 9999.
     """
@@ -28,25 +41,54 @@ def iter_parquet(
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as table:
+        with open_regular(path) as file, pq.ParquetFile(file, buffer_size=_READ_BYTES) as table:
             names = [name for name in dict.fromkeys(table.schema_arrow.names) if columns is None or name in columns]
             first = 1
-            for batch in _batches(table, names):
-                where = f"{path}, rows {first} to {first + batch.num_rows - 1}"
-                fields = batch.schema.names
-                values = [
-                    _values_of(column, decode, f"{where}, column {name!r}")
-                    for name, column in zip(fields, batch.columns, strict=True)
-                ]
-                rows = zip(*values, strict=True) if values else [()] * batch.num_rows
-                yield from (dict(zip(fields, row, strict=True)) for row in rows)
-                first += batch.num_rows
+            for group in range(table.num_row_groups):
+                group_rows = table.metadata.row_group(group).num_rows
+                chunks = _chunks(table, group, names, file.fileno())
+                largest = max((page.num_bytes for chunk in chunks for page in chunk.pages), default=0)
+                if largest > 2 * max_row_bytes + USUAL_PAGE_BYTES:
+                    where = f"{path}, rows {first} to {first + group_rows - 1}"
+                    found = f"a page of {largest:,} bytes among these rows, which can only be read together"
+                    yield first, Problem.too_large(where, max_row_bytes, rows=group_rows, found=found)
+                    first += group_rows
+                    continue
+                rows = _batch_rows(table, group, names, chunks, max_row_bytes)
+                for batch in table.iter_batches(batch_size=rows, row_groups=[group], columns=names):
+                    for part in _parts(batch, max_row_bytes):
+                        yield from _rows_of(part, names, decode, path, first, max_row_bytes)
+                        first += part.num_rows
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the system's: no such file, no right to read it; a page that does not decompress has no number
         if isinstance(error, pa.ArrowNotImplementedError):
             raise ValueError(f"{path}: holds what pyarrow cannot read ({error}); write it in another form") from error
         raise ValueError(f"{path}: not a whole parquet file ({error}); fetch it again") from error
+
+
+def _parts(batch: Any, max_row_bytes: int) -> Iterator[Any]:
+    """Yield a batch as it is, or, where a row of it may be too large, row by row."""
+    if batch.nbytes <= max_row_bytes or batch.num_rows == 1:
+        yield batch
+    else:
+        yield from (batch.slice(row, 1) for row in range(batch.num_rows))
+
+
+def _rows_of(
+    batch: Any, names: list[str], decode: Callable[[bytes], str], path: Path, first: int, max_row_bytes: int
+) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
+    if batch.num_rows == 1 and batch.nbytes > max_row_bytes:
+        yield first, Problem.too_large(f"{path}, row {first}", max_row_bytes)
+        return
+    where = f"{path}, rows {first} to {first + batch.num_rows - 1}"
+    fields = batch.schema.names
+    values = [
+        _values_of(column, decode, f"{where}, column {name!r}")
+        for name, column in zip(fields, batch.columns, strict=True)
+    ]
+    rows = zip(*values, strict=True) if values else [()] * batch.num_rows
+    yield from ((first + index, dict(zip(fields, row, strict=True))) for index, row in enumerate(rows))
 
 
 def field_names(path: Path) -> list[str]:
@@ -56,24 +98,75 @@ def field_names(path: Path) -> list[str]:
     return list(pq.read_schema(path).names)
 
 
-def _batches(table: Any, names: list[str]) -> Iterator[Any]:
-    for group in range(table.num_row_groups):
-        rows = _batch_rows(table, group, names)
-        yield from table.iter_batches(batch_size=rows, row_groups=[group], columns=names)
+@dataclass(frozen=True)
+class _Chunk:
+    """A column of a row group."""
+
+    num_bytes: int
+    """Uncompressed."""
+    pages: list[Page]
+    is_plain: bool
+    """Whether every value is written out, so that the values of a page are together no larger than the page."""
+    is_flat: bool
+    """Whether a row has one value, so that the pages' values are rows."""
 
 
-def _batch_rows(table: Any, group: int, names: list[str]) -> int:
-    """Return how many rows of a row group make about BATCH_BYTES."""
-    about = table.metadata.row_group(group)
-    chunks = [about.column(number) for number in range(about.num_columns)]
-    parts = [chunk for chunk in chunks if any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in names)]
-    bytes_per_row = sum(part.total_uncompressed_size for part in parts) / max(about.num_rows, 1)
-    if any(part.has_dictionary_page for part in parts) and about.num_rows > PROBE_ROWS * 2:
+def _chunks(table: Any, group: int, names: list[str], handle: int) -> list[_Chunk]:
+    about, found = table.metadata.row_group(group), []
+    for number in range(about.num_columns):
+        chunk = about.column(number)
+        if not any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in names):
+            continue
+        size = int(chunk.total_uncompressed_size)
+        start = min((place for place in (chunk.dictionary_page_offset, chunk.data_page_offset) if place), default=0)
+        try:
+            pages = list(pages_of(handle, start, start + chunk.total_compressed_size))
+        except ValueError:  # damaged, which pyarrow says better, or odd: then the footer is all there is
+            pages = [Page(int(chunk.num_values), size, False)]
+        is_plain = not chunk.has_dictionary_page and set(chunk.encodings) <= _PLAIN
+        is_flat = table.schema.column(number).max_repetition_level == 0
+        found.append(_Chunk(size, pages, is_plain, is_flat))
+    return found
+
+
+_PLAIN = {"PLAIN", "RLE", "BIT_PACKED", "DELTA_LENGTH_BYTE_ARRAY", "BYTE_STREAM_SPLIT", "DELTA_BINARY_PACKED"}
+_READ_BYTES = 1 << 18  # of a column chunk at once; without it pyarrow reads the whole of it
+
+
+def _batch_rows(table: Any, group: int, names: list[str], chunks: list[_Chunk], max_row_bytes: int) -> int:
+    """Return how many rows of a row group make about BATCH_BYTES, and nowhere in it far more than a row may have."""
+    num_rows = max(table.metadata.row_group(group).num_rows, 1)
+    bytes_per_row = sum(chunk.num_bytes for chunk in chunks) / num_rows
+    most = min([_most_rows(chunk, max_row_bytes) for chunk in chunks], default=BATCH_ROWS)
+    if not all(chunk.is_plain for chunk in chunks) and num_rows > PROBE_ROWS * 2:
         # Dictionary-coded, a text that 1,000 rows repeat is written, and counted, once.
-        rows = max(1, min(PROBE_ROWS, int(BATCH_BYTES / max(bytes_per_row, 1))))
+        rows = max(1, min(most, PROBE_ROWS, int(BATCH_BYTES / max(bytes_per_row, 1))))
         probe = next(table.iter_batches(batch_size=rows, row_groups=[group], columns=names))
         bytes_per_row = max(bytes_per_row, probe.nbytes / probe.num_rows)
-    return max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(bytes_per_row, 1))))
+    return max(1, min(most, int(BATCH_BYTES / max(bytes_per_row, 1))))
+
+
+def _most_rows(chunk: _Chunk, max_row_bytes: int) -> int:
+    """Return how many rows one after another have at most about max_row_bytes in a column, wherever they are."""
+    largest = max((page.num_bytes for page in chunk.pages), default=0)
+    if not (chunk.is_plain and chunk.is_flat):  # any value may be as large as a page
+        return max(1, min(BATCH_ROWS, max_row_bytes // max(largest, 1)))
+    rows = BATCH_ROWS
+    while rows > 1 and _largest_run(chunk.pages, rows) > max(max_row_bytes, largest):
+        rows //= 2
+    return rows
+
+
+def _largest_run(pages: list[Page], rows: int) -> int:
+    """Return the bytes of the pages that `rows` rows one after another can lie in, at most."""
+    found = held = values = first = 0
+    for last, page in enumerate(pages):
+        held, values = held + page.num_bytes, values + page.num_values
+        # A run may begin with the last row of its first page, and end with the first of its last one.
+        while first < last and values - pages[first].num_values - page.num_values + 2 > rows:
+            held, values, first = held - pages[first].num_bytes, values - pages[first].num_values, first + 1
+        found = max(found, held)
+    return found
 
 
 def _values_of(column: Any, decode: Callable[[bytes], str], where: str) -> list[Any]:

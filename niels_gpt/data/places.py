@@ -6,23 +6,35 @@ mirror too. Loaders count whatever they drop or repair in an optional `collectio
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import heapq
 import json
 import logging
 import os
 import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from niels_gpt.data import json_stream
 from niels_gpt.data.parquet_stream import iter_parquet
+from niels_gpt.data.text_files import (
+    LINKS,
+    MAX_DOCUMENT_BYTES,
+    REPAIRED,
+    Problem,
+    count,
+    decode,
+    lines_of,
+    note,
+    opened_text,
+    read_text,
+)
 from niels_gpt.fileio import sha256_file
+
+__all__ = ["count", "decode", "note", "read_text"]  # and all that is defined here
 
 logger = logging.getLogger(__name__)
 
@@ -50,29 +62,43 @@ def mirror_root(source_root: str | os.PathLike[str]) -> Path | None:
     return root
 
 
-def walk_files(folder: Path, *, suffixes: Sequence[str]) -> list[Path]:
+def walk_files(
+    folder: Path, *, suffixes: Sequence[str], follow_links: bool = False, links: list[Path] | None = None
+) -> list[Path]:
     """List files below `folder` by suffix in order of relative path, by its bytes, whatever the locale.
 
-    Hidden files and folders (`.git`, `.obsidian`) are left out; links to folders are not followed. A folder that may
-    not be read, a pipe, and a link to nothing are passed over with a warning in the log.
+    Hidden files and folders (`.git`, `.obsidian`) are left out. A folder that may not be read, a pipe, and a link to
+    nothing are passed over with a warning in the log.
+    follow_links: below `folder`, which may itself be one. Each file comes once then, by the name of the fewest links.
+    links: receives the links to folders, and those with such a suffix, that are not followed.
     """
     found: list[Path] = []
-    for where, folders, names in os.walk(folder, onerror=_warn_of):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(where, n) for n in names if not n.startswith(".") and n.endswith(tuple(suffixes))]
-    return sorted(filter(_is_regular, found), key=lambda path: os.fsencode(path.relative_to(folder)))
+    for where in walk_folders(folder, follow_links=follow_links, links=links):
+        for name in _names_in(where):
+            path = where / name
+            if name.startswith(".") or not name.endswith(tuple(suffixes)) or path.is_dir():
+                continue
+            if path.is_symlink() and not follow_links:
+                if links is not None:
+                    links.append(path)
+            elif _is_regular(path):
+                found.append(path)
+    once = once_each(found).values() if follow_links else found
+    return sorted(once, key=lambda path: os.fsencode(path.relative_to(folder)))
 
 
-def walk_folders(folder: Path) -> Iterator[Path]:
-    """Yield `folder` and those below it but hidden ones; links are followed, and each real folder comes once.
+def walk_folders(folder: Path, *, follow_links: bool = False, links: list[Path] | None = None) -> Iterator[Path]:
+    """Yield `folder`, which may be a link, and the folders below it but hidden ones.
 
-    Its path is that of the fewest links, then of the fewest parts, then the first by its bytes.
+    follow_links: below `folder` too. Each real folder comes once then, by the path of the fewest links, then of the
+        fewest parts, then the first by its bytes.
+    links: receives the links to folders that are not followed.
     """
     root = Path(os.path.realpath(folder))
     seen: set[Path] = set()
     waiting = [(0, 0, b"", folder)]
     while waiting:
-        links, depth, _, where = heapq.heappop(waiting)
+        steps, depth, _, where = heapq.heappop(waiting)
         real = Path(os.path.realpath(where))
         # A link to what is hidden leads nowhere: a cache beside notes is one, and changes with every build.
         hidden = real.is_relative_to(root) and any(part.startswith(".") for part in real.relative_to(root).parts)
@@ -83,11 +109,49 @@ def walk_folders(folder: Path) -> Iterator[Path]:
         try:
             with os.scandir(where) as entries:
                 for entry in entries:
-                    if not entry.name.startswith(".") and os.path.isdir(entry):
-                        key = (links + entry.is_symlink(), depth + 1, os.fsencode(entry.path) + b"/")
+                    if entry.name.startswith(".") or not os.path.isdir(entry):
+                        continue
+                    if follow_links or not entry.is_symlink():
+                        key = (steps + entry.is_symlink(), depth + 1, os.fsencode(entry.path) + b"/")
                         heapq.heappush(waiting, (*key, Path(entry.path)))
+                    elif links is not None:
+                        links.append(Path(entry.path))
         except OSError as error:
             _warn_of(error)
+
+
+def once_each(paths: Iterable[Path]) -> dict[str, Path]:
+    """Return the best of the names of each file, by what it resolves to: that of the fewest links, as walk_folders."""
+    names: dict[str, list[Path]] = {}
+    for path in paths:
+        names.setdefault(os.path.realpath(path), []).append(path)
+    return {real: found[0] if len(found) == 1 else min(found, key=_detours) for real, found in names.items()}
+
+
+def _detours(path: Path) -> tuple[int, int, bytes]:
+    return sum(map(os.path.islink, (path, *path.parents))), len(path.parts), os.fsencode(path)
+
+
+def first_link(root: Path, path: Path) -> Path | None:
+    """Return the first link on the way from `root` down to `path`, which may be one itself; None: there is none."""
+    for parent in (*reversed(path.relative_to(root).parents), path.relative_to(root)):
+        if (found := root / parent) != root and found.is_symlink():
+            return found
+    return None
+
+
+def note_links(counters: Counter[str] | None, links: Sequence[Path]) -> None:
+    """Count links that are not followed, once however often they are met, and log the first."""
+    if counters is not None and links and not counters[LINKS]:
+        problem = f"{min(links)}: a symbolic link, which is not followed; --follow-links reads what it stands for"
+        note(counters, LINKS, problem, len(set(links)))
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:  # walk_folders has said so
+        return []
 
 
 def _is_regular(path: Path) -> bool:
@@ -102,17 +166,31 @@ def _warn_of(error: OSError) -> None:
         logger.warning("%s: cannot be read, passed over: %s", error.filename, error.strerror)
 
 
-def source_files(root: Path, dataset_id: str, *, suffixes: Sequence[str] | None = None) -> list[Path]:
-    """List a source's files in a mirror, in order of relative path; FileNotFoundError if there are none."""
+def source_files(
+    root: Path,
+    dataset_id: str,
+    *,
+    suffixes: Sequence[str] | None = None,
+    follow_links: bool = False,
+    counters: Counter[str] | None = None,
+) -> list[Path]:
+    """List a source's files in a mirror, in order of relative path; FileNotFoundError if there are none.
+
+    follow_links: below `root`, which may itself be a link; else links are counted and the first is logged.
+    """
     folder = root / dataset_id
     wanted = tuple(suffixes or KNOWN_SUFFIXES)
-    files = walk_files(folder, suffixes=wanted)
+    links = [link] if not follow_links and (link := first_link(root, folder)) else []
+    files = [] if links else walk_files(folder, suffixes=wanted, follow_links=follow_links, links=links)
     if not files:
         state = "it has no such file" if folder.is_dir() else "there is no such folder"
+        if links:
+            state = f"{links[0]} is a symbolic link, which is not followed: pass --follow-links if it may be"
         raise FileNotFoundError(
             f"expected {' '.join(wanted)} files in {folder}, but {state}; "
             "put them there, or use --source-root hub or --source-root sample"
         )
+    note_links(counters, links)
     return files
 
 
@@ -129,15 +207,18 @@ def split_files(
     split: str,
     suffixes: Sequence[str] = TABLE_SUFFIXES,
     folders: Sequence[str] = (),
+    follow_links: bool = False,
+    counters: Counter[str] | None = None,
 ) -> list[Path]:
-    """List the files of one split, or with "all" of every split: train, validation, test.
+    """List the files of one split, or with "all" of every split: train, validation, test; links as `source_files`.
 
     The first of `folders` that exists inside the dataset's folder is read alone: a copy of a hub repository holds one
     folder per config, or other forms of the same rows beside it.
     """
     check_split(split, allow_all=True)
     inner = next((name for name in folders if (root / dataset_id / name).is_dir()), None)
-    files = source_files(root, dataset_id if inner is None else f"{dataset_id}/{inner}", suffixes=suffixes)
+    folder = dataset_id if inner is None else f"{dataset_id}/{inner}"
+    files = source_files(root, folder, suffixes=suffixes, follow_links=follow_links, counters=counters)
     if split == "all":
         return sorted(files, key=lambda path: SPLITS.index(split_of(path)))  # stable: path order within a split
     chosen = [path for path in files if split_of(path) == split]
@@ -160,12 +241,6 @@ def check_take(take: int | None) -> None:
         raise ValueError(f"cannot take {take} samples; expected None or a number of at least 0")
 
 
-def count(counters: Counter[str] | None, reason: str, number: int = 1) -> None:
-    """Add to a counter if the caller passed one; a reason that never happened gets no entry."""
-    if counters is not None and number:
-        counters[reason] += number
-
-
 def shuffled(items: Iterable[T], seed: int) -> Iterator[T]:
     """Yield all items in an order of torch.randperm; holds them in memory."""
     import torch
@@ -175,24 +250,11 @@ def shuffled(items: Iterable[T], seed: int) -> Iterator[T]:
         yield held[index]
 
 
-def decode(data: bytes, *, counters: Counter[str] | None = None) -> str:
-    """Decode UTF-8, putting U+FFFD in place of what is not; counts "undecodable_utf8" once per document."""
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        count(counters, "undecodable_utf8")
-        return data.decode("utf-8", errors="replace")
-
-
-def read_text(path: str | os.PathLike[str], *, counters: Counter[str] | None = None) -> str:
-    """Read a whole file with its newlines and byte order mark as they are; see `decode` for bad bytes."""
-    return decode(Path(path).read_bytes(), counters=counters)
-
-
 def iter_rows(paths: Iterable[Path], *, counters: Counter[str] | None = None) -> Iterator[dict[str, Any]]:
     """Stream rows in file order; a .txt file gives one {"text": line} per line, newline kept.
 
-    Raises ValueError naming the file, and for JSON the line or item, where something is no JSON object or is damaged.
+    Raises ValueError naming the file, and for JSON the line or item, where something is no JSON object, is larger than
+    MAX_DOCUMENT_BYTES, or is damaged.
     """
     for path in paths:
         yield from (row for _, row in numbered_rows(path, counters=counters))
@@ -203,87 +265,111 @@ def numbered_rows(
     *,
     counters: Counter[str] | None = None,
     columns: Collection[str] | None = None,
-    unreadable: Callable[[str], None] | None = None,
+    unreadable: Callable[[Problem], None] | None = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Stream a file's rows, each with its number from 1: that of the line, of the array's item, or of the parquet row.
 
     columns: the only ones to read of a parquet file, as far as it has them; None: all.
-    unreadable: is told what is wrong with a line or item that is no JSON object, which is then passed over.
+    unreadable: receives what is wrong with a row that is no JSON object or too large, which is then passed over. Of a
+        parquet file it may be several rows at once, which can only be read together: see parquet_stream.
+    max_document_bytes: of a line or item, its end included, or of a parquet row's values; a larger one is never held.
     Raises: ValueError naming the file if it is damaged as a whole, or is an array that breaks off; and without
-        `unreadable` for a line or item that is no JSON object.
+        `unreadable` for a row that would be passed over.
     """
     name = path.name.lower()
+    rows: Iterator[tuple[int, dict[str, Any] | Problem]]
     if name.endswith(".parquet"):
-        yield from enumerate(iter_parquet(path, decode=partial(decode, counters=counters), columns=columns), 1)
+        decoded = partial(decode, counters=counters, where=os.fspath(path))
+        rows = iter_parquet(path, decode=decoded, columns=columns, max_row_bytes=max_document_bytes)
     elif name.endswith(".txt"):
-        with path.open("rb") as lines:
-            yield from ((number, {"text": decode(line, counters=counters)}) for number, line in enumerate(lines, 1))
+        rows = _text_lines(path, counters, max_document_bytes)
     elif name.endswith((".jsonl", ".jsonl.gz", ".json", ".json.gz")):
-        for number, row in _json_rows(path, counters):
-            if isinstance(row, dict):
-                yield number, row
-            elif unreadable is None:
-                raise ValueError(row)
-            else:
-                unreadable(row)
+        rows = _json_rows(path, counters, max_document_bytes)
     else:
         raise ValueError(f"{path}: rows come from {' '.join(TABLE_SUFFIXES)} .json .txt, not from this kind of file")
-
-
-def _json_rows(path: Path, counters: Counter[str] | None) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    # A row, or what is wrong with it.
-    try:
-        name = path.name.lower()
-        with cast(BinaryIO, gzip.open(path, "rb") if name.endswith(".gz") else path.open("rb")) as file:
-            is_jsonl = name.endswith((".jsonl", ".jsonl.gz"))
-            by_line = is_jsonl or not json_stream.spans_lines(file)
-            file.seek(0)
-            if not by_line:
-                for number, value, text in json_stream.iter_values(file, str(path)):
-                    yield number, _json_item(value, text, f"{path}, item {number}", counters)
-                return
-            for number, line in enumerate(file, 1):
-                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if line.strip():
-                    row = _json_object(line, f"{path}, line {number}", counters)
-                    yield number, row if isinstance(row, dict) else row + _remedy(line, is_jsonl and number == 1)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: damaged gzip file ({error}); fetch it again") from error
-
-
-def _json_object(line: bytes, where: str, counters: Counter[str] | None) -> dict[str, Any] | str:
-    try:
-        row = json.loads(decode(line, counters=counters))
+    for number, row in rows:
         if isinstance(row, dict):
-            return _without_surrogates(row, counters) if b"\\ud" in line or b"\\uD" in line else row
+            yield number, row
+        elif unreadable is None:
+            raise ValueError(row)
+        else:
+            unreadable(row)
+
+
+def _text_lines(
+    path: Path, counters: Counter[str] | None, limit: int
+) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
+    with opened_text(path, counters=counters) as file:
+        for number, line in lines_of(file, limit):
+            where = f"{path}, line {number}"
+            if line is None:
+                yield number, Problem.too_large(where, limit)
+            else:
+                yield number, {"text": decode(line, counters=counters, where=where)}
+
+
+def _json_rows(path: Path, counters: Counter[str] | None, limit: int) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
+    name = path.name.lower()
+    is_jsonl = name.endswith((".jsonl", ".jsonl.gz"))
+    by_line = is_jsonl
+    if not is_jsonl:
+        with opened_text(path) as file:
+            by_line = not json_stream.spans_lines(file, limit)
+    with opened_text(path, counters=counters) as file:
+        if not by_line:
+            for number, value, text in json_stream.iter_values(file, str(path), limit):
+                where = f"{path}, item {number}"
+                yield number, value if isinstance(value, Problem) else _json_item(value, text, where, counters)
+            return
+        for number, line in lines_of(file, limit):
+            where = f"{path}, line {number}"
+            if line is None:
+                yield number, Problem.too_large(where, limit)
+            elif line.strip():
+                row = _json_object(line, where, counters)
+                if isinstance(row, Problem):
+                    row = Problem(row + _remedy(line, is_jsonl and number == 1))
+                yield number, row
+
+
+def _json_object(line: bytes, where: str, counters: Counter[str] | None) -> dict[str, Any] | Problem:
+    try:
+        row = json.loads(decode(line, counters=counters, where=where))
+        if isinstance(row, dict):
+            return _without_surrogates(row, counters, where) if b"\\ud" in line or b"\\uD" in line else row
         reason = ""
     except (ValueError, RecursionError) as error:  # of RecursionError: [[[[...
         reason = f" ({error})"
-    return f"{where}: expected a JSON object{reason}, found {line[:60]!r}"
+    return Problem(f"{where}: expected a JSON object{reason}, found {line[:60]!r}")
 
 
 def _remedy(line: bytes, may_open_array: bool) -> str:
     if b"\0" in line:
-        return ". NUL bytes are a sign of UTF-16: save the file as UTF-8"
+        return ". NUL bytes are a sign of UTF-16 without a byte-order mark: save the file as UTF-8"
     if may_open_array and (line.strip() == b"[" or (line.lstrip().startswith(b"[") and b"{" in line)):
         return ". An array of rows is read from .json and .json.gz: rename the file"
     return ""
 
 
-def _json_item(value: Any, text: str, where: str, counters: Counter[str] | None) -> dict[str, Any] | str:
+def _json_item(value: Any, text: str, where: str, counters: Counter[str] | None) -> dict[str, Any] | Problem:
     try:
         text.encode()
     except UnicodeEncodeError:  # it has bytes that are not utf-8
         return _json_object(text.encode("utf-8", "surrogateescape"), where, counters)
     if not isinstance(value, dict):
-        return f"{where}: expected a JSON object, found {text[:60]!r}"
-    return _without_surrogates(value, counters) if "\\ud" in text or "\\uD" in text else value
+        return Problem(f"{where}: expected a JSON object, found {text[:60]!r}")
+    try:
+        return _without_surrogates(value, counters, where) if "\\ud" in text or "\\uD" in text else value
+    except RecursionError:  # the decoder goes deeper than Python's own functions
+        return Problem(f"{where}: expected a JSON object, found one that is nested too deeply, {text[:60]!r}")
 
 
-def _without_surrogates(row: dict[str, Any], counters: Counter[str] | None) -> dict[str, Any]:
+def _without_surrogates(row: dict[str, Any], counters: Counter[str] | None, where: str) -> dict[str, Any]:
     # JSON can spell half of a surrogate pair ("\ud83d"), which Python reads but no UTF-8 encoder accepts.
     repaired = _repaired(row)
-    count(counters, "undecodable_utf8", int(repaired != row))
+    if repaired != row:
+        note(counters, REPAIRED, f"{where}: half a surrogate pair in its JSON; kept, with U+FFFD in its place")
     return cast(dict[str, Any], repaired)
 
 

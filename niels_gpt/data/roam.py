@@ -8,15 +8,28 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from niels_gpt.data import places
+from niels_gpt.data.text_files import MAX_DOCUMENT_BYTES
+from niels_gpt.data.types import PretrainSample
+from niels_gpt.data.upstream_rows import UpstreamRows
 
 SOURCE = "roam"
 FOLDER = "roam"
 
 
-def roam_dir_of(source_root: str | os.PathLike[str], *, roam_dir: str | os.PathLike[str]) -> Path:
-    """Find the notes: `roam/` in a mirror or the sample; `roam_dir` for "hub", which holds nobody's notes."""
+def roam_dir_of(
+    source_root: str | os.PathLike[str], *, roam_dir: str | os.PathLike[str], follow_links: bool = False
+) -> Path:
+    """Find the notes: `roam/` in a mirror or the sample; `roam_dir` for "hub", which holds nobody's notes.
+
+    follow_links: that `roam/` may be a link; `roam_dir` may be one in any case, for its user names it.
+    """
     root = places.mirror_root(source_root)
     folder = Path(roam_dir).expanduser().absolute() if root is None else root / FOLDER
+    if root is not None and folder.is_symlink() and not follow_links:
+        raise FileNotFoundError(
+            f"{folder} is a symbolic link, which is not followed: pass --follow-links if it may be, or put the notes "
+            "there"
+        )
     if not folder.is_dir():
         remedy = "pass --roam-dir FOLDER" if root is None else "put the notes there"
         raise FileNotFoundError(
@@ -25,21 +38,41 @@ def roam_dir_of(source_root: str | os.PathLike[str], *, roam_dir: str | os.PathL
     return folder
 
 
-def list_roam_paths(dir: str | os.PathLike[str]) -> list[str]:
+def list_roam_paths(
+    dir: str | os.PathLike[str], *, follow_links: bool = False, links: list[Path] | None = None
+) -> list[str]:
     """List absolute paths of all .md files below `dir`, in order of relative path; hidden ones are left out.
 
+    follow_links: below `dir`, which may itself be one; else `links` receives those that are not followed.
     Raises FileNotFoundError if there is no such folder (PR-02 for the name and the order).
     """
     folder = Path(dir).absolute()
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder of notes at {folder}; pass the folder that holds the .md files")
-    return [str(path) for path in places.walk_files(folder, suffixes=(".md",))]
+    return [str(path) for path in places.walk_files(folder, suffixes=(".md",), follow_links=follow_links, links=links)]
 
 
 def load_texts(paths: Iterable[str | os.PathLike[str]], *, counters: Counter[str] | None = None) -> Iterator[str]:
-    """Stream whole files as text; bytes that are not UTF-8 become U+FFFD and count once a file."""
+    """Stream whole files as text; bytes that are not UTF-8 become U+FFFD and count once a file.
+
+    Raises: ValueError for a file of more than MAX_DOCUMENT_BYTES.
+    """
     for path in paths:
         yield places.read_text(path, counters=counters)
+
+
+def iter_notes(
+    paths: Iterable[str | os.PathLike[str]],
+    *,
+    folder: Path,
+    counters: Counter[str] | None = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+) -> Iterator[PretrainSample]:
+    """Stream notes, each with meta["path"], relative to `folder`; one that is too large counts as "too_large"."""
+    rows = UpstreamRows(SOURCE, counters, max_document_bytes)
+    for path in paths:
+        for text in rows.document(Path(path)):
+            yield PretrainSample(text, SOURCE, {"path": os.path.relpath(path, folder)})
 
 
 def split_roam_paths(paths: Sequence[str], *, val_frac: float = 0.1, seed: int) -> tuple[list[str], list[str]]:

@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from niels_gpt.data.text_files import open_regular
 from niels_gpt.fileio import CacheError, canonical_json, fsync_dir, sha256_file, write_bytes
 from niels_gpt.locks import file_lock
 
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 MANIFEST_NAME = "snapshot.json"
 FORMAT_VERSION = 1
 PART_BYTES = 1 << 26  # of JSON, before compression: what a killed process loses at most
+_MANIFEST_BYTES = 1 << 26  # a file has 200 bytes of it
 _PART_NAME = re.compile(r"[a-z]+-\d{5}\.jsonl\.gz|\.[a-z]+-\d{5}\.jsonl\.gz\.part")
 _OF_THE_STREAM = ("dataset", "config", "shuffle")
 """What decides which rows come in which order, beside the revision, which a snapshot keeps from its first contact."""
@@ -43,14 +45,18 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     """
     path = folder / MANIFEST_NAME
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            raw = file.read(_MANIFEST_BYTES + 1)
+        if len(raw) > _MANIFEST_BYTES:
+            raise ValueError(f"more than {_MANIFEST_BYTES:,} bytes")
+        manifest: dict[str, Any] = json.loads(raw.decode("utf-8"))
         if manifest["format_version"] != FORMAT_VERSION:
             raise ValueError(f"format_version is {manifest['format_version']}, expected {FORMAT_VERSION}")
         [(file["name"], file["split"], file["rows"], file["sha256"]) for file in manifest["files"]]
         [manifest[key] for key in (*_OF_THE_STREAM, "revision", "finished", "ended", "text_bytes")]
     except FileNotFoundError:
         return None
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise CacheError(
             f"{path}: not a snapshot's manifest ({error!r}). Remove {folder}, then take it again"
         ) from None

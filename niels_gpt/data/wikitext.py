@@ -6,11 +6,12 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 from niels_gpt.data import hub, places
 from niels_gpt.data.fineweb_edu import _select_text_field
+from niels_gpt.data.text_files import MAX_DOCUMENT_BYTES, MISSING_FIELD
 from niels_gpt.data.types import PretrainSample
+from niels_gpt.data.upstream_rows import NumberedRows, UpstreamRows
 
 SOURCE = "wikitext"
 DATASET_ID = "Salesforce/wikitext"
@@ -26,31 +27,51 @@ def iter_wikitext(
     dataset_id: str = DATASET_ID,
     revision: str | None = None,
     counters: Counter[str] | None = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    follow_links: bool = False,
 ) -> Iterator[PretrainSample]:
     """Stream the lines of one split in order, each with its newline; "val" means validation (PR-02).
 
     Blank lines are skipped and counted as "blank". meta["index"] is the row's number in the split, blank ones included.
-    In a mirror, a folder named like `config` is read alone if there is one.
+    In a mirror, a folder named like `config` is read alone if there is one. What else is counted, and links: as
+    FineWeb-Edu.
     """
     places.check_take(take)
     split = "validation" if split == "val" else split
     places.check_split(split)
     root = places.mirror_root(source_root)
+    rows = UpstreamRows(SOURCE, counters, max_document_bytes)
     if root is None:
-        rows = hub.rows(dataset_id, config=config, split=split, streaming=False, revision=revision)
+        found = hub.rows(dataset_id, config=config, split=split, streaming=False, revision=revision)
+        numbered = rows.of_hub(found, dataset_id)
     else:
-        paths = places.split_files(root, dataset_id, split=split, suffixes=SUFFIXES, folders=(config,))
-        rows = places.iter_rows(paths, counters=counters)
-    return islice(_lines(rows, counters), take)
+        paths = places.split_files(
+            root,
+            dataset_id,
+            split=split,
+            suffixes=SUFFIXES,
+            folders=(config,),
+            follow_links=follow_links,
+            counters=rows.counters,
+        )
+        numbered = rows.of_files(paths)
+    return islice(_lines(numbered, rows), take)
 
 
-def _lines(rows: Iterator[dict[str, Any]], counters: Counter[str] | None) -> Iterator[PretrainSample]:
-    for index, row in enumerate(rows):
-        text = _select_text_field(row)
+def _lines(numbered: NumberedRows, rows: UpstreamRows) -> Iterator[PretrainSample]:
+    read = 0
+    for index, where, row in numbered:
+        try:
+            text = _select_text_field(row)
+        except ValueError as error:
+            rows.drop(MISSING_FIELD, f"{where}: {error}")
+            continue
+        read += 1
         if text.strip():
             yield PretrainSample(text=text, source=SOURCE, meta={"index": index})
         else:
-            places.count(counters, "blank")
+            places.count(rows.counters, "blank")
+    rows.check_any(read)
 
 
 def load_wikitext(

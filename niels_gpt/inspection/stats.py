@@ -21,6 +21,8 @@ from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.inspection.source_ids import printable
 from niels_gpt.records import checked_count, file_records, path_inside, resolved, shortened, wrong_value
 
+REPAIRED = ("repaired_utf8", "undecodable_utf8")  # counters of what is kept; the second of earlier builders
+NOTICED = ("byte_order_mark", "texts_with_nul")  # kept as they are
 _BATCH_TOKENS = 2**16  # padding included. A core's own memory holds its masks: 2**21 took up to four times as long
 
 
@@ -153,7 +155,11 @@ def _summary(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str,
     for split in SPLITS:
         rows.append((split, _split_line(folder, meta, split)))
     rows.append(("dropped", _dropped(meta)))
-    rows.append(("left out by the loader", _counted(source.get("counters", {}))))
+    counters = source.get("counters", {})
+    left_out = [reason for reason in counters if reason not in (*REPAIRED, *NOTICED)]
+    for name, reasons in (("left out", left_out), ("repaired", REPAIRED), ("noticed", NOTICED)):
+        counts = {reason: number for reason, number in counters.items() if reason in reasons}
+        rows.append((f"{name} by the loader", _counted(counts)))
     rows += notices(meta).items()
     ids = f"{meta['vocab_size']:,} ids{_asked(folder, meta)}"
     return [*rows, ("tokenizer", f"{str(meta['tokenizer_sha256'])[:12]}, {ids}")]

@@ -25,7 +25,9 @@ _BUILD = "python -m niels_gpt.cache.cli build-all with its settings, or material
 _CHUNK_TOKENS = 1 << 22  # looked at in one piece: 8 MiB of a token file
 _MAX_PROBLEMS = 20  # of one check: a shard of the wrong file would give one for each file
 _MAX_EXAMPLES = 5  # named in one problem
-_UNREAD = ("malformed", "missing_field", "unknown_role", "unreadable_row")  # by the loaders of one's own text and chats
+_UNREAD = ("too_large", "unreadable_row")  # by any loader
+_UNREAD_OWN = (*_UNREAD, "malformed", "missing_field", "unknown_role")  # by the loaders of one's own text and chats
+_MOST_REPAIRED = 0.01  # of the documents or examples read: more are no accident, but another encoding
 _NOT_LOST = frozenset({"split_full"})  # dropped because its split had all that was asked for
 
 
@@ -199,20 +201,21 @@ def _budget_reached(folder: Path, meta: dict[str, Any], limits: Limits) -> Itera
 def _dropped_share(folder: Path, meta: dict[str, Any], limits: Limits) -> Iterator[str]:
     """Count what the builder dropped, as a share of what reached it.
 
-    What the loader left out (source.counters) is not counted, for its names do not tell losses from the rest: `blank`
-    is a separator line of wikitext but a message of oasst1, where most other reasons count messages too, not examples;
-    `not_english` was asked for; `undecodable_utf8` is a repair. A source of one's own has no such names: there the rows
-    and chats that could not be read do count.
+    Of what the loader left out (source.counters) only rows that could not be read and those that are too large count,
+    for the other names do not tell losses from the rest: `blank` is a separator line of wikitext but a message of
+    oasst1, where most other reasons count messages too, not examples; `not_english` was asked for; `repaired_utf8` is a
+    repair. A source of one's own, and any source of text, has no such names: there rows without a text or a chat count.
     """
     if meta["built"] is False:
         return  # a stub has read nothing
     what = "examples" if meta["kind"] == "sft" else "documents"
     read = int(meta[f"{what}_read"])
     lost = {reason: number for reason, number in sorted(meta["dropped"].items()) if reason not in _NOT_LOST}
-    if meta["source"].get("kind") == "own":
-        unread = {reason: meta["source"]["counters"].get(reason, 0) for reason in _UNREAD}
-        lost |= {reason: number for reason, number in unread.items() if number}
-        read += sum(unread.values())
+    counters = meta["source"].get("counters", {})
+    everything = meta["source"].get("kind") == "own" or meta["kind"] == "pretrain"
+    unread = {reason: counters.get(reason, 0) for reason in (_UNREAD_OWN if everything else _UNREAD)}
+    lost |= {reason: number for reason, number in unread.items() if number}
+    read += sum(unread.values())
     total = sum(lost.values())
     if total > limits.max_dropped_share * read:
         yield (
@@ -221,6 +224,24 @@ def _dropped_share(folder: Path, meta: dict[str, Any], limits: Limits) -> Iterat
         )
 
 
+def _repaired_share(folder: Path, meta: dict[str, Any], limits: Limits) -> Iterator[str]:
+    """Look at what the loader kept, but repaired, or found odd, as a share of what reached the builder."""
+    if meta["built"] is False:
+        return
+    what = "examples" if meta["kind"] == "sft" else "documents"
+    read, counters = int(meta[f"{what}_read"]), meta["source"].get("counters", {})
+    for reason, problem in _ODD_TEXTS.items():
+        number = counters.get(reason, 0)
+        if number > max(1, _MOST_REPAIRED * read):  # a single one is named in the build's log
+            yield f"{folder / META_NAME}: of {read:,} {what}, {number:,} {problem} ({reason})"
+
+
+_ODD_TEXTS = {
+    "repaired_utf8": "were not UTF-8 and have U+FFFD where they could not be decoded: convert the files to UTF-8, as "
+    "does `iconv -f LATIN1 -t UTF-8`, and build again",
+    "texts_with_nul": "hold NUL characters, a sign of UTF-16 without a byte-order mark: convert the files to UTF-8, as "
+    "does `iconv -f UTF-16LE -t UTF-8`, and build again",
+}
 _FILES = Check(
     "files_match_meta",
     True,
@@ -250,6 +271,13 @@ _DROPPED = Check(
     "is not what the loader takes it for.",
     _dropped_share,
 )
+_REPAIRED = Check(
+    "repaired_share",
+    False,
+    "Hardly a document or example was in another encoding than UTF-8, or holds NUL characters; many point to files "
+    "that have to be converted.",
+    _repaired_share,
+)
 CHECKS: dict[str, tuple[Check, ...]] = {
     "tokenizer": (_FILES,),
     "pretrain": (
@@ -261,6 +289,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
             _budget_reached,
         ),
         _DROPPED,
+        _REPAIRED,
     ),
     "sft": (
         *_TOKENS,
@@ -271,6 +300,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
             _examples_supervised,
         ),
         _DROPPED,
+        _REPAIRED,
     ),
 }
 """The checks of a cache by the `kind` in its meta.json, blocking ones first."""

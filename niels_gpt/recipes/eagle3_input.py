@@ -16,10 +16,11 @@ from typing import Any
 from niels_gpt.data import local, places
 from niels_gpt.data.credits import Credit
 from niels_gpt.data.exclude import read_exclusion, remaining
+from niels_gpt.data.text_files import Problem
 from niels_gpt.data.types import ChatSample, source_id
 from niels_gpt.eagle3.chats import GIVEN_FIELDS, ChatTokenizer, Row, chat_rows, given_rows
 from niels_gpt.recipes import sources
-from niels_gpt.recipes.origins import Origin, origin_of
+from niels_gpt.recipes.origins import Origin, origin_of, own_origin
 from niels_gpt.recipes.own import UNSTATED, OwnSource, own_sources
 from niels_gpt.recipes.pretrain import OWN
 from niels_gpt.recipes.produce import cache_root, recorded_recipe
@@ -103,22 +104,10 @@ def _origin(settings: Settings, input_data: str) -> Origin:
         raise ValueError(f"{FLAG} {input_data}: a source of text, expected chats: {', '.join(chats)}, or files")
     source = OwnSource("sft", input_data, files=input_data, base=Path.cwd(), said_in=FLAG)
     try:
-        found = local.find(input_data, suffixes=local.CHAT_SUFFIXES)
+        found = local.find(input_data, suffixes=local.CHAT_SUFFIXES, follow_links=settings.follow_links)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{FLAG} {input_data}: {error}. Or name a source: {', '.join(chats)}") from None
-    credit = Credit(UNSTATED, UNSTATED)
-    return Origin(
-        input_data,
-        input_data,
-        None,
-        "own",
-        False,
-        credit,
-        found.root,
-        found.files,
-        own=source,
-        other_files=found.other_files,
-    )
+    return own_origin(input_data, Credit(UNSTATED, UNSTATED), found, source)
 
 
 def _form(origin: Origin) -> str:
@@ -139,23 +128,31 @@ def _form(origin: Origin) -> str:
 
 
 def _given(settings: Settings, origin: Origin, counters: Counter[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    kept = remaining(_given_samples(origin, counters), settings.exclude, counters)
+    kept = remaining(_given_samples(settings, origin, counters), settings.exclude, counters)
     return ((source_id(sample), sample.meta["fields"]) for sample in kept)
 
 
-def _given_samples(origin: Origin, counters: Counter[str]) -> Iterator[ChatSample]:
+def _given_samples(settings: Settings, origin: Origin, counters: Counter[str]) -> Iterator[ChatSample]:
     """Yield each row as a chat without messages, so that it has a source id and can be excluded by it."""
     assert origin.root is not None
     found = local.LocalFiles(origin.root, origin.files, origin.other_files)
 
-    def pass_over(problem: str) -> None:
-        logger.warning("%s. Counted as %s", problem, local.UNREADABLE_ROW)
-        places.count(counters, local.UNREADABLE_ROW)
+    places.note_links(counters, origin.links)
+
+    def pass_over(problem: Problem) -> None:
+        places.note(counters, problem.reason, problem, problem.rows)
 
     for path in origin.files:
         name = found.name_of(path)
         columns = (*GIVEN_FIELDS, "id")
-        for number, row in places.numbered_rows(path, counters=counters, columns=columns, unreadable=pass_over):
+        rows = places.numbered_rows(
+            path,
+            counters=counters,
+            columns=columns,
+            unreadable=pass_over,
+            max_document_bytes=settings.max_document_bytes,
+        )
+        for number, row in rows:
             known = isinstance(row.get("id"), str | int) and not isinstance(row["id"], bool)
             meta = {"path": name, "row": number, "fields": row} | ({"id": str(row["id"])} if known else {})
             yield ChatSample([], origin.source, meta)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from niels_gpt.data import gutenberg, hub, local, places, roam, snapshot, wikitext
 from niels_gpt.data.credits import CREDITS, Credit, credit_of
 from niels_gpt.fileio import CacheError, canonical_json
-from niels_gpt.recipes.own import UNSTATED, OwnSource, own_sources
+from niels_gpt.recipes.own import UNSTATED, OwnSource, own_sources, text_suffixes
 from niels_gpt.settings import Settings
 
 
@@ -48,6 +49,10 @@ class Origin:
     """What its user says of a source of one's own."""
     other_files: int = 0
     """Files that match its pattern but are of a kind that is not read."""
+    other_kinds: tuple[tuple[str, int], ...] = ()
+    """The suffixes of those, each with their number."""
+    links: tuple[Path, ...] = ()
+    """Links among the files, or on the way to them, that are not followed; of roam and of one's own."""
 
     @property
     def ordered(self) -> bool:
@@ -107,12 +112,11 @@ def origin_of(settings: Settings, source: str) -> Origin:
     """
     own = own_sources(settings).get(source)
     if own is not None:
-        suffixes = local.TEXT_SUFFIXES if own.family == "pretrain" else local.CHAT_SUFFIXES
-        found = local.find(own.files, base=own.base, suffixes=suffixes)
+        more = (*local.TEXT_SUFFIXES, *text_suffixes(settings))
+        suffixes = more if own.family == "pretrain" else local.CHAT_SUFFIXES
+        found = local.find(own.files, base=own.base, suffixes=suffixes, follow_links=settings.follow_links)
         credit = Credit(own.licence, own.attribution)
-        return Origin(
-            source, source, None, "own", False, credit, found.root, found.files, own=own, other_files=found.other_files
-        )
+        return own_origin(source, credit, found, own)
     dataset, config, streaming, shuffle = _upstream(settings, source)
     root = places.mirror_root(settings.source_root)
     sample = settings.source_root == "sample"
@@ -120,16 +124,18 @@ def origin_of(settings: Settings, source: str) -> Origin:
     if dataset != _upstream(Settings(), source)[0]:
         credit = Credit(UNSTATED, f"https://huggingface.co/datasets/{dataset}")
     if source == "roam":
-        root = roam.roam_dir_of(settings.source_root, roam_dir=settings.roam_dir)
-        files = tuple(Path(path) for path in roam.list_roam_paths(root))
-        return Origin(source, dataset, None, "sample" if sample else "mirror", False, credit, root, files)
+        follow, links = settings.follow_links, list[Path]()
+        root = roam.roam_dir_of(settings.source_root, roam_dir=settings.roam_dir, follow_links=follow)
+        files = tuple(Path(path) for path in roam.list_roam_paths(root, follow_links=follow, links=links))
+        kind = "sample" if sample else "mirror"
+        return Origin(source, dataset, None, kind, False, credit, root, files, links=tuple(links))
     asked = asked_revisions(settings).get(source)
     on_hub = Origin(source, dataset, config, "hub", streaming, credit, asked_revision=asked, shuffle=shuffle)
     if source == "gutenberg" and (not settings.gutenberg_from_hub if root is None else _no_books(root)):
         return replace(on_hub, stub=True)
     if root is None:
         return on_hub
-    files = tuple(_mirror_files(root, source, dataset, config))
+    files = tuple(_mirror_files(root, source, dataset, config, settings.follow_links))
     folder = root / mirror_folder(source, dataset, config)
     manifest = snapshot.read_manifest(folder)
     if manifest is not None and _stands_for(manifest, on_hub, folder):
@@ -138,6 +144,24 @@ def origin_of(settings: Settings, source: str) -> Origin:
         credit = Credit(str(manifest.get("licence")), str(manifest.get("attribution")))
     kind = "sample" if sample else "mirror"
     return Origin(source, dataset, config, kind, False, credit, root, files, manifest=manifest)
+
+
+def own_origin(source: str, credit: Credit, found: local.LocalFiles, own: OwnSource) -> Origin:
+    """Return where a source of one's own comes from, given its files."""
+    return Origin(
+        source,
+        source,
+        None,
+        "own",
+        False,
+        credit,
+        found.root,
+        found.files,
+        own=own,
+        other_files=found.other_files,
+        other_kinds=found.other_kinds,
+        links=found.links,
+    )
 
 
 def mirror_folder(source: str, dataset: str, config: str | None) -> str:
@@ -203,12 +227,13 @@ def _no_books(root: Path) -> bool:
     return not (root / gutenberg.FOLDER).is_dir()
 
 
-def _mirror_files(root: Path, source: str, dataset: str, config: str | None) -> list[Path]:
+def _mirror_files(root: Path, source: str, dataset: str, config: str | None, follow_links: bool) -> list[Path]:
     """Return the files that the source's loader reads: what else lies there changes no fingerprint."""
+    files = partial(places.split_files, root, split="all", follow_links=follow_links)
     if source == "fineweb_edu":
-        return places.split_files(root, dataset, split="train", folders=(str(config), f"data/{config}"))
+        return files(dataset, split="train", folders=(str(config), f"data/{config}"))
     if source == "wikitext":
-        return places.split_files(root, dataset, split="all", suffixes=wikitext.SUFFIXES, folders=(str(config),))
+        return files(dataset, suffixes=wikitext.SUFFIXES, folders=(str(config),))
     if source == "gutenberg":
-        return places.split_files(root, gutenberg.FOLDER, split="all", suffixes=places.KNOWN_SUFFIXES)
-    return places.split_files(root, dataset, split="all", folders=("data",) if source == "oasst1" else ())
+        return files(gutenberg.FOLDER, suffixes=places.KNOWN_SUFFIXES)
+    return files(dataset, folders=("data",) if source == "oasst1" else ())

@@ -23,6 +23,7 @@ from typing import Any
 
 from niels_gpt.data.credits import CREDITS
 from niels_gpt.data.local import CHAT_SUFFIXES
+from niels_gpt.data.text_files import open_regular
 from niels_gpt.settings import Settings
 
 FAMILIES = ("pretrain", "sft")
@@ -30,6 +31,8 @@ UNSTATED = "not stated"
 _KEYS = ("files", "field", "licence", "attribution")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _FIELD = re.compile(r"(?P<files>.+):(?P<field>[^:/\\*?\[\]]+)")
+MAX_TOML_BYTES = 1 << 20
+_SUFFIX = re.compile(r"\.[^\s/*?\[\],]+")
 _RESERVED = ("tokenizer",)  # a folder of this name beside a cache is its tokenizer
 
 
@@ -85,6 +88,24 @@ def named_by_lines(settings: Settings) -> list[str]:
     return [own.name for own in _of_lines(settings)]
 
 
+def text_suffixes(settings: Settings) -> tuple[str, ...]:
+    """Return the suffixes that settings.as_text adds to those of text of one's own, each also with .gz.
+
+    Raises: ValueError for what is no suffix, and for one whose files hold rows.
+    """
+    found: list[str] = []
+    for item in (settings.as_text or "").split(","):
+        suffix = item.strip().lower()
+        if not suffix:
+            continue
+        if not _SUFFIX.fullmatch(suffix):
+            raise ValueError(f"--as-text {item.strip()}: expected suffixes separated by commas, as in .py,.tex")
+        if suffix.endswith(CHAT_SUFFIXES):
+            raise ValueError(f"--as-text {suffix}: these files are read as rows. Copy them to files of another suffix")
+        found += [suffix, f"{suffix}.gz"]
+    return tuple(found)
+
+
 def said_credit(settings: Settings, source: str) -> dict[str, str]:
     """Return what the settings' lines say of any source: its licence, its attribution, or nothing.
 
@@ -115,13 +136,19 @@ def _of_lines(settings: Settings) -> Iterator[OwnSource]:
 
 def _of_file(settings: Settings) -> Iterator[OwnSource]:
     path = Path(settings.sources_file).expanduser().absolute()
-    if not path.is_file():
+    if not path.exists():
         if settings.sources_file != Settings.sources_file:
             raise FileNotFoundError(f"{path}: no such file, expected the sources.toml that --sources-file names")
         return
+    with open_regular(path) as file:
+        raw = file.read(MAX_TOML_BYTES + 1)
+    if len(raw) > MAX_TOML_BYTES:
+        raise ValueError(f"{path}: more than {MAX_TOML_BYTES:,} bytes, expected a file that names sources")
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        content = tomllib.loads(raw.decode("utf-8-sig"))
+    except RecursionError:
+        raise ValueError(f"{path}: not TOML that can be read: nested too deeply") from None
+    except ValueError as error:  # of utf-8 and of TOML, and of an integer with too many digits
         raise ValueError(f"{path}: not TOML: {error}") from None
     for family, entries in content.items():
         if family not in FAMILIES or not isinstance(entries, Mapping):

@@ -17,7 +17,7 @@ from niels_gpt.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-_COMMON = ("seed", "shard_bytes", "on_special")
+_COMMON = ("seed", "shard_bytes", "on_special", "max_document_bytes")
 OWN = "own"
 READS = {
     "fineweb_edu": (
@@ -30,7 +30,7 @@ READS = {
         "fineweb_edu_val_tokens",
     ),
     "wikitext": (*_COMMON, "wikitext_dataset", "wikitext_config"),
-    OWN: (*_COMMON, "append_eot", "own_val_frac"),
+    OWN: (*_COMMON, "append_eot", "own_val_frac", "as_text"),
     "roam": (*_COMMON, "append_eot", "roam_val_frac"),
     "gutenberg": (
         *_COMMON,

@@ -14,7 +14,7 @@ from niels_gpt.recipes.produce import Ingredients, Outcome, num_threads, produce
 from niels_gpt.recipes.tokenizer import built_with
 from niels_gpt.settings import Settings
 
-_COMMON = ("seed", "on_special", "sft_val_frac")
+_COMMON = ("seed", "on_special", "sft_val_frac", "max_document_bytes")
 READS = {
     "dolly15k": (*_COMMON, "dolly_dataset", "dolly_include_system"),
     OWN: _COMMON,

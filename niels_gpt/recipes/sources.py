@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
 
 from niels_gpt.data import dolly, fineweb_edu, gutenberg, local, oasst1, places, roam, wikitext
-from niels_gpt.data.exclude import remaining
+from niels_gpt.data.exclude import Sample, remaining
+from niels_gpt.data.text_files import WITH_NUL, note
 from niels_gpt.data.types import ChatSample, PretrainSample, source_id
 from niels_gpt.recipes.origins import Origin
 from niels_gpt.settings import Settings
 
-logger = logging.getLogger(__name__)
+_MOST_KINDS = 12  # suffixes in a message
 
 Documents = Iterator[tuple[str | None, str, str]]
 """Split (None leaves the choice to the text and the seed), text, and the source's id of the document."""
@@ -31,6 +33,7 @@ def fineweb_edu_texts(settings: Settings, origin: Origin, revision: str | None, 
         dataset_id=settings.fineweb_edu_dataset,
         revision=revision,
         counters=counters,
+        **_reading(settings),
     )
     return _texts(settings, _whole(origin, samples), counters)
 
@@ -47,6 +50,7 @@ def gutenberg_texts(settings: Settings, origin: Origin, revision: str | None, co
         source_root=settings.source_root,
         revision=revision,
         counters=counters,
+        **_reading(settings),
     )
     return _texts(settings, _whole(origin, samples), counters)
 
@@ -72,6 +76,7 @@ def wikitext_texts(
             dataset_id=settings.wikitext_dataset,
             revision=revision,
             counters=counters,
+            **_reading(settings),
         )
         yield from _texts(settings, samples, counters, split)
 
@@ -82,17 +87,19 @@ def roam_texts(settings: Settings, origin: Origin, counters: Counter[str]) -> Do
     All notes are read twice, so that 16 bytes of each are held and no text.
     """
     assert origin.root is not None
-    paths = [os.fspath(path) for path in origin.files]
-    digests = [hashlib.sha256(text.encode()).digest()[:16] for text in roam.load_texts(paths)]
-    first = dict(zip(reversed(digests), reversed(paths), strict=True))
-    distinct = [path for path, digest in zip(paths, digests, strict=True) if first[digest] == path]
+    places.note_links(counters, origin.links)
+    read = partial(roam.iter_notes, folder=origin.root, max_document_bytes=settings.max_document_bytes)
+    digests = {
+        note.meta["path"]: hashlib.sha256(note.text.encode()).digest()[:16]
+        for note in read(map(os.fspath, origin.files), counters=counters)
+    }
+    first = {digest: name for name, digest in reversed(digests.items())}
+    distinct = [name for name, digest in digests.items() if first[digest] == name]
     in_val = set(roam.split_roam_paths(distinct, val_frac=settings.roam_val_frac, seed=settings.seed)[1])
+    counted = Counter(counters)  # what the first reading has counted and logged, the second one does not
     for split in ("train", "val"):
-        of_split = split == "val"
-        chosen = [path for path, text in zip(paths, digests, strict=True) if (first[text] in in_val) == of_split]
-        names = (os.path.relpath(path, origin.root) for path in chosen)
-        texts = zip(names, roam.load_texts(chosen, counters=counters), strict=True)
-        notes = (PretrainSample(text, roam.SOURCE, {"path": name}) for name, text in texts)
+        chosen = (name for name, digest in digests.items() if (first[digest] in in_val) == (split == "val"))
+        notes = read((os.path.join(origin.root, name) for name in chosen), counters=counted)
         yield from _texts(settings, notes, counters, split)
 
 
@@ -100,7 +107,13 @@ def own_texts(settings: Settings, origin: Origin, counters: Counter[str]) -> Doc
     """Yield the documents of user-defined text, in order of path and row; the builder splits them by their text."""
     assert origin.own is not None
     found = _found(origin, counters)
-    samples = local.iter_texts(found, source=origin.source, field=origin.own.field, counters=counters)
+    samples = local.iter_texts(
+        found,
+        source=origin.source,
+        field=origin.own.field,
+        counters=counters,
+        max_document_bytes=settings.max_document_bytes,
+    )
     return _texts(settings, samples, counters)
 
 
@@ -109,7 +122,12 @@ def chats(
 ) -> Iterator[tuple[str, list[dict[str, str]]]]:
     """Yield the chats of an sft source, id and messages, in upstream's order, of all upstream splits."""
     if origin.own is not None:
-        samples = local.iter_chats(_found(origin, counters), source=origin.source, counters=counters)
+        samples = local.iter_chats(
+            _found(origin, counters),
+            source=origin.source,
+            counters=counters,
+            max_document_bytes=settings.max_document_bytes,
+        )
     elif origin.source == "dolly15k":
         samples = dolly.iter_dolly_sft(
             split="all",
@@ -120,6 +138,7 @@ def chats(
             dataset_id=settings.dolly_dataset,
             revision=revision,
             counters=counters,
+            **_reading(settings),
         )
     else:
         samples = oasst1.iter_oasst1_sft(
@@ -132,8 +151,9 @@ def chats(
             dataset_id=settings.oasst1_dataset,
             revision=revision,
             counters=counters,
+            **_reading(settings),
         )
-    kept: Iterable[ChatSample] = remaining(samples, settings.exclude, counters)
+    kept: Iterable[ChatSample] = _kept(settings, samples, counters)
     return (
         (source_id(sample), [{"role": turn.role, "content": turn.content} for turn in sample.messages])
         for sample in kept
@@ -143,14 +163,31 @@ def chats(
 def _texts(
     settings: Settings, samples: Iterable[PretrainSample], counters: Counter[str], split: str | None = None
 ) -> Documents:
-    return ((split, sample.text, source_id(sample)) for sample in remaining(samples, settings.exclude, counters))
+    return ((split, sample.text, source_id(sample)) for sample in _kept(settings, samples, counters))
+
+
+def _kept(settings: Settings, samples: Iterable[Sample], counters: Counter[str]) -> Iterator[Sample]:
+    """Yield what is not to be left out; texts with NUL characters are counted: UTF-16 read as UTF-8 has them."""
+    for sample in remaining(samples, settings.exclude, counters):
+        texts = [sample.text] if isinstance(sample, PretrainSample) else [turn.content for turn in sample.messages]
+        if any("\0" in text for text in texts):
+            problem = "a text with NUL characters, a sign of UTF-16 without a byte-order mark; kept as it is"
+            note(counters, WITH_NUL, f"{sample.source}, {source_id(sample)}: {problem}")
+        yield sample
+
+
+def _reading(settings: Settings) -> dict[str, Any]:
+    return {"max_document_bytes": settings.max_document_bytes, "follow_links": settings.follow_links}
 
 
 def _found(origin: Origin, counters: Counter[str]) -> local.LocalFiles:
     assert origin.root is not None
-    places.count(counters, "other_files", origin.other_files)
+    places.note_links(counters, origin.links)
     if origin.other_files:
-        logger.info("%s: %d files of kinds that are not read", origin.source, origin.other_files)
+        kinds = ", ".join(f"{number:,} {kind}" for kind, number in origin.other_kinds[:_MOST_KINDS])
+        more = ". --as-text .SUFFIX,... reads more kinds as text" if origin.own and origin.own.family != "sft" else ""
+        problem = f"{origin.source}: {origin.other_files:,} files of kinds that are not read: {kinds}{more}"
+        note(counters, "other_files", problem, origin.other_files)
     return local.LocalFiles(origin.root, origin.files, origin.other_files)
 
 
