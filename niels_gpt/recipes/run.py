@@ -16,6 +16,7 @@ from niels_gpt.cache.meta import find_meta
 from niels_gpt.fileio import CacheError
 from niels_gpt.inspection.contents import Damage
 from niels_gpt.inspection.damage import find_damage
+from niels_gpt.interrupts import interruptible, say_interrupted
 from niels_gpt.recipes.own import named_by_lines
 from niels_gpt.recipes.plan import RECIPES, ensure_tokenizer, recipes
 from niels_gpt.recipes.produce import Outcome
@@ -113,15 +114,16 @@ def exit_status(
     """Run a command of a command line; returns its status, None being 0: 1 with one line for an error of these kinds,
     130 if it is interrupted, and 0 if nobody reads on. A CacheError is a ValueError."""
     try:
-        status = command()
+        with interruptible():
+            status = command()
     except errors as error:
         if isinstance(error, BrokenPipeError) and is_unread("\n"):
             return 0
         logging.getLogger(__name__).debug("", exc_info=True)
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        say_interrupted(error)
         return 130
     is_unread()
     return status or 0
