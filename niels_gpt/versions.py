@@ -107,6 +107,13 @@ def _remove_build(work: Path, journal: Path) -> None:
     fileio.remove(work)
 
 
+def discard_unfinished(folder: Path) -> None:
+    """Remove every unfinished build in the versions folder of a cache, whose lock is held."""
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.suffix != JOURNAL_SUFFIX):
+        if _BUILD.fullmatch(entry.name):
+            discard(entry)
+
+
 def discard(path: Path) -> None:
     """Remove what `removable` names. The journal of a build goes before what it speaks of, at whatever moment."""
     if path.suffix == JOURNAL_SUFFIX and path.is_dir() and not path.is_symlink():

@@ -130,6 +130,8 @@ def _add_builders(command: Callable[..., argparse.ArgumentParser]) -> None:
     for builder in (build_all, build):
         builder.set_defaults(kept=". What was finished is kept; the same command resumes the build in progress")
         builder.add_argument("--dry-run", action="store_true", help="print what would be built and the disk it needs")
+        text = "build from scratch, without what is there: finished or not, it is done once more"
+        builder.add_argument("--restart", action="store_true", help=text)
         builder.add_argument("--refresh", action="store_true", help="ask the hub for its newest revisions")
         add_settings_flags(builder)
     snapshot = command("snapshot", "keep the raw text of a hub source once, for builds without network", _snapshot)
@@ -192,7 +194,15 @@ def _build(arguments: argparse.Namespace) -> int:
     outcomes: list[Outcome] = []
     failures: dict[str, Exception] = {}
     try:
-        build_each(settings, chosen, outcomes, failures, refresh=arguments.refresh, bar=_progress_bar)
+        build_each(
+            settings,
+            chosen,
+            outcomes,
+            failures,
+            refresh=arguments.refresh,
+            restart=arguments.restart,
+            bar=_progress_bar,
+        )
     finally:
         if outcomes or failures:
             print(outcomes_table(outcomes, failures))

@@ -17,6 +17,7 @@ from niels_gpt.fileio import CacheError
 from niels_gpt.inspection.contents import Damage
 from niels_gpt.inspection.damage import find_damage
 from niels_gpt.interrupts import interruptible, say_interrupted
+from niels_gpt.recipes import produce
 from niels_gpt.recipes.own import named_by_lines
 from niels_gpt.recipes.plan import RECIPES, ensure_tokenizer, recipes
 from niels_gpt.recipes.produce import Outcome
@@ -52,12 +53,14 @@ def build_each(
     failures: dict[str, Exception],
     *,
     refresh: bool,
+    restart: bool = False,
     bar: Callable[[str], AbstractContextManager[Any]],
 ) -> None:
     """Build the tokenizer and then each cache, and check it. Warnings go to stderr.
 
     outcomes, failures: receive what was built, the tokenizer included, and by its key why a cache was not, as it comes:
         one failing source does not stop the others.
+    refresh: ask the hub for its newest revisions. restart: build each from scratch, whatever is there.
     bar: gives a progress callback, or None, for the time of one build.
     Raises: as `ensure_tokenizer`.
     """
@@ -66,6 +69,8 @@ def build_each(
     for key in chosen:
         with bar(key) as progress:
             try:
+                if restart:
+                    produce.restart(settings, key)
                 outcome = known[key](settings, refresh=refresh, progress=progress)
                 for warning in checked(outcome, settings):
                     print(f"warning: {key}: {warning}", file=sys.stderr)
