@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.fileio import CacheError, OutputFile, write_bytes
-from niels_gpt.records import checked_count, checked_sha256, file_records, open_regular, path_inside
+from niels_gpt.records import checked_count, checked_sha256, file_records, open_regular, path_inside, read_regular
 from niels_gpt.versions import BUILDING, JOURNAL_NAME, JOURNAL_SUFFIX, versions_dir
 
 JOURNAL_VERSION = 1
@@ -110,6 +110,19 @@ def unfinished_builds(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         with suppress(FileNotFoundError):  # it has ended meanwhile
             found.append((folder.lstat().st_mtime_ns, folder))
     return [identity_of(folder) for _, folder in sorted(found, reverse=True)]
+
+
+def sealed_builds(path: str | os.PathLike[str]) -> list[Path]:
+    """Return the journals' folders of builds of the cache at `path` that were committed, and killed before they could
+    remove them. Hold the lock, or a build in its last moment looks so."""
+    found = []
+    for folder in versions_dir(path).glob(f"{BUILDING}-*{JOURNAL_SUFFIX}"):
+        with suppress(OSError, CacheError):
+            lines = read_regular(path_inside(folder.parent, f"{folder.name}/{JOURNAL_NAME}")).splitlines(keepends=True)
+            last = next((value for line in reversed(lines) if (value := _parsed(line)) is not None), None)
+            if isinstance(last, dict) and last.get("sealed") and not os.path.lexists(folder.with_suffix("")):
+                found.append(folder)
+    return found
 
 
 def identity_of(folder: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.build.describe import BUILDER_VERSION, FORMAT_VERSION, Source
-from niels_gpt.build.journal import unfinished_builds
+from niels_gpt.build.journal import sealed_builds, unfinished_builds
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import find_meta, listed_meta, read_meta
 from niels_gpt.data.exclude import read_exclusion
@@ -30,7 +30,7 @@ from niels_gpt.recipes.own import said_credit
 from niels_gpt.records import file_records, meta_bytes, path_inside
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
-from niels_gpt.versions import build_lock, discard_unfinished, versions_dir
+from niels_gpt.versions import build_lock, clear_leftovers, discard, discard_unfinished, versions_dir
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +192,7 @@ def produce(
         reused = is_current(path, fingerprint)
         if reused:
             meta = read_meta(str(path / META_NAME))
+            _tidy(path)
         else:
             counters: Counter[str] = Counter()
             exclude = {} if settings.exclude is None else {"exclude": read_exclusion(settings.exclude).facts}
@@ -202,6 +203,15 @@ def produce(
             record = partial(record_recipe, path, fingerprint, facts)
             meta = build(Ingredients(tokenizer, source, counters, facts["revision"], record), path)
     return finish(settings, key, path, meta, reused, measured, fingerprint)
+
+
+def _tidy(path: Path) -> None:
+    """Remove what killed builds of a cache that is up to date have left: those that were committed, and half files."""
+    clear_leftovers(path)
+    if sealed_builds(path):
+        with contextlib.suppress(CacheError, OSError), build_lock(path):
+            for folder in sealed_builds(path):
+                discard(folder)
 
 
 def _unfinished_facts(origin: Origin, path: Path, recipe: dict[str, Any]) -> dict[str, Any]:

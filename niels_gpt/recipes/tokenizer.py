@@ -59,6 +59,8 @@ def ensure_tokenizer(settings: Settings, *, own_only: bool = False) -> Outcome:
     with Measured() as measured:
         meta = _reusable(settings, path)
         reused = meta is not None
+        if reused:
+            versions.clear_leftovers(path)
         if meta is None:
             # Two caches that are built at once both want it: one makes it, the other waits and finds it there.
             with versions.building(path, wait=True) as work:
