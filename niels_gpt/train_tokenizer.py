@@ -2,7 +2,7 @@
 
     python -m niels_gpt.train_tokenizer --input_glob 'texts/**/*.md' --input_glob 'more/*.jsonl.gz' --out_dir DIR
 
-Exit codes: 0 written; 1 nothing matched or the training failed, with the reason on stderr; 2 usage.
+Exit codes: 0 written; 1 nothing matched or the training failed, with the reason on stderr; 2 usage; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from niels_gpt.data.local import expand, in_order
 from niels_gpt.data.places import TABLE_SUFFIXES, iter_rows, read_text
+from niels_gpt.interrupts import ended_at_once, interruptible, say_interrupted
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.tokenizer import TokenizerPaths
 from niels_gpt.tokenizer_training import MODEL_TYPES, NORMALIZATIONS, TrainedTokenizer, train_tokenizer, write_tokenizer
@@ -27,7 +28,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
-        files, base = input_files(options.input_glob)
+        with interruptible():
+            _train(options)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as error:
+        say_interrupted(error)
+        return 130
+    return 0
+
+
+def _train(options: argparse.Namespace) -> None:
+    files, base = input_files(options.input_glob)
+    with ended_at_once():
         trained = train_tokenizer(
             _texts(files, options.text_field),
             vocab_size=options.vocab_size,
@@ -38,16 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_bytes=options.max_bytes,
             trained_on="files",
         )
-        where = {
-            "input_globs": [_glob_below(pattern, base) for pattern in options.input_glob],
-            "input_files": [path.relative_to(base).as_posix() for path in files],
-        }
-        trained = dataclasses.replace(trained, meta={**trained.meta, **where})
-        _report(trained, write_tokenizer(trained, options.out_dir))
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    where = {
+        "input_globs": [_glob_below(pattern, base) for pattern in options.input_glob],
+        "input_files": [path.relative_to(base).as_posix() for path in files],
+    }
+    trained = dataclasses.replace(trained, meta={**trained.meta, **where})
+    _report(trained, write_tokenizer(trained, options.out_dir))
 
 
 def input_files(patterns: Sequence[str]) -> tuple[list[Path], Path]:

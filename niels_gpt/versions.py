@@ -18,7 +18,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from niels_gpt import fileio
@@ -35,6 +35,8 @@ JOURNAL_SUFFIX = ".journal"
 JOURNAL_NAME = "journal.jsonl"
 _SHA256 = re.compile("[0-9a-f]{64}")
 _BUILD = re.compile(r"building-[0-9a-f]{12}(\.journal)?")
+_HALF_WRITTEN = re.compile(r"\.(recipe|meta)\.json\.[0-9a-f]{8}\.tmp")  # by fileio.write_bytes
+_BUILDERS_FILE = re.compile(r"[a-z0-9_]+\.(bin|npy|txt|json|jsonl)")
 _VERSION = re.compile(r"[0-9a-f]{12}|adopted\d+")
 
 
@@ -61,6 +63,7 @@ def building(path: str | os.PathLike[str], *, wait: bool = False) -> Iterator[Pa
     """
     refuse_foreign(path)
     with build_lock(path, wait=wait) as folder:
+        _clear(folder)
         work = folder / BUILDING
         fileio.remove(work)
         fileio.make_dir(work)
@@ -81,6 +84,7 @@ def resumable(path: str | os.PathLike[str], key: str) -> Iterator[tuple[Path, Pa
     """
     refuse_foreign(path)
     with build_lock(path) as folder:
+        _clear(folder)
         work = folder / f"{BUILDING}-{key[:VERSION_DIGITS]}"
         journal = work.with_name(work.name + JOURNAL_SUFFIX)
         for path_of in (work, journal):
@@ -105,6 +109,51 @@ def resumable(path: str | os.PathLike[str], key: str) -> Iterator[tuple[Path, Pa
 def _remove_build(work: Path, journal: Path) -> None:
     discard(journal)
     fileio.remove(work)
+
+
+def clear_leftovers(path: str | os.PathLike[str]) -> None:
+    """Remove what killed processes have left of the cache at `path`, and nobody needs: see `_dead`.
+
+    For who has nothing to build. Without such a thing nothing is written, and where somebody builds, or the folder is
+    not to be written to, it stays.
+    """
+    folder = versions_dir(path)
+    with suppress(CacheError, OSError):
+        if _dead(folder) or (folder / "lock").stat().st_size:  # its text goes when the lock is let go
+            with build_lock(path):
+                _clear(folder)
+
+
+def _clear(folder: Path) -> None:
+    for entry in _dead(folder):
+        discard(entry)
+
+
+def _dead(folder: Path) -> list[Path]:
+    """Return what is certainly a builder's and of no use, where nobody builds: half-written files, and what is left of
+    a build whose journal is gone, which goes first when a build has ended."""
+    found = []
+    for entry in folder.iterdir():
+        if _BUILD.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+            journal = entry.with_name(entry.name.removesuffix(JOURNAL_SUFFIX) + JOURNAL_SUFFIX) / JOURNAL_NAME
+            found += [] if os.path.lexists(journal) or not _only_ours(entry) else [entry]
+        elif _HALF_WRITTEN.fullmatch(entry.name) and entry.is_file() and not entry.is_symlink():
+            found.append(entry)
+        elif _VERSION.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+            found += [file for file in entry.iterdir() if _HALF_WRITTEN.fullmatch(file.name) and not file.is_symlink()]
+    return sorted(found, key=lambda entry: (entry.suffix != JOURNAL_SUFFIX, entry.name))
+
+
+def _only_ours(folder: Path) -> bool:
+    names = (name.rpartition("/")[2] for name in _names_below(folder))
+    return all(_BUILDERS_FILE.fullmatch(name) or _HALF_WRITTEN.fullmatch(name) for name in names)
+
+
+def discard_unfinished(folder: Path) -> None:
+    """Remove every unfinished build in the versions folder of a cache, whose lock is held."""
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.suffix != JOURNAL_SUFFIX):
+        if _BUILD.fullmatch(entry.name):
+            discard(entry)
 
 
 def discard(path: Path) -> None:

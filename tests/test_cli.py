@@ -250,9 +250,7 @@ def test_ctrl_c_keeps_what_was_finished_and_says_so(flags: list[str], tmp_path: 
     assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
     done = subprocess.run([sys.executable, "-c", hook], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert (
-        "\ninterrupted. What was finished is kept; the same command goes on with the build in progress\n" in done.stderr
-    )
+    assert "\ninterrupted. What was finished is kept; the same command resumes the build in progress\n" in done.stderr
     assert "pretrain/roam" in done.stdout
     assert os.path.islink(tmp_path / "c" / "pretrain" / "roam")
     assert not os.path.lexists(tmp_path / "c" / "pretrain" / "fineweb_edu")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from byte_tokenizer import ByteTokenizer
+from power_loss import Disk, put, recorded_below
 
 from niels_gpt.build.pretrain import build_pretrain
 from niels_gpt.cache import read_meta, write_meta
@@ -108,6 +109,43 @@ def test_a_row_that_cannot_be_read_is_named_with_file_and_line(settings: Setting
     rows = break_dolly(own)
     with pytest.raises(ValueError, match=rf"{rows.name}.*{len(rows.read_text().splitlines())}"):
         RECIPES["sft/dolly15k"](dataclasses.replace(settings, source_root=str(own)))
+
+
+def test_a_build_that_is_up_to_date_clears_what_a_late_kill_left(settings: Settings, tmp_path: Path) -> None:
+    """Killed anywhere behind the commit: the next run leaves the version, its recipe and an empty lock."""
+    recorded = dataclasses.replace(settings, cache_dir=str(tmp_path / "recorded"))
+    ensure_tokenizer(recorded)
+    trace = recorded_below(tmp_path / "recorded", lambda: RECIPES["pretrain/roam"](recorded))
+    committed = next(n for n, done in enumerate(trace) if done[0] == "rename" and done[2] == "pretrain/roam")
+    cuts = range(committed + 1, len(trace) + 1)
+    for number in cuts:
+        disk = Disk({})
+        disk.apply(trace[:number])
+        folder = tmp_path / str(number)
+        put(disk.left("kill"), folder)
+        shutil.copytree(tmp_path / "recorded" / ".versions", folder / ".versions")
+        (folder / "tokenizer").symlink_to((tmp_path / "recorded" / "tokenizer").readlink())
+        left = folder / "pretrain" / ".versions" / "roam"
+        (left / "lock").write_text("user me, host here, pid 1")
+        RECIPES["pretrain/roam"](dataclasses.replace(settings, cache_dir=str(folder)))
+        version = (folder / "pretrain" / "roam").resolve()
+        assert {path.name for path in left.iterdir()} == {"lock", "recipe.json", version.name}
+        assert not (left / "lock").read_text() and not list(version.glob(".*"))
+    assert len(cuts) > 5
+
+
+def test_what_is_not_a_builders_is_not_cleared(settings: Settings) -> None:
+    RECIPES["pretrain/roam"](settings)
+    left = Path(settings.cache_dir) / "pretrain" / ".versions" / "roam"
+    for name in ("building-0123456789ab", "building-0123456789ac.journal"):
+        (left / name).mkdir()
+        (left / name / "holiday.jpg").touch()
+    for name in (".notes.tmp", ".recipe.json.tmp"):
+        (left / name).touch()
+    (left / ".meta.json.01234567.tmp").touch()
+    before = {path.name for path in left.iterdir()}
+    RECIPES["pretrain/roam"](settings)
+    assert before - {path.name for path in left.iterdir()} == {".meta.json.01234567.tmp"}
 
 
 def test_training_settings_that_change_make_the_tokenizer_anew(own: Path) -> None:

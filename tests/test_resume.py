@@ -187,21 +187,21 @@ def test_other_settings_are_another_build_and_leave_the_unfinished_one(folder: P
 # --- the source is not what it was ------------------------------------------------------------------------------------
 
 CHANGES: dict[str, tuple[str, Callable[[list[Any]], Any], str]] = {
-    "a text": ("pretrain", lambda items: items.__setitem__(7, (None, "other", "page\n7")), "changed at document 7"),
-    "an id": ("pretrain", lambda items: items.__setitem__(0, (*items[0][:2], "x")), "changed at document 0"),
-    "a split": ("pretrain", lambda items: items.__setitem__(9, ("val", *items[9][1:])), "changed at document 9"),
-    "a dropped text": ("pretrain", lambda items: items.__setitem__(5, (None, "good", items[5][2])), "at document 5"),
-    "the order": ("pretrain", lambda items: items.insert(3, items.pop(4)), "changed at document 3"),
-    "one more before": ("pretrain", lambda items: items.insert(2, (None, "new", "new")), "changed at document 2"),
-    "one less before": ("pretrain", lambda items: items.pop(2), "changed at document 2"),
-    "less": ("pretrain", lambda items: items.__delitem__(slice(11, None)), "ends before document 11, and 20 had"),
-    "nothing": ("pretrain", lambda items: items.clear(), "ends before document 0, and 20 had been read"),
-    "a message": ("sft", lambda items: items[7][1][0].update(content="other"), "changed at document 7"),
-    "a role": ("sft", lambda items: items[8][1][0].update(role="system"), "changed at document 8"),
-    "a message more": ("sft", lambda items: items[9][1].append(items[9][1][0]), "changed at document 9"),
-    "the id of a chat": ("sft", lambda items: items.__setitem__(3, ("x", items[3][1])), "changed at document 3"),
-    "less chats": ("sft", lambda items: items.__delitem__(slice(11, None)), "ends before document 11, and 20 had"),
-    "no id": ("sft", lambda items: items.__setitem__(0, items[0][1]), "changed at document 0"),
+    "a text": ("pretrain", lambda items: items.__setitem__(7, (None, "other", "page\n7")), "has changed at"),
+    "an id": ("pretrain", lambda items: items.__setitem__(0, (*items[0][:2], "x")), "has changed at"),
+    "a split": ("pretrain", lambda items: items.__setitem__(9, ("val", *items[9][1:])), "has changed at"),
+    "a dropped text": ("pretrain", lambda items: items.__setitem__(5, (None, "good", items[5][2])), "has changed at"),
+    "the order": ("pretrain", lambda items: items.insert(3, items.pop(4)), "has changed at"),
+    "one more before": ("pretrain", lambda items: items.insert(2, (None, "new", "new")), "has changed at"),
+    "one less before": ("pretrain", lambda items: items.pop(2), "has changed at"),
+    "less": ("pretrain", lambda items: items.__delitem__(slice(11, None)), "ends after 11 documents, and 20 had"),
+    "nothing": ("pretrain", lambda items: items.clear(), "ends after 0 documents, and 20 had"),
+    "a message": ("sft", lambda items: items[7][1][0].update(content="other"), "has changed at"),
+    "a role": ("sft", lambda items: items[8][1][0].update(role="system"), "has changed at"),
+    "a message more": ("sft", lambda items: items[9][1].append(items[9][1][0]), "has changed at"),
+    "the id of a chat": ("sft", lambda items: items.__setitem__(3, ("x", items[3][1])), "has changed at"),
+    "less chats": ("sft", lambda items: items.__delitem__(slice(11, None)), "ends after 11 documents, and 20 had"),
+    "no id": ("sft", lambda items: items.__setitem__(0, items[0][1]), "has changed at"),
 }
 
 
@@ -216,7 +216,7 @@ def test_a_source_that_changed_is_refused_and_nothing_on_disk_changes(folder: Pa
         change(items)
         with pytest.raises(CacheError, match=message) as error:
             BUILDERS[kind](folder / "c", items=items, **settings)
-        assert str(unfinished(folder / "c", ".journal")) in str(error.value)
+        assert str(error.value).endswith(f": rm -r {unfinished(folder / 'c', '.journal')}")
         assert committed(folder / "c") == before
     BUILDERS[kind](folder / "c", **settings)
     assert committed(folder / "c") == uninterrupted(kind, folder / "other", **settings)
@@ -227,8 +227,7 @@ def test_a_source_that_goes_on_where_it_had_ended_is_refused(folder: Path, kind:
     settings = {**IN_ORDER, "max_train_tokens": 10**6, "max_val_tokens": 10**5} if kind == "pretrain" else {}
     path = killed_behind(kind, folder, says('"ended": true'), **settings)
     before = committed(path)
-    count = len(ITEMS[kind](0))
-    with pytest.raises(CacheError, match=f"goes on at document {count}, where it had ended"):
+    with pytest.raises(CacheError, match="had ended, and has one more document"):
         BUILDERS[kind](path, items=[*ITEMS[kind](0), ITEMS[kind](0)[0]], **settings)
     after = committed(path)
     BUILDERS[kind](path, **settings)
@@ -293,7 +292,7 @@ def test_a_damaged_file_of_an_unfinished_build_is_named(folder: Path, kind: str,
         DAMAGES[damage](path)
         with pytest.raises(CacheError) as error:
             BUILDERS[kind](folder / str(number) / "c")
-        assert str(path) in str(error.value) and "to begin this build anew" in str(error.value)
+        assert str(path) in str(error.value) and "To start this build from scratch: " in str(error.value)
         shutil.rmtree(unfinished(folder / str(number) / "c", ".journal"))
         BUILDERS[kind](folder / str(number) / "c")
         assert whole_version(folder / str(number) / "c")
@@ -320,7 +319,7 @@ def test_a_version_that_is_gone_between_commit_and_the_last_word_is_named(folder
     path = killed_behind("sft", folder, lambda operation: operation[0] == "rename" and operation[2] == "c")
     shutil.rmtree(path.resolve())
     with pytest.raises(
-        CacheError, match=r"no such file, expected a finished version by the journal\. Remove .*journal to begin"
+        CacheError, match=r"no such file, expected a finished version by the journal\. To start .*: rm -r .*journal"
     ):
         sft(path)
 

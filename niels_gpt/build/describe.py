@@ -38,6 +38,8 @@ class Source:
     """Whatever else decides its stream, as a recipe's settings: a killed build goes on under the same ones only."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """What the loader dropped or repaired, by reason; read when the stream has ended."""
+    from_scratch: str | None = None
+    """The command that starts this build from scratch, for messages; None where it is no recipe's."""
 
 
 def content_sha256(records: list[dict[str, Any]]) -> str:

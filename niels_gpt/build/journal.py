@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.fileio import CacheError, OutputFile, write_bytes
-from niels_gpt.records import checked_count, checked_sha256, file_records, open_regular, path_inside
+from niels_gpt.records import checked_count, checked_sha256, file_records, open_regular, path_inside, read_regular
 from niels_gpt.versions import BUILDING, JOURNAL_NAME, JOURNAL_SUFFIX, versions_dir
 
 JOURNAL_VERSION = 1
@@ -48,8 +49,8 @@ class Checkpoint:
 class Journal:
     """Reads the journal in a folder, if there is one; `append` adds a checkpoint that is durable when it returns."""
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
-        """identity: everything that decides the bytes of the build.
+    def __init__(self, folder: Path, identity: Mapping[str, Any], remedy: str | None = None) -> None:
+        """identity: everything that decides the bytes of the build. remedy: that of the build, for messages.
 
         Raises: CacheError for a journal that is of another build, or that no builder wrote.
         """
@@ -58,6 +59,7 @@ class Journal:
         self.finished: list[dict[str, Any]] = []
         self._header = json.loads(json.dumps({"identity": identity, "journal_version": JOURNAL_VERSION}))
         self._file: OutputFile | None = None
+        self._remedy = remedy or remedy_of(folder)
         if self.path.exists():
             keep = self._read()
             self._file = OutputFile(self.path, keep=keep)
@@ -77,7 +79,7 @@ class Journal:
 
     def _read(self) -> int:
         """Return the length of the lines that are whole."""
-        keep, remedy = 0, f"Remove {self.path.parent} to begin this build anew"
+        keep, remedy = 0, self._remedy
         with open(open_regular(path_inside(self.path.parent, self.path.name)), "rb") as file:
             while (value := _parsed(line := file.readline(_MAX_LINE))) is not None:
                 if keep == 0 and value != self._header:
@@ -88,12 +90,17 @@ class Journal:
                 keep += len(line)
             if any(_parsed(later) is not None for later in iter(lambda: file.readline(_MAX_LINE), b"")):
                 raise CacheError(
-                    f"{self.path}: damaged at byte {keep}, and good lines follow. {remedy}, or go on from the "
+                    f"{self.path}: damaged at byte {keep}, and good lines follow. {remedy}; to resume from the "
                     f"checkpoint before the damage: truncate -s {keep} {self.path}"
                 )
         if keep == 0:
             raise CacheError(f"{self.path}: its first line is damaged. {remedy}")
         return keep
+
+
+def remedy_of(folder: Path, from_scratch: str | None = None) -> str:
+    """Return what to do where a build cannot be resumed; from_scratch: the command, where it is a recipe's."""
+    return f"To start this build from scratch: {from_scratch or shlex.join(['rm', '-r', str(folder)])}"
 
 
 def unfinished_builds(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -103,6 +110,19 @@ def unfinished_builds(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         with suppress(FileNotFoundError):  # it has ended meanwhile
             found.append((folder.lstat().st_mtime_ns, folder))
     return [identity_of(folder) for _, folder in sorted(found, reverse=True)]
+
+
+def sealed_builds(path: str | os.PathLike[str]) -> list[Path]:
+    """Return the journals' folders of builds of the cache at `path` that were committed, and killed before they could
+    remove them. Hold the lock, or a build in its last moment looks so."""
+    found = []
+    for folder in versions_dir(path).glob(f"{BUILDING}-*{JOURNAL_SUFFIX}"):
+        with suppress(OSError, CacheError):
+            lines = read_regular(path_inside(folder.parent, f"{folder.name}/{JOURNAL_NAME}")).splitlines(keepends=True)
+            last = next((value for line in reversed(lines) if (value := _parsed(line)) is not None), None)
+            if isinstance(last, dict) and last.get("sealed") and not os.path.lexists(folder.with_suffix("")):
+                found.append(folder)
+    return found
 
 
 def identity_of(folder: Path) -> dict[str, Any]:

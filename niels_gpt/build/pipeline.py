@@ -31,6 +31,7 @@ def encoded(
     *,
     texts: Callable[[T], list[str]],
     label: Callable[[T], str],
+    name: Callable[[T], str],
     exhausted: bool,
     num_threads: int,
     executor: Executor | None,
@@ -41,6 +42,7 @@ def encoded(
 
     counters: the loader's, which fill while the items are read.
     texts, label: the texts of an item, and what else of it goes into a cache: both are part of its digest.
+    name: the id that an item has in its source, for messages.
     exhausted: a build that has ended had read its source to the end.
     num_threads: threads that encode; 0: the caller's own. executor: encodes instead; it is left open.
     report: is told how far a replay has come.
@@ -48,10 +50,10 @@ def encoded(
     """
     documents = settled(_own(build, stream.marked(items, counters)))
     if build.replays:
-        build.replay(documents, lambda item: digest_of(item, texts, label), report)
+        build.replay(documents, lambda item: digest_of(item, texts, label), partial(_named, texts, name), report)
     if build.last.ended:
         if exhausted and build.replays:
-            build.refuse_more(documents)
+            build.refuse_more(documents, partial(_named, texts, name))
         yield iter(())
         return
     with ExitStack() as held:
@@ -63,6 +65,11 @@ def encoded(
             encode = partial(_encode_elsewhere, pickle.dumps(encoder))
         given = stream.batches(documents, texts=texts, first=build.last.documents)
         yield held.enter_context(closing(InOrder[Batch[T], EncodedTexts](encode, executor)(given)))
+
+
+def _named(texts: Callable[[T], list[str]], name: Callable[[T], str], item: T) -> str:
+    begin = next((text[:80] for text in texts(item) if text), "")
+    return f"{name(item)!r} (it begins {begin!r})"
 
 
 def _own(build: Build, documents: Iterable[D]) -> Iterator[D]:

@@ -19,7 +19,7 @@ from niels_gpt.build.pipeline import Progress
 from niels_gpt.build.resume import CHECKPOINT_SECONDS
 from niels_gpt.build.shards import FILES, Shards, with_ids
 from niels_gpt.build.split import SPLITS, TextSplit, TokenBudget, asked_share
-from niels_gpt.build.start import opened
+from niels_gpt.build.start import NoTextError, opened
 from niels_gpt.build.writer import TOKEN_BYTES
 
 logger = logging.getLogger(__name__)
@@ -88,11 +88,11 @@ def build_pretrain(
     identity = build_identity(source, tokenizer, seed=seed, **settings)
     mixed = shuffle.Shuffled(with_ids(documents), size=shuffle_buffer, seed=seed)
     fingerprint = source.facts.get("fingerprint")
-    with opened(out_dir, identity, FILES, checkpoint_seconds, fingerprint) as build:
+    with opened(out_dir, identity, FILES, checkpoint_seconds, fingerprint, source.from_scratch) as build:
         shards = Shards(build, budget, rule, encoder, shard_bytes, progress)
         exhausted = shards.fill(mixed, source, num_threads, executor)
         if not shards.tokens["train"] and not partial:
-            raise ValueError(f"{os.fspath(out_dir)}: no token for the train split: {_shortage(shards, source)}")
+            raise NoTextError(f"{os.fspath(out_dir)}: no token for the train split: {_shortage(shards, source)}")
         build.checkpoint(shards.state(), ended=True)
         known = {"vocabulary": vocabulary, "source": source, "seed": seed, **settings}
         counters = source.counters if exhausted else build.mark.counters

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from niels_gpt import fileio
-from niels_gpt.build.journal import Checkpoint, Journal
+from niels_gpt.build.journal import Checkpoint, Journal, remedy_of
 from niels_gpt.build.stream import DIGEST_BYTES, Mark
 from niels_gpt.build.writer import BLOCK_BYTES, HashedFile, checksums_of
 from niels_gpt.fileio import META_NAME, CacheError
@@ -41,7 +41,13 @@ class Build:
     """The state of one build on disk."""
 
     def __init__(
-        self, work: Path, folder: Path, identity: Mapping[str, Any], files: Mapping[str, str | None], seconds: float
+        self,
+        work: Path,
+        folder: Path,
+        identity: Mapping[str, Any],
+        files: Mapping[str, str | None],
+        seconds: float,
+        from_scratch: str | None = None,
     ) -> None:
         """work: folder of the files that are finished. folder: of the journal and the files that are appended to.
 
@@ -49,12 +55,15 @@ class Build:
         files: the names of the latter, each with its place in the cache: "train/shard_{:05d}.bin" for the next shard of
             a split, None for what serves the build only.
         seconds: between two checkpoints; 0 for one after each batch.
+        from_scratch: the command that starts the build from scratch, for messages.
         """
         self.work, self.folder = work, folder
+        self.remedy = remedy_of(folder, from_scratch)
+        """What to do where a build cannot be resumed."""
         self._places = {**files, TEXTS: None}
         self._seconds = seconds
         self._process = os.getpid()
-        self._journal = Journal(folder, identity)
+        self._journal = Journal(folder, identity, self.remedy)
         self.last = self._journal.last or Checkpoint()
         """The last checkpoint."""
         self.finished = self._journal.finished
@@ -123,10 +132,15 @@ class Build:
         self._journal.close()
 
     def replay(
-        self, documents: Iterator[tuple[T, Mark]], digest_of: Callable[[T], bytes], report: Callable[[int], None]
+        self,
+        documents: Iterator[tuple[T, Mark]],
+        digest_of: Callable[[T], bytes],
+        named: Callable[[T], str],
+        report: Callable[[int], None],
     ) -> None:
         """Take from the source what had been taken at the last checkpoint, and compare it.
 
+        named: tells a document, for messages.
         report: is told the number of documents now and then.
         Raises: CacheError naming the first document that is not what it was.
         """
@@ -135,18 +149,18 @@ class Build:
             for number in range(count):
                 document, self.mark = next(documents, (None, self.mark))
                 if document is None:
-                    self._changed(f"ends before document {number}, and {count} had been read")
+                    self._changed(f"ends after {number} documents, and {count} had been read")
                 elif digest_of(document) != file.read(DIGEST_BYTES):
-                    self._changed(f"changed at document {number}, which is now {document!r:.200}")
+                    self._changed(f"has changed at {named(document)}")
                 if number % _REPORTED == 0:
                     report(number)
         if count and self.mark.generator != self.last.generator:
-            self._changed(f"is shuffled otherwise at document {count - 1}, as by another version of torch")
+            self._changed("is shuffled otherwise, as by another version of torch")
 
-    def refuse_more(self, documents: Iterator[Any]) -> None:
-        """Raise CacheError if a source that had ended goes on."""
-        if self.last.ended and next(documents, None) is not None:
-            self._changed(f"goes on at document {self.last.documents}, where it had ended")
+    def refuse_more(self, documents: Iterator[tuple[T, Mark]], named: Callable[[T], str]) -> None:
+        """Raise CacheError if a source that had ended has more documents."""
+        if self.last.ended and (found := next(documents, None)) is not None:
+            self._changed(f"had ended, and has one more document, {named(found[0])}")
 
     def own(self) -> None:
         """Raise RuntimeError in a forked child, which has this build's files, and must not write to them."""
@@ -265,11 +279,6 @@ class Build:
         if self.last.sealed is None:
             self._journal.append(replace(self.last, finished=[], sealed=content_sha256))
 
-    @property
-    def remedy(self) -> str:
-        """What to do where a build cannot go on."""
-        return f"Remove {self.folder} to begin this build anew"
-
     def _place(self, name: str) -> str:
         place = self._places[name]
         assert place is not None
@@ -300,6 +309,6 @@ class Build:
 
     def _changed(self, what: str) -> None:
         raise CacheError(
-            f"{self.folder}: the source {what}. Let it be again what it was when this build began, and build again, or "
-            f"begin anew with what it is now: remove {self.folder}"
+            f"{self.folder.parent.parent.parent / self.folder.parent.name}: its source {what}, since a build of it was "
+            f"interrupted. Restore the source and run the same command again. {self.remedy}"
         )

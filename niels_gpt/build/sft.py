@@ -25,7 +25,7 @@ from niels_gpt.build.losses import Losses, described, notice_blank
 from niels_gpt.build.pipeline import Progress
 from niels_gpt.build.resume import CHECKPOINT_SECONDS, Build
 from niels_gpt.build.split import SPLITS
-from niels_gpt.build.start import opened
+from niels_gpt.build.start import NoTextError, opened
 from niels_gpt.build.stream import Batch, labelled_digest
 from niels_gpt.build.writer import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_DTYPE, id_lines, npy_header
 from niels_gpt.chat_template import ROLE_TO_NAME, UNKNOWN_ROLE, count_role
@@ -88,12 +88,12 @@ def build_sft(
     vocabulary = vocabulary_of(tokenizer)
     identity = build_identity(source, tokenizer, seed=seed, **settings)
     fingerprint = source.facts.get("fingerprint")
-    with opened(out_dir, identity, _FILES, checkpoint_seconds, fingerprint) as build:
+    with opened(out_dir, identity, _FILES, checkpoint_seconds, fingerprint, source.from_scratch) as build:
         spool = _Spool(build, encoder, progress)
         spool.fill(_numbered(examples), source, num_threads, executor)
         if not spool.kept:
             lost = {**spool.counts, **source.counters}
-            raise ValueError(
+            raise NoTextError(
                 f"{os.fspath(out_dir)}: no example is left of {spool.counts['examples_read']} read: {lost}"
             )
         build.checkpoint(spool.state(), ended=True)
@@ -158,6 +158,10 @@ def _texts(example: Example) -> list[str]:
     return example.texts
 
 
+def _name(example: Example) -> str:
+    return example.name
+
+
 def _label(example: Example) -> str:
     return f"{example.name}{_JOINT}{example.roles}"
 
@@ -189,6 +193,7 @@ class _Spool:
             self._encoder,
             texts=_texts,
             label=_label,
+            name=_name,
             exhausted=True,
             num_threads=num_threads,
             executor=executor,

@@ -49,6 +49,10 @@ def _texts(document: Document) -> list[str]:
     return [document[1]]
 
 
+def _name(document: Document) -> str:
+    return document[2]
+
+
 def _label(document: Document) -> str:
     return f"{document[0]}\0{document[2]}"
 
@@ -92,6 +96,7 @@ class Shards:
             self._encoder,
             texts=_texts,
             label=_label,
+            name=_name,
             exhausted=not self._full(),
             num_threads=num_threads,
             executor=executor,

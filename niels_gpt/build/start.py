@@ -19,6 +19,11 @@ from niels_gpt.versions import JOURNAL_SUFFIX, discard, resumable
 
 logger = logging.getLogger(__name__)
 
+
+class NoTextError(ValueError):
+    """A source has ended, and nothing of it can be in a cache."""
+
+
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 
 
@@ -29,17 +34,20 @@ def opened(
     files: Mapping[str, str | None],
     seconds: float,
     fingerprint: str | None,
+    from_scratch: str | None = None,
 ) -> Iterator[Build]:
     """Hold the lock on a cache and yield its build, new or as a killed run left it.
 
     fingerprint: of the source as it is now, None where nobody knows it; the other arguments are those of Build. A build
         that was committed, and killed before it could say so, needs no replay where the fingerprint is the same; where
         it is another one, that build is done with, and a new one begins.
+    from_scratch: the command that starts the build from scratch, for messages.
+    A build that ends with NoTextError keeps nothing, so that the next one may read another source.
     Raises: CacheError where somebody else builds, something that is no cache is in the way, or the build is damaged.
     """
     with resumable(out_dir, sha256(canonical_json(identity)).hexdigest()) as (work, folder):
         _say_others(folder, identity)
-        build = Build(work, folder, identity, files, seconds)
+        build = Build(work, folder, identity, files, seconds, from_scratch)
         try:
             meta = build.committed_meta()
             if meta is not None and fingerprint is not None:
@@ -48,9 +56,13 @@ def opened(
                     build.close()
                     discard(folder)
                     fileio.make_dir(folder)
-                    build = Build(work, folder, identity, files, seconds)
+                    build = Build(work, folder, identity, files, seconds, from_scratch)
             build.open()
             yield build
+        except NoTextError:
+            build.close()
+            discard(folder)
+            raise
         except OSError as error:
             if error.errno not in _CANNOT_WRITE or not build.last.documents:
                 raise

@@ -14,7 +14,7 @@
     python -m niels_gpt.cache.cli locate cache/sft/oasst1 train 1_000_000     the document at a token
     python -m niels_gpt.cache.cli gc cache --dry-run                          old versions that could be removed
 
-Exit status: 0 good, 1 something failed, is damaged or differs, 2 usage.
+Exit status: 0 good, 1 something failed, is damaged, differs or was interrupted, 2 usage.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from niels_gpt.interrupts import interruptible, say_interrupted
 from niels_gpt.settings import Settings
 
 if TYPE_CHECKING:
@@ -46,14 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for client in ("httpx", "httpx2"):  # a line for each request to the hub
         logging.getLogger(client).setLevel(logging.WARNING)
     try:
-        status: int = arguments.run(arguments)
+        with interruptible():
+            status: int = arguments.run(arguments)
     except (ValueError, OSError, ImportError) as error:  # CacheError is a ValueError, ConnectionError an OSError
         if isinstance(error, BrokenPipeError) and is_unread("\n"):  # and not a connection's
             return 0
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:
-        print(f"\ninterrupted{arguments.kept}", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        say_interrupted(error, arguments.kept)
         return 1
     is_unread()
     return status
@@ -127,12 +129,14 @@ def _add_builders(command: Callable[..., argparse.ArgumentParser]) -> None:
     names = ", ".join(key.split("/")[1] for key in RECIPES)
     build.add_argument("sources", nargs="*", metavar="SOURCE", help=f"some of {names}, and of those of sources.toml")
     for builder in (build_all, build):
-        builder.set_defaults(kept=". What was finished is kept; the same command goes on with the build in progress")
+        builder.set_defaults(kept=". What was finished is kept; the same command resumes the build in progress")
         builder.add_argument("--dry-run", action="store_true", help="print what would be built and the disk it needs")
+        text = "build from scratch, without what is there: finished or not, it is done once more"
+        builder.add_argument("--restart", action="store_true", help=text)
         builder.add_argument("--refresh", action="store_true", help="ask the hub for its newest revisions")
         add_settings_flags(builder)
     snapshot = command("snapshot", "keep the raw text of a hub source once, for builds without network", _snapshot)
-    snapshot.set_defaults(kept=". The files that were finished are kept; the same command goes on")
+    snapshot.set_defaults(kept=". The files that were finished are kept; the same command resumes")
     snapshot.epilog = (
         "Builds with --source-root DEST read it in the hub's place. Interrupted, the same command goes on, and with "
         "more tokens it makes the snapshot longer; what it has is read once more from the hub, but not written."
@@ -191,7 +195,15 @@ def _build(arguments: argparse.Namespace) -> int:
     outcomes: list[Outcome] = []
     failures: dict[str, Exception] = {}
     try:
-        build_each(settings, chosen, outcomes, failures, refresh=arguments.refresh, bar=_progress_bar)
+        build_each(
+            settings,
+            chosen,
+            outcomes,
+            failures,
+            refresh=arguments.refresh,
+            restart=arguments.restart,
+            bar=_progress_bar,
+        )
     finally:
         if outcomes or failures:
             print(outcomes_table(outcomes, failures))

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from niels_gpt.interrupts import interruptible, say_interrupted
 from niels_gpt.recipes.eagle3 import Prepared, carry_out, prepare, resolve
 from niels_gpt.recipes.eagle3_options import ATTENTIONS, COMPUTE_DTYPES, DEVICES, DTYPE_NAMES, Options
 from niels_gpt.settings import Settings
@@ -47,13 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     try:
-        return _run(options, settings, dry_run=dry_run)
+        with interruptible():
+            return _run(options, settings, dry_run=dry_run)
     except (ValueError, OSError, ImportError, RuntimeError) as error:  # CacheError is a ValueError
         logging.debug("", exc_info=True)
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; finished shards stay: the same command with --resume goes on", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        say_interrupted(error, "; finished shards stay: the same command with --resume goes on")
         return 130
 
 

@@ -18,18 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.build.describe import BUILDER_VERSION, FORMAT_VERSION, Source
-from niels_gpt.build.journal import unfinished_builds
+from niels_gpt.build.journal import sealed_builds, unfinished_builds
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import find_meta, listed_meta, read_meta
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file, write_bytes
+from niels_gpt.recipes.commands import build_command
 from niels_gpt.recipes.measured import Measured
 from niels_gpt.recipes.origins import Origin
 from niels_gpt.recipes.own import said_credit
 from niels_gpt.records import file_records, meta_bytes, path_inside
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
-from niels_gpt.versions import versions_dir
+from niels_gpt.versions import build_lock, clear_leftovers, discard, discard_unfinished, versions_dir
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +149,22 @@ def is_current(path: Path, fingerprint: str) -> bool:
     return all(file.is_file() and file.stat().st_size == size for file, size in files.items())
 
 
+def restart(settings: Settings, key: str) -> None:
+    """Let the next build of the cache `key` start from scratch: what unfinished builds did is removed, whatever their
+    settings, and a committed cache, which stays as it is until then, no longer counts as up to date.
+
+    Raises: CacheError if somebody builds it.
+    """
+    path = cache_root(settings) / key
+    if not versions_dir(path).is_dir():
+        return
+    with build_lock(path) as folder:
+        discard_unfinished(folder)
+        known = recorded_recipe(path)
+        if known.pop("fingerprint", None) is not None:  # the hub's revision in it still counts
+            write_bytes(folder / RECIPE_NAME, canonical_json(known))
+
+
 def produce(
     settings: Settings,
     key: str,
@@ -178,15 +195,26 @@ def produce(
         reused = is_current(path, fingerprint)
         if reused:
             meta = read_meta(str(path / META_NAME))
+            _tidy(path)
         else:
             counters: Counter[str] = Counter()
             exclude = {} if settings.exclude is None else {"exclude": read_exclusion(settings.exclude).facts}
             said = said_credit(settings, origin.source)
             about = {**facts, **said, **exclude}
-            source = Source(origin.dataset, origin.config, origin.streaming, about, recipe, counters)
+            again = build_command(settings, key, "--restart")
+            source = Source(origin.dataset, origin.config, origin.streaming, about, recipe, counters, again)
             record = partial(record_recipe, path, fingerprint, facts)
             meta = build(Ingredients(tokenizer, source, counters, facts["revision"], record), path)
     return finish(settings, key, path, meta, reused, measured, fingerprint)
+
+
+def _tidy(path: Path) -> None:
+    """Remove what killed builds of a cache that is up to date have left: those that were committed, and half files."""
+    clear_leftovers(path)
+    if sealed_builds(path):
+        with contextlib.suppress(CacheError, OSError), build_lock(path):
+            for folder in sealed_builds(path):
+                discard(folder)
 
 
 def _unfinished_facts(origin: Origin, path: Path, recipe: dict[str, Any]) -> dict[str, Any]:

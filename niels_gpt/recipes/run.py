@@ -16,6 +16,8 @@ from niels_gpt.cache.meta import find_meta
 from niels_gpt.fileio import CacheError
 from niels_gpt.inspection.contents import Damage
 from niels_gpt.inspection.damage import find_damage
+from niels_gpt.interrupts import interruptible, say_interrupted
+from niels_gpt.recipes import produce
 from niels_gpt.recipes.own import UsageError, named_by_lines, said_credit
 from niels_gpt.recipes.plan import RECIPES, recipes
 from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome, cache_root
@@ -53,12 +55,14 @@ def build_each(
     failures: dict[str, Exception],
     *,
     refresh: bool,
+    restart: bool = False,
     bar: Callable[[str], AbstractContextManager[Any]],
 ) -> None:
     """Build the tokenizer and then each cache, and check it. Warnings go to stderr.
 
     outcomes, failures: receive what was built, the tokenizer included, and by its key why a cache was not, as it comes:
         one failing source does not stop the others.
+    refresh: ask the hub for its newest revisions. restart: build each from scratch, whatever is there.
     bar: gives a progress callback, or None, for the time of one build.
     Raises: as `stage_tokenizer`.
     """
@@ -68,6 +72,8 @@ def build_each(
     for key in chosen:
         with bar(key) as progress:
             try:
+                if restart:
+                    produce.restart(settings, key)
                 outcome = known[key](settings, refresh=refresh, progress=progress)
                 for warning in checked(outcome, settings):
                     print(f"warning: {key}: {warning}", file=sys.stderr)
@@ -119,15 +125,16 @@ def exit_status(
     """Run a command of a command line; returns its status, None being 0: 1 with one line for an error of these kinds,
     130 if it is interrupted, and 0 if nobody reads on. A CacheError is a ValueError."""
     try:
-        status = command()
+        with interruptible():
+            status = command()
     except errors as error:
         if isinstance(error, BrokenPipeError) and is_unread("\n"):
             return 0
         logging.getLogger(__name__).debug("", exc_info=True)
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        say_interrupted(error)
         return 130
     is_unread()
     return status or 0

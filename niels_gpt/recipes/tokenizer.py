@@ -20,6 +20,7 @@ from niels_gpt.data import oasst1
 from niels_gpt.data.exclude import read_exclusion, remaining
 from niels_gpt.data.types import PretrainSample
 from niels_gpt.fileio import META_NAME, CacheError, write_bytes
+from niels_gpt.interrupts import ended_at_once
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.measured import Measured
@@ -101,6 +102,8 @@ def stage_tokenizer(settings: Settings, *, own_only: bool = False, announce: boo
     with Measured() as measured:
         meta = _reusable(settings, path)
         reused = meta is not None
+        if reused:
+            versions.clear_leftovers(path)
         if meta is None:
             # Two caches that are built at once both want it: one makes it, the other waits and finds it there.
             with versions.building(path, wait=True) as work:
@@ -264,17 +267,20 @@ def _trained(settings: Settings, own_only: bool) -> tuple[bytes, dict[str, Any]]
     looked_at: dict[str, str] = {}
     names = [*own_sources(settings), *([] if own_only else TRAINING_ORDER)]
     excluded = {} if settings.exclude is None else {"exclude": read_exclusion(settings.exclude).facts}
-    logger.info("tokenizer: training %d pieces; some minutes for 100 MB of text", settings.vocab_size)
-    kind = settings.source_root if settings.source_root in ("sample", "hub") else "mirror"
-    trained = train_tokenizer(
-        _training_texts(settings, names, seen, looked_at),
-        vocab_size=settings.vocab_size,
-        seed=settings.seed,
-        model_type=settings.model_type,
-        normalization=settings.normalization,
-        character_coverage=settings.character_coverage,
-        trained_on="own" if own_only else kind,
+    logger.info(
+        "tokenizer: training %d pieces; some minutes for 100 MB of text. Ctrl-C ends it at once", settings.vocab_size
     )
+    kind = settings.source_root if settings.source_root in ("sample", "hub") else "mirror"
+    with ended_at_once():
+        trained = train_tokenizer(
+            _training_texts(settings, names, seen, looked_at),
+            vocab_size=settings.vocab_size,
+            seed=settings.seed,
+            model_type=settings.model_type,
+            normalization=settings.normalization,
+            character_coverage=settings.character_coverage,
+            trained_on="own" if own_only else kind,
+        )
     if kind == "mirror" and "fineweb_edu" in looked_at:  # a snapshot that was long enough: the hub's own text
         trained.meta["trained_on"] = "hub"
     failed = {name: _fingerprint(settings, name) for name, size in seen.items() if size == FAILED}

@@ -1,0 +1,73 @@
+"""The signals that end a command: SIGTERM and SIGHUP do what Ctrl-C does, and a second one ends the process at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_caught: dict[signal.Signals, Any] = {}  # the handlers that stood there before
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, which names the signal; the next one ends the process.
+
+    A signal that is ignored stays ignored, as SIGHUP under nohup. A forked child dies of each of them. After a signal
+    the handlers stay as they are, so that the end of the process can be cut short too; otherwise those from before are
+    put back. Outside the main thread, where no handler can be set, nothing is changed.
+    """
+    if threading.current_thread() is not threading.main_thread() or _caught:
+        yield
+        return
+    owner, raised = os.getpid(), False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal raised
+        for each in _caught:
+            signal.signal(each, signal.SIG_DFL)
+        if os.getpid() != owner:
+            os.kill(os.getpid(), number)
+            return
+        raised = True
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    try:
+        for number in SIGNALS:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                _caught[number] = signal.signal(number, interrupt)
+        yield
+    finally:
+        if not raised and os.getpid() == owner:
+            for each, handler in _caught.items():
+                signal.signal(each, handler)
+        _caught.clear()
+
+
+@contextmanager
+def ended_at_once() -> Iterator[None]:
+    """Let the first signal end the process, for the time of one long call into C++, which no handler can interrupt.
+
+    Only within `interruptible`; for what leaves nothing behind that is worth keeping.
+    """
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in _caught}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def say_interrupted(error: KeyboardInterrupt, kept: str = "") -> None:
+    """Print to stderr that a command was interrupted, by what if not by Ctrl-C, and `kept` behind it."""
+    name = str(error)
+    by = "" if name in ("", "SIGINT") else f" by {name}"
+    with suppress(OSError):  # SIGHUP: the terminal is gone
+        print(f"\ninterrupted{by}{kept}", file=sys.stderr, flush=True)
