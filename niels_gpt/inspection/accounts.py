@@ -8,11 +8,11 @@ from typing import Any
 from niels_gpt.build.describe import FORMAT_VERSION, content_sha256
 from niels_gpt.build.writer import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_DTYPE_NAME, npy_header
 from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.meta import KINDS
 from niels_gpt.inspection.checksums import CRC_DTYPE, covered_files, num_blocks
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.tokenizer import MODEL_NAME
 
-KINDS = ("tokenizer", "pretrain", "sft")
 Problem = tuple[str, str]
 """A key of meta.json, and what was found there and expected."""
 
