@@ -204,7 +204,7 @@ def _open_model(model: bytes, *, where: str) -> Any:
         raise CacheError(f"{where}: is empty, expected a SentencePiece model. Train one: {TRAIN_COMMAND}")
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
-    except RuntimeError as error:
+    except (RuntimeError, UnicodeDecodeError) as error:
         raise CacheError(f"{where}: is no SentencePiece model ({error}). Train one: {TRAIN_COMMAND}") from error
 
 

@@ -37,6 +37,8 @@ def account_problems(meta: dict[str, Any], records: Sequence[dict[str, Any]]) ->
         if models != [meta["tokenizer_sha256"]]:
             yield "tokenizer_sha256", f"tokenizer_sha256 is not the sha256 of {MODEL_NAME}"
         return
+    if meta.get("built") is False and any(record["bytes"] for record in records):
+        yield "built", "built is false, but it names files that hold something"
     if not isinstance(meta.get("source", {}), dict):
         yield "source", f"source is a {type(meta['source']).__name__}, expected an object"
     for split in SPLITS:
