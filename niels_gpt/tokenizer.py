@@ -240,7 +240,7 @@ def _open_model(model: bytes, *, where: str) -> Any:
         raise CacheError(f"{where}: is empty, {_EXPECTED}")
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
-    except RuntimeError as error:  # its text names a line of C++ and no reason
+    except (RuntimeError, UnicodeDecodeError) as error:  # its text names a line of C++ and no reason
         raise CacheError(f"{where}: is no SentencePiece model, or a damaged one; {_EXPECTED}") from error
 
 

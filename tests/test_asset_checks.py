@@ -51,6 +51,7 @@ def test_a_good_cache_passes_and_an_unmet_budget_is_a_warning_that_fails_no_run(
         "files_match_meta": (True, "ERROR"),
         "ids_below_vocab_size": (True, "ERROR"),
         "tokenizer_matches": (True, "ERROR"),
+        "readers_open": (True, "ERROR"),
         "budget_reached": (False, "WARN"),
         "dropped_share": (True, "WARN"),
     }

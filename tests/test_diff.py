@@ -169,6 +169,20 @@ def test_of_equal_documents_the_first_goes_with_the_first(tmp_path: Path) -> Non
     assert [(told["document"], told["in_b"]["document"]) for told in found["moved"]["first"]] == [(2, 0), (4, 2)]
 
 
+def test_of_equal_documents_those_of_one_source_id_go_together(tmp_path: Path) -> None:
+    """A file is left out that others are equal to: it is gone, and none of the others is."""
+    fixed: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 8, "seed": 0}
+    files = [("train", "one", "a.md"), ("train", "one", "b.md"), ("val", "one", "c.md"), ("train", "two", "d.md")]
+    for name, documents in (("a", files), ("b", files[1:]), ("c", [files[0], ("train", "one", "e.md"), files[3]])):
+        build_pretrain(documents, tmp_path / name, tokenizer=ByteTokenizer(), shuffle_buffer=None, **fixed)
+    found = compared(tmp_path / "a", tmp_path / "b")
+    assert counts(found) == {"only_a": 1} and found["only_a"]["first"][0]["source_id"] == "a.md"
+    assert counts(compared(tmp_path / "b", tmp_path / "a")) == {"only_b": 1}
+    found = compared(tmp_path / "a", tmp_path / "c")
+    assert counts(found) == {"only_a": 1, "renamed": 1} and found["only_a"]["first"][0]["source_id"] == "c.md"
+    assert found["renamed"]["first"][0]["in_b"]["source_id"] == "e.md"
+
+
 def test_equal_tokens_of_other_source_ids_are_not_equal(tmp_path: Path) -> None:
     fixed: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 8, "seed": 0}
     for name, ids in (("a", "pqr"), ("b", "pxr")):

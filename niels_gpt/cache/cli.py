@@ -6,7 +6,7 @@
     python -m niels_gpt.cache.cli build --sft chats='shared/*.json'           a cache of your own chats: sft/chats
     python -m niels_gpt.cache.cli snapshot fineweb_edu MIRROR --tokens 205M   keep raw text, for builds offline
     python -m niels_gpt.cache.cli build-all --source-root sample --dry-run    what would be done
-    python -m niels_gpt.cache.cli list cache                                  what is there
+    python -m niels_gpt.cache.cli list cache                                  what is there, and what readers refuse
     python -m niels_gpt.cache.cli stats cache/sft/oasst1                      lengths, drops, licence of one cache
     python -m niels_gpt.cache.cli show cache/sft/oasst1 --split val --at 3    an example with its loss mask
     python -m niels_gpt.cache.cli verify cache --deep                         every damage, with its file and bytes
@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:  # CacheError is a ValueError, ConnectionError an OSError
         if isinstance(error, BrokenPipeError) and is_unread("\n"):  # and not a connection's
             return 0
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_safe(error)}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt as error:
         say_interrupted(error, arguments.kept)
@@ -169,7 +170,7 @@ def _add_viewers(command: Callable[..., argparse.ArgumentParser]) -> None:
     for name in "ab":
         diff.add_argument(name, type=Path, metavar=name.upper(), help="folder of a cache, or of one of its versions")
     diff.add_argument("--limit", type=int, default=10, metavar="N", help="documents named of each kind (default: 10)")
-    for machine in (verify, diff):
+    for machine in (listing, stats, verify, diff):
         machine.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     locate.add_argument("split", choices=("train", "val"), metavar="SPLIT", help="train or val")
     locate.add_argument(
@@ -210,9 +211,22 @@ def _build(arguments: argparse.Namespace) -> int:
     return _print_failures(failures)
 
 
+def _safe(said: object) -> str:
+    """Return a message without control characters that a file's name or content may have brought: those are escaped."""
+    from niels_gpt.records import printable
+
+    return "\n".join(map(printable, str(said).split("\n")))
+
+
+def _json(found: object) -> str:
+    """Return JSON for people and machines, without characters that command a terminal."""
+    text = json.dumps(found, indent=2, ensure_ascii=False)
+    return re.sub("[\x7f-\x9f]", lambda char: f"\\u{ord(char.group()):04x}", text)
+
+
 def _print_failures(failures: dict[str, Exception]) -> int:
     for key, failure in failures.items():
-        print(f"error: {key}: {type(failure).__name__}: {failure}", file=sys.stderr)
+        print(f"error: {_safe(key)}: {type(failure).__name__}: {_safe(failure)}", file=sys.stderr)
     return 1 if failures else 0
 
 
@@ -236,11 +250,13 @@ def _progress_bar(key: str, *, unit: str = "tok", counted: str = "documents") ->
 
 def _list(arguments: argparse.Namespace) -> int:
     from niels_gpt.recipes.produce import recorded_outcomes
-    from niels_gpt.recipes.report import outcomes_table
+    from niels_gpt.recipes.report import listed, outcomes_table
 
     outcomes, damaged = recorded_outcomes(arguments.cache_dir)
-    print(outcomes_table(outcomes, damaged))
-    return _print_failures(damaged)
+    rows = listed(arguments.cache_dir, outcomes, damaged)
+    refused = {row["key"]: row["refused"] for row in rows if row["refused"]}
+    print(_json(rows) if arguments.json else outcomes_table(outcomes, damaged, refused))
+    return _print_failures(damaged) or (1 if refused else 0)
 
 
 def _snapshot(arguments: argparse.Namespace) -> int:
@@ -261,8 +277,9 @@ def _stats(arguments: argparse.Namespace) -> int:
 
     if arguments.plot is not None:
         write_plot(arguments.cache, arguments.plot)
-    print(table(summary(arguments.cache)))
-    return 0
+    rows = summary(arguments.cache)
+    print(_json(dict(rows)) if arguments.json else table(rows))
+    return 1 if "refused" in dict(rows) else 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -283,16 +300,16 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     caches, errors = caches_of(arguments.paths)
     for error in errors.values():  # the others are looked at
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_safe(error)}", file=sys.stderr)
     found = {path: [Damage("", 0, 0, error)._asdict()] for path, error in errors.items()}
     for cache in caches:
-        with _progress_bar(str(cache), unit="B", counted="files") as progress:
+        with _progress_bar(_safe(cache), unit="B", counted="files") as progress:
             damages = damage_of(cache, deep=arguments.deep, progress=progress)
         found[str(cache)] = [damage._asdict() for damage in damages]
         if not arguments.json:
             print(damage_lines(cache, damages))
     if arguments.json:
-        print(json.dumps(found, indent=2))
+        print(_json(found))
     return 1 if any(found.values()) else 0
 
 
@@ -303,7 +320,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
     pair = arguments.a, arguments.b
     found = diff(*pair, tokenizers=[tokenizer_beside(cache) for cache in pair], limit=arguments.limit)
-    print(json.dumps(found, indent=2, ensure_ascii=False) if arguments.json else difference_lines(found))
+    print(_json(found) if arguments.json else difference_lines(found))
     return 0 if is_equal(found) else 1
 
 
@@ -323,7 +340,7 @@ def _gc(arguments: argparse.Namespace) -> int:
 
     refuse_without_caches(arguments.cache_dir)
     for line in collect(arguments.cache_dir, dry_run=arguments.dry_run):
-        print(line)
+        print(_safe(line))
     return 0
 
 

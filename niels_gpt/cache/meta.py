@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.cache.formats import FORMAT_VERSION, TOKEN_DTYPE
+from niels_gpt.cache.formats import FORMAT_VERSION, SHARD_GLOB, SPLITS, TOKEN_DTYPE
 from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file, write_bytes
 from niels_gpt.records import (
     checked_count,
@@ -16,11 +16,13 @@ from niels_gpt.records import (
     meta_bytes,
     meta_crc32,
     parse_object,
+    path_inside,
     read_regular,
     resolved,
     shortened,
     wrong_value,
 )
+from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 
 __all__ = [
     "META_NAME",
@@ -35,6 +37,9 @@ __all__ = [
     "tokenizer_above",
     "write_meta",
 ]
+
+KINDS = ("tokenizer", "pretrain", "sft")
+"""`kind` of the caches that these keys are of."""
 
 _REBUILD = "Rebuild it: python -m niels_gpt.cache.cli build-all"
 _MAX_VOCAB_SIZE = 1 << 16  # ids are uint16
@@ -80,33 +85,49 @@ def find_meta(folder: Path) -> dict[str, Any] | None:
     return read_meta(str(path)) if os.path.lexists(path) else None
 
 
-def reader_meta(folder: Path) -> dict[str, Any] | None:
-    """Return `find_meta`, its keys checked as far as a reader goes by them; other tools' keys are let be.
+def reader_meta(folder: Path, kind: str | None = None) -> dict[str, Any] | None:
+    """Return `find_meta`, checked by `checked_meta`: what every reader goes by, and `verify` too.
 
-    Raises: as `find_meta`; CacheError if a key is of the wrong type, or says that the tokens are not uint16 ids of
-        format version 1, or that nothing was built.
+    Raises: as `find_meta` and `checked_meta`; CacheError if nothing was built.
     """
     meta = find_meta(folder)
     if meta is None:
         return None
     where = str(folder / META_NAME)
+    checked_meta(meta, where, kind)
+    if meta.get("built") is False:
+        raise CacheError(f"{where}: built is false, so there is nothing to read. {_REBUILD}")
+    return meta
+
+
+def checked_meta(meta: dict[str, Any], where: str, kind: str | None = None) -> None:
+    """Check the keys of a meta.json that readers go by; other tools' keys are let be, and absent ones are.
+
+    kind: the one that the reader reads; None: any.
+    Raises: CacheError if a key is of the wrong type, or says that the tokens are not uint16 ids of format version 1, or
+        that the cache is of another kind; or if a cache of this project does not say whose ids it holds.
+    """
+    found = meta.get("kind", kind)
+    if kind is not None and found != kind:
+        raise wrong_value(where, "kind", found, f"{kind!r}, which this reader reads")
     for key, allowed in (("built", (True, False, "partial")), ("token_dtype", (TOKEN_DTYPE,))):
         # `1 == True`, but no builder writes a number there.
         if key in meta and not any(type(meta[key]) is type(value) and meta[key] == value for value in allowed):
             raise wrong_value(where, key, meta[key], " or ".join(map(repr, allowed)))
-    if meta.get("built") is False:
-        raise CacheError(f"{where}: built is false, so there is nothing to read. {_REBUILD}")
     version = meta.get("format_version", FORMAT_VERSION)
     if _integer(version, 0, 2**63) != FORMAT_VERSION:
         raise wrong_value(where, "format_version", version, f"{FORMAT_VERSION}, which this reader knows")
     vocab_size = meta.get("vocab_size")
     if vocab_size is not None and _integer(vocab_size, 1, _MAX_VOCAB_SIZE + 1) is None:
         raise wrong_value(where, "vocab_size", vocab_size, f"an integer from 1 to {_MAX_VOCAB_SIZE}")
+    if "tokenizer_sha256" not in meta and meta.get("kind") in KINDS:
+        raise CacheError(f"{where}: tokenizer_sha256 is not there, expected that of the model of the ids. {_REBUILD}")
     _tokenizer_sha256(meta, where)
-    for name in ("sys", "usr", "asst", "eot"):
+    for name in SPECIAL_TOKEN_NAMES:
         _special_id(meta, name, where)
+    if meta.get("content_sha256") is not None:
+        checked_sha256(meta["content_sha256"], "content_sha256", where)
     file_records(meta, where)
-    return meta
 
 
 def listed_meta(folder: Path) -> dict[str, Any] | None:
@@ -125,6 +146,78 @@ def listed_meta(folder: Path) -> dict[str, Any] | None:
         for name, count in totals.items():
             checked_count(count, f"totals.{name}", where)
     return meta
+
+
+def split_shards(folder: Path, meta: dict[str, Any] | None, split: str) -> list[tuple[Path, int | None]]:
+    """Return the shards of a split of a pretrain cache, with their sizes in bytes.
+
+    By meta.json where it lists them; without, by their names, and no size is known.
+    Raises: CacheError for a split that meta.json does not list, or whose files are not below its folder.
+    """
+    if meta is None or "shards" not in meta:
+        names = sorted(path.name for path in (folder / split).glob(SHARD_GLOB))
+        return [(path_inside(folder, f"{split}/{name}"), None) for name in names]
+    if split not in meta["shards"]:
+        raise CacheError(f"{folder / META_NAME}: no list of shards for split {split}")
+    records = meta["shards"][split]
+    strange = [record["name"] for record in records if not record["name"].startswith(f"{split}/")]
+    if strange:
+        raise CacheError(f"{folder / META_NAME}: split {split} names {strange[0]}, expected files below {split}/")
+    return [(path_inside(folder, record["name"]), record["bytes"]) for record in records]
+
+
+def text_bytes(folder: Path, meta: dict[str, Any] | None, split: str) -> int:
+    """Return the utf-8 length of the text of a pretrain split. Raises: CacheError where meta.json does not say it."""
+    found, where = meta or {}, str(folder / META_NAME)
+    by_split = found.get("utf8_bytes")
+    if found.get("kind", "pretrain") != "pretrain" or not isinstance(by_split, dict) or split not in by_split:
+        raise CacheError(
+            f"{where}: no utf8_bytes of a pretrain split {split}, expected the folder of a split of a pretrain cache "
+            "that this project built. Bits per byte need the length of the text"
+        )
+    num_bytes = checked_count(by_split[split], f"utf8_bytes.{split}", where)
+    if num_bytes == 0:
+        raise CacheError(f"{where}: utf8_bytes.{split} is 0, expected text")
+    return num_bytes
+
+
+def check_pair(tokens_path: Path, idx_path: Path, meta: dict[str, Any] | None) -> None:
+    """Raise CacheError if a token file and an offsets file of an sft cache are known not to belong together.
+
+    meta: of the tokens' folder. Where it lists the files, both are of one split; by their names they are of one in any
+    case. Files of two folders are refused where one of these is a cache, whose own files lie side by side.
+    """
+    in_words = f"{idx_path}: the offsets of other tokens than {tokens_path}"
+    if tokens_path.parent != idx_path.parent:
+        if any("shards" in found or "index" in found for found in (meta or {}, find_meta(idx_path.parent) or {})):
+            raise CacheError(f"{in_words}: those lie in another cache. Pass two files of one split of one cache")
+        return
+    groups = ((tokens_path, "shards", "_tokens.bin"), (idx_path, "index", "_idx.npy"))
+    of_tokens, of_idx = (_split_of(path.name, (meta or {}).get(group, {}), end) for path, group, end in groups)
+    if None not in (of_tokens, of_idx) and of_tokens != of_idx:
+        raise CacheError(f"{in_words}: of {of_idx}, not {of_tokens}. Pass two files of one split")
+
+
+def recorded_bytes(folder: Path, meta: dict[str, Any] | None, path: Path) -> int | None:
+    """Return the size that the meta.json of a folder gives a file; None where there is none, or one without records.
+
+    Raises: CacheError for a file in that folder that its meta.json does not name, or that is a link.
+    """
+    sizes = {record["name"]: int(record["bytes"]) for record in file_records(meta or {})}
+    if not sizes or path.parent != folder:
+        return None
+    path_inside(folder, path.name)
+    if path.name not in sizes:
+        raise CacheError(f"{folder / META_NAME}: does not name {path.name}, which lies beside it")
+    return sizes[path.name]
+
+
+def _split_of(name: str, group: dict[str, Any], end: str) -> str | None:
+    """Return the split that a group of a meta.json has a file in; where it does not, what the file's name says."""
+    for split, records in group.items():
+        if any(record["name"] == name for record in (records if isinstance(records, list) else [records])):
+            return str(split)
+    return next((split for split in SPLITS if name == split + end), None)
 
 
 def check_tokenizer(folder: Path, meta: dict[str, Any] | None, expected_sha256: str | None = None) -> None:
@@ -179,14 +272,28 @@ def special_id(folder: Path, meta: dict[str, Any] | None, name: str) -> int:
 
     Raises: CacheError naming the places looked at.
     """
-    for candidate, where in ((meta or {}, str(folder / META_NAME)), _tokenizer_meta_above(folder)):
-        value = _special_id(candidate, name, where)
-        if value is not None:
-            return value
+    value = _known_id(folder, meta, name)
+    if value is not None:
+        return value
     raise CacheError(
         f"{folder}: no id of the {name} sentinel is known. Pass {name}_id=..., or put special_token_ids into "
         f"{folder / META_NAME} or into the cache's tokenizer/{META_NAME}"
     )
+
+
+def role_ids(folder: Path, meta: dict[str, Any] | None) -> tuple[int, ...]:
+    """Return the ids with which an example may begin: of sys, usr and asst; () unless all of them are known."""
+    found = [_known_id(folder, meta, name) for name in ("sys", "usr", "asst")]
+    return tuple(id for id in found if id is not None) if None not in found else ()
+
+
+def _known_id(folder: Path, meta: dict[str, Any] | None, name: str) -> int | None:
+    """Return the id of a sentinel from the cache's meta, else its tokenizer's; None where neither has it."""
+    found = _special_id(meta or {}, name, str(folder / META_NAME))
+    if found is not None:
+        return found
+    above, where = _tokenizer_meta_above(folder)
+    return _special_id(above, name, where)
 
 
 def tokenizer_above(folder: Path) -> Path | None:

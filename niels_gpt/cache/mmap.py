@@ -247,6 +247,34 @@ def load_idx(path: str | os.PathLike[str], *, num_tokens: int, expected_bytes: i
     return offsets
 
 
+def check_starts(
+    firsts: NDArray[np.uint16],
+    starts: NDArray[np.int64],
+    roles: Sequence[int],
+    *,
+    first: int,
+    tokens_path: Path,
+    idx_path: Path,
+) -> None:
+    """Raise CacheError unless every example begins with the sentinel of a role, as offsets of other tokens do not.
+
+    firsts, starts: the first id of some examples, and its place in the token file: [n]. first: the number of the first
+        of them. roles: ids of the sentinels; none: nothing is known, and any id is good.
+    """
+    if not roles:
+        return
+    is_role = firsts == roles[0]
+    for role in roles[1:]:
+        is_role |= firsts == role
+    if not is_role.all():
+        wrong = int(is_role.argmin())
+        raise CacheError(
+            f"{tokens_path}: token {starts[wrong]}, with which example {first + wrong} begins by {idx_path.name}, is "
+            f"id {firsts[wrong]}, expected the sentinel of a role ({', '.join(map(str, roles))}). The offsets are of "
+            f"other tokens, or one of both files is damaged. {_REBUILD}"
+        )
+
+
 def _mapped_npy(path: str | os.PathLike[str], expected_bytes: int | None) -> NDArray[np.int64]:
     """Map a .npy file of one dimension of int64, of which nothing is believed that its size does not confirm."""
     handle = _opened(path, "offsets file")

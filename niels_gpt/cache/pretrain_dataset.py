@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import SHARD_GLOB, TOKEN_BYTES
-from niels_gpt.cache.meta import check_expected, check_tokenizer, fingerprint, reader_meta
+from niels_gpt.cache.formats import TOKEN_BYTES
+from niels_gpt.cache.meta import check_expected, check_tokenizer, fingerprint, reader_meta, split_shards
 from niels_gpt.cache.mmap import IO, TokenFiles
 from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.locks import hold_version
@@ -52,34 +52,21 @@ class PretrainSplit:
         if not self.folder.is_dir():
             raise FileNotFoundError(f"{shards_dir}: no such folder. Build it: python -m niels_gpt.cache.cli build-all")
         self._hold = hold_version(self.folder.parent)
-        self.meta: dict[str, Any] | None = reader_meta(self.folder.parent)
+        self.meta: dict[str, Any] | None = reader_meta(self.folder.parent, "pretrain")
         self.vocab_size: int | None = (self.meta or {}).get("vocab_size")
         check_tokenizer(self.folder.parent, self.meta, tokenizer_sha256)
-        self.files = TokenFiles(self._shards(), io=io, in_order=in_order)
+        shards = split_shards(self.folder.parent, self.meta, self.folder.name)
+        self.files = TokenFiles(shards, io=io, in_order=in_order)
         if not self.files.paths and (self.folder / META_NAME).exists():
             raise CacheError(f"{self.folder}: a whole cache, expected the folder of a split of a pretrain cache in it")
         if not self.files.paths:
             raise CacheError(f"{self.folder}: this split has no shard. Give its source more text, then rebuild it")
         check_expected(self.fingerprint(), expect, str(self.folder))
 
-    def _shards(self) -> list[tuple[Path, int | None]]:
-        """Return the shards with their sizes: by meta.json where there is one, by name where there is none."""
-        folder, split = self.folder.parent, self.folder.name
-        if self.meta is None or "shards" not in self.meta:
-            names = sorted(path.name for path in self.folder.glob(SHARD_GLOB))
-            return [(path_inside(folder, f"{split}/{name}"), None) for name in names]
-        if split not in self.meta["shards"]:
-            raise CacheError(f"{folder / META_NAME}: no list of shards for split {split}")
-        records = self.meta["shards"][split]
-        strange = [record["name"] for record in records if not record["name"].startswith(f"{split}/")]
-        if strange:
-            raise CacheError(f"{folder / META_NAME}: split {split} names {strange[0]}, expected files below {split}/")
-        return [(path_inside(folder, record["name"]), record["bytes"]) for record in records]
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.meta is not None:  # a real folder's place may have been taken by another version since
-            before, self.meta = self.fingerprint(), reader_meta(self.folder.parent)
+            before, self.meta = self.fingerprint(), reader_meta(self.folder.parent, "pretrain")
             check_expected(self.fingerprint(), before, str(self.folder))
 
     @property

@@ -15,12 +15,21 @@ import torch
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import IGNORE_INDEX, TOKEN_NUMPY_DTYPE, batch_rows, example_targets, targets_of_pieces
-from niels_gpt.cache.meta import check_expected, check_tokenizer, fingerprint, reader_meta, special_id
-from niels_gpt.cache.mmap import IO, TokenFiles, load_idx, mmap_tokens
+from niels_gpt.cache.meta import (
+    check_expected,
+    check_pair,
+    check_tokenizer,
+    fingerprint,
+    reader_meta,
+    recorded_bytes,
+    role_ids,
+    special_id,
+)
+from niels_gpt.cache.mmap import IO, TokenFiles, check_starts, load_idx, mmap_tokens
 from niels_gpt.cache.pretrain_dataset import outside_vocabulary, split_rows
 from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.locks import hold_version
-from niels_gpt.records import checked_int, file_records, path_inside, resolved
+from niels_gpt.records import checked_int, resolved
 
 OverLength = Literal["truncate", "drop", "error"]
 """What becomes of an example of more than T + 1 tokens: cut (PR-03), left out, or refused at open."""
@@ -78,7 +87,9 @@ class SFTExampleDataset:
         expect: what `fingerprint` returned earlier; raise CacheError unless it would now.
         io: "mmap", or "pread" for network file systems: each example is one positioned read, only offsets are mapped.
 
-        All tokens are read once, here: `counts` has what the cut loses. Warns where a row has no target.
+        All tokens are read once, here: `counts` has what the cut loses. Warns where a row has no target. Tokens and
+        offsets of two splits, caches or versions are refused: by meta.json, and where the ids of the roles' sentinels
+        are known by an example that does not begin with one.
         Raises: FileNotFoundError, CacheError (each names the file; also where no example is left), ValueError for T
             that is no integer of 1 or more, another over_length or io, and an eot_id or asst_id outside the vocabulary.
         """
@@ -88,15 +99,16 @@ class SFTExampleDataset:
         self.tokens_path, self.idx_path = _resolved_together(Path(tokens_path), Path(idx_path))
         folder = self.tokens_path.parent
         self._hold = hold_version(folder)
-        self.meta: dict[str, Any] | None = reader_meta(folder)
+        self.meta: dict[str, Any] | None = reader_meta(folder, "sft")
+        check_pair(self.tokens_path, self.idx_path, self.meta)
         self.vocab_size: int | None = (self.meta or {}).get("vocab_size")
         check_tokenizer(folder, self.meta, tokenizer_sha256)
-        self.asst_id = self._sentinels(asst_id)
+        self.asst_id, self._roles = self._sentinels(asst_id), role_ids(folder, self.meta)
         self._open()
         check_expected(self.fingerprint(), expect, str(self.tokens_path))
-        if over_length == "error":
-            self._refuse_over_length()
         self.counts, self._kept = self._count(over_length == "drop", require_targets)
+        if over_length == "error":  # after the count, which refuses offsets of other tokens
+            self._refuse_over_length()
         if self.counts.rows_without_target:
             warnings.warn(
                 f"{self.tokens_path}: {self.counts.rows_without_target} of {self.counts.rows} rows have no target in "
@@ -122,7 +134,8 @@ class SFTExampleDataset:
         return found
 
     def _open(self) -> None:
-        size, idx_size = (self._recorded_bytes(path) for path in (self.tokens_path, self.idx_path))
+        folder, paths = self.tokens_path.parent, (self.tokens_path, self.idx_path)
+        size, idx_size = (recorded_bytes(folder, self.meta, path) for path in paths)
         self._map: memoryview | None = None
         if self.io == "mmap":
             self._map = mmap_tokens(self.tokens_path, expected_bytes=size).data
@@ -131,17 +144,6 @@ class SFTExampleDataset:
             self._file = TokenFiles([(self.tokens_path, size)], io=self.io)
             self._num_tokens = int(self._file.lengths[0])
         self._starts = load_idx(self.idx_path, num_tokens=self._num_tokens, expected_bytes=idx_size)
-
-    def _recorded_bytes(self, path: Path) -> int | None:
-        """Return the size that meta.json gives a file; None where there is no meta.json, or one without records."""
-        folder = self.tokens_path.parent
-        sizes = {record["name"]: int(record["bytes"]) for record in file_records(self.meta or {})}
-        if not sizes or path.parent != folder:
-            return None
-        path_inside(folder, path.name)
-        if path.name not in sizes:
-            raise CacheError(f"{folder / META_NAME}: does not name {path.name}, which lies beside it")
-        return sizes[path.name]
 
     def __len__(self) -> int:
         """Number of examples, those included that batches leave out."""
@@ -155,7 +157,7 @@ class SFTExampleDataset:
         before = {**self.fingerprint(), "examples": self.counts.examples}
         self._open()
         if self.meta is not None:  # a real folder's place may have been taken by another version since
-            self.meta = reader_meta(self.tokens_path.parent)
+            self.meta = reader_meta(self.tokens_path.parent, "sft")
         check_expected({**self.fingerprint(), "examples": len(self)}, before, str(self.tokens_path))
 
     def fingerprint(self) -> dict[str, Any]:
@@ -218,6 +220,10 @@ class SFTExampleDataset:
             token = int(starts[piece] + place - (stops - lengths)[piece])
             raise outside_vocabulary(self.tokens_path, token, int(ids[place]), self.vocab_size)
 
+    def _check_starts(self, firsts: NDArray[np.uint16], starts: NDArray[np.int64], first: int) -> None:
+        paths = {"tokens_path": self.tokens_path, "idx_path": self.idx_path}
+        check_starts(firsts, starts, self._roles, first=first, **paths)
+
     def _refuse_over_length(self) -> None:
         lengths = np.diff(self._starts, append=self._num_tokens)
         too_long, longest = np.count_nonzero(lengths > self.T + 1), int(lengths.argmax())
@@ -252,8 +258,12 @@ class SFTExampleDataset:
         starts, ends = self._bounds(np.arange(first, stop))
         start, end, marks = int(starts[0]), int(ends[-1]), {"asst_id": self.asst_id, "eot_id": self.eot_id}
         if end - start <= _BLOCK_TOKENS:
-            targets, left, lost_eot = example_targets(self._read(start, end), ends - start, self.T + 1, **marks)
+            ids = self._read(start, end)
+            self._check_starts(ids[starts - start], starts, first)
+            targets, left, lost_eot = example_targets(ids, ends - start, self.T + 1, **marks)
         else:  # one example
+            if self._roles:
+                self._check_starts(self._read(start, start + 1), starts, first)
             pieces = (self._read(at, min(at + _BLOCK_TOKENS, end)) for at in range(start, end, _BLOCK_TOKENS))
             targets, left, lost_eot = targets_of_pieces(pieces, self.T + 1, **marks)
         is_cut = ends - starts > self.T + 1

@@ -8,11 +8,11 @@ from typing import Any
 from niels_gpt.build.describe import FORMAT_VERSION, content_sha256
 from niels_gpt.build.writer import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_DTYPE_NAME, npy_header
 from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.meta import KINDS
 from niels_gpt.inspection.checksums import CRC_DTYPE, covered_files, num_blocks
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.tokenizer import MODEL_NAME
 
-KINDS = ("tokenizer", "pretrain", "sft")
 Problem = tuple[str, str]
 """A key of meta.json, and what was found there and expected."""
 
@@ -37,6 +37,8 @@ def account_problems(meta: dict[str, Any], records: Sequence[dict[str, Any]]) ->
         if models != [meta["tokenizer_sha256"]]:
             yield "tokenizer_sha256", f"tokenizer_sha256 is not the sha256 of {MODEL_NAME}"
         return
+    if meta.get("built") is False and any(record["bytes"] for record in records):
+        yield "built", "built is false, but it names files that hold something"
     if not isinstance(meta.get("source", {}), dict):
         yield "source", f"source is a {type(meta['source']).__name__}, expected an object"
     for split in SPLITS:

@@ -21,16 +21,20 @@ from numpy.typing import NDArray
 from niels_gpt.build.describe import content_sha256
 from niels_gpt.build.writer import OFFSET_DTYPE, npy_header
 from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.meta import KINDS
 from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.inspection.accounts import account_problems
 from niels_gpt.inspection.checksums import damaged_blocks, damaged_entries, damaged_meta_bit, stored_checksums
 from niels_gpt.inspection.contents import Damage, IdScan, LinesScan, OffsetsScan, Scan, Shape, header_damage
-from niels_gpt.records import file_records, meta_crc32, open_regular, parse_object, path_inside, read_regular
+from niels_gpt.inspection.readers import refusals
+from niels_gpt.records import file_records, meta_crc32, open_regular, parse_object, path_inside, read_regular, shortened
+from niels_gpt.versions import VERSION_DIGITS
 
 Progress = Callable[[int, int, int | None], None]
 """Called now and then with the files begun, the bytes read, and the bytes to be read in all."""
 Record = dict[str, Any]
 
+_ANY_KIND = f"expected one of {', '.join(KINDS)}"
 _READ_BYTES = 1 << 22
 _MAX_PLACES = 20  # named in one file
 _LEFTOVER = re.compile(r"\.meta\.json\.[0-9a-f]+\.tmp")  # of a process that was killed; gc removes it
@@ -46,15 +50,22 @@ def find_damage(cache: Path, *, deep: bool, progress: Progress | None = None) ->
         folder = cache.resolve()
     except (OSError, RuntimeError) as error:  # links in a circle; Python 3.13 has an OSError for it
         return [Damage(META_NAME, 0, 0, str(error))]
-    meta, found = described(folder)
+    meta, bytes_wrong = described(folder)
+    found = list(bytes_wrong)
     if meta is None:
         return found
+    if meta.get("kind") not in KINDS:
+        kind = shortened(meta.get("kind"))
+        return [_whole(folder, Damage(META_NAME, 0, 0, f"not of a cache of this project: kind is {kind}, {_ANY_KIND}"))]
     try:
         found += _damages(folder, meta, deep, progress)
     except (CacheError, OSError) as error:
         found.append(Damage(META_NAME, 0, 0, str(error)))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         found.append(Damage(META_NAME, 0, 0, f"not as docs/formats.md describes it ({error!r})"))
+    found = _foreign(folder, meta, found) or found
+    if not bytes_wrong:  # readers look at those alone
+        found += _refused(folder, found)
     return [_whole(folder, damage) for damage in dict.fromkeys(found)]
 
 
@@ -117,16 +128,44 @@ def _damages(folder: Path, meta: dict[str, Any], deep: bool, progress: Progress 
         yield from sha256_damages(folder, meta, whole, progress=progress)
 
 
+def _foreign(folder: Path, meta: dict[str, Any], found: Sequence[Damage]) -> list[Damage]:
+    """Return the one damage of a meta.json that describes other files than those that are there; else nothing.
+
+    A version that has the name of its content is described by its own: it is the files that are damaged.
+    """
+    try:
+        names = {record["name"] for record in file_records(meta) if record["bytes"]}
+    except CacheError:
+        return []
+    wrong = sorted({damage.file for damage in found} & {name for name in names if os.path.lexists(folder / name)})
+    is_its_own = folder.name == str(meta.get("content_sha256"))[:VERSION_DIGITS]
+    if is_its_own or len(wrong) < 2 or 2 * len(wrong) <= len(names):
+        return []
+    said = f"{len(wrong)} of the {len(names)} files that it names are here and hold something else ({wrong[0]}, ...)"
+    return [Damage(META_NAME, 0, 0, f"of another cache, it seems: {said}. Those were not judged by it")]
+
+
+def _refused(folder: Path, found: Sequence[Damage]) -> Iterator[Damage]:
+    """Yield why a reader refuses the cache, unless the reason is a damage that is known."""
+    for reason in refusals(folder, models=not found):  # a model is opened once its sha256 is right
+        inside = reason.startswith(f"{folder}/")
+        name, _, problem = reason.removeprefix(f"{folder}/").partition(": ") if inside else (META_NAME, "", reason)
+        key = problem.partition(" ")[0]
+        if not any(known.file in reason and (known.file != META_NAME or key in known.problem) for known in found):
+            yield Damage(name, 0, 0, f"the readers refuse it: {problem}")
+
+
 def _strangers(folder: Path, known: set[str]) -> Iterator[Damage]:
     """Find what meta.json does not name, links above all. Links are not followed."""
+    beginning = len(os.path.join(folder, ""))
     for where, folders, files in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(where, name))]
         for entry in sorted([*links, *files]):
-            path = Path(where, entry)
-            name = path.relative_to(folder).as_posix()
+            path = os.path.join(where, entry)
+            name = path[beginning:]
             if name not in known and not _LEFTOVER.fullmatch(name):
-                what = "a symbolic link" if path.is_symlink() else "a file"
-                yield Damage(name, 0, path.lstat().st_size, f"{what} that the cache's {META_NAME} does not name")
+                what = "a symbolic link" if os.path.islink(path) else "a file"
+                yield Damage(name, 0, os.lstat(path).st_size, f"{what} that the cache's {META_NAME} does not name")
 
 
 def file_damage(folder: Path, record: Record) -> Damage | None:
@@ -164,6 +203,7 @@ class _Reading:
         self.sound: set[str] = set()
         """The names of the files that are as they were written."""
         self._begun = self._done = 0
+        self._buffer = memoryview(bytearray(_READ_BYTES))  # one for all files: to clear it takes as long as to hash
         self._total = sum(record["bytes"] for record in records)
 
     def damages(self, record: Record, scans: Sequence[Scan]) -> Iterator[Damage]:
@@ -193,10 +233,10 @@ class _Reading:
 
     def _read(self, path: Path, scans: Sequence[Scan]) -> str:
         self._begun += 1
-        digest, buffer = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
-        with open(open_regular(path), "rb") as file:
-            while count := file.readinto(buffer):
-                content = buffer[:count]
+        digest = hashlib.sha256()
+        with open(open_regular(path), "rb", buffering=0) as file:
+            while count := file.readinto(self._buffer):
+                content = self._buffer[:count]
                 digest.update(content)
                 for scan in scans:
                     scan.feed(content)

@@ -187,27 +187,36 @@ def _numbers(values: NDArray[np.int64]) -> Iterator[int]:
 
 
 def _compared_documents(a: _Side, b: _Side, by_tokens: bool, limit: int) -> Found:
-    match = matching.match(_digests((a, b), by_tokens), [*a.splits.values(), *b.splits.values()])
+    has_ids = by_tokens and "ids" in a.meta and "ids" in b.meta
+    ids = _id_numbers((a, b)) if has_ids else None
+    match = matching.match(_digests((a, b), by_tokens), [*a.splits.values(), *b.splits.values()], ids)
     found: Found = {}
     for part, side, numbers in (("only_a", a, match.only_a), ("only_b", b, match.only_b)):
         listed = [_told(side, SPLITS[split], int(numbers[split][place])) for split, place in first(numbers, limit)]
         found[part] = {"count": sum(map(len, numbers)), "first": listed}
     found["moved"] = _of_both(a, b, match.moved, limit, to_other=True)
     found["reordered"] = _of_both(a, b, [match.reordered(split) for split in (0, 1)], limit)
-    renamed = _renamed(a, b, match.common) if by_tokens and "ids" in a.meta and "ids" in b.meta else []
+    renamed = [] if ids is None else _renamed(ids, [*a.splits.values(), *b.splits.values()], match.common)
     found["renamed"] = _of_both(a, b, renamed, limit)
     return found
 
 
-def _renamed(a: _Side, b: _Side, common: Sequence[Pairs]) -> list[Pairs]:
+def _id_numbers(sides: Sequence[_Side]) -> NDArray[np.uint64]:
+    """Return a hash of the source id of each document of A's train and val and of B's: uint64 [documents]."""
     found = []
-    for split, (left, right) in zip(SPLITS, common, strict=True):
-        ids = []
-        for side in (a, b):
-            with described_by(side.folder):
-                lines = _id_digests(side, split, 8) if side.splits[split] else ()
-                ids.append(np.fromiter((int.from_bytes(line) for line in lines), np.uint64))
-        other = ids[0][left] != ids[1][right]
+    for side in sides:
+        with described_by(side.folder):
+            for split, documents in side.splits.items():
+                lines = _id_digests(side, split, 8) if documents else ()
+                found.append(np.fromiter((int.from_bytes(line) for line in lines), np.uint64))
+    return np.concatenate(found)
+
+
+def _renamed(ids: NDArray[np.uint64], sizes: Sequence[int], common: Sequence[Pairs]) -> list[Pairs]:
+    """Return the pairs of documents whose source ids differ."""
+    parts, found = np.split(ids, np.cumsum(sizes)[:-1]), []
+    for split, (left, right) in enumerate(common):
+        other = parts[split][left] != parts[len(SPLITS) + split][right]
         found.append((left[other], right[other]))
     return found
 

@@ -41,14 +41,44 @@ class Match(NamedTuple):
         return left[elsewhere], right[elsewhere]
 
 
-def match(digests: Digests, sizes: Sequence[int]) -> Match:
+def match(digests: Digests, sizes: Sequence[int], ids: NDArray[np.uint64] | None = None) -> Match:
     """Compare the documents of two caches.
 
     digests: of A's train and val and then of B's, in one array. sizes: how many documents each of the four has.
     A document that is there several times needs as many counterparts; its own split's come first.
+    ids: a hash of each document's source id, uint64 [documents], in the same order. Of equal documents those go
+        together first that have the same source id too.
     """
-    groups = _groups(digests)
-    del digests  # the caller keeps none: 16 bytes a document
+    if ids is None:
+        return _match(_groups(digests), sizes)
+    same_id = _match(_groups(digests + ids[:, None]), sizes)  # 128 bits of both: none meets another's by chance
+    begins = np.cumsum([0, *sizes[:-1]])
+    left = [*same_id.only_a, *same_id.only_b]
+    rest = np.concatenate([part + begin for part, begin in zip(left, begins, strict=True)])
+    return _merged(same_id, _match(_groups(digests[rest]), list(map(len, left))))
+
+
+def _merged(first: Match, rest: Match) -> Match:
+    """Return a match with that of the documents that it left alone, which are numbered among themselves."""
+
+    def both(pairs: list[Pairs], more: list[Pairs], crossing: bool) -> list[Pairs]:
+        found = []
+        for split, (found_left, found_right) in enumerate(more):
+            left = first.only_a[split][found_left]
+            right = first.only_b[split != crossing][found_right]
+            found.append(_by_left(*(np.concatenate(parts) for parts in zip(pairs[split], (left, right), strict=True))))
+        return found
+
+    only_a, only_b = (
+        [numbers[places] for numbers, places in zip(all_of, left, strict=True)]
+        for all_of, left in ((first.only_a, rest.only_a), (first.only_b, rest.only_b))
+    )
+    moved, common = both(first.moved, rest.moved, True), both(first.common, rest.common, False)
+    return Match(only_a, only_b, moved, common)
+
+
+def _match(groups: Numbers, sizes: Sequence[int]) -> Match:
+    """Compare documents by the group of each."""
     num_groups = int(groups.max(initial=-1)) + 1
     at, av, bt, bv = parts = np.split(groups, np.cumsum(sizes)[:-1])
     count_at, count_av, count_bt, count_bv = (np.bincount(part, minlength=num_groups) for part in parts)

@@ -18,6 +18,7 @@ from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, TOKEN_NUMPY_DTYPE, tar
 from niels_gpt.cache.meta import read_meta, special_id, tokenizer_above
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
 from niels_gpt.fileio import META_NAME, CacheError
+from niels_gpt.inspection.readers import refusal
 from niels_gpt.inspection.source_ids import printable
 from niels_gpt.records import checked_count, file_records, path_inside, resolved, shortened, wrong_value
 
@@ -143,9 +144,10 @@ def summary(cache: Path) -> list[tuple[str, str]]:
 
 
 def _summary(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str, str]]:
-    source, said = meta["source"], "not stated"
+    source, said, reason = meta["source"], "not stated", refusal(folder)
     rows = [
         ("cache", f"{cache} ({meta['kind']}, {_BUILT[meta['built']]})"),
+        *([] if reason is None else [("refused", f"by the readers: {reason}")]),
         ("dataset", " ".join(str(meta[key]) for key in ("dataset_name", "dataset_config") if meta[key]) or said),
         ("source", source.get("kind") or said),
         ("revision", source.get("revision") or "none"),

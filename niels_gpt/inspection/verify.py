@@ -17,6 +17,7 @@ from niels_gpt.cache.mmap import mmap_tokens
 from niels_gpt.fileio import META_NAME, CacheError, sha256_file
 from niels_gpt.inspection.contents import IdScan
 from niels_gpt.inspection.damage import file_damage, sha256_damages
+from niels_gpt.inspection.readers import refusals
 from niels_gpt.inspection.stats import supervised_counts
 from niels_gpt.records import file_records, path_inside
 from niels_gpt.tokenizer import MODEL_NAME
@@ -242,6 +243,10 @@ _ODD_TEXTS = {
     "texts_with_nul": "hold NUL characters, a sign of UTF-16 without a byte-order mark: convert the files to UTF-8, as "
     "does `iconv -f UTF-16LE -t UTF-8`, and build again",
 }
+def _readers_open(folder: Path, meta: dict[str, Any], limits: Limits) -> Iterator[str]:
+    yield from refusals(folder)
+
+
 _FILES = Check(
     "files_match_meta",
     True,
@@ -262,6 +267,12 @@ _TOKENS = (
         True,
         "The tokenizer beside the cache, its spm.model and its meta.json, is the one that made the cache's ids.",
         _tokenizer_matches,
+    ),
+    Check(
+        "readers_open",
+        True,
+        "Every reader opens the cache: meta.json is as they need it, and tokens and offsets belong together.",
+        _readers_open,
     ),
 )
 _DROPPED = Check(

@@ -3,40 +3,45 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from niels_gpt.build.losses import notices
 from niels_gpt.fileio import CacheError
 from niels_gpt.inspection.contents import Damage
 from niels_gpt.inspection.diff import PARTS, is_equal
+from niels_gpt.inspection.readers import in_short, refusal
 from niels_gpt.inspection.source_ids import printable
 from niels_gpt.inspection.verify import CHECKS, Limits, verify
 from niels_gpt.recipes.plan import Plan
 from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome
 from niels_gpt.recipes.snapshot import ORDER_SETTINGS
+from niels_gpt.records import shortened
 from niels_gpt.settings import Settings
 
 
-def outcomes_table(outcomes: Sequence[Outcome], failures: Mapping[str, Exception]) -> str:
-    """Return a line for each cache: what was done, its size, its speed; failures stand at the end."""
+def outcomes_table(
+    outcomes: Sequence[Outcome], failures: Mapping[str, Exception], refused: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Return a line for each cache: what was done, its size, its speed; failures stand at the end.
+
+    refused: by a cache's key why its readers refuse it: the state of its line.
+    """
     rows: list[tuple[str, ...]] = [("cache", "state", "train", "val", "seconds", "tokens/s", "peak memory", "on disk")]
     for outcome in outcomes:
-        totals = outcome.meta.get("totals") or {}
-        speed = "-" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}"
-        peak = "-" if outcome.peak_bytes is None else size(outcome.peak_bytes)
-        counts = [_count(totals, split) for split in ("train", "val")]
-        if outcome.key == TOKENIZER_KEY:
-            counts = [_ids(outcome.meta), "-"]
-        elif outcome.meta.get("kind") == "eagle3":  # of one piece
-            counts = [f"{totals['samples']:,} samples, {totals['tokens']:,} tokens", "-"]
-        seconds = f"{outcome.seconds:.2f}".replace("nan", "-")
-        rows.append((outcome.key, _state(outcome), *counts, seconds, speed, peak, size(outcome.disk_bytes)))
-    rows += [(key, "FAILED", *["-"] * 6) for key in failures]
+        reason, cells = refused.get(outcome.key), ["-"] * 6
+        try:
+            cells = _cells(outcome)
+        except _MALFORMED as error:  # a meta.json that anybody may have written costs its own line only
+            reason = reason or _malformed(error)
+        rows.append((outcome.key, _state(outcome) if reason is None else f"refused: {reason}", *cells))
+    rows += [(key, f"refused: {refused[key]}" if key in refused else "FAILED", *["-"] * 6) for key in failures]
     return "\n".join([table(rows), *filter(None, map(_notices, outcomes))])
 
 
@@ -49,6 +54,49 @@ def _notices(outcome: Outcome) -> str:
         found.pop("unknown ids", None)
     said = "; ".join(f"{name}: {value}" for name, value in found.items())
     return f"{outcome.key}: {printable(said)}" if said else ""
+
+
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError)
+
+
+def _cells(outcome: Outcome) -> list[str]:
+    totals = outcome.meta.get("totals") or {}
+    speed = "-" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}"
+    peak = "-" if outcome.peak_bytes is None else size(outcome.peak_bytes)
+    counts = [_count(totals, split) for split in ("train", "val")]
+    if outcome.key == TOKENIZER_KEY:
+        counts = [_ids(outcome.meta), "-"]
+    elif outcome.meta.get("kind") == "eagle3":  # of one piece
+        counts = [f"{totals['samples']:,} samples, {totals['tokens']:,} tokens", "-"]
+    seconds = f"{outcome.seconds:.2f}".replace("nan", "-")
+    return [*counts, seconds, speed, peak, size(outcome.disk_bytes)]
+
+
+def listed(root: Path, outcomes: Sequence[Outcome], damaged: Mapping[str, Exception]) -> list[dict[str, Any]]:
+    """Return a row for each cache below a folder, ready for JSON.
+
+    key; state: built, partial, not built, or refused; refused: why the readers refuse it, in a few words, or null. Of a
+    cache whose meta.json can be read also totals, disk_bytes, and seconds of the run that made it (null: not known).
+    """
+    rows: list[dict[str, Any]] = []
+    for outcome in outcomes:
+        found: dict[str, Any] = {}
+        reason = refusal(outcome.path)
+        try:
+            _cells(outcome)
+            seconds = None if math.isnan(outcome.seconds) else outcome.seconds
+            found = {"totals": outcome.meta.get("totals"), "disk_bytes": outcome.disk_bytes, "seconds": seconds}
+        except _MALFORMED as error:
+            reason = reason or _malformed(error)
+        state = _state(outcome) if reason is None else "refused"
+        rows.append({"key": outcome.key, "state": state, "refused": reason, **found})
+    for key, why in damaged.items():
+        rows.append({"key": key, "state": "refused", "refused": in_short(why, root / key)})
+    return rows
+
+
+def _malformed(error: Exception) -> str:
+    return f"meta.json is not as docs/formats.md describes it ({shortened(str(error))})"
 
 
 def plan_table(plans: Sequence[Plan], cache_dir: str) -> str:
@@ -97,7 +145,7 @@ def checked(outcome: Outcome, settings: Settings) -> list[str]:
 
 def damage_lines(cache: Path, damages: Sequence[Damage]) -> str:
     """Return a line for a cache, and one for each of its damages."""
-    lines = [f"{cache}: {_number(len(damages), 'damage') if damages else 'ok'}"]
+    lines = [f"{printable(str(cache))}: {_number(len(damages), 'damage') if damages else 'ok'}"]
     lines += [
         f"  {printable(found.file)}, bytes {found.offset:,} to {found.end:,}: {printable(found.problem)}"
         for found in damages
@@ -164,7 +212,8 @@ def _number(count: int, what: str) -> str:
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return rows as aligned columns, two spaces apart."""
+    """Return rows as aligned columns, two spaces apart; control characters in them are escaped."""
+    rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

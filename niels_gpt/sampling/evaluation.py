@@ -14,11 +14,11 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import IGNORE_INDEX, TOKEN_NUMPY_DTYPE
-from niels_gpt.cache.meta import reader_meta
+from niels_gpt.cache.meta import reader_meta, text_bytes
 from niels_gpt.cache.mmap import IO
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, resolved_split, split_rows
-from niels_gpt.fileio import META_NAME, CacheError
-from niels_gpt.records import checked_count, checked_int
+from niels_gpt.fileio import CacheError
+from niels_gpt.records import checked_int
 
 
 def iter_eval(
@@ -82,14 +82,6 @@ def bits_per_byte(loss_sum: float | torch.Tensor, shards_dir: str | os.PathLike[
     folder = resolved_split(Path(shards_dir))
     if not folder.parent.is_dir():
         raise FileNotFoundError(f"{shards_dir}: no such folder. Build it: python -m niels_gpt.cache.cli build-all")
-    meta, where = reader_meta(folder.parent) or {}, str(folder.parent / META_NAME)
-    by_split = meta.get("utf8_bytes")
-    if meta.get("kind", "pretrain") != "pretrain" or not isinstance(by_split, dict) or folder.name not in by_split:
-        raise CacheError(
-            f"{where}: no utf8_bytes of a pretrain split {folder.name}, expected the folder of a split of a pretrain "
-            "cache that this project built. Bits per byte need the length of the text"
-        )
-    num_bytes = checked_count(by_split[folder.name], f"utf8_bytes.{folder.name}", where)
-    if num_bytes == 0:
-        raise CacheError(f"{where}: utf8_bytes.{folder.name} is 0, expected text")
+    # The kind is looked at by text_bytes, whose message says what an sft cache lacks.
+    num_bytes = text_bytes(folder.parent, reader_meta(folder.parent), folder.name)
     return nats / math.log(2) / num_bytes
