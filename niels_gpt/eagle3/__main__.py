@@ -67,7 +67,7 @@ def _run_again(arguments: argparse.Namespace) -> Verdict:
 
 def _verdict_lines(name: str, verdict: Verdict) -> str:
     count = len(verdict.problems)
-    said = verdict.note or "ok"
+    said = verdict.note or ("ok" if not verdict.figures else f"ok: {verdict.figures}")
     if count:
         said = f"{count} problem{'' if count == 1 else 's'}"
     lines = [f"  {name:<14}{said}", *(f"    {problem}" for problem in verdict.problems)]

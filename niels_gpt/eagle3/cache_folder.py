@@ -14,6 +14,7 @@ from niels_gpt.eagle3.folder import finished_meta, leftovers
 from niels_gpt.eagle3.layout import LOCK_NAME, SIDECAR, PathLike
 from niels_gpt.eagle3.manifest import EMBEDDINGS_NAME, MANIFEST_NAME, manifest_bytes, write_target_embeddings
 from niels_gpt.eagle3.plan import BUILDER_VERSION, SIDECAR_VERSION, Plan
+from niels_gpt.eagle3.positions import Counts
 from niels_gpt.eagle3.samples import Samples
 from niels_gpt.eagle3.shards import read_receipt, receipt_path
 from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file, write_bytes
@@ -91,10 +92,21 @@ class CacheFolder:
         return meta if all(read_regular(self.folder / SIDECAR / name) == content for name, content in files) else None
 
     def finish(self) -> dict[str, Any]:
-        """Write meta.json, which says that all is there, and return what it says."""
+        """Write meta.json, which says that all is there, and return what it says.
+
+        Raises: CacheError where not one slot is a position: such a cache stays unfinished.
+        """
         meta = describe(self.folder, self.plan)
+        if problem := counts_of(meta).problem:
+            raise CacheError(f"{self.folder}: {problem}")
         write_bytes(self.folder / META_NAME, meta_bytes(meta))
         return parse_object(meta_bytes(meta))
+
+
+def counts_of(meta: dict[str, Any]) -> Counts:
+    """Return the slots of a finished cache by its meta.json."""
+    totals = meta["totals"]
+    return Counts(totals["tokens"], totals["supervised_tokens"], totals["positions"])
 
 
 def _write_once(path: Path, content: bytes) -> None:

@@ -77,6 +77,11 @@ class Layout:
         """Bytes of one sample, its padding included."""
         return sum(row_bytes_of(field) for field in self.fields.values())
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one slot: what a token takes, without padding and without the embeddings."""
+        return self.row_bytes // self.seq_length
+
     def shard_bytes(self, rows: int) -> int:
         """Return the size of a shard's file, its header included."""
         return len(header_bytes(self.fields, rows)) + rows * self.row_bytes

@@ -29,6 +29,7 @@ from niels_gpt.eagle3.manifest import (
     read_manifest,
 )
 from niels_gpt.eagle3.plan import BATCHES_NAME, PLAN_NAME, read_record
+from niels_gpt.eagle3.positions import Counts
 from niels_gpt.eagle3.row_checks import Row
 from niels_gpt.eagle3.samples import IDS_NAME, SAMPLES_NAME, Samples
 from niels_gpt.eagle3.shards import read_receipt, receipt_path
@@ -176,6 +177,18 @@ class Opened:
     def receipt_missing(self, shard: int) -> str:
         """Return the sentence for a shard's receipt that is not there."""
         return self.missing(receipt_path(self.folder, shard), f"the checksums of {Path(shard_path('', shard)).name}")
+
+    @cached_property
+    def counts(self) -> Counts:
+        """The slots of all shards. Raises: CacheError for a shard that is missing, or not as the manifest says."""
+        found = torch.zeros(3, dtype=torch.int64)
+        for shard in range(self.num_shards):
+            tables = tables_of(self, shard)
+            inner = torch.zeros_like(tables["loss_mask"], dtype=torch.bool)  # a last token has no next one to learn
+            inner[:, :-1] = tables["attention_mask"][:, 1:] == 1
+            masks = (tables["attention_mask"] == 1, (tables["loss_mask"] == 1) & inner, tables["position_mask"])
+            found += torch.stack([mask.sum() for mask in masks])
+        return Counts(*found.tolist())
 
     def rows_of(self, shard: int) -> int:
         """Return how many samples a shard has to have."""
