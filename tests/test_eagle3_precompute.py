@@ -135,7 +135,10 @@ def test_a_run_makes_a_cache_and_says_what_it_is(tmp_path: Path, run: Run, model
     assert manifest["selected_token_ids"] == list(range(manifest["target_vocab_size"]))
     assert meta["dropped"]["no_supervised"] == 1 and "left out: " in out and "no_supervised 1" in out
     assert f"{cache}: made 3 shards" in out and f"{meta['totals']['tokens']:,} tokens" in out
-    assert f"{meta['disk_bytes']:,} bytes" in out and f"{meta['totals']['positions'] / meta['totals']['supervised_tokens']:.1%} of these" in out
+    assert (
+        f"{meta['disk_bytes']:,} bytes" in out
+        and f"{meta['totals']['positions'] / meta['totals']['supervised_tokens']:.1%} of these" in out
+    )
     assert len(CachedEagle3Dataset(str(cache))) == 10 and verify(str(cache)) == []
     assert meta["draft_mass"] == 1 and meta["kept_mass"] is None
 

@@ -22,6 +22,7 @@ from niels_gpt.records import meta_bytes, parse_object, read_regular
 
 EMBEDDINGS_RECEIPT = "embeddings.json"
 """In the sidecar, written after the embeddings: their size in bytes and their sha256."""
+_RECEIPT_BYTES = 4096
 
 
 def write_embeddings(cache_dir: PathLike, weight: torch.Tensor) -> None:
@@ -70,7 +71,7 @@ class CacheFolder:
     def lacks_embeddings(self) -> bool:
         """Whether the embeddings or their receipt are missing, or do not go together: they are read as a whole."""
         try:
-            receipt = read_regular(self.folder / SIDECAR / EMBEDDINGS_RECEIPT)
+            receipt = read_regular(self.folder / SIDECAR / EMBEDDINGS_RECEIPT, _RECEIPT_BYTES)
             path = self.folder / EMBEDDINGS_NAME
             said = parse_object(receipt)
             same_size = path.lstat().st_size == said.get("bytes")
@@ -110,7 +111,7 @@ def counts_of(meta: dict[str, Any]) -> Counts:
 
 
 def _write_once(path: Path, content: bytes) -> None:
-    if not path.is_file() or path.read_bytes() != content:
+    if not path.is_file() or path.stat().st_size != len(content) or path.read_bytes() != content:
         write_bytes(path, content)
 
 

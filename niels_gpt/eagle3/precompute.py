@@ -135,7 +135,8 @@ def _print_made(meta: dict[str, Any], folder: Path, shards: int) -> None:
     print(f"{folder}: {'made ' + format(shards, ',') + ' shards' if shards else 'up to date'}")
     kept = "all" if meta["kept_mass"] is None else f"{meta['kept_mass']:.4f}"
     print(
-        f"{totals['samples']:,} samples, {totals['tokens']:,} tokens, {counts_of(meta)}, probability mass kept: {kept}\n"
+        f"{totals['samples']:,} samples, {totals['tokens']:,} tokens, {counts_of(meta)}, "
+        f"probability mass kept: {kept}\n"
         f"{token_bytes:,} bytes a token; {meta['disk_bytes']:,} bytes of files with padding and embeddings, "
         f"{on_disk:,} on disk"
     )

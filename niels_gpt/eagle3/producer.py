@@ -55,9 +55,9 @@ def produce(
     load: gives the target on a device. It is called only where something is left to do, once in each process.
     workers: processes; 1 does the work in this one. The bytes do not depend on it.
     start: how processes are started: spawn, or fork where nothing has used torch's threads yet.
-    Raises: as `finished_shards`; CacheError where there is no room, before anything is written, and where somebody else
-        is at work, and where a draft could learn nothing (positions.py); NonFiniteError naming sample and layer; OSError on a full disk; RuntimeError where a worker died.
-        What is finished then stays, for a run with `resume`.
+    Raises: as `finished_shards`; CacheError where there is no room, before anything is written, where somebody else is
+        at work, and where a draft could learn nothing (positions.py); NonFiniteError naming sample and layer; OSError
+        on a full disk; RuntimeError where a worker died. What is finished then stays, for a run with `resume`.
     """
     done = finished_shards(cache_dir, plan, resume=resume)
     refuse_without_room(cache_dir, estimate(cache_dir, plan, samples, done=done))

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from niels_gpt.eagle3.layout import shard_path
 from niels_gpt.eagle3.opened import Opened, described_by, open_cache, tables_of
 from niels_gpt.eagle3.row_checks import AUX, PROBS, VALUES
-from niels_gpt.eagle3.shards import read_receipt
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 MAX_SLOTS = 2000
@@ -130,14 +129,17 @@ def _spread(found: dict[str, float], form: str) -> str:
     return ", ".join(f"{name} {format(value, form)}" for name, value in found.items()) or "none"
 
 
-def stats(cache: Path, *, seed: int = 0, progress: Callable[[int, int], None] | None = None) -> Stats:
+def stats(
+    cache: Path, *, seed: int = 0, progress: Callable[[int, int], None] | None = None, follow_links: bool = False
+) -> Stats:
     """Return the numbers of a cache. All ids and masks are read, of the floats no more than MAX_SLOTS slots.
 
     seed: of the choice of the slots. progress: is told the shards that were read, and all of them.
+    follow_links: read files that are links, as in a snapshot of the Hugging Face hub.
     Raises: FileNotFoundError, CacheError where the cache is not whole.
     """
     with described_by(cache):
-        return _stats(open_cache(cache), seed, progress)
+        return _stats(open_cache(cache, follow_links=follow_links), seed, progress)
 
 
 def _stats(opened: Opened, seed: int, progress: Callable[[int, int], None] | None) -> Stats:
@@ -179,7 +181,7 @@ def _mass(cache: Opened, name: str, by: str) -> tuple[list[float], float] | None
     """Return a mass of each shard and of all, by the receipts; None unless all of them have it."""
     found = []
     for shard in range(cache.num_shards):
-        facts = (read_receipt(cache.folder, shard) or {"facts": {}})["facts"]
+        facts = (cache.receipt(shard) or {"facts": {}})["facts"]
         if facts.get(name) is None or not isinstance(facts.get(by), int):
             return None
         found.append((float(facts[name]), int(facts[by])))

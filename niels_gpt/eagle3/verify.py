@@ -61,12 +61,17 @@ class Check:
 
 
 def verify(
-    cache: Path, *, names: Collection[str] | None = None, progress: Progress | None = None
+    cache: Path,
+    *,
+    names: Collection[str] | None = None,
+    progress: Progress | None = None,
+    follow_links: bool = False,
 ) -> dict[str, Verdict]:
     """Return the verdict of each check by its name, in the order of CHECKS.
 
     cache: the public folder; it is resolved once, so all checks look at one version.
     names: the checks to make; None: all.
+    follow_links: read files that are links, as in a snapshot of the Hugging Face hub; else they are problems.
     Raises: FileNotFoundError and CacheError where the manifest cannot be read; ValueError for a name that is no check.
         Damage to anything else is a problem of the checks that need it.
     """
@@ -83,10 +88,10 @@ def verify(
         if progress is not None:
             progress(seen, total)
 
-    opened = open_cache(cache, tick)
+    opened = open_cache(cache, tick, follow_links=follow_links)
     found = Findings(opened, cache)
     shards = found.shards()
-    total = passes * sum(Path(shard_path(opened.folder, shard)).lstat().st_size for shard in shards)
+    total = passes * sum(_size(Path(shard_path(opened.folder, shard))) for shard in shards)
     for check in chosen:
         if check.once is not None:
             found.add(check.name, check.once, opened)
@@ -101,6 +106,12 @@ def verify(
         if by_row:
             _look_at_rows(found, opened, by_row, shard)
     return {check.name: found.verdict(check.name) for check in chosen}
+
+
+def _size(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_size
+    return 0  # a link to nothing
 
 
 def _look_at_rows(found: Findings, cache: Opened, checks: list[Check], shard: int) -> None:
@@ -188,7 +199,7 @@ def _infinite_embeddings(cache: Opened) -> Iterator[str]:
     if not os.path.lexists(path):
         yield cache.missing(path, "the target's input embeddings")
         return
-    table = read_target_embeddings(cache.folder)
+    table = read_target_embeddings(cache.folder, follow_links=cache.follow_links)
     for start in range(0, len(table), _EMBEDDING_ROWS):
         wrong = (~torch.isfinite(table[start : start + _EMBEDDING_ROWS])).any(dim=-1).nonzero()
         if len(wrong):
