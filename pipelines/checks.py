@@ -47,7 +47,7 @@ def checks_of_targets(key: dg.AssetKey) -> dg.AssetChecksDefinition:
                 asset_key=key,
                 check_name=name,
                 passed=not verdict.problems,
-                description="; ".join(verdict.problems) or verdict.note,
+                description="; ".join(verdict.problems or [verdict.note or verdict.figures, *verdict.remarks]) or None,
                 metadata={"problems": len(verdict.problems)},
             )
 

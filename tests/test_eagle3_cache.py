@@ -61,7 +61,8 @@ def test_the_names_of_the_spec_are_there_with_their_values_and_arguments() -> No
         "write_target_embeddings": ["cache_dir", "weight"],
     }
     for name, expected in arguments.items():
-        assert list(inspect.signature(getattr(cache, name)).parameters) == expected, name
+        found = inspect.signature(getattr(cache, name)).parameters.values()
+        assert [each.name for each in found if each.kind is not each.KEYWORD_ONLY] == expected, name
 
 
 def test_an_item_is_what_the_trainer_takes_and_equals_what_was_written(folder: Path) -> None:
@@ -258,15 +259,6 @@ def test_a_shard_that_is_replaced_by_another_form_after_the_open_is_refused(fold
         dataset[4]
 
 
-def test_links_are_followed_as_in_a_snapshot_of_the_hub(folder: Path) -> None:
-    written = write_cache(folder / "blobs", samples=3, shard_size=2)
-    for path in (folder / "blobs").iterdir():
-        if path.is_file():
-            (folder / path.name).symlink_to(path)
-    assert torch.equal(CachedEagle3Dataset(folder)[2]["target_probs"], written["target_probs"][2])
-    assert cache.read_target_embeddings(folder).shape == (20, 2)
-
-
 def test_a_draft_id_out_of_range_is_told_by_shard_and_sample(folder: Path) -> None:
     fields = fields_of(2, topk=3)
     fields["target_probs_indices"][1, 0, 0] = 8
@@ -298,7 +290,7 @@ def test_a_value_of_a_wrong_type_in_the_manifest_is_named(folder: Path, key: str
     write_cache(folder, samples=5, shard_size=2)
     manifest = json.loads((folder / "manifest.json").read_text()) | {key: value}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    expected = r"declares 10{18} samples" if value == 10**18 else key
+    expected = r"0 samples, 2 a shard, are 500,.* shards" if value == 10**18 else key
     for opening in (CachedEagle3Dataset, lambda where: convert(where, 2)):
         if value in (10**18, 0) and opening is not CachedEagle3Dataset:  # convert does not need it
             continue

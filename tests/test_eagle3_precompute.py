@@ -135,7 +135,10 @@ def test_a_run_makes_a_cache_and_says_what_it_is(tmp_path: Path, run: Run, model
     assert manifest["selected_token_ids"] == list(range(manifest["target_vocab_size"]))
     assert meta["dropped"]["no_supervised"] == 1 and "left out: " in out and "no_supervised 1" in out
     assert f"{cache}: made 3 shards" in out and f"{meta['totals']['tokens']:,} tokens" in out
-    assert f"{meta['disk_bytes']:,} bytes" in out and f"{meta['bytes_per_token']:,.0f} B/token" in out
+    assert (
+        f"{meta['disk_bytes']:,} bytes" in out
+        and f"{meta['totals']['positions'] / meta['totals']['supervised_tokens']:.1%} of these" in out
+    )
     assert len(CachedEagle3Dataset(str(cache))) == 10 and verify(str(cache)) == []
     assert meta["draft_mass"] == 1 and meta["kept_mass"] is None
 
@@ -203,7 +206,7 @@ def test_a_dry_run_says_what_would_be_written_and_writes_nothing(
     assert (
         f"draft vocabulary 64 of {tiny_tokenizer.vocab_size}," in out
         and ": fits\n" in out
-        and "B/token" in out
+        and " bytes a token; " in out
         and "free " in out
     )
     assert out.count("[[") == 2

@@ -407,9 +407,9 @@ def test_a_damaged_list_of_names_is_read_once_and_told(
         put(cache, "aux_hidden_states", sample, 0, 0, torch.nan)
     read = Samples.open
 
-    def counted(folder: Any) -> Samples:
+    def counted(folder: Any, **how: Any) -> Samples:
         opened.append(folder)
-        return read(folder)
+        return read(folder, **how)
 
     monkeypatch.setattr(Samples, "open", counted)
     verdicts = verify(cache)

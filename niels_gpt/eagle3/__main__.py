@@ -45,7 +45,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     if arguments.target is not None:  # first: a wrong one is told before all of the cache is read
         again = _run_again(arguments)
     with progress_bar("verify", "B") as progress:
-        verdicts = {**verify(arguments.cache, progress=progress), RECOMPUTED: again}
+        verdicts = {
+            **verify(arguments.cache, progress=progress, follow_links=arguments.follow_links),
+            RECOMPUTED: again,
+        }
     if arguments.json:
         print(json.dumps({name: vars(verdict) for name, verdict in verdicts.items()}, indent=2))
     else:
@@ -59,15 +62,15 @@ def _run_again(arguments: argparse.Namespace) -> Verdict:
     from niels_gpt.eagle3.recompute import recomputed
     from niels_gpt.recipes.eagle3_asset import target_of
 
-    cache = arguments.cache
-    target = target_of(cache, arguments.target, revision=arguments.revision, device=arguments.device)
+    cache, links = arguments.cache, {"follow_links": arguments.follow_links}
+    target = target_of(cache, arguments.target, revision=arguments.revision, device=arguments.device, **links)
     with progress_bar("target", "batches") as progress:
-        return recomputed(cache, target, k=arguments.samples, seed=arguments.seed, progress=progress)
+        return recomputed(cache, target, k=arguments.samples, seed=arguments.seed, progress=progress, **links)
 
 
 def _verdict_lines(name: str, verdict: Verdict) -> str:
     count = len(verdict.problems)
-    said = verdict.note or "ok"
+    said = verdict.note or ("ok" if not verdict.figures else f"ok: {verdict.figures}")
     if count:
         said = f"{count} problem{'' if count == 1 else 's'}"
     lines = [f"  {name:<14}{said}", *(f"    {problem}" for problem in verdict.problems)]
@@ -78,20 +81,20 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from niels_gpt.eagle3 import show
     from niels_gpt.recipes.report import table
 
-    cache, number = arguments.cache, arguments.sample
+    cache, number, links = arguments.cache, arguments.sample, {"follow_links": arguments.follow_links}
     if arguments.json:
-        print(json.dumps(show.description(cache), indent=2, ensure_ascii=False))
+        print(json.dumps(show.description(cache, **links), indent=2, ensure_ascii=False))
         return 0
     if number is None:
-        print(table(show.summary(cache)), table(show.shard_rows(cache)), sep="\n\n")
+        print(table(show.summary(cache, **links)), table(show.shard_rows(cache, **links)), sep="\n\n")
         return 0
     tokenizer = None
     if arguments.tokenizer is not None:
         from niels_gpt.eagle3.tokenizers import open_tokenizer
 
         tokenizer = open_tokenizer(arguments.tokenizer)
-    rows = show.slot_rows(cache, number, tokenizer, begin=arguments.slot, slots=arguments.slots)
-    print(show.sample_heading(cache, number), table(rows), sep="\n")
+    rows = show.slot_rows(cache, number, tokenizer, begin=arguments.slot, slots=arguments.slots, **links)
+    print(show.sample_heading(cache, number, **links), table(rows), sep="\n")
     return 0
 
 
@@ -99,7 +102,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     from niels_gpt.eagle3.cache import convert
 
     version = arguments.format_version
-    changed = convert(arguments.cache, version)
+    changed = convert(arguments.cache, version, follow_links=arguments.follow_links)
     said = f"now version {version}: manifest.json was written anew, no shard was touched"
     print(f"{arguments.cache}: {said if changed else f'is version {version} already; nothing was written'}")
     return 0
@@ -113,7 +116,7 @@ def _stats(arguments: argparse.Namespace) -> int:
     if target is not None:  # before all of the cache is read
         check_png(target)
     with progress_bar("stats", "shards") as progress:
-        found = stats(arguments.cache, seed=arguments.seed, progress=progress)
+        found = stats(arguments.cache, seed=arguments.seed, progress=progress, follow_links=arguments.follow_links)
     if target is not None:
         from niels_gpt.eagle3.plot import plot
         from niels_gpt.fileio import write_bytes
@@ -133,6 +136,8 @@ def _parser() -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         added.set_defaults(run=run)
         added.add_argument("cache", type=Path, metavar="CACHE", help="folder of a cache: with a manifest.json")
+        text = "read files that are links, as in a snapshot of the Hugging Face hub (default: refuse)"
+        added.add_argument("--follow-links", action="store_true", help=text)
         if run is not _convert:
             added.add_argument("--json", action="store_true", help="print one JSON object instead of text")
         return added.add_argument

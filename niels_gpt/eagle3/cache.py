@@ -150,14 +150,15 @@ def write_shard(cache_dir: PathLike, shard_index: int, samples: dict[str, torch.
     return shard_path(cache_dir, shard_index)
 
 
-def verify(cache_dir: PathLike) -> list[str]:
+def verify(cache_dir: PathLike, *, follow_links: bool = False) -> list[str]:
     """Compare every shard with its receipt; returns a sentence for each damage: which shard, which sample, what.
 
-    `python -m niels_gpt.eagle3 verify` looks at more: see niels_gpt.eagle3.verify.
+    `python -m niels_gpt.eagle3 verify` looks at more: see niels_gpt.eagle3.verify. follow_links: as the dataset.
     Raises: FileNotFoundError, CacheError as `CachedEagle3Dataset`; CacheError for a shard without a receipt.
     """
-    dataset = CachedEagle3Dataset(cache_dir)
-    return [said for index in range(dataset.num_shards) for _, said in shard_damage(cache_dir, index)]
+    dataset = CachedEagle3Dataset(cache_dir, follow_links=follow_links)
+    found = (shard_damage(cache_dir, index, follow_links=follow_links) for index in range(dataset.num_shards))
+    return [said for damage in found for _, said in damage]
 
 
 class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
@@ -170,12 +171,13 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
     forked or spawned worker maps the shards for itself. Threads may share it.
     """
 
-    def __init__(self, cache_dir: PathLike, *, max_open_shards: int = 1024) -> None:
+    def __init__(self, cache_dir: PathLike, *, max_open_shards: int = 1024, follow_links: bool = False) -> None:
         """max_open_shards: the kernel allows a process some 65,000 maps.
 
+        follow_links: read files that are links, as in a snapshot of the Hugging Face hub; else they are refused.
         Raises: FileNotFoundError; CacheError (a ValueError) naming the file that is not as the manifest says.
         """
-        self._shards = ShardSet(cache_dir, max_open_shards)
+        self._shards = ShardSet(cache_dir, max_open_shards, follow_links=follow_links)
         self.cache_dir, self.manifest = self._shards.cache_dir, self._shards.manifest
         self.shard_size, self.num_samples = self._shards.shard_size, self._shards.num_samples
         self.num_shards, self.compressed = self._shards.num_shards, self._shards.compressed
@@ -218,7 +220,13 @@ def _collate_cached(features: list[dict[str, torch.Tensor]]) -> dict[str, torch.
 
 
 def build_cached_eagle3_dataloader(
-    cache_dir: PathLike, batch_size: int, shuffle: bool, num_workers: int = 0, distributed: bool = False
+    cache_dir: PathLike,
+    batch_size: int,
+    shuffle: bool,
+    num_workers: int = 0,
+    distributed: bool = False,
+    *,
+    follow_links: bool = False,
 ) -> DataLoader[dict[str, torch.Tensor]]:
     """Return a DataLoader over a cache, whose batches have the keys CACHE_KEYS.
 
@@ -226,8 +234,9 @@ def build_cached_eagle3_dataloader(
         `sampler.set_epoch`.
     distributed: each rank of the default process group takes its share; the last ones repeat samples, so that all have
         equally many (DistributedSampler). The last batch may be short.
+    follow_links: as `CachedEagle3Dataset`.
     """
-    dataset = CachedEagle3Dataset(cache_dir)
+    dataset = CachedEagle3Dataset(cache_dir, follow_links=follow_links)
     sampler: DistributedSampler[Any] | None = DistributedSampler(dataset, shuffle=shuffle) if distributed else None
     return DataLoader(
         dataset,

@@ -14,6 +14,7 @@ from niels_gpt.eagle3.folder import finished_meta, leftovers
 from niels_gpt.eagle3.layout import LOCK_NAME, SIDECAR, PathLike
 from niels_gpt.eagle3.manifest import EMBEDDINGS_NAME, MANIFEST_NAME, manifest_bytes, write_target_embeddings
 from niels_gpt.eagle3.plan import BUILDER_VERSION, SIDECAR_VERSION, Plan
+from niels_gpt.eagle3.positions import Counts
 from niels_gpt.eagle3.samples import Samples
 from niels_gpt.eagle3.shards import read_receipt, receipt_path
 from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file, write_bytes
@@ -21,6 +22,7 @@ from niels_gpt.records import meta_bytes, parse_object, read_regular
 
 EMBEDDINGS_RECEIPT = "embeddings.json"
 """In the sidecar, written after the embeddings: their size in bytes and their sha256."""
+_RECEIPT_BYTES = 4096
 
 
 def write_embeddings(cache_dir: PathLike, weight: torch.Tensor) -> None:
@@ -69,7 +71,7 @@ class CacheFolder:
     def lacks_embeddings(self) -> bool:
         """Whether the embeddings or their receipt are missing, or do not go together: they are read as a whole."""
         try:
-            receipt = read_regular(self.folder / SIDECAR / EMBEDDINGS_RECEIPT)
+            receipt = read_regular(self.folder / SIDECAR / EMBEDDINGS_RECEIPT, _RECEIPT_BYTES)
             path = self.folder / EMBEDDINGS_NAME
             said = parse_object(receipt)
             same_size = path.lstat().st_size == said.get("bytes")
@@ -91,14 +93,25 @@ class CacheFolder:
         return meta if all(read_regular(self.folder / SIDECAR / name) == content for name, content in files) else None
 
     def finish(self) -> dict[str, Any]:
-        """Write meta.json, which says that all is there, and return what it says."""
+        """Write meta.json, which says that all is there, and return what it says.
+
+        Raises: CacheError where not one slot is a position: such a cache stays unfinished.
+        """
         meta = describe(self.folder, self.plan)
+        if problem := counts_of(meta).problem:
+            raise CacheError(f"{self.folder}: {problem}")
         write_bytes(self.folder / META_NAME, meta_bytes(meta))
         return parse_object(meta_bytes(meta))
 
 
+def counts_of(meta: dict[str, Any]) -> Counts:
+    """Return the slots of a finished cache by its meta.json."""
+    totals = meta["totals"]
+    return Counts(totals["tokens"], totals["supervised_tokens"], totals["positions"])
+
+
 def _write_once(path: Path, content: bytes) -> None:
-    if not path.is_file() or path.read_bytes() != content:
+    if not path.is_file() or path.stat().st_size != len(content) or path.read_bytes() != content:
         write_bytes(path, content)
 
 

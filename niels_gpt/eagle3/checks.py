@@ -11,6 +11,8 @@ DESCRIPTIONS = {
     "ids_match": "The stored ids and masks, shifted and padded, are those of the source's rows.",
     "distribution": "The target's probabilities are none below 0 and sum to 1, top-k ones fall and have different "
     "draft ids, the mask is true only where there is loss, and behind a sample's tokens there are zeros.",
+    "positions": "There are slots that a draft learns from: with loss, and the target's most probable token in the "
+    "draft's vocabulary. Fewer than a twentieth of the slots with loss are remarked upon.",
     RECOMPUTED: "The stored embeddings are the target's, bit for bit. Some samples, drawn by a seed, were run through "
     "it once more, in the batches of the plan, and gave what is stored: bit for bit in the environment of the plan, "
     "else within a tolerance.",

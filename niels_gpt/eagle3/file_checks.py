@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from niels_gpt.eagle3.convert import content_sha256, file_sha256
-from niels_gpt.eagle3.layout import LOCK_NAME, SIDECAR, read_header, shard_path
+from niels_gpt.eagle3.layout import LOCK_NAME, SIDECAR, open_file, read_header, read_meta_bytes, shard_path
 from niels_gpt.eagle3.manifest import EMBEDDINGS_NAME, MANIFEST_NAME, existing_shard_indices, number_in
 from niels_gpt.eagle3.opened import FOREIGN, PLANNED, NotChecked, Opened, shown, wrong_form
 from niels_gpt.eagle3.shards import receipt_path, shard_damage
 from niels_gpt.fileio import META_NAME
-from niels_gpt.records import file_records, meta_crc32, parse_object, path_inside, read_regular, shortened
+from niels_gpt.records import checked_name, file_records, meta_crc32, parse_object, shortened
 
 _RECEIPT_SIGNS = ("shard-", ".json")
 
@@ -26,9 +26,9 @@ def incomplete(cache: Opened) -> Iterator[str]:
     """Yield what is missing, interrupted, too much, or of another form than the manifest says."""
     yield from _missing_parts(cache)
     found = existing_shard_indices(cache.folder)
-    for shard in sorted({*range(cache.num_shards)} - found):
+    for shard in (shard for shard in range(cache.num_shards) if shard not in found):
         yield cache.missing(Path(shard_path(cache.folder, shard)), _declared(cache))
-    for shard in sorted(found - {*range(cache.num_shards)}):
+    for shard in sorted(shard for shard in found if shard >= cache.num_shards):
         yield f"{shard_path(cache.folder, shard)}: a shard too many, expected {_declared(cache)}. Move it away"
     yield from _receipts_too_many(cache)
     for shard in cache.shards:
@@ -74,9 +74,10 @@ def _missing_parts(cache: Opened) -> Iterator[str]:
 
 
 def _receipts_too_many(cache: Opened) -> Iterator[str]:
-    wanted = {receipt_path(cache.folder, shard).name for shard in range(cache.num_shards)}
     for path in _files(cache.folder / SIDECAR):
-        if _is_receipt(path) and path.name not in wanted:
+        number = path.name.removeprefix(_RECEIPT_SIGNS[0]).removesuffix(_RECEIPT_SIGNS[1])
+        is_wanted = number.isascii() and number.isdecimal() and len(number) == 6 and int(number) < cache.num_shards
+        if _is_receipt(path) and not is_wanted:
             yield f"{path}: a receipt too many, expected {_declared(cache)}. Move it away"
 
 
@@ -115,7 +116,7 @@ def _wrong_embeddings(cache: Opened) -> Iterator[str]:
     if not os.path.lexists(path):
         yield cache.missing(path, "the target's input embeddings")
         return
-    fields, rows, _ = read_header(path)
+    fields, rows, _ = read_header(path, follow_links=cache.follow_links)
     wanted = (torch.float32, (cache.layout.aux_hidden_dim // 3,))
     if fields != {"weight": wanted} or rows != vocab:
         found = ", ".join(f"{name} {shown(form)}" for name, form in fields.items())
@@ -132,32 +133,37 @@ def wrong_sums(cache: Opened) -> Iterator[str]:
     path = cache.folder / META_NAME
     if not os.path.lexists(path) or not cache.is_planned:
         return  # `incomplete` tells
-    raw = read_regular(path)
+    raw = read_meta_bytes(cache.folder, follow_links=cache.follow_links)
     said, found = meta_crc32(raw)
     if said != found:
         yield f"{path}: its meta_crc32 is not that of its content: it was changed. {cache.again()}"
     meta = parse_object(raw)
-    whole = existing_shard_indices(cache.folder) == {*range(cache.num_shards)}
+    found_shards = existing_shard_indices(cache.folder)
+    whole = len(found_shards) == cache.num_shards == len(cache.shards)
     for record in file_records(meta, str(path)):
         for wrong in _wrong_file(cache, record["name"], record["bytes"], record["sha256"]):
             whole = False
             yield wrong
     # Of files that are not there, or not those of meta.json, it is another one anyway.
-    if whole and (content := content_sha256(cache.folder)) != meta.get("content_sha256"):
+    if whole and (content := content_sha256(cache.folder, follow_links=cache.follow_links)) != meta.get(
+        "content_sha256"
+    ):
         known = shortened(meta.get("content_sha256"))[:14]
         yield f"{path}: content_sha256 is {known}, but the files give {content[:12]}. {cache.again()}"
 
 
 def _wrong_file(cache: Opened, name: str, size: int, sha256: str) -> Iterator[str]:
-    file = path_inside(cache.folder, name)
+    file = cache.folder / checked_name(name, "a file's name", str(cache.folder))
     again = cache.again(file.name)
     if not os.path.lexists(file):
         yield cache.missing(file, f"one of {size:,} bytes by {META_NAME}")
+    elif file.is_symlink() and not cache.follow_links:
+        os.close(open_file(file))  # raises what there is to say about links
     elif not file.is_file():
         yield f"{file}: not a regular file, expected one of {size:,} bytes by {META_NAME}. {again}"
     elif file.stat().st_size != size:
         yield f"{file}: {file.stat().st_size:,} bytes, expected {size:,} by {META_NAME}. {again}"
-    elif (found := file_sha256(file)) != sha256:
+    elif (found := file_sha256(file, follow_links=cache.follow_links)) != sha256:
         yield f"{file}: sha256 {found[:12]}, expected {sha256[:12]} by {META_NAME}. {again}"
 
 
@@ -166,6 +172,6 @@ def wrong_shard_sums(cache: Opened, shard: int) -> Iterator[str]:
     if not os.path.lexists(receipt_path(cache.folder, shard)):
         yield cache.receipt_missing(shard)
         return
-    for row, said in shard_damage(cache.folder, shard, cache.tick):
+    for row, said in shard_damage(cache.folder, shard, cache.tick, follow_links=cache.follow_links):
         number = None if row is None else shard * cache.shard_size + row
         yield said if number is None else f"{said}. It is {cache.name(number)}. {cache.again()}"

@@ -9,16 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.eagle3.layout import LOCK_NAME, SIDECAR, PathLike, shard_path
+from niels_gpt.eagle3.layout import LOCK_NAME, SIDECAR, PathLike, read_file, read_meta_bytes, refuse_links, shard_path
 from niels_gpt.eagle3.manifest import existing_shard_indices, manifest_path, read_manifest
 from niels_gpt.eagle3.plan import CONVERTED, PLAN_NAME, Plan, differing_fields, read_record
 from niels_gpt.eagle3.shards import read_receipt, receipt_path
 from niels_gpt.fileio import META_NAME, CacheError, canonical_json
-from niels_gpt.records import meta_bytes, parse_object, read_regular, shortened
+from niels_gpt.records import meta_bytes, parse_object, shortened
 
 logger = logging.getLogger(__name__)
 
-_LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+_LEFTOVER = re.compile(
+    r"\.(shard-[0-9]{6}\.(safetensors|json)|(manifest|meta|plan|embeddings)\.json|target_embeddings\.safetensors"
+    r"|samples\.safetensors|ids\.txt|batches\.jsonl)\.[0-9a-f]{8}\.tmp"
+)
 _FRESH = "Name a fresh folder, or remove this one"
 _MAX_VALUES = 6
 
@@ -31,9 +34,11 @@ def finished_shards(cache_dir: PathLike, plan: Plan, *, resume: bool) -> set[int
 
     A shard is finished if its receipt is there, is of this plan, and gives the size that the shard has.
     Raises: CacheError where the plan may not be run there: without `resume` in a folder that holds anything; with it in
-        one of another plan, whose differing fields are named, of another tool, or with another cache's meta.json.
+        one of another plan, whose differing fields are named, of another tool, or with another cache's meta.json; and
+        where one of its files, or the sidecar, is a link, for nothing is written or removed through one.
     """
     folder = os.fspath(cache_dir)
+    refuse_links(cache_dir)
     if not resume:
         refuse_existing(cache_dir)
         return set()
@@ -227,7 +232,7 @@ def _refuse_foreign_meta(cache_dir: PathLike) -> None:
     if path.is_symlink() or not path.is_file():
         raise CacheError(f"{path}: not a regular file, expected the meta.json of this cache. Move it away")
     try:
-        kind = parse_object(read_regular(path)).get("kind")
+        kind = parse_object(read_meta_bytes(cache_dir)).get("kind")
     except ValueError:
         return
     if kind != "eagle3":
@@ -241,7 +246,7 @@ def is_finished(cache_dir: PathLike, plan: Plan, shard: int) -> bool:
     """Whether a shard stands in a folder as its receipt says, and the receipt is of this plan."""
     try:
         receipt = read_receipt(cache_dir, shard)
-        raw = receipt_path(cache_dir, shard).read_bytes()
+        raw = read_file(receipt_path(cache_dir, shard))
         size = os.lstat(shard_path(cache_dir, shard)).st_size
     except FileNotFoundError:
         return False
@@ -261,7 +266,7 @@ def finished_meta(cache_dir: PathLike, plan: Plan | None = None) -> dict[str, An
     """
     folder = Path(cache_dir)
     try:
-        raw = read_regular(folder / META_NAME)
+        raw = read_meta_bytes(folder)
         meta = parse_object(raw)
         if raw != meta_bytes(meta) or meta["kind"] != "eagle3":
             return None
@@ -277,4 +282,5 @@ def finished_meta(cache_dir: PathLike, plan: Plan | None = None) -> dict[str, An
 def leftovers(cache_dir: PathLike) -> list[Path]:
     """Return the temporary files in a folder: nobody writes them any more where nobody holds the lock."""
     folders = [folder for folder in (Path(cache_dir), Path(cache_dir, SIDECAR)) if folder.is_dir()]
-    return sorted(path for folder in folders for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
+    found = (path for folder in folders for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
+    return sorted(path for path in found if path.is_file() and not path.is_symlink())

@@ -5,6 +5,7 @@ The forward of a batch runs while a thread writes the one before, the last ones 
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,10 +16,12 @@ import torch
 
 from niels_gpt.eagle3.layout import DTYPES, INT_FIELDS, PathLike, row_bytes_of
 from niels_gpt.eagle3.plan import Batch, Plan
+from niels_gpt.eagle3.positions import ENOUGH, Counts
 from niels_gpt.eagle3.samples import Samples
 from niels_gpt.eagle3.shards import ShardWriter
 from niels_gpt.eagle3.supervision import cache_fields, check_finite
 from niels_gpt.eagle3.target import HFEagle3TargetModel, _shift_left_with_zero
+from niels_gpt.fileio import CacheError
 
 _AHEAD = 2  # batches: one that is being written, and one that waits for it
 _COUNTS = ("tokens", "supervised", "positions")
@@ -81,7 +84,12 @@ class PlannedForward:
 def make_shards(
     cache_dir: PathLike, plan: Plan, forward: PlannedForward, shards: Iterable[int], report: Report
 ) -> None:
-    """Make shards, one after the other. Raises: NonFiniteError, OSError; the shard in work is left out then."""
+    """Make shards, one after the other.
+
+    Raises: NonFiniteError, OSError; CacheError as soon as `ENOUGH` slots with loss have no position. The shard in work
+        is left out then.
+    """
+    supervised = positions = 0
     with _writing(cache_dir, plan) as tail:
         for shard in shards:
             facts = _Facts()
@@ -89,6 +97,9 @@ def make_shards(
                 tensors, found = forward(shard, batch)
                 lengths = forward.lengths(shard, batch)
                 facts.add({"tokens": lengths, **found})
+                supervised, positions = supervised + sum(found["supervised"]), positions + sum(found["positions"])
+                if not positions and supervised >= ENOUGH:
+                    raise CacheError(f"{os.fspath(cache_dir)}: {Counts(supervised, supervised, 0).problem}")
                 tail.write(shard, batch[1], lengths, tensors)
                 report(*tail.written())
             tail.commit({"plan": plan.sha256, **facts.sums(compressed=plan.layout.topk > 0)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -9,11 +10,12 @@ import re
 import stat
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from niels_gpt.fileio import CacheError
+from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.records import checked_count, parse_object, shortened
 
 PathLike = str | os.PathLike[str]
@@ -26,6 +28,8 @@ DENSE_FIELDS = ("target_probs",)
 TOPK_FIELDS = ("target_probs_values", "target_probs_indices")
 SHARD_NAME = re.compile(r"^shard-(\d{6})\.safetensors$")
 SIDECAR = "sidecar"
+MANIFEST_NAME, EMBEDDINGS_NAME = "manifest.json", "target_embeddings.safetensors"
+_WRITTEN = (MANIFEST_NAME, EMBEDDINGS_NAME, META_NAME)
 LOCK_NAME = "lock"
 """In the sidecar: held by whoever writes the cache."""
 
@@ -40,7 +44,13 @@ _TYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 _RANKS = {dtype: rank for rank, dtype in enumerate(_TYPES.values())}
-_MAX_HEADER = 100_000_000  # safetensors' own bound
+_MAX_HEADER = 1 << 20  # safetensors allows 100 MB; the few tensors of a cache take less than a KiB
+MAX_JSON_BYTES = 1 << 24
+"""Of manifest.json, of plan.json and of a receipt: 16 MiB. JSON takes up to thirty times its size in memory."""
+MAX_ROWS = 200_000
+"""Samples of a shard that is written here: more do not fit into its receipt."""
+_META_BYTES = 1 << 20, 1 << 10  # of a meta.json without records, and of a record: a file each
+_SPARSE = 1 << 26, 1 << 16  # a file of 64 MiB has a 65,536th of its size on disk at least: padding may be holes
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,11 @@ class Layout:
     def row_bytes(self) -> int:
         """Bytes of one sample, its padding included."""
         return sum(row_bytes_of(field) for field in self.fields.values())
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one slot: what a token takes, without padding and without the embeddings."""
+        return self.row_bytes // self.seq_length
 
     def shard_bytes(self, rows: int) -> int:
         """Return the size of a shard's file, its header included."""
@@ -127,18 +142,21 @@ def header_bytes(fields: Fields, rows: int) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def read_header(path: PathLike) -> tuple[Fields, int, bytes]:
+def read_header(path: PathLike, *, follow_links: bool = False) -> tuple[Fields, int, bytes]:
     """Return the fields of a safetensors file in its order, the number of its rows, and the bytes of its header.
 
+    follow_links: as `open_file`.
     Raises: FileNotFoundError; CacheError unless it is a whole safetensors file of tensors that have one number of rows.
     """
     where = os.fspath(path)
-    with open(open_file(path), "rb") as file:
+    with open(open_file(path, follow_links=follow_links), "rb") as file:
         size = os.fstat(file.fileno()).st_size
+        refuse_sparse(file.fileno(), where, *_SPARSE)
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
         if not 0 < length <= min(size - 8, _MAX_HEADER):
-            raise _damaged(where, f"its first eight bytes give a header of {length:,} bytes, the file has {size:,}")
+            most = f"the file has {size:,}" if length > size - 8 else f"expected {_MAX_HEADER:,} at most"
+            raise _damaged(where, f"its first eight bytes give a header of {length:,} bytes, {most}")
         text = file.read(length)
     fields: Fields = {}
     rows: set[int] = set()
@@ -165,16 +183,90 @@ def read_header(path: PathLike) -> tuple[Fields, int, bytes]:
     return fields, rows.pop(), head + text
 
 
-def open_file(path: PathLike) -> int:
-    """Open a regular file of a cache read-only, through links too, and return its descriptor, which the caller closes.
+def open_file(path: PathLike, *, follow_links: bool = False) -> int:
+    """Open a regular file of a cache read-only and return its descriptor, which the caller closes.
 
-    Raises: FileNotFoundError; CacheError for a folder, a FIFO or anything else that is no file.
+    follow_links: open what a link stands for, as in a snapshot of the Hugging Face hub, whose files are links.
+    Raises: FileNotFoundError; CacheError for a link, also that of a sidecar, a folder, a FIFO or anything else that is
+        no file.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    where = os.fspath(path)
+    above = os.path.dirname(where)
+    if not follow_links and os.path.basename(above) == SIDECAR and os.path.islink(above):
+        raise CacheError(_link_refused(above))
+    try:
+        no_link = 0 if follow_links else os.O_NOFOLLOW
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | no_link)
+    except NotADirectoryError as error:
+        raise FileNotFoundError(error.errno, "no such file: what is above it is no folder", where) from error
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CacheError(_link_refused(where)) from error
+        if error.errno == errno.ENXIO:  # a socket
+            raise CacheError(f"{where}: not a regular file, expected one of an EAGLE-3 cache") from error
+        raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise CacheError(f"{os.fspath(path)}: not a regular file, expected one of an EAGLE-3 cache")
+        raise CacheError(f"{where}: not a regular file, expected one of an EAGLE-3 cache")
     return handle
+
+
+def _link_refused(where: str) -> str:
+    return (
+        f"{where}: a symbolic link, expected a file or folder of the cache's own, for nothing outside a cache is read "
+        "or written. Copy what it stands for to its place (cp -rL), or, in a snapshot of the Hugging Face hub, read it "
+        "with --follow-links, in Python follow_links=True"
+    )
+
+
+def read_file(path: PathLike, max_bytes: int = MAX_JSON_BYTES, *, follow_links: bool = False) -> bytes:
+    """Return the bytes of a regular file. Raises: as `open_file`; CacheError if it is larger than `max_bytes`."""
+    with open(open_file(path, follow_links=follow_links), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise CacheError(f"{os.fspath(path)}: {size:,} bytes, expected at most {max_bytes:,}")
+        return file.read(size)
+
+
+def read_meta_bytes(cache_dir: PathLike, *, follow_links: bool = False) -> bytes:
+    """Return the bytes of a cache's meta.json, which has a record for each file of the sidecar. Raises: as `read_file`.
+
+    So its size is bounded by what is there.
+    """
+    files = 0
+    with suppress(OSError):
+        files = len(os.listdir(os.path.join(cache_dir, SIDECAR)))
+    most = _META_BYTES[0] + files * _META_BYTES[1]
+    return read_file(os.path.join(cache_dir, META_NAME), most, follow_links=follow_links)
+
+
+def refuse_sparse(handle: int, where: str, least: int, share: int) -> None:
+    """Raise CacheError for a file of `least` bytes or more that has less than a `share`-th of them on disk.
+
+    Such a file takes next to nothing there, and as much memory or time to read as it says.
+    """
+    about = os.fstat(handle)
+    if about.st_size >= least and about.st_blocks * 512 * share < about.st_size:
+        raise CacheError(
+            f"{where}: {about.st_size:,} bytes, of which {about.st_blocks * 512:,} are on disk: next to all of it is "
+            "holes, expected a file that was written. Produce it again: precompute --resume"
+        )
+
+
+def refuse_links(cache_dir: PathLike) -> None:
+    """Raise CacheError where a file or folder that a writer would write, replace or remove is a link.
+
+    The folder itself may be one: its name was given.
+    """
+    sidecar = os.path.join(cache_dir, SIDECAR)
+    if os.path.islink(sidecar):
+        raise CacheError(_link_refused(sidecar))
+    for folder in (os.fspath(cache_dir), sidecar):
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+            for entry in entries:
+                ours = folder == sidecar or entry.name in _WRITTEN or SHARD_NAME.match(entry.name)
+                if ours and entry.is_symlink():
+                    raise CacheError(_link_refused(entry.path))
 
 
 def in_file_order(fields: Fields) -> Fields:

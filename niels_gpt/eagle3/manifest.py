@@ -18,18 +18,29 @@ from niels_gpt.eagle3.layout import (
     Layout,
     PathLike,
     header_bytes,
-    open_file,
+    read_file,
     read_header,
     shard_path,
 )
+from niels_gpt.eagle3.layout import EMBEDDINGS_NAME as EMBEDDINGS_NAME
+from niels_gpt.eagle3.layout import MANIFEST_NAME as MANIFEST_NAME
 from niels_gpt.fileio import CacheError, SizedFile, write_bytes
-from niels_gpt.records import MAX_JSON_BYTES, parse_object, shortened
+from niels_gpt.records import parse_object, shortened
 
-MANIFEST_NAME = "manifest.json"
-EMBEDDINGS_NAME = "target_embeddings.safetensors"
 FORMAT_VERSION = 1
 VERSIONS = (1, 2)
-_NUMBERS = ("num_samples", "shard_size", "seq_length", "aux_hidden_dim", "draft_vocab_size", "target_probs_topk")
+_NUMBERS = (
+    "num_samples",
+    "shard_size",
+    "seq_length",
+    "aux_hidden_dim",
+    "draft_vocab_size",
+    "target_vocab_size",
+    "target_probs_topk",
+)
+_TEXTS = ("target_model", "dtype", "input_data", "split")
+_LISTS = ("aux_layer_ids", "selected_token_ids")
+_MAX_SHARDS = 1_000_000  # of six digits
 _PRODUCE = "Produce the cache again: python -m niels_gpt.eagle3.precompute"
 
 
@@ -104,16 +115,16 @@ def write_manifest(cache_dir: PathLike, manifest: dict[str, Any]) -> str:
     return path
 
 
-def read_manifest(cache_dir: PathLike) -> dict[str, Any]:
+def read_manifest(cache_dir: PathLike, *, follow_links: bool = False) -> dict[str, Any]:
     """Return the manifest of a cache of version 1 or 2, with or without the keys that came later.
 
-    Raises: FileNotFoundError; CacheError (a ValueError) for another version, for what is no JSON object, and for a
-        number or the dtype of a wrong type.
+    follow_links: read it where it is a link, as in a snapshot of the Hugging Face hub.
+    Raises: FileNotFoundError; CacheError (a ValueError) for another version, for what is no JSON object, for a value of
+        a wrong type, and for more shards than can have names.
     """
     path = manifest_path(cache_dir)
     try:
-        with open(open_file(path), "rb") as file:
-            manifest = parse_object(file.read(MAX_JSON_BYTES))
+        manifest = parse_object(read_file(path, follow_links=follow_links))
     except FileNotFoundError:
         raise FileNotFoundError(f"EAGLE-3 cache manifest not found at {path}. Was the cache fully written?") from None
     except CacheError:
@@ -126,12 +137,30 @@ def read_manifest(cache_dir: PathLike) -> dict[str, Any]:
             f"EAGLE-3 cache at {os.fspath(cache_dir)} has format_version={shortened(version)}, expected 1 or 2. "
             "Regenerate the cache with the current precompute_eagle3."
         )
-    if not isinstance(manifest.get("dtype", ""), str):
-        raise CacheError(f"{path}: dtype is {shortened(manifest['dtype'])}, expected one of {', '.join(DTYPES)}")
+    _refuse_wrong_types(manifest, cache_dir)
+    size, samples = manifest.get("shard_size"), manifest.get("num_samples")
+    if size and samples and -(-samples // size) > _MAX_SHARDS:
+        raise CacheError(
+            f"{path}: {samples:,} samples, {size:,} a shard, are {-(-samples // size):,} shards, expected "
+            f"{_MAX_SHARDS:,} at most, for a shard's name has six digits. {_PRODUCE}"
+        )
+    return manifest
+
+
+def _refuse_wrong_types(manifest: dict[str, Any], where: PathLike) -> None:
+    """Raise CacheError for a value that is not of its type. Lists, and what tells the input, may be null."""
+    path = manifest_path(where)
     for key in _NUMBERS:
         if manifest.get(key) is not None or (key in manifest and key != "target_probs_topk"):
-            number_in(manifest, key, cache_dir)
-    return manifest
+            number_in(manifest, key, where)
+    for key in _TEXTS:
+        value = manifest.get(key, "")
+        if not isinstance(value, str) and (value is not None or key in _TEXTS[:2]):
+            raise CacheError(f"{path}: {key} is {shortened(value)}, expected a text. {_PRODUCE}")
+    for key in _LISTS:
+        value = [] if manifest.get(key) is None else manifest[key]
+        if not isinstance(value, list) or not all(type(number) is int and 0 <= number < 2**31 for number in value):
+            raise CacheError(f"{path}: {key} is {shortened(value)}, expected a list of ids from 0. {_PRODUCE}")
 
 
 def number_in(manifest: dict[str, Any], key: str, where: PathLike, least: int = 0) -> int:
@@ -177,18 +206,19 @@ def write_target_embeddings(cache_dir: PathLike, weight: torch.Tensor) -> str:
     return atomic_write(os.path.join(cache_dir, EMBEDDINGS_NAME), write)
 
 
-def read_target_embeddings(cache_dir: PathLike) -> torch.Tensor:
+def read_target_embeddings(cache_dir: PathLike, *, follow_links: bool = False) -> torch.Tensor:
     """Return the target's table of input embeddings: [V, H] float32.
 
+    follow_links: read it where it is a link, as in a snapshot of the Hugging Face hub.
     Raises: FileNotFoundError; CacheError for a file that is no whole safetensors file with the tensor `weight`.
     """
     path = os.path.join(cache_dir, EMBEDDINGS_NAME)
-    if not os.path.exists(path):
+    if not os.path.lexists(path):
         raise FileNotFoundError(
             f"{path} not found. The EAGLE-3 offline cache must include the target embeddings so the draft can "
             "initialize from them; regenerate the cache with the current precompute_eagle3."
         )
-    fields, _, _ = read_header(path)
+    fields, _, _ = read_header(path, follow_links=follow_links)
     dtype, shape = fields.get("weight", (None, ()))
     if dtype != torch.float32 or len(shape) != 1:
         found = ", ".join(f"{shortened(name)} {each[0]}" for name, each in fields.items())

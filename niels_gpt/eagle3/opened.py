@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from niels_gpt.eagle3.cache_folder import EMBEDDINGS_RECEIPT
-from niels_gpt.eagle3.layout import SIDECAR, Layout, read_header, shard_path
+from niels_gpt.eagle3.layout import SIDECAR, Layout, read_header, read_meta_bytes, shard_path
 from niels_gpt.eagle3.manifest import (
     MANIFEST_NAME,
     existing_shard_indices,
@@ -29,11 +29,12 @@ from niels_gpt.eagle3.manifest import (
     read_manifest,
 )
 from niels_gpt.eagle3.plan import BATCHES_NAME, PLAN_NAME, read_record
+from niels_gpt.eagle3.positions import Counts
 from niels_gpt.eagle3.row_checks import Row
 from niels_gpt.eagle3.samples import IDS_NAME, SAMPLES_NAME, Samples
 from niels_gpt.eagle3.shards import read_receipt, receipt_path
-from niels_gpt.fileio import META_NAME, CacheError
-from niels_gpt.records import parse_object, read_regular, shortened
+from niels_gpt.fileio import CacheError
+from niels_gpt.records import parse_object, shortened
 
 PLANNED = (PLAN_NAME, SAMPLES_NAME, IDS_NAME, BATCHES_NAME, EMBEDDINGS_RECEIPT)
 """What the producer keeps in sidecar/ beside the receipts."""
@@ -56,6 +57,8 @@ class Opened:
     manifest: dict[str, Any]
     tick: Callable[[int], None] = field(repr=False)
     """Is told bytes that were looked at."""
+    follow_links: bool = False
+    """Whether files may be links, as in a snapshot of the Hugging Face hub."""
 
     @cached_property
     def layout(self) -> Layout:
@@ -98,7 +101,8 @@ class Opened:
     def _has_meta(self) -> bool:
         """Whether there is a meta.json of kind eagle3, or one that cannot be read."""
         try:
-            return bool(parse_object(read_regular(self.folder / META_NAME)).get("kind") == "eagle3")
+            raw = read_meta_bytes(self.folder, follow_links=self.follow_links)
+            return bool(parse_object(raw).get("kind") == "eagle3")
         except FileNotFoundError:
             return False
         except (ValueError, OSError):
@@ -106,7 +110,7 @@ class Opened:
 
     def _names_a_plan(self, shard: int) -> bool:
         try:
-            receipt = read_receipt(self.folder, shard)
+            receipt = self.receipt(shard)
         except (CacheError, OSError):
             return False  # which is told by the check of the checksums
         return receipt is not None and "plan" in receipt["facts"]
@@ -133,7 +137,7 @@ class Opened:
     def _read_plan(self) -> dict[str, Any]:
         self._need_plan()
         try:
-            record = read_record(self.folder)
+            record = read_record(self.folder, follow_links=self.follow_links)
         except CacheError as error:  # whose advice is for somebody who is about to make a cache
             said = str(error).removesuffix(". Use a fresh folder")
             raise CacheError(f"{said}. {self.again(PLAN_NAME)}") from error
@@ -146,7 +150,7 @@ class Opened:
         try:
             with warnings.catch_warnings():  # of names that are no names: the checksum of ids.txt tells it
                 warnings.simplefilter("ignore", DeprecationWarning)
-                return Samples.open(self.folder / SIDECAR)
+                return Samples.open(self.folder / SIDECAR, follow_links=self.follow_links)
         except FileNotFoundError as error:
             path = Path(error.filename or self.folder / SIDECAR / SAMPLES_NAME)
             raise CacheError(self.missing(path, "the rows that the target was run on")) from error
@@ -176,6 +180,22 @@ class Opened:
     def receipt_missing(self, shard: int) -> str:
         """Return the sentence for a shard's receipt that is not there."""
         return self.missing(receipt_path(self.folder, shard), f"the checksums of {Path(shard_path('', shard)).name}")
+
+    @cached_property
+    def counts(self) -> Counts:
+        """The slots of all shards. Raises: CacheError for a shard that is missing, or not as the manifest says."""
+        found = torch.zeros(3, dtype=torch.int64)
+        for shard in range(self.num_shards):
+            tables = tables_of(self, shard)
+            inner = torch.zeros_like(tables["loss_mask"], dtype=torch.bool)  # a last token has no next one to learn
+            inner[:, :-1] = tables["attention_mask"][:, 1:] == 1
+            masks = (tables["attention_mask"] == 1, (tables["loss_mask"] == 1) & inner, tables["position_mask"])
+            found += torch.stack([mask.sum() for mask in masks])
+        return Counts(*found.tolist())
+
+    def receipt(self, shard: int) -> dict[str, Any] | None:
+        """Return a shard's receipt; None where there is none. Raises: CacheError for one that no writer wrote."""
+        return read_receipt(self.folder, shard, follow_links=self.follow_links)
 
     def rows_of(self, shard: int) -> int:
         """Return how many samples a shard has to have."""
@@ -214,10 +234,10 @@ def _given(found: _R | Exception) -> _R:
     return found
 
 
-def open_cache(cache: Path, tick: Callable[[int], None] = lambda _: None) -> Opened:
+def open_cache(cache: Path, tick: Callable[[int], None] = lambda _: None, *, follow_links: bool = False) -> Opened:
     """Resolve a cache once and read its manifest. Raises: FileNotFoundError; CacheError."""
     folder = cache.resolve()
-    return Opened(folder, read_manifest(folder), tick)
+    return Opened(folder, read_manifest(folder, follow_links=follow_links), tick, follow_links)
 
 
 @contextmanager
@@ -254,7 +274,7 @@ def wrong_form(cache: Opened, shard: int) -> Iterator[str]:
     """Yield in what a shard's header is not as the manifest says."""
     path = shard_path(cache.folder, shard)
     try:
-        fields, rows, _ = read_header(path)
+        fields, rows, _ = read_header(path, follow_links=cache.follow_links)
     except FileNotFoundError:
         yield cache.missing(Path(path), f"shard {shard} of {cache.num_shards:,}")
         return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from niels_gpt.eagle3.layout import SIDECAR, Layout, PathLike
+from niels_gpt.eagle3.layout import SIDECAR, Layout, PathLike, read_file
 from niels_gpt.eagle3.manifest import layout_of, read_manifest
 from niels_gpt.eagle3.samples import IDS_NAME, Samples
 from niels_gpt.fileio import CacheError, canonical_json
-from niels_gpt.records import parse_object, read_regular, shortened
+from niels_gpt.records import checked_count, parse_object, shortened
 
 BUILDER_VERSION = 1
 """Raised when an equal plan gives other bytes."""
@@ -31,6 +31,8 @@ BATCHES_NAME = "batches.jsonl"
 CONVERTED = ("manifest.format_version", "manifest.target_probs_topk")
 """Fields of a finished cache's manifest that may have been changed since: see convert.py."""
 _WIDTH_STEP = 8
+_MAX_BATCHES_BYTES = 1 << 27  # of batches.jsonl, which has about seven bytes a sample
+_MAX_THREADS = 4096
 
 Batch = tuple[int, list[int]]
 """Padded width in tokens, and the rows of the shard that run together."""
@@ -225,15 +227,15 @@ def plan_batches(lengths: Sequence[int], batch_size: int, max_batch_tokens: int,
 # --- the plan of a folder ---------------------------------------------------------------------------------------------
 
 
-def open_plan(cache_dir: PathLike) -> Plan:
+def open_plan(cache_dir: PathLike, *, follow_links: bool = False) -> Plan:
     """Return the plan by which a cache was made, or is being made. One that was converted since keeps its plan.
 
     Raises: FileNotFoundError where a file of it is missing; CacheError where they do not fit together.
     """
-    record = read_record(cache_dir)
+    record = read_record(cache_dir, follow_links=follow_links)
     if record is None:
         raise FileNotFoundError(f"{_sidecar(cache_dir) / PLAN_NAME} not found: this cache has no plan")
-    path, found = _sidecar(cache_dir) / BATCHES_NAME, read_manifest(cache_dir)
+    path, found = _sidecar(cache_dir) / BATCHES_NAME, read_manifest(cache_dir, follow_links=follow_links)
     try:
         manifest = {**record["manifest"], "selected_token_ids": found["selected_token_ids"]}
         del manifest["selected_token_ids_sha256"]
@@ -241,7 +243,7 @@ def open_plan(cache_dir: PathLike) -> Plan:
             manifest=manifest,
             batch_size=record["batches"]["batch_size"],
             max_batch_tokens=record["batches"]["max_batch_tokens"],
-            batches=[[(width, rows) for width, rows in json.loads(line)] for line in read_regular(path).splitlines()],
+            batches=_read_batches(path, found, follow_links),
             **{
                 name: record[name] for name in ("target", "tokenizer", "source", "dropped", "altered", "samples", "run")
             },
@@ -256,19 +258,93 @@ def open_plan(cache_dir: PathLike) -> Plan:
     return plan
 
 
-def read_record(cache_dir: PathLike) -> dict[str, Any] | None:
-    """Return what plan.json holds; None where there is none. Raises: CacheError for one that no producer wrote."""
+def _read_batches(path: Path, manifest: Mapping[str, Any], follow_links: bool) -> list[list[Batch]]:
+    """Return the batches of each shard. Raises: ValueError unless each row of each shard is in one of them.
+
+    So no more is held than the file has numbers, and these are no more than the cache has samples.
+    """
+    size, count, slots = (manifest[name] for name in ("shard_size", "num_samples", "seq_length"))
+    lines = read_file(path, _MAX_BATCHES_BYTES, follow_links=follow_links).splitlines()
+    if len(lines) != -(-count // size):
+        raise ValueError(f"{len(lines)} lines, expected one for each of {-(-count // size)} shards")
+    return [_batches_of(line, min(size, count - shard * size), slots) for shard, line in enumerate(lines)]
+
+
+def _batches_of(line: bytes, rows: int, slots: int) -> list[Batch]:
+    """Return the batches of a shard of some rows."""
+    found = [(checked_count(width, "width", BATCHES_NAME), list(batch)) for width, batch in json.loads(line)]
+    numbers = [row for _, batch in found for row in batch]
+    whole = all(type(row) is int for row in numbers) and len(numbers) == rows and {*numbers} == {*range(rows)}
+    if not whole or any(not batch or not 0 < width <= slots for width, batch in found):
+        raise ValueError(f"batches of {len(numbers)} rows, expected each of {rows} rows once, {slots} slots at most")
+    return found
+
+
+def read_record(cache_dir: PathLike, *, follow_links: bool = False) -> dict[str, Any] | None:
+    """Return what plan.json holds; None where there is none.
+
+    Raises: CacheError for one that no producer wrote: of another version, with a part that is missing or of another
+        type, with values that no target can be run with.
+    """
     path = _sidecar(cache_dir) / PLAN_NAME
     try:
-        record = parse_object(read_regular(path))
+        record = parse_object(read_file(path, follow_links=follow_links))
     except FileNotFoundError:
         return None
+    except CacheError:
+        raise
     except ValueError as error:
         raise CacheError(f"{path}: not the plan of a cache ({error}). Use a fresh folder") from error
     if record.get("kind") != "eagle3" or record.get("format_version") != SIDECAR_VERSION:
         found = f"kind {shortened(record.get('kind'))}, format_version {shortened(record.get('format_version'))}"
         raise CacheError(f"{path}: {found}, expected 'eagle3' and {SIDECAR_VERSION}. Use a fresh folder")
+    for name, value in _parts_of(record):
+        kind, good = _PARTS[name]
+        if not isinstance(value, kind) or isinstance(value, bool) or not good(value):
+            raise CacheError(f"{path}: {name} is {shortened(value)}, not as a producer writes it. Use a fresh folder")
     return record
+
+
+def _parts_of(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the name in _PARTS and the value of each part of a plan; of one that may be missing only where it is."""
+    for name in _PARTS:
+        outer, _, inner = name.partition(".")
+        above = record.get(outer)
+        if not inner:
+            yield name, above
+        elif inner in _NEEDED or (isinstance(above, dict) and above.get(inner) is not None):
+            yield name, above.get(inner) if isinstance(above, dict) else None
+
+
+def _any(_: Any) -> bool:
+    return True
+
+
+def _counts(value: dict[str, Any]) -> bool:
+    return all(type(number) is int and number >= 0 for number in value.values())
+
+
+def _at_least(least: int) -> Callable[[int], bool]:
+    return lambda value: least <= value < 2**63
+
+
+_NEEDED = ("pad_id", "batch_size", "max_batch_tokens", "count", "sha256")
+_PARTS: dict[str, tuple[type[Any], Callable[[Any], bool]]] = {
+    **dict.fromkeys(("manifest", "target", "tokenizer", "source", "samples", "run", "batches"), (dict, _any)),
+    **dict.fromkeys(("dropped", "altered"), (dict, _counts)),
+    **dict.fromkeys((f"target.{key}" for key in ("name", "revision", "weights_sha256", "config_sha256")), (str, _any)),
+    **dict.fromkeys(("target.vocab_size", "target.hidden_size"), (int, _at_least(1))),
+    **dict.fromkeys((f"tokenizer.{key}" for key in ("sha256", "template_sha256", "mask_by")), (str, _any)),
+    "tokenizer.pad_id": (int, _at_least(0)),
+    **dict.fromkeys((f"samples.{key}" for key in ("count", "tokens", "supervised_tokens")), (int, _at_least(0))),
+    **dict.fromkeys(("samples.sha256", "samples.ids_sha256", "batches.sha256"), (str, _any)),
+    **dict.fromkeys(("batches.batch_size", "batches.max_batch_tokens"), (int, _at_least(1))),
+    "run.device": (str, lambda value: value in ("cpu", "cuda")),
+    "run.compute_dtype": (str, lambda value: value in ("bf16", "fp32")),
+    "run.threads": (int, lambda value: 1 <= value <= _MAX_THREADS),
+    **dict.fromkeys((f"run.{key}" for key in ("processor", "attention", "torch", "transformers")), (str, _any)),
+}
+"""Dotted name of a part of plan.json -> its type, and whether a value is one that a producer writes."""
 
 
 def differing_fields(left: Mapping[str, Any], right: Mapping[str, Any], above: str = "") -> list[str]:

@@ -121,21 +121,26 @@ def _print_estimate(found: Estimate, prepared: Prepared, folder: Path) -> None:
     print(f"{found.shards:,} shards{finished}, {found.batches:,} batches")
     holes = "padding is holes there" if found.has_holes else "no holes on that file system"
     print(
-        f"{folder}: {found.apparent_bytes:,} bytes in all ({found.bytes_per_token:,.0f} B/token); "
-        f"to write {found.to_write_bytes:,} ({holes}), free {found.free_bytes:,}: "
+        f"{folder}: {prepared.plan.layout.token_bytes:,} bytes a token; {found.apparent_bytes:,} bytes of files with "
+        f"padding and embeddings; to write {found.to_write_bytes:,} ({holes}), free {found.free_bytes:,}: "
         f"{'fits' if found.fits else 'does not fit'}",
         flush=True,
     )
 
 
 def _print_made(meta: dict[str, Any], folder: Path, shards: int) -> None:
-    totals = meta["totals"]
+    from niels_gpt.eagle3.cache_folder import counts_of
+    from niels_gpt.eagle3.manifest import layout_of
+
+    totals, token_bytes = meta["totals"], layout_of(meta["manifest"], folder).token_bytes
+    on_disk = sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
     print(f"{folder}: {'made ' + format(shards, ',') + ' shards' if shards else 'up to date'}")
     kept = "all" if meta["kept_mass"] is None else f"{meta['kept_mass']:.4f}"
     print(
-        f"{totals['samples']:,} samples, {totals['tokens']:,} tokens, {meta['disk_bytes']:,} bytes, "
-        f"{meta['bytes_per_token']:,.0f} B/token, {meta['supervised_share']:.1%} supervised, "
-        f"probability mass kept: {kept}"
+        f"{totals['samples']:,} samples, {totals['tokens']:,} tokens, {counts_of(meta)}, "
+        f"probability mass kept: {kept}\n"
+        f"{token_bytes:,} bytes a token; {meta['disk_bytes']:,} bytes of files with padding and embeddings, "
+        f"{on_disk:,} on disk"
     )
 
 

@@ -8,13 +8,14 @@ goes on makes the rest.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from niels_gpt.eagle3.cache_folder import CacheFolder
+from niels_gpt.eagle3.cache_folder import CacheFolder, counts_of
 from niels_gpt.eagle3.estimate import estimate, refuse_without_room
 from niels_gpt.eagle3.folder import finished_shards, is_finished
 from niels_gpt.eagle3.layout import LOCK_NAME, SIDECAR, PathLike
@@ -22,6 +23,8 @@ from niels_gpt.eagle3.plan import Plan
 from niels_gpt.eagle3.samples import Samples
 from niels_gpt.eagle3.workers import Job, Load, run_here, run_workers
 from niels_gpt.locks import file_lock
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int, int], None]
 """Is told the tokens that are done, all tokens, and the bytes written by this run; the first call: what was there."""
@@ -52,9 +55,9 @@ def produce(
     load: gives the target on a device. It is called only where something is left to do, once in each process.
     workers: processes; 1 does the work in this one. The bytes do not depend on it.
     start: how processes are started: spawn, or fork where nothing has used torch's threads yet.
-    Raises: as `finished_shards`; CacheError where there is no room, before anything is written, and where somebody else
-        is at work; NonFiniteError naming sample and layer; OSError on a full disk; RuntimeError where a worker died.
-        What is finished then stays, for a run with `resume`.
+    Raises: as `finished_shards`; CacheError where there is no room, before anything is written, where somebody else is
+        at work, and where a draft could learn nothing (positions.py); NonFiniteError naming sample and layer; OSError
+        on a full disk; RuntimeError where a worker died. What is finished then stays, for a run with `resume`.
     """
     done = finished_shards(cache_dir, plan, resume=resume)
     refuse_without_room(cache_dir, estimate(cache_dir, plan, samples, done=done))
@@ -66,6 +69,8 @@ def produce(
         meta = None if left else found.meta()
         if meta is None:
             meta = _make(found, samples, load, left, workers, progress, start)
+        if warning := counts_of(meta).warning:
+            logger.warning("%s: %s", folder, warning)
         return Produced(meta, len(left))
 
 

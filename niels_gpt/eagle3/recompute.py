@@ -48,7 +48,15 @@ class Target:
     """The environment that it will run in, as in a plan: device, processor, torch, transformers and so on."""
 
 
-def recomputed(cache: Path, target: Target, *, k: int = 8, seed: int = 0, progress: Progress | None = None) -> Verdict:
+def recomputed(
+    cache: Path,
+    target: Target,
+    *,
+    k: int = 8,
+    seed: int = 0,
+    progress: Progress | None = None,
+    follow_links: bool = False,
+) -> Verdict:
     """Return how `k` samples (all, where there are fewer) that are drawn by `seed` compare.
 
     Raises: FileNotFoundError, CacheError where the manifest cannot be read; ValueError for k below 1; what
@@ -56,7 +64,7 @@ def recomputed(cache: Path, target: Target, *, k: int = 8, seed: int = 0, progre
     """
     if k < 1:
         raise ValueError(f"k={k}: expected the number of samples to compare, 1 or more")
-    opened = open_cache(cache)
+    opened = open_cache(cache, follow_links=follow_links)
     found = Findings(opened, cache)
     found.add(RECOMPUTED, _differences, opened, target, k, seed, progress)
     return found.verdict(RECOMPUTED)
@@ -64,7 +72,7 @@ def recomputed(cache: Path, target: Target, *, k: int = 8, seed: int = 0, progre
 
 def _differences(cache: Opened, target: Target, k: int, seed: int, progress: Progress | None) -> Iterator[str]:
     _ = cache.plan, cache.samples  # what is missing is told better than by what needs it
-    plan = open_plan(cache.folder)
+    plan = open_plan(cache.folder, follow_links=cache.follow_links)
     other = [name for name in _IDENTITY if target.facts.get(name) != plan.target.get(name)]
     if other:
         yield (
@@ -100,7 +108,7 @@ def _other_embeddings(cache: Opened, module: torch.nn.Module) -> Iterator[str]:
     if not path.exists():
         yield cache.missing(path, "the target's input embeddings")
         return
-    stored = read_target_embeddings(cache.folder)
+    stored = read_target_embeddings(cache.folder, follow_links=cache.follow_links)
     if stored.shape != weight.shape:
         yield f"{path}: weight is {list(stored.shape)}, the target's {list(weight.shape)}. {cache.again()}"
         return

@@ -6,7 +6,7 @@ Raw means: unshifted, not padded, cut to the cache's seq_length. Sample i is wha
 from __future__ import annotations
 
 import hashlib
-import sys
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +16,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from niels_gpt.eagle3.layout import open_file, refuse_sparse
 from niels_gpt.fileio import CacheError, PathLike, write_bytes
-from niels_gpt.records import read_regular
 
 SAMPLES_NAME = "samples.safetensors"
 IDS_NAME = "ids.txt"
+_SPARSE = 1 << 24, 16  # a file of 16 MiB has a sixteenth of its size on disk at least, also where it is compressed
+_MAX_HEADER = 1 << 20
 
 
 class RowLike(Protocol):
@@ -76,15 +78,18 @@ class Samples:
         return samples
 
     @classmethod
-    def open(cls, folder: PathLike) -> Samples:
+    def open(cls, folder: PathLike, *, follow_links: bool = False) -> Samples:
         """Read what `write` wrote. Raises: FileNotFoundError; CacheError for files that do not fit together."""
         from safetensors import SafetensorError
         from safetensors.numpy import load
 
         path, names = Path(folder) / SAMPLES_NAME, Path(folder) / IDS_NAME
         try:
-            tensors = load(read_regular(path, sys.maxsize))
-            lines = read_regular(names, sys.maxsize).split(b"\n")
+            tensors = load(_read(path, follow_links))
+            raw = _read(names, follow_links)
+            if raw.count(b"\n") != len(tensors["starts"]) - 1:  # before each line takes an object
+                raise ValueError(f"{len(tensors['starts']) - 1} samples, and another number of names")
+            lines = raw.split(b"\n")
             if lines.pop():
                 raise ValueError("the last name has no line end")
             source_ids = [line.decode("unicode_escape") for line in lines]
@@ -154,3 +159,14 @@ class Samples:
     def sha256(self) -> str:
         """Of samples.safetensors, that is of all ids, masks and lengths."""
         return self.sums[SAMPLES_NAME]
+
+
+def _read(path: Path, follow_links: bool) -> bytes:
+    """Return the bytes of a file of the samples, which are as many as there are on disk."""
+    with open(open_file(path, follow_links=follow_links), "rb") as file:
+        refuse_sparse(file.fileno(), str(path), *_SPARSE)
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(8)
+        if path.name == SAMPLES_NAME and int.from_bytes(head, "little") > _MAX_HEADER:
+            raise ValueError(f"a header of {int.from_bytes(head, 'little'):,} bytes, expected {_MAX_HEADER:,} at most")
+        return head + file.read(max(0, size - len(head)))

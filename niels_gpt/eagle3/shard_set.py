@@ -38,17 +38,23 @@ Opened = tuple[Any, dict[str, torch.Tensor]]
 class ShardSet:
     """The shards of one cache. May be pickled; every process maps them for itself, and threads may share it."""
 
-    def __init__(self, cache_dir: PathLike, max_open: int) -> None:
-        """max_open: shards that are mapped at a time. Raises: as CachedEagle3Dataset; ValueError for max_open < 1."""
+    def __init__(self, cache_dir: PathLike, max_open: int, *, follow_links: bool = False) -> None:
+        """max_open: shards that are mapped at a time. follow_links: as `open_file`.
+
+        Raises: as CachedEagle3Dataset; ValueError for max_open < 1.
+        """
         if max_open < 1:
             raise ValueError(f"max_open_shards={max_open}: expected 1 or more")
         self.cache_dir = os.fspath(cache_dir)
-        self.manifest = read_manifest(cache_dir)
+        self._follow_links = follow_links
+        self.manifest = read_manifest(cache_dir, follow_links=follow_links)
         self.shard_size = number_in(self.manifest, "shard_size", cache_dir, 1)
         self.num_samples = number_in(self.manifest, "num_samples", cache_dir)
         self.num_shards = -(-self.num_samples // self.shard_size)
         topk = self.manifest.get("target_probs_topk") if self.manifest["format_version"] == 2 else None
         self.compressed = bool(topk) and is_compressed(topk, number_in(self.manifest, "draft_vocab_size", cache_dir))
+        if self.compressed:  # an item has as many numbers a slot as the manifest says
+            self._check_vocabulary()
         self._keys = COMMON_FIELDS + (TOPK_FIELDS if self.compressed else DENSE_FIELDS)
         self._fields: Fields = {}
         self._check()
@@ -82,6 +88,14 @@ class ShardSet:
         except SafetensorError as error:
             raise CacheError(f"{path}: safetensors cannot read it: {error}") from error
 
+    def _check_vocabulary(self) -> None:
+        size, selected = self.manifest["draft_vocab_size"], self.manifest.get("selected_token_ids")
+        if selected is not None and len(selected) != size:
+            raise CacheError(
+                f"{manifest_path(self.cache_dir)}: draft_vocab_size is {size}, expected {len(selected)} as "
+                "selected_token_ids has"
+            )
+
     def _check(self) -> None:
         found = existing_shard_indices(self.cache_dir)
         if len(found) != self.num_shards or max(found, default=-1) >= self.num_shards:
@@ -96,7 +110,7 @@ class ShardSet:
 
     def _check_shard(self, shard_index: int) -> None:
         path = shard_path(self.cache_dir, shard_index)
-        fields, rows, _ = read_header(path)
+        fields, rows, _ = read_header(path, follow_links=self._follow_links)
         expected = min(self.shard_size, self.num_samples - shard_index * self.shard_size)
         if rows != expected:
             raise CacheError(f"{path}: {rows} samples, expected {expected} of the manifest's {self.num_samples}")

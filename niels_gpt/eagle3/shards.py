@@ -26,18 +26,21 @@ from numpy.typing import NDArray
 from niels_gpt import fileio
 from niels_gpt.eagle3.layout import (
     INT_FIELDS,
+    MAX_ROWS,
     SIDECAR,
     Fields,
     PathLike,
     header_bytes,
     in_file_order,
     open_file,
+    read_file,
     read_header,
+    refuse_links,
     row_bytes_of,
     shard_path,
 )
 from niels_gpt.fileio import CacheError, SizedFile, canonical_json, write_bytes
-from niels_gpt.records import checked_count, checked_sha256, parse_object, read_regular, shortened
+from niels_gpt.records import checked_count, checked_sha256, parse_object, shortened
 
 _RECEIPT_VERSION = 1
 _DIGEST = re.compile("[0-9a-f]{32}")
@@ -56,7 +59,13 @@ class ShardWriter:
     """
 
     def __init__(self, cache_dir: PathLike, shard_index: int, fields: Fields, rows: int) -> None:
-        """fields: as in `Layout.fields`. rows: samples of the shard. The folder is made where there is none."""
+        """fields: as in `Layout.fields`. rows: samples of the shard. The folder is made where there is none.
+
+        Raises: ValueError for more than `MAX_ROWS` rows; CacheError where a link is in the way.
+        """
+        if rows > MAX_ROWS:
+            raise ValueError(f"a shard of {rows:,} samples, expected {MAX_ROWS:,} at most")
+        refuse_links(cache_dir)
         self._cache_dir, self._index, self._fields = cache_dir, shard_index, in_file_order(fields)
         self._path = Path(shard_path(cache_dir, shard_index))
         self._header = header_bytes(fields, rows)
@@ -173,11 +182,11 @@ def _digest(pieces: list[NDArray[np.uint8]]) -> str:
 # --- receipts ---------------------------------------------------------------------------------------------------------
 
 
-def read_receipt(cache_dir: PathLike, shard_index: int) -> dict[str, Any] | None:
+def read_receipt(cache_dir: PathLike, shard_index: int, *, follow_links: bool = False) -> dict[str, Any] | None:
     """Return a shard's receipt; None where there is none. Raises: CacheError for one that no writer wrote."""
     path = receipt_path(cache_dir, shard_index)
     try:
-        raw = read_regular(path)
+        raw = read_file(path, follow_links=follow_links)
     except FileNotFoundError:
         return None
     try:
@@ -202,18 +211,23 @@ def read_receipt(cache_dir: PathLike, shard_index: int) -> dict[str, Any] | None
 
 
 def shard_damage(
-    cache_dir: PathLike, shard_index: int, progress: Callable[[int], None] | None = None
+    cache_dir: PathLike,
+    shard_index: int,
+    progress: Callable[[int], None] | None = None,
+    *,
+    follow_links: bool = False,
 ) -> list[tuple[int | None, str]]:
     """Compare a shard with its receipt; returns what is wrong: the row within the shard, or None, and a sentence.
 
     Reads the whole shard, a row at a time. progress: is told the bytes of each row that was looked at.
     Raises: CacheError if the receipt is missing or damaged.
     """
-    path, receipt = shard_path(cache_dir, shard_index), read_receipt(cache_dir, shard_index)
+    path = shard_path(cache_dir, shard_index)
+    receipt = read_receipt(cache_dir, shard_index, follow_links=follow_links)
     if receipt is None:
         raise CacheError(f"{receipt_path(cache_dir, shard_index)}: no such file: the shard has no checksums")
     try:
-        fields, rows, header = read_header(path)
+        fields, rows, header = read_header(path, follow_links=follow_links)
     except FileNotFoundError:
         return [(None, f"{path}: no such file")]
     except CacheError as error:
@@ -221,7 +235,7 @@ def shard_damage(
     if hashlib.sha256(header).hexdigest() != receipt["header_sha256"] or rows != receipt["samples"]:
         return [(None, f"{path}: its header is not the one that was written")]
     found: list[tuple[int | None, str]] = []
-    for row, parts in enumerate(_rows_of(path, fields, rows, len(header))):
+    for row, parts in enumerate(_rows_of(path, fields, rows, len(header), follow_links)):
         wrong = _row_damage(fields, parts, receipt["slots"][row], receipt["xxh3_128"][row])
         if wrong:
             found.append((row, f"{path}: sample {row} of the shard: {wrong}"))
@@ -230,9 +244,11 @@ def shard_damage(
     return found
 
 
-def _rows_of(path: str, fields: Fields, rows: int, begin: int) -> Iterator[dict[str, NDArray[np.uint8]]]:
+def _rows_of(
+    path: str, fields: Fields, rows: int, begin: int, follow_links: bool
+) -> Iterator[dict[str, NDArray[np.uint8]]]:
     """Yield the bytes of each row by field."""
-    with open(open_file(path), "rb") as file:
+    with open(open_file(path, follow_links=follow_links), "rb") as file:
         content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     tables = {}
     for name, field in fields.items():

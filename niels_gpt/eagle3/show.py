@@ -15,7 +15,6 @@ from niels_gpt.eagle3.layout import SIDECAR
 from niels_gpt.eagle3.opened import Opened, described_by, open_cache, tables_of
 from niels_gpt.eagle3.plan import PLAN_NAME
 from niels_gpt.eagle3.row_checks import AUX, INDICES, PROBS, VALUES, Row
-from niels_gpt.eagle3.shards import read_receipt
 from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.records import shortened
 
@@ -47,7 +46,7 @@ class Decoder(Protocol):
 
 
 @_described
-def description(cache: Path) -> dict[str, Any]:
+def description(cache: Path, *, follow_links: bool = False) -> dict[str, Any]:
     """Return what a cache says of itself, as JSON has it.
 
     manifest: all keys; of selected_token_ids the number and the first few. layout: fields, dtypes and shapes of a
@@ -56,7 +55,7 @@ def description(cache: Path) -> dict[str, Any]:
     the producer of this project did not make. has_receipts: whether this project wrote the shards.
     Raises: FileNotFoundError, CacheError.
     """
-    opened = open_cache(cache)
+    opened = open_cache(cache, follow_links=follow_links)
     selected = opened.manifest.get("selected_token_ids") or []
     about = {"count": len(selected), "first": selected[:_FIRST_IDS]}
     fields = opened.layout.fields
@@ -65,7 +64,7 @@ def description(cache: Path) -> dict[str, Any]:
         "manifest": {**opened.manifest, "selected_token_ids": about},
         "layout": {name: [str(dtype).removeprefix("torch."), list(shape)] for name, (dtype, shape) in fields.items()},
         "sample_bytes": opened.layout.row_bytes,
-        "shard_bytes": sum(opened.layout.shard_bytes(opened.rows_of(shard)) for shard in range(opened.num_shards)),
+        "shard_bytes": _shard_bytes(opened),
         "num_shards": opened.num_shards,
         "shards_found": len(opened.shards),
         "plan": _plan(opened),
@@ -75,9 +74,9 @@ def description(cache: Path) -> dict[str, Any]:
 
 
 @_described
-def summary(cache: Path) -> Table:
+def summary(cache: Path, *, follow_links: bool = False) -> Table:
     """Return a cache's description as pairs of a name and a value. Raises: as `description`."""
-    said = description(cache)
+    said = description(cache, follow_links=follow_links)
     manifest, plan = said["manifest"], said["plan"]
     selected = manifest["selected_token_ids"]
     topk = manifest.get("target_probs_topk")
@@ -98,6 +97,14 @@ def summary(cache: Path) -> Table:
     ]
     rows += [(name, f"{shape} {dtype}") for name, (dtype, shape) in said["layout"].items()]
     return [*rows, *(_plan_rows(plan) if plan else [("sidecar", _without_plan(said))])]
+
+
+def _shard_bytes(cache: Opened) -> int:
+    """Return the size of all shards as there should be; all but the last have as many samples."""
+    if not cache.num_shards:
+        return 0
+    last = cache.layout.shard_bytes(cache.rows_of(cache.num_shards - 1))
+    return (cache.num_shards - 1) * cache.layout.shard_bytes(cache.shard_size) + last
 
 
 def _without_plan(said: dict[str, Any]) -> str:
@@ -147,12 +154,12 @@ def _plan_rows(plan: dict[str, Any]) -> Table:
 
 
 @_described
-def shard_rows(cache: Path, *, first: int = 5) -> Table:
+def shard_rows(cache: Path, *, first: int = 5, follow_links: bool = False) -> Table:
     """Return a table of the first shards: samples, bytes, tokens, slots with loss, positions, by their receipts."""
-    opened = open_cache(cache)
+    opened = open_cache(cache, follow_links=follow_links)
     rows: Table = [("shard", "samples", "bytes", "tokens", "with loss", "positions")]
     for shard in opened.shards[:first]:
-        facts = (read_receipt(opened.folder, shard) or {"facts": {}})["facts"]
+        facts = (opened.receipt(shard) or {"facts": {}})["facts"]
         counts = [f"{facts[name]:,}" if name in facts else "-" for name in ("tokens", "supervised", "positions")]
         size = opened.layout.shard_bytes(opened.rows_of(shard))
         rows.append((f"{shard:06d}", f"{opened.rows_of(shard):,}", f"{size:,}", *counts))
@@ -165,9 +172,9 @@ def shard_rows(cache: Path, *, first: int = 5) -> Table:
 
 
 @_described
-def sample_heading(cache: Path, number: int) -> str:
+def sample_heading(cache: Path, number: int, *, follow_links: bool = False) -> str:
     """Return which sample it is, and how many tokens and positions it has. Raises: as `slot_rows`."""
-    opened = open_cache(cache)
+    opened = open_cache(cache, follow_links=follow_links)
     row = _row(opened, number)
     positions, supervised = int(row.fields["position_mask"].sum()), int((row.fields["loss_mask"] == 1).sum())
     return (
@@ -177,13 +184,21 @@ def sample_heading(cache: Path, number: int) -> str:
 
 
 @_described
-def slot_rows(cache: Path, number: int, tokenizer: Decoder | None = None, *, begin: int = 0, slots: int = 32) -> Table:
+def slot_rows(
+    cache: Path,
+    number: int,
+    tokenizer: Decoder | None = None,
+    *,
+    begin: int = 0,
+    slots: int = 32,
+    follow_links: bool = False,
+) -> Table:
     """Return a table of some slots of sample `number` of the cache: id, masks, likeliest draft tokens, norms.
 
     tokenizer: of the target, for the text of the ids; None: ids alone. begin: the first slot; slots: how many.
     Raises: FileNotFoundError, CacheError; ValueError for a sample or a slot that is not there.
     """
-    opened = open_cache(cache)
+    opened = open_cache(cache, follow_links=follow_links)
     row = _row(opened, number)
     if not 0 <= begin < max(1, row.length):
         raise ValueError(f"slot {begin}: sample {number} has {row.length} tokens, expected 0 to {row.length - 1}")

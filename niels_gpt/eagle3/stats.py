@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from niels_gpt.eagle3.layout import shard_path
 from niels_gpt.eagle3.opened import Opened, described_by, open_cache, tables_of
 from niels_gpt.eagle3.row_checks import AUX, PROBS, VALUES
-from niels_gpt.eagle3.shards import read_receipt
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 MAX_SLOTS = 2000
@@ -37,6 +36,8 @@ class Stats:
     """Slots of each sample whose loss mask is 1 [n]."""
     positions: NDArray[np.int64]
     """Slots of each sample whose position mask is true [n]: what a draft is trained on."""
+    token_bytes: int
+    """Of one slot of a shard: without padding, and without the embeddings."""
     shard_bytes: int
     """Of all shards, holes counted as if they were full."""
     disk_bytes: int
@@ -61,7 +62,7 @@ class Stats:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of the shards, by `shard_bytes`."""
+        """`shard_bytes`, padding included, by the tokens without it."""
         return self.shard_bytes / max(1, self.tokens)
 
     def as_json(self) -> dict[str, Any]:
@@ -74,9 +75,11 @@ class Stats:
             "supervised_share": self.share(int(self.supervised.sum())),
             "positions": int(self.positions.sum()),
             "position_share": self.share(int(self.positions.sum())),
+            "positions_of_supervised": int(self.positions.sum()) / max(1, int(self.supervised.sum())),
             "padding_share": 1 - self.tokens / max(1, len(self.lengths) * self.seq_length),
             "shard_bytes": self.shard_bytes,
             "disk_bytes": self.disk_bytes,
+            "token_bytes": self.token_bytes,
             "bytes_per_token": self.bytes_per_token,
             "lengths": percentiles(self.lengths),
             "kept_mass": self.mean_kept_mass,
@@ -98,9 +101,10 @@ class Stats:
             ("samples", f"{said['samples']:,} in {self.num_shards:,} shards"),
             ("tokens", f"{self.tokens:,} ({said['padding_share']:.1%} of the slots are padding)"),
             ("with loss", f"{said['supervised_tokens']:,} ({said['supervised_share']:.1%} of the tokens)"),
-            ("positions", f"{said['positions']:,} ({said['position_share']:.1%} of the tokens)"),
-            ("bytes of the files", f"{self.shard_bytes:,} ({self.bytes_per_token:,.0f} a token), with padding"),
-            ("on disk, without holes", f"{self.disk_bytes:,} ({self.disk_bytes / max(1, self.tokens):,.0f} a token)"),
+            ("positions", f"{said['positions']:,} ({said['positions_of_supervised']:.1%} of those with loss)"),
+            ("bytes of a token", f"{self.token_bytes:,}, without padding and embeddings"),
+            ("bytes of the files", f"{self.shard_bytes:,} (of the shards, padding included)"),
+            ("on disk, without holes", f"{self.disk_bytes:,} (of the shards)"),
             ("tokens of a sample", _spread(said["lengths"], ",.0f")),
             ("mass in the draft vocabulary", mass["draft_mass"]),
             ("mass kept by top k", mass["kept_mass"]),
@@ -125,14 +129,17 @@ def _spread(found: dict[str, float], form: str) -> str:
     return ", ".join(f"{name} {format(value, form)}" for name, value in found.items()) or "none"
 
 
-def stats(cache: Path, *, seed: int = 0, progress: Callable[[int, int], None] | None = None) -> Stats:
+def stats(
+    cache: Path, *, seed: int = 0, progress: Callable[[int, int], None] | None = None, follow_links: bool = False
+) -> Stats:
     """Return the numbers of a cache. All ids and masks are read, of the floats no more than MAX_SLOTS slots.
 
     seed: of the choice of the slots. progress: is told the shards that were read, and all of them.
+    follow_links: read files that are links, as in a snapshot of the Hugging Face hub.
     Raises: FileNotFoundError, CacheError where the cache is not whole.
     """
     with described_by(cache):
-        return _stats(open_cache(cache), seed, progress)
+        return _stats(open_cache(cache, follow_links=follow_links), seed, progress)
 
 
 def _stats(opened: Opened, seed: int, progress: Callable[[int, int], None] | None) -> Stats:
@@ -152,6 +159,7 @@ def _stats(opened: Opened, seed: int, progress: Callable[[int, int], None] | Non
         lengths=lengths,
         supervised=supervised,
         positions=positions,
+        token_bytes=opened.layout.token_bytes,
         shard_bytes=sum(size.st_size for size in sizes),
         disk_bytes=sum(size.st_blocks * 512 for size in sizes),
         kept_mass=kept and kept[0],
@@ -173,7 +181,7 @@ def _mass(cache: Opened, name: str, by: str) -> tuple[list[float], float] | None
     """Return a mass of each shard and of all, by the receipts; None unless all of them have it."""
     found = []
     for shard in range(cache.num_shards):
-        facts = (read_receipt(cache.folder, shard) or {"facts": {}})["facts"]
+        facts = (cache.receipt(shard) or {"facts": {}})["facts"]
         if facts.get(name) is None or not isinstance(facts.get(by), int):
             return None
         found.append((float(facts[name]), int(facts[by])))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -24,6 +25,7 @@ from niels_gpt.eagle3.samples import IDS_NAME, SAMPLES_NAME
 from niels_gpt.fileio import CacheError
 
 _MAX_PROBLEMS = 20  # of one check
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, OSError)
 _EMBEDDING_ROWS = 4096  # looked at in one piece
 
 Progress = Callable[[int, int], None]
@@ -40,6 +42,8 @@ class Verdict:
     """Why the check was not made."""
     remarks: list[str] = field(default_factory=list)
     """What was found and is no damage."""
+    figures: str = field(default="", compare=False)
+    """What was measured."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +56,22 @@ class Check:
     of_row: Callable[[Opened, Row], Iterator[str]] | None = None
     remarks: Callable[[Opened], Iterator[str]] | None = None
     """Yields what is no damage, and yet worth a line."""
+    figures: Callable[[Opened], str] | None = None
+    """Gives what was measured, in words."""
 
 
 def verify(
-    cache: Path, *, names: Collection[str] | None = None, progress: Progress | None = None
+    cache: Path,
+    *,
+    names: Collection[str] | None = None,
+    progress: Progress | None = None,
+    follow_links: bool = False,
 ) -> dict[str, Verdict]:
     """Return the verdict of each check by its name, in the order of CHECKS.
 
     cache: the public folder; it is resolved once, so all checks look at one version.
     names: the checks to make; None: all.
+    follow_links: read files that are links, as in a snapshot of the Hugging Face hub; else they are problems.
     Raises: FileNotFoundError and CacheError where the manifest cannot be read; ValueError for a name that is no check.
         Damage to anything else is a problem of the checks that need it.
     """
@@ -77,15 +88,17 @@ def verify(
         if progress is not None:
             progress(seen, total)
 
-    opened = open_cache(cache, tick)
+    opened = open_cache(cache, tick, follow_links=follow_links)
     found = Findings(opened, cache)
     shards = found.shards()
-    total = passes * sum(Path(shard_path(opened.folder, shard)).lstat().st_size for shard in shards)
+    total = passes * sum(_size(Path(shard_path(opened.folder, shard))) for shard in shards)
     for check in chosen:
         if check.once is not None:
             found.add(check.name, check.once, opened)
         if check.remarks is not None:
-            found.remark(check.name, check.remarks(opened))
+            found.remark(check.name, check.remarks, opened)
+        if check.figures is not None:
+            found.measure(check.name, check.figures, opened)
     for shard in shards:
         for check in chosen:
             if check.of_shard is not None:
@@ -93,6 +106,12 @@ def verify(
         if by_row:
             _look_at_rows(found, opened, by_row, shard)
     return {check.name: found.verdict(check.name) for check in chosen}
+
+
+def _size(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_size
+    return 0  # a link to nothing
 
 
 def _look_at_rows(found: Findings, cache: Opened, checks: list[Check], shard: int) -> None:
@@ -121,6 +140,7 @@ class Findings:
         self._problems: dict[str, list[str]] = {}
         self._notes: dict[str, str] = {}
         self._remarks: dict[str, list[str]] = {}
+        self._figures: dict[str, str] = {}
 
     def shards(self) -> list[int]:
         """Return the shards to look at; none where the manifest does not tell, which `complete` says."""
@@ -145,18 +165,24 @@ class Findings:
             _append(problems, missing or str(error))
         except (CacheError, OSError) as error:  # both name the file
             _append(problems, str(error))
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        except _MALFORMED as error:
             how = "Look at what the other checks say, or produce the cache again"
             _append(problems, f"{self._cache.folder}: not as docs/formats.md describes it ({error!r}). {how}")
 
-    def remark(self, name: str, remarks: Iterator[str]) -> None:
-        """Add what is no damage to the check `name`."""
-        self._remarks[name] = list(islice(remarks, _MAX_PROBLEMS + 1))
+    def remark(self, name: str, find: Callable[[Opened], Iterator[str]], cache: Opened) -> None:
+        """Add what is no damage to the check `name`; where it cannot be told, the problems say why."""
+        with suppress(NotChecked, *_MALFORMED):
+            self._remarks[name] = list(islice(find(cache), _MAX_PROBLEMS + 1))
+
+    def measure(self, name: str, find: Callable[[Opened], str], cache: Opened) -> None:
+        """Add what was measured to the check `name`; where it cannot be told, the problems say why."""
+        with suppress(NotChecked, *_MALFORMED):
+            self._figures[name] = find(cache)
 
     def verdict(self, name: str) -> Verdict:
         """Return what was found so far, each sentence once."""
         problems, remarks = (self._told(found.get(name, [])) for found in (self._problems, self._remarks))
-        return Verdict(problems, self._notes.get(name), remarks)
+        return Verdict(problems, self._notes.get(name), remarks, self._figures.get(name, ""))
 
     def _told(self, found: list[str]) -> list[str]:
         said = [problem.replace(str(self._cache.folder), str(self._shown)) for problem in found]
@@ -173,7 +199,7 @@ def _infinite_embeddings(cache: Opened) -> Iterator[str]:
     if not os.path.lexists(path):
         yield cache.missing(path, "the target's input embeddings")
         return
-    table = read_target_embeddings(cache.folder)
+    table = read_target_embeddings(cache.folder, follow_links=cache.follow_links)
     for start in range(0, len(table), _EMBEDDING_ROWS):
         wrong = (~torch.isfinite(table[start : start + _EMBEDDING_ROWS])).any(dim=-1).nonzero()
         if len(wrong):
@@ -196,6 +222,16 @@ def _other_ids(cache: Opened, row: Row) -> Iterator[str]:
     return other_ids(row, ids, mask, int(cache.plan["tokenizer"]["pad_id"]))
 
 
+def _no_positions(cache: Opened) -> Iterator[str]:
+    if problem := cache.counts.problem:
+        yield f"{cache.folder}: {problem}"
+
+
+def _few_positions(cache: Opened) -> Iterator[str]:
+    if warning := cache.counts.warning:
+        yield f"{cache.folder}: {warning}"
+
+
 CHECKS = {
     check.name: check
     for check in (
@@ -204,6 +240,7 @@ CHECKS = {
         Check("finite", once=_infinite_embeddings, of_row=lambda cache, row: not_finite(row)),
         Check("ids_match", once=_other_samples, of_row=_other_ids),
         Check("distribution", of_row=lambda cache, row: not_distributions(row)),
+        Check("positions", once=_no_positions, remarks=_few_positions, figures=lambda cache: str(cache.counts)),
     )
 }
 """The checks that need no target, by name; checks.py says what they ask."""

@@ -107,7 +107,9 @@ def target_name(settings: Settings) -> str:
     return str(write_small_target(folder, tokenizer))
 
 
-def target_of(cache: Path, name: str, *, revision: str | None = None, device: str | None = None) -> Target:
+def target_of(
+    cache: Path, name: str, *, revision: str | None = None, device: str | None = None, follow_links: bool = False
+) -> Target:
     """Return a target to compare a cache with, by recompute.recomputed; no weights are loaded yet.
 
     revision, device: None: as in the cache's plan, but for a GPU that is not here.
@@ -119,7 +121,7 @@ def target_of(cache: Path, name: str, *, revision: str | None = None, device: st
     from niels_gpt.eagle3.plan import read_record
     from niels_gpt.eagle3.recompute import Target
 
-    record = read_record(cache) or {"run": {}, "target": {}}
+    record = read_record(cache, follow_links=follow_links) or {"run": {}, "target": {}}
     planned = record["run"]
     if device is None:
         device = "cuda" if planned.get("device") == "cuda" and torch.cuda.is_available() else "cpu"

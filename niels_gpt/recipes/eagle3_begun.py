@@ -26,8 +26,9 @@ def refuse_unusable(folder: Path) -> None:
     Raises: CacheError naming the file that is in the way; OSError where no file can be made.
     """
     from niels_gpt.eagle3.estimate import has_holes
-    from niels_gpt.eagle3.layout import SIDECAR
+    from niels_gpt.eagle3.layout import SIDECAR, refuse_links
 
+    refuse_links(folder)
     way = folder.absolute()
     places = [way / SIDECAR, way, *way.parents]
     for place in places:
