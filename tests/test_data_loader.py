@@ -5,6 +5,7 @@ Run: pytest tests/test_data_loader.py
 
 import copy
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -25,6 +26,8 @@ from niels_gpt.sampling import Batch, EpochStream, MixtureStream
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+    pytest.mark.filterwarnings("ignore:the last batch has"),
+    pytest.mark.filterwarnings("ignore:.*random_offset moves none"),
 ]
 WORKERS = [0, 1, 2, 3]
 Stream = EpochStream | MixtureStream
@@ -178,10 +181,45 @@ def test_loaders_of_a_stream_go_on_from_where_it_is(make: Make) -> None:
     assert taken(loader(stream), 2) + taken(loader(stream), 3) == told(islice(make(), 5))
 
 
-def test_a_second_pass_of_a_run_that_has_ended_is_empty(make: Make) -> None:
-    """A stream of two epochs is one run, of which the loader without workers has reached the end."""
-    loaded = loader(make(epochs=2))
-    assert len(list(loaded)) > 1 and list(loaded) == []
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_second_pass_over_a_run_that_has_ended_is_an_error(make: Make, workers: int) -> None:
+    """A stream of two epochs is one run, of which the loader has reached the end: nothing would be left to train on."""
+    loaded = loader(make(epochs=2), workers)
+    assert len(loaded) == len(list(loaded)) > 1
+    assert error_of(loaded)[0] is RuntimeError
+
+
+class HeldBack:
+    """Lets worker 1 of a loader begin when a file is there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, worker: int) -> None:
+        while worker == 1 and not self.path.exists():
+            time.sleep(0.01)
+
+
+def test_a_worker_of_the_loader_before_that_starts_late_disturbs_no_new_one(make: Make, tmp_path: Path) -> None:
+    """It sets its mark after the state was loaded: for the loader that it belongs to, and for no other."""
+    stream, go = make(), tmp_path / "go"
+    before = iter(loader(stream, 2, worker_init_fn=HeldBack(go)))
+    batch = next(before)
+    stream.load_state_dict(batch.state)
+    go.touch()
+    next(before)  # worker 1 has begun by now
+    assert stream.state_dict() == batch.state
+    assert taken(loader(stream, 2), 3) == told(islice(make(), 4))[1:]
+    with pytest.raises(RuntimeError, match=r"batch\.state"):  # its own workers are heard of
+        stream.state_dict()
+
+
+def test_a_state_that_was_loaded_serves_one_loader_with_workers(make: Make) -> None:
+    state = told(islice(make(), 2))[-1][2]
+    stream = make()
+    stream.load_state_dict(state)
+    assert taken(loader(stream, 2), 3) == told(islice(make(), 5))[2:]
+    assert error_of(loader(stream, 2))[0] is RuntimeError
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -29,7 +29,11 @@ from niels_gpt.cache import CacheError
 from niels_gpt.cache.meta import read_meta, write_meta
 from niels_gpt.sampling import EpochStream
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*are shorter than T")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*are shorter than T"),
+    pytest.mark.filterwarnings("ignore:the last batch has"),
+    pytest.mark.filterwarnings("ignore:.*random_offset moves none"),
+]
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=5)
 WORLDS = st.sampled_from([1, 2, 3, 8])
@@ -253,10 +257,58 @@ def test_a_batch_that_is_larger_than_a_run_is_short_too(ten: Path) -> None:
     assert sorted(batch.firsts) == all_windows([26, 17], 4)
 
 
-def test_after_its_end_a_stream_yields_no_more(ten: Path) -> None:
+def test_a_stream_that_has_ended_says_so_and_how_to_have_more(ten: Path) -> None:
+    """As in `for epoch in range(3): for batch in stream`: the second pass would silently be empty."""
     stream = EpochStream(str(ten), T=4, global_batch_size=4, seed=0, epochs=1)
-    assert len(list(stream)) == 3 and list(stream) == []
+    start = stream.state_dict()
+    assert len(list(stream)) == 3
+    with pytest.raises(RuntimeError, match=r"has ended: all of its 10 samples.*epochs=3.*load a state"):
+        next(iter(stream))
     assert stream.state_dict()["consumed_samples"] == 10
+    stream.load_state_dict(start)
+    assert len(list(stream)) == 3
+
+
+@pytest.mark.parametrize(("G", "drop_last", "sizes"), [(4, False, [4, 4, 2]), (4, True, [4, 4]), (5, True, [5, 5])])
+def test_a_short_last_batch_may_be_left_out(ten: Path, G: int, drop_last: bool, sizes: list[int]) -> None:
+    batches = run(ten, G=G, epochs=1, drop_last=drop_last)
+    assert [len(batch.rows) for batch in batches] == sizes
+    assert firsts(batches) == firsts(run(ten, 3, G=G))[: sum(sizes)]
+    # What was left out is not lost: a run that gets another epoch continues with it.
+    more = run(ten, G=5, epochs=2, drop_last=drop_last, state=batches[-1].state)
+    assert firsts(batches + more) == firsts(run(ten, 20, G=1))[: sum(sizes) + 5 * len(more)] and len(more) >= 2
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("G", [1, 3, 5, 6, 10])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_the_length_of_a_stream_is_the_number_of_its_batches(ten: Path, G: int, epochs: int, drop_last: bool) -> None:
+    stream = EpochStream(str(ten), T=4, global_batch_size=G, seed=0, epochs=epochs, drop_last=drop_last)
+    assert len(stream) == len(list(stream)) == (10 * epochs // G if drop_last else -(-10 * epochs // G))
+
+
+def test_a_stream_without_end_has_no_length_and_is_true(ten: Path) -> None:
+    stream = EpochStream(str(ten), T=4, global_batch_size=4, seed=0)
+    with pytest.raises(TypeError, match="no end"):
+        len(stream)
+    assert stream
+
+
+@pytest.mark.filterwarnings("error")
+def test_ranks_with_unequal_rows_of_the_last_batch_are_warned_of(ten: Path) -> None:
+    """10 samples in batches of 8 over 4 ranks: 2 rows are left, so that two ranks have none."""
+    arguments: dict[str, Any] = {"T": 4, "global_batch_size": 8, "seed": 0, "epochs": 1, "world_size": 4}
+    with pytest.warns(UserWarning, match=r"2 of 8 rows.*4 ranks.*0 rows and others 1;.*drop_last=True"):
+        EpochStream(str(ten), **arguments)
+    for fair in ({"world_size": 2}, {"world_size": 1}, {"drop_last": True}, {"epochs": 4}, {"epochs": None}):
+        EpochStream(str(ten), **{**arguments, **fair})
+
+
+def test_a_run_without_a_full_batch_is_refused_where_short_ones_are_left_out(ten: Path) -> None:
+    with pytest.raises(ValueError, match="drop_last=True, global_batch_size=12: no batch is left of 10"):
+        EpochStream(str(ten), T=4, global_batch_size=12, seed=0, epochs=1, drop_last=True)
+    with pytest.raises(ValueError, match="drop_last=1"):
+        EpochStream(str(ten), T=4, global_batch_size=2, seed=0, drop_last=1)  # type: ignore[arg-type]
 
 
 def test_a_global_batch_may_span_several_epochs(tmp_path: Path) -> None:
@@ -310,6 +362,16 @@ def test_offsets_are_off_unless_asked_for(tmp_path: Path) -> None:
     assert set(firsts(run(numbered(tmp_path, [30]), 20, T=10))) == {0, 10}
 
 
+@pytest.mark.filterwarnings("error")
+def test_windows_that_no_offset_can_move_are_warned_of(tmp_path: Path) -> None:
+    """A shard of 1 + 3 * 4 tokens has 3 windows and no token left over; at T = 3 it has none either, at T = 5 two."""
+    folder = numbered(tmp_path, [13])
+    with pytest.warns(UserWarning, match=r"moves none of 3 of 3 windows.*T, such as 3"):
+        EpochStream(str(folder), T=4, global_batch_size=1, seed=0, random_offset=True)
+    EpochStream(str(folder), T=5, global_batch_size=1, seed=0, random_offset=True)
+    EpochStream(str(folder), T=4, global_batch_size=1, seed=0)
+
+
 # The order as chance.
 
 
@@ -361,6 +423,7 @@ def test_a_shard_of_a_terabyte_is_opened_and_read_at_once(tmp_path: Path) -> Non
     assert stream.num_windows == 2**40 - 1
     batch = next(iter(stream))
     assert batch.x.shape == (8, 1) and int(batch.x.sum()) == 0
+    del batch.state["checksum"]
     stream.load_state_dict({**batch.state, "epoch": 1, "consumed_samples": 2**40 + 5})
     assert next(iter(stream)).state["consumed_samples"] == 2**40 + 13
 

@@ -196,7 +196,7 @@ class TestFields:
     """Samples 1 2 | 10 11 and 1 2 | 20 21 22, of which the token 21 (a tool's, say) is no target."""
 
     forest = PrefixForest.from_sequences(
-        [[1, 2, 10, 11], [1, 2, 20, 21, 22]], loss_mask=[[0, 0, 1, 1], [0, 0, 1, 0, 1]]
+        [[1, 2, 10, 11], [1, 2, 20, 21, 22]], loss_mask=[[0, 0, 1, 1], [0, 0, 1, 0, 1]], prompt_lengths=[2, 2]
     )
     edges = LossEdges.from_forest(forest)
 
@@ -274,6 +274,60 @@ class TestFields:
         assert edges.field([[], [1.0, 2.0]]).tolist() == [1, 2]
         own = LossEdges.from_forest(forest, weighting=[[], [1.0, 2.0]])
         assert own.weight.tolist() == [1, 2]
+
+    def test_a_column_is_a_token_of_the_completion_though_its_first_one_is_no_target(self) -> None:
+        """The second completion begins with a tool's token: 21 and 22 stand in columns 1 and 2, not 0 and 1."""
+        old = torch.tensor([[10, 11, 12], [20, 21, 22]])
+        group = PrefixForest.from_rollout_group([1, 2], old.tolist(), completion_mask=[[1, 1, 1], [0, 1, 1]])
+        samples = [[1, 2, *row] for row in old.tolist()]
+        mask = [[0, 0, 1, 1, 1], [0, 0, 0, 1, 1]]
+        told = PrefixForest.from_sequences(samples, loss_mask=mask, prompt_lengths=[2, 2])
+        for forest in (group, told, group.padded(8), PrefixForest.joined([group])):
+            edges = LossEdges.from_forest(forest)
+            assert edges.field(old, per="completion").tolist() == [10, 11, 12, 21, 22]
+            assert edges.field(old.tolist(), per="completion").tolist() == [10, 11, 12, 21, 22]
+            assert edges.field(old.tolist()).tolist() == [10, 11, 12, 21, 22]
+            assert edges.target[edges.sample_edge].tolist() == [10, 11, 12, 21, 22]
+
+    def test_the_gradient_of_a_clipped_loss_is_that_of_the_samples_one_by_one(self) -> None:
+        """Masked first tokens: the ratios of the folded row have to meet the old log-probs of their own tokens."""
+        prompt, completions = [1, 2], [[10, 11, 12], [20, 21, 22], [10, 13, 14]]
+        mask = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 1]])
+        forest = PrefixForest.from_rollout_group(prompt, completions, completion_mask=mask.tolist())
+        edges = LossEdges.from_forest(forest)
+        generator = torch.Generator().manual_seed(0)
+        table = torch.randn(VOCAB, VOCAB, generator=generator, dtype=torch.float64, requires_grad=True)
+        old = torch.randn(3, 3, generator=generator, dtype=torch.float64) - 4.5
+        advantages = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+
+        def clipped(logp: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+            ratio = (logp - old).exp()
+            return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+        logp = sample_logprobs(edge_logprobs(table[forest.input_ids], edges), edges)
+        folded = clipped(logp, edges.field(old, per="completion"), edges.field(advantages, per="sample")).sum()
+        rows = torch.tensor([prompt + completion for completion in completions])
+        alone = table[rows[:, 1:-1]].log_softmax(-1).gather(-1, rows[:, 2:, None])[..., 0]
+        unfolded = (clipped(alone, old, advantages[:, None]) * mask).sum()
+        (found,), (wanted,) = (torch.autograd.grad(loss, table, retain_graph=True) for loss in (folded, unfolded))
+        assert wanted.abs().max() > 0 and torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+    def test_where_completions_begin_is_never_guessed(self) -> None:
+        masks = [[0, 0, 1, 1], [0, 0, 0, 1, 1]]
+        samples = [[1, 2, 10, 11], [1, 2, 20, 21, 22]]
+        untold = PrefixForest.from_sequences(samples, loss_mask=masks)
+        joined = PrefixForest.joined([PrefixForest.from_rollout_group([1], [[2]]), untold])
+        for forest, rows in ((untold, 2), (joined, 3)):
+            with pytest.raises(ValueError, match=r"completions begin was not said.*prompt_lengths.*per='token'"):
+                LossEdges.from_forest(forest).field(torch.zeros(rows, 5), per="completion")
+        with pytest.raises(ValueError, match="the field of sample 1 has 3 values"):
+            LossEdges.from_forest(untold).field([[1, 2], [0, 3, 4]])
+        prompted = PrefixForest.from_sequences(samples, prompt_lengths=[2, 2])  # each token is a target
+        with pytest.raises(ValueError, match="target lies before"):
+            LossEdges.from_forest(prompted).field(torch.zeros(2, 5), per="completion")
+        for lengths in ([2], [2, 6], [-1, 2]):
+            with pytest.raises(ValueError, match="prompt_lengths"):
+                PrefixForest.from_sequences(samples, prompt_lengths=lengths)
 
     def test_gradients_reach_a_field(self) -> None:
         values = torch.zeros(2, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Mixtures: exact counts in every block, each source in epochs of its own, one order for every split of the work.
+"""Mixtures: exact shares, carried from block to block; each source in its own epochs; one order for all splits of work.
 
 Source s holds the ids from 10,000 * s, so that a row tells both its source and its place.
 
@@ -10,22 +10,31 @@ import pickle
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from itertools import islice
+from fractions import Fraction
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from test_epoch_stream import GlobalBatch, firsts, joined, number_cache
+from test_permutation import WRAP, plain_mix
 from test_pretrain_window_sampling import write_shards
 
 from niels_gpt.cache import CacheError
 from niels_gpt.cache.meta import write_meta
 from niels_gpt.sampling import EpochStream, MixtureStream
+from niels_gpt.sampling.permutation import random_keys
+from niels_gpt.sampling.shares import Phase, whole_weights
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the last batch has"),
+    pytest.mark.filterwarnings("ignore:.*random_offset moves none"),
+]
 APART = 10_000
 
 
@@ -93,56 +102,95 @@ def assert_in_epochs(taken: Sequence[int], windows: Sequence[int]) -> None:
         assert set(own) <= set(range(source * APART, source * APART + count))
 
 
-def assert_largest_remainder(counts: Sequence[int], weights: Sequence[float], block_size: int) -> None:
-    shares = np.array(weights, dtype=np.float64) / sum(weights) * block_size
-    assert sum(counts) == block_size
-    assert (np.abs(np.array(counts) - shares) < 1 + 1e-6).all()
-    rounded_up = [share % 1 for count, share in zip(counts, shares, strict=True) if count > share + 1e-6]
-    rounded_down = [share % 1 for count, share in zip(counts, shares, strict=True) if count < share - 1e-6]
-    assert not rounded_up or not rounded_down or min(rounded_up) >= max(rounded_down) - 1e-6
+def plain_counts(weights: Sequence[float], samples: int) -> list[int]:
+    """Share out the first samples as docs/reading.md says, in plain integers: the slow oracle."""
+    exact = {source: Fraction(str(float(weight))) for source, weight in enumerate(weights)}
+    counts = [0] * len(weights)
+    left, weight_left = Fraction(samples), sum(exact.values())
+    for source in sorted(exact, key=lambda source: (-exact[source], source)):
+        counts[source] = int(left * exact[source] / weight_left + Fraction(1, 2))
+        left, weight_left = left - counts[source], weight_left - exact[source]
+    return counts
 
 
 # Counts.
 
 
-def test_the_counts_of_a_block_are_the_weights_by_largest_remainder(tmp_path: Path) -> None:
-    """Shares of 10 at weights 5, 3 and 1: 5.56, 3.33, 1.11; the first has the largest remainder."""
+def test_the_counts_of_a_block_are_the_weights_and_what_rounding_leaves_is_carried_over(tmp_path: Path) -> None:
+    """Weights 5, 3 and 1: of 9 blocks of 10 exactly 50, 30 and 10; of each block 5.6, 3.3 and 1.1, up or down."""
     one = mixture(sources(tmp_path, [7, 7, 7]), [5, 3, 1])
-    assert one.counts.tolist() == [6, 3, 1] and one.counts.dtype in (np.int64, torch.int64)
-    batches = run(sources(tmp_path, [7, 7, 7]), [5, 3, 1], 30, G=10)
-    assert all(Counter(sources_of([batch])) == {0: 6, 1: 3, 2: 1} for batch in batches)
+    assert one.counts.tolist() == [6, 3, 1] and one.counts.dtype == np.int64
+    batches = run(sources(tmp_path, [7, 7, 7]), [5, 3, 1], 27, G=10)
+    found = [[Counter(sources_of([batch]))[source] for source in range(3)] for batch in batches]
+    assert found == [one.counts_of(block).tolist() for block in range(27)]
+    assert all(np.sum(found[first : first + 9], axis=0).tolist() == [50, 30, 10] for first in (0, 9, 18))
+    assert [set(column) for column in zip(*found, strict=True)] == [{5, 6}, {3, 4}, {1, 2}]
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+def test_a_source_of_little_weight_has_its_exact_share(tmp_path: Path) -> None:
+    """0.0007 of blocks of 2,048 is 1.4336 samples: 7 in 10,000, not 1 in 2,048, early and a million blocks later."""
+    folders = sources(tmp_path, [50, 9])
+    one = mixture(folders, [0.9993, 0.0007], block_size=2048)
+    assert sum(int(one.counts_of(block)[1]) for block in range(625)) == 896  # of 1,280,000 samples
+    for first in (0, 10**6):
+        state = {**one.state_dict(), "consumed_samples": first * 2048}
+        del state["checksum"]
+        taken = sources_of(run(folders, [0.9993, 0.0007], 125, G=2048, state=state, block_size=2048))
+        assert taken.count(1) in (179, 180) and len(taken) == 256_000  # 179.2
+    rare = mixture(folders, [1, 0.001], block_size=10)
+    assert sum(int(rare.counts_of(block)[1]) for block in range(1001)) == 10
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    weights=st.lists(st.floats(0.05, 20) | st.integers(1, 5), min_size=1, max_size=6),
+    block_size=st.integers(1, 300),
+    first=st.just(0) | st.integers(0, 10**12),
+)
+def test_the_counts_are_exact_never_fall_and_follow_from_the_number_of_the_block(
+    weights: list[float], block_size: int, first: int
+) -> None:
+    phase = Phase(0, 0, block_size, None, [0] * len(weights), whole_weights(list(map(float, weights))))
+    counts = [phase.before(block) for block in range(first, first + 12)]
+    share = [Fraction(str(float(weight))) for weight in weights]
+    furthest = Fraction(1, 2) + sum(Fraction(1, number) for number in range(1, len(weights))) / 2
+    for block, found in enumerate(counts, first):
+        assert found == plain_counts(weights, block * block_size) and sum(found) == block * block_size
+        exact = [block * block_size * one / sum(share) for one in share]
+        assert max(abs(one - other) for one, other in zip(found, exact, strict=True)) <= furthest
+    assert (np.diff(np.array(counts), axis=0) >= 0).all()
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
 @given(
     weights=st.lists(st.floats(0.05, 20), min_size=1, max_size=5),
     block_size=st.integers(1, 300),
     seed=st.integers(0, 2**32),
     world=st.sampled_from([1, 2, 3]),
 )
-def test_the_counts_are_exact_in_every_block(weights: list[float], block_size: int, seed: int, world: int) -> None:
+def test_every_block_has_its_counts(weights: list[float], block_size: int, seed: int, world: int) -> None:
     windows = [3, 20, 1, 50, 9][: len(weights)]
+    blocks = min(5, 1 + 600 // block_size)
+    changed: dict[str, Any] = {"seed": seed, "block_size": block_size, "G": 6}
     with tempfile.TemporaryDirectory() as name:
         folders = sources(Path(name), windows)
-        try:
-            counts = mixture(folders, weights, block_size=block_size).counts.tolist()
-        except ValueError:
-            shares = [weight / sum(weights) * block_size for weight in weights]
-            assert min(shares) < 1, "a source with a share of one sample or more was refused"
-            assume(False)
-        blocks = min(5, 1 + 600 // block_size)
-        changed: dict[str, Any] = {"seed": seed, "block_size": block_size, "G": 6}
+        one = mixture(folders, weights, **changed)
         taken = firsts(run(folders, weights, -(-blocks * block_size // 6), world=world, **changed))
-    assert_largest_remainder(counts, weights, block_size)
     for block in range(blocks):
         found = Counter(first // APART for first in taken[block * block_size : (block + 1) * block_size])
-        assert [found[source] for source in range(len(weights))] == counts
+        assert [found[source] for source in range(len(weights))] == one.counts_of(block).tolist()
     assert_in_epochs(taken, windows)
 
 
 def test_equal_weights_that_do_not_divide_a_block_still_fill_it(tmp_path: Path) -> None:
-    counts = mixture(sources(tmp_path, [5, 5, 5]), [1, 1, 1]).counts.tolist()
-    assert sorted(counts) == [3, 3, 4]
+    one = mixture(sources(tmp_path, [5, 5, 5]), [1, 1, 1])
+    assert sorted(one.counts.tolist()) == [3, 3, 4]
+    assert sum(one.counts_of(block) for block in range(3)).tolist() == [10, 10, 10]
+
+
+def test_a_block_may_have_fewer_places_than_there_are_sources(tmp_path: Path) -> None:
+    taken = sources_of(run(sources(tmp_path, [5, 5, 5]), [1, 1, 2], 100, block_size=1))
+    assert Counter(taken) == {0: 100, 1: 100, 2: 200}
 
 
 def test_weights_need_not_sum_to_one(tmp_path: Path) -> None:
@@ -182,6 +230,49 @@ def test_the_order_of_a_block_is_another_in_the_next_and_with_another_seed(tmp_p
         taken = sources_of(run(folders, [1, 1], 10, G=40, seed=seed, block_size=40))
         orders += [tuple(taken[block * 40 : (block + 1) * 40]) for block in range(10)]
     assert len(set(orders)) == 20
+
+
+def plain_drawn(places: int, counts: list[int], key: int, block: int) -> list[tuple[int, int]]:
+    """Spell out whose each place of a block is, by docs/reading.md, and how many of its source come before it."""
+    salt = plain_mix((key + block) % WRAP)
+
+    def run(node: int, size: int, counts: list[int]) -> list[int]:
+        if size == 1:
+            return [source for source, count in enumerate(counts) if count]
+        half, drawn = size // 2, plain_mix((salt + node) % WRAP) % size
+        upto = [(half * sum(counts[: source + 1]) + drawn) // size for source in range(len(counts))]
+        left = [end - begin for begin, end in pairwise([0, *upto])]
+        right = [count - one for count, one in zip(counts, left, strict=True)]
+        return run(2 * node, half, left) + run(2 * node + 1, size - half, right)
+
+    order = run(1, places, counts)
+    return [(source, order[:place].count(source)) for place, source in enumerate(order)]
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    counts=st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any),
+    seed=st.integers(0, 2**32),
+    block=st.integers(0, 10**12),
+)
+def test_the_places_of_a_block_are_the_documented_ones(counts: list[int], seed: int, block: int) -> None:
+    size = sum(counts)
+    phase = Phase(7, block, size, 1, [3] * len(counts), counts, counts)
+    (key,) = random_keys(seed, 1, purpose=1)
+    sources, numbers = phase.located(7 + np.arange(size), key)
+    expected = plain_drawn(size, counts, int(key), block)
+    assert list(zip(sources.tolist(), (numbers - 3).tolist(), strict=True)) == expected
+    assert [sources.tolist().count(source) for source in range(len(counts))] == counts
+    alone = [phase.located(np.array([7 + place]), key) for place in range(0, size, 7)]
+    assert [(int(source[0]), int(number[0]) - 3) for source, number in alone] == expected[::7]
+
+
+def test_the_places_of_seed_0_never_change() -> None:
+    (key,) = random_keys(0, 1, purpose=1)
+    phase = Phase(0, 0, 12, None, [0, 0, 0], [3, 2, 1])
+    sources, numbers = phase.located(np.arange(24), key)
+    assert sources.tolist() == [1, 0, 2, 0, 0, 1, 0, 0, 1, 0, 2, 1, 0, 0, 1, 0, 2, 1, 0, 0, 1, 0, 1, 2]
+    assert numbers.tolist() == [0, 0, 0, 1, 2, 1, 3, 4, 2, 5, 1, 3, 6, 7, 4, 8, 2, 5, 9, 10, 6, 11, 7, 3]
 
 
 def test_each_place_of_a_block_is_of_each_source_by_its_share(tmp_path: Path) -> None:
@@ -250,7 +341,7 @@ def test_a_state_has_the_weights_the_block_and_each_source(tmp_path: Path) -> No
     one = mixture(sources(tmp_path, [5, 13]), [1, 2], G=4)
     for step, batch in enumerate(islice(one, 6)):
         assert batch.state == one.state_dict() == json.loads(json.dumps(batch.state))
-        assert (batch.state["stream"], batch.state["seed"], batch.state["block_size"]) == (1, 0, 10)
+        assert (batch.state["stream"], batch.state["seed"], batch.state["block_size"]) == (2, 0, 10)
         assert batch.state["consumed_samples"] == 4 * (step + 1)
         assert len(batch.state["weights"]) == len(batch.state["sources"]) == 2
         assert {"content_sha256", "tokenizer_sha256"}.isdisjoint(batch.state)
@@ -298,6 +389,13 @@ def test_the_state_of_other_or_more_or_swapped_sources_is_refused(tmp_path: Path
     assert next(iter(one)).state["consumed_samples"] == 16
 
 
+def test_a_state_of_the_order_before_is_refused_and_says_why(tmp_path: Path) -> None:
+    """By the rules of version 1 the same number was another sample."""
+    one = mixture(sources(tmp_path, [5, 13]), [1, 2])
+    old = {key: value for key, value in one.state_dict().items() if key != "checksum"} | {"stream": 1}
+    assert "stream is 1" in (message := refused(one, old)) and "another release" in message
+
+
 def test_states_of_streams_and_mixtures_are_not_taken_for_each_other(tmp_path: Path) -> None:
     (folder,) = sources(tmp_path, [5])
     alone = EpochStream(str(folder), T=1, global_batch_size=4, seed=0)
@@ -308,7 +406,7 @@ def test_states_of_streams_and_mixtures_are_not_taken_for_each_other(tmp_path: P
 
 
 WRONG: dict[str, list[Any]] = {
-    "stream": [None, 0, 2, "1", 1.0, True],
+    "stream": [None, 0, 1, "2", 2.0, True],
     "seed": [None, "0", 0.0, False],
     "consumed_samples": [None, "12", 12.0, True, -1, float("nan"), 2**63, 2**64, 10**40],
     "block_size": [None, "10", 10.0, True, 0, -10],
@@ -429,11 +527,13 @@ def test_one_source_may_stop_a_mixture_in_which_another_is_capped(tmp_path: Path
     assert len(set(taken)) == 34
 
 
-def test_after_its_end_a_mixture_yields_no_more(tmp_path: Path) -> None:
+def test_a_mixture_that_has_ended_says_so_and_a_state_of_its_end_gives_no_more(tmp_path: Path) -> None:
     folders = sources(tmp_path, [4, 30])
     one = mixture(folders, [1, 1], when_exhausted="stop")
     state = list(one)[-1].state
-    assert list(one) == [] and one.state_dict() == state
+    with pytest.raises(RuntimeError, match="has ended"):
+        next(iter(one))
+    assert one.state_dict() == state
     assert run(folders, [1, 1], when_exhausted="stop", state=state) == []
 
 
@@ -450,17 +550,17 @@ def test_after_its_end_a_mixture_yields_no_more(tmp_path: Path) -> None:
         ([1, 0], "0"),
         ([1], "2"),
         ([1, 1, 1], "3"),
-        ([1, 0.001], r"weights\[1\]=0\.001"),
+        ([1, 1e-10], r"weights\[1\]=1e-10"),
     ],
 )
 def test_weights_that_cannot_be_are_refused(tmp_path: Path, weights: list[float], named: str) -> None:
-    """The last has a share of 0.01 samples of a block of 10: it would never be seen."""
+    """The last has less than one sample in four billion: it would hardly be seen."""
     with pytest.raises(ValueError, match=named):
         mixture(sources(tmp_path, [5, 5]), weights)
 
 
-@pytest.mark.parametrize("block_size", [0, -1, 1])
-def test_a_block_without_place_for_each_source_is_refused(tmp_path: Path, block_size: int) -> None:
+@pytest.mark.parametrize("block_size", [0, -1, 2**31])
+def test_a_block_without_a_place_or_with_too_many_is_refused(tmp_path: Path, block_size: int) -> None:
     with pytest.raises(ValueError, match=f"{block_size}"):
         mixture(sources(tmp_path, [5, 5]), [1, 1], block_size=block_size)
 
@@ -519,7 +619,7 @@ def test_a_stream_in_place_of_a_list_of_them_is_refused(tmp_path: Path) -> None:
         MixtureStream(EpochStream(folder, T=4, global_batch_size=2, seed=0), [1.0], seed=0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("weights", [[1e306, 1], [1, 5e-324], [1e308, 1e308]])
+@pytest.mark.parametrize("weights", [[1e306, 1], [1, 5e-324]])
 def test_weights_at_the_ends_of_floats_are_weights_or_refused(tmp_path: Path, weights: list[float]) -> None:
     with pytest.raises(ValueError, match="weights"):
         mixture(sources(tmp_path, [6, 9]), weights)
@@ -537,12 +637,24 @@ def test_a_cache_with_a_known_vocabulary_mixes_with_one_of_another_tool(tmp_path
     assert len(run(folders, [1, 1], 3)) == 3
 
 
-def test_at_a_large_world_a_block_is_computed_at_once_and_no_more(tmp_path: Path) -> None:
-    """A rank has 1 sample in 1,024; its next 4,096 lie among 4 million, which nobody computes to take a batch."""
-    one = mixture(sources(tmp_path, [6, 9]), [1, 1], G=1024, world=1024)
-    spans: list[int] = []
-    locate = one.locate
-    one.locate = lambda samples: (spans.append(int(samples.max() - samples.min())), locate(samples))[1]  # type: ignore
-    for _ in zip(range(200), one, strict=False):
-        pass
-    assert spans and max(spans) <= 2**16
+def test_at_a_large_world_a_rank_computes_its_own_samples_and_no_more(tmp_path: Path) -> None:
+    """One rank in 1,024 has 1 sample in 1,024, which it finds without the composition of a whole block."""
+    for world in (1, 1024):
+        one = mixture(sources(tmp_path / str(world), [6, 9]), [1, 1], G=world, world=world, block_size=2048)
+        asked: list[NDArray[np.int64]] = []
+        locate = one.locate
+        one.locate = lambda samples, found=asked, ask=locate: (found.append(samples), ask(samples))[1]  # type: ignore
+        for _ in zip(range(5000), one, strict=False):
+            pass
+        assert [len(samples) for samples in asked] == [4096, 4096]
+        assert (np.diff(np.concatenate(asked)) == world).all()
+
+
+def test_a_mixture_that_ends_has_a_length_and_may_leave_out_its_short_batch(tmp_path: Path) -> None:
+    folders = sources(tmp_path, [3, 11, 4])
+    for drop_last, sizes in ((False, [8, 8, 8, 5]), (True, [8, 8, 8])):
+        changed: dict[str, Any] = {"G": 8, "when_exhausted": [2, 1, 3], "drop_last": drop_last}
+        assert [len(batch.rows) for batch in run(folders, [1, 1, 2], **changed)] == sizes
+        assert len(mixture(folders, [1, 1, 2], **changed)) == len(sizes)
+    with pytest.raises(TypeError, match="no end"):
+        len(mixture(folders, [1, 1, 2]))

@@ -39,7 +39,7 @@ class LossEdges:
     sample_offsets: Tensor  # int64 [S + 1], where a sample begins in sample_edge
     sample_token: Tensor  # int64 [M], the token's place in a field with a value for each token of each sample
     field_offsets: Tensor  # int64 [S + 1], where a sample begins in such a field
-    first_targets: Tensor  # int64 [S], the sample's first target, predictable or not; its length if it has none
+    completion_starts: Tensor  # int64 [S], tokens of a sample before its completion; -1 where that was not said
     num_rows: int  # T, padding included
     unpredictable: int  # targets that are the first token of their sample: no row predicts them
     weighting: str  # one of WEIGHTINGS, or "given"
@@ -67,10 +67,6 @@ class LossEdges:
         wanted[offsets[:-1]] = False
         sample_token = np.flatnonzero(wanted)
         sample_offsets = sample_token.searchsorted(offsets)
-        has_targets = np.diff(sample_offsets) > 0
-        first_targets = np.diff(offsets)
-        first_targets[has_targets] = sample_token[sample_offsets[:-1][has_targets]] - offsets[:-1][has_targets]
-        first_targets[at_start] = 0
         tokens = rows.take(sample_token)
         is_target = np.zeros(len(ids), dtype=np.bool_)
         is_target[tokens] = True
@@ -87,7 +83,7 @@ class LossEdges:
             sample_offsets=torch.from_numpy(sample_offsets),
             sample_token=torch.from_numpy(sample_token),
             field_offsets=torch.from_numpy(offsets),
-            first_targets=torch.from_numpy(first_targets),
+            completion_starts=forest.completion_starts,
             num_rows=len(ids),
             unpredictable=int(at_start.sum()),
             weighting=weighting if isinstance(weighting, str) else "given",
@@ -147,12 +143,14 @@ class LossEdges:
             values: numbers in one axis, sample after sample; or [S] rows, as a list; or one tensor of rows [S, W] that
                 are padded on the right to any width.
             per: what there is a value for. "sample": each sample, such as a group-normalised advantage. "token": each
-                token of each sample. "completion": each token from the sample's first target on. "target": each
-                supervised token, as `sample_logprobs` has them. Default: what the sizes say; a padded tensor's say
-                nothing.
+                token of each sample. "completion": each token of each completion, from its first one on, be it a
+                target or not; a forest of `from_rollout_group` knows where that is, one of `from_sequences` by its
+                `prompt_lengths`. "target": each supervised token, as `sample_logprobs` has them. Default: what the
+                sizes say; a padded tensor's say nothing.
 
         Raises:
-            ValueError: the sizes fit nothing, or several that differ.
+            ValueError: the sizes fit nothing, or several that differ; per="completion" of a forest that was not told
+                where completions begin.
             TypeError: a mapping or text.
         """
         return in_order(values, self, per)

@@ -39,8 +39,16 @@ def in_order(values: Any, edges: LossEdges, per: str | None) -> Tensor:
     """Return values in the order of `edges.sample_edge`: [M]. `LossEdges.field` says what they may be."""
     if per is not None and per not in PER:
         raise ValueError(f"per is {per!r}; expected one of {', '.join(PER)}")
-    device, samples = edges.row.device, len(edges.first_targets)
+    device, samples = edges.row.device, len(edges.completion_starts)
     forms = {name: form for name, form in _forms(edges).items() if per in (None, name)}
+    if not forms:
+        if bool((edges.completion_starts >= 0).all()):
+            raise ValueError("per is 'completion', but a target lies before one, in a prompt: give values per='token'")
+        raise ValueError(
+            "per is 'completion', but where completions begin was not said, and a loss mask does not say it: the first "
+            "token of one need not be a target. Make the forest by from_rollout_group, or by from_sequences with "
+            "prompt_lengths; or give a value for each token of each sample (per='token')"
+        )
     sizes = ", ".join(f"{int(lengths.sum())} (per {name})" for name, (lengths, _) in forms.items())
     if not isinstance(values, Tensor | np.ndarray):
         values = _listed(values)
@@ -72,14 +80,13 @@ def _listed(values: Any) -> Tensor | list[Tensor]:
 
 
 def _forms(edges: LossEdges) -> dict[str, Form]:
-    lengths, sample = edges.field_offsets.diff(), edges.sample
+    lengths, sample, starts = edges.field_offsets.diff(), edges.sample, edges.completion_starts
     place = edges.sample_token - edges.field_offsets[sample]
-    return {
-        "sample": (torch.ones_like(lengths), torch.zeros_like(place)),
-        "token": (lengths, place),
-        "completion": (lengths - edges.first_targets, place - edges.first_targets[sample]),
-        "target": (edges.sample_offsets.diff(), places(edges.sample_offsets)),
-    }
+    forms = {"sample": (torch.ones_like(lengths), torch.zeros_like(place)), "token": (lengths, place)}
+    if bool((starts >= 0).all()) and bool((place >= starts[sample]).all()):
+        forms["completion"] = (lengths - starts, place - starts[sample])
+    forms["target"] = (edges.sample_offsets.diff(), places(edges.sample_offsets))
+    return forms
 
 
 def _index(edges: LossEdges, form: Form) -> Tensor:
@@ -90,8 +97,10 @@ def _index(edges: LossEdges, form: Form) -> Tensor:
 
 def _of_rows(rows: list[Tensor], edges: LossEdges, forms: Mapping[str, Form]) -> Tensor:
     found = torch.tensor([len(row) for row in rows], device=edges.row.device)
-    if len(rows) != len(edges.first_targets):
-        raise ValueError(f"a field has {len(rows)} rows; expected one for each of {len(edges.first_targets)} samples")
+    if len(rows) != len(edges.completion_starts):
+        raise ValueError(
+            f"a field has {len(rows)} rows; expected one for each of {len(edges.completion_starts)} samples"
+        )
     for form in forms.values():
         if torch.equal(found, form[0]):
             return torch.cat(rows)[_index(edges, form)]

@@ -45,9 +45,16 @@ class PrefixForest:
     sample_ends: Tensor  # int64 [S], the node whose last token is the sample's last; may be an inner node
     sample_offsets: Tensor  # int64 [S + 1], where a sample begins in a ragged field
     loss_mask: Tensor  # bool [sum of sample lengths], ragged: which tokens are targets
+    completion_starts: Tensor  # int64 [S], tokens of a sample before its completion; -1 where that was not said
 
     @classmethod
-    def from_sequences(cls, sequences: Iterable[Any], *, loss_mask: Iterable[Any] | None = None) -> PrefixForest:
+    def from_sequences(
+        cls,
+        sequences: Iterable[Any],
+        *,
+        loss_mask: Iterable[Any] | None = None,
+        prompt_lengths: Iterable[int] | None = None,
+    ) -> PrefixForest:
         """Fold whole sequences; whatever two of them have in common from their beginning is stored once.
 
         Args:
@@ -55,14 +62,18 @@ class PrefixForest:
                 before: here it would be tokens. Duplicates and prefixes of other sequences stay samples of their own,
                 and take no further tokens.
             loss_mask: [S] of 0 and 1 for each token: which ones are targets. Default: all.
+            prompt_lengths: [S] tokens of each sequence before its completion. A mask does not say it, for the first
+                token of a completion need not be a target. Only `LossEdges.field(per="completion")` asks for it.
 
         Raises:
-            ValueError: there is no sequence, one is empty, an id is negative, or a mask does not fit.
+            ValueError: there is no sequence, one is empty, an id is negative, a mask does not fit, or a prompt is
+                longer than its sequence.
             TypeError: something is not an integer.
         """
         ids, offsets = concatenated(sequences, "sequence")
-        tree = radix.radix_tree(ids, offsets)
-        return cls._laid_out(tree, ids, np.diff(offsets), masks(loss_mask, offsets))
+        tree, lengths = radix.radix_tree(ids, offsets), np.diff(offsets)
+        starts = None if prompt_lengths is None else _prompt_lengths(prompt_lengths, lengths)
+        return cls._laid_out(tree, ids, lengths, masks(loss_mask, offsets), starts)
 
     @classmethod
     def from_rollout_group(
@@ -90,7 +101,7 @@ class PrefixForest:
         of_prompt = np.concatenate([np.arange(length) < len(prompt) for length in lengths])
         loss_mask = np.zeros(len(ids), dtype=np.bool_)
         loss_mask[~of_prompt] = targets
-        return cls._laid_out(radix.radix_tree(ids, offsets), ids, lengths, loss_mask)
+        return cls._laid_out(radix.radix_tree(ids, offsets), ids, lengths, loss_mask, np.full(len(rest), len(prompt)))
 
     @classmethod
     def from_node_paths(
@@ -171,15 +182,19 @@ class PrefixForest:
             columns["sample_ends"].append(forest.sample_ends + nodes)
             columns["sample_offsets"].append(forest.sample_offsets[int(before > 0) :] + before)
             columns["loss_mask"].append(forest.loss_mask)
+            columns["completion_starts"].append(forest.completion_starts)
             tokens, nodes, before = tokens + size, nodes + len(forest.node_starts), before + len(forest.loss_mask)
         return cls(**{name: torch.cat(column) for name, column in columns.items()})
 
     @classmethod
     @torch.inference_mode(False)
-    def _laid_out(cls, tree: radix.Tree, ids: radix.Ints, lengths: radix.Ints, loss_mask: Any) -> PrefixForest:
+    def _laid_out(
+        cls, tree: radix.Tree, ids: radix.Ints, lengths: radix.Ints, loss_mask: Any, starts: radix.Ints | None = None
+    ) -> PrefixForest:
         layout = radix.pre_order(tree)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        columns = (ids[layout.source], *layout[1:], offsets, loss_mask)
+        starts = np.full(len(lengths), -1, dtype=np.int64) if starts is None else starts
+        columns = (ids[layout.source], *layout[1:], offsets, loss_mask, starts)
         return cls(*(torch.from_numpy(column) for column in columns))
 
     def __repr__(self) -> str:
@@ -245,6 +260,16 @@ class PrefixForest:
     def stats(self, shape: ModelShape | None = None) -> ForestStats:
         """Return what folding saves: tokens and attention pairs before and after, and FLOPs of a model shape."""
         return ForestStats.of(self, shape)
+
+
+def _prompt_lengths(values: Iterable[int], lengths: radix.Ints) -> radix.Ints:
+    found = _numbers(values, "prompt_lengths")
+    if len(found) != len(lengths):
+        raise ValueError(f"there are {len(found)} prompt_lengths; expected one for each of {len(lengths)} sequences")
+    for sample, (found_one, length) in enumerate(zip(found, lengths.tolist(), strict=True)):
+        if not 0 <= found_one <= length:
+            raise ValueError(f"prompt_lengths[{sample}] is {found_one}; expected 0 to {length}, the sequence's length")
+    return np.array(found, dtype=np.int64)
 
 
 def _numbers(values: Iterable[Any], what: str) -> list[int]:

@@ -4,7 +4,8 @@
     stream.py        Batch, and what all streams share: ranks, workers, state
     state.py         what may be a state: checks of what anybody may have written
     epochs.py        EpochStream: the windows of one split, epoch after epoch
-    mixture.py       MixtureStream: several streams by weights, exact in every block of samples
+    mixture.py       MixtureStream: several streams by weights
+    shares.py        how many samples of each source, and which places are whose
     evaluation.py    iter_eval: every token of a split once, in order; bits_per_byte
 
 docs/reading.md shows them in use. The names below are imported when they are first used.

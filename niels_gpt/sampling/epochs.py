@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,7 @@ class EpochStream(SampleStream):
         world_size: int = 1,
         device: str = "cpu",
         epochs: int | None = None,
+        drop_last: bool = False,
         random_offset: bool = False,
         tokenizer_sha256: str | None = None,
         expect: Mapping[str, Any] | None = None,
@@ -45,11 +47,16 @@ class EpochStream(SampleStream):
         """shards_dir, tokenizer_sha256, expect, io: as for `niels_gpt.cache.pretrain_dataset.PretrainSplit`.
 
         global_batch_size: rows of a batch over all ranks, a multiple of world_size; each rank gets its part.
-        epochs: end after so many; the last batch may then be short, and a rank's part of it empty ([0, T]).
-        random_offset: begin a shard's windows at a seeded token from 0 to (n - 1) % T, another in each epoch.
+        epochs: end after so many; the last batch may then be short, and a rank's part of it empty ([0, T]): where ranks
+            get unequally many rows of it, this warns.
+        drop_last: leave out the last batch if it is short.
+        random_offset: begin a shard's windows at a seeded token from 0 to (n - 1) % T, another in each epoch. Where
+            that is 0 they cannot move, for the number of windows stays; warns where it is so of a twentieth of them.
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for the numbers.
         """
-        super().__init__(global_batch_size=global_batch_size, rank=rank, world_size=world_size, device=device)
+        super().__init__(
+            global_batch_size=global_batch_size, rank=rank, world_size=world_size, device=device, drop_last=drop_last
+        )
         if not isinstance(random_offset, bool):
             raise ValueError(f"random_offset={random_offset!r}: expected True or False")
         self.T = T = checked_int("T", T, 1)
@@ -72,6 +79,14 @@ class EpochStream(SampleStream):
                 f"{self.split.folder}: the longest shard has {lengths.max()} tokens, expected T + 1 = {T + 1}"
             )
         self.num_samples = None if self.epochs is None else limited("epochs", self.epochs, self.num_windows)
+        self._check_last_batch()
+        fixed = int(counts[self._remainders == 0].sum())
+        if random_offset and 20 * fixed > self.num_windows:
+            warnings.warn(
+                f"{self.split.folder}: random_offset moves none of {fixed} of {self.num_windows} windows: their shards "
+                f"have n tokens with (n - 1) % T == 0. Take another T, such as {T - 1 or T + 1}",
+                stacklevel=2,
+            )
 
     def identity(self) -> dict[str, Any]:
         """Return what decides which window a sample is: the stream's arguments and the content of its split."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,43 @@ def copied(identity: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def identity_crc(identity: Mapping[str, Any]) -> int:
+    """Return a CRC-32 of what decides the order, to which `sealed` adds the part of a state that changes."""
+    return zlib.crc32(json.dumps(identity, sort_keys=True).encode())
+
+
+def sealed(
+    identity: dict[str, Any], crc: int, progress: Mapping[str, int], worker: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Return a state, with a checksum of all of it. crc: of `identity_crc`. worker: of a DataLoader, its three numbers.
+
+    Takes under 2 us where it has no lists: every batch has one.
+    """
+    state = {**copied(identity), **progress, "checksum": _checksum(crc, progress, worker)}
+    return {**state, "worker": list(worker)} if worker else state
+
+
+def check_checksum(state: Mapping[str, Any], identity: Mapping[str, Any], progress: Mapping[str, int]) -> None:
+    """Raise ValueError if a state, whose values are of the right types, has a checksum that is not theirs.
+
+    progress: what the state says of it. The content is the state's own, where another one was allowed.
+    """
+    if "checksum" not in state:
+        return
+    crc = identity_crc({key: state[key] for key in identity})
+    found = _checksum(crc, {key: state[key] for key in progress}, state.get("worker", ()))
+    if state["checksum"] != found:
+        raise ValueError(
+            f"state: checksum is {shortened(state['checksum'])}, but its values give {found!r}: it was edited or is "
+            "damaged. Take it from its origin again; to use an edited state, remove its checksum"
+        )
+
+
+def _checksum(crc: int, progress: Mapping[str, int], worker: Sequence[int]) -> str:
+    numbers = ",".join(map(str, (*progress.values(), *worker)))
+    return f"{zlib.crc32(numbers.encode(), crc):08x}"
+
+
 def _same(one: Any, other: Any) -> bool:
     """Return whether two scalars, or lists of them, are equal and of the same types; nothing else is compared."""
     if type(one) is not type(other):
@@ -70,8 +108,10 @@ def check_identity(state: Any, mine: dict[str, Any], where: str, allow_other_con
                 check_identity(one, other, f"{where}: {key}[{number}]", allow_other_content)
         elif not _same(found, value):
             said = f"{where}: {key} is {shortened(found)}, but this stream's is {shortened(value)}"
+            if key == "stream":
+                raise ValueError(f"{said}: of another release, by whose rules the same number is another sample")
             if key not in _CONTENT:
-                raise ValueError(f"{said}. Open the stream as it was, or begin anew without the state")
+                raise ValueError(f"{said}. Open the stream as it was, or start over without the state")
             if key == "tokens":
                 state_count(state, key)
             elif not isinstance(found, str | None):
@@ -80,6 +120,6 @@ def check_identity(state: Any, mine: dict[str, Any], where: str, allow_other_con
                 raise CacheError(f"{said}: its ids mean other text. Open the cache that the state was taken from")
             if not allow_other_content:
                 raise CacheError(
-                    f"{said}: not the text that was read. Open the version of that time, or go on in the other text "
-                    "with allow_other_content=True"
+                    f"{said}: not the text that was read. Open the version of that time, or continue in the other "
+                    "text with allow_other_content=True"
                 )

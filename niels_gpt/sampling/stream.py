@@ -7,6 +7,7 @@ all ranks together have consumed is the whole state, whatever the ranks, the wor
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from niels_gpt.cache.mmap import TokenFiles
 from niels_gpt.cache.pretrain_dataset import gathered, split_rows
 from niels_gpt.records import checked_int, shortened
-from niels_gpt.sampling.state import MAX_SAMPLES, check_identity, copied, state_count
+from niels_gpt.sampling.state import check_checksum, check_identity, identity_crc, sealed, state_count
 
 STREAM_VERSION = 1
 """Of the order: raised when the same seed and number mean another window."""
@@ -29,7 +30,7 @@ _BLOCK = 4096  # samples whose places are computed at once: 0.1 to 0.5 us each t
 _MAX_WORKERS = 1024
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Batch:
     """x, y: int64 [B, T], y one token later; state: what `state_dict` is after this batch, the same on every rank.
 
@@ -41,6 +42,13 @@ class Batch:
     y: torch.Tensor
     state: dict[str, Any]
     source: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        """Name shape, dtype and place: `Batch(x, y: int64 [8, 256] on cpu, consumed_samples=48)`."""
+        dtype, shape = str(self.x.dtype).removeprefix("torch."), list(self.x.shape)
+        source = "" if self.source is None else f"source: int64 {list(self.source.shape)}, "
+        consumed = self.state.get("consumed_samples")
+        return f"Batch(x, y: {dtype} {shape} on {self.x.device}, {source}consumed_samples={consumed})"
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter((self.x, self.y))
@@ -75,7 +83,7 @@ class Places(NamedTuple):
 
 
 class SampleStream(IterableDataset[Batch], ABC):
-    """Batches of numbered samples. Iterating goes on where the stream is; it does not begin anew."""
+    """Batches of numbered samples. Iterating continues where the stream is; it does not start over."""
 
     T: int
     files: TokenFiles
@@ -83,10 +91,10 @@ class SampleStream(IterableDataset[Batch], ABC):
     vocab_size: int | None
     num_samples: int | None
     """Samples until the stream ends; None: it does not."""
-    max_span = MAX_SAMPLES
-    """How many samples of all ranks and workers may lie between the first and the last that `locate` is asked for."""
 
-    def __init__(self, *, global_batch_size: int, rank: int, world_size: int, device: str) -> None:
+    def __init__(
+        self, *, global_batch_size: int, rank: int, world_size: int, device: str, drop_last: bool = False
+    ) -> None:
         global_batch_size = checked_int("global_batch_size", global_batch_size, 1)
         rank, world_size = checked_int("rank", rank, 0), checked_int("world_size", world_size, 1)
         if rank >= world_size:
@@ -96,19 +104,57 @@ class SampleStream(IterableDataset[Batch], ABC):
                 f"global_batch_size={global_batch_size}: expected a multiple of world_size={world_size}, so that each "
                 "rank has equally many rows"
             )
+        if not isinstance(drop_last, bool):
+            raise ValueError(f"drop_last={drop_last!r}: expected True or False")
         torch.device(device)  # an unknown one is an error now
         self.global_batch_size, self.rank, self.world_size, self.device = global_batch_size, rank, world_size, device
+        self.drop_last = drop_last
         self._consumed = 0
+        self._has_ended = self._is_loaded = False
         self._worker_base: int | None = None
         self._iterator: object = None
         self._begun = _shared_bytes(_MAX_WORKERS)
-        """Workers have copies of the stream; in these bytes, one for each, they tell that they have begun."""
+        """Workers have copies of the stream; in these bytes, one for each, they tell that they have begun.
+
+        A loaded state takes fresh ones: a worker from before it may start late, and sets a byte that nobody reads.
+        """
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _iterator=None)
         # A copy that no DataLoader made has workers of its own to hear of.
         if not self._begun.is_shared():  # type: ignore[no-untyped-call]
             self._begun = _shared_bytes(_MAX_WORKERS)
+
+    def _check_last_batch(self) -> None:
+        """Warn where ranks have unequal rows of the last batch. Raises: ValueError where drop_last leaves no batch."""
+        if self.num_samples is None:
+            return
+        short = self.num_samples % self.global_batch_size
+        if self.drop_last and self.num_samples < self.global_batch_size:
+            raise ValueError(
+                f"drop_last=True, global_batch_size={self.global_batch_size}: no batch is left of {self.num_samples} "
+                "samples, expected a smaller batch, or more epochs"
+            )
+        if short % self.world_size and not self.drop_last:
+            rows = short // self.world_size
+            warnings.warn(
+                f"the last batch has {short} of {self.global_batch_size} rows, so that some of {self.world_size} ranks "
+                f"get {rows} rows and others {rows + 1}; a mean over 0 rows is nan, and ranks whose means are averaged "
+                "are weighted wrongly. Pass drop_last=True, or sum the losses and divide by the number of all targets",
+                stacklevel=3,
+            )
+
+    def __len__(self) -> int:
+        """Return the number of batches from the first sample to the end, the same on every rank.
+
+        Raises: TypeError for a stream without end.
+        """
+        if self.num_samples is None:
+            raise TypeError(f"this {type(self).__name__} has no end and so no length. Count steps instead")
+        return (self.num_samples + (0 if self.drop_last else self.global_batch_size - 1)) // self.global_batch_size
+
+    def __bool__(self) -> bool:
+        return True
 
     @abstractmethod
     def locate(self, samples: NDArray[np.int64]) -> Places:
@@ -129,32 +175,45 @@ class SampleStream(IterableDataset[Batch], ABC):
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's rows of each global batch, in a DataLoader worker those of every num_workers-th batch.
 
-        Raises: RuntimeError where another iterator of the stream has begun since, or a state was loaded; and where the
-            stream cannot go on, for workers had batches of it before.
+        Raises: RuntimeError where another iterator of the stream has begun since, or a state was loaded; where the
+            stream has ended, and would give nothing; and where it cannot continue, for workers had batches of it.
         """
         info, identity, base = get_worker_info(), self.identity(), self._consumed
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        mine = self._iterator = object()
-        if info is not None:
-            self._check_cpu()
-        if self._worker_base is not None or (self._begun.any() if info is None else self._begun[worker]):
-            raise RuntimeError(
-                "workers of a DataLoader had batches of this stream, which does not know how far they came, and would "
-                "give the same batches again. Load batch.state of the last batch that was used into the stream, and "
-                "make a new DataLoader"
-            )
-        if info is not None:
-            self._begun[worker] = 1
+        self._check_may_begin(None if info is None else info.id)
+        mine, crc = object(), identity_crc(identity)
+        self._iterator, self._is_loaded = mine, False
         for number, (places, consumed) in enumerate(self._steps(base, worker, workers), 1):
             if self._iterator is not mine:
-                raise RuntimeError("another iterator of this stream has begun, or a state was loaded: iterate anew")
+                raise RuntimeError("another iterator of this stream has begun, or a state was loaded: iterate again")
             x, y = split_rows(self.rows(places), self.device)
             if info is None:
                 self._consumed = consumed
             else:
                 self._worker_base = base + number * workers * self.global_batch_size
             source = None if places.sources is None else torch.from_numpy(places.sources)
-            yield Batch(x, y, {**copied(identity), **self._progress(consumed)}, source)
+            yield Batch(x, y, sealed(identity, crc, self._progress(consumed)), source)
+        self._has_ended = info is None and self._iterator is mine
+
+    def _check_may_begin(self, worker: int | None) -> None:
+        """Raise RuntimeError where a new iterator would repeat batches, or give none. worker: its number, if it is."""
+        if self._has_ended:
+            raise RuntimeError(
+                f"this stream has ended: all of its {self.num_samples} samples were served. For several epochs in one "
+                "pass open it with so many (epochs=3; a mixture: when_exhausted=3); to start over open a new stream, "
+                "or load a state of its start"
+            )
+        if worker is not None:
+            self._check_cpu()
+        heard = self._begun.any() if worker is None else self._begun[worker] and not self._is_loaded
+        if self._worker_base is not None or heard:
+            raise RuntimeError(
+                "workers of a DataLoader had batches of this stream, which does not know how far they came, and would "
+                "give the same batches again. Load batch.state of the last batch that was used into the stream, and "
+                "make a new DataLoader"
+            )
+        if worker is not None:
+            self._begun[worker] = 1
 
     def _check_cpu(self) -> None:
         if torch.device(self.device).type != "cpu":
@@ -169,7 +228,8 @@ class SampleStream(IterableDataset[Batch], ABC):
         base: where worker 0 begins.
         """
         size, rank, world = self.global_batch_size, self.rank, self.world_size
-        at_once = max(1, min(_BLOCK * world // size, self.max_span // (size * workers)))
+        least = size if self.drop_last else 1
+        at_once = max(1, _BLOCK * world // size)
         begin = base + worker * size
         while True:
             begins = begin + workers * size * np.arange(at_once)
@@ -179,8 +239,8 @@ class SampleStream(IterableDataset[Batch], ABC):
             counts = own[1] - own[0]
             ends = np.cumsum(counts)
             places = self.locate(np.repeat(own[1] - ends, counts) + np.arange(ends[-1]))
-            for end, count, consumed, is_there in zip(*(a.tolist() for a in (ends, counts, last, sizes)), strict=True):
-                if not is_there:
+            for end, count, consumed, found in zip(*(a.tolist() for a in (ends, counts, last, sizes)), strict=True):
+                if found < least:
                     return
                 yield places.part(end - count, end), consumed
             begin += workers * size * at_once
@@ -191,28 +251,30 @@ class SampleStream(IterableDataset[Batch], ABC):
         Every batch carries this as `batch.state`, which is also right where DataLoader workers have read ahead.
         Raises: RuntimeError in a process whose DataLoader workers iterate over copies: it cannot know how far.
         """
-        state = {**copied(self.identity()), **self._progress(self._consumed)}
-        info = get_worker_info()
+        identity, info = self.identity(), get_worker_info()
         if info is None and self._begun.any():
             raise RuntimeError(
                 "DataLoader workers iterate over copies of this stream, and it stays where it was. Keep batch.state of "
                 "the last batch that was used, or take torchdata's StatefulDataLoader"
             )
         if info is not None and self._worker_base is not None:
-            # For StatefulDataLoader: this worker alone, of so many, goes on from here.
-            state.update(self._progress(self._worker_base), worker=[info.id, info.num_workers, self.global_batch_size])
-        return state
+            # For StatefulDataLoader: this worker alone, of so many, continues from here.
+            worker = [info.id, info.num_workers, self.global_batch_size]
+            return sealed(identity, identity_crc(identity), self._progress(self._worker_base), worker)
+        return sealed(identity, identity_crc(identity), self._progress(self._consumed))
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_other_content: bool = False) -> None:
-        """Go on exactly where a state was taken, with any rank, world_size, global_batch_size and number of workers.
+        """Continue exactly where a state was taken, with any rank, world_size, global_batch_size and number of workers.
 
-        allow_other_content: go on in a cache of other content at the same number of samples, which then means other
+        allow_other_content: continue in a cache of other content at the same number of samples, which then means other
             text; never in one of another tokenizer.
         Raises: CacheError if the content or the tokenizer is another; ValueError for a state of a stream that was
-            opened otherwise (seed, T, ...), for anything that is no state, and for that of a StatefulDataLoader's
-            worker anywhere but in the same worker of as many.
+            opened otherwise (seed, T, ...), for one whose values do not give its checksum (a state without a checksum,
+            as earlier releases wrote it, is taken), for anything that is no state, and for that of a
+            StatefulDataLoader's worker anywhere but in the same worker of as many.
         """
-        check_identity(state, self.identity(), "state", allow_other_content)
+        identity = self.identity()
+        check_identity(state, identity, "state", allow_other_content)
         consumed = state_count(state, "consumed_samples")
         for key, value in self._progress(consumed).items():
             if state_count(state, key) != value and not allow_other_content:
@@ -226,8 +288,11 @@ class SampleStream(IterableDataset[Batch], ABC):
                 f"state: of a DataLoader's [worker, workers, global_batch_size] {shortened(state['worker'])}, here "
                 f"it is {mine}. Only batch.state can be resumed with another number of workers"
             )
+        check_checksum(state, identity, self._progress(consumed))
         self._consumed, self._worker_base, self._iterator = consumed, None, None
-        self._begun[slice(None) if info is None else info.id] = 0
+        self._has_ended, self._is_loaded = False, info is not None  # by a worker, which may then begin
+        if info is None:
+            self._begun = _shared_bytes(_MAX_WORKERS)
 
 
 def _shared_bytes(count: int) -> torch.Tensor:

@@ -1,0 +1,198 @@
+"""How many samples of each source a mixture has, in integers: by weight, with remainders carried over, and to the end.
+
+Of the first x samples of a phase, the source of the largest weight w has round(x * w / W), where W is the sum of all
+weights and round(z) = floor(z + 1/2); of the rest, the source of the next weight has its part in the same way, and the
+last source has what is left. So the counts are integers that sum to x, none ever falls while x grows, and each follows
+from x alone. Of n sources none is further from its exact share than 1/2 + (1 + 1/2 + ... + 1/(n - 1)) / 2 samples.
+
+Which places of a block are whose is drawn by halves. A run of m places, of which c_1, ..., c_n are of the sources, has
+a left part of h = m div 2 places, and a number r from 0 to m - 1 is drawn for it: of sources 1 to s together, the left
+part has (h * (c_1 + ... + c_s) + r) div m places, and the right one the rest. So each place is of each source by its
+share, parts of a block have nearly the shares of the whole, and a place is found in log2(m) steps, without the others.
+
+This is a format: MIXTURE_VERSION in mixture.py would have to be raised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.sampling.permutation import mix
+from niels_gpt.sampling.state import MAX_SAMPLES
+
+MAX_BLOCK = 2**30  # its square is an int64
+_SMALLEST_SHARE = Fraction(1, 2**32)
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """Return integers without a common divisor, in the ratios of the decimal numbers that Python prints for weights.
+
+    Raises: ValueError for a weight that is not above 0 and finite, or below 2 ** -32 of their sum.
+    """
+    for number, weight in enumerate(weights):
+        if not 0 < weight < math.inf:
+            raise ValueError(f"weights[{number}]={weight}: expected a number above 0")
+    exact = [Fraction(repr(weight)) for weight in weights]
+    for number, fraction in enumerate(exact):
+        if fraction / sum(exact) < _SMALLEST_SHARE:
+            raise ValueError(
+                f"weights[{number}]={weights[number]} of {weights}: expected 2 ** -32 of their sum or more"
+            )
+    common = math.lcm(*(weight.denominator for weight in exact))
+    whole = [int(weight * common) for weight in exact]
+    divisor = math.gcd(*whole)
+    return [weight // divisor for weight in whole]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A run of blocks in which the same sources take part, by the same weights."""
+
+    first: int
+    """The first sample of it."""
+    first_block: int
+    size: int
+    """Samples of a block."""
+    blocks: int | None
+    """None: without end."""
+    consumed: list[int]
+    """Samples of each source before the phase."""
+    weights: list[int]
+    """0: the source has no part in it."""
+    counts: list[int] | None = None
+    """Samples of each source, where the phase is one block in which a source ends; None: by weight."""
+
+    def before(self, blocks: Any) -> list[Any]:
+        """Return the samples of each source in the first so many blocks of the phase.
+
+        blocks: an integer, or an array of integers, and then an array for each source.
+        """
+        if self.counts is not None:
+            return [blocks * count for count in self.counts]
+        found, left, weight_left = [0 * blocks] * len(self.weights), blocks * self.size, sum(self.weights)
+        for source in sorted(range(len(found)), key=lambda s: (-self.weights[s], s)):
+            if weight_left:
+                found[source] = (2 * self.weights[source] * left + weight_left) // (2 * weight_left)
+            left, weight_left = left - found[source], weight_left - self.weights[source]
+        return found
+
+    def blocks_until(self, source: int, count: int) -> int:
+        """Return the least number of blocks in which a source has at least so many samples."""
+        low, high = 0, 1  # too few blocks, and perhaps enough
+        while self.before(high)[source] < count:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.before(middle)[source] >= count else (middle, high)
+        return high
+
+    def located(self, samples: NDArray[np.int64], key: np.uint64) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the source of each sample, and its number among the samples of that source: int64 [n] both.
+
+        samples: [n] numbers of samples of this phase, in any order. key: of the places in blocks.
+        """
+        blocks, places = np.divmod(samples - self.first, self.size)
+        named, which = np.unique(blocks, return_inverse=True)
+        edges = np.union1d(named, named + 1)
+        largest = (2 * int(edges.max(initial=0)) * self.size + 1) * sum(self.weights)
+        exact = edges if largest < 2**63 else edges.astype(object)  # weights of many digits: Python's integers
+        table = np.stack(self.before(exact), axis=1).astype(np.int64)
+        at = edges.searchsorted(named)
+        salts = mix(key + (named + self.first_block).astype(np.uint64))[which]
+        sources, ranks = drawn(places, (table[at + 1] - table[at])[which], salts, self.size)
+        return sources, ranks + np.array(self.consumed, dtype=np.int64)[sources] + table[at][which, sources]
+
+
+def drawn(
+    places: NDArray[np.int64], counts: NDArray[np.int64], salts: NDArray[np.uint64], size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return whose a place of a block is, and how many places before it in the block are of the same source.
+
+    places: [n]; counts: [n, sources], of the whole block of each; salts: [n], equal ones for one block; size: of all
+    blocks, at most 2 ** 30. Both int64 [n].
+    """
+    ends = np.cumsum(counts, axis=1)  # of the run: places of the first sources together
+    before = np.zeros_like(ends)  # of the block, before the run: the same
+    rest, runs = places.copy(), np.ones(len(places), dtype=np.uint64)
+    sizes: Any = size if size & (size - 1) == 0 else np.full((len(places), 1), size)  # one number where all are equal
+    for _ in range((size - 1).bit_length()):
+        halves = sizes // 2
+        shift = (mix(salts + runs)[:, None] % np.asarray(sizes, dtype=np.uint64)).astype(np.int64)
+        of_left = (ends * halves + shift) // sizes
+        is_right = rest[:, None] >= halves
+        before += np.where(is_right, of_left, 0)
+        ends = np.where(is_right, ends - of_left, of_left)
+        rest -= np.where(is_right, halves, 0)[:, 0]
+        sizes = halves if isinstance(sizes, int) else np.where(is_right, sizes - halves, halves)
+        runs = 2 * runs + is_right[:, 0]
+    sources = (ends == 0).sum(axis=1)
+    before = np.diff(before, axis=1, prepend=0)
+    return sources, np.take_along_axis(before, sources[:, None], axis=1)[:, 0]
+
+
+def phases(
+    weights: Sequence[int], limits: Sequence[int | None], stops: Sequence[bool], block_size: int
+) -> tuple[list[Phase], list[int]]:
+    """Return the phases of a mixture: at most two for each source that ends, and one more.
+
+    limits: samples of each source in all; None: without end. stops: whether the mixture ends with the source.
+    The block in which a source reaches its limit is a phase of its own: the source gives what it has left, and the
+    others, by weight, what it lacks. The next phase is without it.
+    Also: the sources that stop the mixture, in its last block. Empty where none does.
+    """
+    found: list[Phase] = []
+    first = first_block = 0
+    consumed, left = [0] * len(weights), list(limits)
+    while any(n != 0 for n in left):
+        active = [0 if n == 0 else weight for weight, n in zip(weights, left, strict=True)]
+        phase = Phase(first, first_block, block_size, None, consumed, active)
+        blocks = min((phase.blocks_until(s, n) for s, n in enumerate(left) if n), default=0)
+        if not blocks or first + blocks * block_size > MAX_SAMPLES:
+            return [*found, phase], []
+        before, after = phase.before(blocks - 1), phase.before(blocks)
+        counts = _filled([end - begin for begin, end in zip(before, after, strict=True)], active, _less(left, before))
+        if blocks > 1:
+            found.append(replace(phase, blocks=blocks - 1))
+        first, first_block = first + (blocks - 1) * block_size, first_block + blocks
+        consumed = [*map(sum, zip(consumed, before, strict=True))]
+        found.append(Phase(first, first_block - 1, sum(counts), 1, consumed, active, counts))
+        first += sum(counts)
+        consumed = [*map(sum, zip(consumed, counts, strict=True))]
+        left = _less(_less(left, before), counts)
+        stopped = [s for s, stop in enumerate(stops) if stop and left[s] == 0]
+        if stopped:
+            return found, stopped
+    return found, []
+
+
+def _less(left: Sequence[int | None], counts: Sequence[int]) -> list[int | None]:
+    return [None if n is None else n - count for n, count in zip(left, counts, strict=True)]
+
+
+def _filled(wanted: Sequence[int], weights: Sequence[int], left: Sequence[int | None]) -> list[int]:
+    """Return a block's counts, none above what is left; what is lacking comes from the others, by largest remainder."""
+    counts = [count if n is None else min(count, n) for count, n in zip(wanted, left, strict=True)]
+    while lacking := sum(wanted) - sum(counts):
+        able = [s for s, n in enumerate(left) if weights[s] and (n is None or counts[s] < n)]
+        if not able:
+            break
+        for s, more in zip(able, _largest_remainder(lacking, [weights[s] for s in able]), strict=True):
+            room = left[s]
+            counts[s] += more if room is None else min(more, room - counts[s])
+    return counts
+
+
+def _largest_remainder(total: int, weights: Sequence[int]) -> list[int]:
+    quotas = [divmod(total * weight, sum(weights)) for weight in weights]
+    counts = [whole for whole, _ in quotas]
+    by_remainder = sorted(range(len(weights)), key=lambda s: (-quotas[s][1], s))
+    for s in by_remainder[: total - sum(counts)]:
+        counts[s] += 1
+    return counts
