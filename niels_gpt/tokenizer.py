@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from niels_gpt.fileio import CacheError
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
+from niels_gpt.records import path_inside, read_regular, resolved
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ MODEL_NAME = "spm.model"
 META_NAME = "tokenizer_meta.json"
 TRAIN_COMMAND = "python -m niels_gpt.train_tokenizer --input_glob 'FOLDER/**/*.txt'"
 
+_MAX_MODEL_BYTES = 1 << 24  # one of 256,000 pieces has 4.3 MiB
 _SPACE = "\u2581"  # SentencePiece's mark for a space; as a piece of its own it is the dummy prefix
 
 
@@ -191,7 +193,7 @@ def _sentinel_id(processor: Any, token: str, *, where: str) -> int:
 
 def _read_model(path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        return read_regular(os.path.realpath(path), _MAX_MODEL_BYTES)  # which may be a link that its user has made
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: there is no tokenizer model. Train one: {TRAIN_COMMAND}") from None
 
@@ -230,8 +232,14 @@ def _refuse_surrogates(texts: list[str], error: Exception) -> None:
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> SentencePieceTokenizer:
-    """Open the tokenizer in a file, or in a folder that holds spm.model. Raises as SentencePieceTokenizer."""
-    return SentencePieceTokenizer(os.path.join(path, MODEL_NAME) if os.path.isdir(path) else path)
+    """Open the tokenizer in a file, or in a folder that holds spm.model. Raises as SentencePieceTokenizer.
+
+    The file may be a link, as in a snapshot of the hub; in a folder, which may be anybody's cache, it may not.
+    """
+    if not os.path.isdir(path):
+        return SentencePieceTokenizer(path)
+    path_inside(resolved(Path(path)), MODEL_NAME)
+    return SentencePieceTokenizer(os.path.join(path, MODEL_NAME))
 
 
 @functools.cache

@@ -241,7 +241,9 @@ def open_plan(cache_dir: PathLike) -> Plan:
             manifest=manifest,
             batch_size=record["batches"]["batch_size"],
             max_batch_tokens=record["batches"]["max_batch_tokens"],
-            batches=[[(width, rows) for width, rows in json.loads(line)] for line in read_regular(path).splitlines()],
+            batches=[
+                [(width, rows) for width, rows in json.loads(line)] for line in read_regular(path, 1 << 28).splitlines()
+            ],
             **{
                 name: record[name] for name in ("target", "tokenizer", "source", "dropped", "altered", "samples", "run")
             },

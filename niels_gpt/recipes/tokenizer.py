@@ -23,7 +23,7 @@ from niels_gpt.recipes.measured import Measured
 from niels_gpt.recipes.origins import origin_of
 from niels_gpt.recipes.own import own_sources
 from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome, cache_root, finish
-from niels_gpt.records import meta_bytes, parse_object
+from niels_gpt.records import checked_sha256, meta_bytes, parse_object
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer
@@ -100,6 +100,8 @@ def _warn_of_older_caches(root: Path, sha256: str) -> None:
 def _reusable(settings: Settings, path: Path) -> dict[str, Any] | None:
     try:
         meta = find_meta(path)
+        if meta is not None:
+            checked_sha256(meta.get("tokenizer_sha256"), "tokenizer_sha256", str(path / META_NAME))
     except CacheError as error:
         logger.warning("tokenizer: made anew: %s", error)
         return None
