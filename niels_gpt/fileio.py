@@ -6,10 +6,12 @@ the record anywhere, and see what a power failure there would have left.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -204,11 +206,66 @@ def symlink(target: PathLike, path: PathLike) -> None:
     _note("symlink", path, os.fspath(target))
 
 
+def walked(path: PathLike) -> Iterator[tuple[int, list[str], os.stat_result]]:
+    """Yield everything below a folder, what is in a folder before the folder itself, each folder in order of names.
+
+    As the descriptor of the folder that it lies in, its names from below `path` on (a list that changes later), and its
+    lstat. No link is followed, also not one that takes a folder's place meanwhile; no other file system is entered; the
+    depth is not limited, and one or two descriptors are open at a time.
+    Raises: OSError; where a folder is moved while it is walked through, too.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _CAREFULLY)
+    start, names = os.fstat(handle), list[str]()
+    above: list[tuple[os.stat_result, list[str]]] = []
+    left = sorted(os.listdir(handle), reverse=True)
+    try:
+        while left or names:
+            if not left:
+                about, (before, left) = os.fstat(handle), above.pop()
+                handle = _replaced(handle, "..")
+                if not os.path.samestat(os.fstat(handle), before):
+                    raise OSError(errno.ESTALE, "moved while it was looked through", os.path.join(path, *names))
+                yield handle, names, about
+                names.pop()
+                continue
+            try:
+                about = os.stat(name := left.pop(), dir_fd=handle, follow_symlinks=False)
+            except FileNotFoundError:  # somebody else was faster
+                continue
+            names.append(name)
+            if not stat.S_ISDIR(about.st_mode):
+                yield handle, names, about
+                names.pop()
+                continue
+            if about.st_dev != start.st_dev:
+                raise OSError(errno.EXDEV, "another file system is mounted there", os.path.join(path, *names))
+            above.append((os.fstat(handle), left))
+            handle = _replaced(handle, name)
+            left = sorted(os.listdir(handle), reverse=True)
+    finally:
+        os.close(handle)
+
+
+def _replaced(handle: int, name: str) -> int:
+    """Open a folder beside or above the one that is open, in its place."""
+    below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _CAREFULLY, dir_fd=handle)
+    os.close(handle)
+    return below
+
+
 def remove(path: PathLike) -> None:
-    """Remove a file, a link, or a folder with all that is in it; nothing where there is nothing."""
+    """Remove a file, a link, or a folder with all that is in it; nothing where there is nothing. Raises as `walked`."""
     if os.path.isdir(path) and not os.path.islink(path):
-        for entry in sorted(os.listdir(path)):
-            remove(os.path.join(path, entry))
+        for handle, names, about in walked(path):
+            is_folder = stat.S_ISDIR(about.st_mode)
+            try:
+                os.rmdir(names[-1], dir_fd=handle) if is_folder else os.unlink(names[-1], dir_fd=handle)
+            except FileNotFoundError:  # somebody else was faster
+                continue
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, os.path.join(path, *names)) from error
+            if _trace is not None:
+                _note("rmdir" if is_folder else "unlink", os.path.join(path, *names))
         os.rmdir(path)
         _note("rmdir", path)
         return

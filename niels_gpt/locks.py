@@ -10,6 +10,7 @@ import getpass
 import logging
 import os
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 from niels_gpt.fileio import META_NAME, CacheError, make_dir
 
 logger = logging.getLogger(__name__)
+_CAREFULLY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @contextmanager
@@ -26,9 +28,11 @@ def file_lock(path: Path, what: str, *, wait: bool) -> Iterator[None]:
     The kernel drops the lock when its process ends in any way, so a dead process cannot hold it.
     what: begins the message for who comes second: "PATH: is being built".
     wait: stand in line, for as long as it takes, where somebody else holds it.
-    Raises: CacheError naming user, host and pid of the holder, at once, unless `wait`.
+    Raises: CacheError naming user, host and pid of the holder, at once, unless `wait`; CacheError for what is no file,
+        or is one that has another name too: what a lock says of its holder would be written over it.
     """
     handle = _open(path, what)
+    _refuse_unless_ours(handle, path)
     _held.add(handle)
     try:
         try:
@@ -58,18 +62,34 @@ def file_lock(path: Path, what: str, *, wait: bool) -> Iterator[None]:
 def _open(path: Path, what: str) -> int:
     try:
         make_dir(path.parent)
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        return os.open(path, os.O_RDWR | os.O_CREAT | _CAREFULLY, 0o666)
     except OSError as error:
         if isinstance(error, PermissionError):
-            _refuse_if_held(path, what)
+            refuse_if_held(path, what)
         advice = f"user {_user()} cannot write there. Let it, or name another folder for the caches"
         raise OSError(error.errno, f"{error.strerror}; {advice}", str(path)) from error
 
 
-def _refuse_if_held(path: Path, what: str) -> None:
-    """Say who holds a lock file of another user: who may not write it may still see that."""
+def _refuse_unless_ours(handle: int, path: Path) -> None:
+    """Close what is no lock file of ours, and raise CacheError."""
+    about = os.fstat(handle)
+    why = None
+    if not stat.S_ISREG(about.st_mode):
+        why = "not a regular file"
+    elif about.st_nlink > 1:
+        why = f"a file with {about.st_nlink} names (hard links)"
+    if why is not None:
+        os.close(handle)
+        raise CacheError(f"{path}: {why}, expected a lock file that is nobody else's. Remove it: rm -r {path}")
+
+
+def refuse_if_held(path: Path, what: str) -> None:
+    """Raise CacheError that says who holds a lock file, which need not be there. Nothing is written.
+
+    what: as for `file_lock`, which is not needed for it: who may not write the file may still see that.
+    """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDONLY | _CAREFULLY)
     except OSError:
         return
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import operator
@@ -18,8 +19,10 @@ from typing import Any
 
 from niels_gpt.fileio import META_NAME, CacheError, canonical_json
 
-MAX_JSON_BYTES = 1 << 28
-"""A larger file is not parsed: 256 MiB. The meta.json of 15,000 shards has 4 MiB."""
+MAX_JSON_BYTES = 1 << 25
+"""A larger file is not parsed: 32 MiB. The meta.json of 15,000 shards has 4 MiB."""
+MAX_JSON_VALUES = 1 << 20
+"""More are not parsed either: an empty list takes three bytes of a file, and a hundred of memory."""
 
 _REBUILD = "Rebuild the cache: python -m niels_gpt.cache.cli build-all"
 _CRC_LINE = re.compile(rb'(?m)^  "meta_crc32": "([^\n]{8})",?$')  # no string of canonical JSON holds a line end
@@ -27,6 +30,7 @@ _CRC_DIGITS = re.compile(rb"[0-9a-f]{8}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _MAX_NAME, _MAX_PART = 1024, 255  # bytes of a name and of a part of it; file systems take no longer part
 _MAX_DIGITS = 100
+_MAX_HOLES = 1 << 20  # bytes
 
 
 # --- meta.json tells its own damage -----------------------------------------------------------------------------------
@@ -60,11 +64,13 @@ def meta_crc32(raw: bytes) -> tuple[int | None, int]:
 # --- files and JSON that anybody may have put there -------------------------------------------------------------------
 
 
-def open_regular(path: str | os.PathLike[str]) -> int:
+def open_regular(path: str | os.PathLike[str], *, holes: bool = False) -> int:
     """Open a regular file read-only and return its descriptor, which the caller closes.
 
     Neither a link is followed nor a FIFO waited for.
-    Raises: FileNotFoundError; CacheError for a symlink, a folder, a device or anything else that is no regular file.
+    holes: let the file be mostly holes, as one of eagle3's may be until all of it is written.
+    Raises: FileNotFoundError; CacheError for a symlink, a folder, a device or anything else that is no regular file,
+        and for a sparse file, as `refuse_holes` says.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -76,10 +82,39 @@ def open_regular(path: str | os.PathLike[str]) -> int:
         if error.errno == errno.ENXIO:  # a socket
             raise CacheError(f"{os.fspath(path)}: not a regular file. {_REBUILD}") from error
         raise
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise CacheError(f"{os.fspath(path)}: not a regular file. {_REBUILD}")
+        if not holes:
+            refuse_holes(path, handle)
+    except BaseException:
         os.close(handle)
-        raise CacheError(f"{os.fspath(path)}: not a regular file. {_REBUILD}")
+        raise
     return handle
+
+
+def refuse_holes(path: str | os.PathLike[str], handle: int) -> None:
+    """Raise CacheError for a file that is mostly holes: a few bytes of an archive that take hours and memory to read.
+
+    It is one where the file system says both: there is a hole, and less than a 64th of its bytes is on the disk. Either
+    alone proves nothing: some file systems compress, and some cannot tell what a file takes.
+    """
+    about = os.fstat(handle)
+    if not is_sparse(about):
+        return
+    try:
+        hole = os.lseek(handle, 0, os.SEEK_HOLE)
+        os.lseek(handle, 0, os.SEEK_SET)
+    except OSError:  # a file system that knows no holes
+        return
+    if hole < about.st_size:
+        found = f"{about.st_size:,} bytes, of which {512 * about.st_blocks:,} are on the disk"
+        raise CacheError(f"{os.fspath(path)}: {found}: a sparse file, expected one that was written. {_REBUILD}")
+
+
+def is_sparse(about: os.stat_result) -> bool:
+    """Whether a file may be mostly holes, by its lstat; `refuse_holes` knows."""
+    return about.st_size > _MAX_HOLES and 64 * 512 * about.st_blocks < about.st_size
 
 
 def read_regular(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> bytes:
@@ -91,13 +126,22 @@ def read_regular(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) 
         return file.read(size)
 
 
+def sha256_regular(path: str | os.PathLike[str]) -> str:
+    """Return the hex sha256 of a regular file, read in large blocks. Raises: as `open_regular`."""
+    with open(open_regular(path), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def parse_object(raw: bytes) -> dict[str, Any]:
     """Return the JSON object that some bytes spell, as utf-8.
 
     Raises: ValueError, whose message is to follow the file's name, for all but a valid JSON object, and for what
         canonical JSON does not have: a key given twice, NaN, Infinity, a number beyond a float, an integer of more than
-        100 digits, one half of a surrogate pair.
+        100 digits, one half of a surrogate pair; and for more than MAX_JSON_VALUES values, counted by commas and
+        opening brackets, those in texts included.
     """
+    if (values := sum(map(raw.count, (b",", b"[", b"{")))) > MAX_JSON_VALUES:
+        raise ValueError(f"{values:,} commas and brackets, expected {MAX_JSON_VALUES:,} at most")
     try:
         value = json.loads(
             raw.decode("utf-8"),

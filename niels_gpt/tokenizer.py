@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,12 +210,9 @@ def read_model(path: str | os.PathLike[str], *, follow_links: bool = True) -> by
     """
     name = os.fspath(path)
     try:
-        handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) if follow_links else open_regular(name)
+        handle = open_regular(os.path.realpath(name) if follow_links else name)
     except FileNotFoundError:
         raise FileNotFoundError(f"{name}: there is no tokenizer model. Train one: {TRAIN_COMMAND}") from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise CacheError(f"{name}: is no regular file, expected a SentencePiece model such as {MODEL_NAME}")
     with open(handle, "rb") as file:
         beginning, size = file.read(_BEGINNING), os.fstat(file.fileno()).st_size
         if beginning.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
@@ -272,10 +268,12 @@ def _refuse_surrogates(texts: list[str], error: Exception) -> None:
 def load_tokenizer(path: str | os.PathLike[str], *, follow_links: bool = True) -> SentencePieceTokenizer:
     """Open the tokenizer in a file, or in a folder that holds spm.model. Raises as SentencePieceTokenizer.
 
-    follow_links: False for a model inside a cache, where a symlink is refused.
+    follow_links: whether the file may be a link, as in a snapshot of the hub; inside a folder, which may be anybody's
+        cache, it never may.
     """
-    model = os.path.join(path, MODEL_NAME) if os.path.isdir(path) else path
-    return SentencePieceTokenizer(model, follow_links=follow_links)
+    if os.path.isdir(path):
+        return SentencePieceTokenizer(os.path.join(path, MODEL_NAME), follow_links=False)
+    return SentencePieceTokenizer(path, follow_links=follow_links)
 
 
 @functools.cache

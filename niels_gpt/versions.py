@@ -17,14 +17,17 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import stat
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from niels_gpt import fileio
-from niels_gpt.fileio import META_NAME, CacheError, sha256_file, write_bytes
-from niels_gpt.locks import file_lock
-from niels_gpt.records import file_records, parse_object, read_regular
+from niels_gpt.fileio import META_NAME, CacheError, write_bytes
+from niels_gpt.locks import file_lock, refuse_if_held
+from niels_gpt.records import file_records, open_regular, parse_object, read_regular, sha256_regular
 
 VERSIONS_DIR = ".versions"
 VERSION_DIGITS = 12
@@ -38,6 +41,12 @@ _BUILD = re.compile(r"building-[0-9a-f]{12}(\.journal)?")
 _HALF_WRITTEN = re.compile(r"\.(recipe|meta)\.json\.[0-9a-f]{8}\.tmp")  # by fileio.write_bytes
 _BUILDERS_FILE = re.compile(r"[a-z0-9_]+\.(bin|npy|txt|json|jsonl)")
 _VERSION = re.compile(r"[0-9a-f]{12}|adopted\d+")
+_ADOPTED = re.compile(r"adopted\d+")
+_LEFTOVER = re.compile(r"\.(meta|recipe)\.json\.[0-9a-f]{8}\.tmp")
+_MAX_LINE = 1 << 24  # of a journal
+RECIPE_NAME = "recipe.json"
+KINDS = ("pretrain", "sft", "tokenizer", "eagle3")
+"""Of caches, as their meta.json has it."""
 
 
 def versions_dir(path: str | os.PathLike[str]) -> Path:
@@ -50,8 +59,20 @@ def versions_dir(path: str | os.PathLike[str]) -> Path:
 def build_lock(path: str | os.PathLike[str], *, wait: bool = False) -> Iterator[Path]:
     """Hold the only right to build the cache at `path`; yields the versions folder. The rest is as in `file_lock`."""
     folder = versions_dir(path)
-    with file_lock(folder / "lock", f"{os.fspath(path)}: is being built", wait=wait):
+    for link in (folder.parent, folder):
+        if link.is_symlink():
+            raise CacheError(f"{link}: a symbolic link, expected a folder: nothing is written behind links. Remove it")
+    with file_lock(folder / "lock", _being_built(path), wait=wait):
         yield folder
+
+
+def refuse_if_building(path: str | os.PathLike[str]) -> None:
+    """Raise CacheError where somebody builds the cache at `path`; nothing is written, and no lock is held after it."""
+    refuse_if_held(versions_dir(path) / "lock", _being_built(path))
+
+
+def _being_built(path: str | os.PathLike[str]) -> str:
+    return f"{os.fspath(path)}: is being built"
 
 
 @contextmanager
@@ -188,7 +209,7 @@ def store(work: Path, path: str | os.PathLike[str], content_sha256: str) -> Path
     if work.is_dir():
         fileio.sync_tree(work)
         if (version / META_NAME).exists() and _same_files(work, version):
-            write_bytes(version / META_NAME, (work / META_NAME).read_bytes())  # equal content, described anew
+            write_bytes(version / META_NAME, read_regular(work / META_NAME))  # equal content, described anew
             os.utime(version)  # the newest again
         else:
             fileio.remove(folder / DAMAGED)
@@ -212,9 +233,38 @@ def publish(version: Path, path: str | os.PathLike[str]) -> None:
     fileio.rename(link, public)
 
 
-def removable(path: str | os.PathLike[str]) -> list[tuple[Path, str]]:
+def versions_below(folder: Path) -> list[Path]:
+    """Return the folders below a folder that may hold the versions of a cache, in order; links are not followed."""
+    found: list[Path] = []
+    left = [os.fspath(folder)]
+    while left:
+        above = left.pop()
+        try:
+            with os.scandir(above) as entries:
+                folders = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except OSError:  # of somebody else, or too deep to have a path
+            continue
+        if os.path.basename(above) == VERSIONS_DIR:
+            found += map(Path, folders)
+        left += folders
+    return sorted(found)
+
+
+class Piece(NamedTuple):
+    """Something in the folder of a cache's versions that the cache does not need."""
+
+    path: Path
+    why: str
+    is_ours: bool
+    """Whether a cache has put it there: only then it is removed."""
+
+
+def removable(path: str | os.PathLike[str]) -> list[Piece]:
     """Return what the cache at `path` no longer needs, and why: all versions but the two newest, and dead builds (D11).
 
+    Ours is what carries a mark, at the place where it belongs: a version has a meta.json of a kind that we build, and
+    is named by its content; a journal begins with a line of ours, and its build is beside it. Other names that we give,
+    such as building, count where the folder itself is marked: by recipe.json, by a version, or by a journal.
     The committed version always stays. Call it with `build_lock` held, or a build in progress looks dead. Whether a
     reader has an old version open is not asked here: see `niels_gpt.locks.unless_held`.
     """
@@ -223,31 +273,72 @@ def removable(path: str | os.PathLike[str]) -> list[tuple[Path, str]]:
         return []  # another cache's
     names = (entry for entry in folder.parent.parent.iterdir() if entry.is_symlink())
     committed = {os.path.normpath(name.parent / os.readlink(name)) for name in names}
-    found: list[tuple[Path, str]] = []
+    entries = sorted(folder.iterdir(), key=lambda entry: (entry.suffix != JOURNAL_SUFFIX, entry.name))
+    marked = {entry for entry in entries if _is_marked(entry)}
+    found: list[Piece] = []
     versions: list[Path] = []
-    for entry in sorted(folder.iterdir(), key=lambda entry: (entry.suffix != JOURNAL_SUFFIX, entry.name)):
+    for entry in entries:
         if _BUILD.fullmatch(entry.name):
             what = "its journal" if entry.suffix == JOURNAL_SUFFIX else "the same build would go on with it"
-            found.append((entry, f"an unfinished build: {what}"))
+            found.append(Piece(entry, f"an unfinished build: {what}", bool(marked)))
         elif entry.name in (BUILDING, DAMAGED) or (entry.name == LINK and entry.is_symlink()) or _is_leftover(entry):
-            found.append((entry, "left by a process that was killed"))
-        elif _VERSION.fullmatch(entry.name) and (entry / META_NAME).is_file() and not entry.is_symlink():
+            found.append(Piece(entry, _KILLED, bool(marked)))
+        elif entry in marked and _VERSION.fullmatch(entry.name):
             versions.append(entry)
-            found += [(file, "left by a process that was killed") for file in entry.iterdir() if _is_leftover(file)]
-    versions.sort(key=lambda entry: entry.stat().st_mtime_ns)
+            found += [Piece(file, _KILLED, True) for file in entry.iterdir() if _is_leftover(file)]
+        elif _VERSION.fullmatch(entry.name) and not entry.is_symlink() and os.path.lexists(entry / META_NAME):
+            if _ADOPTED.fullmatch(entry.name) and marked and (entry / META_NAME).is_file():
+                versions.append(entry)
+            else:
+                found.append(Piece(entry, "a version", False))
+    versions.sort(key=lambda entry: entry.lstat().st_mtime_ns)
     older = [entry for entry in versions if str(entry) not in committed]  # under whatever name
-    return found + [(entry, "an old version") for entry in older[: max(0, len(older) - 1)]]
+    return found + [Piece(entry, "an old version", True) for entry in older[: max(0, len(older) - 1)]]
+
+
+_KILLED = "left by a process that was killed"
+
+
+def _is_marked(entry: Path) -> bool:
+    """Whether something in the folder of a cache's versions is what a cache has put there, by what it holds."""
+    try:
+        if entry.name == RECIPE_NAME:
+            return {"fingerprint", "meta_sha256", "version"} <= parse_object(read_regular(entry)).keys()
+        if entry.is_symlink() or not entry.is_dir():
+            return False
+        if entry.suffix == JOURNAL_SUFFIX and _BUILD.fullmatch(entry.name):
+            return is_journal(entry / JOURNAL_NAME)
+        if not _VERSION.fullmatch(entry.name):
+            return False
+        meta = parse_object(read_regular(entry / META_NAME))
+    except (OSError, ValueError):
+        return False
+    content = str(meta.get("content_sha256"))
+    named = content.startswith(entry.name) or _ADOPTED.fullmatch(entry.name) is not None
+    return meta.get("kind") in KINDS and named and _SHA256.fullmatch(content) is not None
+
+
+def is_journal(path: Path) -> bool:
+    """Whether a file begins with the line with which the journal of a build does. Raises as `open_regular`."""
+    with open(open_regular(path), "rb") as file:
+        line = file.readline(_MAX_LINE)
+    if line[-1:] != b"\n" or line[:9] != f"{zlib.crc32(line[9:-1]):08x} ".encode():
+        return False
+    return {"identity", "journal_version"} <= parse_object(line[9:]).keys()
 
 
 def _is_leftover(entry: Path) -> bool:
-    return entry.name.startswith(".") and entry.suffix == ".tmp"  # of fileio.write_bytes
+    return _LEFTOVER.fullmatch(entry.name) is not None  # of fileio.write_bytes
 
 
 def _same_files(left: Path, right: Path) -> bool:
     sizes = _sizes(left)
-    if sizes != _sizes(right) or any((right / name).is_symlink() for name in sizes):
+    if sizes != _sizes(right):
         return False
-    return all(sha256_file(left / name) == sha256_file(right / name) for name in sizes)
+    try:
+        return all(sha256_regular(left / name) == sha256_regular(right / name) for name in sizes)
+    except CacheError:  # a link, or another thing that is no file
+        return False
 
 
 def _sizes(root: Path) -> dict[str, int]:
@@ -256,9 +347,8 @@ def _sizes(root: Path) -> dict[str, int]:
 
 
 def _names_below(root: Path) -> set[str]:
-    """Return the relative names of files and links below a folder; os.walk takes a link to a folder for a folder."""
-    found = (Path(where, name) for where, folders, files in os.walk(root) for name in [*folders, *files])
-    return {str(path.relative_to(root)) for path in found if path.is_symlink() or not path.is_dir()}
+    """Return the relative names of files and links below a folder."""
+    return {"/".join(names) for _, names, about in fileio.walked(root) if not stat.S_ISDIR(about.st_mode)}
 
 
 def refuse_foreign(path: str | os.PathLike[str]) -> None:
@@ -306,7 +396,7 @@ def _make_way(public: Path, folder: Path) -> None:
         free = (folder / f"adopted{number}" for number in numbers)
         fileio.rename(public, next(path for path in free if not path.exists()))
     elif (version / META_NAME).is_file() and _same_files(public, version):
-        write_bytes(version / META_NAME, (public / META_NAME).read_bytes())
+        write_bytes(version / META_NAME, read_regular(public / META_NAME))
         fileio.remove(public)
     else:
         if version.exists():  # of the same name, and damaged

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -302,10 +303,9 @@ class Build:
                     fileio.rename(finished, self.folder / name)
 
     def _clear(self, known: set[str]) -> None:
-        for where, folders, names in os.walk(self.work):
-            for path in (Path(where, name) for name in [*folders, *names]):
-                if path.is_symlink() or (path.is_file() and str(path.relative_to(self.work)) not in known):
-                    fileio.remove(path)
+        for _, names, about in fileio.walked(self.work):
+            if not stat.S_ISDIR(about.st_mode) and "/".join(names) not in known:
+                fileio.remove(self.work.joinpath(*names))
 
     def _changed(self, what: str) -> None:
         raise CacheError(

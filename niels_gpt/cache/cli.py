@@ -336,12 +336,14 @@ def _locate(arguments: argparse.Namespace) -> int:
 
 def _gc(arguments: argparse.Namespace) -> int:
     from niels_gpt.inspection.caches import refuse_without_caches
-    from niels_gpt.recipes.garbage import collect
+    from niels_gpt.recipes.garbage import FAILED, collect
 
     refuse_without_caches(arguments.cache_dir)
+    failed = False
     for line in collect(arguments.cache_dir, dry_run=arguments.dry_run):
         print(_safe(line))
-    return 0
+        failed |= line.startswith(FAILED)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_NUMPY_DTYPE
 from niels_gpt.fileio import CacheError
 from niels_gpt.filemaps import FileMaps, MapError, memory_bytes, page_starts
-from niels_gpt.records import open_regular, shortened
+from niels_gpt.records import is_sparse, open_regular, shortened
 
 _REBUILD = "Rebuild the cache: python -m niels_gpt.cache.cli build-all"
 _OFFSET_BYTES = 8
+_CHUNK = 1 << 20  # offsets that are looked at in one piece
 _MAX_HEADER = 1 << 16  # version 1.0 of .npy has no longer one
 # What numpy.save writes for any array without fields; evaluating the header, as numpy.load does, is not needed.
 _NPY_HEADER = re.compile(
@@ -215,7 +216,7 @@ def _file_on_disk(path: Path, expected_bytes: int | None) -> _OnDisk:
         found = os.lstat(path)
     except OSError:
         found = None
-    if found is None or not stat.S_ISREG(found.st_mode):  # opening it says what it is instead
+    if found is None or not stat.S_ISREG(found.st_mode) or is_sparse(found):  # opening it says what it is instead
         handle = _opened(path, "token file")
         found = os.fstat(handle)
         os.close(handle)
@@ -235,10 +236,11 @@ def load_idx(path: str | os.PathLike[str], *, num_tokens: int, expected_bytes: i
         raise CacheError(f"{os.fspath(path)}: no example in this split, or it was cut. {_REBUILD}")
     if offsets[0] != 0:
         raise CacheError(f"{os.fspath(path)}: begins at {offsets[0]}, expected 0. {_REBUILD}")
-    # Not by differences: those of hostile numbers overflow.
-    falling = np.flatnonzero(offsets[1:] <= offsets[:-1])
-    if len(falling):
-        raise CacheError(f"{os.fspath(path)}: offsets do not ascend at entry {falling[0] + 1}. {_REBUILD}")
+    for start in range(0, len(offsets) - 1, _CHUNK):
+        some = offsets[start : start + _CHUNK + 1]
+        falling = np.flatnonzero(some[1:] <= some[:-1])  # not by differences: those of hostile numbers overflow
+        if len(falling):
+            raise CacheError(f"{os.fspath(path)}: offsets do not ascend at entry {start + falling[0] + 1}. {_REBUILD}")
     if offsets[-1] >= num_tokens:
         raise CacheError(
             f"{os.fspath(path)}: offset {offsets[-1]} lies beyond the {num_tokens} tokens of {_tokens_beside(path)}. "

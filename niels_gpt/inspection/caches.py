@@ -8,7 +8,7 @@ from pathlib import Path
 
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.fileio import META_NAME, CacheError
-from niels_gpt.versions import BUILDING, VERSIONS_DIR
+from niels_gpt.versions import BUILDING, VERSIONS_DIR, versions_below
 
 _MAX_DEPTH = 4  # sample/pretrain/NAME, and one more
 _ONLY_IN_CACHES = (
@@ -52,7 +52,7 @@ def caches_of(paths: Iterable[Path]) -> tuple[list[Path], dict[str, str]]:
 
 def refuse_without_caches(folder: Path) -> None:
     """Raise FileNotFoundError where a folder holds neither caches nor what builds left; it may be a cache itself."""
-    if not folder.is_dir() or any(folder.rglob(VERSIONS_DIR)):
+    if not folder.is_dir() or versions_below(folder):
         return
     found = [] if _is_cache(folder) else list(_below(folder, _MAX_DEPTH))
     if not found:

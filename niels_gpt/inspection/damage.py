@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from json import JSONDecodeError
 from pathlib import Path
@@ -22,7 +23,7 @@ from niels_gpt.build.describe import content_sha256
 from niels_gpt.build.writer import OFFSET_DTYPE, npy_header
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import KINDS
-from niels_gpt.fileio import META_NAME, CacheError
+from niels_gpt.fileio import META_NAME, CacheError, walked
 from niels_gpt.inspection.accounts import account_problems
 from niels_gpt.inspection.checksums import damaged_blocks, damaged_entries, damaged_meta_bit, stored_checksums
 from niels_gpt.inspection.contents import Damage, IdScan, LinesScan, OffsetsScan, Scan, Shape, header_damage
@@ -104,7 +105,7 @@ def _place(error: BaseException | None, raw: bytes) -> int:
 
 def _damages(folder: Path, meta: dict[str, Any], deep: bool, progress: Progress | None) -> Iterator[Damage]:
     records = file_records(meta)
-    raw = (folder / META_NAME).read_bytes()
+    raw = read_regular(folder / META_NAME)
     for key, problem in account_problems(meta, records):
         place = max(0, raw.find(f'\n  "{key}":'.encode()) + 1)
         end = raw.find(b"\n", place) if place else len(raw)
@@ -157,15 +158,11 @@ def _refused(folder: Path, found: Sequence[Damage]) -> Iterator[Damage]:
 
 def _strangers(folder: Path, known: set[str]) -> Iterator[Damage]:
     """Find what meta.json does not name, links above all. Links are not followed."""
-    beginning = len(os.path.join(folder, ""))
-    for where, folders, files in os.walk(folder):
-        links = [name for name in folders if os.path.islink(os.path.join(where, name))]
-        for entry in sorted([*links, *files]):
-            path = os.path.join(where, entry)
-            name = path[beginning:]
-            if name not in known and not _LEFTOVER.fullmatch(name):
-                what = "a symbolic link" if os.path.islink(path) else "a file"
-                yield Damage(name, 0, os.lstat(path).st_size, f"{what} that the cache's {META_NAME} does not name")
+    for _, names, about in walked(folder):
+        name = "/".join(names)
+        if not stat.S_ISDIR(about.st_mode) and name not in known and not _LEFTOVER.fullmatch(name):
+            what = "a symbolic link" if stat.S_ISLNK(about.st_mode) else "a file"
+            yield Damage(name, 0, about.st_size, f"{what} that the cache's {META_NAME} does not name")
 
 
 def file_damage(folder: Path, record: Record) -> Damage | None:

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS, target_mask
-from niels_gpt.cache.meta import check_tokenizer, read_meta, special_id, tokenizer_above
+from niels_gpt.cache.meta import check_tokenizer, find_meta, read_meta, special_id, tokenizer_above
 from niels_gpt.cache.mmap import mmap_tokens
 from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.inspection.source_ids import shown
 from niels_gpt.inspection.stats import PlaceError, bounds, described_by, ids_at, opened, tokens_of
-from niels_gpt.records import path_inside
+from niels_gpt.records import path_inside, resolved
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 
@@ -41,8 +41,11 @@ class Decoder(Protocol):
 
 def tokenizer_of(cache: Path, model: str | None = None) -> SentencePieceTokenizer:
     """Open a named model, or the one beside or above a cache. Raises: FileNotFoundError, CacheError."""
-    beside = tokenizer_above(cache.resolve()) or cache.absolute().parent.parent / "tokenizer"
-    return load_tokenizer(model or beside / MODEL_NAME, follow_links=model is not None)
+    if model:
+        return load_tokenizer(model)
+    beside = tokenizer_above(resolved(cache)) or cache.absolute().parent.parent / "tokenizer"
+    find_meta(beside)  # which refuses a link out of the folder of caches
+    return load_tokenizer(beside / MODEL_NAME, follow_links=False)
 
 
 def tokenizer_beside(cache: Path) -> SentencePieceTokenizer | None:

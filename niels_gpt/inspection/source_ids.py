@@ -14,6 +14,7 @@ from niels_gpt.records import open_regular, path_inside
 from niels_gpt.records import printable as printable  # what prints asks for it here
 
 _READ_BYTES = 1 << 20
+_MAX_ID_BYTES = 1 << 24
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0, DEL and C1
 
 
@@ -34,12 +35,17 @@ def source_id(cache: Path, meta: dict[str, Any], split: str, number: int) -> str
 
 
 def id_lines(cache: Path, meta: dict[str, Any], split: str) -> Iterator[bytes]:
-    """Yield the source ids of a split in the order of its documents, as they stand in the file, without line ends."""
-    rest = b""
-    with open(open_regular(path_inside(cache, meta["ids"][split]["name"])), "rb") as file:
+    """Yield the source ids of a split in the order of its documents, as they stand in the file, without line ends.
+
+    Raises: FileNotFoundError; CacheError also for an id of more than 16 MiB.
+    """
+    rest, path = b"", path_inside(cache, meta["ids"][split]["name"])
+    with open(open_regular(path), "rb") as file:
         while content := file.read(_READ_BYTES):
             *lines, rest = (rest + content).split(b"\n")
             yield from lines
+            if len(rest) > _MAX_ID_BYTES:
+                raise CacheError(f"{path}: a line of more than {_MAX_ID_BYTES:,} bytes, expected a source id")
     if rest:
         yield rest
 

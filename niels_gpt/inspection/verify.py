@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -14,12 +15,12 @@ from niels_gpt.build.describe import content_sha256
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import read_meta, tokenizer_above
 from niels_gpt.cache.mmap import mmap_tokens
-from niels_gpt.fileio import META_NAME, CacheError, sha256_file
+from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.inspection.contents import IdScan
 from niels_gpt.inspection.damage import file_damage, sha256_damages
 from niels_gpt.inspection.readers import refusals
 from niels_gpt.inspection.stats import supervised_counts
-from niels_gpt.records import file_records, path_inside
+from niels_gpt.records import file_records, path_inside, sha256_regular
 from niels_gpt.tokenizer import MODEL_NAME
 
 _BUILD = "python -m niels_gpt.cache.cli build-all with its settings, or materialize its asset"
@@ -157,9 +158,9 @@ def _tokenizer_matches(folder: Path, meta: dict[str, Any], limits: Limits) -> It
             f"{_short(recorded)}. Build the cache again: {_BUILD}"
         )
     model = version / MODEL_NAME
-    if not model.is_file():
+    if not os.path.lexists(model):
         yield f"{tokenizer / MODEL_NAME}: no such file, expected tokenizer {_short(expected)}. {_again(tokenizer)}"
-    elif (found := sha256_file(model)) != expected:
+    elif (found := sha256_regular(path_inside(version, MODEL_NAME))) != expected:
         remedy = f"Build the cache again: {_BUILD}" if found == recorded else _again(tokenizer)
         yield (
             f"{tokenizer / MODEL_NAME}: sha256 {_short(found)}, but {folder / META_NAME} has ids of tokenizer "
@@ -243,6 +244,8 @@ _ODD_TEXTS = {
     "texts_with_nul": "hold NUL characters, a sign of UTF-16 without a byte-order mark: convert the files to UTF-8, as "
     "does `iconv -f UTF-16LE -t UTF-8`, and build again",
 }
+
+
 def _readers_open(folder: Path, meta: dict[str, Any], limits: Limits) -> Iterator[str]:
     yield from refusals(folder)
 

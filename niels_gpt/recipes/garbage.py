@@ -8,39 +8,51 @@ from pathlib import Path
 from niels_gpt.fileio import CacheError
 from niels_gpt.locks import unless_held
 from niels_gpt.recipes.report import disk_bytes, size
-from niels_gpt.versions import VERSIONS_DIR, build_lock, discard, removable
+from niels_gpt.versions import Piece, build_lock, discard, refuse_if_building, removable, versions_below
+
+FAILED = "could not remove"
+"""How the line of what should be gone and is not begins."""
 
 
 def collect(cache_dir: Path, *, dry_run: bool) -> Iterator[str]:
     """Remove what the caches below a folder no longer need; yields a line for each piece, with its size and why.
 
-    dry_run: remove nothing. A cache that is being built is left alone, and its line says who builds; a version that a
-    reader has open is kept.
-    Raises: FileNotFoundError where the folder is not there; OSError where something cannot be removed.
+    dry_run: remove nothing, and write nothing. A cache that is being built is left alone, and its line says who builds;
+    a version that a reader has open is kept; what no cache has put there (`removable`) is left alone. Links are not
+    followed. What cannot be removed has a line that begins with FAILED; the other caches are looked at.
+    Raises: FileNotFoundError where the folder is not there.
     """
     if not cache_dir.is_dir():
         raise FileNotFoundError(f"{cache_dir}: no such folder. Name the folder of the caches, such as cache")
-    found = (path for path in cache_dir.rglob(f"{VERSIONS_DIR}/*") if path.is_dir())
-    for folder in sorted(path for path in found if not path.is_symlink() and not path.parent.is_symlink()):
+    for folder in versions_below(cache_dir):
         cache = folder.parent.parent / folder.name
         lines: list[str] = []
         try:
-            with build_lock(cache):
-                for path, why in removable(cache):
-                    lines.append(_discarded(path, why, dry_run))
-        except (CacheError, OSError) as error:  # somebody else holds the lock, or owns the folder
+            if any(piece.is_ours for piece in removable(cache)) and not dry_run:
+                with build_lock(cache):
+                    for piece in removable(cache):  # again: somebody may have built meanwhile
+                        lines.append(_discarded(piece, dry_run))
+            else:
+                refuse_if_building(cache)
+                lines += [_discarded(piece, dry_run) for piece in removable(cache)]
+        except CacheError as error:  # somebody else holds the lock, or it is no lock
             lines.append(f"left alone {error}")
+        except OSError as error:
+            lines.append(f"{FAILED} {error}")
         yield from lines  # without the lock: who reads them may take his time
 
 
-def _discarded(path: Path, why: str, dry_run: bool) -> str:
+def _discarded(piece: Piece, dry_run: bool) -> str:
     # A reader that resolves the public link takes hold of the version a moment later. If gc asks in between, that
     # version is the committed one, which stays anyway, unless two builds are committed in that moment as well. Such
     # a reader fails at the first file that it misses; that is accepted.
+    path = piece.path
+    if not piece.is_ours:
+        return f"left alone {path}: no cache has put it there, by what it holds"
     num_bytes = disk_bytes(path)
     with unless_held(path) as free:
         if not free:
             return f"kept {path} ({size(num_bytes)}): open in a reader"
         if not dry_run:
             discard(path)
-    return f"{'would remove' if dry_run else 'removed'} {path} ({size(num_bytes)}): {why}"
+    return f"{'would remove' if dry_run else 'removed'} {path} ({size(num_bytes)}): {piece.why}"

@@ -17,7 +17,6 @@ from niels_gpt.recipes import pretrain, sft
 from niels_gpt.recipes.origins import Origin, asked_revisions, origin_of
 from niels_gpt.recipes.own import OwnSource, own_sources
 from niels_gpt.recipes.produce import (
-    RECIPE_NAME,
     TOKENIZER_KEY,
     Outcome,
     cache_root,
@@ -28,7 +27,7 @@ from niels_gpt.recipes.produce import (
 from niels_gpt.recipes.tokenizer import TRAINING_SETTINGS, ensure_tokenizer, tokenizer_state
 from niels_gpt.records import parse_object, read_regular
 from niels_gpt.settings import Settings
-from niels_gpt.versions import BUILDING, JOURNAL_NAME, JOURNAL_SUFFIX, versions_dir
+from niels_gpt.versions import BUILDING, JOURNAL_NAME, JOURNAL_SUFFIX, RECIPE_NAME, versions_dir
 
 Recipe = Callable[..., Outcome]
 
@@ -155,7 +154,7 @@ def _unfinished(path: Path) -> int:
     found = 0
     for journal in versions_dir(path).glob(f"{BUILDING}-*{JOURNAL_SUFFIX}/{JOURNAL_NAME}"):
         with suppress(CacheError, OSError):
-            lines = read_regular(journal).split(b"\n")
+            lines = read_regular(journal, 1 << 28).split(b"\n")
             found = max(found, next((done for line in reversed(lines) if (done := _documents(line)) is not None), 0))
     return found
 

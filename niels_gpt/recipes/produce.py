@@ -22,22 +22,38 @@ from niels_gpt.build.journal import sealed_builds, unfinished_builds
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import find_meta, listed_meta, read_meta
 from niels_gpt.data.exclude import read_exclusion
-from niels_gpt.fileio import META_NAME, CacheError, canonical_json, sha256_file, write_bytes
+from niels_gpt.fileio import META_NAME, CacheError, canonical_json, write_bytes
 from niels_gpt.recipes.commands import build_command
 from niels_gpt.recipes.measured import Measured
 from niels_gpt.recipes.origins import Origin
 from niels_gpt.recipes.own import said_credit
-from niels_gpt.records import file_records, meta_bytes, path_inside
+from niels_gpt.records import (
+    file_records,
+    meta_bytes,
+    open_regular,
+    parse_object,
+    path_inside,
+    read_regular,
+    resolved,
+    sha256_regular,
+)
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
-from niels_gpt.versions import build_lock, clear_leftovers, discard, discard_unfinished, versions_dir
+from niels_gpt.versions import (
+    RECIPE_NAME,
+    build_lock,
+    clear_leftovers,
+    discard,
+    discard_unfinished,
+    versions_dir,
+)
 
 logger = logging.getLogger(__name__)
 
 TOKENIZER_KEY = "tokenizer"
-RECIPE_NAME = "recipe.json"
 RUNS_DIR = ".runs"
 """In the cache folder: what differs from one build to another of the same bytes (D10)."""
+_RUNS_BYTES = 1 << 20  # of its end: the newest line
 
 
 @dataclass(frozen=True)
@@ -126,10 +142,10 @@ def recorded_recipe(path: Path) -> dict[str, Any]:
     """Return the record of the recipe that built the committed version at `path`; {} where there is none."""
     record = versions_dir(path) / RECIPE_NAME
     try:
-        recipe = json.loads(record.read_text(encoding="utf-8"))
+        recipe = parse_object(read_regular(record))
     except (FileNotFoundError, ValueError):
         return {}
-    committed = isinstance(recipe, dict) and path.is_symlink() and recipe.get("version") == Path(os.readlink(path)).name
+    committed = path.is_symlink() and recipe.get("version") == Path(os.readlink(path)).name
     return recipe if committed else {}
 
 
@@ -138,15 +154,18 @@ def is_current(path: Path, fingerprint: str) -> bool:
     recipe, meta_path = recorded_recipe(path), path / META_NAME
     if recipe.get("fingerprint") != fingerprint or not meta_path.is_file():
         return False
-    if sha256_file(meta_path) != recipe.get("meta_sha256"):  # damaged, or written by a builder without a recipe
-        return False
     version = path.resolve()
     try:
+        if sha256_regular(version / META_NAME) != recipe.get(
+            "meta_sha256"
+        ):  # damaged, or of a builder without a recipe
+            return False
         records = file_records(read_meta(str(meta_path)), str(meta_path))
         files = {path_inside(version, record["name"]): record["bytes"] for record in records}
     except CacheError:
         return False
-    return all(file.is_file() and file.stat().st_size == size for file, size in files.items())
+    sizes = {file: file.lstat().st_size for file in files if file.is_file()}  # none is a link: path_inside has looked
+    return sizes == files
 
 
 def restart(settings: Settings, key: str) -> None:
@@ -266,6 +285,7 @@ def finish(
     if reused:
         return outcome
     runs = _runs_file(cache_root(settings), key)
+    path_inside(resolved(cache_root(settings)), f"{RUNS_DIR}/{runs.name}")  # a link there would lead outside
     runs.parent.mkdir(parents=True, exist_ok=True)
     line = {
         "time": time.time(),
@@ -277,7 +297,9 @@ def finish(
         "totals": meta.get("totals"),
         "settings": asdict(settings),
     }
-    with open(runs, "a", encoding="utf-8") as file:
+    with open(
+        os.open(runs, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "a"
+    ) as file:
         file.write(json.dumps(line, sort_keys=True) + "\n")
     return outcome
 
@@ -308,14 +330,18 @@ def recorded_outcomes(root: Path) -> tuple[list[Outcome], dict[str, Exception]]:
 
 
 def _newest_run(root: Path, key: str) -> dict[str, Any]:
+    """Return the last whole line; {} where there is none in the last megabyte, or no file."""
     try:
-        lines = _runs_file(root, key).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
+        with open(open_regular(path_inside(resolved(root), f"{RUNS_DIR}/{_runs_file(root, key).name}")), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _RUNS_BYTES))
+            lines = file.read(_RUNS_BYTES).splitlines()
+    except (OSError, CacheError):
         return {}
     for line in reversed(lines):
         with contextlib.suppress(ValueError):  # half a line, where its writer was killed
-            run = json.loads(line)
-            return run if isinstance(run, dict) else {}
+            run = parse_object(line)
+            sound = type(run.get("seconds")) in (int, float) and type(run.get("peak_bytes")) in (int, type(None))
+            return run if sound and type(run.get("fingerprint")) is str else {}
     return {}
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from niels_gpt.build.losses import notices
-from niels_gpt.fileio import CacheError
+from niels_gpt.fileio import CacheError, walked
 from niels_gpt.inspection.contents import Damage
 from niels_gpt.inspection.diff import PARTS, is_equal
 from niels_gpt.inspection.readers import in_short, refusal
@@ -228,7 +229,7 @@ def size(num_bytes: int) -> str:
 def disk_bytes(path: Path) -> int:
     """Return the bytes of a file or link, or of all files below a folder; links are not followed."""
     if path.is_dir() and not path.is_symlink():
-        return sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
+        return sum(about.st_size for _, _, about in walked(path) if not stat.S_ISDIR(about.st_mode))
     return path.lstat().st_size
 
 

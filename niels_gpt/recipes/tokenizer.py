@@ -28,7 +28,7 @@ from niels_gpt.recipes.origins import Origin, origin_of
 from niels_gpt.recipes.own import own_sources
 from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome, cache_root, finish
 from niels_gpt.recipes.replaced import say_unseen, warn_of_little_text, warn_of_older_caches
-from niels_gpt.records import meta_bytes, parse_object
+from niels_gpt.records import checked_sha256, meta_bytes, parse_object
 from niels_gpt.roundtrip import roundtrip
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer, read_model
@@ -191,6 +191,8 @@ def _trained_before(settings: Settings, path: Path) -> tuple[Path, dict[str, Any
 def _reusable(settings: Settings, path: Path) -> dict[str, Any] | None:
     try:
         meta = find_meta(path)
+        if meta is not None:
+            checked_sha256(meta.get("tokenizer_sha256"), "tokenizer_sha256", str(path / META_NAME))
     except CacheError as error:
         logger.warning("tokenizer: made anew: %s", error)
         return None
