@@ -38,7 +38,8 @@ def crc32s(*contents: bytes) -> bytes:
 
 
 PRETRAIN_FILES = {
-    # The first document, "A", goes to val (a tie of 0 and 0), the second, "bc", to train. Each ends with eot = 4.
+    # The first 8 bytes of sha256("0\nA") are 0x8193145edae7e5be, of sha256("0\nbc") 0xa82a2d756a285b1f. Neither is below
+    # 2 / (3 + 2) of 2**64, so the smaller one, "A", goes to val, and "bc" to train. Each ends with eot = 4.
     "val/shard_00000.bin": b"\x4b\x00\x04\x00",
     # shard_bytes=4, so two ids a shard; the last shard has the rest.
     "train/shard_00000.bin": b"\x6c\x00\x6d\x00",
@@ -76,7 +77,7 @@ SFT_FILES["index/crc32.bin"] = crc32s(*(SFT_FILES[name] for name in _IN_ORDER), 
 
 COMMON_META = {
     "format_version": 1,
-    "builder_version": 2,
+    "builder_version": 3,
     "built": True,
     "dataset_config": "tiny",
     "dataset_name": "by hand",
@@ -89,6 +90,7 @@ COMMON_META = {
     "special_token_ids": {"sys": 1, "usr": 2, "asst": 3, "eot": 4},
     "on_special": "drop",
     "dropped": {},
+    "duplicates": {"train": 0, "val": 0},
     "noticed": {},
 }
 
@@ -169,6 +171,7 @@ def test_a_pretrain_meta_json_says_this(pretrain: Path) -> None:
         "shard_bytes": 4,
         "max_train_tokens": 3,
         "max_val_tokens": 2,
+        "val_frac": None,
         "budget_reached": {"train": True, "val": True},
         "append_eot": True,
         "shuffle": {"algorithm": None, "buffer": 0},

@@ -22,9 +22,7 @@ from dagster_runs import built, metadata, run, stale
 from niels_gpt.cache import cli
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.inspection.verify import Limits, verify
-from niels_gpt.recipes.origins import origin_of
 from niels_gpt.recipes.plan import ensure_tokenizer, plan, recipes
-from niels_gpt.recipes.sources import own_texts
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import load_tokenizer
 from pipelines.definitions import niels_definitions
@@ -94,46 +92,25 @@ def test_one_command_makes_a_cache_of_a_folder_of_notes_and_one_of_a_file_of_cha
     assert read_meta("cache/tokenizer/meta.json")["trained_on"] == "own"
 
 
-def split_of(home: Path, texts: list[str], **given: Any) -> list[str]:
-    """Return the splits of texts that are the rows of one file."""
-    (home / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    settings = own(home, pretrain="rows=rows.jsonl", **given)
-    documents = list(own_texts(settings, origin_of(settings, "rows"), Counter()))
-    assert [text for _, text, _ in documents] == texts
-    return [str(split) for split, _, _ in documents]
-
-
-def test_the_split_is_by_hash_on_paper(home: Path) -> None:
+def test_the_split_is_by_hash_on_paper(home: Path, tiny_model_path: Path) -> None:
+    """It neither follows length nor place, and another document, or seed, changes it for none, or for all."""
     texts = [f"{number} " + "x" * (number % 7) ** 4 for number in range(400)]
     shares = [int(hashlib.sha256(f"42\n{text}".encode()).hexdigest()[:16], 16) / 2**64 for text in texts]
-    splits = split_of(home, texts)
-    assert splits[20:] == ["val" if share < 0.1 else "train" for share in shares[20:]]
-    assert splits != split_of(home, texts, seed=7)
-    assert set(split_of(home, texts, own_val_frac=0.0)) == {"train"}
-
-
-def test_neither_length_nor_neighbours_move_a_document_and_equal_texts_stay_together(home: Path) -> None:
-    texts = [f"{number} " + "word " * (1 + 50 * (number % 10 == 0)) for number in range(3_000)]
-    splits = split_of(home, texts)
-    in_val = [text for text, split in zip(texts, splits, strict=True) if split == "val"]
-    assert abs(len(in_val) / len(texts) - 0.1) < 0.02
-    assert 0.7 < (sum(map(len, in_val)) / len(in_val)) / (sum(map(len, texts)) / len(texts)) < 1.3
-    assert split_of(home, [*texts[:100], "one more", *texts[100:]])[101:] == splits[100:]
-    assert len(set(split_of(home, ["the same"] * 50))) == 1
-
-
-@pytest.mark.parametrize("number", [2, 3, 5, 12, 21])
-def test_a_small_corpus_has_both_splits_and_empty_documents_do_not_count(home: Path, number: int) -> None:
-    for seed in range(20):
-        texts = ["", *(f"the note {seed} {index}" for index in range(number)), ""]
-        splits = split_of(home, texts, seed=seed)
-        assert {split for split, text in zip(splits, texts, strict=True) if text} == {"train", "val"}
+    (home / "rows.jsonl").write_text("".join(json.dumps({"text": text, "id": text[:4]}) + "\n" for text in texts))
+    settings = own(home, pretrain="rows=rows.jsonl", tokenizer_model=str(tiny_model_path))
+    meta = recipes(settings)["pretrain/rows"](settings).meta
+    in_val = Path(settings.cache_dir, "pretrain/rows/index/val_ids.txt").read_text().splitlines()
+    assert in_val == [text[:4] for text, share in zip(texts, shares, strict=True) if share < 0.1]
+    assert (meta["val_frac"], meta["duplicates"]) == (0.1, {"train": 0, "val": 0})
+    for given, docs in (({"own_val_frac": 0.0}, 0), ({"seed": 7}, 39)):
+        changed = dataclasses.replace(settings, **given)
+        assert recipes(changed)["pretrain/rows"](changed).meta["docs"]["val"] == docs
 
 
 def test_an_empty_val_is_a_warning(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = own(home, pretrain="one=notes/n00.md")
     recipes(settings)["pretrain/one"](settings)
-    assert "val is empty: only 1 documents have text" in caplog.text
+    assert "val is empty: the documents have 1 distinct texts" in caplog.text
 
 
 def test_a_single_document_goes_to_train(home: Path) -> None:

@@ -129,7 +129,7 @@ def test_what_has_no_id_has_its_number_in_the_stream_whatever_is_dropped(tmp_pat
         seed=0,
         shuffle_buffer=None,
     )
-    assert ids_of(tmp_path / "spec") == {"train": ["2", "3", "4"], "val": ["0"]}  # "dd" is cut, and is there
+    assert ids_of(tmp_path / "spec") == {"train": ["0", "2", "3"], "val": ["4"]}  # "cc" is cut, and is there
 
 
 def test_numbers_are_counted_before_the_shuffle(tmp_path: Path) -> None:

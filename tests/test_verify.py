@@ -243,7 +243,8 @@ def test_an_example_without_a_token_that_carries_loss_is_found_by_its_number(roo
 
 
 def test_only_the_first_examples_without_loss_are_named(root: Path) -> None:
-    cache = chats(root, [CHAT] * 12, val_frac=0.5)
+    distinct = [[{**CHAT[0], "content": chr(ord("a") + number)}, *CHAT[1:]] for number in range(12)]
+    cache = chats(root, distinct, val_frac=0.5)
     assert problems(cache, "examples_supervised") == []
     for split in ("train", "val"):
         tokens = np.fromfile(cache / f"{split}_tokens.bin", dtype="<u2")

@@ -126,10 +126,12 @@ def described_commit(
     parts: finishes the files and returns their part of meta.json; known: the other arguments of `write_description`.
     committed: called with the meta before the build's journal goes.
     """
-    meta = build.committed_meta() or write_description(build.work, **known, **parts())
+    meta = build.committed_meta()
+    if meta is None:
+        meta = write_description(build.work, **known, **parts())
+        warn_of_share(out_dir, meta)
     build.seal(str(meta["content_sha256"]))
     versions.commit(build.work, out_dir, str(meta["content_sha256"]))
     if committed is not None:
         committed(meta)
-    warn_of_share(out_dir, meta)
     return meta

@@ -108,7 +108,7 @@ class TextSplit:
 def asked_share(meta: Mapping[str, Any]) -> Fraction | None:
     """Return the share of val that a build was asked for; None where upstream had made the splits, or nothing says."""
     if meta.get("val_frac") is not None:
-        return Fraction(meta["val_frac"])
+        return Fraction(float(meta["val_frac"]))
     train, val = (meta.get(f"max_{split}_tokens") for split in SPLITS)
     if train is None or val is None:
         return None
@@ -127,8 +127,8 @@ def warn_of_share(out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> N
     found, one = Fraction(tokens[1], sum(tokens)), Fraction(1, num)
     if not asked / 2 - one <= found <= 2 * asked + one:
         logger.warning(
-            "%s: val has %s of %s tokens, %.1f %%, and %.1f %% were asked for: a few long documents decide it. Another "
-            "seed splits otherwise; cut long documents into parts for a share that follows the documents'",
+            "%s: val has %s of %s tokens, %.1f %%, where %.1f %% were asked for. Documents are split whole, so a few "
+            "long ones decide the share: cut them into parts, or take another seed",
             os.fspath(out_dir),
             f"{tokens[1]:,}",
             f"{sum(tokens):,}",

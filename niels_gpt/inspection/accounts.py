@@ -99,5 +99,8 @@ def _documents(meta: dict[str, Any]) -> Iterator[Problem]:
             yield from _compare(key, key, meta.get(key, kept[split]), kept[split])
         else:
             yield from _compare("docs", f"docs.{split}", meta["docs"][split], kept[split])
+        found = meta.get("duplicates", {}).get(split, 0)
+        if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= max(kept[split] - 1, 0):
+            yield "duplicates", f"duplicates.{split} is {found!r}, expected less than the {kept[split]} that are there"
     key = "examples_read" if sft else "documents_read"
     yield from _compare(key, key, meta[key], sum(kept.values()) + sum(meta["dropped"].values()))

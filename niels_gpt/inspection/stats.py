@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.build.losses import notices
+from niels_gpt.build.split import asked_share
 from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, TOKEN_NUMPY_DTYPE, target_mask
 from niels_gpt.cache.meta import read_meta, special_id, tokenizer_above
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
@@ -157,6 +158,7 @@ def _summary(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str,
     for split in SPLITS:
         rows.append((split, _split_line(folder, meta, split)))
     rows.append(("dropped", _dropped(meta)))
+    rows.append(("duplicates", _duplicates(meta)))
     counters = source.get("counters", {})
     left_out = [reason for reason in counters if reason not in (*REPAIRED, *NOTICED)]
     for name, reasons in (("left out", left_out), ("repaired", REPAIRED), ("noticed", NOTICED)):
@@ -196,7 +198,9 @@ def _split_line(folder: Path, meta: dict[str, Any], split: str) -> str:
         parts.append(f"{meta['utf8_bytes'][split] / tokens:.2f} bytes per token")
     if "supervised_tokens" in meta:
         parts.append(f"{meta['supervised_tokens'][split] / tokens:.0%} with loss")
-    return ", ".join(parts)
+    parts.append(f"{tokens / sum(meta['totals'][f'{name}_tokens'] for name in SPLITS):.1%} of all tokens")
+    asked = asked_share(meta) if split == "val" else None
+    return ", ".join(parts) + (f" ({float(asked):.1%} asked for)" if asked is not None else "")
 
 
 def _dropped(meta: dict[str, Any]) -> str:
@@ -204,6 +208,12 @@ def _dropped(meta: dict[str, Any]) -> str:
     read = meta.get("examples_read" if meta["kind"] == "sft" else "documents_read", 0)
     share = f" ({sum(counts.values()) / read:.1%} of {read:,} read)" if counts and read else ""
     return _counted(counts) + share
+
+
+def _duplicates(meta: dict[str, Any]) -> str:
+    if "duplicates" not in meta:  # as in caches of older builders
+        return "not counted"
+    return ", ".join(f"{split} {meta['duplicates'][split]:,}" for split in SPLITS)
 
 
 def _counted(counts: dict[str, int]) -> str:
