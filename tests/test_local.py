@@ -213,7 +213,9 @@ def test_nothing_at_all_is_said_with_what_was_looked_for(tmp_path: Path) -> None
 def test_nothing_readable_is_said_with_what_there_is_and_what_can_be(tmp_path: Path) -> None:
     tree(tmp_path, ("in/x.png", "in/y.png", "in/LICENCE"))
     for pattern in ("in", "in/*"):
-        with pytest.raises(FileNotFoundError, match=r"3 files of other kinds \(\.png, LICENCE\).*\.txt \.md .*--as-text"):
+        with pytest.raises(
+            FileNotFoundError, match=r"3 files of other kinds \(\.png, LICENCE\).*\.txt \.md .*--as-text"
+        ):
             find(pattern, base=tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=r"found an empty folder, .*empty, expected files that end in"):
@@ -306,7 +308,10 @@ def test_rows_of_which_none_can_be_read_are_an_error_that_shows_the_first(tmp_pa
 @pytest.mark.parametrize(
     ("content", "remedy"),
     [
-        ('{"text": "a"}\n{"text": "b"}'.encode("utf-16-le"), "UTF-16 without a byte-order mark: save the file as UTF-8"),
+        (
+            '{"text": "a"}\n{"text": "b"}'.encode("utf-16-le"),
+            "UTF-16 without a byte-order mark: save the file as UTF-8",
+        ),
         (b'[{"text": "a"},\n{"text": "b"}]', "An array of rows is read from .json and .json.gz: rename the file"),
         (b'[\n{"text": "a"},\n{"text": "b"}, {}]', "An array of rows is read from .json and .json.gz: rename the file"),
     ],

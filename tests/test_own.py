@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from niels_gpt.recipes.own import UsageError, own_sources, said_credit
+from niels_gpt.recipes.own import UsageError, own_sources, said_credit, text_suffixes
 from niels_gpt.settings import Settings
 
 
@@ -131,6 +132,32 @@ def test_an_entry_that_is_none_is_named_with_its_file(elsewhere: Path, content: 
     (elsewhere / "sources.toml").write_text(content)
     with pytest.raises(ValueError, match=message):
         own_sources(Settings())
+
+
+def test_a_file_that_is_nested_too_deeply_too_large_or_a_pipe_is_named(elsewhere: Path) -> None:
+    path = elsewhere / "sources.toml"
+    for content, found in (
+        (b"a = " + b"[" * 20_000, "nested too deeply"),
+        (b"#" * (1 << 20) + b"#", "more than 1,048"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"sources\.toml: .*{found}"):
+            own_sources(Settings())
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"sources\.toml: a pipe"):
+        own_sources(Settings())
+
+
+def test_more_suffixes_are_text_also_compressed() -> None:
+    assert text_suffixes(Settings()) == ()
+    assert text_suffixes(Settings(as_text=".py, .TeX,")) == (".py", ".py.gz", ".tex", ".tex.gz")
+
+
+@pytest.mark.parametrize("suffixes", ["py", "*.py", ".p y", ".", ".jsonl", ".py,.json.gz", ".a/b"])
+def test_what_is_no_suffix_or_one_of_rows_is_refused(suffixes: str) -> None:
+    with pytest.raises(ValueError, match="--as-text"):
+        text_suffixes(Settings(as_text=suffixes))
 
 
 def test_a_name_clash_between_file_and_line_names_both(elsewhere: Path) -> None:

@@ -21,6 +21,7 @@ from dagster_runs import built, metadata, run, stale
 
 from niels_gpt.cache import cli
 from niels_gpt.cache.meta import read_meta
+from niels_gpt.inspection.stats import summary
 from niels_gpt.inspection.verify import Limits, verify
 from niels_gpt.recipes.plan import ensure_tokenizer, plan, recipes
 from niels_gpt.settings import Settings
@@ -170,6 +171,75 @@ def test_rows_that_cannot_be_read_are_counted_and_too_many_are_a_warning(
     assert "3 of 23 documents were dropped (13.04%)" in capsys.readouterr().err
     problems = verify(Path("cache/pretrain/rows"), Limits(max_dropped_share=0.2))
     assert not any(problems.values())
+
+
+def test_files_of_another_encoding_are_warned_of_and_stats_shows_that_they_were_kept(
+    home: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(30):
+        encoding = ("latin-1", "utf-16", "utf-16-le")[number % 3]
+        (home / "notes" / f"m{number}.txt").write_bytes(f"Über den Fluß {number}".encode(encoding))
+    assert cli.main(["build", "--pretrain", "notes=notes", "--vocab-size", "400"]) == 0
+    assert "m0.txt: not UTF-8" in caplog.text and "m11.txt: a text with NUL characters" in caplog.text
+    said = capsys.readouterr().err
+    for warning in ("20 were not UTF-8", "10 hold NUL characters"):
+        assert warning in said
+    meta = read_meta("cache/pretrain/notes/meta.json")
+    assert meta["documents_read"] == len(NOTES) + 30
+    expected = {"other_files": 1, "repaired_utf8": 20, "byte_order_mark": 10, "texts_with_nul": 10}
+    assert meta["source"]["counters"] == expected
+    shown = dict(summary(Path("cache/pretrain/notes")))
+    assert shown["left out by the loader"] == "other_files 1"
+    assert shown["repaired by the loader"] == "repaired_utf8 20"
+    assert shown["noticed by the loader"] == "byte_order_mark 10, texts_with_nul 10"
+
+
+def test_kinds_that_are_not_read_are_a_warning_with_their_suffixes_until_they_are_named(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a.py", "b.PY", "c.tex", "d.rst", "e.html", "LICENCE"):
+        (home / "notes" / name).write_text(f"the text of {name}")
+    build = ["build", "--pretrain", "notes=notes", "--vocab-size", "400"]
+    assert cli.main(build) == 0
+    said = caplog.text
+    assert "notes: 5 files of kinds that are not read: 2 .py" in said and "1 .tex" in said and "--as-text" in said
+    meta = read_meta("cache/pretrain/notes/meta.json")
+    assert (meta["source"]["counters"], meta["documents_read"]) == ({"other_files": 5}, len(NOTES) + 2)
+    assert cli.main([*build, "--as-text", ".py, .tex"]) == 0
+    meta = read_meta("cache/pretrain/notes/meta.json")
+    assert (meta["source"]["counters"], meta["documents_read"]) == ({"other_files": 2}, len(NOTES) + 5)
+
+
+def test_links_in_text_of_ones_own_are_counted_and_read_on_request_only(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (home / "secret.md").write_text("a secret")
+    (home / "notes" / "c.md").symlink_to(home / "secret.md")
+    build = ["build", "--pretrain", "notes=notes", "--vocab-size", "400"]
+    assert cli.main(build) == 0
+    assert "c.md: a symbolic link, which is not followed; --follow-links" in caplog.text
+    meta = read_meta("cache/pretrain/notes/meta.json")
+    assert meta["source"]["counters"] == {"links_not_followed": 1, "other_files": 1}
+    assert meta["documents_read"] == len(NOTES)
+    assert cli.main([*build, "--follow-links"]) == 0
+    meta = read_meta("cache/pretrain/notes/meta.json")
+    assert (meta["source"]["counters"], meta["documents_read"]) == ({"other_files": 1}, len(NOTES) + 1)
+
+
+def test_a_large_document_is_left_out_counted_and_a_loss(home: Path, settings: Settings) -> None:
+    for name in ("x.md", "y.txt"):
+        (home / "notes" / name).write_text("long " * 1_000)
+    settings = dataclasses.replace(settings, pretrain="notes=notes", sft="support=chats.json", max_document_bytes=4_000)
+    meta = recipes(settings)["pretrain/notes"](settings).meta
+    assert meta["source"]["counters"] == {"other_files": 1, "too_large": 2}
+    (problem,) = verify(Path(settings.cache_dir) / "pretrain/notes", Limits(max_dropped_share=0))["dropped_share"]
+    assert "too_large 2" in problem
+    more = dataclasses.replace(settings, max_document_bytes=6_000)
+    assert not recipes(more)["pretrain/notes"](more).reused
+    small = dataclasses.replace(settings, max_document_bytes=190)
+    (home / "chats.json").write_text(json.dumps([*SHAREGPT, {"messages": [{"role": "user", "content": "x" * 200}]}]))
+    counters = recipes(small)["sft/support"](small).meta["source"]["counters"]
+    assert counters["too_large"] >= 1
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ UNSETTLED = 16  # characters before a window's end that more text may give anoth
 _WHITESPACE = re.compile(r"[ \t\r\n]*")  # JSON's own, RFC 8259 section 2
 _DECODE = json.JSONDecoder().raw_decode
 # While a value is passed over: what counts inside a string and outside, in runs, for there may be nothing else.
-_IN_STRING = re.compile(r'"|(?:\\.)+|\\\Z', re.DOTALL)
-_OUTSIDE = re.compile(r'"|[\[{]+|[\]}]+')
+_IN_STRING, _OUTSIDE = re.compile(r'["\\]'), re.compile(r'["\[\]{}]')  # one class each: that is searched fast
+_RUN = re.compile(r'"|(?:\\.)+|\\\Z|[\[{]+|[\]}]+', re.DOTALL)
 _AFTER_SCALAR = re.compile(r"[,\]}\s]")
 
 
@@ -166,7 +166,9 @@ class _Window:
                 if not self._next_block():
                     return False
                 continue
-            what, self._at = found.group(), found.end()
+            run = _RUN.match(self._text, found.start())
+            assert run is not None
+            what, self._at = run.group(), run.end()
             if what == "\\":  # what it escapes is in the next block
                 self._at = found.start()
                 if not self._more():

@@ -143,8 +143,13 @@ def first_link(root: Path, path: Path) -> Path | None:
 def note_links(counters: Counter[str] | None, links: Sequence[Path]) -> None:
     """Count links that are not followed, once however often they are met, and log the first."""
     if counters is not None and links and not counters[LINKS]:
-        problem = f"{min(links)}: a symbolic link, which is not followed; --follow-links reads what it stands for"
-        note(counters, LINKS, problem, len(set(links)))
+        counters[LINKS] = len(set(links))
+        logger.warning(
+            "%s: a symbolic link, which is not followed; --follow-links reads what it stands for. Counted as %s: %d",
+            min(links),
+            LINKS,
+            counters[LINKS],
+        )
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +16,8 @@ from niels_gpt.data.text_files import WITH_NUL, note
 from niels_gpt.data.types import ChatSample, PretrainSample, source_id
 from niels_gpt.recipes.origins import Origin
 from niels_gpt.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 _MOST_KINDS = 12  # suffixes in a message
 
@@ -186,8 +189,8 @@ def _found(origin: Origin, counters: Counter[str]) -> local.LocalFiles:
     if origin.other_files:
         kinds = ", ".join(f"{number:,} {kind}" for kind, number in origin.other_kinds[:_MOST_KINDS])
         more = ". --as-text .SUFFIX,... reads more kinds as text" if origin.own and origin.own.family != "sft" else ""
-        problem = f"{origin.source}: {origin.other_files:,} files of kinds that are not read: {kinds}{more}"
-        note(counters, "other_files", problem, origin.other_files)
+        logger.warning("%s: %d files of kinds that are not read: %s%s", origin.source, origin.other_files, kinds, more)
+        places.count(counters, "other_files", origin.other_files)
     return local.LocalFiles(origin.root, origin.files, origin.other_files)
 
 
