@@ -89,7 +89,8 @@ COMMON_META = {
     "special_token_ids": {"sys": 1, "usr": 2, "asst": 3, "eot": 4},
     "on_special": "drop",
     "dropped": {},
-    "noticed": {},
+    "lossless": True,
+    "unknown_ids": 0,
 }
 
 
@@ -165,6 +166,8 @@ def test_a_pretrain_meta_json_says_this(pretrain: Path) -> None:
     assert json.loads((pretrain / "meta.json").read_bytes()) == {
         **COMMON_META,
         "kind": "pretrain",
+        "noticed": {},
+        "roundtrip": {"texts": 2, "differ": 0},
         "split_rule": BUDGET_RULE,
         "shard_bytes": 4,
         "max_train_tokens": 3,
@@ -209,6 +212,8 @@ def test_an_sft_meta_json_says_this(sft: Path) -> None:
     assert json.loads((sft / "meta.json").read_bytes()) == {
         **COMMON_META,
         "kind": "sft",
+        "noticed": {"empty_replies": 1},
+        "roundtrip": {"texts": 6, "differ": 0},
         "split_rule": SPLIT_RULE,
         "val_frac": 0.1,
         "examples_read": 3,

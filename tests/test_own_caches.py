@@ -199,7 +199,6 @@ def test_rows_that_cannot_be_read_are_counted_and_too_many_are_a_warning(
     ("line", "message"),
     [
         ("--pretrain=notes=nowhere/*.md", "nowhere"),
-        ("--pretrain=wikitext=notes", "wikitext is a name of the project"),
         ("--pretrain=rows=chats.json:body", "NAME=GLOB:FIELD"),
     ],
 )
