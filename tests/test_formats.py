@@ -91,7 +91,8 @@ COMMON_META = {
     "on_special": "drop",
     "dropped": {},
     "duplicates": {"train": 0, "val": 0},
-    "noticed": {},
+    "lossless": True,
+    "unknown_ids": 0,
 }
 
 
@@ -167,6 +168,8 @@ def test_a_pretrain_meta_json_says_this(pretrain: Path) -> None:
     assert json.loads((pretrain / "meta.json").read_bytes()) == {
         **COMMON_META,
         "kind": "pretrain",
+        "noticed": {},
+        "roundtrip": {"texts": 2, "differ": 0},
         "split_rule": BUDGET_RULE,
         "shard_bytes": 4,
         "max_train_tokens": 3,
@@ -212,6 +215,8 @@ def test_an_sft_meta_json_says_this(sft: Path) -> None:
     assert json.loads((sft / "meta.json").read_bytes()) == {
         **COMMON_META,
         "kind": "sft",
+        "noticed": {"empty_replies": 1},
+        "roundtrip": {"texts": 6, "differ": 0},
         "split_rule": SPLIT_RULE,
         "val_frac": 0.1,
         "examples_read": 3,

@@ -246,7 +246,6 @@ def test_a_large_document_is_left_out_counted_and_a_loss(home: Path, settings: S
     ("line", "message"),
     [
         ("--pretrain=notes=nowhere/*.md", "nowhere"),
-        ("--pretrain=wikitext=notes", "wikitext is a name of the project"),
         ("--pretrain=rows=chats.json:body", "NAME=GLOB:FIELD"),
     ],
 )

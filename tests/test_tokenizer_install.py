@@ -10,6 +10,7 @@ import logging
 import os
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -202,16 +203,35 @@ def test_a_dry_run_says_that_a_model_cannot_be_used(
     assert "Hugging Face" in "".join(capsys.readouterr())
 
 
-def test_a_tokenizer_of_a_cache_is_never_a_link(
-    built: Settings, other_model: Path, capsys: pytest.CaptureFixture[str]
+def link_out(model: Path) -> None:
+    model.symlink_to(model.parent / "meta.json")
+
+
+def endless(model: Path) -> None:
+    model.symlink_to("/dev/zero")
+
+
+def huge(model: Path) -> None:
+    with model.open("wb") as file:
+        file.truncate(10**11)
+
+
+@pytest.mark.parametrize("put", [link_out, endless, huge, os.mkfifo])
+def test_whatever_stands_for_the_model_of_a_cache_is_not_read(
+    built: Settings, put: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = Path(built.cache_dir) / "tokenizer" / "spm.model"
+    shutil.copyfile(model, model.parent.parent / "good.model")
     model.unlink()
-    model.symlink_to(other_model)
-    with pytest.raises(CacheError, match="symbolic link"):
+    put(model)
+    with pytest.raises(CacheError, match="link|no.* regular file|100,000,000,000 bytes"):
         load_tokenizer(model, follow_links=False)
-    assert load_tokenizer(model).sha256  # one that a user names
-    assert cli.main(["show", f"{built.cache_dir}/pretrain/roam"]) == 1
+    roam, chats = (f"{built.cache_dir}/{key}" for key in ("pretrain/roam", "sft/oasst1"))
+    assert cli.main(["show", roam]) == 1
     capsys.readouterr()
-    assert cli.main(["locate", f"{built.cache_dir}/sft/oasst1", "val", "0"]) == 0
+    assert cli.main(["locate", chats, "val", "0"]) == 0
     assert "[[4]]" in capsys.readouterr().out  # ids, for there is no tokenizer to read them with
+    assert cli.main(["diff", roam, roam]) == 0
+    named = model.parent.parent / "named.model"
+    named.symlink_to(model.parent.parent / "good.model")
+    assert cli.main(["show", roam, "--tokenizer", str(named)]) == 0  # a user may name a link
