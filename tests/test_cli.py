@@ -91,7 +91,8 @@ def test_list_prints_what_is_there_with_what_it_took(
     (tmp_path / "c" / "sample" / "sft" / "oasst1" / "meta.json").write_text("half a js")
     assert cli.main(["list", str(tmp_path / "c" / "sample")]) == 1
     out, err = capsys.readouterr()
-    assert [line.split()[:2] for line in out.splitlines()[2:]] == [["pretrain/roam", "built"], ["sft/oasst1", "FAILED"]]
+    rows = {line.split()[0]: line.split() for line in out.splitlines()[2:]}
+    assert {key: row[1] for key, row in rows.items()} == {"pretrain/roam": "built", "sft/oasst1": "refused:"}
     assert "sft/oasst1/meta.json: not JSON" in err
     assert cli.main(["list", str(tmp_path)]) == 1
     assert "no cache there" in capsys.readouterr().err

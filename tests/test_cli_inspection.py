@@ -82,6 +82,28 @@ def test_verify_does_not_pass_over_a_cache_that_lost_its_description_or_its_vers
     assert status == 1 and out.count("1 damage\n  meta.json, bytes 0 to 0: no such file") == 2
 
 
+def test_one_bad_meta_json_costs_its_own_line_and_nothing_of_it_commands_the_terminal(root: Path, run: Run) -> None:
+    meta = json.loads((root / "tokenizer" / "meta.json").read_bytes())
+    del meta["vocab_size"]
+    (root / "tokenizer" / "meta.json").write_bytes(meta_bytes(meta))
+    bad = {
+        "pretrain/escapes": {"kind": "pretrain", "tokenizer_sha256": None, "shards": {"\x1b[31m\x9b2J": 3}},
+        "pretrain/a\x1b[2Jb": {"kind": "pretrain", "\x9b": 1},
+        "eagle3/targets": {"kind": "eagle3", "totals": {"samples": 1}},
+    }
+    for key, content in bad.items():
+        (root / key).mkdir(parents=True)
+        (root / key / "meta.json").write_bytes(meta_bytes(content))
+    for command in (["list"], ["list", "--json"], ["verify"], ["verify", "--json"], ["gc", "--dry-run"]):
+        status, out, err = run(*command, root)
+        assert status == (0 if command[0] == "gc" else 1)
+        assert not [char for char in out + err if unicodedata.category(char) == "Cc" and char != "\n"], command
+        assert command[0] == "gc" or all(key in out for key in ("pretrain/roam", "sft/oasst1", "escapes", "eagle3"))
+    lines = {line.split()[0]: line for line in run("list", root)[1].splitlines()}
+    assert lines["pretrain/roam"].split()[1] == "built" and "refused: " in lines["tokenizer"]
+    assert "shards.\\x1b[31m\\x9b2J" in run("list", root)[2]
+
+
 def test_verify_of_nothing_is_an_error_and_without_a_path_a_usage_error(tmp_path: Path, run: Run) -> None:
     assert run("verify", tmp_path)[0] == 1 and "no cache there" in run("verify", tmp_path)[2]
     status, out, err = run("verify", tmp_path / "none", "--json")

@@ -26,6 +26,7 @@ from niels_gpt.cache import (
 )
 from niels_gpt.cache.mmap import load_idx
 from niels_gpt.fileio import sha256_file
+from niels_gpt.inspection.damage import find_damage
 
 SPECIAL = {"sys": 1, "usr": 2, "asst": 3, "eot": 4}
 Damage = Callable[[Path], Any]
@@ -319,3 +320,62 @@ def test_an_asst_id_known_nowhere_is_an_error_that_names_the_three_places(cache_
         open_sft(cache_dir)
     message = str(caught.value)
     assert "asst_id=" in message and str(folder / "meta.json") in message and "tokenizer/meta.json" in message
+
+
+# --- tokens and offsets that do not belong together --------------------------------------------------------------
+
+
+def pair_of(tokens: Path, idx: Path, **arguments: Any) -> SFTExampleDataset:
+    return SFTExampleDataset(tokens, idx, **{"T": 30, "device": "cpu", "eot_id": 4, **arguments})
+
+
+def chats_of(cache_dir: Path, name: str, lengths: list[int]) -> Path:
+    """Build sft/NAME: half of the chats in each split, whose messages have these lengths."""
+    chats = [[{"role": "user", "content": "q" * n}, {"role": "assistant", "content": "a"}] for n in lengths]
+    build_sft_cache(chats, str(cache_dir / "sft" / name), tokenizer=ByteTokenizer(), val_frac=0.5, seed=0)
+    return (cache_dir / "sft" / name).resolve()
+
+
+@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize("splits", [("train", "val"), ("val", "train")])
+def test_tokens_and_offsets_of_two_splits_are_refused(
+    cache_dir: Path, splits: tuple[str, str], described: bool
+) -> None:
+    folder = chats_of(cache_dir, "both", [3, 3, 3, 3])
+    if not described:
+        (folder / "meta.json").unlink()
+    with pytest.raises(CacheError, match=rf"{splits[1]}_idx\.npy: the offsets of other tokens.*of {splits[1]}, not"):
+        pair_of(folder / f"{splits[0]}_tokens.bin", folder / f"{splits[1]}_idx.npy")
+
+
+def test_tokens_of_one_cache_and_offsets_of_another_are_refused(cache_dir: Path) -> None:
+    one, other = chats_of(cache_dir, "one", [3, 3]), chats_of(cache_dir, "other", [3, 3])
+    for folder in (one, other):
+        with pytest.raises(CacheError, match=r"the offsets of other tokens.*another cache"):
+            pair_of(one / "train_tokens.bin", other / "train_idx.npy", asst_id=3)
+        (folder / "meta.json").unlink()
+    assert len(pair_of(one / "train_tokens.bin", other / "train_idx.npy", asst_id=3)) == 1  # files of other tools
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+@pytest.mark.parametrize("known_by", ["meta.json", "tokenizer/meta.json"])
+def test_offsets_of_another_version_of_equal_size_are_refused_by_the_first_example(
+    cache_dir: Path, io: Any, known_by: str
+) -> None:
+    folder = chats_of(cache_dir, "one", [9, 2, 5, 4, 7, 3])
+    (folder / "train_idx.npy").write_bytes(
+        (chats_of(cache_dir, "other", [3, 4, 5, 9, 2, 7]) / "train_idx.npy").read_bytes()
+    )
+    if known_by != "meta.json":
+        (folder / "meta.json").unlink()
+    said = (
+        r"train_tokens\.bin: token \d+, with which example 1 begins by train_idx\.npy, is id \d+, expected the sentinel"
+    )
+    with pytest.raises(CacheError, match=said):
+        pair_of(folder / "train_tokens.bin", folder / "train_idx.npy", io=io)
+    (damage,) = find_damage(folder, deep=False) if known_by == "meta.json" else [None]
+    assert damage is None or (damage.file == "train_tokens.bin" and "example 1 begins" in damage.problem)
+    (cache_dir / "tokenizer" / "meta.json").unlink()
+    if known_by != "meta.json":  # nobody knows the ids of the roles: what is wrong shows in the targets
+        with pytest.warns(UserWarning, match="1 of 3 rows have no target"):
+            pair_of(folder / "train_tokens.bin", folder / "train_idx.npy", io=io, asst_id=3)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +20,13 @@ from byte_tokenizer import ByteTokenizer
 from niels_gpt.build.describe import Source, content_sha256
 from niels_gpt.build.pretrain import build_pretrain, build_stub
 from niels_gpt.build.sft import build_sft
+from niels_gpt.cache import cli
 from niels_gpt.fileio import canonical_json
 from niels_gpt.inspection import damage as module
 from niels_gpt.inspection.checksums import flipped_bit
 from niels_gpt.inspection.contents import Damage
 from niels_gpt.inspection.damage import find_damage
+from niels_gpt.inspection.verify import Limits, verify
 from niels_gpt.recipes.plan import RECIPES, ensure_tokenizer
 from niels_gpt.records import file_records, meta_bytes
 from niels_gpt.settings import Settings
@@ -429,6 +432,68 @@ def test_a_malformed_meta_json_is_a_damage_and_never_an_error(pretrain: Path, va
         for deep in (False, True):
             assert "meta.json" in {damage.file for damage in find_damage(pretrain, deep=deep)}, key
         (pretrain / "meta.json").write_bytes(meta_bytes(meta))
+
+
+REFUSED: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
+    ("tokenizer_sha256", lambda meta: 16_000, "tokenizer_sha256 is 16000"),
+    ("tokenizer_sha256", lambda meta: {}, "tokenizer_sha256 is {}"),
+    ("tokenizer_sha256", lambda meta: None, "tokenizer_sha256 is not there"),
+    ("tokenizer_sha256", lambda meta: "e" * 64, "ids of tokenizer eeeeeeeeeeee, expected tokenizer"),
+    ("utf8_bytes", lambda meta: {**meta["utf8_bytes"], "val": -1}, "utf8_bytes.val is -1"),
+    ("utf8_bytes", lambda meta: {"val": 3}, "no utf8_bytes of a pretrain split train"),
+    ("built", lambda meta: 1, "built is 1"),
+    ("built", lambda meta: False, "built is false, but it names files that hold something"),
+    ("format_version", lambda meta: True, "format_version is True"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "problem"), REFUSED)
+def test_what_readers_refuse_is_a_damage_and_is_listed(
+    settings: Settings, capsys: pytest.CaptureFixture[str], key: str, value: Any, problem: str
+) -> None:
+    tokenizer, path = ensure_tokenizer(settings).path, RECIPES["pretrain/roam"](settings).path
+    meta = json.loads((path / "meta.json").read_bytes())
+    meta[key] = value(meta)
+    if meta[key] is None:
+        del meta[key]
+    (path / "meta.json").write_bytes(meta_bytes(meta))
+    for deep in (False, True):
+        (found,) = find_damage(path, deep=deep)
+        assert found.file == "meta.json" and problem in found.problem
+    assert cli.main(["list", str(tokenizer.parent)]) == 1
+    _, good, bad = capsys.readouterr().out.splitlines()
+    assert good.split()[:2] == ["tokenizer", "built"]
+    assert f"refused: meta.json: {problem}"[:40] in bad
+    assert cli.main(["list", "--json", str(tokenizer.parent)]) == 1
+    good_row, bad_row = json.loads(capsys.readouterr().out)
+    assert good_row["refused"] is None and problem in bad_row["refused"] and bad_row["state"] == "refused"
+
+
+def test_another_tokenizer_beside_a_cache_is_its_damage(settings: Settings) -> None:
+    tokenizer, path = ensure_tokenizer(settings).path, RECIPES["pretrain/roam"](settings).path
+    meta = json.loads((tokenizer / "meta.json").read_bytes())
+    (tokenizer / "meta.json").write_bytes(meta_bytes({**meta, "tokenizer_sha256": "e" * 64}))
+    (found,) = find_damage(path, deep=False)
+    assert "the readers refuse it" in found.problem and "expected tokenizer eeeeeeeeeeee" in found.problem
+    assert verify(path, Limits())["readers_open"] != []
+    (tokenizer / "meta.json").write_bytes(b"{")
+    (found,) = find_damage(path, deep=False)
+    assert "tokenizer/meta.json: not JSON" in found.problem
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_the_meta_json_of_another_cache_is_its_own_damage_and_not_the_files(
+    tmp_path: Path, pretrain: Path, deep: bool
+) -> None:
+    other = pretrain_of(tmp_path / "other", ["abcd" * number for number in range(400, 440)])
+    copy = tmp_path / "copy"
+    shutil.copytree(pretrain, copy)
+    for foreign in ((other / "meta.json").read_bytes(), b'{"vocab_size": 65, "itos": {"0": "a"}}'):
+        for folder in (pretrain, copy):
+            (folder / "meta.json").write_bytes(foreign)
+            (found,) = find_damage(folder, deep=deep)
+            assert found.file == "meta.json" and (found.offset, found.end) == (0, len(foreign))
+            assert "of another cache" in found.problem or "not of a cache of this project" in found.problem
 
 
 def test_files_that_nobody_names_and_links_are_reported_and_not_followed(pretrain: Path, tmp_path: Path) -> None:

@@ -64,9 +64,10 @@ def find_damage(cache: Path, *, deep: bool, progress: Progress | None = None) ->
         found.append(Damage(META_NAME, 0, 0, str(error)))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         found.append(Damage(META_NAME, 0, 0, f"not as docs/formats.md describes it ({error!r})"))
-    found = _foreign(folder, meta, found) or found
-    if not bytes_wrong:  # readers look at those alone
+    foreign = _foreign(folder, meta, found)
+    if not foreign and not bytes_wrong:  # else readers look no further
         found += _refused(folder, found)
+    found = foreign or found
     return [_whole(folder, damage) for damage in dict.fromkeys(found)]
 
 

@@ -25,7 +25,7 @@ from niels_gpt.cache.meta import (
 from niels_gpt.cache.mmap import TokenFiles, check_starts, load_idx, mmap_tokens
 from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.inspection.source_ids import printable
-from niels_gpt.records import path_inside, read_regular, resolved
+from niels_gpt.records import file_records, path_inside, read_regular, resolved, wrong_value
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer
 
 _CHUNK = 1 << 20  # examples whose first ids are looked at in one piece
@@ -40,16 +40,21 @@ def refusals(folder: Path, *, models: bool = True) -> Iterator[str]:
     """Yield why readers refuse a version of a cache: the first error of each split, or of what all have in common.
 
     folder: of one version, resolved. Of a stub, and of a split without tokens, nothing is opened: nothing was built.
-    models: open a tokenizer's model too, which loads SentencePiece. A kind that is not here has checks of its own.
+    models: open a tokenizer's model too, which loads SentencePiece.
     """
     try:
         meta, where = find_meta(folder), str(folder / META_NAME)
         if meta is None:
             raise FileNotFoundError(f"{where}: no such file, expected the description of a cache")
         checked_meta(meta, where)
-        kind = meta.get("kind")
-        openings = _READERS[kind](folder, meta, models) if isinstance(kind, str) and kind in _READERS else iter(())
-        for opening in openings if meta.get("built") is not False else ():
+        kind = meta.get("kind", _OTHER_KINDS[0])
+        if not isinstance(kind, str) or kind not in (*_READERS, *_OTHER_KINDS):
+            raise wrong_value(where, "kind", kind, f"one of {', '.join(_READERS)}")
+        if meta.get("built") is False:
+            if any(record["bytes"] for record in file_records(meta, where)):
+                raise CacheError(f"{where}: built is false, but it names files that hold something")
+            return
+        for opening in _READERS[kind](folder, meta, models) if kind in _READERS else ():
             opening()
     except (CacheError, OSError) as error:
         yield str(error)
@@ -74,8 +79,15 @@ def in_short(error: object, folder: Path) -> str:
 def _pretrain(folder: Path, meta: Meta, models: bool) -> Iterator[Opening]:
     yield partial(check_tokenizer, folder, meta)
     for split in SPLITS:
-        if meta.get("shards", {}).get(split, True):
+        if not _is_empty(meta, split):
             yield partial(_open_split, folder, meta, split)
+
+
+def _is_empty(meta: Meta, split: str) -> bool:
+    """Whether a split was built without a token, by all that a meta.json says of it."""
+    totals, records = meta.get("totals"), meta.get("shards", {}).get(split, [{}])
+    said = totals.get(f"{split}_tokens") if isinstance(totals, dict) else None
+    return not said and not any(record.get("bytes", 1) for record in records)
 
 
 def _open_split(folder: Path, meta: Meta, split: str) -> None:
@@ -89,8 +101,7 @@ def _sft(folder: Path, meta: Meta, models: bool) -> Iterator[Opening]:
     yield partial(check_tokenizer, folder, meta)
     yield partial(special_id, folder, meta, "asst")
     for split in SPLITS:
-        records = meta.get("shards", {}).get(split) or [{}]
-        if records[0].get("bytes") != 0:
+        if not _is_empty(meta, split):
             yield partial(_open_examples, folder, meta, split)
 
 
@@ -119,6 +130,7 @@ def _open_model(folder: Path, meta: Meta, models: bool) -> None:
         raise CacheError(f"{path}: has {found} ids, but vocab_size is {meta['vocab_size']} in {META_NAME}")
 
 
+_OTHER_KINDS = ("", "eagle3")  # another tool's, and one that has readers and checks of its own
 _READERS: dict[str, Callable[[Path, Meta, bool], Iterator[Opening]]] = {
     "pretrain": _pretrain,
     "sft": _sft,

@@ -106,6 +106,8 @@ def damage_of(cache: Path, *, deep: bool, progress: Callable[[int, int, int | No
         verdicts = verify(cache, names=None if deep else ["complete"], progress=told)
     except (CacheError, OSError) as error:  # no manifest that can be read
         return [Damage("", 0, 0, str(error))]
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        return [Damage("", 0, 0, f"not as docs/formats.md describes it ({error!r})")]  # the other caches are looked at
     return [Damage("", 0, 0, problem) for verdict in verdicts.values() for problem in verdict.problems]
 
 
