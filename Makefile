@@ -34,7 +34,9 @@ bench: $(VENV)/.installed  ## speed as ratios to a limit and a peer
 	$(BIN)/python benchmarks/eagle3.py
 	$(BIN)/python benchmarks/prefix_tree.py
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# In compat mode the checkout's own folder is on the path. By default an import hook finds the packages, which type checkers
+# do not run: they would see no types.
+$(VENV)/.installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --config-settings editable_mode=compat --editable '.[$(EXTRAS)]'
 	touch $@
