@@ -38,7 +38,7 @@ def crc32s(*contents: bytes) -> bytes:
 
 
 PRETRAIN_FILES = {
-    # The first 8 bytes of sha256("0\nA") are 0x8193145edae7e5be, of sha256("0\nbc") 0xa82a2d756a285b1f. Neither is below
+    # sha256("0\nA") begins with 0x8193145edae7e5be, sha256("0\nbc") with 0xa82a2d756a285b1f. Neither of these is below
     # 2 / (3 + 2) of 2**64, so the smaller one, "A", goes to val, and "bc" to train. Each ends with eot = 4.
     "val/shard_00000.bin": b"\x4b\x00\x04\x00",
     # shard_bytes=4, so two ids a shard; the last shard has the rest.

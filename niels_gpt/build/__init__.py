@@ -3,6 +3,7 @@
 pretrain.py   documents -> train/ and val/ shards with a document index
   shards.py   the shards of both splits, and the account of every document
   split.py    which document goes to val (D5)
+  duplicates.py  how many documents have the text of an earlier one
   shuffle.py  the bounded shuffle buffer
 sft.py        chats -> one token file and one offsets file for each split
 pipeline.py   a source -> encoded batches, in order; what an earlier run had read is compared and passed over
