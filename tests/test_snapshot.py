@@ -60,8 +60,9 @@ def without_network() -> list[str]:
 
 
 def test_builds_without_any_network_are_those_from_the_hub_tokenizer_and_meta_included(
-    loopback_hub: LoopbackHub, full_hub: dict[str, str], tmp_path: Path
+    loopback_hub: LoopbackHub, full_hub: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(snapshot, "CHANCE_BYTES", {"fineweb_edu": 0})
     # More than a builder reads ahead, so that the snapshot of fineweb-edu is a part, with all that the tokenizer sees.
     full_hub["fineweb_edu"] = loopback_hub.add(
         IDS["fineweb_edu"], numbered_datasets.fineweb_edu(documents=800, chars=20_000)
@@ -153,6 +154,7 @@ def test_a_tokenizer_that_has_seen_less_than_the_hub_has_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(snapshot, "READ_AHEAD_BYTES", 0)
+    monkeypatch.setattr(snapshot, "CHANCE_BYTES", {"fineweb_edu": 0})
     snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=5_000)
     trained = {"tokenizer_model": None, "vocab_size": 400, "source_root": str(tmp_path / "m")}
     meta = ensure_tokenizer(dataclasses.replace(hub, **trained)).meta
@@ -166,6 +168,7 @@ def test_a_tokenizer_that_has_seen_less_than_the_hub_has_says_so(
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """No text beyond what the tokens ask for, so that a small snapshot can be too short."""
     monkeypatch.setattr(snapshot, "READ_AHEAD_BYTES", 0)
+    monkeypatch.setattr(snapshot, "CHANCE_BYTES", {"fineweb_edu": 0})
 
 
 def test_a_snapshot_that_is_too_short_says_so_and_can_be_made_longer(

@@ -40,8 +40,8 @@ def build_pretrain_cache(
 
     Tokens are little-endian uint16. The same texts in the same order, seed and tokenizer give the same bytes.
     texts: one document each; by default the shards are exactly the concatenated `tokenizer.encode(text)` (D4).
-    max_train_tokens, max_val_tokens: tokens; a text goes to val by a hash of seed and text, with max_val_tokens / both as
-        the share (D5).
+    max_train_tokens, max_val_tokens: tokens; a text goes to val by a hash of seed and text, max_val_tokens / both is
+        the share of val (D5).
     shuffle_buffer: documents held by the shuffle buffer; None: the order of the stream.
     append_eot: add the end-of-text id to each document.
     on_special: a text that holds a sentinel is dropped and counted ("drop"), or a ValueError ("raise").
