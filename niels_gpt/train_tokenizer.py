@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from niels_gpt.interrupts import ended_at_once, interruptible, say_interrupted
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.tokenizer import TokenizerPaths
 from niels_gpt.tokenizer_training import MODEL_TYPES, NORMALIZATIONS, TrainedTokenizer, train_tokenizer, write_tokenizer
+
+_NO_LIMIT = 1 << 62  # of a document: a corpus may be one file, and is cut at line ends
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,11 +79,12 @@ def input_files(patterns: Sequence[str]) -> tuple[list[Path], Path]:
 
 
 def _texts(files: Sequence[Path], field: str) -> Iterator[str]:
+    counters: Counter[str] = Counter()  # the first file that is not UTF-8 is logged
     for path in files:
         if not path.name.lower().endswith(TABLE_SUFFIXES):
-            yield read_text(path)
+            yield read_text(path, counters=counters, max_document_bytes=_NO_LIMIT)
             continue
-        for number, row in enumerate(iter_rows([path]), 1):
+        for number, row in enumerate(iter_rows([path], counters=counters, max_document_bytes=_NO_LIMIT), 1):
             text = row.get(field)
             if not isinstance(text, str):
                 raise ValueError(

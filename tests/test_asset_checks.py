@@ -54,6 +54,7 @@ def test_a_good_cache_passes_and_an_unmet_budget_is_a_warning_that_fails_no_run(
         "readers_open": (True, "ERROR"),
         "budget_reached": (False, "WARN"),
         "dropped_share": (True, "WARN"),
+        "repaired_share": (True, "WARN"),
     }
 
 

@@ -57,6 +57,7 @@ def test_facts_tell_what_was_read_and_have_no_path(settings: Settings) -> None:
     facts = input_facts(settings, "oasst1")
     assert facts.items() >= {"input_data": "oasst1", "form": "chats", "kind": "mirror", "revision": None}.items()
     assert facts["settings"] == {
+        "max_document_bytes": 1 << 26,
         "oasst1_dataset": "OpenAssistant/oasst1",
         "oasst1_english_only": True,
         "oasst1_max_messages": 32,

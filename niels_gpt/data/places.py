@@ -255,14 +255,17 @@ def shuffled(items: Iterable[T], seed: int) -> Iterator[T]:
         yield held[index]
 
 
-def iter_rows(paths: Iterable[Path], *, counters: Counter[str] | None = None) -> Iterator[dict[str, Any]]:
+def iter_rows(
+    paths: Iterable[Path], *, counters: Counter[str] | None = None, max_document_bytes: int = MAX_DOCUMENT_BYTES
+) -> Iterator[dict[str, Any]]:
     """Stream rows in file order; a .txt file gives one {"text": line} per line, newline kept.
 
     Raises ValueError naming the file, and for JSON the line or item, where something is no JSON object, is larger than
-    MAX_DOCUMENT_BYTES, or is damaged.
+    `max_document_bytes`, or is damaged.
     """
     for path in paths:
-        yield from (row for _, row in numbered_rows(path, counters=counters))
+        rows = numbered_rows(path, counters=counters, max_document_bytes=max_document_bytes)
+        yield from (row for _, row in rows)
 
 
 def numbered_rows(

@@ -40,6 +40,7 @@ _MARKS = (  # that of UTF-32 LE begins with that of UTF-16 LE
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
 _BLOCK_BYTES = 1 << 16
+_READ_BYTES = 1 << 20
 _BROKEN = "niels_gpt.broken"
 # What is no UTF-16 becomes a byte that is no UTF-8, so that it is replaced and counted with the document it is in.
 codecs.register_error(_BROKEN, lambda error: ("\udcff", cast(UnicodeDecodeError, error).end))
@@ -98,8 +99,13 @@ def read_text(
 
     Raises: TooLarge, a ValueError, for more than `max_document_bytes` of UTF-8; ValueError for a damaged .gz file.
     """
-    with opened_text(Path(path), counters=counters) as file:
-        data = file.read(max_document_bytes + 1)
+    blocks, size = [], 0
+    with opened_text(Path(path), counters=counters) as file:  # block by block: a file may be a bomb, or grow
+        while size <= max_document_bytes and (block := file.read(min(_READ_BYTES, max_document_bytes + 1 - size))):
+            blocks.append(block)
+            size += len(block)
+    data = b"".join(blocks)
+    blocks.clear()
     if len(data) > max_document_bytes:
         name = Path(path).name.removesuffix(".gz")
         cut = f"split -C 10M --additional-suffix {Path(name).suffix} {name} part-"
