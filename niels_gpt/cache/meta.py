@@ -21,6 +21,7 @@ from niels_gpt.records import (
     shortened,
     wrong_value,
 )
+from niels_gpt.remedies import with_command
 
 __all__ = [
     "META_NAME",
@@ -58,7 +59,8 @@ def read_meta(path: str) -> dict[str, Any]:
     try:
         raw = read_regular(path)
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file. A cache is complete when it has one. {_REBUILD}") from None
+        said = f"{path}: no such file. A cache is complete when it has one. {_REBUILD}"
+        raise FileNotFoundError(with_command(said)) from None
     try:
         meta = parse_object(raw)
     except ValueError as error:
