@@ -17,12 +17,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from niels_gpt.remedies import with_command
+
 META_NAME = "meta.json"
 PathLike = str | os.PathLike[str]
 
 
 class CacheError(ValueError):
-    """A cache is damaged, foreign, or does not match what it is used with. The message names the file."""
+    """A cache is damaged, foreign, or does not match what it is used with. The message names the file.
+
+    Where it advises to build everything, that becomes the command for the cache whose path the message begins with.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(with_command(message))
 
 
 def canonical_json(value: Any) -> bytes:

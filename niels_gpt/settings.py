@@ -118,6 +118,7 @@ class Settings:
         2, "samples that the check of eagle3/targets runs through the target once more; 0: none", least=0
     )
 
+    disk_check: bool = _setting(True, "refuse, before it starts, a build that does not fit on the disk")
     deep_checks: bool = _setting(False, "check the sha256 of every file too, when a finished cache is checked")
     max_dropped_share: float = _setting(
         0.05, "warn where a larger share of the documents or examples was dropped", least=0, most=1

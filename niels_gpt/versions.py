@@ -8,6 +8,7 @@ replaced, atomically, when the same tokens are described anew:
     <parent>/.versions/NAME/building-KEY/          a build in progress, or a dead one that the next run goes on with
     <parent>/.versions/NAME/building-KEY.journal/  how far it has come
     <parent>/.versions/NAME/adoptedN/      a folder of another origin that stood at PATH
+    <parent>/.versions/NAME/attempts.json  how many runs of an unfinished build have gained nothing; for a warning
     <parent>/.versions/NAME/recipe.json    which recipe made the committed version
     <parent>/.versions/NAME/lock           flock(2)ed while somebody builds; its text says who
 """
@@ -36,6 +37,8 @@ DAMAGED = "damaged"
 LINK = "link"
 JOURNAL_SUFFIX = ".journal"
 JOURNAL_NAME = "journal.jsonl"
+ATTEMPTS_NAME = "attempts.json"
+"""Beside the versions, during a build: how many runs of it have gained nothing."""
 _SHA256 = re.compile("[0-9a-f]{64}")
 _BUILD = re.compile(r"building-[0-9a-f]{12}(\.journal)?")
 _HALF_WRITTEN = re.compile(r"\.(recipe|meta)\.json\.[0-9a-f]{8}\.tmp")  # by fileio.write_bytes
@@ -281,6 +284,8 @@ def removable(path: str | os.PathLike[str]) -> list[Piece]:
         if _BUILD.fullmatch(entry.name):
             what = "its journal" if entry.suffix == JOURNAL_SUFFIX else "the same build would go on with it"
             found.append(Piece(entry, f"an unfinished build: {what}", bool(marked)))
+        elif entry.name == ATTEMPTS_NAME and entry.is_file() and not entry.is_symlink():
+            found.append(Piece(entry, "of unfinished builds", bool(marked)))
         elif entry.name in (BUILDING, DAMAGED) or (entry.name == LINK and entry.is_symlink()) or _is_leftover(entry):
             found.append(Piece(entry, _KILLED, bool(marked)))
         elif entry in marked and _VERSION.fullmatch(entry.name):

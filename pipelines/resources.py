@@ -78,6 +78,7 @@ class SettingsResource(dg.ConfigurableResource[None]):
     eagle3_batch_size: int = _setting("eagle3_batch_size")
     eagle3_device: str | None = _setting("eagle3_device")
     eagle3_check_samples: int = _setting("eagle3_check_samples")
+    disk_check: bool = _setting("disk_check")
     deep_checks: bool = _setting("deep_checks")
     max_dropped_share: float = _setting("max_dropped_share")
 

@@ -28,7 +28,7 @@ LEVEL_2 = {
     "eagle3": {"build"},
     "prefix_tree": {"build"},
 }
-LEVEL_0 = {"settings", "fileio", "filemaps", "interrupts", "locks", "paths", "records", "versions"}
+LEVEL_0 = {"settings", "fileio", "filemaps", "interrupts", "locks", "paths", "records", "remedies", "versions"}
 HEAVY = {"torch", "datasets", "transformers", "matplotlib", "pyarrow"}
 
 

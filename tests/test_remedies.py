@@ -4,14 +4,21 @@ Run: pytest tests/test_remedies.py
 """
 
 import json
+import os
 import shlex
+import shutil
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from niels_gpt.cache import cli
-from niels_gpt.recipes.commands import build_command
+from niels_gpt.cache import PretrainTokenStreamDataset, cli, read_meta, write_meta
+from niels_gpt.fileio import CacheError
+from niels_gpt.inspection.verify import Limits, verify
+from niels_gpt.remedies import build_command, rebuild_command
 from niels_gpt.settings import Settings
 
 PYTHON = ["python", "-m", "niels_gpt.cache.cli"]
@@ -123,3 +130,86 @@ def test_a_damaged_unfinished_build_is_started_from_scratch(
     capsys.readouterr()
     assert cli.main(["build", *flags]) == 1
     assert carried_out(capsys.readouterr().err) == 0
+
+
+# --- caches that are there --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def built(own: Path, flags: list[str], tmp_path: Path) -> Path:
+    """A cache that was built under flags of which no one has its default."""
+    (own / "b.jsonl.gz").unlink()
+    assert cli.main(["build", *flags]) == 0
+    return tmp_path / "the cache" / "pretrain" / "notes"
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a flipped bit of meta.json": lambda cache: flip(cache / "meta.json"),
+    "no JSON": lambda cache: (cache / "meta.json").write_text("{"),
+    "a shard cut": lambda cache: os.truncate(next(cache.glob("train/*.bin")), 8),
+    "no shard": lambda cache: next(cache.glob("train/*.bin")).unlink(),
+    "a shard that is a link": lambda cache: (
+        next(cache.glob("train/*.bin")).rename(cache / "x"),
+        (cache / "train/shard_00000.bin").symlink_to("../x"),
+    ),
+    "ids of another tokenizer": lambda cache: edit(cache, tokenizer_sha256="0" * 64),
+}
+
+
+def read(cache: Path) -> None:
+    dataset = PretrainTokenStreamDataset(cache / "train", T=8, device="cpu")
+    dataset.get_batch(B=2, generator=torch.Generator().manual_seed(0))
+
+
+def edit(cache: Path, **keys: object) -> None:
+    write_meta(str(cache / "meta.json"), {**read_meta(str(cache / "meta.json")), **keys})
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGES))
+def test_what_a_reader_refuses_is_built_again_by_the_command_it_names(built: Path, damage: str) -> None:
+    before = read_meta(str(built / "meta.json"))
+    DAMAGES[damage](built.resolve())
+    with pytest.raises((CacheError, FileNotFoundError)) as refused:
+        read(built)
+    assert carried_out(str(refused.value)) == 0, str(refused.value)
+    read(built)
+    assert read_meta(str(built / "meta.json")) == before
+
+
+def test_what_verify_finds_is_built_again_by_the_command_it_names(built: Path) -> None:
+    flip(next(built.glob("train/*.bin")))
+    (problem, *_) = verify(built, Limits(deep=True))["files_match_meta"]
+    assert carried_out(problem) == 0, problem
+    assert not any(verify(built, Limits(deep=True)).values())
+
+
+def test_a_tokenizer_that_is_damaged_is_made_again_by_the_command_it_names(
+    built: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = built.parent.parent / "tokenizer" / "spm.model"
+    shutil.copy(flags[-1], model)
+    edit(model.parent, tokenizer_sha256="0" * 64)
+    capsys.readouterr()
+    assert cli.main(["build", *flags[:-2]]) == 1
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    command = message[message.index(": rm ") + 2 :].replace("python ", f"{sys.executable} ", 1)
+    assert subprocess.run(f"{command} --vocab-size 300", shell=True, check=False).returncode == 0
+    assert cli.main(["build", *flags[:-2], "--vocab-size", "300"]) == 0
+
+
+def test_a_record_of_a_strangers_folder_gives_no_other_command(built: Path) -> None:
+    runs = built.parent.parent / ".runs" / "pretrain.notes.jsonl"
+    hostile = {"seed": "$(touch x)", "cache_dir": "/elsewhere", "exclude": "a;rm -r b\n", "sft": "x=y;`id`", "nope": 1}
+    runs.write_text(json.dumps({"settings": {**hostile, "revision": "'; rm -r x #"}}) + "\n")
+    words = shlex.split(str(rebuild_command(built)))
+    where = ["--cache-dir", str(built.parent.parent)]
+    assert words == [*PYTHON, "build", "notes", "--restart", *where, "--revision", "'; rm -r x #"]
+    for content in (b"", b"[" * 100_000, b"[]", b'{"settings": 3}', b"\xff"):
+        runs.write_bytes(content)
+        assert rebuild_command(built) is not None

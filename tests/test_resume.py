@@ -46,8 +46,9 @@ def interrupt(kind: str, path: Path, at: int, items: list[Any] | None = None, **
 
 
 def committed(path: Path) -> dict[str, Any]:
-    """Return all that lies below the parent of a cache, but the lock."""
-    return {name: content for name, content in tree_of(path.parent).items() if not name.endswith("/lock")}
+    """Return all that lies below the parent of a cache, but the lock and the count of the runs that gained nothing."""
+    found = tree_of(path.parent).items()
+    return {name: content for name, content in found if not name.endswith(("/lock", "/attempts.json"))}
 
 
 def uninterrupted(kind: str, folder: Path, **changed: Any) -> dict[str, Any]:
@@ -254,6 +255,53 @@ def test_a_text_that_cannot_be_kept_may_be_mended_and_the_build_goes_on(folder: 
     pretrain(folder / "mine" / "c", items=items, **settings)
     pretrain(folder / "other" / "c", items=items, **settings)
     assert committed(folder / "mine" / "c") == committed(folder / "other" / "c")
+
+
+# --- a run that gains nothing -----------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_runs_that_are_killed_while_they_read_again_are_counted_and_the_next_one_says_so(
+    folder: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupt(kind, folder / "c", 30)
+
+    def killed(at: int) -> None:
+        pid = os.fork()
+        if not pid:
+            BUILDERS[kind](folder / "c", items=killing(ITEMS[kind](0), at))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+    def killing(items: list[Any], at: int) -> Iterator[Any]:
+        yield from items[:at]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for _ in range(2):
+        killed(5)
+        assert "gains nothing" not in caplog.text
+    with pytest.raises(KeyboardInterrupt):
+        BUILDERS[kind](folder / "c", items=interrupting(ITEMS[kind](0), 5))
+    assert "the last 2 runs of this build came no further" in caplog.text
+    assert "has gained nothing" in caplog.text
+    caplog.clear()
+    BUILDERS[kind](folder / "c")
+    assert "the last 3 runs" in caplog.text
+    assert committed(folder / "c") == uninterrupted(kind, folder / "other")
+    assert not list(folder.glob("**/attempts.json"))
+
+
+def interrupting(items: list[Any], at: int) -> Iterator[Any]:
+    yield from items[:at]
+    raise KeyboardInterrupt
+
+
+def test_runs_that_are_killed_before_their_first_checkpoint_are_counted_too(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            sft(folder / "c", items=interrupting(ITEMS["sft"](0), 5))
+    assert "the last run of this build came no further than its start" in caplog.text
 
 
 # --- what lies on disk is not what it was -----------------------------------------------------------------------------

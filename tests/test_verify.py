@@ -4,7 +4,6 @@ Run: pytest tests/test_verify.py
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -25,11 +24,17 @@ from niels_gpt.inspection import checksums, damage
 from niels_gpt.inspection import verify as module
 from niels_gpt.inspection.verify import CHECKS, Limits, verify
 from niels_gpt.recipes.plan import RECIPES, ensure_tokenizer
-from niels_gpt.recipes.produce import cache_root
+from niels_gpt.recipes.produce import cache_root, restart
+from niels_gpt.remedies import rebuild_command
 from niels_gpt.settings import Settings
 
-BUILD = "python -m niels_gpt.cache.cli build-all with its settings, or materialize its asset"
-AGAIN = "Remove {}, then build it again: " + BUILD
+
+def again(folder: Path) -> str:
+    """Return the remedy of a damaged cache, or of its tokenizer."""
+    remove = f"Remove {folder}, then build" if folder.name == "tokenizer" else "Build"
+    return f"{remove} it again: {rebuild_command(folder)}"
+
+
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 """Six tokens: usr q eot asst a eot; the last two carry loss."""
 
@@ -124,7 +129,7 @@ def test_a_file_that_is_cut_or_missing_is_named_with_the_remedy(
 ) -> None:
     damage(root / name)
     cache = root / Path(*Path(name).parts[:2])
-    assert problems(cache, "files_match_meta") == [f"{root / name}: {found}. {AGAIN.format(cache)}"]
+    assert problems(cache, "files_match_meta") == [f"{root / name}: {found}. {again(cache)}"]
 
 
 @pytest.mark.parametrize(("key", "name"), [("pretrain/notes", "train/shard_00001.bin"), ("tokenizer", "spm.model")])
@@ -134,7 +139,7 @@ def test_a_flipped_bit_is_found_by_a_deep_check_and_in_a_model_always(root: Path
     file.write_bytes(content[:4] + bytes([content[4] ^ 1]) + content[5:])
     problem = f"{file}: sha256 {sha256_file(file)[:12]}, expected {before[:12]} by its meta.json"
     where = "" if key == "tokenizer" else "; bit 0 of byte 4 is flipped"
-    expected = [f"{problem}{where}. " + AGAIN.format(root / key)]
+    expected = [f"{problem}{where}. " + again(root / key)]
     assert problems(root / key, "files_match_meta", deep=True) == expected
     assert problems(root / key, "files_match_meta") == (expected if key == "tokenizer" else [])
 
@@ -144,8 +149,7 @@ def test_a_content_sha256_of_other_files_is_a_problem(root: Path) -> None:
     real = read_meta(str(cache / "meta.json"))["content_sha256"]
     change(cache, content_sha256="f" * 64)
     assert problems(cache, "files_match_meta") == [
-        f"{cache}/meta.json: content_sha256 is {'f' * 12}, but the files it names give {real[:12]}. "
-        + AGAIN.format(cache)
+        f"{cache}/meta.json: content_sha256 is {'f' * 12}, but the files it names give {real[:12]}. " + again(cache)
     ]
 
 
@@ -185,7 +189,7 @@ def test_an_id_that_is_not_in_the_vocabulary_is_found_at_its_position(
     put(shard, 9, 65_535)
     put(shard, 5, 300)
     assert problems(cache, "ids_below_vocab_size") == [
-        f"{shard}: token 5 is id 300, expected ids below vocab_size 300; 2 of 10 tokens are not. {AGAIN.format(cache)}"
+        f"{shard}: token 5 is id 300, expected ids below vocab_size 300; 2 of 10 tokens are not. {again(cache)}"
     ]
     change(cache, vocab_size=65_536)  # every uint16 is an id of it
     assert problems(cache, "ids_below_vocab_size") == []
@@ -209,10 +213,10 @@ def test_ids_of_another_tokenizer_than_the_one_beside_the_cache_are_a_problem(ro
     other = sha256_file(model)
     ours, theirs = f"{root / key}/meta.json", root / "tokenizer"
     assert problems(root / key, "tokenizer_matches") == [
-        f"{model}: sha256 {other[:12]}, but {ours} has ids of tokenizer {real[:12]}. {AGAIN.format(theirs)}"
+        f"{model}: sha256 {other[:12]}, but {ours} has ids of tokenizer {real[:12]}. {again(theirs)}"
     ]
     change(theirs, tokenizer_sha256=other)
-    build = f"Build the cache again: {BUILD}"
+    build = f"Build the cache again: {rebuild_command(root / key)}"
     assert problems(root / key, "tokenizer_matches") == [
         f"{ours}: ids of tokenizer {real[:12]}, but {theirs}/meta.json is of tokenizer {other[:12]}. {build}",
         f"{model}: sha256 {other[:12]}, but {ours} has ids of tokenizer {real[:12]}. {build}",
@@ -237,8 +241,8 @@ def test_an_example_without_a_token_that_carries_loss_is_found_by_its_number(roo
     put(cache / "train_tokens.bin", 6 + 3, 2)  # example 1: usr q eot usr a eot
     assert problems(cache, "examples_supervised") == [
         f"{cache}/train: 1 of 3 examples have no token that carries loss, expected at least one in each. Examples: 1. "
-        + AGAIN.format(cache),
-        f"{cache}/train: 4 tokens carry loss, expected 6 by supervised_tokens in its meta.json. {AGAIN.format(cache)}",
+        + again(cache),
+        f"{cache}/train: 4 tokens carry loss, expected 6 by supervised_tokens in its meta.json. {again(cache)}",
     ]
 
 
@@ -372,8 +376,8 @@ def test_the_remedy_mends_what_a_second_build_would_reuse(settings: Settings) ->
     put(cache / "train_tokens.bin", 0, 65_535)  # the size is as before, and sizes are what a build looks at
     assert RECIPES["sft/oasst1"](settings).reused
     found = verify(cache, Limits(deep=True))
-    assert all(AGAIN.format(cache) in found[name][0] for name in ("files_match_meta", "ids_below_vocab_size"))
-    os.remove(cache)  # "Remove ..., then build it again"
+    assert all(again(cache) in found[name][0] for name in ("files_match_meta", "ids_below_vocab_size"))
+    restart(settings, "sft/oasst1")  # --restart
     assert not RECIPES["sft/oasst1"](settings).reused
     assert not any(verify(cache, Limits(deep=True, max_dropped_share=1)).values())
 

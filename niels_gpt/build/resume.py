@@ -32,6 +32,7 @@ CHECKPOINT_SECONDS = 2.0
 TEXTS = "texts.bin"
 """In the journal's folder: the first bytes of the sha256 of each document that was taken from the source."""
 CHECKSUMS = "index/crc32.bin"
+_TOLD_SECONDS = 10.0  # between two lines of a replay
 _REPORTED = 1024  # documents of a replay
 _SHARE_OF_RUN, _COSTS = 0.5, 10  # a young build has its checkpoints sooner: none may lose more than half of a run
 
@@ -83,6 +84,11 @@ class Build:
         self._cost = 0.0
 
     @property
+    def public(self) -> Path:
+        """Where the cache stands, for messages."""
+        return self.folder.parent.parent.parent / self.folder.parent.name
+
+    @property
     def committed(self) -> Path | None:
         """The version that a killed run had made of this build, where nothing is left to do but to say so."""
         if self.last.sealed is None or self.work.is_dir():
@@ -98,7 +104,8 @@ class Build:
         fileio.make_dir(self.work)
         fileio.fsync_dir(self.work)  # a killed run may have made folders in it
         if self.last.documents:
-            logger.info("%s: going on after %d documents of an earlier run", self.folder, self.last.documents)
+            said = "%s: going on after %d documents of an earlier run, which are read again to compare them"
+            logger.info(said, self.public, self.last.documents)
             if set(self.last.files) != set(self._places):
                 raise CacheError(f"{self.folder}: its journal names other files than this build has. {self.remedy}")
             self.expect(TEXTS, self.last.documents * DIGEST_BYTES)
@@ -146,6 +153,7 @@ class Build:
         Raises: CacheError naming the first document that is not what it was.
         """
         count = self.last.documents
+        told = time.monotonic()
         with open(self.folder / TEXTS, "rb") as file:
             for number in range(count):
                 document, self.mark = next(documents, (None, self.mark))
@@ -155,6 +163,9 @@ class Build:
                     self._changed(f"has changed at {named(document)}")
                 if number % _REPORTED == 0:
                     report(number)
+                    if time.monotonic() - told > _TOLD_SECONDS:
+                        told = time.monotonic()
+                        logger.info("%s: re-read %s of %s documents", self.public, f"{number:,}", f"{count:,}")
         if count and self.mark.generator != self.last.generator:
             self._changed("is shuffled otherwise, as by another version of torch")
 
@@ -309,6 +320,6 @@ class Build:
 
     def _changed(self, what: str) -> None:
         raise CacheError(
-            f"{self.folder.parent.parent.parent / self.folder.parent.name}: its source {what}, since a build of it was "
+            f"{self.public}: its source {what}, since a build of it was "
             f"interrupted. Restore the source and run the same command again. {self.remedy}"
         )

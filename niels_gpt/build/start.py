@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt import fileio
+from niels_gpt.build.attempts import Attempts
 from niels_gpt.build.journal import identity_of
 from niels_gpt.build.resume import Build
 from niels_gpt.fileio import canonical_json
@@ -45,9 +46,11 @@ def opened(
     A build that ends with NoTextError keeps nothing, so that the next one may read another source.
     Raises: CacheError where somebody else builds, something that is no cache is in the way, or the build is damaged.
     """
-    with resumable(out_dir, sha256(canonical_json(identity)).hexdigest()) as (work, folder):
+    key = sha256(canonical_json(identity)).hexdigest()
+    with resumable(out_dir, key) as (work, folder):
         _say_others(folder, identity)
         build = Build(work, folder, identity, files, seconds, from_scratch)
+        attempts = Attempts(folder.parent, key, build.last.documents)
         try:
             meta = build.committed_meta()
             if meta is not None and fingerprint is not None:
@@ -59,15 +62,23 @@ def opened(
                     build = Build(work, folder, identity, files, seconds, from_scratch)
             build.open()
             yield build
+            attempts.forget()
         except NoTextError:
             build.close()
             discard(folder)
+            attempts.forget()
             raise
-        except OSError as error:
-            if error.errno not in _CANNOT_WRITE or not build.last.documents:
-                raise
-            kept = f"{build.last.documents} documents are done and kept: once that is mended, the same build goes on"
-            raise OSError(error.errno, f"{error.strerror}. {kept}", error.filename) from error
+        except KeyboardInterrupt:
+            attempts.interrupted(build.last.documents)
+            raise
+        except Exception as error:
+            attempts.forget()
+            if isinstance(error, OSError) and error.errno in _CANNOT_WRITE and build.last.documents:
+                kept = (
+                    f"{build.last.documents} documents are done and kept: once that is mended, the same build goes on"
+                )
+                raise OSError(error.errno, f"{error.strerror}. {kept}", error.filename) from error
+            raise
         finally:
             build.close()
 

@@ -34,6 +34,7 @@ from niels_gpt.interrupts import interruptible, say_interrupted
 from niels_gpt.settings import Settings
 
 if TYPE_CHECKING:
+    from niels_gpt.recipes.plan import Plan
     from niels_gpt.recipes.produce import Outcome
 
 
@@ -192,6 +193,8 @@ def _build(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         plans = plan(settings, chosen)
         print(plan_table(plans, settings.cache_dir))
+        if settings.disk_check:
+            _check_room(settings, plans)
         return 1 if any(item.action.startswith("cannot") for item in plans) else 0
     outcomes: list[Outcome] = []
     failures: dict[str, Exception] = {}
@@ -222,6 +225,15 @@ def _json(found: object) -> str:
     """Return JSON for people and machines, without characters that command a terminal."""
     text = json.dumps(found, indent=2, ensure_ascii=False)
     return re.sub("[\x7f-\x9f]", lambda char: f"\\u{ord(char.group()):04x}", text)
+
+
+def _check_room(settings: Settings, plans: Sequence[Plan]) -> None:
+    from niels_gpt.recipes.disk import Need, left_bytes, refuse_without_room
+    from niels_gpt.recipes.produce import cache_root
+
+    root = cache_root(settings)
+    needs = {item.key: Need(item.least_bytes, item.disk_bytes) for item in plans if item.disk_bytes}
+    refuse_without_room(root, needs, sum(left_bytes(root / key) for key in needs))
 
 
 def _print_failures(failures: dict[str, Exception]) -> int:

@@ -22,6 +22,7 @@ from niels_gpt.records import (
     shortened,
     wrong_value,
 )
+from niels_gpt.remedies import with_command
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 
 __all__ = [
@@ -57,20 +58,21 @@ def write_meta(path: str, meta: dict[str, Any]) -> None:
 def read_meta(path: str) -> dict[str, Any]:
     """Return a meta.json as a dict, whatever its keys: `reader_meta` and `file_records` look at those.
 
-    Raises: FileNotFoundError if there is none; CacheError if it is no regular file, larger than 256 MiB, not a JSON
+    Raises: FileNotFoundError if there is none; CacheError if it is no regular file, larger than 32 MiB, not a JSON
         object, has a key twice or a number out of all bounds, or if its bytes do not give the `meta_crc32` in it.
     """
     try:
         raw = read_regular(path)
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file. A cache is complete when it has one. {_REBUILD}") from None
+        said = f"{path}: no such file. A cache is complete when it has one. {_REBUILD}"
+        raise FileNotFoundError(with_command(said)) from None
     try:
         meta = parse_object(raw)
     except ValueError as error:
         raise CacheError(f"{path}: {error}, expected a cache's meta.json. {_REBUILD}") from error
     if "meta_crc32" in meta:
-        said, found = meta_crc32(raw)
-        if said != found:
+        stored, found = meta_crc32(raw)
+        if stored != found:
             in_it = shortened(meta["meta_crc32"])
             raise CacheError(f"{path}: damaged: its bytes have the CRC-32 {found:08x}, it says {in_it}. {_REBUILD}")
     return meta

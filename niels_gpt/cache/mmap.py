@@ -19,6 +19,7 @@ from niels_gpt.cache.formats import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_NUMPY_DTYPE
 from niels_gpt.fileio import CacheError
 from niels_gpt.filemaps import FileMaps, MapError, memory_bytes, page_starts
 from niels_gpt.records import is_sparse, open_regular, shortened
+from niels_gpt.remedies import with_command
 
 _REBUILD = "Rebuild the cache: python -m niels_gpt.cache.cli build-all"
 _OFFSET_BYTES = 8
@@ -313,7 +314,7 @@ def _opened(path: str | os.PathLike[str], what: str) -> int:
     try:
         return open_regular(path)
     except FileNotFoundError:
-        raise FileNotFoundError(f"{os.fspath(path)}: no such {what}. {_REBUILD}") from None
+        raise FileNotFoundError(with_command(f"{os.fspath(path)}: no such {what}. {_REBUILD}")) from None
 
 
 def _tokens_beside(path: str | os.PathLike[str]) -> str:

@@ -20,6 +20,7 @@ from niels_gpt.cache.mmap import IO, TokenFiles
 from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.locks import hold_version
 from niels_gpt.records import checked_int, path_inside, resolved
+from niels_gpt.remedies import with_command
 
 
 class PretrainSplit:
@@ -50,7 +51,8 @@ class PretrainSplit:
         """
         self.folder = resolved_split(Path(shards_dir))
         if not self.folder.is_dir():
-            raise FileNotFoundError(f"{shards_dir}: no such folder. Build it: python -m niels_gpt.cache.cli build-all")
+            said = f"{shards_dir}: no such folder. Build it: python -m niels_gpt.cache.cli build-all"
+            raise FileNotFoundError(with_command(said))
         self._hold = hold_version(self.folder.parent)
         self.meta: dict[str, Any] | None = reader_meta(self.folder.parent, "pretrain")
         self.vocab_size: int | None = (self.meta or {}).get("vocab_size")

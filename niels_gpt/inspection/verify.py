@@ -21,9 +21,9 @@ from niels_gpt.inspection.damage import file_damage, sha256_damages
 from niels_gpt.inspection.readers import refusals
 from niels_gpt.inspection.stats import supervised_counts
 from niels_gpt.records import file_records, path_inside, sha256_regular
+from niels_gpt.remedies import GENERIC, rebuild_command, with_command
 from niels_gpt.tokenizer import MODEL_NAME
 
-_BUILD = "python -m niels_gpt.cache.cli build-all with its settings, or materialize its asset"
 _CHUNK_TOKENS = 1 << 22  # looked at in one piece: 8 MiB of a token file
 _MAX_PROBLEMS = 20  # of one check: a shard of the wrong file would give one for each file
 _MAX_EXAMPLES = 5  # named in one problem
@@ -94,12 +94,14 @@ def _problems(check: Check, folder: Path, meta: dict[str, Any], limits: Limits) 
         problems.append(str(error))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         problems.append(f"{folder / META_NAME}: not as docs/formats.md describes it ({error!r}). {_again(folder)}")
+    problems = [with_command(problem) for problem in problems]
     return problems if len(problems) <= _MAX_PROBLEMS else [*problems[:_MAX_PROBLEMS], "... and more"]
 
 
 def _again(folder: Path) -> str:
-    # A build reuses a cache whose files have the right sizes, so a damaged one is removed first.
-    return f"Remove {folder}, then build it again: {_BUILD}"
+    if folder.name == "tokenizer":
+        return f"Remove {folder}, then build it again: {GENERIC}"
+    return f"Build it again: {GENERIC}"
 
 
 def _files_match_meta(folder: Path, meta: dict[str, Any], limits: Limits) -> Iterator[str]:
@@ -155,13 +157,14 @@ def _tokenizer_matches(folder: Path, meta: dict[str, Any], limits: Limits) -> It
     if recorded != expected:
         yield (
             f"{folder / META_NAME}: ids of tokenizer {_short(expected)}, but {tokenizer / META_NAME} is of tokenizer "
-            f"{_short(recorded)}. Build the cache again: {_BUILD}"
+            f"{_short(recorded)}. Build the cache again: {GENERIC}"
         )
     model = version / MODEL_NAME
     if not os.path.lexists(model):
         yield f"{tokenizer / MODEL_NAME}: no such file, expected tokenizer {_short(expected)}. {_again(tokenizer)}"
     elif (found := sha256_regular(path_inside(version, MODEL_NAME))) != expected:
-        remedy = f"Build the cache again: {_BUILD}" if found == recorded else _again(tokenizer)
+        again = f"Build the cache again: {rebuild_command(folder) or GENERIC}"
+        remedy = again if found == recorded else _again(tokenizer)
         yield (
             f"{tokenizer / MODEL_NAME}: sha256 {_short(found)}, but {folder / META_NAME} has ids of tokenizer "
             f"{_short(expected)}. {remedy}"

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.build.writer import TOKEN_BYTES
 from niels_gpt.cache.meta import find_meta
 from niels_gpt.fileio import CacheError
 from niels_gpt.recipes import pretrain, sft
+from niels_gpt.recipes.disk import need_of
 from niels_gpt.recipes.origins import Origin, asked_revisions, origin_of
 from niels_gpt.recipes.own import OwnSource, own_sources
 from niels_gpt.recipes.produce import (
@@ -45,11 +45,6 @@ _READS = {f"pretrain/{name}": reads for name, reads in pretrain.READS.items()}
 _READS |= {f"sft/{name}": reads for name, reads in sft.READS.items()}
 _READS[TOKENIZER_KEY] = ("tokenizer_model", *TRAINING_SETTINGS)
 
-# utf-8 bytes of what is read where there is no file to look at, rounded up from the hub's dataset pages.
-_HUB_TEXT_BYTES = {"wikitext": 550_000_000, "dolly15k": 13_000_000, "oasst1": 120_000_000}
-_BYTES_PER_TOKEN = 3.0  # low on purpose: 4.2 measured on English web text, and an estimate of disk should not be short
-_UNPACKED = 4  # .gz and .parquet hold about four times their size in text
-
 
 def recipes(settings: Settings) -> dict[str, Recipe]:
     """Return RECIPES and, after them, those of the user's own sources. Raises as `own_sources`."""
@@ -76,7 +71,9 @@ class Plan:
     source: str
     """Where the text comes from."""
     disk_bytes: int
-    """Disk that the new version needs, at most about; 0 where nothing is built."""
+    """Disk that the new version needs while it is built, at most; 0 where nothing is built."""
+    least_bytes: int = 0
+    """And at least: a build that has less room is refused."""
 
 
 def plan(settings: Settings, keys: list[str]) -> list[Plan]:
@@ -143,7 +140,8 @@ def _plan_of(settings: Settings, key: str, tokenizer: str) -> Plan:
         return Plan(key, "stub", where, 0)
     documents = _unfinished(cache_root(settings) / key)
     said = f"build (an unfinished one is there: {documents:,} documents done)" if documents else "build"
-    return Plan(key, said, where, _disk_bytes(settings, origin))
+    need = need_of(settings, key, origin)
+    return Plan(key, said, where, need.most, need.least)
 
 
 def _unfinished(path: Path) -> int:
@@ -178,17 +176,6 @@ def _current(settings: Settings, key: str, origin: Origin) -> bool:
     tokenizer = str((find_meta(cache_root(settings) / TOKENIZER_KEY) or {}).get("tokenizer_sha256"))
     facts = origin.facts(recorded, ask_hub=False)
     return is_current(path, recipe_fingerprint(settings, key, _reads(key), tokenizer, str(facts["fingerprint"])))
-
-
-def _disk_bytes(settings: Settings, origin: Origin) -> int:
-    text = sum(
-        path.stat().st_size * (_UNPACKED if path.suffix.lower() in (".gz", ".parquet") else 1) for path in origin.files
-    )
-    text = text or _HUB_TEXT_BYTES.get(origin.source, 0)
-    bounds = [int(text / _BYTES_PER_TOKEN)] if text else []
-    if origin.source in ("fineweb_edu", "gutenberg"):
-        bounds.append(sum(getattr(settings, f"{origin.source}_{split}_tokens") for split in ("train", "val")))
-    return TOKEN_BYTES * min(bounds, default=0)
 
 
 __all__ = [

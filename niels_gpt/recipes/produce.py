@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import find_meta, listed_meta, read_meta
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.fileio import META_NAME, CacheError, canonical_json, write_bytes
-from niels_gpt.recipes.commands import build_command
+from niels_gpt.recipes.disk import left_bytes, need_of, refuse_without_room
 from niels_gpt.recipes.measured import Measured
 from niels_gpt.recipes.origins import Origin
 from niels_gpt.recipes.own import said_credit
@@ -37,9 +38,11 @@ from niels_gpt.records import (
     resolved,
     sha256_regular,
 )
+from niels_gpt.remedies import build_command
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 from niels_gpt.versions import (
+    ATTEMPTS_NAME,
     RECIPE_NAME,
     build_lock,
     clear_leftovers,
@@ -206,7 +209,7 @@ def produce(
     path = cache_root(settings) / key
     folder = tokenizer_folder or cache_root(settings) / TOKENIZER_KEY
     with Measured() as measured:
-        tokenizer = _tokenizer_of(settings, origin, folder)
+        tokenizer = _tokenizer_of(settings, key, origin, folder)
         recipe = {name: getattr(settings, name) for name in reads}
         known = _unfinished_facts(origin, path, recipe)
         facts = origin.facts(known or None if refresh else _known_facts(folder, origin, path, observed, known))
@@ -216,6 +219,8 @@ def produce(
             meta = read_meta(str(path / META_NAME))
             _tidy(path)
         else:
+            if settings.disk_check:
+                refuse_without_room(cache_root(settings), {key: need_of(settings, key, origin)}, left_bytes(path))
             counters: Counter[str] = Counter()
             exclude = {} if settings.exclude is None else {"exclude": read_exclusion(settings.exclude).facts}
             said = said_credit(settings, origin.source)
@@ -230,6 +235,10 @@ def produce(
 def _tidy(path: Path) -> None:
     """Remove what killed builds of a cache that is up to date have left: those that were committed, and half files."""
     clear_leftovers(path)
+    attempts = versions_dir(path) / ATTEMPTS_NAME
+    if attempts.is_file() and not attempts.is_symlink() and not unfinished_builds(path):
+        with contextlib.suppress(OSError):
+            attempts.unlink()
     if sealed_builds(path):
         with contextlib.suppress(CacheError, OSError), build_lock(path):
             for folder in sealed_builds(path):
@@ -349,12 +358,14 @@ def _runs_file(root: Path, key: str) -> Path:
     return root / RUNS_DIR / f"{key.replace('/', '.')}.jsonl"
 
 
-def _tokenizer_of(settings: Settings, origin: Origin, folder: Path) -> SentencePieceTokenizer:
+def _tokenizer_of(settings: Settings, key: str, origin: Origin, folder: Path) -> SentencePieceTokenizer:
+    removed = shlex.join(["rm", *([] if folder.is_symlink() else ["-r"]), str(folder)])
+    again = f"{removed} && {build_command(settings, key)}"
     meta = read_meta(str(folder / META_NAME))
     if settings.source_root != "sample" and meta.get("trained_on") == "sample":
         raise CacheError(
             f"{folder / META_NAME}: this tokenizer was trained on the bundled sample, so it must not encode real text. "
-            f"Name another one with --tokenizer-model, or remove {folder} to have one trained"
+            f"Name another one with --tokenizer-model, or have one trained: {again}"
         )
     if origin.own is None and meta.get("trained_on") == "own":
         logger.warning(
@@ -366,6 +377,6 @@ def _tokenizer_of(settings: Settings, origin: Origin, folder: Path) -> SentenceP
     if tokenizer.sha256 != meta.get("tokenizer_sha256"):
         raise CacheError(
             f"{folder / MODEL_NAME}: sha256 {tokenizer.sha256[:12]}, not the {str(meta.get('tokenizer_sha256'))[:12]} "
-            f"of its {META_NAME}. Remove {folder}, then build again"
+            f"of its {META_NAME}. Make another one: {again}"
         )
     return tokenizer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
 import stat
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from niels_gpt.inspection.diff import PARTS, is_equal
 from niels_gpt.inspection.readers import in_short, refusal
 from niels_gpt.inspection.source_ids import printable
 from niels_gpt.inspection.verify import CHECKS, Limits, verify
+from niels_gpt.recipes.disk import free_bytes
 from niels_gpt.recipes.plan import Plan
 from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome
 from niels_gpt.recipes.snapshot import ORDER_SETTINGS
@@ -102,9 +102,9 @@ def _malformed(error: Exception) -> str:
 
 def plan_table(plans: Sequence[Plan], cache_dir: str) -> str:
     """Return a line for each cache: what a run would do; and the disk that is free."""
-    rows = [(item.key, item.action, item.source, size(item.disk_bytes)) for item in plans]
-    lines = table([("what", "would be", "from", "disk at most"), *rows])
-    return f"{lines}\ndisk free at {cache_dir}: {size(_free_bytes(Path(cache_dir)))}"
+    rows = [(item.key, item.action, item.source, size(item.least_bytes), size(item.disk_bytes)) for item in plans]
+    lines = table([("what", "would be", "from", "disk at least", "at most"), *rows])
+    return f"{lines}\ndisk free at {cache_dir}: {size(free_bytes(Path(cache_dir)))}"
 
 
 def snapshot_lines(
@@ -248,9 +248,3 @@ def _count(totals: Mapping[str, int], split: str) -> str:
     if f"{split}_examples" in totals:
         return f"{totals[f'{split}_examples']:,} examples, {totals[f'{split}_tokens']:,} tokens"
     return f"{totals.get(f'{split}_tokens', 0):,} tokens"
-
-
-def _free_bytes(folder: Path) -> int:
-    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    stat = os.statvfs(existing)
-    return stat.f_bavail * stat.f_frsize

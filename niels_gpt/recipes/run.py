@@ -18,6 +18,8 @@ from niels_gpt.inspection.contents import Damage
 from niels_gpt.inspection.damage import find_damage
 from niels_gpt.interrupts import interruptible, say_interrupted
 from niels_gpt.recipes import produce
+from niels_gpt.recipes.disk import left_bytes, need_of, refuse_without_room
+from niels_gpt.recipes.origins import origin_of
 from niels_gpt.recipes.own import UsageError, named_by_lines, said_credit
 from niels_gpt.recipes.plan import RECIPES, recipes
 from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome, cache_root
@@ -66,6 +68,8 @@ def build_each(
     bar: gives a progress callback, or None, for the time of one build.
     Raises: as `stage_tokenizer`.
     """
+    if settings.disk_check:
+        _refuse_without_room(settings, chosen)
     tokenizer = stage_tokenizer(settings, own_only=not set(chosen) & set(RECIPES), announce=True)
     outcomes.append(tokenizer)
     known = recipes(settings)
@@ -84,6 +88,17 @@ def build_each(
     installed = cache_root(settings) / TOKENIZER_KEY
     if tokenizer.path.resolve() != installed.resolve():
         print(f"{installed} stays as it was: no cache was built with the new tokenizer", file=sys.stderr)
+
+
+def _refuse_without_room(settings: Settings, chosen: Sequence[str]) -> None:
+    """Refuse before the first byte what does not fit together: the caches that are not there at all."""
+    root, needs, left = cache_root(settings), {}, 0
+    for key in chosen:
+        with contextlib.suppress(OSError, ValueError):  # the build of that source tells
+            if not (root / key).is_symlink():
+                needs[key] = need_of(settings, key, origin_of(settings, key.split("/")[1]))
+                left += left_bytes(root / key)
+    refuse_without_room(root, needs, left)
 
 
 def damage_of(cache: Path, *, deep: bool, progress: Callable[[int, int, int | None], None] | None) -> list[Damage]:

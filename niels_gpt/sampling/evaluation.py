@@ -19,6 +19,7 @@ from niels_gpt.cache.mmap import IO
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, resolved_split, split_rows
 from niels_gpt.fileio import CacheError
 from niels_gpt.records import checked_int
+from niels_gpt.remedies import with_command
 
 
 def iter_eval(
@@ -81,7 +82,8 @@ def bits_per_byte(loss_sum: float | torch.Tensor, shards_dir: str | os.PathLike[
         raise ValueError(f"loss_sum={nats}: expected a sum of cross entropies, 0 or more")
     folder = resolved_split(Path(shards_dir))
     if not folder.parent.is_dir():
-        raise FileNotFoundError(f"{shards_dir}: no such folder. Build it: python -m niels_gpt.cache.cli build-all")
+        said = f"{shards_dir}: no such folder. Build it: python -m niels_gpt.cache.cli build-all"
+        raise FileNotFoundError(with_command(said))
     # The kind is looked at by text_bytes, whose message says what an sft cache lacks.
     num_bytes = text_bytes(folder.parent, reader_meta(folder.parent), folder.name)
     return nats / math.log(2) / num_bytes
