@@ -21,15 +21,15 @@ from niels_gpt.roundtrip import first_difference
 logger = logging.getLogger(__name__)
 
 ROUNDTRIP_TEXTS: Final = 1_000
-ROUNDTRIP_BYTES: Final = 1 << 20
-"""The round trip ends after so many texts, or with the text that passes so many utf-8 bytes."""
+ROUNDTRIP_BYTES: Final = 1 << 18
+"""The round trip ends after so many texts, or with the text that passes so many utf-8 bytes: some 20 ms of a build."""
 EMPTY_REPLIES: Final = "empty_replies"
 UNKNOWN_IDS: Final = "unknown_ids"
 MAX_EMPTY_SHARE: Final = 0.01
 """Of the examples: a build warns where more of them have an empty reply."""
 
 _TEXTS, _DIFFER, _BYTES = "roundtrip_texts", "roundtrip_differ", "roundtrip_bytes"
-_COMPARED_IDS = 1 << 16  # of a longer text the beginning is compared: a book need not be decoded whole
+_COMPARED_IDS = 1 << 10  # of a longer text the beginning is compared, or one book would use all the bytes up
 
 
 class Losses:
@@ -61,7 +61,6 @@ class Losses:
                 continue
             start, end = int(ends[number] - encoded.lengths[number]), int(ends[number]) - self._num_ends
             self._compare(texts[number], encoded.ids[start:end])
-            self._noticed[_BYTES] += int(encoded.utf8_bytes[number])
             if self._compared():
                 return
 
@@ -75,6 +74,7 @@ class Losses:
             back = back.rstrip("\ufffd")  # a character of several bytes that is cut
             text = text[: len(back)]
         self._noticed[_TEXTS] += 1
+        self._noticed[_BYTES] += len(text.encode())
         if back != text:
             self._noticed[_DIFFER] += 1
             self._changed = self._changed or first_difference(text, back)
