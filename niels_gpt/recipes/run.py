@@ -20,6 +20,7 @@ from niels_gpt.recipes.own import named_by_lines
 from niels_gpt.recipes.plan import RECIPES, ensure_tokenizer, recipes
 from niels_gpt.recipes.produce import Outcome
 from niels_gpt.recipes.report import checked
+from niels_gpt.records import printable
 from niels_gpt.settings import Settings
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
@@ -67,7 +68,7 @@ def build_each(
             try:
                 outcome = known[key](settings, refresh=refresh, progress=progress)
                 for warning in checked(outcome, settings):
-                    print(f"warning: {key}: {warning}", file=sys.stderr)
+                    print(f"warning: {key}: {printable(warning)}", file=sys.stderr)
                 outcomes.append(outcome)
             except Exception as error:
                 failures[key] = error
@@ -120,7 +121,7 @@ def exit_status(
         if isinstance(error, BrokenPipeError) and is_unread("\n"):
             return 0
         logging.getLogger(__name__).debug("", exc_info=True)
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
