@@ -14,7 +14,8 @@ printed, two workers of two cores say little: there the CPU seconds, of this pro
     memory   peak MiB of a process that builds from a stream of the corpus 1, 4 and 16 times over
     shards   the corpus in 1 to 1,000 shards, beside the bare writes, fsyncs and renames of as many files; opening 1,000
              of them against a loop of np.memmap
-    verify   deep verification against sha256sum, and against hashlib, of the same files
+    verify   deep verification against sha256sum, and against hashlib, of the same files: 1,000 shards of 120 kB, and
+             one of 128 MiB
 
 The text is fineweb-edu's and dolly's of --data or of NIELS_GPT_TEST_DATA, a mirror; else the packaged sample, repeated.
 """
@@ -337,24 +338,29 @@ def hash_files(files: list[str]) -> None:
 
 
 def bench_verify(setup: Setup) -> list[Target]:
-    """Compare deep verification with sha256sum of all files of a cache, 8 times the corpus."""
-    path = setup.folder / "verified"
-    build(itertools.chain.from_iterable([setup.texts] * (1 if setup.quick else 8)), path, setup.tokenizer)
-    files = [str(file) for file in path.resolve().rglob("*") if file.is_file()]
-    damage = find_damage(path, deep=True)
-    assert not damage, damage
-    ways: Ways = {
-        "verify --deep": partial(find_damage, path, deep=True),
-        "sha256sum": partial(subprocess.run, ["sha256sum", *files], check=True, capture_output=True),
-        "hashlib": partial(hash_files, files),
-    }
-    seconds = measured(ways, setup.rounds)
-    total = sum(os.path.getsize(name) for name in files) / 1e6
-    print(f"verify: {len(files)} files, {total:.1f} MB")
-    for name in ways:
-        middle = statistics.median(seconds[name])
-        print(f"  {name:<20} {middle:8.3f} s {total / middle:8.0f} MB/s")
-    return [at_least("verify --deep / sha256sum", ratio(seconds, "verify --deep", "sha256sum"), 0.5)]
+    """Compare deep verification with sha256sum of all files of a cache: of many small shards, and of a large one."""
+    targets = []
+    for name, count, shard_bytes in (("1,000 shards of 120 kB", 1_000, 120_000), ("a shard of 128 MiB", 1, 2**27)):
+        tokens, path = count * shard_bytes // 2 // (100 if setup.quick else 1), fresh(setup.folder / "verified")
+        build(itertools.cycle(setup.texts), path, setup.tokenizer, tokens, 0, shard_bytes)
+        files = [str(file) for file in path.resolve().rglob("*") if file.is_file()]
+        damage = find_damage(path, deep=True)
+        assert not damage, damage
+        ways: Ways = {
+            "verify --deep": partial(find_damage, path, deep=True),
+            "sha256sum": partial(subprocess.run, ["sha256sum", *files], check=True, capture_output=True),
+            "hashlib": partial(hash_files, files),
+        }
+        seconds = measured(ways, setup.rounds)
+        total = sum(os.path.getsize(file) for file in files) / 1e6
+        print(f"verify: {name}: {len(files)} files, {total:.1f} MB")
+        for way in ways:
+            middle = statistics.median(seconds[way])
+            print(f"  {way:<20} {middle:8.3f} s {total / middle:8.0f} MB/s")
+        print(f"  verify --deep / hashlib {ratio(seconds, 'verify --deep', 'hashlib'):.2f}")
+        found = ratio(seconds, "verify --deep", "sha256sum")
+        targets.append(at_least(f"verify --deep / sha256sum, {name}", found, 0.5))
+    return targets
 
 
 def at_least(name: str, found: float, bound: float) -> Target:
@@ -386,10 +392,10 @@ def main() -> None:
         print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         setup = Setup(arguments, Path(folder))
         targets = [target for name in arguments.only for target in SECTIONS[name](setup)]
-    print(f"\nload {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n{'target':<36} {'aim':<18} {'found':>10}")
+    print(f"\nload {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n{'target':<50} {'aim':<18} {'found':>10}")
     for name, aim, found, good in targets:
         verdict = "too little text to judge" if arguments.quick else "ok" if good else "NOT OK"
-        print(f"{name:<36} {aim:<18} {found:>10}  {verdict}")
+        print(f"{name:<50} {aim:<18} {found:>10}  {verdict}")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from niels_gpt.interrupts import interruptible, say_interrupted
+from niels_gpt.records import printable
 from niels_gpt.settings import Settings
 
 if TYPE_CHECKING:
@@ -45,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     arguments = _parser().parse_args(argv)
     give_large_blocks_back()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_SafeFormatter("%(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     for client in ("httpx", "httpx2"):  # a line for each request to the hub
         logging.getLogger(client).setLevel(logging.WARNING)
     try:
@@ -214,10 +217,16 @@ def _build(arguments: argparse.Namespace) -> int:
     return _print_failures(failures)
 
 
+class _SafeFormatter(logging.Formatter):
+    """Escapes what a message must not send to a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record as lines of text."""
+        return _safe(super().format(record))
+
+
 def _safe(said: object) -> str:
     """Return a message without control characters that a file's name or content may have brought: those are escaped."""
-    from niels_gpt.records import printable
-
     return "\n".join(map(printable, str(said).split("\n")))
 
 

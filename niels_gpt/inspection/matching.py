@@ -1,7 +1,7 @@
 """Which documents two caches have in common, by a hash of each; numpy alone.
 
 At its peak it takes, for each document of each cache, 57 bytes where all are in both and 68 where half of them are, the
-16 of the hash included (measured with a million).
+16 of the hash included (measured with a million); where source ids are compared too, 81 and 92.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def match(digests: Digests, sizes: Sequence[int], ids: NDArray[np.uint64] | None
         together first that have the same source id too.
     """
     if ids is None:
-        return _match(_groups(digests), sizes)
+        groups = _groups(digests)
+        del digests  # the caller keeps none: 16 bytes a document
+        return _match(groups, sizes)
     same_id = _match(_groups(digests + ids[:, None]), sizes)  # 128 bits of both: none meets another's by chance
     begins = np.cumsum([0, *sizes[:-1]])
     left = [*same_id.only_a, *same_id.only_b]

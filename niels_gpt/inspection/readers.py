@@ -42,8 +42,9 @@ def refusals(folder: Path, *, models: bool = True) -> Iterator[str]:
     folder: of one version, resolved. Of a stub, and of a split without tokens, nothing is opened: nothing was built.
     models: open a tokenizer's model too, which loads SentencePiece.
     """
+    where = str(folder / META_NAME)
     try:
-        meta, where = find_meta(folder), str(folder / META_NAME)
+        meta = find_meta(folder)
         if meta is None:
             raise FileNotFoundError(f"{where}: no such file, expected the description of a cache")
         checked_meta(meta, where)
@@ -58,6 +59,8 @@ def refusals(folder: Path, *, models: bool = True) -> Iterator[str]:
             opening()
     except (CacheError, OSError) as error:
         yield str(error)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        yield f"{where}: not as docs/formats.md describes it ({error!r})"
 
 
 def refusal(cache: Path) -> str | None:

@@ -25,6 +25,7 @@ from niels_gpt.recipes.plan import RECIPES, recipes
 from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome, cache_root
 from niels_gpt.recipes.report import checked
 from niels_gpt.recipes.tokenizer import stage_tokenizer
+from niels_gpt.records import printable
 from niels_gpt.settings import Settings
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
@@ -80,7 +81,7 @@ def build_each(
                     produce.restart(settings, key)
                 outcome = known[key](settings, refresh=refresh, progress=progress)
                 for warning in checked(outcome, settings):
-                    print(f"warning: {key}: {warning}", file=sys.stderr)
+                    print(f"warning: {key}: {printable(warning)}", file=sys.stderr)
                 outcomes.append(outcome)
             except Exception as error:
                 failures[key] = error
@@ -148,7 +149,7 @@ def exit_status(
         if isinstance(error, BrokenPipeError) and is_unread("\n"):
             return 0
         logging.getLogger(__name__).debug("", exc_info=True)
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
         say_interrupted(error)
