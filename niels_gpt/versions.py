@@ -262,8 +262,13 @@ class Piece(NamedTuple):
     """Whether a cache has put it there: only then it is removed."""
 
 
-def removable(path: str | os.PathLike[str]) -> list[Piece]:
-    """Return what the cache at `path` no longer needs, and why: all versions but the two newest, and dead builds (D11).
+def removable(path: str | os.PathLike[str]) -> list[tuple[Path, str]]:
+    """Return what the cache at `path` no longer needs, and why: the `pieces` that are ours."""
+    return [(piece.path, piece.why) for piece in pieces(path) if piece.is_ours]
+
+
+def pieces(path: str | os.PathLike[str]) -> list[Piece]:
+    """Return all versions of the cache at `path` but the two newest, and dead builds (D11).
 
     Ours is what carries a mark, at the place where it belongs: a version has a meta.json of a kind that we build, and
     is named by its content; a journal begins with a line of ours, and its build is beside it. Other names that we give,

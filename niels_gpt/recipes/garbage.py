@@ -8,7 +8,7 @@ from pathlib import Path
 from niels_gpt.fileio import CacheError
 from niels_gpt.locks import unless_held
 from niels_gpt.recipes.report import disk_bytes, size
-from niels_gpt.versions import Piece, build_lock, discard, refuse_if_building, removable, versions_below
+from niels_gpt.versions import Piece, build_lock, discard, pieces, refuse_if_building, removable, versions_below
 
 FAILED = "could not remove"
 """How the line of what should be gone and is not begins."""
@@ -18,8 +18,8 @@ def collect(cache_dir: Path, *, dry_run: bool) -> Iterator[str]:
     """Remove what the caches below a folder no longer need; yields a line for each piece, with its size and why.
 
     dry_run: remove nothing, and write nothing. A cache that is being built is left alone, and its line says who builds;
-    a version that a reader has open is kept; what no cache has put there (`removable`) is left alone. Links are not
-    followed. What cannot be removed has a line that begins with FAILED; the other caches are looked at.
+    a version that a reader has open is kept; what no cache has put there (`niels_gpt.versions.pieces`) is left alone.
+    Links are not followed. What cannot be removed has a line that begins with FAILED; the other caches are looked at.
     Raises: FileNotFoundError where the folder is not there.
     """
     if not cache_dir.is_dir():
@@ -28,13 +28,13 @@ def collect(cache_dir: Path, *, dry_run: bool) -> Iterator[str]:
         cache = folder.parent.parent / folder.name
         lines: list[str] = []
         try:
-            if any(piece.is_ours for piece in removable(cache)) and not dry_run:
+            if not dry_run and removable(cache):
                 with build_lock(cache):
-                    for piece in removable(cache):  # again: somebody may have built meanwhile
+                    for piece in pieces(cache):  # again: somebody may have built meanwhile
                         lines.append(_discarded(piece, dry_run))
             else:
                 refuse_if_building(cache)
-                lines += [_discarded(piece, dry_run) for piece in removable(cache)]
+                lines += [_discarded(piece, dry_run) for piece in pieces(cache)]
         except CacheError as error:  # somebody else holds the lock, or it is no lock
             lines.append(f"left alone {error}")
         except OSError as error:
