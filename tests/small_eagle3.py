@@ -32,6 +32,7 @@ def fields_of(
         "aux_hidden_states": torch.randn(*shape, 3 * HIDDEN, generator=chance).to(dtype),
         "position_mask": torch.rand(*shape, 1, generator=chance) < 0.5,
     }
+    fields["loss_mask"][:, -1] = 0  # there is no token behind
     if topk:
         values, indices = compress_target_probs(probs, topk)
         return {**fields, "target_probs_values": values.to(dtype), "target_probs_indices": indices}

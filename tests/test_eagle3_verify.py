@@ -5,6 +5,7 @@ Run: pytest tests/test_eagle3_verify.py
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -472,7 +473,8 @@ def test_of_a_cache_without_a_sidecar_only_what_needs_none_is_checked(tmp_path: 
     unchecked = {name for name, verdict in verdicts.items() if verdict.note}
     assert unchecked == {"checksums", "ids_match"}
     assert "no sidecar" in str(verdicts["checksums"].note)
-    assert recomputed(cache, Target({}, eagle3_runs.load, {"device": "cpu"})).note == verdicts["checksums"].note
+    other = recomputed(cache, Target({}, eagle3_runs.load, {"device": "cpu", "threads": 1}))
+    assert other.note is None and other.problems, "it is compared by what its shards hold"
 
 
 def test_damage_of_a_cache_without_a_sidecar_is_told_with_the_samples_number(tmp_path: Path) -> None:
@@ -495,7 +497,6 @@ def test_of_a_cache_that_write_shard_wrote_all_but_the_source_is_checked(tmp_pat
     write_target_embeddings(tmp_path, torch.zeros(20, 2))
     unchecked = Verdict([], "cannot be checked: no plan, as in caches that write_shard wrote")
     assert verify(tmp_path) == {**dict.fromkeys(CHECKS, GOOD), "ids_match": unchecked}
-    assert recomputed(tmp_path, Target({}, eagle3_runs.load, {"device": "cpu"})) == unchecked
     assert "write_shard wrote this cache" in described(tmp_path)["sidecar"]
     receipt = tmp_path / "sidecar" / "shard-000000.json"
     kept = receipt.read_bytes()
@@ -615,7 +616,7 @@ def test_a_wrong_sample_is_found_if_it_is_drawn_and_the_seed_decides_the_draw(co
 
 def test_a_target_that_gives_nan_is_told_with_the_sample(made: dict[str, Path]) -> None:
     def load(device: torch.device) -> Any:
-        model = eagle3_runs.load(device)
+        model = copy.deepcopy(eagle3_runs.load(device))
         with torch.no_grad():
             model.model.layers[3].mlp.down_proj.weight.fill_(torch.nan)
         return model

@@ -55,7 +55,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         print(f"{arguments.cache}:")
         for name, verdict in verdicts.items():
             print(_verdict_lines(name, verdict))
-    return 1 if any(verdict.problems for verdict in verdicts.values()) else 0
+    not_made = arguments.target is not None and again.note is not None  # it was asked for
+    return 1 if not_made or any(verdict.problems for verdict in verdicts.values()) else 0
 
 
 def _run_again(arguments: argparse.Namespace) -> Verdict:

@@ -24,6 +24,7 @@ from niels_gpt.eagle3.opened import Opened, open_cache, tables_of
 from niels_gpt.eagle3.plan import Batch, Plan, differing_fields, open_plan
 from niels_gpt.eagle3.row_checks import AUX, INDICES, VALUES, Row, slots
 from niels_gpt.eagle3.supervision import NonFiniteError
+from niels_gpt.eagle3.unplanned import differences
 from niels_gpt.eagle3.verify import Findings, Progress, Verdict
 from niels_gpt.eagle3.workers import Load, torch_threads
 
@@ -71,6 +72,9 @@ def recomputed(
 
 
 def _differences(cache: Opened, target: Target, k: int, seed: int, progress: Progress | None) -> Iterator[str]:
+    if not cache.is_planned:
+        yield from _without_plan(cache, target, k, seed, progress)
+        return
     _ = cache.plan, cache.samples  # what is missing is told better than by what needs it
     plan = open_plan(cache.folder, follow_links=cache.follow_links)
     other = [name for name in _IDENTITY if target.facts.get(name) != plan.target.get(name)]
@@ -101,8 +105,20 @@ def _differences(cache: Opened, target: Target, k: int, seed: int, progress: Pro
                 yield from _compared(stored, again, plan.run["compute_dtype"], moved)
 
 
-def _other_embeddings(cache: Opened, module: torch.nn.Module) -> Iterator[str]:
-    """Yield in what the stored table is not the target's. No environment changes a bit of it: nothing is computed."""
+def _without_plan(cache: Opened, target: Target, k: int, seed: int, progress: Progress | None) -> Iterator[str]:
+    """Yield in what a cache of another tool, or of write_shard, is not what the target says."""
+    device = torch.device(target.run["device"])
+    with torch_threads(target.run["threads"]):
+        model = target.load(device)
+        yield from _other_embeddings(cache, model.get_input_embeddings(), rounded=True)
+        yield from differences(cache, model, device, k, seed, progress or (lambda done, total: None))
+
+
+def _other_embeddings(cache: Opened, module: torch.nn.Module, *, rounded: bool = False) -> Iterator[str]:
+    """Yield in what the stored table is not the target's. No environment changes a bit of it: nothing is computed.
+
+    rounded: whether it may be that of a target that was loaded in another dtype.
+    """
     path, weight = cache.folder / EMBEDDINGS_NAME, module.weight
     assert isinstance(weight, Tensor)
     if not path.exists():
@@ -115,7 +131,10 @@ def _other_embeddings(cache: Opened, module: torch.nn.Module) -> Iterator[str]:
     wrong, first = 0, -1
     for start in range(0, len(stored), _CHUNK_TOKENS):
         part = slice(start, start + _CHUNK_TOKENS)
-        other = (_bits(stored[part]) != _bits(weight[part].detach().float().cpu())).any(dim=-1)
+        its = weight[part].detach().float().cpu()
+        other = (_bits(stored[part]) != _bits(its)).any(dim=-1)
+        for dtype in (torch.bfloat16, torch.float16) if rounded else ():
+            other &= (stored[part].to(dtype) != its.to(dtype)).any(dim=-1)
         if first < 0 and other.any():
             first = start + int(other.nonzero()[0])
         wrong += int(other.sum())

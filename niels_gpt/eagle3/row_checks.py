@@ -102,6 +102,13 @@ def not_distributions(row: Row) -> Iterator[str]:
             f"{row.where}: position_mask is true at slot {int(unwanted[0])} where loss_mask is 0, expected false; "
             f"it is so in {slots(len(unwanted))}"
         )
+    behind = (row.fields["loss_mask"][max(0, length - 1) :] == 1).nonzero()
+    if len(behind):
+        slot = max(0, length - 1) + int(behind[0])
+        yield (
+            f"{row.where}: loss_mask is 1 at slot {slot}, expected 0: behind its {length:,} tokens there is none to "
+            "predict. It must be shifted as input_ids are: slot p has the mask of token p+1"
+        )
     probs = row.fields[VALUES if VALUES in row.fields else PROBS]
     yield from _no_sums_of_one(row, probs, length, supervised)
     if VALUES in row.fields:

@@ -19,18 +19,25 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from niels_gpt.eagle3.template_code import CLOSES, DATE, OPENS, asks_for_date, has_marks, marked, two_free, unmarked
+from niels_gpt.eagle3.template_process import PROCESS, Job, Outcome, TemplateLimitError
 
 logger = logging.getLogger(__name__)
 
 Spans = list[tuple[int, int]]
 """Start and end of what carries loss, in characters of a text, in order."""
 Turns = Sequence[Mapping[str, str]]
+Key = tuple[bool, int, bool | None]
+"""Whether it is the template as it is, how many messages, and whether with a generation prompt; None: not said."""
+MAX_TEMPLATE = 1 << 20
+"""Characters of a template."""
+_PROMPT = "add_generation_prompt"
+_GROUP_COST = 2000  # of chats that are rendered at a time, in messages or thousands of characters
 
 REFUSED_BY_TEMPLATE = "refused_by_template"
 """Counter of chats that the template raises an error for, such as two turns of a user in a row."""
@@ -69,6 +76,21 @@ class Rendered(NamedTuple):
     """Why a reply carries no loss: LEADING_REPLY, EMPTY_REPLY."""
 
 
+def _groups(chats: Sequence[tuple[str, Turns]]) -> Iterator[list[tuple[str, Turns]]]:
+    """Yield the chats in order, as many at a time as take a second or so."""
+    group: list[tuple[str, Turns]] = []
+    cost = 0
+    for chat in chats:
+        turns = chat[1]
+        cost += 1 + len(turns) * (len(turns) + sum(len(turn["content"]) for turn in turns) // 1000)
+        group.append(chat)
+        if cost > _GROUP_COST:
+            yield group
+            group, cost = [], 0
+    if group:
+        yield group
+
+
 class _UnstableError(ValueError):
     """A template that is not prefix-stable for one chat, and may be so for others."""
 
@@ -87,6 +109,16 @@ class ChatTemplate:
     """Literals of the tokens that may end a turn."""
     difference: Callable[[str, str], tuple[int, str, str]]
     """Of two texts: the first token that is not the same in both, and what each has from there."""
+    _ahead: dict[Key, Outcome] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What was rendered already of the chat in work."""
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError for a template that is too long to be one."""
+        if self.text is not None and len(self.text) > MAX_TEMPLATE:
+            raise ValueError(
+                f"{self.name}: its chat template has {len(self.text):,} characters, expected {MAX_TEMPLATE:,} at most. "
+                f"{REMEDY}"
+            )
 
     @property
     def sha256(self) -> str | None:
@@ -165,17 +197,57 @@ class ChatTemplate:
 
     def _render(self, template: str, turns: Turns, **more: Any) -> str:
         import jinja2
-        from transformers.utils.chat_template_utils import render_jinja_template
 
-        options: Any = {**self.variables, **more}
-        chats = [[dict(turn) for turn in turns]]
+        key = (template is self.text, len(turns), more.get(_PROMPT))
+        known = self._ahead.get(key)
+        kind, said = known or self._asked(template, [turns], [(0, len(turns), more)])[0]
+        if kind == "text":
+            return said
+        if kind == "syntax":
+            raise ValueError(f"{self.name}: its chat template is no jinja, {said}")
+        if kind == "long":
+            raise ValueError(f"{self.name}: its chat template makes {said} characters of one chat. {REMEDY}")
+        raise jinja2.TemplateRuntimeError(said)
+
+    def _asked(self, template: str, chats: Sequence[Turns], jobs: Sequence[Job]) -> list[Outcome]:
         try:
-            found: Any = render_jinja_template(conversations=chats, chat_template=template, **options)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"{self.name}: its chat template is no jinja, line {error.lineno}: {error}") from error
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # of what it computes
-            raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
-        return str(found[0][0])
+            return PROCESS.render(template, self.variables, chats, jobs)
+        except TemplateLimitError as error:
+            raise ValueError(f"{self.name}: its chat template {error}. {REMEDY}") from None
+
+    def rendered_all(self, chats: Sequence[tuple[str, Turns]]) -> Iterator[Rendered | RefusedChat]:
+        """Yield what `rendered` returns of each chat, id and messages; they are rendered many at a time."""
+        for group in _groups(chats):
+            ahead: list[dict[Key, Outcome]] = [{} for _ in group]
+            for template, jobs in self._jobs([turns for _, turns in group]).items():
+                outcomes = self._asked(template, [turns for _, turns in group], jobs)
+                for (number, end, more), outcome in zip(jobs, outcomes, strict=True):
+                    ahead[number][template == self.text, end, more.get(_PROMPT)] = outcome
+            for (name, turns), known in zip(group, ahead, strict=True):
+                self._ahead.clear()
+                self._ahead.update(known)
+                yield self.rendered(name, turns)
+        self._ahead.clear()
+
+    def _jobs(self, chats: Sequence[Turns]) -> dict[str, list[Job]]:
+        """Return what all of these chats are going to need, by the template that it is made with."""
+        plain: list[Job] = []
+        found = {str(self.text): plain}
+        for number, turns in enumerate(chats):
+            plain.append((number, len(turns), {_PROMPT: False}))
+            if self.mask_by == "generation":
+                marks = dict(zip((OPENS, CLOSES), self._marks(turns), strict=True))
+                found.setdefault(self._marked, []).append((number, len(turns), marks))
+                continue
+            for end in range(1, len(turns)):
+                if turns[end]["role"] == "assistant":
+                    plain.append((number, end, {_PROMPT: True}))
+                    if end + 1 < len(turns):
+                        plain.append((number, end + 1, {_PROMPT: False}))
+        return found
+
+    def _marks(self, turns: Turns) -> tuple[str, str]:
+        return two_free([str(self.text), *(turn["content"] for turn in turns)])
 
     def _by_marks(self, subject: str, turns: Turns) -> Rendered:
         # Not the mask of transformers: it takes a marked text for what follows the text before its outermost block,
@@ -183,7 +255,7 @@ class ChatTemplate:
         import jinja2
 
         whole = self._text(turns)
-        marks = two_free([str(self.text), *(turn["content"] for turn in turns)])
+        marks = self._marks(turns)
         try:
             found = unmarked(self._render(self._marked, turns, **{OPENS: marks[0], CLOSES: marks[1]}), marks)
         except jinja2.TemplateError:  # of marks alone: the chat as it is was rendered

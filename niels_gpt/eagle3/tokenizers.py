@@ -222,7 +222,7 @@ class TransformersTokenizer:
             gives a chat's beginning other tokens than the chat.
         """
         self._template.check()
-        found = [self._rendered(name, turns) for name, turns in chats]
+        found = self._rendered(chats)
         kept = zip((name for name, _ in chats), found, strict=True)
         encoded = iter(self._encoded([(name, each) for name, each in kept if not isinstance(each, RefusedChat)]))
         results = [each if isinstance(each, RefusedChat) else next(encoded) for each in found]
@@ -234,12 +234,21 @@ class TransformersTokenizer:
         """Return the text of ids, special tokens included."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def _rendered(self, name: str, turns: Turns) -> Rendered | RefusedChat:
+    def _rendered(self, chats: Sequence[tuple[str, Turns]]) -> list[Rendered | RefusedChat]:
+        refused = [self._special_text(name, turns) for name, turns in chats]
+        kept = [chat for chat, problem in zip(chats, refused, strict=True) if problem is None]
+        encodable = (
+            (name, [{**turn, "content": _encodable(turn["content"])} for turn in turns]) for name, turns in kept
+        )
+        rendered = self._template.rendered_all(list(encodable))
+        return [problem or next(rendered) for problem in refused]
+
+    def _special_text(self, name: str, turns: Turns) -> RefusedChat | None:
         for turn in turns:
             found = self._literal.search(turn["content"])
             if found is not None:
                 return RefusedChat(SPECIAL_TEXT, f"a message of chat {name!r} holds the special token {found.group()}")
-        return self._template.rendered(name, [{**turn, "content": _encodable(turn["content"])} for turn in turns])
+        return None
 
     def _encoded(self, rendered: list[tuple[str, Rendered]]) -> list[EncodedChat]:
         chats = []

@@ -121,14 +121,16 @@ def target_of(
     from niels_gpt.eagle3.plan import read_record
     from niels_gpt.eagle3.recompute import Target
 
-    record = read_record(cache, follow_links=follow_links) or {"run": {}, "target": {}}
-    planned = record["run"]
+    record = read_record(cache, follow_links=follow_links)
+    planned, made_from = ({}, {}) if record is None else (record["run"], record["target"])
     if device is None:
-        device = "cuda" if planned.get("device") == "cuda" and torch.cuda.is_available() else "cpu"
-    facts = target_facts(name, revision=revision or record["target"].get("revision"))
+        on_gpu = record is None or planned.get("device") == "cuda"
+        device = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
+    facts = target_facts(name, revision=revision or made_from.get("revision"))
     attention = planned.get("attention", "sdpa")
     asked = Options(target_model=name, revision=revision, input_data="", device=device, attention=attention)
-    run = {**run_facts(asked, planned), "compute_dtype": planned.get("compute_dtype", "fp32")}
+    run = run_facts(asked, planned)
+    run["compute_dtype"] = planned.get("compute_dtype", run["compute_dtype"])
     load = partial(
         open_target,
         name=name,

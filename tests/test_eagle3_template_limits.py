@@ -1,0 +1,97 @@
+"""A chat template that somebody wrote can neither hang the run nor fill the memory.
+
+Run: pytest tests/test_eagle3_template_limits.py
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from pathlib import Path
+
+import chat_tokenizers as kinds
+import pytest
+
+from niels_gpt.eagle3.template_process import PROCESS, TemplateProcess
+from niels_gpt.eagle3.tokenizers import open_tokenizer
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+SECONDS = 60
+"""Against a hang: each of them ends after four seconds of CPU time."""
+ATTACKS = {
+    "folded when it is compiled": ("{{ 'x' * 4000000000 }}", "memory"),
+    "made when it is rendered": ("{{ messages[0].content * 2000000000 }}", "memory"),
+    "doubled": (
+        "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "memory",
+    ),
+    "loops": (LOOPS, "did not end within"),
+    "loops for a chat alone": (
+        "{% if messages[0].content == 'Hi' %}" + LOOPS + "{% endif %}" + kinds.CHATML,
+        "did not",
+    ),
+    "a great power": ("{{ 9 ** (9 ** 9) }}", "did not end within|memory"),
+    "a long text": ("{{ 'x' * 60000000 }}", "60,000,000 characters"),
+    "brackets": ("{{ " + "(" * 50_000 + ")" * 50_000 + " }}", "could not be tried|refused_by_template|RecursionError"),
+    "too long": ("x" * (1 << 20) + "y", "1,048,577 characters"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_template_that_takes_too_much_is_refused(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    template, said = ATTACKS[name]
+    folder = kinds.write_tokenizer(tmp_path / "t", template=template)
+    start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=said) if name != "brackets" else pytest.raises(ValueError):
+        open_tokenizer(str(folder)).encode_chat(CHAT)
+    assert time.monotonic() - start < SECONDS
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB, of this process"
+
+
+def test_a_template_that_was_stopped_leaves_the_next_one_alone(tmp_path: Path) -> None:
+    good = open_tokenizer(str(kinds.write_tokenizer(tmp_path / "good", template=kinds.CHATML)))
+    expected = good.encode_chat(CHAT)
+    with pytest.raises(ValueError, match="memory"):
+        open_tokenizer(str(kinds.write_tokenizer(tmp_path / "bad", template="{{ 'x' * 4000000000 }}"))).encode_chat(
+            CHAT
+        )
+    assert good.encode_chat(CHAT) == expected
+
+
+def test_a_forked_child_has_a_process_of_its_own(tmp_path: Path) -> None:
+    good = open_tokenizer(str(kinds.write_tokenizer(tmp_path / "good", template=kinds.CHATML)))
+    expected = good.encode_chat(CHAT)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = int(PROCESS.render("{{ messages[0].content }}", {}, [CHAT], [(0, 1, {})]) != [("text", "Hi")])
+        finally:
+            PROCESS.stop()
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert good.encode_chat(CHAT) == expected
+
+
+def test_threads_share_it_and_get_their_own_answers() -> None:
+    process, found = TemplateProcess(), {}
+
+    def ask(number: int) -> None:
+        chats = [[{"role": "user", "content": f"{number} {each}"}] for each in range(20)]
+        found[number] = process.render("{{ messages[0].content }}", {}, chats, [(each, 1, {}) for each in range(20)])
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    process.stop()
+    assert found == {number: [("text", f"{number} {each}") for each in range(20)] for number in range(4)}
+
+
+def test_half_a_surrogate_pair_comes_back(tmp_path: Path) -> None:
+    asked = PROCESS.render("{{ '\\ud83d' ~ messages[0].content }}", {}, [CHAT], [(0, 1, {})])
+    assert asked == [("text", "\ud83dHi")]
