@@ -20,6 +20,8 @@ from niels_gpt.cache.pretrain_dataset import PretrainSplit, resolved_split, spli
 from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.records import checked_count, checked_int
 
+_LEAST_BITS = 0.01  # for each byte; a mean of 10 nats is not seen where the text has less than 1,443 bytes
+
 
 def iter_eval(
     shards_dir: str | os.PathLike[str],
@@ -67,14 +69,15 @@ def _window_batch(
     return x, y
 
 
-def bits_per_byte(loss_sum: float | torch.Tensor, shards_dir: str | os.PathLike[str]) -> float:
+def bits_per_byte(loss_sum: float | torch.Tensor, shards_dir: str | os.PathLike[str], *, check: bool = True) -> float:
     """Return the loss of a split in bits for each byte of its text, which models of all tokenizers have in common.
 
     loss_sum: cross entropy in nats, summed over all targets of `iter_eval`. Divided by ln 2 and by the utf-8 length of
     the split's texts, which meta.json has. (The first token is no target, its bytes count; end-of-texts are targets and
     have no bytes.)
-    Raises: ValueError for a sum below 0 or none; FileNotFoundError; CacheError where meta.json does not say how many
-        bytes, and for an sft cache.
+    check: refuse a result below 0.01 bits per byte, which no model of text reaches: a mean was given for the sum.
+    Raises: ValueError for a sum below 0 or none, and by `check`; FileNotFoundError; CacheError where meta.json does not
+        say how many bytes, and for an sft cache.
     """
     nats = float(loss_sum.detach() if isinstance(loss_sum, torch.Tensor) else loss_sum)
     if not 0 <= nats < math.inf:
@@ -92,4 +95,10 @@ def bits_per_byte(loss_sum: float | torch.Tensor, shards_dir: str | os.PathLike[
     num_bytes = checked_count(by_split[folder.name], f"utf8_bytes.{folder.name}", where)
     if num_bytes == 0:
         raise CacheError(f"{where}: utf8_bytes.{folder.name} is 0, expected text")
-    return nats / math.log(2) / num_bytes
+    found = nats / math.log(2) / num_bytes
+    if check and found < _LEAST_BITS:
+        raise ValueError(
+            f"loss_sum={nats}: {found:.2g} bits for each of {num_bytes:,} bytes, expected {_LEAST_BITS} or more. Give "
+            "the sum over all targets of iter_eval (reduction='sum'), not a mean; check=False takes any"
+        )
+    return found
