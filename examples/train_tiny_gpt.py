@@ -88,12 +88,10 @@ def open_mixture(options: Options, rank: int, world_size: int) -> MixtureStream:
 
 def open_chats(options: Options, expect: dict[str, Any] | None = None) -> SFTExampleDataset:
     """Open the train split of the sft cache. expect: the fingerprint that it must have."""
-    return SFTExampleDataset(
-        options.sft / "train_tokens.bin",
-        options.sft / "train_idx.npy",
+    return SFTExampleDataset.open(
+        options.sft,
+        "train",
         T=options.T,
-        device="cpu",
-        eot_id=read_meta(f"{options.sft}/meta.json")["special_token_ids"]["eot"],
         require_targets=True,  # a chat whose first T + 1 tokens have no reply would teach nothing
         expect=expect,
     )

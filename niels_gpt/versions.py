@@ -58,6 +58,18 @@ def versions_dir(path: str | os.PathLike[str]) -> Path:
     return public.parent / VERSIONS_DIR / public.name
 
 
+def public_path(version: Path) -> Path | None:
+    """Return the path that the folder of a version was committed to; None for a folder that is no version."""
+    names = version.parent
+    return names.parent.parent / names.name if names.parent.name == VERSIONS_DIR else None
+
+
+def shown(folder: Path) -> str:
+    """Return the name of a cache for people: its public path and the version, where it is one."""
+    public = public_path(folder)
+    return str(folder) if public is None else f"{public} (version {folder.name})"
+
+
 @contextmanager
 def build_lock(path: str | os.PathLike[str], *, wait: bool = False) -> Iterator[Path]:
     """Hold the only right to build the cache at `path`; yields the versions folder. The rest is as in `file_lock`."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_pretrain_window_sampling import numbered_shards, write_shards
 
+import niels_gpt.cache
+import niels_gpt.sampling
 from niels_gpt import records
 from niels_gpt.build.pretrain import build_pretrain
-from niels_gpt.cache import CacheError
+from niels_gpt.cache import CacheError, PretrainTokenStreamDataset
 from niels_gpt.cache.meta import read_meta, write_meta
-from niels_gpt.sampling import EpochStream
+from niels_gpt.sampling import EpochStream, MixtureStream
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*are shorter than T"),
@@ -576,3 +579,35 @@ def test_numpy_integers_are_integers(ten: Path) -> None:
 def test_what_is_no_count_is_refused_by_its_name(ten: Path, name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{name}="):
         EpochStream(str(ten), **{"T": 4, "global_batch_size": 8, "seed": 0, name: value})  # type: ignore[arg-type]
+
+
+def test_streams_readers_and_batches_say_in_a_line_what_they_are(tmp_path: Path) -> None:
+    folder = number_cache(tmp_path / "pretrain" / "numbers")
+    version = folder.parent.resolve().name
+    stream = EpochStream(str(folder), T=3, global_batch_size=8, seed=0, rank=1, world_size=2, epochs=2)
+    batch = next(iter(stream))
+    mixture = MixtureStream([EpochStream(str(folder), T=3, global_batch_size=8, seed=0)], [0.5], seed=0)
+    data = PretrainTokenStreamDataset(str(folder), T=3, device="cpu")
+    for one in (stream, mixture, data):
+        said = repr(one)
+        assert all(part in said for part in (str(folder.parent), version, "train", "int64 [", ", 3] on cpu")), said
+        assert ".versions" not in said and len(said) < 400 and str(one) == said
+    assert "rank 1 of 2" in repr(stream) and "consumed_samples=8" in repr(stream) and "32 windows" in repr(stream)
+    assert repr(batch) == "Batch(x, y: int64 [4, 3] on cpu, consumed_samples=8)"
+    assert "source: int64 [8]" in repr(next(iter(mixture)))
+
+
+def test_the_home_folder_may_be_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = number_cache(tmp_path / "pretrain" / "numbers")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    stream = EpochStream("~/pretrain/numbers/train", T=3, global_batch_size=1, seed=0)
+    assert stream.split.folder == folder.resolve()
+    assert read_meta("~/pretrain/numbers/meta.json") == read_meta(str(folder.parent / "meta.json"))
+    for name in ("~/pretrain/numbers", str(folder.parent)):
+        with pytest.raises(CacheError, match=r"a folder, expected.*read_meta\('.*numbers/meta\.json'\)"):
+            read_meta(name)
+
+
+@pytest.mark.parametrize("package", [niels_gpt.cache, niels_gpt.sampling])
+def test_public_names_are_listed_before_they_are_used(package: ModuleType) -> None:
+    assert set(package.__all__) <= set(dir(package)) and "__name__" in dir(package)

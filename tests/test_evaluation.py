@@ -179,7 +179,18 @@ def test_the_sum_may_be_a_number_or_a_tensor_and_bits_are_a_float(folder: Path, 
     build(folder / "letters", ["abcd"], 4)
     found = bits_per_byte(kind(8 * math.log(2)), str(folder / "letters" / "train"))
     assert type(found) is float and found == pytest.approx(2, rel=1e-6)
-    assert bits_per_byte(kind(0.0), str(folder / "letters" / "train")) == 0
+    assert bits_per_byte(kind(0.0), str(folder / "letters" / "train"), check=False) == 0
+
+
+def test_a_mean_that_is_given_for_a_sum_is_refused(folder: Path) -> None:
+    """3 nats over 2,000 bytes are 0.002 bits for each: no model of text is that good."""
+    build(folder / "letters", ["ab" * 1000], 2000)
+    train = folder / "letters" / "train"
+    for mean in (3.0, torch.tensor(3.0)):
+        with pytest.raises(ValueError, match=r"0\.0022 bits.*sum over all targets.*check=False"):
+            bits_per_byte(mean, train)
+    assert bits_per_byte(3.0, train, check=False) == pytest.approx(3 / math.log(2) / 2000)
+    assert bits_per_byte(3.0 * 1999, train) > 4
 
 
 @settings(derandomize=True, deadline=None, max_examples=15)

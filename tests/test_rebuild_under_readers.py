@@ -16,6 +16,7 @@ from byte_tokenizer import ByteTokenizer, build
 
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset, build_sft_cache
 from niels_gpt.recipes.garbage import collect
+from niels_gpt.sampling import EpochStream
 
 
 def test_an_sft_dataset_opened_while_the_cache_changes_has_tokens_and_offsets_of_one_version(
@@ -118,3 +119,22 @@ def test_a_version_that_a_dataset_reads_outlives_two_rebuilds_and_gc_until_its_p
     reader.join()
     (line,) = collect(tmp_path, dry_run=False)
     assert line.startswith(f"removed {version} (") and not Path(version).exists()
+
+
+def test_a_reader_whose_version_was_removed_says_which_one_it_was_and_what_to_open(tmp_path: Path) -> None:
+    """Pickled, it holds nothing: gc takes its version after two more builds."""
+    path = tmp_path / "cache" / "letters"
+    build(path, ["abc"])
+    readers = [
+        PretrainTokenStreamDataset(path / "train", T=1, device="cpu"),
+        EpochStream(path / "train", T=1, global_batch_size=1, seed=0),
+    ]
+    pickled, old = [pickle.dumps(reader) for reader in readers], path.resolve().name
+    del readers
+    for text in ("def", "ghi", "jkl"):
+        build(path, [text])
+    list(collect(tmp_path / "cache", dry_run=False))
+    now = path.resolve().name
+    for one in pickled:
+        with pytest.raises(FileNotFoundError, match=rf"version {old} of {path}, .*gc.*open a new reader.* {now} now"):
+            pickle.loads(one)

@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 import torch
 from byte_tokenizer import ByteTokenizer
+from byte_tokenizer import build as build_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from niels_gpt.cache import SFTExampleDataset, build_sft_cache, read_meta, sft_dataset
+from niels_gpt.cache.formats import example_targets, targets_by_t
 from niels_gpt.cache.sft_dataset import SFTCounts
 from niels_gpt.fileio import CacheError
 from niels_gpt.locks import unless_held
@@ -234,12 +236,13 @@ def test_a_long_example_is_counted_by_pieces_and_never_read_whole(tmp_path: Path
         return read(dataset, start, end)
 
     block = mock.patch.object(sft_dataset, "_BLOCK_TOKENS", 8)
-    with block, mock.patch.object(SFTExampleDataset, "_read", measured):
-        counts = opened(write_split(tmp_path, examples), T=20, io=io).counts
+    warned = pytest.warns(UserWarning, match="T=20 loses 26 of 48 .*T=8 or more keeps")
+    with block, mock.patch.object(SFTExampleDataset, "_read", measured), warned:
+        counts = opened(write_split(tmp_path, examples), quiet=False, T=20, io=io).counts
     # 2 + 43 + 3 targets; of the long example the first 21 tokens hold 17.
     assert (counts.supervised_tokens, counts.supervised_tokens_lost) == (48, 26)
     assert (counts.rows_cut, counts.rows_without_last_eot) == (1, 1)
-    assert sizes == [6, *[8] * 6, 3, 7]
+    assert sizes == [6, *[8] * 6, 3, 7, 6, 8, 7]  # and the beginnings again, for the T that would do
 
 
 @pytest.mark.parametrize("T", [True, 2.5, "5", None, -1, 0])
@@ -270,9 +273,82 @@ def test_rows_without_a_target_are_warned_of_once_where_the_dataset_is_made(tmp_
     assert pickle.loads(pickle.dumps(dataset)).counts == dataset.counts  # a warning here would be an error
 
 
-@pytest.mark.parametrize("arguments", [{"require_targets": True}, {"T": 5, "require_targets": True}])
-def test_no_warning_where_every_row_has_a_target(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    opened(write_split(tmp_path, EXAMPLES), quiet=False, **arguments)
+def test_no_warning_where_every_row_has_a_target_and_next_to_nothing_is_lost(tmp_path: Path) -> None:
+    opened(write_split(tmp_path, EXAMPLES), quiet=False, T=7, require_targets=True)
+    opened(write_split(tmp_path, [FITS] * 19 + [CUT]), quiet=False)  # 41 targets, of which one is cut off: 2.4 %
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        # A row keeps 2 + 2 + 0 + 2 of 9 targets; those lost are tokens 6, 6 and 7 of their examples.
+        ({}, r"T=5 loses 3 of 9 supervised tokens \(33\.3%\)\. T=7 keeps 99 % of them, T=7 all"),
+        # Three examples of 7, 8 and 8 tokens are left out whole, with 3 + 2 + 2 targets.
+        ({"over_length": "drop"}, r"T=5 loses 7 of 9 supervised tokens \(77\.8%\)\. T=7 keeps 99 %"),
+    ],
+)
+def test_a_large_loss_to_t_is_warned_of_with_the_t_that_would_do(
+    tmp_path: Path, arguments: dict[str, Any], words: str
+) -> None:
+    write_split(tmp_path, EXAMPLES)
+    with pytest.warns(UserWarning, match=words) as caught:
+        opened(tmp_path, quiet=False, require_targets=True, **arguments)
+    assert len(caught) == 1
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    st.lists(st.lists(st.sampled_from([USR, ASST, EOT, A, B]), min_size=1, max_size=9), min_size=1, max_size=8),
+)
+def test_the_targets_that_need_a_t_are_those_that_a_smaller_one_loses(examples: list[list[int]]) -> None:
+    ids, ends = np.concatenate(examples).astype(np.uint16), np.cumsum([*map(len, examples)])
+    marks = {"asst_id": ASST, "eot_id": EOT}
+    cut, whole = (targets_by_t(ids, ends, 9, drop=drop, **marks) for drop in (False, True))
+    for T in range(9):
+        targets, left, _ = example_targets(ids, ends, T + 1, **marks)
+        assert cut[: T + 1].sum() == left.sum()
+        assert whole[: T + 1].sum() == targets[[len(example) <= T + 1 for example in examples]].sum()
+
+
+# One call to open a split, and what a dataset says of itself.
+
+
+def test_a_split_is_opened_by_its_cache_and_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = built(tmp_path / "sft" / "chats", "a")
+    eot_id = read_meta(str(folder / "meta.json"))["special_token_ids"]["eot"]
+    by_files = SFTExampleDataset(
+        folder / "train_tokens.bin", folder / "train_idx.npy", T=8, device="cpu", eot_id=eot_id
+    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in (folder, str(folder), "~/sft/chats"):
+        one = SFTExampleDataset.open(path, "train", T=8)
+        assert rows_drawn(one) == rows_drawn(by_files) and one.fingerprint() == by_files.fingerprint()
+    files = [f"~/sft/chats/train_{name}" for name in ("tokens.bin", "idx.npy")]
+    assert SFTExampleDataset(*files, T=8, device="cpu", eot_id=eot_id).counts == by_files.counts
+    for split in ("test", "../chats/train", "tr*"):
+        with pytest.raises(ValueError, match="expected one of train, val"):
+            SFTExampleDataset.open(folder, split, T=8)
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        SFTExampleDataset.open(tmp_path / "no_such", "train", T=8)
+    with pytest.warns(UserWarning, match="T=1 loses") as caught:
+        SFTExampleDataset.open(folder, "train", T=1)
+    assert caught[0].filename == __file__
+
+
+def test_a_pretrain_cache_is_not_opened_as_chats_and_an_unknown_eot_is_an_error(tmp_path: Path) -> None:
+    build_tokens(tmp_path / "letters", ["abc", "def"])
+    with pytest.raises(CacheError, match="kind is 'pretrain', expected 'sft'"):
+        SFTExampleDataset.open(tmp_path / "letters", "train", T=2)
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(CacheError, match="eot sentinel"):
+        SFTExampleDataset.open(write_split(tmp_path / "bare", EXAMPLES), "train", T=5)
+
+
+def test_a_dataset_names_its_cache_its_version_and_its_batches(tmp_path: Path) -> None:
+    folder = built(tmp_path / "sft" / "chats", "a")
+    found = repr(SFTExampleDataset.open(folder, "train", T=8))
+    assert str(folder) in found and folder.resolve().name in found and ".versions" not in found
+    assert "int64 [B, 8] on cpu" in found and "train" in found and len(found) < 300
 
 
 def test_a_batch_without_a_target_has_no_loss_and_require_targets_prevents_it(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ __all__ = [
     "example_targets",
     "reply_edges",
     "target_mask",
+    "targets_by_t",
     "targets_of_pieces",
 ]
 
@@ -159,3 +160,23 @@ def targets_of_pieces(
         latest = ids[((ids == asst_id) | (ids == eot_id)).nonzero()[0][-1:]]
         width -= len(piece)
     return targets, left, lost_eot
+
+
+def targets_by_t(
+    ids: NDArray[np.uint16], ends: NDArray[np.int64], size: int, *, drop: bool, asst_id: int, eot_id: int
+) -> NDArray[np.int64]:
+    """Return how many tokens with loss need a T of just t to be in a row of T + 1 tokens: int64 [size].
+
+    ids [N]; ends [examples]: as for `example_targets`, of at most `size` tokens each. drop: rows are whole examples.
+    """
+    places, opens = reply_edges(ids, ends - 1, asst_id=asst_id, eot_id=eot_id)
+    begins = opens.nonzero()[0]
+    example = ends.searchsorted(places[begins], side="right")
+    starts = np.concatenate(([0], ends[:-1]))
+    before, last = (places[edges] - starts[example] for edges in (begins, begins + 1))
+    if drop:
+        lengths = (ends - starts)[example]
+        return np.bincount(lengths - 1, last - before, size).astype(np.int64)
+    # A run of targets begins behind one place and ends with the next.
+    changes = np.bincount(before + 1, minlength=size + 1) - np.bincount(last + 1, minlength=size + 1)
+    return np.cumsum(changes)[:size]

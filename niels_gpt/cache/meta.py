@@ -58,9 +58,14 @@ def write_meta(path: str, meta: dict[str, Any]) -> None:
 def read_meta(path: str) -> dict[str, Any]:
     """Return a meta.json as a dict, whatever its keys: `reader_meta` and `file_records` look at those.
 
+    path: of the file; ~ is the home folder.
     Raises: FileNotFoundError if there is none; CacheError if it is no regular file, larger than 32 MiB, not a JSON
         object, has a key twice or a number out of all bounds, or if its bytes do not give the `meta_crc32` in it.
     """
+    path = os.path.expanduser(path)
+    if os.path.isdir(path):
+        file = os.path.join(path, META_NAME)
+        raise CacheError(f"{path}: a folder, expected the {META_NAME} of a cache: read_meta({file!r})")
     try:
         raw = read_regular(path)
     except FileNotFoundError:

@@ -20,6 +20,7 @@ from niels_gpt.fileio import CacheError
 from niels_gpt.filemaps import FileMaps, MapError, memory_bytes, page_starts
 from niels_gpt.records import is_sparse, open_regular, shortened
 from niels_gpt.remedies import with_command
+from niels_gpt.versions import public_path
 
 _REBUILD = "Rebuild the cache: python -m niels_gpt.cache.cli build-all"
 _OFFSET_BYTES = 8
@@ -314,7 +315,23 @@ def _opened(path: str | os.PathLike[str], what: str) -> int:
     try:
         return open_regular(path)
     except FileNotFoundError:
-        raise FileNotFoundError(with_command(f"{os.fspath(path)}: no such {what}. {_REBUILD}")) from None
+        said = f"{os.fspath(path)}: no such {what}. {_removed(path) or _REBUILD}"
+        raise FileNotFoundError(with_command(said)) from None
+
+
+def _removed(path: str | os.PathLike[str]) -> str:
+    """Return what to do where the whole version of a file is gone, as for a reader that was pickled before gc ran."""
+    for folder in Path(path).parents:
+        public = public_path(folder)
+        if public is not None and not folder.exists():
+            now = public.resolve().name if public.is_symlink() and public.exists() else ""
+            found = f"which is version {now} now" if now else "once it is built again"
+            return (
+                f"This reader was of version {folder.name} of {public}, which is no longer there: gc removed it, or a "
+                f"build in its place. Nothing but a version {folder.name} would do for it: put that back from a copy, "
+                f"or open a new reader of {public}, {found}"
+            )
+    return ""
 
 
 def _tokens_beside(path: str | os.PathLike[str]) -> str:

@@ -21,6 +21,7 @@ from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.locks import hold_version
 from niels_gpt.records import checked_int, path_inside, resolved
 from niels_gpt.remedies import with_command
+from niels_gpt.versions import shown
 
 
 class PretrainSplit:
@@ -64,6 +65,11 @@ class PretrainSplit:
         if not self.files.paths:
             raise CacheError(f"{self.folder}: this split has no shard. Give its source more text, then rebuild it")
         check_expected(self.fingerprint(), expect, str(self.folder))
+
+    def __repr__(self) -> str:
+        """Name the cache: `PretrainSplit(cache/pretrain/roam (version 0123456789ab), train: 2 shards, 900 tokens)`."""
+        count, tokens = len(self.lengths), int(self.lengths.sum())
+        return f"PretrainSplit({shown(self.folder.parent)}, {self.folder.name}: {count} shards, {tokens:,} tokens)"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -136,6 +142,10 @@ class PretrainTokenStreamDataset:
                 f"T + 1 = {T + 1} tokens and are left out",
                 stacklevel=2,
             )
+
+    def __repr__(self) -> str:
+        """Name the cache and what a batch is."""
+        return f"PretrainTokenStreamDataset({self._split!r}, x, y: int64 [B, {self.T}] on {self.device})"
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what tells these tokens from others, for a checkpoint; `expect` compares it at open."""
@@ -237,7 +247,11 @@ def outside_vocabulary(path: Path, token: int, id: int, vocab_size: int) -> Cach
 
 
 def resolved_split(shards_dir: Path) -> Path:
-    """Resolve the cache's folder, so that one version is read, but not a split's folder in it: that is no link."""
+    """Resolve the cache's folder, so that one version is read, but not a split's folder in it: that is no link.
+
+    ~ is the home folder.
+    """
+    shards_dir = Path(os.path.expanduser(shards_dir))
     if shards_dir.name in ("", ".."):
         return resolved(shards_dir)
     cache = resolved(shards_dir.parent)

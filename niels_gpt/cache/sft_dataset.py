@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,7 +16,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import IGNORE_INDEX, TOKEN_NUMPY_DTYPE, batch_rows, example_targets, targets_of_pieces
+from niels_gpt.cache.formats import (
+    IGNORE_INDEX,
+    SPLITS,
+    TOKEN_NUMPY_DTYPE,
+    batch_rows,
+    example_targets,
+    targets_by_t,
+    targets_of_pieces,
+)
 from niels_gpt.cache.meta import (
     check_expected,
     check_pair,
@@ -30,11 +40,14 @@ from niels_gpt.cache.pretrain_dataset import outside_vocabulary, split_rows
 from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.locks import hold_version
 from niels_gpt.records import checked_int, resolved
+from niels_gpt.remedies import with_command
+from niels_gpt.versions import shown
 
 OverLength = Literal["truncate", "drop", "error"]
 """What becomes of an example of more than T + 1 tokens: cut (PR-03), left out, or refused at open."""
 
 _BLOCK_TOKENS = 1 << 20  # counted at a time
+_WARN_SHARE = 0.05  # of the supervised tokens
 _ANY_ID = (1 << 16) - 1
 
 
@@ -109,14 +122,85 @@ class SFTExampleDataset:
         self.counts, self._kept = self._count(over_length == "drop", require_targets)
         if over_length == "error":  # after the count, which refuses offsets of other tokens
             self._refuse_over_length()
-        if self.counts.rows_without_target:
-            warnings.warn(
-                f"{self.tokens_path}: {self.counts.rows_without_target} of {self.counts.rows} rows have no target in "
-                f"T + 1 = {T + 1} tokens, and the cross entropy of a batch of such rows is nan; "
-                f"{self.counts.supervised_tokens_lost} of {self.counts.supervised_tokens} supervised tokens are lost. "
-                "Pass a larger T, or require_targets=True",
-                stacklevel=2,
+        self._warn(over_length == "drop")
+
+    @classmethod
+    def open(
+        cls,
+        cache_dir: str | os.PathLike[str],
+        split: str,
+        *,
+        T: int,
+        device: str = "cpu",
+        tokenizer_sha256: str | None = None,
+        over_length: OverLength = "truncate",
+        require_targets: bool = False,
+        expect: Mapping[str, Any] | None = None,
+        io: IO = "mmap",
+    ) -> SFTExampleDataset:
+        """Open a split, "train" or "val", of an sft cache, such as cache/sft/oasst1; its meta.json has the sentinels.
+
+        The rest is as for `SFTExampleDataset`. Raises: as there; CacheError for a cache of another kind, and where no
+            meta.json knows the id of the eot sentinel; ValueError for another split.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"split={split!r}: expected one of {', '.join(SPLITS)}")
+        folder = resolved(Path(os.path.expanduser(cache_dir)))
+        if not folder.is_dir():
+            said = f"{cache_dir}: no such folder. Build it: python -m niels_gpt.cache.cli build-all"
+            raise FileNotFoundError(with_command(said))
+        meta = reader_meta(folder, "sft")
+        return cls(
+            folder / f"{split}_tokens.bin",
+            folder / f"{split}_idx.npy",
+            T=T,
+            device=device,
+            eot_id=special_id(folder, meta, "eot"),
+            tokenizer_sha256=tokenizer_sha256,
+            over_length=over_length,
+            require_targets=require_targets,
+            expect=expect,
+            io=io,
+        )
+
+    def __repr__(self) -> str:
+        """Name the cache and what a batch is."""
+        counts, split = self.counts, self.tokens_path.name.removesuffix("_tokens.bin")
+        return (
+            f"SFTExampleDataset({shown(self.tokens_path.parent)}, {split}: {counts.rows:,} rows of {counts.examples:,} "
+            f"examples, x, y, y_masked: int64 [B, {self.T}] on {self.device})"
+        )
+
+    def _warn(self, drop: bool) -> None:
+        """Warn, where the caller made the dataset, of rows without a target and of a loss of more than a twentieth."""
+        counts, said = self.counts, []
+        lost, total = counts.supervised_tokens_lost, counts.supervised_tokens
+        if counts.rows_without_target:
+            said.append(
+                f"{counts.rows_without_target} of {counts.rows} rows have no target in T + 1 = {self.T + 1} tokens, "
+                f"and the cross entropy of a batch of such rows is nan; {lost} of {total} supervised tokens are lost. "
+                "Pass a larger T, or require_targets=True"
             )
+        if lost > _WARN_SHARE * total:
+            kept = self._kept_by_t(drop)
+            found = [int(kept.searchsorted(math.ceil(share * total))) for share in (0.99, 1)]
+            most, every = (str(T) if len(kept) > T else f"{T} or more" for T in found)
+            said.append(
+                f"T={self.T} loses {lost} of {total} supervised tokens ({lost / total:.1%}). T={most} keeps 99 % of "
+                f"them, T={every} all"
+            )
+        if said:
+            warnings.warn(f"{self.tokens_path}: {'. '.join(said)}", stacklevel=_levels_to_caller())
+
+    def _kept_by_t(self, drop: bool) -> NDArray[np.int64]:
+        """Return how many supervised tokens each T from 0 on keeps: int64 [T]. drop: of whole examples only."""
+        needed = np.zeros(_BLOCK_TOKENS, dtype=np.int64)
+        for first, stop in self._blocks():
+            starts, ends = self._bounds(np.arange(first, stop))
+            ends = np.minimum(ends, starts + _BLOCK_TOKENS)  # of a block of one example
+            ids, marks = self._read(int(starts[0]), int(ends[-1])), {"asst_id": self.asst_id, "eot_id": self.eot_id}
+            needed += targets_by_t(ids, ends - starts[0], len(needed), drop=drop, **marks)
+        return np.cumsum(needed)
 
     def _sentinels(self, asst_id: int | None) -> int:
         """Return the id of the assistant sentinel; both ids are checked."""
@@ -237,13 +321,11 @@ class SFTExampleDataset:
     def _count(self, drop: bool, require_targets: bool) -> tuple[SFTCounts, NDArray[np.int64] | None]:
         """Return the counts, and the numbers of the examples that rows are made of; None: of all."""
         totals: Counter[str] = Counter()
-        kept, first = [], 0
-        while first < len(self):
-            stop = max(first + 1, int(self._starts.searchsorted(self._starts[first] + _BLOCK_TOKENS, side="right")) - 1)
+        kept = []
+        for first, stop in self._blocks():
             found, is_row = self._count_block(first, stop, drop, require_targets)
             totals.update(found)
             kept.append(is_row)
-            first = stop
         counts = SFTCounts(**totals)
         if counts.rows == 0:
             raise CacheError(
@@ -252,6 +334,14 @@ class SFTExampleDataset:
                 "target in them (require_targets). Pass a larger T, or other settings"
             )
         return counts, None if counts.rows == counts.examples else np.concatenate(kept).nonzero()[0]
+
+    def _blocks(self) -> Iterator[tuple[int, int]]:
+        """Yield the first example of a block, and that after its last: _BLOCK_TOKENS at most, or one example."""
+        first = 0
+        while first < len(self):
+            stop = max(first + 1, int(self._starts.searchsorted(self._starts[first] + _BLOCK_TOKENS, side="right")) - 1)
+            yield first, stop
+            first = stop
 
     def _count_block(self, first: int, stop: int, drop: bool, require_targets: bool) -> tuple[Any, NDArray[np.bool_]]:
         """Return the counts of examples first to stop - 1, as a dict, and which of them are rows."""
@@ -284,6 +374,14 @@ class SFTExampleDataset:
         return {name: int(value) for name, value in found.items()}, is_row
 
 
+def _levels_to_caller() -> int:
+    """Return the stacklevel of a warning, issued by the caller of this, for the first function outside this file."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename == __file__:
+        level, frame = level + 1, frame.f_back
+    return level - 1
+
+
 def _masked_by_limit(y: torch.Tensor, has_loss: NDArray[np.bool_], runs: NDArray[np.int64]) -> Any:
     """Return y with -100 where there is no loss, by the runs of `batch_rows`; y is on the CPU."""
     limit = np.where(has_loss, _ANY_ID, IGNORE_INDEX).repeat(runs).reshape(y.shape)
@@ -300,8 +398,9 @@ def _masked_by_choice(y: torch.Tensor, has_loss: NDArray[np.bool_], runs: NDArra
 def _resolved_together(tokens_path: Path, idx_path: Path) -> tuple[Path, Path]:
     """Resolve the folder of two files once, so that a commit in between cannot give files of two versions.
 
-    A file itself is not resolved: one that is a link is refused when it is opened.
+    A file itself is not resolved: one that is a link is refused when it is opened. ~ is the home folder.
     """
+    tokens_path, idx_path = (Path(os.path.expanduser(path)) for path in (tokens_path, idx_path))
     folder = resolved(tokens_path.parent)
     beside = folder if tokens_path.parent == idx_path.parent else resolved(idx_path.parent)
     return folder / tokens_path.name, beside / idx_path.name

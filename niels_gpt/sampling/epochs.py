@@ -88,6 +88,11 @@ class EpochStream(SampleStream):
                 stacklevel=2,
             )
 
+    def __repr__(self) -> str:
+        """Name the cache, what a batch is, whose it is, and where the stream is."""
+        epochs = "without end" if self.epochs is None else f"{self.epochs} epochs"
+        return f"EpochStream({self.split!r}, {self.num_windows:,} windows, {epochs}, {self._described()})"
+
     def identity(self) -> dict[str, Any]:
         """Return what decides which window a sample is: the stream's arguments and the content of its split."""
         own = {"stream": STREAM_VERSION, "seed": self.seed, "key_check": key_check(self._keys)}

@@ -21,6 +21,8 @@ from niels_gpt.fileio import CacheError
 from niels_gpt.records import checked_int
 from niels_gpt.remedies import with_command
 
+_LEAST_BITS = 0.01  # for each byte; a mean of 10 nats is not seen where the text has less than 1,443 bytes
+
 
 def iter_eval(
     shards_dir: str | os.PathLike[str],
@@ -68,14 +70,15 @@ def _window_batch(
     return x, y
 
 
-def bits_per_byte(loss_sum: float | torch.Tensor, shards_dir: str | os.PathLike[str]) -> float:
+def bits_per_byte(loss_sum: float | torch.Tensor, shards_dir: str | os.PathLike[str], *, check: bool = True) -> float:
     """Return the loss of a split in bits for each byte of its text, which models of all tokenizers have in common.
 
     loss_sum: cross entropy in nats, summed over all targets of `iter_eval`. Divided by ln 2 and by the utf-8 length of
     the split's texts, which meta.json has. (The first token is no target, its bytes count; end-of-texts are targets and
     have no bytes.)
-    Raises: ValueError for a sum below 0 or none; FileNotFoundError; CacheError where meta.json does not say how many
-        bytes, and for an sft cache.
+    check: refuse a result below 0.01 bits per byte, which no model of text reaches: a mean was given for the sum.
+    Raises: ValueError for a sum below 0 or none, and by `check`; FileNotFoundError; CacheError where meta.json does not
+        say how many bytes, and for an sft cache.
     """
     nats = float(loss_sum.detach() if isinstance(loss_sum, torch.Tensor) else loss_sum)
     if not 0 <= nats < math.inf:
@@ -86,4 +89,10 @@ def bits_per_byte(loss_sum: float | torch.Tensor, shards_dir: str | os.PathLike[
         raise FileNotFoundError(with_command(said))
     # The kind is looked at by text_bytes, whose message says what an sft cache lacks.
     num_bytes = text_bytes(folder.parent, reader_meta(folder.parent), folder.name)
-    return nats / math.log(2) / num_bytes
+    found = nats / math.log(2) / num_bytes
+    if check and found < _LEAST_BITS:
+        raise ValueError(
+            f"loss_sum={nats}: {found:.2g} bits for each of {num_bytes:,} bytes, expected {_LEAST_BITS} or more. Give "
+            "the sum over all targets of iter_eval (reduction='sum'), not a mean; check=False takes any"
+        )
+    return found

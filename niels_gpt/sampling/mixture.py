@@ -16,6 +16,7 @@ from niels_gpt.sampling.permutation import random_keys
 from niels_gpt.sampling.shares import MAX_BLOCK, phases, whole_weights
 from niels_gpt.sampling.state import key_check, limited
 from niels_gpt.sampling.stream import Places, SampleStream
+from niels_gpt.versions import shown
 
 WhenExhausted = Literal["repeat", "stop"] | int
 MIXTURE_VERSION = 2
@@ -127,6 +128,14 @@ class MixtureStream(SampleStream):
             None if n is None else limited("when_exhausted", n, stream.num_windows)
             for n, stream in zip(epochs, self.streams, strict=True)
         ]
+
+    def __repr__(self) -> str:
+        """Name the caches and their weights, what a batch is, whose it is, and where the stream is."""
+        parts = [
+            f"{weight} {shown(stream.split.folder.parent)}, {stream.split.folder.name}"
+            for weight, stream in zip(self.weights, self.streams, strict=True)
+        ]
+        return f"MixtureStream({'; '.join(parts)}; {self._described()})"
 
     def identity(self) -> dict[str, Any]:
         """Return what decides which window of which source a sample is: the arguments, and the streams' identities."""

@@ -153,6 +153,13 @@ class SampleStream(IterableDataset[Batch], ABC):
             raise TypeError(f"this {type(self).__name__} has no end and so no length. Count steps instead")
         return (self.num_samples + (0 if self.drop_last else self.global_batch_size - 1)) // self.global_batch_size
 
+    def _described(self) -> str:
+        rows = self.global_batch_size // self.world_size
+        return (
+            f"x, y: int64 [{rows}, {self.T}] on {self.device}, rank {self.rank} of {self.world_size}, "
+            f"consumed_samples={self._consumed}"
+        )
+
     def __bool__(self) -> bool:
         return True
 
