@@ -199,6 +199,16 @@ def test_equal_notes_follow_the_first_and_distinct_ones_are_split_as_before(sett
     assert meta["val_frac"] == settings.roam_val_frac
 
 
+def test_a_mirror_with_one_book_gives_it_to_train_and_one_with_two_gives_one_to_each(
+    settings: Settings, mirror: Path
+) -> None:
+    shutil.rmtree(mirror / "gutenberg", ignore_errors=True)
+    (mirror / "gutenberg").mkdir()
+    for number, docs in ((1, {"train": 1, "val": 0}), (2, {"train": 1, "val": 1})):
+        (mirror / "gutenberg" / f"book{number}.txt").write_text(f"The book {number} of the river and the mill.")
+        assert recipes(settings)["pretrain/gutenberg"](settings).meta["docs"] == docs
+
+
 # --- what the counts say ----------------------------------------------------------------------------------------------
 
 

@@ -73,18 +73,13 @@ def build_pretrain(
         CacheError if somebody else builds here, if something that is no cache is in the way, and if the documents are
         not those that a killed run had read; RuntimeError if a worker of the executor dies twice on a batch.
     """
-    if val_frac is not None and not 0 <= val_frac < 1:
-        raise ValueError(f"val_frac={val_frac}: expected 0 <= val_frac < 1")
-    if shard_bytes < TOKEN_BYTES:
-        raise ValueError(f"shard_bytes={shard_bytes}: expected at least {TOKEN_BYTES}, the bytes of one token")
-    eot = int(tokenizer.special_token_ids()["eot"])
     budget = TokenBudget({"train": max_train_tokens, "val": max_val_tokens})
     source, vocabulary = source or Source(), vocabulary_of(tokenizer)
-    settings = _settings(split_rule, shard_bytes, append_eot, on_special, partial, budget, shuffle_buffer or 0)
-    settings["val_frac"] = val_frac
+    settings = _settings(
+        split_rule, shard_bytes, append_eot, on_special, partial, budget, shuffle_buffer or 0, val_frac
+    )
     rule = TextSplit(asked_share(settings), seed)
-    keyed = None if rule.share is None else seed
-    encoder = TextEncoder(tokenizer, on_special=on_special, append=eot if append_eot else None, split_seed=keyed)
+    encoder = _encoder(tokenizer, on_special, append_eot, rule)
     identity = build_identity(source, tokenizer, seed=seed, **settings)
     mixed = shuffle.Shuffled(with_ids(documents), size=shuffle_buffer, seed=seed)
     fingerprint = source.facts.get("fingerprint")
@@ -128,6 +123,12 @@ def build_stub(
     return meta
 
 
+def _encoder(tokenizer: Tokenizer, on_special: str, append_eot: bool, rule: TextSplit) -> TextEncoder:
+    append = int(tokenizer.special_token_ids()["eot"]) if append_eot else None
+    split_seed = None if rule.share is None else rule.seed
+    return TextEncoder(tokenizer, on_special=on_special, append=append, split_seed=split_seed)
+
+
 def _settings(
     split_rule: str,
     shard_bytes: int,
@@ -136,8 +137,13 @@ def _settings(
     partial: bool,
     budget: TokenBudget,
     shuffle_buffer: int,
+    val_frac: float | None,
 ) -> dict[str, Any]:
-    """Return what meta.json says of a build's arguments: they decide its bytes."""
+    """Return what meta.json says of a build's arguments: they decide its bytes. Raises: ValueError for bad ones."""
+    if val_frac is not None and not 0 <= val_frac < 1:
+        raise ValueError(f"val_frac={val_frac}: expected 0 <= val_frac < 1")
+    if shard_bytes < TOKEN_BYTES:
+        raise ValueError(f"shard_bytes={shard_bytes}: expected at least {TOKEN_BYTES}, the bytes of one token")
     return {
         "kind": "pretrain",
         "built": "partial" if partial else True,
@@ -147,6 +153,7 @@ def _settings(
         "on_special": on_special,
         "max_train_tokens": budget.limits["train"],
         "max_val_tokens": budget.limits["val"],
+        "val_frac": val_frac,
         "shuffle": {"algorithm": shuffle.ALGORITHM if shuffle_buffer else None, "buffer": shuffle_buffer},
     }
 
