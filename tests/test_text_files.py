@@ -26,6 +26,8 @@ from niels_gpt.data.roam import iter_notes, list_roam_paths, roam_dir_of
 from niels_gpt.data.text_files import lines_of, open_regular, read_text
 from niels_gpt.data.upstream_rows import UpstreamRows
 from niels_gpt.data.wikitext import iter_wikitext
+from niels_gpt.recipes.origins import origin_of
+from niels_gpt.settings import Settings
 
 WEB, WIKI, DOLLY = "HuggingFaceFW/fineweb-edu", "Salesforce/wikitext", "databricks/databricks-dolly-15k"
 OASST = "OpenAssistant/oasst1"
@@ -394,6 +396,9 @@ def test_links_among_notes_are_followed_on_request_only(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="--follow-links"):
         roam_dir_of(tmp_path / "other", roam_dir="")
     assert roam_dir_of("hub", roam_dir=tmp_path / "other/roam") == tmp_path / "other/roam"
+    os.remove(tmp_path / "mirror/roam/a.md")
+    with pytest.raises(FileNotFoundError, match=r"c\.md, which are not followed: pass --follow-links"):
+        origin_of(Settings(source_root=str(tmp_path / "mirror")), "roam")
 
 
 def test_pipes_and_devices_are_never_read(tmp_path: Path) -> None:
