@@ -26,6 +26,8 @@ from niels_gpt.data.roam import iter_notes, list_roam_paths, roam_dir_of
 from niels_gpt.data.text_files import lines_of, open_regular, read_text
 from niels_gpt.data.upstream_rows import UpstreamRows
 from niels_gpt.data.wikitext import iter_wikitext
+from niels_gpt.recipes.origins import origin_of
+from niels_gpt.settings import Settings
 
 WEB, WIKI, DOLLY = "HuggingFaceFW/fineweb-edu", "Salesforce/wikitext", "databricks/databricks-dolly-15k"
 OASST = "OpenAssistant/oasst1"
@@ -235,6 +237,30 @@ def test_a_text_that_a_parquet_file_writes_once_does_not_fill_the_memory_a_thous
     assert peak < 3 * (64 << 20)
 
 
+@pytest.mark.parametrize("kind", ["list", "map"])
+def test_a_row_of_parquet_that_repeats_a_text_is_measured_before_it_is_written_out(tmp_path: Path, kind: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def turns(number: int) -> list[Any]:
+        if kind == "map":
+            return [("role", "user"), *[("content", "x" * 1_000_000)] * number]
+        return [{"role": "user", "content": "x" * 1_000_000}] * number
+
+    columns = {"messages": [turns(1), turns(300), turns(1)], "id": ["a", "b", "c"]}
+    of_map = pa.map_(pa.string(), pa.string())
+    kinds = {"map": of_map, "list": pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))}
+    table = pa.table(columns, schema=pa.schema([("messages", kinds[kind]), ("id", pa.string())]))
+    pq.write_table(table, tmp_path / "a.parquet")
+    del table
+    before, problems = pa.total_allocated_bytes(), []
+    rows = places.numbered_rows(tmp_path / "a.parquet", unreadable=problems.append, max_document_bytes=5_000_000)
+    for number, row in rows:
+        assert row == {"messages": turns(1), "id": columns["id"][number - 1]}
+        assert pa.total_allocated_bytes() - before < 40_000_000
+    assert len(problems) == 1 and problems[0].reason == "too_large" and ", row 2: " in problems[0]
+
+
 # --- the limits and counts of every source of the project -------------------------------------------------------------
 
 CHAT = {"instruction": "Q", "response": "A", "context": ""}
@@ -370,6 +396,9 @@ def test_links_among_notes_are_followed_on_request_only(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="--follow-links"):
         roam_dir_of(tmp_path / "other", roam_dir="")
     assert roam_dir_of("hub", roam_dir=tmp_path / "other/roam") == tmp_path / "other/roam"
+    os.remove(tmp_path / "mirror/roam/a.md")
+    with pytest.raises(FileNotFoundError, match=r"c\.md, which are not followed: pass --follow-links"):
+        origin_of(Settings(source_root=str(tmp_path / "mirror")), "roam")
 
 
 def test_pipes_and_devices_are_never_read(tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ def iter_parquet(
     try:
         with open_regular(path) as file, pq.ParquetFile(file, buffer_size=_READ_BYTES) as table:
             names = [name for name in dict.fromkeys(table.schema_arrow.names) if columns is None or name in columns]
+            lists = _coded_lists(table, names)
+            coded = pq.ParquetFile(file, buffer_size=_READ_BYTES, read_dictionary=lists) if lists else None
             first = 1
             for group in range(table.num_row_groups):
                 group_rows = table.metadata.row_group(group).num_rows
@@ -55,9 +57,16 @@ def iter_parquet(
                     first += group_rows
                     continue
                 rows = _batch_rows(table, group, names, chunks, max_row_bytes)
-                for batch in table.iter_batches(batch_size=rows, row_groups=[group], columns=names):
+                about: dict[str, Any] = {"batch_size": rows, "row_groups": [group], "columns": names}
+                reader = table
+                if coded is not None and any(_size_of(batch) > max_row_bytes for batch in coded.iter_batches(**about)):
+                    reader = coded  # slower, but a text that a row repeats is written out only where the row is small
+                for batch in reader.iter_batches(**about):
                     for part in _parts(batch, max_row_bytes):
-                        yield from _rows_of(part, names, decode, path, first, max_row_bytes)
+                        if part.num_rows == 1 and _size_of(part) > max_row_bytes:
+                            yield first, Problem.too_large(f"{path}, row {first}", max_row_bytes)
+                        else:
+                            yield from _rows_of(part, names, decode, path, first)
                         first += part.num_rows
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
@@ -69,18 +78,67 @@ def iter_parquet(
 
 def _parts(batch: Any, max_row_bytes: int) -> Iterator[Any]:
     """Yield a batch as it is, or, where a row of it may be too large, row by row."""
-    if batch.nbytes <= max_row_bytes or batch.num_rows == 1:
+    if batch.num_rows == 1 or _size_of(batch) <= max_row_bytes:
         yield batch
     else:
         yield from (batch.slice(row, 1) for row in range(batch.num_rows))
 
 
+def _size_of(batch: Any) -> int:
+    return sum(map(_bytes_of, batch.columns))
+
+
+def _bytes_of(array: Any) -> int:
+    """Return the bytes of an arrow array, each value of a dictionary as often as it is used."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if pa.types.is_dictionary(array.type) and _is_text(array.type.value_type):
+        lengths = pc.binary_length(array.dictionary)
+        return int(pc.sum(lengths.cast(pa.int64()).take(array.indices)).as_py() or 0)
+    if pa.types.is_struct(array.type):
+        return sum(map(_bytes_of, array.flatten()))
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
+        return _bytes_of(array.flatten())
+    if pa.types.is_map(array.type):
+        return _bytes_of(array.cast(pa.list_(pa.struct([array.type.key_field, array.type.item_field]))))
+    return int(array.nbytes)
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    known = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return any(is_kind(kind) for is_kind in known)
+
+
+def _coded_lists(table: Any, names: list[str]) -> list[str]:
+    """Return the columns of texts in lists that some row group has dictionary-coded.
+
+    One row can use a large text there any number of times: so its size is known only where the code is kept.
+    """
+    found: dict[str, None] = {}
+    for number in range(len(table.schema)):
+        column = table.schema.column(number)
+        if column.max_repetition_level == 0 or column.physical_type != "BYTE_ARRAY" or not _is_in(column.path, names):
+            continue
+        groups = (table.metadata.row_group(group).column(number) for group in range(table.num_row_groups))
+        if not all(_is_plain(chunk) for chunk in groups):
+            found[column.path] = None
+    return list(found)
+
+
+def _is_in(path: str, names: list[str]) -> bool:
+    return any(f"{path}.".startswith(f"{name}.") for name in names)
+
+
+def _is_plain(chunk: Any) -> bool:
+    return not chunk.has_dictionary_page and set(chunk.encodings) <= _PLAIN
+
+
 def _rows_of(
-    batch: Any, names: list[str], decode: Callable[[bytes], str], path: Path, first: int, max_row_bytes: int
-) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
-    if batch.num_rows == 1 and batch.nbytes > max_row_bytes:
-        yield first, Problem.too_large(f"{path}, row {first}", max_row_bytes)
-        return
+    batch: Any, names: list[str], decode: Callable[[bytes], str], path: Path, first: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
     where = f"{path}, rows {first} to {first + batch.num_rows - 1}"
     fields = batch.schema.names
     values = [
@@ -115,7 +173,7 @@ def _chunks(table: Any, group: int, names: list[str], handle: int) -> list[_Chun
     about, found = table.metadata.row_group(group), []
     for number in range(about.num_columns):
         chunk = about.column(number)
-        if not any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in names):
+        if not _is_in(chunk.path_in_schema, names):
             continue
         size = int(chunk.total_uncompressed_size)
         start = min((place for place in (chunk.dictionary_page_offset, chunk.data_page_offset) if place), default=0)
@@ -123,9 +181,8 @@ def _chunks(table: Any, group: int, names: list[str], handle: int) -> list[_Chun
             pages = list(pages_of(handle, start, start + chunk.total_compressed_size))
         except ValueError:  # damaged, which pyarrow says better, or odd: then the footer is all there is
             pages = [Page(int(chunk.num_values), size, False)]
-        is_plain = not chunk.has_dictionary_page and set(chunk.encodings) <= _PLAIN
         is_flat = table.schema.column(number).max_repetition_level == 0
-        found.append(_Chunk(size, pages, is_plain, is_flat))
+        found.append(_Chunk(size, pages, _is_plain(chunk), is_flat))
     return found
 
 

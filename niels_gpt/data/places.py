@@ -310,11 +310,14 @@ def _text_lines(
 ) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
     with opened_text(path, counters=counters) as file:
         for number, line in lines_of(file, limit):
-            where = f"{path}, line {number}"
             if line is None:
-                yield number, Problem.too_large(where, limit)
-            else:
-                yield number, {"text": decode(line, counters=counters, where=where)}
+                yield number, Problem.too_large(f"{path}, line {number}", limit)
+                continue
+            try:
+                text = line.decode()
+            except UnicodeDecodeError:
+                text = decode(line, counters=counters, where=f"{path}, line {number}")
+            yield number, {"text": text}
 
 
 def _json_rows(path: Path, counters: Counter[str] | None, limit: int) -> Iterator[tuple[int, dict[str, Any] | Problem]]:

@@ -127,6 +127,11 @@ def origin_of(settings: Settings, source: str) -> Origin:
         follow, links = settings.follow_links, list[Path]()
         root = roam.roam_dir_of(settings.source_root, roam_dir=settings.roam_dir, follow_links=follow)
         files = tuple(Path(path) for path in roam.list_roam_paths(root, follow_links=follow, links=links))
+        if links and not files:
+            raise FileNotFoundError(
+                f"expected .md files in {root}, found symbolic links only, such as {min(links)}, which are not "
+                "followed: pass --follow-links if they may be"
+            )
         kind = "sample" if sample else "mirror"
         return Origin(source, dataset, None, kind, False, credit, root, files, links=tuple(links))
     asked = asked_revisions(settings).get(source)
