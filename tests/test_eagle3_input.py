@@ -146,7 +146,8 @@ def test_rows_that_cannot_be_used_are_counted(settings: Settings, tokenizer: Cha
     path = write_lines(tmp_path / "a.jsonl", "{broken", {"other": 1}, tool, {"messages": []}, MESSAGES)
     rows, counters = read(settings, path, tokenizer)
     assert [row.id for row in rows] == ["a.jsonl#5"]
-    assert counters == {"rows": 1, "unreadable_row": 1, "missing_field": 1, "unknown_role": 1, "malformed": 1}
+    lost = {"unreadable_row": 1, "missing_field": 1, "unknown_role": 1, "unknown_role:tool": 1, "malformed": 1}
+    assert counters == {"rows": 1, **lost}
     given, counters = read(settings, write_lines(tmp_path / "b.jsonl", "{broken", GIVEN, "[]"), tokenizer)
     assert [row.id for row in given] == ["b.jsonl#2"]
     assert counters == {"rows": 1, "unreadable_row": 2}

@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from niels_gpt.chat_template import roles_counted
 from niels_gpt.recipes import eagle3_begun
 from niels_gpt.recipes.eagle3_manifest import draft_size, frequent_vocab, known_vocab, manifest_of
 from niels_gpt.recipes.eagle3_options import Options
@@ -227,7 +228,11 @@ def prepare(resolved: Resolved, *, tokenized: Callable[[int, int], None] | None 
     plan = make_plan(
         manifest_of(resolved, known_vocab(resolved) or frequent_vocab(resolved, samples)),
         samples,
-        dropped={reason: number for reason, number in counters.items() if reason not in (ROWS, *NOT_DROPPED)},
+        dropped={
+            reason: number
+            for reason, number in counters.items()
+            if reason not in (ROWS, *NOT_DROPPED, *roles_counted(counters))  # unknown_role counts these
+        },
         altered={reason: counters[reason] for reason in NOT_DROPPED},
         **_decided(resolved),
     )
