@@ -159,7 +159,9 @@ def _tokenizer_matches(folder: Path, meta: dict[str, Any], limits: Limits) -> It
     if not model.is_file():
         yield f"{tokenizer / MODEL_NAME}: no such file, expected tokenizer {_short(expected)}. {_again(tokenizer)}"
     elif (found := sha256_file(model)) != expected:
-        remedy = f"Build the cache again: {rebuild_command(folder) or GENERIC}" if found == recorded else _again(tokenizer)
+        remedy = (
+            f"Build the cache again: {rebuild_command(folder) or GENERIC}" if found == recorded else _again(tokenizer)
+        )
         yield (
             f"{tokenizer / MODEL_NAME}: sha256 {_short(found)}, but {folder / META_NAME} has ids of tokenizer "
             f"{_short(expected)}. {remedy}"
