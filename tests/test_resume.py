@@ -5,6 +5,7 @@ Run: pytest tests/test_resume.py
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from power_loss import Disk, put, recorded_below, tree_of
 from small_builds import BATCH_ITEMS, BUILDERS, ITEMS, Counted, counting, pretrain, sft, whole_version
 
-from niels_gpt.build import stream
+from niels_gpt.build import resume, stream
 from niels_gpt.build.describe import Source
 from niels_gpt.cache import CacheError
 from niels_gpt.fileio import Operation
@@ -288,6 +289,18 @@ def test_runs_that_are_killed_while_they_read_again_are_counted_and_the_next_one
     assert "the last 3 runs" in caplog.text
     assert committed(folder / "c") == uninterrupted(kind, folder / "other")
     assert not list(folder.glob("**/attempts.json"))
+
+
+def test_a_replay_says_how_far_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupt("sft", folder / "c", 34)
+    monkeypatch.setattr(resume, "_TOLD_SECONDS", 0.0)
+    told: list[int] = []
+    with caplog.at_level("INFO"):
+        sft(folder / "c", progress=lambda examples, tokens, expected: told.append(examples))
+    assert re.search(r"re-read \d+ of 30 documents", caplog.text) and told[0] < 30
+    assert "read again" in caplog.text
 
 
 def interrupting(items: list[Any], at: int) -> Iterator[Any]:

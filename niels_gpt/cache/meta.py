@@ -69,8 +69,8 @@ def read_meta(path: str) -> dict[str, Any]:
     try:
         raw = read_regular(path)
     except FileNotFoundError:
-        said = f"{path}: no such file. A cache is complete when it has one. {_REBUILD}"
-        raise FileNotFoundError(with_command(said)) from None
+        absent = f"{path}: no such file. A cache is complete when it has one. {_REBUILD}"
+        raise FileNotFoundError(with_command(absent)) from None
     try:
         meta = parse_object(raw)
     except ValueError as error:
