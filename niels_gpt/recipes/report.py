@@ -91,8 +91,8 @@ def listed(root: Path, outcomes: Sequence[Outcome], damaged: Mapping[str, Except
             reason = reason or _malformed(error)
         state = _state(outcome) if reason is None else "refused"
         rows.append({"key": outcome.key, "state": state, "refused": reason, **found})
-    for key, why in damaged.items():
-        rows.append({"key": key, "state": "refused", "refused": in_short(why, root / key)})
+    for key, failure in damaged.items():
+        rows.append({"key": key, "state": "refused", "refused": in_short(failure, root / key)})
     return rows
 
 
