@@ -182,6 +182,11 @@ def _float(digits: str) -> float:
     return number
 
 
+def printable(text: str) -> str:
+    """Return a text that anybody may have written, on one line and without control characters: those are escaped."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
 def shortened(value: Any) -> str:
     """Return the repr of a value that anybody may have written, in 80 characters at most."""
     return _REPR.repr(value)[:80]
@@ -330,4 +335,4 @@ def _typed(value: Any, kind: type[Any], key: str, where: str) -> Any:
 
 def wrong_value(where: str, key: str, value: Any, expected: str) -> CacheError:
     """Return the error of a value that is not as expected: "WHERE: shards.train[3].name is '..', expected ..."."""
-    return CacheError(f"{where}: {key} is {shortened(value)}, expected {expected}. {_REBUILD}")
+    return CacheError(f"{where}: {printable(key)} is {shortened(value)}, expected {expected}. {_REBUILD}")

@@ -29,6 +29,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from niels_gpt.records import printable
 from niels_gpt.settings import Settings
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     arguments = _parser().parse_args(argv)
     give_large_blocks_back()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_SafeFormatter("%(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     for client in ("httpx", "httpx2"):  # a line for each request to the hub
         logging.getLogger(client).setLevel(logging.WARNING)
     try:
@@ -49,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:  # CacheError is a ValueError, ConnectionError an OSError
         if isinstance(error, BrokenPipeError) and is_unread("\n"):  # and not a connection's
             return 0
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_safe(error)}", file=sys.stderr)
         return 2 if isinstance(error, UnknownSourceError) else 1
     except KeyboardInterrupt:
         print(f"\ninterrupted{arguments.kept}", file=sys.stderr)
@@ -197,9 +200,22 @@ def _build(arguments: argparse.Namespace) -> int:
     return _print_failures(failures)
 
 
+class _SafeFormatter(logging.Formatter):
+    """Escapes what a message must not send to a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record as lines of text."""
+        return _safe(super().format(record))
+
+
+def _safe(said: object) -> str:
+    """Return a message without control characters that a file's name or content may have brought: those are escaped."""
+    return "\n".join(map(printable, str(said).split("\n")))
+
+
 def _print_failures(failures: dict[str, Exception]) -> int:
     for key, failure in failures.items():
-        print(f"error: {key}: {type(failure).__name__}: {failure}", file=sys.stderr)
+        print(f"error: {_safe(key)}: {type(failure).__name__}: {_safe(failure)}", file=sys.stderr)
     return 1 if failures else 0
 
 
@@ -270,7 +286,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     caches, errors = caches_of(arguments.paths)
     for error in errors.values():  # the others are looked at
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_safe(error)}", file=sys.stderr)
     found = {path: [Damage("", 0, 0, error)._asdict()] for path, error in errors.items()}
     for cache in caches:
         with _progress_bar(str(cache), unit="B", counted="files") as progress:
@@ -306,7 +322,6 @@ def _locate(arguments: argparse.Namespace) -> int:
 
 def _gc(arguments: argparse.Namespace) -> int:
     from niels_gpt.inspection.caches import refuse_without_caches
-    from niels_gpt.inspection.source_ids import printable
     from niels_gpt.recipes.garbage import FAILED, collect
 
     refuse_without_caches(arguments.cache_dir)

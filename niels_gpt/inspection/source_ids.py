@@ -11,6 +11,7 @@ from typing import Any
 
 from niels_gpt.fileio import CacheError
 from niels_gpt.records import open_regular, path_inside
+from niels_gpt.records import printable as printable  # what prints asks for it here
 
 _READ_BYTES = 1 << 20
 _MAX_ID_BYTES = 1 << 24
@@ -52,8 +53,3 @@ def id_lines(cache: Path, meta: dict[str, Any], split: str) -> Iterator[bytes]:
 def shown(text: str) -> str:
     """Return a text for a terminal: control characters but for line ends and tabs, which could command it, escaped."""
     return _CONTROLS.sub(lambda found: ascii(found.group())[1:-1], text)
-
-
-def printable(text: str) -> str:
-    """Return a text that anybody may have written, on one line and without control characters: those are escaped."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

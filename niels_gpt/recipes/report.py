@@ -86,7 +86,7 @@ def checked(outcome: Outcome, settings: Settings) -> list[str]:
 
 def damage_lines(cache: Path, damages: Sequence[Damage]) -> str:
     """Return a line for a cache, and one for each of its damages."""
-    lines = [f"{cache}: {_number(len(damages), 'damage') if damages else 'ok'}"]
+    lines = [f"{printable(str(cache))}: {_number(len(damages), 'damage') if damages else 'ok'}"]
     lines += [
         f"  {printable(found.file)}, bytes {found.offset:,} to {found.end:,}: {printable(found.problem)}"
         for found in damages
@@ -153,7 +153,8 @@ def _number(count: int, what: str) -> str:
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return rows as aligned columns, two spaces apart."""
+    """Return rows as aligned columns, two spaces apart; control characters in them are escaped."""
+    rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
