@@ -17,7 +17,7 @@ A module with a table of attacks has these names, and hands its own name to `ser
         server.check(name)
 
 `python tests/attacks.py MODULE [PATTERN] [-v]` prints a line for each meeting, the size of the table, and its worst time
-and memory. The time is the processor's, so that a busy machine fails no test; what hangs is killed after HANGS seconds.
+and memory. The time is the processor's, so that a busy machine fails no test; what hangs is killed after a while.
 """
 
 from __future__ import annotations

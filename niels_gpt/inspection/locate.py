@@ -75,7 +75,7 @@ def _located(
     cut = f", tokens {first - start:,} to {last - start:,} of its {end - start:,}" if last - first < end - start else ""
     rows.append(("text" if decode is not None else "ids", f"the token in [[ ]]{cut}"))
     ids = ids_at(folder, meta, split, first, last)
-    lines = [f"{name + ':':14}{value}" for name, value in rows]
+    lines = [f"{name + ':':14}{printable(value)}" for name, value in rows]
     return "\n".join([*lines, "", shown(_marked(ids, position - first, decode))])
 
 

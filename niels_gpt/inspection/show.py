@@ -17,7 +17,7 @@ from niels_gpt.cache.formats import SPLITS, target_mask
 from niels_gpt.cache.meta import check_tokenizer, find_meta, read_meta, special_id, tokenizer_above
 from niels_gpt.cache.mmap import mmap_tokens
 from niels_gpt.fileio import META_NAME, CacheError
-from niels_gpt.inspection.source_ids import shown
+from niels_gpt.inspection.source_ids import printable, shown
 from niels_gpt.inspection.stats import PlaceError, bounds, described_by, ids_at, opened, tokens_of
 from niels_gpt.records import path_inside, resolved
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
@@ -93,7 +93,7 @@ def _window(cache: Path, meta: dict[str, Any], tokenizer: Decoder, split: str, p
             tokens = mmap_tokens(path_inside(cache, record["name"]), expected_bytes=record["bytes"])
             ids = tokens[position - before :][:num_tokens]
             head = f"{cache}/{split}: tokens {position} to {position + len(ids)} of {total}, in {record['name']}"
-            return f"{head}\n{shown(tokenizer.decode(ids.tolist()))}"
+            return f"{printable(head)}\n{shown(tokenizer.decode(ids.tolist()))}"
         before += record["tokens"]
     raise CacheError(f"{cache / META_NAME}: its shards hold {before} tokens, its totals say {total}. Rebuild it")
 
@@ -106,7 +106,7 @@ def _example(
     ids = tokens_of(cache, meta, split)[places[row] : places[row + 1]]
     mask = _mask_of(cache, meta, ids)
     head = f"{cache}/{split}: example {row} of {len(places) - 1}, {len(ids)} tokens, {int(mask.sum())} with loss"
-    return head + "\n" + _marked(ids[:num_tokens], mask[:num_tokens], tokenizer, color)
+    return printable(head) + "\n" + _marked(ids[:num_tokens], mask[:num_tokens], tokenizer, color)
 
 
 def _mask_of(cache: Path, meta: dict[str, Any], ids: NDArray[np.uint16]) -> NDArray[np.bool_]:
