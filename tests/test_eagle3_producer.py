@@ -416,7 +416,7 @@ def test_the_meta_json_of_another_cache_is_never_removed(tmp_path: Path) -> None
     refused(cache, r"meta\.json: not a regular file", resume=True)
     (cache / "meta.json").rmdir()
     (cache / "meta.json").symlink_to(tmp_path / "elsewhere")
-    refused(cache, r"meta\.json: not a regular file", resume=True)
+    refused(cache, r"meta\.json: a symbolic link", resume=True)
 
 
 # --- without a plan ---------------------------------------------------------------------------------------------------

@@ -20,22 +20,15 @@ from niels_gpt.eagle3.tokenizers import open_tokenizer
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 SECONDS = 60
-"""Against a hang: each of them ends after four seconds of CPU time."""
+"""Against a hang: each of them ends after two seconds of CPU time."""
+DOUBLED = "{% set n = namespace(x='x') %}{% for _ in 'x' * 60 %}{% set n.x = n.x ~ n.x %}{% endfor %}"
 ATTACKS = {
     "folded when it is compiled": ("{{ 'x' * 4000000000 }}", "memory"),
     "made when it is rendered": ("{{ messages[0].content * 2000000000 }}", "memory"),
-    "doubled": (
-        "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-        "memory",
-    ),
-    "loops": (LOOPS, "did not end within"),
-    "loops for a chat alone": (
-        "{% if messages[0].content == 'Hi' %}" + LOOPS + "{% endif %}" + kinds.CHATML,
-        "did not",
-    ),
-    "a great power": ("{{ 9 ** (9 ** 9) }}", "did not end within|memory"),
+    "doubled": (DOUBLED, "memory"),
+    "loops": ("{% if messages[0].content == 'Hi' %}" + LOOPS + "{% endif %}" + kinds.CHATML, "did not end within"),
     "a long text": ("{{ 'x' * 60000000 }}", "60,000,000 characters"),
-    "brackets": ("{{ " + "(" * 50_000 + ")" * 50_000 + " }}", "could not be tried|refused_by_template|RecursionError"),
+    "brackets": ("{{ " + "(" * 50_000 + ")" * 50_000 + " }}", ""),
     "too long": ("x" * (1 << 20) + "y", "1,048,577 characters"),
 }
 
@@ -45,7 +38,7 @@ def test_a_template_that_takes_too_much_is_refused(tmp_path: Path, name: str, ca
     template, said = ATTACKS[name]
     folder = kinds.write_tokenizer(tmp_path / "t", template=template)
     start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ValueError, match=said) if name != "brackets" else pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=said):
         open_tokenizer(str(folder)).encode_chat(CHAT)
     assert time.monotonic() - start < SECONDS
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB, of this process"
@@ -54,10 +47,9 @@ def test_a_template_that_takes_too_much_is_refused(tmp_path: Path, name: str, ca
 def test_a_template_that_was_stopped_leaves_the_next_one_alone(tmp_path: Path) -> None:
     good = open_tokenizer(str(kinds.write_tokenizer(tmp_path / "good", template=kinds.CHATML)))
     expected = good.encode_chat(CHAT)
+    bad = open_tokenizer(str(kinds.write_tokenizer(tmp_path / "bad", template="{{ 'x' * 4000000000 }}")))
     with pytest.raises(ValueError, match="memory"):
-        open_tokenizer(str(kinds.write_tokenizer(tmp_path / "bad", template="{{ 'x' * 4000000000 }}"))).encode_chat(
-            CHAT
-        )
+        bad.encode_chat(CHAT)
     assert good.encode_chat(CHAT) == expected
 
 

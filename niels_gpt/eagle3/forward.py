@@ -24,6 +24,7 @@ from niels_gpt.eagle3.target import HFEagle3TargetModel, _shift_left_with_zero
 from niels_gpt.fileio import CacheError
 
 _AHEAD = 2  # batches: one that is being written, and one that waits for it
+_TRIED = 8  # tokens of the trial
 _COUNTS = ("tokens", "supervised", "positions")
 Report = Callable[[int, int], None]
 """Is told tokens and bytes that were written since the last call."""
@@ -79,6 +80,32 @@ class PlannedForward:
             present[place, : len(raw)] = 1
             loss[place, : len(raw)] = torch.from_numpy(mask)
         return {"input_ids": ids, "attention_mask": present, "loss_mask": loss}
+
+
+def try_target(plan: Plan, samples: Samples, model: Any, device: torch.device) -> None:
+    """Run a target over a few tokens of the first sample, before anything is written.
+
+    Raises: ValueError where it does not run, or gives tensors of other sizes than the plan has.
+    """
+    ids = torch.from_numpy(samples.row(0)[0][:_TRIED].astype("int64"))[None].to(device)
+    try:
+        found = HFEagle3TargetModel(model, plan.manifest["aux_layer_ids"])
+        outputs = found.generate_batch(ids, torch.ones_like(ids), torch.zeros_like(ids))
+    except OSError:
+        raise
+    except Exception as error:  # of the model's own code, of torch, of a library that it needs
+        advice = "" if plan.run.get("attention") == "eager" else ". If its attention is why: --attention eager"
+        raise ValueError(
+            f"{plan.target.get('name')}: the target was loaded, and could not be run over {ids.shape[1]} tokens "
+            f"({type(error).__name__}: {error}){advice}. Nothing was written"
+        ) from error
+    sizes = outputs.aux_hidden_states.shape[-1], outputs.logits.shape[-1]
+    wanted = plan.manifest["aux_hidden_dim"], plan.manifest["target_vocab_size"]
+    if sizes != wanted:
+        raise ValueError(
+            f"{plan.target.get('name')}: it gives {sizes[0]} hidden states and {sizes[1]} logits a token, expected "
+            f"{wanted[0]} and {wanted[1]} by its config. Nothing was written"
+        )
 
 
 def make_shards(

@@ -103,6 +103,9 @@ def load_target(
     except ImportError as error:
         raise ImportError(f"{name}: {error}") from error
     except Exception as error:  # of safetensors, pickle or the model's own code
+        if "attention implementation" in str(error) and attention != "eager":
+            said = f"transformers has no attention {attention!r} for this model. Run it with --attention eager"
+            raise ValueError(f"{name}: {said}") from error
         raise ValueError(f"{name}: its weights could not be loaded: {type(error).__name__}: {error}") from error
     wrong = {"missing": found["missing_keys"], "of another shape": {key for key, *_ in found["mismatched_keys"]}}
     for what, keys in wrong.items():

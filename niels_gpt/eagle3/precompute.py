@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from niels_gpt.eagle3.estimate import Estimate
 
 _LINE_EVERY_S = 10.0
+_ATTENTION = "how the target computes attention; eager for one that sdpa cannot run, slower (default: %(default)s)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -279,7 +280,7 @@ def _add_how(add: Callable[..., Any]) -> None:
         choices=COMPUTE_DTYPES,
         help="what the target calculates in (default: as begun; else bf16 on cuda, fp32 on the cpu)",
     )
-    add("--attention", choices=ATTENTIONS, default=given["attention"], help="of the target (default: %(default)s)")
+    add("--attention", choices=ATTENTIONS, default=given["attention"], help=_ATTENTION)
     add("--resume", action="store_true", help="go on with what is in DIR, if the plan is the same (default: refuse)")
     add("--dry-run", action="store_true", help="print sizes and free space, and stop; status 1 if it does not fit")
 

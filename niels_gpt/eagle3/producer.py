@@ -21,7 +21,7 @@ from niels_gpt.eagle3.folder import finished_shards, is_finished
 from niels_gpt.eagle3.layout import LOCK_NAME, SIDECAR, PathLike
 from niels_gpt.eagle3.plan import Plan
 from niels_gpt.eagle3.samples import Samples
-from niels_gpt.eagle3.workers import Job, Load, run_here, run_workers
+from niels_gpt.eagle3.workers import Job, Load, run_here, run_workers, tried, try_elsewhere
 from niels_gpt.locks import file_lock
 
 logger = logging.getLogger(__name__)
@@ -55,12 +55,19 @@ def produce(
     load: gives the target on a device. It is called only where something is left to do, once in each process.
     workers: processes; 1 does the work in this one. The bytes do not depend on it.
     start: how processes are started: spawn, or fork where nothing has used torch's threads yet.
-    Raises: as `finished_shards`; CacheError where there is no room, before anything is written, where somebody else is
-        at work, and where a draft could learn nothing (positions.py); NonFiniteError naming sample and layer; OSError
-        on a full disk; RuntimeError where a worker died. What is finished then stays, for a run with `resume`.
+    The target is tried over a few tokens before anything is written.
+    Raises: as `finished_shards` and `tried`; CacheError where there is no room, before anything is written, where
+        somebody else is at work, and where a draft could learn nothing (positions.py); NonFiniteError naming sample and
+        layer; OSError on a full disk; RuntimeError where a worker died. What is finished then stays, for a run with
+        `resume`.
     """
     done = finished_shards(cache_dir, plan, resume=resume)
     refuse_without_room(cache_dir, estimate(cache_dir, plan, samples, done=done))
+    if len(done) < plan.num_shards:  # a target that does not run leaves the folder as it was
+        if min(workers, plan.num_shards - len(done)) == 1:
+            load = tried(plan, samples, load)
+        elif not done:  # else it has run there
+            try_elsewhere(plan, samples, load, start=start)
     folder = Path(cache_dir)
     with file_lock(folder / SIDECAR / LOCK_NAME, f"{folder}: is being written", wait=False):
         done = finished_shards(cache_dir, plan, resume=resume)  # somebody may have been faster

@@ -28,7 +28,7 @@ Job = tuple[int, int, dict[str, Any]]
 Outcome = tuple[str, str]
 """text and the text; syntax or raised and what jinja says; long and the number of characters."""
 
-_SECONDS, _OF_A_MESSAGE, _OF_A_CHARACTER = 4.0, 1e-3, 1e-6  # CPU time of a request: ten times what it takes, or more
+_SECONDS, _OF_A_MESSAGE, _OF_A_CHARACTER = 2.0, 1e-3, 1e-6  # CPU time of a request: ten times what it takes, or more
 _WALL = 4.0, 10.0  # of the time on the clock: by the CPU time, and added, for a machine that has other work too
 _START_S = 120.0
 _MAX_CHARS = 1 << 22, 16  # of a text: four million, or sixteen times the chat and the template

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from niels_gpt.eagle3.cache_folder import write_embeddings
-from niels_gpt.eagle3.forward import PlannedForward, Report, make_shards
+from niels_gpt.eagle3.forward import PlannedForward, Report, make_shards, try_target
 from niels_gpt.eagle3.layout import SIDECAR
 from niels_gpt.eagle3.plan import Plan
 from niels_gpt.eagle3.samples import Samples
@@ -49,6 +49,49 @@ def run_here(job: Job, samples: Samples, shards: Sequence[int], report: Report) 
     """Make shards in this process. Raises: as `make_shards`, and what `job.load` raises."""
     with torch_threads(job.plan.run["threads"]):
         _run(job, samples, iter(shards), report, _device(job.plan, 0))
+
+
+def tried(plan: Plan, samples: Samples, load: Load) -> Load:
+    """Load a target in this process, run it over the beginning of a sample, and return what gives it once more.
+
+    Raises: what `load` raises; ValueError where the target does not run, or is not the one that the plan says.
+    """
+    device = _device(plan, 0)
+    with torch_threads(plan.run["threads"]):
+        model = load(device)
+        try_target(plan, samples, model, device)
+    return lambda _: model
+
+
+def try_elsewhere(plan: Plan, samples: Samples, load: Load, *, start: str) -> None:
+    """Do the same in a process that ends with it: the workers will need the memory. Raises: as `tried`; RuntimeError.
+
+    start: how the process is started, spawn or fork.
+    """
+    context = multiprocessing.get_context(start)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_try, args=(plan, samples, load, theirs), daemon=True)  # type: ignore[attr-defined]
+    with _sigint_blocked():
+        process.start()
+    theirs.close()
+    try:
+        error = ours.recv()
+    except (EOFError, OSError):
+        raise _death_of(process) from None
+    finally:
+        process.terminate()
+        process.join()
+    if error is not None:
+        raise error
+
+
+def _try(plan: Plan, samples: Samples, load: Load, parent: Connection) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        tried(plan, samples, load)
+        parent.send(None)
+    except BaseException as error:
+        parent.send(_sendable(error))
 
 
 def run_workers(job: Job, shards: Sequence[int], workers: int, report: Report, *, start: str) -> None:
