@@ -13,6 +13,7 @@ each. Of a library with several documented ways, the fastest is taken.
               written anew from what it does (one file, however many shards others have); megatron-core's
               IndexedDataset, one prefix a shard; litdata's TokensLoader; datasets (Arrow) and mosaicml-streaming (MDS),
               which hold rows of T + 1 tokens
+    mixture   three caches of 6, 3 and 1 parts: rank 0 of 1, of 64 and of 1,024, as many rows each, beside get_batch
     sft       get_batch beside a bare gather of the same rows without a mask, and beside that gather with a mask made by
               Python, token by token: written element by element into a tensor, or into lists that become one
     opening   a split of 1,000 shards: seconds to open it, and anonymous memory before and after 5,000 batches
@@ -49,7 +50,7 @@ from measuring import Seconds, Ways, measured, ratio, spread
 
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset, build_pretrain_cache, build_sft_cache
 from niels_gpt.cache.mmap import mmap_tokens
-from niels_gpt.sampling import EpochStream
+from niels_gpt.sampling import EpochStream, MixtureStream
 
 SHAPES = ((8, 256), (32, 1024), (64, 2048))  # B rows of T tokens
 SHARDS = (1, 100, 1_000)
@@ -241,6 +242,22 @@ def bench_pretrain(root: Path, arguments: argparse.Namespace) -> None:
         target(f"{name} / get_batch, least of all", least, 0.5, arguments)
 
 
+def bench_mixture(root: Path, arguments: argparse.Namespace) -> None:
+    """Compare a mixture on one rank with one on many, where a rank has the same rows of a larger global batch."""
+    split, least = build(root, 1, arguments.tokens), math.inf
+    print("\nmixture of three, as a share of the speed of get_batch")
+    for B, T in SHAPES:
+        ways = {"get_batch": ours(split, B, T)["get_batch, mmap"]}
+        for world in (1, 64, 1024):
+            streams = [EpochStream(split, T=T, global_batch_size=world * B, seed=s, world_size=world) for s in range(3)]
+            ways[f"of {world}"] = [functools.partial(next, iter(MixtureStream(streams, [0.6, 0.3, 0.1], seed=0)))]
+        seconds = compare({name: checked(name, draws, B, T) for name, draws in ways.items()}, B, arguments, {})
+        shares = (f"rank 0 {name} {spread(seconds, name, 'get_batch')}" for name in ways if name != "get_batch")
+        print(f"  {B} x {T}: {', '.join(shares)}", flush=True)
+        least = min(least, ratio(seconds, "of 64", "of 1"))
+    target("a mixture on 64 ranks / on one, least of all", least, 0.5, arguments)
+
+
 def chats(count: int) -> Iterator[list[dict[str, str]]]:
     """Yield chats of one to three turns, of about 1,000 tokens."""
     lengths = torch.randint(20, 900, (count, 6), generator=torch.Generator().manual_seed(0)).tolist()
@@ -358,7 +375,13 @@ def run_cold(_: Path, arguments: argparse.Namespace) -> None:
             bench_cold(Path(folder), max(1, arguments.rounds // 3), arguments.cold_shards)
 
 
-SECTIONS = {"opening": bench_opening, "sft": bench_sft, "pretrain": bench_pretrain, "cold": run_cold}
+SECTIONS = {
+    "opening": bench_opening,
+    "sft": bench_sft,
+    "mixture": bench_mixture,
+    "pretrain": bench_pretrain,
+    "cold": run_cold,
+}
 
 
 def parsed() -> argparse.Namespace:

@@ -64,7 +64,7 @@ def open_pretrain(cache_dir: Path, split: str = "train", **arguments: Any) -> Pr
 
 def open_sft(cache_dir: Path, split: str = "train", **arguments: Any) -> SFTExampleDataset:
     files = [str(cache_dir / "sft" / "chats" / f"{split}_{name}") for name in ("tokens.bin", "idx.npy")]
-    return SFTExampleDataset(*files, **{"T": 4, "device": "cpu", "eot_id": 4, **arguments})
+    return SFTExampleDataset(*files, **{"T": 5, "device": "cpu", "eot_id": 4, **arguments})
 
 
 def cut(num_bytes: int) -> Damage:

@@ -183,14 +183,14 @@ def test_the_sum_may_be_a_number_or_a_tensor_and_bits_are_a_float(folder: Path, 
 
 
 def test_a_mean_that_is_given_for_a_sum_is_refused(folder: Path) -> None:
-    """3 nats over 2,000 bytes are 0.002 bits for each: no model of text is that good."""
-    build(folder / "letters", ["ab" * 1000], 2000)
+    """3 nats over 20,000 bytes are 0.0002 bits for each: no model of text is that good."""
+    build(folder / "letters", ["ab" * 10_000], 20_000)
     train = folder / "letters" / "train"
     for mean in (3.0, torch.tensor(3.0)):
-        with pytest.raises(ValueError, match=r"0\.0022 bits.*sum over all targets.*check=False"):
+        with pytest.raises(ValueError, match=r"0\.00022 bits.*sum over all targets.*check=False"):
             bits_per_byte(mean, train)
-    assert bits_per_byte(3.0, train, check=False) == pytest.approx(3 / math.log(2) / 2000)
-    assert bits_per_byte(3.0 * 1999, train) > 4
+    assert bits_per_byte(3.0, train, check=False) == pytest.approx(3 / math.log(2) / 20_000)
+    assert bits_per_byte(3.0 * 19_999, train) > 4
 
 
 @settings(derandomize=True, deadline=None, max_examples=15)

@@ -29,7 +29,10 @@ from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import SentencePieceTokenizer
 
 pytest.importorskip("matplotlib", reason="the extra `pipelines` brings it")
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*loses .* supervised tokens"),  # the small T cuts the replies
+]
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_tiny_gpt.py"
 SMALL = "--dim 32 --T 16 --global-batch-size 4 --pretrain-steps 12 --sft-steps 8"

@@ -21,7 +21,7 @@ from niels_gpt.fileio import CacheError
 from niels_gpt.records import checked_int
 from niels_gpt.remedies import with_command
 
-_LEAST_BITS = 0.01  # for each byte; a mean of 10 nats is not seen where the text has less than 1,443 bytes
+_LEAST_BITS = 0.001  # for each byte; a mean of 10 nats is not seen where the text has less than 14,427 bytes
 
 
 def iter_eval(
@@ -76,7 +76,7 @@ def bits_per_byte(loss_sum: float | torch.Tensor, shards_dir: str | os.PathLike[
     loss_sum: cross entropy in nats, summed over all targets of `iter_eval`. Divided by ln 2 and by the utf-8 length of
     the split's texts, which meta.json has. (The first token is no target, its bytes count; end-of-texts are targets and
     have no bytes.)
-    check: refuse a result below 0.01 bits per byte, which no model of text reaches: a mean was given for the sum.
+    check: refuse a result below 0.001 bits per byte, which no model of text reaches: a mean was given for the sum.
     Raises: ValueError for a sum below 0 or none, and by `check`; FileNotFoundError; CacheError where meta.json does not
         say how many bytes, and for an sft cache.
     """
