@@ -631,5 +631,6 @@ def test_what_stays_makes_gc_fail(folder: Path, monkeypatch: pytest.MonkeyPatch)
     def rmdir(path: Any, **given: Any) -> None:
         raise PermissionError(1, "Operation not permitted", str(path))
 
-    monkeypatch.setattr(os, "rmdir", rmdir)
-    assert cli.main(["gc", str(folder)]) == 1
+    with monkeypatch.context() as patch:  # undone before the folder is cleared up
+        patch.setattr(os, "rmdir", rmdir)
+        assert cli.main(["gc", str(folder)]) == 1
