@@ -117,7 +117,7 @@ def opened(kind: str, folder: Path) -> PretrainTokenStreamDataset | SFTExampleDa
     if kind != "sft":
         return PretrainTokenStreamDataset(str(folder / "train"), T=4, device="cpu")
     files = [str(folder / f"train_{name}") for name in ("tokens.bin", "idx.npy")]
-    return SFTExampleDataset(*files, T=4, device="cpu", eot_id=4)
+    return SFTExampleDataset(*files, T=5, device="cpu", eot_id=4)
 
 
 def read(kind: str, folder: Path) -> int | None:

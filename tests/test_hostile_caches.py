@@ -128,7 +128,7 @@ def open_pretrain(root: Path) -> PretrainTokenStreamDataset:
 
 def open_sft(root: Path) -> SFTExampleDataset:
     files = [str(root / "sft" / "chats" / f"train_{name}") for name in ("tokens.bin", "idx.npy")]
-    return SFTExampleDataset(*files, T=4, device="cpu", eot_id=4)
+    return SFTExampleDataset(*files, T=5, device="cpu", eot_id=4)
 
 
 def draw(dataset: Any) -> int:

