@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import stat
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -23,16 +24,16 @@ _MOST_BYTES = 1 << 16  # of the end of a file of run records; a record has about
 _MOST_TEXT = 4096  # characters of a setting
 
 
-def build_command(settings: Settings, key: str, *more: str) -> str:
-    """Return the command that builds the cache `key` under these settings, and no other cache; `more`: further flags.
+def build_command(settings: Settings, keys: str | Sequence[str], *more: str) -> str:
+    """Return the command that builds one cache or several under these settings, and no other; `more`: further flags.
 
     Of the tokenizer, which every build makes where it is missing: that builds all.
 
     A setting that has its default is left out, as is what the settings say of other sources only.
     """
-    name = key.rpartition("/")[2]
-    of_all = name == _TOKENIZER
-    words = [*PROGRAM.split(), *(["build-all"] if of_all else ["build", name]), *more]
+    names = [key.rpartition("/")[2] for key in ([keys] if isinstance(keys, str) else keys)]
+    of_all = names == [_TOKENIZER]
+    words = [*PROGRAM.split(), *(["build-all"] if of_all else ["build", *names]), *more]
     types = get_type_hints(Settings)
     for field in fields(settings):
         value = getattr(settings, field.name)
@@ -41,7 +42,7 @@ def build_command(settings: Settings, key: str, *more: str) -> str:
         flag = "--" + field.name.replace("_", "-")
         if field.name in _LINES:
             lines = (line.strip() for line in value.split(";"))
-            words += [word for line in lines if of_all or _names(line, name) for word in (flag, line)]
+            words += [word for line in lines if of_all or _source_of(line) in names for word in (flag, line)]
         elif types[field.name] is bool:
             words.append(flag if value else f"--no-{flag[2:]}")
         else:
@@ -80,8 +81,8 @@ def with_command(message: str) -> str:
     return message if command is None else message.replace(GENERIC, command)
 
 
-def _names(line: str, source: str) -> bool:
-    return line.partition("=")[0].strip() == source
+def _source_of(line: str) -> str:
+    return line.partition("=")[0].strip()
 
 
 def _place_of(path: Path) -> tuple[Path, str] | None:

@@ -29,6 +29,7 @@ class Attempts:
         Warns where the runs before have come no further.
         """
         self._path, self._documents = folder / ATTEMPTS_NAME, documents
+        self._process = os.getpid()
         self._where = folder.parent.parent / folder.name
         before = self._runs_before(key)
         if before:
@@ -55,8 +56,9 @@ class Attempts:
 
     def forget(self) -> None:
         """Count from 0 again: the build has ended, or its error says what to do."""
-        with suppress(OSError):
-            os.unlink(self._path)
+        if os.getpid() == self._process:  # and is no forked child's
+            with suppress(OSError):
+                os.unlink(self._path)
 
     def _runs_before(self, key: str) -> int:
         try:

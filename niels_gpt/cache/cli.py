@@ -242,7 +242,7 @@ def _check_room(settings: Settings, plans: Sequence[Plan]) -> None:
 
     root = cache_root(settings)
     needs = {item.key: Need(item.least_bytes, item.disk_bytes) for item in plans if item.disk_bytes}
-    refuse_without_room(root, needs, sum(left_bytes(root / key) for key in needs))
+    refuse_without_room(settings, root, needs, sum(left_bytes(root / key) for key in needs))
 
 
 def _print_failures(failures: dict[str, Exception]) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from niels_gpt.build.writer import TOKEN_BYTES
 from niels_gpt.fileio import META_NAME
 from niels_gpt.recipes.origins import Origin
+from niels_gpt.remedies import build_command
 from niels_gpt.settings import Settings
 from niels_gpt.versions import BUILDING, versions_dir
 
@@ -86,18 +87,18 @@ def left_bytes(path: Path) -> int:
     return sum(file.lstat().st_size for file in files if file.is_file() and file.name != META_NAME)
 
 
-def refuse_without_room(cache_dir: Path, needs: dict[str, Need], left: int = 0) -> None:
+def refuse_without_room(settings: Settings, cache_dir: Path, needs: dict[str, Need], left: int = 0) -> None:
     """Raise NoRoomError where builds do not fit, and warn where they may not.
 
-    needs: of each cache that is built. left: bytes of them that are there already.
+    cache_dir: of the settings' caches. needs: of each cache that is built. left: bytes of them that are there already.
     """
     room = free_bytes(cache_dir) + left
     least, most = (sum(getattr(need, name) for need in needs.values()) for name in ("least", "most"))
     said = f"{cache_dir}: {', '.join(needs)}: at least {least:,} and at most {most:,} bytes of disk"
     if least > room:
         raise NoRoomError(
-            f"{said}, and {room:,} are there. Make room, name another --cache-dir, ask for less text, or, if that is "
-            "wrong, build with --no-disk-check"
+            f"{said}, and {room:,} are there. Make room, name another --cache-dir, ask for less text, or build without "
+            f"this check: {build_command(settings, list(needs), '--no-disk-check')}"
         )
     if most > room:
         logger.warning("%s, and %s are there: it may not fit. What is done then is kept", said, f"{room:,}")

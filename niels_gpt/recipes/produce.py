@@ -220,7 +220,9 @@ def produce(
             _tidy(path)
         else:
             if settings.disk_check:
-                refuse_without_room(cache_root(settings), {key: need_of(settings, key, origin)}, left_bytes(path))
+                refuse_without_room(
+                    settings, cache_root(settings), {key: need_of(settings, key, origin)}, left_bytes(path)
+                )
             counters: Counter[str] = Counter()
             exclude = {} if settings.exclude is None else {"exclude": read_exclusion(settings.exclude).facts}
             said = said_credit(settings, origin.source)

@@ -99,7 +99,7 @@ def _refuse_without_room(settings: Settings, chosen: Sequence[str]) -> None:
             if not (root / key).is_symlink():
                 needs[key] = need_of(settings, key, origin_of(settings, key.split("/")[1]))
                 left += left_bytes(root / key)
-    refuse_without_room(root, needs, left)
+    refuse_without_room(settings, root, needs, left)
 
 
 def damage_of(cache: Path, *, deep: bool, progress: Callable[[int, int, int | None], None] | None) -> list[Damage]:
