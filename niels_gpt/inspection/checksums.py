@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import re
 import zlib
 from collections.abc import Collection, Iterator, Mapping
@@ -25,6 +26,7 @@ CRC_DTYPE: np.dtype[np.uint32] = np.dtype("<u4")
 _READ_BYTES = 1 << 22
 _CRC_LINE_BYTES = 40  # at most, of the line of meta.json that holds its own checksum
 _MAX_CRC_LINES = 8  # places that are tried
+_MAX_TRIED_BYTES = 1 << 29  # each try reads all of meta.json: in all, a few seconds
 
 
 class Flip(NamedTuple):
@@ -109,12 +111,16 @@ def damaged_meta_bit(raw: bytes) -> tuple[Flip, dict[str, Any]] | None:
 
 def _flips_of_crc_line(raw: bytes) -> Iterator[Flip]:
     """Yield the bits of the checksum and of its line, each of which would make it right again."""
-    starts = {max(0, found.start() - 12) for found in re.finditer(b"meta_|crc32", raw)}  # one of both is whole
-    for start in sorted(starts)[:_MAX_CRC_LINES]:
-        for place in range(8 * start, 8 * min(start + _CRC_LINE_BYTES, len(raw))):
+    found_lines = itertools.islice(re.finditer(b"meta_|crc32", raw), 2 * _MAX_CRC_LINES)  # one of both is whole
+    starts = sorted({max(0, found.start() - 12) for found in found_lines})[:_MAX_CRC_LINES]
+    places = (range(8 * start, 8 * min(start + _CRC_LINE_BYTES, len(raw))) for start in starts)
+    left = _MAX_TRIED_BYTES // len(raw) if raw else 0
+    for tried in places:
+        for place in tried[: max(0, left)]:
             stored, found = meta_crc32(with_flips(raw, [flip := Flip(*divmod(place, 8))]))
             if stored == found:
                 yield flip
+        left -= len(tried)
 
 
 def with_flips(content: bytes, flips: list[Flip], *, at: int = 0) -> bytes:
