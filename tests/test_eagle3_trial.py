@@ -71,6 +71,6 @@ def test_an_attention_that_a_model_does_not_have_is_named_with_the_flag(tmp_path
     config = transformers.BloomConfig(hidden_size=8, n_layer=8, n_head=2, vocab_size=40)
     transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
     how: dict[str, Any] = {"revision": None, "dtype": torch.float32, "device": "cpu"}
-    with pytest.raises(ValueError, match="no attention 'sdpa'.*--attention eager"):
+    with pytest.raises(ValueError, match=r"no attention 'sdpa'.*--attention eager"):
         load_target(str(tmp_path), attention="sdpa", **how)
     load_target(str(tmp_path), attention="eager", **how)

@@ -10,11 +10,13 @@ from typing import Any
 from niels_gpt.eagle3.layout import (
     LOCK_NAME,
     SIDECAR,
+    SPARSE,
     PathLike,
     open_file,
     read_file,
     read_meta_bytes,
     refuse_links,
+    refuse_sparse,
 )
 from niels_gpt.eagle3.manifest import (
     EMBEDDINGS_NAME,
@@ -94,6 +96,7 @@ def file_sha256(path: Path, *, follow_links: bool = False) -> str:
     """Return the sha256 of a file of a cache. Raises: CacheError where it is missing, or is no regular file."""
     try:
         with open(open_file(path, follow_links=follow_links), "rb") as file:
+            refuse_sparse(file.fileno(), str(path), *SPARSE)
             return hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError as error:
         raise CacheError(f"{path}: no such file, expected one of the cache. Run: precompute --resume") from error

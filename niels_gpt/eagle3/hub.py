@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -22,6 +24,13 @@ _INDEX = ".index.json"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TEMPLATE = "chat_template.jinja"
 _TOKENIZER_PARTS = ("vocab.json", "merges.txt", "tokenizer.model")  # where there is no tokenizer.json
+_MOST_BYTES = {
+    CONFIG: 1 << 24,
+    "generation_config.json": 1 << 24,
+    **dict.fromkeys(_TOKENIZER, 1 << 28),
+    **dict.fromkeys(_TOKENIZER_PARTS, 1 << 28),
+    _TEMPLATE: 1 << 22,
+}
 _AT_ONCE = 8  # downloads
 _COMMIT = re.compile("[0-9a-f]{40}")
 _PASSING = (408, 425, 429)  # and every 5xx
@@ -34,6 +43,20 @@ class OfflineError(ConnectionError):
 def is_local(name: str) -> bool:
     """Tell whether a model's name is that of a folder, which need not be there, and not an id of the hub."""
     return name.startswith((".", "~", "/")) or name.count("/") > 1 or os.path.isdir(name)
+
+
+def refuse_large(folder: Path) -> None:
+    """Raise ValueError where a small file of a model's folder is no file, or larger than any model has it.
+
+    Such files are parsed as a whole: config, tokenizer and template. They may be links, as in a snapshot of the hub.
+    """
+    for name, most in _MOST_BYTES.items():
+        with suppress(FileNotFoundError, NotADirectoryError):
+            about = os.stat(folder / name)
+            if not stat.S_ISREG(about.st_mode):
+                raise ValueError(f"{folder / name}: not a regular file, expected one of a transformers model")
+            if about.st_size > most:
+                raise ValueError(f"{folder / name}: {about.st_size:,} bytes, expected {most:,} at most")
 
 
 def hub_file(name: str, filename: str, revision: str | None) -> Path | None:

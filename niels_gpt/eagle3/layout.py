@@ -50,7 +50,7 @@ MAX_JSON_BYTES = 1 << 24
 MAX_ROWS = 200_000
 """Samples of a shard that is written here: more do not fit into its receipt."""
 _META_BYTES = 1 << 20, 1 << 10  # of a meta.json without records, and of a record: a file each
-_SPARSE = 1 << 26, 1 << 16  # a file of 64 MiB has a 65,536th of its size on disk at least: padding may be holes
+SPARSE = 1 << 26, 1 << 16  # a file of 64 MiB has a 65,536th of its size on disk at least: padding may be holes
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def read_header(path: PathLike, *, follow_links: bool = False) -> tuple[Fields, 
     where = os.fspath(path)
     with open(open_file(path, follow_links=follow_links), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        refuse_sparse(file.fileno(), where, *_SPARSE)
+        refuse_sparse(file.fileno(), where, *SPARSE)
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
         if not 0 < length <= min(size - 8, _MAX_HEADER):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from niels_gpt.eagle3.hub import CONFIG, hub_file, hub_weights, is_local
+from niels_gpt.eagle3.hub import CONFIG, hub_file, hub_weights, is_local, refuse_large
 from niels_gpt.fileio import sha256_file
 
 
@@ -52,6 +52,7 @@ def target_facts(name: str, *, revision: str | None = None, hash_weights: bool =
     local = is_local(name)
     path = _config_path(name, revision)
     try:
+        refuse_large(path.parent)
         raw = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"{path}: there is no such file, expected the folder of a transformers model") from None

@@ -136,20 +136,21 @@ def _plan_rows(plan: dict[str, Any]) -> Table:
     return [
         (
             "made from",
-            f"{_printable(str(target.get('name')))}, {of}, config {str(target.get('config_sha256'))[:_DIGITS]}",
+            _printable(f"{target.get('name')}, {of}, config {str(target.get('config_sha256'))[:_DIGITS]}"),
         ),
         (
             "tokenizer",
-            f"{tokenizer['sha256'][:_DIGITS]}, loss mask by {tokenizer['mask_by']}, pad id {tokenizer['pad_id']}",
+            _printable(f"{str(tokenizer['sha256'])[:_DIGITS]}, loss mask by {tokenizer['mask_by']}, ")
+            + f"pad id {tokenizer['pad_id']}",
         ),
         ("source", _printable(json.dumps(plan["source"], ensure_ascii=False))),
         (
             "left out or cut",
-            ", ".join(f"{reason} {number:,}" for reason, number in {**plan["dropped"], **plan["altered"]}.items())
+            _printable(", ".join(f"{why} {count:,}" for why, count in {**plan["dropped"], **plan["altered"]}.items()))
             or "nothing",
         ),
         ("tokens", f"{samples['tokens']:,}, {samples['supervised_tokens']:,} of them with loss"),
-        ("run", ", ".join(f"{name} {value}" for name, value in run.items())),
+        ("run", _printable(", ".join(f"{name} {value}" for name, value in run.items()))),
     ]
 
 

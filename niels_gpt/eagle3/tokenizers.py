@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from niels_gpt.build.encode import TextEncoder
 from niels_gpt.chat_template import ROLE_TO_NAME
 from niels_gpt.eagle3.edges import checked_edges, first_foreign, mask_of
-from niels_gpt.eagle3.hub import hub_tokenizer, is_local, is_network
+from niels_gpt.eagle3.hub import hub_tokenizer, is_local, is_network, refuse_large
 from niels_gpt.eagle3.templates import LEADING_REPLY, REMEDY, ChatTemplate, RefusedChat, Rendered, Turns
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 
@@ -96,6 +97,8 @@ def open_tokenizer(name: str, *, revision: str | None = None, chat_template: str
     try:
         if local and not os.path.isdir(folder):
             raise FileNotFoundError("there is no such folder")
+        if local:
+            refuse_large(Path(folder))
         tokenizer = AutoTokenizer.from_pretrained(
             folder, revision=commit or revision or "main", local_files_only=is_all, trust_remote_code=False
         )
