@@ -13,6 +13,8 @@ The producer, which needs the extra `eagle3` (transformers):
 
     tokenizers.py templates.py template_code.py edges.py chats.py
                     chats -> ids and loss mask, by the target's tokenizer and template
+    template_process.py template_worker.py
+                    a template, rendered where it can neither hang the run nor fill the memory
     hub.py models.py target.py small_target.py
                     the target: opened, listened to, and the sample's own
     supervision.py vocab.py
@@ -25,8 +27,10 @@ The producer, which needs the extra `eagle3` (transformers):
 
 A finished cache: python -m niels_gpt.eagle3 verify | inspect | convert | stats (__main__.py)
 
-    checks.py verify.py opened.py file_checks.py row_checks.py recompute.py
+    checks.py verify.py opened.py file_checks.py row_checks.py positions.py
                     is it good?
+    recompute.py unplanned.py
+                    does the target say so, with a plan and without one?
     show.py stats.py plot.py
                     what is in it?
 """
