@@ -150,6 +150,7 @@ def readers(kind: str, folder: Path) -> Iterator[Callable[[], object]]:
             if kind == "sft":
                 files = [folder / f"{split}_{name}" for name in ("tokens.bin", "idx.npy")]
                 yield partial(SFTExampleDataset, *files, T=4, device="cpu", eot_id=4, io=way)
+                yield partial(SFTExampleDataset.open, folder, split, T=4, io=way)
             else:
                 yield partial(PretrainTokenStreamDataset, folder / split, T=1, device="cpu", io=way)
         if kind != "sft":
