@@ -126,7 +126,7 @@ Change = Callable[[dict[str, Any]], Any]
 CACHES = (PRETRAIN, SFT, "tokenizer")
 OF_PRETRAIN = ("reader pretrain*", "reader epoch", "reader evaluation", "show pretrain", "verify*")
 OF_SFT = ("reader sft*", "show sft", "verify*")
-OF_MODEL = ("show *", "reader tokenizer", "verify*", "build")
+OF_MODEL = ("show *", "reader tokenizer", "verify*")  # a build trains another one
 
 
 def version(root: Path, key: str) -> Path:
