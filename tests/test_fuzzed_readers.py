@@ -82,7 +82,7 @@ def good(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePiece
     budget = {"max_train_tokens": 30, "max_val_tokens": 0}
     build_pretrain([("train", "a" * 30)], root / "partial", **fixed, **budget, partial=True)
     build_stub(root / "stub", tokenizer=tokenizer, source=Source(name="stub"), seed=0, shard_bytes=20)
-    chats = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]] * 4
+    chats = [[{"role": "user", "content": question}, {"role": "assistant", "content": "a"}] for question in "qrst"]
     build_sft_cache(chats, str(root / "sft"), tokenizer=tokenizer, val_frac=0.5, seed=0)
     found: dict[str, Files] = {}
     for kind in EXAMPLES.keys() - {"tokenizer"}:
