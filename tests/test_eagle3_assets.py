@@ -204,7 +204,7 @@ def test_new_chats_make_it_stale_and_are_built(
         json.dumps({"messages": [turn("user", "Name a river."), turn("assistant", f"River {n}.")]}) for n in range(3)
     ]
     path.write_text("\n".join(lines) + "\n")
-    settings = dataclasses.replace(settings, sft=f"own={path}", eagle3_source="own")
+    settings = dataclasses.replace(settings, sft=f"own={path}", eagle3_source="own", eagle3_draft_vocab_size=10_000)
     run(instance, settings, "raw/own", KEY)
     assert KEY not in stale(instance, settings)
     path.write_text("\n".join(reversed(lines)) + "\n")

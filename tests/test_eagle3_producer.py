@@ -504,10 +504,10 @@ def test_a_run_that_was_overtaken_sees_it(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(producer, "file_lock", late)
     if resume:
-        assert run(tmp_path / "c", load=never, resume=True).shards == 0
+        assert run(tmp_path / "c", resume=True).shards == 0
     else:
         with pytest.raises(CacheError, match="already has shards"):
-            run(tmp_path / "c", load=never)
+            run(tmp_path / "c")
     assert verify(str(tmp_path / "c")) == []
 
 
@@ -602,9 +602,12 @@ def gone(job: Any, number: int, parent: Any) -> None:
 def test_a_worker_that_dies_before_its_answer_is_told_like_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    run(tmp_path / "c")
+    for shard in (0, 1):
+        (tmp_path / "c" / f"shard-{shard:06d}.safetensors").unlink()
     monkeypatch.setattr(multiprocessing.get_context("fork"), "Process", Gone)
     with pytest.raises(RuntimeError, match=r"worker process \d+ died \(killed by SIGKILL"):
-        run(tmp_path / "c", workers=2, start="fork")
+        run(tmp_path / "c", workers=2, start="fork", resume=True)
 
 
 def offline(device: torch.device) -> Any:
@@ -624,9 +627,10 @@ def test_an_error_of_a_worker_is_told_whatever_it_is(tmp_path: Path) -> None:
 
 def test_a_cache_that_is_mended_is_not_called_finished_meanwhile(tmp_path: Path) -> None:
     run(tmp_path / "c")
-    (tmp_path / "c" / "shard-000001.safetensors").unlink()
-    with pytest.raises(Unpicklable):
-        run(tmp_path / "c", load=fails, resume=True)
+    for shard in range(3):
+        (tmp_path / "c" / f"shard-{shard:06d}.safetensors").unlink()
+    with pytest.raises(NonFiniteError):
+        run(tmp_path / "c", load=broken, resume=True)
     assert not (tmp_path / "c" / "meta.json").exists()
 
 

@@ -33,6 +33,7 @@ CONVERTED = ("manifest.format_version", "manifest.target_probs_topk")
 _WIDTH_STEP = 8
 _MAX_BATCHES_BYTES = 1 << 27  # of batches.jsonl, which has about seven bytes a sample
 _MAX_THREADS = 4096
+_ROW_BYTES = 64  # of batches.jsonl: a row, and a batch where it is alone
 
 Batch = tuple[int, list[int]]
 """Padded width in tokens, and the rows of the shard that run together."""
@@ -272,6 +273,8 @@ def _read_batches(path: Path, manifest: Mapping[str, Any], follow_links: bool) -
 
 def _batches_of(line: bytes, rows: int, slots: int) -> list[Batch]:
     """Return the batches of a shard of some rows."""
+    if len(line) > _ROW_BYTES * (rows + 1):
+        raise ValueError(f"a line of {len(line):,} bytes for {rows} rows, expected {_ROW_BYTES} a row at most")
     found = [(checked_count(width, "width", BATCHES_NAME), list(batch)) for width, batch in json.loads(line)]
     numbers = [row for _, batch in found for row in batch]
     whole = all(type(row) is int for row in numbers) and len(numbers) == rows and {*numbers} == {*range(rows)}
