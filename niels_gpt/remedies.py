@@ -42,7 +42,7 @@ def build_command(settings: Settings, keys: str | Sequence[str], *more: str) -> 
         flag = "--" + field.name.replace("_", "-")
         if field.name in _LINES:
             lines = (line.strip() for line in value.split(";"))
-            words += [word for line in lines if of_all or _source_of(line) in names for word in (flag, line)]
+            words += [word for line in lines if of_all or source_of(line) in names for word in (flag, line)]
         elif types[field.name] is bool:
             words.append(flag if value else f"--no-{flag[2:]}")
         else:
@@ -61,7 +61,7 @@ def rebuild_command(path: str | os.PathLike[str]) -> str | None:
         return None
     root, key = place
     of_sample = root.name == _SAMPLE
-    settings = _recorded(root, key)
+    settings = recorded_settings(root, key)
     settings = replace(settings, cache_dir=str(root.parent if of_sample else root))
     if of_sample:
         settings = replace(settings, source_root=_SAMPLE)
@@ -81,7 +81,7 @@ def with_command(message: str) -> str:
     return message if command is None else message.replace(GENERIC, command)
 
 
-def _source_of(line: str) -> str:
+def source_of(line: str) -> str:
     return line.partition("=")[0].strip()
 
 
@@ -101,7 +101,7 @@ def _place_of(path: Path) -> tuple[Path, str] | None:
     return None
 
 
-def _recorded(root: Path, key: str) -> Settings:
+def recorded_settings(root: Path, key: str) -> Settings:
     """Return the settings of the last recorded build; the defaults where there is none. Anybody may have written it."""
     try:
         found = json.loads(_last_line(root / _RUNS_DIR / f"{key.replace('/', '.')}.jsonl"))["settings"]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from niels_gpt.cache.meta import find_meta
 from niels_gpt.data.credits import CREDITS
 from niels_gpt.fileio import CacheError
 from niels_gpt.recipes.own import own_sources
-from niels_gpt.recipes.produce import RUNS_DIR, TOKENIZER_KEY, cache_root
-from niels_gpt.records import read_regular
+from niels_gpt.recipes.produce import TOKENIZER_KEY, cache_root
+from niels_gpt.remedies import build_command, recorded_settings, source_of
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import MODEL_NAME
 
@@ -25,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 LITTLE_TEXT = 1_000_000
 """Utf-8 bytes; a tokenizer that was trained on less has hardly a piece longer than a syllable."""
-_LINES = ("pretrain", "sft", "licence", "attribution")  # several in one setting, a flag for each
-_MAX_RUN_BYTES = 1 << 24
 
 
 def warn_of_older_caches(settings: Settings, meta: Mapping[str, Any]) -> None:
@@ -96,34 +93,19 @@ def _older_caches(root: Path, sha256: str) -> dict[str, str]:
 
 
 def _command(settings: Settings, keys: Sequence[str], **changed: Any) -> str:
-    """Return the command that builds some caches under these settings, with the lines of the user's own sources."""
-    settings = replace(settings, **changed)
-    names = list(dict.fromkeys(key.rpartition("/")[2] for key in keys))
-    known = own_sources(settings)
-    lines = [line for name in names if name not in known and name not in CREDITS for line in _recorded(settings, name)]
-    words = ["python", "-m", "niels_gpt.cache.cli", "build", *(name for name in names if name in {*CREDITS, *known})]
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        if value in (field.default, None) or field.name.startswith("eagle3_"):
-            continue
-        flag = "--" + field.name.replace("_", "-")
-        if field.name in _LINES:
-            of_names = (line.strip() for line in value.split(";") if line.partition("=")[0].strip() in names)
-            words += [word for line in of_names for word in (flag, line)]
-        elif isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag[2:]}")
-        else:
-            words += [flag, str(value)]
-    return shlex.join([*words, *lines])
+    """Return the command that builds some caches under these settings.
 
-
-def _recorded(settings: Settings, name: str) -> list[str]:
-    """Return the flag and line that made the cache of an own source, as its run record has it; [] where it has none."""
-    for family in ("pretrain", "sft"):
-        runs = cache_root(settings) / RUNS_DIR / f"{family}.{name}.jsonl"
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-            *_, newest = read_regular(runs, _MAX_RUN_BYTES).splitlines()
-            for line in json.loads(newest)["settings"][family].split(";"):
-                if line.partition("=")[0].strip() == name:
-                    return [f"--{family}", line.strip()]
-    return []
+    A user-defined source that they do not name has the line of its last recorded run; without one it is left out.
+    """
+    settings, chosen = replace(settings, **changed), []
+    for key in dict.fromkeys(keys):
+        family, _, name = key.rpartition("/")
+        if name not in CREDITS and name not in own_sources(settings):
+            recorded = getattr(recorded_settings(cache_root(settings), key), family, None) if family else None
+            lines = [line for line in (recorded or "").split(";") if source_of(line) == name]
+            if not lines:
+                continue
+            given: dict[str, Any] = {family: ";".join(filter(None, [getattr(settings, family), *lines]))}
+            settings = replace(settings, **given)
+        chosen.append(name)
+    return build_command(settings, chosen)
