@@ -29,6 +29,7 @@ from niels_gpt.recipes.measured import Measured
 from niels_gpt.recipes.origins import Origin
 from niels_gpt.recipes.own import said_credit
 from niels_gpt.records import (
+    checked_count,
     file_records,
     meta_bytes,
     open_regular,
@@ -328,6 +329,8 @@ def recorded_outcomes(root: Path) -> tuple[list[Outcome], dict[str, Exception]]:
         key = path.relative_to(root).as_posix()
         try:
             meta = listed_meta(path)
+            if key == TOKENIZER_KEY and meta is not None:
+                checked_count(meta.get("vocab_size"), "vocab_size", str(path / META_NAME))
         except CacheError as error:
             damaged[key] = error
             continue
