@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,9 +211,12 @@ def read_model(path: str | os.PathLike[str], *, follow_links: bool = True) -> by
     """
     name = os.fspath(path)
     try:
-        handle = open_regular(os.path.realpath(name) if follow_links else name)
+        handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) if follow_links else open_regular(name)
     except FileNotFoundError:
         raise FileNotFoundError(f"{name}: there is no tokenizer model. Train one: {TRAIN_COMMAND}") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise CacheError(f"{name}: is no regular file, {_EXPECTED}")
     with open(handle, "rb") as file:
         beginning, size = file.read(_BEGINNING), os.fstat(file.fileno()).st_size
         if beginning.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
