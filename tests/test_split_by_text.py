@@ -301,13 +301,15 @@ def test_a_cache_of_builder_2_is_read_and_replaced_by_the_next_build(
         record.write_text(json.dumps(said))
         assert recipe(settings).reused
     assert meta["builder_version"] == 2 and not find_damage(cache, deep=True)
-    assert not any(verify(cache, Limits(deep=True)).values())
+    problems = verify(cache, Limits(deep=True))
+    problems.pop("repaired_share")  # of the sample's note that is not UTF-8
+    assert not any(problems.values())
     assert dict(summary(cache))["duplicates"] == "not counted"
     if meta["kind"] == "pretrain":
         data: Any = PretrainTokenStreamDataset(str(cache / "train"), T=2, device="cpu")
     else:
         files = [str(cache / name) for name in ("train_tokens.bin", "train_idx.npy")]
-        data = SFTExampleDataset(*files, T=256, device="cpu", eot_id=meta["special_token_ids"]["eot"])
+        data = SFTExampleDataset(*files, T=512, device="cpu", eot_id=meta["special_token_ids"]["eot"])
     assert data.get_batch(B=3, generator=torch.Generator().manual_seed(0))[0].shape == (3, data.T)
     replaced = recipe(settings)
     assert not replaced.reused and replaced.meta["builder_version"] == 3 and "duplicates" in replaced.meta

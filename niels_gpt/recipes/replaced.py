@@ -14,7 +14,7 @@ from niels_gpt import versions
 from niels_gpt.cache.meta import find_meta
 from niels_gpt.data.credits import CREDITS
 from niels_gpt.fileio import CacheError
-from niels_gpt.recipes.own import own_sources
+from niels_gpt.recipes.own import FAMILIES, own_sources
 from niels_gpt.recipes.produce import TOKENIZER_KEY, cache_root
 from niels_gpt.remedies import build_command, recorded_settings, source_of
 from niels_gpt.settings import Settings
@@ -93,19 +93,26 @@ def _older_caches(root: Path, sha256: str) -> dict[str, str]:
 
 
 def _command(settings: Settings, keys: Sequence[str], **changed: Any) -> str:
-    """Return the command that builds some caches under these settings.
+    """Return the command that builds some caches, given by key or name, under these settings.
 
     A user-defined source that they do not name has the line of its last recorded run; without one it is left out.
     """
     settings, chosen = replace(settings, **changed), []
-    for key in dict.fromkeys(keys):
-        family, _, name = key.rpartition("/")
+    for name in dict.fromkeys(key.rpartition("/")[2] for key in keys):
         if name not in CREDITS and name not in own_sources(settings):
-            recorded = getattr(recorded_settings(cache_root(settings), key), family, None) if family else None
-            lines = [line for line in (recorded or "").split(";") if source_of(line) == name]
+            lines = _recorded_line(settings, name)
             if not lines:
                 continue
-            given: dict[str, Any] = {family: ";".join(filter(None, [getattr(settings, family), *lines]))}
-            settings = replace(settings, **given)
+            settings = replace(settings, **lines)
         chosen.append(name)
     return build_command(settings, chosen)
+
+
+def _recorded_line(settings: Settings, name: str) -> dict[str, Any]:
+    """Return the setting that also names a user-defined source, as its last recorded run did; {} where there is none."""
+    for family in FAMILIES:
+        recorded = getattr(recorded_settings(cache_root(settings), f"{family}/{name}"), family) or ""
+        lines = [line for line in recorded.split(";") if source_of(line) == name]
+        if lines:
+            return {family: ";".join(filter(None, [getattr(settings, family), *lines]))}
+    return {}
