@@ -109,7 +109,7 @@ def _command(settings: Settings, keys: Sequence[str], **changed: Any) -> str:
 
 
 def _recorded_line(settings: Settings, name: str) -> dict[str, Any]:
-    """Return the setting that also names a user-defined source, as its last recorded run did; {} where there is none."""
+    """Return the setting that also names a user-defined source, as its last run did; {} where none is recorded."""
     for family in FAMILIES:
         recorded = getattr(recorded_settings(cache_root(settings), f"{family}/{name}"), family) or ""
         lines = [line for line in recorded.split(";") if source_of(line) == name]
