@@ -349,7 +349,7 @@ def test_tokens_and_offsets_of_two_splits_are_refused(
 
 
 def test_tokens_of_one_cache_and_offsets_of_another_are_refused(cache_dir: Path) -> None:
-    one, other = chats_of(cache_dir, "one", [3, 3]), chats_of(cache_dir, "other", [3, 3])
+    one, other = chats_of(cache_dir, "one", [3, 4]), chats_of(cache_dir, "other", [3, 4])
     for folder in (one, other):
         with pytest.raises(CacheError, match=r"the offsets of other tokens.*another cache"):
             pair_of(one / "train_tokens.bin", other / "train_idx.npy", asst_id=3)

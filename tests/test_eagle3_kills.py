@@ -160,6 +160,8 @@ import eagle3_runs as small
 
 def slow(device):
     import os
+    if not os.path.exists(os.path.join(sys.argv[2], "sidecar", "plan.json")):  # the trial
+        return small.load(device)
     os.write(1, b"%d\\n" % os.getpid())  # in one piece, for two of them write at once
     time.sleep(120)
 

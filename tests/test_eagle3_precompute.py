@@ -440,7 +440,7 @@ def test_a_finished_shard_stays_and_the_threads_are_those_of_the_first_run(
 def test_a_draft_vocabulary_comes_from_a_file_or_from_another_cache(
     tmp_path: Path, run: Run, tiny_tokenizer: SentencePieceTokenizer
 ) -> None:
-    ids = [9, 3, 200, 5, 100]
+    ids = [9, 3, 200, 5, 100, *range(101, 200), *range(201, tiny_tokenizer.vocab_size)]
     save_token_mapping(tmp_path / "vocab.pt", ids, tiny_tokenizer.vocab_size)
     assert run("--draft-vocab-from", str(tmp_path / "vocab.pt"))[0] == 0
     assert read_manifest(str(tmp_path / "c"))["selected_token_ids"] == ids
@@ -453,21 +453,24 @@ def test_a_draft_vocabulary_comes_from_a_file_or_from_another_cache(
 def test_a_resumed_run_keeps_the_draft_vocabulary_that_is_there(
     tmp_path: Path, run: Run, tiny_tokenizer: SentencePieceTokenizer
 ) -> None:
-    save_token_mapping(tmp_path / "vocab.pt", [9, 3, 200, 5, 100], tiny_tokenizer.vocab_size)
+    ids = list(range(tiny_tokenizer.vocab_size - 1, 0, -1))
+    save_token_mapping(tmp_path / "vocab.pt", ids, tiny_tokenizer.vocab_size)
     run("--draft-vocab-from", str(tmp_path / "vocab.pt"))
-    status, out, _ = run("--draft-vocab-size", "5", "--resume")
+    status, out, _ = run("--draft-vocab-size", str(len(ids)), "--resume")
     assert status == 0 and "up to date" in out
     status, _, errors = run("--draft-vocab-size", "6", "--resume")
     assert status == 1 and "'manifest.draft_vocab_size', 'manifest.selected_token_ids'" in errors
 
 
-def test_the_most_frequent_supervised_tokens_are_chosen(tmp_path: Path, run: Run) -> None:
+def test_the_most_frequent_supervised_tokens_are_chosen(
+    tmp_path: Path, run: Run, tiny_tokenizer: SentencePieceTokenizer
+) -> None:
     rows = [{"input_ids": [50, 50, 50, 60, 70, 70], "loss_mask": [0, 0, 0, 1, 1, 1]}]
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
-    assert run("--input-data", str(tmp_path / "rows.jsonl"), "--draft-vocab-size", "4")[0] == 0
+    size = tiny_tokenizer.vocab_size - 1  # or the target's own choice is not among so few tokens
+    assert run("--input-data", str(tmp_path / "rows.jsonl"), "--draft-vocab-size", str(size))[0] == 0
     selected = read_manifest(str(tmp_path / "c"))["selected_token_ids"]
-    special, ids = selected[:-3], selected[-3:]  # the end-of-turn token comes first
-    assert len(special) == 1 and ids == [70, 60, 0]
+    assert selected[1:4] == [70, 60, 0]  # the end-of-turn token comes first
 
 
 # --- the command itself -----------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import resource
 import threading
-import time
 from pathlib import Path
 
 import chat_tokenizers as kinds
@@ -19,8 +18,6 @@ from niels_gpt.eagle3.tokenizers import open_tokenizer
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-SECONDS = 60
-"""Against a hang: each of them ends after two seconds of CPU time."""
 DOUBLED = "{% set n = namespace(x='x') %}{% for _ in 'x' * 60 %}{% set n.x = n.x ~ n.x %}{% endfor %}"
 ATTACKS = {
     "folded when it is compiled": ("{{ 'x' * 4000000000 }}", "memory"),
@@ -28,7 +25,7 @@ ATTACKS = {
     "doubled": (DOUBLED, "memory"),
     "loops": ("{% if messages[0].content == 'Hi' %}" + LOOPS + "{% endif %}" + kinds.CHATML, "did not end within"),
     "a long text": ("{{ 'x' * 60000000 }}", "60,000,000 characters"),
-    "brackets": ("{{ " + "(" * 50_000 + ")" * 50_000 + " }}", ""),
+    "brackets": ("{{ " + "(" * 50_000 + ")" * 50_000 + " }}", None),
     "too long": ("x" * (1 << 20) + "y", "1,048,577 characters"),
 }
 
@@ -37,10 +34,9 @@ ATTACKS = {
 def test_a_template_that_takes_too_much_is_refused(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     template, said = ATTACKS[name]
     folder = kinds.write_tokenizer(tmp_path / "t", template=template)
-    start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match=said):
         open_tokenizer(str(folder)).encode_chat(CHAT)
-    assert time.monotonic() - start < SECONDS
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB, of this process"
 
 

@@ -101,7 +101,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         seed=0,
         shuffle_buffer=None,
     )
-    chats = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]] * 4  # 4 x 6 tokens
+    # 4 x 6 tokens
+    chats = [[{"role": "user", "content": question}, {"role": "assistant", "content": "a"}] for question in "qrst"]
     build_sft_cache(chats, str(root / "sft" / "chats"), tokenizer=tokenizer, val_frac=0.5, seed=0)
     return root
 
