@@ -3,9 +3,9 @@
 Run: pytest tests/test_seek.py
 """
 
+import dataclasses
 import gzip
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,11 +23,11 @@ from niels_gpt.build.journal import _line, _parsed
 from niels_gpt.build.pretrain import build_pretrain
 from niels_gpt.build.sft import build_sft
 from niels_gpt.cache import CacheError
-from niels_gpt.data import parquet_stream, places
+from niels_gpt.data import local, parquet_stream, places
 from niels_gpt.data.exclude import read_exclusion
-from niels_gpt.data.text_files import WITH_NUL
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.origins import origin_of
+from niels_gpt.recipes.plan import recipes
 from niels_gpt.settings import Settings
 
 LIMIT = 1_000
@@ -64,9 +64,7 @@ def chat_rows(name: str) -> list[Any]:
 
 
 def dolly_rows(name: str) -> list[Any]:
-    rows: list[Any] = [
-        {"instruction": f"{name} {number}", "response": "yes", "context": ""} for number in range(19)
-    ]
+    rows: list[Any] = [{"instruction": f"{name} {number}", "response": "yes", "context": ""} for number in range(19)]
     rows[2] = {"other": 1}
     rows[5]["response"] = ""
     return rows
@@ -187,6 +185,11 @@ def forge(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     journal(path).write_bytes(b"".join([*whole[:-1], _line(value)]))
 
 
+def read_by(meta: dict[str, Any]) -> int:
+    """Return how many documents a build has read."""
+    return int(meta.get("documents_read", meta.get("examples_read")))
+
+
 def left(path: Path) -> dict[str, Any]:
     found = tree_of(path.parent).items()
     return {name: content for name, content in found if not name.endswith(("/lock", "/attempts.json"))}
@@ -212,7 +215,7 @@ def test_killed_at_any_checkpoint_and_resumed_the_bytes_are_the_same(
 ) -> None:
     meta = case.build(folder / "whole" / "c")
     expected = left(folder / "whole" / "c")
-    read = meta.get("documents_read", meta.get("examples_read"))
+    read = read_by(meta)
     assert read > 30 and meta["source"]["counters"]["repaired_utf8"] >= 2
     with caplog.at_level("INFO"):
         for at in range(9, read + 1, 3):
@@ -225,14 +228,167 @@ def test_killed_at_any_checkpoint_and_resumed_the_bytes_are_the_same(
 
 @EACH
 def test_killed_again_and_again_the_bytes_are_the_same(case: Case, folder: Path) -> None:
-    case.build(folder / "whole" / "c")
-    done = 0
-    with pytest.raises(StopIteration):
-        while True:
-            try:
-                case.build(folder / "c", 9)
-                raise StopIteration
-            except ConnectionError:
-                assert done < case.checkpoint(folder / "c")["documents"]
-                done = case.checkpoint(folder / "c")["documents"]
-    assert done > 20 and left(folder / "c") == left(folder / "whole" / "c")
+    meta, path, done = case.build(folder / "whole" / "c"), folder / "again" / "c", 0
+    while read_by(meta) - done > 9:
+        before, done = done, case.interrupt(path, 9)
+        assert before < done
+    case.build(path)
+    assert left(path) == left(folder / "whole" / "c")
+
+
+@pytest.mark.parametrize("budgets", [(400, 150), (1_000, 150)], ids=str)
+def test_a_build_that_ends_by_its_budget_counts_what_it_read(folder: Path, budgets: tuple[int, int]) -> None:
+    case = Case(*CASES["texts"], folder)
+    limits = dict(zip(("max_train_tokens", "max_val_tokens"), budgets, strict=True))
+    meta = case.build(folder / "whole" / "c", **limits)
+    for at in range(12, read_by(meta), 5):
+        case.interrupt(folder / str(at) / "c", at, **limits)
+        assert case.build(folder / str(at) / "c", **limits) == meta
+
+
+def test_what_was_read_is_neither_opened_nor_decoded_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[str] = []
+
+    def watched(module: Any, name: str) -> None:
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, **more: decoded.append(name) or real(*given, **more))
+
+    case = Case(*CASES["texts"], folder)
+    meta = case.build(folder / "whole" / "c")
+    for module, name in (
+        (places, "_json_object"),
+        (places, "opened_text"),
+        (parquet_stream, "_rows_of"),
+        (local, "read_text"),
+    ):
+        watched(module, name)
+    case.build(folder / "other" / "c")
+    at_all, path = Counter(decoded), folder / "again" / "c"
+    case.interrupt(path, read_by(meta) - 1)
+    decoded.clear()
+    assert case.build(path) == meta
+    again = Counter(decoded)
+    # files lie in this order: a, b, c, d, e.jsonl, then the documents
+    assert at_all["_json_object"] > 50 and at_all["opened_text"] == 5 and at_all["_rows_of"] > 3
+    assert set(again) == {"read_text"} and again["read_text"] < at_all["read_text"]
+
+
+def test_files_that_changed_are_compared_row_by_row(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    case, path = Case(*CASES["texts"], folder), folder / "c" / "c"
+    case.interrupt(path, 40)
+    changed = case.folder / "a.jsonl"
+    before = changed.read_bytes()
+    changed.write_bytes(before.replace(b"a 9 words", b"a 9 other"))
+    for _ in range(2):
+        with pytest.raises(CacheError, match="has changed at 'a-9'"):
+            case.build(path)
+    changed.write_bytes(before)
+    (case.folder / "z.txt").write_text("one more behind all that was read")
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        case.interrupt(path, 50)
+        assert "are read again to compare them" in caplog.text and "resuming after" not in caplog.text
+        meta = case.build(path)
+        assert "resuming after" in caplog.text
+    assert meta == case.build(folder / "other" / "c")
+
+
+def test_what_lies_beside_the_files_is_counted_as_it_is_now(folder: Path) -> None:
+    case, path = Case(*CASES["texts"], folder), folder / "c" / "c"
+    case.interrupt(path, 40)
+    (case.folder / "other.png").write_bytes(b"")
+    meta = case.build(path)
+    assert meta["source"]["counters"]["other_files"] == 2 and meta == case.build(folder / "other" / "c")
+
+
+def test_an_exclusion_counts_what_it_left_out_before_the_kill(folder: Path) -> None:
+    (folder / "exclude.txt").write_text("a-1\nb-2\ne-18\n")
+    case = Case(*CASES["texts"], folder, exclude=str(folder / "exclude.txt"))
+    meta = case.build(folder / "whole" / "c")
+    assert meta["source"]["counters"]["excluded"] == 3
+    for at in (20, 50, 60):
+        case.interrupt(folder / str(at) / "c", at)
+        assert case.build(folder / str(at) / "c") == meta
+
+
+@pytest.mark.parametrize("given", [{"shuffle_buffer": 5}, {"val_frac": 1e-9}], ids=str)
+def test_what_depends_on_documents_before_is_read_again(
+    folder: Path, given: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    case, path = Case(*CASES["texts"], folder), folder / "c" / "c"
+    meta = case.build(folder / "whole" / "c", **given)
+    assert "shuffle_buffer" in given or meta["docs"]["val"] == 1
+
+    def killed(documents: int, tokens: int, expected: int | None) -> None:
+        if documents > 30:
+            raise ConnectionError("killed")
+
+    assert case.interrupt(path, 1_000, progress=killed, **given) > 30
+    with caplog.at_level("INFO"):
+        assert case.build(path, **given) == meta
+    assert "resuming after" not in caplog.text
+
+
+FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "another file": lambda seek: seek["position"].update(file=0),
+    "no such file": lambda seek: seek["position"].update(file=99),
+    "an earlier row": lambda seek: seek["position"].update(row=seek["position"]["row"] - 1),
+    "a later row": lambda seek: seek["position"].update(row=seek["position"]["row"] + 1),
+    "a row beyond the end": lambda seek: seek["position"].update(row=2**62),
+    "another index": lambda seek: seek["position"].update(index=3),
+    "counters of before": lambda seek: seek["counters"].update(too_large=7),
+    "counters of the last": lambda seek: seek["last_counters"].update(too_large=7),
+    "the last place": lambda seek: seek["last_position"].update(row=1),
+    "below 0": lambda seek: seek["position"].update(file=-1),
+    "too large": lambda seek: seek["position"].update(row=2**63),
+    "true": lambda seek: seek["position"].update(row=True),
+    "a text": lambda seek: seek["position"].update(row="1"),
+    "a list": lambda seek: seek.update(position=[1, 2]),
+    "nothing": lambda seek: seek.update(last_position=None),
+    "a key less": lambda seek: seek.pop("before"),
+    "a key more": lambda seek: seek.update(more={}),
+    "no fingerprint": lambda seek: seek.update(fingerprint=7),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_place_that_is_not_the_builds_is_refused(folder: Path, what: str) -> None:
+    case, path = Case(*CASES["texts"], folder), folder / "c" / "c"
+    case.interrupt(path, 26)
+    forge(path, lambda line: FORGED[what](line["seek"]))
+    before = left(path)
+    with pytest.raises(CacheError, match=r"document 23|no checkpoint of a build") as error:
+        case.build(path)
+    assert "To start this build from scratch" in str(error.value) and left(path) == before
+
+
+@pytest.mark.parametrize("seek", [None, "absent", {"fingerprint": "0"}], ids=str)
+def test_a_journal_that_names_no_place_is_read_from_the_beginning(folder: Path, seek: Any) -> None:
+    case, path = Case(*CASES["texts"], folder), folder / "c" / "c"
+    case.interrupt(path, 26)
+    if seek == "absent":
+        forge(path, lambda line: line.pop("seek"))
+    else:
+        forge(path, lambda line: line["seek"].update(seek) if seek else line.update(seek=None))
+    assert case.build(path) == case.build(folder / "other" / "c")
+
+
+@pytest.mark.parametrize("key", ["pretrain/wikitext", "pretrain/notes", "sft/dolly15k", "sft/support", "sft/oasst1"])
+def test_recipes_of_files_resume_so(
+    key: str, settings: Settings, mirror: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chats = next((mirror / "databricks").rglob("*.jsonl"))
+    more = {"pretrain": f"notes={mirror / 'roam'}", "sft": f"support={chats}", "cache_dir": str(folder / "mine")}
+    mine = dataclasses.replace(settings, **more)
+
+    def killed(documents: int, tokens: int, expected: int | None) -> None:
+        if documents > 5:
+            raise ConnectionError("killed")
+
+    with pytest.raises(ConnectionError):
+        recipes(mine)[key](mine, progress=killed)
+    with caplog.at_level("INFO"):
+        meta = recipes(mine)[key](mine).meta
+    assert ("resuming after" in caplog.text) == (key != "sft/oasst1")
+    other = dataclasses.replace(mine, cache_dir=str(folder / "other"))
+    assert recipes(other)[key](other).meta == meta
