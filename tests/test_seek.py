@@ -31,6 +31,8 @@ from niels_gpt.recipes.plan import recipes
 from niels_gpt.settings import Settings
 
 LIMIT = 1_000
+SOUGHT = "are not read again"
+"""In the log, where a build resumes so."""
 
 
 @pytest.fixture(autouse=True)
@@ -223,7 +225,10 @@ def test_killed_at_any_checkpoint_and_resumed_the_bytes_are_the_same(
             done = case.interrupt(path, at) if at < read else case.interrupt(path, read - 1)
             caplog.clear()
             assert case.build(path) == meta
-            assert f"resuming after {done} documents" in caplog.text and left(path) == expected
+            assert (
+                f"resuming after {done} documents of an earlier run, which are not" in caplog.text
+                and left(path) == expected
+            )
 
 
 @EACH
@@ -287,9 +292,9 @@ def test_files_that_changed_are_compared_row_by_row(folder: Path, caplog: pytest
     caplog.clear()
     with caplog.at_level("INFO"):
         case.interrupt(path, 50)
-        assert "are read again to compare them" in caplog.text and "resuming after" not in caplog.text
+        assert SOUGHT not in caplog.text and "are read again to compare them" in caplog.text
         meta = case.build(path)
-        assert "resuming after" in caplog.text
+        assert SOUGHT in caplog.text
     assert meta == case.build(folder / "other" / "c")
 
 
@@ -326,7 +331,7 @@ def test_what_depends_on_documents_before_is_read_again(
     assert case.interrupt(path, 1_000, progress=killed, **given) > 30
     with caplog.at_level("INFO"):
         assert case.build(path, **given) == meta
-    assert "resuming after" not in caplog.text
+    assert SOUGHT not in caplog.text
 
 
 FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -389,6 +394,6 @@ def test_recipes_of_files_resume_so(
         recipes(mine)[key](mine, progress=killed)
     with caplog.at_level("INFO"):
         meta = recipes(mine)[key](mine).meta
-    assert ("resuming after" in caplog.text) == (key != "sft/oasst1")
+    assert (SOUGHT in caplog.text) == (key != "sft/oasst1")
     other = dataclasses.replace(mine, cache_dir=str(folder / "other"))
     assert recipes(other)[key](other).meta == meta

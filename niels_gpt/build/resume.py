@@ -194,7 +194,7 @@ class Build:
         """
         count = self.last.documents
         if count:
-            said = "%s: going on after %d documents of an earlier run, which are read again to compare them"
+            said = "%s: resuming after %d documents of an earlier run, which are read again to compare them"
             logger.info(said, self.public, count)
         told = time.monotonic()
         with open(self.folder / TEXTS, "rb") as file:
