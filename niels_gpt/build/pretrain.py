@@ -85,8 +85,6 @@ def build_pretrain(
     fingerprint = source.facts.get("fingerprint")
     with opened(out_dir, identity, FILES, checkpoint_seconds, fingerprint, source.from_scratch) as build:
         shards = Shards(build, budget, rule, encoder, shard_bytes, progress)
-        if mixed.in_order:
-            shards.seek(source)
         exhausted = shards.fill(mixed, source, num_threads, executor)
         if not shards.tokens["train"] and not partial:
             raise NoTextError(f"{os.fspath(out_dir)}: no token for the train split: {_shortage(shards, source)}")

@@ -19,6 +19,7 @@ from niels_gpt.build.losses import Losses, described
 from niels_gpt.build.pipeline import Progress
 from niels_gpt.build.resume import Build
 from niels_gpt.build.seek import first_number
+from niels_gpt.build.shuffle import Shuffled
 from niels_gpt.build.split import SPLITS, Document, TextSplit, TokenBudget
 from niels_gpt.build.stream import DIGEST_BYTES, Batch, Mark, labelled_digest
 from niels_gpt.build.writer import OFFSET_DTYPE, TOKEN_BYTES, id_lines, npy_parts
@@ -90,9 +91,11 @@ class Shards:
         budget.used = self.tokens
         self._expected = None if None in budget.limits.values() else sum(limit or 0 for limit in budget.limits.values())
 
-    def fill(self, documents: Iterable[Document], source: Source, num_threads: int, executor: Executor | None) -> bool:
+    def fill(self, documents: Shuffled[Document], source: Source, num_threads: int, executor: Executor | None) -> bool:
         """Read documents until both budgets are full; returns whether the source has ended instead."""
         build = self._build
+        if documents.in_order:
+            self._seek(source)
         with pipeline.encoded(
             build,
             documents,
@@ -115,7 +118,7 @@ class Shards:
                 self._report(self.counts["documents_read"])
         return not self._full()
 
-    def seek(self, source: Source) -> None:
+    def _seek(self, source: Source) -> None:
         """Begin the source behind what was taken, if that can be: not where `bound` depends on the texts there."""
         if self._known_bound in (None, self._bound()):
             self._build.seek(source.facts.get("fingerprint"), source.counters, source.position)

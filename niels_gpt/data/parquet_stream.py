@@ -70,14 +70,10 @@ def iter_parquet(
                     reader = coded  # slower, but a text that a row repeats is written out only where the row is small
                 for batch in reader.iter_batches(**about):
                     for part in _parts(batch, max_row_bytes):
-                        if behind and first <= behind:
-                            if first + part.num_rows - 1 > behind:
-                                again = _rows_of(part, names, decode_text, path, first)
-                                yield from (row for row in again if row[0] > behind)
-                        elif part.num_rows == 1 and _size_of(part) > max_row_bytes:
+                        if first > behind and part.num_rows == 1 and _size_of(part) > max_row_bytes:
                             yield first, Problem.too_large(f"{path}, row {first}", max_row_bytes)
                         else:
-                            yield from _rows_of(part, names, decode, path, first)
+                            yield from _rows_behind(behind, part, names, decode, path, first)
                         first += part.num_rows
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
@@ -145,6 +141,17 @@ def _is_in(path: str, names: list[str]) -> bool:
 
 def _is_plain(chunk: Any) -> bool:
     return not chunk.has_dictionary_page and set(chunk.encodings) <= _PLAIN
+
+
+def _rows_behind(
+    behind: int, batch: Any, names: list[str], decode: Callable[[bytes], str], path: Path, first: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield as `_rows_of`, without the rows up to `behind`, which were yielded before."""
+    if first > behind:
+        yield from _rows_of(batch, names, decode, path, first)
+    elif first + batch.num_rows - 1 > behind:  # what is repaired in these rows was counted with the first of them
+        again = _rows_of(batch, names, decode_text, path, first)
+        yield from (row for row in again if row[0] > behind)
 
 
 def _rows_of(
