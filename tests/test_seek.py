@@ -107,6 +107,7 @@ def text_folder(folder: Path) -> Path:
         (folder / f"e{number}.txt").write_bytes(f"document {number}".encode() * (99 if number == 3 else 1))
     (folder / "e5.txt").write_bytes(b"\xef\xbb\xbfmark \xff")
     (folder / "e6.md.gz").write_bytes(gzip.compress(b"packed"))
+    (folder / "z.txt").write_bytes(b"x" * (LIMIT + 1))
     (folder / "picture.png").write_bytes(b"")
     return folder
 
@@ -241,6 +242,21 @@ def test_killed_again_and_again_the_bytes_are_the_same(case: Case, folder: Path)
     assert left(path) == left(folder / "whole" / "c")
 
 
+@EACH
+def test_killed_when_all_is_read_the_rest_of_the_source_still_counts(
+    case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def killed(*given: Any, **more: Any) -> None:
+        raise ConnectionError("killed")
+
+    meta = case.build(folder / "whole" / "c")
+    with monkeypatch.context() as patched:
+        patched.setattr("niels_gpt.build.describe.write_description", killed)
+        case.interrupt(folder / "again" / "c", 1_000)
+    with caplog.at_level("INFO"):
+        assert case.build(folder / "again" / "c") == meta and SOUGHT in caplog.text
+
+
 @pytest.mark.parametrize("budgets", [(400, 150), (1_000, 150)], ids=str)
 def test_a_build_that_ends_by_its_budget_counts_what_it_read(folder: Path, budgets: tuple[int, int]) -> None:
     case = Case(*CASES["texts"], folder)
@@ -288,7 +304,7 @@ def test_files_that_changed_are_compared_row_by_row(folder: Path, caplog: pytest
         with pytest.raises(CacheError, match="has changed at 'a-9'"):
             case.build(path)
     changed.write_bytes(before)
-    (case.folder / "z.txt").write_text("one more behind all that was read")
+    (case.folder / "zz.txt").write_text("one more behind all that was read")
     caplog.clear()
     with caplog.at_level("INFO"):
         case.interrupt(path, 50)

@@ -3,6 +3,7 @@
 Run: pytest tests/test_workers.py
 """
 
+import itertools
 import logging
 import multiprocessing
 import os
@@ -439,8 +440,7 @@ def test_a_source_that_breaks_leaves_no_thread(tmp_path: Path, num_threads: int)
 @pytest.mark.parametrize("kind", ["threads", "executor"])
 def test_budgets_that_are_full_early_leave_no_thread_and_nothing_in_work(tmp_path: Path, kind: str) -> None:
     def endless() -> Iterator[str]:
-        while True:
-            yield "some text"
+        yield from map("some text {}".format, itertools.count())
 
     before = set(threading.enumerate())
     arguments: dict[str, Any] = {"tokenizer": ByteTokenizer(), "max_train_tokens": 500, "max_val_tokens": 50}
