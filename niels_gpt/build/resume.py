@@ -193,7 +193,7 @@ class Build:
         Raises: CacheError naming the first document that is not what it was.
         """
         count = self.last.documents
-        if count:
+        if count and self.committed is None:
             said = "%s: resuming after %d documents of an earlier run, which are read again to compare them"
             logger.info(said, self.public, count)
         told = time.monotonic()
