@@ -97,7 +97,7 @@ class Heard(logging.Handler):
         resume.logger.setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
-        found = re.search(r"going on after (\d+) documents of an earlier run", record.getMessage())
+        found = re.search(r"resuming after (\d+) documents of an earlier run", record.getMessage())
         self.numbers += [int(found.group(1))] if found else []
 
 
@@ -232,7 +232,7 @@ def test_a_file_that_may_not_grow_further_is_named_and_the_build_goes_on_when_it
     assert 0 < said_to_be_kept(error.value) == documents_in_journal(tmp_path / "found" / "c") < len(TEXTS)
     assert train_text(tmp_path / "found" / "c") == OLD
     build_new(tmp_path / "found" / "c", shard_bytes=1 << 16)
-    assert f"going on after {said_to_be_kept(error.value)} documents" in caplog.text
+    assert f"resuming after {said_to_be_kept(error.value)} documents" in caplog.text
     assert tree(tmp_path / "found") == tree(tmp_path / "expected")
 
 
@@ -510,7 +510,7 @@ def test_a_file_of_a_mirror_that_is_removed_in_mid_build_is_named_and_the_recipe
     assert 5 <= kept <= 30 and not cache.exists()
     away.rename(last)
     outcome = RECIPES[key](settings)
-    assert f"going on after {kept} documents of an earlier run" in caplog.text
+    assert f"resuming after {kept} documents of an earlier run" in caplog.text
     whole = RECIPES[key](Settings(source_root=settings.source_root, cache_dir=str(tmp_path / "expected"), **common))
     assert outcome.meta == whole.meta and tree(tmp_path / "found" / key) == tree(tmp_path / "expected" / key)
     assert [entry.name for entry in versions.versions_dir(cache).iterdir() if "building" in entry.name] == []
@@ -540,7 +540,7 @@ def test_a_file_that_is_removed_under_a_builder_is_named_and_the_build_goes_on_w
     assert 10 <= kept < 60 and train_text(tmp_path / "c") == OLD
     files[1].write_text("\n".join(TEXTS[60:]))
     found = build_new(tmp_path / "c", kind, texts())
-    assert f"going on after {kept} documents of an earlier run" in caplog.text
+    assert f"resuming after {kept} documents of an earlier run" in caplog.text
     assert found == build_new(tmp_path / "expected", kind)
 
 

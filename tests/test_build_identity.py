@@ -102,7 +102,7 @@ def goes_on(caplog: pytest.LogCaptureFixture, settings: Settings, key: str, **ar
     """Run a recipe that goes on with what was stopped."""
     caplog.clear()
     outcome = run(settings, key, **arguments)
-    assert re.search(r"going on after \d+ documents of an earlier run", caplog.text)
+    assert re.search(r"resuming after \d+ documents of an earlier run", caplog.text)
     assert whole_version(outcome.path) == outcome.meta["content_sha256"]
     return outcome
 

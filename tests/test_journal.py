@@ -98,6 +98,7 @@ def test_a_journal_is_a_header_and_a_line_for_each_checkpoint(tmp_path: Path) ->
             "finished": [],
             "generator": None,
             "sealed": None,
+            "seek": None,
             "state": {"kept": 1},
         },
         {
@@ -107,6 +108,7 @@ def test_a_journal_is_a_header_and_a_line_for_each_checkpoint(tmp_path: Path) ->
             "finished": [{"bytes": 1, "name": "train/x", "sha256": SOME_SHA256}],
             "generator": SOME_SHA256,
             "sealed": SOME_SHA256,
+            "seek": None,
             "state": {},
         },
     ]

@@ -342,7 +342,7 @@ def test_a_worker_that_dies_each_time_is_an_error_that_names_the_documents_and_t
     assert not (tmp_path / "found" / "c").exists() and multiprocessing.active_children() == []
     caplog.clear()
     build_text(tmp_path / "found" / "c", LIVELY, num_threads=2, **arguments)
-    assert "going on after 63 documents of an earlier run" in caplog.text
+    assert "resuming after 63 documents of an earlier run" in caplog.text
     assert tree(tmp_path / "found") == tree(tmp_path / "expected")
 
 

@@ -40,6 +40,9 @@ class Source:
     """What the loader dropped or repaired, by reason; read when the stream has ended."""
     from_scratch: str | None = None
     """The command that starts this build from scratch, for messages; None where it is no recipe's."""
+    position: dict[str, int] | None = None
+    """Where a loader of files is, and begins: see data.position. facts["fingerprint"] is then that of the files, names
+    and bytes. None, or {} while it is read: a killed build reads such a source again from its beginning."""
 
 
 def content_sha256(records: list[dict[str, Any]]) -> str:

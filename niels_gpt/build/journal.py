@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from niels_gpt.build.seek import Seek
 from niels_gpt.fileio import CacheError, OutputFile, write_bytes
 from niels_gpt.records import checked_count, checked_sha256, file_records, open_regular, path_inside, read_regular
 from niels_gpt.versions import BUILDING, JOURNAL_NAME, JOURNAL_SUFFIX, versions_dir
@@ -44,6 +45,8 @@ class Checkpoint:
     """Whether no further document is needed."""
     sealed: str | None = None
     """The content sha256, once nothing is left to do but to commit."""
+    seek: Seek | None = None
+    """Where the source resumes, if it is files; None: it is read again from its beginning."""
 
 
 class Journal:
@@ -69,7 +72,8 @@ class Journal:
         if self._file is None:
             write_bytes(self.path, line := _line(self._header))
             self._file = OutputFile(self.path, keep=len(line))
-        self._file.write(_line(vars(checkpoint)))
+        seek = checkpoint.seek and checkpoint.seek.as_json()
+        self._file.write(_line({**vars(checkpoint), "seek": seek}))
         self._file.sync()
 
     def close(self) -> None:
@@ -172,6 +176,7 @@ def _checkpoint(value: Any, where: str, remedy: str) -> Checkpoint:
             raise TypeError(f"ended is {value['ended']!r}, expected true or false")
         if sealed is not None and not value["ended"]:
             raise ValueError("sealed before the source had ended")
-        return Checkpoint(documents, generator, files, finished, state, value["ended"], sealed)
+        seek = Seek.parsed(value.get("seek"), where)
+        return Checkpoint(documents, generator, files, finished, state, value["ended"], sealed, seek)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CacheError(f"{where}: no checkpoint of a build ({error!r:.200}). {remedy}") from error

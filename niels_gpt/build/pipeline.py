@@ -48,8 +48,10 @@ def encoded(
     report: is told how far a replay has come.
     settled: passes the items on; what it has to know of those that follow, it reads first.
     """
-    documents = settled(_own(build, stream.marked(items, counters)))
-    if build.replays:
+    documents = settled(_own(build, stream.marked(items, counters, build.position)))
+    if build.sought:
+        build.take_last_again(documents, lambda item: digest_of(item, texts, label))
+    elif build.replays:
         build.replay(documents, lambda item: digest_of(item, texts, label), partial(_named, texts, name), report)
     if build.last.ended:
         if exhausted and build.replays:

@@ -81,7 +81,7 @@ def build_pretrain(
     rule = TextSplit(asked_share(settings), seed)
     encoder = _encoder(tokenizer, on_special, append_eot, rule)
     identity = build_identity(source, tokenizer, seed=seed, **settings)
-    mixed = shuffle.Shuffled(with_ids(documents), size=shuffle_buffer, seed=seed)
+    mixed = shuffle.Shuffled(with_ids(documents, source.position), size=shuffle_buffer, seed=seed)
     fingerprint = source.facts.get("fingerprint")
     with opened(out_dir, identity, FILES, checkpoint_seconds, fingerprint, source.from_scratch) as build:
         shards = Shards(build, budget, rule, encoder, shard_bytes, progress)

@@ -1,7 +1,8 @@
 """A build that may be killed at any moment: its open files, its journal, and the replay of its source.
 
 What counts is the last checkpoint. What came behind it is cut off or removed; the source is read again up to it, and
-each document is compared with what it was, but not tokenized.
+each document is compared with what it was, but not tokenized. Of files that are what they were, and whose documents
+come in their order, only the last one is: those before it are passed over.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 from niels_gpt import fileio
 from niels_gpt.build.journal import Checkpoint, Journal, remedy_of
+from niels_gpt.build.seek import Seek, set_out
 from niels_gpt.build.stream import DIGEST_BYTES, Mark
 from niels_gpt.build.writer import BLOCK_BYTES, HashedFile, checksums_of
 from niels_gpt.fileio import META_NAME, CacheError
@@ -77,6 +79,12 @@ class Build:
         """Of the last document that was taken."""
         self.replays = True
         """Whether what was taken from the source before is compared with what it is now."""
+        self.sought = False
+        """Whether the source begins with the last document that was taken, since its files are what they were."""
+        self.position: dict[str, int] | None = None
+        """Where the source is while it is read; None where nobody knows it."""
+        self._before = self.mark  # of the document before the last one
+        self._source: tuple[str, dict[str, int]] | None = None  # fingerprint of its files, counters before the first
         self._counts = Counter(record["name"].partition("/")[0] for record in self.finished)
         self._journaled = len(self.finished)
         self._new_names = True
@@ -104,8 +112,6 @@ class Build:
         fileio.make_dir(self.work)
         fileio.fsync_dir(self.work)  # a killed run may have made folders in it
         if self.last.documents:
-            said = "%s: going on after %d documents of an earlier run, which are read again to compare them"
-            logger.info(said, self.public, self.last.documents)
             if set(self.last.files) != set(self._places):
                 raise CacheError(f"{self.folder}: its journal names other files than this build has. {self.remedy}")
             self.expect(TEXTS, self.last.documents * DIGEST_BYTES)
@@ -139,6 +145,40 @@ class Build:
             file.close()
         self._journal.close()
 
+    def seek(self, fingerprint: str | None, counters: Mapping[str, int], position: dict[str, int] | None) -> None:
+        """Let a source begin with the last document that was taken, if its files are what they were.
+
+        To be called before anything is read, and only where documents come in the order of the files.
+        fingerprint: of the files' names and bytes; counters, position: the loader's. Without one of them, or where the
+            checkpoint does not know them, nothing is done: then all documents are compared.
+        """
+        if fingerprint is None or position is None or not isinstance(counters, dict):
+            return
+        self._source, self.position = (fingerprint, dict(counters)), position
+        known, count = self.last.seek, self.last.documents
+        if self.replays and known is not None and count > 1 and (known.fingerprint, known.before) == self._source:
+            self._before = set_out(known, count, counters, position)
+            self.sought = True
+
+    def take_last_again(self, documents: Iterator[tuple[T, Mark]], digest_of: Callable[[T], bytes]) -> None:
+        """Take the last document of the last checkpoint from a source that begins with it, and compare it.
+
+        Raises: CacheError if it is not what it was.
+        """
+        count, known = self.last.documents, self.last.seek
+        assert known is not None
+        with open(self.folder / TEXTS, "rb") as file:
+            file.seek((count - 1) * DIGEST_BYTES)
+            expected = file.read(DIGEST_BYTES)
+        document, self.mark = next(documents, (None, self._before))
+        if document is None or digest_of(document) != expected or not known.leads_to(self.mark):
+            raise CacheError(
+                f"{self.folder}: the place in the source that its journal names is not that of document {count - 1}. "
+                f"If its files change now, run the same again when they no longer do. {self.remedy}"
+            )
+        said = "%s: resuming after %d documents of an earlier run, which are not read again: the files are the same"
+        logger.info(said, self.public, count)
+
     def replay(
         self,
         documents: Iterator[tuple[T, Mark]],
@@ -153,9 +193,13 @@ class Build:
         Raises: CacheError naming the first document that is not what it was.
         """
         count = self.last.documents
+        if count and self.committed is None:
+            said = "%s: resuming after %d documents of an earlier run, which are read again to compare them"
+            logger.info(said, self.public, count)
         told = time.monotonic()
         with open(self.folder / TEXTS, "rb") as file:
             for number in range(count):
+                self._before = self.mark
                 document, self.mark = next(documents, (None, self.mark))
                 if document is None:
                     self._changed(f"ends after {number} documents, and {count} had been read")
@@ -182,10 +226,10 @@ class Build:
                 "Let a forked child end by os._exit"
             )
 
-    def take(self, digests: Sequence[bytes], mark: Mark) -> None:
-        """Note that documents were taken from the source; the mark is that of the last one."""
+    def take(self, digests: Sequence[bytes], marks: Sequence[Mark]) -> None:
+        """Note that documents, one or more, were taken from the source."""
         self.files[TEXTS].write(b"".join(digests))
-        self.mark = mark
+        self._before, self.mark = [self.mark, *marks][-2:]
 
     def finish_shard(self, name: str) -> None:
         """Give a shard its place in the cache, and begin the next one."""
@@ -258,6 +302,7 @@ class Build:
             finished=self.finished[self._journaled :],
             state=dict(state),
             ended=ended,
+            seek=self._source and Seek.between(*self._source, self._before, self.mark),
         )
         self._journal.append(checkpoint)
         self.last, self._journaled, self._time = checkpoint, len(self.finished), time.monotonic()

@@ -24,6 +24,7 @@ from niels_gpt.build.encode import EncodedTexts, TextEncoder, Tokenizer
 from niels_gpt.build.losses import Losses, described, notice_blank
 from niels_gpt.build.pipeline import Progress
 from niels_gpt.build.resume import CHECKPOINT_SECONDS, Build
+from niels_gpt.build.seek import first_number
 from niels_gpt.build.split import SPLITS
 from niels_gpt.build.start import NoTextError, opened
 from niels_gpt.build.stream import Batch, labelled_digest
@@ -90,7 +91,8 @@ def build_sft(
     fingerprint = source.facts.get("fingerprint")
     with opened(out_dir, identity, _FILES, checkpoint_seconds, fingerprint, source.from_scratch) as build:
         spool = _Spool(build, encoder, progress)
-        spool.fill(_numbered(examples), source, num_threads, executor)
+        build.seek(fingerprint, source.counters, source.position)
+        spool.fill(_numbered(examples, source.position), source, num_threads, executor)
         if not spool.kept:
             lost = {**spool.counts, **source.counters}
             raise NoTextError(
@@ -112,8 +114,8 @@ def build_sft(
     return meta
 
 
-def _numbered(examples: Iterable[Any]) -> Iterator[Example]:
-    for number, example in enumerate(examples):
+def _numbered(examples: Iterable[Any], position: dict[str, int] | None) -> Iterator[Example]:
+    for number, example in enumerate(examples, first_number(position)):
         name, messages = None, example
         if isinstance(example, tuple) and len(example) == 2 and not isinstance(example[0], Mapping):
             name, messages = example
@@ -200,7 +202,7 @@ class _Spool:
             report=self._report,
         ) as batches:
             for batch, encoded in batches:
-                self._build.take(self._add(batch, encoded), batch.marks[-1])
+                self._build.take(self._add(batch, encoded), batch.marks)
                 self._build.checkpoint(self.state())
                 self._report(self.counts["examples_read"])
 

@@ -18,6 +18,8 @@ from niels_gpt.build.encode import EncodedTexts, TextEncoder
 from niels_gpt.build.losses import Losses, described
 from niels_gpt.build.pipeline import Progress
 from niels_gpt.build.resume import Build
+from niels_gpt.build.seek import first_number
+from niels_gpt.build.shuffle import Shuffled
 from niels_gpt.build.split import SPLITS, Document, TextSplit, TokenBudget
 from niels_gpt.build.stream import DIGEST_BYTES, Batch, Mark, labelled_digest
 from niels_gpt.build.writer import OFFSET_DTYPE, TOKEN_BYTES, id_lines, npy_parts
@@ -35,9 +37,12 @@ the first bytes of the sha256 of each text.
 """
 
 
-def with_ids(documents: Iterable[Sequence[str | None]]) -> Iterator[Document]:
-    """Give a document without an id its number in the stream. Raises: ValueError naming one that is no document."""
-    for number, (split, text, *rest) in enumerate(documents):
+def with_ids(documents: Iterable[Sequence[str | None]], position: dict[str, int] | None = None) -> Iterator[Document]:
+    """Give a document without an id its number in the stream. Raises: ValueError naming one that is no document.
+
+    position: that of Source; the number of the first document is in it, where that is not the source's first one.
+    """
+    for number, (split, text, *rest) in enumerate(documents, first_number(position)):
         if not isinstance(text, str):
             raise ValueError(f"document {number}: its text is a {type(text).__name__}, expected a str")
         if split not in (None, *SPLITS):
@@ -86,9 +91,11 @@ class Shards:
         budget.used = self.tokens
         self._expected = None if None in budget.limits.values() else sum(limit or 0 for limit in budget.limits.values())
 
-    def fill(self, documents: Iterable[Document], source: Source, num_threads: int, executor: Executor | None) -> bool:
+    def fill(self, documents: Shuffled[Document], source: Source, num_threads: int, executor: Executor | None) -> bool:
         """Read documents until both budgets are full; returns whether the source has ended instead."""
         build = self._build
+        if documents.in_order:
+            self._seek(source)
         with pipeline.encoded(
             build,
             documents,
@@ -106,14 +113,20 @@ class Shards:
             while not self._full() and (found := next(batches, None)) is not None:
                 batch, encoded = found
                 taken = self._add(batch, encoded)
-                build.take(self._digests(batch, encoded, taken), batch.marks[taken - 1])
+                build.take(self._digests(batch, encoded, taken), batch.marks[:taken])
                 build.checkpoint(self.state())
                 self._report(self.counts["documents_read"])
         return not self._full()
 
+    def _seek(self, source: Source) -> None:
+        """Begin the source behind what was taken, if that can be: not where `bound` depends on the texts there."""
+        if self._known_bound in (None, self._bound()):
+            self._build.seek(source.facts.get("fingerprint"), source.counters, source.position)
+
     def _settled(self, documents: Iterator[tuple[Document, Mark]]) -> Iterator[tuple[Document, Mark]]:
         """Pass documents on. Raises: CacheError if the split is another one than it was before a kill."""
-        for number, document in enumerate(self._rule.settled(documents, self._build.folder)):
+        settled = documents if self._build.sought else self._rule.settled(documents, self._build.folder)
+        for number, document in enumerate(settled):
             if number == 0 and self._known_bound not in (None, self._bound()):
                 raise CacheError(
                     f"{self._build.folder}: the source changed behind what had been read, so that another document is "

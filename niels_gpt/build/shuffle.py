@@ -29,6 +29,11 @@ class Shuffled(Generic[T]):
         self.draws = 0
         """Calls of the generator so far: its state is a new one when this number is."""
 
+    @property
+    def in_order(self) -> bool:
+        """Whether items come in the order of the stream, one for one."""
+        return self._size == 1
+
     def state_sha256(self) -> str | None:
         """Return the sha256 of the generator's state; None where nothing is ever drawn."""
         if self._size == 1:

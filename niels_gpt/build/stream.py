@@ -10,6 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 from niels_gpt.build.shuffle import Shuffled
 
 T = TypeVar("T")
+NOWHERE: Mapping[str, int] = {}
 
 BATCH_CHARS = 1 << 20  # a batch is closed by characters, so that memory does not depend on document lengths ...
 BATCH_ITEMS = 1024  # ... nor on their number
@@ -23,12 +24,16 @@ class Mark(NamedTuple):
     """What the loader had dropped or repaired by then."""
     generator: str | None
     """sha256 of the state of the shuffle's generator; None without a shuffle."""
+    position: Mapping[str, int] = NOWHERE
+    """Where a source of files was; {} where that is not known, or is not the item's, as behind a shuffle."""
 
 
-def marked(items: Iterable[T], counters: Mapping[str, int]) -> Iterator[tuple[T, Mark]]:
+def marked(
+    items: Iterable[T], counters: Mapping[str, int], position: Mapping[str, int] | None = None
+) -> Iterator[tuple[T, Mark]]:
     """Yield each item with the state of its source. Items that follow each other share one Mark while nothing changes.
 
-    counters: filled by the loader while it is read.
+    counters, position: filled by the loader while it is read.
     """
     shuffled = items if isinstance(items, Shuffled) else None
     mark, draws = Mark({}, None), -1
@@ -38,6 +43,8 @@ def marked(items: Iterable[T], counters: Mapping[str, int]) -> Iterator[tuple[T,
             mark = Mark(dict(counters), shuffled.state_sha256())
         elif mark.counters != counters:
             mark = Mark(dict(counters), mark.generator)
+        if position:
+            mark = Mark(mark.counters, mark.generator, dict(position))
         yield item, mark
 
 

@@ -33,6 +33,7 @@ def iter_dolly_sft(
     counters: Counter[str] | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     follow_links: bool = False,
+    position: dict[str, int] | None = None,
 ) -> Iterator[ChatSample]:
     """Stream Dolly as two-turn chats, with a system turn first on request (PR-02).
 
@@ -40,7 +41,7 @@ def iter_dolly_sft(
     instruction or response count as "blank_field", rows where one is absent or anything is not a string as
     "missing_field"; both are dropped. `shuffle` holds all rows in memory; without it they stream in upstream order.
     `split` "all" reads every upstream split. meta is the row and its "index". What else is counted, and links: as
-    FineWeb-Edu.
+    FineWeb-Edu. position: of a mirror's files in upstream's order without `take`: see position.Position.
     """
     places.check_take(take)
     root = places.mirror_root(source_root)
@@ -53,7 +54,7 @@ def iter_dolly_sft(
         numbered = rows.of_hub(found, dataset_id)
     else:
         paths = places.split_files(root, dataset_id, split=split, follow_links=follow_links, counters=rows.counters)
-        numbered = rows.of_files(paths)
+        numbered = rows.of_files(paths, None if shuffle or take is not None else position)
     samples = _chats(numbered, include_system, rows)
     return islice(places.shuffled(samples, seed) if shuffle else samples, take)
 

@@ -21,6 +21,7 @@ from niels_gpt.chat_template import count_role
 from niels_gpt.data import chat_rows, places
 from niels_gpt.data.fineweb_edu import TEXT_FIELDS
 from niels_gpt.data.parquet_stream import field_names
+from niels_gpt.data.position import Position
 from niels_gpt.data.text_files import MAX_DOCUMENT_BYTES, TOO_LARGE, Problem, TooLarge, read_text
 from niels_gpt.data.types import ChatSample, PretrainSample
 
@@ -167,6 +168,7 @@ def iter_texts(
     field: str | None = None,
     counters: Counter[str] | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    position: dict[str, int] | None = None,
 ) -> Iterator[PretrainSample]:
     """Stream documents in order of files and rows, empty ones included.
 
@@ -174,25 +176,31 @@ def iter_texts(
     field: of a row, where its text is; None: the first of text, content, document that is a string. A row without one
         counts as "missing_field".
     max_document_bytes: of a document or row; a larger one counts as "too_large".
+    position: where it is told where the stream is, and begins, by `file`, `row` and `index`: see position.Position.
     The samples' meta: "index", its number in the stream from 0; "path", the file's name; and of a row "row", its number
         from 1 (see places.numbered_rows), and "id", where it has one that is a string or an integer, as a string.
     Raises: ValueError for a file that is damaged, when it is reached, and at the end if there is not one text.
     """
     wanted = TEXT_FIELDS if field is None else (field,)
     rows = _Rows(found, counters, columns=(*wanted, "id"), max_document_bytes=max_document_bytes)
-    index = 0
-    for path in found.files:
+    place = Position(position)
+    index = place.number("index")
+    for file, path in enumerate(found.files):
+        if place.passed(file):
+            continue
         if not _has_suffix(path, CHAT_SUFFIXES):
-            for text in rows.document(path):
+            for text in () if place.behind(file) else rows.document(path):
+                place.at(file, 1, index=index + 1)
                 yield PretrainSample(text=text, source=source, meta={"index": index, "path": found.name_of(path)})
                 index += 1
             continue
-        for row, where in rows.of(path):
+        for row, where in rows.of(path, place.behind(file)):
             texts = [row[name] for name in wanted if isinstance(row.get(name), str)]
             if not texts:
                 found_in = [f"{type(row[name]).__name__} in the field {name}" for name in wanted if name in row]
                 rows.drop(chat_rows.MISSING_FIELD, ", ".join(found_in))
                 continue
+            place.at(file, where["row"], index=index + 1)
             yield PretrainSample(text=texts[0], source=source, meta={"index": index, **where})
             index += 1
     if not index and rows.dropped:
@@ -206,20 +214,25 @@ def iter_chats(
     source: str,
     counters: Counter[str] | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    position: dict[str, int] | None = None,
 ) -> Iterator[ChatSample]:
     """Stream chats in order of files and rows, those without an assistant's turn included.
 
     What a row may look like, and why it may be dropped: see chat_rows. The rest: as `iter_texts`.
     """
     rows = _Rows(found, counters, columns=(*chat_rows.FIELDS, "id"), max_document_bytes=max_document_bytes)
-    index = 0
-    for path in found.files:
-        for row, where in rows.of(path):
+    place = Position(position)
+    index = place.number("index")
+    for file, path in enumerate(found.files):
+        if place.passed(file):
+            continue
+        for row, where in rows.of(path, place.behind(file)):
             try:
                 messages = chat_rows.messages_of(row)
             except chat_rows.NotAChatError as error:
                 rows.drop(error.reason, error.found, role=error.role)
                 continue
+            place.at(file, where["row"], index=index + 1)
             yield ChatSample(messages=messages, source=source, meta={"index": index, **where})
             index += 1
     if not index and rows.dropped:
@@ -256,8 +269,8 @@ class _Rows:
             if self._counted_first(TOO_LARGE, None):
                 _warn(str(error), TOO_LARGE)
 
-    def of(self, path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield the rows of a file, each with its place as a sample's meta gives it."""
+    def of(self, path: Path, behind: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yield the rows of a file behind the one of that number, each with its place as a sample's meta gives it."""
         name = self._found.name_of(path)
 
         def pass_over(problem: Problem) -> None:
@@ -271,6 +284,7 @@ class _Rows:
             columns=self._columns,
             unreadable=pass_over,
             max_document_bytes=self._limit,
+            behind=behind,
         )
         for number, row in rows:
             self._row = (path, number, row)

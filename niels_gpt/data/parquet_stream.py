@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from niels_gpt.data.parquet_pages import Page, pages_of
 from niels_gpt.data.text_files import MAX_DOCUMENT_BYTES, Problem, open_regular
+from niels_gpt.data.text_files import decode as decode_text
 
 BATCH_BYTES = 1 << 20  # what a batch aims at: a row group of fineweb-edu or of books would be several hundred megabytes
 BATCH_ROWS = 1_000  # at most. Measured on rows of 2 kB: 125 to 1,000 are as fast within 10 %, 32 take 1.3 times as long
@@ -27,6 +28,7 @@ def iter_parquet(
     decode: Callable[[bytes], str],
     columns: Collection[str] | None = None,
     max_row_bytes: int = MAX_DOCUMENT_BYTES,
+    behind: int = 0,
 ) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
     """Yield the rows in order, each with its number from 1; in place of what is too large, with its first, a `Problem`.
 
@@ -34,6 +36,8 @@ def iter_parquet(
     decode: makes a text of bytes that a column of texts holds although they are not utf-8.
     columns: the only ones to read, as far as the file has them: an odd one beside them then does no harm.
     max_row_bytes: of a row's values in the columns read, as arrow holds them.
+    behind: number of a row that was yielded before: the rows up to it are passed over. Rows are decoded some at a time,
+        so that `decode` was called for those that came with it, and is not called for these again.
     Raises: ValueError naming the file if it is not a whole parquet file, and with column and rows where a value has no
         counterpart in Python, such as a date after the year 9999.
     """
@@ -48,6 +52,9 @@ def iter_parquet(
             first = 1
             for group in range(table.num_row_groups):
                 group_rows = table.metadata.row_group(group).num_rows
+                if behind and first + group_rows - 1 <= behind:
+                    first += group_rows
+                    continue
                 chunks = _chunks(table, group, names, file.fileno())
                 largest = max((page.num_bytes for chunk in chunks for page in chunk.pages), default=0)
                 if largest > 2 * max_row_bytes + USUAL_PAGE_BYTES:
@@ -63,10 +70,10 @@ def iter_parquet(
                     reader = coded  # slower, but a text that a row repeats is written out only where the row is small
                 for batch in reader.iter_batches(**about):
                     for part in _parts(batch, max_row_bytes):
-                        if part.num_rows == 1 and _size_of(part) > max_row_bytes:
+                        if first > behind and part.num_rows == 1 and _size_of(part) > max_row_bytes:
                             yield first, Problem.too_large(f"{path}, row {first}", max_row_bytes)
                         else:
-                            yield from _rows_of(part, names, decode, path, first)
+                            yield from _rows_behind(behind, part, names, decode, path, first)
                         first += part.num_rows
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
@@ -134,6 +141,17 @@ def _is_in(path: str, names: list[str]) -> bool:
 
 def _is_plain(chunk: Any) -> bool:
     return not chunk.has_dictionary_page and set(chunk.encodings) <= _PLAIN
+
+
+def _rows_behind(
+    behind: int, batch: Any, names: list[str], decode: Callable[[bytes], str], path: Path, first: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield as `_rows_of`, without the rows up to `behind`, which were yielded before."""
+    if first > behind:
+        yield from _rows_of(batch, names, decode, path, first)
+    elif first + batch.num_rows - 1 > behind:  # what is repaired in these rows was counted with the first of them
+        again = _rows_of(batch, names, decode_text, path, first)
+        yield from (row for row in again if row[0] > behind)
 
 
 def _rows_of(

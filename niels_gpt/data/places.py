@@ -275,6 +275,7 @@ def numbered_rows(
     columns: Collection[str] | None = None,
     unreadable: Callable[[Problem], None] | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    behind: int = 0,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Stream a file's rows, each with its number from 1: that of the line, of the array's item, or of the parquet row.
 
@@ -282,6 +283,8 @@ def numbered_rows(
     unreadable: receives what is wrong with a row that is no JSON object or too large, which is then passed over. Of a
         parquet file it may be several rows at once, which can only be read together: see parquet_stream.
     max_document_bytes: of a line or item, its end included, or of a parquet row's values; a larger one is never held.
+    behind: number of a row that was yielded before: it and those before it are passed over, and neither decoded, but in
+        an array, nor counted.
     Raises: ValueError naming the file if it is damaged as a whole, or is an array that breaks off; and without
         `unreadable` for a row that would be passed over.
     """
@@ -289,11 +292,11 @@ def numbered_rows(
     rows: Iterator[tuple[int, dict[str, Any] | Problem]]
     if name.endswith(".parquet"):
         decoded = partial(decode, counters=counters, where=os.fspath(path))
-        rows = iter_parquet(path, decode=decoded, columns=columns, max_row_bytes=max_document_bytes)
+        rows = iter_parquet(path, decode=decoded, columns=columns, max_row_bytes=max_document_bytes, behind=behind)
     elif name.endswith(".txt"):
-        rows = _text_lines(path, counters, max_document_bytes)
+        rows = _text_lines(path, counters, max_document_bytes, behind)
     elif name.endswith((".jsonl", ".jsonl.gz", ".json", ".json.gz")):
-        rows = _json_rows(path, counters, max_document_bytes)
+        rows = _json_rows(path, counters, max_document_bytes, behind)
     else:
         raise ValueError(f"{path}: rows come from {' '.join(TABLE_SUFFIXES)} .json .txt, not from this kind of file")
     for number, row in rows:
@@ -306,10 +309,12 @@ def numbered_rows(
 
 
 def _text_lines(
-    path: Path, counters: Counter[str] | None, limit: int
+    path: Path, counters: Counter[str] | None, limit: int, behind: int
 ) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
-    with opened_text(path, counters=counters) as file:
+    with opened_text(path, counters=None if behind else counters) as file:
         for number, line in lines_of(file, limit):
+            if number <= behind:
+                continue
             if line is None:
                 yield number, Problem.too_large(f"{path}, line {number}", limit)
                 continue
@@ -320,20 +325,26 @@ def _text_lines(
             yield number, {"text": text}
 
 
-def _json_rows(path: Path, counters: Counter[str] | None, limit: int) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
+def _json_rows(
+    path: Path, counters: Counter[str] | None, limit: int, behind: int
+) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
     name = path.name.lower()
     is_jsonl = name.endswith((".jsonl", ".jsonl.gz"))
     by_line = is_jsonl
     if not is_jsonl:
         with opened_text(path) as file:
             by_line = not json_stream.spans_lines(file, limit)
-    with opened_text(path, counters=counters) as file:
+    with opened_text(path, counters=None if behind else counters) as file:
         if not by_line:
             for number, value, text in json_stream.iter_values(file, str(path), limit):
+                if number <= behind:
+                    continue
                 where = f"{path}, item {number}"
                 yield number, value if isinstance(value, Problem) else _json_item(value, text, where, counters)
             return
         for number, line in lines_of(file, limit):
+            if number <= behind:
+                continue
             where = f"{path}, line {number}"
             if line is None:
                 yield number, Problem.too_large(where, limit)

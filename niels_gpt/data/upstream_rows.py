@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.data import places
+from niels_gpt.data.position import Position
 from niels_gpt.data.text_files import MAX_DOCUMENT_BYTES, TOO_LARGE, Problem, TooLarge, note, read_text
 
 Row = dict[str, Any]
@@ -29,20 +30,34 @@ class UpstreamRows:
         self._dropped: Counter[str] = Counter()
         self._first = ""  # problem
         self._read = 0  # rows of files, passed-over ones included
+        self._resumed = False
 
-    def of_files(self, paths: Iterable[Path]) -> NumberedRows:
-        """Yield the rows of a mirror's files. Raises: ValueError for a file that is damaged as a whole."""
+    def of_files(self, paths: Iterable[Path], position: dict[str, int] | None = None) -> NumberedRows:
+        """Yield the rows of a mirror's files. Raises: ValueError for a file that is damaged as a whole.
+
+        position: where it is told where the rows are, and begin, by `file`, `row` and `read`: see position.Position.
+        """
+        place = Position(position)
+        self._read += place.number("read")
+        self._resumed = place.resumed
 
         def pass_over(problem: Problem) -> None:
             self._read += problem.rows
             self.drop(problem.reason, problem, problem.rows)
 
-        for path in paths:
+        for file, path in enumerate(paths):
+            if place.passed(file):
+                continue
             rows = places.numbered_rows(
-                path, counters=self.counters, unreadable=pass_over, max_document_bytes=self._limit
+                path,
+                counters=self.counters,
+                unreadable=pass_over,
+                max_document_bytes=self._limit,
+                behind=place.behind(file),
             )
             for number, row in rows:
                 self._read += 1
+                place.at(file, number, read=self._read)
                 yield self._read - 1, f"{path}, row {number}", row
 
     def of_books(self, folder: Path, paths: Iterable[Path], suffixes: tuple[str, ...]) -> NumberedRows:
@@ -79,7 +94,7 @@ class UpstreamRows:
 
     def check_any(self, kept: int) -> None:
         """Raise ValueError, at the end of the rows, if some were dropped and none was kept."""
-        if self._dropped and not kept:
+        if self._dropped and not kept and not self._resumed:
             reasons = ", ".join(f"{reason} {number:,}" for reason, number in sorted(self._dropped.items()))
             raise ValueError(f"{self._source}: not one row can be used ({reasons}); the first: {self._first}")
 

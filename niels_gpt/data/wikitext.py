@@ -29,12 +29,13 @@ def iter_wikitext(
     counters: Counter[str] | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     follow_links: bool = False,
+    position: dict[str, int] | None = None,
 ) -> Iterator[PretrainSample]:
     """Stream the lines of one split in order, each with its newline; "val" means validation (PR-02).
 
     Blank lines are skipped and counted as "blank". meta["index"] is the row's number in the split, blank ones included.
     In a mirror, a folder named like `config` is read alone if there is one. What else is counted, and links: as
-    FineWeb-Edu.
+    FineWeb-Edu. position: of a mirror's files without `take`: see position.Position.
     """
     places.check_take(take)
     split = "validation" if split == "val" else split
@@ -54,7 +55,7 @@ def iter_wikitext(
             follow_links=follow_links,
             counters=rows.counters,
         )
-        numbered = rows.of_files(paths)
+        numbered = rows.of_files(paths, None if take is not None else position)
     return islice(_lines(numbered, rows), take)
 
 

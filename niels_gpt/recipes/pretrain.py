@@ -81,7 +81,7 @@ def build_wikitext(
 
     def build(have: Ingredients, path: Path) -> dict[str, Any]:
         return build_pretrain(
-            sources.wikitext_texts(settings, have.revision, have.counters, splits),
+            sources.wikitext_texts(settings, have.revision, have.counters, splits, have.source.position),
             path,
             split_rule="upstream's own splits; val is upstream's validation",
             partial=partial,
@@ -156,7 +156,7 @@ def build_own(
 
     def build(have: Ingredients, path: Path) -> dict[str, Any]:
         meta = build_pretrain(
-            sources.own_texts(settings, origin, have.counters),
+            sources.own_texts(settings, origin, have.counters, have.source.position),
             path,
             split_rule=FRACTION_RULE,
             val_frac=settings.own_val_frac,

@@ -229,7 +229,8 @@ def produce(
             said = said_credit(settings, origin.source)
             about = {**facts, **said, **exclude}
             again = build_command(settings, key, "--restart")
-            source = Source(origin.dataset, origin.config, origin.streaming, about, recipe, counters, again)
+            position: dict[str, int] | None = None if origin.kind == "hub" else {}  # its fingerprint is no files'
+            source = Source(origin.dataset, origin.config, origin.streaming, about, recipe, counters, again, position)
             record = partial(record_recipe, path, fingerprint, facts)
             meta = build(Ingredients(tokenizer, source, counters, facts["revision"], record), path)
     return finish(settings, key, path, meta, reused, measured, fingerprint)

@@ -50,7 +50,7 @@ def build_chats(
 
     def build(have: Ingredients, path: Path) -> dict[str, Any]:
         return build_sft(
-            sources.chats(settings, origin, have.revision, have.counters),
+            sources.chats(settings, origin, have.revision, have.counters, have.source.position),
             path,
             tokenizer=have.tokenizer,
             val_frac=settings.sft_val_frac,

@@ -6,8 +6,9 @@ import hashlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from niels_gpt.data import dolly, fineweb_edu, gutenberg, local, oasst1, places, roam, wikitext
@@ -23,6 +24,8 @@ _MOST_KINDS = 12  # suffixes in a message
 
 Documents = Iterator[tuple[str | None, str, str]]
 """Split (None leaves the choice to the text and the seed), text, and the source's id of the document."""
+Shared = dict[str, int] | None
+"""Where a stream of files is, and begins: see data.position. None where nobody wants to know."""
 
 
 def fineweb_edu_texts(settings: Settings, origin: Origin, revision: str | None, counters: Counter[str]) -> Documents:
@@ -68,9 +71,15 @@ def wikitext_splits(settings: Settings, origin: Origin) -> dict[str, str]:
 
 
 def wikitext_texts(
-    settings: Settings, revision: str | None, counters: Counter[str], splits: Mapping[str, str]
+    settings: Settings,
+    revision: str | None,
+    counters: Counter[str],
+    splits: Mapping[str, str],
+    position: Shared = None,
 ) -> Documents:
     """Yield wikitext's lines with their split, in upstream's order; a blank line is counted."""
+    shared: dict[str, int] = {} if position is None else position
+    streams: list[Documents] = []
     for split, upstream in splits.items():
         samples = wikitext.iter_wikitext(
             config=settings.wikitext_config,
@@ -79,9 +88,22 @@ def wikitext_texts(
             dataset_id=settings.wikitext_dataset,
             revision=revision,
             counters=counters,
+            position=shared,
             **_reading(settings),
         )
-        yield from _texts(settings, samples, counters, split)
+        streams.append(_texts(settings, samples, counters, split))
+    return chain.from_iterable(_one_by_one(streams, shared))
+
+
+def _one_by_one(streams: Sequence[Documents], shared: dict[str, int]) -> Iterator[Documents]:
+    """Yield the streams from the one on that `shared` names as `stream`; each begins with a place of its own."""
+    first = shared.get("stream", 0)
+    for number, stream in enumerate(streams):
+        if number > first or "stream" not in shared:
+            shared.clear()
+            shared["stream"] = number
+        if number >= first:
+            yield stream
 
 
 def roam_texts(settings: Settings, origin: Origin, counters: Counter[str]) -> Documents:
@@ -106,7 +128,7 @@ def roam_texts(settings: Settings, origin: Origin, counters: Counter[str]) -> Do
         yield from _texts(settings, notes, counters, split)
 
 
-def own_texts(settings: Settings, origin: Origin, counters: Counter[str]) -> Documents:
+def own_texts(settings: Settings, origin: Origin, counters: Counter[str], position: Shared = None) -> Documents:
     """Yield the documents of user-defined text, in order of path and row; the builder splits them by their text."""
     assert origin.own is not None
     found = _found(origin, counters)
@@ -116,12 +138,13 @@ def own_texts(settings: Settings, origin: Origin, counters: Counter[str]) -> Doc
         field=origin.own.field,
         counters=counters,
         max_document_bytes=settings.max_document_bytes,
+        position=position,
     )
     return _texts(settings, samples, counters)
 
 
 def chats(
-    settings: Settings, origin: Origin, revision: str | None, counters: Counter[str]
+    settings: Settings, origin: Origin, revision: str | None, counters: Counter[str], position: Shared = None
 ) -> Iterator[tuple[str, list[dict[str, str]]]]:
     """Yield the chats of an sft source, id and messages, in upstream's order, of all upstream splits."""
     if origin.own is not None:
@@ -130,6 +153,7 @@ def chats(
             source=origin.source,
             counters=counters,
             max_document_bytes=settings.max_document_bytes,
+            position=position,
         )
     elif origin.source == "dolly15k":
         samples = dolly.iter_dolly_sft(
@@ -141,6 +165,7 @@ def chats(
             dataset_id=settings.dolly_dataset,
             revision=revision,
             counters=counters,
+            position=position,
             **_reading(settings),
         )
     else:
