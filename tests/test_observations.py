@@ -135,7 +135,7 @@ def test_an_observation_counts_until_the_cache_is_built_again(
 def test_what_is_built_is_the_observed_revision_and_the_hub_is_not_asked(
     of_the_hub: Settings, monkeypatch: pytest.MonkeyPatch, observed: str | None, built: str
 ) -> None:
-    def chats(settings: Settings, origin: object, revision: str | None, counters: object) -> Iterator[Any]:
+    def chats(settings: Settings, origin: object, revision: str | None, *_: object) -> Iterator[Any]:
         yield [{"role": "user", "content": "hi"}, {"role": "assistant", "content": f"revision {revision}"}]
 
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # nobody answers there
