@@ -67,7 +67,13 @@ def iter_fineweb_edu(
 
 
 def samples_of_rows(numbered: NumberedRows, rows: UpstreamRows, *, source: str) -> Iterator[PretrainSample]:
-    """Turn rows into samples, each with its small scalar fields and its "index" as meta.
+    """Turn rows into samples, each with its small scalar fields and its "index" as meta. Else: `texts_of_rows`."""
+    for index, row, text in texts_of_rows(numbered, rows):
+        yield PretrainSample(text=text, source=source, meta={**_small_fields(row), "index": index})
+
+
+def texts_of_rows(numbered: NumberedRows, rows: UpstreamRows) -> Iterator[tuple[int, Mapping[str, Any], str]]:
+    """Yield the number of each row, the row, and its text, blank ones included.
 
     A row without a text counts as "missing_field". Raises: ValueError at the end where no row has one.
     """
@@ -79,7 +85,7 @@ def samples_of_rows(numbered: NumberedRows, rows: UpstreamRows, *, source: str) 
             rows.drop(MISSING_FIELD, f"{where}: {error}")
             continue
         kept += 1
-        yield PretrainSample(text=text, source=source, meta={**_small_fields(row), "index": index})
+        yield index, row, text
     rows.check_any(kept)
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from itertools import islice
 
 from niels_gpt.data import hub, places
-from niels_gpt.data.fineweb_edu import _select_text_field
-from niels_gpt.data.text_files import MAX_DOCUMENT_BYTES, MISSING_FIELD
+from niels_gpt.data.fineweb_edu import texts_of_rows
+from niels_gpt.data.text_files import MAX_DOCUMENT_BYTES
 from niels_gpt.data.types import PretrainSample
 from niels_gpt.data.upstream_rows import NumberedRows, UpstreamRows
 
@@ -60,19 +60,11 @@ def iter_wikitext(
 
 
 def _lines(numbered: NumberedRows, rows: UpstreamRows) -> Iterator[PretrainSample]:
-    read = 0
-    for index, where, row in numbered:
-        try:
-            text = _select_text_field(row)
-        except ValueError as error:
-            rows.drop(MISSING_FIELD, f"{where}: {error}")
-            continue
-        read += 1
+    for index, _, text in texts_of_rows(numbered, rows):
         if text.strip():
             yield PretrainSample(text=text, source=SOURCE, meta={"index": index})
         else:
             places.count(rows.counters, "blank")
-    rows.check_any(read)
 
 
 def load_wikitext(

@@ -11,7 +11,7 @@ from niels_gpt.build.pipeline import Progress
 from niels_gpt.build.pretrain import BUDGET_RULE, FRACTION_RULE, build_pretrain, build_stub
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.origins import Origin, origin_of
-from niels_gpt.recipes.produce import Ingredients, Outcome, num_threads, produce
+from niels_gpt.recipes.produce import Ingredients, Outcome, num_threads
 from niels_gpt.recipes.tokenizer import built_with
 from niels_gpt.settings import Settings
 
@@ -196,16 +196,7 @@ def _cache(
     refresh: bool,
     observed: str | None,
 ) -> Outcome:
-    def produced(tokenizer_folder: Path) -> Outcome:
-        return produce(
-            settings,
-            f"pretrain/{origin.source}",
-            reads=READS[OWN if origin.own else origin.source],
-            origin=origin,
-            build=build,
-            refresh=refresh,
-            observed=observed,
-            tokenizer_folder=tokenizer_folder,
-        )
-
-    return built_with(settings, origin, produced)
+    reads = READS[OWN if origin.own else origin.source]
+    return built_with(
+        settings, origin, f"pretrain/{origin.source}", reads=reads, build=build, refresh=refresh, observed=observed
+    )

@@ -10,7 +10,7 @@ from niels_gpt.build.sft import build_sft
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.origins import origin_of
 from niels_gpt.recipes.pretrain import OWN
-from niels_gpt.recipes.produce import Ingredients, Outcome, num_threads, produce
+from niels_gpt.recipes.produce import Ingredients, Outcome, num_threads
 from niels_gpt.recipes.tokenizer import built_with
 from niels_gpt.settings import Settings
 
@@ -62,16 +62,5 @@ def build_chats(
             progress=progress,
         )
 
-    def produced(tokenizer_folder: Path) -> Outcome:
-        return produce(
-            settings,
-            f"sft/{name}",
-            reads=READS[OWN if origin.own else name],
-            origin=origin,
-            build=build,
-            refresh=refresh,
-            observed=observed,
-            tokenizer_folder=tokenizer_folder,
-        )
-
-    return built_with(settings, origin, produced)
+    reads = READS[OWN if origin.own else name]
+    return built_with(settings, origin, f"sft/{name}", reads=reads, build=build, refresh=refresh, observed=observed)

@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from niels_gpt.recipes import sources
 from niels_gpt.recipes.measured import Measured
 from niels_gpt.recipes.origins import Origin, origin_of
 from niels_gpt.recipes.own import own_sources
-from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome, cache_root, finish
+from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome, cache_root, finish, produce
 from niels_gpt.recipes.replaced import say_unseen, warn_of_little_text, warn_of_older_caches
 from niels_gpt.records import checked_sha256, meta_bytes, parse_object
 from niels_gpt.roundtrip import roundtrip
@@ -68,14 +68,14 @@ def install_tokenizer(settings: Settings, staged: Outcome) -> None:
             versions.publish(staged.path, path)
 
 
-def built_with(settings: Settings, origin: Origin, produced: Callable[[Path], Outcome]) -> Outcome:
+def built_with(settings: Settings, origin: Origin, key: str, **how: Any) -> Outcome:
     """Build a cache with the tokenizer of its folder, and install a new tokenizer when that has succeeded.
 
     So a build that is refused leaves the tokenizer, and every cache that was built with it, as they were.
-    produced: builds with the tokenizer in a folder.
+    key, how: of the cache, and the other arguments of `produce`.
     """
     staged = stage_tokenizer(settings, own_only=origin.own is not None)
-    outcome = produced(staged.path)
+    outcome = produce(settings, key, origin=origin, tokenizer_folder=staged.path, **how)
     install_tokenizer(settings, staged)
     if not outcome.reused:
         say_unseen(settings, staged.meta, outcome.key)
