@@ -20,12 +20,13 @@ dev: $(VENV)/.installed  ## Dagster's UI on http://127.0.0.1:3000
 	$(DAGSTER) dev
 
 test: $(VENV)/.installed  ## the test suite
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m "not real_text and not browser and not faults"
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m "not slow and not real_text and not browser and not faults"
 
-check: $(VENV)/.installed  ## lint, format and types
+check: $(VENV)/.installed  ## lint, format, types, and the plan of the code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/structure.py
 
 bench: $(VENV)/.installed  ## speed as ratios to a limit and a peer
 	$(BIN)/python benchmarks/loaders.py

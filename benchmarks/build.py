@@ -9,7 +9,7 @@ printed, two workers of two cores say little: there the CPU seconds, of this pro
 
     workers  the whole build (checks, hashes, fsync, journal, commit) against `encode(list, return_type="numpy")` of the
              same texts to one uint16 array, on as many threads; the peer is `datasets.map` with as many processes, then
-             a memmap filled from 1,024 shards, written anew from what nanoGPT's prepare.py does
+             a memmap filled from 1,024 shards, rewritten from what nanoGPT's prepare.py does
     sft      the chat builder against the same limit, of its messages
     memory   peak MiB of a process that builds from a stream of the corpus 1, 4 and 16 times over
     shards   the corpus in 1 to 1,000 shards, beside the bare writes, fsyncs and renames of as many files; opening 1,000
@@ -47,8 +47,8 @@ from measuring import Seconds, Ways, ratio
 from niels_gpt.cache import PretrainTokenStreamDataset, build_pretrain_cache, build_sft_cache, read_meta
 from niels_gpt.data.dolly import iter_dolly_sft
 from niels_gpt.data.fineweb_edu import iter_fineweb_edu
-from niels_gpt.inspection.damage import find_damage
-from niels_gpt.recipes.measured import Measured
+from niels_gpt.inspection.verify import find_damage
+from niels_gpt.recipes.run_recipe import Measurement
 from niels_gpt.tokenizer import SentencePieceTokenizer
 from niels_gpt.tokenizer_training import train_tokenizer
 
@@ -83,7 +83,7 @@ class Setup:
         return path
 
     def build(self, num_threads: int = 1, *, executor: Executor | None = None, shards: int = 1) -> Path:
-        """Build a cache of all texts anew and return its path; one of several shards has no val split."""
+        """Build a cache of all texts from scratch and return its path; one of several shards has no val split."""
         path, tokens = fresh(self.folder / "pretrain"), self.tokens + len(self.texts)
         val, shard_bytes = (tokens, 2**27) if shards == 1 else (0, 2 * -(-tokens // shards))
         build(self.texts, path, self.tokenizer, 19 * tokens, val, shard_bytes, num_threads, executor)
@@ -95,7 +95,7 @@ class Setup:
         return np.concatenate(ids, dtype="<u2", casting="unsafe")
 
     def encode_batches(self, num_threads: int) -> object:
-        """Encode lists of 1 MiB, as whoever holds no whole corpus has to."""
+        """Encode lists of 1 MiB, for a corpus that does not fit into memory."""
         ends = itertools.accumulate(map(len, self.texts))
         batches = itertools.groupby(zip(self.texts, ends, strict=True), lambda pair: pair[1] >> 20)
         return np.concatenate([self.encode([text for text, _ in batch], num_threads) for _, batch in batches])
@@ -270,7 +270,7 @@ def peak_of_build(data: str, model: str, times: int, path: Path) -> tuple[float,
     """Build from a stream, in a process of its own; returns its peak MiB, its seconds and its tokens."""
     logging.getLogger("niels_gpt").setLevel(logging.ERROR)
     tokenizer = SentencePieceTokenizer(model)
-    with Measured() as run:
+    with Measurement() as run:
         build(stream(data, times), path, tokenizer)
     totals = read_meta(str(path / "meta.json"))["totals"]
     return (run.peak_bytes or 0) / 2**20, run.seconds, sum(totals.values())

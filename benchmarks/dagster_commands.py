@@ -1,7 +1,7 @@
 """Seconds of the Dagster commands that people wait for, with everything up to date, against `import dagster` alone.
 
 Run: make bench. Each command is a process of its own, the commands in turn, the best of several rounds of each. The
-last row is the same work with the processes that Dagster starts by default (spawn), which import everything anew.
+last row is the same work with the processes that Dagster starts by default (spawn), which import everything again.
 """
 
 import os

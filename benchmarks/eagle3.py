@@ -9,14 +9,14 @@ rounds' ratios, and what is printed of time is a median too. One round before th
 
     views    a row, nothing of it touched: microseconds, in sequence and at random
     cloned   a row, every byte copied to new memory; the limit clones the same slices of one torch tensor over the
-             mapped file. Once with everything mapped already, and once opened anew: a first epoch, its page faults and
+             mapped file. Once with everything mapped already, and once reopened: a first epoch, its page faults and
              all. Beside it: np.copyto of the same bytes into buffers that exist, and os.preadv into them
     batches  the dataloader, 8 rows a batch, in this process, shuffled; the limit stacks the same slices
     write    a new shard, of 93 MB by default: write_shard, and the producer's ShardWriter, both with a sha256 of each
              row, fsync and a receipt; the limit is one file of the same bytes, in pieces of 8 MiB, synced and renamed.
              The checksums take as long as the file, on other cores: on a machine that is busy they wait for one
 
-The peer is nemo-automodel 0.5.0 where NIELS_GPT_PEERS has it (see tests/test_eagle3_peer.py), in this process, too.
+The peer is nemo-automodel 0.5.0 where NIELS_GPT_PEERS has it (tests/eagle3/test_eagle3_peer.py), in this process, too.
 It does not sync what it writes. --profile prints, after each section, where the time of ours goes.
 """
 
@@ -42,8 +42,8 @@ from measuring import Seconds, Ways, measured, ratio
 from torch import Tensor
 
 from niels_gpt.eagle3 import cache
-from niels_gpt.eagle3.layout import Layout, header_bytes, row_bytes_of
-from niels_gpt.eagle3.shards import ShardWriter
+from niels_gpt.eagle3.format.layout import Layout, header_bytes, row_bytes_of
+from niels_gpt.eagle3.format.shard_writer import ShardWriter
 
 BATCH = 8
 LAYOUT = Layout(seq_length=512, aux_hidden_dim=768, draft_vocab_size=2048, topk=0, dtype="bf16")
@@ -218,10 +218,10 @@ def bench_views(setup: Setup) -> None:
 
 
 def bench_cloned(setup: Setup) -> None:
-    """Compare rows copied to new memory, all shards mapped, and opened anew."""
+    """Compare rows copied to new memory, all shards mapped, and reopened."""
     limit = "clones of slices"
 
-    def anew(make: Callable[[], Any], order: list[int]) -> None:
+    def reopened(make: Callable[[], Any], order: list[int]) -> None:
         clone(make(), order)
 
     for title, order in setup.orders.items():
@@ -237,7 +237,7 @@ def bench_cloned(setup: Setup) -> None:
         target("ours / the copy", ratio(seconds, "ours", limit), 0.9)
         profiled(setup, ways["ours"])
         ways = {
-            name: partial(anew, partial(library.CachedEagle3Dataset, setup.cache), order)
+            name: partial(reopened, partial(library.CachedEagle3Dataset, setup.cache), order)
             for name, library in setup.libraries().items()
         }
 
@@ -247,7 +247,7 @@ def bench_cloned(setup: Setup) -> None:
             plain.close()
 
         seconds = measured({**ways, limit: plain_anew}, setup.rounds)
-        table(f"cloned, {title}, opened anew", seconds, len(order), limit)
+        table(f"cloned, {title}, reopened", seconds, len(order), limit)
         target("ours / the copy", ratio(seconds, "ours", limit), 0.9)
         profiled(setup, ways["ours"])
 

@@ -44,7 +44,7 @@ class Disk:
         return torch.Generator().manual_seed(self.seed)
 
     def bare(self, way: str) -> None:
-        """Read windows at random starts, from files opened anew."""
+        """Read windows at random starts, from files reopened."""
         count, T = self.shape
         handles = [os.open(path, os.O_RDONLY) for path in self.paths]
         maps = [] if way == "pread" else [mmap.mmap(handle, 0, access=mmap.ACCESS_READ) for handle in handles]
@@ -63,7 +63,7 @@ class Disk:
             os.close(handle)
 
     def ours(self, way: str) -> None:
-        """Read as many windows by get_batch, from a dataset opened anew."""
+        """Read as many windows by get_batch, from a dataset reopened."""
         count, T = self.shape
         data = PretrainTokenStreamDataset(self.folder, T=T, device="cpu", io=way.split(", ")[1])
         generator = self.generator()

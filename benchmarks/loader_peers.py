@@ -59,7 +59,7 @@ def endless(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def nanogpt(corpus: Corpus, B: int, T: int) -> list[Draw]:
-    """Map the file anew at each batch, slice it twice a row, cast each slice and stack them."""
+    """Map the file again at each batch, slice it twice a row, cast each slice and stack them."""
 
     def draw() -> Pair:
         data = np.memmap(corpus.path, dtype=np.uint16, mode="r")

@@ -10,7 +10,7 @@ each. Of a library with several documented ways, the fastest is taken.
     pretrain  50 million tokens in 1, 100 and 1,000 shards. The limit: random rows of one mapped file of all tokens, no
               shards, no checks, cast into fresh x and y; for information, the same into arrays that are there.
               `rank 0 of 8` has 8 times the global batch, so as many rows of its own. The peers: nanoGPT's get_batch,
-              written anew from what it does (one file, however many shards others have); megatron-core's
+              rewritten from what it does (one file, however many shards others have); megatron-core's
               IndexedDataset, one prefix a shard; litdata's TokensLoader; datasets (Arrow) and mosaicml-streaming (MDS),
               which hold rows of T + 1 tokens
     mixture   three caches of 6, 3 and 1 parts: rank 0 of 1, of 64 and of 1,024, as many rows each, beside get_batch

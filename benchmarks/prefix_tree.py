@@ -145,7 +145,7 @@ def wholes(prompt: Ids, completions: Sequence[Ids]) -> list[Ids]:
 
 
 def grown(count: int, near: int, vocab: int = VOCAB) -> list[Ids]:
-    """Return sequences of 3 to 7 turns of 5 to 25 tokens; each goes on from a turn of one of the `near` before it."""
+    """Return sequences of 3 to 7 turns of 5 to 25 tokens; each continues a turn of one of the `near` before it."""
     draw = random.Random(0)
     turns: list[list[Ids]] = []
     for number in range(count):
@@ -227,7 +227,7 @@ def bench_group(arguments: argparse.Namespace) -> None:
 def bench_trees(arguments: argparse.Namespace) -> None:
     """Fold trees of two sizes, one ten times the other, in the order of rollouts and in an order that caches cannot."""
     sizes = [number // 10 for number in TREES] if arguments.quick else TREES
-    for near, order in ((1000, "each goes on from one of the 1,000 before it"), (sizes[-1], "from any earlier one")):
+    for near, order in ((1000, "each continues one of the 1,000 before it"), (sizes[-1], "from any earlier one")):
         found = [bench_tree(count, near, order, arguments.rounds) for count in sizes]
         growth = {name: found[1][name] / found[0][name] for name in found[0]}
         others = ", ".join(f"{name} {growth[name]:.2f}x" for name in list(growth)[1:])

@@ -1,20 +1,21 @@
-"""Train a small GPT on a CPU from the caches: a pretrain mixture, then chats; stopped and resumed on the way.
+"""Train a small GPT on a CPU from the caches: a pretrain mixture, then chats, with stops and resumes in between.
 
     python examples/train_tiny_gpt.py --out loss.png
     python examples/train_tiny_gpt.py --pretrain cache/pretrain/{fineweb_edu,roam} --weights 4 1 --sft cache/sft/oasst1
     python examples/train_tiny_gpt.py --permute-tokens --T 32 --global-batch-size 32 --lr 5e-3 --pretrain-steps 500
 
-The first reads the sample that `make run` builds. The readers are called from `open_mixture` to `unigram_entropy`.
-A run is a sequence of jobs, as on a cluster: so many processes (gloo) take up the checkpoint, train up to a step, write
-the checkpoint and end. At each step of --stop-at the next job begins, with the next of --world-sizes.
+The first command reads the sample that `make run` builds. The functions from `open_mixture` to `unigram_entropy` show
+the readers. A run is a sequence of jobs, as on a cluster: each starts some processes (gloo), loads the checkpoint,
+trains up to a step, writes the checkpoint and ends. At each step of --stop-at the next job starts, with the next number
+of --world-sizes.
 
-A good result: the loss goes on over a stop as if there had been none. It is the same to the bit where the number of
-processes stays; where that changes, sums have another order, but they are sums of float64, and the losses agree to
-1e-9. The loss of pretraining, and that on val, end well under the unigram entropy of the text.
+A good result: a stop does not change the losses. With the same number of processes they are equal to the bit; with
+another one the order of sums changes, but in float64 the losses agree to 1e-9. The losses of pretraining, on train and
+val, end well below the unigram entropy of the text.
 
---permute-tokens is a control: all tokens of a global batch, [B, T + 1], are put in random order before x and y are
-taken from them, so that nothing is left to learn but how frequent each token is. The loss must end at the unigram
-entropy; below it, the model sees its targets. A network finds that out in some hundred steps where rows are short.
+--permute-tokens is a control: all tokens of a global batch, [B, T + 1], are shuffled before x and y are taken from
+them, so that only the frequency of each token can be learned. The loss must end at the unigram entropy; below it, the
+model sees its targets. A network with that fault shows it after some hundred steps where rows are short.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Options = argparse.Namespace  # the command line, from `parse`
 
 
 class TinyGPT(nn.Module):
-    """A transformer whose embeddings are its output weights, too."""
+    """A transformer that shares its embeddings with its output layer."""
 
     def __init__(self, options: Options) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class TinyGPT(nn.Module):
         for weight in self.parameters():
             if weight.dim() > 1:
                 nn.init.normal_(weight, std=0.02, generator=generator)
-        self.double()  # a change of world size changes the order of sums: in float64 that shows in no loss
+        self.double()  # another world size sums in another order, which float64 does not show in a loss
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the cross entropy of all targets together, in nats. x, y: int64 [B, T]."""
@@ -69,10 +70,10 @@ class TinyGPT(nn.Module):
 
 
 def open_mixture(options: Options, rank: int, world_size: int) -> MixtureStream:
-    """Open the train splits of the pretrain caches, as one rank of so many reads them."""
+    """Open the train splits of the pretrain caches for one rank."""
     streams = [
-        # Every window once an epoch. The global batch size stays the same whatever world_size is: each rank reads its
-        # share of every global batch, and no rank needs to know what the others do.
+        # Every window once per epoch. The global batch size does not depend on world_size: each rank reads its part of
+        # every global batch, without communication.
         EpochStream(
             cache / "train",
             T=options.T,
@@ -83,7 +84,7 @@ def open_mixture(options: Options, rank: int, world_size: int) -> MixtureStream:
         )
         for cache in options.pretrain
     ]
-    return MixtureStream(streams, options.weights, seed=options.seed)  # a source seen once begins a new epoch
+    return MixtureStream(streams, options.weights, seed=options.seed)  # an exhausted source starts its next epoch
 
 
 def open_chats(options: Options, expect: dict[str, Any] | None = None) -> SFTExampleDataset:
@@ -92,15 +93,15 @@ def open_chats(options: Options, expect: dict[str, Any] | None = None) -> SFTExa
         options.sft,
         "train",
         T=options.T,
-        require_targets=True,  # a chat whose first T + 1 tokens have no reply would teach nothing
+        require_targets=True,  # skip chats without a reply in their first T + 1 tokens
         expect=expect,
     )
 
 
 def permuted(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return x and y of the same tokens in random order, in all rows together."""
+    """Return x and y with all tokens of all rows shuffled."""
     if not torch.equal(x[:, 1:], y[:, :-1]):
-        raise RuntimeError("x and y are not one sequence, shifted by a token; the permutation would hide that")
+        raise RuntimeError("x and y are not one sequence shifted by one token; shuffling would hide that")
     rows = torch.cat([x, y[:, -1:]], dim=1)
     rows = rows.flatten()[torch.randperm(rows.numel(), generator=generator)].view_as(rows)
     return rows[:, :-1], rows[:, 1:]
@@ -113,9 +114,9 @@ def batches(
     if checkpoint["step"] < options.pretrain_steps:
         # The control mixes the rows of all ranks, so each rank reads them all.
         mixture = open_mixture(options, *((0, 1) if options.permute_tokens else (rank, world_size)))
-        # The same state on every rank, whatever world_size is now. A cache that was built anew since is refused.
+        # The state is the same for all ranks and world sizes. A cache with other content is refused.
         mixture.load_state_dict(checkpoint["stream"])
-        # batch_size=None: the stream makes the batches itself. Workers change nothing but who does the work.
+        # batch_size=None: the stream makes the batches itself. Workers do not change their order.
         loader = DataLoader(mixture, batch_size=None, num_workers=options.workers)
         for batch in itertools.islice(loader, options.pretrain_steps - checkpoint["step"]):
             checkpoint["stream"] = batch.state  # not mixture.state_dict(): workers read ahead of the training
@@ -123,20 +124,20 @@ def batches(
             if options.permute_tokens:
                 x, y = (part.chunk(world_size)[rank] for part in permuted(x, y, generator))
             yield x, y
-    chats = open_chats(options, expect=checkpoint["chats"])  # refused, too, if built anew since
+    chats = open_chats(options, expect=checkpoint["chats"])  # refuses other content too
     while True:
-        # Drawn with replacement, so the state to resume from is the generator's. All ranks have the same generator and
-        # draw the whole global batch, of which each takes its rows. y_masked is -100 but in the replies.
+        # Drawn with replacement, so that the state of the generator is enough to resume. All ranks have the same
+        # generator and draw the whole global batch; each takes its rows. y_masked is -100 outside the replies.
         x, _, y_masked = chats.get_batch(B=options.global_batch_size, generator=generator)
         yield x.chunk(world_size)[rank], y_masked.chunk(world_size)[rank]
 
 
 @torch.no_grad()
 def evaluate(model: TinyGPT, options: Options) -> dict[str, Any]:
-    """Return the loss over every token of val, and of each cache the bits per byte, which need no like tokenizer."""
+    """Return the loss over all tokens of val, and the bits per byte of each cache, comparable between tokenizers."""
     nats, targets = dict.fromkeys(options.pretrain, 0.0), 0
     for cache in options.pretrain:
-        # Every token but the first is a target once. The last window is filled up with -100: sum losses and targets.
+        # Every token but the first is a target once. The last window is padded with -100: sum losses and targets.
         for x, y in iter_eval(cache / "val", B=options.global_batch_size, T=options.T):
             nats[cache] += model(x, y).item()
             targets += int((y != IGNORE_INDEX).sum())
@@ -145,7 +146,7 @@ def evaluate(model: TinyGPT, options: Options) -> dict[str, Any]:
 
 
 def unigram_entropy(options: Options) -> float:
-    """Return the loss of a model that knows how frequent each token of the mixture is, and nothing else."""
+    """Return the loss of a model that knows only the frequency of each token of the mixture."""
     shares = torch.zeros(options.vocab_size, dtype=torch.float64)
     for cache, weight in zip(options.pretrain, options.weights, strict=True):
         counts = torch.zeros_like(shares)
@@ -156,7 +157,7 @@ def unigram_entropy(options: Options) -> float:
 
 
 def begin(options: Options) -> None:
-    """Write the checkpoint of step 0. Whatever cannot be opened, by any of the jobs, is said here."""
+    """Write the checkpoint of step 0. Raises here for a cache that one of the jobs could not open."""
     for world_size in options.world_sizes:
         mixture = open_mixture(options, 0, world_size)
     model = TinyGPT(options)
@@ -176,7 +177,7 @@ def begin(options: Options) -> None:
 
 
 def train_step(model: TinyGPT, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
-    """Take one step on a global batch, of which x and y are this rank's part; return its loss, from before the step."""
+    """Take one step on a global batch, of which x and y are this rank's part; return its loss before the step."""
     optimizer.zero_grad()
     loss_sum = model(x, y)
     loss_sum.backward()
@@ -187,14 +188,14 @@ def train_step(model: TinyGPT, optimizer: torch.optim.Optimizer, x: Tensor, y: T
             dist.all_reduce(part)
     nats, targets = sums.tolist()
     for gradient in gradients:
-        gradient /= targets  # of the whole global batch: ranks have different numbers of them where y is masked
+        gradient /= targets  # of the global batch: where y is masked, ranks have different numbers of targets
     optimizer.step()
     return float(nats / targets)
 
 
 def job(rank: int, options: Options, until: int, world_size: int) -> None:
-    """Be one process of a job: train from the checkpoint's step up to `until`; rank 0 writes the checkpoint anew."""
-    torch.set_num_threads(1)  # several add up in another order
+    """Run one process of a job: train from the checkpoint's step up to `until`; rank 0 writes the next checkpoint."""
+    torch.set_num_threads(1)  # several would sum in another order
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{options.meeting}", rank=rank, world_size=world_size)
     checkpoint = torch.load(options.out.with_suffix(".pt"), weights_only=True)
@@ -216,18 +217,18 @@ def job(rank: int, options: Options, until: int, world_size: int) -> None:
         dist.destroy_process_group()
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
+def plot(results: dict[str, Any], path: Path) -> None:
     """Draw the losses of both stages, the stops, the losses on val and the unigram entropy."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")
-    axes, losses, begin = figure.subplots(), found["losses"], found["pretrain_steps"]
+    axes, losses, begin = figure.subplots(), results["losses"], results["pretrain_steps"]
     axes.plot(losses[:begin], linewidth=0.9, label="pretrain")
     axes.plot(range(begin, len(losses)), losses[begin:], linewidth=0.9, label="sft, the replies")
-    val = [(each["step"], each["nats_per_token"]) for each in found["evaluations"]]
+    val = [(each["step"], each["nats_per_token"]) for each in results["evaluations"]]
     axes.plot(*zip(*val, strict=True), "o", color="tab:red", label="val of pretrain")
-    axes.axhline(found["unigram_entropy"], color="black", linestyle="--", label="unigram entropy of pretrain")
-    jobs = itertools.pairwise(found["jobs"])
+    axes.axhline(results["unigram_entropy"], color="black", linestyle="--", label="unigram entropy of pretrain")
+    jobs = itertools.pairwise(results["jobs"])
     marks = [(end, f" stopped: world size {before}, then {after}") for (end, before), (_, after) in jobs]
     for step, text in [*marks, (begin, " end of pretraining")]:
         axes.axvline(step, color="gray", linestyle=":")
@@ -249,9 +250,9 @@ def parse(argv: list[str] | None) -> Options:
     add("--out", type=Path, default="loss.png", help="picture; beside it .json, the numbers, and .pt, the checkpoint")
     add("--pretrain-steps", type=int, default=200, metavar="N", help="steps of the first stage")
     add("--sft-steps", type=int, default=60, metavar="N", help="steps of the second stage")
-    add("--stop-at", type=int, nargs="*", metavar="STEP", help="where jobs end; None: in the middle of pretraining")
+    add("--stop-at", type=int, nargs="*", metavar="STEP", help="where jobs end; None: half of pretraining")
     add("--world-sizes", type=int, nargs="+", default=[1, 2], metavar="N", help="processes of each job")
-    add("--permute-tokens", action="store_true", help="the control: tokens in random order; no sft")
+    add("--permute-tokens", action="store_true", help="the control: shuffle tokens; no sft")
     add("--global-batch-size", type=int, default=8, metavar="N", help="rows of a step, of all processes together")
     add("--T", type=int, default=128, metavar="N", help="tokens of a row")
     add("--dim", type=int, default=64, metavar="N", help="width of the network, a multiple of 32")
@@ -273,25 +274,25 @@ def parse(argv: list[str] | None) -> Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train, draw the losses, and say what came of it."""
+    """Train, draw the losses, and print the evaluations."""
     options = parse(argv)
-    if importlib.util.find_spec("matplotlib") is None:  # said now rather than after the training
+    if importlib.util.find_spec("matplotlib") is None:  # fail before the training
         sys.exit("train_tiny_gpt: the picture needs matplotlib: pip install 'niels_gpt[pipelines]'")
     begin(options)
     for until, world_size in options.jobs:
         if world_size == 1:
             job(0, options, until, world_size)
         else:
-            options.meeting.unlink(missing_ok=True)  # of a run that was killed
+            options.meeting.unlink(missing_ok=True)  # left by a run that was killed
             spawn(job, (options, until, world_size), world_size)  # type: ignore[no-untyped-call]
     checkpoint = torch.load(options.out.with_suffix(".pt"), weights_only=True)
-    found = {key: value for key, value in checkpoint.items() if key not in ("model", "optimizer", "generator")}
-    options.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    plot(found, options.out)
-    for each in found["evaluations"]:
+    results = {key: value for key, value in checkpoint.items() if key not in ("model", "optimizer", "generator")}
+    options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    plot(results, options.out)
+    for each in results["evaluations"]:
         bits = ", ".join(f"{name} {value:.3f}" for name, value in each["bits_per_byte"].items())
         print(f"val at step {each['step']}: {each['nats_per_token']:.3f} nats per token; bits per byte: {bits}")
-    print(f"unigram entropy of pretrain: {found['unigram_entropy']:.3f} nats per token\nplot: {options.out}")
+    print(f"unigram entropy of pretrain: {results['unigram_entropy']:.3f} nats per token\nplot: {options.out}")
 
 
 if __name__ == "__main__":

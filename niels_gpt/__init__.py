@@ -1,17 +1,37 @@
 """niels_gpt: reproducible, verifiable training-data caches for language models.
 
-Read in this order:
-    settings.py            every default, with its unit and its source
-    fileio.py              atomic files, checksums, CacheError
-    versions.py            caches that are replaced in one step; records.py: what their meta.json says of files
-    tokenizer.py           SentencePiece; tokenizer_training.py trains it, chat_template.py puts chats into ids
-    data/                  where text and chats come from: hub, mirror folder, bundled sample
-    build/                 the engine: iterables in, token files out
-    cache/                 the formats, the builders' public face, the two readers and the CLI
-    inspection/            looking into a finished cache
-    recipes/               one function per cache: source + tokenizer + builder -> folder
+Data goes from top to bottom. Each package's docstring lists its modules.
 
-This module imports nothing, so that a step that only looks at metadata does not pay for torch.
+    settings.py            every setting: its default, unit, limits and help text
+    data/                  where text and chats come from: one loader for each source, mirrors, files of your own
+    hub/                   everything that uses the network: retries, datasets and models of the Hugging Face hub
+    tokenizer.py           SentencePiece: text to ids and back; which models are accepted
+    tokenizer_training.py  how a SentencePiece model is trained reproducibly
+    train_tokenizer.py     python -m niels_gpt.train_tokenizer
+    encoding.py            how texts are encoded in batches, with checks of what a tokenizer returns
+    special_tokens.py      the four sentinels, and how text that contains one is recognized
+    chat_template.py       how this project turns a chat into ids
+    chat/                  chat templates of other models: ids, and which tokens carry loss
+    roundtrip.py           whether a tokenizer is lossless, measured on probe texts
+    builders/              iterables of texts or chats to token files: shuffle, split, encode, write, resume
+    cache/                 the public builders and readers of token caches (PR-03)
+    inspection/            a finished token cache: verify, stats, show, diff, locate
+    sampling/              epochs, mixtures of caches and evaluation, with a resumable state
+    eagle3/                caches of a target model's outputs for training EAGLE-3 drafts
+    prefix_tree/           samples with shared prefixes folded into trees
+    recipes/               which source, tokenizer and builder make each cache, and when it is built again
+    commands/              every command line: flags, output, exit status
+    storage/               files on disk: atomic writes, locks, versions, CacheError
+    pictures.py            what all PNG pictures share: their figure, axes and bytes
+    progress.py            the type of progress callbacks
+    interrupts.py          turns signals into KeyboardInterrupt; the exit status is commands/console.py's
+    paths.py               default folders
+
+meta.json: builders/ decides its keys (meta_keys.py, pretrain.py, sft.py), cache/meta.py writes and reads it, and
+storage/meta_json.py has its checksum and file records; inspection/meta_checks.py verifies it. Rules such as D5 and
+PR-03 are in docs/decisions/README.md.
+
+This module imports nothing, so that reading metadata does not load torch.
 """
 
 __version__ = "0.1.0"

@@ -11,20 +11,20 @@ from typing import Final, Literal, Protocol, TypedDict
 
 
 class Message(TypedDict):
-    """One turn of a chat."""
+    """One message of a chat."""
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
 ROLE_TO_NAME: Final[Mapping[str, str]] = {"system": "sys", "user": "usr", "assistant": "asst"}
-"""Which sentinel opens a role's turn: a key of `special_token_ids`."""
+"""The sentinel that begins a role's message, as a key of `special_token_ids`."""
 UNKNOWN_ROLE: Final = "unknown_role"
-_MAX_ROLES, _MAX_ROLE_CHARS = 20, 40  # that are counted by name: a role is any string of a stranger's file
+_MAX_ROLES, _MAX_ROLE_CHARS = 20, 40  # counted by name: a role is any string of an untrusted file
 
 
 class ChatTokenizer(Protocol):
-    """What this module needs of a tokenizer."""
+    """The methods of a tokenizer that this module uses."""
 
     def encode(self, text: str, /) -> list[int]:
         """Return the ids of a text, without BOS or EOS."""
@@ -34,9 +34,9 @@ class ChatTokenizer(Protocol):
 
 
 def format_chat(tokenizer: ChatTokenizer, messages: Iterable[Message]) -> list[int]:
-    """Return the ids of a chat; no messages give no ids.
+    """Return the ids of a chat; without messages [].
 
-    Contents are taken as they are: sentinel text in one becomes a sentinel id, so guard foreign chats first.
+    Sentinel text in a content becomes a sentinel id, so check untrusted chats first.
     Raises: ValueError for a role other than system, user and assistant.
     """
     special = tokenizer.special_token_ids()
@@ -50,17 +50,14 @@ def format_chat(tokenizer: ChatTokenizer, messages: Iterable[Message]) -> list[i
 
 
 def format_prompt(tokenizer: ChatTokenizer, messages: Iterable[Message]) -> list[int]:
-    """Return the ids of a chat and the assistant's sentinel, after which a model writes its reply. As format_chat."""
+    """Return the ids of a chat and the assistant's sentinel, after which a model replies. Raises as `format_chat`."""
     return [*format_chat(tokenizer, messages), tokenizer.special_token_ids()["asst"]]
 
 
 def extract_assistant_reply(tokenizer: ChatTokenizer, ids: Sequence[int]) -> list[int]:
-    """Return what follows the last assistant sentinel, up to the next end of turn or else to the end.
-
-    Without an assistant sentinel there is no reply: [].
-    """
+    """Return the ids after the last assistant sentinel, up to the next end of turn or the end; [] if there is none."""
     special = tokenizer.special_token_ids()
-    values = [int(token) for token in ids]  # tensors and arrays compare by value only as plain ints
+    values = [int(token) for token in ids]  # elements of tensors and arrays compare by value only as ints
     if special["asst"] not in values:
         return []
     start = len(values) - values[::-1].index(special["asst"])
@@ -69,9 +66,9 @@ def extract_assistant_reply(tokenizer: ChatTokenizer, ids: Sequence[int]) -> lis
 
 
 def count_role(counters: Counter[str], role: str) -> None:
-    """Count a chat that is left out for a role under the role's name, as `unknown_role:tool`.
+    """Count a chat that is dropped because of a role, under the role's name, as `unknown_role:tool`.
 
-    Of a role the first 40 characters count; of roles beyond the first 20 all are counted as `unknown_role:others`.
+    Names are truncated to 40 characters; roles after the first 20 are counted as `unknown_role:others`.
     """
     shown = role[:_MAX_ROLE_CHARS].encode("utf-8", "backslashreplace").decode()  # meta.json holds no lone surrogate
     name = f"{UNKNOWN_ROLE}:{shown}"
@@ -80,10 +77,10 @@ def count_role(counters: Counter[str], role: str) -> None:
 
 
 def roles_counted(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return those of some counts that `count_role` has made."""
+    """Return the counts of `count_role` among others."""
     return {key: number for key, number in counts.items() if key.startswith(f"{UNKNOWN_ROLE}:")}
 
 
 def roles_of(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return the roles that `count_role` has counted: role -> chats."""
+    """Return the roles counted by `count_role`: role -> chats."""
     return {key.partition(":")[2]: number for key, number in roles_counted(counts).items()}

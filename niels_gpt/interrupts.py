@@ -1,4 +1,4 @@
-"""The signals that end a command: SIGTERM and SIGHUP do what Ctrl-C does, and a second one ends the process at once."""
+"""Signals that end a command: SIGTERM and SIGHUP act like Ctrl-C, and a second signal ends the process at once."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_caught: dict[signal.Signals, Any] = {}  # the handlers that stood there before
+_caught: dict[signal.Signals, Any] = {}  # the handlers from before
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Let SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, which names the signal; the next one ends the process.
 
-    A signal that is ignored stays ignored, as SIGHUP under nohup. A forked child dies of each of them. After a signal
-    the handlers stay as they are, so that the end of the process can be cut short too; otherwise those from before are
-    put back. Outside the main thread, where no handler can be set, nothing is changed.
+    An ignored signal stays ignored, as SIGHUP under nohup. A forked child ends at each of them. After a signal the
+    default handlers stay, so that a second one can end the process during its clean-up; otherwise the earlier handlers
+    are restored. Does nothing outside the main thread, where no handler can be set.
     """
     if threading.current_thread() is not threading.main_thread() or _caught:
         yield
@@ -53,9 +53,9 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def ended_at_once() -> Iterator[None]:
-    """Let the first signal end the process, for the time of one long call into C++, which no handler can interrupt.
+    """Let the first signal end the process during one long call into C++, which Python handlers cannot interrupt.
 
-    Only within `interruptible`; for what leaves nothing behind that is worth keeping.
+    Only within `interruptible`, and for work without results to keep.
     """
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in _caught}
     try:
@@ -66,7 +66,7 @@ def ended_at_once() -> Iterator[None]:
 
 
 def say_interrupted(error: KeyboardInterrupt, kept: str = "") -> None:
-    """Print to stderr that a command was interrupted, by what if not by Ctrl-C, and `kept` behind it."""
+    """Print to stderr that a command was interrupted, the signal unless it was Ctrl-C, and then `kept`."""
     name = str(error)
     by = "" if name in ("", "SIGINT") else f" by {name}"
     with suppress(OSError):  # SIGHUP: the terminal is gone

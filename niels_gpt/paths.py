@@ -1,4 +1,4 @@
-"""Default folders of a checkout or, where the package is installed away from one, of the current directory."""
+"""Default folders: of the checkout, or of the current directory for an installed package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 _CHECKOUT = Path(__file__).resolve().parent.parent
 
 REPO_ROOT: Path = _CHECKOUT if (_CHECKOUT / "pyproject.toml").is_file() else Path.cwd()
-"""The checkout that holds this package; the current directory for an installed wheel (PR-01 asks for the name)."""
+"""The checkout with this package; the current directory for an installed wheel (a name of PR-01)."""
 
 DEFAULT_TOKENIZER_PATH: Path = REPO_ROOT / "artifacts" / "tokenizer" / "spm.model"
-"""Where `python -m niels_gpt.train_tokenizer` writes, and where `ensure_tokenizer` looks for a model to copy."""
+"""The output of `python -m niels_gpt.train_tokenizer`, which `ensure_tokenizer` copies if it exists."""

@@ -1,6 +1,6 @@
-"""Does a text come back from its ids? Measured, not believed: a model's own word for it may be wrong.
+"""Round trip: whether decoding the ids of a text returns the text, measured on probe texts.
 
-roundtrip(tokenizer)  ->  {"texts": 19, "differ": 0}     of PROBES: differ == 0 is what meta.json calls lossless
+roundtrip(tokenizer)  ->  {"texts": 19, "differ": 0}     of PROBES; meta.json calls differ == 0 lossless
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ PROBES = (
     "\u201cquotes\u201d \u2013 dash \u2026 \u2122",
     "a\ufeffb \ufffd",
 )
-"""Runs of white space, line ends, capitals, combining marks, scripts, emoji, and what Unicode normalization changes."""
+"""Runs of whitespace, line ends, capitals, combining marks, scripts, emoji, and what Unicode normalization changes."""
 
 _SHOWN = 24  # characters of a text around the first difference
 
 
 class RoundTrip(Protocol):
-    """What is needed of a tokenizer."""
+    """The methods of a tokenizer that this module uses."""
 
     def encode(self, text: str, /) -> list[int]:
         """Return the ids of a text."""
@@ -45,13 +45,13 @@ class RoundTrip(Protocol):
 
 
 def roundtrip(tokenizer: RoundTrip, texts: Sequence[str] = PROBES) -> dict[str, int]:
-    """Return how many texts were encoded and decoded, and how many of them differ then."""
+    """Return how many texts were encoded and decoded, and how many of them differ afterwards."""
     differ = sum(tokenizer.decode(tokenizer.encode(text)) != text for text in texts)
     return {"texts": len(texts), "differ": differ}
 
 
 def first_difference(text: str, back: str) -> str:
-    """Say where two texts first differ, with what stands there in each, in ASCII with escapes."""
+    """Describe the first difference of two texts, in ASCII with escapes."""
     same = next((at for at, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
     start = max(0, same - _SHOWN // 3)
     return f"at character {same}, {text[start : start + _SHOWN]!a} came back as {back[start : start + _SHOWN]!a}"

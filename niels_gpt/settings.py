@@ -9,6 +9,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 
+class UsageError(ValueError):
+    """A setting or argument that asks for something that is not there: exit status 2 of a command."""
+
+
 def _setting(default: Any, text: str, least: float | None = None, most: float | None = None) -> Any:
     return field(default=default, metadata={"help": text, "least": least, "most": most})
 
@@ -107,10 +111,10 @@ class Settings:
         "tokens that the draft knows, at most all of the target's. 0: 32,000, for the small random Llama 512",
         least=0,
     )
-    eagle3_topk: int = _setting(0, "probabilities kept of each slot, renormalised; 0: all, exactly (D22)", least=0)
-    eagle3_shard_size: int = _setting(256, "samples of a shard of eagle3/targets", least=1)
-    eagle3_dtype: str = _setting("bf16", "of the hidden states and probabilities: bf16, fp16 or fp32")
-    eagle3_batch_size: int = _setting(4, "samples of a forward of the target, at most", least=1)
+    eagle3_topk: int = _setting(0, "probabilities kept of each slot, renormalised; 0: all of them, unchanged", least=0)
+    eagle3_shard_size: int = _setting(256, "samples of a shard", least=1)
+    eagle3_dtype: str = _setting("bf16", "dtype of the stored hidden states and probabilities: bf16, fp16 or fp32")
+    eagle3_batch_size: int = _setting(4, "samples of a forward pass of the target, at most", least=1)
     eagle3_device: str | None = _setting(
         None, "where the target runs: cpu or cuda; none: cuda where there is one. Never a reason to build anew"
     )

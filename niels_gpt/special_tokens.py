@@ -1,4 +1,4 @@
-"""The four sentinels of the chat format, and the guard that keeps them out of text (PR-01, PR-03; D6)."""
+"""The four sentinels of the chat format, and how text that contains one is recognized (PR-01, PR-03; D6)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPECIAL_TOKEN_NAMES: Final[tuple[str, str, str, str]] = ("sys", "usr", "asst", "
 """The keys of `special_token_ids`, in the order of SPECIAL_TOKENS."""
 
 RESERVED_LITERALS: Final[tuple[str, ...]] = (*SPECIAL_TOKENS, *(f"<|{name}|>" for name in SPECIAL_TOKEN_NAMES))
-"""What no source text may hold: the sentinels, and the short forms that older models of this format use."""
+"""Literals that no source text may contain: the sentinels, and the short forms of older models of this format."""
 
 _RESERVED = re.compile("|".join(map(re.escape, RESERVED_LITERALS)))
 
@@ -30,17 +30,16 @@ _RESERVED = re.compile("|".join(map(re.escape, RESERVED_LITERALS)))
 def find_reserved_literal(text: str) -> str | None:
     """Return the first reserved literal in a text, or None.
 
-    Not sufficient by itself: a model that normalizes may turn other characters into a sentinel, so builders look at the
-    ids as well (`sentinel_lookup`).
+    Builders check the ids as well (`sentinel_lookup`): a model's normalization may create a sentinel.
     """
-    if "|" not in text or "<|" not in text:  # nearly every text ends here; one character is searched for much faster
+    if "|" not in text or "<|" not in text:  # nearly every text; searching one character is much faster
         return None
     match = _RESERVED.search(text)
     return None if match is None else match.group()
 
 
 def sentinel_lookup(special_ids: Mapping[str, int], vocab_size: int) -> NDArray[np.bool_]:
-    """Return a bool table [vocab_size], true at the sentinels: `table[ids].any()` tells whether `ids` holds one.
+    """Return a bool table [vocab_size], true at the sentinels: `table[ids].any()` is true if `ids` contains one.
 
     Raises: ValueError for an id outside the vocabulary.
     """

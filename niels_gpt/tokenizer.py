@@ -1,4 +1,4 @@
-"""SentencePiece behind a small face: text to ids and back, with sentinels that are checked when a model is opened.
+"""SentencePiece tokenizers: text to ids and back, and which models are accepted.
 
 tokenizer = load_tokenizer("artifacts/tokenizer")
 ids = tokenizer.encode("a text")        # no BOS, no EOS
@@ -10,16 +10,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from niels_gpt.fileio import CacheError
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
-from niels_gpt.records import open_regular
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import NotRegularError, open_for_reading
+from niels_gpt.storage.meta_json import open_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,32 +39,32 @@ __all__ = [
 ]
 
 MODEL_NAME = "spm.model"
-META_NAME = "tokenizer_meta.json"
+TOKENIZER_META_NAME = "tokenizer_meta.json"
 TRAIN_COMMAND = "python -m niels_gpt.train_tokenizer --input_glob 'FOLDER/**/*.txt'"
 
 MAX_MODEL_BYTES = 1 << 24
-"""A larger file is not opened as a model: 16 MiB. A vocabulary of 262,144 pieces takes 4.7 MB."""
+"""Larger files are refused: 16 MiB. A vocabulary of 262,144 pieces takes 4.7 MB."""
 
-_SPACE = "\u2581"  # SentencePiece's mark for a space; as a piece of its own it is the dummy prefix
+_SPACE = "\u2581"  # SentencePiece's mark for a space; a piece of it alone is the dummy prefix
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerPaths:
-    """Where a trained tokenizer lies (PR-01)."""
+    """The files of a trained tokenizer (PR-01)."""
 
     model_path: Path
     meta_path: Path
 
     @classmethod
     def in_folder(cls, folder: str | os.PathLike[str]) -> TokenizerPaths:
-        """Name the two files of the tokenizer in a folder, whether they exist or not."""
-        return cls(Path(folder) / MODEL_NAME, Path(folder) / META_NAME)
+        """Return the paths of a tokenizer in a folder; they need not exist."""
+        return cls(Path(folder) / MODEL_NAME, Path(folder) / TOKENIZER_META_NAME)
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model together with the ids of the four sentinels.
+    """A SentencePiece model with the ids of the four sentinels, which are checked when it is opened.
 
-    May be pickled, for worker processes: the copy opens the same file, and refuses it if it has changed.
+    Can be pickled, for worker processes: the copy opens the same file, and refuses it if it has changed.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class SentencePieceTokenizer:
         """Open a model.
 
         special_tokens: four literals in the order sys, usr, asst, eot; default SPECIAL_TOKENS.
-        expected_special_token_ids: what a cache was written with, keys sys, usr, asst, eot.
-        follow_links: False for a model inside a cache, where a symlink is refused.
-        Raises: FileNotFoundError without the file; CacheError where it is no SentencePiece model, where a sentinel is
-        missing, is no single id or does not decode to itself, or where ids differ from the expected ones.
+        expected_special_token_ids: of a cache, keys sys, usr, asst, eot.
+        follow_links: False for a model inside a cache, where symlinks are refused.
+        Raises: FileNotFoundError; CacheError if the file is not a SentencePiece model, if a sentinel is missing, is not
+            a single id or does not decode to itself, or if the ids differ from the expected ones.
         """
         self.model_path: str = os.path.abspath(model_path)
         self.special_tokens: tuple[str, ...] = tuple(SPECIAL_TOKENS if special_tokens is None else special_tokens)
@@ -92,19 +92,17 @@ class SentencePieceTokenizer:
         self._special_ids = sentinel_ids(self._processor, special_tokens=self.special_tokens, where=self.model_path)
         expected = None if expected_special_token_ids is None else dict(expected_special_token_ids)
         if expected is not None and expected != self._special_ids:
-            raise CacheError(
-                f"{self.model_path}: its special ids are {self._special_ids}, expected {expected}. "
-                "Use the model that the data was encoded with"
-            )
+            found, remedy = f"its special ids are {self._special_ids}", "Use the model that the data was encoded with"
+            raise CacheError(self.model_path, found, str(expected), remedy)
 
     @property
     def sha256(self) -> str:
-        """Return the hex sha256 of the model as it was opened."""
+        """The hex sha256 of the model file when it was opened."""
         return self._sha256
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, the sentinels, control pieces and byte pieces included."""
+        """Number of ids, including the sentinels, control pieces and byte pieces."""
         return int(self._processor.vocab_size())
 
     def special_token_ids(self) -> dict[str, int]:
@@ -113,16 +111,16 @@ class SentencePieceTokenizer:
 
     @property
     def unk_id(self) -> int | None:
-        """The id of what the model has no piece for; None where it has no such id."""
-        found = int(self._processor.unk_id())
-        return found if found >= 0 else None
+        """The id of characters without a piece; None if the model has no such id."""
+        unk_id = int(self._processor.unk_id())
+        return unk_id if unk_id >= 0 else None
 
     def encode(self, text: str, /) -> list[int]:
         """Return the ids of a text, without BOS or EOS.
 
-        A sentinel's literal in the text becomes the sentinel's id; whoever encodes foreign text has to guard against it
-        (`special_tokens.find_reserved_literal`).
-        Raises: ValueError for a lone surrogate, which utf-8 cannot hold.
+        A sentinel's literal in the text becomes the sentinel's id; callers check untrusted text with
+        `special_tokens.find_reserved_literal`.
+        Raises: ValueError for a lone surrogate, which utf-8 cannot encode.
         """
         try:
             ids: list[int] = self._processor.encode(text)
@@ -132,10 +130,10 @@ class SentencePieceTokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str], /, *, num_threads: int = 1) -> list[NDArray[np.int32]]:
-        """Return the ids of each text as int32 [tokens]; the threads change the speed only. Raises as `encode`."""
+        """Return the ids of each text as int32 [tokens]; threads change the speed only. Raises as `encode`."""
         batch = list(texts)
         try:
-            # Without a pool of threads that is kept: a forked child has the object, none of its threads, and hangs.
+            # No persistent thread pool: a forked child would have the object without its threads, and hang.
             arrays: list[NDArray[np.int32]] = self._processor.encode(
                 batch, return_type="numpy", num_threads=num_threads
             )
@@ -151,7 +149,7 @@ class SentencePieceTokenizer:
         return torch.tensor(self.encode(text), dtype=torch.int64, device=device)
 
     def decode(self, ids: Sequence[int] | NDArray[Any] | torch.Tensor, /) -> str:
-        """Return the text of a 1-D sequence of ids; the unknown id becomes " \u2047 ", as SentencePiece has it.
+        """Return the text of a 1-D sequence of ids; the unknown id becomes " \u2047 ", as in SentencePiece.
 
         Raises: ValueError for an id outside the vocabulary, or for more than one dimension.
         """
@@ -165,7 +163,7 @@ class SentencePieceTokenizer:
         return str(self._processor.decode([int(value) for value in values]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a path and the checks to repeat; the processor itself does not travel."""
+        """Pickle as a path and the checks to repeat, without the processor."""
         return _reopen, (self.model_path, self.special_tokens, self._special_ids, self._sha256, self._follow_links)
 
     def __repr__(self) -> str:
@@ -174,10 +172,10 @@ class SentencePieceTokenizer:
 
 
 def sentinel_ids(processor: Any, *, special_tokens: Sequence[str], where: str) -> dict[str, int]:
-    """Look up the sentinels in a SentencePieceProcessor and check each: known, one id, decoding to itself (PR-01).
+    """Return the ids of the sentinels in a SentencePieceProcessor; each is one id that decodes to its literal (PR-01).
 
-    Raises: ValueError unless four different literals are asked for, CacheError for a model that fails a check; `where`
-    names the model.
+    where: names the model in errors. Raises: ValueError unless `special_tokens` are four different literals; CacheError
+        for a model without such ids.
     """
     if len(special_tokens) != 4 or len(set(special_tokens)) != 4:
         raise ValueError(f"special_tokens={tuple(special_tokens)!r}: expected four different ones: sys, usr, asst, eot")
@@ -188,60 +186,63 @@ def sentinel_ids(processor: Any, *, special_tokens: Sequence[str], where: str) -
 
 
 def _sentinel_id(processor: Any, token: str, *, where: str) -> int:
-    advice = f"Train a tokenizer that has it as a user-defined symbol: {TRAIN_COMMAND}"
+    remedy = f"Train a tokenizer that has it as a user-defined symbol: {TRAIN_COMMAND}"
     token_id = int(processor.piece_to_id(token))
     if token_id == processor.unk_id():
-        raise CacheError(f"{where}: has no piece {token!r}. {advice}")
-    found = list(processor.encode(token))
-    # A model with a dummy prefix, SentencePiece's default, puts a space piece before any text.
-    alone = found[1:] if found and processor.id_to_piece(found[0]) == _SPACE else found
+        raise CacheError(where, f"has no piece {token!r}", remedy=remedy)
+    ids = list(processor.encode(token))
+    # With a dummy prefix, SentencePiece's default, a space piece is before any text.
+    alone = ids[1:] if ids and processor.id_to_piece(ids[0]) == _SPACE else ids
     if alone != [token_id]:
-        raise CacheError(f"{where}: {token!r} encodes to {found}, expected the one id {token_id}. {advice}")
+        raise CacheError(where, f"{token!r} encodes to {ids}", f"the one id {token_id}", remedy)
     text = processor.decode([token_id])
     if text != token:
-        raise CacheError(f"{where}: id {token_id} decodes to {text!r}, expected {token!r}. {advice}")
+        raise CacheError(where, f"id {token_id} decodes to {text!r}", repr(token), remedy)
     return token_id
 
 
 def read_model(path: str | os.PathLike[str], *, follow_links: bool = True) -> bytes:
-    """Return the bytes of a model file; it is not waited for, and no more than MAX_MODEL_BYTES are read.
+    """Return the bytes of a model file, at most MAX_MODEL_BYTES; does not block on a FIFO.
 
-    Raises: FileNotFoundError; CacheError for a folder, a FIFO or a device, for a JSON file such as a Hugging Face
-        tokenizer.json, for a file that is too large, and for a symlink unless `follow_links`.
+    Raises: FileNotFoundError; CacheError for a folder, a FIFO or a device, a JSON file such as a Hugging Face
+        tokenizer.json, a file that is too large, and a symlink unless `follow_links`.
     """
     name = os.fspath(path)
     try:
-        handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) if follow_links else open_regular(name)
+        handle = open_for_reading(name, follow_links=True) if follow_links else open_regular(name)
     except FileNotFoundError:
-        raise FileNotFoundError(f"{name}: there is no tokenizer model. Train one: {TRAIN_COMMAND}") from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise CacheError(f"{name}: is no regular file, {_EXPECTED}")
+        raise FileNotFoundError(f"{name}: there is no tokenizer model. {_TRAIN}") from None
+    except NotRegularError as error:
+        raise _no_model(name, "is not a regular file") from error
     with open(handle, "rb") as file:
         beginning, size = file.read(_BEGINNING), os.fstat(file.fileno()).st_size
         if beginning.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
             kind = "a Hugging Face tokenizer (JSON)" if any(key in beginning for key in _JSON_KEYS) else "a JSON file"
-            raise CacheError(f"{name}: is {kind}, {_EXPECTED}")
+            raise _no_model(name, f"is {kind}")
         if size > MAX_MODEL_BYTES:
-            raise CacheError(f"{name}: {size:,} bytes, expected a SentencePiece model of {MAX_MODEL_BYTES:,} at most")
+            raise CacheError(name, f"{size:,} bytes", f"a SentencePiece model of {MAX_MODEL_BYTES:,} at most")
         return beginning + file.read(size)
 
 
 _BEGINNING = 4096  # bytes of a file that tell JSON from a model
 _JSON_KEYS = (b'"added_tokens"', b'"truncation"', b'"tokenizer_class"', b'"model"')
-_EXPECTED = f"expected a SentencePiece model ({MODEL_NAME}) that has the sentinels. Train one: {TRAIN_COMMAND}"
+_TRAIN = f"Train one: {TRAIN_COMMAND}"
+
+
+def _no_model(where: str, found: str) -> CacheError:
+    return CacheError(where, found, f"a SentencePiece model ({MODEL_NAME}) that has the sentinels", _TRAIN)
 
 
 def _open_model(model: bytes, *, where: str) -> Any:
     import sentencepiece
 
-    # An empty proto makes SentencePiece build a processor without a model, which fails at the first use only.
+    # With an empty proto SentencePiece makes a processor without a model, which fails at its first use.
     if not model:
-        raise CacheError(f"{where}: is empty, {_EXPECTED}")
+        raise _no_model(where, "is empty")
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
     except (RuntimeError, UnicodeDecodeError) as error:  # its text names a line of C++ and no reason
-        raise CacheError(f"{where}: is no SentencePiece model, or a damaged one; {_EXPECTED}") from error
+        raise _no_model(where, "is no SentencePiece model, or a damaged one") from error
 
 
 def _reopen(
@@ -251,10 +252,9 @@ def _reopen(
         path, special_tokens=special_tokens, expected_special_token_ids=ids, follow_links=follow_links
     )
     if tokenizer.sha256 != sha256:
-        raise CacheError(
-            f"{path}: its sha256 is {tokenizer.sha256[:12]}..., expected {sha256[:12]}... as when this tokenizer was "
-            "pickled. Leave the model alone while work is running, and start again"
-        )
+        expected = f"{sha256[:12]}... as when this tokenizer was pickled"
+        remedy = "Do not change the model during a run, and start again"
+        raise CacheError(path, f"its sha256 is {tokenizer.sha256[:12]}...", expected, remedy)
     return tokenizer
 
 
@@ -270,10 +270,10 @@ def _refuse_surrogates(texts: list[str], error: Exception) -> None:
 
 
 def load_tokenizer(path: str | os.PathLike[str], *, follow_links: bool = True) -> SentencePieceTokenizer:
-    """Open the tokenizer in a file, or in a folder that holds spm.model. Raises as SentencePieceTokenizer.
+    """Open the tokenizer in a file, or in a folder that contains spm.model. Raises as SentencePieceTokenizer.
 
-    follow_links: whether the file may be a link, as in a snapshot of the hub; inside a folder, which may be anybody's
-        cache, it never may.
+    follow_links: whether the file may be a link, as in a snapshot of the hub; spm.model in a folder, which may be an
+        untrusted cache, may not.
     """
     if os.path.isdir(path):
         return SentencePieceTokenizer(os.path.join(path, MODEL_NAME), follow_links=False)
@@ -284,7 +284,7 @@ def load_tokenizer(path: str | os.PathLike[str], *, follow_links: bool = True) -
 def get_default_tokenizer() -> SentencePieceTokenizer:
     """Open the model at DEFAULT_TOKENIZER_PATH on the first call; later calls return the same object.
 
-    Raises: FileNotFoundError saying what to run.
+    Raises: FileNotFoundError with the command that trains one.
     """
     return load_tokenizer(DEFAULT_TOKENIZER_PATH)
 

@@ -3,9 +3,9 @@
     trained = train_tokenizer(["a text", "another"], vocab_size=16_000)
     write_tokenizer(trained, "artifacts/tokenizer")
 
-With normalization "identity" the model is lossless: decode(encode(x)) == x for every text without U+2581, the character
-by which SentencePiece itself marks a space. Any other normalization takes SentencePiece's defaults for the dummy prefix
-and for runs of white space, and is not.
+With normalization "identity" the model is lossless: decode(encode(x)) == x for every text without U+2581, which marks a
+space in SentencePiece. Other normalizations use SentencePiece's defaults for the dummy prefix and runs of whitespace,
+and are not lossless.
 """
 
 from __future__ import annotations
@@ -15,35 +15,33 @@ import io
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from niels_gpt.fileio import canonical_json, write_bytes
+from niels_gpt.progress import Progress
 from niels_gpt.special_tokens import SPECIAL_TOKENS, find_reserved_literal
+from niels_gpt.storage.fileio import canonical_json, write_bytes
 from niels_gpt.tokenizer import TokenizerPaths, sentinel_ids
 
 LOG = logging.getLogger(__name__)
 
 MAX_VOCAB_SIZE: Final = 1 << 16
-"""More ids than this do not fit the uint16 tokens of a cache (D18)."""
+"""Ids that fit the uint16 tokens of a cache (D18)."""
 
 MAX_PIECE_BYTES: Final = 4_000
-"""Utf-8 bytes of a training piece; SentencePiece leaves out what is longer than its max_sentence_length, 4,192."""
+"""Utf-8 bytes of a training piece; SentencePiece drops longer ones than its max_sentence_length, 4,192."""
 
 MODEL_TYPES: Final = ("unigram", "bpe")
 NORMALIZATIONS: Final = ("identity", "nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf")
 
-_SKIP_MARK = "\u2585"  # SentencePiece's mark for the unknown; a piece with it is left out of the training
+_SKIP_MARK = "\u2585"  # SentencePiece's mark for the unknown; it drops training pieces that contain it
 _SPACE_MARK = "\u2581"
-
-Progress = Callable[[int, int, "int | None"], None]
-"""Called with documents read, utf-8 bytes read, and max_bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokenizer:
-    """A model as bytes, and what tokenizer_meta.json says of it."""
+    """A model as bytes, and the content of its tokenizer_meta.json."""
 
     model: bytes
     meta: dict[str, Any]
@@ -61,15 +59,16 @@ def train_tokenizer(
     trained_on: str | Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> TrainedTokenizer:
-    """Train on texts, one document each, read once; SentencePiece holds all of them in memory.
+    """Train on texts, one document each, read once; SentencePiece keeps all of them in memory.
 
-    vocab_size: ids in all, with sentinels, 256 byte pieces and 3 control pieces. Texts too poor for it give the largest
-    vocabulary that they allow: a warning is logged, and the meta has both sizes.
-    seed: recorded only (PR-01 names it). Over all sentences, in order, on one thread, training draws no random number.
-    max_bytes: utf-8 bytes to read at most; the document that passes it is cut there. None reads everything.
-    trained_on: names the texts in the meta.
-    A document that holds a reserved literal is left out and counted (D6). An error of `texts` comes through as it is.
-    Raises: ValueError for a bad argument, a vocabulary too small for its characters, or nothing to train on.
+    vocab_size: all ids, including sentinels, 256 byte pieces and 3 control pieces. If the texts do not give so many,
+        the vocabulary is as large as possible, a warning is logged, and the meta has both sizes.
+    seed: recorded only (PR-01). Training on all sentences, in order, on one thread draws no random numbers.
+    max_bytes: utf-8 bytes to read at most; the last document is truncated there. None: no limit.
+    trained_on: the name of the texts in the meta.
+    progress: called with documents read, utf-8 bytes read, and max_bytes.
+    Documents with a reserved literal are dropped and counted (D6). Errors of `texts` are raised unchanged.
+    Raises: ValueError for a bad argument, a vocabulary too small for its characters, or no text to train on.
     """
     _check_arguments(vocab_size, model_type, normalization, character_coverage, max_bytes)
     feed = _Feed(texts, max_bytes=max_bytes, progress=progress)
@@ -93,7 +92,7 @@ def train_tokenizer(
 
 
 def write_tokenizer(trained: TrainedTokenizer, out_dir: str | os.PathLike[str]) -> TokenizerPaths:
-    """Write spm.model and then tokenizer_meta.json into a folder, which is made if absent; each file atomically."""
+    """Write spm.model and then tokenizer_meta.json, each atomically, into a folder, which is made if absent."""
     os.makedirs(out_dir, exist_ok=True)
     paths = TokenizerPaths.in_folder(out_dir)
     write_bytes(paths.model_path, trained.model)
@@ -102,10 +101,10 @@ def write_tokenizer(trained: TrainedTokenizer, out_dir: str | os.PathLike[str]) 
 
 
 def training_pieces(text: str) -> Iterator[str]:
-    """Cut a text into pieces that SentencePiece trains on: at most MAX_PIECE_BYTES each, none with U+2585.
+    """Yield the training pieces of a text: at most MAX_PIECE_BYTES each, without U+2585; joined they are the text.
 
-    The cut is before a line feed where one is in reach, since SentencePiece strips line ends from the end of a piece
-    but not from its start; else between two characters. Joined, the pieces are the text without U+2585.
+    Split before a line feed if possible, because SentencePiece strips line ends from the end of a piece but not from
+    its start; else between two characters.
     """
     for part in text.split(_SKIP_MARK):
         data = _utf8(part)
@@ -120,7 +119,7 @@ def training_pieces(text: str) -> Iterator[str]:
 
 def _cut(data: bytes, start: int) -> int:
     limit = start + MAX_PIECE_BYTES
-    # From start + 2, so that a piece that begins with a line end is never that line end alone.
+    # From start + 2, so that no piece is only a line end.
     end = data.rfind(b"\n", start + 2, limit + 1)
     if end >= 0:
         return end - 1 if data[end - 1 : end] == b"\r" and end - 1 > start else end
@@ -130,12 +129,12 @@ def _cut(data: bytes, start: int) -> int:
 
 
 def _utf8(text: str) -> bytes:
-    # A lone surrogate has no place in utf-8; for the statistics of a vocabulary a question mark does.
+    # A lone surrogate, which utf-8 cannot encode, becomes a question mark.
     return text.encode("utf-8", "replace")
 
 
 class _Feed:
-    """Texts on their way into the trainer, counted and hashed."""
+    """The texts for the trainer, counted and hashed."""
 
     def __init__(self, texts: Iterable[str], *, max_bytes: int | None, progress: Progress | None) -> None:
         self.counts = {
@@ -154,7 +153,7 @@ class _Feed:
         self._progress = progress
 
     def pieces(self) -> Iterator[str]:
-        """Yield the pieces to train on; an error of the texts is kept, as SentencePiece makes a RuntimeError of it."""
+        """Yield the training pieces; keeps an error of the texts, which SentencePiece turns into a RuntimeError."""
         try:
             for text in self._texts:
                 yield from self._document(text)
@@ -172,9 +171,9 @@ class _Feed:
         data = _utf8(text)
         if self._max_bytes is not None and len(data) >= self._max_bytes - self.counts["bytes_given"]:
             self._full = True
-            text = data[: self._max_bytes - self.counts["bytes_given"]].decode("utf-8", "ignore")  # cuts no character
+            text = data[: self._max_bytes - self.counts["bytes_given"]].decode("utf-8", "ignore")  # at a character
             data = _utf8(text)
-        # With its length, or two texts would hash as the one that they join to.
+        # With its length, or two texts would have the hash of their concatenation.
         self.digest.update(len(data).to_bytes(8, "little") + data)
         self.counts["documents"] += 1
         self.counts["documents_with_u2581"] += _SPACE_MARK in text
@@ -183,7 +182,7 @@ class _Feed:
             self.counts["documents_with_reserved_literal"] += 1
             return
         for piece in training_pieces(text):
-            # SentencePiece strips line ends behind a piece, ignores NUL, and skips what is then empty.
+            # SentencePiece strips line ends after a piece, ignores NUL, and skips empty pieces.
             seen = len(_utf8(piece.rstrip("\r\n").replace("\0", "")))
             if seen:
                 self.counts["pieces"] += 1
@@ -202,12 +201,12 @@ def _options(vocab_size: int, model_type: str, normalization: str, character_cov
         "remove_extra_whitespaces": not lossless,
         "byte_fallback": True,
         "character_coverage": character_coverage,
-        "hard_vocab_limit": False,  # texts too poor for the vocabulary give the largest one they allow, in one training
+        "hard_vocab_limit": False,  # too little text gives a smaller vocabulary instead of an error
         "num_threads": 1,  # the number of threads changes the pieces
-        "input_sentence_size": 0,  # all of them: a sample would be a random one
+        "input_sentence_size": 0,  # all sentences: a sample would be random
         "shuffle_input_sentence": False,
         "max_sentence_length": 4_192,
-        "minloglevel": 3,  # the trainer's report would go to stderr; its errors come as exceptions all the same
+        "minloglevel": 3,  # no report on stderr; errors are exceptions anyway
     }
 
 
@@ -216,7 +215,7 @@ def _run(feed: _Feed, options: dict[str, Any]) -> bytes:
 
     model = io.BytesIO()
     try:
-        # An iterator and a writer: file names would go into the model, and equal texts would differ by their place.
+        # An iterator and a writer: file names would become part of the model.
         sentencepiece.SentencePieceTrainer.train(sentence_iterator=feed.pieces(), model_writer=model, **options)
     except RuntimeError as error:
         if feed.error is not None:

@@ -1,10 +1,10 @@
-"""Dagster over the recipes: every cache is an asset. Nothing here knows how a cache is built.
+"""Dagster assets over the recipes: one asset for each cache. How a cache is built is decided in niels_gpt/recipes.
 
-    definitions.py   the table of contents: `defs` of this checkout, `niels_definitions` for another deployment
-    assets.py        the tokenizer, the caches, and what is observed before them
-    checks.py        is a cache good: one factory, made of niels_gpt.inspection.verify
-    metadata.py      an outcome as a MaterializeResult: meta.json key by key, a picture, decoded examples
-    resources.py     SettingsResource: niels_gpt.settings as a form
+definitions.py  what Dagster loads: `defs` of this checkout, and `niels_definitions` for another deployment
+assets.py       which assets there are, what each depends on, and which run one at a time or are retried
+checks.py       the asset checks, made of the rules of niels_gpt.inspection and niels_gpt.eagle3.inspect
+metadata.py     what the UI shows of a finished asset: meta.json key by key, a picture, decoded examples
+resources.py    SettingsResource: niels_gpt.settings as a form, a run's config, environment variables
 
-No module here may say `from __future__ import annotations`: Dagster reads the annotations of assets as types.
+No module here may use `from __future__ import annotations`: Dagster reads the annotations of assets as types.
 """

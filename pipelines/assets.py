@@ -1,4 +1,7 @@
-"""The assets: what is observed, the tokenizer, and one function for each cache. `grep "def oasst1"` finds oasst1."""
+"""The assets: one factory for the observables of the sources, one for their caches, and the tokenizer.
+
+The built-in caches come from the table of sources (niels_gpt/data/sources.py), so a new row is a new asset.
+"""
 
 import time
 import warnings
@@ -8,34 +11,31 @@ from typing import Any
 
 import dagster as dg
 
-from niels_gpt.build.pipeline import Progress
-from niels_gpt.locks import file_lock
-from niels_gpt.recipes import pretrain, sft
-from niels_gpt.recipes.eagle3_asset import KEY as EAGLE3_KEY
-from niels_gpt.recipes.eagle3_asset import SMALL_TARGET, build_targets, raw_source
-from niels_gpt.recipes.own import OwnSource
-from niels_gpt.recipes.plan import RECIPES, TOKENIZER_KEY, Recipe, built_at, observe, own_recipe, settings_fingerprint
-from niels_gpt.recipes.produce import RUNS_DIR, Outcome, cache_root
+from niels_gpt.data.sources import SOURCES, SourceSpec
+from niels_gpt.progress import Progress
+from niels_gpt.recipes.eagle3.asset import KEY as EAGLE3_KEY
+from niels_gpt.recipes.eagle3.asset import SMALL_TARGET, build_targets, raw_source
+from niels_gpt.recipes.plan import built_at, observe, settings_fingerprint
+from niels_gpt.recipes.run_recipe import RUNS_DIR, TOKENIZER_KEY, Outcome, cache_root
+from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
+from niels_gpt.storage.locks import file_lock
 from pipelines.metadata import materialize_result, targets_result
 from pipelines.resources import SettingsResource
 
 SFT_ROOT = dg.AssetKey(["sft", ""])
 DATA_VERSION = "dagster/data_version"
 BUILD_POOL = BUILD_TAG = "niels_gpt/pretrain_build"
-"""The pretrain builds take turns, for each encodes on all cores: within a run by the tag, on one cache folder by
-`_turn`, and where a deployment of several machines gives the pool a limit, by that."""
+"""Pretrain builds run one at a time, because each encodes on all cores. Within a run the tag enforces it, on one cache
+folder `_turn`, and where a deployment of several machines gives the pool a limit, the pool."""
 NETWORK_RETRIES = dg.RetryPolicy(max_retries=3, delay=15, backoff=dg.Backoff.EXPONENTIAL, jitter=dg.Jitter.PLUS_MINUS)
-"""After about 15, 30 and 60 seconds; only what a later attempt may mend is tried again (`_clear_errors`)."""
-_PRETRAIN: Any = {
-    "group_name": "pretrain",
-    "kinds": {"numpy"},
-    "pool": BUILD_POOL,
-    "op_tags": {BUILD_TAG: "true"},
-    "retry_policy": NETWORK_RETRIES,
+"""After about 15, 30 and 60 seconds; only errors that may pass by themselves are retried (`_clear_errors`)."""
+_BY_FAMILY: dict[str, dict[str, Any]] = {
+    "pretrain": {"pool": BUILD_POOL, "op_tags": {BUILD_TAG: "true"}},
+    "sft": {},
 }
-_SFT: Any = {"group_name": "sft", "kinds": {"numpy"}, "retry_policy": NETWORK_RETRIES}
+_READERS = {"pretrain": "PretrainTokenStreamDataset", "sft": "SFTExampleDataset"}
 _LOG_SECONDS = 10.0
 
 
@@ -44,37 +44,66 @@ def raw_key(source: str, prefix: Sequence[str] = ()) -> dg.AssetKey:
     return dg.AssetKey([*prefix, "raw", source])
 
 
-def _observable(key: str, prefix: Sequence[str] = ()) -> dg.AssetsDefinition:
-    """Return raw/NAME for the cache `key`. A factory, for there is one rule for all of them."""
-    source = key.split("/")[1]
-    spec = dg.AssetSpec(
-        raw_key(source, prefix),
+def _observable(spec: SourceSpec, prefix: Sequence[str] = ()) -> dg.AssetsDefinition:
+    """Return raw/NAME of a source."""
+    asset = dg.AssetSpec(
+        raw_key(spec.name, prefix),
         group_name="raw",
-        description=f"The text that {key} is made of. Observing it takes the fingerprint of its files or, of a source "
-        "of the project with source_root=hub, asks the hub for the newest revision; where the hub cannot be reached, "
-        "the revision that the cache was built from counts, with a warning. A new fingerprint makes the cache stale.",
+        description=f"The text that {spec.key} is made of. Observing it takes the fingerprint of its files or, of a "
+        "source of the project with source_root=hub, asks the hub for the newest revision; where the hub cannot be "
+        "reached, the revision that the cache was built from counts, with a warning. A new fingerprint makes the cache "
+        "stale.",
     )
 
-    @dg.multi_observable_source_asset(specs=[spec], name="__".join([*prefix, "raw", source]))
+    @dg.multi_observable_source_asset(specs=[asset], name="__".join([*prefix, "raw", spec.name]))
     def raw(context: dg.AssetExecutionContext, settings: SettingsResource) -> Iterator[dg.ObserveResult]:
         core = settings.of_run(context)
         with _clear_errors():
-            facts, warning = observe(core, key)
+            provenance, warning = observe(core, spec.key)
         if warning:
             context.log.warning(warning)
-        metadata = {**{name: fact for name, fact in facts.items() if fact is not None}, "warning": warning or "none"}
+        metadata = {name: value for name, value in provenance.items() if value is not None}
         yield dg.ObserveResult(
-            asset_key=context.asset_key, data_version=dg.DataVersion(facts["fingerprint"]), metadata=metadata
+            asset_key=context.asset_key,
+            data_version=dg.DataVersion(provenance["fingerprint"]),
+            metadata={**metadata, "warning": warning or "none"},
         )
 
     observable: dg.AssetsDefinition = raw
     return observable
 
 
+def _cache(spec: SourceSpec, prefix: Sequence[str] = ()) -> dg.AssetsDefinition:
+    """Return FAMILY/NAME, the token cache of a source."""
+    root = [dg.AssetKey([*prefix, *SFT_ROOT.path])] if spec.family == "sft" else []
+
+    @dg.asset(
+        key=[*prefix, spec.family, spec.name],
+        deps=[dg.AssetKey([*prefix, TOKENIZER_KEY]), raw_key(spec.name, prefix), *root],
+        description=f"{spec.description}\n\nRead it with niels_gpt.cache.{_READERS[spec.family]}.",
+        group_name=spec.family,
+        kinds={"numpy"},
+        retry_policy=NETWORK_RETRIES,
+        **_BY_FAMILY[spec.family],
+    )
+    def cache(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
+        # Dagster's staleness is advisory: the recipe decides whether there is anything to do.
+        core, (*before, family, name) = settings.of_run(context), context.asset_key.path
+        observed = _newer_observation(context, raw_key(name, before), built_at(core, f"{family}/{name}"))
+        with _clear_errors(), _turn(core) if family == "pretrain" else nullcontext():
+            outcome = build_token_cache(core, name, observed=observed, progress=_progress_log(context))
+            result = _result(context, outcome)
+            _report_tokenizer(context, dg.AssetKey([*before, TOKENIZER_KEY]), core)
+        return result
+
+    asset: dg.AssetsDefinition = cache
+    return asset
+
+
 with warnings.catch_warnings():  # Dagster calls observables beta; docs/decisions/0003 says why they are used
     warnings.simplefilter("ignore", dg.BetaWarning)
 
-    raw_sources = [_observable(key) for key in RECIPES]
+    raw_sources = [_observable(spec) for spec in SOURCES.values()]
 
     @dg.multi_observable_source_asset(
         specs=[
@@ -102,89 +131,20 @@ def tokenizer(context: dg.AssetExecutionContext, settings: SettingsResource) -> 
         return _result(context, ensure_tokenizer(core))
 
 
-@dg.asset(key=["pretrain", "fineweb_edu"], deps=[tokenizer, raw_key("fineweb_edu")], **_PRETRAIN)
-def fineweb_edu(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
-    """Token cache of FineWeb-Edu: shuffled web pages with end-of-texts, up to a token budget for train and for val.
-
-    Read it with niels_gpt.cache.PretrainTokenStreamDataset.
-    """
-    return _materialized(context, settings, pretrain.build_fineweb_edu)
+CACHES = [_cache(spec) for spec in SOURCES.values()]
 
 
-@dg.asset(key=["pretrain", "wikitext"], deps=[tokenizer, raw_key("wikitext")], **_PRETRAIN)
-def wikitext(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
-    """Token cache of WikiText: all lines of train and val in upstream's order, without end-of-texts.
-
-    Read it with niels_gpt.cache.PretrainTokenStreamDataset.
-    """
-    return _materialized(context, settings, pretrain.build_wikitext)
-
-
-@dg.asset(key=["pretrain", "roam"], deps=[tokenizer, raw_key("roam")], **_PRETRAIN)
-def roam(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
-    """Token cache of a folder of markdown notes, split by file, with end-of-texts.
-
-    Read it with niels_gpt.cache.PretrainTokenStreamDataset.
-    """
-    return _materialized(context, settings, pretrain.build_roam)
-
-
-@dg.asset(key=["pretrain", "gutenberg"], deps=[tokenizer, raw_key("gutenberg")], **_PRETRAIN)
-def gutenberg(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
-    """Token cache of Project Gutenberg's books; with source_root=hub a stub, unless gutenberg_from_hub is set.
-
-    Read it with niels_gpt.cache.PretrainTokenStreamDataset.
-    """
-    return _materialized(context, settings, pretrain.build_gutenberg)
-
-
-@dg.asset(key=["sft", "dolly15k"], deps=[tokenizer, raw_key("dolly15k"), SFT_ROOT], **_SFT)
-def dolly15k(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
-    """Token cache of dolly-15k chats: one instruction and one response each; the response carries the loss.
-
-    Read it with niels_gpt.cache.SFTExampleDataset.
-    """
-    return _materialized(context, settings, sft.build_dolly15k)
-
-
-@dg.asset(key=["sft", "oasst1"], deps=[tokenizer, raw_key("oasst1"), SFT_ROOT], **_SFT)
-def oasst1(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
-    """Token cache of OpenAssistant chats: every path from a root to a leaf of the message trees.
-
-    Read it with niels_gpt.cache.SFTExampleDataset.
-    """
-    return _materialized(context, settings, sft.build_oasst1)
-
-
-def own_assets(sources: Iterable[OwnSource], prefix: Sequence[str]) -> list[dg.AssetsDefinition]:
-    """Return raw/NAME and the cache of each source of the user's own. A factory, for their number is the user's."""
+def user_assets(specs: Iterable[SourceSpec], prefix: Sequence[str]) -> list[dg.AssetsDefinition]:
+    """Return raw/NAME and the cache of each user-defined source."""
+    specs = list(specs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", dg.BetaWarning)
-        observed = [_observable(f"{own.family}/{own.name}", prefix) for own in sources]
-    return [*observed, *(_own_cache(own, prefix) for own in sources)]
-
-
-def _own_cache(own: OwnSource, prefix: Sequence[str]) -> dg.AssetsDefinition:
-    is_chat = own.family == "sft"
-    root = [dg.AssetKey([*prefix, *SFT_ROOT.path])] if is_chat else []
-    reader = "SFTExampleDataset" if is_chat else "PretrainTokenStreamDataset"
-
-    @dg.asset(
-        key=[*prefix, own.family, own.name],
-        deps=[dg.AssetKey([*prefix, TOKENIZER_KEY]), raw_key(own.name, prefix), *root],
-        description=f"Token cache of your own {'chats' if is_chat else 'text'}: {own.files}, by {own.said_in}. "
-        f"Licence: {own.licence}. Attribution: {own.attribution}.\n\nRead it with niels_gpt.cache.{reader}.",
-        **(_SFT if is_chat else _PRETRAIN),
-    )
-    def cache(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
-        return _materialized(context, settings, own_recipe(own))
-
-    made: dg.AssetsDefinition = cache
-    return made
+        observed = [_observable(spec, prefix) for spec in specs]
+    return [*observed, *(_cache(spec, prefix) for spec in specs)]
 
 
 def eagle3_targets(chosen: Settings, prefix: Sequence[str]) -> dg.AssetsDefinition:
-    """Return eagle3/targets. A factory, for what lies before it is the user's choice: which chats, which target."""
+    """Return eagle3/targets. A factory, because the settings decide its chats and its target, and so its upstream."""
     source, of_sample = raw_source(chosen), chosen.eagle3_target is None
     deps = [raw_key(source, prefix)] if source else []  # files of chats or rows are not observed
     deps += [dg.AssetKey([*prefix, TOKENIZER_KEY])] if of_sample else []
@@ -208,26 +168,11 @@ def eagle3_targets(chosen: Settings, prefix: Sequence[str]) -> dg.AssetsDefiniti
         with _clear_errors():
             outcome = build_targets(core, observed=observed, progress=_target_log(context))
             if core.eagle3_target is None:
-                _tell_of_tokenizer(context, dg.AssetKey([*prefix, TOKENIZER_KEY]), core)
+                _report_tokenizer(context, dg.AssetKey([*prefix, TOKENIZER_KEY]), core)
             return _result(context, outcome, targets_result)
 
     made: dg.AssetsDefinition = targets
     return made
-
-
-CACHES = [fineweb_edu, wikitext, roam, gutenberg, dolly15k, oasst1]
-
-
-def _materialized(
-    context: dg.AssetExecutionContext, settings: SettingsResource, recipe: Recipe
-) -> dg.MaterializeResult[None]:
-    """Run a cache's recipe. Dagster's staleness is advisory: the recipe looks for itself whether there is work."""
-    core, (*prefix, family, name) = settings.of_run(context), context.asset_key.path
-    observed = _newer_observation(context, dg.AssetKey([*prefix, "raw", name]), built_at(core, f"{family}/{name}"))
-    with _clear_errors(), _turn(core) if family == "pretrain" else nullcontext():
-        result = _result(context, recipe(core, observed=observed, progress=_progress_log(context)))
-        _tell_of_tokenizer(context, dg.AssetKey([*prefix, TOKENIZER_KEY]), core)
-    return result
 
 
 def _result(
@@ -240,26 +185,26 @@ def _result(
 
 
 def _turn(settings: Settings) -> AbstractContextManager[None]:
-    """Wait for this run's turn at the pretrain builds of one cache folder; the kernel ends the turn of a dead one."""
+    """Wait until no other run builds a pretrain cache in this folder."""
     lock = cache_root(settings) / RUNS_DIR / "pretrain.turn"
-    return file_lock(lock, f"{lock.parent.parent}: a pretrain cache is being built", wait=True)
+    return file_lock(lock, lock.parent.parent, "a pretrain cache is being built", wait=True)
 
 
-def _tell_of_tokenizer(context: dg.AssetExecutionContext, key: dg.AssetKey, settings: Settings) -> None:
-    """Where a cache's step has replaced the tokenizer that Dagster knows, tell it: the other caches are stale."""
+def _report_tokenizer(context: dg.AssetExecutionContext, key: dg.AssetKey, settings: Settings) -> None:
+    """Record it in Dagster if a cache's step has replaced the tokenizer, so that other caches become stale."""
     event = context.instance.get_latest_materialization_event(key)
-    known = event.asset_materialization.tags if event is not None and event.asset_materialization else None
-    if not known:  # as in a fresh clone: there is nothing to correct
+    tags = event.asset_materialization.tags if event is not None and event.asset_materialization else None
+    if not tags:  # a fresh clone: no other cache depends on an older one
         return
     outcome = ensure_tokenizer(settings)
     content = str(outcome.meta["content_sha256"])
-    if known.get(DATA_VERSION) != content:
+    if tags.get(DATA_VERSION) != content:
         tags = {DATA_VERSION: content, "dagster/code_version": settings_fingerprint(settings, TOKENIZER_KEY)}
         context.log_event(dg.AssetMaterialization(key, metadata=materialize_result(outcome).metadata, tags=tags))
 
 
 def _newer_observation(context: dg.AssetExecutionContext, raw: dg.AssetKey, built: float) -> str | None:
-    """Return the fingerprint that was observed last, unless the cache was built later."""
+    """Return the newest observed fingerprint if the observation is newer than the cache, else None."""
     for record in context.instance.fetch_observations(raw, limit=1).records:
         if record.timestamp > built and record.asset_observation is not None:
             return (record.asset_observation.tags or {}).get(DATA_VERSION)
@@ -282,26 +227,26 @@ def _progress_log(context: dg.AssetExecutionContext) -> Progress:
     return log
 
 
-def _target_log(context: dg.AssetExecutionContext) -> Callable[[int, int, int], None]:
-    """Return a progress callback of tokens, all tokens and bytes that writes a line to the run's log now and then."""
+def _target_log(context: dg.AssetExecutionContext) -> Progress:
+    """Return a progress callback of bytes, tokens and all tokens that writes a line to the run's log now and then."""
     begin = last = time.monotonic()
 
-    def log(tokens: int, expected: int, num_bytes: int) -> None:
+    def log(num_bytes: int, tokens: int, expected: int | None) -> None:
         nonlocal last
         now = time.monotonic()
         if now - last >= _LOG_SECONDS:
             last = now
-            context.log.info(f"{tokens:,} of {expected:,} tokens, {num_bytes / (now - begin) / 1e6:,.1f} MB/s")
+            context.log.info(f"{tokens:,} of {expected or 0:,} tokens, {num_bytes / (now - begin) / 1e6:,.1f} MB/s")
 
     return log
 
 
 @contextmanager
 def _clear_errors() -> Iterator[None]:
-    """Make what the core says of bad input the failure's own text; only the network is left to the retries."""
+    """Turn the core's errors into a dg.Failure with their message. Only network errors are left to the retries."""
     try:
         yield
-    except (ConnectionError, TimeoutError):  # the core turns every error of the hub's client into one of these
+    except (ConnectionError, TimeoutError):  # every error of the hub's client is one of these
         raise
     except Exception as error:
         hint = " (here a flag is a field of the resource settings, as source_root)" if " --" in str(error) else ""

@@ -1,14 +1,15 @@
-"""Is a finished cache good? The rules are niels_gpt.inspection.verify's and niels_gpt.eagle3.verify's; here they become
-Dagster's asset checks."""
+"""Is a finished cache good? The rules of niels_gpt.inspection.verify and niels_gpt.eagle3.inspect.verify as Dagster's
+asset checks."""
 
 from collections.abc import Iterator
 
 import dagster as dg
 
-from niels_gpt.eagle3.checks import DESCRIPTIONS
-from niels_gpt.inspection.verify import CHECKS, Check, Limits, verify
-from niels_gpt.recipes.eagle3_asset import check_targets
-from niels_gpt.recipes.produce import cache_root
+from niels_gpt.eagle3.inspect.checks import CHECKS as EAGLE3_CHECKS
+from niels_gpt.inspection.verify import CHECKS, Limits, verify
+from niels_gpt.recipes.eagle3.asset import check_targets
+from niels_gpt.recipes.run_recipe import cache_root
+from niels_gpt.storage.checks import Check, Verdict
 from pipelines.resources import SettingsResource
 
 
@@ -29,15 +30,18 @@ def checks_of(key: dg.AssetKey, path: str) -> dg.AssetChecksDefinition:
         core = settings.of_run(context)
         limits = Limits(deep=core.deep_checks, max_dropped_share=core.max_dropped_share)
         names = {selected.name for selected in context.selected_asset_check_keys}
-        for name, problems in verify(cache_root(core) / path, limits, names=names).items():
-            yield _verdict(key, rules[name], problems)
+        for name, verdict in verify(cache_root(core) / path, limits, names=names).items():
+            yield _result(key, rules[name], verdict)
 
     return check
 
 
 def checks_of_targets(key: dg.AssetKey) -> dg.AssetChecksDefinition:
     """Return the checks of eagle3/targets, all of them blocking, as one step that reads the cache once."""
-    specs = [dg.AssetCheckSpec(name, asset=key, description=said, blocking=True) for name, said in DESCRIPTIONS.items()]
+    specs = [
+        dg.AssetCheckSpec(check.name, asset=key, description=check.description, blocking=check.blocking)
+        for check in EAGLE3_CHECKS.values()
+    ]
 
     @dg.multi_asset_check(specs=specs, name="check_eagle3__targets", can_subset=True)
     def check(context: dg.AssetCheckExecutionContext, settings: SettingsResource) -> Iterator[dg.AssetCheckResult]:
@@ -54,12 +58,12 @@ def checks_of_targets(key: dg.AssetKey) -> dg.AssetChecksDefinition:
     return check
 
 
-def _verdict(key: dg.AssetKey, rule: Check, problems: list[str]) -> dg.AssetCheckResult:
+def _result(key: dg.AssetKey, rule: Check, verdict: Verdict) -> dg.AssetCheckResult:
     return dg.AssetCheckResult(
         asset_key=key,
         check_name=rule.name,
-        passed=not problems,
+        passed=not verdict.problems,
         severity=dg.AssetCheckSeverity.ERROR if rule.blocking else dg.AssetCheckSeverity.WARN,
-        description="; ".join(problems) or None,
-        metadata={"problems": len(problems)},
+        description="; ".join(verdict.problems) or None,
+        metadata={"problems": len(verdict.problems)},
     )

@@ -14,9 +14,10 @@ from typing import Any, cast
 
 import dagster as dg
 
-from niels_gpt.recipes import eagle3_asset
-from niels_gpt.recipes.own import own_sources
-from niels_gpt.recipes.plan import TOKENIZER_KEY, recipes, settings_fingerprint
+from niels_gpt.recipes.eagle3 import asset as eagle3_asset
+from niels_gpt.recipes.plan import recipes, settings_fingerprint
+from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
+from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
 from pipelines import assets
 from pipelines.checks import checks_of, checks_of_targets
@@ -30,7 +31,7 @@ def niels_definitions(
 
     key_prefix: put before every asset key, so that sft/oasst1 becomes PREFIX/sft/oasst1; "team/llm" is two parts.
     settings: of all runs, unless a run's config says otherwise; by default NIELS_GPT_<FIELD> of the environment. The
-        sources of one's own are those that they name here and now; a new one is seen when definitions are reloaded.
+        user-defined sources are those they name now; a new one is found when the definitions are reloaded.
     """
     chosen = settings_from_environment() if settings is None else settings
     prefix = key_prefix.split("/") if isinstance(key_prefix, str) else list(key_prefix or [])
@@ -38,7 +39,6 @@ def niels_definitions(
     def key(path: str) -> dg.AssetKey:
         return dg.AssetKey([*prefix, *path.split("/")])
 
-    own = list(own_sources(chosen).values())
     paths = (TOKENIZER_KEY, *recipes(chosen))
     versions = {key(path): settings_fingerprint(chosen, path) for path in paths}
     versions[key(eagle3_asset.KEY)] = eagle3_asset.settings_fingerprint(chosen)
@@ -47,7 +47,7 @@ def niels_definitions(
             lambda spec: spec.replace_attributes(code_version=versions.get(spec.key)),
             [
                 *cast(Any, dg.load_assets_from_modules([assets], key_prefix=prefix or None)),
-                *assets.own_assets(own, prefix),
+                *assets.user_assets([user.spec for user in user_sources(chosen).values()], prefix),
                 assets.eagle3_targets(chosen, prefix),
             ],
         ),

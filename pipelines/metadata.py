@@ -6,10 +6,10 @@ from typing import Any
 import dagster as dg
 
 from niels_gpt.cache.formats import SPLITS
-from niels_gpt.fileio import META_NAME
 from niels_gpt.inspection.plot import plot
 from niels_gpt.inspection.show import sample_texts
-from niels_gpt.recipes.produce import TOKENIZER_KEY, Outcome
+from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
+from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
 
 Metadata = dict[str, dg.MetadataValue[Any]]
@@ -37,7 +37,7 @@ def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
 
 def targets_result(outcome: Outcome) -> dg.MaterializeResult[None]:
     """Return what Dagster records of eagle3/targets: manifest.json key by key, and what meta.json adds to it."""
-    from niels_gpt.eagle3.manifest import read_manifest
+    from niels_gpt.eagle3.format.manifest import read_manifest
 
     meta, manifest = mirrored(outcome), read_manifest(outcome.path)
     del meta["manifest"]
@@ -58,8 +58,8 @@ def targets_result(outcome: Outcome) -> dg.MaterializeResult[None]:
 
 
 def _picture_of_targets(outcome: Outcome) -> Metadata:
-    from niels_gpt.eagle3.plot import plot as plot_targets
-    from niels_gpt.eagle3.stats import stats
+    from niels_gpt.eagle3.inspect.plot import plot as plot_targets
+    from niels_gpt.eagle3.inspect.stats import stats
 
     try:
         png = base64.b64encode(plot_targets(stats(outcome.path), outcome.key)).decode()

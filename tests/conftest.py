@@ -1,7 +1,8 @@
-"""What several test files share: a tiny real tokenizer trained once per run from the text below, a mirror, and a hub.
+"""Fixtures of all tests: a tiny real tokenizer trained once per run from the text below, a mirror, and a hub.
 
 No test reaches the internet or the user's cache: before any library is imported, HF_ENDPOINT becomes a port on this
 machine, where only the fixture `loopback_hub` listens, and HF_HOME a temporary folder. Subprocesses inherit both.
+Temporary folders are in memory if there is room: builds wait for fsync more than for anything else.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from loopback_hub import LoopbackHub
-from small_builds import quick_folder
+from support import TESTS
+from support.loopback_hub import LoopbackHub
+from support.small_builds import quick_folder
+from support.tiny_texts import TINY_TEXTS
 
-from niels_gpt.data import hub_network, places
+from niels_gpt.data.files import mirrors
+from niels_gpt.hub import retries
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
@@ -28,12 +32,20 @@ from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 if TYPE_CHECKING:
     import dagster as dg
 
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+)  # of subprocesses
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 HUB_PORT = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(20_000, 30_000) + _WORKER
-"""Below the ports that the system gives to outgoing connections, so that none of them takes it between two tests. Drawn
-once for a run; its workers have one each, side by side."""
+"""Below the ports of outgoing connections, so that none of them takes it between two tests. Drawn once for a run; its
+workers have consecutive ones."""
 HUB_HOME = tempfile.mkdtemp(prefix="hub-")
 atexit.register(shutil.rmtree, HUB_HOME, ignore_errors=True)
+_SHM, _SHM_BYTES = "/dev/shm", 4 << 30  # a run takes less than 2 GiB
+_has_room = os.access(_SHM, os.W_OK) and shutil.disk_usage(_SHM).free >= _SHM_BYTES
+if _has_room and "PYTEST_DEBUG_TEMPROOT" not in os.environ:  # workers inherit it
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix="niels_gpt-tests-", dir=_SHM)
+    atexit.register(shutil.rmtree, os.environ["PYTEST_DEBUG_TEMPROOT"], ignore_errors=True)
 os.environ.update(
     HF_ENDPOINT=f"http://127.0.0.1:{HUB_PORT}",
     HF_HOME=HUB_HOME,
@@ -43,23 +55,10 @@ os.environ.update(
 for _name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
     os.environ.pop(_name, None)
 
-TINY_TEXTS = tuple(
-    f"Page {page}. The {animal} walks to the {place} and finds {page * 3} {things}.\n\nWhy? It was {mood} that day;\n"
-    f'\tso the {animal} said: "{things.title()} are good, and the {place} isn\'t far."\n'
-    for page, (animal, place, things, mood) in enumerate(
-        (animal, place, things, mood)
-        for animal in ("heron", "otter", "badger", "lynx")
-        for place in ("river", "mill", "orchard")
-        for things in ("apples", "pebbles", "letters")
-        for mood in ("windy", "quiet")
-    )
-)
-"""72 short documents of plain English with quotation marks, digits, tabs and line ends."""
-
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Keep torch to one thread in a module: several cost more than they bring on small tensors, and sum otherwise."""
+    """Keep torch to one thread in a module: several are slower on small tensors, and change the sums."""
     import torch
 
     before = torch.get_num_threads()
@@ -83,9 +82,9 @@ def tiny_tokenizer(tiny_model_path: Path) -> SentencePieceTokenizer:
 
 @pytest.fixture(scope="session")
 def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mirror folder of one's own: the bundled sample, copied."""
+    """A mirror folder: a copy of the bundled sample."""
     folder = tmp_path_factory.mktemp("mirror") / "m"
-    shutil.copytree(places.SAMPLE_DIR, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    shutil.copytree(mirrors.SAMPLE_DIR, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     return folder
 
 
@@ -96,14 +95,14 @@ def settings(mirror: Path, tiny_model_path: Path, tmp_path: Path) -> Settings:
 
 
 @pytest.fixture(autouse=True)
-def no_sources_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run in a folder of the test's own: whoever works on the project may have a sources.toml in the checkout."""
+def no_user_defined_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test in its temporary folder: the checkout may have a sources.toml."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def instance() -> Iterator[dg.DagsterInstance]:
-    """A real Dagster instance: sqlite, in a folder where its commits, hundreds in a run, cost little."""
+    """A real Dagster instance: sqlite, in a folder in memory, for its hundreds of commits."""
     import dagster as dg
 
     with quick_folder() as home, dg.instance_for_test(temp_dir=str(home)) as instance:
@@ -112,10 +111,10 @@ def instance() -> Iterator[dg.DagsterInstance]:
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for the hub as often as ever, but hardly at all; the libraries' own waits too, where they are loaded."""
-    monkeypatch.setattr(hub_network, "FIRST_WAIT_S", 0.001)
+    """Keep the retries of the hub and of its libraries, but with hardly any waiting."""
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.001)
     if "datasets" in sys.modules:
-        # Up to 5 s at the end of a shuffled parquet stream, for an Arrow bug that is not met here.
+        # Up to 5 s at the end of a shuffled parquet stream, for an Arrow bug that does not occur here.
         monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
 
 
@@ -133,6 +132,6 @@ def loopback_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """An empty folder where fsync costs little, for tests that build hundreds of times."""
+    """An empty folder in memory, for tests that build hundreds of times."""
     with quick_folder() as path:
         yield path

@@ -1,7 +1,4 @@
-"""Equal input gives equal bytes: in any folder, process, hash seed and number of threads.
-
-Run: pytest tests/test_cache_determinism.py
-"""
+"""Equal input gives equal bytes: in any folder, process, hash seed and number of threads."""
 
 import hashlib
 import json
@@ -87,12 +84,11 @@ def test_two_threads_give_the_same_bytes(
     assert build_both(tmp_path, tiny_tokenizer, num_threads=2) == built
 
 
-@pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_another_process_with_another_hash_seed_gives_the_same_bytes(
-    built: dict[str, str], tmp_path: Path, tiny_model_path: Path, hash_seed: str
+    built: dict[str, str], tmp_path: Path, tiny_model_path: Path
 ) -> None:
     command = [sys.executable, __file__, str(tmp_path), str(tiny_model_path)]
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    environment = {**os.environ, "PYTHONHASHSEED": "0" if os.environ.get("PYTHONHASHSEED") == "1" else "1"}
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     assert json.loads(done.stdout) == built
 

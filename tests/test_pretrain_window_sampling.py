@@ -1,7 +1,4 @@
-"""Random windows of a pretrain cache: x and y one token apart, all windows equally likely, none across two shards.
-
-Run: pytest tests/test_pretrain_window_sampling.py
-"""
+"""Random windows of a pretrain cache: x and y one token apart, all windows equally likely, none across two shards."""
 
 import hashlib
 import multiprocessing
@@ -14,12 +11,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-from byte_tokenizer import ByteTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.byte_tokenizer import ByteTokenizer
+from support.number_caches import numbered_shards, write_shards
 
 from niels_gpt.cache import PretrainTokenStreamDataset, build_pretrain_cache
 from niels_gpt.cache.mmap import mmap_tokens
@@ -27,20 +24,6 @@ from niels_gpt.cache.mmap import mmap_tokens
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def write_shards(folder: Path, shards: Sequence[Sequence[int]]) -> Path:
-    """Write shards as another tool would: token files and no meta.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, ids in enumerate(shards):
-        (folder / f"shard_{number:05d}.bin").write_bytes(np.asarray(ids, dtype="<u2").tobytes())
-    return folder
-
-
-def numbered_shards(lengths: Sequence[int]) -> list[list[int]]:
-    """Return shards whose ids count through the whole stream, so that a window tells where it was taken."""
-    starts = np.cumsum([0, *lengths])
-    return [list(range(start, start + length)) for start, length in zip(starts.tolist(), lengths, strict=False)]
 
 
 def all_windows(shards: Sequence[Sequence[int]], T: int) -> list[list[int]]:

@@ -1,7 +1,4 @@
-"""What goes into an sft cache comes out of it: uint16 tokens, valid offsets, and the ids of `format_chat`.
-
-Run: pytest tests/test_sft_cache_roundtrip.py
-"""
+"""What goes into an sft cache comes out of it: uint16 tokens, valid offsets, and the ids of `format_chat`."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from byte_tokenizer import ByteTokenizer
+from support.byte_tokenizer import ByteTokenizer
 
 from niels_gpt.cache import SFTExampleDataset, build_sft_cache, read_meta
 from niels_gpt.chat_template import format_chat

@@ -1,7 +1,4 @@
-"""Loss on the assistant's words only: from after its sentinel up to and including the next end of turn.
-
-Run: pytest tests/test_sft_masking.py
-"""
+"""Loss on the assistant's words only: from after its sentinel up to and including the next end of turn."""
 
 import json
 import tempfile
@@ -19,7 +16,7 @@ from hypothesis import strategies as st
 from niels_gpt.cache import SFTExampleDataset, sft_dataset
 from niels_gpt.cache.formats import target_mask
 from niels_gpt.cache.mmap import IO
-from niels_gpt.fileio import CacheError
+from niels_gpt.storage.errors import CacheError
 
 SYS, USR, ASST, EOT = 1, 2, 3, 4
 S, U, A, B = 10, 11, 12, 13  # one word each of the system, the user and the assistant

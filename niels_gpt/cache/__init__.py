@@ -1,14 +1,14 @@
-"""Token caches on disk: formats, builders, readers and the command line (PR-03).
+"""Token caches on disk: their public builders and readers (PR-03). The eight files of the spec.
 
-    formats.py            names and dtypes of every file
-    meta.py               meta.json: write, read, check
-    mmap.py               memory-mapped token files and offsets
-    build_cache.py        build_pretrain_cache, build_sft_cache
-    pretrain_dataset.py   PretrainTokenStreamDataset: random windows
-    sft_dataset.py        SFTExampleDataset: one example a row, loss on the replies
-    cli.py                python -m niels_gpt.cache.cli
+    formats.py            names and dtypes of every file; the loss mask of the project's own chats, by their sentinels
+    meta.py               meta.json: how it is written and read, which keys readers require, which tokenizer must match
+    mmap.py               how token files and offsets files are opened, checked and mapped
+    build_cache.py        build_pretrain_cache and build_sft_cache: the signatures; the work is in niels_gpt/builders/
+    pretrain_dataset.py   PretrainTokenStreamDataset: which windows of T + 1 tokens a batch has
+    sft_dataset.py        SFTExampleDataset: how examples become rows, and which are truncated, dropped or warned of
+    cli.py                python -m niels_gpt.cache.cli; the code is in niels_gpt/commands/
 
-The names below are imported when they are first used: a program that only reads metadata does not pay for torch.
+The names below are imported at their first use, so that reading metadata does not load torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from niels_gpt.cache.meta import read_meta, sha256_file, write_meta
     from niels_gpt.cache.pretrain_dataset import PretrainTokenStreamDataset
     from niels_gpt.cache.sft_dataset import SFTExampleDataset
-    from niels_gpt.fileio import CacheError
+    from niels_gpt.storage.errors import CacheError
 
 _HOMES = {
-    "CacheError": "niels_gpt.fileio",
+    "CacheError": "niels_gpt.storage.errors",
     "PretrainTokenStreamDataset": "niels_gpt.cache.pretrain_dataset",
     "SFTExampleDataset": "niels_gpt.cache.sft_dataset",
     "build_pretrain_cache": "niels_gpt.cache.build_cache",

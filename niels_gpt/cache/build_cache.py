@@ -1,4 +1,4 @@
-"""The builders of the spec (PR-03) with defaulted, keyword-only extras (D2); the work is done in niels_gpt.build."""
+"""build_pretrain_cache and build_sft_cache: the signatures of the spec (PR-03), with optional extras (D2)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
-from niels_gpt.build.describe import Source
-from niels_gpt.build.encode import Tokenizer
-from niels_gpt.build.pipeline import Progress
-from niels_gpt.build.pretrain import build_pretrain
-from niels_gpt.build.sft import build_sft
+from niels_gpt.builders.meta_keys import Source
+from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.builders.sft import build_sft
 from niels_gpt.chat_template import Message
+from niels_gpt.encoding import Tokenizer
+from niels_gpt.progress import Progress
 
 __all__ = ["Message", "build_pretrain_cache", "build_sft_cache"]
 
@@ -40,14 +40,14 @@ def build_pretrain_cache(
 
     Tokens are little-endian uint16. The same texts in the same order, seed and tokenizer give the same bytes.
     texts: one document each; by default the shards are exactly the concatenated `tokenizer.encode(text)` (D4).
-    max_train_tokens, max_val_tokens: tokens; a text goes to val by a hash of seed and text, max_val_tokens / both is
-        the share of val (D5).
-    shuffle_buffer: documents held by the shuffle buffer; None: the order of the stream.
+    max_train_tokens, max_val_tokens: tokens; a hash of seed and text decides the split, and the share of val is
+        max_val_tokens / both (D5).
+    shuffle_buffer: documents in the shuffle buffer; None: the order of the stream.
     append_eot: add the end-of-text id to each document.
-    on_special: a text that holds a sentinel is dropped and counted ("drop"), or a ValueError ("raise").
-    num_threads: threads that encode; 0: the caller's own. executor: any concurrent.futures.Executor; encodes in their
-        place. Neither changes the output.
-    A build that was killed goes on: give it the same texts and arguments again.
+    on_special: a text that contains a sentinel is dropped and counted ("drop"), or a ValueError ("raise").
+    num_threads: threads that encode; 0: the caller's thread. executor: any concurrent.futures.Executor to encode
+        instead. Neither changes the output.
+    A killed build resumes when it is called again with the same texts and arguments.
     Raises: ValueError for bad arguments and for an empty train split; CacheError and RuntimeError as `build_pretrain`.
     """
     build_pretrain(
@@ -85,10 +85,10 @@ def build_sft_cache(
 ) -> None:
     """Write out_dir/{train,val}_tokens.bin, out_dir/{train,val}_idx.npy and out_dir/meta.json.
 
-    idx holds one int64 offset an example, in tokens; the last length follows from the file size (D3).
+    idx has one int64 offset per example, in tokens; the last length follows from the file size (D3).
     The same examples in the same order, seed and tokenizer give the same bytes.
-    A build that was killed goes on: give it the same examples and arguments again.
-    Raises: ValueError for bad arguments and where no example is left; CacheError and RuntimeError as `build_pretrain`.
+    A killed build resumes when it is called again with the same examples and arguments.
+    Raises: ValueError for bad arguments and if no example is left; CacheError and RuntimeError as `build_pretrain`.
     """
     build_sft(
         examples,

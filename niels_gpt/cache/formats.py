@@ -1,6 +1,4 @@
-"""Names and dtypes of a cache's files, and the rule that says which tokens carry loss.
-
-None of them can be changed by a setting. docs/formats.md has the bytes.
+"""Names and dtypes of the files of a token cache, and which tokens carry loss; docs/formats.md has the bytes.
 
 A pretrain cache:  train/shard_00000.bin ... val/shard_00000.bin ... index/{train,val}_docs.npy meta.json
 An sft cache:      train_tokens.bin train_idx.npy val_tokens.bin val_idx.npy meta.json
@@ -13,20 +11,20 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.build.describe import FORMAT_VERSION
-from niels_gpt.build.split import SPLITS
-from niels_gpt.build.writer import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_DTYPE_NAME
-from niels_gpt.build.writer import TOKEN_DTYPE as TOKEN_NUMPY_DTYPE
+from niels_gpt.builders.meta_keys import FORMAT_VERSION
+from niels_gpt.builders.split import SPLITS
+from niels_gpt.builders.writer import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_DTYPE_NAME
+from niels_gpt.encoding import TOKEN_DTYPE as TOKEN_NUMPY_DTYPE
 
 TOKEN_DTYPE = TOKEN_DTYPE_NAME
 """`token_dtype` in meta.json (PR-03)."""
 
 DEFAULT_SHARD_BYTES = 2**27
-"""Bytes of a pretrain shard where nobody says otherwise: "128 MB" (PR-03)."""
+"""Default bytes of a pretrain shard: "128 MB" (PR-03)."""
 
 SHARD_GLOB = "shard_*.bin"
 IGNORE_INDEX = -100
-"""The target that torch's cross entropy leaves out (PR-03)."""
+"""The target that torch's cross entropy ignores (PR-03)."""
 
 __all__ = [
     "DEFAULT_SHARD_BYTES",
@@ -74,14 +72,14 @@ def target_mask(ids: NDArray[np.uint16], lengths: NDArray[np.int64], *, asst_id:
 def reply_edges(
     ids: NDArray[np.uint16], last: NDArray[np.int64], *, asst_id: int, eot_id: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return where the loss may begin or end in examples laid end to end: `target_mask` without its dense form.
+    """Return where loss may begin or end in examples end to end: a sparse form of `target_mask`.
 
-    ids [N]: the examples' tokens; last [examples]: the place of the last token of each, ascending.
+    ids [N]: the examples' tokens; last [examples]: the index of the last token of each, ascending.
     Returns places, int64 [K], ascending, and opens, bool [K]: the tokens after places[k], up to and including
     places[k + 1], carry loss exactly if opens[k]. The last token of an example is a place that opens nothing, so
-    places[-1] is last[-1], and no reply goes on in the next example.
+    places[-1] is last[-1], and no reply continues in the next example.
     """
-    # One id for both begins nothing, for no sentinel is then later than the last EOT.
+    # One id for both opens nothing: no sentinel is then later than the last EOT.
     is_asst = ids == asst_id if asst_id != eot_id else np.zeros(ids.shape, dtype=np.bool_)
     is_asst[last] = False
     is_edge = ids == eot_id
@@ -94,15 +92,15 @@ def reply_edges(
 def batch_rows(
     ids: NDArray[np.uint16], lengths: NDArray[np.int64], width: int, *, asst_id: int, eot_id: int
 ) -> tuple[NDArray[np.uint16], NDArray[np.bool_], NDArray[np.int64]]:
-    """Return examples as rows, and which targets carry loss, as runs of equal ones.
+    """Return examples as rows, and which targets carry loss, run-length encoded.
 
-    ids [N]: the examples end to end, each cut to at most `width` tokens; lengths [B]: their tokens.
-    Returns rows, uint16 [B, width], filled up with eot_id; has_loss, bool [runs], and runs, int64 [runs]:
+    ids [N]: the examples end to end, each truncated to at most `width` tokens; lengths [B]: their tokens.
+    Returns rows, uint16 [B, width], padded with eot_id; has_loss, bool [runs], and runs, int64 [runs]:
     has_loss.repeat(runs) is bool [B * (width - 1)], of rows[:, 1:].
     """
     stops, B, T = np.cumsum(lengths), len(lengths), width - 1
     places, opens = reply_edges(ids, stops - 1, asst_id=asst_id, eot_id=eot_id)
-    # Place p of row r is column p - first[r] of it. What comes after it begins there in y, which lacks a column.
+    # Place p of row r is column p - first[r]. The run after it begins at that column of y, which lacks the first one.
     to_y = np.arange(B) * T - (stops - lengths)
     edges = np.empty(len(places) + 2, dtype=np.int64)
     edges[0], edges[-1] = 0, B * T
@@ -127,14 +125,14 @@ def _padded(ids: NDArray[np.uint16], lengths: NDArray[np.int64], width: int, eot
 def example_targets(
     ids: NDArray[np.uint16], ends: NDArray[np.int64], width: int, *, asst_id: int, eot_id: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return, for examples laid end to end, how much of their loss a cut to `width` tokens leaves.
+    """Return, for examples end to end, how many supervised tokens remain when they are truncated to `width` tokens.
 
-    ids [N]; ends [examples]: the place after the last token of each, ascending.
-    Returns targets, int64 [examples]: tokens that carry loss; left, int64 [examples]: those among the first `width`
-    tokens; lost_eot, bool [examples]: the cut takes the last EOT away.
+    ids [N]; ends [examples]: the index after the last token of each, ascending.
+    Returns targets, int64 [examples]: supervised tokens; left, int64 [examples]: those among the first `width` tokens;
+    lost_eot, bool [examples]: the last EOT is truncated.
     """
     count = len(ends)
-    last = np.minimum(ends, np.concatenate(([0], ends[:-1])) + width) - 1  # that the cut leaves
+    last = np.minimum(ends, np.concatenate(([0], ends[:-1])) + width) - 1  # of the truncated examples
     places, opens = reply_edges(ids, ends - 1, asst_id=asst_id, eot_id=eot_id)
     example = ends.searchsorted(places, side="right")
     begins = opens.nonzero()[0]
@@ -148,11 +146,11 @@ def example_targets(
 def targets_of_pieces(
     pieces: Iterable[NDArray[np.uint16]], width: int, *, asst_id: int, eot_id: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return `example_targets` of one example that comes in pieces, of which one at a time is in memory."""
+    """Return `example_targets` of one example in pieces, of which one at a time is in memory."""
     targets, left, lost_eot = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.bool_)
     latest = np.array([eot_id], dtype=TOKEN_NUMPY_DTYPE)
     for piece in pieces:
-        # The latest sentinel before a piece says whether it begins inside a reply. It is no target, and never cut.
+        # The latest sentinel before a piece tells whether it begins inside a reply. It is not a target, nor truncated.
         ids = np.concatenate((latest, piece))
         end, rest = np.array([len(ids)]), max(width, 0) + 1
         in_piece = example_targets(ids, end, rest, asst_id=asst_id, eot_id=eot_id)
@@ -165,7 +163,7 @@ def targets_of_pieces(
 def targets_by_t(
     ids: NDArray[np.uint16], ends: NDArray[np.int64], size: int, *, drop: bool, asst_id: int, eot_id: int
 ) -> NDArray[np.int64]:
-    """Return how many tokens with loss need a T of just t to be in a row of T + 1 tokens: int64 [size].
+    """Return how many supervised tokens need T = t to be in a row of T + 1 tokens, for t below `size`: int64 [size].
 
     ids [N]; ends [examples]: as for `example_targets`, of at most `size` tokens each. drop: rows are whole examples.
     """
@@ -177,6 +175,6 @@ def targets_by_t(
     if drop:
         lengths = (ends - starts)[example]
         return np.bincount(lengths - 1, last - before, size).astype(np.int64)
-    # A run of targets begins behind one place and ends with the next.
+    # A run of targets begins after one place and ends with the next.
     changes = np.bincount(before + 1, minlength=size + 1) - np.bincount(last + 1, minlength=size + 1)
     return np.cumsum(changes)[:size]

@@ -1,4 +1,4 @@
-"""Memory-mapped token files and their offsets. Opened read-only; nothing is loaded, nothing is ever written."""
+"""How token files and offsets files are opened, checked and read: by memory map, or by positioned reads; read-only."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_NUMPY_DTYPE
-from niels_gpt.fileio import CacheError
-from niels_gpt.filemaps import FileMaps, MapError, memory_bytes, page_starts
-from niels_gpt.records import is_sparse, open_regular, shortened
-from niels_gpt.remedies import with_command
-from niels_gpt.versions import public_path
+from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.fileio import PathLike
+from niels_gpt.storage.filemaps import FileMaps, MapError, memory_bytes, page_starts
+from niels_gpt.storage.meta_json import is_sparse, open_regular, shortened
+from niels_gpt.storage.remedies import build_again
+from niels_gpt.storage.versions import public_path
 
-_REBUILD = "Rebuild the cache: python -m niels_gpt.cache.cli build-all"
 _OFFSET_BYTES = 8
-_CHUNK = 1 << 20  # offsets that are looked at in one piece
-_MAX_HEADER = 1 << 16  # version 1.0 of .npy has no longer one
-# What numpy.save writes for any array without fields; evaluating the header, as numpy.load does, is not needed.
+_CHUNK = 1 << 20  # offsets checked at a time
+_MAX_HEADER = 1 << 16  # the longest one of version 1.0 of .npy
+# As numpy.save writes it for any array without fields; numpy.load would evaluate the header.
 _NPY_HEADER = re.compile(
     rb"\{'descr': '([^']{1,20})', 'fortran_order': (?:False|True), 'shape': \(([0-9, ]{0,99})\), \} *\n"
 )
 
 
-def mmap_tokens(path: str | os.PathLike[str], *, expected_bytes: int | None = None) -> NDArray[np.uint16]:
+def mmap_tokens(path: PathLike, *, expected_bytes: int | None = None) -> NDArray[np.uint16]:
     """Map a token file; returns uint16 [tokens], read-only, as a plain ndarray over the map.
 
-    A plain ndarray slices 1.5 to 1.9 times faster than numpy's memmap class. Closing is left to the garbage collector.
-    expected_bytes: the size that meta.json gives.
-    Raises: FileNotFoundError; CacheError for an empty file, an odd length, another size than expected, or a path that
-        is no regular file: links are not followed.
+    A plain ndarray slices 1.5 to 1.9 times faster than numpy's memmap class. The garbage collector closes it.
+    expected_bytes: the size in meta.json.
+    Raises: FileNotFoundError; CacheError for an empty file, an odd length, an unexpected size, and anything that is not
+        a regular file: links are not followed.
     """
     handle = _opened(path, "token file")
     try:
@@ -55,43 +55,47 @@ def _mapped_bytes(handle: int, size: int) -> NDArray[np.uint8]:
     return np.asarray(maps)
 
 
-def _checked_size(path: str | os.PathLike[str], size: int, expected_bytes: int | None) -> int:
+def _checked_size(path: PathLike, size: int, expected_bytes: int | None) -> int:
     """Return the size of a token file. Raises: CacheError unless it is as expected, not 0, and of whole tokens."""
-    if expected_bytes is not None and size != expected_bytes:
-        raise CacheError(f"{os.fspath(path)}: {size} bytes, expected {expected_bytes} by its meta.json. {_REBUILD}")
+    _check_size(path, size, expected_bytes)
     if size == 0:
-        raise CacheError(f"{os.fspath(path)}: an empty file: this split has no token, or it was cut. {_REBUILD}")
+        raise CacheError(path, "an empty file: this split has no token, or it was truncated", remedy=REBUILD)
     if size % TOKEN_BYTES:
-        raise CacheError(f"{os.fspath(path)}: {size} bytes, expected a multiple of {TOKEN_BYTES} (uint16). {_REBUILD}")
+        raise CacheError(path, f"{size} bytes", f"a multiple of {TOKEN_BYTES} (uint16)", REBUILD)
     return size
 
 
+def _check_size(path: PathLike, size: int, expected_bytes: int | None) -> None:
+    if expected_bytes is not None and size != expected_bytes:
+        raise CacheError(path, f"{size} bytes", f"{expected_bytes} by its meta.json", REBUILD)
+
+
 IO = Literal["mmap", "pread"]
-"""How windows are read: from a map of the file, or by one positioned read each, as network file systems like better."""
+"""How windows are read: from a memory map, or by one positioned read each, which is faster on network file systems."""
 
 
 class TokenFiles:
-    """Token files of known sizes, each of which is opened when it is first read.
+    """Token files of known sizes, each opened at its first read.
 
-    Safe to fork and to pickle. No anonymous memory is kept but the answers: a map is of the file's own pages, which the
-    system takes back when it needs them; with io="pread" an eighth of the files that a process may have stays open.
+    Safe to fork and to pickle. No heap beyond the returned batches: maps use pages of the file, which the kernel may
+    reclaim. With io="pread" at most an eighth of the process's file descriptors is used.
     """
 
     def __init__(self, files: Sequence[tuple[Path, int | None]], *, io: IO = "mmap", in_order: bool = False) -> None:
-        """files: paths with the sizes in bytes that meta.json gives, None where it gives none.
+        """files: paths with their bytes by meta.json, None without it.
 
-        in_order: windows will be asked for one after the other, so that reading ahead of them pays.
-        Raises: ValueError for another io; as `mmap_tokens`, for every file, though none is opened yet.
+        in_order: windows will be read one after the other, so that read-ahead helps.
+        Raises: ValueError for another io; as `mmap_tokens`, for every file, although none is opened yet.
         """
         if io not in get_args(IO):
             raise ValueError(f"io={io!r}: expected one of {', '.join(get_args(IO))}")
         self.in_order = in_order
-        self._hold([path for path, _ in files], [_file_on_disk(path, expected) for path, expected in files], io)
+        self._set_files([path for path, _ in files], [_file_on_disk(path, expected) for path, expected in files], io)
 
-    def _hold(self, paths: list[Path], found: list[_OnDisk], io: IO) -> None:
-        self.paths, self._found, self.io = paths, found, io
-        self.lengths: NDArray[np.int64] = np.array([file.size for file in found], dtype=np.int64) // TOKEN_BYTES
-        sizes = [file.size for file in found]
+    def _set_files(self, paths: list[Path], on_disk: list[_OnDisk], io: IO) -> None:
+        self.paths, self._on_disk, self.io = paths, on_disk, io
+        sizes = self._sizes = [file.size for file in on_disk]
+        self.lengths: NDArray[np.int64] = np.array(sizes, dtype=np.int64) // TOKEN_BYTES
         self.first_tokens: NDArray[np.int64] = np.array(page_starts(sizes)[:-1], dtype=np.int64) // TOKEN_BYTES
         """The first token of each file in the numbering of `gather`, which has gaps between files."""
         self._descriptors: dict[int, _Descriptor] = {}
@@ -103,23 +107,23 @@ class TokenFiles:
 
     @classmethod
     def joined(cls, parts: Sequence[TokenFiles]) -> TokenFiles:
-        """Return the files of several in one, numbered on; none is opened. Raises: ValueError unless io is the same."""
+        """Return the files of all parts, numbered through; none is opened. Raises: ValueError unless io is the same."""
         if len({part.io for part in parts}) != 1:
             raise ValueError(f"io of the parts is {[part.io for part in parts]}: expected one for all")
         files = cls([], io=parts[0].io)
-        files._hold([p for part in parts for p in part.paths], [f for part in parts for f in part._found], files.io)
+        paths = [path for part in parts for path in part.paths]
+        files._set_files(paths, [file for part in parts for file in part._on_disk], files.io)
         return files
 
     def __reduce__(self) -> tuple[Any, ...]:
-        files = [(path, found.size) for path, found in zip(self.paths, self._found, strict=True)]
+        files = list(zip(self.paths, self._sizes, strict=True))
         return partial(TokenFiles, io=self.io, in_order=self.in_order), (files,)
 
     def gather(self, files: NDArray[np.int64], places: NDArray[np.int64], width: int) -> NDArray[np.uint16]:
-        """Return uint16 [B, width]: `width` tokens of file f = files[b] from its token places[b] - first_tokens[f] on.
+        """Return uint16 [B, width]: `width` tokens of file f = files[b], from token places[b] - first_tokens[f] on.
 
-        files, places: [B]. All of the tokens have to be inside the file: that is not looked at here, and what is beside
-            it is no memory of the process.
-        Raises: FileNotFoundError, CacheError where a file is no longer what it was; OSError where it cannot be mapped.
+        files, places: [B]. The caller ensures that all tokens are inside the file: memory beside it is not mapped.
+        Raises: FileNotFoundError; CacheError for a file that was replaced or truncated; OSError if it cannot be mapped.
         """
         if self.io == "pread":
             return self._read(files, places - self.first_tokens[files], width)
@@ -134,60 +138,57 @@ class TokenFiles:
     def _map(self, files: NDArray[np.int64]) -> None:
         try:
             if self._maps is None:
-                sizes = [file.size for file in self._found]
-                # What is read ahead of a random window is thrown away again where files do not fit into memory.
-                self._is_random = not self.in_order and 2 * sum(sizes) > memory_bytes()
-                # Of two threads that come here, both take the first one's: what is mapped is mapped there.
-                self._maps = self.__dict__.setdefault("_first_maps", FileMaps(sizes))
+                # Read-ahead of random windows is wasted if the files do not fit into memory.
+                self._is_random = not self.in_order and 2 * sum(self._sizes) > memory_bytes()
+                # Two threads here both take the maps of the first, where the files get mapped.
+                self._maps = self.__dict__.setdefault("_first_maps", FileMaps(self._sizes))
             for file in files.tolist():
                 descriptor = _Descriptor(self._open(file))
                 self._maps.add(file, descriptor.number, random=self._is_random)
                 self._is_mapped[file] = True
         except MapError as error:
-            sizes = [file.size for file in self._found]
-            where = f"{self.paths[0].parent}: {len(sizes)} files of {sum(sizes)} bytes"
+            where = f"{self.paths[0].parent}: {len(self._sizes)} files of {sum(self._sizes)} bytes"
             raise OSError(error.errno, f"{where}: {error.strerror}. Or read them with io='pread'") from error
         self._num_unmapped = int(np.count_nonzero(~self._is_mapped))  # counted: two threads may map the same file
 
     @staticmethod
     def _windows_of(width: int, maps: FileMaps | None) -> NDArray[np.uint16]:
-        """Return every window of so many tokens of all files: a view, uint16 [windows, width]."""
+        """Return every window of `width` tokens of all files: a view, uint16 [windows, width]."""
         tokens = np.asarray(maps).view(TOKEN_NUMPY_DTYPE)
         return as_strided(tokens, (len(tokens) - width + 1, width), 2 * tokens.strides, writeable=False)
 
     def _read(self, files: NDArray[np.int64], starts: NDArray[np.int64], width: int) -> NDArray[np.uint16]:
         rows = np.empty((len(files), width), dtype=TOKEN_NUMPY_DTYPE)
         for row, (file, start) in enumerate(zip(files.tolist(), starts.tolist(), strict=True)):
-            descriptor, found = self._descriptor(file), 0
-            left = rows[row].data.cast("B")
-            while left and (read := os.preadv(descriptor.number, [left], start * TOKEN_BYTES + found)):
-                found, left = found + read, left[read:]  # a network file system may give less than was asked for
-            if left:
-                raise CacheError(
-                    f"{self.paths[file]}: ends after {start * TOKEN_BYTES + found} bytes, expected "
-                    f"{self._found[file].size}: it was cut while it was read. {_REBUILD}"
-                )
+            descriptor, at = self._descriptor(file), start * TOKEN_BYTES
+            rest = rows[row].data.cast("B")
+            while rest and (read := os.preadv(descriptor.number, [rest], at)):
+                at, rest = at + read, rest[read:]  # a network file system may return less than requested
+            if rest:
+                expected = f"{self._sizes[file]}: it was truncated while it was read"
+                raise CacheError(self.paths[file], f"ends after {at} bytes", expected, REBUILD)
         return rows
 
     def _descriptor(self, file: int) -> _Descriptor:
-        """Return an open file; the one that was used longest ago is closed when there are too many."""
-        found = self._descriptors.pop(file, None)
-        if found is None:
-            found = _Descriptor(self._open(file))
+        """Return an open file; if too many are open, the least recently used one is closed."""
+        descriptor = self._descriptors.pop(file, None)
+        if descriptor is None:
+            descriptor = _Descriptor(self._open(file))
             while len(self._descriptors) >= self._max_open:
                 del self._descriptors[next(iter(self._descriptors))]
-        self._descriptors[file] = found
-        return found
+        self._descriptors[file] = descriptor
+        return descriptor
 
     def _open(self, file: int) -> int:
-        """Return a descriptor of a file, once it is sure that it is the one that was there at first."""
-        path, expected = self.paths[file], self._found[file]
+        """Return a descriptor of a file; CacheError unless it is the same file as when this object was made."""
+        path, expected = self.paths[file], self._on_disk[file]
         handle = _opened(path, "token file")
         try:
-            found = os.fstat(handle)
-            _checked_size(path, found.st_size, expected.size)
-            if _identity(found) != expected.identity:
-                raise CacheError(f"{path}: another file than when it was opened: the cache was replaced. Open it again")
+            status = os.fstat(handle)
+            _checked_size(path, status.st_size, expected.size)
+            if _identity(status) != expected.identity:
+                found = "another file than when it was opened: the cache was replaced"
+                raise CacheError(path, found, remedy="Open it again")
         except CacheError:
             os.close(handle)
             raise
@@ -195,7 +196,7 @@ class TokenFiles:
 
 
 class _Descriptor:
-    """An open file that is closed when nobody uses it any more, so that no other thread's read meets a closed one."""
+    """An open file that is closed with its last reference, so that no other thread reads from a closed one."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -209,45 +210,44 @@ class _OnDisk(NamedTuple):
     identity: tuple[int, ...]
 
 
-def _identity(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_dev, found.st_ino, found.st_mtime_ns  # an inode's number is given to the next file at once
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_mtime_ns  # the next file may get the same inode number
 
 
 def _file_on_disk(path: Path, expected_bytes: int | None) -> _OnDisk:
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
-        found = None
-    if found is None or not stat.S_ISREG(found.st_mode) or is_sparse(found):  # opening it says what it is instead
+        status = None
+    if status is None or not stat.S_ISREG(status.st_mode) or is_sparse(status):  # opening it raises the right error
         handle = _opened(path, "token file")
-        found = os.fstat(handle)
+        status = os.fstat(handle)
         os.close(handle)
-    return _OnDisk(_checked_size(path, found.st_size, expected_bytes), _identity(found))
+    return _OnDisk(_checked_size(path, status.st_size, expected_bytes), _identity(status))
 
 
-def load_idx(path: str | os.PathLike[str], *, num_tokens: int, expected_bytes: int | None = None) -> NDArray[np.int64]:
+def load_idx(path: PathLike, *, num_tokens: int, expected_bytes: int | None = None) -> NDArray[np.int64]:
     """Map an offsets file; returns int64 [examples]: example i is tokens[idx[i]:idx[i + 1]], the last goes to the end.
 
-    expected_bytes: the size that meta.json gives.
-    Raises: FileNotFoundError; CacheError unless it is a regular file, its header is that of a 1-D int64 array, as
-        numpy.save writes it in version 1.0 or 2.0, of the size that the file has, and it begins at 0, ascends
-        strictly, and stays below `num_tokens`: no example is empty.
+    expected_bytes: the size in meta.json.
+    Raises: FileNotFoundError; CacheError unless it is a regular file with the header of a 1-D int64 array of its size,
+        as numpy.save writes it in version 1.0 or 2.0, and the offsets begin at 0, ascend strictly, and stay below
+        `num_tokens`: no example is empty.
     """
     offsets = _mapped_npy(path, expected_bytes)
     if len(offsets) == 0:
-        raise CacheError(f"{os.fspath(path)}: no example in this split, or it was cut. {_REBUILD}")
+        raise CacheError(path, "no example in this split, or it was truncated", remedy=REBUILD)
     if offsets[0] != 0:
-        raise CacheError(f"{os.fspath(path)}: begins at {offsets[0]}, expected 0. {_REBUILD}")
+        raise CacheError(path, f"begins at {offsets[0]}", "0", REBUILD)
     for start in range(0, len(offsets) - 1, _CHUNK):
         some = offsets[start : start + _CHUNK + 1]
-        falling = np.flatnonzero(some[1:] <= some[:-1])  # not by differences: those of hostile numbers overflow
+        falling = np.flatnonzero(some[1:] <= some[:-1])  # no differences: those of hostile numbers overflow
         if len(falling):
-            raise CacheError(f"{os.fspath(path)}: offsets do not ascend at entry {start + falling[0] + 1}. {_REBUILD}")
+            raise CacheError(path, f"offsets do not ascend at entry {start + falling[0] + 1}", remedy=REBUILD)
     if offsets[-1] >= num_tokens:
-        raise CacheError(
-            f"{os.fspath(path)}: offset {offsets[-1]} lies beyond the {num_tokens} tokens of {_tokens_beside(path)}. "
-            + _REBUILD
-        )
+        tokens = Path(path).name.replace("_idx.npy", "_tokens.bin")
+        found = f"offset {offsets[-1]} lies beyond the {num_tokens} tokens of {tokens}"
+        raise CacheError(path, found, remedy=REBUILD)
     return offsets
 
 
@@ -260,10 +260,10 @@ def check_starts(
     tokens_path: Path,
     idx_path: Path,
 ) -> None:
-    """Raise CacheError unless every example begins with the sentinel of a role, as offsets of other tokens do not.
+    """Raise CacheError unless every example begins with the sentinel of a role, which offsets of other tokens fail.
 
-    firsts, starts: the first id of some examples, and its place in the token file: [n]. first: the number of the first
-        of them. roles: ids of the sentinels; none: nothing is known, and any id is good.
+    firsts, starts: the first id of some examples, and its index in the token file: [n]. first: the number of the first
+        of them. roles: ids of the sentinels; empty: not known, any id is accepted.
     """
     if not roles:
         return
@@ -272,67 +272,59 @@ def check_starts(
         is_role |= firsts == role
     if not is_role.all():
         wrong = int(is_role.argmin())
-        raise CacheError(
-            f"{tokens_path}: token {starts[wrong]}, with which example {first + wrong} begins by {idx_path.name}, is "
-            f"id {firsts[wrong]}, expected the sentinel of a role ({', '.join(map(str, roles))}). The offsets are of "
-            f"other tokens, or one of both files is damaged. {_REBUILD}"
-        )
+        begins = f"with which example {first + wrong} begins by {idx_path.name}"
+        expected = f"the sentinel of a role ({', '.join(map(str, roles))})"
+        why = "The offsets are of other tokens, or one of both files is damaged"
+        found = f"token {starts[wrong]}, {begins}, is id {firsts[wrong]}"
+        raise CacheError(tokens_path, found, expected, f"{why}. {build_again(tokens_path)}")
 
 
-def _mapped_npy(path: str | os.PathLike[str], expected_bytes: int | None) -> NDArray[np.int64]:
-    """Map a .npy file of one dimension of int64, of which nothing is believed that its size does not confirm."""
+def _mapped_npy(path: PathLike, expected_bytes: int | None) -> NDArray[np.int64]:
+    """Map a .npy file of one dimension of int64; its header is checked against the file's size."""
     handle = _opened(path, "offsets file")
     try:
         size = os.fstat(handle).st_size
-        if expected_bytes is not None and size != expected_bytes:
-            raise CacheError(f"{os.fspath(path)}: {size} bytes, expected {expected_bytes} by its meta.json. {_REBUILD}")
+        _check_size(path, size, expected_bytes)
         start, count = _header(os.fspath(path), os.pread(handle, _MAX_HEADER, 0))
         if size != start + count * _OFFSET_BYTES:
-            raise CacheError(
-                f"{os.fspath(path)}: {size} bytes, expected {start + count * _OFFSET_BYTES} by its own header, which "
-                f"has {count} entries. {_REBUILD}"
-            )
+            expected = f"{start + count * _OFFSET_BYTES} by its own header, which has {count} entries"
+            raise CacheError(path, f"{size} bytes", expected, REBUILD)
         return _mapped_bytes(handle, size)[start:].view(OFFSET_DTYPE)
     finally:
         os.close(handle)
 
 
 def _header(path: str, begin: bytes) -> tuple[int, int]:
-    """Return where the numbers of a .npy file start, in bytes, and how many there are, by the first bytes of it."""
+    """Return the byte at which the numbers of a .npy file start, and their count. begin: its first bytes."""
     width = {b"\x93NUMPY\x01\x00": 2, b"\x93NUMPY\x02\x00": 4}.get(begin[:8], 0)
     start = 8 + width + int.from_bytes(begin[8 : 8 + width], "little")
     header = _NPY_HEADER.fullmatch(begin[8 + width : start])
     if not width or start > len(begin) or header is None:
-        raise CacheError(f"{path}: not a .npy file of plain numbers: it begins {shortened(begin[:60])}. {_REBUILD}")
+        found = f"not a .npy file of plain numbers: it begins {shortened(begin[:60])}"
+        raise CacheError(path, found, remedy=REBUILD)
     descr, shape = header.group(1).decode(errors="replace"), header.group(2).decode()
     count = re.fullmatch(r"(\d{1,19}),", shape)
     if descr != np.dtype(OFFSET_DTYPE).str or count is None:
-        raise CacheError(f"{path}: {descr} of shape ({shape}), expected int64 [examples]. {_REBUILD}")
+        raise CacheError(path, f"{descr} of shape ({shape})", "int64 [examples]", REBUILD)
     return start, int(count.group(1))
 
 
-def _opened(path: str | os.PathLike[str], what: str) -> int:
+def _opened(path: PathLike, what: str) -> int:
     try:
         return open_regular(path)
     except FileNotFoundError:
-        said = f"{os.fspath(path)}: no such {what}. {_removed(path) or _REBUILD}"
-        raise FileNotFoundError(with_command(said)) from None
+        raise FileNotFoundError(f"{os.fspath(path)}: no such {what}. {_removed(path) or build_again(path)}") from None
 
 
-def _removed(path: str | os.PathLike[str]) -> str:
-    """Return what to do where the whole version of a file is gone, as for a reader that was pickled before gc ran."""
+def _removed(path: PathLike) -> str:
+    """Return the remedy if the version of a file is gone, as for a reader that was pickled before gc ran; else ""."""
     for folder in Path(path).parents:
         public = public_path(folder)
         if public is not None and not folder.exists():
             now = public.resolve().name if public.is_symlink() and public.exists() else ""
-            found = f"which is version {now} now" if now else "once it is built again"
+            today = f"which is version {now} now" if now else "once it is built again"
             return (
-                f"This reader was of version {folder.name} of {public}, which is no longer there: gc removed it, or a "
-                f"build in its place. Nothing but a version {folder.name} would do for it: put that back from a copy, "
-                f"or open a new reader of {public}, {found}"
+                f"This reader needs version {folder.name} of {public}, which gc or a build has removed. Restore that "
+                f"version from a copy, or open a new reader of {public}, {today}"
             )
     return ""
-
-
-def _tokens_beside(path: str | os.PathLike[str]) -> str:
-    return Path(path).name.replace("_idx.npy", "_tokens.bin")

@@ -1,4 +1,7 @@
-"""One chat a row, with the loss on the assistant's words only. B: rows of a batch, T: tokens of a row."""
+"""Reader of an sft cache: one example per row, with loss on the assistant's replies only.
+
+B: rows of a batch, T: tokens of a row.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ from niels_gpt.cache.meta import (
     check_expected,
     check_pair,
     check_tokenizer,
+    existing_cache,
     fingerprint,
+    open_version,
     reader_meta,
     recorded_bytes,
     role_ids,
@@ -37,42 +42,41 @@ from niels_gpt.cache.meta import (
 )
 from niels_gpt.cache.mmap import IO, TokenFiles, check_starts, load_idx, mmap_tokens
 from niels_gpt.cache.pretrain_dataset import outside_vocabulary, split_rows
-from niels_gpt.fileio import META_NAME, CacheError
-from niels_gpt.locks import hold_version
-from niels_gpt.records import checked_int, resolved
-from niels_gpt.remedies import with_command
-from niels_gpt.versions import shown
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import checked_int, resolved
+from niels_gpt.storage.versions import version_name
 
 OverLength = Literal["truncate", "drop", "error"]
-"""What becomes of an example of more than T + 1 tokens: cut (PR-03), left out, or refused at open."""
+"""An example of more than T + 1 tokens is truncated (PR-03), dropped, or an error when the dataset is opened."""
 
-_BLOCK_TOKENS = 1 << 20  # counted at a time
+_BLOCK_TOKENS = 1 << 20  # counted at once
 _WARN_SHARE = 0.05  # of the supervised tokens
 _ANY_ID = (1 << 16) - 1
 
 
 @dataclass(frozen=True)
 class SFTCounts:
-    """What T and the settings of a dataset make of a split; a row is an example as batches have it, cut and padded."""
+    """How T and the settings of a dataset change a split; a row is an example in a batch, truncated and padded."""
 
     examples: int  # of the split
-    rows: int  # that batches are drawn from: examples less the two kinds left out
-    rows_cut: int  # of examples of more than T + 1 tokens
-    rows_dropped: int  # left out by over_length="drop"
-    rows_without_last_eot: int  # cut, and the example's last EOT with it
-    rows_without_target: int  # y_masked is -100 throughout
+    rows: int  # that batches are drawn from: examples without the two kinds left out
+    rows_cut: int  # truncated: of examples of more than T + 1 tokens
+    rows_dropped: int  # by over_length="drop"
+    rows_without_last_eot: int  # truncated before the example's last EOT
+    rows_without_target: int  # y_masked is -100 everywhere
     rows_left_out_without_target: int  # by require_targets
-    supervised_tokens: int  # that carry loss in all examples, uncut, as meta.json has them of a split
-    supervised_tokens_lost: int  # those of them that are in no row: cut off, dropped or left out
+    supervised_tokens: int  # of all whole examples, as in meta.json
+    supervised_tokens_lost: int  # those in no row: truncated, dropped or left out
 
 
 class SFTExampleDataset:
-    """Draws whole examples, cut or padded to T + 1 tokens (PR-03).
+    """Draws examples, truncated or padded to T + 1 tokens (PR-03).
 
-    The version that the files' folder stands for is resolved once, here: a rebuild does not disturb an open dataset,
-    and `gc` leaves its version alone. Safe to fork and to pickle: a copy maps the files anew, does not count again, and
-    is refused (CacheError) where other files have taken their place. Never writes, and opens no file outside that
-    version but the meta.json of the tokenizer beside the cache.
+    The files' folder is resolved to a version once, here: a rebuild does not change an open dataset, and gc keeps its
+    version. Safe to fork and to pickle: a copy maps the files again, does not count again, and raises CacheError if the
+    files were replaced. Never writes, and opens no file outside that version but the meta.json of the tokenizer beside
+    the cache.
     """
 
     def __init__(
@@ -96,31 +100,30 @@ class SFTExampleDataset:
             tokenizer/meta.json (D1).
         tokenizer_sha256: raise CacheError unless the cache was built with this model.
         over_length: see `OverLength`.
-        require_targets: leave out the examples of which T tokens hold no target.
-        expect: what `fingerprint` returned earlier; raise CacheError unless it would now.
+        require_targets: leave out examples without a target in their first T + 1 tokens.
+        expect: an earlier `fingerprint`; raise CacheError unless the split still has it.
         io: "mmap", or "pread" for network file systems: each example is one positioned read, only offsets are mapped.
 
-        All tokens are read once, here: `counts` has what the cut loses. Warns where a row has no target. Tokens and
-        offsets of two splits, caches or versions are refused: by meta.json, and where the ids of the roles' sentinels
-        are known by an example that does not begin with one.
-        Raises: FileNotFoundError, CacheError (each names the file; also where no example is left), ValueError for T
-            that is no integer of 1 or more, another over_length or io, and an eot_id or asst_id outside the vocabulary.
+        All tokens are read once, here, for `counts`. Warns of rows without a target and of lost supervised tokens.
+        Tokens and offsets of two splits, caches or versions are refused: by meta.json, and, if the ids of the roles'
+        sentinels are known, by an example that does not begin with one.
+        Raises: FileNotFoundError; CacheError (each names the file; also if no example is left); ValueError for a T that
+            is not an integer of 1 or more, another over_length or io, and an eot_id or asst_id outside the vocabulary.
         """
         if over_length not in get_args(OverLength):
             raise ValueError(f"over_length={over_length!r}: expected one of {', '.join(get_args(OverLength))}")
         self.T, self.device, self.eot_id, self.io = checked_int("T", T, 1), device, eot_id, io
         self.tokens_path, self.idx_path = _resolved_together(Path(tokens_path), Path(idx_path))
         folder = self.tokens_path.parent
-        self._hold = hold_version(folder)
-        self.meta: dict[str, Any] | None = reader_meta(folder, "sft")
+        self.meta: dict[str, Any] | None
+        self._hold, self.meta, self.vocab_size = open_version(folder, "sft", None)
         check_pair(self.tokens_path, self.idx_path, self.meta)
-        self.vocab_size: int | None = (self.meta or {}).get("vocab_size")
         check_tokenizer(folder, self.meta, tokenizer_sha256)
         self.asst_id, self._roles = self._sentinels(asst_id), role_ids(folder, self.meta)
         self._open()
         check_expected(self.fingerprint(), expect, str(self.tokens_path))
         self.counts, self._kept = self._count(over_length == "drop", require_targets)
-        if over_length == "error":  # after the count, which refuses offsets of other tokens
+        if over_length == "error":  # after counting, which refuses offsets of other tokens
             self._refuse_over_length()
         self._warn(over_length == "drop")
 
@@ -138,17 +141,14 @@ class SFTExampleDataset:
         expect: Mapping[str, Any] | None = None,
         io: IO = "mmap",
     ) -> SFTExampleDataset:
-        """Open a split, "train" or "val", of an sft cache, such as cache/sft/oasst1; its meta.json has the sentinels.
+        """Open a split, "train" or "val", of an sft cache such as cache/sft/oasst1; its meta.json has the sentinels.
 
-        The rest is as for `SFTExampleDataset`. Raises: as there; CacheError for a cache of another kind, and where no
-            meta.json knows the id of the eot sentinel; ValueError for another split.
+        Other arguments: as for `SFTExampleDataset`. Raises: as there; CacheError for a cache of another kind, and if no
+            meta.json has the id of the eot sentinel; ValueError for another split.
         """
         if split not in SPLITS:
             raise ValueError(f"split={split!r}: expected one of {', '.join(SPLITS)}")
-        folder = resolved(Path(os.path.expanduser(cache_dir)))
-        if not folder.is_dir():
-            said = f"{cache_dir}: no such folder. Build it: python -m niels_gpt.cache.cli build-all"
-            raise FileNotFoundError(with_command(said))
+        folder = existing_cache(resolved(Path(os.path.expanduser(cache_dir))), cache_dir)
         meta = reader_meta(folder, "sft")
         return cls(
             folder / f"{split}_tokens.bin",
@@ -164,33 +164,32 @@ class SFTExampleDataset:
         )
 
     def __repr__(self) -> str:
-        """Name the cache and what a batch is."""
+        """Name the cache and the form of a batch."""
         counts, split = self.counts, self.tokens_path.name.removesuffix("_tokens.bin")
-        return (
-            f"SFTExampleDataset({shown(self.tokens_path.parent)}, {split}: {counts.rows:,} rows of {counts.examples:,} "
-            f"examples, x, y, y_masked: int64 [B, {self.T}] on {self.device})"
-        )
+        rows = f"{counts.rows:,} rows of {counts.examples:,} examples"
+        batch = f"x, y, y_masked: int64 [B, {self.T}] on {self.device}"
+        return f"SFTExampleDataset({version_name(self.tokens_path.parent)}, {split}: {rows}, {batch})"
 
     def _warn(self, drop: bool) -> None:
-        """Warn, where the caller made the dataset, of rows without a target and of a loss of more than a twentieth."""
-        counts, said = self.counts, []
+        """Warn the caller of rows without a target, and of more than 5 % of the supervised tokens lost."""
+        counts, messages = self.counts, []
         lost, total = counts.supervised_tokens_lost, counts.supervised_tokens
         if counts.rows_without_target:
-            said.append(
+            messages.append(
                 f"{counts.rows_without_target} of {counts.rows} rows have no target in T + 1 = {self.T + 1} tokens, "
                 f"and the cross entropy of a batch of such rows is nan; {lost} of {total} supervised tokens are lost. "
                 "Pass a larger T, or require_targets=True"
             )
         if lost > _WARN_SHARE * total:
             kept = self._kept_by_t(drop)
-            found = [int(kept.searchsorted(math.ceil(share * total))) for share in (0.99, 1)]
-            most, every = (str(T) if len(kept) > T else f"{T} or more" for T in found)
-            said.append(
+            needed = [int(kept.searchsorted(math.ceil(share * total))) for share in (0.99, 1)]
+            most, every = (str(T) if len(kept) > T else f"{T} or more" for T in needed)
+            messages.append(
                 f"T={self.T} loses {lost} of {total} supervised tokens ({lost / total:.1%}). T={most} keeps 99 % of "
                 f"them, T={every} all"
             )
-        if said:
-            warnings.warn(f"{self.tokens_path}: {'. '.join(said)}", stacklevel=_levels_to_caller())
+        if messages:
+            warnings.warn(f"{self.tokens_path}: {'. '.join(messages)}", stacklevel=_levels_to_caller())
 
     def _kept_by_t(self, drop: bool) -> NDArray[np.int64]:
         """Return how many supervised tokens each T from 0 on keeps: int64 [T]. drop: of whole examples only."""
@@ -198,8 +197,8 @@ class SFTExampleDataset:
         for first, stop in self._blocks():
             starts, ends = self._bounds(np.arange(first, stop))
             ends = np.minimum(ends, starts + _BLOCK_TOKENS)  # of a block of one example
-            ids, marks = self._read(int(starts[0]), int(ends[-1])), {"asst_id": self.asst_id, "eot_id": self.eot_id}
-            needed += targets_by_t(ids, ends - starts[0], len(needed), drop=drop, **marks)
+            ids, sentinels = self._read(int(starts[0]), int(ends[-1])), {"asst_id": self.asst_id, "eot_id": self.eot_id}
+            needed += targets_by_t(ids, ends - starts[0], len(needed), drop=drop, **sentinels)
         return np.cumsum(needed)
 
     def _sentinels(self, asst_id: int | None) -> int:
@@ -208,14 +207,13 @@ class SFTExampleDataset:
         for name, given in (("eot", self.eot_id), ("asst", asst_id)):
             if given is not None and not 0 <= given < end:
                 raise ValueError(f"{name}_id={given}: expected an id of the vocabulary, 0 to {end - 1}")
-        found = special_id(folder, self.meta, "asst") if asst_id is None else asst_id
+        assistant = special_id(folder, self.meta, "asst") if asst_id is None else asst_id
         known = (self.meta or {}).get("special_token_ids") or {}
-        for name, given in (("eot", self.eot_id), ("asst", found)):
+        for name, given in (("eot", self.eot_id), ("asst", assistant)):
             if known.get(name, given) != given:
-                raise CacheError(
-                    f"{folder / META_NAME}: the {name} sentinel has id {known[name]}, but {name}_id={given} was given"
-                )
-        return found
+                found = f"the {name} sentinel has id {known[name]}, but {name}_id={given} was given"
+                raise CacheError(folder / META_NAME, found)
+        return assistant
 
     def _open(self) -> None:
         folder, paths = self.tokens_path.parent, (self.tokens_path, self.idx_path)
@@ -230,7 +228,7 @@ class SFTExampleDataset:
         self._starts = load_idx(self.idx_path, num_tokens=self._num_tokens, expected_bytes=idx_size)
 
     def __len__(self) -> int:
-        """Number of examples, those included that batches leave out."""
+        """Number of examples, including those that batches leave out."""
         return len(self._starts)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -240,19 +238,19 @@ class SFTExampleDataset:
         self.__dict__.update(state)
         before = {**self.fingerprint(), "examples": self.counts.examples}
         self._open()
-        if self.meta is not None:  # a real folder's place may have been taken by another version since
+        if self.meta is not None:  # a real folder may have been replaced since
             self.meta = reader_meta(self.tokens_path.parent, "sft")
         check_expected({**self.fingerprint(), "examples": len(self)}, before, str(self.tokens_path))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what tells these tokens from others, for a checkpoint: see `niels_gpt.cache.meta.fingerprint`."""
+        """Return the identity of these tokens for a checkpoint: see `niels_gpt.cache.meta.fingerprint`."""
         split = self.tokens_path.name.removesuffix("_tokens.bin")
         return fingerprint(self.tokens_path.parent, self.meta, split=split, tokens=self._num_tokens)
 
     def example(self, row: int) -> NDArray[np.uint16]:
         """Return the ids of one whole example: uint16 [tokens], a read-only view of the file (io="pread": a copy).
 
-        Raises: IndexError; CacheError, naming file and place, for an id that is not below meta.json's vocab_size.
+        Raises: IndexError; CacheError, naming file and place, for an id outside meta.json's vocab_size.
         """
         if not 0 <= row < len(self):
             raise IndexError(f"example {row}: there are {len(self)}")
@@ -266,15 +264,15 @@ class SFTExampleDataset:
     ) -> tuple[torch.LongTensor, torch.LongTensor, torch.LongTensor]:
         """Return x, y, y_masked: int64 [B, T], contiguous, on `device`; y_masked is y with -100 where there is no loss.
 
-        An example longer than T + 1 tokens is cut; a shorter one is padded with eot_id, and padding is never a target.
-        One draw from `generator` a batch, on the generator's own device, over `counts.rows`.
-        Raises: CacheError, naming file and place, where a row has an id that is not below meta.json's vocab_size.
+        An example longer than T + 1 tokens is truncated; a shorter one is padded with eot_id, which is never a target.
+        One draw from `generator` per batch, on the generator's device, over `counts.rows`.
+        Raises: CacheError, naming file and place, for an id outside meta.json's vocab_size.
         """
         drawn = torch.randint(self.counts.rows, (B,), generator=generator, device=generator.device).cpu().numpy()
         starts, ends = self._bounds(drawn if self._kept is None else self._kept[drawn])
         ends = np.minimum(ends, starts + (self.T + 1))
         lengths = ends - starts
-        # The examples end to end, as long as they are: padding is neither searched for sentinels nor checked.
+        # The examples end to end, unpadded: padding is neither searched for sentinels nor checked.
         pieces, tokens = zip(starts.tolist(), ends.tolist(), strict=True), self._map
         parts: list[Any] = [self._read(at, end) if tokens is None else tokens[at:end] for at, end in pieces]
         ids = np.frombuffer(bytearray().join(parts), dtype=TOKEN_NUMPY_DTYPE)  # half the time of numpy assignments
@@ -284,7 +282,7 @@ class SFTExampleDataset:
         return x, y, (_masked_by_limit if y.is_cpu else _masked_by_choice)(y, has_loss, runs)
 
     def _bounds(self, examples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the first token of each example, and that after its last one."""
+        """Return the first token of each example, and the one after its last."""
         ends = self._starts.take(examples + 1, mode="clip")
         ends[examples == len(self._starts) - 1] = self._num_tokens
         return self._starts[examples], ends
@@ -296,8 +294,8 @@ class SFTExampleDataset:
         return ids
 
     def _check(self, ids: NDArray[np.uint16], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-        """Raise unless all ids, of pieces that begin at token `starts` of the file, are of the vocabulary."""
-        # The largest id by argmax, which numpy finds in half the time of max.
+        """Raise unless all ids of pieces that begin at token `starts` of the file are of the vocabulary."""
+        # numpy's argmax takes half the time of max.
         if self.vocab_size is not None and len(ids) and ids.item(ids.argmax()) >= self.vocab_size:
             place, stops = int(np.argmax(ids >= self.vocab_size)), np.cumsum(lengths)
             piece = int(stops.searchsorted(place, side="right"))
@@ -312,31 +310,30 @@ class SFTExampleDataset:
         lengths = np.diff(self._starts, append=self._num_tokens)
         too_long, longest = np.count_nonzero(lengths > self.T + 1), int(lengths.argmax())
         if too_long:
-            raise CacheError(
-                f"{self.tokens_path}: {too_long} of {len(self)} examples are longer than T + 1 = {self.T + 1} tokens, "
-                f"the longest is example {longest} with {lengths[longest]}. Pass T={lengths[longest] - 1}, or "
-                'over_length="truncate" or "drop"'
-            )
+            found = f"{too_long} of {len(self)} examples are longer than T + 1 = {self.T + 1} tokens, the longest is"
+            remedy = f'Pass T={lengths[longest] - 1}, or over_length="truncate" or "drop"'
+            raise CacheError(self.tokens_path, f"{found} example {longest} with {lengths[longest]}", remedy=remedy)
 
     def _count(self, drop: bool, require_targets: bool) -> tuple[SFTCounts, NDArray[np.int64] | None]:
-        """Return the counts, and the numbers of the examples that rows are made of; None: of all."""
+        """Return the counts, and the numbers of the examples that become rows; None: all of them."""
         totals: Counter[str] = Counter()
         kept = []
         for first, stop in self._blocks():
-            found, is_row = self._count_block(first, stop, drop, require_targets)
-            totals.update(found)
+            block, is_row = self._count_block(first, stop, drop, require_targets)
+            totals.update(block)
             kept.append(is_row)
         counts = SFTCounts(**totals)
         if counts.rows == 0:
-            raise CacheError(
-                f"{self.tokens_path}: no row is left: of {counts.examples} examples {counts.rows_dropped} are longer "
-                f"than T + 1 = {self.T + 1} tokens (over_length), and {counts.rows_left_out_without_target} have no "
-                "target in them (require_targets). Pass a larger T, or other settings"
+            found = (
+                f"no row is left: of {counts.examples} examples {counts.rows_dropped} are longer than T + 1 = "
+                f"{self.T + 1} tokens (over_length), and {counts.rows_left_out_without_target} have no target in them "
+                "(require_targets)"
             )
+            raise CacheError(self.tokens_path, found, remedy="Pass a larger T, or other settings")
         return counts, None if counts.rows == counts.examples else np.concatenate(kept).nonzero()[0]
 
     def _blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield the first example of a block, and that after its last: _BLOCK_TOKENS at most, or one example."""
+        """Yield the first example of a block, and the one after its last: at most _BLOCK_TOKENS, or one example."""
         first = 0
         while first < len(self):
             stop = max(first + 1, int(self._starts.searchsorted(self._starts[first] + _BLOCK_TOKENS, side="right")) - 1)
@@ -346,21 +343,21 @@ class SFTExampleDataset:
     def _count_block(self, first: int, stop: int, drop: bool, require_targets: bool) -> tuple[Any, NDArray[np.bool_]]:
         """Return the counts of examples first to stop - 1, as a dict, and which of them are rows."""
         starts, ends = self._bounds(np.arange(first, stop))
-        start, end, marks = int(starts[0]), int(ends[-1]), {"asst_id": self.asst_id, "eot_id": self.eot_id}
+        start, end, sentinels = int(starts[0]), int(ends[-1]), {"asst_id": self.asst_id, "eot_id": self.eot_id}
         if end - start <= _BLOCK_TOKENS:
             ids = self._read(start, end)
             self._check_starts(ids[starts - start], starts, first)
-            targets, left, lost_eot = example_targets(ids, ends - start, self.T + 1, **marks)
+            targets, left, lost_eot = example_targets(ids, ends - start, self.T + 1, **sentinels)
         else:  # one example
             if self._roles:
                 self._check_starts(self._read(start, start + 1), starts, first)
             pieces = (self._read(at, min(at + _BLOCK_TOKENS, end)) for at in range(start, end, _BLOCK_TOKENS))
-            targets, left, lost_eot = targets_of_pieces(pieces, self.T + 1, **marks)
+            targets, left, lost_eot = targets_of_pieces(pieces, self.T + 1, **sentinels)
         is_cut = ends - starts > self.T + 1
         is_dropped = is_cut & drop
         is_left_out = (left == 0) & ~is_dropped & require_targets
         is_row = ~(is_dropped | is_left_out)
-        found = {
+        counts = {
             "examples": stop - first,
             "rows": is_row.sum(),
             "rows_cut": (is_row & is_cut).sum(),
@@ -371,11 +368,11 @@ class SFTExampleDataset:
             "supervised_tokens": targets.sum(),
             "supervised_tokens_lost": targets.sum() - left[is_row].sum(),
         }
-        return {name: int(value) for name, value in found.items()}, is_row
+        return {name: int(value) for name, value in counts.items()}, is_row
 
 
 def _levels_to_caller() -> int:
-    """Return the stacklevel of a warning, issued by the caller of this, for the first function outside this file."""
+    """Return the stacklevel of a warning issued by the caller of this for the first function outside this file."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename == __file__:
         level, frame = level + 1, frame.f_back
@@ -389,16 +386,16 @@ def _masked_by_limit(y: torch.Tensor, has_loss: NDArray[np.bool_], runs: NDArray
 
 
 def _masked_by_choice(y: torch.Tensor, has_loss: NDArray[np.bool_], runs: NDArray[np.int64]) -> Any:
-    """Return what `_masked_by_limit` does; y is on any device."""
+    """Return the result of `_masked_by_limit`; y is on any device."""
     is_target = torch.from_numpy(has_loss.repeat(runs).reshape(y.shape))
     moved = (is_target.pin_memory() if y.is_cuda else is_target).to(y.device, non_blocking=y.is_cuda)
     return torch.where(moved, y, IGNORE_INDEX)
 
 
 def _resolved_together(tokens_path: Path, idx_path: Path) -> tuple[Path, Path]:
-    """Resolve the folder of two files once, so that a commit in between cannot give files of two versions.
+    """Resolve the folder of two files once, so that a commit in between cannot mix two versions.
 
-    A file itself is not resolved: one that is a link is refused when it is opened. ~ is the home folder.
+    The files are not resolved: a link is refused when it is opened. ~ is the home folder.
     """
     tokens_path, idx_path = (Path(os.path.expanduser(path)) for path in (tokens_path, idx_path))
     folder = resolved(tokens_path.parent)

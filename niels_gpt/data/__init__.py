@@ -1,11 +1,18 @@
-"""Loaders of training text: one module per source, `local` for anyone's own, `types` for what they yield.
+"""Where texts and chats come from: a loader for each built-in source, and one for user-defined sources.
 
-    places.py      the files of a mirror or of the sample, and their rows (json_stream, parquet_stream, parquet_pages)
-    text_files.py  encodings, the limit of a document, what is counted; upstream_rows.py: the project's sources so
-    hub.py         the rows of the Hugging Face hub, in spite of its network (hub_network, hub_files)
-    local.py       a file, a folder or a glob of one's own (chat_rows: the shapes of a chat)
-    snapshot.py    rows of the hub, kept as a mirror
-    exclude.py     what is to be left out; credits.py: licence and attribution
+fineweb_edu.py    web pages: how FineWeb-Edu's rows become documents
+wikitext.py       encyclopedia lines: which rows of WikiText are documents
+gutenberg.py      books: a file of a mirror is one book, or has one in each row
+roam.py           a folder of markdown notes, and how its files are split into train and val
+dolly.py          instructions: how a row of Dolly becomes a chat
+oasst1.py         trees of messages: which paths of a tree become chats
+upstream_rows.py  what these loaders share: which rows of a built-in source are dropped, counted and logged
+local.py          user-defined sources: which files a pattern matches, and how their rows become texts or chats
+chat_shapes.py    what a chat may look like in a user's file, and which roles are known
+exclude.py        which documents and chats are left out by --exclude
+sources.py        the table of built-in sources: how each is found, loaded and credited; a new source is a row here
+types.py          what loaders yield: PretrainSample, ChatSample, and the id that a sample has in its source
+files/            rows and texts of files of any format
 
-Importing these modules is cheap: datasets, pyarrow, huggingface_hub and torch load on first use.
+Importing these modules is cheap: datasets, pyarrow, huggingface_hub and torch are imported on first use.
 """

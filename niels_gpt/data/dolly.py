@@ -1,18 +1,17 @@
-"""Dolly 15k: instructions with a written response, some about a given context."""
+"""Instructions: how a row of Dolly 15k, an instruction with a response and perhaps a context, becomes a chat."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
-from niels_gpt.data import hub, places
-from niels_gpt.data.chat_rows import with_context
-from niels_gpt.data.text_files import MAX_DOCUMENT_BYTES
+from niels_gpt.data.chat_shapes import with_context
+from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES
 from niels_gpt.data.types import ChatMessage, ChatSample
-from niels_gpt.data.upstream_rows import NumberedRows, UpstreamRows
+from niels_gpt.data.upstream_rows import NumberedRows, UpstreamRows, check_take, shuffled
 
 SOURCE = "dolly15k"
 DATASET_ID = "databricks/databricks-dolly-15k"
@@ -37,26 +36,26 @@ def iter_dolly_sft(
 ) -> Iterator[ChatSample]:
     """Stream Dolly as two-turn chats, with a system turn first on request (PR-02).
 
-    A non-blank context follows the instruction after "\\n\\ncontext:\\n"; texts are kept as given. Rows with a blank
-    instruction or response count as "blank_field", rows where one is absent or anything is not a string as
-    "missing_field"; both are dropped. `shuffle` holds all rows in memory; without it they stream in upstream order.
-    `split` "all" reads every upstream split. meta is the row and its "index". What else is counted, and links: as
-    FineWeb-Edu. position: of a mirror's files in upstream's order without `take`: see position.Position.
+    A non-blank context follows the instruction after "\\n\\ncontext:\\n"; texts stay as they are. Rows with a blank
+    instruction or response count as "blank_field"; rows where one is absent, or a field is not a string, count as
+    "missing_field"; both are dropped. Other counters and links: as iter_fineweb_edu.
+    split: "all" reads every upstream split. shuffle: holds all rows in memory; otherwise they stream in upstream order.
+    position: of a mirror's files, without `shuffle` and `take`: see rows.Position.
+    meta is the row and its "index".
     """
-    places.check_take(take)
-    root = places.mirror_root(source_root)
+    check_take(take)
     rows = UpstreamRows(SOURCE, counters, max_document_bytes)
-    if root is None:
-        splits = UPSTREAM_SPLITS if split == "all" else (split,)
-        found: Iterator[dict[str, Any]] = chain.from_iterable(
-            hub.rows(dataset_id, split=name, streaming=False, revision=revision) for name in splits
-        )
-        numbered = rows.of_hub(found, dataset_id)
-    else:
-        paths = places.split_files(root, dataset_id, split=split, follow_links=follow_links, counters=rows.counters)
-        numbered = rows.of_files(paths, None if shuffle or take is not None else position)
+    numbered = rows.read(
+        source_root,
+        dataset_id,
+        split=split,
+        revision=revision,
+        follow_links=follow_links,
+        all_splits=UPSTREAM_SPLITS,
+        position=None if shuffle or take is not None else position,
+    )
     samples = _chats(numbered, include_system, rows)
-    return islice(places.shuffled(samples, seed) if shuffle else samples, take)
+    return islice(shuffled(samples, seed) if shuffle else samples, take)
 
 
 def _chats(numbered: NumberedRows, include_system: bool, rows: UpstreamRows) -> Iterator[ChatSample]:

@@ -1,15 +1,14 @@
-"""Documents that must not enter a cache: a file of source ids and of sha256 of texts, one a line.
+"""Which documents and chats are left out by --exclude: a file of source ids and sha256 of texts, one per line.
 
     # decontamination: the questions of our evaluation
     5891b5b522d5df086d0ff0b110fbd9d21bb4fc7163af34d08286a2e846f6be03
     <urn:uuid:39147604-bfbe-4ed5-b19c-54105f8ae8a7>
     journal/2024-05-01.md
 
-64 hex digits are the sha256 of a text's utf-8, exactly as its source gives it, or an id; what follows them after a
-space, as `sha256sum` puts a file's name there, is passed over. Anything else is an id. The ids of a document are its
-row's `id`, its file's path below the source's folder, and for oasst1 the ids of its tree and messages. A chat is left
-out if one of its ids, or the text of one of its messages, is listed. Blank lines, and lines that start with `#` and a
-space, are passed over.
+64 hex digits are an id, or the sha256 of a text's UTF-8, exactly as its source has it; text after a space, such as the
+file name that `sha256sum` prints, is ignored. Anything else is an id. The ids of a document are its row's `id`, its
+file's path below the source's folder, and for oasst1 the ids of its tree and messages. A chat is left out if one of its
+ids, or the text of one of its messages, is listed. Blank lines, and lines that start with `#` and a space, are ignored.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ _ID_FIELDS = ("id", "path", "message_tree_id")
 
 @dataclass(frozen=True)
 class Exclusion:
-    """The entries of such a file: ids, and sha256 in lower case."""
+    """The entries of the file: ids, and sha256 in lower case."""
 
     entries: frozenset[str]
 
     @cached_property
     def facts(self) -> dict[str, int | str]:
-        """Return what meta.json says of it: the number of entries, and a sha256 that their order does not change."""
+        """Return the entries of meta.json: the number of entries, and a sha256 that does not depend on their order."""
         lines = "".join(f"{entry}\n" for entry in sorted(self.entries))
         return {"entries": len(self.entries), "sha256": _digest_of(lines)}
 
@@ -53,7 +52,7 @@ class Exclusion:
         return any(_DIGEST.fullmatch(entry) for entry in self.entries)
 
     def matching(self, sample: PretrainSample | ChatSample) -> frozenset[str]:
-        """Return the entries that name a document or chat; if there is one, it must be left out."""
+        """Return the entries that name a document or chat; it is left out if there is one."""
         names = [str(sample.meta[key]) for key in _ID_FIELDS if key in sample.meta]
         names += sample.meta.get("message_ids", ())
         if self._has_digests:
@@ -64,9 +63,9 @@ class Exclusion:
 
 
 def read_exclusion(path: str | os.PathLike[str]) -> Exclusion:
-    """Read such a file.
+    """Read the file of --exclude.
 
-    Raises: FileNotFoundError if there is no such file; ValueError if it is not utf-8 or has no entry.
+    Raises: FileNotFoundError if it does not exist; ValueError if it is not UTF-8 or has no entry.
     """
     file = Path(path).expanduser()
     try:
@@ -84,7 +83,7 @@ def read_exclusion(path: str | os.PathLike[str]) -> Exclusion:
 
 @lru_cache(maxsize=1)
 def _read(path: Path, mtime_ns: int, size: int) -> Exclusion:
-    """Parse a file in the state that its time and size stand for: a build, and each asset at loading, asks for it."""
+    """Parse a file; the cache is for one modification time and size, as a build and each asset read the file."""
     lines = path.read_text(encoding="utf-8-sig").split("\n")
     entries = [line.strip() for line in lines if line.strip() and not re.match(r"\s*#(\s|$)", line)]
     if not entries:
@@ -93,9 +92,9 @@ def _read(path: Path, mtime_ns: int, size: int) -> Exclusion:
 
 
 def remaining(samples: Iterable[Sample], exclude: str | None, counters: Counter[str]) -> Iterator[Sample]:
-    """Yield the samples that the file `exclude` does not list; the others count as "excluded", 0 where there are none.
+    """Yield the samples that the file `exclude` does not list; the others count as "excluded", which may be 0.
 
-    exclude: None for no file. It is read at the first sample. The log says how many of its entries named something.
+    exclude: None for no file; it is read at the first sample. At the end, the number of matched entries is logged.
     """
     if exclude is None:
         yield from samples
@@ -105,15 +104,15 @@ def remaining(samples: Iterable[Sample], exclude: str | None, counters: Counter[
     counters[EXCLUDED] += 0
     try:
         for sample in samples:
-            found = exclusion.matching(sample)
-            matched |= found
-            if found:
+            entries = exclusion.matching(sample)
+            matched |= entries
+            if entries:
                 counters[EXCLUDED] += 1
             else:
                 yield sample
     finally:
         total = len(exclusion.entries)
-        logger.info("%s: %d of its %d entries named a document of what was read here", exclude, len(matched), total)
+        logger.info("%s: %d of its %d entries named a document that was read", exclude, len(matched), total)
 
 
 def _digest_of(text: str) -> str:

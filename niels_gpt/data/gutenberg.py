@@ -1,4 +1,4 @@
-"""Project Gutenberg: English books."""
+"""Books: English texts of Project Gutenberg, a file of a mirror or a row of a table each."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
-from niels_gpt.data import hub, places
-from niels_gpt.data.fineweb_edu import samples_of_rows
-from niels_gpt.data.text_files import MAX_DOCUMENT_BYTES
+from niels_gpt.data.files.mirrors import KNOWN_SUFFIXES
+from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES
 from niels_gpt.data.types import PretrainSample
-from niels_gpt.data.upstream_rows import UpstreamRows
+from niels_gpt.data.upstream_rows import UpstreamRows, check_take, samples_of_rows
 
 SOURCE = "gutenberg"
 FOLDER = "gutenberg"
@@ -33,32 +32,24 @@ def iter_gutenberg(
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     follow_links: bool = False,
 ) -> Iterator[PretrainSample]:
-    """Stream books, with the same rules of shuffling, counting and links as FineWeb-Edu (PR-02).
+    """Stream books; shuffling, counters and links as in iter_fineweb_edu (PR-02).
 
-    A mirror and the sample keep them in `gutenberg/`, whatever the `dataset_id`: a .txt or .md file is one book, whole,
-    with meta["path"]; a .jsonl or .parquet file has a book a row.
+    A mirror and the sample keep them in `gutenberg/`, for any `dataset_id`: a .txt or .md file is one whole book, with
+    meta["path"]; a .jsonl or .parquet file has one book per row.
     """
-    places.check_take(take)
-    root = places.mirror_root(source_root)
+    check_take(take)
     rows = UpstreamRows(SOURCE, counters, max_document_bytes)
-    if root is None:
-        found = hub.rows(
-            dataset_id,
-            split=split,
-            streaming=streaming,
-            revision=revision,
-            shuffle_seed=seed if shuffle else None,
-            shuffle_buffer=shuffle_buffer_size,
-        )
-        numbered = rows.of_hub(found, dataset_id)
-    else:
-        paths = places.split_files(
-            root,
-            FOLDER,
-            split=split,
-            suffixes=places.KNOWN_SUFFIXES,
-            follow_links=follow_links,
-            counters=rows.counters,
-        )
-        numbered = rows.of_books(root / FOLDER, paths, BOOK_SUFFIXES)
-    return islice(samples_of_rows(numbered, rows, source=SOURCE), take)
+    numbered = rows.read(
+        source_root,
+        dataset_id,
+        split=split,
+        revision=revision,
+        follow_links=follow_links,
+        streaming=streaming,
+        shuffle_seed=seed if shuffle else None,
+        shuffle_buffer=shuffle_buffer_size,
+        folder=FOLDER,
+        suffixes=KNOWN_SUFFIXES,
+        book_suffixes=BOOK_SUFFIXES,
+    )
+    return islice(samples_of_rows(numbered, rows), take)

@@ -1,6 +1,6 @@
-"""Anyone's own text and chats: a file, a folder or a glob becomes a stream of samples.
+"""User-defined sources: which files a pattern matches, and how their rows become texts or chats.
 
-A .txt, .md, .rst or .html file is one document, as it is; in .jsonl, .json and .parquet files a row is a text or a
+A .txt, .md, .rst or .html file is one document, unchanged; in .jsonl, .json and .parquet files each row is a text or a
 chat. All but .parquet may be compressed, with .gz after the suffix. What gives no sample is counted: as too_large,
 unreadable_row, missing_field, malformed or unknown_role.
 """
@@ -18,39 +18,40 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.chat_template import count_role
-from niels_gpt.data import chat_rows, places
-from niels_gpt.data.fineweb_edu import TEXT_FIELDS
-from niels_gpt.data.parquet_stream import field_names
-from niels_gpt.data.position import Position
-from niels_gpt.data.text_files import MAX_DOCUMENT_BYTES, TOO_LARGE, Problem, TooLarge, read_text
+from niels_gpt.data import chat_shapes
+from niels_gpt.data.files.parquet import field_names
+from niels_gpt.data.files.rows import TABLE_SUFFIXES, Position, numbered_rows
+from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, MISSING_FIELD, TOO_LARGE, TooLarge, count, read_text
+from niels_gpt.data.files.walk import first_link, once_each, walk_folders
 from niels_gpt.data.types import ChatSample, PretrainSample
+from niels_gpt.data.upstream_rows import TEXT_FIELDS
 
 logger = logging.getLogger(__name__)
 
 _PLAIN_SUFFIXES = (".txt", ".md", ".rst", ".html", ".htm")
 DOCUMENT_SUFFIXES = (*_PLAIN_SUFFIXES, *(f"{suffix}.gz" for suffix in _PLAIN_SUFFIXES))
-CHAT_SUFFIXES = (".json", *places.TABLE_SUFFIXES)
+CHAT_SUFFIXES = (".json", *TABLE_SUFFIXES)
 TEXT_SUFFIXES = (*DOCUMENT_SUFFIXES, *CHAT_SUFFIXES)
 _MOST_NAMES = 20  # in a message
 
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """The files of one source."""
+    """The files of one user-defined source."""
 
     root: Path
-    """A folder common to them; a file's name is its path below it."""
+    """A folder above all of them; a file's name is its path below it."""
     files: tuple[Path, ...]
-    """Absolute, each once, in order of the bytes of their names."""
+    """Absolute, each once, in byte order of their names."""
     other_files: int
-    """How many more match and are not read: pictures among notes, pipes, links to nothing."""
+    """How many matching files are not read: pictures among notes, pipes, broken links."""
     other_kinds: tuple[tuple[str, int], ...] = ()
-    """The suffixes of those, each with their number, the most frequent first."""
+    """Their suffixes with their number, the most frequent first."""
     links: tuple[Path, ...] = ()
-    """The links that match, or are in the way to files that may, and are not followed."""
+    """Links that are not followed: those that match, or lead to files that may match."""
 
     def name_of(self, path: Path) -> str:
-        """Return a file's name, with / between folders; U+FFFD stands for bytes of it that are not utf-8."""
+        """Return a file's name, with / between folders and U+FFFD for bytes that are not UTF-8."""
         return os.fsencode(path.relative_to(self.root).as_posix()).decode("utf-8", "replace")
 
 
@@ -63,16 +64,16 @@ def find(
 ) -> LocalFiles:
     """Find the files of a source.
 
-    pattern: a file; a folder, for all that is below it, as `FOLDER/**` is; or a glob, in which `**` stands for any
-        folders, and which matches files, not folders. `~` is the home folder. Hidden files and folders (`.git`,
-        `.obsidian`) are left out, unless the pattern names them.
+    pattern: a file; a folder, for all files below it, as `FOLDER/**`; or a glob, in which `**` stands for any folders
+        and which matches files, not folders. `~` is the home folder. Hidden files and folders (`.git`, `.obsidian`) are
+        left out, unless the pattern names them.
     base: what a relative pattern is relative to; None: the current folder.
-    suffixes: of the kinds that are read, in upper or lower case; CHAT_SUFFIXES for chats.
-    follow_links: follow those below the folder, or below the part of a glob before its first wildcard, too; what the
-        pattern itself names may always be a link. Each file comes once then, by the name with the fewest links, then
-        the fewest parts, then the first by its bytes.
+    suffixes: of the files to read, in upper or lower case; CHAT_SUFFIXES for chats.
+    follow_links: also links below the folder, or below the part of a glob before its first wildcard; what the pattern
+        itself names may always be a link. Each file is then listed once, by the path with the fewest links, then the
+        fewest parts, then the first in byte order.
     Returns: `root` is the folder, the file's folder, or the part of the glob before its first wildcard, so that a new
-        file leaves the names of the others as they are.
+        file does not change the names of the others.
     Raises: FileNotFoundError if nothing matches, or nothing that can be read.
     """
     start, rest = Path.cwd() if base is None else base, os.path.expanduser(pattern)
@@ -86,9 +87,9 @@ def find(
         root, wild = _split(start, rest)
     links: list[Path] = []
     matches = _matches(root, wild, follow_links, links)
-    if not follow_links and (literal.is_dir() or not os.path.lexists(literal)):  # a file that is named may be a link
+    if not follow_links and (literal.is_dir() or not os.path.lexists(literal)):  # a named file may be a link
         matches = _without_links(matches, root, suffixes, links)
-    readable = places.once_each(path for path in matches if _has_suffix(path, suffixes) and os.path.isfile(path))
+    readable = once_each(path for path in matches if _has_suffix(path, suffixes) and os.path.isfile(path))
     if not readable:
         raise FileNotFoundError(_nothing_found(pattern, literal, matches, suffixes, links))
     files, root = in_order(readable.values(), root)
@@ -98,10 +99,10 @@ def find(
 
 
 def _without_links(matches: Iterable[Path], root: Path, suffixes: Sequence[str], links: list[Path]) -> list[Path]:
-    """Return what is reached without a link below `root`; `links` receives the others' first ones."""
+    """Return the files reached without a link below `root`; `links` receives the first link to each other file."""
     kept = []
     for path in matches:
-        link = places.first_link(root, path)
+        link = first_link(root, path)
         if link is None or (link == path and not _has_suffix(path, suffixes)):  # such as one to a picture
             kept.append(path)
         else:
@@ -110,13 +111,13 @@ def _without_links(matches: Iterable[Path], root: Path, suffixes: Sequence[str],
 
 
 def expand(pattern: str) -> list[Path]:
-    """Return the files that a glob matches, `**` included, as absolute paths; each once, links followed."""
+    """Return the files that a glob matches, with `**` and following links, as absolute paths; each once."""
     matches = _matches(*_split(Path.cwd(), os.path.expanduser(pattern)), follow_links=True, links=[])
-    return list(places.once_each(filter(os.path.isfile, matches)).values())
+    return list(once_each(filter(os.path.isfile, matches)).values())
 
 
 def _split(start: Path, pattern: str) -> tuple[Path, tuple[str, ...]]:
-    """Return the folder that a glob begins in, and the parts from its first wildcard on, the last one in any case."""
+    """Return the folder before a glob's first wildcard, and the other parts; the last part is always one of them."""
     parts = Path(pattern).parts
     fixed = tuple(itertools.takewhile(lambda part: not glob.has_magic(part), parts[:-1]))
     return Path(os.path.abspath(start.joinpath(*fixed))), parts[len(fixed) :]
@@ -128,11 +129,11 @@ def _matches(root: Path, wild: Sequence[str], follow_links: bool, links: list[Pa
 
 
 def _paths(folder: Path, wild: Sequence[str], follow_links: bool, links: list[Path]) -> Iterator[Path]:
-    # glob's own `**` goes round in links to folders above: 40 times for one of them, without an end for two.
+    # The `**` of glob follows links to parent folders: 40 times for one such link, forever for two.
     if "**" in wild:
         at = wild.index("**")
         for base in _paths(folder, wild[:at], follow_links, links):
-            for below in places.walk_folders(base, follow_links=follow_links, links=links):
+            for below in walk_folders(base, follow_links=follow_links, links=links):
                 yield from _paths(below, wild[at + 1 :] or ("*",), follow_links, links)
     elif wild:
         yield from (folder / name for name in glob.iglob(os.path.join(*wild), root_dir=folder))
@@ -152,9 +153,9 @@ _ODD = "pipes, devices or links to nothing"
 
 
 def in_order(files: Iterable[Path], *folders: Path) -> tuple[list[Path], Path]:
-    """Return absolute files, each once, and the folder common to them and to `folders`.
+    """Return absolute files, each once, and the folder above them and `folders`.
 
-    Their order is that of the bytes of their paths below it, so that the same files elsewhere come in the same order.
+    They are sorted by the bytes of their paths below it, so that the same files elsewhere have the same order.
     """
     once = set(files)
     root = Path(os.path.commonpath([*(path.parent for path in once), *folders]))
@@ -172,40 +173,27 @@ def iter_texts(
 ) -> Iterator[PretrainSample]:
     """Stream documents in order of files and rows, empty ones included.
 
-    A file is rows where its suffix is one of CHAT_SUFFIXES, else one document.
-    field: of a row, where its text is; None: the first of text, content, document that is a string. A row without one
-        counts as "missing_field".
+    A file with one of CHAT_SUFFIXES has rows; any other file is one document.
+    field: of a row's text; None: the first of text, content, document that is a string. A row without a text counts as
+        "missing_field".
     max_document_bytes: of a document or row; a larger one counts as "too_large".
-    position: where it is told where the stream is, and begins, by `file`, `row` and `index`: see position.Position.
-    The samples' meta: "index", its number in the stream from 0; "path", the file's name; and of a row "row", its number
-        from 1 (see places.numbered_rows), and "id", where it has one that is a string or an integer, as a string.
-    Raises: ValueError for a file that is damaged, when it is reached, and at the end if there is not one text.
+    position: see rows.Position; with `index`.
+    The samples' meta: "index", the number in the stream from 0; "path", the file's name; for a row "row", its number
+        from 1 (see rows.numbered_rows), and "id", if it is a string or an integer, as a string.
+    Raises: ValueError for a damaged file, when it is reached, and at the end if there is no text at all.
     """
     wanted = TEXT_FIELDS if field is None else (field,)
-    rows = _Rows(found, counters, columns=(*wanted, "id"), max_document_bytes=max_document_bytes)
-    place = Position(position)
-    index = place.number("index")
-    for file, path in enumerate(found.files):
-        if place.passed(file):
-            continue
-        if not _has_suffix(path, CHAT_SUFFIXES):
-            for text in () if place.behind(file) else rows.document(path):
-                place.at(file, 1, index=index + 1)
-                yield PretrainSample(text=text, source=source, meta={"index": index, "path": found.name_of(path)})
-                index += 1
-            continue
-        for row, where in rows.of(path, place.behind(file)):
-            texts = [row[name] for name in wanted if isinstance(row.get(name), str)]
-            if not texts:
-                found_in = [f"{type(row[name]).__name__} in the field {name}" for name in wanted if name in row]
-                rows.drop(chat_rows.MISSING_FIELD, ", ".join(found_in))
-                continue
-            place.at(file, where["row"], index=index + 1)
-            yield PretrainSample(text=texts[0], source=source, meta={"index": index, **where})
-            index += 1
-    if not index and rows.dropped:
-        expected = f"a string in the field {' or '.join(wanted)}; name the one that holds the text: NAME=GLOB:FIELD"
-        raise ValueError(f"{source}: not one text in {rows.summary(expected)}")
+    reader = _Reader(found, counters, (*wanted, "id"), max_document_bytes, position)
+    for item, where in reader.read():
+        if isinstance(item, str):
+            yield PretrainSample(text=item, source=source, meta=reader.meta(where))
+        elif texts := [item[name] for name in wanted if isinstance(item.get(name), str)]:
+            yield PretrainSample(text=texts[0], source=source, meta=reader.meta(where))
+        else:
+            types = [f"{type(item[name]).__name__} in the field {name}" for name in wanted if name in item]
+            reader.drop(MISSING_FIELD, ", ".join(types))
+    expected = f"a string in the field {' or '.join(wanted)}; name the one that holds the text: NAME=GLOB:FIELD"
+    reader.check_any(f"{source}: not one text", expected)
 
 
 def iter_chats(
@@ -216,75 +204,79 @@ def iter_chats(
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     position: dict[str, int] | None = None,
 ) -> Iterator[ChatSample]:
-    """Stream chats in order of files and rows, those without an assistant's turn included.
+    """Stream chats in order of files and rows, including those without an assistant's turn.
 
-    What a row may look like, and why it may be dropped: see chat_rows. The rest: as `iter_texts`.
+    What a row may look like, and why it may be dropped: see chat_shapes. The rest: as `iter_texts`.
     """
-    rows = _Rows(found, counters, columns=(*chat_rows.FIELDS, "id"), max_document_bytes=max_document_bytes)
-    place = Position(position)
-    index = place.number("index")
-    for file, path in enumerate(found.files):
-        if place.passed(file):
-            continue
-        for row, where in rows.of(path, place.behind(file)):
-            try:
-                messages = chat_rows.messages_of(row)
-            except chat_rows.NotAChatError as error:
-                rows.drop(error.reason, error.found, role=error.role)
-                continue
-            place.at(file, where["row"], index=index + 1)
-            yield ChatSample(messages=messages, source=source, meta={"index": index, **where})
-            index += 1
-    if not index and rows.dropped:
-        raise ValueError(f"{source}: not one chat in {rows.summary(f'one of the shapes {chat_rows.SHAPES}')}")
+    reader = _Reader(found, counters, (*chat_shapes.FIELDS, "id"), max_document_bytes, position)
+    for row, where in reader.read(rows_only=True):
+        try:
+            messages = chat_shapes.messages_of(row)
+        except chat_shapes.NotAChatError as error:
+            reader.drop(error.reason, error.found, role=error.role)
+        else:
+            yield ChatSample(messages=messages, source=source, meta=reader.meta(where))
+    reader.check_any(f"{source}: not one chat", f"one of the shapes {chat_shapes.SHAPES}")
 
 
-class _Rows:
-    """The rows of a source's files, and what was dropped of them."""
+class _Reader:
+    """Reads the documents and rows of a source's files, and counts and logs what is dropped."""
 
     def __init__(
         self,
         found: LocalFiles,
         counters: Counter[str] | None,
-        *,
         columns: Collection[str],
         max_document_bytes: int,
+        position: dict[str, int] | None,
     ) -> None:
-        self.dropped: Counter[str] = Counter()
         self._found = found
         self._counters = Counter() if counters is None else counters
-        self._limit = max_document_bytes
         self._columns = columns
-        self._row: tuple[Path, int, dict[str, Any]]  # the present one
-        self._first = ""  # what fields the first row has that could be read
-        self._problem = ""  # of the first that could not
-        self._told: set[tuple[str, str | None]] = set()
+        self._limit = max_document_bytes
+        self._position = Position(position)
+        self._index = self._position.number("index")  # of the next sample
+        self._file = 0
+        self._row: tuple[Path, int, dict[str, Any]]  # the current one
+        self._first = ""  # the fields of the first row that could be read
+        self._problem = ""  # of the first row that could not
+        self._dropped: Counter[str] = Counter()
+        self._logged: set[tuple[str, str | None]] = set()
 
-    def document(self, path: Path) -> Iterator[str]:
-        """Yield the text of a file that is one document, or nothing, which is counted."""
+    def read(self, *, rows_only: bool = False) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yield each document's text or each row, with "path" and, for a row, "row" and "id"."""
+        for file, path in enumerate(self._found.files):
+            if self._position.skips_file(file):
+                continue
+            self._file, skip_to = file, self._position.last_skipped_row(file)
+            if rows_only or _has_suffix(path, CHAT_SUFFIXES):
+                yield from self._rows(path, skip_to)
+            elif not skip_to:
+                yield from self._document(path)
+
+    def meta(self, where: dict[str, Any]) -> dict[str, Any]:
+        """Return the meta of the next sample, after its position is recorded."""
+        self._index += 1
+        self._position.set(self._file, where.get("row", 1), index=self._index)
+        return {"index": self._index - 1, **where}
+
+    def _document(self, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
-            yield read_text(path, counters=self._counters, max_document_bytes=self._limit)
+            text = read_text(path, counters=self._counters, max_document_bytes=self._limit)
         except TooLarge as error:
-            self._problem = self._problem or str(error)
-            if self._counted_first(TOO_LARGE, None):
-                _warn(str(error), TOO_LARGE)
+            self._drop_problem(TOO_LARGE, None, str(error))
+        else:
+            yield text, {"path": self._found.name_of(path)}
 
-    def of(self, path: Path, behind: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield the rows of a file behind the one of that number, each with its place as a sample's meta gives it."""
+    def _rows(self, path: Path, skip_to: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         name = self._found.name_of(path)
-
-        def pass_over(problem: Problem) -> None:
-            self._problem = self._problem or problem
-            if self._counted_first(problem.reason, str(path), problem.rows):
-                _warn(problem, problem.reason)
-
-        rows = places.numbered_rows(
+        rows = numbered_rows(
             path,
             counters=self._counters,
             columns=self._columns,
-            unreadable=pass_over,
+            unreadable=lambda problem: self._drop_problem(problem.reason, str(path), problem, problem.rows),
             max_document_bytes=self._limit,
-            behind=behind,
+            skip_to=skip_to,
         )
         for number, row in rows:
             self._row = (path, number, row)
@@ -292,39 +284,43 @@ class _Rows:
             known = isinstance(row.get("id"), str | int) and not isinstance(row["id"], bool)
             yield row, {"path": name, "row": number} | ({"id": str(row["id"])} if known else {})
 
-    def drop(self, reason: str, found: str, *, role: str | None = None) -> None:
-        """Count the present row as dropped, and log the first one of each reason and of each foreign role.
+    def drop(self, reason: str, problem: str, *, role: str | None = None) -> None:
+        """Count the current row as dropped, and log the first one of each reason and of each unknown role.
 
-        found: what is wrong with it; "": its fields are not those that were looked for.
+        problem: what is wrong with it; "" if it has none of the expected fields.
         """
-        if role is not None and self._counters is not None:
+        if role is not None:
             count_role(self._counters, role)
-        if self._counted_first(reason, role):
-            path, number, _ = self._row
-            _warn(f"{path}, row {number}: found {found or self._fields()}", reason)
+        path, number, _ = self._row
+        self._count(reason, role, f"{path}, row {number}: found {problem or self._fields()}")
 
-    def summary(self, expected: str) -> str:
-        """Tell how many rows were dropped, why, what the first is like, and what was expected, if they have fields."""
-        reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(self.dropped.items()))
-        count = f"{self.dropped.total()} rows below {self._found.root} ({reasons}); the first: "
-        return count + (f"{self._first}. Expected {expected}" if self._first else self._problem)
+    def check_any(self, problem: str, expected: str) -> None:
+        """Raise ValueError, at the end, if rows were dropped and there was no sample.
 
-    def _counted_first(self, reason: str, kind: str | None, number: int = 1) -> bool:
-        self.dropped[reason] += number
-        places.count(self._counters, reason, number)
-        first = (reason, kind) not in self._told
-        self._told.add((reason, kind))
-        return first
+        It gives the reasons, the first row, and what was expected if that row has fields.
+        """
+        if not self._index and self._dropped:
+            reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(self._dropped.items()))
+            first = f"{self._first}. Expected {expected}" if self._first else self._problem
+            rows = f"{self._dropped.total()} rows below {self._found.root} ({reasons})"
+            raise ValueError(f"{problem} in {rows}; the first: {first}")
+
+    def _drop_problem(self, reason: str, kind: str | None, problem: str, number: int = 1) -> None:
+        self._problem = self._problem or problem
+        self._count(reason, kind, problem, number)
+
+    def _count(self, reason: str, kind: str | None, problem: str, number: int = 1) -> None:
+        self._dropped[reason] += number
+        count(self._counters, reason, number)
+        if (reason, kind) not in self._logged:
+            self._logged.add((reason, kind))
+            logger.warning("%s. Counted as %s; more like it are counted only", problem, reason)
 
     def _fields(self) -> str:
         path, _, row = self._row
-        names = field_names(path) if _has_suffix(path, (".parquet",)) else list(row)  # not all of its are read
+        names = field_names(path) if _has_suffix(path, (".parquet",)) else list(row)  # parquet: not all were read
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         return f"the fields {', '.join(names[:_MOST_NAMES]) or 'none'}{more}"
-
-
-def _warn(problem: str, reason: str) -> None:
-    logger.warning("%s. Counted as %s; more like it are counted only", problem, reason)
 
 
 def _nothing_found(
@@ -333,7 +329,7 @@ def _nothing_found(
     if links and not matches:
         return (
             f"nothing that {pattern!r} matches can be read: found {len(set(links))} symbolic links, such as "
-            f"{min(links)}, which are not followed. If they may be, pass --follow-links"
+            f"{min(links)}, which are not followed. To follow them, pass --follow-links"
         )
     if not matches and not literal.is_dir():
         return (

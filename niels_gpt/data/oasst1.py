@@ -1,4 +1,4 @@
-"""OpenAssistant 1: trees of messages, read as one chat per path from root to leaf."""
+"""OpenAssistant 1: trees of messages, and which paths from root to leaf become chats."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice, pairwise
 from typing import Any
 
-from niels_gpt.data import hub, places
-from niels_gpt.data.text_files import MAX_DOCUMENT_BYTES, MISSING_FIELD
+from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, MISSING_FIELD, count
 from niels_gpt.data.types import ChatMessage, ChatSample
-from niels_gpt.data.upstream_rows import NumberedRows, UpstreamRows
+from niels_gpt.data.upstream_rows import NumberedRows, UpstreamRows, check_take, shuffled
 
 SOURCE = "oasst1"
 DATASET_ID = "OpenAssistant/oasst1"
 UPSTREAM_SPLITS = ("train", "validation")
 ROLES = {"prompter": "user", "assistant": "assistant"}
-# All 88,000 messages are held at once, so the labels and scores, most of a row's weight, are left behind.
+# All 88,000 messages are held in memory, without the labels and scores, which are most of a row's size.
 KEPT_FIELDS = ("message_id", "parent_id", "message_tree_id", "text", "role", "lang", "deleted")
 
 Record = dict[str, Any]
@@ -40,10 +39,10 @@ def iter_oasst1_sft(
 ) -> Iterator[ChatSample]:
     """Stream chats tree by tree, the threads of a tree one after another (PR-02).
 
-    `take_trees` counts trees, also those that give no thread. `shuffle_trees` permutes trees, not threads, by torch.
-    `_reconstruct_threads` says what is dropped.
+    take_trees: counts trees, including those without a usable thread. shuffle_trees: permutes trees, not threads, by
+    torch. What is dropped: see `_reconstruct_threads`.
     """
-    places.check_take(take_trees)
+    check_take(take_trees)
     _check_max_messages(max_messages)
     trees = iter_oasst1_trees(
         split=split,
@@ -54,7 +53,7 @@ def iter_oasst1_sft(
         max_document_bytes=max_document_bytes,
         follow_links=follow_links,
     )
-    chosen = islice(places.shuffled(trees, seed) if shuffle_trees else trees, take_trees)
+    chosen = islice(shuffled(trees, seed) if shuffle_trees else trees, take_trees)
     return chain.from_iterable(
         _reconstruct_threads(tree, english_only=english_only, max_messages=max_messages, counters=counters)
         for tree in chosen
@@ -73,23 +72,20 @@ def iter_oasst1_trees(
 ) -> Iterator[list[Record]]:
     """Group messages by tree, in order of each tree's first message; within a tree in file order.
 
-    Holds every message in memory. `split` "all" reads every upstream split. A message without a text, a role, an id or
-    a tree counts as "missing_field" and is dropped. What else is counted, and links: as FineWeb-Edu.
+    Holds every message in memory. split: "all" reads every upstream split. A message without a text, a role, an id or a
+    tree counts as "missing_field" and is dropped. Other counters and links: as iter_fineweb_edu.
     """
-    root = places.mirror_root(source_root)
     rows = UpstreamRows(SOURCE, counters, max_document_bytes)
-    if root is None:
-        splits = UPSTREAM_SPLITS if split == "all" else (split,)
-        found: Iterator[Record] = chain.from_iterable(
-            hub.rows(dataset_id, split=name, streaming=False, revision=revision) for name in splits
-        )
-        numbered = rows.of_hub(found, dataset_id)
-    else:
+    numbered = rows.read(
+        source_root,
+        dataset_id,
+        split=split,
+        revision=revision,
+        follow_links=follow_links,
+        all_splits=UPSTREAM_SPLITS,
         # A copy of the hub's repository has the same messages twice: exports beside the parquet files in data/.
-        paths = places.split_files(
-            root, dataset_id, split=split, folders=("data",), follow_links=follow_links, counters=rows.counters
-        )
-        numbered = rows.of_files(paths)
+        inner_folders=("data",),
+    )
     return _trees(numbered, rows)
 
 
@@ -122,14 +118,12 @@ def _reconstruct_threads(
     english_only: bool = True,
     max_messages: int = 32,
     counters: Counter[str] | None = None,
-    max_document_bytes: int = MAX_DOCUMENT_BYTES,
-    follow_links: bool = False,
 ) -> Iterator[ChatSample]:
-    """Give one chat per path from a root to a leaf, siblings in file order (PR-02, D15).
+    """Yield one chat per path from a root to a leaf, siblings in file order (PR-02, D15).
 
-    Messages lost are counted by reason: "missing_field"; "duplicate_id" (the later one); "orphan" (the parent is not
+    Dropped messages are counted by reason: "missing_field"; "duplicate_id" (the later one); "orphan" (the parent is not
     among the records), "deleted" and "not_english" with all below them; "cycle" (no root above); "blank" (skipped: its
-    replies answer the message above it); "over_max_messages" (below the cut, where the path ends). Threads lost:
+    replies answer the message above it); "over_max_messages" (below the cut, where the path ends). Dropped threads:
     "unknown_role", "same_role_twice", "no_assistant_turn". Texts are stripped.
     """
     _check_max_messages(max_messages)
@@ -140,7 +134,7 @@ def _reconstruct_threads(
     kept = _prune(by_id, children, english_only, counters)
     replies = _without_blanks(by_id, children, kept, counters)
     for path, below in _paths(replies, max_messages):
-        places.count(counters, "over_max_messages", below)
+        count(counters, "over_max_messages", below)
         sample = _thread([by_id[message_id] for message_id in path], counters)
         if sample is not None:
             yield sample
@@ -150,20 +144,20 @@ def _index(records: Iterable[Record], counters: Counter[str] | None) -> dict[str
     by_id: dict[str, Record] = {}
     for record in records:
         if not _is_whole(record):
-            places.count(counters, "missing_field")
+            count(counters, "missing_field")
         elif record["message_id"] in by_id:
-            places.count(counters, "duplicate_id")
+            count(counters, "duplicate_id")
         else:
             by_id[record["message_id"]] = record
     return by_id
 
 
 def _below(start: Iterable[str], children: dict[str | None, list[str]]) -> list[str]:
-    """List the start messages and all below them, parents first; only for starts outside any cycle."""
-    found = list(start)
-    for message_id in found:  # grows while it is read
-        found += children.get(message_id, ())
-    return found
+    """List the start messages and all below them, parents first; the starts must be outside any cycle."""
+    below = list(start)
+    for message_id in below:  # grows during the loop
+        below += children.get(message_id, ())
+    return below
 
 
 def _prune(
@@ -172,12 +166,12 @@ def _prune(
     english_only: bool,
     counters: Counter[str] | None,
 ) -> set[str]:
-    """Return the ids that stay, having counted what goes."""
+    """Return the ids that are kept, and count the others."""
     reachable = _below(children.get(None, ()), children)
     orphans = [key for key, record in by_id.items() if record.get("parent_id") not in by_id and _has_parent(record)]
-    lost = _below(orphans, children)
-    places.count(counters, "orphan", len(lost))
-    places.count(counters, "cycle", len(by_id) - len(reachable) - len(lost))
+    lost = len(_below(orphans, children))
+    count(counters, "orphan", lost)
+    count(counters, "cycle", len(by_id) - len(reachable) - lost)
     reason_of: dict[str, str] = {}
     for message_id in reachable:  # parents first, so a parent's reason is known
         record = by_id[message_id]
@@ -189,7 +183,7 @@ def _prune(
         elif english_only and record.get("lang") != "en":
             reason_of[message_id] = "not_english"
     for reason, number in Counter(reason_of.values()).items():
-        places.count(counters, reason, number)
+        count(counters, reason, number)
     return set(reachable) - reason_of.keys()
 
 
@@ -203,24 +197,24 @@ def _without_blanks(
     kept: set[str],
     counters: Counter[str] | None,
 ) -> dict[str | None, list[str]]:
-    """Return the kept messages' replies, where the replies of a blank message stand in its place."""
+    """Return the kept messages' replies; the replies to a blank message replace it."""
     blank = {key for key in kept if not by_id[key]["text"].strip()}
-    places.count(counters, "blank", len(blank))
+    count(counters, "blank", len(blank))
     replies: dict[str | None, list[str]] = {}
     for parent in (None, *(kept - blank)):
-        stack, found = [key for key in reversed(children.get(parent, ())) if key in kept], []
+        stack, answers = [key for key in reversed(children.get(parent, ())) if key in kept], []
         while stack:
             key = stack.pop()
             if key in blank:
                 stack += [below for below in reversed(children.get(key, ())) if below in kept]
             else:
-                found.append(key)
-        replies[parent] = found
+                answers.append(key)
+        replies[parent] = answers
     return replies
 
 
 def _paths(replies: dict[str | None, list[str]], max_messages: int) -> Iterator[tuple[list[str], int]]:
-    """Walk depth first and give each path of at most `max_messages` ids, with the number of messages cut off below."""
+    """Walk depth first; yield each path of at most `max_messages` ids and the number of messages below its end."""
     stack = [(key, 1) for key in reversed(replies[None])]
     path: list[str] = []
     while stack:
@@ -235,11 +229,11 @@ def _paths(replies: dict[str | None, list[str]], max_messages: int) -> Iterator[
 def _thread(path: Sequence[Record], counters: Counter[str] | None) -> ChatSample | None:
     roles = [ROLES.get(record["role"]) for record in path]
     if None in roles:
-        places.count(counters, "unknown_role")
+        count(counters, "unknown_role")
     elif any(first == second for first, second in pairwise(roles)):
-        places.count(counters, "same_role_twice")
+        count(counters, "same_role_twice")
     elif "assistant" not in roles:
-        places.count(counters, "no_assistant_turn")
+        count(counters, "no_assistant_turn")
     else:
         meta = {
             "message_tree_id": path[0].get("message_tree_id"),

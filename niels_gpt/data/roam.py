@@ -1,4 +1,4 @@
-"""Roam-style notes: a folder of markdown files, each a document."""
+"""Notes: a folder of markdown files, each one document, and how they are split into train and val."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from niels_gpt.data import places
-from niels_gpt.data.text_files import MAX_DOCUMENT_BYTES
+from niels_gpt.data.files import mirrors
+from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, read_text
+from niels_gpt.data.files.walk import walk_files
 from niels_gpt.data.types import PretrainSample
 from niels_gpt.data.upstream_rows import UpstreamRows
 
@@ -19,11 +20,11 @@ FOLDER = "roam"
 def roam_dir_of(
     source_root: str | os.PathLike[str], *, roam_dir: str | os.PathLike[str], follow_links: bool = False
 ) -> Path:
-    """Find the notes: `roam/` in a mirror or the sample; `roam_dir` for "hub", which holds nobody's notes.
+    """Return the folder of notes: `roam/` in a mirror or the sample; `roam_dir` for "hub", which has no notes.
 
-    follow_links: that `roam/` may be a link; `roam_dir` may be one in any case, for its user names it.
+    follow_links: whether `roam/` may be a link; `roam_dir`, which the user names, always may.
     """
-    root = places.mirror_root(source_root)
+    root = mirrors.mirror_root(source_root)
     folder = Path(roam_dir).expanduser().absolute() if root is None else root / FOLDER
     if root is not None and folder.is_symlink() and not follow_links:
         raise FileNotFoundError(
@@ -41,24 +42,24 @@ def roam_dir_of(
 def list_roam_paths(
     dir: str | os.PathLike[str], *, follow_links: bool = False, links: list[Path] | None = None
 ) -> list[str]:
-    """List absolute paths of all .md files below `dir`, in order of relative path; hidden ones are left out.
+    """List the absolute paths of all .md files below `dir` in order of relative path, without hidden ones (PR-02).
 
-    follow_links: below `dir`, which may itself be one; else `links` receives those that are not followed.
-    Raises FileNotFoundError if there is no such folder (PR-02 for the name and the order).
+    follow_links: below `dir`, which may itself be a link; otherwise `links` receives the links that are not followed.
+    Raises: FileNotFoundError if there is no such folder.
     """
     folder = Path(dir).absolute()
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder of notes at {folder}; pass the folder that holds the .md files")
-    return [str(path) for path in places.walk_files(folder, suffixes=(".md",), follow_links=follow_links, links=links)]
+    return [str(path) for path in walk_files(folder, suffixes=(".md",), follow_links=follow_links, links=links)]
 
 
 def load_texts(paths: Iterable[str | os.PathLike[str]], *, counters: Counter[str] | None = None) -> Iterator[str]:
-    """Stream whole files as text; bytes that are not UTF-8 become U+FFFD and count once a file.
+    """Stream whole files as text; invalid UTF-8 becomes U+FFFD and counts once per file.
 
     Raises: ValueError for a file of more than MAX_DOCUMENT_BYTES.
     """
     for path in paths:
-        yield places.read_text(path, counters=counters)
+        yield read_text(path, counters=counters)
 
 
 def iter_notes(
@@ -68,7 +69,7 @@ def iter_notes(
     counters: Counter[str] | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> Iterator[PretrainSample]:
-    """Stream notes, each with meta["path"], relative to `folder`; one that is too large counts as "too_large"."""
+    """Stream notes with meta["path"] relative to `folder`; a note that is too large counts as "too_large"."""
     rows = UpstreamRows(SOURCE, counters, max_document_bytes)
     for path in paths:
         for text in rows.document(Path(path)):
@@ -76,10 +77,10 @@ def iter_notes(
 
 
 def split_roam_paths(paths: Sequence[str], *, val_frac: float = 0.1, seed: int) -> tuple[list[str], list[str]]:
-    """Split a list of files into (train, val), both in the order given (PR-02).
+    """Split a list of files into (train, val), both in the given order (PR-02).
 
     val gets max(1, int(n * val_frac)) files, chosen by torch.randperm; none if `val_frac` is 0 or there are fewer than
-    two files. Raises ValueError unless 0 <= val_frac < 1.
+    two files. Raises: ValueError unless 0 <= val_frac < 1.
     """
     import torch
 

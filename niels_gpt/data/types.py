@@ -1,4 +1,4 @@
-"""What the loaders yield (PR-02)."""
+"""What loaders yield: PretrainSample, ChatSample, and the id that a sample has in its source (PR-02)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PretrainSample:
-    """Hold one document, or one wikitext line, as the source gave it.
+    """One document, or one wikitext line, as the source has it.
 
     `meta` has the row's small fields and "index", the row's number within its source and split.
     """
@@ -20,7 +20,7 @@ class PretrainSample:
 
 @dataclass(frozen=True)
 class ChatMessage:
-    """Hold one turn; `role` is "system", "user" or "assistant"."""
+    """One turn; `role` is "system", "user" or "assistant"."""
 
     role: str
     content: str
@@ -28,7 +28,7 @@ class ChatMessage:
 
 @dataclass(frozen=True)
 class ChatSample:
-    """Hold one conversation in reading order."""
+    """One conversation, its turns in order."""
 
     messages: list[ChatMessage]
     source: str
@@ -36,10 +36,10 @@ class ChatSample:
 
 
 def source_id(sample: PretrainSample | ChatSample) -> str:
-    """Return the name that a document or chat has in its source: where to look for it there.
+    """Return the name by which a document or chat can be found in its source.
 
-    The row's own id; of an oasst1 thread, the tree's and the last message's; a file's path, with `#` and the row's
-    number if it has rows; else the row's number within its source and split.
+    The row's id; for an oasst1 thread those of the tree and the last message; the file's path, with `#` and the row's
+    number if it has rows; otherwise the row's number within its source and split.
     """
     meta = sample.meta
     if meta.get("id") is not None:

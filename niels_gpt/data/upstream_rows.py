@@ -1,84 +1,140 @@
-"""The rows of a source of the project, from a mirror's files or from the hub, each with its number and its place."""
+"""What the loaders of built-in sources share: reading a mirror or the hub, and which rows are dropped and counted."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from niels_gpt.data import places
-from niels_gpt.data.position import Position
-from niels_gpt.data.text_files import MAX_DOCUMENT_BYTES, TOO_LARGE, Problem, TooLarge, note, read_text
+from niels_gpt.data.files import mirrors
+from niels_gpt.data.files.rows import TABLE_SUFFIXES, Position, numbered_rows
+from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, MISSING_FIELD, TOO_LARGE, Problem, TooLarge, note, read_text
+from niels_gpt.data.types import PretrainSample
+from niels_gpt.hub import datasets as hub
 
+T = TypeVar("T")
 Row = dict[str, Any]
 NumberedRows = Iterator[tuple[int, str, Row]]
-"""The row's number from 0, passed-over ones included; the file and row, for messages; and the row."""
-_MOST_ESCAPED = 6  # bytes of JSON that a character of a text may take: \u0000
+"""The row's number from 0, counting dropped rows; its file and row, for messages; and the row."""
+TEXT_FIELDS = ("text", "content", "document")
+_MAX_META_CHARS = 1_000  # a URL fits, a second copy of the text does not
+_MAX_ESCAPED_BYTES = 6  # of one character in JSON: \u0000
 
 
 class UpstreamRows:
-    """The rows of one source, and what was passed over: counted, and the first of each reason in the log."""
+    """The rows of one built-in source. Dropped rows are counted, and the first of each reason is logged."""
 
     def __init__(
         self, source: str, counters: Counter[str] | None, max_document_bytes: int = MAX_DOCUMENT_BYTES
     ) -> None:
+        self.source = source
         self.counters: Counter[str] = Counter() if counters is None else counters
-        self._source = source
         self._limit = max_document_bytes
         self._dropped: Counter[str] = Counter()
-        self._first = ""  # problem
-        self._read = 0  # rows of files, passed-over ones included
+        self._first_problem = ""
+        self._num_read = 0  # rows of files, dropped ones included
         self._resumed = False
 
-    def of_files(self, paths: Iterable[Path], position: dict[str, int] | None = None) -> NumberedRows:
-        """Yield the rows of a mirror's files. Raises: ValueError for a file that is damaged as a whole.
+    def read(
+        self,
+        source_root: str | os.PathLike[str],
+        dataset_id: str,
+        *,
+        split: str,
+        revision: str | None,
+        follow_links: bool,
+        all_splits: Sequence[str] = (),
+        config: str | None = None,
+        streaming: bool = False,
+        shuffle_seed: int | None = None,
+        shuffle_buffer: int | None = None,
+        folder: str = "",
+        inner_folders: Sequence[str] = (),
+        suffixes: Sequence[str] = TABLE_SUFFIXES,
+        book_suffixes: tuple[str, ...] = (),
+        position: dict[str, int] | None = None,
+    ) -> NumberedRows:
+        """Yield the rows of a split, from a mirror's files or from the hub.
 
-        position: where it is told where the rows are, and begin, by `file`, `row` and `read`: see position.Position.
+        config, streaming, revision, shuffle_seed, shuffle_buffer: for the hub alone.
+        all_splits: the splits that "all" stands for on the hub.
+        folder, inner_folders, suffixes, follow_links: as mirrors.split_files; folder: "" for the dataset's id.
+        book_suffixes: of a mirror's files that are one row each. position: see rows.Position.
+        Raises: FileNotFoundError, by the call itself, if a mirror has no such files; ValueError for a damaged file.
         """
-        place = Position(position)
-        self._read += place.number("read")
-        self._resumed = place.resumed
+        root = mirrors.mirror_root(source_root)
+        if root is None:
+            splits = all_splits if split == "all" and all_splits else (split,)
+            rows = (
+                hub.rows(
+                    dataset_id,
+                    config=config,
+                    split=name,
+                    streaming=streaming,
+                    revision=revision,
+                    shuffle_seed=shuffle_seed,
+                    shuffle_buffer=shuffle_buffer,
+                )
+                for name in splits
+            )
+            return self.of_hub(chain.from_iterable(rows), dataset_id)
+        paths = mirrors.split_files(
+            root,
+            folder or dataset_id,
+            split=split,
+            suffixes=suffixes,
+            folders=inner_folders,
+            follow_links=follow_links,
+            counters=self.counters,
+        )
+        return self._of_books(root / folder, paths, book_suffixes) if book_suffixes else self._of_files(paths, position)
 
-        def pass_over(problem: Problem) -> None:
-            self._read += problem.rows
+    def _of_files(self, paths: Iterable[Path], shared: dict[str, int] | None = None) -> NumberedRows:
+        position = Position(shared)
+        self._num_read += position.number("read")
+        self._resumed = position.resumed
+
+        def drop(problem: Problem) -> None:
+            self._num_read += problem.rows
             self.drop(problem.reason, problem, problem.rows)
 
         for file, path in enumerate(paths):
-            if place.passed(file):
+            if position.skips_file(file):
                 continue
-            rows = places.numbered_rows(
+            rows = numbered_rows(
                 path,
                 counters=self.counters,
-                unreadable=pass_over,
+                unreadable=drop,
                 max_document_bytes=self._limit,
-                behind=place.behind(file),
+                skip_to=position.last_skipped_row(file),
             )
             for number, row in rows:
-                self._read += 1
-                place.at(file, number, read=self._read)
-                yield self._read - 1, f"{path}, row {number}", row
+                self._num_read += 1
+                position.set(file, number, read=self._num_read)
+                yield self._num_read - 1, f"{path}, row {number}", row
 
-    def of_books(self, folder: Path, paths: Iterable[Path], suffixes: tuple[str, ...]) -> NumberedRows:
-        """Yield as `of_files`; a file with one of `suffixes` is one row, whose text it is, with its path."""
+    def _of_books(self, folder: Path, paths: Iterable[Path], suffixes: tuple[str, ...]) -> NumberedRows:
         for path in paths:
             if not path.name.endswith(suffixes):
-                yield from self.of_files([path])
+                yield from self._of_files([path])
                 continue
-            self._read += 1
+            self._num_read += 1
             for text in self.document(path):
-                yield self._read - 1, str(path), {"text": text, "path": path.relative_to(folder).as_posix()}
+                yield self._num_read - 1, str(path), {"text": text, "path": path.relative_to(folder).as_posix()}
 
     def document(self, path: Path) -> Iterator[str]:
-        """Yield the text of a file, or nothing where it is too large."""
+        """Yield the text of a file, or nothing if it is too large."""
         try:
             yield read_text(path, counters=self.counters, max_document_bytes=self._limit)
         except TooLarge as error:
             self.drop(TOO_LARGE, str(error))
 
     def of_hub(self, rows: Iterable[Row], dataset_id: str) -> NumberedRows:
-        """Yield the hub's rows. One is as large as its line in a snapshot, so that both keep the same ones."""
+        """Yield the hub's rows. A row's size is that of its line in a snapshot, so that both drop the same rows."""
         for index, row in enumerate(rows):
             where = f"{dataset_id}, row {index}"
             if self._is_too_large(row):
@@ -87,27 +143,81 @@ class UpstreamRows:
                 yield index, where, row
 
     def drop(self, reason: str, problem: str, number: int = 1) -> None:
-        """Count a row, or several, that cannot be used."""
+        """Count rows that cannot be used."""
         self._dropped[reason] += number
-        self._first = self._first or problem
+        self._first_problem = self._first_problem or problem
         note(self.counters, reason, problem, number)
 
     def check_any(self, kept: int) -> None:
-        """Raise ValueError, at the end of the rows, if some were dropped and none was kept."""
+        """Raise ValueError, at the end of the rows, if rows were dropped and none was kept."""
         if self._dropped and not kept and not self._resumed:
             reasons = ", ".join(f"{reason} {number:,}" for reason, number in sorted(self._dropped.items()))
-            raise ValueError(f"{self._source}: not one row can be used ({reasons}); the first: {self._first}")
+            raise ValueError(f"{self.source}: not one row can be used ({reasons}); the first: {self._first_problem}")
 
     def _is_too_large(self, row: Row) -> bool:
-        if _length_of(row) * _MOST_ESCAPED < self._limit:
+        if _num_chars(row) * _MAX_ESCAPED_BYTES < self._limit:
             return False
         return len(json.dumps(row, ensure_ascii=False, default=str).encode(errors="replace")) >= self._limit
 
 
-def _length_of(value: Any) -> int:
-    """Return about how many characters JSON has of a value, its texts unescaped."""
+def _num_chars(value: Any) -> int:
+    """Return about how many characters a value has in JSON, before its texts are escaped."""
     if isinstance(value, str):
         return len(value) + 4
     if isinstance(value, dict):
-        return sum(len(str(key)) + 4 + _length_of(item) for key, item in value.items())
-    return sum(map(_length_of, value)) if isinstance(value, list | tuple) else 24
+        return sum(len(str(key)) + 4 + _num_chars(item) for key, item in value.items())
+    return sum(map(_num_chars, value)) if isinstance(value, list | tuple) else 24
+
+
+def samples_of_rows(numbered: NumberedRows, rows: UpstreamRows) -> Iterator[PretrainSample]:
+    """Turn rows into documents, as `texts_of_rows`; meta has the row's small scalar fields and "index"."""
+    for index, row, text in texts_of_rows(numbered, rows):
+        small = {
+            key: value
+            for key, value in row.items()
+            if key not in TEXT_FIELDS
+            and isinstance(value, str | int | float | bool)
+            and not (isinstance(value, str) and len(value) > _MAX_META_CHARS)
+        }
+        yield PretrainSample(text=text, source=rows.source, meta={**small, "index": index})
+
+
+def texts_of_rows(numbered: NumberedRows, rows: UpstreamRows) -> Iterator[tuple[int, Mapping[str, Any], str]]:
+    """Yield each row's number, the row, and its text, blank texts included.
+
+    A row without a text counts as "missing_field". Raises: ValueError at the end if no row has one.
+    """
+    kept = 0
+    for index, where, row in numbered:
+        try:
+            text = row_text(row)
+        except ValueError as error:
+            rows.drop(MISSING_FIELD, f"{where}: {error}")
+            continue
+        kept += 1
+        yield index, row, text
+    rows.check_any(kept)
+
+
+def row_text(sample: Mapping[str, Any]) -> str:
+    """Return the first of text, content, document that is a string; ValueError listing the keys if none is (PR-02)."""
+    for key in TEXT_FIELDS:
+        if isinstance(sample.get(key), str):
+            return str(sample[key])
+    fields = ", ".join(f"{key} ({type(value).__name__})" for key, value in sample.items()) or "no keys"
+    raise ValueError(f"row without a text; expected a string under one of {', '.join(TEXT_FIELDS)}, found {fields}")
+
+
+def check_take(take: int | None) -> None:
+    """Raise ValueError for a negative limit; None stands for no limit."""
+    if take is not None and take < 0:
+        raise ValueError(f"cannot take {take} samples; expected None or a number of at least 0")
+
+
+def shuffled(items: Iterable[T], seed: int) -> Iterator[T]:
+    """Yield all items in the order of torch.randperm; holds them in memory."""
+    import torch
+
+    held = list(items)
+    for index in torch.randperm(len(held), generator=torch.Generator().manual_seed(seed)).tolist():
+        yield held[index]

@@ -1,4 +1,4 @@
-"""WikiText: encyclopedia articles, one line a row."""
+"""Encyclopedia articles: which lines of WikiText are documents."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
-from niels_gpt.data import hub, places
-from niels_gpt.data.fineweb_edu import texts_of_rows
-from niels_gpt.data.text_files import MAX_DOCUMENT_BYTES
+from niels_gpt.data.files.mirrors import check_split
+from niels_gpt.data.files.rows import TABLE_SUFFIXES
+from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, count
 from niels_gpt.data.types import PretrainSample
-from niels_gpt.data.upstream_rows import NumberedRows, UpstreamRows
+from niels_gpt.data.upstream_rows import NumberedRows, UpstreamRows, check_take, texts_of_rows
 
 SOURCE = "wikitext"
 DATASET_ID = "Salesforce/wikitext"
-SUFFIXES = (*places.TABLE_SUFFIXES, ".txt")
+SUFFIXES = (*TABLE_SUFFIXES, ".txt")
 
 
 def iter_wikitext(
@@ -33,29 +34,25 @@ def iter_wikitext(
 ) -> Iterator[PretrainSample]:
     """Stream the lines of one split in order, each with its newline; "val" means validation (PR-02).
 
-    Blank lines are skipped and counted as "blank". meta["index"] is the row's number in the split, blank ones included.
-    In a mirror, a folder named like `config` is read alone if there is one. What else is counted, and links: as
-    FineWeb-Edu. position: of a mirror's files without `take`: see position.Position.
+    Blank lines are skipped and count as "blank". meta["index"] is the row's number in the split, blank rows included.
+    In a mirror a folder named like `config` is read alone if it exists. Other counters and links: as iter_fineweb_edu.
+    position: of a mirror's files, without `take`: see rows.Position.
     """
-    places.check_take(take)
+    check_take(take)
     split = "validation" if split == "val" else split
-    places.check_split(split)
-    root = places.mirror_root(source_root)
+    check_split(split)
     rows = UpstreamRows(SOURCE, counters, max_document_bytes)
-    if root is None:
-        found = hub.rows(dataset_id, config=config, split=split, streaming=False, revision=revision)
-        numbered = rows.of_hub(found, dataset_id)
-    else:
-        paths = places.split_files(
-            root,
-            dataset_id,
-            split=split,
-            suffixes=SUFFIXES,
-            folders=(config,),
-            follow_links=follow_links,
-            counters=rows.counters,
-        )
-        numbered = rows.of_files(paths, None if take is not None else position)
+    numbered = rows.read(
+        source_root,
+        dataset_id,
+        split=split,
+        revision=revision,
+        follow_links=follow_links,
+        config=config,
+        inner_folders=(config,),
+        suffixes=SUFFIXES,
+        position=None if take is not None else position,
+    )
     return islice(_lines(numbered, rows), take)
 
 
@@ -64,7 +61,7 @@ def _lines(numbered: NumberedRows, rows: UpstreamRows) -> Iterator[PretrainSampl
         if text.strip():
             yield PretrainSample(text=text, source=SOURCE, meta={"index": index})
         else:
-            places.count(rows.counters, "blank")
+            count(rows.counters, "blank")
 
 
 def load_wikitext(
@@ -77,17 +74,6 @@ def load_wikitext(
     counters: Counter[str] | None = None,
 ) -> dict[str, list[PretrainSample]]:
     """Load all three splits into lists under "train", "val" and "test"; `take` limits each of them."""
-    return {
-        split: list(
-            iter_wikitext(
-                config=config,
-                split=split,
-                take=take,
-                source_root=source_root,
-                dataset_id=dataset_id,
-                revision=revision,
-                counters=counters,
-            )
-        )
-        for split in ("train", "val", "test")
-    }
+    shared: dict[str, Any] = {"config": config, "take": take, "source_root": source_root, "dataset_id": dataset_id}
+    shared |= {"revision": revision, "counters": counters}
+    return {split: list(iter_wikitext(split=split, **shared)) for split in ("train", "val", "test")}

@@ -1,17 +1,17 @@
-"""The EAGLE-3 target cache: its form on disk, its writers and its reader.
+"""The EAGLE-3 target cache: its reader, its writers, and every name of the published contract.
 
-A frozen target model's supervision, computed once: for each token three hidden states and the distribution over the
-draft's vocabulary. What this costs: 6 * H + 2 * D bytes a token in bf16 (H: hidden size of the target, D: draft
-vocabulary), which for an 8B target and a draft vocabulary of 32,000 is 88,601 bytes, 181 MB for a sample of 2,048
-tokens, terabytes for a large dataset. Where the target's forward is cheap beside reading that, train online. The cache
-pays where a fixed, bounded dataset is trained on many times (ablations, sweeps, many epochs), or where the target does
-not fit beside the draft. Version 2 with `target_probs_topk` stores k values and indices in place of D probabilities,
-and loses the tail: of an 8B target, 64 of 32,000 keep about 0.92 of the mass.
+A cache holds a frozen target model's supervision: for each token three hidden states and the distribution over the
+draft's vocabulary. It takes 6 * H + 2 * D bytes a token in bf16 (H: hidden size of the target, D: draft vocabulary).
+For an 8B target and a draft vocabulary of 32,000 that is 88,601 bytes, 181 MB for a sample of 2,048 tokens, terabytes
+for a large dataset. If the target's forward pass is cheaper than reading that, train online. A cache pays if a fixed,
+bounded dataset is trained on many times (ablations, sweeps, many epochs), or if the target does not fit in memory
+beside the draft. Version 2 with `target_probs_topk` stores k values and indices in place of D probabilities, and loses
+the tail: of an 8B target, 64 of 32,000 keep about 0.92 of the mass.
 
     manifest.json                  what was run, and `selected_token_ids`: draft id -> target id
     target_embeddings.safetensors  "weight" [V, H] float32, from which the draft's embeddings start
     shard-000000.safetensors       sample i is row i % shard_size of shard i // shard_size
-    sidecar/                       what this project adds: receipts with checksums, the plan, the raw samples
+    sidecar/                       added by this project: receipts with checksums, the plan, the raw samples
 
     input_ids, attention_mask, loss_mask      [n, S] int64
     aux_hidden_states                         [n, S, 3H] bf16, fp16 or fp32
@@ -19,8 +19,8 @@ and loses the tail: of an 8B target, 64 of 32,000 keep about 0.92 of the mass.
     target_probs                              [n, S, D] of that float dtype; or, in version 2 with top-k,
     target_probs_values, target_probs_indices [n, S, k] of that float dtype, and int32 draft ids by falling probability
 
-All names, forms and error texts are those of the published contract, so caches of its other implementations are read
-here, and ours there. docs/formats.md describes every file.
+All names and formats are those of the published contract: caches of its other implementations are read here, and ours
+there. docs/formats.md describes every file.
 """
 
 from __future__ import annotations
@@ -32,34 +32,33 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from niels_gpt.eagle3.convert import convert
-from niels_gpt.eagle3.layout import (
+from niels_gpt.eagle3.format.convert import convert
+from niels_gpt.eagle3.format.embeddings import read_target_embeddings, write_target_embeddings
+from niels_gpt.eagle3.format.layout import (
     DENSE_FIELDS,
     DTYPES,
+    EMBEDDINGS_NAME,
     INT_FIELDS,
+    MANIFEST_NAME,
     SHARD_NAME,
     TOPK_FIELDS,
     PathLike,
     layout_like,
     shard_path,
 )
-from niels_gpt.eagle3.manifest import (
-    EMBEDDINGS_NAME,
+from niels_gpt.eagle3.format.manifest import (
     FORMAT_VERSION,
-    MANIFEST_NAME,
     atomic_write,
     existing_shard_indices,
     is_compressed,
     load_safetensors,
     manifest_path,
     read_manifest,
-    read_target_embeddings,
     write_manifest,
-    write_target_embeddings,
 )
-from niels_gpt.eagle3.shard_set import COMMON_FIELDS, ShardSet
-from niels_gpt.eagle3.shards import ShardWriter, shard_damage
-from niels_gpt.fileio import CacheError
+from niels_gpt.eagle3.format.shard_reader import COMMON_FIELDS, ShardSet
+from niels_gpt.eagle3.format.shard_writer import ShardWriter, shard_damage
+from niels_gpt.storage.errors import CacheError
 
 __all__ = [
     "CACHE_KEYS",
@@ -94,7 +93,7 @@ DTYPE_MAP = DTYPES
 
 
 def _load_safetensors() -> tuple[Any, Any]:
-    """Return `(save_file, safe_open)`, or raise an ImportError that says what to install."""
+    """Return `(save_file, safe_open)`. Raises: ImportError that says what to install."""
     return load_safetensors()
 
 
@@ -108,7 +107,7 @@ def compress_target_probs(target_probs: torch.Tensor, topk: int) -> tuple[torch.
 
     target_probs: [..., D], best in float32: it is renormalized before it is cast.
     Returns: values [..., k] of the same dtype by falling probability, and int32 indices [..., k]; k = min(topk, D). The
-        tail's mass is lost (the published form, reference 1.6).
+        tail's mass is lost, as the published contract defines it.
     """
     values, indices = torch.topk(target_probs, min(topk, target_probs.shape[-1]), dim=-1)
     total = values.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(values.dtype).tiny)
@@ -122,7 +121,7 @@ def reconstruct_target_probs(values: torch.Tensor, indices: torch.Tensor, draft_
 
 
 def write_shard(cache_dir: PathLike, shard_index: int, samples: dict[str, torch.Tensor]) -> str:
-    """Write one shard, durably and all or nothing, and its receipt; returns the shard's path. One writer at a time.
+    """Write one shard durably and atomically, and its receipt; return the shard's path. One writer at a time.
 
     samples: the fields of CACHE_KEYS, each [n, S, ...] as in the module's docstring; in place of `target_probs` there
         may be `target_probs_values` and `target_probs_indices`. Other keys are not written.
@@ -151,31 +150,31 @@ def write_shard(cache_dir: PathLike, shard_index: int, samples: dict[str, torch.
 
 
 def verify(cache_dir: PathLike, *, follow_links: bool = False) -> list[str]:
-    """Compare every shard with its receipt; returns a sentence for each damage: which shard, which sample, what.
+    """Compare every shard with its receipt; return a sentence for each damage: shard, sample, and what is wrong.
 
-    `python -m niels_gpt.eagle3 verify` looks at more: see niels_gpt.eagle3.verify. follow_links: as the dataset.
+    `python -m niels_gpt.eagle3 verify` checks more: niels_gpt.eagle3.inspect.verify. follow_links: as the dataset.
     Raises: FileNotFoundError, CacheError as `CachedEagle3Dataset`; CacheError for a shard without a receipt.
     """
     dataset = CachedEagle3Dataset(cache_dir, follow_links=follow_links)
     found = (shard_damage(cache_dir, index, follow_links=follow_links) for index in range(dataset.num_shards))
-    return [said for damage in found for _, said in damage]
+    return [sentence for damage in found for _, sentence in damage]
 
 
 class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
-    """Reads an EAGLE-3 cache, version 1 or 2; an item is one sample: what the trainer's forward takes as keywords.
+    """Reads an EAGLE-3 cache, version 1 or 2; an item is one sample: the keyword arguments of the trainer's forward.
 
     The header of every shard is checked when the cache is opened. Shards are mapped when they are first read, at most
-    `max_open_shards` of them at a time. An item's tensors are views of the map, [S] and [S, width], so nothing is
-    copied before they are used. Clone them before you change, keep, save or send them: a change stays in this process's
-    map, and a view takes its whole shard along. A batch is a copy. May be pickled, for workers of any start method; a
-    forked or spawned worker maps the shards for itself. Threads may share it.
+    `max_open_shards` of them at a time. An item's tensors are views of the map, [S] and [S, width]; nothing is copied.
+    Clone them before you change, keep, save or send them: a change stays in this process's map, and a view keeps its
+    whole shard mapped. A batch is a copy. May be pickled, for workers of any start method; a forked or spawned worker
+    makes its own maps. Threads may share it.
     """
 
     def __init__(self, cache_dir: PathLike, *, max_open_shards: int = 1024, follow_links: bool = False) -> None:
-        """max_open_shards: the kernel allows a process some 65,000 maps.
+        """max_open_shards: the kernel allows a process about 65,000 maps.
 
-        follow_links: read files that are links, as in a snapshot of the Hugging Face hub; else they are refused.
-        Raises: FileNotFoundError; CacheError (a ValueError) naming the file that is not as the manifest says.
+        follow_links: read files that are links, as in a snapshot of the Hugging Face hub; otherwise they are refused.
+        Raises: FileNotFoundError; CacheError (a ValueError) naming a file that does not fit the manifest.
         """
         self._shards = ShardSet(cache_dir, max_open_shards, follow_links=follow_links)
         self.cache_dir, self.manifest = self._shards.cache_dir, self._shards.manifest
@@ -199,8 +198,8 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
             try:
                 sample["target_probs"] = reconstruct_target_probs(values, indices, size)
             except RuntimeError as error:
-                where = f"{shard_path(self.cache_dir, shard)}: sample {row} of the shard"
-                raise CacheError(f"{where}: target_probs_indices: {error}, expected 0 <= id < {size}") from error
+                found = f"sample {row} of the shard: target_probs_indices: {error}"
+                raise CacheError(shard_path(self.cache_dir, shard), found, f"0 <= id < {size}") from error
         return sample
 
     def _handle(self, shard_index: int) -> Any:
@@ -209,9 +208,9 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
 
 
 def _collate_cached(features: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Stack samples to a batch, CACHE_KEYS, each [B, S, ...]: the one copy on the way from the page cache.
+    """Stack samples to a batch, CACHE_KEYS, each [B, S, ...]: the only copy after the page cache.
 
-    In a worker it goes straight to shared memory.
+    In a worker the copy is made in shared memory.
     """
     batch: dict[str, torch.Tensor] = default_collate(
         [{key: feature[key] for key in CACHE_KEYS} for feature in features]
@@ -230,10 +229,10 @@ def build_cached_eagle3_dataloader(
 ) -> DataLoader[dict[str, torch.Tensor]]:
     """Return a DataLoader over a cache, whose batches have the keys CACHE_KEYS.
 
-    shuffle: over all samples of all shards, by torch's global generator; with distributed, by the sampler's seed and
-        `sampler.set_epoch`.
-    distributed: each rank of the default process group takes its share; the last ones repeat samples, so that all have
-        equally many (DistributedSampler). The last batch may be short.
+    shuffle: over all samples of all shards, with torch's global generator; with distributed, with the sampler's seed
+        and `sampler.set_epoch`.
+    distributed: each rank of the default process group reads its share; samples repeat where they do not divide evenly
+        (DistributedSampler). The last batch may be short.
     follow_links: as `CachedEagle3Dataset`.
     """
     dataset = CachedEagle3Dataset(cache_dir, follow_links=follow_links)

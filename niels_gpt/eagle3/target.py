@@ -1,14 +1,14 @@
-"""The target model: three of its layers captured, and its outputs shifted as an EAGLE-3 draft wants them.
+"""The target model: three of its layers captured, and its outputs shifted for an EAGLE-3 draft.
 
     model = load_target("meta-llama/Llama-3.1-8B-Instruct", revision=None, dtype=torch.bfloat16, attention="sdpa",
                         device="cuda")
     batch = HFEagle3TargetModel(model).generate_batch(input_ids, attention_mask, loss_mask)
 
-Slot p of a batch is what the draft gets at p: the hidden states of token p, token p+1, and the target's logits for
-token p+2. So token ids, loss mask and logits are shifted left by one, and hidden states and attention mask are not.
-A layer id i is a decoder block, counted from 0, and means that block's output: `hidden_states[i + 1]` of transformers.
+Slot p of a batch holds what the draft gets at p: the hidden states of token p, token p+1, and the target's logits for
+token p+2. Token ids, loss mask and logits are therefore shifted left by one; hidden states and attention mask are not.
+A layer id i is a decoder block, counted from 0, and means its output: `hidden_states[i + 1]` of transformers.
 
-Models are opened in models.py; small_target.py writes the one of the sample.
+targets/ opens models, and writes the small one of the sample.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from niels_gpt.eagle3.models import TargetFacts, load_target, target_facts
-from niels_gpt.eagle3.small_target import write_small_target
+from niels_gpt.eagle3.targets.loading import TargetFacts, load_target, target_facts
+from niels_gpt.eagle3.targets.small import write_small_target
 
 __all__ = [
     "Eagle3TargetBatch",
@@ -38,7 +38,7 @@ __all__ = [
 
 NUM_AUX_LAYERS = 3
 PART_VALUES = 1 << 24
-"""Logits that are worked on at a time: 64 MiB of float32. A batch's logits have gigabytes."""
+"""Logits processed at a time: 64 MiB of float32. A batch's logits take gigabytes."""
 _BLOCKS = (
     "model.layers",  # Llama, Qwen, Mistral and most others
     "model.language_model.layers",  # multimodal models
@@ -51,7 +51,7 @@ _BLOCKS = (
 
 @dataclass
 class Eagle3TargetBatch:
-    """What the target says of a batch of B samples of S slots, shifted; on the model's device.
+    """The target's outputs for a batch of B samples of S slots, shifted; on the model's device.
 
     aux_hidden_states: [B, S, 3H] of the model's dtype, the captured layers side by side in the order of their ids.
     logits: [B, S, V] of the model's dtype; slot p has those of token p+1, the last slot zeros.
@@ -74,14 +74,14 @@ def _shift_left_with_zero(tensor: Tensor) -> Tensor:
 
 
 def _shift_logits(logits: Tensor) -> Tensor:
-    """Return what `_shift_left_with_zero` does, in the memory of the logits themselves where that can be had."""
+    """Return the logits shifted as by `_shift_left_with_zero`, in place if possible."""
     if not logits.is_contiguous() or logits.is_inference() or logits.requires_grad:
         return _shift_left_with_zero(logits)
     num_rows, width, vocab_size = logits.shape
     at_once = max(1, PART_VALUES // max(1, num_rows * vocab_size))
     for start in range(0, width - 1, at_once):
         stop = min(start + at_once, width - 1)
-        # Via a copy, as the two overlap. The next part reads only what is behind this one.
+        # Through a copy, as the two overlap. The next part reads only later slots.
         logits[:, start:stop] = logits[:, start + 1 : stop + 1].clone()
     logits[:, -1:] = 0
     return logits
@@ -90,7 +90,7 @@ def _shift_logits(logits: Tensor) -> Tensor:
 def default_eagle3_aux_layer_ids(num_layers: int) -> list[int]:
     """Return the ids of a low, a middle and a high block: 1, n // 2 - 1 and n - 4.
 
-    Raises: ValueError where these are not three blocks of the model, which has to have 7 at least.
+    Raises: ValueError where these are not three blocks of the model, which must have 7 or more.
     """
     chosen = [1, num_layers // 2 - 1, num_layers - 4]
     if len(set(chosen)) != NUM_AUX_LAYERS or not all(0 <= layer < num_layers for layer in chosen):
@@ -102,9 +102,9 @@ def default_eagle3_aux_layer_ids(num_layers: int) -> list[int]:
 
 
 def checked_aux_layer_ids(aux_layer_ids: Sequence[int] | None, num_layers: int) -> list[int]:
-    """Return the layer ids as a list; None stands for the default ones.
+    """Return the layer ids as a list; None: the default ones.
 
-    Raises: ValueError unless they are exactly three, all different, and blocks of a model of `num_layers`.
+    Raises: ValueError unless they are three distinct blocks of a model of `num_layers`.
     """
     if aux_layer_ids is None:
         return default_eagle3_aux_layer_ids(num_layers)
@@ -126,31 +126,31 @@ def checked_aux_layer_ids(aux_layer_ids: Sequence[int] | None, num_layers: int) 
 
 
 class HFEagle3TargetModel:
-    """A causal language model of transformers whose blocks are listened to. The model itself stays as it is."""
+    """A causal language model of transformers, whose blocks' outputs hooks capture. The model is not changed."""
 
     def __init__(self, model: nn.Module, aux_layer_ids: Sequence[int] | None = None) -> None:
-        """model: it is put into eval mode. aux_layer_ids: None stands for `default_eagle3_aux_layer_ids`.
+        """model: put into eval mode. aux_layer_ids: None: `default_eagle3_aux_layer_ids`.
 
         Raises: ValueError as `checked_aux_layer_ids`.
         """
         self.model = model.eval()
         self.aux_layer_ids = checked_aux_layer_ids(aux_layer_ids, _num_layers(model))
-        """Which blocks are captured, in the order in which they stand in `aux_hidden_states`."""
+        """The captured blocks, in their order in `aux_hidden_states`."""
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the model's input embedding, whose `weight` is [V, H]."""
-        found: nn.Module = self.model.get_input_embeddings()  # type: ignore[operator]
-        return found
+        embedding: nn.Module = self.model.get_input_embeddings()  # type: ignore[operator]
+        return embedding
 
     def generate_batch(self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor) -> Eagle3TargetBatch:
         """Run the target once over a batch.
 
         input_ids, attention_mask, loss_mask: [B, S], unshifted and padded on the right.
-        Returns plain tensors without gradients, within torch.inference_mode() too, so that a draft can train on them.
-        The logits that the model returned are shifted in place, for a copy would be gigabytes: a forward hook that
-        keeps them finds them shifted afterwards.
+        Returns plain tensors without gradients, even within torch.inference_mode(), so that a draft can train on them.
+        The model's logits are shifted in place, as a copy would take gigabytes: a forward hook that keeps them finds
+        them shifted afterwards.
         Raises: ValueError for masks of another shape or other padding, and for a model whose blocks are not found;
-        RuntimeError where a block did not run.
+            RuntimeError where a block did not run.
         """
         for name, mask in (("attention_mask", attention_mask), ("loss_mask", loss_mask)):
             if mask.shape != input_ids.shape or mask.dim() != 2:
@@ -173,17 +173,17 @@ class HFEagle3TargetModel:
     def _run(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return the captured hidden states [B, S, 3H] and the logits [B, S, V], both unshifted."""
         blocks = _blocks(self.model)
-        checked_aux_layer_ids(self.aux_layer_ids, len(blocks))  # a config may promise more than there are
+        checked_aux_layer_ids(self.aux_layer_ids, len(blocks))  # a config may state more than there are
         captured: dict[int, Tensor] = {}
 
-        def listen(layer: int) -> Any:
+        def add_hook(layer: int) -> Any:
             def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
                 captured[layer] = output[0] if isinstance(output, tuple) else output
 
             return blocks[layer].register_forward_hook(keep)
 
         knows_cache = "use_cache" in inspect.signature(self.model.forward).parameters
-        handles = [listen(layer) for layer in self.aux_layer_ids]
+        handles = [add_hook(layer) for layer in self.aux_layer_ids]
         try:
             output = self.model(
                 input_ids=input_ids, attention_mask=attention_mask, **({"use_cache": False} if knows_cache else {})
@@ -202,21 +202,21 @@ class HFEagle3TargetModel:
 
 def _num_layers(model: nn.Module) -> int:
     config: Any = model.config
-    text = getattr(config, "text_config", None)  # of a multimodal model, whose own config may have none
-    found = getattr(text, "num_hidden_layers", None)
-    return int(config.num_hidden_layers if found is None else found)
+    text = getattr(config, "text_config", None)  # of a multimodal model
+    of_text = getattr(text, "num_hidden_layers", None)
+    return int(config.num_hidden_layers if of_text is None else of_text)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """Return the decoder blocks in their order."""
     for path in _BLOCKS:
         try:
-            found = operator.attrgetter(path)(model)
+            blocks = operator.attrgetter(path)(model)
         except AttributeError:
             continue
-        if isinstance(found, nn.ModuleDict):
-            return [found[str(index)] for index in range(len(found))]
-        return list(found)
+        if isinstance(blocks, nn.ModuleDict):
+            return [blocks[str(index)] for index in range(len(blocks))]
+        return list(blocks)
     raise ValueError(
         f"{type(model).__name__}: unsupported model structure, its decoder blocks were not found. Expected one of "
         f"{', '.join(_BLOCKS)}, as in Llama, Qwen, Mistral or GPT-2"

@@ -1,7 +1,7 @@
-"""Which of the target's tokens a draft knows: chosen by how often they are supervised, saved, loaded, and mapped.
+"""The draft's vocabulary: which of the target's tokens it has, and the files and tables of that choice.
 
-The draft's id i stands for the target's id `selected_token_ids[i]`. The order is that of the choice, special tokens and
-frequent ones first; it is not sorted.
+The draft's id i stands for the target's id `selected_token_ids[i]`: special tokens first, then by falling frequency
+among the supervised tokens. The list is not sorted.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from niels_gpt import fileio
 from niels_gpt.eagle3.cache import read_manifest
-from niels_gpt.fileio import CacheError
-from niels_gpt.records import MAX_JSON_BYTES, read_regular
+from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import MAX_JSON_BYTES, read_regular
+
+_EXPECTED = "a file of save_token_mapping"
+_COUNT = "or leave it out to count the tokens of this input"
 
 
 def build_eagle3_token_mapping(
@@ -30,14 +33,14 @@ def build_eagle3_token_mapping(
     draft_vocab_size: int | None,
     special_token_ids: Sequence[int | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the draft's tokens from how often each of the target's is supervised.
+    """Choose the draft's tokens by how often each of the target's is supervised.
 
-    dataloader: batches of `input_ids` and `loss_mask`, unshifted, tensors or arrays of one shape; gone through once.
-    draft_vocab_size: None, or as many as the target has: all ids, in their order, and no batch is read.
-    special_token_ids: bos, eos, pad and unk; they come first, and always. None and foreign ids are passed over.
-    After them come the supervised ids, the most frequent first and of equally frequent ones the smaller, and then the
-    others, ascending. Within torch.distributed the counts of all ranks are added.
-    Returns selected_token_ids int64 [D] and selected_token_mask bool [V], which is true at the D ids.
+    dataloader: batches of `input_ids` and `loss_mask`, unshifted, tensors or arrays of one shape; read once.
+    draft_vocab_size: None, or the target's size or more: all ids, ascending, and no batch is read.
+    special_token_ids: bos, eos, pad and unk, which always come first. None and ids out of range are skipped. Then come
+        the supervised ids by falling frequency, ties by id, and then the others, ascending. Within torch.distributed
+        the counts of all ranks are added.
+    Returns selected_token_ids int64 [D] and selected_token_mask bool [V], true at the D ids.
     Raises: ValueError for sizes that are not positive integers and for batches of two shapes.
     """
     for name, size in (("target_vocab_size", target_vocab_size), ("draft_vocab_size", draft_vocab_size)):
@@ -52,7 +55,7 @@ def build_eagle3_token_mapping(
     special = [
         int(token_id) for token_id in special_token_ids or () if token_id is not None and 0 <= token_id < len(counts)
     ]
-    by_count = torch.argsort(counts, descending=True, stable=True)  # of equal counts the smaller id is first
+    by_count = torch.argsort(counts, descending=True, stable=True)  # ties by id
     frequent = by_count[: int((counts > 0).sum())]
     in_order = dict.fromkeys([*special, *frequent.tolist(), *range(target_vocab_size)])
     selected = torch.tensor(list(in_order)[:draft_vocab_size], dtype=torch.int64)
@@ -60,7 +63,7 @@ def build_eagle3_token_mapping(
 
 
 def _counts(dataloader: Iterable[Mapping[str, Any]], target_vocab_size: int) -> Tensor:
-    """Return how often each id is supervised, int64 [V], on all ranks together."""
+    """Return how often each id is supervised on all ranks, int64 [V]."""
     counts = torch.zeros(target_vocab_size, dtype=torch.int64)
     for number, batch in enumerate(dataloader):
         ids, mask = _tensor(batch["input_ids"]), _tensor(batch["loss_mask"])
@@ -82,7 +85,7 @@ def _counts(dataloader: Iterable[Mapping[str, Any]], target_vocab_size: int) -> 
 
 
 def _tensor(values: Any) -> Tensor:
-    # A copy of an array: torch warns of one that cannot be written to, as a memory map.
+    # Arrays are copied: torch warns about read-only ones, such as memory maps.
     return values.detach().cpu() if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
 
 
@@ -93,10 +96,10 @@ def _mask(selected_token_ids: Tensor, target_vocab_size: int) -> Tensor:
 
 
 def d2t_t2d(selected_token_ids: Tensor | Sequence[int], target_vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return the two tables that inference engines take.
+    """Return the two tables that inference engines use.
 
-    d2t: int64 [D], what to add to a draft id for the target's. t2d: bool [V], whether the draft knows a target id.
-    Raises: ValueError for ids that are not different ids of the target.
+    d2t: int64 [D], target id minus draft id. t2d: bool [V], whether the draft knows a target id.
+    Raises: ValueError unless the ids are distinct ids of the target.
     """
     try:
         ids = _checked_ids(torch.as_tensor(selected_token_ids), target_vocab_size)
@@ -108,9 +111,9 @@ def d2t_t2d(selected_token_ids: Tensor | Sequence[int], target_vocab_size: int) 
 def save_token_mapping(
     path: str | os.PathLike[str], selected_token_ids: Tensor | Sequence[int], target_vocab_size: int
 ) -> None:
-    """Write a choice of tokens as a file of torch.save, atomically; folders above it are made.
+    """Write a choice of tokens as a file of torch.save, atomically; parent folders are created.
 
-    Raises: ValueError for ids that are not different ids of the target.
+    Raises: ValueError unless the ids are distinct ids of the target.
     """
     d2t_t2d(selected_token_ids, target_vocab_size)
     ids = torch.as_tensor(selected_token_ids).detach().to("cpu", torch.int64).clone()
@@ -125,51 +128,46 @@ def load_token_mapping(
 ) -> tuple[Tensor, Tensor]:
     """Read a choice of tokens from a file of `save_token_mapping`, or from the manifest of a cache folder.
 
-    draft_vocab_size: how many there have to be; None takes what is there.
+    draft_vocab_size: the required number; None accepts any.
     Returns selected_token_ids int64 [D] and selected_token_mask bool [V].
-    Raises: FileNotFoundError; CacheError for a file that is damaged or of something else, and for other sizes.
+    Raises: FileNotFoundError; CacheError for a file that is damaged or holds something else, and for other sizes.
     """
     where = os.fspath(path)
-    found = read_manifest(where) if os.path.isdir(where) else _read_file(where)
-    ids, size = found.get("selected_token_ids"), found.get("target_vocab_size")
+    mapping = read_manifest(where) if os.path.isdir(where) else _read_file(where)
+    ids, size = mapping.get("selected_token_ids"), mapping.get("target_vocab_size")
     try:
         if size != target_vocab_size:
             raise ValueError(f"its target_vocab_size is {size!r}, expected {target_vocab_size} as the target has")
         checked = _checked_ids(torch.as_tensor(ids), target_vocab_size)
         if draft_vocab_size is not None and len(checked) != min(draft_vocab_size, target_vocab_size):
             raise ValueError(f"it has {len(checked)} ids, expected draft_vocab_size={draft_vocab_size}")
-    except (ValueError, TypeError, RuntimeError) as error:  # what torch makes no tensor of, it has three errors for
-        raise CacheError(f"{where}: is no choice of draft tokens for this run: {error}. Name another one") from error
+    except (ValueError, TypeError, RuntimeError) as error:  # torch raises any of them for what is no tensor
+        raise CacheError(
+            where, f"no choice of draft tokens for this run: {error}", remedy="Name another one"
+        ) from error
     return checked, _mask(checked, target_vocab_size)
 
 
 def _read_file(where: str) -> dict[str, Any]:
     try:
-        content = read_regular(os.path.realpath(where))  # a link to a file of one's own is good
+        content = read_regular(os.path.realpath(where))  # links are followed
     except CacheError as error:
-        raise CacheError(
-            f"{where}: is not a regular file of at most {MAX_JSON_BYTES:,} bytes, expected a file of "
-            "save_token_mapping or a cache folder. Name another one, or leave it out to count tokens anew"
-        ) from error
+        found, expected = f"not a regular file of at most {MAX_JSON_BYTES:,} bytes", f"{_EXPECTED} or a cache folder"
+        raise CacheError(where, found, expected, f"Name another one, {_COUNT}") from error
     except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{where}: there is no such file. Name a file of save_token_mapping or a cache folder, or leave it out to "
-            "count tokens anew"
-        ) from None
+        raise FileNotFoundError(f"{where}: no such file. Name {_EXPECTED} or a cache folder, {_COUNT}") from None
     try:
-        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # of pickle, zipfile or torch, as the damage is
-        raise CacheError(
-            f"{where}: {len(content):,} bytes that are no file of torch.save ({type(error).__name__}). Write it anew, "
-            "or leave it out to count tokens anew"
-        ) from error
-    if not isinstance(found, dict):
-        raise CacheError(f"{where}: holds a {type(found).__name__}, expected a dict of save_token_mapping")
-    return found
+        mapping = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle's, zipfile's or torch's, depending on the damage
+        found = f"{len(content):,} bytes that are no file of torch.save ({type(error).__name__})"
+        raise CacheError(where, found, remedy=f"Write it again, {_COUNT}") from error
+    if not isinstance(mapping, dict):
+        raise CacheError(where, f"holds a {type(mapping).__name__}", "a dict of save_token_mapping")
+    return mapping
 
 
 def _checked_ids(ids: Tensor, target_vocab_size: int) -> Tensor:
-    """Return ids as int64 on the CPU; ValueError unless they are one or more different ids of the target."""
+    """Return ids as int64 on the CPU. Raises: ValueError unless they are one or more distinct ids of the target."""
     if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(f"ids of {ids.dtype} and shape {tuple(ids.shape)}, expected integers in one dimension")
     checked = ids.detach().to("cpu", torch.int64)

@@ -1,13 +1,15 @@
 """Looking into a finished cache. Nothing here loads torch.
 
-show.py      a decoded window, an example with its loss mask, a short table of decoded pieces
-stats.py     the length of every document, and how many of its tokens carry loss
-plot.py      both as a picture
-verify.py    is a cache good: the checks behind Dagster's asset checks and the warnings of a build
-damage.py    every damage with its file and bytes; contents.py: what bytes must be; accounts.py: what must add up;
-             checksums.py: which block of a file differs, and which bit
-readers.py   why the readers of a cache would refuse it: the last question of both
-diff.py      what differs between two caches; matching.py: which documents they have in common
-locate.py    the document at a token; source_ids.py: where it came from
-caches.py    the caches below a folder
+verify.py        is a cache good: the table of named checks, and which fail a build; a new check is a row here
+file_checks.py   files: presence, size, sha256, which 64 KiB blocks differ; how files are read
+meta_checks.py   meta.json: its bytes, the sums in it; when dropped or repaired documents are a warning
+contents.py      what files hold: which ids, sentinels, offsets and source ids are valid
+readers.py       the check that every reader opens a cache, and its reason in a few words, for tables
+show.py          decoded text with the supervised tokens marked; where printed text is cut
+stats.py         how long documents are, how many tokens are supervised; the summary that `stats` prints
+plot.py          lengths of documents and shares of supervised tokens as a picture
+diff.py          which keys of meta.json and which documents differ between two caches; commands/report.py words it
+locate.py        the document at a position of the token stream
+source_ids.py    the source id of each document
+caches.py        which folders are caches, for commands that are given a folder of caches
 """

@@ -1,4 +1,4 @@
-"""Which folders are caches: what a command that takes a folder of caches looks at."""
+"""Which folders are caches: decides which ones a command visits that is given a folder of caches."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from niels_gpt.cache.formats import SPLITS
-from niels_gpt.fileio import META_NAME, CacheError
-from niels_gpt.versions import BUILDING, VERSIONS_DIR, versions_below
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.versions import BUILDING, VERSIONS_DIR, versions_below
 
 _MAX_DEPTH = 4  # sample/pretrain/NAME, and one more
 _ONLY_IN_CACHES = (
@@ -24,22 +25,21 @@ _ONLY_IN_CACHES = (
 def caches_below(path: Path) -> list[Path]:
     """Return `path` if it is a cache, or every cache below it in order: pretrain/NAME, sft/NAME, tokenizer.
 
-    A public link counts as a cache even where its version is gone, and a version's folder where its meta.json is.
-    So does a folder that holds what only caches do, where its meta.json is gone: it is damaged, and not to be passed
-    over. Links are not followed to look for caches.
+    Damaged caches are included: a public link whose version is missing, and a version's folder or a folder with a
+    cache's token files whose meta.json is missing. Links are not followed to look for caches.
     Raises: FileNotFoundError where there is none; CacheError for the folders of a build in progress.
     """
     if _is_in_versions(path) and path.name.startswith(BUILDING):
-        raise CacheError(f"{path}: a build in progress or unfinished, not a cache. Its cache is {_public(path)}")
-    found = [path] if _is_cache(path) else list(_below(path, _MAX_DEPTH))
-    if not found:
+        raise CacheError(path, "a build in progress or unfinished, not a cache", remedy=f"Its cache is {_public(path)}")
+    caches = [path] if _is_cache(path) else list(_below(path, _MAX_DEPTH))
+    if not caches:
         what = "no cache there" if path.is_dir() else "no such folder"
         raise FileNotFoundError(f"{path}: {what}. Name a cache, or the folder that holds pretrain/ and sft/")
-    return found
+    return caches
 
 
 def caches_of(paths: Iterable[Path]) -> tuple[list[Path], dict[str, str]]:
-    """Return `caches_below` of several paths, each cache once, and why there are none: path -> message."""
+    """Return the caches below several paths, each once, and the errors of paths without any: path -> message."""
     caches: list[Path] = []
     errors: dict[str, str] = {}
     for path in paths:
@@ -51,11 +51,10 @@ def caches_of(paths: Iterable[Path]) -> tuple[list[Path], dict[str, str]]:
 
 
 def refuse_without_caches(folder: Path) -> None:
-    """Raise FileNotFoundError where a folder holds neither caches nor what builds left; it may be a cache itself."""
+    """Raise FileNotFoundError for a folder that holds neither caches nor unfinished builds."""
     if not folder.is_dir() or versions_below(folder):
         return
-    found = [] if _is_cache(folder) else list(_below(folder, _MAX_DEPTH))
-    if not found:
+    if _is_cache(folder) or not any(True for _ in _below(folder, _MAX_DEPTH)):
         why = ", for it is one" if _is_cache(folder) else ""
         raise FileNotFoundError(f"{folder}: no caches below it{why}. Name the folder that holds pretrain/ and sft/")
 

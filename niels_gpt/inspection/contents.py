@@ -1,53 +1,119 @@
-"""What the bytes of a cache's files must be, looked at as a stream: ids, sentinels, offsets, source ids.
+"""Checks of what a cache's files hold: ids, sentinels, offsets and source ids, scanned as streams.
 
-A scan is fed the bytes of a file piece by piece, each piece but the last a multiple of eight bytes, and afterwards says
-where the first thing stands that must not be there.
+Decides what a valid token stream is: which sentinels stand where in a document and in an example, and which ids exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.build.writer import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_DTYPE, npy_header
+from niels_gpt.builders.writer import OFFSET_DTYPE, TOKEN_BYTES
+from niels_gpt.cache.formats import SPLITS
+from niels_gpt.encoding import TOKEN_DTYPE
+from niels_gpt.inspection.file_checks import HEADER_BYTES, CacheFiles, Damage, Record, Scan
+from niels_gpt.inspection.stats import supervised_counts
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME
 
-_HEADER_BYTES = len(npy_header(0))
 _OFFSET_BYTES = OFFSET_DTYPE.itemsize
+_MAX_EXAMPLES = 5  # named in one problem
 
 
-class Damage(NamedTuple):
-    """Something in a file that must not be so."""
+def content_damages(files: CacheFiles) -> Iterator[Damage]:
+    """Read every readable file of a pretrain or sft cache; yield wrong sha256 sums and wrong contents.
 
-    file: str
-    """Its name in the cache's folder."""
-    offset: int
-    """The first byte that is meant."""
-    end: int
-    """The byte after the last one that is meant."""
-    problem: str
-    """What was found there and what was expected."""
+    The token files of an sft cache are read a second time, for its supervised tokens.
+
+    Contents that span files are judged only where all of these files are as they were written.
+    """
+    meta, pretrain = files.meta, files.meta["kind"] == "pretrain"
+    for split in SPLITS:
+        index, shards = meta["index"][split], meta["shards"][split]
+        num_tokens = sum(record["tokens"] for record in shards)
+        yield from _scanned(files, index, OffsetsScan(index["name"], num_tokens, with_end=pretrain))
+        if split in meta.get("ids", {}):
+            ids = meta["ids"][split]
+            yield from _scanned(files, ids, LinesScan(ids["name"], index["entries"] - pretrain))
+        stream = None
+        if index["name"] in files.sound and all(record["name"] in files.readable for record in shards):
+            stream = SentinelScan(meta, _offsets(files, index))
+        for record in shards:
+            yield from _scanned(files, record, IdScan(record["name"], meta["vocab_size"]), stream)
+        if stream is not None and all(record["name"] in files.sound for record in shards):
+            yield from (damages := list(stream.damages()))
+            if not pretrain and not damages:
+                yield from supervised_damages(files, split)
+    if "checksums" in meta:
+        yield from _scanned(files, meta["checksums"])
 
 
-class Scan(Protocol):
-    """Looks at the bytes of one file."""
+def _scanned(
+    files: CacheFiles, record: Record, scan: Scan | None = None, stream: SentinelScan | None = None
+) -> Iterator[Damage]:
+    """Read one file; yield its own damage, and that of its contents unless it follows from damage of known bytes."""
+    if record["name"] not in files.readable:
+        return
+    if stream is not None:
+        stream.begin_file(record["name"])
+    damages = files.read(record, [each for each in (scan, stream) if each is not None])
+    yield from damages
+    located = any((damage.offset, damage.end) != (0, record["bytes"]) for damage in damages if damage.file != META_NAME)
+    if scan is not None and record["name"] in files.readable and (not located or isinstance(scan, IdScan)):
+        yield from scan.damages()
 
-    def feed(self, content: memoryview, /) -> None:
-        """Take the next bytes."""
 
-    def damages(self) -> Iterator[Damage]:
-        """Yield what was found, after the last byte."""
+def _offsets(files: CacheFiles, record: Record) -> NDArray[np.int64]:
+    count = record["entries"]
+    if not count:
+        return np.zeros(0, dtype=OFFSET_DTYPE)
+    path = files.folder / record["name"]
+    mapped: NDArray[np.int64] = np.memmap(path, dtype=OFFSET_DTYPE, mode="r", offset=HEADER_BYTES, shape=(count,))
+    return mapped.view(np.ndarray)
 
 
-def header_damage(name: str, header: bytes, entries: int) -> Damage | None:
-    """Compare the beginning of an offsets file with the header of an int64 [entries] array."""
-    expected = npy_header(entries)
-    if header == expected:
-        return None
-    place = next(place for place, byte in enumerate(expected) if header[place : place + 1] != bytes([byte]))
-    return Damage(name, place, _HEADER_BYTES, f"not the header of a .npy file of int64 [{entries}], from this byte on")
+def id_damages(files: CacheFiles) -> Iterator[Damage]:
+    """Yield the ids that are not in the vocabulary, and the token files that cannot be read."""
+    vocab_size, records = int(files.meta["vocab_size"]), files.records
+    num_shards = sum(map(len, files.meta["shards"].values()))
+    for record in records[:num_shards]:
+        if (damage := files.size_damage(record)) is not None:
+            yield damage
+            continue
+        if record["bytes"] % TOKEN_BYTES:
+            yield Damage(record["name"], 0, record["bytes"], f"{record['bytes']} bytes, expected a multiple of 2")
+            continue
+        scan = IdScan(record["name"], vocab_size)
+        try:
+            for content in files.pieces(record):
+                scan.feed(content)
+        except (CacheError, OSError) as error:  # the other files are still checked
+            yield Damage(record["name"], 0, record["bytes"], str(error))
+            continue
+        yield from scan.damages()
+
+
+def supervised_damages(files: CacheFiles, split: str) -> Iterator[Damage]:
+    """Yield the examples without a supervised token, and a sum other than the one in meta.json.
+
+    Raises: as `supervised_counts`.
+    """
+    meta, shards = files.meta, files.meta["shards"]
+    expected, counts = int(meta["supervised_tokens"][split]), supervised_counts(files.folder, meta, split)
+    without = np.flatnonzero(counts == 0)
+    if len(without):
+        named = ", ".join(map(str, without[:_MAX_EXAMPLES].tolist())) + " and more" * (len(without) > _MAX_EXAMPLES)
+        problem = (
+            f"{len(without):,} of {len(counts):,} examples have no token that carries loss, expected at least one in "
+            f"each. Examples: {named}"
+        )
+        yield Damage(shards[split][0]["name"], 0, shards[split][0]["bytes"], problem)
+    if (total := int(counts.sum())) != expected:
+        problem = f"supervised_tokens.{split} is {expected:,}, but {total:,} tokens carry loss"
+        yield Damage(META_NAME, 0, 0, problem)
 
 
 class OffsetsScan:
@@ -57,36 +123,36 @@ class OffsetsScan:
         """num_tokens: of the split; with_end: the last entry is that number, as in the index of a pretrain cache."""
         self._name, self._tokens, self._with_end = name, num_tokens, with_end
         self._count, self._last = 0, -1
-        self._header_left = _HEADER_BYTES
-        self._found: Damage | None = None
+        self._header_left = HEADER_BYTES
+        self._damage: Damage | None = None
 
     def feed(self, content: memoryview, /) -> None:
         """Take the next bytes."""
         skipped = min(self._header_left, len(content))
         self._header_left -= skipped
         values = np.frombuffer(content[skipped:], dtype=OFFSET_DTYPE)
-        if not len(values) or self._found is not None:
+        if not len(values) or self._damage is not None:
             return
         before = np.concatenate([[self._last], values[:-1]])
         wrong = values <= before if self._count else np.concatenate([values[:1] != 0, values[1:] <= before[1:]])
         if wrong.any():
             first = int(np.argmax(wrong))
             expected = f"more than {before[first]}" if self._count + first else "0"
-            self._found = self._at(self._count + first, f"is {values[first]}, expected {expected}")
+            self._damage = self._at(self._count + first, f"is {values[first]}, expected {expected}")
         self._count += len(values)
         self._last = int(values[-1])
 
     def damages(self) -> Iterator[Damage]:
-        """Yield the first entry that is wrong."""
-        if self._found is not None:
-            yield self._found
+        """Yield the first wrong entry."""
+        if self._damage is not None:
+            yield self._damage
         elif self._with_end and self._last != self._tokens:
             yield self._at(self._count - 1, f"is {self._last}, expected the split's {self._tokens} tokens")
         elif not self._with_end and self._last >= self._tokens > 0:
             yield self._at(self._count - 1, f"is {self._last}, expected less than the split's {self._tokens} tokens")
 
     def _at(self, entry: int, problem: str) -> Damage:
-        start = _HEADER_BYTES + _OFFSET_BYTES * entry
+        start = HEADER_BYTES + _OFFSET_BYTES * entry
         return Damage(self._name, start, start + _OFFSET_BYTES, f"entry {entry} {problem}")
 
 
@@ -95,24 +161,24 @@ class IdScan:
 
     def __init__(self, name: str, vocab_size: int) -> None:
         self._name, self._vocab_size = name, vocab_size
-        self._seen = self._count = self._first = self._id = 0
+        self._num_tokens = self._num_wrong = self._first = self._id = 0
 
-    def feed(self, content: memoryview | NDArray[np.uint16], /) -> None:
-        """Take the next bytes, or ids."""
+    def feed(self, content: memoryview, /) -> None:
+        """Take the next bytes."""
         tokens = np.frombuffer(content, dtype=TOKEN_DTYPE)
         if len(tokens) and int(tokens.max()) >= self._vocab_size:
             wrong = np.flatnonzero(tokens >= self._vocab_size)
-            if not self._count:
-                self._first, self._id = self._seen + int(wrong[0]), int(tokens[wrong[0]])
-            self._count += len(wrong)
-        self._seen += len(tokens)
+            if not self._num_wrong:
+                self._first, self._id = self._num_tokens + int(wrong[0]), int(tokens[wrong[0]])
+            self._num_wrong += len(wrong)
+        self._num_tokens += len(tokens)
 
     def damages(self) -> Iterator[Damage]:
         """Yield the first id that is not in the vocabulary, with the number of all such ids."""
-        if self._count:
+        if self._num_wrong:
             problem = (
                 f"token {self._first} is id {self._id}, expected ids below vocab_size {self._vocab_size}; "
-                f"{self._count:,} of {self._seen:,} tokens are not"
+                f"{self._num_wrong:,} of {self._num_tokens:,} tokens are not"
             )
             yield Damage(self._name, TOKEN_BYTES * self._first, TOKEN_BYTES * (self._first + 1), problem)
 
@@ -120,117 +186,112 @@ class IdScan:
 class LinesScan:
     """A file of source ids: ASCII, one line for each document."""
 
-    def __init__(self, name: str, documents: int) -> None:
-        self._name, self._documents = name, documents
-        self._lines = self._seen = 0
-        self._last, self._foreign = b"\n", -1
+    def __init__(self, name: str, num_documents: int) -> None:
+        self._name, self._documents = name, num_documents
+        self._lines = self._num_bytes = 0
+        self._last, self._non_ascii = b"\n", -1
 
     def feed(self, content: memoryview, /) -> None:
         """Take the next bytes."""
         piece = bytes(content)
-        if self._foreign < 0 and not piece.isascii():
-            self._foreign = self._seen + next(place for place, byte in enumerate(piece) if byte > 127)
+        if self._non_ascii < 0 and not piece.isascii():
+            self._non_ascii = self._num_bytes + next(place for place, byte in enumerate(piece) if byte > 127)
         self._lines += piece.count(b"\n")
-        self._seen += len(piece)
+        self._num_bytes += len(piece)
         self._last = piece[-1:] or self._last
 
     def damages(self) -> Iterator[Damage]:
-        """Yield a byte that is not ASCII, and a wrong number of lines."""
-        if self._foreign >= 0:
-            yield Damage(self._name, self._foreign, self._foreign + 1, "not ASCII")
+        """Yield the first byte that is not ASCII, and a wrong number of lines."""
+        if self._non_ascii >= 0:
+            yield Damage(self._name, self._non_ascii, self._non_ascii + 1, "not ASCII")
         if self._last != b"\n":
-            yield Damage(self._name, self._seen - 1, self._seen, "the last line has no end")
+            yield Damage(self._name, self._num_bytes - 1, self._num_bytes, "the last line has no end")
         elif self._lines != self._documents:
             problem = f"{self._lines:,} lines, expected {self._documents:,}, one for each document"
-            yield Damage(self._name, 0, self._seen, problem)
+            yield Damage(self._name, 0, self._num_bytes, problem)
 
 
-class Shape:
-    """The sentinels of a split's stream of tokens, which goes on from one file to the next.
+class SentinelScan:
+    """The sentinels of a split's token stream, which may span several files.
 
-    Of a pretrain split: an end-of-text at the end of each document if the cache has them, and no other sentinel.
-    Of an sft split: each example begins with a role, a role is followed by ids and an end-of-text, and the next role
-    comes right after that. For examples of that shape `supervised` is the number of tokens that `target_mask` marks.
-    Only the first thing that is wrong is kept.
+    Pretrain: an end-of-text ends each document if the cache has them, and there is no other sentinel.
+    Sft: each example begins with a role; a role is followed by ids and an end-of-text, and that by the next role.
+    Only the first wrong token is kept.
     """
 
-    def __init__(
-        self, special_ids: Mapping[str, int], bounds: NDArray[np.int64], *, sft: bool, append_eot: bool, cut: bool
-    ) -> None:
-        """bounds: where each document starts, and of a pretrain split where the last one ends too.
-
-        cut: the last document may lack its end-of-text.
-        """
-        self._special, self._bounds, self._sft = dict(special_ids), bounds, sft
-        self._append_eot, self._cut = append_eot, cut
-        self._names = {token: name for name, token in special_ids.items()}
-        self._seen = self._file_start = 0
+    def __init__(self, meta: dict[str, Any], bounds: NDArray[np.int64]) -> None:
+        """bounds: where each document starts, in tokens, and in a pretrain split where the last one ends."""
+        self._ids: dict[str, int] = dict(meta["special_token_ids"])
+        self._names = {token: name for name, token in self._ids.items()}
+        self._bounds, self._sft, self._append_eot = bounds, meta["kind"] == "sft", bool(meta.get("append_eot"))
+        self._last_is_cut = meta.get("cut", {}).get("documents", 0) > 0  # it may lack its end-of-text
+        self._num_tokens = self._file_start = 0
         self._name = ""
-        self._role: tuple[int, int] | None = None  # place and id of the role that is open
-        self._end = -1  # place of the last end-of-text
-        self._found: Damage | None = None
-        self.supervised = 0
+        self._role: tuple[int, int] | None = None  # position and id of the role whose message has not ended
+        self._end = -1  # position of the last end-of-text
+        self._damage: Damage | None = None
 
-    def begin(self, name: str) -> None:
-        """Go on with the next file."""
-        self._name, self._file_start = name, self._seen
+    def begin_file(self, name: str) -> None:
+        """The next bytes are those of this file."""
+        self._name, self._file_start = name, self._num_tokens
 
     def feed(self, content: memoryview, /) -> None:
         """Take the next bytes."""
         tokens = np.frombuffer(content, dtype=TOKEN_DTYPE)
-        if self._found is None:
+        if self._damage is None:
             is_sentinel = np.zeros(len(tokens), dtype=np.bool_)
-            for token in self._special.values():
+            for token in self._ids.values():
                 is_sentinel |= tokens == token
             places = np.flatnonzero(is_sentinel)
-            found = (places + self._seen, tokens[places].astype(np.int64))
-            (self._chats if self._sft else self._documents)(*found, self._seen + len(tokens))
-        self._seen += len(tokens)
+            sentinels = (places + self._num_tokens, tokens[places].astype(np.int64))
+            (self._check_examples if self._sft else self._check_documents)(*sentinels, self._num_tokens + len(tokens))
+        self._num_tokens += len(tokens)
 
     def damages(self) -> Iterator[Damage]:
-        """Yield the first thing that is wrong, after the last file."""
-        if self._found is None and self._sft and self._end != self._seen - 1:
-            self._keep(self._seen - 1, "ends the last example, expected an end-of-text")
-        if self._found is not None:
-            yield self._found
+        """Yield the first wrong token, after the last file."""
+        if self._damage is None and self._sft and self._end != self._num_tokens - 1:
+            self._keep(self._num_tokens - 1, "ends the last example, expected an end-of-text")
+        if self._damage is not None:
+            yield self._damage
 
-    def _documents(self, places: NDArray[np.int64], ids: NDArray[np.int64], end: int) -> None:
-        first, last = np.searchsorted(self._bounds, [self._seen, end], side="right")
+    def _check_documents(self, places: NDArray[np.int64], ids: NDArray[np.int64], end: int) -> None:
+        """places, ids: positions and ids of the sentinels among the next tokens, which end at position `end`."""
+        first, last = np.searchsorted(self._bounds, [self._num_tokens, end], side="right")
         ends = self._bounds[first:last] - 1 if self._append_eot else self._bounds[:0]
-        if np.array_equal(places, ends) and bool(np.all(ids == self._special["eot"])):
+        is_eot = ids == self._ids["eot"]
+        if np.array_equal(places, ends) and bool(np.all(is_eot)):
             return
-        missing = np.setdiff1d(ends, places[ids == self._special["eot"]])
-        if self._cut and len(missing) and missing[-1] == self._bounds[-1] - 1:
+        missing = np.setdiff1d(ends, places[is_eot])
+        if self._last_is_cut and len(missing) and missing[-1] == self._bounds[-1] - 1:
             missing = missing[:-1]
-        stray = ~np.isin(places, ends) | (ids != self._special["eot"])
+        stray = ~np.isin(places, ends) | ~is_eot
         if stray.any() and not (len(missing) and missing[0] < places[np.argmax(stray)]):
-            place = int(places[np.argmax(stray)])
-            what = f"the sentinel {self._names[int(ids[np.argmax(stray)])]}"
-            self._keep(place, f"is {what} inside document {self._document(place)}")
+            place, name = int(places[np.argmax(stray)]), self._names[int(ids[np.argmax(stray)])]
+            self._keep(place, f"is the sentinel {name} inside document {self._document(place)}")
         elif len(missing):
             self._keep(int(missing[0]), f"ends document {self._document(int(missing[0]))}, expected an end-of-text")
 
-    def _chats(self, places: NDArray[np.int64], ids: NDArray[np.int64], end: int) -> None:
-        kept = [] if self._role is None else [self._role]
-        places = np.concatenate([[place for place, _ in kept], places]).astype(np.int64)
-        ids = np.concatenate([[token for _, token in kept], ids]).astype(np.int64)
-        is_end = ids == self._special["eot"]
-        due = np.arange(len(ids)) % 2 == 1  # role, end, role, end
+    def _check_examples(self, places: NDArray[np.int64], ids: NDArray[np.int64], end: int) -> None:
+        """As `_check_documents`, for examples."""
+        open_roles = [] if self._role is None else [self._role]
+        places = np.concatenate([[place for place, _ in open_roles], places]).astype(np.int64)
+        ids = np.concatenate([[token for _, token in open_roles], ids]).astype(np.int64)
+        is_end = ids == self._ids["eot"]
+        end_due = np.arange(len(ids)) % 2 == 1  # role, end, role, end
         follows = np.concatenate([[self._end], places[:-1]]) + 1 == places
-        first, last = np.searchsorted(self._bounds, [self._seen, end])
+        first, last = np.searchsorted(self._bounds, [self._num_tokens, end])
         starts = self._bounds[first:last]
-        wrong = places[(is_end != due) | (~due & ~follows)]
-        without = starts[~np.isin(starts, places[~is_end])]
-        if len(wrong) and not (len(without) and without[0] < wrong[0]):
+        wrong = places[(is_end != end_due) | (~end_due & ~follows)]
+        without_role = starts[~np.isin(starts, places[~is_end])]
+        if len(wrong) and not (len(without_role) and without_role[0] < wrong[0]):
             place = int(wrong[0])
-            self._keep(place, f"is a sentinel out of turn in example {self._document(place)}: a role, ids, an eot")
-        elif len(without):
-            number = self._document(int(without[0]))
-            self._keep(int(without[0]), f"begins example {number}, expected the sentinel of a role")
+            problem = f"is a sentinel out of turn in example {self._document(place)}: a role, ids, an eot"
+            self._keep(place, problem)
+        elif len(without_role):
+            place = int(without_role[0])
+            self._keep(place, f"begins example {self._document(place)}, expected the sentinel of a role")
         else:
             pairs = len(ids) // 2
-            lengths = places[1 : 2 * pairs : 2] - places[0 : 2 * pairs : 2]
-            self.supervised += int(lengths[ids[0 : 2 * pairs : 2] == self._special["asst"]].sum())
             self._end = int(places[2 * pairs - 1]) if pairs else self._end
             self._role = (int(places[-1]), int(ids[-1])) if len(ids) % 2 else None
 
@@ -239,4 +300,4 @@ class Shape:
 
     def _keep(self, place: int, problem: str) -> None:
         token = place - self._file_start
-        self._found = Damage(self._name, TOKEN_BYTES * token, TOKEN_BYTES * (token + 1), f"token {token} {problem}")
+        self._damage = Damage(self._name, TOKEN_BYTES * token, TOKEN_BYTES * (token + 1), f"token {token} {problem}")

@@ -1,8 +1,7 @@
-"""What differs between two caches: keys of their meta.json, and documents by what they hold.
+"""What differs between two caches: keys of their meta.json, and documents that are in one cache only or moved splits.
 
-A document is its tokens, hashed; caches of two tokenizers have no tokens in common, so there it is its source id. Equal
-tokens may be of other source ids, which is one more difference. All files are read as streams; matching.py has what is
-kept of each document.
+Decides when two documents are equal: by a hash of their tokens; where the tokenizers differ, of their source ids. An
+example of an sft cache is a document. Files are read as streams; matching takes less than 100 bytes per document.
 """
 
 from __future__ import annotations
@@ -12,28 +11,29 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.mmap import mmap_tokens
-from niels_gpt.fileio import META_NAME, CacheError
-from niels_gpt.inspection import matching
-from niels_gpt.inspection.matching import Pairs, first
 from niels_gpt.inspection.show import Decoder, plain, short_names
 from niels_gpt.inspection.source_ids import id_lines, source_id
-from niels_gpt.inspection.stats import bounds, described_by, ids_at, opened
-from niels_gpt.records import path_inside
+from niels_gpt.inspection.stats import bounds, ids_at, meta_errors, open_version
+from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import path_inside
 
-_OF_FILES = {"shards", "index", "ids", "checksums", "files", "content_sha256", "meta_crc32"}
+PARTS = ("only_a", "only_b", "moved")
+"""The differences between documents that `diff` counts."""
+_FILE_KEYS = {"shards", "index", "ids", "checksums", "files", "content_sha256", "meta_crc32"}
 _DIGEST_BYTES = 16
 _WORDS_TOKENS, _WORDS_CHARS = 24, 60  # of a document's beginning
-_MAX_DEPTH = 20  # of keys that are told apart; a deeper value is one value
+_MAX_DEPTH = 20  # of keys that are compared one by one; a deeper value is one value
 _CHUNK = 1 << 16  # bounds that are Python numbers at a time
 
-Found = dict[str, Any]
+Differences = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,108 +46,138 @@ class _Side:
     splits: dict[str, int]  # documents
 
 
-def diff(left: Path, right: Path, *, tokenizers: Sequence[Decoder | None], limit: int) -> Found:
+def diff(left: Path, right: Path, *, tokenizers: Sequence[Decoder | None], limit: int) -> Differences:
     """Return what differs between the caches A (`left`) and B (`right`), ready for JSON.
 
     settings: dotted key -> {"a": value, "b": value}, without the side that lacks it; the lists of files are left out.
     compared: "tokens", "source ids" or null, and why not tokens; documents: their numbers.
-    content_sha256: that of each side, where they differ; then something does, even if it is none of the rest.
-    only_a, only_b, moved (to the other split), reordered (in the same split: the fewest whose places explain the order
-    of all), renamed (equal tokens, another source id): count, and the first `limit` documents.
+    content_sha256: of each side, where they differ: documents in another order or of other source ids show here only.
+    only_a, only_b, moved (to the other split): count, and the first `limit` documents.
     tokenizers: of A and B, for the first words of a document; None, or one of other ids: no words.
     Raises: FileNotFoundError, CacheError; ValueError for a limit below 0.
     """
     if limit < 0:
         raise ValueError(f"limit={limit}: expected 0 or more")
-    a, b = (_side(*given) for given in zip((left, right), tokenizers, strict=True))
-    return _differences(a, b, limit)
-
-
-def _differences(a: _Side, b: _Side, limit: int) -> Found:
-    flat = [_flat(_settings(side.meta)) for side in (a, b)]
-    for mine, theirs in (flat, flat[::-1]):
-        for key in [key for key, value in mine.items() if value == {} and any(k.startswith(f"{key}.") for k in theirs)]:
-            del mine[key]  # its keys are told one by one
-    settings = {
-        key: {name: values[key] for name, values in zip("ab", flat, strict=True) if key in values}
-        for key in sorted(flat[0].keys() | flat[1].keys())
-        if json.dumps(flat[0].get(key, ...), default=str) != json.dumps(flat[1].get(key, ...), default=str)
-    }
+    a, b = (_side(*pair) for pair in zip((left, right), tokenizers, strict=True))
     compared, reason = _comparable(a, b)
-    found: Found = {"settings": settings, "compared": compared, "why_not_tokens": reason}
-    found["documents"] = {"a": a.splits, "b": b.splits}
+    differences: Differences = {"settings": _settings(a, b), "compared": compared, "why_not_tokens": reason}
+    differences["documents"] = {"a": a.splits, "b": b.splits}
     contents = [side.meta.get("content_sha256") for side in (a, b)]
     if contents[0] != contents[1]:
-        found["content_sha256"] = dict(zip("ab", contents, strict=True))
-    found |= _compared_documents(a, b, compared == "tokens", limit) if compared else {}
-    return found
+        differences["content_sha256"] = dict(zip("ab", contents, strict=True))
+    return differences | (_compared_documents(a, b, compared == "tokens", limit) if compared else {})
 
 
-def is_equal(found: Found) -> bool:
+def is_equal(differences: Differences) -> bool:
     """Whether `diff` found no difference."""
-    counts = [found[part]["count"] for part in PARTS if part in found]
-    return not found["settings"] and not any(counts) and "content_sha256" not in found
-
-
-PARTS = ("only_a", "only_b", "moved", "reordered", "renamed")
-"""Of the documents that `diff` counts."""
+    counts = [differences[part]["count"] for part in PARTS if part in differences]
+    return not differences["settings"] and not any(counts) and "content_sha256" not in differences
 
 
 def _side(cache: Path, tokenizer: Decoder | None) -> _Side:
-    folder, meta = opened(cache, ("pretrain", "sft", "tokenizer"))
+    folder, meta = open_version(cache, ("pretrain", "sft", "tokenizer"))
     if tokenizer is not None and tokenizer.sha256 != meta.get("tokenizer_sha256"):
         tokenizer = None
     has_documents = meta.get("kind") in ("pretrain", "sft")
-    with described_by(cache):
+    with meta_errors(cache):
         splits = {split: len(bounds(folder, meta, split)) - 1 for split in SPLITS} if has_documents else {}
     return _Side(folder, meta, tokenizer, splits)
 
 
-def _settings(meta: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the lists of files, and what stands at the top level and in `totals` too."""
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def _settings(a: _Side, b: _Side) -> dict[str, dict[str, Any]]:
+    flat = [_flat(_own_settings(side.meta)) for side in (a, b)]
+    for mine, theirs in (flat, flat[::-1]):
+        for key in [key for key, value in mine.items() if value == {} and any(k.startswith(f"{key}.") for k in theirs)]:
+            del mine[key]  # its keys are reported one by one
+    return {
+        key: {name: values[key] for name, values in zip("ab", flat, strict=True) if key in values}
+        for key in sorted(flat[0].keys() | flat[1].keys())
+        if json.dumps(flat[0].get(key, ...), default=str) != json.dumps(flat[1].get(key, ...), default=str)
+    }
+
+
+def _own_settings(meta: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the lists of files, and top-level keys that repeat `totals`."""
     totals = meta.get("totals", {})
     return {
         key: value
         for key, value in meta.items()
-        if key not in _OF_FILES and not (key in totals and value == totals[key])
+        if key not in _FILE_KEYS and not (key in totals and value == totals[key])
     }
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict) and value and prefix.count(".") < _MAX_DEPTH:
-            found |= _flat(value, f"{prefix}{key}.")
+            flat |= _flat(value, f"{prefix}{key}.")
         else:
-            found[prefix + key] = value
-    return found
+            flat[prefix + key] = value
+    return flat
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
 
 
 def _comparable(a: _Side, b: _Side) -> tuple[str | None, str | None]:
+    """Return by what documents are compared, and why not by tokens."""
     if not a.splits or not b.splits:
         return None, "not both are caches of documents"
     keys = ("tokenizer_sha256", "vocab_size", "special_token_ids")
     if all(a.meta.get(key) == b.meta.get(key) for key in keys):
         return "tokens", None
-    lacking = [name for name, side in (("A", a), ("B", b)) if any(side.splits.values()) and "ids" not in side.meta]
-    if lacking:
-        said = " and ".join(lacking)
-        return None, f"their tokenizers differ, and source ids of {said} were not recorded by the builder of that time"
+    without = [name for name, side in (("A", a), ("B", b)) if any(side.splits.values()) and "ids" not in side.meta]
+    if without:
+        names = " and ".join(without)
+        return None, f"their tokenizers differ, and source ids of {names} were not recorded by the builder of that time"
     return "source ids", "their tokenizers differ"
+
+
+def _compared_documents(a: _Side, b: _Side, by_tokens: bool, limit: int) -> Differences:
+    sizes = [*a.splits.values(), *b.splits.values()]
+    ids = _id_numbers((a, b)) if by_tokens and "ids" in a.meta and "ids" in b.meta else None
+    matched = match(_digests((a, b), by_tokens), sizes, ids)
+    differences: Differences = {}
+    for part, side, numbers in (("only_a", a, matched.only_a), ("only_b", b, matched.only_b)):
+        listed = [_described(side, SPLITS[split], int(numbers[split][at])) for split, at in _first(numbers, limit)]
+        differences[part] = {"count": sum(map(len, numbers)), "first": listed}
+    numbers, listed = [left for left, _ in matched.moved], []
+    for split, at in _first(numbers, limit):
+        left, right = (int(of_side[at]) for of_side in matched.moved[split])
+        in_b: Differences = {"split": SPLITS[1 - split], "document": right}
+        with meta_errors(b.folder):
+            in_b["source_id"] = source_id(b.folder, b.meta, in_b["split"], right)
+        listed.append({**_described(a, SPLITS[split], left), "in_b": in_b})
+    differences["moved"] = {"count": sum(map(len, numbers)), "first": listed}
+    return differences
 
 
 def _digests(sides: Sequence[_Side], by_tokens: bool) -> NDArray[np.uint64]:
     """Return a hash of each document of A's train and val and of B's: uint64 [documents, 2]."""
-    found = np.empty((sum(sum(side.splits.values()) for side in sides), _DIGEST_BYTES // 8), dtype=np.uint64)
-    raw, place = found.view(np.uint8).reshape(-1).data, 0
+    digests = np.empty((sum(sum(side.splits.values()) for side in sides), _DIGEST_BYTES // 8), dtype=np.uint64)
+    raw, start = digests.view(np.uint8).reshape(-1).data, 0
     for side in sides:
         for split, documents in side.splits.items():
-            with described_by(side.folder):
-                digests = _token_digests(side, split) if by_tokens else _id_digests(side, split, _DIGEST_BYTES)
-                for digest in digests if documents else ():
-                    raw[place : place + _DIGEST_BYTES] = digest
-                    place += _DIGEST_BYTES
-    return found
+            with meta_errors(side.folder):
+                found = _token_digests(side, split) if by_tokens else _id_digests(side, split, _DIGEST_BYTES)
+                for digest in found if documents else ():
+                    raw[start : start + _DIGEST_BYTES] = digest
+                    start += _DIGEST_BYTES
+    return digests
+
+
+def _id_numbers(sides: Sequence[_Side]) -> NDArray[np.uint64]:
+    """Return a hash of the source id of each document of A's train and val and of B's: uint64 [documents]."""
+    parts = []
+    for side in sides:
+        with meta_errors(side.folder):
+            for split, documents in side.splits.items():
+                lines = _id_digests(side, split, 8) if documents else ()
+                parts.append(np.fromiter((int.from_bytes(line) for line in lines), np.uint64))
+    return np.concatenate(parts)
 
 
 def _id_digests(side: _Side, split: str, num_bytes: int) -> Iterator[bytes]:
@@ -158,8 +188,8 @@ def _id_digests(side: _Side, split: str, num_bytes: int) -> Iterator[bytes]:
             break
         yield hashlib.blake2b(line, digest_size=num_bytes).digest()
     if number != documents:
-        said = f"{'more' if number > documents else number} lines, expected {documents}, one for each document"
-        raise CacheError(f"{side.folder / side.meta['ids'][split]['name']}: {said}. Rebuild the cache")
+        path, lines = side.folder / side.meta["ids"][split]["name"], "more" if number > documents else number
+        raise CacheError(path, f"{lines} lines", f"{documents}, one for each document", REBUILD)
 
 
 def _token_digests(side: _Side, split: str) -> Iterator[bytes]:
@@ -174,11 +204,11 @@ def _token_digests(side: _Side, split: str) -> Iterator[bytes]:
             digest.update(content[position - first : end - first])
             yield digest.digest()
             digest, position, end = hashlib.blake2b(digest_size=_DIGEST_BYTES), end, next(ends, None)
-        digest.update(content[position - first :])  # it goes on in the next shard
+        digest.update(content[position - first :])  # the document continues in the next shard
         position = last
     if position != (total := side.meta["totals"][f"{split}_tokens"]):
-        said = f"its shards of {split} hold {position} tokens, its totals say {total}"
-        raise CacheError(f"{side.folder / META_NAME}: {said}. Rebuild the cache")
+        problem = f"its shards of {split} hold {position} tokens, its totals say {total}"
+        raise CacheError(side.folder / META_NAME, problem, remedy=REBUILD)
 
 
 def _numbers(values: NDArray[np.int64]) -> Iterator[int]:
@@ -186,58 +216,11 @@ def _numbers(values: NDArray[np.int64]) -> Iterator[int]:
         yield from values[start : start + _CHUNK].tolist()
 
 
-def _compared_documents(a: _Side, b: _Side, by_tokens: bool, limit: int) -> Found:
-    has_ids = by_tokens and "ids" in a.meta and "ids" in b.meta
-    ids = _id_numbers((a, b)) if has_ids else None
-    match = matching.match(_digests((a, b), by_tokens), [*a.splits.values(), *b.splits.values()], ids)
-    found: Found = {}
-    for part, side, numbers in (("only_a", a, match.only_a), ("only_b", b, match.only_b)):
-        listed = [_told(side, SPLITS[split], int(numbers[split][place])) for split, place in first(numbers, limit)]
-        found[part] = {"count": sum(map(len, numbers)), "first": listed}
-    found["moved"] = _of_both(a, b, match.moved, limit, to_other=True)
-    found["reordered"] = _of_both(a, b, [match.reordered(split) for split in (0, 1)], limit)
-    renamed = [] if ids is None else _renamed(ids, [*a.splits.values(), *b.splits.values()], match.common)
-    found["renamed"] = _of_both(a, b, renamed, limit)
-    return found
-
-
-def _id_numbers(sides: Sequence[_Side]) -> NDArray[np.uint64]:
-    """Return a hash of the source id of each document of A's train and val and of B's: uint64 [documents]."""
-    found = []
-    for side in sides:
-        with described_by(side.folder):
-            for split, documents in side.splits.items():
-                lines = _id_digests(side, split, 8) if documents else ()
-                found.append(np.fromiter((int.from_bytes(line) for line in lines), np.uint64))
-    return np.concatenate(found)
-
-
-def _renamed(ids: NDArray[np.uint64], sizes: Sequence[int], common: Sequence[Pairs]) -> list[Pairs]:
-    """Return the pairs of documents whose source ids differ."""
-    parts, found = np.split(ids, np.cumsum(sizes)[:-1]), []
-    for split, (left, right) in enumerate(common):
-        other = parts[split][left] != parts[len(SPLITS) + split][right]
-        found.append((left[other], right[other]))
-    return found
-
-
-def _of_both(a: _Side, b: _Side, pairs: Sequence[Pairs], limit: int, *, to_other: bool = False) -> Found:
-    """Describe documents that are in both caches. to_other: they are in B's other split."""
-    numbers, listed = [left for left, _ in pairs], []
-    for split, place in first(numbers, limit):
-        left, right = (int(of_side[place]) for of_side in pairs[split])
-        in_b: Found = {"split": SPLITS[split != to_other], "document": right}
-        with described_by(b.folder):
-            in_b["source_id"] = source_id(b.folder, b.meta, in_b["split"], right)
-        listed.append({**_told(a, SPLITS[split], left), "in_b": in_b})
-    return {"count": sum(map(len, numbers)), "first": listed}
-
-
-def _told(side: _Side, split: str, number: int) -> Found:
-    """Return what people know a document by."""
-    with described_by(side.folder):
-        known = source_id(side.folder, side.meta, split, number)
-        return {"split": split, "document": number, "source_id": known, "words": _words(side, split, number)}
+def _described(side: _Side, split: str, number: int) -> Differences:
+    """Return a document's split, number, source id and first words."""
+    with meta_errors(side.folder):
+        name = source_id(side.folder, side.meta, split, number)
+        return {"split": split, "document": number, "source_id": name, "words": _words(side, split, number)}
 
 
 def _words(side: _Side, split: str, number: int) -> str | None:
@@ -248,3 +231,97 @@ def _words(side: _Side, split: str, number: int) -> str | None:
     ids = ids_at(side.folder, side.meta, split, start, min(end, start + _WORDS_TOKENS))
     text = plain(ids, short_names(side.folder, side.meta), side.tokenizer)
     return " ".join(text.split())[:_WORDS_CHARS]
+
+
+# --- which documents both caches have ---------------------------------------------------------------------------------
+
+Numbers = NDArray[np.int64]
+"""Documents of a split by their numbers, ascending; or the group of each document: equal ones are in one group."""
+Pairs = tuple[Numbers, Numbers]
+"""Documents of A, ascending, and the document of B that each is matched with."""
+
+
+class Match(NamedTuple):
+    """The documents that differ, of train and of val. Of equal ones the k-th of A is matched with the k-th of B."""
+
+    only_a: list[Numbers]
+    only_b: list[Numbers]
+    moved: list[Pairs]
+    """Of A's train and val: the documents that are in B's other split, and their numbers there."""
+
+
+def match(digests: NDArray[np.uint64], sizes: Sequence[int], ids: NDArray[np.uint64] | None = None) -> Match:
+    """Compare the documents of two caches.
+
+    digests: a hash of each document, uint64 [documents, 2]: of A's train and val, then of B's.
+    sizes: how many documents each of the four has. A document that occurs several times needs as many in B; those of
+        its own split come first.
+    ids: a hash of each document's source id, uint64 [documents], in the same order. Of equal documents, those with the
+        same source id are matched first.
+    """
+    if ids is None:
+        return _match_groups(_groups(digests), sizes)
+    first = _match_groups(_groups(digests + ids[:, None]), sizes)
+    starts = np.cumsum([0, *sizes[:-1]])
+    left_over = [*first.only_a, *first.only_b]
+    places = np.concatenate([part + start for part, start in zip(left_over, starts, strict=True)])
+    rest = _match_groups(_groups(digests[places]), list(map(len, left_over)))  # numbered among the left over
+    moved = []
+    for split, (left, right) in enumerate(rest.moved):
+        more = first.only_a[split][left], first.only_b[1 - split][right]
+        moved.append(_by_left(*(np.concatenate(both) for both in zip(first.moved[split], more, strict=True))))
+    only_a, only_b = (
+        [numbers[left] for numbers, left in zip(of_first, of_rest, strict=True)]
+        for of_first, of_rest in ((first.only_a, rest.only_a), (first.only_b, rest.only_b))
+    )
+    return Match(only_a, only_b, moved)
+
+
+def _match_groups(groups: Numbers, sizes: Sequence[int]) -> Match:
+    num_groups = int(groups.max(initial=-1)) + 1
+    at, av, bt, bv = parts = np.split(groups, np.cumsum(sizes)[:-1])
+    count_at, count_av, count_bt, count_bv = (np.bincount(part, minlength=num_groups) for part in parts)
+    train, val = np.minimum(count_at, count_bt), np.minimum(count_av, count_bv)
+    to_val, to_train = np.minimum(count_at - train, count_bv - val), np.minimum(count_av - val, count_bt - train)
+    del count_at, count_av, count_bt, count_bv
+    only_a, left = zip(_unmatched(at, train, to_val), _unmatched(av, val, to_train), strict=True)
+    only_b, right = zip(_unmatched(bt, train, to_train), _unmatched(bv, val, to_val), strict=True)
+    moved = [_by_left(left[split], right[1 - split]) for split in (0, 1)]
+    return Match([np.sort(part) for part in only_a], [np.sort(part) for part in only_b], moved)
+
+
+def _groups(digests: NDArray[np.uint64]) -> Numbers:
+    """Return the group of each document: equal digests have equal numbers."""
+    order = np.lexsort((digests[:, 1], digests[:, 0]))
+    is_new = np.zeros(len(digests), dtype=np.bool_)
+    for half in (0, 1):
+        column = digests[order, half]
+        is_new[1:] |= column[1:] != column[:-1]
+    groups = np.empty(len(digests), dtype=np.int64)
+    groups[order] = np.cumsum(is_new)
+    return groups
+
+
+def _unmatched(groups: Numbers, stay: Numbers, cross: Numbers) -> tuple[Numbers, Numbers]:
+    """Return the documents that are not in the other cache, and those in its other split.
+
+    stay, cross: how many of each group are in the other cache's same and other split. The first of the equal ones stay,
+    the next cross. Both results are sorted by group, then by number, so that the two sides correspond.
+    """
+    order = np.argsort(groups, kind="stable")
+    of = groups[order]
+    starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(of)), dtype=np.bool_), of[1:] != of[:-1]]))
+    ranks = np.arange(len(of)) - np.repeat(starts, np.diff(np.append(starts, len(of))))
+    crosses = (ranks >= stay[of]) & (ranks < (stay + cross)[of])
+    return order[ranks >= (stay + cross)[of]], order[crosses]
+
+
+def _by_left(left: Numbers, right: Numbers) -> Pairs:
+    order = np.argsort(left)
+    return left[order], right[order]
+
+
+def _first(numbers: Sequence[Numbers], limit: int) -> Iterator[tuple[int, int]]:
+    """Yield the first `limit` of the documents of train and then val, as split (0, 1) and index in its numbers."""
+    places = ((split, index) for split, found in enumerate(numbers) for index in range(len(found)))
+    yield from (place for place, _ in zip(places, range(limit), strict=False))

@@ -1,4 +1,7 @@
-"""From a place in a split's stream of tokens to the document that is there: its number, source id, file and text."""
+"""From a position in a split's token stream to its document: number, source id, file and text.
+
+Decides which part of a long document is printed: the tokens around the position.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +15,30 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS, TOKEN_BYTES
 from niels_gpt.cache.meta import check_tokenizer
-from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.inspection.show import Decoder, plain, short_names
 from niels_gpt.inspection.source_ids import printable, shown, source_id
-from niels_gpt.inspection.stats import PlaceError, bounds, described_by, ids_at, opened
+from niels_gpt.inspection.stats import PositionError, bounds, ids_at, meta_errors, open_version
+from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.fileio import META_NAME
 
-_MAX_MARKED = 4  # tokens: as many as the bytes of a character, each of which may be a token
+_MAX_MARKED = 4  # tokens: each byte of a character may be one
 
 
 def locate(cache: Path, tokenizer: Decoder | None, *, split: str, position: int, num_tokens: int) -> str:
-    """Return what is at token `position` of a split's stream, as lines for people; an example of sft is a document.
+    """Return what is at token `position` of a split's stream, as lines of text; an sft example is a document.
 
-    tokenizer: of the cache; None: ids stand in the place of text.
-    num_tokens: tokens of the document's text, at most, with the position in the middle if it is cut.
-    Raises: FileNotFoundError, CacheError; ValueError for a split or a position that is not there.
+    tokenizer: of the cache; None: ids are printed instead of text.
+    num_tokens: the most tokens of the document that are printed; a longer one is cut around the position.
+    Raises: FileNotFoundError, CacheError; ValueError for a split or a position that does not exist.
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
     if num_tokens < 1:
         raise ValueError(f"num_tokens={num_tokens}: expected at least 1")
-    folder, meta = opened(cache)
+    folder, meta = open_version(cache)
     if tokenizer is not None:
         check_tokenizer(folder, meta, tokenizer.sha256)
-    with described_by(cache):
+    with meta_errors(cache):
         return _located(cache, folder, meta, tokenizer, split, position, num_tokens)
 
 
@@ -47,49 +51,49 @@ def _located(
     position: int,
     num_tokens: int,
 ) -> str:
-    places = bounds(folder, meta, split)
-    total = int(places[-1])
+    starts = bounds(folder, meta, split)
+    total = int(starts[-1])
     if not total:
-        raise PlaceError(f"position {position:,}: {cache}/{split} has no token")
+        raise PositionError(f"position {position:,}: {cache}/{split} has no token")
     if not 0 <= position < total:
-        raise PlaceError(f"position {position:,}: {cache}/{split} has {total:,} tokens, expected 0 to {total - 1:,}")
-    number = int(np.searchsorted(places, position, side="right")) - 1
-    start, end = places[number : number + 2].tolist()
+        raise PositionError(f"position {position:,}: {cache}/{split} has {total:,} tokens, expected 0 to {total - 1:,}")
+    number = int(np.searchsorted(starts, position, side="right")) - 1
+    start, end = starts[number : number + 2].tolist()
     unit = "example" if meta["kind"] == "sft" else "document"
     token = int(ids_at(folder, meta, split, position, position + 1)[0])
     decode = None
     if tokenizer is not None:
         decode = partial(plain, sentinels=short_names(folder, meta), tokenizer=tokenizer)
     piece = "" if decode is None else f" {decode(np.array([token]))!r}"
-    known = source_id(folder, meta, split, number)
+    name = source_id(folder, meta, split, number)
     rows = [
         ("token", f"{position:,} of {total:,} of {cache}/{split}: id {token}{piece}"),
-        (unit, f"{number:,} of {len(places) - 1:,}, {end - start:,} tokens"),
-        ("source id", "not recorded by the builder of that time" if known is None else printable(known)),
+        (unit, f"{number:,} of {len(starts) - 1:,}, {end - start:,} tokens"),
+        ("source id", "not recorded by the builder of that time" if name is None else printable(name)),
         ("offset in it", f"{position - start:,} tokens"),
-        ("file", _file(meta, split, position)),
+        ("file", _file(folder, meta, split, position)),
     ]
-    # Around the position, but no shorter than asked for where the document begins or ends near it.
+    # Around the position, and not shorter than num_tokens where the document starts or ends near it.
     first = max(start, min(position - num_tokens // 2, end - num_tokens))
     last = min(end, first + num_tokens)
     cut = f", tokens {first - start:,} to {last - start:,} of its {end - start:,}" if last - first < end - start else ""
     rows.append(("text" if decode is not None else "ids", f"the token in [[ ]]{cut}"))
     ids = ids_at(folder, meta, split, first, last)
-    lines = [f"{name + ':':14}{printable(value)}" for name, value in rows]
+    lines = [f"{label + ':':14}{printable(value)}" for label, value in rows]
     return "\n".join([*lines, "", shown(_marked(ids, position - first, decode))])
 
 
-def _file(meta: dict[str, Any], split: str, position: int) -> str:
+def _file(folder: Path, meta: dict[str, Any], split: str, position: int) -> str:
     for record in meta["shards"][split]:
         if position < record["tokens"]:
             start = TOKEN_BYTES * position
             return f"{record['name']}, bytes {start:,} to {start + TOKEN_BYTES:,}"
         position -= record["tokens"]
-    raise CacheError(f"{META_NAME}: its shards of {split} hold fewer tokens than its totals say. Rebuild the cache")
+    raise CacheError(folder / META_NAME, f"its shards of {split} hold fewer tokens than its totals say", remedy=REBUILD)
 
 
 def _marked(ids: NDArray[np.uint16], place: int, decode: Callable[[NDArray[Any]], str] | None) -> str:
-    """Return text with [[ ]] around the token, or around the few tokens that make a character together with it."""
+    """Return text with [[ ]] around the token, or around the few tokens that together encode its character."""
     if decode is None:
         return " ".join(f"[[{token}]]" if number == place else str(token) for number, token in enumerate(ids.tolist()))
     whole, choices = decode(ids), []

@@ -1,8 +1,7 @@
-"""A picture of a finished cache: how long its documents are, and how much of each sft example carries loss."""
+"""A picture of a finished cache: the lengths of its documents, and the supervised share of each sft example."""
 
 from __future__ import annotations
 
-import io
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,20 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS
-from niels_gpt.fileio import write_bytes
 from niels_gpt.inspection.source_ids import printable
-from niels_gpt.inspection.stats import described_by, lengths, opened, supervised_counts
-from niels_gpt.versions import VERSIONS_DIR
+from niels_gpt.inspection.stats import lengths, meta_errors, open_version, supervised_counts
+from niels_gpt.pictures import check_matplotlib, new_figure, plain_axes, png
+from niels_gpt.storage.fileio import write_bytes
+from niels_gpt.storage.versions import VERSIONS_DIR
 
-if TYPE_CHECKING:  # at run time inside the functions: who does not plot does not wait for matplotlib
+if TYPE_CHECKING:  # at run time imported by the functions that draw: matplotlib takes long to load
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WIDTH, _HEIGHT, _DPI = 7.2, 2.8, 100  # inches, and pixels per inch
-_COLOURS = {"train": "#9ec5e8", "val": "#c2410c"}  # light and dark too, for eyes that do not tell blue from orange
+_WIDTH, _HEIGHT = 7.2, 2.8  # inches
+_COLOURS = {"train": "#9ec5e8", "val": "#c2410c"}  # light and dark, to be told apart without colour vision
 _MEDIANS = {"train": "#1d5f9e", "val": "#c2410c"}
 _MIN_BINS, _MAX_BINS = 8, 32  # more documents, more bins
-_LEAST_RANGE = 8  # the longest length on the axis is at least so many times the shortest
+_LEAST_RANGE = 8  # of the axis: its longest length is at least 8 times its shortest
 _COLOURS_IN_FILE = 32
 
 _BySplit = dict[str, NDArray[Any]]
@@ -33,23 +33,22 @@ _BySplit = dict[str, NDArray[Any]]
 def plot(cache: Path) -> bytes:
     """Return a PNG of 720 x 280 pixels, some 10 kB: how the lengths of a cache's documents are distributed.
 
-    Each split is shown as shares of its own documents, so that a small val is as tall as train. An sft cache has a
-    second panel: the part of each example's tokens that carries loss. A cache without documents gives a smaller picture
-    that says so. Equal caches of one name give equal bytes with one version of matplotlib.
-    Raises: FileNotFoundError, CacheError; ImportError without matplotlib, which the extra `pipelines` brings.
+    Each split is shown as shares of its documents, so that a small val is as tall as train. An sft cache has a second
+    panel: the share of each example's tokens that is supervised. A cache without documents gives a smaller picture that
+    says so. Equal caches of one name give equal bytes with one version of matplotlib.
+    Raises: FileNotFoundError, CacheError; ImportError without matplotlib, which the extra `pipelines` installs.
     """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ImportError("a picture needs matplotlib: pip install 'niels_gpt[pipelines]'") from error
-    folder, meta = opened(cache)  # one version, whatever is committed meanwhile
-    with described_by(cache):
+    check_matplotlib()
+    folder, meta = open_version(cache)
+    with meta_errors(cache):
         return _plotted(_public_name(cache), folder, meta)
 
 
 def write_plot(cache: Path, target: Path) -> None:
-    """Write what `plot` returns to a file. Raises: ValueError unless its name ends in .png; FileNotFoundError too where
-    there is no folder to put it in."""
+    """Write what `plot` returns to a file.
+
+    Raises: as `plot`; ValueError unless the name ends in .png; FileNotFoundError also where its folder does not exist.
+    """
     if target.suffix.lower() != ".png":
         raise ValueError(f"{target}: expected the name of a .png, the only kind of picture that is drawn")
     if not target.parent.is_dir():
@@ -60,13 +59,13 @@ def write_plot(cache: Path, target: Path) -> None:
 def _plotted(name: str, cache: Path, meta: dict[str, Any]) -> bytes:
     name = printable(name).replace("$", r"\$")  # two of them would be a formula
     title, what = f"{meta['kind']}/{name}", "examples" if meta["kind"] == "sft" else "documents"
-    sizes = {split: found for split in SPLITS if len(found := lengths(cache, meta, split))}
+    sizes = {split: values for split in SPLITS if len(values := lengths(cache, meta, split))}
     if not sizes:
         return _notice(f"{title}: {'not built' if meta.get('built') is False else f'no {what}'}")
     if meta["kind"] == "sft":
         counts = {split: supervised_counts(cache, meta, split) for split in sizes}
-        return _png(_examples_figure(title, sizes, counts))
-    return _png(_documents_figure(title, sizes))
+        return png(_examples_figure(title, sizes, counts), _COLOURS_IN_FILE)
+    return png(_documents_figure(title, sizes), _COLOURS_IN_FILE)
 
 
 def _public_name(cache: Path) -> str:
@@ -106,20 +105,18 @@ def _examples_figure(title: str, sizes: _BySplit, counts: _BySplit) -> Figure:
 
 
 def _figure(title: str) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, _HEIGHT), dpi=_DPI, facecolor="white", layout="constrained")
+    figure = new_figure(_WIDTH, _HEIGHT, layout="constrained")
     figure.suptitle(title, fontsize=min(11, 850 / len(title)), fontweight="bold")  # 850: as wide as the picture
     return figure
 
 
 def _draw_lengths(axes: Axes, sizes: _BySplit, labels: dict[str, str], max_ticks: int) -> None:
     low, high = min(int(found.min()) for found in sizes.values()), max(int(found.max()) for found in sizes.values())
-    if high < _LEAST_RANGE * low:  # or a difference of some tokens would fill the picture
+    if high < _LEAST_RANGE * low:  # otherwise a difference of a few tokens would fill the picture
         middle = (low * high) ** 0.5
         low, high = int(middle / _LEAST_RANGE**0.5) or 1, math.ceil(middle * _LEAST_RANGE**0.5)
     bins = min(_MAX_BINS, max(_MIN_BINS, round(2 * max(map(len, sizes.values())) ** (1 / 3))))
-    # Half numbers as edges: a bin without any whole number in it would be a gap that means nothing.
+    # Edges at half numbers: each bin holds at least one whole number, so a gap means that no document has that length.
     edges = np.unique(np.floor(np.geomspace(low, high + 1, bins + 1))) - 0.5
     _draw(axes, sizes, edges, labels)
     axes.set_xscale("log")
@@ -136,19 +133,16 @@ def _draw(axes: Axes, values: _BySplit, edges: NDArray[Any], labels: dict[str, s
         axes.stairs(heights, edges, color=_COLOURS[split], label=labels[split], **style)
         axes.axvline(float(np.median(found)), color=_MEDIANS[split], linestyle="--", linewidth=1.2)
     axes.yaxis.set_major_formatter("{x:.0f} %")
-    axes.tick_params(labelsize=8)
-    for label in (axes.xaxis.label, axes.yaxis.label):
-        label.set_fontsize(9)
-    axes.spines[["top", "right"]].set_visible(False)
+    plain_axes(axes, ticks=8)
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0}  # never over the bars
     look: dict[str, Any] = {"frameon": False, "handlelength": 1.2, "handletextpad": 0.5, "columnspacing": 1.2}
     legend = axes.legend(**place, **look, ncols=2, fontsize=8)
-    legend.set_in_layout(False)  # or a wide one makes the panel narrow
-    axes.set_title(" ", fontsize=8)  # its place
+    legend.set_in_layout(False)  # otherwise a wide legend makes the panel narrow
+    axes.set_title(" ", fontsize=8)  # room for the legend
 
 
 def _ticks(low: float, high: float, max_ticks: int) -> list[int]:
-    """Return round numbers from low to high, as many as there is room for."""
+    """Return at most `max_ticks` round numbers from low to high."""
     found: list[int] = []
     for steps in ((1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
         found = [step * 10**power for power in range(16) for step in steps if low <= step * 10**power <= high]
@@ -158,19 +152,6 @@ def _ticks(low: float, high: float, max_ticks: int) -> list[int]:
 
 
 def _notice(text: str) -> bytes:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, 0.6), dpi=_DPI, facecolor="white")
+    figure = new_figure(_WIDTH, 0.6)
     figure.text(0.5, 0.5, text, ha="center", va="center", fontsize=11)
-    return _png(figure)
-
-
-def _png(figure: Figure) -> bytes:
-    from PIL import Image  # matplotlib itself writes PNGs with it
-
-    drawn, small = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=_DPI, facecolor="white", metadata={"Software": None})
-    # A palette makes it a third as large; the lost shades are those at the edges of letters.
-    picture = Image.open(drawn).convert("RGB").quantize(_COLOURS_IN_FILE, dither=Image.Dither.NONE)
-    picture.save(small, "png", optimize=True)
-    return small.getvalue()
+    return png(figure, _COLOURS_IN_FILE)

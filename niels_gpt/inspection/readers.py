@@ -1,6 +1,6 @@
-"""Why the readers of a cache would refuse it: everything that they look at when they open it, without torch.
+"""Why the readers refuse a cache: everything that they check when they open it, without torch.
 
-`verify` ends with these questions, so it passes only what the readers open; `list` and `stats` print the first answer.
+`verify` passes only what the readers open; `list` and `stats` print the first reason.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from niels_gpt.cache.meta import (
     text_bytes,
 )
 from niels_gpt.cache.mmap import TokenFiles, check_starts, load_idx, mmap_tokens
-from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.inspection.source_ids import printable
-from niels_gpt.records import file_records, path_inside, read_regular, resolved, wrong_value
+from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import file_records, path_inside, read_regular, resolved, wrong_value
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer
 
-_CHUNK = 1 << 20  # examples whose first ids are looked at in one piece
+_CHUNK = 1 << 20  # examples whose first ids are checked at a time
 _MAX_REASON = 100  # characters in a table
 _MAX_MODEL = 1 << 30  # bytes of a model that is opened
 Meta = dict[str, Any]
-Opening = Callable[[], object]
+Step = Callable[[], object]
 """A part of what a reader does when it opens a cache; it may raise."""
 
 
-def refusals(folder: Path, *, models: bool = True) -> Iterator[str]:
-    """Yield why readers refuse a version of a cache: the first error of each split, or of what all have in common.
+def refusals(folder: Path, *, models: bool = True) -> Iterator[CacheError | OSError]:
+    """Yield the error with which readers refuse a version of a cache; nothing for one that they open.
 
     folder: of one version, resolved. Of a stub, and of a split without tokens, nothing is opened: nothing was built.
     models: open a tokenizer's model too, which loads SentencePiece.
@@ -46,21 +47,21 @@ def refusals(folder: Path, *, models: bool = True) -> Iterator[str]:
     try:
         meta = find_meta(folder)
         if meta is None:
-            raise FileNotFoundError(f"{where}: no such file, expected the description of a cache")
+            raise CacheError(where, "no such file", "the description of a cache")
         checked_meta(meta, where)
         kind = meta.get("kind", _OTHER_KINDS[0])
         if not isinstance(kind, str) or kind not in (*_READERS, *_OTHER_KINDS):
             raise wrong_value(where, "kind", kind, f"one of {', '.join(_READERS)}")
         if meta.get("built") is False:
             if any(record["bytes"] for record in file_records(meta, where)):
-                raise CacheError(f"{where}: built is false, but it names files that hold something")
+                raise CacheError(where, "built is false, but it names files that hold something")
             return
-        for opening in _READERS[kind](folder, meta, models) if kind in _READERS else ():
-            opening()
+        for step in _READERS[kind](folder, meta, models) if kind in _READERS else ():
+            step()
     except (CacheError, OSError) as error:
-        yield str(error)
+        yield error
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-        yield f"{where}: not as docs/formats.md describes it ({error!r})"
+        yield CacheError(where, f"not as docs/formats.md describes it ({error!r})")
 
 
 def refusal(cache: Path) -> str | None:
@@ -69,17 +70,20 @@ def refusal(cache: Path) -> str | None:
         folder = resolved(cache)
     except (CacheError, OSError) as error:
         return in_short(error, cache)
-    found = next(refusals(folder, models=False), None)
-    return None if found is None else in_short(found, folder)
+    reason = next(refusals(folder, models=False), None)
+    return None if reason is None else in_short(reason, folder)
 
 
-def in_short(error: object, folder: Path) -> str:
-    """Return the first sentence of an error of a cache, for a table; its files by their names in the folder."""
-    text = printable(str(error).replace(f"{folder}/", "").replace(f"{folder}: ", "").split(". ")[0])
+def in_short(error: Exception, folder: Path) -> str:
+    """Return what an error of a cache found, without its remedy, for a table; files by their names in the folder."""
+    text = str(error).split(". ")[0]  # of another error: its first sentence
+    if isinstance(error, CacheError):
+        text = f"{error.path}: {error.problem}"
+    text = printable(text.replace(f"{folder}/", "").replace(f"{folder}: ", ""))
     return text if len(text) <= _MAX_REASON else text[: _MAX_REASON - 1] + "…"
 
 
-def _pretrain(folder: Path, meta: Meta, models: bool) -> Iterator[Opening]:
+def _pretrain(folder: Path, meta: Meta, models: bool) -> Iterator[Step]:
     yield partial(check_tokenizer, folder, meta)
     for split in SPLITS:
         if not _is_empty(meta, split):
@@ -87,20 +91,20 @@ def _pretrain(folder: Path, meta: Meta, models: bool) -> Iterator[Opening]:
 
 
 def _is_empty(meta: Meta, split: str) -> bool:
-    """Whether a split was built without a token, by all that a meta.json says of it."""
+    """Whether a split was built without a token, by its total and by the sizes of its shards."""
     totals, records = meta.get("totals"), meta.get("shards", {}).get(split, [{}])
-    said = totals.get(f"{split}_tokens") if isinstance(totals, dict) else None
-    return not said and not any(record.get("bytes", 1) for record in records)
+    num_tokens = totals.get(f"{split}_tokens") if isinstance(totals, dict) else None
+    return not num_tokens and not any(record.get("bytes", 1) for record in records)
 
 
 def _open_split(folder: Path, meta: Meta, split: str) -> None:
     if not path_inside(folder, split).is_dir():
-        raise FileNotFoundError(f"{folder / split}: no such folder")
+        raise CacheError(folder / split, "no such folder", remedy=REBUILD)
     TokenFiles(split_shards(folder, meta, split))
     text_bytes(folder, meta, split)
 
 
-def _sft(folder: Path, meta: Meta, models: bool) -> Iterator[Opening]:
+def _sft(folder: Path, meta: Meta, models: bool) -> Iterator[Step]:
     yield partial(check_tokenizer, folder, meta)
     yield partial(special_id, folder, meta, "asst")
     for split in SPLITS:
@@ -119,7 +123,7 @@ def _open_examples(folder: Path, meta: Meta, split: str) -> None:
         check_starts(tokens[some], some, roles, first=first, tokens_path=tokens_path, idx_path=idx_path)
 
 
-def _tokenizer(folder: Path, meta: Meta, models: bool) -> Iterator[Opening]:
+def _tokenizer(folder: Path, meta: Meta, models: bool) -> Iterator[Step]:
     yield partial(_open_model, folder, meta, models)
 
 
@@ -128,13 +132,13 @@ def _open_model(folder: Path, meta: Meta, models: bool) -> None:
     if not models:
         read_regular(path, _MAX_MODEL)
         return
-    found = SentencePieceTokenizer(path, expected_special_token_ids=ids).vocab_size
-    if meta.get("vocab_size", found) != found:
-        raise CacheError(f"{path}: has {found} ids, but vocab_size is {meta['vocab_size']} in {META_NAME}")
+    vocab_size = SentencePieceTokenizer(path, expected_special_token_ids=ids).vocab_size
+    if meta.get("vocab_size", vocab_size) != vocab_size:
+        raise CacheError(path, f"has {vocab_size} ids, but vocab_size is {meta['vocab_size']} in {META_NAME}")
 
 
-_OTHER_KINDS = ("", "eagle3")  # another tool's, and one that has readers and checks of its own
-_READERS: dict[str, Callable[[Path, Meta, bool], Iterator[Opening]]] = {
+_OTHER_KINDS = ("", "eagle3")  # of other tools, and of eagle3/, which has its own readers and checks
+_READERS: dict[str, Callable[[Path, Meta, bool], Iterator[Step]]] = {
     "pretrain": _pretrain,
     "sft": _sft,
     "tokenizer": _tokenizer,

@@ -1,6 +1,7 @@
-"""Documents of a pretrain cache and examples of an sft cache, decoded, with what carries loss marked.
+"""Decoded documents and examples with the supervised tokens marked; decides where printed text is cut.
 
-`show` is one piece of a cache for a terminal, `sample_texts` some shortened documents or examples for a table.
+`show` prints one part of a cache: its first `num_tokens` tokens. `sample_texts` gives rows of a table: `_short_example`
+cuts the messages of an example to one length, and may end it after the first reply.
 """
 
 from __future__ import annotations
@@ -16,24 +17,25 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import SPLITS, target_mask
 from niels_gpt.cache.meta import check_tokenizer, find_meta, read_meta, special_id, tokenizer_above
 from niels_gpt.cache.mmap import mmap_tokens
-from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.inspection.source_ids import printable, shown
-from niels_gpt.inspection.stats import PlaceError, bounds, described_by, ids_at, opened, tokens_of
-from niels_gpt.records import path_inside, resolved
+from niels_gpt.inspection.stats import PositionError, bounds, ids_at, meta_errors, open_version, tokens_of
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
+from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import path_inside, resolved
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 
 _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _MORE = " …"
-_LEAST_TOKENS = 8  # a message is not shortened below this
+_LEAST_TOKENS = 8  # of a shortened message
 
 
 class Decoder(Protocol):
-    """Anything that turns ids into text, and names the model that it does it with."""
+    """Turns ids into text, and names its model."""
 
     @property
     def sha256(self) -> str:
-        """Of the model file."""
+        """The sha256 of the model file."""
 
     def decode(self, ids: Any, /) -> str:
         """Return the text of a sequence of ids."""
@@ -44,12 +46,12 @@ def tokenizer_of(cache: Path, model: str | None = None) -> SentencePieceTokenize
     if model:
         return load_tokenizer(model)
     beside = tokenizer_above(resolved(cache)) or cache.absolute().parent.parent / "tokenizer"
-    find_meta(beside)  # which refuses a link out of the folder of caches
+    find_meta(beside)  # refuses a link out of the folder of caches
     return load_tokenizer(beside / MODEL_NAME, follow_links=False)
 
 
 def tokenizer_beside(cache: Path) -> SentencePieceTokenizer | None:
-    """Open the model beside or above a cache; None where there is none, or it is not the one of the cache's ids."""
+    """Open the model beside or above a cache; None where there is none, or its ids are not the cache's."""
     try:
         tokenizer = tokenizer_of(cache)
         check_tokenizer(cache, read_meta(str(cache / META_NAME)), tokenizer.sha256)
@@ -61,25 +63,25 @@ def tokenizer_beside(cache: Path) -> SentencePieceTokenizer | None:
 def show(cache: Path, tokenizer: Decoder, *, split: str, position: int, num_tokens: int, color: bool) -> str:
     """Return a heading and the text at `position`: a token of a pretrain split, or the number of an sft example.
 
-    In an example the tokens that carry loss are green, the others dim; without color they stand in [[ ]].
-    num_tokens: tokens shown, at most.
-    Raises: FileNotFoundError, CacheError; ValueError for a split or a position that is not there.
+    In an example, supervised tokens are green and the others dim; without color, supervised tokens are in [[ ]].
+    num_tokens: the most tokens shown.
+    Raises: FileNotFoundError, CacheError; ValueError for a split or a position that does not exist.
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
     if num_tokens < 1:
         raise ValueError(f"num_tokens={num_tokens}: expected at least 1")
-    cache, meta = _opened(cache, tokenizer)
+    cache, meta = _open_with(cache, tokenizer)
     if meta.get("built") is False:
-        raise CacheError(f"{cache / META_NAME}: built is false, so there is nothing to show")
-    with described_by(cache):
+        raise CacheError(cache / META_NAME, "built is false, so there is nothing to show")
+    with meta_errors(cache):
         if meta.get("kind") == "sft":
             return _example(cache, meta, tokenizer, split, position, num_tokens, color)
         return _window(cache, meta, tokenizer, split, position, num_tokens)
 
 
-def _opened(cache: Path, tokenizer: Decoder) -> tuple[Path, dict[str, Any]]:
-    cache, meta = opened(cache)  # one version, whatever is committed meanwhile
+def _open_with(cache: Path, tokenizer: Decoder) -> tuple[Path, dict[str, Any]]:
+    cache, meta = open_version(cache)
     check_tokenizer(cache, meta, tokenizer.sha256)
     return cache, meta
 
@@ -95,17 +97,17 @@ def _window(cache: Path, meta: dict[str, Any], tokenizer: Decoder, split: str, p
             head = f"{cache}/{split}: tokens {position} to {position + len(ids)} of {total}, in {record['name']}"
             return f"{printable(head)}\n{shown(tokenizer.decode(ids.tolist()))}"
         before += record["tokens"]
-    raise CacheError(f"{cache / META_NAME}: its shards hold {before} tokens, its totals say {total}. Rebuild it")
+    raise CacheError(cache / META_NAME, f"its shards hold {before} tokens, its totals say {total}", remedy=REBUILD)
 
 
 def _example(
     cache: Path, meta: dict[str, Any], tokenizer: Decoder, split: str, row: int, num_tokens: int, color: bool
 ) -> str:
-    places = bounds(cache, meta, split)
-    _check(row, len(places) - 1, f"examples in {cache}/{split}")
-    ids = tokens_of(cache, meta, split)[places[row] : places[row + 1]]
+    starts = bounds(cache, meta, split)
+    _check(row, len(starts) - 1, f"examples in {cache}/{split}")
+    ids = tokens_of(cache, meta, split)[starts[row] : starts[row + 1]]
     mask = _mask_of(cache, meta, ids)
-    head = f"{cache}/{split}: example {row} of {len(places) - 1}, {len(ids)} tokens, {int(mask.sum())} with loss"
+    head = f"{cache}/{split}: example {row} of {len(starts) - 1}, {len(ids)} tokens, {int(mask.sum())} with loss"
     return printable(head) + "\n" + _marked(ids[:num_tokens], mask[:num_tokens], tokenizer, color)
 
 
@@ -134,27 +136,27 @@ def _runs(values: NDArray[Any]) -> list[tuple[int, int]]:
 
 def _check(position: int, total: int, what: str) -> None:
     if not 0 <= position < total:
-        raise PlaceError(f"position {position}: there are {total} {what}, expected 0 <= position < {total}")
+        raise PositionError(f"position {position}: there are {total} {what}, expected 0 <= position < {total}")
 
 
 def sample_texts(
     cache: Path, tokenizer: Decoder, *, per_split: int = 3, num_tokens: int = 120
 ) -> list[dict[str, str | int]]:
-    """Return some documents or examples of each split, from its first to its last at equal distances; none of a stub.
+    """Return rows of evenly spaced documents or examples of each split, the first and last included; none for a stub.
 
-    A row has `split`, `number`, `tokens` (the whole length) and `text`; of an sft example also `with_loss`, the tokens
-    that carry loss, which stand in [[ ]] in the text. Sentinels have their short names, such as <|eot|>.
-    num_tokens: tokens in a text, about. What is left out is " …"; each message of an example is shortened by itself,
-    and the first reply is always there, or its beginning.
+    A row has `split`, `number`, `tokens` (the whole length) and `text`; of an sft example also `with_loss`, the number
+    of supervised tokens, which are in [[ ]] in the text. Sentinels have their short names, such as <|eot|>.
+    num_tokens: the approximate length of a text. " …" replaces what is left out; each message of an example is cut on
+    its own, and the first reply, or its beginning, is always included.
     Raises: FileNotFoundError, CacheError; ValueError for a number below 1.
     """
     for name, value in (("per_split", per_split), ("num_tokens", num_tokens)):
         if value < 1:
             raise ValueError(f"{name}={value}: expected at least 1")
-    cache, meta = _opened(cache, tokenizer)
+    cache, meta = _open_with(cache, tokenizer)
     if meta.get("built") is False:
         return []
-    with described_by(cache):
+    with meta_errors(cache):
         return _samples(cache, meta, tokenizer, per_split, num_tokens)
 
 
@@ -164,9 +166,9 @@ def _samples(
     sentinels = short_names(cache, meta)
     rows: list[dict[str, str | int]] = []
     for split in SPLITS:
-        places = bounds(cache, meta, split)
-        for number in _spread(len(places) - 1, per_split):
-            start, end = places[number : number + 2].tolist()
+        starts = bounds(cache, meta, split)
+        for number in _spread(len(starts) - 1, per_split):
+            start, end = starts[number : number + 2].tolist()
             rows.append({"split": split, "number": number, "tokens": end - start})
             if meta["kind"] == "sft":
                 ids = tokens_of(cache, meta, split)[start:end]
@@ -185,7 +187,7 @@ def short_names(cache: Path, meta: dict[str, Any]) -> dict[int, str]:
 
 
 def _spread(count: int, wanted: int) -> list[int]:
-    """Return at most `wanted` of the numbers below `count`, the first and the last among them."""
+    """Return at most `wanted` evenly spaced numbers below `count`, the first and the last included."""
     wanted = min(wanted, count)
     return [step * (count - 1) // max(1, wanted - 1) for step in range(wanted)]
 
@@ -193,9 +195,10 @@ def _spread(count: int, wanted: int) -> list[int]:
 def _short_example(
     ids: NDArray[np.uint16], mask: NDArray[np.bool_], sentinels: dict[int, str], tokenizer: Decoder, num_tokens: int
 ) -> str:
-    """Return an example in about `num_tokens` tokens: long messages are cut, and after the first reply it may end."""
+    """Return an example in about `num_tokens` tokens: long messages are cut, and messages after the first reply may be
+    left out."""
     is_sentinel = np.isin(ids, list(sentinels))
-    runs = _runs(2 * mask + is_sentinel)  # a message, or the sentinels between two, where the mask is the same
+    runs = _runs(2 * mask + is_sentinel)  # each is a message, or sentinels between two, with one mask value
     room = num_tokens - int(is_sentinel.sum())
     longest = _longest([end - start for start, end in runs if not is_sentinel[start]], room)
     parts: list[tuple[bool, str]] = []
@@ -213,7 +216,7 @@ def _short_example(
 
 
 def _longest(sizes: list[int], room: int) -> int:
-    """Return the length to cut messages to, so that all of them fit into `room` tokens if it is not too little."""
+    """Return the length to cut messages to, so that all fit into `room` tokens; at least _LEAST_TOKENS."""
     longest = max(sizes, default=0)
     if sum(sizes) > room:
         longest = max(min(longest, room), _LEAST_TOKENS)
@@ -223,7 +226,7 @@ def _longest(sizes: list[int], room: int) -> int:
 
 
 def plain(ids: NDArray[np.uint16], sentinels: dict[int, str], tokenizer: Decoder) -> str:
-    """Decode ids, with short names of the sentinels, as `short_names` has them: their literals are too long to read."""
+    """Decode ids, with the short names of sentinels from `short_names`: their literals are too long to read."""
     if not len(ids):
         return ""
     is_sentinel = np.isin(ids, list(sentinels))

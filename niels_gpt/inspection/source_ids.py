@@ -1,4 +1,4 @@
-"""The source id of each document: line i of a split's file of ids is `id.encode("unicode_escape")` of document i."""
+"""Reads the source id of each document: line i of a split's file of ids is `id.encode("unicode_escape")`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.fileio import CacheError
-from niels_gpt.records import open_regular, path_inside
-from niels_gpt.records import printable as printable  # what prints asks for it here
+from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.fileio import id_of_line
+from niels_gpt.storage.meta_json import open_regular, path_inside
+from niels_gpt.storage.meta_json import printable as printable  # imported from here by what prints
 
 _READ_BYTES = 1 << 20
 _MAX_ID_BYTES = 1 << 24
@@ -27,15 +28,15 @@ def source_id(cache: Path, meta: dict[str, Any], split: str, number: int) -> str
         return None
     line = next(itertools.islice(id_lines(cache, meta, split), number, None), None)
     if line is None:
-        name = meta["ids"][split]["name"]
-        raise CacheError(f"{cache / name}: has no line {number}, expected one for each document. Rebuild the cache")
-    with warnings.catch_warnings():  # of a damaged line
+        path = cache / meta["ids"][split]["name"]
+        raise CacheError(path, f"has no line {number}", "one for each document", REBUILD)
+    with warnings.catch_warnings():  # about a damaged line
         warnings.simplefilter("ignore")
-        return line.decode("unicode_escape", errors="replace")
+        return id_of_line(line, "replace")
 
 
 def id_lines(cache: Path, meta: dict[str, Any], split: str) -> Iterator[bytes]:
-    """Yield the source ids of a split in the order of its documents, as they stand in the file, without line ends.
+    """Yield the source ids of a split in the order of its documents, as written in the file, without line ends.
 
     Raises: FileNotFoundError; CacheError also for an id of more than 16 MiB.
     """
@@ -45,11 +46,11 @@ def id_lines(cache: Path, meta: dict[str, Any], split: str) -> Iterator[bytes]:
             *lines, rest = (rest + content).split(b"\n")
             yield from lines
             if len(rest) > _MAX_ID_BYTES:
-                raise CacheError(f"{path}: a line of more than {_MAX_ID_BYTES:,} bytes, expected a source id")
+                raise CacheError(path, f"a line of more than {_MAX_ID_BYTES:,} bytes", "a source id")
     if rest:
         yield rest
 
 
 def shown(text: str) -> str:
-    """Return a text for a terminal: control characters but for line ends and tabs, which could command it, escaped."""
+    """Return a text for a terminal: control characters other than line ends and tabs are escaped."""
     return _CONTROLS.sub(lambda found: ascii(found.group())[1:-1], text)

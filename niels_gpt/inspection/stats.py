@@ -1,4 +1,4 @@
-"""How long the documents of a finished cache are, and how much of each sft example carries loss. All of it by numpy.
+"""How long documents are, how many tokens of each sft example are supervised, and the summary that `stats` prints.
 
 `cache` is the folder of one version, resolved; `meta` is its meta.json. A document of an sft cache is an example.
 """
@@ -13,49 +13,51 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.build.losses import notices
-from niels_gpt.build.split import asked_share
+from niels_gpt.builders.losses import loss_table
+from niels_gpt.builders.split import asked_share
 from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, TOKEN_NUMPY_DTYPE, target_mask
 from niels_gpt.cache.meta import read_meta, special_id, tokenizer_above
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
-from niels_gpt.fileio import META_NAME, CacheError
 from niels_gpt.inspection.readers import refusal
 from niels_gpt.inspection.source_ids import printable
-from niels_gpt.records import checked_count, file_records, path_inside, resolved, shortened, wrong_value
+from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import checked_count, file_records, path_inside, resolved, shortened, wrong_value
+from niels_gpt.storage.remedies import PROGRAM
 
-REPAIRED = ("repaired_utf8", "undecodable_utf8")  # counters of what is kept; the second of earlier builders
-NOTICED = ("byte_order_mark", "texts_with_nul")  # kept as they are
-_BATCH_TOKENS = 2**16  # padding included. A core's own memory holds its masks: 2**21 took up to four times as long
+REPAIRED = ("repaired_utf8", "undecodable_utf8")  # counters of repaired documents; the second of earlier builders
+UNCHANGED = ("byte_order_mark", "texts_with_nul")  # counters of odd documents that are kept unchanged
+_BATCH_TOKENS = 2**16  # padding included; its masks fit a core's cache: 2**21 took up to four times as long
 
 
-class PlaceError(ValueError):
-    """A place that was asked for and is not there: nothing is wrong with the cache."""
+class PositionError(ValueError):
+    """The caller asked for a position that does not exist; the cache is not damaged."""
 
 
 @contextmanager
-def described_by(cache: Path) -> Iterator[None]:
-    """Make a CacheError, which names the meta.json, of what a malformed one leads to in the block."""
+def meta_errors(cache: Path) -> Iterator[None]:
+    """Turn what a malformed meta.json raises in the block into a CacheError that names it."""
     try:
         yield
-    except (CacheError, PlaceError):
+    except (CacheError, PositionError):
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        where = f"{cache / META_NAME}: not as docs/formats.md describes it ({error!r})"
-        raise CacheError(f"{where}. Look at it: python -m niels_gpt.cache.cli verify {cache}") from error
+        problem, remedy = f"not as docs/formats.md describes it ({error!r})", f"Look at it: {PROGRAM} verify {cache}"
+        raise CacheError(cache / META_NAME, problem, remedy=remedy) from error
 
 
-def opened(cache: Path, kinds: Sequence[str] = ("pretrain", "sft")) -> tuple[Path, dict[str, Any]]:
-    """Resolve a cache once; returns its version's folder and its meta.json, whose records of files are sound.
+def open_version(cache: Path, kinds: Sequence[str] = ("pretrain", "sft")) -> tuple[Path, dict[str, Any]]:
+    """Resolve a cache once; returns its version's folder and its meta.json.
 
-    So are `totals`, `vocab_size` and `built` where they are there; the other keys are the caller's to look at, inside
-    `described_by`.
+    The records of files are checked, and `totals`, `vocab_size` and `built` where they are given; the caller looks at
+    other keys inside `meta_errors`.
     Raises: FileNotFoundError; CacheError if meta.json is damaged or is of another kind.
     """
     folder, where = resolved(cache), str(cache / META_NAME)
     meta = read_meta(str(folder / META_NAME))
     file_records(meta, where)
     if meta.get("kind") not in kinds:
-        raise CacheError(f"{where}: kind is {shortened(meta.get('kind'))}, expected {' or '.join(kinds)}")
+        raise CacheError(where, f"kind is {shortened(meta.get('kind'))}", " or ".join(kinds))
     built, totals = meta.get("built", True), meta.get("totals", {})
     if not any(built is value for value in (True, False)) and built != "partial":
         raise wrong_value(where, "built", built, 'true, false or "partial"')
@@ -70,8 +72,8 @@ def opened(cache: Path, kinds: Sequence[str] = ("pretrain", "sft")) -> tuple[Pat
 def bounds(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
     """Return where each document starts and where the last one ends, in tokens: int64 [documents + 1], ascending.
 
-    Of a pretrain cache it is the file itself, mapped. A split without documents, as in a stub, gives [0].
-    Raises: FileNotFoundError, CacheError where a file is missing or does not fit its meta.json.
+    In a pretrain cache it is the mapped file. A split without documents, as in a stub, gives [0].
+    Raises: FileNotFoundError, CacheError where a file is missing or does not match its meta.json.
     """
     total = int(meta["totals"][f"{split}_tokens"])
     if total == 0:  # a stub has no file, and an empty sft split has one that cannot be mapped
@@ -80,10 +82,10 @@ def bounds(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
         end = len(tokens_of(cache, meta, split))
         return np.append(load_idx(path_inside(cache, f"{split}_idx.npy"), num_tokens=end), np.int64(end))
     path = path_inside(cache, f"index/{split}_docs.npy")
-    found = load_idx(path, num_tokens=np.iinfo(OFFSET_DTYPE).max)
-    if found[-1] != total:
-        raise CacheError(f"{path}: ends at token {found[-1]}, expected {total} by {META_NAME}. Rebuild the cache")
-    return found
+    starts = load_idx(path, num_tokens=np.iinfo(OFFSET_DTYPE).max)
+    if starts[-1] != total:
+        raise CacheError(path, f"ends at token {starts[-1]}", f"{total} by {META_NAME}", REBUILD)
+    return starts
 
 
 def lengths(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
@@ -109,10 +111,10 @@ def ids_at(cache: Path, meta: dict[str, Any], split: str, start: int, end: int) 
 
 
 def supervised_counts(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
-    """Return how many tokens of each example of an sft split carry loss, by `target_mask`: int64 [examples].
+    """Return how many tokens of each example of an sft split are supervised, by `target_mask`: int64 [examples].
 
-    Examples of like length are padded to a matrix of 65,536 tokens or less, more only where one example is longer; no
-    more of the file is held at a time.
+    Examples of similar length are padded to a matrix of at most 65,536 tokens, or of one longer example. Only that part
+    of the file is held in memory.
     Raises: as `bounds` and `tokens_of`; CacheError where the ids of the sentinels are not known.
     """
     starts = bounds(cache, meta, split)
@@ -126,7 +128,7 @@ def supervised_counts(cache: Path, meta: dict[str, Any], split: str) -> NDArray[
     while done < len(counts):
         width = int(sizes[longest_first[done]])
         chosen = longest_first[done : done + max(1, _BATCH_TOKENS // width)]
-        # What a row has beyond its example is the next one's, or the file's last token: target_mask looks away.
+        # A row continues with the next example, or the file's last token; target_mask ignores what is past its length.
         places = np.minimum(starts[chosen][:, None] + np.arange(width), len(tokens) - 1)
         mask = target_mask(tokens[places], sizes[chosen], asst_id=asst_id, eot_id=eot_id)
         counts[chosen] = np.count_nonzero(mask, axis=1)
@@ -135,36 +137,36 @@ def supervised_counts(cache: Path, meta: dict[str, Any], split: str) -> NDArray[
 
 
 def summary(cache: Path) -> list[tuple[str, str]]:
-    """Return what a cache holds, and whose text it is, as pairs of a name and a value for people.
+    """Return what a cache holds, and its source and licence, as pairs of a name and a printable value.
 
     cache: the public folder, such as cache/sft/oasst1. Raises as `bounds`; CacheError for a folder that is no cache.
     """
-    folder, meta = opened(cache)
-    with described_by(cache):
+    folder, meta = open_version(cache)
+    with meta_errors(cache):
         return [(name, printable(str(value))) for name, value in _summary(cache, folder, meta)]
 
 
 def _summary(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str, str]]:
-    source, said, reason = meta["source"], "not stated", refusal(folder)
+    source, unknown, reason = meta["source"], "not stated", refusal(folder)
     rows = [
         ("cache", f"{cache} ({meta['kind']}, {_BUILT[meta['built']]})"),
         *([] if reason is None else [("refused", f"by the readers: {reason}")]),
-        ("dataset", " ".join(str(meta[key]) for key in ("dataset_name", "dataset_config") if meta[key]) or said),
-        ("source", source.get("kind") or said),
+        ("dataset", " ".join(str(meta[key]) for key in ("dataset_name", "dataset_config") if meta[key]) or unknown),
+        ("source", source.get("kind") or unknown),
         ("revision", source.get("revision") or "none"),
-        ("licence", source.get("licence") or said),
-        ("attribution", source.get("attribution") or said),
+        ("licence", source.get("licence") or unknown),
+        ("attribution", source.get("attribution") or unknown),
     ]
     for split in SPLITS:
         rows.append((split, _split_line(folder, meta, split)))
     rows.append(("dropped", _dropped(meta)))
     rows.append(("duplicates", _duplicates(meta)))
     counters = source.get("counters", {})
-    left_out = [reason for reason in counters if reason not in (*REPAIRED, *NOTICED)]
-    for name, reasons in (("left out", left_out), ("repaired", REPAIRED), ("noticed", NOTICED)):
+    left_out = [reason for reason in counters if reason not in (*REPAIRED, *UNCHANGED)]
+    for name, reasons in (("left out", left_out), ("repaired", REPAIRED), ("noticed", UNCHANGED)):
         counts = {reason: number for reason, number in counters.items() if reason in reasons}
         rows.append((f"{name} by the loader", _counted(counts)))
-    rows += notices(meta).items()
+    rows += loss_table(meta).items()
     ids = f"{meta['vocab_size']:,} ids{_asked(folder, meta)}"
     return [*rows, ("tokenizer", f"{str(meta['tokenizer_sha256'])[:12]}, {ids}")]
 
@@ -172,7 +174,7 @@ def _summary(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str,
 def _asked(folder: Path, meta: dict[str, Any]) -> str:
     """Return how many ids were asked for when the tokenizer beside a cache was trained, and on how much text."""
     about: dict[str, Any] = {}
-    with suppress(CacheError, OSError):  # of the tokenizer: the cache itself is sound
+    with suppress(CacheError, OSError):  # a damaged tokenizer is not this cache's damage
         beside = tokenizer_above(folder)
         about = {} if beside is None else read_meta(str(beside / META_NAME))
     asked, seen = about.get("requested_vocab_size"), about.get("bytes_seen")

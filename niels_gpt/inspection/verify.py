@@ -1,36 +1,40 @@
-"""Is a built cache good? Each check is a pure function that yields the problems it finds; none of them loads torch."""
+"""Is a finished cache good? The table of named checks (CHECKS), and every damage with its file and bytes (find_damage).
+
+A new check is a function here, or in the module of its subject, and a row in `_RULES`; CHECKS decides which kinds of
+caches it is made for, and whether its failure makes a cache unusable. Rules yield a `Damage`, where bytes of the cache
+are wrong, or an error, where the problem lies elsewhere or has another remedy. Both `verify` (named checks: a
+build's, Dagster's) and `find_damage` (the command `verify`) run the rules of
+
+    file_checks.py   presence, sizes, sha256, block checksums
+    meta_checks.py   meta.json: bytes, sums; the warnings
+    contents.py      ids, sentinels, offsets, source ids
+    readers.py       what the readers refuse
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from niels_gpt.build.describe import content_sha256
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import read_meta, tokenizer_above
-from niels_gpt.cache.mmap import mmap_tokens
-from niels_gpt.fileio import META_NAME, CacheError
-from niels_gpt.inspection.contents import IdScan
-from niels_gpt.inspection.damage import file_damage, sha256_damages
+from niels_gpt.inspection import meta_checks
+from niels_gpt.inspection.contents import content_damages, id_damages, supervised_damages
+from niels_gpt.inspection.file_checks import CacheFiles, Damage
 from niels_gpt.inspection.readers import refusals
-from niels_gpt.inspection.stats import supervised_counts
-from niels_gpt.records import file_records, path_inside, sha256_regular
-from niels_gpt.remedies import GENERIC, rebuild_command, with_command
+from niels_gpt.progress import Progress
+from niels_gpt.storage.checks import Check, Verdict, first_problems
+from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import path_inside, sha256_regular
+from niels_gpt.storage.remedies import rebuild_command
+from niels_gpt.storage.versions import VERSION_DIGITS
 from niels_gpt.tokenizer import MODEL_NAME
 
-_CHUNK_TOKENS = 1 << 22  # looked at in one piece: 8 MiB of a token file
-_MAX_PROBLEMS = 20  # of one check: a shard of the wrong file would give one for each file
-_MAX_EXAMPLES = 5  # named in one problem
-_UNREAD = ("too_large", "unreadable_row")  # by any loader
-_UNREAD_OWN = (*_UNREAD, "malformed", "missing_field", "unknown_role")  # by the loaders of one's own text and chats
-_MOST_REPAIRED = 0.01  # of the documents or examples read: more are no accident, but another encoding
-_NOT_LOST = frozenset({"split_full"})  # dropped because its split had all that was asked for
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True)
@@ -43,257 +47,233 @@ class Limits:
     """Of the documents or examples read, 0 to 1; a larger share is a problem."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """One question to a finished cache."""
-
-    name: str
-    """In snake case, as Dagster's UI shows it."""
-    blocking: bool
-    """True: a cache that fails must not be used. False: a warning."""
-    description: str
-    """One or two sentences for the UI."""
-    find: Callable[[Path, dict[str, Any], Limits], Iterator[str]]
-    """Takes a version's folder and its meta; yields the problems: what was found and where, what was expected.
-
-    It may raise on a damaged file or a malformed meta; `verify` makes a problem of that.
-    """
+Finding = Damage | CacheError | OSError
+Rule = Callable[[CacheFiles, Limits], Iterator[Finding]]
+"""Yields what is wrong. It may raise on a damaged file or a malformed meta.json: that is one more finding."""
 
 
-def verify(cache: Path, limits: Limits, *, names: Collection[str] | None = None) -> dict[str, list[str]]:
-    """Return the problems that each check found: the check's name -> sentences, [] where it passed.
+def verify(cache: Path, limits: Limits, *, names: Collection[str] | None = None) -> dict[str, Verdict]:
+    """Make the checks of a cache; returns the verdict of each by the check's name, blocking ones first.
 
     cache: the public folder, such as cache/sft/oasst1. It is resolved once, so all checks look at one version.
-    names: the checks to make; None: all that there are for this kind of cache.
-    Raises: FileNotFoundError and CacheError if meta.json cannot be read or is of no known kind; ValueError for a name
+    names: the checks to make; None: all those of this kind of cache.
+    Raises: FileNotFoundError and CacheError if meta.json cannot be read or is of an unknown kind; ValueError for a name
         that is no check of this kind. Damage to anything else is a problem of the checks that need it.
     """
     folder = cache.resolve()
     meta = read_meta(str(folder / META_NAME))
     kind = meta.get("kind")
     if not isinstance(kind, str) or kind not in CHECKS:
-        raise CacheError(f"{cache / META_NAME}: kind is {kind!r}, expected one of {', '.join(CHECKS)}")
+        raise CacheError(cache / META_NAME, f"kind is {kind!r}", f"one of {', '.join(CHECKS)}")
     known = [check.name for check in CHECKS[kind]]
-    for name in names or ():
-        if name not in known:
-            raise ValueError(f"there is no check {name!r} of kind {kind}, expected some of {', '.join(known)}")
+    if unknown := [name for name in names or () if name not in known]:
+        raise ValueError(f"there is no check {unknown[0]!r} of kind {kind}, expected some of {', '.join(known)}")
     return {
-        # A version's own folder means little to the reader of a message, and a remedy names the public one.
-        check.name: [problem.replace(str(folder), str(cache)) for problem in _problems(check, folder, meta, limits)]
-        for check in CHECKS[kind]
-        if names is None or check.name in names
+        name: Verdict(first_problems(_sentences(cache, folder, _found(_RULES[name], CacheFiles(folder, meta), limits))))
+        for name in known
+        if names is None or name in names
     }
 
 
-def _problems(check: Check, folder: Path, meta: dict[str, Any], limits: Limits) -> list[str]:
-    problems: list[str] = []
+def _found(rule: Rule, files: CacheFiles, limits: Limits) -> Iterator[Finding]:
     try:
-        for problem in islice(check.find(folder, meta, limits), _MAX_PROBLEMS + 1):
-            problems.append(problem)
-    except (CacheError, OSError) as error:  # both name the file
-        problems.append(str(error))
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        problems.append(f"{folder / META_NAME}: not as docs/formats.md describes it ({error!r}). {_again(folder)}")
-    problems = [with_command(problem) for problem in problems]
-    return problems if len(problems) <= _MAX_PROBLEMS else [*problems[:_MAX_PROBLEMS], "... and more"]
+        yield from rule(files, limits)
+    except (CacheError, OSError) as error:  # both name their file
+        yield error
+    except _MALFORMED as error:
+        yield Damage(META_NAME, 0, 0, f"not as docs/formats.md describes it ({error!r})")
 
 
-def _again(folder: Path) -> str:
-    if folder.name == "tokenizer":
-        return f"Remove {folder}, then build it again: {GENERIC}"
-    return f"Build it again: {GENERIC}"
+def _sentences(cache: Path, folder: Path, findings: Iterable[Finding]) -> Iterator[str]:
+    """Turn findings into sentences that name the public folder, not the version's, which means little to readers."""
+    remedy = _remove_first(cache) if cache.name == "tokenizer" else REBUILD
+    for finding in findings:
+        if isinstance(finding, Damage):
+            finding = CacheError(cache / finding.file, finding.problem, remedy=remedy)
+        yield str(finding).replace(str(folder), str(cache))
 
 
-def _files_match_meta(folder: Path, meta: dict[str, Any], limits: Limits) -> Iterator[str]:
-    records, whole = file_records(meta, str(folder / META_NAME)), []
-    for record in records:
-        damage = file_damage(folder, record)
-        if damage is None:
-            whole.append(record)
-        else:
-            yield f"{folder / damage.file}: {damage.problem}. {_again(folder)}"
-    if limits.deep or meta["kind"] == "tokenizer":  # a model is small
-        for damage in sha256_damages(folder, meta, whole):
-            yield f"{folder / damage.file}: {damage.problem}. {_again(folder)}"
-    found, expected = content_sha256(records), meta["content_sha256"]
-    if found != expected:
-        yield (
-            f"{folder / META_NAME}: content_sha256 is {_short(expected)}, but the files it names give {_short(found)}. "
-            + _again(folder)
-        )
+def _remove_first(tokenizer: Path) -> str:
+    """Return the remedy of a damaged tokenizer, which a build does not replace by itself."""
+    return f"Remove {tokenizer}, then build it again: {rebuild_command(tokenizer)}"
 
 
-def _short(sha256: Any) -> str:
-    return str(sha256)[:12]
+# --- every damage, with its bytes -------------------------------------------------------------------------------------
 
 
-def _ids_below_vocab_size(folder: Path, meta: dict[str, Any], limits: Limits) -> Iterator[str]:
-    vocab_size = int(meta["vocab_size"])
-    for record in (record for records in meta["shards"].values() for record in records):
-        if not record["bytes"]:
-            continue  # an empty split of an sft cache has an empty file
-        scan = IdScan(record["name"], vocab_size)
-        try:
-            tokens = mmap_tokens(path_inside(folder, record["name"]), expected_bytes=record["bytes"])
-        except (CacheError, OSError) as error:  # the other files are still looked at
-            yield str(error)
-            continue
-        for start in range(0, len(tokens), _CHUNK_TOKENS):
-            scan.feed(tokens[start : start + _CHUNK_TOKENS])
-        for damage in scan.damages():
-            yield f"{folder / damage.file}: {damage.problem}. {_again(folder)}"
+def find_damage(cache: Path, *, deep: bool, progress: Progress | None = None) -> list[Damage]:
+    """Return what is wrong with the cache at `cache`, [] for a good one. Nothing outside its folder is opened.
+
+    Warnings are no damage. A quick look compares sizes, headers and sums; it finds files that meta.json does not name.
+    cache: the public folder, such as cache/sft/oasst1, or a version's own. It is resolved once.
+    deep: read every file; a tokenizer's model, which is small, is always read.
+    progress: called with files, bytes read, and bytes to read in all.
+    """
+    try:
+        folder = cache.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle; Python 3.13 has an OSError for it
+        return [Damage(META_NAME, 0, 0, str(error))]
+    meta = meta_checks.described(folder)
+    if isinstance(meta, Damage):
+        return [_with_end(folder, meta)]
+    files = CacheFiles(folder, meta, progress)
+    damages = [_as_damage(finding, folder) for finding in _found(_all_damages, files, Limits(deep=deep))]
+    damages = _of_another_cache(files, damages) or [*damages, *_refused(files, damages)]
+    return [_with_end(folder, damage) for damage in dict.fromkeys(damages)]
 
 
-def _tokenizer_matches(folder: Path, meta: dict[str, Any], limits: Limits) -> Iterator[str]:
-    expected, tokenizer = meta["tokenizer_sha256"], tokenizer_above(folder)
+def _all_damages(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
+    yield from meta_checks.sum_damages(files)
+    yield from files.unnamed_damages()
+    yield from files.size_damages()
+    yield from files.header_damages()
+    is_tokenizer = files.meta["kind"] == "tokenizer"
+    if limits.deep and not is_tokenizer and files.meta.get("built") is not False:
+        yield from content_damages(files)
+    elif limits.deep or is_tokenizer:
+        yield from files.sha256_damages()
+
+
+def _as_damage(finding: Finding, folder: Path) -> Damage:
+    """Return an error as damage of the file that it names, or of meta.json where that file lies elsewhere."""
+    if isinstance(finding, Damage):
+        return finding
+    if isinstance(finding, CacheError) and folder in Path(finding.path).parents:
+        return Damage(os.path.relpath(finding.path, folder), 0, 0, finding.problem)
+    inside, _, problem = str(finding).partition(": ")
+    if problem and folder in Path(inside).parents:  # an OSError that names its file
+        return Damage(os.path.relpath(inside, folder), 0, 0, problem)
+    return Damage(META_NAME, 0, 0, str(finding))
+
+
+def _of_another_cache(files: CacheFiles, damages: Sequence[Damage]) -> list[Damage]:
+    """Return the one damage of a meta.json that describes other files than those that are there; else nothing.
+
+    In a version whose name is the content that meta.json describes, the files are damaged, not meta.json.
+    """
+    try:
+        names = {record["name"] for record in files.records if record["bytes"]}
+    except CacheError:
+        return []
+    wrong = sorted({damage.file for damage in damages if os.path.lexists(files.folder / damage.file)} & names)
+    is_its_own = files.folder.name == str(files.meta.get("content_sha256"))[:VERSION_DIGITS]
+    if is_its_own or len(wrong) < 2 or 2 * len(wrong) <= len(names):
+        return []
+    differ = f"{len(wrong)} of the {len(names)} files that it names are here and hold something else ({wrong[0]}, ...)"
+    return [Damage(META_NAME, 0, 0, f"of another cache, it seems: {differ}. Those were not judged by it")]
+
+
+def _refused(files: CacheFiles, damages: Sequence[Damage]) -> Iterator[Damage]:
+    """Yield why a reader refuses the cache, unless the reason is a known damage."""
+    for error in refusals(files.folder, models=not damages):  # a model is opened once its sha256 is right
+        refused = _as_damage(error, files.folder)
+        key = refused.problem.partition(" ")[0]
+        if not any(
+            damage.file in str(error) and (damage.file != META_NAME or key in damage.problem) for damage in damages
+        ):
+            yield refused._replace(problem=f"the readers refuse it: {refused.problem}")
+
+
+def _with_end(folder: Path, damage: Damage) -> Damage:
+    """Let damage of meta.json as a whole span all of its bytes."""
+    if damage.file != META_NAME or damage.end or not (folder / META_NAME).is_file():
+        return damage
+    return damage._replace(end=(folder / META_NAME).stat().st_size)
+
+
+# --- the rules of the named checks ------------------------------------------------------------------------------------
+
+
+def _files_match_meta(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
+    yield from files.size_damages()
+    if limits.deep or files.meta["kind"] == "tokenizer":  # a model is small
+        yield from files.sha256_damages()
+    if problem := meta_checks.content_sha256_problem(files.meta, files.records):
+        yield Damage(META_NAME, 0, 0, problem)
+
+
+def _tokenizer_matches(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
+    where, expected, tokenizer = files.folder / META_NAME, files.meta["tokenizer_sha256"], tokenizer_above(files.folder)
     if expected is None:
-        yield f"{folder / META_NAME}: tokenizer_sha256 is null, so nothing says whose ids these are. {_again(folder)}"
+        yield Damage(META_NAME, 0, 0, "tokenizer_sha256 is null, expected that of the model of the ids")
         return
     if tokenizer is None:
-        yield f"{folder}: no tokenizer/{META_NAME} beside or above it, expected tokenizer {_short(expected)}"
+        problem = f"no tokenizer/{META_NAME} beside or above it"
+        yield CacheError(files.folder, problem, f"tokenizer {expected[:12]}")
         return
+    again = f"Build the cache again: {rebuild_command(files.folder)}"
     version = tokenizer.resolve()  # one version of both files
     recorded = read_meta(str(version / META_NAME)).get("tokenizer_sha256")
     if recorded != expected:
-        yield (
-            f"{folder / META_NAME}: ids of tokenizer {_short(expected)}, but {tokenizer / META_NAME} is of tokenizer "
-            f"{_short(recorded)}. Build the cache again: {GENERIC}"
-        )
-    model = version / MODEL_NAME
-    if not os.path.lexists(model):
-        yield f"{tokenizer / MODEL_NAME}: no such file, expected tokenizer {_short(expected)}. {_again(tokenizer)}"
-    elif (found := sha256_regular(path_inside(version, MODEL_NAME))) != expected:
-        again = f"Build the cache again: {rebuild_command(folder) or GENERIC}"
-        remedy = again if found == recorded else _again(tokenizer)
-        yield (
-            f"{tokenizer / MODEL_NAME}: sha256 {_short(found)}, but {folder / META_NAME} has ids of tokenizer "
-            f"{_short(expected)}. {remedy}"
-        )
+        problem = f"ids of tokenizer {expected[:12]}, but {tokenizer / META_NAME} is of tokenizer {str(recorded)[:12]}"
+        yield CacheError(where, problem, remedy=again)
+    model = tokenizer / MODEL_NAME
+    if not os.path.lexists(version / MODEL_NAME):
+        yield CacheError(model, "no such file", f"tokenizer {expected[:12]}", _remove_first(tokenizer))
+    elif (sha256 := sha256_regular(path_inside(version, MODEL_NAME))) != expected:
+        problem = f"sha256 {sha256[:12]}, but {where} has ids of tokenizer {expected[:12]}"
+        yield CacheError(model, problem, remedy=again if sha256 == recorded else _remove_first(tokenizer))
 
 
-def _examples_supervised(folder: Path, meta: dict[str, Any], limits: Limits) -> Iterator[str]:
+def _examples_supervised(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
     for split in SPLITS:
-        expected, counts = int(meta["supervised_tokens"][split]), supervised_counts(folder, meta, split)
-        without = np.flatnonzero(counts == 0)
-        if len(without):
-            some = ", ".join(map(str, without[:_MAX_EXAMPLES].tolist())) + " and more" * (len(without) > _MAX_EXAMPLES)
-            yield (
-                f"{folder / split}: {len(without):,} of {len(counts):,} examples have no token that carries loss, "
-                f"expected at least one in each. Examples: {some}. {_again(folder)}"
-            )
-        if int(counts.sum()) != expected:
-            yield (
-                f"{folder / split}: {int(counts.sum()):,} tokens carry loss, expected {expected:,} by "
-                f"supervised_tokens in its {META_NAME}. {_again(folder)}"
-            )
+        yield from supervised_damages(files, split)
 
 
-def _budget_reached(folder: Path, meta: dict[str, Any], limits: Limits) -> Iterator[str]:
-    where, totals = folder / META_NAME, meta["totals"]
-    if meta["built"] is False and "budget_reached" not in meta:
-        return  # a stub: nothing was asked for
-    if meta["built"] == "partial":
-        empty = [split for split in SPLITS if not totals[f"{split}_tokens"]]
-        yield f"{where}: built is partial: the source lacks a split. Empty: {' and '.join(empty) or 'none'}"
-    for split in SPLITS:
-        if meta["budget_reached"][split] is False:  # null: no budget
-            yield (
-                f"{where}: {split} has {totals[f'{split}_tokens']:,} of {meta[f'max_{split}_tokens']:,} tokens: the "
-                "source ended first. Give it more text, or lower the budget"
-            )
+def _warning(problems: Callable[[dict[str, Any], Limits], Iterator[str]]) -> Rule:
+    """Return the rule of a warning, which names meta.json and has no remedy but its own words."""
+
+    def rule(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
+        for problem in problems(files.meta, limits):
+            yield CacheError(files.folder / META_NAME, problem)
+
+    return rule
 
 
-def _dropped_share(folder: Path, meta: dict[str, Any], limits: Limits) -> Iterator[str]:
-    """Count what the builder dropped, as a share of what reached it.
-
-    Of what the loader left out (source.counters) only rows that could not be read and those that are too large count,
-    for the other names do not tell losses from the rest: `blank` is a separator line of wikitext but a message of
-    oasst1, where most other reasons count messages too, not examples; `not_english` was asked for; `repaired_utf8` is a
-    repair. A source of one's own, and any source of text, has no such names: there rows without a text or a chat count.
-    """
-    if meta["built"] is False:
-        return  # a stub has read nothing
-    what = "examples" if meta["kind"] == "sft" else "documents"
-    read = int(meta[f"{what}_read"])
-    lost = {reason: number for reason, number in sorted(meta["dropped"].items()) if reason not in _NOT_LOST}
-    counters = meta["source"].get("counters", {})
-    everything = meta["source"].get("kind") == "own" or meta["kind"] == "pretrain"
-    unread = {reason: counters.get(reason, 0) for reason in (_UNREAD_OWN if everything else _UNREAD)}
-    lost |= {reason: number for reason, number in unread.items() if number}
-    read += sum(unread.values())
-    total = sum(lost.values())
-    if total > limits.max_dropped_share * read:
-        yield (
-            f"{folder / META_NAME}: {total:,} of {read:,} {what} were dropped ({total / read:.2%}), expected at most "
-            f"{limits.max_dropped_share:.2%}: " + ", ".join(f"{reason} {number:,}" for reason, number in lost.items())
-        )
-
-
-def _repaired_share(folder: Path, meta: dict[str, Any], limits: Limits) -> Iterator[str]:
-    """Look at what the loader kept, but repaired, or found odd, as a share of what reached the builder."""
-    if meta["built"] is False:
-        return
-    what = "examples" if meta["kind"] == "sft" else "documents"
-    read, counters = int(meta[f"{what}_read"]), meta["source"].get("counters", {})
-    for reason, problem in _ODD_TEXTS.items():
-        number = counters.get(reason, 0)
-        if number > max(1, _MOST_REPAIRED * read):  # a single one is named in the build's log
-            yield f"{folder / META_NAME}: of {read:,} {what}, {number:,} {problem} ({reason})"
-
-
-_ODD_TEXTS = {
-    "repaired_utf8": "were not UTF-8 and have U+FFFD where they could not be decoded: convert the files to UTF-8, as "
-    "does `iconv -f LATIN1 -t UTF-8`, and build again",
-    "texts_with_nul": "hold NUL characters, a sign of UTF-16 without a byte-order mark: convert the files to UTF-8, as "
-    "does `iconv -f UTF-16LE -t UTF-8`, and build again",
+_RULES: dict[str, Rule] = {
+    "files_match_meta": _files_match_meta,
+    "ids_below_vocab_size": lambda files, limits: id_damages(files),
+    "tokenizer_matches": _tokenizer_matches,
+    "readers_open": lambda files, limits: refusals(files.folder),
+    "examples_supervised": _examples_supervised,
+    "budget_reached": _warning(lambda meta, limits: meta_checks.budget_problems(meta)),
+    "dropped_share": _warning(lambda meta, limits: meta_checks.dropped_problems(meta, limits.max_dropped_share)),
+    "repaired_share": _warning(lambda meta, limits: meta_checks.repaired_problems(meta)),
 }
-
-
-def _readers_open(folder: Path, meta: dict[str, Any], limits: Limits) -> Iterator[str]:
-    yield from refusals(folder)
-
 
 _FILES = Check(
     "files_match_meta",
-    True,
     "Every file that meta.json names is there, inside the cache's folder and with its size; a deep check, and any "
     "check of a tokenizer, compares the sha256 of each file too.",
-    _files_match_meta,
 )
 _TOKENS = (
     _FILES,
     Check(
         "ids_below_vocab_size",
-        True,
         "Every token is an id of the tokenizer's vocabulary; a larger one would be outside a model's embedding.",
-        _ids_below_vocab_size,
     ),
     Check(
         "tokenizer_matches",
-        True,
         "The tokenizer beside the cache, its spm.model and its meta.json, is the one that made the cache's ids.",
-        _tokenizer_matches,
     ),
     Check(
         "readers_open",
-        True,
         "Every reader opens the cache: meta.json is as they need it, and tokens and offsets belong together.",
-        _readers_open,
     ),
 )
-_DROPPED = Check(
-    "dropped_share",
-    False,
-    "Only a small share of the documents or examples was dropped by the builder; a large one points to a source that "
-    "is not what the loader takes it for.",
-    _dropped_share,
-)
-_REPAIRED = Check(
-    "repaired_share",
-    False,
-    "Hardly a document or example was in another encoding than UTF-8, or holds NUL characters; many point to files "
-    "that have to be converted.",
-    _repaired_share,
+_WARNINGS = (
+    Check(
+        "dropped_share",
+        "Only a small share of the documents or examples was dropped by the builder; a large one points to a source "
+        "that is not what the loader takes it for.",
+        blocking=False,
+    ),
+    Check(
+        "repaired_share",
+        "Hardly a document or example was in another encoding than UTF-8, or holds NUL characters; many point to files "
+        "that have to be converted.",
+        blocking=False,
+    ),
 )
 CHECKS: dict[str, tuple[Check, ...]] = {
     "tokenizer": (_FILES,),
@@ -301,23 +281,18 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         *_TOKENS,
         Check(
             "budget_reached",
-            False,
             "Both splits hold as many tokens as were asked for, and the source lacks no split.",
-            _budget_reached,
+            blocking=False,
         ),
-        _DROPPED,
-        _REPAIRED,
+        *_WARNINGS,
     ),
     "sft": (
         *_TOKENS,
         Check(
             "examples_supervised",
-            True,
             "Every example has a token that carries loss, and their sum is the one in meta.json.",
-            _examples_supervised,
         ),
-        _DROPPED,
-        _REPAIRED,
+        *_WARNINGS,
     ),
 }
 """The checks of a cache by the `kind` in its meta.json, blocking ones first."""

@@ -1,29 +1,27 @@
-"""Prefix-tree folding: rollouts that share a prefix become one deduplicated row, with its mask, positions and loss.
+"""Prefix-tree folding: sequences that share prefixes become one row without duplicates, with mask, positions and loss.
 
-The published contract:
+The row and its supervision:
 
-    fold.py         one prompt, its completions, one label per row; the batch that an attention backend takes
+    fold.py           the published contract: one prompt, its completions, one label per row; the collate function
+    forest.py         PrefixForest: the row, its positions and mask for any tree; ForestStats: what folding saves
+    sequences.py      which input is accepted: ids and masks as arrays, message trees as threads
+    radix.py          sequences -> radix tree -> pre-order: where nodes are split, and the order of the tokens
+    edges.py          LossEdges: which row predicts which target, with which weight; log-probs and losses from logits
 
-Any tree, every target:
+What a model needs:
 
-    forest.py       PrefixForest: the row, in pre-order, whose one array `subtree_end` is the whole mask
-    ids.py messages.py radix.py stats.py
-                    ids and trees of messages as they come -> a radix tree -> its layout; what folding saves
-    edges.py        LossEdges: each target at the row that predicts it, log-probs and losses
-    fields.py       values per sample and token, brought into order
+    attention.py      the mask; the arguments of a forward pass; which wrong arguments are refused
+    architectures.py  which models of transformers can be folded, and why others are refused
+    heads.py          logits_head: a model's head as a function of hidden states
 
-What a model needs, and whether it gets it:
+Proof that folding changes nothing:
 
-    masks.py attention.py
-                    the mask; as attention takes it, with every way refused that would be silently wrong
-    architectures.py heads.py
-                    which models can be folded; their heads as functions of hidden states
-    fold_batch.py verify.py fold_report.py
-                    verify_fold: is this folding, ours or another's, the same as no folding?
+    verify.py         verify_fold: compares a fold, of this package or another tool, with its samples run one by one
+    fold_checks.py    FoldReport and its advice; which samples, positions and targets of a batch are wrong
 
 Commands:
 
-    rollout_lines.py savings.py plot.py
-                    python -m niels_gpt.prefix_tree stats | show (__main__.py)
-    demo.py         python -m niels_gpt.prefix_tree.demo: one policy-gradient step both ways
+    savings/          what folding would save on files of recorded rollouts
+    demo.py           python -m niels_gpt.prefix_tree.demo: one policy-gradient step, folded and unfolded
+    __main__.py       python -m niels_gpt.prefix_tree stats | show; the code is niels_gpt/commands/prefix_tree.py
 """

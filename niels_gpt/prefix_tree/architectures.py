@@ -1,12 +1,11 @@
-"""Which models of transformers give the tokens of a folded row the values that they have in their samples.
+"""Which models of transformers can be folded: their tokens get the same values in a folded row as in their samples.
 
-A model does if a token reaches another one through attention alone, the mask of that attention is the caller's, and
-positions are the caller's too. What mixes tokens in another way (a recurrent state, a convolution along the row, an
-n-gram of ids) runs across the borders of branches, and what counts positions by itself takes the wrong ones: such
-models are refused. The rules read the config and the signature of `forward`; transformers is not imported. They were
-checked with a tiny model of every causal language model of transformers 5.23 that can be made in a general way, in the
-defaults of its config but for sizes and windows: none is taken that gives wrong values. For any other model, and where
-other options of a config are set, `verify_fold` is the proof.
+A model can be folded if tokens act on each other through attention alone, and its forward takes the mask and the
+positions. A model that mixes tokens in another way (a recurrent state, a convolution along the row, n-grams of ids)
+mixes branches, and one that numbers positions itself numbers them wrongly: both are refused. The rules read the config
+and the signature of `forward`; transformers is not imported. They were tested with a tiny model of each causal language
+model of transformers 5.23 that a generic config can build, with default options: no model with wrong values is
+accepted. For other models, or other options, use `verify_fold`.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ from torch import nn
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 _STATEFUL_NAMES = ("mamba", "rwkv", "xlstm", "retnet", "hyena", "recurrent", "linear_attention")
 _WINDOW_BY_ROUTE = ("moshi", "kyutai_speech_to_text")
-_OF_OTHER_HEADS = ("classifier", "summary")  # dropout of a classifier's head, which a language model has not
-_CAUSAL_WITHOUT_FLAG = ("codegen", "doge", "xglm")  # the others say is_causal in each attention
+_OF_OTHER_HEADS = ("classifier", "summary")  # their dropout belongs to heads that a language model does not have
+_CAUSAL_WITHOUT_FLAG = ("codegen", "doge", "xglm")  # the other models set is_causal in each attention module
 _WRAPPERS = ("_orig_mod", "module", "pretrained_model")  # torch.compile; DataParallel and its like; TRL's value heads
 
 
 class AttentionRouteError(ValueError):
-    """This model, or this way to run it, would give a folded row other values than its samples have, silently."""
+    """This model, or this way to run it, would silently give a folded row other values than its samples have."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the mask of a model depends on."""
+    """The properties of a model that decide its mask."""
 
     implementation: str  # config._attn_implementation
     dtype: torch.dtype  # of the parameters, and of an additive mask
     device: torch.device  # of the inputs
     windows: dict[str, int | None]  # by layer type: how many positions a token sees, itself included; None for all
-    takes_dict: bool  # a mask per layer type may be given
+    takes_dict: bool  # whether it accepts a mask per layer type
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside torch.compile, DistributedDataParallel, PEFT and TRL: its forward tells what it takes."""
+    """Return the model inside torch.compile, DistributedDataParallel, PEFT or TRL, whose forward has the parameters."""
     for name in _WRAPPERS:
         if isinstance(inner := getattr(model, name, None), nn.Module):
             return unwrapped(inner)
@@ -53,14 +52,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise AttentionRouteError(
                 f"{type(model).__name__} puts learned tokens before the row, which moves every position and the mask. "
-                "Use an adapter that leaves the row as it is, such as LoRA, or run the samples unfolded"
+                "Use an adapter that does not change the row, such as LoRA, or run the samples unfolded"
             )
         return unwrapped(base())
     return model
 
 
 def architecture(model: nn.Module, longest: int, shortest: int, rows: int) -> Architecture:
-    """Return what the mask of a model depends on.
+    """Return the properties of a model that decide its mask.
 
     Args:
         model: a causal language model of transformers, or its body; may be wrapped.
@@ -68,7 +67,7 @@ def architecture(model: nn.Module, longest: int, shortest: int, rows: int) -> Ar
         rows: tokens of the folded row.
 
     Raises: AttentionRouteError for a model that cannot be folded, with the reason.
-    Warns: where dropout is active: folded and unfolded then agree in expectation only.
+    Warns: if dropout is active: folded and unfolded values then agree in expectation only.
     """
     model = unwrapped(model)
     config: Any = getattr(model, "config", None)
@@ -94,20 +93,20 @@ def architecture(model: nn.Module, longest: int, shortest: int, rows: int) -> Ar
 
 
 def _declared(config: Any, name: str) -> Any:
-    """Return a value of a config if its class knows the name; one left over from another model is kept and not used."""
+    """Return a value of a config; None if its class does not declare the name, for then no code reads it."""
     value, of_class = getattr(config, name, None), type(config)
     declared = {*dir(of_class), *getattr(of_class, "attribute_map", ()), *inspect.signature(of_class).parameters}
     if value is None or name in declared:
         return value
     try:
-        by_itself = getattr(of_class(), name, None)  # some compute it from other values
-    except Exception:  # it cannot be made without arguments: what it says counts
+        computed = getattr(of_class(), name, None)  # some classes compute it from other values
+    except Exception:  # the class needs arguments: trust the value
         return value
-    return None if by_itself is None else value
+    return None if computed is None else value
 
 
 def _reasons(model: nn.Module, config: Any, longest: int, shortest: int, rows: int) -> Iterator[str]:
-    """Yield why a model cannot be folded; nothing where it can."""
+    """Yield the reasons why a model cannot be folded."""
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         yield "it has cross-attention, whose encoder states belong to one sample"
     text = config.get_text_config()
@@ -120,7 +119,7 @@ def _reasons(model: nn.Module, config: Any, longest: int, shortest: int, rows: i
             "once; set config.output_router_logits = False to fold it without that loss"
         )
     if not _says_causal(model) and text.model_type not in _CAUSAL_WITHOUT_FLAG:
-        yield "no module of it has is_causal = True, so its attention may look ahead"
+        yield "none of its modules has is_causal = True, so its attention may look ahead"
 
 
 def _says_causal(model: nn.Module) -> bool:
@@ -137,15 +136,15 @@ def _attention_reasons(model: nn.Module, text: Any, longest: int, rows: int) -> 
     kinds = {*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())}
     chunk = getattr(text, "attention_chunk_size", None)
     if isinstance(chunk, int) and rows <= chunk:
-        kinds.discard("chunked_attention")  # all of the row is in the first chunk
+        kinds.discard("chunked_attention")  # the whole row is in the first chunk
     if kinds - _ATTENTION_LAYERS:
         yield (
-            f"it has layers of type {', '.join(sorted(kinds - _ATTENTION_LAYERS))}, which do not follow a mask between "
-            "tokens alone (recurrent states, chunks and indexers go by the flat row); expected full_attention and "
+            f"it has layers of type {', '.join(sorted(kinds - _ATTENTION_LAYERS))}, which no mask controls "
+            "(recurrent states, chunks and indexers follow the flat row); expected full_attention and "
             "sliding_attention only"
         )
     if chunk and rows > chunk:
-        yield f"config.attention_chunk_size is {chunk}, and chunks are cut by the flat row, which has {rows} tokens"
+        yield f"config.attention_chunk_size is {chunk}, and chunks are cut along the flat row, which has {rows} tokens"
     if text.model_type in _WINDOW_BY_ROUTE and longest > (getattr(text, "sliding_window", None) or longest):
         yield f"config.sliding_window is {text.sliding_window}, which its code applies on flash attention only"
 
@@ -157,12 +156,12 @@ def _position_reasons(model: nn.Module, text: Any, longest: int, shortest: int, 
             yield f"its forward takes no {name}"
     scale = getattr(text, "floor_scale", None)
     if getattr(text, "attn_temperature_tuning", False) and scale and rows >= scale:
-        yield f"config.floor_scale is {scale}, and its factor goes by the flat row, which has {rows} tokens"
+        yield f"config.floor_scale is {scale}, and its factor follows the flat row, which has {rows} tokens"
     if getattr(text, "alibi", False):
         yield "config.alibi is set, and its bias is counted along the flat row"
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and module.padding_idx is not None and "position" in name:
-            yield f"{name} counts positions from padding_idx + 1, and position_ids from 0 would be other ones"
+            yield f"{name} counts positions from padding_idx + 1, but position_ids count from 0"
     window = getattr(text, "window_size", None)
     if "local" in getattr(text, "attention_layers", ()) and isinstance(window, int) and rows > window:
         yield f"its local layers see {window} tokens of the flat row, which has {rows}"
@@ -176,11 +175,11 @@ def _rotary_reasons(text: Any, longest: int, shortest: int) -> Iterator[str]:
         if kind != "longrope" and "dynamic" not in kind:
             continue
         original = rope.get("original_max_position_embeddings") if kind == "longrope" else None
-        limit = original or text.max_position_embeddings  # "dynamic" goes by the config's alone
+        limit = original or text.max_position_embeddings  # "dynamic" uses only the config's limit
         if longest > limit and shortest < (limit + 1 if kind == "longrope" else longest):
             yield (
                 f"its {kind} rotary angles depend on the longest sample of the row: {longest} tokens, more than the "
-                f"{limit} of the original model, while the shortest has {shortest} and would have other angles alone"
+                f"{limit} of the original model, while the shortest, of {shortest}, has other angles when run alone"
             )
 
 
@@ -189,7 +188,7 @@ def _mixing_reasons(model: nn.Module, text: Any, rows: int) -> Iterator[str]:
     if kind == "doge" and rows > text.keep_window_size:
         yield f"it keeps the best {text.keep_window_size} keys of the flat row, which has {rows} tokens"
     if kind == "doge" and text.is_moe:
-        yield "config.is_moe is set, and its experts are not those that each token has alone"
+        yield "config.is_moe is set, and its experts depend on the other tokens of the row"
     if any(name in kind for name in _STATEFUL_NAMES):
         yield f"a {kind} carries a state along the row, across the borders of branches"
     if kind.startswith("blt") or getattr(text, "ngram_size", None):
@@ -206,9 +205,9 @@ def _warn_of_dropout(model: nn.Module) -> None:
     drawn += [name for name, part in model.named_modules() if isinstance(part, nn.Dropout) and part.training and part.p]
     if drawn and any(module.training for module in model.modules()):
         warnings.warn(
-            f"dropout is active, or noise of another kind ({', '.join(drawn[:3])}): a token that several samples share "
-            "gets one draw, and each of them would get its own unfolded. The values agree in expectation only; call "
-            "model.eval() or set the rates to 0 to compare them",
+            f"dropout or other noise is active ({', '.join(drawn[:3])}): a token that several samples share gets one "
+            "draw, but one for each sample when unfolded. The values agree in expectation only; call model.eval() or "
+            "set the rates to 0 to compare them",
             stacklevel=4,
         )
 

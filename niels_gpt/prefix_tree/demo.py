@@ -1,11 +1,11 @@
-"""One step of a policy gradient (GRPO) on a group of rollouts, folded and not folded: an example to copy from.
+"""One policy-gradient step (GRPO) on a group of rollouts, folded and unfolded: an example to copy from.
 
     python -m niels_gpt.prefix_tree.demo
     python -m niels_gpt.prefix_tree.demo --prompt 1024 --completion 32 --samples 8 --plot mask.png
 
-`folded_logprobs` is all that folding changes of a training step; `policy_loss` is the loss that one has already. The
-model is a small Llama of transformers (extra `eagle3`) with random weights. Its dense mask computes all T x T pairs of
-the folded row, and the batch that is not folded its padding: both are in the time. --plot needs the extra `pipelines`.
+Folding changes only `folded_logprobs` in a training step; `policy_loss` is the usual loss. The model is a small Llama
+of transformers (extra `eagle3`) with random weights. The times include all T x T pairs of the folded row, for its mask
+is dense, and the padding of the unfolded batch. --plot needs the extra `pipelines`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from niels_gpt.fileio import write_bytes
+from niels_gpt.commands.console import exit_status
 from niels_gpt.prefix_tree.attention import hf_forward, model_inputs
 from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, sample_logprobs
 from niels_gpt.prefix_tree.fold import CROSS_ENTROPY_IGNORE_IDX, fold_shared_prefix_rollouts
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.heads import logits_head
 from niels_gpt.prefix_tree.verify import verify_fold
-from niels_gpt.recipes.run import exit_status
+from niels_gpt.storage.fileio import write_bytes
 
 VOCAB, CLIP, ROUNDS = 512, 0.2, 5
 TOLERANCE = 1e-4  # float32
@@ -40,7 +40,7 @@ Step = Callable[[], Tensor]
 
 
 def folded_logprobs(model: Any, head: Head, forest: PrefixForest, edges: LossEdges) -> Tensor:
-    """Return the log-prob of every completion token, sample after sample [M]: shared tokens are computed once.
+    """Return the log-prob of every completion token, sample by sample [M]; shared tokens are computed once.
 
     head: `logits_head(model)`, made once for all steps.
     """
@@ -49,7 +49,7 @@ def folded_logprobs(model: Any, head: Head, forest: PrefixForest, edges: LossEdg
 
 
 def unfolded_logprobs(model: Any, group: Group) -> Tensor:
-    """Return the same from a plain causal batch, padded on the right: every completion with a prompt of its own."""
+    """Return the same from a causal batch, padded on the right, that repeats the prompt for each completion."""
     prompt, completions = group
     samples = [torch.tensor(prompt + completion) for completion in completions]
     ids = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
@@ -60,14 +60,14 @@ def unfolded_logprobs(model: Any, group: Group) -> Tensor:
 
 
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
-    """Return the clipped loss of PPO; all arguments have a value for each completion token [M]."""
+    """Return the clipped loss of PPO; all arguments have one value for each completion token [M]."""
     ratio = (logprobs - old_logprobs).exp()
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
     return -(gain * weights).sum()
 
 
 def random_group(prompt: int, completion: int, samples: int, seed: int) -> Group:
-    """Return a prompt and completions of half to all of a length, a duplicate and two that begin alike among them."""
+    """Return a prompt and completions of half to full length; two are equal, and two share their first token."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint((completion + 1) // 2, completion + 1, (samples,), generator=draw).tolist()
     ids = iter(torch.randint(VOCAB, (prompt + sum(lengths),), generator=draw).tolist())
@@ -104,27 +104,27 @@ def gradients(model: Any, loss: Tensor) -> Tensor:
 
 
 def median_seconds(steps: dict[str, Step], model: Any) -> list[float]:
-    """Return the seconds of each step, forward and backward: medians of rounds in which the steps take turns."""
+    """Return the median seconds of each step, forward and backward, over rounds in which the steps alternate."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(ROUNDS):
         for name, step in steps.items():
             begin = time.perf_counter()
             gradients(model, step())
             seconds[name].append(time.perf_counter() - begin)
-    return [statistics.median(found) for found in seconds.values()]
+    return [statistics.median(times) for times in seconds.values()]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do the step both ways and print what differs; returns 1 if the two do not agree."""
+    """Run the step both ways and print the differences; returns 1 if they exceed TOLERANCE."""
     torch.set_num_threads(arguments.threads)
     group = random_group(arguments.prompt, arguments.completion, arguments.samples, arguments.seed)
     forest = PrefixForest.from_rollout_group(*group)
     if arguments.plot is not None:
-        from niels_gpt.prefix_tree.plot import check_picture, plot_mask
+        from niels_gpt.prefix_tree.savings.plot import check_picture, plot_mask
 
         check_picture(arguments.plot, forest.num_tokens)
     model = tiny_llama(arguments.attention, arguments.seed)
-    head = logits_head(model)  # model.lm_head, and what some models do behind it
+    head = logits_head(model)  # model.lm_head, and the scale or cap that some models add
     edges = LossEdges.from_forest(forest)
     ways: dict[str, Step] = {
         "unfolded": lambda: unfolded_logprobs(model, group),
@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
     advantages = edges.field((rewards - rewards.mean()) / (rewards.std() + 1e-6))
     lengths = torch.tensor([len(completion) for completion in group[1]])
     weights = edges.field(1 / (lengths * len(lengths)))  # a mean over samples of means over their tokens
-    with torch.no_grad():  # as of an earlier policy: samples that share a token have different values for it
+    with torch.no_grad():  # of an earlier policy: samples that share a token have different values for it
         now = [way() for way in ways.values()]
     old = now[0] + 0.3 * torch.randn(now[0].shape, generator=draw)
 
@@ -160,14 +160,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def print_sizes(group: Group, forest: PrefixForest, edges: LossEdges) -> None:
-    """Print tokens, attention pairs and supervised tokens of both."""
-    found = forest.stats()
+    """Print the tokens, attention pairs and supervised tokens of both."""
+    stats = forest.stats()
     labels = fold_shared_prefix_rollouts(*group).labels
     labelled = sum(label != CROSS_ENTROPY_IGNORE_IDX for label in labels)
-    before, after = found.tokens_before, found.tokens_after
+    before, after = stats.tokens_before, stats.tokens_after
     print(f"tokens           {before:,} unfolded, {after:,} folded: {before / after:.2f}x")
-    print(f"attention pairs  {found.pairs_before:,} unfolded, {found.pairs_after:,} folded", end=": ")
-    print(f"{found.pairs_before / found.pairs_after:.2f}x (a dense mask computes {after**2:,})")
+    print(f"attention pairs  {stats.pairs_before:,} unfolded, {stats.pairs_after:,} folded", end=": ")
+    print(f"{stats.pairs_before / stats.pairs_after:.2f}x (a dense mask computes {after**2:,})")
     print(
         f"supervised       {edges.num_loss_tokens:,} tokens by LossEdges, {labelled:,} by one label a row: "
         f"that loses the first token of each of {len(group[1])} completions"
@@ -182,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, metavar="N", default=value, help=f"default: {value}")
     parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa", help="default: sdpa")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the mask there")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="write a picture of the mask")
     return parser
 
 
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run with arguments, default those of the process; returns the exit status."""
     arguments = _parser().parse_args(argv)
     if arguments.samples < 4 or min(arguments.prompt, arguments.completion, arguments.threads) < 1:
-        _parser().error("expected 4 samples at least, and a prompt, a completion and threads of 1 at least")
+        _parser().error("expected at least 4 samples, and a prompt, a completion and threads of at least 1")
     return exit_status(lambda: run(arguments))
 
 

@@ -1,19 +1,19 @@
-"""Supervision of a folded row as (row, target) pairs, so that no target is lost where samples part.
+"""LossEdges: supervision of a folded row as (row, target) pairs, so that no target is lost at a branch point.
 
     row        0  1  2  3  4  5  6      the last row of the prompt predicts the first token of every completion:
     input_ids  1  2 10 11 20 21 22      edges (1, 10) (1, 20) (2, 11) (4, 21) (5, 22)
 
-One label per row has room for one of them, and `fold_shared_prefix_rollouts` leaves both out. An edge that several
-samples share is one row of logits and one log-prob, weighted by how often the samples use it; a loss that is not linear
-in log-probs takes them by sample, from `sample_logprobs`, and autograd adds the shares up.
+One label per row could hold only one of them, and `fold_shared_prefix_rollouts` leaves both out. An edge that several
+samples share is one row of logits and one log-prob, weighted by the samples that use it. A loss that is not linear in
+log-probs takes them per sample, from `sample_logprobs`; autograd sums their gradients.
 
-Values per sample and token (advantages, old log-probs, masks) never stand at rows: two samples may have different ones
-for one edge. `LossEdges.field` brings them into the order of `sample_edge`.
+Values per sample and token (advantages, old log-probs, masks) are never stored per row: two samples may have different
+values for one edge. `LossEdges.field` puts them into the order of `sample_edge`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,39 +22,39 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from niels_gpt.prefix_tree.fields import in_order, owners, right_padded
 from niels_gpt.prefix_tree.forest import PrefixForest
 
 WEIGHTINGS = ("per_sample", "sample_mean", "unique")
+PER = ("sample", "token", "completion", "target")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LossEdges:
-    """E edges that M supervised tokens of S samples use; ragged fields stand sample after sample."""
+    """E edges that M supervised tokens of S samples use. Ragged fields are stored sample by sample."""
 
     row: Tensor  # int64 [E], rising: the flat row whose logits predict the target
     target: Tensor  # int64 [E]
     weight: Tensor  # float64 [E], the sum of the weights of the tokens that use the edge
     sample_edge: Tensor  # int64 [M], the edge of each supervised token
     sample_offsets: Tensor  # int64 [S + 1], where a sample begins in sample_edge
-    sample_token: Tensor  # int64 [M], the token's place in a field with a value for each token of each sample
+    sample_token: Tensor  # int64 [M], the token's index in a field with a value for each token of each sample
     field_offsets: Tensor  # int64 [S + 1], where a sample begins in such a field
-    completion_starts: Tensor  # int64 [S], tokens of a sample before its completion; -1 where that was not said
+    completion_starts: Tensor  # int64 [S], tokens of a sample before its completion; -1 where it is not known
     num_rows: int  # T, padding included
     unpredictable: int  # targets that are the first token of their sample: no row predicts them
     weighting: str  # one of WEIGHTINGS, or "given"
 
     @classmethod
-    @torch.inference_mode(False)  # rollouts are made in that mode, and its tensors could not be used in training
+    @torch.inference_mode(False)  # edges made while rollouts are generated must be usable in training
     def from_forest(cls, forest: PrefixForest, *, weighting: Any = "per_sample") -> LossEdges:
         """Return an edge for each flat token that is a target of some sample, and the tokens that use it.
 
         Args:
-            forest: its `loss_mask` says which tokens are targets. Pad it before.
+            forest: its `loss_mask` says which tokens are targets. Pad it first.
             weighting: "per_sample": each supervised token of each sample counts 1, as in a batch that is not folded.
                 "sample_mean": 1 / (supervised tokens of its sample), so that each sample counts 1. "unique": each edge
-                counts 1, however many samples use it, as fits a tree of messages. Or weights of one's own, in any form
-                that `field` takes, for a loss that is linear in log-probs.
+                counts 1, however many samples use it, as for a tree of messages. Or weights, in any form that `field`
+                takes, for a loss that is linear in log-probs.
 
         Raises:
             ValueError: another weighting.
@@ -88,7 +88,7 @@ class LossEdges:
             unpredictable=int(at_start.sum()),
             weighting=weighting if isinstance(weighting, str) else "given",
         ).to(forest.input_ids.device)
-        if edges.weighting == "per_sample":  # what the lines below come to, in a third of the time
+        if edges.weighting == "per_sample":  # equals the lines below, in a third of the time
             return replace(edges, weight=edges.sample_edge.bincount(minlength=edges.num_edges).double())
         weights = edges.token_weights(weighting)
         return replace(edges, weight=edges.weight.index_add(0, edges.sample_edge, weights))
@@ -108,27 +108,27 @@ class LossEdges:
 
     @property
     def num_edges(self) -> int:
-        """E, the log-probs that are computed."""
+        """Return E, the number of log-probs that are computed."""
         return len(self.row)
 
     @property
     def num_loss_tokens(self) -> int:
-        """M, the supervised tokens of all samples: what a mean over tokens divides by."""
+        """Return M, the number of supervised tokens of all samples: a mean over tokens divides by it."""
         return len(self.sample_edge)
 
     @property
     def sample(self) -> Tensor:
         """Return the sample of each supervised token, int64 [M]."""
-        return owners(self.sample_offsets)
+        return _samples(self.sample_offsets)
 
     @property
     def rows(self) -> Tensor:
-        """Return the distinct rows that predict something, int64, rising: all that a head has to see."""
+        """Return the distinct rows that predict a target, int64, rising: the only ones that the head needs."""
         rows: Tensor = torch.unique_consecutive(self.row)
         return rows
 
     def __repr__(self) -> str:
-        """Name the sizes: `LossEdges(5 edges for 5 supervised tokens, per_sample)`."""
+        """Return the sizes: `LossEdges(5 edges for 5 supervised tokens, per_sample)`."""
         return f"LossEdges({self.num_edges} edges for {self.num_loss_tokens} supervised tokens, {self.weighting})"
 
     def to(self, device: torch.device | str) -> LossEdges:
@@ -140,20 +140,37 @@ class LossEdges:
         """Return values per sample, or per sample and token, in the order of `sample_edge`: [M], differentiable.
 
         Args:
-            values: numbers in one axis, sample after sample; or [S] rows, as a list; or one tensor of rows [S, W] that
-                are padded on the right to any width.
-            per: what there is a value for. "sample": each sample, such as a group-normalised advantage. "token": each
-                token of each sample. "completion": each token of each completion, from its first one on, be it a
-                target or not; a forest of `from_rollout_group` knows where that is, one of `from_sequences` by its
-                `prompt_lengths`. "target": each supervised token, as `sample_logprobs` has them. Default: what the
-                sizes say; a padded tensor's say nothing.
+            values: numbers in one axis, sample by sample; or a list of S rows; or one tensor of rows [S, W], padded on
+                the right to any width.
+            per: what each value belongs to. "sample": a sample, such as a group-normalised advantage. "token": a token
+                of a sample. "completion": a token of a completion, target or not; needs a forest of
+                `from_rollout_group`, or of `from_sequences` with `prompt_lengths`. "target": a supervised token, as in
+                `sample_logprobs`. Default: inferred from the sizes, which those of a padded tensor do not allow.
 
         Raises:
-            ValueError: the sizes fit nothing, or several that differ; per="completion" of a forest that was not told
-                where completions begin.
-            TypeError: a mapping or text.
+            ValueError: the sizes fit none of these, or several that differ; per="completion" of a forest that does not
+                know where completions begin.
+            TypeError: values is a mapping or text.
         """
-        return in_order(values, self, per)
+        if per is not None and per not in PER:
+            raise ValueError(f"per is {per!r}; expected one of {', '.join(PER)}")
+        forms = {name: form for name, form in _forms(self).items() if per in (None, name)}
+        if not forms:
+            if bool((self.completion_starts >= 0).all()):
+                raise ValueError("per is 'completion', but a target lies in a prompt: give values per='token'")
+            raise ValueError(
+                "per is 'completion', but the forest does not know where completions begin, and a loss mask does not "
+                "tell: the first token of one need not be a target. Make the forest by from_rollout_group, or by "
+                "from_sequences with prompt_lengths; or give a value for each token of each sample (per='token')"
+            )
+        if not isinstance(values, Tensor | np.ndarray):
+            values = _listed(values)
+            if isinstance(values, list):
+                return _of_rows([row.to(self.row.device) for row in values], self, forms)
+        tensor = torch.as_tensor(values, device=self.row.device)
+        if tensor.ndim == 2 and len(tensor) == len(self.completion_starts):
+            return _of_padded(tensor, self, forms)
+        return _of_flat(tensor, self, forms)
 
 
 def edge_logprobs(
@@ -168,20 +185,20 @@ def edge_logprobs(
 
     Args:
         hidden_or_logits: [T, D] or [1, T, D]: logits, or what `lm_head` turns into logits.
-        lm_head: applied to the rows of edges only, each once, however many targets it has. For a model that scales or
-            caps its logits, `logits_head(model)` of niels_gpt.prefix_tree.heads.
+        lm_head: applied once to each row that has an edge. For a model that scales or caps its logits:
+            `logits_head(model)` of niels_gpt.prefix_tree.heads.
         temperature: divides the logits.
-        chunk: with an lm_head, rows whose logits are in memory at a time, in the backward pass too, which computes each
-            chunk again.
+        chunk: with an lm_head, how many rows have their logits in memory at a time. The backward pass recomputes each
+            chunk.
 
     Raises:
-        ValueError: the rows are not those of the forest, or chunk or temperature is no number to work with.
+        ValueError: T is not that of the forest, chunk is below 1, or temperature is not above 0.
     """
     if chunk < 1 or temperature <= 0:
         raise ValueError(f"chunk is {chunk} and temperature {temperature}; expected 1 or more, and a number above 0")
     rows, uses = torch.unique_consecutive(edges.row, return_counts=True)
     picked = _flat(hidden_or_logits, edges.num_rows)[rows]
-    again = lm_head is not None and torch.is_grad_enabled() and len(rows) > chunk
+    recompute = lm_head is not None and torch.is_grad_enabled() and len(rows) > chunk
 
     def logprobs(part: Tensor, row: Tensor, target: Tensor) -> Tensor:
         logits = part if lm_head is None else lm_head(part)
@@ -189,21 +206,21 @@ def edge_logprobs(
         logits = logits if temperature == 1 else logits / temperature
         return logits[row, target] - logits.logsumexp(-1)[row]
 
-    found: list[Tensor] = []
+    parts: list[Tensor] = []
     done = 0
-    for part, counts in zip(torch.split(picked, chunk), torch.split(uses, chunk), strict=True):  # one at least
+    for part, counts in zip(torch.split(picked, chunk), torch.split(uses, chunk), strict=True):  # at least one
         row = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
         target = edges.target[done : done + len(row)]
         done += len(row)
-        if again:
-            found.append(checkpoint(logprobs, part, row, target, use_reentrant=False))
+        if recompute:
+            parts.append(checkpoint(logprobs, part, row, target, use_reentrant=False))
         else:
-            found.append(logprobs(part, row, target))
-    return torch.cat(found)
+            parts.append(logprobs(part, row, target))
+    return torch.cat(parts)
 
 
 def sample_logprobs(edge_logp: Tensor, edges: LossEdges, *, pad: float | None = None) -> Tensor:
-    """Return the log-prob of each supervised token by sample: [M], or [S, most targets] filled up with `pad`.
+    """Return the log-prob of each supervised token by sample: [M], or [S, most targets] padded with `pad`.
 
     Args:
         edge_logp: [E], of `edge_logprobs`, or any other value per edge.
@@ -214,7 +231,7 @@ def sample_logprobs(edge_logp: Tensor, edges: LossEdges, *, pad: float | None = 
     if edge_logp.shape != (edges.num_edges,):
         raise ValueError(f"edge_logp has shape {list(edge_logp.shape)}; expected [{edges.num_edges}], of edge_logprobs")
     ragged = edge_logp[edges.sample_edge]
-    return ragged if pad is None else right_padded(ragged, edges.sample_offsets, pad)
+    return ragged if pad is None else _right_padded(ragged, edges.sample_offsets, pad)
 
 
 def folded_cross_entropy(
@@ -230,41 +247,41 @@ def folded_cross_entropy(
 
     Args:
         normalizer: default: the sum of weights, which is the mean over supervised tokens for "per_sample", over samples
-            for "sample_mean", and over edges for "unique". Where a batch has several rows or ranks, give the number of
-            all of them (and undo what averages over ranks). Needed for weights of one's own: the sum of advantages is
-            no number to divide by.
+            for "sample_mean", and over edges for "unique". Where a batch has several rows or ranks, pass the total of
+            all of them (and undo any averaging over ranks). Required for given weights, such as advantages: their sum
+            may be 0.
 
     The other arguments are those of `edge_logprobs`.
 
     Raises:
-        ValueError: without a normalizer, weights of one's own, or nothing that is supervised: the mean of nothing. With
-            one, such a row gives 0 and zero gradients, as a rank with nothing to learn needs.
+        ValueError: no normalizer for given weights, or for a row without a supervised token. With one, such a row
+            gives 0 and zero gradients, as a rank without targets needs.
     """
     if normalizer is None and edges.weighting == "given":
-        raise ValueError("the weights are your own: say what the sum is divided by, as in normalizer=len(samples)")
+        raise ValueError("the weights were given: pass what the sum is divided by, as in normalizer=len(samples)")
     if normalizer is None and not edges.num_edges:
-        raise ValueError("no token is supervised: no sample has a target behind its first token. Give a normalizer")
+        raise ValueError("no token is supervised: no sample has a target after its first token. Pass a normalizer")
     logp = edge_logprobs(hidden_or_logits, edges, lm_head, temperature=temperature, chunk=chunk)
     weight = edges.weight.to(logp)
     return -(weight * logp).sum() / (weight.sum() if normalizer is None else normalizer)
 
 
 def unfold(x: Tensor, forest: PrefixForest, *, pad: float | None = None) -> Tensor:
-    """Return what a folded row has for every token of every sample, differentiable.
+    """Return the values of a folded row for every token of every sample, differentiable.
 
-    The value at a token is what the model makes of the sample up to it. What it says before it, such as a critic's
-    value beside a log-prob, is `at_predictions`.
+    The value of a token follows from the sample up to and including it. For the values at the rows that predict the
+    tokens, such as a critic's beside log-probs, use `at_predictions`.
 
     Args:
         x: [T, ...] or [1, T, ...], such as hidden states, logits, or values of a critic.
-        pad: None gives them ragged, [sum of sample lengths, ...]; a number gives [S, longest sample, ...], filled up.
+        pad: None returns [sum of sample lengths, ...]; a number returns [S, longest sample, ...], padded with it.
     """
     ragged = _flat(x, len(forest.input_ids))[forest.sample_rows]
-    return ragged if pad is None else right_padded(ragged, forest.sample_offsets, pad)
+    return ragged if pad is None else _right_padded(ragged, forest.sample_offsets, pad)
 
 
 def at_predictions(x: Tensor, edges: LossEdges) -> Tensor:
-    """Return what a folded row has at the rows that predict the supervised tokens: [M, ...], beside `sample_logprobs`.
+    """Return the values of the rows that predict the supervised tokens: [M, ...], in the order of `sample_logprobs`.
 
     Args:
         x: [T, ...] or [1, T, ...], such as values of a critic or entropies.
@@ -273,9 +290,102 @@ def at_predictions(x: Tensor, edges: LossEdges) -> Tensor:
 
 
 def _flat(x: Tensor, rows: int) -> Tensor:
-    """Return [T, ...] for [T, ...] or [1, T, ...], with T rows exactly: edges of another row would fit too."""
+    """Return [T, ...] for [T, ...] or [1, T, ...]. T must be exact: edges of another row would index it too."""
     if x.shape[:2] == (1, rows):
         return x[0]
     if x.ndim == 0 or x.shape[0] != rows:
         raise ValueError(f"got a tensor of shape {list(x.shape)}; expected [{rows}, ...] or [1, {rows}, ...]: T rows")
     return x
+
+
+# --- fields: values per sample, or per sample and token ---------------------------------------------------------------
+
+# How many values a row of a field has by sample [S], and the index in its row of each supervised token [M].
+Form = tuple[Tensor, Tensor]
+
+
+def _samples(offsets: Tensor) -> Tensor:
+    """Return the sample of each value of a ragged field: offsets [0, 2, 3] give [0, 0, 1]."""
+    lengths = offsets.diff()
+    return torch.arange(len(lengths), device=offsets.device).repeat_interleave(lengths)
+
+
+def places(offsets: Tensor) -> Tensor:
+    """Return the index of each value of a ragged field in its sample: offsets [0, 2, 3] give [0, 1, 0]."""
+    return torch.arange(int(offsets[-1]), device=offsets.device) - offsets[_samples(offsets)]
+
+
+def _right_padded(ragged: Tensor, offsets: Tensor, pad: float) -> Tensor:
+    """Return [S, longest, ...] for a ragged field [sum of lengths, ...], padded with `pad`."""
+    longest = int(offsets.diff().max())
+    out = ragged.new_full((len(offsets) - 1, longest, *ragged.shape[1:]), pad)
+    return out.index_put((_samples(offsets), places(offsets)), ragged)
+
+
+def _forms(edges: LossEdges) -> dict[str, Form]:
+    """Return the forms, by the names of PER, in which a field of these samples may be given."""
+    lengths, sample, starts = edges.field_offsets.diff(), edges.sample, edges.completion_starts
+    place = edges.sample_token - edges.field_offsets[sample]
+    forms = {"sample": (torch.ones_like(lengths), torch.zeros_like(place)), "token": (lengths, place)}
+    if bool((starts >= 0).all()) and bool((place >= starts[sample]).all()):
+        forms["completion"] = (lengths - starts, place - starts[sample])
+    forms["target"] = (edges.sample_offsets.diff(), places(edges.sample_offsets))
+    return forms
+
+
+def _listed(values: Any) -> Tensor | list[Tensor]:
+    """Return a list of numbers as one tensor, and a list of rows as rows."""
+    if isinstance(values, Mapping | str):
+        raise TypeError(f"a field is a {type(values).__name__}; expected values or rows in the order of the samples")
+    values = list(values)
+    if not any(hasattr(value, "__len__") and getattr(value, "shape", None) != () for value in values):
+        return torch.stack(values) if values and isinstance(values[0], Tensor) else torch.as_tensor(values)
+    rows = [torch.as_tensor(value) for value in values]
+    for sample, row in enumerate(rows):
+        if row.ndim != 1:
+            raise ValueError(f"the field of sample {sample} has shape {list(row.shape)}; expected one axis")
+    return rows
+
+
+def _index(edges: LossEdges, form: Form) -> Tensor:
+    """Return the index of each supervised token in a ragged field of a form: [M]."""
+    lengths, place = form
+    return (lengths.cumsum(0) - lengths)[edges.sample] + place
+
+
+def _of_flat(values: Tensor, edges: LossEdges, forms: Mapping[str, Form]) -> Tensor:
+    sizes = ", ".join(f"{int(lengths.sum())} (per {name})" for name, (lengths, _) in forms.items())
+    indices = [_index(edges, form) for form in forms.values() if values.shape == (int(form[0].sum()),)]
+    if not indices:
+        samples = len(edges.completion_starts)
+        raise ValueError(f"a field has shape {list(values.shape)}; expected {samples} rows, or one axis of {sizes}")
+    if not all(torch.equal(indices[0], index) for index in indices):
+        raise ValueError(f"a field of {len(values)} values may be several of {sizes}: say which, as in per={PER[0]!r}")
+    return values[indices[0]]
+
+
+def _of_rows(rows: list[Tensor], edges: LossEdges, forms: Mapping[str, Form]) -> Tensor:
+    samples = len(edges.completion_starts)
+    if len(rows) != samples:
+        raise ValueError(f"a field has {len(rows)} rows; expected one for each of {samples} samples")
+    sizes = torch.tensor([len(row) for row in rows], device=edges.row.device)
+    for form in forms.values():
+        if torch.equal(sizes, form[0]):
+            return torch.cat(rows)[_index(edges, form)]
+    # The form that fits the most samples was probably meant: report the first sample that breaks it.
+    wrong = max(int((sizes != lengths).nonzero()[0]) for lengths, _ in forms.values())
+    wanted = ", ".join(f"{int(lengths[wrong])} (per {name})" for name, (lengths, _) in forms.items())
+    raise ValueError(f"the field of sample {wrong} has {len(rows[wrong])} values; expected one of: {wanted}")
+
+
+def _of_padded(values: Tensor, edges: LossEdges, forms: Mapping[str, Form]) -> Tensor:
+    if len(forms) > 1:  # the width does not tell: a batch is padded to the longest of all its groups
+        raise ValueError(
+            f"a field has shape {list(values.shape)}: a column may be a token of the sample, of the completion or a "
+            'target; say which, as in per="completion", or pass a list of rows'
+        )
+    ((name, (lengths, place)),) = forms.items()
+    if values.shape[1] < int(lengths.max()):
+        longest = int(lengths.max())
+        raise ValueError(f"a field has shape {list(values.shape)}; expected {longest} columns or more (per {name})")
+    return values[edges.sample, place]

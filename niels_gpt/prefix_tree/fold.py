@@ -1,4 +1,4 @@
-"""One prompt and its completions, folded into one row by the published contract (nemo-automodel's `prefix_tree`).
+"""One prompt and its completions as one row with one label each: the published contract of nemo-automodel.
 
     prompt [1, 2]   completions [[10, 11], [20, 21, 22]]
 
@@ -9,14 +9,13 @@
     node_lengths [2, 2, 3]   sample_paths [[0, 1], [0, 2]]
 
 This is the layout of verl's RFC 6401 and Automodel's issue 2385 for one device (cp=1: no context parallelism). A row
-holds one group; every completion sees the whole prompt and, causally, itself. The structure travels with the batch as
-`prefix_tree`, and the attention backend pops it from there and builds the mask (`AttnMaskSpec.prefix_tree` in
-attention.py). This module knows nothing of attention.
+holds one group; every completion sees the whole prompt and, causally, itself. The batch carries the structure as
+`prefix_tree`; the attention backend pops it and builds the mask (`AttnMaskSpec.prefix_tree` in attention.py).
 
-The branch point: the last token of the prompt is stored once, and a row of labels gives it one label at most, while the
-completions go on from it with different tokens. So in this layout it has none, and the first token of every completion
-is not trained on. That is a property of one label per row and not of folding: niels_gpt.prefix_tree.edges supervises
-these tokens too, exactly, as pairs of a row and a target.
+The branch point: the last token of the prompt is stored once and has at most one label, but the completions continue
+with different tokens. So it has no label in this layout, and the first token of each completion is not trained on. That
+is a limit of one label per row, not of folding: niels_gpt.prefix_tree.edges supervises these tokens too, as (row,
+target) pairs.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ import numpy as np
 import torch
 
 CROSS_ENTROPY_IGNORE_IDX = -100
-"""The label that cross-entropy leaves out, which is torch's default `ignore_index`."""
+"""The label that cross-entropy ignores: torch's default `ignore_index`."""
 
 
 @dataclass
 class FoldedRollouts:
-    """One group in the layout above, in plain lists: T flat tokens, N completions. The mask is not part of it.
+    """One group in the layout above, in plain lists: T flat tokens, N completions. It does not contain the mask.
 
-    input_ids: [T] the prompt, then every completion.
-    labels: [T] the token to predict at a row, already shifted: the loss must not shift again. The prompt's rows and the
-        last row of every completion have the ignored label.
-    position_ids: [T] 0 to P-1 for the prompt of P tokens; every completion begins again at P.
-    node_lengths: [N + 1] tokens of the prompt and of every completion.
+    input_ids: [T] the prompt, then each completion.
+    labels: [T] the token to predict at a row, already shifted: the loss must not shift again. The rows of the prompt
+        and the last row of each completion have the ignored label.
+    position_ids: [T] 0 to P - 1 for the prompt of P tokens; each completion starts at P.
+    node_lengths: [N + 1] tokens of the prompt and of each completion.
     sample_paths: [N] of [0, i + 1], the nodes of a sample from its root; of [i + 1] where the prompt is empty.
     """
 
@@ -61,13 +60,13 @@ def fold_shared_prefix_rollouts(
     Args:
         prompt_ids: the prompt's tokens, as a list, a tuple, an integer array or tensor; may be empty.
         completions: one such sequence for each completion; at least one, and none empty.
-        ignore_idx: the label of rows that predict nothing; may be given by position.
+        ignore_idx: the label of rows that predict nothing.
 
-    Returns the layout; the input is left as it is. The first token of every completion has no label, see above.
+    Returns the layout; the input is not changed. The first token of each completion has no label, see above.
 
     Raises:
         ValueError: there is no completion, or one is empty.
-        TypeError: something is not a sequence of integers; floats and bools are not taken for ids.
+        TypeError: something is not a sequence of integers; floats and bools are refused.
     """
     if len(completions) == 0:
         raise ValueError("completions must be non-empty (need at least one rollout).")
@@ -91,7 +90,7 @@ def fold_shared_prefix_rollouts(
 
 
 def _as_ids(ids: Any, name: str) -> list[int]:
-    """Return the ids as a new list of ints; an empty array may be of any dtype, as NumPy makes it of floats."""
+    """Return the ids as a new list of ints; an empty array may have any dtype, since NumPy's default is float."""
     if isinstance(ids, torch.Tensor):
         ids = ids.detach().cpu().numpy()
     if isinstance(ids, np.ndarray):
@@ -102,32 +101,31 @@ def _as_ids(ids: Any, name: str) -> list[int]:
         raise TypeError(f"{name} is {ids!r}; expected a list, tuple, array or tensor of integers")
     if set(map(type, ids)) <= {int}:
         return list(ids)
-    found = []
+    integers = []
     for place, token in enumerate(ids):
-        # Python takes True for an index, and a tensor of it too; they are masks in the wrong place.
+        # Bools are integers for Python and torch; here they are a misplaced mask.
         is_bool = isinstance(token, bool) or str(getattr(token, "dtype", "")).endswith("bool")
         try:
             if is_bool:
                 raise TypeError("a bool")
-            found.append(operator.index(token))
+            integers.append(operator.index(token))
         except TypeError as error:
             raise TypeError(f"{name}[{place}] is {token!r}; expected an integer") from error
-    return found
+    return integers
 
 
 def prefix_tree_collate_fn(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Make the batch of one rollout group, for a model on one device (cp=1).
 
     Args:
-        batch: one mapping with the keys `prompt_ids` and `completions`; other keys are left out.
+        batch: one mapping with the keys `prompt_ids` and `completions`; other keys are ignored.
 
-    Returns `input_ids`, `labels` and `position_ids`, int64 [1, T], and `prefix_tree`, which is the tuple (node_lengths,
-    sample_paths) of plain lists. The attention backend pops `prefix_tree` and builds the mask of it: a model that gets
-    the other three without a mask computes something else, without an error.
+    Returns `input_ids`, `labels` and `position_ids`, int64 [1, T], and `prefix_tree`: the tuple (node_lengths,
+    sample_paths) of plain lists. The attention backend pops `prefix_tree` and builds the mask from it: a model that
+    gets the other three without a mask computes wrong values without an error.
 
     Raises:
-        ValueError: not exactly one group. A group already is many completions, and a mask belongs to one group;
-            `PrefixForest.joined` puts several into a row.
+        ValueError: not exactly one group: the mask belongs to one. `PrefixForest.joined` puts several into a row.
         KeyError: a key is missing.
         ValueError, TypeError: as `fold_shared_prefix_rollouts`.
     """
@@ -151,9 +149,9 @@ def build_mock_rollout_dataset(
     vocab_size: int = 1024,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Return random groups of `prompt_ids` and `completions`, to try a pipeline with; the ids are 2 to vocab_size - 1.
+    """Return random groups of `prompt_ids` and `completions` for testing a pipeline, with ids 2 to vocab_size - 1.
 
-    The numbers come from Python's generator and in the peer's order, prompt first, so that both make the same data.
+    Draws from Python's generator in nemo-automodel's order, prompt first, so that both make the same data.
     """
     rng = random.Random(seed)
 

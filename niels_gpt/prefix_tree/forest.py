@@ -1,13 +1,15 @@
-"""A forest of token sequences that share prefixes, as one row of tokens in depth-first pre-order.
+"""PrefixForest: sequences that share prefixes, folded into one row of tokens; and what folding saves.
+
+The row is the radix tree of the sequences in depth-first pre-order:
 
     samples                 row         0  1  2  3  4  5  6
     1 2 10 11               input_ids   1  2 10 11 20 21 22
     1 2 20 21 22            positions   0  1  2  3  2  3  4
                             subtree_end 7  7  4  4  7  7  7
 
-In this order the tokens that may see token k are the ones from k to the end of its subtree, so that one array is the
-whole attention mask: query q sees key k if and only if k <= q < subtree_end[k]. Groups that share nothing are further
-roots of the same row; padding is a token that only sees itself.
+In this order the tokens that see token k are those from k to the end of its subtree. So one array is the whole
+attention mask: query q sees key k if and only if k <= q < subtree_end[k]. Groups that share nothing are further roots
+of the same row. A padding token sees only itself.
 """
 
 from __future__ import annotations
@@ -23,17 +25,77 @@ import torch
 from torch import Tensor
 
 from niels_gpt.prefix_tree import radix
-from niels_gpt.prefix_tree.ids import concatenated, masks
-from niels_gpt.prefix_tree.messages import Encode, threads
-from niels_gpt.prefix_tree.stats import ForestStats, ModelShape
+from niels_gpt.prefix_tree.sequences import Encode, concatenated, masks, threads
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder that decide the cost of a token and of an attention pair."""
+
+    parameters: int  # those that every token is multiplied with
+    layers: int
+    d_model: int
+
+    def training_flops(self, tokens: int, pairs: int) -> int:
+        """Return the FLOPs of forward and backward: 3 * (2 * parameters * tokens + 4 * d_model * layers * pairs)."""
+        return 3 * (2 * self.parameters * tokens + 4 * self.d_model * self.layers * pairs)
+
+
+@dataclass(frozen=True)
+class ForestStats:
+    """Counts of one forest, or of several added up. `before`: each sample in its own row; `after`: folded.
+
+    An attention pair is a query and a key that it sees. Padding is not counted.
+    """
+
+    samples: int
+    nodes: int
+    tokens_before: int
+    tokens_after: int
+    pairs_before: int
+    pairs_after: int
+    max_depth: int  # tokens of the longest sample
+    max_levels: int  # nodes of the sample with the most
+    max_branching: int  # children of the node with the most; 1 where nothing branches
+    shared_samples: int  # duplicates and prefixes of other samples, which add no token
+    flops_before: int | None = None  # of training; None without a ModelShape
+    flops_after: int | None = None
+
+    @property
+    def tree_token_ratio(self) -> float:
+        """Return tokens after folding over tokens before: 1 saves nothing."""
+        return self.tokens_after / self.tokens_before
+
+    @property
+    def pair_ratio(self) -> float:
+        """Return attention pairs after folding over those before."""
+        return self.pairs_after / self.pairs_before
+
+    @property
+    def flop_ratio(self) -> float:
+        """Return FLOPs after folding over those before. Raises: ValueError for counts without a ModelShape."""
+        if self.flops_before is None or self.flops_after is None:
+            raise ValueError("FLOPs need a shape: forest.stats(ModelShape(parameters=..., layers=..., d_model=...))")
+        return self.flops_after / self.flops_before
+
+    def __add__(self, other: ForestStats) -> ForestStats:
+        """Return the sums of the counts; of each maximum the larger one."""
+        sums: dict[str, Any] = {}
+        for name, mine in vars(self).items():
+            theirs = getattr(other, name)
+            if mine is None or theirs is None:
+                sums[name] = None
+            else:
+                sums[name] = max(mine, theirs) if name.startswith("max_") else mine + theirs
+        return ForestStats(**sums)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PrefixForest:
-    """T flat tokens of N nodes, of which S samples are made; a ragged field has a value per token of each sample.
+    """S samples as T flat tokens in N nodes. A ragged field has one value per token of each sample, sample by sample.
 
-    Make one by `from_sequences`, `from_rollout_group`, `from_node_paths`, `from_message_tree` or `joined`: same input,
-    same layout. All tensors are on one device.
+    Make one by `from_sequences`, `from_rollout_group`, `from_node_paths`, `from_message_tree` or `joined`. The same
+    input gives the same layout. All tensors are on one device.
     """
 
     input_ids: Tensor  # int64 [T]
@@ -45,7 +107,7 @@ class PrefixForest:
     sample_ends: Tensor  # int64 [S], the node whose last token is the sample's last; may be an inner node
     sample_offsets: Tensor  # int64 [S + 1], where a sample begins in a ragged field
     loss_mask: Tensor  # bool [sum of sample lengths], ragged: which tokens are targets
-    completion_starts: Tensor  # int64 [S], tokens of a sample before its completion; -1 where that was not said
+    completion_starts: Tensor  # int64 [S], tokens of a sample before its completion; -1 where it is not known
 
     @classmethod
     def from_sequences(
@@ -55,15 +117,14 @@ class PrefixForest:
         loss_mask: Iterable[Any] | None = None,
         prompt_lengths: Iterable[int] | None = None,
     ) -> PrefixForest:
-        """Fold whole sequences; whatever two of them have in common from their beginning is stored once.
+        """Fold whole sequences: a prefix that several of them share is stored once.
 
         Args:
-            sequences: [S] of ids: lists, tuples, integer arrays or tensors, none empty. Padding is to be cut off
-                before: here it would be tokens. Duplicates and prefixes of other sequences stay samples of their own,
-                and take no further tokens.
+            sequences: [S] of ids: lists, tuples, integer arrays or tensors, none empty. Cut padding off first: here it
+                would count as tokens. Duplicates and prefixes of other sequences stay samples, and add no tokens.
             loss_mask: [S] of 0 and 1 for each token: which ones are targets. Default: all.
-            prompt_lengths: [S] tokens of each sequence before its completion. A mask does not say it, for the first
-                token of a completion need not be a target. Only `LossEdges.field(per="completion")` asks for it.
+            prompt_lengths: [S] tokens of each sequence before its completion, which a mask does not tell: the first
+                token of a completion need not be a target. Only `LossEdges.field(per="completion")` needs them.
 
         Raises:
             ValueError: there is no sequence, one is empty, an id is negative, a mask does not fit, or a prompt is
@@ -82,12 +143,12 @@ class PrefixForest:
         """Fold one prompt and its completions.
 
         Args:
-            prompt_ids: as a sequence of `from_sequences`; may be empty, and then the first token of each completion is
-                a target that nothing predicts.
-            completions: as sequences. Those that begin alike share these tokens too, other than in
-                `fold_shared_prefix_rollouts`.
-            completion_mask: 0 and 1 for each token of each completion: which ones are targets, and not the output of a
-                tool, say. Default: all.
+            prompt_ids: as a sequence of `from_sequences`; may be empty: then no row predicts the first token of a
+                completion.
+            completions: as sequences. Unlike in `fold_shared_prefix_rollouts`, those with equal first tokens share
+                them.
+            completion_mask: 0 and 1 for each token of each completion: which ones are targets. Mask out the output of
+                tools, for example. Default: all.
 
         Raises:
             ValueError, TypeError: as `from_sequences`.
@@ -112,15 +173,15 @@ class PrefixForest:
         *,
         loss_nodes: Iterable[int] | None = None,
     ) -> PrefixForest:
-        """Take a tree as it is, such as that of a `FoldedRollouts`: nodes with equal openings are not merged.
+        """Take a tree as it is, such as that of a `FoldedRollouts`: nodes with equal first tokens are not merged.
 
         Args:
-            node_lengths: [N] tokens of each node, in the order in which they stand in `input_ids`; may be 0.
+            node_lengths: [N] tokens of each node, in the order of `input_ids`; may be 0.
             sample_paths: [S] the nodes of each sample, from its root. Nodes of length 0 are left out of paths.
-            input_ids: [sum of node_lengths]; without it every id is 0, for the structure alone.
+            input_ids: [sum of node_lengths]. Default: all 0, for the structure alone.
             loss_nodes: nodes whose tokens are targets. Default: all.
 
-        Nodes that are not in pre-order are put into it: children follow their parent by number.
+        Nodes are reordered into pre-order; siblings keep the order of their numbers.
 
         Raises:
             ValueError: a path is empty or names no node, a node has two parents or is on no path, or the ids do not
@@ -149,25 +210,25 @@ class PrefixForest:
 
         Args:
             tree: a message with its `replies`, or a record that has it as `prompt`.
-            encode: gives the ids of one message, role tags included, and 1 for each id that is a target. Messages are
+            encode: returns the ids of one message, role tags included, and a mask with 1 for each target. Messages are
                 encoded one by one, so that threads share tokens exactly where they share messages, or begin alike.
-            counters: gets "cut_messages", which are in no sample: nothing at or below them is a target.
+            counters: "cut_messages" counts the messages that are in no sample: they and those below have no target.
 
-        The samples are the threads from the root to each last message with a target. `messages.threads` gives the same
-        with the message, for ranks or rewards by sample.
+        The samples are the threads from the root to each last message with a target. `sequences.threads` yields them
+        with that message, for ranks or rewards by sample.
 
         Raises:
             ValueError: no message of the tree has a target, or ids and mask of a message differ in length.
         """
-        found = list(threads(tree, encode, Counter() if counters is None else counters))
-        if not found:
+        samples = list(threads(tree, encode, Counter() if counters is None else counters))
+        if not samples:
             raise ValueError("no message of the tree has a target: encode gave masks of zeros only")
-        return cls.from_sequences([thread.ids for thread in found], loss_mask=[thread.mask for thread in found])
+        return cls.from_sequences([thread.ids for thread in samples], loss_mask=[thread.mask for thread in samples])
 
     @classmethod
-    @torch.inference_mode(False)  # or what is made beside a generation could not be used in training
+    @torch.inference_mode(False)  # a forest made while rollouts are generated must be usable in training
     def joined(cls, forests: Sequence[PrefixForest]) -> PrefixForest:
-        """Put several forests into one row, one after another; padding is left out. Nothing is shared between them."""
+        """Put several forests into one row, one after another, without padding. They share no tokens."""
         if not forests:
             raise ValueError("joined() got no forest; expected at least one")
         columns: dict[str, list[Tensor]] = {field.name: [] for field in fields(cls)}
@@ -198,13 +259,13 @@ class PrefixForest:
         return cls(*(torch.from_numpy(column) for column in columns))
 
     def __repr__(self) -> str:
-        """Name the sizes: `PrefixForest(2 samples of 9 tokens in 7, 3 nodes)`."""
+        """Return the sizes: `PrefixForest(2 samples of 9 tokens in 7, 3 nodes)`."""
         before, nodes = len(self.loss_mask), len(self.node_starts)
         return f"PrefixForest({self.num_samples} samples of {before} tokens in {self.num_tokens}, {nodes} nodes)"
 
     @property
     def num_samples(self) -> int:
-        """S."""
+        """Return S, the number of samples."""
         return len(self.sample_ends)
 
     @cached_property
@@ -227,7 +288,7 @@ class PrefixForest:
 
     @property
     def rows_above(self) -> Tensor:
-        """Return the row before each flat token in its samples, which predicts it: int64 [T]; -1 if there is none."""
+        """Return the row that predicts each flat token, the one before it in its samples: int64 [T]; -1 for none."""
         rows = torch.arange(-1, len(self.input_ids) - 1, device=self.input_ids.device)
         parents = self.node_parents
         rows[self.node_starts] = torch.where(parents < 0, -1, (self.node_starts + self.node_lengths)[parents] - 1)
@@ -240,7 +301,7 @@ class PrefixForest:
 
     @torch.inference_mode(False)
     def padded(self, multiple_of: int, pad_id: int = 0) -> PrefixForest:
-        """Return the forest with T a multiple of a number; padding sees only itself, and nothing sees it."""
+        """Return the forest with T rounded up to a multiple of a number. Padding sees only itself; nothing sees it."""
         if multiple_of < 1:
             raise ValueError(f"multiple_of is {multiple_of}; expected at least 1")
         rows = torch.arange(len(self.input_ids), -(-len(self.input_ids) // multiple_of) * multiple_of).to(
@@ -258,22 +319,46 @@ class PrefixForest:
         return PrefixForest(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def stats(self, shape: ModelShape | None = None) -> ForestStats:
-        """Return what folding saves: tokens and attention pairs before and after, and FLOPs of a model shape."""
-        return ForestStats.of(self, shape)
+        """Return tokens and attention pairs before and after folding, and FLOPs for the shape of a model."""
+        lengths, size = self.sample_lengths, self.num_tokens
+        before = int(lengths.sum())
+        pairs_before = int((lengths * (lengths + 1) // 2).sum())
+        ends = self.subtree_end[:size]
+        pairs_after = int((ends - torch.arange(size, device=ends.device)).sum())
+        parents = self.node_parents.tolist()
+        levels: list[int] = []
+        for parent in parents:
+            levels.append(1 if parent < 0 else levels[parent] + 1)
+        children = torch.bincount(self.node_parents[self.node_parents >= 0])
+        leaves = set(range(len(parents))) - set(parents)
+        return ForestStats(
+            samples=self.num_samples,
+            nodes=len(parents),
+            tokens_before=before,
+            tokens_after=size,
+            pairs_before=pairs_before,
+            pairs_after=pairs_after,
+            max_depth=int(lengths.max()),
+            max_levels=max(levels),
+            max_branching=int(children.max()) if len(children) else 1,
+            shared_samples=self.num_samples - len(leaves),  # every leaf is the end of a sample
+            flops_before=shape.training_flops(before, pairs_before) if shape else None,
+            flops_after=shape.training_flops(size, pairs_after) if shape else None,
+        )
 
 
 def _prompt_lengths(values: Iterable[int], lengths: radix.Ints) -> radix.Ints:
-    found = _numbers(values, "prompt_lengths")
-    if len(found) != len(lengths):
-        raise ValueError(f"there are {len(found)} prompt_lengths; expected one for each of {len(lengths)} sequences")
-    for sample, (found_one, length) in enumerate(zip(found, lengths.tolist(), strict=True)):
-        if not 0 <= found_one <= length:
-            raise ValueError(f"prompt_lengths[{sample}] is {found_one}; expected 0 to {length}, the sequence's length")
-    return np.array(found, dtype=np.int64)
+    prompts = _numbers(values, "prompt_lengths")
+    if len(prompts) != len(lengths):
+        raise ValueError(f"there are {len(prompts)} prompt_lengths; expected one for each of {len(lengths)} sequences")
+    for sample, (prompt, length) in enumerate(zip(prompts, lengths.tolist(), strict=True)):
+        if not 0 <= prompt <= length:
+            raise ValueError(f"prompt_lengths[{sample}] is {prompt}; expected 0 to {length}, the sequence's length")
+    return np.array(prompts, dtype=np.int64)
 
 
 def _numbers(values: Iterable[Any], what: str) -> list[int]:
-    """Return integers of a list, array or tensor; a mask of bools is none."""
+    """Return a list, array or tensor of integers as a list. Raises: TypeError, for bools too: they are a mask."""
     numbers = values.tolist() if hasattr(values, "tolist") else list(values)
     if not all(type(number) is int or isinstance(number, np.integer) for number in numbers):
         raise TypeError(f"{what} is {values!r}; expected integers")

@@ -1,8 +1,8 @@
-"""The head of a model of transformers as a function of hidden states, for losses that need the logits of some rows.
+"""logits_head: a model's head as a function of hidden states, for losses that need the logits of some rows only.
 
-`model.lm_head` is that function for most models, but not for Gemma 2, whose logits are capped behind it, nor for Cohere
-and Granite, whose logits are scaled. Their factors have names of their own in each config, and one name both
-multiplies and divides: so the model itself is asked.
+For most models of transformers this is `model.lm_head`. But Gemma 2 caps its logits after it, and Cohere and Granite
+scale them. The factor has another name in each config, and one name multiplies in some models and divides in others. So
+the right function is found by comparing with the logits that the model itself returns.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multi
 
 
 def logits_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return what turns hidden states [rows, H] of the model's body into the model's logits [rows, V].
+    """Return the function from hidden states [rows, H] of the model's body to the model's logits [rows, V].
 
-    It is the product with the output embeddings, with the factor or the cap that the model's own forward has: one of
-    those in its config under which two tokens get the logits that the model gives them. They are run here, once.
+    It is the product with the output embeddings, and the factor or cap of the config that reproduces the model's logits
+    for two tokens, which are run once.
 
     Raises:
-        AttentionRouteError: the model has no output embeddings, or makes its logits in another way.
+        AttentionRouteError: the model has no output embeddings, or computes its logits in another way.
     """
     inner: Any = unwrapped(model)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
@@ -33,23 +33,23 @@ def logits_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     if head is None or body is inner:
         raise AttentionRouteError(
             f"{type(inner).__name__} has no output embeddings; expected a causal language model of transformers. Pass "
-            "the loss logits, or a head of your own"
+            "logits to the loss, or your own head"
         )
     for hidden, logits in _two_tokens(inner, body):
         for candidate in _candidates(head, inner.config.get_text_config()):
-            found = candidate(hidden)
-            limit = 1e-5 if found.dtype in (torch.float32, torch.float64) else 1e-2
-            if bool((found - logits).abs().max() <= limit * logits.abs().max()):
+            computed = candidate(hidden)
+            limit = 1e-5 if computed.dtype in (torch.float32, torch.float64) else 1e-2
+            if bool((computed - logits).abs().max() <= limit * logits.abs().max()):
                 return candidate
     raise AttentionRouteError(
         f"the logits of {type(inner).__name__} are not its output embeddings times its hidden states, nor that with a "
-        f"factor ({', '.join(_FACTORS)}) or final_logit_softcapping of its config. Pass logits, or a head of your own"
+        f"factor ({', '.join(_FACTORS)}) or final_logit_softcapping of its config. Pass logits, or your own head"
     )
 
 
 @torch.no_grad()
 def _two_tokens(model: nn.Module, body: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return hidden states [2, H] and logits [2, V] of the ids 1 and 2; nothing if the model does not call its body."""
+    """Return hidden states [2, H] and logits [2, V] of the ids 1 and 2; [] if the model does not call its body."""
     seen: list[Any] = []
     handle = body.register_forward_hook(lambda module, args, output: seen.append(output[0]))
     try:
@@ -69,7 +69,7 @@ def _candidates(head: nn.Module, config: Any) -> Iterator[Callable[[Tensor], Ten
     for factor in [1.0, *factors, *(1 / value for value in factors)]:
 
         def logits(hidden: Tensor, factor: float = factor) -> Tensor:
-            found: Tensor = head(hidden) * factor
-            return torch.tanh(found / cap) * cap if cap else found
+            scaled: Tensor = head(hidden) * factor
+            return torch.tanh(scaled / cap) * cap if cap else scaled
 
         yield logits

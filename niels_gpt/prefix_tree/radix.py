@@ -1,7 +1,8 @@
-"""Sequences -> radix tree (compressed prefix tree) -> depth-first pre-order: the integers behind `PrefixForest`.
+"""Sequences -> radix tree -> depth-first pre-order: decides where nodes are split, and the order of the rows.
 
-Linear in the tokens: each is compared at most twice, by one comparison of bytes per node on its sequence's path, and
-nothing is sorted but nodes. Nothing recurses, for a tree of chats may be as deep as its longest thread has turns.
+Integers only; `PrefixForest` makes tensors of them. Linear in the tokens: each is compared at most twice, by one
+comparison of bytes per node on its sequence's path, and only nodes are sorted. No function recurses: a tree of chats is
+as deep as its longest thread has turns.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Tree(NamedTuple):
     starts: Ints  # [N] where the node's tokens begin in that array
     lengths: Ints  # [N] at least 1
     parents: Ints  # [N]
-    ranks: Ints  # [N] siblings stand in the order of their ranks
+    ranks: Ints  # [N] siblings are ordered by rank
     ends: Ints  # [S] the node whose last token is the sample's last
 
 
@@ -41,8 +42,8 @@ class Layout(NamedTuple):
 def radix_tree(ids: Ints, offsets: Ints) -> Tree:
     """Return the radix tree of the sequences ids[offsets[i]:offsets[i + 1]], none of them empty, ids below 2**32.
 
-    A node is split at the first mismatch, so siblings differ in their first token. Siblings stand in the order in which
-    the sequences brought them. A sequence that ends inside a node splits it too: a sample ends where a node ends.
+    A node is split at the first mismatch, so siblings differ in their first token. Siblings are in the order of the
+    sequences that created them. A sequence that ends inside a node splits it too: a sample ends where a node ends.
     """
     narrow = ids.astype("<u4")
     data, view = narrow.tobytes(), memoryview(narrow.data)
@@ -72,10 +73,10 @@ def radix_tree(ids: Ints, offsets: Ints) -> Tree:
             start, length = starts[child], lengths[child]
             same = min(length, end - at)
             here, there = data[4 * at : 4 * (at + same)], data[4 * start : 4 * (start + same)]
-            if here != there:  # the lowest bit that differs lies in the first token that does
+            if here != there:  # the lowest bit that differs is in the first token that differs
                 bits = int.from_bytes(here, "little") ^ int.from_bytes(there, "little")
                 same = ((bits & -bits).bit_length() - 1) // 32
-            if same < length:  # the child's upper part becomes a node; samples that end at the child still do
+            if same < length:  # split: the first part becomes a new node; samples that end at the child still do
                 upper = children[view[at]] = add(start, same, node, ranks[child])
                 starts[child], lengths[child], parents[child] = start + same, length - same, upper
                 below[upper][view[start + same]] = child
@@ -88,7 +89,7 @@ def radix_tree(ids: Ints, offsets: Ints) -> Tree:
 def tree_of_paths(lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> tuple[Tree, list[list[int]]]:
     """Return the tree in which each sample is the tokens of the nodes on its path, and the paths without empty nodes.
 
-    Node i has lengths[i] tokens, which begin where those of the nodes before it end. Siblings stand by number.
+    Node i has lengths[i] tokens, which begin where those of the nodes before it end. Siblings are in numerical order.
 
     Raises:
         ValueError: a path names no node or has no token, a node has two parents, or one with tokens is on no path.
@@ -105,8 +106,8 @@ def tree_of_paths(lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> tup
         for node, parent in zip(nodes, [-1, *nodes], strict=False):
             if parents.setdefault(node, parent) != parent:
                 raise ValueError(
-                    f"sample_paths[{sample}] has node {node} below {parent}, where it was below {parents[node]} before "
-                    "(-1: a root); in a tree a node has one parent"
+                    f"sample_paths[{sample}] has node {node} below {parent}, but an earlier path has it below "
+                    f"{parents[node]} (-1: a root); expected one parent for each node"
                 )
         kept.append(nodes)
     for node, length in enumerate(lengths):
@@ -145,7 +146,7 @@ def pre_order(tree: Tree) -> Layout:
 
 
 def _walk(tree: Tree) -> Iterator[int]:
-    """Give the nodes in pre-order."""
+    """Yield the nodes in pre-order."""
     by_parent = np.lexsort((tree.ranks, tree.parents))
     bounds = np.searchsorted(tree.parents[by_parent], np.arange(-1, len(tree.parents) + 1)).tolist()
     nodes = by_parent.tolist()

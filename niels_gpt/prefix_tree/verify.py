@@ -1,8 +1,8 @@
-"""Check a fold against its samples run one by one, ours or another tool's, and say what differs.
+"""verify_fold: compare a folded row, of this package or another tool, with its samples run one by one.
 
-What is compared is the definition of folding: every sample has the log-probabilities and causes the gradients that it
-has alone, every target of every sample is in the loss with its weight, and nothing moves outside the subtree of a token
-that is changed (the leak probe). Samples are read out of the fold; where they are given too, they are compared first.
+It checks the definition of folding: every sample has the same log-probabilities and gradients as alone, every target of
+every sample is in the loss with its weight, and a changed token moves nothing outside its subtree (the leak probe).
+Samples are read from the fold; if the caller passes them too, they are compared first.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from niels_gpt.prefix_tree.edges import LossEdges
 from niels_gpt.prefix_tree.fold import CROSS_ENTROPY_IGNORE_IDX
-from niels_gpt.prefix_tree.fold_batch import (
+from niels_gpt.prefix_tree.fold_checks import (
     Batch,
     Fold,
+    FoldReport,
     Pairs,
     Targets,
     check_positions,
@@ -31,13 +32,12 @@ from niels_gpt.prefix_tree.fold_batch import (
     read_fold,
     supervised_pairs,
 )
-from niels_gpt.prefix_tree.fold_report import FoldReport
 
 __all__ = ["FoldReport", "verify_fold"]
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-ROUNDING = 4  # ulp of the largest logit: a token that changes experts changes the sizes of their matrix products
+ROUNDING = 4  # ulp of the largest logit: a token that moves to another expert changes the shapes of matrix products
 
 
 def verify_fold(
@@ -58,30 +58,30 @@ def verify_fold(
 
     Args:
         forward: (ids int64 [1, T], positions int64 [1, T], mask bool [1, 1, T, T], True: may see) -> logits [1, T, V]
-            or [T, V]. It may ignore what it likes: that is what shall be found. Samples get a plain causal mask. For a
-            model of transformers: hf_forward(model).
-        batch: our forest; or another tool's fold, whose ids, positions and pre-shifted labels are taken as they are: a
-            FoldedRollouts, or a dict with input_ids, labels, position_ids, prefix_tree = (node_lengths, sample_paths).
-            Rows behind the last node are padding. With `edges` a dict needs no labels.
-        samples: the sequences that were folded, in their order. Without them a fold that lost or changed a sample is
-            right here: samples are taken from the fold itself.
+            or [T, V]. It may be wrong; finding that is the point. Samples get a plain causal mask. For a model of
+            transformers: hf_forward(model).
+        batch: a PrefixForest; or another tool's fold, whose ids, positions and pre-shifted labels are used as they are:
+            a FoldedRollouts, or a dict with input_ids, labels, position_ids, prefix_tree = (node_lengths,
+            sample_paths). Rows after the last node are padding. With `edges` a dict needs no labels.
+        samples: the sequences that were folded, in order. Default: those read from the fold, so that a lost or changed
+            sample is not detected.
         edges: the supervision to check, in rows of the batch. Default: LossEdges.from_forest(batch,
             weighting=weighting), or the batch's labels with a weight of 1.
-        loss_mask: which tokens of the samples are targets, one mask per sample. Default: the forest's own; for the
-            others all tokens behind node 0, and in samples without it, or where it is empty, all but the first.
-        weighting: what the weights should be, as in LossEdges.from_forest.
+        loss_mask: which tokens of the samples are targets, one mask per sample. Default: that of the forest; for other
+            batches all tokens after node 0, and all but the first of samples where node 0 is missing or empty.
+        weighting: the expected weights, as in LossEdges.from_forest.
         parameters: whose gradients are compared: a module, tensors, or pairs of name and tensor. Default: those of
-            forward, forward.model or forward.__self__; without any, gradients are not compared. `.grad` is left alone.
-        tolerance: default: the loosest of TOLERANCES of the dtypes of logits and parameters. A leak has none but
-            ROUNDING, which is said.
+            forward, forward.model or forward.__self__; without any, gradients are not compared. `.grad` is not changed.
+        tolerance: default: the loosest of TOLERANCES for the dtypes of logits and parameters. Leaks are only allowed
+            ROUNDING, which the report states.
         ignore_idx: the label of rows without a loss.
-        probes: how many tokens to change, one at a time: chosen by `seed` from different nodes, and where possible such
-            that some tokens behind them see them and some do not.
+        probes: how many tokens to change, one at a time: drawn by `seed` from different nodes, if possible such that
+            some later tokens see them and some do not.
 
-    Memory is that of one forward and backward pass of the fold, and of its gradients twice.
+    Needs the memory of a forward and backward pass of the fold, and of its gradients twice.
 
     Raises:
-        ValueError: forward does not return floating-point logits of that shape, or the batch contradicts itself.
+        ValueError: forward does not return floating-point logits of that shape, or the batch is inconsistent.
     """
     everything = _parameters(forward, parameters)
     named = {name: parameter for name, parameter in everything.items() if parameter.requires_grad}
@@ -102,10 +102,10 @@ def verify_fold(
 
 
 def _parameters(forward: Any, given: Any) -> dict[str, Tensor]:
-    """Return the parameters by name: given ones, or those that forward is known to have."""
+    """Return the given parameters by name, or those that belong to forward."""
     if getattr(getattr(forward, "config", None), "_attn_implementation", None) is not None:
         raise ValueError(
-            f"forward is a {type(forward).__name__} of transformers, which takes other arguments; wrap it: "
+            f"forward is a {type(forward).__name__} of transformers, which has other arguments; wrap it: "
             "hf_forward(model) of niels_gpt.prefix_tree.attention"
         )
     if given is None:
@@ -120,14 +120,14 @@ def _parameters(forward: Any, given: Any) -> dict[str, Tensor]:
 
 
 def _coarsest(logits: Tensor, parameters: dict[str, Tensor]) -> torch.dtype:
-    """Return the dtype with the loosest tolerance: logits are often made float32 at the end of a model in bfloat16."""
+    """Return the dtype with the loosest tolerance: a bfloat16 model often converts its logits to float32."""
     dtypes = {logits.dtype, *(each.dtype for each in parameters.values() if each.is_floating_point())}
     return max(dtypes, key=lambda dtype: TOLERANCES.get(dtype, 0.1))
 
 
 def _run(forward: Forward, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
     """Return logits [T, V] on the device of ids."""
-    # A forward may write into what it gets, and the batch is the caller's.
+    # Clones: a forward may write into its arguments, which belong to the caller.
     logits = forward(ids.clone()[None], positions.clone()[None], mask.clone()[None, None])
     if not isinstance(logits, Tensor):
         raise ValueError(f"forward returned a {type(logits).__name__}; expected logits, a tensor [1, T, V] or [T, V]")
@@ -158,7 +158,7 @@ def _probed(
     tolerance: float | None,
     rows: list[int],
 ) -> Tensor:
-    """Return the logits of the fold, and note what they are like and what changes of rows move."""
+    """Return the logits of the fold; report whether they are deterministic and finite, and the leaks."""
     with torch.no_grad():
         logits, again = (_run(forward, fold.ids, fold.positions, fold.mask) for _ in range(2))
         largest = int(torch.cat([fold.ids, pairs.target]).max())
@@ -179,11 +179,11 @@ def _probed(
 
 
 def _probed_rows(fold: Fold, probes: int, seed: int) -> list[int]:
-    """Return rows of different nodes if possible; first come those that some rows behind them see, and some do not."""
+    """Return the rows to change: first those that some but not all later rows see, from different nodes if possible."""
     rows = fold.distinct_rows()
     seen = fold.mask[rows][:, rows].sum(0)
-    behind = torch.arange(len(rows), 0, -1, device=rows.device)
-    useful = ((seen > 1) & (seen < behind)).tolist()
+    later = torch.arange(len(rows), 0, -1, device=rows.device)
+    useful = ((seen > 1) & (seen < later)).tolist()
     starts = fold.node_starts.sort().values
     nodes = torch.searchsorted(starts, rows, right=True).tolist()
     drawn: Counter[tuple[bool, int]] = Counter()
@@ -206,7 +206,7 @@ def _probe(forward: Forward, fold: Fold, logits: Tensor, row: int, report: FoldR
     if outside[most] > report.leak:
         report.leak, report.leak_where = float(outside[most]), (row, most)
     if inside.sum() > 1:
-        inside[row] = False  # a token moves its own row in any case; the question is what the others see of it
+        inside[row] = False  # a token always moves its own row; what matters are the others
     report.probes += 1
     report.blind_probes += not bool(moved[inside].any())
 
@@ -265,14 +265,14 @@ def _compare_gradients(
     lengths = [float(part.double().norm()) for part in alone]
     errors = [float((part - total).double().norm()) for part, total in zip(of_fold, alone, strict=True)]
     whole = math.hypot(*lengths)
-    # Some gradients are zero but for rounding, such as those of key biases: their own length is no measure.
+    # Some gradients are zero up to rounding, such as those of key biases: compare them with the total norm.
     relative = [_ratio(error, max(length, whole / 100)) for error, length in zip(errors, lengths, strict=True)]
     report.gradient_error = _ratio(math.hypot(*errors), whole)
     report.worst_parameter = max(zip(names, relative, strict=True), key=lambda pair: pair[1])
 
 
 def _ratio(error: float, length: float) -> float:
-    """Return error / length, infinity where that is no number, and 0 for no error."""
+    """Return error / length: 0 without an error, infinity if the quotient is not finite."""
     if not error:
         return 0.0
     return error / length if length and math.isfinite(error) else math.inf

@@ -1,17 +1,20 @@
-"""One function per artifact: source + tokenizer + builder -> a committed folder. The CLI and Dagster call these.
+"""Recipes: source + tokenizer + builder -> a committed folder. The commands and the Dagster assets call them.
 
-    own.py         the user's own sources: lines of the settings, and sources.toml
-    origins.py     what each source is under the current settings: dataset, files, revision, licence
-    sources.py     its stream of texts or chats, without what is left out
-    produce.py     the part all recipes share: nothing to do? build, measure, record
-    tokenizer.py   ensure_tokenizer
-    pretrain.py    build_fineweb_edu, build_wikitext, build_roam, build_gutenberg, build_own
-    sft.py         build_dolly15k, build_oasst1, build_chats
-    plan.py        every recipe by its key, and what a run would do
-    snapshot.py    the raw text of a hub source, kept as a mirror
-    report.py      all of that as tables of text
-    progress.py    a bar on a terminal
+plan.py              the recipes by key; the dry run; the newest fingerprint of a source
+token_caches.py      build_token_cache: how a row of the table of sources becomes a builder's arguments
+run_recipe.py        runs a recipe, or skips it where its fingerprint is unchanged; the records of runs
+resolve.py           what a source is under the current settings: dataset, files or revision, licence, fingerprint
+sources.py           opens a source as the stream that a builder reads, without what --exclude lists
+user_sources.py      which user-defined sources there are, by the settings and sources.toml
+tokenizer.py         which tokenizer a cache is encoded with: the installed one, a copy of a model, or a trained one
+tokenizer_texts.py   on which sources a tokenizer is trained, in which order, and on how much text of each
+tokenizer_change.py  what is logged of a new tokenizer: caches it makes unreadable, sources it was not trained on
+snapshot.py          how many rows of a hub source a snapshot keeps; data/files/snapshot.py writes them
+disk.py              how much disk a build needs, and when it is refused
+gc.py                what `gc` removes, keeps and reports, over all caches of a folder
+eagle3/              chats + target model -> eagle3/targets
 
-A recipe's fingerprint is made of the settings it reads, the tokenizer's sha256, the source's fingerprint and the format
-version; a cache whose recorded fingerprint is equal, and whose files have the right sizes, is not built again (D12).
+The settings that decide a cache's bytes are `SourceSpec.settings` of its row in niels_gpt/data/sources.py. With the
+tokenizer's sha256, the source's fingerprint and the format version they make the recipe's fingerprint: a cache whose
+recorded fingerprint is equal, and whose files have the right sizes, is not built again (D12).
 """

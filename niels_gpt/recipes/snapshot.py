@@ -1,4 +1,4 @@
-"""Keep the raw text of a hub source once, as a mirror that later builds read in the hub's place."""
+"""Snapshots: how much of a hub source is kept as a mirror that later builds read in the hub's place."""
 
 from __future__ import annotations
 
@@ -7,101 +7,97 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.data import hub, snapshot
-from niels_gpt.data.fineweb_edu import _select_text_field
-from niels_gpt.recipes.origins import Origin, mirror_folder, origin_of
+from niels_gpt.data.files import snapshot
+from niels_gpt.data.sources import SOURCES
+from niels_gpt.data.upstream_rows import row_text
+from niels_gpt.hub import datasets as hub
+from niels_gpt.progress import Progress
+from niels_gpt.recipes.resolve import ResolvedSource, mirror_folder, resolve_source
 from niels_gpt.settings import Settings
 
-SPLITS = {
-    "fineweb_edu": ("train",),
-    "wikitext": ("train", "validation", "test"),
-    "gutenberg": ("train",),
-    "dolly15k": ("train",),
-    "oasst1": ("train", "validation"),
-}
+_HUB_SPECS = [spec for spec in SOURCES.values() if spec.hub_splits]
+SPLITS = {spec.name: spec.hub_splits for spec in _HUB_SPECS}
 """The hub sources and their splits there."""
-ORDER_SETTINGS = (
-    *("seed", "shuffle_buffer", "gutenberg_shuffle_buffer", "fineweb_edu_dataset", "fineweb_edu_config"),
-    *("wikitext_dataset", "wikitext_config", "gutenberg_dataset", "dolly_dataset", "oasst1_dataset"),
+ORDER_SETTINGS = tuple(
+    name
+    for name in ("seed", *(each for spec in _HUB_SPECS for each in (spec.shuffle_buffer, spec.dataset, spec.config)))
+    if name is not None
 )
-"""What must be the same in a build from a snapshot for its rows to be those of the hub, in their order."""
-READS = (
-    *ORDER_SETTINGS,
-    *("revision", "fineweb_edu_train_tokens", "fineweb_edu_val_tokens"),
-    *("gutenberg_train_tokens", "gutenberg_val_tokens"),
-)
+"""The settings that must be equal in a build from a snapshot for its rows to be the hub's, in their order."""
+READS = (*ORDER_SETTINGS, "revision", *(name for spec in _HUB_SPECS for name in spec.budget_settings))
 """The settings that decide what a snapshot keeps."""
 BYTES_PER_TOKEN = 5.0
 """More than any vocabulary that fits uint16 reaches on text (4.2 measured on English web pages with 16,000 pieces), so
 that a snapshot of N tokens is enough for a build of N tokens whatever its tokenizer."""
-READ_AHEAD_BYTES = 1 << 23  # a builder reads up to a batch (2**20 characters) more than it writes; twice that, at most
-CHANCE_BYTES = {"fineweb_edu": 1 << 24, "gutenberg": 1 << 29}
-"""Documents are split by chance, and whole, so that one split is full before the other and more is read than both hold:
-four standard deviations of it, for pages of 4,000 tokens and books of 150,000, beyond what BYTES_PER_TOKEN gives."""
+READ_AHEAD_BYTES = 1 << 23  # a builder reads at most two batches (of 2**20 characters) more than it writes
 
 
 def take_snapshot(
-    settings: Settings, source: str, dest: Path, *, tokens: int | None, progress: snapshot.Progress | None = None
+    settings: Settings, name: str, dest: Path, *, tokens: int | None, progress: Progress | None = None
 ) -> tuple[Path, dict[str, Any]]:
-    """Keep the rows of a hub source below `dest`; returns their folder and its manifest.
+    """Keep the rows of a hub source in `dest`; returns their folder and its manifest.
 
     `dest` is then a mirror: a build with source_root=dest and these settings gives the bytes of a build from the hub.
-    An interrupted snapshot goes on where it stopped; a finished one grows where more tokens are asked for.
-    tokens: how many a build may want of a streamed source, BYTES_PER_TOKEN bytes of text each; None: its two budgets.
+    An interrupted snapshot is resumed; a finished one grows where more tokens are asked for.
+    tokens: how many a build of a streamed source may need, BYTES_PER_TOKEN bytes of text each; None: both budgets.
     Raises: ValueError for a source that is not on the hub; ConnectionError; CacheError as snapshot.take.
     """
-    if source not in SPLITS:
+    if name not in SPLITS:
         raise ValueError(
-            f"{source} is not on the hub, expected one of {', '.join(SPLITS)}. Notes, and text of your own, are files "
+            f"{name} is not on the hub, expected one of {', '.join(SPLITS)}. Notes and user-defined sources are files "
             "already: copy their folder"
         )
-    origin = origin_of(replace(settings, source_root="hub", gutenberg_from_hub=True), source)
-    if tokens is not None and not origin.streaming:
-        raise ValueError(f"--tokens {tokens}: {source} is small and kept whole; leave --tokens out")
-    if origin.streaming and tokens is None:
-        tokens = getattr(settings, f"{source}_train_tokens") + getattr(settings, f"{source}_val_tokens")
-    folder = dest / mirror_folder(source, origin.dataset, origin.config)
+    spec = SOURCES[name]
+    from_hub: dict[str, Any] = {spec.from_hub: True} if spec.from_hub else {}
+    source = resolve_source(replace(settings, source_root="hub", **from_hub), name)
+    if tokens is not None and not spec.streaming:
+        raise ValueError(f"--tokens {tokens}: {name} is small and kept whole; leave --tokens out")
+    max_text_bytes = None
+    if spec.streaming:
+        if tokens is None:
+            tokens = sum(getattr(settings, budget) for budget in spec.budget_settings)
+        max_text_bytes = int(tokens * BYTES_PER_TOKEN) + READ_AHEAD_BYTES + spec.snapshot_margin_bytes
+    folder = dest / mirror_folder(spec, source.dataset, source.config)
     manifest = snapshot.take(
         folder,
-        _about(origin, snapshot.read_manifest(folder)),
-        lambda revision, split: _rows(origin, revision, split),
-        splits=SPLITS[source],
-        text_of=_select_text_field if origin.streaming else lambda row: str(row.get("text", "")),
-        max_text_bytes=None if tokens is None else _text_bytes(source, tokens),
+        _about(source, snapshot.read_manifest(folder)),
+        lambda revision, split: _rows(source, revision, split),
+        splits=spec.hub_splits,
+        text_of=row_text if spec.streaming else lambda row: str(row.get("text", "")),
+        max_text_bytes=max_text_bytes,
         progress=progress,
     )
     return folder, manifest
 
 
-def _text_bytes(source: str, tokens: int) -> int:
-    return int(tokens * BYTES_PER_TOKEN) + READ_AHEAD_BYTES + CHANCE_BYTES[source]
-
-
-def _about(origin: Origin, begun: dict[str, Any] | None) -> dict[str, Any]:
-    known = begun if begun is not None and origin.asked_revision in (None, begun["revision"]) else None
-    facts = origin.facts(None if known is None else {**known, "fingerprint": f"{origin.dataset}@{known['revision']}"})
-    if begun is not None and begun["revision"] != facts["revision"]:
+def _about(source: ResolvedSource, started: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the manifest's keys that describe the dataset. started: the manifest of an earlier run."""
+    recorded = None
+    if started is not None and source.asked_revision in (None, started["revision"]):
+        recorded = {**started, "fingerprint": f"{source.dataset}@{started['revision']}"}
+    provenance = source.provenance(recorded)
+    if started is not None and started["revision"] != provenance["revision"]:
         raise ValueError(
-            f"a snapshot of revision {begun['revision']} has been begun there, asked was {facts['revision']}. Choose "
-            "another folder, or leave --revision out to go on with it"
+            f"a snapshot of revision {started['revision']} was started there, asked was {provenance['revision']}. "
+            "Choose another folder, or leave --revision out to resume it"
         )
     names = ("licence", "attribution", "revision", "asked_revision")
     return {
-        **{name: facts[name] for name in names if name in facts},
-        "dataset": origin.dataset,
-        "config": origin.config,
-        "shuffle": None if origin.shuffle is None else dict(origin.shuffle),
+        **{name: provenance[name] for name in names if name in provenance},
+        "dataset": source.dataset,
+        "config": source.config,
+        "shuffle": None if source.shuffle is None else dict(source.shuffle),
         "datasets_version": version("datasets"),
     }
 
 
-def _rows(origin: Origin, revision: str, split: str) -> Any:
-    shuffle = origin.shuffle or {}
+def _rows(source: ResolvedSource, revision: str, split: str) -> Any:
+    shuffle = source.shuffle or {}
     return hub.rows(
-        origin.dataset,
-        config=origin.config,
+        source.dataset,
+        config=source.config,
         split=split,
-        streaming=origin.streaming,
+        streaming=source.streaming,
         revision=revision,
         shuffle_seed=shuffle.get("seed"),
         shuffle_buffer=shuffle.get("buffer"),

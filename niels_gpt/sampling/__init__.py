@@ -1,14 +1,16 @@
-"""Every window exactly once, in an order that any change of ranks, workers or batch size continues exactly.
+"""Training and evaluation batches from finished caches: every window exactly once, resumable with other ranks.
 
-    permutation.py   the pseudo-random order of an epoch, of O(1) memory
-    stream.py        Batch, and what all streams share: ranks, workers, state
-    state.py         what may be a state: checks of what anybody may have written
-    epochs.py        EpochStream: the windows of one split, epoch after epoch
-    mixture.py       MixtureStream: several streams by weights
-    shares.py        how many samples of each source, and which places are whose
+A run resumes in exactly the same order, even with other ranks, DataLoader workers or batch sizes.
+
+    stream.py        where training samples are cut into batches; which rank and worker reads which; state_dict
+    state.py         what a state holds, its checksum, and which states are refused
+    epochs.py        EpochStream: which window of a split a sample is, epoch after epoch
+    permutation.py   the pseudo-random order of an epoch, in O(1) memory
+    mixture.py       MixtureStream: draws from several streams as shares.py says; what happens when one is exhausted
+    shares.py        weights -> how many samples of a block each source gets; how remainders carry over; which places
     evaluation.py    iter_eval: every token of a split once, in order; bits_per_byte
 
-docs/reading.md shows them in use. The names below are imported when they are first used.
+docs/reading.md shows their use. The names below are imported on first use.
 """
 
 from __future__ import annotations

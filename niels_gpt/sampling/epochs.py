@@ -1,4 +1,4 @@
-"""The windows of one split, each exactly once in an epoch, epoch after epoch."""
+"""EpochStream: which window of a split a sample is; each window exactly once per epoch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.mmap import IO
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
-from niels_gpt.fileio import CacheError
-from niels_gpt.records import checked_int
 from niels_gpt.sampling.permutation import ROUNDS, mix, permute, random_keys
 from niels_gpt.sampling.state import key_check, limited
 from niels_gpt.sampling.stream import STREAM_VERSION, Places, SampleStream
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import checked_int
 
 
 class EpochStream(SampleStream):
     """Windows of T + 1 tokens at stride T: (n - 1) // T of a shard of n tokens; none crosses two shards.
 
     Sample k is window `permute(k % num_windows)` of epoch `k // num_windows`: an order of O(1) memory, without index
-    files. A global batch may hold the end of one epoch and the beginning of the next. So every rank, with every number
-    of DataLoader workers, sees its part of the one order that the seed names; see `SampleStream` and docs/reading.md.
+    files. A global batch may hold the end of one epoch and the start of the next. Every rank, with any number of
+    DataLoader workers, sees its part of the one order that the seed gives; see `SampleStream` and docs/reading.md.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class EpochStream(SampleStream):
         expect: Mapping[str, Any] | None = None,
         io: IO = "mmap",
     ) -> None:
-        """shards_dir, tokenizer_sha256, expect, io: as for `niels_gpt.cache.pretrain_dataset.PretrainSplit`.
+        """Open a split. shards_dir, tokenizer_sha256, expect, io: as for `PretrainSplit`.
 
-        global_batch_size: rows of a batch over all ranks, a multiple of world_size; each rank gets its part.
-        epochs: end after so many; the last batch may then be short, and a rank's part of it empty ([0, T]): where ranks
-            get unequally many rows of it, this warns.
-        drop_last: leave out the last batch if it is short.
-        random_offset: begin a shard's windows at a seeded token from 0 to (n - 1) % T, another in each epoch. Where
-            that is 0 they cannot move, for the number of windows stays; warns where it is so of a twentieth of them.
+        global_batch_size: rows of a batch over all ranks, a multiple of world_size; each rank gets an equal part.
+        epochs: how many until the stream ends; None: never. The last batch may be short, and the part of a rank empty
+            ([0, T]); warns if ranks get different numbers of rows.
+        drop_last: skip the last batch if it is short.
+        random_offset: start the windows of a shard at a seeded token from 0 to (n - 1) % T, another one in each epoch.
+            Windows of shards where that is 0 cannot move; warns if they are more than a twentieth of all.
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for the numbers.
         """
         super().__init__(
@@ -71,13 +71,12 @@ class EpochStream(SampleStream):
         self._ends: NDArray[np.int64] = np.cumsum(counts)
         self._begins, self._remainders = self._ends - counts, (lengths - 1) % T
         self.num_windows = int(self._ends[-1])
-        """Windows of an epoch."""
+        """Windows per epoch."""
         self.remainder_tokens = int(self._remainders.sum())
-        """Tokens behind the last windows of the shards: no target in an epoch without offsets."""
+        """Tokens after the last windows of the shards: not used in an epoch without offsets."""
         if not self.num_windows:
-            raise CacheError(
-                f"{self.split.folder}: the longest shard has {lengths.max()} tokens, expected T + 1 = {T + 1}"
-            )
+            found = f"the longest shard has {lengths.max()} tokens"
+            raise CacheError(self.split.folder, found, f"T + 1 = {T + 1}", "Take a smaller T")
         self.num_samples = None if self.epochs is None else limited("epochs", self.epochs, self.num_windows)
         self._check_last_batch()
         fixed = int(counts[self._remainders == 0].sum())
@@ -89,23 +88,23 @@ class EpochStream(SampleStream):
             )
 
     def __repr__(self) -> str:
-        """Name the cache, what a batch is, whose it is, and where the stream is."""
+        """Return the cache, the shape of a batch, the rank and the position."""
         epochs = "without end" if self.epochs is None else f"{self.epochs} epochs"
         return f"EpochStream({self.split!r}, {self.num_windows:,} windows, {epochs}, {self._described()})"
 
     def identity(self) -> dict[str, Any]:
         """Return what decides which window a sample is: the stream's arguments and the content of its split."""
-        own = {"stream": STREAM_VERSION, "seed": self.seed, "key_check": key_check(self._keys)}
-        return {**own, "T": self.T, "random_offset": self.random_offset, **self.split.fingerprint()}
+        arguments = {"stream": STREAM_VERSION, "seed": self.seed, "key_check": key_check(self._keys)}
+        return {**arguments, "T": self.T, "random_offset": self.random_offset, **self.split.fingerprint()}
 
     def _progress(self, consumed: int) -> dict[str, int]:
         return {"epoch": consumed // self.num_windows, "consumed_samples": consumed}
 
     def locate(self, samples: NDArray[np.int64]) -> Places:
-        """Return where the windows lie that samples of these numbers are: [n]."""
+        """Return where the windows of these samples begin: [n]."""
         epochs, positions = np.divmod(samples, self.num_windows)
         if len(epochs) and epochs.min() == epochs.max():
-            epochs = epochs[:1]  # one tweak for all of them
+            epochs = epochs[:1]  # a single tweak
         windows = permute(positions, self.num_windows, self._keys, epochs)
         shards = np.searchsorted(self._ends, windows, side="right")
         starts = (windows - self._begins[shards]) * self.T

@@ -1,4 +1,4 @@
-"""Every token of a split once, in order, and what a sum of losses over them says in bits for a byte of text."""
+"""Evaluation: every token of a split once, in order, and the sum of their losses as bits per byte of text."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from niels_gpt.cache.formats import IGNORE_INDEX, TOKEN_NUMPY_DTYPE
 from niels_gpt.cache.meta import reader_meta, text_bytes
 from niels_gpt.cache.mmap import IO
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, resolved_split, split_rows
-from niels_gpt.fileio import CacheError
-from niels_gpt.records import checked_int
-from niels_gpt.remedies import with_command
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import checked_int
+from niels_gpt.storage.remedies import build_again
 
-_LEAST_BITS = 0.001  # for each byte; a mean of 10 nats is not seen where the text has less than 14,427 bytes
+_LEAST_BITS = 0.001  # per byte; a mean of 10 nats stays undetected for texts under 14,427 bytes
 
 
 def iter_eval(
@@ -34,26 +34,26 @@ def iter_eval(
     expect: Mapping[str, Any] | None = None,
     io: IO = "mmap",
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Return an iterator over x, y: int64 [b, T], b <= B, contiguous: the windows at stride T of a split's stream.
+    """Return an iterator over x, y: int64 [b, T], b <= B, contiguous: the windows at stride T of a split's tokens.
 
-    The stream runs on from one shard to the next, so the result does not depend on the size of the shards, and every
-    token but the first is a target exactly once. The last window is filled up with x = 0 and y = -100, which cross
-    entropy leaves out. For a mean over tokens divide the summed loss by `(y != -100).sum()`, not by batches.
-    Raises, at once: FileNotFoundError, CacheError, ValueError for B or T below 1; the rest as for `PretrainSplit`.
+    Windows cross shards, so that the result does not depend on the size of the shards, and every token but the first is
+    a target exactly once. The last window is padded with x = 0 and y = -100, which cross entropy ignores. For a mean
+    over tokens divide the summed loss by `(y != -100).sum()`, not by the number of batches.
+    Raises, at the call: FileNotFoundError, CacheError, ValueError for B or T below 1; others as for `PretrainSplit`.
     """
     B, T = checked_int("B", B, 1), checked_int("T", T, 1)
     split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io, in_order=True)
     ends = np.cumsum(split.lengths)
     total = int(ends[-1])
     if total < 2:
-        raise CacheError(f"{split.folder}: 1 token, expected at least 2: one to predict another from")
+        raise CacheError(split.folder, "1 token", "at least 2, one to predict the other")
     return (_window_batch(split, ends, first, B, T, device) for first in range(0, total - 1, B * T))
 
 
 def _window_batch(
     split: PretrainSplit, ends: NDArray[np.int64], first: int, B: int, T: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the windows that begin at token `first` of the stream, at most B of them; ends: of the shards in it."""
+    """Return at most B windows from token `first` of the split on; ends: of the shards, in tokens of the split."""
     targets = min(B * T, int(ends[-1]) - 1 - first)
     rows = -(-targets // T)
     stream = np.zeros(rows * T + 1, dtype=TOKEN_NUMPY_DTYPE)
@@ -71,28 +71,27 @@ def _window_batch(
 
 
 def bits_per_byte(loss_sum: float | torch.Tensor, shards_dir: str | os.PathLike[str], *, check: bool = True) -> float:
-    """Return the loss of a split in bits for each byte of its text, which models of all tokenizers have in common.
+    """Return the loss of a split in bits per byte of its text, comparable between models of different tokenizers.
 
-    loss_sum: cross entropy in nats, summed over all targets of `iter_eval`. Divided by ln 2 and by the utf-8 length of
-    the split's texts, which meta.json has. (The first token is no target, its bytes count; end-of-texts are targets and
-    have no bytes.)
-    check: refuse a result below 0.001 bits per byte, which no model of text reaches: a mean was given for the sum.
-    Raises: ValueError for a sum below 0 or none, and by `check`; FileNotFoundError; CacheError where meta.json does not
-        say how many bytes, and for an sft cache.
+    loss_sum: cross entropy in nats, summed over all targets of `iter_eval`. It is divided by ln 2 and by the UTF-8
+        length of the split's texts, from meta.json. (The first token is not a target, but its bytes count; end-of-texts
+        are targets without bytes.)
+    check: refuse a result below 0.001 bits per byte, which no model of text reaches: a mean was passed, not the sum.
+    Raises: ValueError for a sum that is negative or not finite, and by `check`; FileNotFoundError; CacheError for an
+        sft cache and where meta.json has no byte count.
     """
     nats = float(loss_sum.detach() if isinstance(loss_sum, torch.Tensor) else loss_sum)
     if not 0 <= nats < math.inf:
         raise ValueError(f"loss_sum={nats}: expected a sum of cross entropies, 0 or more")
     folder = resolved_split(Path(shards_dir))
     if not folder.parent.is_dir():
-        said = f"{shards_dir}: no such folder. Build it: python -m niels_gpt.cache.cli build-all"
-        raise FileNotFoundError(with_command(said))
-    # The kind is looked at by text_bytes, whose message says what an sft cache lacks.
+        raise FileNotFoundError(f"{shards_dir}: no such folder. {build_again(shards_dir)}")
+    # text_bytes checks the kind: its message says what an sft cache lacks.
     num_bytes = text_bytes(folder.parent, reader_meta(folder.parent), folder.name)
-    found = nats / math.log(2) / num_bytes
-    if check and found < _LEAST_BITS:
+    bits = nats / math.log(2) / num_bytes
+    if check and bits < _LEAST_BITS:
         raise ValueError(
-            f"loss_sum={nats}: {found:.2g} bits for each of {num_bytes:,} bytes, expected {_LEAST_BITS} or more. Give "
-            "the sum over all targets of iter_eval (reduction='sum'), not a mean; check=False takes any"
+            f"loss_sum={nats}: {bits:.2g} bits for each of {num_bytes:,} bytes, expected {_LEAST_BITS} or more. Pass "
+            "the sum over all targets of iter_eval (reduction='sum'), not a mean; check=False accepts any"
         )
-    return found
+    return bits

@@ -1,4 +1,4 @@
-"""Several streams mixed by weights, each with its exact share."""
+"""MixtureStream: several streams mixed by weights, each with its exact share."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.mmap import TokenFiles
-from niels_gpt.fileio import CacheError
-from niels_gpt.records import checked_int
 from niels_gpt.sampling.epochs import EpochStream
 from niels_gpt.sampling.permutation import random_keys
 from niels_gpt.sampling.shares import MAX_BLOCK, phases, whole_weights
 from niels_gpt.sampling.state import key_check, limited
 from niels_gpt.sampling.stream import Places, SampleStream
-from niels_gpt.versions import shown
+from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.meta_json import checked_int
+from niels_gpt.storage.versions import version_name
 
 WhenExhausted = Literal["repeat", "stop"] | int
 MIXTURE_VERSION = 2
-"""Of the order: raised when the same arguments and number mean another sample. 1 rounded the counts of each block."""
+"""Version of the order: increased when the same number means another sample. 1 rounded the counts of each block."""
 
 
 class MixtureStream(SampleStream):
-    """Samples of several EpochStreams, of each as many as its weight says, block for block.
+    """Samples of several EpochStreams by weight, in blocks.
 
-    The counts of a block are its share in integers; what rounding leaves is carried over to the next, so that every
-    source has its exact share in the long run, however small. Which places of a block are whose is drawn by seed, in
-    each block anew; a source's samples come in their own order. A sample follows from its number alone, as in an
-    EpochStream, and a rank computes its own ones only; state, ranks and workers are as there.
+    The counts of a block are integers; remainders are carried over to the next block, so that every source gets its
+    exact share in the long run, however small. The seed decides which places of a block belong to which source, drawn
+    for each block; the samples of a source keep their order. A sample follows from its number alone, as in an
+    EpochStream, and a rank computes only its samples. State, ranks and workers are as in an EpochStream.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class MixtureStream(SampleStream):
         when_exhausted: WhenExhausted | Sequence[WhenExhausted] = "repeat",
         drop_last: bool = False,
     ) -> None:
-        """streams: with the same T, global_batch_size, rank, world_size and device, which are then the mixture's.
+        """Mix streams of the same T, global_batch_size, rank, world_size and device, which the mixture takes over.
 
-        weights: of each stream, above 0 and at least 2 ** -32 of their sum; only their ratios count, exactly those of
+        weights: of each stream, above 0 and at least 2 ** -32 of their sum. Only their ratios count, exactly those of
             the decimal numbers that Python prints for them: 0.1 is a tenth.
-        when_exhausted: of all streams, or of each: "repeat" its epochs without end; "stop" the mixture when it was seen
-            once; or a number of epochs, after which the other streams fill its place.
-        drop_last: where the mixture ends, leave out the last batch if it is short.
+        when_exhausted: for all streams or for each: "repeat" its epochs without end; "stop" the mixture after one
+            epoch; or a number of epochs, after which the other streams take its place.
+        drop_last: when the mixture ends, skip the last batch if it is short.
         Raises: ValueError for arguments that do not fit together, CacheError for caches of different tokenizers.
         """
         if isinstance(streams, EpochStream):
@@ -61,15 +61,15 @@ class MixtureStream(SampleStream):
         if isinstance(when_exhausted, Sequence) and not isinstance(when_exhausted, str):
             self.when_exhausted = list(when_exhausted)
         self._check()
-        like = self.streams[0]
+        first = self.streams[0]
         super().__init__(
-            global_batch_size=like.global_batch_size,
-            rank=like.rank,
-            world_size=like.world_size,
-            device=like.device,
+            global_batch_size=first.global_batch_size,
+            rank=first.rank,
+            world_size=first.world_size,
+            device=first.device,
             drop_last=drop_last,
         )
-        self.T = like.T
+        self.T = first.T
         self._keys = random_keys(self.seed, 1, purpose=1)
         self.vocab_size = next((n for stream in self.streams if (n := stream.split.vocab_size) is not None), None)
         files = [stream.split.files for stream in self.streams]
@@ -90,15 +90,15 @@ class MixtureStream(SampleStream):
                 "when_exhausted: expected as many of each"
             )
         for number, rule in enumerate(self.when_exhausted):
-            good = rule in ("repeat", "stop") if isinstance(rule, str) else type(rule) is int and rule >= 1
-            if not good:
-                raise ValueError(f"when_exhausted[{number}]={rule!r}: expected repeat, stop, or epochs from 1 on")
+            valid = rule in ("repeat", "stop") if isinstance(rule, str) else type(rule) is int and rule >= 1
+            if not valid:
+                raise ValueError(f"when_exhausted[{number}]={rule!r}: expected repeat, stop, or a number of epochs")
         first = self.streams[0]
         for number, stream in enumerate(self.streams):
             if not isinstance(stream, EpochStream):
                 raise ValueError(f"streams[{number}] is a {type(stream).__name__}, expected an EpochStream")
             if stream.epochs is not None:
-                raise ValueError(f"streams[{number}] has epochs={stream.epochs}: say it in when_exhausted")
+                raise ValueError(f"streams[{number}] has epochs={stream.epochs}: pass it in when_exhausted")
             for name in ("T", "global_batch_size", "rank", "world_size", "device"):
                 if getattr(stream, name) != getattr(first, name):
                     raise ValueError(
@@ -108,19 +108,20 @@ class MixtureStream(SampleStream):
             self._check_tokenizer(stream)
 
     def _check_tokenizer(self, stream: EpochStream) -> None:
-        """Raise unless a stream's ids mean what those of the streams before it mean, as far as their meta.json says."""
+        """Raise CacheError if meta.json shows that a stream and another one have different tokenizers."""
         mine = stream.split.fingerprint()["tokenizer_sha256"], stream.split.vocab_size
         for other in self.streams:
             theirs = other.split.fingerprint()["tokenizer_sha256"], other.split.vocab_size
             if any(one != two and None not in (one, two) for one, two in zip(mine, theirs, strict=True)):
                 raise CacheError(
-                    f"{stream.split.folder}: ids of tokenizer {str(mine[0])[:12]} (vocab_size {mine[1]}), expected "
-                    f"tokenizer {str(theirs[0])[:12]} (vocab_size {theirs[1]}) as in {other.split.folder}. Rebuild one "
-                    "of them: python -m niels_gpt.cache.cli build-all"
+                    stream.split.folder,
+                    f"ids of tokenizer {str(mine[0])[:12]} (vocab_size {mine[1]})",
+                    f"tokenizer {str(theirs[0])[:12]} (vocab_size {theirs[1]}) as in {other.split.folder}",
+                    REBUILD,
                 )
 
     def _limits(self) -> list[int | None]:
-        """Return how many samples of each source there are in all; None: without end."""
+        """Return the total number of samples of each source; None: without end."""
         epochs = [
             {"repeat": None, "stop": 1}.get(rule) if isinstance(rule, str) else rule for rule in self.when_exhausted
         ]
@@ -130,9 +131,9 @@ class MixtureStream(SampleStream):
         ]
 
     def __repr__(self) -> str:
-        """Name the caches and their weights, what a batch is, whose it is, and where the stream is."""
+        """Return the caches and their weights, the shape of a batch, the rank and the position."""
         parts = [
-            f"{weight} {shown(stream.split.folder.parent)}, {stream.split.folder.name}"
+            f"{weight} {version_name(stream.split.folder.parent)}, {stream.split.folder.name}"
             for weight, stream in zip(self.weights, self.streams, strict=True)
         ]
         return f"MixtureStream({'; '.join(parts)}; {self._described()})"
@@ -153,7 +154,7 @@ class MixtureStream(SampleStream):
         return {"consumed_samples": consumed}
 
     def _end(self, stopped: Sequence[int]) -> int | None:
-        """Return how many samples there are. stopped: the sources that stop the mixture, in the last block."""
+        """Return the number of samples; None: without end. stopped: the sources that stop it in the last block."""
         last = self._phases[-1]
         if last.blocks is None:
             return None
@@ -164,10 +165,10 @@ class MixtureStream(SampleStream):
         return last.first + min(int(np.flatnonzero(sources == s)[-1]) for s in stopped) + 1
 
     def counts_of(self, block: int) -> NDArray[np.int64]:
-        """Return the samples of each source in a block, counted from 0: int64 [sources]; zeros behind the end.
+        """Return how many samples of each source a block has, counted from 0: int64 [sources]; zeros after the end.
 
-        Two blocks of the same sources differ by the remainders that are carried over. Of a block that a source with
-        "stop" ends, only the samples up to its last one are served.
+        Two blocks of the same sources differ by the remainders that are carried over. A block in which a source with
+        "stop" ends is only served up to the last sample of that source.
         """
         block = checked_int("block", block, 0)
         phase = next(phase for phase in reversed(self._phases) if phase.first_block <= block)
@@ -177,12 +178,12 @@ class MixtureStream(SampleStream):
         return np.array(phase.before(number + 1), dtype=np.int64) - np.array(phase.before(number), dtype=np.int64)
 
     def locate(self, samples: NDArray[np.int64]) -> Places:
-        """Return where the windows lie that samples of these numbers are, among the files of all sources: [n]."""
+        """Return where the windows of these samples begin in the files of all sources: [n]."""
         shards, places, sources, numbers = np.empty((4, len(samples)), dtype=np.int64)
         phase_of = self._firsts.searchsorted(samples, side="right") - 1
         for number in np.unique(phase_of).tolist():
-            own = phase_of == number
-            sources[own], numbers[own] = self._phases[number].located(samples[own], self._keys[0])
+            of_phase = phase_of == number
+            sources[of_phase], numbers[of_phase] = self._phases[number].located(samples[of_phase], self._keys[0])
         for number in np.unique(sources):
             of_source = sources == number
             shards[of_source], places[of_source], _ = self.streams[number].locate(numbers[of_source])

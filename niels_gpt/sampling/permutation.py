@@ -1,9 +1,9 @@
-"""A pseudo-random permutation of 0 .. N - 1 that is computed for any index alone, from nothing but a few keys.
+"""A pseudo-random permutation of 0 .. N - 1, computed for any index alone from a few keys: the order of an epoch.
 
 A balanced Feistel network over the next domain of an even number of bits, 4 ** h >= N, walked until the result is below
 N (cycle walking). Eight rounds; round i maps the halves (left, right) to (right, left ^ F), where F is the lower h bits
-of mix(right + mix(keys[i] + tweak)), and `mix` is the finalizer of SplitMix64. This is a format: a saved position means
-another sample where any of it changes, so STREAM_VERSION in stream.py would have to be raised.
+of mix(right + mix(keys[i] + tweak)), and `mix` is the finalizer of SplitMix64. This is a format: if it changes, a saved
+position means another sample, and STREAM_VERSION in stream.py must be raised.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 def random_keys(seed: int, count: int, *, purpose: int = 0) -> NDArray[np.uint64]:
     """Return `count` keys, uint64 [count], drawn from a torch.Generator with that seed.
 
-    torch's generator on the CPU looks at the lower 32 bits of a seed only; the upper ones are hashed and added.
-    purpose: equal seeds give other keys for another one.
-    Raises: ValueError for a seed that torch.Generator does not take.
+    torch's CPU generator uses only the lower 32 bits of a seed; the upper ones are hashed and added.
+    purpose: another purpose gives other keys for the same seed.
+    Raises: ValueError for a seed that torch.Generator does not accept.
     """
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed={seed!r}: expected an integer from -2**63 to 2**64 - 1")
@@ -34,7 +34,7 @@ def random_keys(seed: int, count: int, *, purpose: int = 0) -> NDArray[np.uint64
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a bijective hash of each of 64-bit numbers, in which every bit of the input matters to every bit."""
+    """Return a bijective hash of each 64-bit number; every bit of the input affects every bit of the result."""
     mixed = values ^ (values >> _SHIFTS[0])
     mixed *= _FACTORS[0]
     mixed ^= mixed >> _SHIFTS[1]
@@ -46,21 +46,21 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def permute(
     indices: NDArray[np.int64], size: int, keys: NDArray[np.uint64], tweaks: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return where each index goes in the permutation of 0 .. size - 1 that `keys` and its tweak name: int64 [n].
+    """Return the image of each index under the permutation of 0 .. size - 1 given by `keys` and its tweak: int64 [n].
 
-    indices: [n], each from 0 to size - 1. keys: uint64 [ROUNDS]. tweaks: [n] or [1], such as the number of the epoch:
-    equal keys and tweaks name one permutation, whatever other indices are asked for.
+    indices: [n], each from 0 to size - 1. keys: uint64 [ROUNDS]. tweaks: [n] or [1], such as the number of the epoch.
+    The same keys and tweak always give the same permutation.
     """
     half = max(1, (int(size - 1).bit_length() + 1) // 2)
     bits, mask = np.uint64(half), np.uint64(2**half - 1)
     round_keys = mix(keys[:, None] + tweaks.astype(np.uint64)[None, :])
-    found = _encrypted(indices.astype(np.uint64), round_keys, bits, mask)
-    outside = np.flatnonzero(found >= size)
-    while len(outside):  # three quarters of them at worst, so this ends soon
+    images = _encrypted(indices.astype(np.uint64), round_keys, bits, mask)
+    outside = np.flatnonzero(images >= size)
+    while len(outside):  # at most three quarters of them, so that this ends soon
         keys_of = round_keys if round_keys.shape[1] == 1 else round_keys[:, outside]
-        found[outside] = again = _encrypted(found[outside], keys_of, bits, mask)
-        outside = outside[again >= size]
-    return found.astype(np.int64)
+        images[outside] = walked = _encrypted(images[outside], keys_of, bits, mask)
+        outside = outside[walked >= size]
+    return images.astype(np.int64)
 
 
 def _encrypted(

@@ -1,16 +1,17 @@
-"""How many samples of each source a mixture has, in integers: by weight, with remainders carried over, and to the end.
+"""How many samples of each source a mixture has, by weight and until sources end, and which places of a block.
 
 Of the first x samples of a phase, the source of the largest weight w has round(x * w / W), where W is the sum of all
 weights and round(z) = floor(z + 1/2); of the rest, the source of the next weight has its part in the same way, and the
-last source has what is left. So the counts are integers that sum to x, none ever falls while x grows, and each follows
-from x alone. Of n sources none is further from its exact share than 1/2 + (1 + 1/2 + ... + 1/(n - 1)) / 2 samples.
+last source has the rest. So the counts are integers that sum to x, never fall as x grows, and follow from x alone. Of n
+sources, none is further from its exact share than 1/2 + (1 + 1/2 + ... + 1/(n - 1)) / 2 samples.
 
-Which places of a block are whose is drawn by halves. A run of m places, of which c_1, ..., c_n are of the sources, has
-a left part of h = m div 2 places, and a number r from 0 to m - 1 is drawn for it: of sources 1 to s together, the left
-part has (h * (c_1 + ... + c_s) + r) div m places, and the right one the rest. So each place is of each source by its
-share, parts of a block have nearly the shares of the whole, and a place is found in log2(m) steps, without the others.
+The places of a block are assigned to sources by halving. A run of m places, of which c_1, ..., c_n are of the sources,
+has a left part of h = m div 2 places, and a number r from 0 to m - 1 is drawn for it: of sources 1 to s together, the
+left part has (h * (c_1 + ... + c_s) + r) div m places, and the right one the rest. So each place belongs to each source
+with the probability of its share, parts of a block have nearly the shares of the whole, and the source of a place is
+found in log2(m) steps, without the other places.
 
-This is a format: MIXTURE_VERSION in mixture.py would have to be raised.
+This is a format: if it changes, MIXTURE_VERSION in mixture.py must be raised.
 """
 
 from __future__ import annotations
@@ -53,39 +54,39 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True)
 class Phase:
-    """A run of blocks in which the same sources take part, by the same weights."""
+    """Consecutive blocks with the same sources and weights."""
 
     first: int
-    """The first sample of it."""
+    """Its first sample."""
     first_block: int
     size: int
-    """Samples of a block."""
+    """Samples per block."""
     blocks: int | None
     """None: without end."""
     consumed: list[int]
     """Samples of each source before the phase."""
     weights: list[int]
-    """0: the source has no part in it."""
+    """0: the source has ended."""
     counts: list[int] | None = None
-    """Samples of each source, where the phase is one block in which a source ends; None: by weight."""
+    """Samples of each source if the phase is one block in which a source ends; None: by weight."""
 
     def before(self, blocks: Any) -> list[Any]:
-        """Return the samples of each source in the first so many blocks of the phase.
+        """Return the number of samples of each source in the first `blocks` blocks of the phase.
 
-        blocks: an integer, or an array of integers, and then an array for each source.
+        blocks: an integer, or an array of integers; for an array, one array per source is returned.
         """
         if self.counts is not None:
             return [blocks * count for count in self.counts]
-        found, left, weight_left = [0 * blocks] * len(self.weights), blocks * self.size, sum(self.weights)
-        for source in sorted(range(len(found)), key=lambda s: (-self.weights[s], s)):
+        counts, left, weight_left = [0 * blocks] * len(self.weights), blocks * self.size, sum(self.weights)
+        for source in sorted(range(len(counts)), key=lambda s: (-self.weights[s], s)):
             if weight_left:
-                found[source] = (2 * self.weights[source] * left + weight_left) // (2 * weight_left)
-            left, weight_left = left - found[source], weight_left - self.weights[source]
-        return found
+                counts[source] = (2 * self.weights[source] * left + weight_left) // (2 * weight_left)
+            left, weight_left = left - counts[source], weight_left - self.weights[source]
+        return counts
 
     def blocks_until(self, source: int, count: int) -> int:
-        """Return the least number of blocks in which a source has at least so many samples."""
-        low, high = 0, 1  # too few blocks, and perhaps enough
+        """Return the smallest number of blocks in which a source has at least `count` samples."""
+        low, high = 0, 1  # too few blocks, and possibly enough
         while self.before(high)[source] < count:
             low, high = high, 2 * high
         while high - low > 1:
@@ -96,13 +97,13 @@ class Phase:
     def located(self, samples: NDArray[np.int64], key: np.uint64) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the source of each sample, and its number among the samples of that source: int64 [n] both.
 
-        samples: [n] numbers of samples of this phase, in any order. key: of the places in blocks.
+        samples: [n] numbers of samples of this phase, in any order. key: decides the places in blocks.
         """
         blocks, places = np.divmod(samples - self.first, self.size)
         named, which = np.unique(blocks, return_inverse=True)
         edges = np.union1d(named, named + 1)
         largest = (2 * int(edges.max(initial=0)) * self.size + 1) * sum(self.weights)
-        exact = edges if largest < 2**63 else edges.astype(object)  # weights of many digits: Python's integers
+        exact = edges if largest < 2**63 else edges.astype(object)  # Python integers for weights of many digits
         table = np.stack(self.before(exact), axis=1).astype(np.int64)
         at = edges.searchsorted(named)
         salts = mix(key + (named + self.first_block).astype(np.uint64))[which]
@@ -113,15 +114,15 @@ class Phase:
 def drawn(
     places: NDArray[np.int64], counts: NDArray[np.int64], salts: NDArray[np.uint64], size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return whose a place of a block is, and how many places before it in the block are of the same source.
+    """Return the source of each place of a block, and how many earlier places of the block have the same source.
 
-    places: [n]; counts: [n, sources], of the whole block of each; salts: [n], equal ones for one block; size: of all
-    blocks, at most 2 ** 30. Both int64 [n].
+    places: [n]; counts: [n, sources], of the whole block of each place; salts: [n], the same for places of one block;
+    size: of a block, at most 2 ** 30. Both results are int64 [n].
     """
-    ends = np.cumsum(counts, axis=1)  # of the run: places of the first sources together
-    before = np.zeros_like(ends)  # of the block, before the run: the same
+    ends = np.cumsum(counts, axis=1)  # of the run: places of the first sources, cumulated
+    before = np.zeros_like(ends)  # of the block, before the run: likewise
     rest, runs = places.copy(), np.ones(len(places), dtype=np.uint64)
-    sizes: Any = size if size & (size - 1) == 0 else np.full((len(places), 1), size)  # one number where all are equal
+    sizes: Any = size if size & (size - 1) == 0 else np.full((len(places), 1), size)  # one number if all are equal
     for _ in range((size - 1).bit_length()):
         halves = sizes // 2
         shift = (mix(salts + runs)[:, None] % np.asarray(sizes, dtype=np.uint64)).astype(np.int64)
@@ -142,12 +143,12 @@ def phases(
 ) -> tuple[list[Phase], list[int]]:
     """Return the phases of a mixture: at most two for each source that ends, and one more.
 
-    limits: samples of each source in all; None: without end. stops: whether the mixture ends with the source.
-    The block in which a source reaches its limit is a phase of its own: the source gives what it has left, and the
-    others, by weight, what it lacks. The next phase is without it.
-    Also: the sources that stop the mixture, in its last block. Empty where none does.
+    limits: total samples of each source; None: without end. stops: whether the mixture ends with the source.
+    The block in which a source reaches its limit is a phase of its own: the source gives its remaining samples, and the
+    others fill the rest by weight. The next phase is without it.
+    Also returns the sources that stop the mixture in its last block.
     """
-    found: list[Phase] = []
+    run: list[Phase] = []
     first = first_block = 0
     consumed, left = [0] * len(weights), list(limits)
     while any(n != 0 for n in left):
@@ -155,21 +156,21 @@ def phases(
         phase = Phase(first, first_block, block_size, None, consumed, active)
         blocks = min((phase.blocks_until(s, n) for s, n in enumerate(left) if n), default=0)
         if not blocks or first + blocks * block_size > MAX_SAMPLES:
-            return [*found, phase], []
+            return [*run, phase], []
         before, after = phase.before(blocks - 1), phase.before(blocks)
         counts = _filled([end - begin for begin, end in zip(before, after, strict=True)], active, _less(left, before))
         if blocks > 1:
-            found.append(replace(phase, blocks=blocks - 1))
+            run.append(replace(phase, blocks=blocks - 1))
         first, first_block = first + (blocks - 1) * block_size, first_block + blocks
         consumed = [*map(sum, zip(consumed, before, strict=True))]
-        found.append(Phase(first, first_block - 1, sum(counts), 1, consumed, active, counts))
+        run.append(Phase(first, first_block - 1, sum(counts), 1, consumed, active, counts))
         first += sum(counts)
         consumed = [*map(sum, zip(consumed, counts, strict=True))]
         left = _less(_less(left, before), counts)
         stopped = [s for s, stop in enumerate(stops) if stop and left[s] == 0]
         if stopped:
-            return found, stopped
-    return found, []
+            return run, stopped
+    return run, []
 
 
 def _less(left: Sequence[int | None], counts: Sequence[int]) -> list[int | None]:
@@ -177,7 +178,7 @@ def _less(left: Sequence[int | None], counts: Sequence[int]) -> list[int | None]
 
 
 def _filled(wanted: Sequence[int], weights: Sequence[int], left: Sequence[int | None]) -> list[int]:
-    """Return a block's counts, none above what is left; what is lacking comes from the others, by largest remainder."""
+    """Return the counts of a block, at most what is left of each source; the others fill the rest by weight."""
     counts = [count if n is None else min(count, n) for count, n in zip(wanted, left, strict=True)]
     while lacking := sum(wanted) - sum(counts):
         able = [s for s, n in enumerate(left) if weights[s] and (n is None or counts[s] < n)]

@@ -1,4 +1,4 @@
-"""What may be an argument of a stream, and what may be its state: both may be anybody's."""
+"""What a state of a stream holds, its checksum, and which states are refused; the state may come from anywhere."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.fileio import CacheError
-from niels_gpt.records import shortened
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import shortened
 
 MAX_SAMPLES = 2**62
-"""More are not counted."""
+"""The largest number of samples that is counted."""
 
 _CONTENT = ("split", "tokens", "content_sha256", "tokenizer_sha256")
 
 
 def limited(name: str, epochs: int, num_windows: int) -> int:
-    """Return the samples of so many epochs. Raises: ValueError for more than are counted."""
+    """Return the samples of some epochs. Raises: ValueError for more than MAX_SAMPLES."""
     if epochs * num_windows > MAX_SAMPLES:
         raise ValueError(f"{name}={epochs}: expected at most {MAX_SAMPLES // num_windows} epochs of {num_windows}")
     return epochs * num_windows
 
 
 def key_check(keys: NDArray[np.uint64]) -> str:
-    """Return eight hex digits that tell keys from others: those of a seed are another torch's to change."""
+    """Return a checksum of keys, eight hex digits: another version of torch may draw other keys from a seed."""
     return f"{zlib.crc32(keys.astype('<u8').tobytes()):08x}"
 
 
 def state_count(state: Mapping[str, Any], key: str) -> int:
-    """Return a count of a state. Raises: ValueError if it is none."""
-    found = state.get(key)
-    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= MAX_SAMPLES:
-        raise ValueError(f"state: {key} is {shortened(found)}, expected an integer from 0 to {MAX_SAMPLES}")
-    return found
+    """Return a count of a state. Raises: ValueError if it is not an integer from 0 to MAX_SAMPLES."""
+    count = state.get(key)
+    if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_SAMPLES:
+        raise ValueError(f"state: {key} is {shortened(count)}, expected an integer from 0 to {MAX_SAMPLES}")
+    return count
 
 
 def copied(identity: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of which nothing is shared: lists hold scalars or flat dicts."""
+    """Return a deep copy: lists hold scalars or flat dicts."""
     return {
         key: [dict(one) if isinstance(one, dict) else one for one in value] if isinstance(value, list) else value
         for key, value in identity.items()
@@ -48,34 +48,35 @@ def copied(identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def identity_crc(identity: Mapping[str, Any]) -> int:
-    """Return a CRC-32 of what decides the order, to which `sealed` adds the part of a state that changes."""
+    """Return the CRC-32 of what decides the order; `sealed` continues it with the part of a state that changes."""
     return zlib.crc32(json.dumps(identity, sort_keys=True).encode())
 
 
 def sealed(
     identity: dict[str, Any], crc: int, progress: Mapping[str, int], worker: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Return a state, with a checksum of all of it. crc: of `identity_crc`. worker: of a DataLoader, its three numbers.
+    """Return a state: the identity of the stream, its progress, and a checksum of both.
 
-    Takes under 2 us where it has no lists: every batch has one.
+    crc: from `identity_crc`. worker: in a DataLoader worker, [worker, workers, global_batch_size]. Every batch has a
+    state, so this takes under 2 us for a state without lists.
     """
     state = {**copied(identity), **progress, "checksum": _checksum(crc, progress, worker)}
     return {**state, "worker": list(worker)} if worker else state
 
 
 def check_checksum(state: Mapping[str, Any], identity: Mapping[str, Any], progress: Mapping[str, int]) -> None:
-    """Raise ValueError if a state, whose values are of the right types, has a checksum that is not theirs.
+    """Raise ValueError if the checksum of a state does not match its values, which have the right types.
 
-    progress: what the state says of it. The content is the state's own, where another one was allowed.
+    Uses the values of the state, not of the stream: the content may differ where that was allowed.
     """
     if "checksum" not in state:
         return
     crc = identity_crc({key: state[key] for key in identity})
-    found = _checksum(crc, {key: state[key] for key in progress}, state.get("worker", ()))
-    if state["checksum"] != found:
+    computed = _checksum(crc, {key: state[key] for key in progress}, state.get("worker", ()))
+    if state["checksum"] != computed:
         raise ValueError(
-            f"state: checksum is {shortened(state['checksum'])}, but its values give {found!r}: it was edited or is "
-            "damaged. Take it from its origin again; to use an edited state, remove its checksum"
+            f"state: checksum is {shortened(state['checksum'])}, but its values give {computed!r}: it was edited or "
+            "damaged. Copy it again from where it was saved; to use an edited state, remove its checksum"
         )
 
 
@@ -85,7 +86,7 @@ def _checksum(crc: int, progress: Mapping[str, int], worker: Sequence[int]) -> s
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two scalars, or lists of them, are equal and of the same types; nothing else is compared."""
+    """Return whether two scalars, or lists of scalars, are equal and of the same types; False for other values."""
     if type(one) is not type(other):
         return False
     if isinstance(one, list):
@@ -94,32 +95,40 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def check_identity(state: Any, mine: dict[str, Any], where: str, allow_other_content: bool) -> None:
-    """Raise unless a state is of a stream with this identity; messages begin with `where`."""
+    """Raise unless a state belongs to a stream with this identity.
+
+    where: how errors begin. Raises: CacheError for other content, if that is not allowed, and for another tokenizer;
+    ValueError for a state of another kind or of a stream with other arguments.
+    """
     if not isinstance(state, Mapping):
         raise ValueError(f"{where}: {shortened(state)}, expected what state_dict() returned")
     for key, value in mine.items():
         if key not in state:
             raise ValueError(f"{where}: lacks {key}, expected what state_dict() returned")
-        found = state[key]
-        if isinstance(value, list) and isinstance(value[0], dict) and isinstance(found, list):
-            if len(found) != len(value):
-                raise ValueError(f"{where}: {key} has {len(found)} entries, expected {len(value)}")
-            for number, (one, other) in enumerate(zip(found, value, strict=True)):
+        given = state[key]
+        if isinstance(value, list) and isinstance(value[0], dict) and isinstance(given, list):
+            if len(given) != len(value):
+                raise ValueError(f"{where}: {key} has {len(given)} entries, expected {len(value)}")
+            for number, (one, other) in enumerate(zip(given, value, strict=True)):
                 check_identity(one, other, f"{where}: {key}[{number}]", allow_other_content)
-        elif not _same(found, value):
-            said = f"{where}: {key} is {shortened(found)}, but this stream's is {shortened(value)}"
-            if key == "stream":
-                raise ValueError(f"{said}: of another release, by whose rules the same number is another sample")
-            if key not in _CONTENT:
-                raise ValueError(f"{said}. Open the stream as it was, or start over without the state")
-            if key == "tokens":
-                state_count(state, key)
-            elif not isinstance(found, str | None):
-                raise ValueError(f"{said}, expected what state_dict() returned")
-            if key == "tokenizer_sha256" and None not in (found, value):
-                raise CacheError(f"{said}: its ids mean other text. Open the cache that the state was taken from")
-            if not allow_other_content:
-                raise CacheError(
-                    f"{said}: not the text that was read. Open the version of that time, or continue in the other "
-                    "text with allow_other_content=True"
-                )
+        elif not _same(given, value):
+            _refuse(key, given, value, where, allow_other_content)
+
+
+def _refuse(key: str, given: Any, value: Any, where: str, allow_other_content: bool) -> None:
+    """Raise for a value of a state that differs from the stream's, unless it is other content and that is allowed."""
+    found, expected = f"{key} is {shortened(given)}", f"{shortened(value)} as in this stream"
+    message = f"{where}: {found}, expected {expected}"
+    if key == "stream":
+        raise ValueError(f"{message}. The state is of another release, where the same number means another sample")
+    if key not in _CONTENT:
+        raise ValueError(f"{message}. Open the stream as it was, or start without the state")
+    if key == "tokens":
+        state_count({key: given}, key)
+    elif not isinstance(given, str | None):
+        raise ValueError(f"{message}, of the kind that state_dict() returns")
+    if key == "tokenizer_sha256" and None not in (given, value):
+        raise CacheError(where, found, expected, "Its ids mean other text: open the cache of the state")
+    if not allow_other_content:
+        remedy = "Open the version that was read, or continue in this text with allow_other_content=True"
+        raise CacheError(where, found, expected, remedy)

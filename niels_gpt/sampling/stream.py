@@ -1,8 +1,9 @@
-"""What all streams share: numbered samples, dealt out to ranks and DataLoader workers, and a state of a few scalars.
+"""SampleStream: where samples are cut into batches, which rank and DataLoader worker reads which, and the state.
 
-A stream is an endless (or finite) list of samples 0, 1, 2, ..., each computed from its number alone. A global batch is
-the next `global_batch_size` of them, of which each rank has an equal, consecutive part. So the number of samples that
-all ranks together have consumed is the whole state, whatever the ranks, the workers and the batches are afterwards.
+A stream is an endless or finite list of samples 0, 1, 2, ..., each computed from its number alone. A global batch is
+the next `global_batch_size` samples, of which each rank gets an equal, consecutive part; DataLoader worker w of W gets
+the batches w, w + W, w + 2W, ... So the number of samples that all ranks together have consumed is the whole state, and
+a run may resume with other ranks, workers and batch sizes.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from niels_gpt.cache.mmap import TokenFiles
 from niels_gpt.cache.pretrain_dataset import gathered, split_rows
-from niels_gpt.records import checked_int, shortened
 from niels_gpt.sampling.state import check_checksum, check_identity, identity_crc, sealed, state_count
+from niels_gpt.storage.meta_json import checked_int, shortened
 
 STREAM_VERSION = 1
-"""Of the order: raised when the same seed and number mean another window."""
+"""Version of the order: increased when the same seed and number mean another window."""
 
-_BLOCK = 4096  # samples whose places are computed at once: 0.1 to 0.5 us each then, some 100 us for one alone
+_BLOCK = 4096  # samples located at once: 0.1 to 0.5 us each, but about 100 us for a single one
 _MAX_WORKERS = 1024
 
 
 @dataclass(eq=False, repr=False)
 class Batch:
-    """x, y: int64 [B, T], y one token later; state: what `state_dict` is after this batch, the same on every rank.
+    """x, y: int64 [B, T], y one token later; state: the stream's `state_dict` after this batch, the same on every rank.
 
-    source: of a mixture, the index of the stream that each row came from: int64 [B], on the CPU; else None.
-    Unpacks as `x, y = batch`. It is no tuple, for DataLoader(batch_size=None) takes those apart and loses the state.
+    source: in a mixture, the index of the stream of each row: int64 [B], on the CPU; else None.
+    Unpacks as `x, y = batch`. It is not a tuple: DataLoader(batch_size=None) rebuilds tuples and would lose the state.
     """
 
     x: torch.Tensor
@@ -44,7 +45,7 @@ class Batch:
     source: torch.Tensor | None = None
 
     def __repr__(self) -> str:
-        """Name shape, dtype and place: `Batch(x, y: int64 [8, 256] on cpu, consumed_samples=48)`."""
+        """Return shape, dtype and device: `Batch(x, y: int64 [8, 256] on cpu, consumed_samples=48)`."""
         dtype, shape = str(self.x.dtype).removeprefix("torch."), list(self.x.shape)
         source = "" if self.source is None else f"source: int64 {list(self.source.shape)}, "
         consumed = self.state.get("consumed_samples")
@@ -70,27 +71,27 @@ class Batch:
 
 
 class Places(NamedTuple):
-    """Where samples lie, as `TokenFiles.gather` takes it, and in a mixture the stream of each. All int64 [n]."""
+    """Where samples begin, as arguments of `TokenFiles.gather`, and in a mixture the stream of each. All int64 [n]."""
 
     shards: NDArray[np.int64]
     places: NDArray[np.int64]
     sources: NDArray[np.int64] | None = None
 
     def part(self, first: int, last: int) -> Places:
-        """Return the places of samples first to last - 1."""
+        """Return the places of the samples first to last - 1."""
         sources = None if self.sources is None else self.sources[first:last]
         return Places(self.shards[first:last], self.places[first:last], sources)
 
 
 class SampleStream(IterableDataset[Batch], ABC):
-    """Batches of numbered samples. Iterating continues where the stream is; it does not start over."""
+    """Batches of numbered samples. Iterating continues from the current position; it does not start over."""
 
     T: int
     files: TokenFiles
-    """Of all that `locate` names."""
+    """The files of all samples."""
     vocab_size: int | None
     num_samples: int | None
-    """Samples until the stream ends; None: it does not."""
+    """Samples until the stream ends; None: without end."""
 
     def __init__(
         self, *, global_batch_size: int, rank: int, world_size: int, device: str, drop_last: bool = False
@@ -106,41 +107,41 @@ class SampleStream(IterableDataset[Batch], ABC):
             )
         if not isinstance(drop_last, bool):
             raise ValueError(f"drop_last={drop_last!r}: expected True or False")
-        torch.device(device)  # an unknown one is an error now
+        torch.device(device)  # raises for an unknown one
         self.global_batch_size, self.rank, self.world_size, self.device = global_batch_size, rank, world_size, device
         self.drop_last = drop_last
         self._consumed = 0
         self._has_ended = self._is_loaded = False
         self._worker_base: int | None = None
         self._iterator: object = None
-        self._begun = _shared_bytes(_MAX_WORKERS)
-        """Workers have copies of the stream; in these bytes, one for each, they tell that they have begun.
+        self._started = _shared_bytes(_MAX_WORKERS)
+        """Shared memory, one byte per DataLoader worker, which has a copy of self and sets its byte when it starts.
 
-        A loaded state takes fresh ones: a worker from before it may start late, and sets a byte that nobody reads.
+        A loaded state gets new bytes: a worker of an earlier DataLoader that starts late sets one that nobody reads.
         """
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _iterator=None)
-        # A copy that no DataLoader made has workers of its own to hear of.
-        if not self._begun.is_shared():  # type: ignore[no-untyped-call]
-            self._begun = _shared_bytes(_MAX_WORKERS)
+        # Bytes that are not shared: the copy was not made for a worker, and may get its own workers.
+        if not self._started.is_shared():  # type: ignore[no-untyped-call]
+            self._started = _shared_bytes(_MAX_WORKERS)
 
     def _check_last_batch(self) -> None:
-        """Warn where ranks have unequal rows of the last batch. Raises: ValueError where drop_last leaves no batch."""
+        """Warn if ranks get unequal numbers of rows of the last batch. Raises: ValueError if drop_last leaves none."""
         if self.num_samples is None:
             return
         short = self.num_samples % self.global_batch_size
         if self.drop_last and self.num_samples < self.global_batch_size:
             raise ValueError(
                 f"drop_last=True, global_batch_size={self.global_batch_size}: no batch is left of {self.num_samples} "
-                "samples, expected a smaller batch, or more epochs"
+                "samples, expected a smaller batch or more epochs"
             )
         if short % self.world_size and not self.drop_last:
             rows = short // self.world_size
             warnings.warn(
                 f"the last batch has {short} of {self.global_batch_size} rows, so that some of {self.world_size} ranks "
-                f"get {rows} rows and others {rows + 1}; a mean over 0 rows is nan, and ranks whose means are averaged "
-                "are weighted wrongly. Pass drop_last=True, or sum the losses and divide by the number of all targets",
+                f"get {rows} rows and others {rows + 1}; a mean over 0 rows is nan, and an average of the ranks' means "
+                "is wrong. Pass drop_last=True, or sum the losses and divide by the number of all targets",
                 stacklevel=3,
             )
 
@@ -150,7 +151,7 @@ class SampleStream(IterableDataset[Batch], ABC):
         Raises: TypeError for a stream without end.
         """
         if self.num_samples is None:
-            raise TypeError(f"this {type(self).__name__} has no end and so no length. Count steps instead")
+            raise TypeError(f"this {type(self).__name__} has no end and no length. Count steps instead")
         return (self.num_samples + (0 if self.drop_last else self.global_batch_size - 1)) // self.global_batch_size
 
     def _described(self) -> str:
@@ -165,7 +166,7 @@ class SampleStream(IterableDataset[Batch], ABC):
 
     @abstractmethod
     def locate(self, samples: NDArray[np.int64]) -> Places:
-        """Return where the samples of these numbers lie: [n]."""
+        """Return where the samples with these numbers begin: [n]."""
 
     def rows(self, places: Places) -> NDArray[np.uint16]:
         """Return the tokens of samples: uint16 [n, T + 1]. Raises: CacheError for an id outside the vocabulary."""
@@ -173,7 +174,7 @@ class SampleStream(IterableDataset[Batch], ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """Return what, besides the number of a sample, decides which sample it is, fit for JSON."""
+        """Return what decides which sample a number means, fit for JSON."""
 
     @abstractmethod
     def _progress(self, consumed: int) -> dict[str, int]:
@@ -182,17 +183,17 @@ class SampleStream(IterableDataset[Batch], ABC):
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's rows of each global batch, in a DataLoader worker those of every num_workers-th batch.
 
-        Raises: RuntimeError where another iterator of the stream has begun since, or a state was loaded; where the
-            stream has ended, and would give nothing; and where it cannot continue, for workers had batches of it.
+        Raises: RuntimeError if another iterator was started or a state loaded since, if the stream has ended, or if
+            workers had batches of it, so that its position is not known.
         """
         info, identity, base = get_worker_info(), self.identity(), self._consumed
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        self._check_may_begin(None if info is None else info.id)
-        mine, crc = object(), identity_crc(identity)
-        self._iterator, self._is_loaded = mine, False
+        self._check_may_start(None if info is None else info.id)
+        this, crc = object(), identity_crc(identity)
+        self._iterator, self._is_loaded = this, False
         for number, (places, consumed) in enumerate(self._steps(base, worker, workers), 1):
-            if self._iterator is not mine:
-                raise RuntimeError("another iterator of this stream has begun, or a state was loaded: iterate again")
+            if self._iterator is not this:
+                raise RuntimeError("another iterator of this stream was started, or a state was loaded: iterate again")
             x, y = split_rows(self.rows(places), self.device)
             if info is None:
                 self._consumed = consumed
@@ -200,27 +201,27 @@ class SampleStream(IterableDataset[Batch], ABC):
                 self._worker_base = base + number * workers * self.global_batch_size
             source = None if places.sources is None else torch.from_numpy(places.sources)
             yield Batch(x, y, sealed(identity, crc, self._progress(consumed)), source)
-        self._has_ended = info is None and self._iterator is mine
+        self._has_ended = info is None and self._iterator is this
 
-    def _check_may_begin(self, worker: int | None) -> None:
-        """Raise RuntimeError where a new iterator would repeat batches, or give none. worker: its number, if it is."""
+    def _check_may_start(self, worker: int | None) -> None:
+        """Raise RuntimeError if a new iterator would repeat batches, or yield none. worker: its number, in a worker."""
         if self._has_ended:
             raise RuntimeError(
                 f"this stream has ended: all of its {self.num_samples} samples were served. For several epochs in one "
-                "pass open it with so many (epochs=3; a mixture: when_exhausted=3); to start over open a new stream, "
-                "or load a state of its start"
+                "pass open it with epochs=3 (a mixture: when_exhausted=3); to start over open a new stream, or load a "
+                "state of its start"
             )
         if worker is not None:
             self._check_cpu()
-        heard = self._begun.any() if worker is None else self._begun[worker] and not self._is_loaded
-        if self._worker_base is not None or heard:
+        started = self._started.any() if worker is None else self._started[worker] and not self._is_loaded
+        if self._worker_base is not None or started:
             raise RuntimeError(
-                "workers of a DataLoader had batches of this stream, which does not know how far they came, and would "
-                "give the same batches again. Load batch.state of the last batch that was used into the stream, and "
-                "make a new DataLoader"
+                "DataLoader workers had batches of this stream; it does not know their position, and would give the "
+                "same batches again. Load batch.state of the last batch that was used into the stream, and make a new "
+                "DataLoader"
             )
         if worker is not None:
-            self._begun[worker] = 1
+            self._started[worker] = 1
 
     def _check_cpu(self) -> None:
         if torch.device(self.device).type != "cpu":
@@ -230,9 +231,9 @@ class SampleStream(IterableDataset[Batch], ABC):
             )
 
     def _steps(self, base: int, worker: int, workers: int) -> Iterator[tuple[Places, int]]:
-        """Yield, of each batch of a worker, the places of this rank's rows and the samples consumed after it.
+        """Yield for each batch of a worker the places of this rank's rows, and the samples consumed after it.
 
-        base: where worker 0 begins.
+        base: the first sample of worker 0.
         """
         size, rank, world = self.global_batch_size, self.rank, self.world_size
         least = size if self.drop_last else 1
@@ -242,43 +243,43 @@ class SampleStream(IterableDataset[Batch], ABC):
             begins = begin + workers * size * np.arange(at_once)
             last = begins + size if self.num_samples is None else np.minimum(begins + size, self.num_samples)
             sizes = np.maximum(last - begins, 0)
-            own = begins + rank * sizes // world, begins + (rank + 1) * sizes // world
-            counts = own[1] - own[0]
+            first, end_of_rank = begins + rank * sizes // world, begins + (rank + 1) * sizes // world
+            counts = end_of_rank - first
             ends = np.cumsum(counts)
-            places = self.locate(np.repeat(own[1] - ends, counts) + np.arange(ends[-1]))
-            for end, count, consumed, found in zip(*(a.tolist() for a in (ends, counts, last, sizes)), strict=True):
-                if found < least:
+            places = self.locate(np.repeat(end_of_rank - ends, counts) + np.arange(ends[-1]))
+            for end, count, consumed, rows in zip(*(a.tolist() for a in (ends, counts, last, sizes)), strict=True):
+                if rows < least:
                     return
                 yield places.part(end - count, end), consumed
             begin += workers * size * at_once
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the stream is after the last batch taken: a few scalars, fit for JSON, the same on every rank.
+        """Return the position after the last batch: a few scalars, fit for JSON, the same on every rank.
 
-        Every batch carries this as `batch.state`, which is also right where DataLoader workers have read ahead.
-        Raises: RuntimeError in a process whose DataLoader workers iterate over copies: it cannot know how far.
+        Every batch has it as `batch.state`, which is also right where DataLoader workers have read ahead.
+        Raises: RuntimeError if DataLoader workers iterate over copies of the stream: it does not know their position.
         """
         identity, info = self.identity(), get_worker_info()
-        if info is None and self._begun.any():
+        if info is None and self._started.any():
             raise RuntimeError(
-                "DataLoader workers iterate over copies of this stream, and it stays where it was. Keep batch.state of "
-                "the last batch that was used, or take torchdata's StatefulDataLoader"
+                "DataLoader workers iterate over copies of this stream; its own position does not change. Keep "
+                "batch.state of the last batch that was used, or use torchdata's StatefulDataLoader"
             )
         if info is not None and self._worker_base is not None:
-            # For StatefulDataLoader: this worker alone, of so many, continues from here.
+            # For StatefulDataLoader: the position of this worker alone.
             worker = [info.id, info.num_workers, self.global_batch_size]
             return sealed(identity, identity_crc(identity), self._progress(self._worker_base), worker)
         return sealed(identity, identity_crc(identity), self._progress(self._consumed))
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_other_content: bool = False) -> None:
-        """Continue exactly where a state was taken, with any rank, world_size, global_batch_size and number of workers.
+        """Resume exactly where a state was taken, with any rank, world_size, global_batch_size and number of workers.
 
-        allow_other_content: continue in a cache of other content at the same number of samples, which then means other
-            text; never in one of another tokenizer.
-        Raises: CacheError if the content or the tokenizer is another; ValueError for a state of a stream that was
-            opened otherwise (seed, T, ...), for one whose values do not give its checksum (a state without a checksum,
-            as earlier releases wrote it, is taken), for anything that is no state, and for that of a
-            StatefulDataLoader's worker anywhere but in the same worker of as many.
+        allow_other_content: resume in a cache of other content at the same number of samples, which then means other
+            text; a cache of another tokenizer is always refused.
+        Raises: CacheError for other content or another tokenizer; ValueError for a state of a stream with other
+            arguments (seed, T, ...), for a wrong checksum (a state without one, from an earlier release, is accepted),
+            for anything that is not a state, and for the state of a StatefulDataLoader worker except in the same worker
+            of equally many.
         """
         identity = self.identity()
         check_identity(state, identity, "state", allow_other_content)
@@ -289,17 +290,17 @@ class SampleStream(IterableDataset[Batch], ABC):
         if self.num_samples is not None and consumed > self.num_samples:
             raise ValueError(f"state: consumed_samples is {consumed}, but this stream ends after {self.num_samples}")
         info = get_worker_info()
-        mine = None if info is None else [info.id, info.num_workers, self.global_batch_size]
-        if "worker" in state and state["worker"] != mine:
+        worker = None if info is None else [info.id, info.num_workers, self.global_batch_size]
+        if "worker" in state and state["worker"] != worker:
             raise ValueError(
-                f"state: of a DataLoader's [worker, workers, global_batch_size] {shortened(state['worker'])}, here "
-                f"it is {mine}. Only batch.state can be resumed with another number of workers"
+                f"state: of the DataLoader's [worker, workers, global_batch_size] {shortened(state['worker'])}, "
+                f"expected {worker}. Only batch.state can be resumed with another number of workers"
             )
         check_checksum(state, identity, self._progress(consumed))
         self._consumed, self._worker_base, self._iterator = consumed, None, None
-        self._has_ended, self._is_loaded = False, info is not None  # by a worker, which may then begin
+        self._has_ended, self._is_loaded = False, info is not None  # a worker that loads a state may start
         if info is None:
-            self._begun = _shared_bytes(_MAX_WORKERS)
+            self._started = _shared_bytes(_MAX_WORKERS)
 
 
 def _shared_bytes(count: int) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""A small corpus written for this project, in the mirror layout; `generate` makes its files again, byte for byte."""
+"""A small corpus written for this project, in the mirror layout; `python -m tools.sample.generate` writes its files."""

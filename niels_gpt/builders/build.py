@@ -1,0 +1,286 @@
+"""The files and the journal of one build on disk. Decides when a checkpoint is taken, and what it makes durable.
+
+A build resumes from its last checkpoint: `open` truncates later bytes, takes back files that were finished later, and
+removes unknown ones.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.builders.journal import Checkpoint, Journal, remedy_of
+from niels_gpt.builders.source import Seek, SourceState
+from niels_gpt.builders.writer import BLOCK_BYTES, HashedFile, checksums_of
+from niels_gpt.encoding import DIGEST_BYTES
+from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import file_records, parse_object, path_inside, read_regular
+from niels_gpt.storage.versions import VERSION_DIGITS
+
+CHECKPOINT_SECONDS = 2.0
+"""A killed build loses at most this much work and one batch. A checkpoint costs a few fsyncs."""
+_SHARE_OF_RUN, _COSTS = 0.5, 10
+"""A new run takes its first checkpoints sooner: after half of its time so far, but after 10 times their cost."""
+TEXTS = "texts.bin"
+"""In the journal's folder: the digest of each document that was consumed, those that were dropped included."""
+CHECKSUMS = "index/crc32.bin"
+
+
+class Build:
+    """The state of one build on disk."""
+
+    def __init__(
+        self,
+        work: Path,
+        folder: Path,
+        identity: Mapping[str, Any],
+        files: Mapping[str, str | None],
+        seconds: float,
+        from_scratch: str | None = None,
+    ) -> None:
+        """work: folder of the finished files. folder: of the journal and of the files that are still written.
+
+        identity: everything that decides the bytes.
+        files: names of the files that are still written -> their names in the cache: "train/shard_{:05d}.bin" for the
+            next shard of a split, None for a file that only the build needs.
+        seconds: between two checkpoints; 0: one after each batch.
+        from_scratch: the command that builds from scratch, for messages.
+        """
+        self.work, self.folder = work, folder
+        self.remedy = remedy_of(folder, from_scratch)
+        """What to do if the build cannot be resumed."""
+        self._places = {**files, TEXTS: None}
+        self._seconds = seconds
+        self._process = os.getpid()
+        self._journal = Journal(folder, identity, self.remedy)
+        self.last = self._journal.last or Checkpoint()
+        """The last checkpoint."""
+        self.finished = self._journal.finished
+        """Records of the finished shards: name, bytes, sha256."""
+        self.files: dict[str, HashedFile] = {}
+        self.checksums: dict[str, bytes] = {}
+        """CRC-32 of the blocks of each finished file."""
+        self.state = SourceState({}, None)
+        """As of the last document that was consumed."""
+        self.previous_state = self.state
+        """As of the document before it."""
+        self.source: tuple[str, dict[str, int]] | None = None
+        """Fingerprint of the source's files and the loader's counters before the first document, if it can seek."""
+        self.position: dict[str, int] | None = None
+        """The loader's position, updated as it is read, if it can seek."""
+        self.compares = True
+        """Whether consumed documents are compared with the source."""
+        self.sought = False
+        """Whether the source begins with the last consumed document, because its files are unchanged."""
+        self._counts = Counter(record["name"].partition("/")[0] for record in self.finished)
+        self._journaled = len(self.finished)
+        self._new_names = True
+        self._started = self._time = time.monotonic()
+        self._cost = 0.0
+
+    @property
+    def public(self) -> Path:
+        """The path of the cache, for messages."""
+        return self.folder.parent.parent.parent / self.folder.parent.name
+
+    @property
+    def committed(self) -> Path | None:
+        """The version of this build that a killed run committed, if it did."""
+        if self.last.sealed is None or self.work.is_dir():
+            return None
+        return self.folder.parent / self.last.sealed[:VERSION_DIGITS]
+
+    def open(self) -> None:
+        """Restore the disk to the last checkpoint and open the files. Raises: CacheError."""
+        if self.committed is not None:
+            self._opened(TEXTS).close()
+            return
+        self._check_names()
+        fileio.make_dir(self.work)
+        fileio.fsync_dir(self.work)  # a killed run may have made folders in it
+        if self.last.documents:
+            if set(self.last.files) != set(self._places):
+                raise CacheError(self.folder, "its journal names other files than this build has", remedy=self.remedy)
+            self.expect(TEXTS, self.last.documents * DIGEST_BYTES)
+            self._take_back()
+        self._remove_unknown({record["name"] for record in self.finished})
+        for record in self.finished:
+            with self._remedied(self.work / record["name"]):
+                path = path_inside(self.work, record["name"])
+                self.checksums[record["name"]] = checksums_of(path, record["bytes"], record["sha256"])
+        for name in self._places:
+            self.files[name] = self._opened(name)
+        fileio.fsync_dir(self.folder)
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self.files.values():
+            file.close()
+        self._journal.close()
+
+    def check_not_forked(self) -> None:
+        """Raise RuntimeError in a forked child: it shares this build's open files and must not write to them."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"{self.folder}: this process was forked from the one that builds (pid {self._process}). "
+                "Let a forked child end by os._exit"
+            )
+
+    def record_consumed(self, digests: Sequence[bytes], states: Sequence[SourceState]) -> None:
+        """Record that documents, one or more, were consumed from the source."""
+        self.files[TEXTS].write(b"".join(digests))
+        self.previous_state, self.state = [self.state, *states][-2:]
+
+    def restored(self, initial: dict[str, Any]) -> dict[str, Any]:
+        """Return the builder's numbers at the last checkpoint; `initial` if there is none.
+
+        initial: gives the form, too. Raises: CacheError for numbers of another form.
+        """
+        if not self.last.documents:
+            return initial
+        state = self.last.state
+        for key, form in initial.items():
+            same = isinstance(state.get(key), dict) == isinstance(form, dict) and key in state
+            if not same or (isinstance(form, dict) and form and set(form) != set(state[key])):
+                raise CacheError(self.folder, f"its journal has no good {key!r}", remedy=self.remedy)
+        return state
+
+    def expect(self, name: str, num_bytes: int) -> None:
+        """Raise CacheError if the journal gives a file another size than the builder's numbers do."""
+        size = self.last.files.get(name, (0, ""))[0]
+        if size != num_bytes:
+            raise CacheError(self.folder / name, f"{size} bytes by its journal", str(num_bytes), self.remedy)
+
+    def checkpoint(self, state: Mapping[str, Any], *, ended: bool = False) -> None:
+        """Take a checkpoint, if one is due: a shard was finished, the time has passed, or the source has `ended`.
+
+        It makes the files durable before the journal names them. state: the builder's own numbers, or dicts of them.
+        """
+        if self.last.ended:
+            return
+        now = time.monotonic()
+        early = max(_SHARE_OF_RUN * (now - self._started), _COSTS * self._cost)
+        due = ended or len(self.finished) > self._journaled or now - self._time >= min(self._seconds, early)
+        if not due:
+            return
+        for file in self.files.values():
+            file.sync()
+        if self._new_names:
+            fileio.fsync_dir(self.folder)
+            self._new_names = False
+        checkpoint = Checkpoint(
+            documents=self.files[TEXTS].num_bytes // DIGEST_BYTES,
+            generator=self.state.generator,
+            files={name: (file.num_bytes, file.sha256) for name, file in self.files.items()},
+            finished=self.finished[self._journaled :],
+            state=dict(state),
+            ended=ended,
+            seek=self.source and Seek.between(*self.source, self.previous_state, self.state),
+        )
+        self._journal.append(checkpoint)
+        self.last, self._journaled, self._time = checkpoint, len(self.finished), time.monotonic()
+        self._cost = self._time - now
+
+    def finish_shard(self, name: str) -> None:
+        """Move a full shard to its place in the cache and start the next one."""
+        self.finished.append(self.finish(name))
+        self._counts[self.finished[-1]["name"].partition("/")[0]] += 1
+
+    def finish(self, name: str) -> dict[str, Any]:
+        """Move a file to its place in the cache and start an empty one; returns its name, bytes and sha256."""
+        place = self._place(name)
+        record = self.files[name].moved(self.work, place)
+        self.checksums[place] = self.files[name].checksums()
+        self.files[name] = HashedFile(self.folder / name)
+        self._new_names = True
+        return record
+
+    def add(self, place: str, content: Iterator[Any]) -> dict[str, Any]:
+        """Write a further file of the cache from buffers; returns its name, bytes and sha256."""
+        path = self.folder / place.replace("/", "_")
+        fileio.remove(path)
+        file = HashedFile(path)
+        try:
+            for part in content:
+                file.write(part)
+            self.checksums[place] = file.checksums()
+            return file.moved(self.work, place)
+        finally:
+            file.close()
+
+    def add_checksums(self, *groups: Mapping[str, Any]) -> dict[str, Any]:
+        """Write index/crc32.bin for the files of meta.json so far, in its order; returns its record."""
+        records = file_records(dict(zip(("shards", "index", "ids"), groups, strict=False)))
+        record = self.add(CHECKSUMS, (self.checksums[each["name"]] for each in records))
+        return {**record, "block_bytes": BLOCK_BYTES}
+
+    def committed_meta(self) -> dict[str, Any] | None:
+        """Return the meta.json of `committed`."""
+        if self.committed is None:
+            return None
+        path = self.committed / META_NAME
+        with self._remedied(path):
+            meta = parse_object(read_regular(path))
+        if meta.get("content_sha256") != self.last.sealed or not isinstance(meta.get("source"), dict):
+            raise CacheError(path, "another content_sha256 than its build had", remedy=self.remedy)
+        return meta
+
+    def seal(self, content_sha256: str) -> None:
+        """Record in the journal that the folder is complete, so that a killed commit can be finished."""
+        if self.last.sealed is None:
+            self._journal.append(replace(self.last, finished=[], sealed=content_sha256))
+
+    def _place(self, name: str) -> str:
+        place = self._places[name]
+        assert place is not None
+        return place.format(self._counts[place.partition("/")[0]])
+
+    def _opened(self, name: str) -> HashedFile:
+        keep, digest = self.last.files.get(name, (0, None))
+        with self._remedied(self.folder / name):
+            return HashedFile(path_inside(self.folder, name), keep=keep, sha256=digest)
+
+    @contextmanager
+    def _remedied(self, path: Path) -> Iterator[None]:
+        """Raise CacheError with this build's remedy for a damaged or missing file."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise CacheError(path, "no such file", "one by the journal", self.remedy) from error
+        except CacheError as error:
+            raise CacheError(error.path, error.found, error.expected, self.remedy) from error
+        except ValueError as error:
+            raise CacheError(path, str(error), remedy=self.remedy) from error
+
+    def _check_names(self) -> None:
+        """Raise CacheError unless the journal's shards are those of this build, in order and not empty."""
+        seen = Counter[str]()
+        for record in self.finished:
+            place = next((p for p in self._places.values() if p and record["name"] == p.format(seen[p])), None)
+            if place is None or not record["bytes"]:
+                raise CacheError(self.folder, f"its journal names {record['name']!r} out of turn", remedy=self.remedy)
+            seen[place] += 1
+
+    def _take_back(self) -> None:
+        """Move files that were finished after the last checkpoint back into the journal's folder."""
+        for name, (keep, _) in self.last.files.items():
+            if keep and self._places[name] is not None:
+                place = self._place(name)
+                with self._remedied(self.work / place):
+                    finished = path_inside(self.work, place)
+                if finished.is_file():
+                    fileio.rename(finished, self.folder / name)
+
+    def _remove_unknown(self, known: set[str]) -> None:
+        for _, names, about in fileio.walked(self.work):
+            if not stat.S_ISDIR(about.st_mode) and "/".join(names) not in known:
+                fileio.remove(self.work.joinpath(*names))

@@ -1,0 +1,257 @@
+"""The journal of a build: one line for each checkpoint, from which a killed build resumes.
+
+A line is eight hex digits, the CRC-32 of what follows them, a space, and a JSON object. The first object identifies the
+build. A damaged or cut last line is ignored, and the build resumes from the checkpoint before it: files only grow, and
+later bytes are truncated. Damage before good lines is an error, because ignoring it would lose their work.
+docs/formats.md has the keys. Attempts counts the runs of a build that gained no checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.builders.source import Seek
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import OutputFile, write_bytes
+from niels_gpt.storage.meta_json import (
+    checked_count,
+    checked_sha256,
+    file_records,
+    open_regular,
+    parse_object,
+    path_inside,
+    read_regular,
+)
+from niels_gpt.storage.versions import ATTEMPTS_NAME, BUILDING, JOURNAL_NAME, JOURNAL_SUFFIX, versions_dir
+
+logger = logging.getLogger(__name__)
+
+JOURNAL_VERSION = 1
+_MAX_LINE = 1 << 24
+_MAX_ATTEMPTS_BYTES = 1 << 12
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was done, and is durable, at one moment of a build."""
+
+    documents: int = 0
+    """Documents consumed from the source, those that were dropped included."""
+    generator: str | None = None
+    """sha256 of the state of the shuffle's torch.Generator; None without a shuffle."""
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Bytes and sha256 of each file that is still written, the digests of consumed documents included."""
+    finished: list[dict[str, Any]] = field(default_factory=list)
+    """Records of the shards finished since the checkpoint before."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """The builder's own numbers."""
+    ended: bool = False
+    """Whether no further document is needed."""
+    sealed: str | None = None
+    """The content sha256, once only the commit is left to do."""
+    seek: Seek | None = None
+    """Where the source resumes, if it is made of files; None: all consumed documents are read again."""
+
+
+class Journal:
+    """Reads the journal in a folder, if there is one; `append` adds a checkpoint that is durable when it returns."""
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any], remedy: str | None = None) -> None:
+        """identity: everything that decides the bytes of the build. remedy: for messages.
+
+        Raises: CacheError for the journal of another build, and for one that no builder wrote.
+        """
+        self.path = folder / JOURNAL_NAME
+        self.last: Checkpoint | None = None
+        self.finished: list[dict[str, Any]] = []
+        self._header = json.loads(json.dumps({"identity": identity, "journal_version": JOURNAL_VERSION}))
+        self._file: OutputFile | None = None
+        self._remedy = remedy or remedy_of(folder)
+        if self.path.exists():
+            keep = self._read()
+            self._file = OutputFile(self.path, keep=keep)
+
+    def append(self, checkpoint: Checkpoint) -> None:
+        """Write a checkpoint, whose files have been synced before. The first one creates the journal."""
+        if self._file is None:
+            write_bytes(self.path, line := _line(self._header))
+            self._file = OutputFile(self.path, keep=len(line))
+        seek = checkpoint.seek and checkpoint.seek.as_json()
+        self._file.write(_line({**vars(checkpoint), "seek": seek}))
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _read(self) -> int:
+        """Read the good lines and return their length in bytes."""
+        keep, remedy = 0, self._remedy
+        with open(open_regular(path_inside(self.path.parent, self.path.name)), "rb") as file:
+            while (value := _parsed(line := file.readline(_MAX_LINE))) is not None:
+                if keep == 0 and value != self._header:
+                    raise CacheError(self.path, "a journal of another build", remedy=remedy)
+                if keep:
+                    self.last = _checkpoint(value, self.path, keep, remedy)
+                    self.finished += self.last.finished
+                keep += len(line)
+            if any(_parsed(later) is not None for later in iter(lambda: file.readline(_MAX_LINE), b"")):
+                resume = f"{remedy}; to resume from the checkpoint before the damage: truncate -s {keep} {self.path}"
+                raise CacheError(self.path, f"damaged at byte {keep}, and good lines follow", remedy=resume)
+        if keep == 0:
+            raise CacheError(self.path, "its first line is damaged", remedy=remedy)
+        return keep
+
+
+class Attempts:
+    """Counts the runs of a build that ended without a new checkpoint, to warn about runs that are too short.
+
+    A run is counted when it starts, so a killed one is counted too. Only a warning depends on the file: it is not
+    synced, and if it cannot be read or written, the count is 0.
+    """
+
+    def __init__(self, folder: Path, key: str, documents: int) -> None:
+        """folder: the versions folder, whose lock is held. key: of the build. documents: done when this run starts.
+
+        Warns if the runs before have come no further.
+        """
+        self._path, self._documents = folder / ATTEMPTS_NAME, documents
+        self._process = os.getpid()
+        self._cache = folder.parent.parent / folder.name
+        before = self._runs_before(key)
+        if before:
+            logger.warning(
+                "%s: the last %s no further than %s. A run first reads those again, so a short one gains nothing: "
+                "give this one more time",
+                self._cache,
+                "run of this build came" if before == 1 else f"{before} runs of this build came",
+                f"{documents:,} documents" if documents else "its start",
+            )
+        self._write({"build": key, "documents": documents, "runs": before + 1})
+
+    def gained(self, documents: int) -> bool:
+        """Whether this run has made a checkpoint; if so, count from 0 again."""
+        if documents == self._documents:
+            return False
+        self.forget()
+        return True
+
+    def interrupted(self, documents: int) -> None:
+        """Warn if this run, which was interrupted, has gained nothing."""
+        if not self.gained(documents):
+            logger.warning("%s: this run has gained nothing: %s documents are done, as before", self._cache, documents)
+
+    def forget(self) -> None:
+        """Count from 0 again: the build has ended, or its error says what to do."""
+        if os.getpid() == self._process:  # not in a forked child
+            with suppress(OSError):
+                os.unlink(self._path)
+
+    def _runs_before(self, key: str) -> int:
+        try:
+            known = parse_object(read_regular(self._path, _MAX_ATTEMPTS_BYTES))
+        except (OSError, ValueError):
+            return 0
+        runs = known.get("runs")
+        same = (known.get("build"), known.get("documents")) == (key, self._documents)
+        return runs if same and type(runs) is int and 0 < runs < 1 << 31 else 0
+
+    def _write(self, content: dict[str, str | int]) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with suppress(OSError), open(os.open(self._path, flags, 0o666), "w", encoding="utf-8") as file:
+            json.dump(content, file)
+
+
+def remedy_of(folder: Path, from_scratch: str | None = None) -> str:
+    """Return what to do if a build cannot be resumed; from_scratch: the command of a recipe."""
+    return f"To start this build from scratch: {from_scratch or shlex.join(['rm', '-r', str(folder)])}"
+
+
+def unfinished_builds(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the identity of each unfinished build of the cache at `path`, the most recently written first."""
+    dated: list[tuple[int, Path]] = []
+    for folder in _journal_folders(path):
+        with suppress(FileNotFoundError):  # it has ended meanwhile
+            dated.append((folder.lstat().st_mtime_ns, folder))
+    return [identity_of(folder) for _, folder in sorted(dated, reverse=True)]
+
+
+def sealed_builds(path: str | os.PathLike[str]) -> list[Path]:
+    """Return the journals' folders of builds of the cache at `path` that were committed, but killed before the removal
+    of their journals. Hold the lock: a build that is about to end looks the same."""
+    return [folder for folder in _journal_folders(path) if _is_sealed(folder)]
+
+
+def identity_of(folder: Path) -> dict[str, Any]:
+    """Return the identity of the build of a journal's folder; {} if its journal cannot be read."""
+    try:
+        with open(open_regular(path_inside(folder.parent, f"{folder.name}/{JOURNAL_NAME}")), "rb") as file:
+            header = _parsed(file.readline(_MAX_LINE))
+    except (OSError, CacheError):
+        return {}
+    identity = header.get("identity") if isinstance(header, dict) else None
+    return identity if isinstance(identity, dict) else {}
+
+
+def _journal_folders(path: str | os.PathLike[str]) -> list[Path]:
+    return list(versions_dir(path).glob(f"{BUILDING}-*{JOURNAL_SUFFIX}"))
+
+
+def _is_sealed(folder: Path) -> bool:
+    with suppress(OSError, CacheError):
+        lines = read_regular(path_inside(folder.parent, f"{folder.name}/{JOURNAL_NAME}")).splitlines(keepends=True)
+        last = next((value for line in reversed(lines) if (value := _parsed(line)) is not None), None)
+        return isinstance(last, dict) and bool(last.get("sealed")) and not os.path.lexists(folder.with_suffix(""))
+    return False
+
+
+def _line(value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, allow_nan=False).encode()
+    return f"{zlib.crc32(text):08x} ".encode() + text + b"\n"
+
+
+def _parsed(line: bytes) -> Any:
+    """Return the object of a whole line; None for anything else."""
+    if len(line) < 10 or line[-1:] != b"\n" or line[:9] != f"{zlib.crc32(line[9:-1]):08x} ".encode():
+        return None
+    try:
+        return json.loads(line[9:])
+    except (ValueError, RecursionError):
+        return None
+
+
+def _checkpoint(value: Any, path: Path, byte: int, remedy: str) -> Checkpoint:
+    """Return the checkpoint of a line, with every field checked: a good CRC-32 does not prove who wrote it."""
+    where = f"{path}, byte {byte}"
+    try:
+        files = {
+            str(name): (checked_count(size, "bytes", where), checked_sha256(digest, "sha256", where))
+            for name, (size, digest) in dict(value["files"]).items()
+        }
+        finished = file_records({"shards": {"finished": value["finished"]}}, where)
+        state = value["state"]
+        for number in state.values():
+            for count in number.values() if isinstance(number, dict) else [number]:
+                checked_count(count, "state", where)
+        generator, sealed = (
+            None if value[key] is None else checked_sha256(value[key], key, where) for key in ("generator", "sealed")
+        )
+        documents = checked_count(value["documents"], "documents", where)
+        if not isinstance(value["ended"], bool):
+            raise TypeError(f"ended is {value['ended']!r}, expected true or false")
+        if sealed is not None and not value["ended"]:
+            raise ValueError("sealed before the source had ended")
+        seek = Seek.parsed(value.get("seek"), where)
+        return Checkpoint(documents, generator, files, finished, state, value["ended"], sealed, seek)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CacheError(path, f"byte {byte}: no checkpoint of a build ({error!r:.200})", remedy=remedy) from error

@@ -1,0 +1,179 @@
+"""Decides what of a cache is counted as lossy or odd, though it is kept: changed texts, unknown ids, empty replies.
+
+What is dropped is counted by shards.py and sft.py. The counts are among the builder's numbers in each checkpoint, so a
+resumed build has the same ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.chat_template import roles_counted, roles_of
+from niels_gpt.encoding import EncodedTexts, TextEncoder
+from niels_gpt.roundtrip import first_difference
+
+logger = logging.getLogger(__name__)
+
+ROUNDTRIP_TEXTS: Final = 1_000
+ROUNDTRIP_BYTES: Final = 1 << 18
+"""Texts are decoded and compared up to this number of texts or utf-8 bytes: some 20 ms of a build."""
+EMPTY_REPLIES: Final = "empty_replies"
+UNKNOWN_IDS: Final = "unknown_ids"
+MAX_EMPTY_SHARE: Final = 0.01
+"""A build warns if a larger share of the examples has an empty reply."""
+
+_TEXTS, _DIFFER, _BYTES = "roundtrip_texts", "roundtrip_differ", "roundtrip_bytes"
+_COMPARED_IDS = 1 << 10  # only the beginning of a longer text is compared, so that one book does not use all bytes
+
+
+class Losses:
+    """Counts losses in the texts that enter a cache, in `warnings`; `warn` logs them at the end."""
+
+    def __init__(self, encoder: TextEncoder, warnings: Counter[str]) -> None:
+        self._warnings = warnings
+        self._decode = getattr(encoder.tokenizer, "decode", None)
+        self._encode = encoder.tokenizer.encode
+        self._unk_id: int | None = getattr(encoder.tokenizer, "unk_id", None)
+        self._num_ends = int(encoder.append is not None)
+        self._changed = ""  # an example of a text that decoding changes
+        self._unknown = ""  # an example of an unknown character
+
+    def look(
+        self, texts: Sequence[str], encoded: EncodedTexts, kept: Sequence[int], lengths: Sequence[int] | None = None
+    ) -> None:
+        """Count the losses of a batch. texts: of the whole batch. kept: ascending numbers of those in the cache.
+
+        lengths: how many tokens of each text enter the cache, if one of them is truncated.
+        """
+        if self._unk_id is not None and (encoded.ids == self._unk_id).any():
+            self._count_unknown(texts, encoded, kept, encoded.lengths.tolist() if lengths is None else lengths)
+        if self._decode is None or self._compared_enough():
+            return
+        ends = np.cumsum(encoded.lengths)
+        for number in kept:
+            if number in encoded.notes or not texts[number]:  # counted as lossy already, or nothing to lose
+                continue
+            start, end = int(ends[number] - encoded.lengths[number]), int(ends[number]) - self._num_ends
+            self._compare(texts[number], encoded.ids[start:end])
+            if self._compared_enough():
+                return
+
+    def _compared_enough(self) -> bool:
+        return self._warnings[_TEXTS] >= ROUNDTRIP_TEXTS or self._warnings[_BYTES] >= ROUNDTRIP_BYTES
+
+    def _compare(self, text: str, ids: NDArray[np.uint16]) -> None:
+        assert self._decode is not None
+        decoded = self._decode(ids[:_COMPARED_IDS])
+        if len(ids) > _COMPARED_IDS:
+            decoded = decoded.rstrip("\ufffd")  # a character of several bytes that is truncated
+            text = text[: len(decoded)]
+        self._warnings[_TEXTS] += 1
+        self._warnings[_BYTES] += len(text.encode())
+        if decoded != text:
+            self._warnings[_DIFFER] += 1
+            self._changed = self._changed or first_difference(text, decoded)
+
+    def _count_unknown(
+        self, texts: Sequence[str], encoded: EncodedTexts, kept: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        is_unknown, starts = encoded.ids == self._unk_id, np.cumsum(encoded.lengths) - encoded.lengths
+        for number in kept:
+            count = int(np.count_nonzero(is_unknown[starts[number] : starts[number] + lengths[number]]))
+            self._warnings[UNKNOWN_IDS] += count
+            if count and not self._unknown:
+                unknown = (character for character in texts[number] if self._unk_id in self._encode(character))
+                self._unknown = f", such as {next(unknown, texts[number][:20])!a}"
+
+    def warn(self, where: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
+        """Log what was counted in a cache that was just built, with an example if this run has seen one."""
+        trip, unknown = meta["roundtrip"], meta["unknown_ids"]
+        if trip["differ"]:
+            logger.warning(
+                "%s: the tokenizer is lossy: %d of the first %d texts are changed by encoding and decoding%s. A "
+                "tokenizer that is trained here with the default normalization loses nothing",
+                where,
+                trip["differ"],
+                trip["texts"],
+                f"; {self._changed}" if self._changed else "",
+            )
+        if unknown:
+            logger.warning(
+                "%s: %d ids are the unknown id: the tokenizer has no piece for a character%s, and no bytes to spell it",
+                where,
+                unknown,
+                self._unknown,
+            )
+        if meta["kind"] == "sft":
+            _warn_of_chats(where, meta)
+
+
+def count_blank(warnings: Counter[str], roles: Sequence[str], texts: Sequence[str]) -> None:
+    """Count a chat that has blank messages and is kept, if one of them is the assistant's."""
+    replies = (text for role, text in zip(roles, texts, strict=False) if role == "assistant")
+    warnings[EMPTY_REPLIES] += not all(map(str.strip, replies))
+
+
+def loss_keys(warnings: Mapping[str, int]) -> dict[str, Any]:
+    """Return the keys of meta.json that the counts give: roundtrip, lossless, unknown_ids and noticed."""
+    texts, differ = warnings.get(_TEXTS, 0), warnings.get(_DIFFER, 0)
+    elsewhere = (_TEXTS, _DIFFER, _BYTES, UNKNOWN_IDS)
+    return {
+        "roundtrip": {"texts": texts, "differ": differ},
+        "lossless": differ == 0 if texts else None,
+        "unknown_ids": warnings.get(UNKNOWN_IDS, 0),
+        "noticed": {key: number for key, number in sorted(warnings.items()) if key not in elsewhere and number},
+    }
+
+
+def loss_table(meta: Mapping[str, Any]) -> dict[str, str]:
+    """Return the losses that a meta.json names, as rows of a table: of the loader, the builder and the tokenizer.
+
+    Values in another form than docs/formats.md has, as another tool's file may hold, are left out.
+    """
+    rows = {}
+    source = meta.get("source")
+    counters = source.get("counters") if isinstance(source, Mapping) else None
+    trip, kept = meta.get("roundtrip"), _numbers(meta.get("noticed")) | roles_counted(_numbers(counters))
+    if kept:
+        rows["noticed"] = ", ".join(f"{name} {number:,}" for name, number in sorted(kept.items()))
+    if isinstance(trip, Mapping) and _numbers(trip).get("texts"):
+        of = "the probe texts" if meta.get("kind") == "tokenizer" else "the first"
+        texts, differ = _numbers(trip)["texts"], _numbers(trip).get("differ", 0)
+        rows["round trip"] = f"lossy: {differ:,} of {of} {texts:,} differ" if differ else f"{texts:,} texts come back"
+    if "unknown_ids" in meta:
+        rows["unknown ids"] = f"{_numbers(meta).get('unknown_ids', 0):,}"
+    return rows
+
+
+def _numbers(value: Any) -> dict[str, int]:
+    items = value.items() if isinstance(value, Mapping) else ()
+    return {str(key): number for key, number in items if type(number) is int}
+
+
+def _warn_of_chats(where: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
+    examples = meta["totals"]["train_examples"] + meta["totals"]["val_examples"]
+    empty = meta["noticed"].get(EMPTY_REPLIES, 0)
+    if empty > MAX_EMPTY_SHARE * examples:
+        logger.warning(
+            "%s: %d of %d examples have an empty reply of the assistant, and are kept: a model learns from them to end "
+            "its turn at once. Remove them from the source, or list their ids in a file for --exclude",
+            where,
+            empty,
+            examples,
+        )
+    roles = Counter(roles_of(meta["noticed"])) + Counter(roles_of(meta["source"]["counters"]))
+    if roles:
+        logger.warning(
+            "%s: %d chats are left out, for a message of another role than system, user and assistant: %s. Give these "
+            "messages one of the three roles, or remove them from the chats, and build again",
+            where,
+            roles.total(),
+            ", ".join(f"{role!a} {number}" for role, number in roles.most_common()),
+        )

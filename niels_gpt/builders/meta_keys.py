@@ -1,0 +1,141 @@
+"""meta.json: the keys that every cache has, its content sha256, and the commit of a finished build.
+
+The keys of one kind of cache come from its builder: `described` of shards.py, `split` of sft.py, and their settings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.builders.build import Build
+from niels_gpt.builders.split import warn_of_share
+from niels_gpt.builders.writer import TOKEN_DTYPE_NAME
+from niels_gpt.encoding import Tokenizer, tokenizer_identity, tokenizer_sha256
+from niels_gpt.storage import versions
+from niels_gpt.storage.fileio import META_NAME, write_bytes
+from niels_gpt.storage.meta_json import file_records, meta_bytes, parse_object
+
+FORMAT_VERSION = 1
+BUILDER_VERSION = 3  # raised when the same input gives other bytes
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a cache's text comes from, for its meta.json. Nothing in it may depend on the machine."""
+
+    name: str | None = None
+    """dataset_name: the hub's dataset id, or the name of another source."""
+    config: str | None = None
+    """dataset_config: the hub's config; None if it has none."""
+    streaming: bool = False
+    """Whether upstream was streamed, so that determinism depends on upstream's order."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """revision, licence, fingerprint, versions and what else is known: the key `source` of meta.json."""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """What else decides the stream, such as a recipe's settings: a build resumes only under the same ones."""
+    counters: Mapping[str, int] = field(default_factory=dict)
+    """What the loader dropped or repaired, by reason; read when the stream has ended."""
+    from_scratch: str | None = None
+    """The command that builds from scratch, for messages; None if no recipe builds."""
+    position: dict[str, int] | None = None
+    """The loader's position in its files, which a resumed build sets (data.files.rows.Position). With it,
+    provenance["fingerprint"] is that of the files' names and bytes. None, or {} while it is read: a resumed build reads
+    all documents again."""
+
+
+def content_sha256(records: list[dict[str, Any]]) -> str:
+    """Return the sha256 of the lines `<sha256>  <name>`, sorted by name: of the output of `sha256sum`."""
+    lines = sorted((str(record["name"]), str(record["sha256"])) for record in records)
+    return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in lines).encode()).hexdigest()
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the keys of meta.json that identify the tokenizer. Call it before a build: the model may be replaced."""
+    return {
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "vocab_size": int(tokenizer.vocab_size),
+        "special_token_ids": dict(tokenizer.special_token_ids()),
+    }
+
+
+def build_identity(source: Source, tokenizer: Tokenizer, **settings: Any) -> dict[str, Any]:
+    """Return all that is known before a build to decide its bytes: a build resumes only under the same identity.
+
+    It leaves out the fingerprint of the source's files: a resumed build compares the documents instead.
+    """
+    asked = {key: source.provenance.get(key) for key in ("revision", "asked_revision", "exclude")}
+    return {
+        "versions": {"format": FORMAT_VERSION, "builder": BUILDER_VERSION, "sentencepiece": version("sentencepiece")},
+        "source": {"name": source.name, "config": source.config, "streaming": source.streaming, **asked},
+        "recipe": dict(source.recipe),
+        **vocabulary_of(tokenizer),
+        "tokenizer": tokenizer_identity(tokenizer),
+        **settings,
+    }
+
+
+def write_description(
+    work: Path,
+    *,
+    vocabulary: Mapping[str, Any],
+    source: Source,
+    counters: Mapping[str, int],
+    seed: int,
+    shards: dict[str, list[dict[str, Any]]],
+    index: dict[str, dict[str, Any]],
+    totals: dict[str, int],
+    **keys: Any,
+) -> dict[str, Any]:
+    """Write meta.json, the last file of a build, and return it.
+
+    `totals` are also keys of the top level, because the spec's "totals: train_tokens, val_tokens" can mean either.
+    counters: the loader's, as of the last document that was consumed. keys: those of the kind of cache.
+    """
+    meta = {
+        "format_version": FORMAT_VERSION,
+        "builder_version": BUILDER_VERSION,
+        "dataset_name": source.name,
+        "dataset_config": source.config,
+        "streaming": source.streaming,
+        "source": {**source.provenance, "counters": dict(sorted(counters.items()))},
+        "seed": seed,
+        "token_dtype": TOKEN_DTYPE_NAME,
+        **vocabulary,
+        "shards": shards,
+        "index": index,
+        "totals": totals,
+        **totals,
+        **keys,
+    }
+    meta["content_sha256"] = content_sha256(file_records(meta))
+    write_bytes(work / META_NAME, raw := meta_bytes(meta))
+    return parse_object(raw)
+
+
+def describe_and_commit(
+    build: Build,
+    out_dir: str | os.PathLike[str],
+    finish: Callable[[], Mapping[str, Any]],
+    committed: Callable[[dict[str, Any]], None] | None,
+    **known: Any,
+) -> dict[str, Any]:
+    """Finish a build's files, write meta.json, and commit; returns the meta. A killed run can repeat all of it.
+
+    finish: finishes the files and returns their keys of meta.json; known: the other arguments of `write_description`.
+    committed: called with the meta before the build's journal is removed.
+    """
+    meta = build.committed_meta()
+    if meta is None:
+        meta = write_description(build.work, **known, **finish())
+        warn_of_share(out_dir, meta)
+    build.seal(str(meta["content_sha256"]))
+    versions.commit(build.work, out_dir, str(meta["content_sha256"]))
+    if committed is not None:
+        committed(meta)
+    return meta

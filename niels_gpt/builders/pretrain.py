@@ -1,0 +1,175 @@
+"""Builds a pretrain cache in one pass: documents -> train/ and val/ shards, document index, source ids, meta.json.
+
+Memory is bounded by the shuffle buffer and the batches encoded ahead, never by the corpus. `_settings` and `described`
+of shards.py give the keys of meta.json that only this kind has.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from typing import Any
+
+from niels_gpt.builders.build import CHECKPOINT_SECONDS
+from niels_gpt.builders.meta_keys import Source, build_identity, describe_and_commit, vocabulary_of, write_description
+from niels_gpt.builders.resume import NoTextError, open_build
+from niels_gpt.builders.shards import FILES, Shards, with_ids
+from niels_gpt.builders.source import SHUFFLE_ALGORITHM, Shuffled
+from niels_gpt.builders.split import SPLITS, TextSplit, TokenBudget, asked_share
+from niels_gpt.builders.writer import TOKEN_BYTES
+from niels_gpt.encoding import TextEncoder, Tokenizer
+from niels_gpt.progress import Progress
+from niels_gpt.storage import fileio, versions
+
+logger = logging.getLogger(__name__)
+
+_BY_TEXT = (
+    "by text: to val where the first 8 bytes of sha256(seed, newline, text), big-endian, are below {} * 2**64; where "
+    "that would leave a split without a document, the nearest one goes there, to train first"
+)
+BUDGET_RULE = (
+    _BY_TEXT.format("max_val_tokens / (max_train_tokens + max_val_tokens)")
+    + "; the document that meets a full budget is cut and its rest dropped, and so are later ones of that split"
+)
+FRACTION_RULE = _BY_TEXT.format("val_frac")
+
+
+def build_pretrain(
+    documents: Iterable[tuple[str | None, str] | tuple[str | None, str, str | None]],
+    out_dir: str | os.PathLike[str],
+    *,
+    tokenizer: Tokenizer,
+    max_train_tokens: int | None,
+    max_val_tokens: int | None,
+    shard_bytes: int,
+    seed: int,
+    shuffle_buffer: int | None,
+    val_frac: float | None = None,
+    append_eot: bool = False,
+    on_special: str = "drop",
+    num_threads: int = 1,
+    executor: Executor | None = None,
+    source: Source | None = None,
+    split_rule: str = BUDGET_RULE,
+    partial: bool = False,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    committed: Callable[[dict[str, Any]], None] | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Build the cache and commit it at `out_dir`; returns its meta. A killed build resumes.
+
+    documents: (split, text) or (split, text, id); split None: text and seed decide (D5). The id of a document without
+        one is its number in the stream.
+    max_train_tokens, max_val_tokens: tokens, end-of-texts included; None: no limit.
+    val_frac: the share of val, 0 <= val_frac < 1, among documents that name no split; None: max_val_tokens / both. If
+        documents name their split, the share to expect: a warning is logged if the tokens are far from it.
+    shuffle_buffer: documents held by the torch shuffle buffer; None or 0: the order of the stream.
+    num_threads: threads that encode, 0: the caller's own; executor: encodes instead. Neither changes the output.
+    partial: upstream lacks a split; train may then be empty, and `built` in the meta is "partial".
+    checkpoint_seconds: between two checkpoints; 0: one after each batch.
+    committed: called with the meta after the commit; if it fails, the next run finishes this build.
+    progress: called with documents read, tokens written, and tokens of both budgets.
+    Raises: ValueError for bad arguments, for an empty train split, and for text with a sentinel if on_special="raise";
+        CacheError if another process builds here, if something that is no cache is in the way, or if the documents
+        have changed since a killed run; RuntimeError if a worker of the executor dies twice on a batch.
+    """
+    budget = TokenBudget({"train": max_train_tokens, "val": max_val_tokens})
+    source, vocabulary = source or Source(), vocabulary_of(tokenizer)
+    settings = _settings(
+        split_rule, shard_bytes, append_eot, on_special, partial, budget, shuffle_buffer or 0, val_frac
+    )
+    rule = TextSplit(asked_share(settings), seed)
+    encoder = _encoder(tokenizer, on_special, append_eot, rule)
+    identity = build_identity(source, tokenizer, seed=seed, **settings)
+    shuffled = Shuffled(with_ids(documents, source.position), size=shuffle_buffer, seed=seed)
+    with open_build(out_dir, identity, FILES, checkpoint_seconds, source) as build:
+        shards = Shards(build, budget, rule, encoder, shard_bytes, progress)
+        exhausted = shards.fill(shuffled, source, num_threads, executor)
+        if not shards.tokens["train"] and not partial:
+            raise NoTextError(f"{os.fspath(out_dir)}: no token for the train split: {_shortage(shards, source)}")
+        build.checkpoint(shards.state(), ended=True)
+        known = {"vocabulary": vocabulary, "source": source, "seed": seed, **settings}
+        counters = source.counters if exhausted else build.state.counters
+        meta = describe_and_commit(build, out_dir, shards.described, committed, counters=counters, **known)
+    shards.losses.warn(out_dir, meta)
+    _warn_of_unmet_budgets(out_dir, budget)
+    return meta
+
+
+def build_stub(
+    out_dir: str | os.PathLike[str], *, tokenizer: Tokenizer, source: Source, seed: int, shard_bytes: int
+) -> dict[str, Any]:
+    """Commit a cache without data: empty train/ and val/, and a meta.json with `built: false` (PR-03)."""
+    with versions.building(out_dir) as work:
+        for split in SPLITS:
+            fileio.make_dir(work / split)
+        meta = write_description(
+            work,
+            vocabulary=vocabulary_of(tokenizer),
+            source=source,
+            counters=source.counters,
+            seed=seed,
+            shards={split: [] for split in SPLITS},
+            index={},
+            totals={f"{split}_tokens": 0 for split in SPLITS},
+            kind="pretrain",
+            built=False,
+            stub=True,
+            split_rule="not built",
+            shard_bytes=shard_bytes,
+        )
+        versions.commit(work, out_dir, str(meta["content_sha256"]))
+    return meta
+
+
+def _encoder(tokenizer: Tokenizer, on_special: str, append_eot: bool, rule: TextSplit) -> TextEncoder:
+    append = int(tokenizer.special_token_ids()["eot"]) if append_eot else None
+    split_seed = None if rule.share is None else rule.seed
+    return TextEncoder(tokenizer, on_special=on_special, append=append, split_seed=split_seed)
+
+
+def _settings(
+    split_rule: str,
+    shard_bytes: int,
+    append_eot: bool,
+    on_special: str,
+    partial: bool,
+    budget: TokenBudget,
+    shuffle_buffer: int,
+    val_frac: float | None,
+) -> dict[str, Any]:
+    """Return the keys of meta.json for a build's arguments, which decide its bytes. Raises: ValueError for bad ones."""
+    if val_frac is not None and not 0 <= val_frac < 1:
+        raise ValueError(f"val_frac={val_frac}: expected 0 <= val_frac < 1")
+    if shard_bytes < TOKEN_BYTES:
+        raise ValueError(f"shard_bytes={shard_bytes}: expected at least {TOKEN_BYTES}, the bytes of one token")
+    return {
+        "kind": "pretrain",
+        "built": "partial" if partial else True,
+        "split_rule": split_rule,
+        "shard_bytes": shard_bytes,
+        "append_eot": append_eot,
+        "on_special": on_special,
+        "max_train_tokens": budget.limits["train"],
+        "max_val_tokens": budget.limits["val"],
+        "val_frac": val_frac,
+        "shuffle": {"algorithm": SHUFFLE_ALGORITHM if shuffle_buffer else None, "buffer": shuffle_buffer},
+    }
+
+
+def _shortage(shards: Shards, source: Source) -> str:
+    loader = ", ".join(f"{name} {count}" for name, count in sorted(source.counters.items())) or "none"
+    counts = sorted(shards.counts.items())
+    drops = ", ".join(f"{name} {count}" for name, count in counts if name != "documents_read") or "none"
+    return (
+        f"{shards.counts['documents_read']} documents read, {shards.docs['val']} to val, dropped: {drops}, left out by "
+        f"the loader: {loader}. Give it more text"
+    )
+
+
+def _warn_of_unmet_budgets(out_dir: str | os.PathLike[str], budget: TokenBudget) -> None:
+    for split, limit in budget.limits.items():
+        if limit is not None and not budget.full(split):
+            logger.warning("%s: %s ended at %d of %d tokens: no more text", out_dir, split, budget.used[split], limit)

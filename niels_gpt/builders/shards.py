@@ -1,0 +1,276 @@
+"""Writes documents into the token shards of both splits, with index and source ids.
+
+Decides where a shard ends, which document is truncated at its budget, and what is counted as dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.builders import pipeline
+from niels_gpt.builders.build import Build
+from niels_gpt.builders.losses import Losses, loss_keys
+from niels_gpt.builders.meta_keys import Source
+from niels_gpt.builders.resume import seek
+from niels_gpt.builders.source import Batch, ItemKind, Shuffled, SourceState, first_number, item_digest
+from niels_gpt.builders.split import SPLITS, Document, TextSplit, TokenBudget, count_duplicates
+from niels_gpt.builders.writer import OFFSET_DTYPE, TOKEN_BYTES, npy_parts
+from niels_gpt.encoding import DIGEST_BYTES, EncodedTexts, TextEncoder
+from niels_gpt.progress import Progress
+from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import id_lines
+
+_NOT_DROPS = {"documents_read", "cut_documents", "cut_tokens"}
+FILES = {
+    **{f"{split}.bin": split + "/shard_{:05d}.bin" for split in SPLITS},
+    **{f"{split}_docs.bin": None for split in SPLITS},
+    **{f"{split}_ids.txt": f"index/{split}_ids.txt" for split in SPLITS},
+    **{f"{split}_texts.bin": None for split in SPLITS},
+}
+"""The files that a build appends to, for each split: the shard that is being filled, and the starts, source ids and
+text digests of its documents.
+"""
+
+
+def with_ids(documents: Iterable[Sequence[str | None]], position: dict[str, int] | None = None) -> Iterator[Document]:
+    """Give each document without an id its number in the stream. Raises: ValueError naming one that is no document.
+
+    position: that of Source; a resumed build sets the number of the first document in it.
+    """
+    for number, (split, text, *rest) in enumerate(documents, first_number(position)):
+        if not isinstance(text, str):
+            raise ValueError(f"document {number}: its text is a {type(text).__name__}, expected a str")
+        if split not in (None, *SPLITS):
+            raise ValueError(f"document {number}: its split is {split!r}, expected 'train', 'val' or None")
+        yield split, text, str(number) if not rest or rest[0] is None else rest[0]
+
+
+_DOCUMENTS = ItemKind[Document](
+    texts=lambda document: [document[1]],
+    label=lambda document: f"{document[0]}\0{document[2]}",
+    name=lambda document: document[2],
+)
+
+
+class Shards:
+    """Both splits on disk, and the counts of every document that was read."""
+
+    def __init__(
+        self,
+        build: Build,
+        budget: TokenBudget,
+        rule: TextSplit,
+        encoder: TextEncoder,
+        shard_bytes: int,
+        progress: Progress | None,
+    ) -> None:
+        self._build, self._budget, self._rule, self._encoder, self._progress = build, budget, rule, encoder, progress
+        self._shard_bytes = shard_bytes // TOKEN_BYTES * TOKEN_BYTES
+        zero = dict.fromkeys(SPLITS, 0)
+        numbers = {key: zero for key in ("docs", "tokens", "utf8_bytes")}
+        state = build.restored({"counts": {}, "noticed": {}, **numbers, "bound": self._bound()})
+        self._known_bound = state["bound"] if build.last.documents else None
+        self.counts, self.warnings = Counter(state["counts"]), Counter(state["noticed"])
+        self.losses = Losses(encoder, self.warnings)
+        self.docs, self.tokens, self.utf8_bytes = (dict(state[key]) for key in ("docs", "tokens", "utf8_bytes"))
+        for split in SPLITS:
+            finished = sum(record["bytes"] for record in build.finished if record["name"].startswith(f"{split}/"))
+            build.expect(f"{split}.bin", self.tokens[split] * TOKEN_BYTES - finished)
+            build.expect(f"{split}_docs.bin", self.docs[split] * OFFSET_DTYPE.itemsize)
+            build.expect(f"{split}_texts.bin", self.docs[split] * DIGEST_BYTES)
+        budget.used = self.tokens
+        self._expected = None if None in budget.limits.values() else sum(limit or 0 for limit in budget.limits.values())
+
+    def fill(self, documents: Shuffled[Document], source: Source, num_threads: int, executor: Executor | None) -> bool:
+        """Read documents until both budgets are full; returns whether the source has ended instead."""
+        build = self._build
+        if documents.in_order:
+            self._seek(source)
+        with pipeline.encoded(
+            build,
+            documents,
+            source.counters,
+            self._encoder,
+            _DOCUMENTS,
+            exhausted=not self._full(),
+            num_threads=num_threads,
+            executor=executor,
+            report=self._report,
+            settled=self._settled,
+        ) as batches:
+            while not self._full() and (encoded_batch := next(batches, None)) is not None:
+                batch, encoded = encoded_batch
+                consumed = self._add(batch, encoded)
+                build.record_consumed(self._digests(batch, encoded, consumed), batch.states[:consumed])
+                build.checkpoint(self.state())
+                self._report(self.counts["documents_read"])
+        return not self._full()
+
+    def _seek(self, source: Source) -> None:
+        """Let the source begin after the consumed documents, unless the split's bound depends on their texts."""
+        if self._known_bound in (None, self._bound()):
+            seek(self._build, source)
+
+    def _settled(self, documents: Iterator[tuple[Document, SourceState]]) -> Iterator[tuple[Document, SourceState]]:
+        """Yield documents. Raises: CacheError if the split's bound is another one than at the last checkpoint."""
+        settled = documents if self._build.sought else self._rule.settled(documents, self._build.folder)
+        for number, document in enumerate(settled):
+            if number == 0 and self._known_bound not in (None, self._bound()):
+                raise CacheError(
+                    self._build.folder,
+                    "the source changed after the documents that had been read, so that another one is nearest to val",
+                    remedy=self._build.remedy,
+                )
+            yield document
+
+    def described(self) -> dict[str, Any]:
+        """Finish the last shards, the index and the ids; returns the keys of meta.json for them and for the counts."""
+        build, index, ids = self._build, {}, {}
+        for split in SPLITS:
+            fileio.make_dir(build.work / split)
+            if build.files[f"{split}.bin"].num_bytes:
+                self._finish_shard(split)
+        for split in SPLITS:
+            entries = self.docs[split] + 1
+            starts = build.folder / f"{split}_docs.bin"
+            record = build.add(f"index/{split}_docs.npy", npy_parts(starts, entries, self.tokens[split]))
+            index[split] = {**record, "entries": entries}
+        for split in SPLITS:
+            ids[split] = {**build.finish(f"{split}_ids.txt"), "entries": self.docs[split]}
+        shards: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+        for record in build.finished:
+            of_split = shards[record["name"].partition("/")[0]]
+            of_split.append({**record, "tokens": record["bytes"] // TOKEN_BYTES})
+        files = {"shards": shards, "index": index, "ids": ids, "checksums": build.add_checksums(shards, index, ids)}
+        return {**files, **self._counts()}
+
+    def _counts(self) -> dict[str, Any]:
+        full = {split: self._budget.room(split) == 0 for split in SPLITS}
+        unbounded = [split for split in SPLITS if self._budget.limits[split] is None]
+        return {
+            "totals": {f"{split}_tokens": self.tokens[split] for split in SPLITS},
+            "budget_reached": {split: None if split in unbounded else full[split] for split in SPLITS},
+            "docs": self.docs,
+            "utf8_bytes": self.utf8_bytes,
+            "documents_read": self.counts["documents_read"],
+            "dropped": {key: self.counts[key] for key in sorted(self.counts) if key not in _NOT_DROPS},
+            "duplicates": {split: count_duplicates(self._build.folder / f"{split}_texts.bin") for split in SPLITS},
+            "cut": {"documents": self.counts["cut_documents"], "tokens": self.counts["cut_tokens"]},
+            **loss_keys(self.warnings),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return the numbers that a checkpoint keeps."""
+        counters = {"counts": self.counts, "noticed": self.warnings, "bound": self._bound()}
+        return {**counters, "docs": self.docs, "tokens": self.tokens, "utf8_bytes": self.utf8_bytes}
+
+    def _bound(self) -> dict[str, int]:
+        """Return the bound of the split in two halves: it may be 2**64, and a journal's numbers are below 2**63."""
+        return dict(zip(("high", "low"), divmod(self._rule.bound, 1 << 32), strict=True))
+
+    def _full(self) -> bool:
+        return self._budget.full("train") and self._budget.full("val")
+
+    def _digests(self, batch: Batch[Document], encoded: EncodedTexts, consumed: int) -> list[bytes]:
+        pairs = zip(batch.items[:consumed], encoded.digests, strict=False)
+        return [item_digest(_DOCUMENTS.label(document), [digest]) for document, digest in pairs]
+
+    def _add(self, batch: Batch[Document], encoded: EncodedTexts) -> int:
+        """Write the documents of a batch, until both budgets are full; returns how many were consumed."""
+        chosen: dict[str, list[int]] = {split: [] for split in SPLITS}
+        lengths, keys = encoded.lengths.tolist(), encoded.keys.tolist()
+        truncated_bytes: dict[int, int] = {}
+        consumed, full = 0, self._full()
+        for number, document in enumerate(batch.items):
+            if full:  # the documents after it are not consumed
+                break
+            consumed += 1
+            split = document[0] or self._rule.of(keys[number] if keys else 0)
+            if self._is_dropped(split, lengths[number], encoded.problems.get(number)):
+                continue
+            room = self._budget.room(split)
+            if room is not None and lengths[number] >= room:
+                if lengths[number] > room:
+                    truncated_bytes[number] = self._truncate(encoded, number, lengths[number], room)
+                    lengths[number] = room
+                self.tokens[split] += lengths[number]
+                full = self._full()
+            else:
+                self.tokens[split] += lengths[number]
+            if encoded.notes:
+                self.warnings.update(encoded.notes.get(number, ()))
+            chosen[split].append(number)
+        self.losses.look(batch.payload, encoded, sorted(chosen["train"] + chosen["val"]), lengths)
+        for split, numbers in chosen.items():
+            if numbers:
+                kept = np.array([lengths[number] for number in numbers], dtype=np.int64)
+                self._write(split, _ids_of(encoded, numbers)[: int(kept.sum())], kept)
+                names = (batch.items[number][2] for number in numbers)
+                self._build.files[f"{split}_ids.txt"].write(id_lines(names))
+                self._build.files[f"{split}_texts.bin"].write(b"".join(encoded.digests[number] for number in numbers))
+                utf8_bytes = encoded.utf8_bytes[numbers].tolist()
+                sizes = (truncated_bytes.get(number, size) for number, size in zip(numbers, utf8_bytes, strict=True))
+                self.utf8_bytes[split] += sum(sizes)
+        self.counts["documents_read"] += consumed
+        return consumed
+
+    def _is_dropped(self, split: str, length: int, problem: tuple[str, str] | None) -> bool:
+        """Return whether a document is dropped, and count it if so."""
+        reason = self._encoder.accept(problem) if problem else None if length else "empty"
+        if reason is None and self._budget.full(split):
+            reason = "split_full"
+        if reason is not None:
+            self.counts[reason] += 1
+        return reason is not None
+
+    def _truncate(self, encoded: EncodedTexts, number: int, length: int, room: int) -> int:
+        """Count a truncated document; returns the utf-8 bytes of the ids that are kept."""
+        self.counts["cut_documents"] += 1
+        self.counts["cut_tokens"] += length - room
+        start = int(encoded.lengths[:number].sum())
+        of_text = length - (self._encoder.append is not None)
+        kept = encoded.ids[start : start + min(room, of_text)].tolist()  # without end-of-text
+        whole = int(encoded.utf8_bytes[number])
+        decode = getattr(self._encoder.tokenizer, "decode", None)
+        if decode is None:
+            return whole * len(kept) // of_text
+        return min(len(decode(kept).encode(errors="replace")), whole)
+
+    def _write(self, split: str, ids: NDArray[np.uint16], lengths: NDArray[np.int64]) -> None:
+        """Append documents of a split; self.tokens includes them already."""
+        ends = self.tokens[split] - int(lengths.sum()) + np.cumsum(lengths)
+        self._build.files[f"{split}_docs.bin"].write((ends - lengths).astype(OFFSET_DTYPE))
+        self.docs[split] += len(lengths)
+        while len(ids):
+            filling = self._build.files[f"{split}.bin"]
+            room = (self._shard_bytes - filling.num_bytes) // TOKEN_BYTES
+            filling.write(ids[:room])
+            ids = ids[room:]
+            if filling.num_bytes == self._shard_bytes:
+                self._finish_shard(split)
+
+    def _finish_shard(self, split: str) -> None:
+        self._build.finish_shard(f"{split}.bin")
+
+    def _report(self, documents: int) -> None:
+        if self._progress is not None:
+            self._progress(documents, sum(self.tokens.values()), self._expected)
+
+
+def _ids_of(encoded: EncodedTexts, numbers: list[int]) -> NDArray[np.uint16]:
+    """Return the ids of some texts of a batch, concatenated. numbers: ascending."""
+    if len(numbers) == len(encoded.lengths):
+        return encoded.ids
+    ends = np.cumsum(encoded.lengths)
+    wanted = np.asarray(numbers)
+    breaks = np.flatnonzero(np.diff(wanted) != 1)
+    firsts, lasts = wanted[[0, *(breaks + 1)]], wanted[[*breaks, -1]]
+    runs = zip((ends[firsts] - encoded.lengths[firsts]).tolist(), ends[lasts].tolist(), strict=True)
+    return np.concatenate([encoded.ids[begin:end] for begin, end in runs])

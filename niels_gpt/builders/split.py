@@ -1,0 +1,187 @@
+"""Decides which document goes to val (D5), how many tokens of a split still fit, and what counts as a duplicate."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import pickle
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.builders.source import SourceState
+from niels_gpt.encoding import split_keys
+from niels_gpt.special_tokens import find_reserved_literal
+
+logger = logging.getLogger(__name__)
+
+SPLITS = ("train", "val")
+Document = tuple[str | None, str, str]
+"""Split (None: by its text), text, and the document's id in its source."""
+
+_KEYS = 1 << 64  # values of a split key
+_HELD_BYTES = 1 << 30  # of documents that wait on disk until both splits have one; in memory up to:
+_HELD_IN_MEMORY = 8 << 20
+_HELD_DOCUMENTS = 100_000
+_HELD_CHANCES = 20  # one in e**20 streams has no val document among 20 / share documents
+_DIGEST_DTYPE: np.dtype[np.uint64] = np.dtype("<u8")
+MAX_DIGESTS = 1 << 24
+"""Distinct digests in a pass over a file: 128 MiB, and as much again while they are sorted."""
+_READ_DIGESTS = 1 << 20  # at once
+
+
+class TextSplit:
+    """Splits documents by text and seed, independent of order, of other documents, and of the tokenizer.
+
+    A document goes to val if its key (`split_keys`) is below `bound`, which is share * 2**64. If all documents of a
+    stream would go to one split, `bound` is the nearest number that gives each split a document, train first. So equal
+    texts are always in one split.
+    """
+
+    def __init__(self, share: Fraction | None, seed: int) -> None:
+        """share: of the documents that go to val, 0 to 1; None if every document names its split."""
+        self.share, self.seed = share, seed
+        self.bound = math.ceil((share or 0) * _KEYS)
+        """Keys below it mean val. Final once `settled` has yielded the first document."""
+
+    def of(self, key: int) -> str:
+        """Return the split of a text by its key. Raises: ValueError if no share of val is known."""
+        if self.share is None:
+            raise ValueError("a document names no split: expected val_frac, or a bound of the tokens of both splits")
+        return "val" if key < self.bound else "train"
+
+    def settled(
+        self, documents: Iterator[tuple[Document, SourceState]], folder: Path
+    ) -> Iterator[tuple[Document, SourceState]]:
+        """Yield documents once `bound` is final: when both splits have a document, or the stream has ended.
+
+        Documents wait in an unnamed file in `folder`: at most 1 GiB, 100,000 documents, and 20 times as many as give
+        each split one on average. After that, or at a document that names its split, `bound` stays as it is.
+        """
+        if self.share is None or not 0 < self.bound < _KEYS:
+            yield from documents
+            return
+        limit = min(math.ceil(_HELD_CHANCES / min(self.share, 1 - self.share)), _HELD_DOCUMENTS)
+        with tempfile.SpooledTemporaryFile(_HELD_IN_MEMORY, mode="w+b", dir=os.fspath(folder)) as held:
+            count = self._hold(documents, held, limit)
+            held.seek(0)
+            for _ in range(count):
+                yield pickle.load(held)
+        yield from documents
+
+    def _hold(
+        self,
+        documents: Iterator[tuple[Document, SourceState]],
+        held: tempfile.SpooledTemporaryFile[bytes],
+        limit: int,
+    ) -> int:
+        """Write documents until the bound is known, and set it; returns their number."""
+        count, lowest, highest = 0, _KEYS, -1
+        for document, state in documents:
+            pickle.dump((document, state), held)
+            count += 1
+            split, text, _ = document
+            if split is not None:
+                return count
+            if text and find_reserved_literal(text) is None:  # others are dropped
+                key = int(split_keys([text.encode(errors="surrogatepass")], self.seed)[0])
+                lowest, highest = min(lowest, key), max(highest, key)
+            if lowest < self.bound <= highest or count == limit or held.tell() >= _HELD_BYTES:
+                return count
+        if highest >= 0:  # train first: a single text goes there
+            self.bound = min(max(self.bound, lowest + 1), highest)
+        return count
+
+
+def asked_share(meta: Mapping[str, Any]) -> Fraction | None:
+    """Return the share of val that a build was asked for; None if upstream made the splits, or it is unknown."""
+    if meta.get("val_frac") is not None:
+        return Fraction(float(meta["val_frac"]))
+    train, val = (meta.get(f"max_{split}_tokens") for split in SPLITS)
+    if train is None or val is None:
+        return None
+    return Fraction(val, train + val) if train + val else Fraction(0)
+
+
+def warn_of_share(out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
+    """Log a warning if val's share of the tokens is below half of what was asked for, or above twice as much.
+
+    A difference of one document of average length is allowed, because a cache of few documents cannot avoid it.
+    """
+    asked, tokens = asked_share(meta), [int(meta["totals"][f"{split}_tokens"]) for split in SPLITS]
+    num = sum(int(meta["index"][split]["entries"]) - (meta["kind"] == "pretrain") for split in SPLITS)
+    if not asked or num < 2:
+        return
+    share, one = Fraction(tokens[1], sum(tokens)), Fraction(1, num)
+    if not asked / 2 - one <= share <= 2 * asked + one:
+        logger.warning(
+            "%s: val has %s of %s tokens, %.1f %%, and %.1f %% were asked for. Documents are split whole, so a few "
+            "long ones decide the share: cut them into parts, or use another seed",
+            os.fspath(out_dir),
+            f"{tokens[1]:,}",
+            f"{sum(tokens):,}",
+            100 * share,
+            100 * asked,
+        )
+
+
+@dataclass
+class TokenBudget:
+    """How many tokens each split has, and how many it may have."""
+
+    limits: dict[str, int | None]
+    """At most this many tokens in each split; None: no limit."""
+    used: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    """Tokens of each split so far."""
+
+    def __post_init__(self) -> None:
+        for split, limit in self.limits.items():
+            if limit is not None and limit < 0:
+                raise ValueError(f"max_{split}_tokens={limit}: expected 0 or more tokens")
+
+    def room(self, split: str) -> int | None:
+        """Return the number of tokens that still fit; None: no limit."""
+        limit = self.limits[split]
+        return None if limit is None else limit - self.used[split]
+
+    def full(self, split: str) -> bool:
+        """Whether no further token fits."""
+        return self.room(split) == 0
+
+
+def count_duplicates(path: Path, *, max_digests: int = MAX_DIGESTS) -> int:
+    """Return how many of a file's 8-byte digests equal an earlier one in the file.
+
+    max_digests: about as many are in memory. A larger file is read several times, once for each range of digests.
+    """
+    count = path.stat().st_size // _DIGEST_DTYPE.itemsize
+    passes = max(1, -(-count // max_digests))
+    return count - sum(_count_distinct(path, number, passes, max_digests) for number in range(passes))
+
+
+def num_duplicates(digests: NDArray[np.generic]) -> int:
+    """Return how many of the digests equal an earlier one."""
+    return len(digests) - len(np.unique(digests))
+
+
+def _count_distinct(path: Path, number: int, passes: int, max_digests: int) -> int:
+    """Count the distinct digests in one of `passes` ranges; equal ones are removed on the way, to bound memory."""
+    distinct = np.empty(0, dtype=_DIGEST_DTYPE)
+    parts, held = [distinct], 0
+    with open(path, "rb") as file:
+        while len(some := np.fromfile(file, dtype=_DIGEST_DTYPE, count=_READ_DIGESTS)):
+            if passes > 1:
+                some = some[(some >> np.uint64(32)) * np.uint64(passes) >> np.uint64(32) == number]
+            parts.append(some)
+            held += len(some)
+            if held > 2 * max(max_digests, len(distinct)):
+                distinct = np.unique(np.concatenate(parts))
+                parts, held = [distinct], len(distinct)
+    return len(np.unique(np.concatenate(parts)))

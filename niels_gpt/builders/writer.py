@@ -1,0 +1,127 @@
+"""Writes a cache's files as streams and hashes them: token files, .npy offsets, lines of source ids.
+
+Token files are headerless little-endian uint16. Arrays of offsets are .npy files (version 1.0) of little-endian int64.
+docs/formats.md gives both byte by byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from niels_gpt.encoding import TOKEN_DTYPE
+from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import OutputFile
+from niels_gpt.storage.meta_json import open_regular
+
+OFFSET_DTYPE: np.dtype[np.int64] = np.dtype("<i8")
+TOKEN_DTYPE_NAME = "uint16-le"
+TOKEN_BYTES = TOKEN_DTYPE.itemsize
+BLOCK_BYTES = 1 << 16
+"""Bytes of a file that one CRC-32 of index/crc32.bin stands for."""
+_NPY_HEADER_BYTES = 128
+_READ_BYTES = 1 << 20
+
+
+class HashedFile:
+    """An append-only file, its sha256, and the CRC-32 of each of its blocks."""
+
+    def __init__(self, path: Path, *, keep: int = 0, sha256: str | None = None) -> None:
+        """keep, sha256: the bytes to keep of an earlier run, and their hash; later bytes are truncated.
+
+        Raises: CacheError if the file does not begin with those bytes.
+        """
+        self.path = path
+        self.crcs = array("I")
+        self._sha256 = hashlib.sha256()
+        self._crc = 0
+        if keep:
+            self._reread(keep, sha256)
+        self._file = OutputFile(path, keep=keep)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file, those of earlier runs included."""
+        return self._file.num_bytes
+
+    @property
+    def sha256(self) -> str:
+        """The hex sha256 of the bytes so far."""
+        return self._sha256.hexdigest()
+
+    def write(self, content: Any) -> None:
+        """Append bytes, or anything with a buffer of them."""
+        view = memoryview(content).cast("B") if len(content) else memoryview(b"")
+        position = self._file.num_bytes
+        self._file.write(view)
+        self._hash(view, position)
+
+    def sync(self) -> None:
+        """Make the bytes written so far durable."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def moved(self, root: Path, name: str) -> dict[str, Any]:
+        """Sync and close the file and move it to `root/name`; returns its name, bytes and sha256."""
+        self.sync()
+        self.close()
+        fileio.make_dir((root / name).parent)
+        fileio.rename(self.path, root / name)
+        return {"name": name, "bytes": self.num_bytes, "sha256": self.sha256}
+
+    def checksums(self) -> bytes:
+        """Return the CRC-32 of each block, as uint32-le; the last block may be shorter."""
+        whole = np.asarray(self.crcs, dtype="<u4").tobytes()
+        return whole + self._crc.to_bytes(4, "little") if self.num_bytes % BLOCK_BYTES else whole
+
+    def _hash(self, view: memoryview, position: int) -> None:
+        self._sha256.update(view)
+        while len(view):
+            part = view[: BLOCK_BYTES - position % BLOCK_BYTES]
+            self._crc = zlib.crc32(part, self._crc)
+            position += len(part)
+            view = view[len(part) :]
+            if position % BLOCK_BYTES == 0:
+                self.crcs.append(self._crc)
+                self._crc = 0
+
+    def _reread(self, keep: int, sha256: str | None) -> None:
+        position = 0
+        with open(open_regular(self.path), "rb") as file:
+            while position < keep and (content := file.read(min(_READ_BYTES, keep - position))):
+                self._hash(memoryview(content), position)
+                position += len(content)
+        if position < keep or self.sha256 != sha256:
+            expected = f"{keep} of sha256 {str(sha256)[:12]} by the journal"
+            raise CacheError(self.path, f"{position} bytes of sha256 {self.sha256[:12]}", expected)
+
+
+def checksums_of(path: Path, num_bytes: int, sha256: str) -> bytes:
+    """Compare a finished file with its record; returns the CRC-32 of its blocks. Raises: CacheError, OSError."""
+    file = HashedFile(path, keep=num_bytes, sha256=sha256)
+    file.close()
+    return file.checksums()
+
+
+def npy_parts(path: Path, entries: int, last: int) -> Iterator[bytes]:
+    """Yield an .npy file of `entries` int64: those in the file at `path`, and `last`."""
+    yield npy_header(entries)
+    with open(path, "rb") as file:
+        yield from iter(lambda: file.read(_READ_BYTES), b"")
+    yield last.to_bytes(OFFSET_DTYPE.itemsize, "little")
+
+
+def npy_header(count: int) -> bytes:
+    """Return the 128 bytes that numpy.save puts before an int64 [count] array (NEP 1, version 1.0)."""
+    entry = f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({count},), }}".encode()
+    return b"\x93NUMPY\x01\x00v\x00" + entry.ljust(_NPY_HEADER_BYTES - 11) + b"\n"

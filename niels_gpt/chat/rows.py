@@ -1,0 +1,216 @@
+"""Chats, or given ids and masks, become rows: truncated, checked, and counted where they are dropped.
+
+    tokenizer = open_tokenizer("meta-llama/Llama-3.1-8B-Instruct")
+    rows = chat_rows([("a", [{"role": "user", "content": "Hi"}, ...])], tokenizer, seq_length=2048, counters=Counter())
+
+`show_rows` prints rows with the supervised tokens marked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.chat.template_process import Messages
+from niels_gpt.chat.templates import EMPTY_REPLY, LEADING_REPLY, RefusedChat
+from niels_gpt.chat.tokenizers import SPECIAL_TEXT, ChatTokenizer
+
+ROWS = "rows"
+EMPTY, NO_SUPERVISED = "empty", "no_supervised"
+TRUNCATED, TOKENS_CUT, MERGED = "truncated", "tokens_cut", "merged_at_reply_edge"
+NOT_DROPPED = (TRUNCATED, TOKENS_CUT, MERGED, LEADING_REPLY, EMPTY_REPLY)
+"""Counters of what happened to rows that are kept; every other counter but ROWS counts what is dropped."""
+GIVEN_FIELDS = ("input_ids", "loss_mask")
+"""The fields of a given row."""
+_BATCH = 256  # chats encoded at once
+_GREEN, _DIM, _PLAIN = "\x1b[42;30m", "\x1b[2m", "\x1b[0m"
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0, DEL and C1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sample: neither shifted nor padded, truncated to the sequence length. L: its tokens."""
+
+    id: str
+    """Its id in the source."""
+    input_ids: NDArray[np.int32]
+    """int32 [L]."""
+    loss_mask: NDArray[np.uint8]
+    """uint8 [L]: 1 at each token that carries loss."""
+    cut: int = 0
+    """How many tokens were truncated."""
+
+
+def chat_rows(
+    chats: Iterable[tuple[str, Messages]],
+    tokenizer: ChatTokenizer,
+    *,
+    seq_length: int,
+    counters: Counter[str],
+    vocab_size: int | None = None,
+    on_special: str = "drop",
+) -> Iterator[Row]:
+    """Yield the rows of chats, id and messages, in order; only those with a supervised token.
+
+    vocab_size: of the target; None: of the tokenizer.
+    on_special: what to do with a chat in which a message holds the literal of a special token, which the tokenizer
+        would turn into that token: "drop", or "raise" ValueError.
+    counters receives the rows as "rows", of them those "truncated" to seq_length and their "tokens_cut", and those with
+    a supervised token that also holds characters outside of a reply, "merged_at_reply_edge"; and what is dropped:
+    "empty" chats without a message, "no_supervised" without a reply in the first seq_length tokens, "special_text", and
+    "refused_by_template" for those that the template raises an error for.
+    Raises: ValueError if no row is left, for an id outside the vocabulary, and as tokenizer.encode_chats.
+    """
+    if on_special not in ("drop", "raise"):
+        raise ValueError(f"on_special={on_special!r}: expected 'drop' or 'raise'")
+    builder = _RowBuilder(counters, seq_length, tokenizer.vocab_size if vocab_size is None else vocab_size, "chat")
+    tokenizer.encode_chats([])  # fail early if the template cannot be used
+    stream = iter(chats)
+    while batch := list(islice(stream, _BATCH)):
+        kept = [(name, messages) for name, messages in batch if builder.has_reply(messages)]
+        for (name, _), encoded in zip(kept, tokenizer.encode_chats(kept), strict=True):
+            if isinstance(encoded, RefusedChat):
+                if encoded.reason == SPECIAL_TEXT and on_special == "raise":
+                    raise ValueError(f"{encoded.found}. Remove it from the source, or have such chats dropped")
+                builder.drop(encoded.reason, encoded.found)
+                continue
+            row = builder.row(name, np.asarray(encoded.ids, np.int64), np.asarray(encoded.mask, np.uint8))
+            if row is not None:
+                counters.update([MERGED] * encoded.merged + list(encoded.unsupervised))
+                yield row
+    builder.check_not_empty()
+
+
+def given_rows(
+    rows: Iterable[tuple[str, Mapping[str, Any]]], *, vocab_size: int, seq_length: int, counters: Counter[str]
+) -> Iterator[Row]:
+    """Yield rows, id and fields, that already have ids and mask; only those with a supervised token.
+
+    input_ids: integers below vocab_size; loss_mask: as many 0, 1 or bools; both lists or 1-D arrays.
+    counters: as in `chat_rows`, as far as they apply.
+    Raises: ValueError naming row and field for anything else, and if no row is left.
+    """
+    builder = _RowBuilder(counters, seq_length, vocab_size, "row")
+    for name, fields in rows:
+        ids, mask = (_array(name, fields, field) for field in GIVEN_FIELDS)
+        if len(ids) != len(mask):
+            raise ValueError(f"row {name!r}: loss_mask has {len(mask)} values, expected {len(ids)} as input_ids has")
+        if ((mask != 0) & (mask != 1)).any():
+            wrong = int(np.argmax((mask != 0) & (mask != 1)))
+            raise ValueError(f"row {name!r}: loss_mask is {mask[wrong]} at token {wrong}, expected 0 or 1")
+        row = builder.row(name, ids, mask.astype(np.uint8))
+        if row is not None:
+            yield row
+    builder.check_not_empty()
+
+
+def _array(name: str, fields: Mapping[str, Any], field: str) -> NDArray[Any]:
+    value = fields.get(field)
+    if value is None:
+        raise ValueError(f"row {name!r}: has no {field}, expected a list of integers")
+    try:
+        array = np.asarray(value)
+    except ValueError:  # a list of lists of different lengths
+        array = np.empty((0, 0))
+    if array.shape == (0,):
+        return array.astype(np.int64)
+    kinds, expected = ("iu", "integers") if field == "input_ids" else ("iub", "0 and 1")
+    if array.ndim != 1 or array.dtype.kind not in kinds:
+        raise ValueError(f"row {name!r}: {field} is {_printable(repr(value)[:60])}, expected a list of {expected}")
+    return array
+
+
+class _RowBuilder:
+    """Makes rows, and counts what is kept and dropped."""
+
+    def __init__(self, counters: Counter[str], seq_length: int, vocab_size: int, kind: str) -> None:
+        if seq_length < 2:
+            raise ValueError(f"seq_length={seq_length}: expected at least 2 tokens, one to see and one to predict")
+        self._counters, self._seq_length, self._vocab_size, self._kind = counters, seq_length, vocab_size, kind
+        self._dropped: Counter[str] = Counter()
+        self._kept = 0
+        self._first_problem = ""
+
+    def has_reply(self, messages: Messages) -> bool:
+        """Whether a chat has an assistant's message; a chat without one is dropped."""
+        if any(message["role"] == "assistant" for message in messages):
+            return True
+        self.drop(NO_SUPERVISED if messages else EMPTY)
+        return False
+
+    def drop(self, reason: str, problem: str = "") -> None:
+        """Count a chat or row that is dropped. problem: what is wrong with it, for the error if no row is left."""
+        self._counters[reason] += 1
+        self._dropped[reason] += 1
+        self._first_problem = self._first_problem or problem
+
+    def row(self, name: str, ids: NDArray[Any], mask: NDArray[np.uint8]) -> Row | None:
+        """Truncate ids and mask to a row; None for one that is dropped.
+
+        The first token is never predicted, so it supervises nothing.
+        """
+        wrong = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
+        if len(wrong):
+            raise ValueError(
+                f"{self._kind} {name!r}: token {wrong[0]} of input_ids has id {ids[wrong[0]]}, expected 0 <= id < "
+                f"{self._vocab_size}, the target's vocabulary. Use the target's own tokenizer"
+            )
+        cut = max(0, len(ids) - self._seq_length)
+        ids, mask = ids[: self._seq_length], mask[: self._seq_length]
+        if not mask[1:].any():
+            self.drop(NO_SUPERVISED if len(ids) else EMPTY)
+            return None
+        self._kept += 1
+        self._counters[ROWS] += 1
+        if cut:
+            self._counters.update({TRUNCATED: 1, TOKENS_CUT: cut})
+        return Row(name, ids.astype(np.int32), mask, cut)
+
+    def check_not_empty(self) -> None:
+        """Raise ValueError unless a row was kept."""
+        if self._kept:
+            return
+        reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(self._dropped.items()))
+        why = f"all {self._dropped.total()} were dropped: {reasons}" if reasons else "none was read"
+        first = f". The first: {self._first_problem}" if self._first_problem else ""
+        raise ValueError(
+            f"not one {self._kind} is left for the target; {why}{first}. Expected at least one with a token of an "
+            f"assistant's reply among its first {self._seq_length}"
+        )
+
+
+def show_rows(rows: Iterable[Row], tokenizer: ChatTokenizer, *, color: bool) -> str:
+    """Return each row as a heading and its text, for a terminal.
+
+    Supervised tokens have a green background and the others are dim; without color they stand in [[ ]].
+    """
+    return "\n\n".join(f"{_heading(row)}\n{_marked(row, tokenizer, color)}" for row in rows)
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def _heading(row: Row) -> str:
+    cut = f", {row.cut} more cut" if row.cut else ""
+    return f"{_printable(row.id)}: {len(row.input_ids)} tokens, {int(row.loss_mask.sum())} supervised{cut}"
+
+
+def _marked(row: Row, tokenizer: ChatTokenizer, color: bool) -> str:
+    edges = [0, *(np.flatnonzero(np.diff(row.loss_mask)) + 1).tolist(), len(row.loss_mask)]
+    parts = []
+    for start, end in pairwise(edges):
+        decoded = tokenizer.decode(row.input_ids[start:end].tolist())
+        text = _CONTROLS.sub(lambda found: ascii(found.group())[1:-1], decoded)  # it must not command the terminal
+        if color:
+            parts.append(f"{_GREEN if row.loss_mask[start] else _DIM}{text}{_PLAIN}")
+        else:
+            parts.append(f"[[{text}]]" if row.loss_mask[start] else text)
+    return "".join(parts)

@@ -1,0 +1,147 @@
+"""Renders chat templates in another process, which a template can neither hang nor fill: template_worker.py.
+
+One such process serves all templates of this process. It starts with the first chat, and again after a template has run
+into a limit. A text depends on template, chat and variables alone, so it does not matter which process renders it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.chat import template_worker
+
+Messages = Sequence[Mapping[str, str]]
+"""A chat: each message has `role` and `content`."""
+Job = tuple[int, int, dict[str, Any]]
+"""Number of the chat, how many of its messages are rendered, variables beside those of all jobs."""
+Outcome = tuple[str, str]
+"""text and the text; syntax or raised and jinja's error; long and the number of characters."""
+
+_SECONDS, _OF_A_MESSAGE, _OF_A_CHARACTER = 2.0, 1e-3, 1e-6  # CPU time of a request: at least ten times what it takes
+_WALL = 4.0, 10.0  # wall time: by the CPU time, and added, for a machine that has other work too
+_START_S = 120.0
+_MAX_CHARS = 1 << 22, 16  # of a text: four million, or sixteen times the chat and the template
+
+
+class TemplateLimitError(ValueError):
+    """A template used more time or memory than it may. The message continues the template's name."""
+
+
+class TemplateProcess:
+    """The process, started on demand. Threads may share it; a forked child starts its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pid = 0
+
+    def render(
+        self, template: str, variables: Mapping[str, Any], chats: Sequence[Messages], jobs: Sequence[Job]
+    ) -> list[Outcome]:
+        """Return the outcome of each job. Raises: TemplateLimitError; RuntimeError where it cannot be started."""
+        sizes = [[len(message["content"]) for message in chat] for chat in chats]
+        messages = sum(end for _, end, _ in jobs)
+        chars = sum(sum(sizes[number][:end]) + len(template) for number, end, _ in jobs)
+        seconds = _SECONDS + _OF_A_MESSAGE * messages + _OF_A_CHARACTER * chars
+        longest = max((sum(size) for size in sizes), default=0)
+        request = {
+            "template": template,
+            "variables": dict(variables),
+            "chats": [[dict(message) for message in chat] for chat in chats],
+            "jobs": jobs,
+            "seconds": seconds,
+            "max_chars": max(_MAX_CHARS[0], _MAX_CHARS[1] * (longest + len(template))),
+        }
+        with self._lock:
+            outcomes = self._answer(request, seconds)
+        if any(kind == "memory" for kind, _ in outcomes):
+            raise TemplateLimitError(f"takes more than {template_worker.MEMORY_BYTES >> 20} MiB of memory")
+        return [(kind, text) for kind, text in outcomes]
+
+    def stop(self) -> None:
+        """End the process, if this process started it."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+        if self._pid == os.getpid():  # a forked child has copies of the pipes, and must not end its parent's process
+            process.kill()
+            process.wait()
+        else:
+            process.returncode = 0  # else its destructor warns
+
+    def _answer(self, request: Any, seconds: float) -> Any:
+        if self._process is None or self._pid != os.getpid() or self._process.poll() is not None:
+            self.stop()
+            self._start()
+        process = self._process
+        assert process is not None
+        try:
+            return self._exchange(process, request, _WALL[0] * seconds + _WALL[1])
+        except (EOFError, OSError, TimeoutError) as error:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0 if isinstance(error, TimeoutError) else 5)
+            code = process.returncode
+            self.stop()
+            if code == -signal.SIGXCPU or isinstance(error, TimeoutError):
+                raise TemplateLimitError(f"did not end within {seconds:.0f} s") from None
+            raise TemplateLimitError(f"ended the process that renders it (exit status {code})") from None
+        except BaseException:  # an interrupt: the answer must not be taken for that of the next request
+            self.stop()
+            raise
+
+    def _start(self) -> None:
+        command = [sys.executable, "-P", str(Path(template_worker.__file__))]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        self._pid = os.getpid()
+        try:
+            self._exchange(self._process, sys.path, _START_S)
+        except (EOFError, OSError, TimeoutError) as error:
+            self.stop()
+            started = " ".join(command)
+            raise RuntimeError(
+                f"the process that renders chat templates did not start ({error!r}): {started}"
+            ) from error
+
+    @staticmethod
+    def _exchange(process: subprocess.Popen[bytes], request: Any, seconds: float) -> Any:
+        """Send a request; returns the answer. Raises: TimeoutError after `seconds`; EOFError, OSError."""
+        assert process.stdin is not None and process.stdout is not None
+        template_worker.send(process.stdin, request)
+        deadline, pipe = time.monotonic() + seconds, process.stdout.fileno()
+
+        def read(size: int) -> bytes:
+            content = bytearray()
+            while len(content) < size:
+                ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise TimeoutError
+                part = os.read(pipe, min(size - len(content), 1 << 20))
+                if not part:
+                    raise EOFError
+                content += part
+            return bytes(content)
+
+        return json.loads(read(int.from_bytes(read(8), "little")))
+
+
+PROCESS = TemplateProcess()
+"""The one that all templates of this process share."""
+atexit.register(PROCESS.stop)

@@ -1,0 +1,248 @@
+"""Run a frozen target over chats once, and store what an EAGLE-3 draft is trained on.
+
+    python -m niels_gpt.eagle3.precompute --target-model MODEL --input-data chats.jsonl --output-dir DIR --dry-run
+    python -m niels_gpt.eagle3.precompute --target-model MODEL --input-data chats.jsonl --output-dir DIR --show 3
+    python -m niels_gpt.eagle3.precompute --target-model MODEL --input-data chats.jsonl --output-dir DIR --resume
+
+MODEL is the folder of a transformers model or its id on the hub. The input is a source of chats of the project
+(dolly15k, oasst1, or a user-defined source by its name), or a file, folder or pattern of JSONL, JSON or parquet: chats,
+or rows of input_ids and loss_mask. --resume continues a run that was killed, with any number of workers: the bytes are
+those of a run without interruption.
+
+Exit status: 0 good, 1 failed or does not fit, 2 usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from niels_gpt.commands.console import ERRORS, exit_status, log_to_stderr
+from niels_gpt.progress import Progress
+from niels_gpt.recipes.eagle3.options import GROUPS, Options, flag_name
+from niels_gpt.recipes.eagle3.prepare import Prepared, carry_out, prepare, resolve
+from niels_gpt.settings import Settings
+
+if TYPE_CHECKING:
+    from niels_gpt.eagle3.produce.estimate import Estimate
+
+_LINE_EVERY_S = 10.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with arguments, default those of the process; returns the exit status."""
+    parser = _parser()
+    arguments = vars(parser.parse_args(argv))
+    log_to_stderr()
+    dry_run, settings = arguments.pop("dry_run"), Settings(source_root=arguments.pop("source_root"))
+    try:
+        options = _options(arguments)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    kept = "; finished shards stay: resume with the same command and --resume"
+    return exit_status(
+        lambda: _run(options, settings, dry_run=dry_run),
+        errors=(*ERRORS, RuntimeError),
+        usage=argparse.ArgumentError,  # raised by the parser alone: every other error has the status 1
+        kept=kept,
+        unread=1,
+    )
+
+
+def _options(arguments: dict[str, Any]) -> Options:
+    template, layers = arguments["chat_template"], arguments["aux_layer_ids"]
+    if template is not None:
+        arguments["chat_template"] = template.read_text(encoding="utf-8")
+    return Options(**{**arguments, "aux_layer_ids": None if layers is None else tuple(layers)})
+
+
+def _run(options: Options, settings: Settings, *, dry_run: bool) -> int:
+    from niels_gpt.eagle3.produce.estimate import estimate, refuse_without_room
+    from niels_gpt.eagle3.produce.resume_checks import finished_shards
+
+    assert options.output_dir is not None
+    resolved = resolve(options, settings)
+    _hint_at_threads(options.workers, resolved.run)
+    with _progress("tokenizing", "samples") as show:
+        prepared = prepare(resolved, tokenized=lambda samples, _: show(0, samples, None))
+    if prepared.shown:
+        from niels_gpt.chat.rows import show_rows
+
+        print(show_rows(prepared.shown, resolved.tokenizer, color=sys.stdout.isatty()), flush=True)
+    done = finished_shards(options.output_dir, prepared.plan, resume=options.resume)
+    sizes = estimate(options.output_dir, prepared.plan, prepared.samples, done=done)
+    _print_estimate(sizes, prepared, options.output_dir)
+    if dry_run:
+        return 0 if sizes.fits else 1
+    refuse_without_room(options.output_dir, sizes)
+    with _progress("target", "tok") as show:
+        produced = carry_out(prepared, options.output_dir, resume=options.resume, progress=show)
+    _print_made(produced.meta, options.output_dir, produced.shards)
+    return 0
+
+
+def _hint_at_threads(workers: int, run: dict[str, Any]) -> None:
+    """Print a hint where workers share cores; the number of threads decides the bytes, so it is not changed here."""
+    cores = len(os.sched_getaffinity(0))
+    if workers > 1 and run["device"] == "cpu" and workers * run["threads"] > cores:
+        print(
+            f"hint: {workers} workers of {run['threads']} threads each share {cores} cores and slow each other down; "
+            f"name --threads {max(1, cores // workers)} for a new cache",
+            file=sys.stderr,
+        )
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+def _print_estimate(sizes: Estimate, prepared: Prepared, folder: Path) -> None:
+    manifest = prepared.plan.manifest
+    print(
+        f"{sizes.samples:,} samples, {sizes.tokens:,} tokens, {sizes.supervised_share:.1%} supervised; "
+        f"mean length {sizes.mean_length:.0f}, longest {sizes.max_length} of {manifest['seq_length']}"
+    )
+    for what, counts in (("left out", prepared.plan.dropped), ("altered", prepared.plan.altered)):
+        if counts:
+            print(f"{what}: {', '.join(f'{reason} {number:,}' for reason, number in counts.items())}")
+    draft = f"draft vocabulary {manifest['draft_vocab_size']:,} of {manifest['target_vocab_size']:,}"
+    topk = manifest.get("target_probs_topk") or "all"
+    print(f"format version {manifest['format_version']}, {manifest['dtype']}, {draft}, probabilities kept: {topk}")
+    finished = f", {sizes.shards_done:,} of them finished" if sizes.shards_done else ""
+    print(f"{sizes.shards:,} shards{finished}, {sizes.batches:,} batches")
+    holes = "padding is holes there" if sizes.has_holes else "no holes on that file system"
+    print(
+        f"{folder}: {prepared.plan.layout.token_bytes:,} bytes a token; {sizes.apparent_bytes:,} bytes of files with "
+        f"padding and embeddings; to write {sizes.to_write_bytes:,} ({holes}), free {sizes.free_bytes:,}: "
+        f"{'fits' if sizes.fits else 'does not fit'}",
+        flush=True,
+    )
+
+
+def _print_made(meta: dict[str, Any], folder: Path, shards: int) -> None:
+    from niels_gpt.eagle3.format.manifest import layout_of
+    from niels_gpt.eagle3.produce.positions import Counts
+
+    totals, token_bytes = meta["totals"], layout_of(meta["manifest"], folder).token_bytes
+    on_disk = sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
+    print(f"{folder}: {'made ' + format(shards, ',') + ' shards' if shards else 'up to date'}")
+    kept = "all" if meta["kept_mass"] is None else f"{meta['kept_mass']:.4f}"
+    print(
+        f"{totals['samples']:,} samples, {totals['tokens']:,} tokens, {Counts.of_meta(meta)}, "
+        f"probability mass kept: {kept}\n"
+        f"{token_bytes:,} bytes a token; {meta['disk_bytes']:,} bytes of files with padding and embeddings, "
+        f"{on_disk:,} on disk"
+    )
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _progress(title: str, unit: str) -> Iterator[Progress]:
+    """Yield a progress callback whose items are bytes: a bar on a terminal, elsewhere a line every ten seconds."""
+    if not sys.stderr.isatty():
+        yield _Lines(title, unit)
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=title, unit=unit, unit_scale=True, leave=False) as bar:
+        speed = _Speed()
+
+        def show(size: int, done: int, total: int | None) -> None:
+            if bar.total is None and total is not None:  # the first call: what an earlier run has done
+                bar.total, bar.initial, bar.n = total, done, done
+            if speed.update(done, size) is None:  # the bar measures its own speed from here, too
+                bar.initial = bar.n = bar.last_print_n = done
+                bar.start_t = bar.last_print_t = time.time()
+            elif size:
+                bar.set_postfix_str(f"{speed.bytes_per_s / 1e6:.1f} MB/s", refresh=False)
+            bar.update(done - bar.n)
+
+        yield show
+
+
+class _Speed:
+    """The speed since the first work was reported: loading the target, which comes before, does not count."""
+
+    def __init__(self) -> None:
+        self._start: tuple[float, int, int] | None = None
+        self._before: int | None = None
+        self.bytes_per_s = 0.0
+
+    def update(self, done: int, size: int) -> float | None:
+        """Return the units per second; None where nothing can be measured yet. size: bytes written."""
+        now = time.monotonic()
+        if self._before is None or done == self._before:
+            self._before = done
+            return None
+        if self._start is None:
+            self._start = now, done, size
+            return None
+        start, done_then, size_then = self._start
+        seconds = max(now - start, 1e-9)
+        self.bytes_per_s = (size - size_then) / seconds
+        return (done - done_then) / seconds
+
+
+class _Lines:
+    """Prints a line of progress to stderr every ten seconds."""
+
+    def __init__(self, title: str, unit: str) -> None:
+        self._title, self._unit, self._speed = title, unit, _Speed()
+        self._last = time.monotonic()
+
+    def __call__(self, size: int, done: int, total: int | None) -> None:
+        speed, now = self._speed.update(done, size), time.monotonic()
+        if now - self._last < _LINE_EVERY_S:
+            return
+        self._last = now
+        line = f"{self._title}: {done:,} {self._unit}"
+        if total is not None:
+            line += f", {done / total:.0%}"
+        if speed:
+            line += f", {speed:,.0f} {self._unit}/s"
+            if size:
+                line += f", {self._speed.bytes_per_s / 1e6:.1f} MB/s"
+            if total is not None:
+                line += f", {(total - done) / speed:,.0f} s left"
+        print(line, file=sys.stderr, flush=True)
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each option that has a group."""
+    groups = {name: parser.add_argument_group(name) for name in GROUPS}
+    for each in fields(Options):
+        text, flag = each.metadata["help"], dict(each.metadata["flag"])
+        if each.default is False:
+            flag["action"] = "store_true"
+        elif each.default not in (None, MISSING):
+            text, flag["default"] = f"{text} (default: {each.default})", each.default
+        if each.metadata["least"] is not None:
+            flag.update(type=int, metavar="N")
+        if each.metadata["group"]:
+            groups[each.metadata["group"]].add_argument(flag_name(each.name), help=text, **flag)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m niels_gpt.eagle3.precompute",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_flags(parser)
+    root, text = Settings().source_root, "hub, sample, or the folder of a mirror"
+    parser.add_argument("--source-root", default=root, metavar="ROOT", help=f"{text} (default: {root})")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print sizes and free space, and stop; status 1 if it does not fit"
+    )
+    return parser

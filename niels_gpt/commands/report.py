@@ -1,0 +1,229 @@
+"""Outcomes, plans and what was found in caches, as plain text."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from niels_gpt.builders.losses import loss_table
+from niels_gpt.commands.console import table
+from niels_gpt.inspection.diff import PARTS, is_equal
+from niels_gpt.inspection.file_checks import Damage
+from niels_gpt.inspection.readers import in_short, refusal
+from niels_gpt.inspection.source_ids import printable
+from niels_gpt.inspection.verify import CHECKS, Limits, verify
+from niels_gpt.recipes.disk import free_bytes, size_text
+from niels_gpt.recipes.plan import Plan
+from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
+from niels_gpt.recipes.snapshot import ORDER_SETTINGS
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import shortened
+
+
+def outcomes_table(
+    outcomes: Sequence[Outcome], failures: Mapping[str, Exception], refused: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Return a line for each cache: what was done, its size, its speed; failures stand at the end.
+
+    refused: by a cache's key why its readers refuse it: the state of its line.
+    """
+    rows: list[tuple[str, ...]] = [("cache", "state", "train", "val", "seconds", "tokens/s", "peak memory", "on disk")]
+    for outcome in outcomes:
+        reason, cells = refused.get(outcome.key), ["-"] * 6
+        try:
+            cells = _cells(outcome)
+        except _MALFORMED as error:  # a meta.json that anybody may have written costs its own line only
+            reason = reason or _malformed(error)
+        rows.append((outcome.key, _state(outcome) if reason is None else f"refused: {reason}", *cells))
+    rows += [(key, f"refused: {refused[key]}" if key in refused else "FAILED", *["-"] * 6) for key in failures]
+    return "\n".join([table(rows), *filter(None, map(_notices, outcomes))])
+
+
+def _notices(outcome: Outcome) -> str:
+    """Return a line of what is lost or odd in a cache; "" where nothing is."""
+    found = loss_table(outcome.meta)
+    if outcome.meta.get("lossless") is not False:
+        found.pop("round trip", None)
+    if not outcome.meta.get("unknown_ids"):
+        found.pop("unknown ids", None)
+    said = "; ".join(f"{name}: {value}" for name, value in found.items())
+    return f"{outcome.key}: {printable(said)}" if said else ""
+
+
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError)
+
+
+def _cells(outcome: Outcome) -> list[str]:
+    totals = outcome.meta.get("totals") or {}
+    speed = "-" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}"
+    peak = "-" if outcome.peak_bytes is None else size_text(outcome.peak_bytes)
+    counts = [_count(totals, split) for split in ("train", "val")]
+    if outcome.key == TOKENIZER_KEY:
+        counts = [_ids(outcome.meta), "-"]
+    elif outcome.meta.get("kind") == "eagle3":  # of one piece
+        counts = [f"{totals['samples']:,} samples, {totals['tokens']:,} tokens", "-"]
+    seconds = f"{outcome.seconds:.2f}".replace("nan", "-")
+    return [*counts, seconds, speed, peak, size_text(outcome.disk_bytes)]
+
+
+def listed(root: Path, outcomes: Sequence[Outcome], damaged: Mapping[str, Exception]) -> list[dict[str, Any]]:
+    """Return a row for each cache below a folder, ready for JSON.
+
+    key; state: built, partial, not built, or refused; refused: why the readers refuse it, in a few words, or null. Of a
+    cache whose meta.json can be read also totals, disk_bytes, and seconds of the run that made it (null: not known).
+    """
+    rows: list[dict[str, Any]] = []
+    for outcome in outcomes:
+        found: dict[str, Any] = {}
+        reason = refusal(outcome.path)
+        try:
+            _cells(outcome)
+            seconds = None if math.isnan(outcome.seconds) else outcome.seconds
+            found = {"totals": outcome.meta.get("totals"), "disk_bytes": outcome.disk_bytes, "seconds": seconds}
+        except _MALFORMED as error:
+            reason = reason or _malformed(error)
+        state = _state(outcome) if reason is None else "refused"
+        rows.append({"key": outcome.key, "state": state, "refused": reason, **found})
+    for key, failure in damaged.items():
+        rows.append({"key": key, "state": "refused", "refused": in_short(failure, root / key)})
+    return rows
+
+
+def _malformed(error: Exception) -> str:
+    return f"meta.json is not as docs/formats.md describes it ({shortened(str(error))})"
+
+
+def plan_table(plans: Sequence[Plan], cache_dir: str) -> str:
+    """Return a line for each cache: what a run would do; and the disk that is free."""
+    rows = [
+        (item.key, item.action, item.source, size_text(item.least_bytes), size_text(item.disk_bytes)) for item in plans
+    ]
+    lines = table([("what", "would be", "from", "disk at least", "at most"), *rows])
+    return f"{lines}\ndisk free at {cache_dir}: {size_text(free_bytes(Path(cache_dir)))}"
+
+
+def snapshot_lines(
+    settings: Settings, source: str, dest: Path, tokens: int | None, folder: Path, manifest: Mapping[str, Any]
+) -> str:
+    """Return what a snapshot holds, and the command that builds from it: its settings are those of the snapshot."""
+    root = f"./{dest}" if str(dest) in ("hub", "sample") else str(dest)
+    given: dict[str, Any] = {"source_root": root}
+    for field in fields(settings):
+        if field.name in ORDER_SETTINGS and getattr(settings, field.name) != field.default:
+            given[field.name] = getattr(settings, field.name)
+    names = {split: f"{source}_{split}_tokens" for split in ("train", "val")}
+    if tokens is not None:
+        wanted = {split: getattr(settings, name) for split, name in names.items()}
+        if tokens < sum(wanted.values()):  # as much as it is for, in the same proportion
+            given[names["val"]] = tokens * wanted["val"] // sum(wanted.values())
+            given[names["train"]] = tokens - given[names["val"]]
+    flags = " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given.items())
+    files = manifest["files"]
+    part = "all of the dataset" if manifest["ended"] else "the beginning of the stream"
+    return (
+        f"{folder}: {sum(file['rows'] for file in files):,} rows in {len(files)} files, "
+        f"{size_text(sum(file['bytes'] for file in files))}, revision {manifest['revision']}, {part}\n"
+        f"build from it: python -m niels_gpt.cache.cli build {source} {flags}"
+    )
+
+
+def checked(outcome: Outcome, settings: Settings) -> list[str]:
+    """Make the checks of Dagster's assets; returns the warnings. Raises: CacheError for what makes a cache bad."""
+    limits = Limits(deep=settings.deep_checks, max_dropped_share=settings.max_dropped_share)
+    verdicts = verify(outcome.path, limits)
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for check in CHECKS[outcome.meta["kind"]]:
+        found[check.blocking] += verdicts[check.name].problems
+    if found[True]:
+        raise CacheError(outcome.path, "\n".join(["it fails its checks", *found[True]]))
+    return found[False]
+
+
+def damage_lines(cache: Path, damages: Sequence[Damage]) -> str:
+    """Return a line for a cache, and one for each of its damages."""
+    lines = [f"{printable(str(cache))}: {_number(len(damages), 'damage') if damages else 'ok'}"]
+    lines += [
+        f"  {printable(found.file)}, bytes {found.offset:,} to {found.end:,}: {printable(found.problem)}"
+        for found in damages
+    ]
+    return "\n".join(lines)
+
+
+def difference_lines(found: Mapping[str, Any]) -> str:
+    """Return what `inspection.diff.diff` found, for people."""
+    if is_equal(dict(found)):
+        return "equal" + ("" if found["compared"] else f"; documents were not compared: {found['why_not_tokens']}")
+    lines = []
+    if "content_sha256" in found:
+        said = {side: printable(str(value))[:12] for side, value in found["content_sha256"].items()}
+        lines.append(f"content_sha256: A {said['a']}, B {said['b']}")
+    for key, values in found["settings"].items():
+        shown = [_shown(values[side]) if side in values else "absent" for side in ("a", "b")]
+        lines.append(f"{printable(key)}: A {shown[0]}, B {shown[1]}")
+    if not found["compared"]:
+        return "\n".join([*lines, f"documents were not compared: {found['why_not_tokens']}"])
+    counts = [", ".join(f"{number:,} {split}" for split, number in found["documents"][side].items()) for side in "ab"]
+    why = f", for {found['why_not_tokens']}" if found["why_not_tokens"] else ""
+    lines.append(f"documents, compared by {found['compared']}{why}: A {counts[0]}; B {counts[1]}")
+    for part in PARTS:
+        count, first = found[part]["count"], found[part]["first"]
+        if not count:
+            continue
+        lines.append(f"{_PARTS[part]}: {_number(count, 'document')}")
+        lines += [f"  {_document(document)}" for document in first]
+        lines += [f"  and {count - len(first):,} more"] * (len(first) < count)
+    return "\n".join(lines)
+
+
+_PARTS = {
+    "only_a": "only in A",
+    "only_b": "only in B",
+    "moved": "moved to the other split",
+}
+
+
+def _document(document: Mapping[str, Any]) -> str:
+    parts = [f"{document['split']} {document['document']}"]
+    if document["source_id"] is not None:
+        parts.append(f"source id {printable(document['source_id'])}")
+    if document["words"] is not None:
+        parts.append(repr(document["words"]))
+    if "in_b" in document:
+        in_b = document["in_b"]
+        parts.append(f"in B {in_b['split']} {in_b['document']}")
+        if in_b["source_id"] not in (None, document["source_id"]):
+            parts.append(f"source id {printable(in_b['source_id'])}")
+    return ", ".join(parts)
+
+
+def _shown(value: Any, width: int = 80) -> str:
+    text = printable(json.dumps(value, ensure_ascii=False))
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _state(outcome: Outcome) -> str:
+    built = {"partial": "partial", False: "not built"}.get(outcome.meta.get("built"), "built")
+    return f"{built}, up to date" if outcome.reused else built
+
+
+def _ids(meta: Mapping[str, Any]) -> str:
+    asked = meta.get("requested_vocab_size")
+    less = isinstance(asked, int) and asked > meta["vocab_size"]
+    return f"{meta['vocab_size']:,} ids" + (f" of {asked:,} asked for" if less else "")
+
+
+def _count(totals: Mapping[str, int], split: str) -> str:
+    if f"{split}_examples" in totals:
+        return f"{totals[f'{split}_examples']:,} examples, {totals[f'{split}_tokens']:,} tokens"
+    return f"{totals.get(f'{split}_tokens', 0):,} tokens"

@@ -1,0 +1,103 @@
+"""Which files of a mirror folder belong to a source and a split.
+
+A mirror has a folder `<hub dataset id>/` for each hub dataset, and `roam/` and `gutenberg/`, which are plain folders.
+The packaged sample is a mirror too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from niels_gpt.data.files.rows import TABLE_SUFFIXES
+from niels_gpt.data.files.walk import first_link, note_links, walk_files
+
+KNOWN_SUFFIXES = (*TABLE_SUFFIXES, ".txt", ".md")
+SPLITS = ("train", "validation", "test")
+SAMPLE_DIR = Path(__file__).resolve().parent.parent / "sample"
+
+
+def mirror_root(source_root: str | os.PathLike[str]) -> Path | None:
+    """Return the folder that `source_root` ("hub", "sample" or a mirror) stands for; None for the hub."""
+    if str(source_root) == "hub":
+        return None
+    if str(source_root) == "sample":
+        return SAMPLE_DIR
+    root = Path(source_root).expanduser().absolute()  # files are named relative to it
+    if not root.is_dir():
+        raise FileNotFoundError(
+            f"source root {os.fspath(source_root)!r}: no folder at {root.absolute()}; "
+            'expected "hub", "sample" or an existing mirror folder: pass --source-root MIRROR or --source-root sample'
+        )
+    return root
+
+
+def source_files(
+    root: Path,
+    dataset_id: str,
+    *,
+    suffixes: Sequence[str] | None = None,
+    follow_links: bool = False,
+    counters: Counter[str] | None = None,
+) -> list[Path]:
+    """List a source's files in a mirror, in order of relative path; FileNotFoundError if there are none.
+
+    follow_links: below `root`, which may itself be a link; otherwise links are counted and the first is logged.
+    """
+    folder = root / dataset_id
+    wanted = tuple(suffixes or KNOWN_SUFFIXES)
+    links = [link] if not follow_links and (link := first_link(root, folder)) else []
+    files = [] if links else walk_files(folder, suffixes=wanted, follow_links=follow_links, links=links)
+    if not files:
+        state = "it has no such file" if folder.is_dir() else "there is no such folder"
+        if links:
+            state = f"{links[0]} is a symbolic link, which is not followed: pass --follow-links if it may be"
+        raise FileNotFoundError(
+            f"expected {' '.join(wanted)} files in {folder}, but {state}; "
+            "put them there, or use --source-root hub or --source-root sample"
+        )
+    note_links(counters, links)
+    return files
+
+
+def split_of(path: str | os.PathLike[str]) -> str:
+    """Return the split that a file's name starts with: train, validation or test; any other name is train."""
+    name = Path(path).name
+    return next((split for split in SPLITS if name.startswith(split)), "train")
+
+
+def split_files(
+    root: Path,
+    dataset_id: str,
+    *,
+    split: str,
+    suffixes: Sequence[str] = TABLE_SUFFIXES,
+    folders: Sequence[str] = (),
+    follow_links: bool = False,
+    counters: Counter[str] | None = None,
+) -> list[Path]:
+    """List the files of one split; with "all" those of every split: train, validation, test. Links: as `source_files`.
+
+    folders: the first that exists inside the dataset's folder is read alone. A copy of a hub repository has a folder
+        for each config, or the same rows in other formats beside it.
+    """
+    check_split(split, allow_all=True)
+    inner = next((name for name in folders if (root / dataset_id / name).is_dir()), None)
+    folder = dataset_id if inner is None else f"{dataset_id}/{inner}"
+    files = source_files(root, folder, suffixes=suffixes, follow_links=follow_links, counters=counters)
+    if split == "all":
+        return sorted(files, key=lambda path: SPLITS.index(split_of(path)))  # stable: in path order within a split
+    chosen = [path for path in files if split_of(path) == split]
+    if not chosen:
+        names = ", ".join(path.relative_to(root / dataset_id).as_posix() for path in files[:8])
+        raise FileNotFoundError(f"{root / dataset_id} has no file of split {split!r}; found: {names}")
+    return chosen
+
+
+def check_split(split: str, *, allow_all: bool = False) -> None:
+    """Raise ValueError unless `split` is train, validation, test or, where allowed, "all"."""
+    names = (*SPLITS, "all") if allow_all else SPLITS
+    if split not in names:
+        raise ValueError(f"unknown split {split!r}; expected one of {', '.join(names)}")

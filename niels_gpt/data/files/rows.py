@@ -1,0 +1,201 @@
+"""Rows of a .jsonl, .json, .parquet or .txt file, and the position from which a resumed build reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from niels_gpt.data.files import json_stream
+from niels_gpt.data.files.parquet import iter_parquet
+from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, REPAIRED, Problem, decode, lines_of, note, opened_text
+
+TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def iter_rows(
+    paths: Iterable[Path], *, counters: Counter[str] | None = None, max_document_bytes: int = MAX_DOCUMENT_BYTES
+) -> Iterator[dict[str, Any]]:
+    """Stream the rows of files in order; a .txt file gives one {"text": line} per line, with its newline.
+
+    Raises: ValueError naming the file, and the line or item of JSON, for a row that is no JSON object or larger than
+        `max_document_bytes`, and for a damaged file.
+    """
+    for path in paths:
+        rows = numbered_rows(path, counters=counters, max_document_bytes=max_document_bytes)
+        yield from (row for _, row in rows)
+
+
+def numbered_rows(
+    path: Path,
+    *,
+    counters: Counter[str] | None = None,
+    columns: Collection[str] | None = None,
+    unreadable: Callable[[Problem], None] | None = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    skip_to: int = 0,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Stream a file's rows, each with its number from 1: the number of the line, array item or parquet row.
+
+    columns: the only ones to read of a parquet file, as far as it has them; None: all.
+    unreadable: called for each row that is no JSON object or too large, which is then dropped. In a parquet file it may
+        be several rows at once, which can only be read together: see parquet.py.
+    max_document_bytes: of a line or item with its line end, or of a parquet row's values; a larger one is never held.
+    skip_to: number of a row that was yielded before. The rows up to it are skipped; they are not counted again, and not
+        decoded, except in an array.
+    Raises: ValueError naming the file if it is damaged as a whole or an array that is cut off; without `unreadable`
+        also for a row that would be dropped.
+    """
+    name = path.name.lower()
+    rows: Iterator[tuple[int, dict[str, Any] | Problem]]
+    if name.endswith(".parquet"):
+        decode_text = partial(decode, counters=counters, where=os.fspath(path))
+        rows = iter_parquet(
+            path, decode=decode_text, columns=columns, max_row_bytes=max_document_bytes, skip_to=skip_to
+        )
+    elif name.endswith(".txt"):
+        rows = _text_lines(path, counters, max_document_bytes, skip_to)
+    elif name.endswith((".jsonl", ".jsonl.gz", ".json", ".json.gz")):
+        rows = _json_rows(path, counters, max_document_bytes, skip_to)
+    else:
+        raise ValueError(f"{path}: rows come from {' '.join(TABLE_SUFFIXES)} .json .txt, not from this kind of file")
+    for number, row in rows:
+        if isinstance(row, dict):
+            yield number, row
+        elif unreadable is None:
+            raise ValueError(row)
+        else:
+            unreadable(row)
+
+
+def _text_lines(
+    path: Path, counters: Counter[str] | None, limit: int, skip_to: int
+) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
+    with opened_text(path, counters=None if skip_to else counters) as file:
+        for number, line in lines_of(file, limit):
+            if number <= skip_to:
+                continue
+            if line is None:
+                yield number, Problem.too_large(f"{path}, line {number}", limit)
+                continue
+            try:
+                text = line.decode()
+            except UnicodeDecodeError:
+                text = decode(line, counters=counters, where=f"{path}, line {number}")
+            yield number, {"text": text}
+
+
+def _json_rows(
+    path: Path, counters: Counter[str] | None, limit: int, skip_to: int
+) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
+    name = path.name.lower()
+    is_jsonl = name.endswith((".jsonl", ".jsonl.gz"))
+    by_line = is_jsonl
+    if not is_jsonl:
+        with opened_text(path) as file:
+            by_line = not json_stream.spans_lines(file, limit)
+    with opened_text(path, counters=None if skip_to else counters) as file:
+        if not by_line:
+            for number, value, text in json_stream.iter_values(file, str(path), limit):
+                if number <= skip_to:
+                    continue
+                where = f"{path}, item {number}"
+                yield number, value if isinstance(value, Problem) else _json_item(value, text, where, counters)
+            return
+        for number, line in lines_of(file, limit):
+            if number <= skip_to:
+                continue
+            where = f"{path}, line {number}"
+            if line is None:
+                yield number, Problem.too_large(where, limit)
+            elif line.strip():
+                row = _json_object(line, where, counters)
+                if isinstance(row, Problem):
+                    row = Problem(row + _remedy(line, is_jsonl and number == 1))
+                yield number, row
+
+
+def _json_object(line: bytes, where: str, counters: Counter[str] | None) -> dict[str, Any] | Problem:
+    try:
+        row = json.loads(decode(line, counters=counters, where=where))
+        if isinstance(row, dict):
+            return _without_surrogates(row, counters, where) if b"\\ud" in line or b"\\uD" in line else row
+        reason = ""
+    except (ValueError, RecursionError) as error:  # RecursionError: [[[[...
+        reason = f" ({error})"
+    return Problem(f"{where}: expected a JSON object{reason}, found {line[:60]!r}")
+
+
+def _remedy(line: bytes, is_first: bool) -> str:
+    if b"\0" in line:
+        return ". NUL bytes are a sign of UTF-16 without a byte-order mark: save the file as UTF-8"
+    if is_first and (line.strip() == b"[" or (line.lstrip().startswith(b"[") and b"{" in line)):
+        return ". An array of rows is read from .json and .json.gz: rename the file"
+    return ""
+
+
+def _json_item(value: Any, text: str, where: str, counters: Counter[str] | None) -> dict[str, Any] | Problem:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # contains bytes that are not UTF-8
+        return _json_object(text.encode("utf-8", "surrogateescape"), where, counters)
+    if not isinstance(value, dict):
+        return Problem(f"{where}: expected a JSON object, found {text[:60]!r}")
+    try:
+        return _without_surrogates(value, counters, where) if "\\ud" in text or "\\uD" in text else value
+    except RecursionError:  # the JSON decoder reads deeper nesting than Python's functions
+        return Problem(f"{where}: expected a JSON object, found one that is nested too deeply, {text[:60]!r}")
+
+
+def _without_surrogates(row: dict[str, Any], counters: Counter[str] | None, where: str) -> dict[str, Any]:
+    # JSON can contain half of a surrogate pair ("\ud83d"), which Python reads but no UTF-8 encoder accepts.
+    repaired = _repaired(row)
+    if repaired != row:
+        note(counters, REPAIRED, f"{where}: half a surrogate pair in its JSON; kept, with U+FFFD in its place")
+    return cast(dict[str, Any], repaired)
+
+
+def _repaired(value: Any) -> Any:
+    if isinstance(value, str):
+        return _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [_repaired(item) for item in value]
+    return {_repaired(key): _repaired(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+class Position:
+    """Where a loader is in its files, kept in a dict that it shares with the builder, as it shares its counters.
+
+    To resume, the builder fills the dict before the first row is read, with its content when some sample was yielded:
+    the loader starts with the next one. While it reads, the loader keeps in the dict `file`, the file's number from 0;
+    `row`, the row's number from 1, 1 for a file that is one document; and numbers of its own.
+    """
+
+    def __init__(self, shared: dict[str, int] | None) -> None:
+        """shared: None if no builder wants it. Create this when the first row is wanted, not before."""
+        self._shared = {} if shared is None else shared
+        self._start = dict(self._shared)
+        self.resumed = "file" in self._start
+        """Whether samples are skipped."""
+
+    def number(self, name: str) -> int:
+        """Return one of the loader's own numbers at the start; 0 at the beginning of the source."""
+        return self._start.get(name, 0)
+
+    def skips_file(self, file: int) -> bool:
+        """Return whether every row of a file is skipped, so that it need not be opened."""
+        return file < self.number("file")
+
+    def last_skipped_row(self, file: int) -> int:
+        """Return the number of the last row of a file that is skipped; 0 if none is."""
+        return self.number("row") if file == self.number("file") else 0
+
+    def set(self, file: int, row: int, **numbers: int) -> None:
+        """Record the row that was read, before a sample is made of it."""
+        self._shared.update(numbers, file=file, row=row)

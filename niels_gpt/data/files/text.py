@@ -1,0 +1,182 @@
+"""Text of a file: its encoding, the largest document, and what is counted as repaired or dropped.
+
+A file that begins with a byte-order mark is decoded as it says (UTF-8, UTF-16, UTF-32), without the mark. Any other
+file is UTF-8; invalid bytes become U+FFFD, and the document or row counts as "repaired_utf8". A document or row of more
+than `max_document_bytes` is never held in memory: it is dropped and counts as "too_large". Compressed files are read as
+a stream, so they need no more memory than the limit.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import logging
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from niels_gpt.storage.fileio import open_for_reading
+
+logger = logging.getLogger(__name__)
+
+MAX_DOCUMENT_BYTES = 1 << 26
+"""The largest document or row by default: 64 MiB."""
+
+REPAIRED, BYTE_ORDER_MARK, WITH_NUL = "repaired_utf8", "byte_order_mark", "texts_with_nul"
+"""Counters of documents that were kept; every other counter is of dropped ones."""
+TOO_LARGE, UNREADABLE_ROW, MISSING_FIELD = "too_large", "unreadable_row", "missing_field"
+LINKS = "links_not_followed"
+
+_MARKS = (  # UTF-32 LE first: its mark begins with that of UTF-16 LE
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+_BLOCK_BYTES = 1 << 16
+_READ_BYTES = 1 << 20
+_BROKEN = "niels_gpt.broken"
+# Invalid UTF-16 becomes a byte that is invalid UTF-8, which is replaced and counted with its document.
+codecs.register_error(_BROKEN, lambda error: ("\udcff", cast(UnicodeDecodeError, error).end))
+
+
+class Problem(str):
+    """Why a row is dropped: a sentence that names the file and the row."""
+
+    reason: str = UNREADABLE_ROW
+    rows: int = 1
+
+    @classmethod
+    def too_large(cls, where: str, limit: int, *, rows: int = 1, found: str = "") -> Problem:
+        """Return the problem of a document, a row, or several rows that can only be read together; found: its size."""
+        found = found or f"more than {limit:,} bytes"
+        problem = cls(f"{where}: {found}, expected at most {limit:,} in a document (--max-document-bytes)")
+        problem.reason, problem.rows = TOO_LARGE, rows
+        return problem
+
+
+def count(counters: Counter[str] | None, reason: str, number: int = 1) -> None:
+    """Add to a counter, if there are counters; 0 adds no entry."""
+    if counters is not None and number:
+        counters[reason] += number
+
+
+def note(counters: Counter[str] | None, reason: str, problem: str, number: int = 1) -> None:
+    """Count, and log the first of each reason: a build has one Counter per source. None: neither."""
+    if counters is None:
+        return
+    if not counters[reason]:
+        logger.warning("%s. Counted as %s; more like it are counted only", problem, reason)
+    counters[reason] += number
+
+
+def decode(data: bytes, *, counters: Counter[str] | None = None, where: str = "") -> str:
+    """Decode UTF-8 with U+FFFD for invalid bytes, which count as "repaired_utf8" once per call.
+
+    where: the file, and the row if any, for the log.
+    """
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        problem = f"{where}: not UTF-8 at byte {error.start}; kept, with U+FFFD in place of what cannot be decoded"
+        note(counters, REPAIRED, problem)
+        return data.decode("utf-8", errors="replace")
+
+
+def read_text(
+    path: str | os.PathLike[str],
+    *,
+    counters: Counter[str] | None = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+) -> str:
+    """Read a whole file, decompressed if its name ends in .gz, newlines unchanged; see `decode`.
+
+    Raises: TooLarge, a ValueError, for more than `max_document_bytes` of UTF-8; ValueError for a damaged .gz file.
+    """
+    blocks, size = [], 0
+    with opened_text(Path(path), counters=counters) as file:  # block by block: a file may be a gzip bomb, or grow
+        while size <= max_document_bytes and (block := file.read(min(_READ_BYTES, max_document_bytes + 1 - size))):
+            blocks.append(block)
+            size += len(block)
+    data = b"".join(blocks)
+    blocks.clear()
+    if len(data) > max_document_bytes:
+        name = Path(path).name.removesuffix(".gz")
+        cut = f"split -C 10M --additional-suffix {Path(name).suffix} {name} part-"
+        raise TooLarge(
+            f"{Problem.too_large(os.fspath(path), max_document_bytes)}. To keep it, cut it at line ends: {cut}"
+        )
+    return decode(data, counters=counters, where=os.fspath(path))
+
+
+class TooLarge(ValueError):
+    """A file is too large to be a document. The message names the file and how to keep its text."""
+
+
+def lines_of(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
+    """Yield each line with its number from 1 and its line end; None instead of a line of more than `limit` bytes."""
+    number = 0
+    while line := file.readline(limit + 1):
+        number += 1
+        if len(line) <= limit:
+            yield number, line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(_BLOCK_BYTES)
+        yield number, None
+
+
+@contextmanager
+def opened_text(path: Path, *, counters: Counter[str] | None = None) -> Iterator[BinaryIO]:
+    """Open a file and yield its text as UTF-8 without a byte-order mark, which is counted.
+
+    Raises: ValueError if it is no regular file, and inside the block for a damaged .gz file.
+    """
+    with open(open_for_reading(path, follow_links=True), "rb") as raw:
+        if not path.name.lower().endswith(".gz"):
+            yield _as_utf8(raw, path, counters)
+            return
+        try:
+            with gzip.GzipFile(fileobj=raw, mode="rb") as unpacked:
+                yield _as_utf8(cast(BinaryIO, unpacked), path, counters)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: damaged gzip file ({error}); fetch it again") from error
+
+
+def _as_utf8(file: BinaryIO, path: Path, counters: Counter[str] | None) -> BinaryIO:
+    head = cast(io.BufferedReader, file).peek(4)[:4]
+    for mark, encoding in _MARKS:
+        if head.startswith(mark):
+            file.read(len(mark))
+            count(counters, BYTE_ORDER_MARK)
+            return file if encoding == "utf-8" else io.BufferedReader(_Transcoded(file, encoding), _BLOCK_BYTES)
+    return file
+
+
+class _Transcoded(io.RawIOBase):
+    """A file of another encoding, read as UTF-8."""
+
+    def __init__(self, file: BinaryIO, encoding: str) -> None:
+        self._file = file
+        self._decoder = codecs.getincrementaldecoder(encoding)(_BROKEN)
+        self._ready = b""
+        self._ended = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        while not self._ready and not self._ended:
+            block = self._file.read(_BLOCK_BYTES)
+            self._ended = not block
+            self._ready = self._decoder.decode(block, final=self._ended).encode("utf-8", "surrogateescape")
+        size = min(len(buffer), len(self._ready))
+        buffer[:size] = self._ready[:size]
+        self._ready = self._ready[size:]
+        return size

@@ -1,0 +1,436 @@
+"""The table of the built-in sources: one row says how a source is found, loaded, split, credited and built.
+
+A new source is a loader (a module beside this one) and a row in SOURCES. The commands, the recipes, the training of
+the tokenizer, snapshots, the disk estimate and the Dagster assets read the table. A source that needs a setting of its
+own, such as its dataset id, a token budget or a filter, also needs a field of that name in niels_gpt/settings.py, and
+its row names the field. Settings is a frozen dataclass; flags, environment variables and Dagster's form are made from
+it. Without a setting of its own, a source is built under those that all sources share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from niels_gpt.data import dolly, fineweb_edu, gutenberg, oasst1, roam, wikitext
+from niels_gpt.data.files import mirrors
+from niels_gpt.data.files.walk import note_links
+from niels_gpt.data.local import LocalFiles
+from niels_gpt.data.types import ChatSample, PretrainSample
+from niels_gpt.settings import Settings
+
+_HUB = "https://huggingface.co/datasets/"
+_COMMON_SETTINGS = {
+    "pretrain": ("seed", "shard_bytes", "on_special", "max_document_bytes"),
+    "sft": ("seed", "on_special", "sft_val_frac", "max_document_bytes"),
+}
+
+
+class Credit(NamedTuple):
+    """Licence and attribution of a text."""
+
+    licence: str
+    """The licence's usual name."""
+    attribution: str
+    """Whom to name, and where the text is found."""
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """What a loader is asked to read."""
+
+    settings: Settings
+    found: LocalFiles | None
+    """The files to read; None: the hub."""
+    revision: str | None
+    """The hub's commit; None for files."""
+    counters: Counter[str]
+    """Receives what the loader drops or repairs, by reason."""
+    splits: Mapping[str, str] = field(default_factory=dict)
+    """Of a source with `SourceSpec.splits`: those that are there, with upstream's names."""
+    position: dict[str, int] | None = None
+    """Where to start, and receives where the loader is: see data.files.rows.Position. None: from the beginning."""
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """The arguments that every loader of a built-in source takes."""
+        return {
+            "source_root": self.settings.source_root,
+            "revision": self.revision,
+            "counters": self.counters,
+            "max_document_bytes": self.settings.max_document_bytes,
+            "follow_links": self.settings.follow_links,
+        }
+
+
+Part = tuple[str | None, Iterator[PretrainSample] | Iterator[ChatSample]]
+"""Samples in order, and their split; split None leaves the choice to the builder."""
+Loader = Callable[[LoadRequest], Iterable[Part]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceSpec:
+    """One source: everything that recipes, commands and assets know of it."""
+
+    name: str
+    """Of the cache, FAMILY/NAME, and of the source in flags and messages."""
+    family: str
+    """pretrain (documents) or sft (chats)."""
+    description: str
+    """Of the cache, for Dagster's UI."""
+    credit: Credit
+    """Used where no dataset card says otherwise."""
+    load: Loader
+    """Returns the samples under the settings, in upstream's order."""
+    files: Callable[[Settings, Path | None], LocalFiles]
+    """Returns the files that `load` reads in a mirror (its root; None only for a source that is not on the hub). The
+    source's fingerprint is made of them."""
+    dataset: str | None = None
+    """The setting that holds the hub's dataset id; None: the source is not on the hub."""
+    config: str | None = None
+    """The setting that holds the dataset's config."""
+    folder: str | None = None
+    """Of a mirror; None: DATASET or DATASET/CONFIG."""
+    from_hub: str | None = None
+    """The setting that must be true for the hub to be read. Without it, or in a mirror without the folder, the cache is
+    a stub."""
+    hub_splits: tuple[str, ...] = ()
+    """The splits that a snapshot keeps."""
+    streaming: bool = False
+    """Whether the hub's dataset is too large to download and is streamed."""
+    shuffle_buffer: str | None = None
+    """The setting that holds the size of the shuffle buffer, of the hub's stream or else of the builder."""
+    reads: tuple[str, ...] = ()
+    """More settings that decide what `load` returns."""
+
+    splits: Mapping[str, str] | None = None
+    """Our split -> upstream's, where upstream has splits. A cache whose mirror lacks one is marked partial."""
+    split_rule: str | None = None
+    """How `load` assigns splits, in words for meta.json. None: the builder assigns them by text, by `val_frac` if that
+    is set, else by the token budgets."""
+    val_frac: str | None = None
+    """The setting that holds the share of val."""
+    budgets: bool = False
+    """Whether the settings NAME_train_tokens and NAME_val_tokens bound the cache."""
+    append_eot: bool = True
+    """Whether the setting append_eot applies: an end-of-text after each document."""
+
+    training_rank: int = 0
+    """A tokenizer is trained on sources of lower rank first. Each takes at most an equal part of the bytes that are
+    left, so the largest source comes last and fills the rest."""
+    training_texts: Loader | None = None
+    """What a tokenizer is trained on, as documents; None: what `load` returns."""
+    hub_text_bytes: int = 0
+    """utf-8 bytes of the hub's text, rounded up from its dataset page: the disk estimate without budgets or files."""
+    hub_rows: int = 0
+    """The hub's rows, rounded up."""
+    copies: int = 1
+    """How often a text of the source is in its samples, at most."""
+    snapshot_margin_bytes: int = 0
+    """Text that a snapshot keeps beyond its tokens, because documents are assigned to splits by chance, and whole: one
+    split is full before the other. Four standard deviations."""
+
+    def __post_init__(self) -> None:
+        """Refuse a row that says nothing of the split."""
+        if self.family == "pretrain" and not (self.split_rule or self.val_frac or self.budgets):
+            raise ValueError(f"{self.name}: expected a split_rule, a val_frac or budgets: which documents go to val?")
+
+    @property
+    def key(self) -> str:
+        """Of the cache: FAMILY/NAME."""
+        return f"{self.family}/{self.name}"
+
+    @property
+    def budget_settings(self) -> tuple[str, ...]:
+        """The settings that hold the token budgets of train and val; () without budgets."""
+        return (f"{self.name}_train_tokens", f"{self.name}_val_tokens") if self.budgets else ()
+
+    @property
+    def own_settings(self) -> tuple[str, ...]:
+        """The settings that decide the bytes of this source's cache and are not common to its family."""
+        append = ("append_eot",) if self.family == "pretrain" and self.append_eot else ()
+        named = (self.shuffle_buffer, self.dataset, self.config, self.from_hub, self.val_frac)
+        return (*append, *filter(None, named), *self.budget_settings, *self.reads)
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """All settings that decide the cache's bytes: they are part of its recipe's fingerprint."""
+        return (*_COMMON_SETTINGS[self.family], *self.own_settings)
+
+
+def credit_of(source: str, source_root: str | os.PathLike[str]) -> Credit:
+    """Return the credit of a built-in source's text; the sample is MIT throughout, written for this project."""
+    if source not in SOURCES:
+        raise ValueError(f"unknown source {source!r}; expected one of {', '.join(SOURCES)}")
+    return Credit("MIT", "the niels_gpt project") if str(source_root) == "sample" else SOURCES[source].credit
+
+
+def _mirror_files(settings: Settings, root: Path | None, folder: str, *, split: str = "all", **how: Any) -> LocalFiles:
+    assert root is not None  # of a source on the hub
+    files = mirrors.split_files(root, folder, split=split, follow_links=settings.follow_links, **how)
+    return LocalFiles(root, tuple(files), 0)
+
+
+def _fineweb_edu_files(settings: Settings, root: Path | None) -> LocalFiles:
+    config = settings.fineweb_edu_config
+    folders = (config, f"data/{config}")
+    return _mirror_files(settings, root, settings.fineweb_edu_dataset, split="train", folders=folders)
+
+
+def _load_fineweb_edu(request: LoadRequest) -> list[Part]:
+    """The hub's stream is shuffled by `datasets` (D8); a mirror's rows are in file order."""
+    settings = request.settings
+    samples = fineweb_edu.iter_fineweb_edu(
+        name=settings.fineweb_edu_config,
+        shuffle=settings.shuffle_buffer > 0,
+        shuffle_buffer_size=settings.shuffle_buffer,
+        seed=settings.seed,
+        dataset_id=settings.fineweb_edu_dataset,
+        **request.reading,
+    )
+    return [(None, samples)]
+
+
+def _wikitext_files(settings: Settings, root: Path | None) -> LocalFiles:
+    how: dict[str, Any] = {"suffixes": wikitext.SUFFIXES, "folders": (settings.wikitext_config,)}
+    return _mirror_files(settings, root, settings.wikitext_dataset, **how)
+
+
+def _load_wikitext(request: LoadRequest) -> Iterator[Part]:
+    """The lines of train, then of val, in upstream's order."""
+    position: dict[str, int] = {} if request.position is None else request.position
+    settings = request.settings
+    read = partial(
+        wikitext.iter_wikitext,
+        config=settings.wikitext_config,
+        dataset_id=settings.wikitext_dataset,
+        position=position,
+        **request.reading,
+    )
+    return _from_position([(split, read(split=upstream)) for split, upstream in request.splits.items()], position)
+
+
+def _from_position(parts: list[Part], position: dict[str, int]) -> Iterator[Part]:
+    """Yield the parts from the one whose number `position` holds as "stream"; each next one clears `position`."""
+    first = position.get("stream", 0)
+    for number, part in enumerate(parts):
+        if number > first or "stream" not in position:
+            position.clear()
+            position["stream"] = number
+        if number >= first:
+            yield part
+
+
+def _roam_files(settings: Settings, root: Path | None) -> LocalFiles:
+    follow, links = settings.follow_links, list[Path]()
+    folder = roam.roam_dir_of(settings.source_root, roam_dir=settings.roam_dir, follow_links=follow)
+    files = tuple(Path(path) for path in roam.list_roam_paths(folder, follow_links=follow, links=links))
+    if links and not files:
+        raise FileNotFoundError(
+            f"expected .md files in {folder}, found symbolic links only, such as {min(links)}, which are not "
+            "followed: pass --follow-links if they may be"
+        )
+    return LocalFiles(folder, files, 0, links=tuple(links))
+
+
+def _load_roam(request: LoadRequest) -> Iterator[Part]:
+    """The notes of train, then of val. The split goes by file (PR-02); notes with equal text follow the first one.
+
+    All notes are read twice, so that only 16 bytes of each are held.
+    """
+    settings, found = request.settings, request.found
+    assert found is not None
+    note_links(request.counters, found.links)
+    read = partial(roam.iter_notes, folder=found.root, max_document_bytes=settings.max_document_bytes)
+    digests = {
+        note.meta["path"]: hashlib.sha256(note.text.encode()).digest()[:16]
+        for note in read(map(os.fspath, found.files), counters=request.counters)
+    }
+    first = {digest: name for name, digest in reversed(digests.items())}
+    distinct = [name for name, digest in digests.items() if first[digest] == name]
+    in_val = set(roam.split_roam_paths(distinct, val_frac=settings.roam_val_frac, seed=settings.seed)[1])
+    counted = Counter(request.counters)  # the first reading has counted and logged everything
+    for split in ("train", "val"):
+        names = [name for name, digest in digests.items() if (first[digest] in in_val) == (split == "val")]
+        yield split, read((os.path.join(found.root, name) for name in names), counters=counted)
+
+
+def _gutenberg_files(settings: Settings, root: Path | None) -> LocalFiles:
+    return _mirror_files(settings, root, gutenberg.FOLDER, suffixes=mirrors.KNOWN_SUFFIXES)
+
+
+def _load_gutenberg(request: LoadRequest) -> list[Part]:
+    """Books, in the order that `_load_fineweb_edu` describes."""
+    settings = request.settings
+    samples = gutenberg.iter_gutenberg(
+        dataset_id=settings.gutenberg_dataset,
+        # In a folder of books a name that begins with "test", such as testament.txt, is no split.
+        split="train" if settings.source_root == "hub" else "all",
+        shuffle=settings.gutenberg_shuffle_buffer > 0,
+        shuffle_buffer_size=settings.gutenberg_shuffle_buffer,
+        seed=settings.seed,
+        **request.reading,
+    )
+    return [(None, samples)]
+
+
+def _dolly_files(settings: Settings, root: Path | None) -> LocalFiles:
+    return _mirror_files(settings, root, settings.dolly_dataset)
+
+
+def _load_dolly(request: LoadRequest) -> list[Part]:
+    samples = dolly.iter_dolly_sft(
+        split="all",
+        seed=request.settings.seed,
+        shuffle=False,
+        include_system=request.settings.dolly_include_system,
+        dataset_id=request.settings.dolly_dataset,
+        position=request.position,
+        **request.reading,
+    )
+    return [(None, samples)]
+
+
+def _oasst1_files(settings: Settings, root: Path | None) -> LocalFiles:
+    return _mirror_files(settings, root, settings.oasst1_dataset, folders=("data",))
+
+
+def _load_oasst1(request: LoadRequest) -> list[Part]:
+    samples = oasst1.iter_oasst1_sft(
+        split="all",
+        seed=request.settings.seed,
+        shuffle_trees=False,
+        english_only=request.settings.oasst1_english_only,
+        max_messages=request.settings.oasst1_max_messages,
+        dataset_id=request.settings.oasst1_dataset,
+        **request.reading,
+    )
+    return [(None, samples)]
+
+
+def _oasst1_messages(request: LoadRequest) -> list[Part]:
+    """Each message once: threads of one tree share their first messages."""
+    settings = request.settings
+    trees = oasst1.iter_oasst1_trees(
+        split="all",
+        source_root=settings.source_root,
+        dataset_id=settings.oasst1_dataset,
+        revision=request.revision,
+        counters=request.counters,
+    )
+    messages = (
+        PretrainSample(m["text"], oasst1.SOURCE, {"id": m["message_id"], "message_tree_id": m["message_tree_id"]})
+        for m in itertools.chain.from_iterable(trees)
+        if m.get("lang") == "en" or not settings.oasst1_english_only
+    )
+    return [(None, messages)]
+
+
+_BUILT_IN = (
+    SourceSpec(
+        name="fineweb_edu",
+        family="pretrain",
+        description="Token cache of FineWeb-Edu: shuffled web pages with end-of-texts, up to a token budget for train "
+        "and for val.",
+        credit=Credit("ODC-BY 1.0", f"FineWeb-Edu by Hugging Face, {_HUB}HuggingFaceFW/fineweb-edu"),
+        load=_load_fineweb_edu,
+        files=_fineweb_edu_files,
+        dataset="fineweb_edu_dataset",
+        config="fineweb_edu_config",
+        hub_splits=("train",),
+        streaming=True,
+        shuffle_buffer="shuffle_buffer",
+        budgets=True,
+        training_rank=6,
+        snapshot_margin_bytes=1 << 24,  # pages of 4,000 tokens
+    ),
+    SourceSpec(
+        name="wikitext",
+        family="pretrain",
+        description="Token cache of WikiText: all lines of train and val in upstream's order, without end-of-texts.",
+        credit=Credit(
+            "CC BY-SA 3.0 and GFDL", f"WikiText by Salesforce, from Wikipedia's authors, {_HUB}Salesforce/wikitext"
+        ),
+        load=_load_wikitext,
+        files=_wikitext_files,
+        dataset="wikitext_dataset",
+        config="wikitext_config",
+        hub_splits=("train", "validation", "test"),
+        splits={"train": "train", "val": "validation"},
+        split_rule="upstream's own splits; val is upstream's validation",
+        append_eot=False,
+        training_rank=2,
+        hub_text_bytes=550_000_000,
+        hub_rows=1_900_000,
+    ),
+    SourceSpec(
+        name="roam",
+        family="pretrain",
+        description="Token cache of a folder of markdown notes, split by file, with end-of-texts.",
+        credit=Credit("the notes' owner's", "the notes' owner"),
+        load=_load_roam,
+        files=_roam_files,
+        split_rule="by file: of n distinct texts in order of path, the first max(1, int(n * val_frac)) of "
+        "torch.randperm(n) seeded with seed go to val (none where n = 1 or val_frac = 0); equal ones follow",
+        val_frac="roam_val_frac",
+        training_rank=1,
+    ),
+    SourceSpec(
+        name="gutenberg",
+        family="pretrain",
+        description="Token cache of Project Gutenberg's books; with source_root=hub a stub, unless gutenberg_from_hub "
+        "is set.",
+        credit=Credit("public domain in the United States", "Project Gutenberg, https://www.gutenberg.org"),
+        load=_load_gutenberg,
+        files=_gutenberg_files,
+        dataset="gutenberg_dataset",
+        folder=gutenberg.FOLDER,
+        from_hub="gutenberg_from_hub",
+        hub_splits=("train",),
+        streaming=True,
+        shuffle_buffer="gutenberg_shuffle_buffer",
+        budgets=True,
+        training_rank=5,
+        snapshot_margin_bytes=1 << 29,  # books of 150,000 tokens
+    ),
+    SourceSpec(
+        name="dolly15k",
+        family="sft",
+        description="Token cache of dolly-15k chats: one instruction and one response each; the response carries the "
+        "loss.",
+        credit=Credit("CC BY-SA 3.0", f"databricks-dolly-15k by Databricks, {_HUB}databricks/databricks-dolly-15k"),
+        load=_load_dolly,
+        files=_dolly_files,
+        dataset="dolly_dataset",
+        hub_splits=("train",),
+        reads=("dolly_include_system",),
+        training_rank=3,
+        hub_text_bytes=13_000_000,
+        hub_rows=16_000,
+    ),
+    SourceSpec(
+        name="oasst1",
+        family="sft",
+        description="Token cache of OpenAssistant chats: every path from a root to a leaf of the message trees.",
+        credit=Credit("Apache-2.0", f"OpenAssistant Conversations by OpenAssistant, {_HUB}OpenAssistant/oasst1"),
+        load=_load_oasst1,
+        files=_oasst1_files,
+        dataset="oasst1_dataset",
+        hub_splits=("train", "validation"),
+        reads=("oasst1_english_only", "oasst1_max_messages"),
+        training_rank=4,
+        training_texts=_oasst1_messages,
+        hub_text_bytes=120_000_000,
+        hub_rows=90_000,
+        copies=4,  # threads that share a message: 2.2 of the real one, 3.0 of the sample
+    ),
+)
+SOURCES: dict[str, SourceSpec] = {spec.name: spec for spec in _BUILT_IN}
+"""The built-in sources by name, in the order in which build-all builds their caches."""

@@ -1,0 +1,11 @@
+"""The files of an EAGLE-3 cache. docs/formats.md describes every one.
+
+layout.py        a shard's tensors, dtypes and offsets; all file names; opening files that may be hostile
+manifest.py      manifest.json: its version, its checked values, the layout that it states
+embeddings.py    target_embeddings.safetensors and its receipt
+shard_writer.py  one shard and its receipt: when it is complete, which bytes are hashed, what is damaged
+shard_reader.py  all shards of a cache: checked when it is opened, mapped when first read
+samples.py       sidecar/samples.safetensors and ids.txt: the tokenized input
+plan.py          sidecar/plan.json and batches.jsonl: all that decides the bytes; where samples are cut into batches
+convert.py       changes a cache between versions 1 and 2 by its manifest alone; computes content_sha256
+"""

@@ -1,0 +1,171 @@
+"""manifest.json of an EAGLE-3 cache: its values checked, its version, and the layout of the shards that it states."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.eagle3.format.layout import DTYPES, MANIFEST_NAME, SHARD_NAME, Layout, PathLike, read_file, shard_path
+from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import write_bytes
+from niels_gpt.storage.meta_json import parse_object, shortened
+
+FORMAT_VERSION = 1
+VERSIONS = (1, 2)
+_NUMBERS = (
+    "num_samples",
+    "shard_size",
+    "seq_length",
+    "aux_hidden_dim",
+    "draft_vocab_size",
+    "target_vocab_size",
+    "target_probs_topk",
+)
+_TEXTS = ("target_model", "dtype", "input_data", "split")
+_LISTS = ("aux_layer_ids", "selected_token_ids")
+_MAX_SHARDS = 1_000_000  # of six digits
+PRODUCE_AGAIN = "Produce the cache again: python -m niels_gpt.eagle3.precompute"
+
+
+def load_safetensors() -> tuple[Any, Any]:
+    """Return safetensors' `save_file` and `safe_open`. Raises: ImportError that says what to install."""
+    try:
+        from safetensors import safe_open
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ImportError(
+            "The EAGLE-3 offline cache requires the 'safetensors' package. Install it: pip install safetensors"
+        ) from error
+    return save_file, safe_open
+
+
+def atomic_write(path: str, write_fn: Callable[[str], None]) -> str:
+    """Let `write_fn` write a temporary sibling of `path`, sync it and rename it to `path`, which is returned.
+
+    After a crash or a power loss the old file or the new one is there. The sibling has a unique name, so two writers do
+    not disturb each other; it is removed on failure.
+    """
+    target = Path(os.path.abspath(path))
+    fileio.make_dir(target.parent)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        write_fn(str(temporary))
+        fileio.fsync_file(temporary)
+        fileio.rename(temporary, target)
+    except BaseException:
+        fileio.remove(temporary)
+        raise
+    return path
+
+
+def manifest_path(cache_dir: PathLike) -> str:
+    """Return the path of the manifest inside `cache_dir`."""
+    return os.path.join(cache_dir, MANIFEST_NAME)
+
+
+def existing_shard_indices(cache_dir: PathLike) -> set[int]:
+    """Return the indices of the shards in `cache_dir`, which may be absent."""
+    if not os.path.isdir(cache_dir):
+        return set()
+    indices = {int(match.group(1)) for name in os.listdir(cache_dir) if (match := SHARD_NAME.match(name))}
+    return {index for index in indices if os.path.lexists(shard_path(cache_dir, index))}  # \d matches other digits too
+
+
+def is_compressed(target_probs_topk: int | None, draft_vocab_size: int) -> bool:
+    """Return whether top-k drops probabilities: k is neither None nor 0, and below the size of the draft vocabulary."""
+    return target_probs_topk is not None and 0 < int(target_probs_topk) < draft_vocab_size
+
+
+def version_of(manifest: dict[str, Any]) -> int:
+    """Return the version that a manifest without one is written as: 2 where top-k compresses, else 1 (D22)."""
+    topk, vocab = manifest.get("target_probs_topk"), manifest.get("draft_vocab_size", 0)
+    return 2 if is_compressed(topk, vocab) else FORMAT_VERSION
+
+
+def manifest_bytes(manifest: dict[str, Any]) -> bytes:
+    """Return manifest.json: sorted keys, an indent of 2. Without a `format_version`, that of `version_of`."""
+    manifest = {"format_version": version_of(manifest), **manifest}
+    return json.dumps(manifest, indent=2, sort_keys=True, allow_nan=False).encode()
+
+
+def write_manifest(cache_dir: PathLike, manifest: dict[str, Any]) -> str:
+    """Write the manifest atomically and return its path; see `manifest_bytes`. Raises: ValueError for NaN in it."""
+    path = manifest_path(cache_dir)
+    fileio.make_dir(cache_dir)
+    write_bytes(path, manifest_bytes(manifest))
+    return path
+
+
+def read_manifest(cache_dir: PathLike, *, follow_links: bool = False) -> dict[str, Any]:
+    """Return the manifest of a cache of version 1 or 2; keys that later tools added may be missing.
+
+    follow_links: as `open_file`.
+    Raises: FileNotFoundError; CacheError for another version, no JSON object, a value of a wrong type, or more shards
+        than can have names.
+    """
+    path = manifest_path(cache_dir)
+    try:
+        manifest = parse_object(read_file(path, follow_links=follow_links))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"EAGLE-3 cache manifest not found at {path}. Was the cache fully written?") from None
+    except CacheError:
+        raise
+    except ValueError as error:
+        raise CacheError(path, str(error), "the manifest of an EAGLE-3 cache", PRODUCE_AGAIN) from error
+    version = manifest.get("format_version")
+    if type(version) is not int or version not in VERSIONS:
+        found, remedy = (
+            f"has format_version={shortened(version)}",
+            "Regenerate the cache with the current precompute_eagle3",
+        )
+        raise CacheError(cache_dir, found, "1 or 2", remedy)
+    _refuse_wrong_types(manifest, cache_dir)
+    size, samples = manifest.get("shard_size"), manifest.get("num_samples")
+    if size and samples and -(-samples // size) > _MAX_SHARDS:
+        found = f"{samples:,} samples, {size:,} a shard, are {-(-samples // size):,} shards"
+        raise CacheError(path, found, f"{_MAX_SHARDS:,} at most, as a shard's name has six digits", PRODUCE_AGAIN)
+    return manifest
+
+
+def _refuse_wrong_types(manifest: dict[str, Any], where: PathLike) -> None:
+    """Raise CacheError for a value of a wrong type. Lists, input_data and split may be null."""
+    path = manifest_path(where)
+    for key in _NUMBERS:
+        if manifest.get(key) is not None or (key in manifest and key != "target_probs_topk"):
+            number_in(manifest, key, where)
+    for key in _TEXTS:
+        value = manifest.get(key, "")
+        if not isinstance(value, str) and (value is not None or key in _TEXTS[:2]):
+            raise CacheError(path, f"{key} is {shortened(value)}", "a text", PRODUCE_AGAIN)
+    for key in _LISTS:
+        value = [] if manifest.get(key) is None else manifest[key]
+        if not isinstance(value, list) or not all(type(number) is int and 0 <= number < 2**31 for number in value):
+            raise CacheError(path, f"{key} is {shortened(value)}", "a list of ids from 0", PRODUCE_AGAIN)
+
+
+def number_in(manifest: dict[str, Any], key: str, where: PathLike, least: int = 0) -> int:
+    """Return an integer of a manifest. Raises: CacheError if it is missing, no integer, or below `least`."""
+    path = manifest_path(where)
+    if key not in manifest:
+        raise CacheError(path, f"{key} is missing", remedy=PRODUCE_AGAIN)
+    value = manifest[key]
+    if type(value) is not int or not least <= value < 2**63:
+        raise CacheError(path, f"{key} is {shortened(value)}", f"an integer of {least} or more", PRODUCE_AGAIN)
+    return value
+
+
+def layout_of(manifest: dict[str, Any], where: PathLike) -> Layout:
+    """Return the layout of the shards of a manifest that has all its keys. Raises: CacheError naming the key."""
+    dtype = manifest.get("dtype")
+    if dtype not in DTYPES:
+        raise CacheError(manifest_path(where), f"dtype is {shortened(dtype)}", f"one of {', '.join(DTYPES)}")
+    slots, aux, vocab = (
+        number_in(manifest, key, where, 1) for key in ("seq_length", "aux_hidden_dim", "draft_vocab_size")
+    )
+    topk = manifest.get("target_probs_topk") if manifest.get("format_version", version_of(manifest)) == 2 else None
+    return Layout(slots, aux, vocab, int(topk or 0) if is_compressed(topk, vocab) else 0, dtype)

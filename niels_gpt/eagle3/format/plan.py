@@ -1,0 +1,365 @@
+"""The plan of an EAGLE-3 cache: everything that decides its bytes, fixed before the target's first forward pass.
+
+sidecar/plan.json holds it, sidecar/batches.jsonl the batches. Decides where samples are cut into shards and batches
+(`plan_batches`), and which values of plan.json are valid. A run may continue a cache only with an equal plan; the
+number of processes is no part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from niels_gpt.eagle3.format.layout import SIDECAR, Layout, PathLike, read_file
+from niels_gpt.eagle3.format.manifest import layout_of, read_manifest
+from niels_gpt.eagle3.format.samples import IDS_NAME, Samples
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import canonical_json
+from niels_gpt.storage.meta_json import checked_count, parse_object, shortened
+
+BUILDER_VERSION = 1
+"""Raised when an equal plan gives other bytes."""
+SIDECAR_VERSION = 1
+PLAN_NAME = "plan.json"
+BATCHES_NAME = "batches.jsonl"
+CONVERTED = ("manifest.format_version", "manifest.target_probs_topk")
+"""Fields of a finished cache's manifest that convert.py may have changed since."""
+_WIDTH_STEP = 8
+_MAX_BATCHES_BYTES = 1 << 27  # limit of batches.jsonl, which takes about seven bytes a sample
+_MAX_THREADS = 4096
+_FRESH = "Use a fresh folder"
+_ROW_BYTES = 64  # limit of batches.jsonl, for a row and a batch of it alone
+
+Batch = tuple[int, list[int]]
+"""Padded width in tokens, and the rows of the shard in one forward pass."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How the target is run: everything that may change a bit of its outputs."""
+
+    device: str
+    """cpu or cuda."""
+    processor: str
+    """Name of the GPU, or the CPU's instruction set, such as AVX512."""
+    compute_dtype: str
+    """bf16 or fp32."""
+    attention: str
+    """sdpa or eager."""
+    threads: int
+    """Of each worker process."""
+    torch: str
+    """Version."""
+    transformers: str
+    """Version."""
+
+    @classmethod
+    def here(cls, device: str | None, *, attention: str, threads: int) -> Run:
+        """Return how a target runs on this machine. device: cpu or cuda; None: cuda where there is one.
+
+        Raises: ValueError where cuda is asked for and cannot be used.
+        """
+        cuda = torch.cuda.is_available()
+        if device == "cuda" and not cuda:
+            raise ValueError("--device cuda: torch finds no usable GPU here. Use --device cpu")
+        chosen = device or ("cuda" if cuda else "cpu")
+        return cls(
+            device=chosen,
+            processor=torch.cuda.get_device_name() if chosen == "cuda" else torch.backends.cpu.get_cpu_capability(),
+            compute_dtype="bf16" if chosen == "cuda" else "fp32",
+            attention=attention,
+            threads=threads,
+            torch=str(torch.__version__),
+            transformers=version("transformers"),
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that decides the bytes of a cache."""
+
+    manifest: dict[str, Any]
+    """The content of manifest.json, format_version and selected_token_ids included."""
+    target: dict[str, Any]
+    """The facts of the target: name, revision, sha256 of weights and config, sizes."""
+    tokenizer: dict[str, Any]
+    """sha256, template_sha256, mask_by, pad_id."""
+    source: dict[str, Any]
+    """The facts of the input, `limit` among them."""
+    dropped: dict[str, int]
+    """Dropped inputs, counted by reason."""
+    altered: dict[str, int]
+    """Altered samples, counted by reason, such as truncated: chat.rows.NOT_DROPPED."""
+    samples: dict[str, Any]
+    """count, tokens, supervised_tokens, sha256, ids_sha256."""
+    run: dict[str, Any]
+    """The fields of `Run`."""
+    batch_size: int
+    """Rows of a batch, at most."""
+    max_batch_tokens: int
+    """Rows times width of a batch, at most; one row may have more."""
+    batches: list[list[Batch]] = field(repr=False)
+    """The batches of each shard, in the order in which they run."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the shards."""
+        return layout_of(self.manifest, "the plan")
+
+    @property
+    def num_shards(self) -> int:
+        """The number of shards; the last one may be short."""
+        return len(self.batches)
+
+    def rows_of(self, shard: int) -> int:
+        """Return the number of samples of a shard."""
+        size: int = self.manifest["shard_size"]
+        return min(size, int(self.manifest["num_samples"]) - shard * size)
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """The content of plan.json: long lists are replaced by their sha256."""
+        manifest = {name: value for name, value in self.manifest.items() if name != "selected_token_ids"}
+        selected = canonical_json(self.manifest["selected_token_ids"])
+        return {
+            "kind": "eagle3",
+            "format_version": SIDECAR_VERSION,
+            "builder_version": BUILDER_VERSION,
+            "manifest": {**manifest, "selected_token_ids_sha256": hashlib.sha256(selected).hexdigest()},
+            "target": self.target,
+            "tokenizer": self.tokenizer,
+            "source": self.source,
+            "dropped": self.dropped,
+            "altered": self.altered,
+            "samples": self.samples,
+            "run": self.run,
+            "batches": {
+                "batch_size": self.batch_size,
+                "max_batch_tokens": self.max_batch_tokens,
+                "sha256": hashlib.sha256(self.batches_bytes()).hexdigest(),
+            },
+        }
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of plan.json."""
+        return hashlib.sha256(canonical_json(self.record)).hexdigest()
+
+    def batches_bytes(self) -> bytes:
+        """Return the content of batches.jsonl: a line for each shard."""
+        return b"".join(json.dumps(shard, separators=(",", ":")).encode() + b"\n" for shard in self.batches)
+
+    def sidecar_files(self) -> dict[str, bytes]:
+        """Return the content of the plan's own two files by name."""
+        return {PLAN_NAME: canonical_json(self.record), BATCHES_NAME: self.batches_bytes()}
+
+
+def make_plan(
+    manifest: Mapping[str, Any],
+    samples: Samples,
+    *,
+    target: Mapping[str, Any],
+    tokenizer: Mapping[str, Any],
+    source: Mapping[str, Any],
+    dropped: Mapping[str, int],
+    altered: Mapping[str, int] | None = None,
+    run: Mapping[str, Any],
+    batch_size: int,
+    max_batch_tokens: int,
+) -> Plan:
+    """Return the plan of a cache of these samples, with its batches. manifest: without num_samples.
+
+    Raises: ValueError where a sample is longer than seq_length.
+    """
+    size, length = int(manifest["shard_size"]), int(manifest["seq_length"])
+    lengths = samples.lengths.tolist()
+    shards = [lengths[begin : begin + size] for begin in range(0, len(lengths), size)]
+    return Plan(
+        manifest={**manifest, "num_samples": len(samples)},
+        target=dict(target),
+        tokenizer=dict(tokenizer),
+        source=dict(source),
+        dropped=_counted(dropped),
+        altered=_counted(altered or {}),
+        samples={
+            "count": len(samples),
+            "tokens": len(samples.ids),
+            "supervised_tokens": samples.supervised,
+            "sha256": samples.sha256,
+            "ids_sha256": samples.checksums[IDS_NAME],
+        },
+        run=dict(run),
+        batch_size=batch_size,
+        max_batch_tokens=max_batch_tokens,
+        batches=[plan_batches(shard, batch_size, max_batch_tokens, seq_length=length) for shard in shards],
+    )
+
+
+def _counted(numbers: Mapping[str, int]) -> dict[str, int]:
+    return {name: number for name, number in sorted(numbers.items()) if number}
+
+
+def plan_batches(lengths: Sequence[int], batch_size: int, max_batch_tokens: int, *, seq_length: int) -> list[Batch]:
+    """Return the batches of a shard whose rows have these lengths: each row in one of them, the longest rows first.
+
+    A batch is as wide as its longest row, rounded up to a multiple of 8 and to seq_length at most; it has at most
+    `batch_size` rows and at most `max_batch_tokens` tokens, padding included, unless it is a single row.
+    Raises: ValueError where a row is longer than seq_length.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    if order and lengths[order[0]] > seq_length:
+        raise ValueError(f"row {order[0]} has {lengths[order[0]]} tokens, expected at most seq_length, {seq_length}")
+    batches: list[Batch] = []
+    for row in order:
+        if batches:
+            width, rows = batches[-1]
+            if len(rows) < batch_size and (len(rows) + 1) * width <= max_batch_tokens:
+                rows.append(row)
+                continue
+        batches.append((min(seq_length, -(-lengths[row] // _WIDTH_STEP) * _WIDTH_STEP), [row]))
+    return batches
+
+
+# --- the plan of a folder ---------------------------------------------------------------------------------------------
+
+
+def open_plan(cache_dir: PathLike, *, follow_links: bool = False) -> Plan:
+    """Return the plan of a cache in its folder, finished or not. A converted cache keeps its plan.
+
+    Raises: FileNotFoundError where a file of it is missing; CacheError where they do not fit together.
+    """
+    record = read_record(cache_dir, follow_links=follow_links)
+    if record is None:
+        raise FileNotFoundError(f"{_sidecar(cache_dir) / PLAN_NAME} not found: this cache has no plan")
+    path, on_disk = _sidecar(cache_dir) / BATCHES_NAME, read_manifest(cache_dir, follow_links=follow_links)
+    parts = ("target", "tokenizer", "source", "dropped", "altered", "samples", "run")
+    try:
+        manifest = {**record["manifest"], "selected_token_ids": on_disk["selected_token_ids"]}
+        del manifest["selected_token_ids_sha256"]
+        plan = Plan(
+            manifest=manifest,
+            batch_size=record["batches"]["batch_size"],
+            max_batch_tokens=record["batches"]["max_batch_tokens"],
+            batches=_read_batches(path, on_disk, follow_links),
+            **{name: record[name] for name in parts},
+        )
+        wrong = differing_fields(record, plan.record) + differing_fields(on_disk, manifest, "manifest.")
+    except FileNotFoundError:
+        raise
+    except (ValueError, LookupError, TypeError) as error:
+        raise CacheError(path, f"together with {PLAN_NAME} not the plan of a cache ({error!r:.300})") from error
+    if wrong := [name for name in wrong if name not in CONVERTED]:
+        raise CacheError(_sidecar(cache_dir), f"{PLAN_NAME} does not fit the files beside it: {', '.join(wrong)}")
+    return plan
+
+
+def _read_batches(path: Path, manifest: Mapping[str, Any], follow_links: bool) -> list[list[Batch]]:
+    """Return the batches of each shard. Raises: ValueError unless each row of each shard is in exactly one batch."""
+    size, count, slots = (manifest[name] for name in ("shard_size", "num_samples", "seq_length"))
+    lines = read_file(path, _MAX_BATCHES_BYTES, follow_links=follow_links).splitlines()
+    if len(lines) != -(-count // size):
+        raise ValueError(f"{len(lines)} lines, expected one for each of {-(-count // size)} shards")
+    return [_batches_of(line, min(size, count - shard * size), slots) for shard, line in enumerate(lines)]
+
+
+def _batches_of(line: bytes, rows: int, slots: int) -> list[Batch]:
+    """Return the batches of a shard of `rows` rows. Raises: ValueError as `_read_batches`."""
+    if len(line) > _ROW_BYTES * (rows + 1):
+        raise ValueError(f"a line of {len(line):,} bytes for {rows} rows, expected {_ROW_BYTES} a row at most")
+    batches = [(checked_count(width, "width", BATCHES_NAME), list(batch)) for width, batch in json.loads(line)]
+    numbers = [row for _, batch in batches for row in batch]
+    whole = all(type(row) is int for row in numbers) and len(numbers) == rows and {*numbers} == {*range(rows)}
+    if not whole or any(not batch or not 0 < width <= slots for width, batch in batches):
+        raise ValueError(f"batches of {len(numbers)} rows, expected each of {rows} rows once, {slots} slots at most")
+    return batches
+
+
+def read_record(cache_dir: PathLike, *, follow_links: bool = False) -> dict[str, Any] | None:
+    """Return the content of plan.json; None where there is no such file.
+
+    Raises: CacheError for another version, for a part that is missing or of a wrong type, and for values that no target
+        can be run with.
+    """
+    path = _sidecar(cache_dir) / PLAN_NAME
+    try:
+        record = parse_object(read_file(path, follow_links=follow_links))
+    except FileNotFoundError:
+        return None
+    except CacheError:
+        raise
+    except ValueError as error:
+        raise CacheError(path, f"not the plan of a cache ({error})", remedy=_FRESH) from error
+    if record.get("kind") != "eagle3" or record.get("format_version") != SIDECAR_VERSION:
+        found = f"kind {shortened(record.get('kind'))}, format_version {shortened(record.get('format_version'))}"
+        raise CacheError(path, found, f"'eagle3' and {SIDECAR_VERSION}", _FRESH)
+    for name, value in _parts_of(record):
+        kind, good = _PARTS[name]
+        if not isinstance(value, kind) or isinstance(value, bool) or not good(value):
+            raise CacheError(path, f"{name} is {shortened(value)}, not as a producer writes it", remedy=_FRESH)
+    return record
+
+
+def _parts_of(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each part in _PARTS; an optional part only if the plan has it."""
+    for name in _PARTS:
+        outer, _, inner = name.partition(".")
+        above = record.get(outer)
+        if not inner:
+            yield name, above
+        elif inner in _NEEDED or (isinstance(above, dict) and above.get(inner) is not None):
+            yield name, above.get(inner) if isinstance(above, dict) else None
+
+
+def _any(_: Any) -> bool:
+    return True
+
+
+def _counts(value: dict[str, Any]) -> bool:
+    return all(type(number) is int and number >= 0 for number in value.values())
+
+
+def _at_least(least: int) -> Callable[[int], bool]:
+    return lambda value: least <= value < 2**63
+
+
+_NEEDED = ("pad_id", "batch_size", "max_batch_tokens", "count", "sha256")
+_PARTS: dict[str, tuple[type[Any], Callable[[Any], bool]]] = {
+    **dict.fromkeys(("manifest", "target", "tokenizer", "source", "samples", "run", "batches"), (dict, _any)),
+    **dict.fromkeys(("dropped", "altered"), (dict, _counts)),
+    **dict.fromkeys((f"target.{key}" for key in ("name", "revision", "weights_sha256", "config_sha256")), (str, _any)),
+    **dict.fromkeys(("target.vocab_size", "target.hidden_size"), (int, _at_least(1))),
+    **dict.fromkeys((f"tokenizer.{key}" for key in ("sha256", "template_sha256", "mask_by")), (str, _any)),
+    "tokenizer.pad_id": (int, _at_least(0)),
+    **dict.fromkeys((f"samples.{key}" for key in ("count", "tokens", "supervised_tokens")), (int, _at_least(0))),
+    **dict.fromkeys(("samples.sha256", "samples.ids_sha256", "batches.sha256"), (str, _any)),
+    **dict.fromkeys(("batches.batch_size", "batches.max_batch_tokens"), (int, _at_least(1))),
+    "run.device": (str, lambda value: value in ("cpu", "cuda")),
+    "run.compute_dtype": (str, lambda value: value in ("bf16", "fp32")),
+    "run.threads": (int, lambda value: 1 <= value <= _MAX_THREADS),
+    **dict.fromkeys((f"run.{key}" for key in ("processor", "attention", "torch", "transformers")), (str, _any)),
+}
+"""Dotted name of a part of plan.json -> its type, and whether a value is valid."""
+
+
+def differing_fields(left: Mapping[str, Any], right: Mapping[str, Any], above: str = "") -> list[str]:
+    """Return the dotted names of the fields in which two records differ, sorted."""
+    names: list[str] = []
+    for name in sorted({*left, *right}):
+        ours, theirs = left.get(name), right.get(name)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            names += differing_fields(ours, theirs, f"{above}{name}.")
+        elif ours != theirs or (name in left) != (name in right):
+            names.append(f"{above}{name}")
+    return names
+
+
+def _sidecar(cache_dir: PathLike) -> Path:
+    return Path(cache_dir) / SIDECAR

@@ -1,0 +1,41 @@
+"""The checks of an EAGLE-3 cache by name, and what each of them asks. Loads no torch, for Dagster's UI and --help."""
+
+from __future__ import annotations
+
+from niels_gpt.storage.checks import Check
+
+RECOMPUTED = "recomputed"
+"""The check that runs the target. `verify` does not make it: see recompute.py."""
+CHECKS = {
+    check.name: check
+    for check in (
+        Check(
+            "complete",
+            "The producer has finished: shards, receipts, plan, embeddings and draft vocabulary are there, no shard "
+            "or receipt is left over, and all have the form that manifest.json says.",
+        ),
+        Check("checksums", "Every file and every sample has the checksum that was recorded when it was written."),
+        Check(
+            "finite",
+            "No hidden state, probability or embedding is NaN or infinite: one of them makes a draft's loss NaN.",
+        ),
+        Check("ids_match", "The stored ids and masks, shifted and padded, are those of the source's rows."),
+        Check(
+            "distribution",
+            "The target's probabilities are at least 0 and sum to 1; top-k probabilities fall and have different "
+            "draft ids; the mask is true only where there is loss; after a sample's tokens there are zeros.",
+        ),
+        Check(
+            "positions",
+            "There are slots that a draft learns from: with loss, and with the target's most probable token in the "
+            "draft's vocabulary. A cache where these are fewer than a twentieth of the slots with loss gets a remark.",
+        ),
+        Check(
+            RECOMPUTED,
+            "The stored embeddings are the target's, bit for bit. Some samples, drawn by a seed, were run through the "
+            "target again in the batches of the plan and gave the stored values: bit for bit in the environment of "
+            "the plan, else within a tolerance.",
+        ),
+    )
+}
+"""All of them block: a cache that fails one must not be used."""

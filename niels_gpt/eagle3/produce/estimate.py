@@ -1,0 +1,176 @@
+"""The disk: whether a folder can be written, what a cache will take there, and whether it fits.
+
+All of it is checked before the target is loaded.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.eagle3.format.layout import (
+    EMBEDDINGS_NAME,
+    INT_FIELDS,
+    MANIFEST_NAME,
+    SIDECAR,
+    PathLike,
+    refuse_links,
+    row_bytes_of,
+)
+from niels_gpt.eagle3.format.manifest import manifest_bytes
+from niels_gpt.eagle3.format.plan import Plan
+from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.produce.resume_checks import finished_meta, leftovers
+from niels_gpt.storage.errors import CacheError
+
+_BLOCK = 4096
+_RECEIPT_BYTES = 60  # of a sample: its checksum as text and its number of slots
+_META_BYTES = 300  # of a shard: the record of its receipt
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Sizes in bytes, before anything is written."""
+
+    samples: int
+    tokens: int
+    """Without padding."""
+    supervised_share: float
+    max_length: int
+    """Tokens of the longest sample."""
+    shards: int
+    shards_done: int
+    """Finished by an earlier run."""
+    batches: int
+    apparent_bytes: int
+    """Size of all files of the finished cache, holes included."""
+    to_write_bytes: int
+    """Upper bound on bytes to write, excluding finished files and, on a file system that has them, holes; 0 for a
+    finished cache."""
+    free_bytes: int
+    """Free on the folder's file system for this user, plus what removing a killed run's temporary files frees."""
+    has_holes: bool
+    """Whether padding takes no disk space there."""
+    bytes_per_token: float
+    """Apparent size of the shards by real tokens."""
+    format_version: int
+    """Of the manifest."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether this run has enough room."""
+        return self.to_write_bytes <= self.free_bytes
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a sample."""
+        return self.tokens / self.samples
+
+
+def estimate(cache_dir: PathLike, plan: Plan, samples: Samples, *, done: Collection[int] = ()) -> Estimate:
+    """Return what a run into a folder, which may be absent, will take. done: its finished shards."""
+    folder = _existing(cache_dir)
+    holes = has_holes(folder)
+    layout, lengths = plan.layout, samples.lengths
+    sizes = [layout.shard_bytes(plan.rows_of(shard)) for shard in range(plan.num_shards)]
+    written = _written_bytes(plan, lengths) if holes else np.full(len(lengths), layout.row_bytes)
+    shard_of = np.arange(len(lengths)) // plan.manifest["shard_size"]
+    left = ~np.isin(shard_of, sorted(done))
+    embeddings = plan.target["vocab_size"] * plan.target["hidden_size"] * 4 + _BLOCK
+    names = sum(len(name) + 1 for name in samples.source_ids)
+    sidecar = 5 * len(samples.ids) + 8 * len(lengths) + names + len(plan.batches_bytes())
+    sidecar += len(manifest_bytes(plan.manifest))  # a line for each id of the draft's
+    small = embeddings + sidecar + _RECEIPT_BYTES * len(lengths) + _META_BYTES * len(sizes)
+    is_whole = not left.any() and finished_meta(cache_dir, plan) is not None
+    return Estimate(
+        samples=len(lengths),
+        tokens=int(lengths.sum()),
+        supervised_share=samples.supervised / int(lengths.sum()),
+        max_length=int(lengths.max()),
+        shards=len(sizes),
+        shards_done=len(done),
+        batches=sum(map(len, plan.batches)),
+        apparent_bytes=sum(sizes) + small,
+        to_write_bytes=0 if is_whole else int(written[left].sum()) + max(0, small - _small_bytes(cache_dir)),
+        free_bytes=shutil.disk_usage(folder).free + sum(path.stat().st_blocks * 512 for path in leftovers(cache_dir)),
+        has_holes=holes,
+        bytes_per_token=sum(sizes) / int(lengths.sum()),
+        format_version=plan.manifest["format_version"],
+    )
+
+
+def refuse_unusable(folder: Path) -> None:
+    """Raise where no cache can be written into a folder, which may be absent; nothing is changed.
+
+    Raises: CacheError naming the file that is in the way; OSError where no file can be made.
+    """
+    refuse_links(folder)
+    above = [folder.absolute() / SIDECAR, folder.absolute(), *folder.absolute().parents]
+    for path in above:
+        if os.path.lexists(path) and not path.is_dir():
+            raise CacheError(
+                path,
+                f"is in the way of --output-dir {folder}",
+                "a folder",
+                "Move it away, or name another --output-dir",
+            )
+    has_holes(next(path for path in above if path.is_dir()))  # makes a file that has no name
+
+
+def refuse_without_room(cache_dir: PathLike, sizes: Estimate) -> None:
+    """Raise CacheError where a run does not fit."""
+    if not sizes.fits:
+        raise CacheError(
+            cache_dir,
+            f"this run writes {sizes.to_write_bytes:,} bytes, and {sizes.free_bytes:,} are free there",
+            remedy="Make room, name another --output-dir, or ask for less: --limit, --seq-length, --draft-vocab-size, "
+            "--target-probs-topk",
+        )
+
+
+def has_holes(folder: PathLike) -> bool:
+    """Return whether unwritten parts of a file in this folder take no disk space, tried with a file without a name.
+
+    Raises: OSError where no file can be made there.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.truncate(64 * _BLOCK)
+            os.fsync(probe.fileno())
+            return os.fstat(probe.fileno()).st_blocks * 512 < 32 * _BLOCK
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            return True  # nothing fits either way
+        raise OSError(error.errno, f"{error.strerror}: no file can be made there", os.fspath(folder)) from error
+
+
+def _written_bytes(plan: Plan, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the bytes written of each sample, padding left out, and a block more a tensor: rows are not aligned."""
+    slots, total = plan.layout.seq_length, np.zeros(len(lengths), np.int64)
+    for name, field in plan.layout.fields.items():
+        whole = row_bytes_of(field)
+        part = np.full(len(lengths), slots) if name in INT_FIELDS else lengths
+        total += np.minimum(whole, part * (whole // slots) + _BLOCK)
+    return total
+
+
+def _existing(path: PathLike) -> Path:
+    folder = Path(os.path.abspath(path))
+    while not folder.is_dir():
+        folder = folder.parent
+    return folder
+
+
+def _small_bytes(cache_dir: PathLike) -> int:
+    """Return the bytes of the embeddings, the manifest and the sidecar that an earlier run has written."""
+    folder = Path(cache_dir)
+    files = [folder / EMBEDDINGS_NAME, folder / MANIFEST_NAME, *folder.glob(f"{SIDECAR}/*")]
+    return sum(file.stat().st_size for file in files if file.is_file())

@@ -1,0 +1,91 @@
+"""meta.json of a finished cache: where each of its keys comes from, and whether a folder has a complete one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.eagle3.format.convert import content_sha256
+from niels_gpt.eagle3.format.embeddings import has_embeddings
+from niels_gpt.eagle3.format.layout import EMBEDDINGS_NAME, LOCK_NAME, MANIFEST_NAME, SIDECAR
+from niels_gpt.eagle3.format.plan import BUILDER_VERSION, SIDECAR_VERSION, Plan
+from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
+from niels_gpt.eagle3.produce.positions import Counts
+from niels_gpt.eagle3.produce.resume_checks import finished_meta
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME, sha256_file, write_bytes
+from niels_gpt.storage.meta_json import meta_bytes, parse_object, read_regular
+
+
+def complete_meta(folder: Path, plan: Plan) -> dict[str, Any] | None:
+    """Return the meta.json of a finished cache of this plan; None where it, a file or the plan's own files are not."""
+    meta = finished_meta(folder, plan)
+    if meta is None or not has_embeddings(folder):
+        return None
+    files = plan.sidecar_files().items()  # meta.json states their sizes; here their bytes are compared
+    return meta if all(read_regular(folder / SIDECAR / name) == content for name, content in files) else None
+
+
+def finish(folder: Path, plan: Plan) -> dict[str, Any]:
+    """Write meta.json, which makes the cache finished, and return its content.
+
+    Raises: CacheError where a receipt is missing, and where no slot is a position: the cache then stays unfinished.
+    """
+    meta = describe(folder, plan)
+    if problem := Counts.of_meta(meta).problem:
+        raise CacheError(folder, problem)
+    write_bytes(folder / META_NAME, meta_bytes(meta))
+    return parse_object(meta_bytes(meta))
+
+
+def describe(folder: Path, plan: Plan) -> dict[str, Any]:
+    """Return the content of meta.json, without meta_crc32, of a folder that has all its shards.
+
+    Raises: CacheError where a receipt is missing.
+    """
+    receipts = [_receipt(folder, shard) for shard in range(plan.num_shards)]
+    facts = [receipt["facts"] for receipt in receipts]
+    tokens, supervised, positions = (
+        sum(each[name] for each in facts) for name in ("tokens", "supervised", "positions")
+    )
+    shard_bytes = sum(receipt["bytes"] for receipt in receipts)
+    kept = None if plan.layout.topk == 0 or not positions else sum(each["kept_mass"] for each in facts) / positions
+    sidecar = sorted(entry.name for entry in (folder / SIDECAR).iterdir() if entry.name != LOCK_NAME)
+    names = [MANIFEST_NAME, EMBEDDINGS_NAME, *(f"{SIDECAR}/{name}" for name in sidecar)]
+    files: list[dict[str, Any]] = [
+        {"name": name, "bytes": (folder / name).stat().st_size, "sha256": sha256_file(folder / name)} for name in names
+    ]
+    return {
+        "kind": "eagle3",
+        "format_version": SIDECAR_VERSION,
+        "builder_version": BUILDER_VERSION,
+        "built": True,
+        "manifest": {name: value for name, value in plan.manifest.items() if name != "selected_token_ids"},
+        "plan_sha256": plan.sha256,
+        "content_sha256": content_sha256(folder),
+        "totals": {
+            "samples": plan.manifest["num_samples"],
+            "tokens": tokens,
+            "supervised_tokens": supervised,
+            "positions": positions,
+            "shards": plan.num_shards,
+        },
+        "disk_bytes": shard_bytes + sum(record["bytes"] for record in files),
+        "bytes_per_token": shard_bytes / tokens,
+        "supervised_share": supervised / tokens,
+        "kept_mass": kept,
+        "draft_mass": sum(each["draft_mass"] for each in facts) / supervised if supervised else None,
+        "dropped": plan.dropped,
+        "altered": plan.altered,
+        "source": plan.source,
+        "target": plan.target,
+        "tokenizer_sha256": plan.tokenizer["sha256"],
+        "files": files,
+    }
+
+
+def _receipt(folder: Path, shard: int) -> dict[str, Any]:
+    receipt = read_receipt(folder, shard)
+    if receipt is None:
+        raise CacheError(receipt_path(folder, shard), "no such file", remedy="Run the same command with --resume")
+    return receipt

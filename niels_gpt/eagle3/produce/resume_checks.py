@@ -1,0 +1,304 @@
+"""What a rerun may continue: which plan a folder holds, which of its shards are finished, and what is refused.
+
+A folder may be continued if its plan.json, or the plan that all its receipts name, is the plan of this run. Everything
+is checked before the input is tokenized as far as that is possible (`refuse_other_plan`), and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.eagle3.format.layout import (
+    LOCK_NAME,
+    SIDECAR,
+    PathLike,
+    read_file,
+    read_meta_bytes,
+    refuse_links,
+    shard_path,
+)
+from niels_gpt.eagle3.format.manifest import existing_shard_indices, manifest_path, read_manifest
+from niels_gpt.eagle3.format.plan import CONVERTED, PLAN_NAME, Plan, differing_fields, open_plan, read_record
+from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME, canonical_json
+from niels_gpt.storage.meta_json import meta_bytes, parse_object, shortened
+
+logger = logging.getLogger(__name__)
+
+_LEFTOVER = re.compile(
+    r"\.(shard-[0-9]{6}\.(safetensors|json)|(manifest|meta|plan|embeddings)\.json|target_embeddings\.safetensors"
+    r"|samples\.safetensors|ids\.txt|batches\.jsonl)\.[0-9a-f]{8}\.tmp"
+)
+_FRESH = "Name a fresh folder, or remove this one"
+_MOST_VALUES = 6
+_FOLLOWS = ("dropped.", "altered.", "samples.", "batches.sha256", "manifest.selected_token_ids", "manifest.num_samples")
+"""Fields that follow from the settings and the files."""
+
+
+# --- may this run continue what the folder holds? ---------------------------------------------------------------------
+
+
+def finished_shards(cache_dir: PathLike, plan: Plan, *, resume: bool) -> set[int]:
+    """Return the shards of a plan that are finished in a folder, which may be absent; see `is_finished`.
+
+    Raises: CacheError where the plan may not be run there: without `resume` in a folder that holds anything; with it in
+        one of another plan (its differing fields are named), of another tool, or with another cache's meta.json; and
+        where one of its files, or the sidecar, is a link, because nothing is written or removed through one.
+    """
+    refuse_links(cache_dir)
+    if not resume:
+        refuse_existing(cache_dir)
+        return set()
+    shards = existing_shard_indices(cache_dir)
+    if not _is_of_plan(cache_dir, plan, shards):
+        _refuse_foreign(cache_dir)
+        return set()
+    _refuse_foreign_meta(cache_dir)
+    if extra := sorted(shard for shard in shards if shard >= plan.num_shards):
+        raise CacheError(
+            shard_path(cache_dir, extra[0]), f"the plan has {plan.num_shards} shards", remedy="Move it away"
+        )
+    done = {shard for shard in shards if is_finished(cache_dir, plan, shard)}
+    made_by = set() if done else _plans_named(cache_dir, shards)
+    if made_by - {plan.sha256}:  # plan.json was changed, and this run took its settings from it
+        _refuse_without_plan(cache_dir, plan, made_by, "its shards name another plan")
+    return done
+
+
+def refuse_other_plan(folder: Path, manifest: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """Raise CacheError, as `finished_shards`, if no input could make a run's plan the one in a folder.
+
+    manifest: of the run, without num_samples. parts: those of its plan that are known before the input is read.
+    A folder without a complete plan is left to `finished_shards`.
+    """
+    try:
+        recorded = open_plan(folder)
+    except (FileNotFoundError, CacheError):
+        return
+    now = replace(recorded, manifest={**manifest, "num_samples": recorded.manifest["num_samples"]}, **parts)
+    if differing_fields(recorded.record, now.record) or differing_fields(read_manifest(folder), now.manifest):
+        finished_shards(folder, now, resume=True)
+
+
+def recorded_plan(folder: Path | None) -> dict[str, Any]:
+    """Return the content of a folder's plan.json; {} where it is missing or damaged: `finished_shards` decides then."""
+    with contextlib.suppress(CacheError):
+        return {} if folder is None else read_record(folder) or {}
+    return {}
+
+
+def _is_of_plan(cache_dir: PathLike, plan: Plan, shards: set[int]) -> bool:
+    """Return whether a folder holds this plan, or a cache made by it; False where it holds neither plan nor cache.
+
+    Raises: CacheError where there is another plan, or a cache that is not known to be of this one.
+    """
+    record, damage = _read_record(cache_dir)
+    has_manifest = os.path.lexists(manifest_path(cache_dir))
+    in_plan = [] if record is None else differing_fields(record, plan.record)
+    if record is None or in_plan:
+        made_by = _plans_named(cache_dir, shards)
+        if made_by == {plan.sha256}:
+            state = damage or ("is not that of the shards" if in_plan else "is missing")
+            logger.warning("%s: %s; it is written again", os.path.join(cache_dir, SIDECAR, PLAN_NAME), state)
+            in_plan = []
+        elif record is None:
+            if not (made_by or shards or has_manifest or damage):
+                return False
+            _refuse_without_plan(cache_dir, plan, made_by, damage)
+    manifest = read_manifest(cache_dir) if has_manifest else plan.manifest
+    in_manifest = differing_fields(manifest, plan.manifest, "manifest.")
+    if in_plan or in_manifest:
+        _refuse_other(cache_dir, plan, record or {}, manifest, in_plan, in_manifest)
+    return True
+
+
+def _read_record(cache_dir: PathLike) -> tuple[dict[str, Any] | None, str]:
+    """Return the content of plan.json and ""; or None and what is damaged, "" where there is no such file."""
+    path = Path(cache_dir, SIDECAR, PLAN_NAME)
+    try:
+        return read_record(cache_dir), ""
+    except CacheError as error:
+        if not path.is_file() or path.is_symlink():
+            raise  # no file of a producer, so it is not replaced
+        return None, error.problem
+
+
+def _plans_named(cache_dir: PathLike, shards: set[int]) -> set[str]:
+    """Return the sha256 of the plans that the receipts and meta.json name."""
+    named = {(finished_meta(cache_dir) or {}).get("plan_sha256")}
+    for shard in shards:
+        with contextlib.suppress(CacheError):  # a damaged receipt: the shard is made again
+            receipt = read_receipt(cache_dir, shard)
+            named.add(receipt and receipt["facts"].get("plan"))
+    return {str(sha256) for sha256 in named if sha256 is not None}
+
+
+def _refuse_without_plan(cache_dir: PathLike, plan: Plan, made_by: set[str], damage: str) -> None:
+    """Raise CacheError for a cache whose plan.json is missing or damaged and whose plan is not known to be this one."""
+    name, remedy = f"{SIDECAR}/{PLAN_NAME}", _FRESH
+    if made_by:
+        sums = ", ".join(sorted(each[:12] for each in made_by))
+        problem = (
+            f"its {name} {f'is damaged ({damage})' if damage else 'is missing'}, its shards were made by the plan "
+            f"{sums}, and these settings give another plan, {plan.sha256[:12]}"
+        )
+        remedy = f"Run it with the original settings, which write that file again. {_FRESH}"
+    elif damage:
+        problem = f"its {name} is damaged ({damage}), and nothing else names the plan of its shards"
+    elif os.path.lexists(manifest_path(cache_dir)):
+        problem = f"it has no {name}: another tool wrote it, so it cannot be continued"
+    else:
+        problem = "its manifest is missing, so the shards in it cannot be compared with this run"
+    raise CacheError(cache_dir, f"--resume was requested, but {problem}", remedy=remedy)
+
+
+def _refuse_other(
+    cache_dir: PathLike,
+    plan: Plan,
+    record: dict[str, Any],
+    manifest: dict[str, Any],
+    in_plan: list[str],
+    in_manifest: list[str],
+) -> None:
+    """Raise CacheError for a folder of another plan. record, manifest: its content. in_...: the differing fields."""
+    names = sorted({*in_plan, *in_manifest})
+    if not in_plan and {*names} <= {*CONVERTED}:
+        back = f"python -m niels_gpt.eagle3 convert {os.fspath(cache_dir)} --format-version"
+        differences = f"it was converted to version {manifest.get('format_version')} since"
+        remedy = f"Convert it back first: {back} {plan.manifest['format_version']}"
+    else:
+        chosen = [name for name in names if not name.startswith(_FOLLOWS)]
+        files = [name for name in chosen if name.endswith(("sha256", "fingerprint"))]
+        shown = [name for name in chosen if name not in files] or [*files, *(n for n in names if n not in chosen)]
+        values = [_values(name, record, manifest, plan) for name in shown]
+        more = f"; and {len(values) - _MOST_VALUES} more" if len(values) > _MOST_VALUES else ""
+        differences = "; ".join(values[:_MOST_VALUES]) + more
+        remedy = "Run it with the original settings, or remove the folder and start from scratch"
+    raise CacheError(
+        cache_dir,
+        "--resume was requested, but the recorded plan does not match the current run configuration "
+        f"(mismatched fields: {names}): {differences}",
+        remedy=remedy,
+    )
+
+
+def _values(name: str, record: dict[str, Any], manifest: dict[str, Any], plan: Plan) -> str:
+    """Return the recorded value of a field, from plan.json or manifest.json, and this run's."""
+    now = [_value(name, plan.record), _value(name, {"manifest": plan.manifest})]
+    ours = next((value for value in now if value is not None), None)
+    recorded = [_value(name, record), _value(name, {"manifest": manifest})]
+    theirs = next((value for value in recorded if value is not None and value != ours), None)
+    return f"{name}: {theirs!r:.60}, now {ours!r:.60}"
+
+
+def _value(name: str, record: Any) -> Any:
+    for part in name.split("."):
+        record = record.get(part) if isinstance(record, dict) else None
+    return record
+
+
+# --- what a run must not write into -----------------------------------------------------------------------------------
+
+
+def refuse_existing(cache_dir: PathLike) -> None:
+    """Raise CacheError where a folder holds anything that a run from scratch would write into or replace.
+
+    The lock and temporary files of a run that was killed before it had a plan are no reason.
+    """
+    plan = os.path.join(cache_dir, SIDECAR, PLAN_NAME)
+    what = "shards" if existing_shard_indices(cache_dir) else "a plan" if os.path.lexists(plan) else "a manifest"
+    if what != "a manifest" or os.path.lexists(manifest_path(cache_dir)):
+        raise CacheError(
+            cache_dir, f"already has {what}", remedy="Pass --resume to continue it, or name a fresh folder"
+        )
+    _refuse_foreign(cache_dir)
+
+
+def _refuse_foreign(cache_dir: PathLike) -> None:
+    """Raise CacheError where a folder without a plan holds anything but what a killed run leaves."""
+    folder, sidecar = Path(cache_dir), Path(cache_dir, SIDECAR)
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_dir():
+        raise CacheError(folder, "is no folder", "one for the cache", "Name a fresh folder")
+    paths = [path for path in folder.iterdir() if path != sidecar]
+    if sidecar.is_dir() and not sidecar.is_symlink():
+        paths += [path for path in sidecar.iterdir() if path.name != LOCK_NAME]
+    elif os.path.lexists(sidecar):
+        paths.append(sidecar)
+    foreign = [str(path.relative_to(folder)) for path in paths if not _LEFTOVER.fullmatch(path.name)]
+    if foreign:
+        files = f"{len(foreign)} files" if len(foreign) > 1 else "a file"
+        example = shortened(min(foreign))[1:-1]
+        raise CacheError(
+            folder, f"holds {files} that no EAGLE-3 cache put there (such as {example})", remedy="Name a fresh folder"
+        )
+
+
+def _refuse_foreign_meta(cache_dir: PathLike) -> None:
+    """Raise CacheError for a meta.json that is another cache's, or no file; a damaged one is written again."""
+    path = Path(cache_dir, META_NAME)
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_file():
+        raise CacheError(path, "not a regular file", "the meta.json of this cache", "Move it away")
+    try:
+        kind = parse_object(read_meta_bytes(cache_dir)).get("kind")
+    except ValueError:
+        return
+    if kind != "eagle3":
+        raise CacheError(path, f"kind {shortened(kind)}", "'eagle3': it is another cache's", "Move it away")
+
+
+# --- what is finished -------------------------------------------------------------------------------------------------
+
+
+def is_finished(cache_dir: PathLike, plan: Plan, shard: int) -> bool:
+    """Return whether a shard's receipt is there, is of this plan, and states the size that the shard has."""
+    try:
+        receipt = read_receipt(cache_dir, shard)
+        raw = read_file(receipt_path(cache_dir, shard))
+        size = os.lstat(shard_path(cache_dir, shard)).st_size
+    except FileNotFoundError:
+        return False
+    except CacheError as error:
+        logger.warning("%s; the shard is made again", error)
+        return False
+    if receipt is None or raw != canonical_json(receipt) or receipt["facts"].get("plan") != plan.sha256:
+        return False
+    expected = plan.layout.shard_bytes(plan.rows_of(shard))
+    return bool(receipt["samples"] == plan.rows_of(shard) and receipt["bytes"] == expected == size)
+
+
+def finished_meta(cache_dir: PathLike, plan: Plan | None = None) -> dict[str, Any] | None:
+    """Return a meta.json that is undamaged; None where there is none.
+
+    plan: the one that the meta.json must name, with every file that it lists present in its size.
+    """
+    folder = Path(cache_dir)
+    try:
+        raw = read_meta_bytes(folder)
+        meta = parse_object(raw)
+        if raw != meta_bytes(meta) or meta["kind"] != "eagle3":
+            return None
+        if plan is None:
+            return meta
+        whole = all((folder / record["name"]).lstat().st_size == record["bytes"] for record in meta["files"])
+        return meta if whole and meta["plan_sha256"] == plan.sha256 else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def leftovers(cache_dir: PathLike) -> list[Path]:
+    """Return the temporary files in a folder; if its lock is free, no process writes them any more."""
+    folders = [folder for folder in (Path(cache_dir), Path(cache_dir, SIDECAR)) if folder.is_dir()]
+    paths = (path for folder in folders for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
+    return sorted(path for path in paths if path.is_file() and not path.is_symlink())

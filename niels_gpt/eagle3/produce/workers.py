@@ -1,0 +1,235 @@
+"""The processes that make the shards of a plan, this one or several: which process makes which shard, and its end.
+
+Each worker process loads the target and asks the parent for one shard after the other; the bytes do not depend on how
+many there are. A worker that fails stops all of them, and finished shards stay. A worker ends with its parent.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from niels_gpt.eagle3.format.embeddings import write_embeddings
+from niels_gpt.eagle3.format.layout import SIDECAR
+from niels_gpt.eagle3.format.plan import Plan
+from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.produce.forward import PlannedForward, Written, make_shards, try_target
+
+logger = logging.getLogger(__name__)
+
+Load = Callable[[torch.device], Any]
+"""Returns the target on a device, as `functools.partial(load_target, ...)` does; pickled for worker processes."""
+_PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is started with."""
+
+    cache_dir: str
+    plan: Plan
+    load: Load
+    embeddings: bool
+    """Whether this worker writes the target's embeddings."""
+
+
+def run_here(job: Job, samples: Samples, shards: Sequence[int], written: Written) -> None:
+    """Make shards in this process. Raises: as `make_shards`, and what `job.load` raises."""
+    with torch_threads(job.plan.run["threads"]):
+        _run(job, samples, iter(shards), written, _device(job.plan, 0))
+
+
+def load_and_try(plan: Plan, samples: Samples, load: Load) -> Load:
+    """Load a target in this process, run it over a few tokens, and return a function that returns it.
+
+    Raises: what `load` raises; ValueError where the target does not run, or its sizes are not the plan's.
+    """
+    device = _device(plan, 0)
+    with torch_threads(plan.run["threads"]):
+        model = load(device)
+        try_target(plan, samples, model, device)
+    return lambda _: model
+
+
+def try_in_subprocess(plan: Plan, samples: Samples, load: Load, *, start: str) -> None:
+    """Do the same in a process that then ends, as the workers need the memory. Raises: as `load_and_try`; RuntimeError.
+
+    start: how the process is started, spawn or fork.
+    """
+    context = multiprocessing.get_context(start)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_try_for_parent, args=(plan, samples, load, theirs), daemon=True)  # type: ignore[attr-defined]
+    with _sigint_blocked():
+        process.start()
+    theirs.close()
+    try:
+        error = ours.recv()
+    except (EOFError, OSError):
+        raise _death_of(process) from None
+    finally:
+        process.terminate()
+        process.join()
+    if error is not None:
+        raise error
+
+
+def _try_for_parent(plan: Plan, samples: Samples, load: Load, parent: Connection) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        load_and_try(plan, samples, load)
+        parent.send(None)
+    except BaseException as error:
+        parent.send(_sendable(error))
+
+
+def run_workers(job: Job, shards: Sequence[int], workers: int, written: Written, *, start: str) -> None:
+    """Make shards in several processes, which read the samples from the sidecar.
+
+    start: how processes are started, spawn or fork.
+    Raises: a worker's error; RuntimeError where one died.
+    """
+    context = multiprocessing.get_context(start)
+    running: dict[Connection, Any] = {}
+    try:
+        for number in range(workers):
+            ours, theirs = context.Pipe()
+            arguments = (Job(job.cache_dir, job.plan, job.load, job.embeddings and not number), number, theirs)
+            process = context.Process(target=_work, args=arguments, daemon=True)  # type: ignore[attr-defined]
+            with _sigint_blocked():
+                process.start()
+            theirs.close()
+            running[ours] = process
+        _serve(running, iter(shards), written)
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.join(_PATIENCE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _serve(running: dict[Connection, Any], shards: Iterator[int], written: Written) -> None:
+    """Hand out shards until all workers have ended."""
+    open_ends = list(running)
+    while open_ends:
+        for end in connection.wait(open_ends):
+            assert isinstance(end, Connection)
+            try:
+                what, *about = end.recv()
+                if what == "next":
+                    end.send(next(shards, None))
+            except (EOFError, OSError):  # it died within a message, or before it read the answer
+                raise _death_of(running[end]) from None
+            if what == "written":
+                written(*about)
+            elif what == "failed":
+                raise about[0]
+            elif what == "ended":
+                open_ends.remove(end)
+
+
+def _death_of(process: Any) -> RuntimeError:
+    process.join(_PATIENCE_S)
+    code = process.exitcode
+    how = f"exit code {code}"
+    if code is not None and code < 0:
+        how = f"killed by {signal.Signals(-code).name}" + ("; is there too little memory?" if code == -9 else "")
+    return RuntimeError(
+        f"worker process {process.pid} died ({how}). Finished shards stay: run the same command with --resume"
+    )
+
+
+# --- in a worker process ----------------------------------------------------------------------------------------------
+
+
+def _work(job: Job, number: int, parent: Connection) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        samples = Samples.open(os.path.join(job.cache_dir, SIDECAR))
+        torch.set_num_threads(job.plan.run["threads"])
+        _run(
+            job,
+            samples,
+            _shards_from(parent),
+            lambda *written: parent.send(("written", *written)),
+            _device(job.plan, number),
+        )
+        parent.send(("ended",))
+    except BaseException as error:
+        logger.debug("worker %d failed", number, exc_info=True)
+        parent.send(("failed", _sendable(error)))
+
+
+def _shards_from(parent: Connection) -> Iterator[int]:
+    while True:
+        parent.send(("next",))
+        shard = parent.recv()
+        if shard is None:
+            return
+        yield shard
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _sendable(error: BaseException) -> BaseException:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+def _run(job: Job, samples: Samples, shards: Iterator[int], written: Written, device: torch.device) -> None:
+    model = job.load(device)
+    if job.embeddings:
+        write_embeddings(job.cache_dir, model.get_input_embeddings().weight)
+    make_shards(job.cache_dir, job.plan, PlannedForward(job.plan, samples, model, device), shards, written)
+
+
+def _device(plan: Plan, number: int) -> torch.device:
+    if plan.run["device"] != "cuda":
+        return torch.device(plan.run["device"])
+    return torch.device("cuda", number % torch.cuda.device_count())
+
+
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """Let torch compute with this number of threads in the block, and with the previous number afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Start processes in the block that never receive Ctrl-C, which the parent handles."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,189 @@
+"""Target models by folder or hub id: what their config states, and loading their weights.
+
+Decides which models are refused. Only a hub id reaches the network; code of a model's repository is never run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from niels_gpt.hub.models import CONFIG, hub_file, hub_weights, is_local, refuse_large
+from niels_gpt.storage.fileio import sha256_file
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """A target's identity and sizes, known before its weights are loaded."""
+
+    name: str
+    """As given: a folder or a hub id."""
+    revision: str | None
+    """The hub's commit; None for a folder."""
+    weights_sha256: str | None
+    """Of the names and sha256 of a folder's weight files; None on the hub, where the commit identifies them."""
+    config_sha256: str
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int | None
+    """Limit of a sample's tokens; None where the config states none."""
+
+
+def target_facts(name: str, *, revision: str | None = None, hash_weights: bool = True) -> TargetFacts:
+    """Read a target's config, and hash the weight files of a local folder; nothing is loaded.
+
+    name: a folder, else a hub id. revision: the hub's branch, tag or commit; ignored for a folder.
+    hash_weights: False leaves out weights_sha256, which reads every byte.
+    Raises: FileNotFoundError for a folder without config or weights; ConnectionError where the hub does not answer;
+        ValueError for a model that is not on the hub or not open to the user, is no causal language model, or needs
+        code of its repository; ImportError without the extra.
+    """
+    transformers = _transformers()
+    local = is_local(name)
+    path = _config_path(name, revision)
+    try:
+        refuse_large(path.parent)
+        raw = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"{path}: there is no such file, expected the folder of a transformers model") from None
+    config, text = _read_config(path)
+    sizes: list[Any] = [getattr(text, size, None) for size in ("num_hidden_layers", "hidden_size", "vocab_size")]
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or None in sizes:
+        raise ValueError(
+            f"{path}: model_type {config.model_type!r} is no causal language model of transformers "
+            f"{transformers.__version__}. Name one that predicts the next token"
+        )
+    weights = _weight_files(path.parent) if local else []
+    return TargetFacts(
+        name=name,
+        revision=None if local else path.parent.name,
+        weights_sha256=_sha256_of_all(weights) if local and hash_weights else None,
+        config_sha256=hashlib.sha256(raw).hexdigest(),
+        model_type=config.model_type,
+        num_layers=sizes[0],
+        hidden_size=sizes[1],
+        vocab_size=sizes[2],
+        max_positions=getattr(text, "max_position_embeddings", None),
+    )
+
+
+def load_target(
+    name: str, *, revision: str | None, dtype: torch.dtype, attention: str, device: str | torch.device
+) -> nn.Module:
+    """Load a causal language model: in eval mode, without gradients, in `dtype`, on `device`.
+
+    name, revision: as in `target_facts`. attention: transformers' attn_implementation, such as "sdpa" or "eager".
+    Raises: as `target_facts`; ValueError where weights are missing or have other shapes (transformers would initialize
+        them at random), and where they cannot be read.
+    """
+    transformers = _transformers()
+    facts = target_facts(name, revision=revision, hash_weights=False)
+    folder = Path(name).expanduser() if facts.revision is None else hub_weights(name, facts.revision)
+    try:
+        with _quiet():
+            # A folder, as for an id transformers may have an online service convert weights of an old format.
+            model, found = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                local_files_only=True,
+                trust_remote_code=False,
+                dtype=dtype,
+                attn_implementation=attention,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                output_loading_info=True,
+            )
+    except ImportError as error:
+        raise ImportError(f"{name}: {error}") from error
+    except Exception as error:  # safetensors', pickle's or the model's own
+        if "attention implementation" in str(error) and attention != "eager":
+            problem = f"transformers has no attention {attention!r} for this model. Run it with --attention eager"
+            raise ValueError(f"{name}: {problem}") from error
+        raise ValueError(f"{name}: its weights could not be loaded: {type(error).__name__}: {error}") from error
+    wrong = {"missing": found["missing_keys"], "of another shape": {key for key, *_ in found["mismatched_keys"]}}
+    for what, keys in wrong.items():
+        if keys:
+            first = ", ".join(sorted(keys)[:3])
+            raise ValueError(
+                f"{name}: {len(keys)} of its weights are {what} (such as {first}): expected a complete model, whose "
+                f"{CONFIG} is that of its weights. Download it again"
+            )
+    opened: nn.Module = model.requires_grad_(False).eval().to(device)
+    return opened
+
+
+def _transformers() -> ModuleType:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            f"running a target needs transformers ({error}). Install it: pip install 'niels-gpt[eagle3]'"
+        ) from error
+    return transformers
+
+
+def _config_path(name: str, revision: str | None) -> Path:
+    """Return the path of a folder's config, which may be absent, or of a hub model's, in the folder of its commit."""
+    if is_local(name):
+        return Path(name).expanduser() / CONFIG
+    found = hub_file(name, CONFIG, revision)
+    if found is None:
+        raise ValueError(f"{name}: has no {CONFIG} on the hub, expected a transformers model")
+    return found
+
+
+def _read_config(path: Path) -> tuple[Any, Any]:
+    """Return a model's config, and the part about text, which may be all of it."""
+    import transformers
+
+    folder = path.parent
+    try:
+        with _quiet():
+            # By default transformers asks at the terminal whether to run the repository's code.
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            return config, config.get_text_config()
+    except Exception as error:  # any error of the config's class
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{path}: transformers {transformers.__version__} has no such model, and code of a model's repository "
+                "is never run here. Name a model that needs none"
+            ) from error
+        raise ValueError(f"{path}: transformers {transformers.__version__} cannot read it: {error}") from error
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    paths = sorted((path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")), key=lambda p: p.name)
+    if not paths:
+        raise FileNotFoundError(f"{folder}: has no *.safetensors and no *.bin, expected the weights of a model")
+    return paths
+
+
+def _sha256_of_all(paths: list[Path]) -> str:
+    lines = (f"{path.name} {sha256_file(path)}\n" for path in paths)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' progress bars and its report on keys, which are checked here."""
+    from transformers.utils import logging as of_transformers
+
+    logging: Any = of_transformers
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if bars:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

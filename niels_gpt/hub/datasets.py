@@ -1,0 +1,209 @@
+"""Datasets of the Hugging Face hub: a dataset's card, and its rows through `datasets`, at one commit throughout.
+
+A failed question is asked again, and a broken stream is opened again and continues after the last row: retries.py has
+the limits, and checked_files.py says what the libraries would lose.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from niels_gpt.hub import checked_files, retries
+from niels_gpt.hub.retries import (
+    COMMIT_SHA,
+    Backoff,
+    BrokenAnswer,
+    GaveUp,
+    causes,
+    may_pass,
+    read_timeout,
+    recognized,
+    remedy_of,
+)
+
+T = TypeVar("T")
+
+SITE = "https://huggingface.co/datasets/"
+"""A dataset's page for people, which does not depend on HF_ENDPOINT."""
+CARD_TIMEOUT_S = 30.0
+"""Seconds that the hub has to answer for a dataset's card."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What the hub says about a dataset at one commit."""
+
+    revision: str
+    """The commit: 40 hexadecimal digits."""
+    licence: str | None
+    """As the card has it: the hub's id; for "other" the card's license_name; several joined with ", "."""
+    attribution: str
+    """Title, author and address: with `licence` what CC BY 4.0 section 3(a)(1) requires to be retained."""
+
+
+def card_of(dataset_id: str, *, revision: str | None = None) -> Card:
+    """Ask the hub for a dataset's card at a branch, tag or commit; None stands for its default branch.
+
+    Raises: ConnectionError after ASK_ATTEMPTS failures; ValueError if the dataset or revision does not exist, or this
+        user may not read it.
+    """
+    from huggingface_hub import HfApi
+
+    def ask() -> Any:
+        info = HfApi().dataset_info(dataset_id, revision=revision, timeout=CARD_TIMEOUT_S)
+        if not info.sha:
+            raise BrokenAnswer("the hub answered without a commit sha")
+        return info
+
+    info = _asked(f"the commit of {dataset_id} at {revision or 'main'}", dataset_id, ask)
+    card: dict[str, Any] = info.card_data.to_dict() if info.card_data else {}
+    author = info.author or dataset_id.rpartition("/")[0]
+    title = str(card.get("pretty_name") or dataset_id)
+    return Card(
+        revision=info.sha,
+        licence=_licence(card),
+        attribution=f"{title}{f' by {author}' if author else ''}, {SITE}{dataset_id}",
+    )
+
+
+def rows(
+    dataset_id: str,
+    *,
+    config: str | None = None,
+    split: str,
+    streaming: bool,
+    revision: str | None = None,
+    shuffle_seed: int | None = None,
+    shuffle_buffer: int | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Stream rows through `datasets`, at one commit throughout.
+
+    dataset_id: NAME or OWNER/NAME on the hub, even if the current directory has a folder of that name; or the path of a
+        local folder, which is absolute or begins with "." or "~".
+    shuffle_seed: shuffles with the library's own shuffle: a buffer of `shuffle_buffer` rows (10,000 by default) when
+        streaming, else a full permutation. It draws from NumPy inside the library (D9).
+    A broken stream is opened again, and the rows already yielded are skipped: their order depends only on the commit,
+    the seed and the buffer, so no row is lost or repeated.
+    Raises: ConnectionError after ASK_ATTEMPTS failures to open it, or STREAM_ATTEMPTS without a row in between;
+        ValueError if the dataset, revision, config or split does not exist, or this user may not read it.
+    """
+    local = dataset_id.startswith((".", "~")) or Path(dataset_id).is_absolute()
+    if not local and not COMMIT_SHA.fullmatch(revision or ""):
+        revision = card_of(dataset_id, revision=revision).revision
+    what = f"the {split} split of {dataset_id}" + (f", config {config}" if config else "")
+
+    def open_rows() -> Any:
+        found = _opened(dataset_id, config, split, streaming, revision, local)
+        if shuffle_seed is not None and streaming:
+            return found.shuffle(seed=shuffle_seed, buffer_size=shuffle_buffer or 10_000)
+        return found if shuffle_seed is None else found.shuffle(seed=shuffle_seed)
+
+    if local:
+        yield from open_rows()
+    else:
+        yield from _all_of(_asked(what, dataset_id, open_rows), what, dataset_id)
+
+
+def _all_of(found: Any, what: str, dataset_id: str) -> Iterator[dict[str, Any]]:
+    """Iterate over a dataset; after a failure iterate again, from the first row not yet yielded."""
+    backoff = Backoff(what, retries.STREAM_ATTEMPTS)
+    num_rows = 0
+    while True:
+        try:
+            with read_timeout():
+                for row in islice(found, num_rows, None):
+                    num_rows += 1
+                    backoff.progress()
+                    yield row
+            return
+        except Exception as error:
+            _wait_or_raise(recognized(error), backoff, dataset_id)
+
+
+def _opened(dataset_id: str, config: str | None, split: str, streaming: bool, revision: str | None, local: bool) -> Any:
+    """Do what `datasets.load_dataset` does, in two steps: in between, the files' protocol is replaced by PROTOCOL."""
+    import datasets
+
+    # A plain id could be a folder of that name in the current directory (datasets/load.py `remote_only`).
+    address = str(Path(dataset_id).expanduser()) if local else f"hf://datasets/{dataset_id}"
+    builder = datasets.load_dataset_builder(address, config, revision=revision)
+    # datasets/load.py dataset_module_factory: after any error it uses the newest commit in its own cache, if there is
+    # one. The same commit is fine, but not for a stream: the cache has the rows in another order.
+    if ".packaged_modules.cache" in type(builder).__module__ and (streaming or builder.hash != revision):
+        _raise_the_hubs_reason(dataset_id, revision)
+        raise BrokenAnswer(f"datasets could not open commit {revision}, and offers {builder.hash} from its cache")
+    if not local:
+        checked_files.register_checked_files()
+        for files in (builder.config.data_files or {}).values():
+            files[:] = [re.sub("^hf://", f"{checked_files.PROTOCOL}://", name) for name in files]
+    if streaming:
+        return builder.as_streaming_dataset(split=split)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=split)
+
+
+def _raise_the_hubs_reason(dataset_id: str, revision: str | None) -> None:
+    """Raise the hub's error for a dataset that `datasets` could not open; return if the hub has no objection."""
+    from huggingface_hub import HfApi
+
+    HfApi().dataset_info(dataset_id, revision=revision, timeout=CARD_TIMEOUT_S)
+    HfApi().auth_check(dataset_id, repo_type="dataset")
+
+
+def _asked(what: str, dataset_id: str, ask: Callable[[], T]) -> T:
+    """Ask until there is an answer, the error is permanent, or ASK_ATTEMPTS have failed."""
+    backoff = Backoff(what, retries.ASK_ATTEMPTS)
+    while True:
+        try:
+            with read_timeout():
+                return ask()
+        except Exception as error:
+            _wait_or_raise(recognized(error), backoff, dataset_id)
+
+
+def _wait_or_raise(error: Exception, backoff: Backoff, dataset_id: str) -> None:
+    """Wait after an error that may pass; raise any other, with a remedy if the hub or the library gave a reason."""
+    if not may_pass(error):
+        _raise_with_remedy(backoff.what, dataset_id, error)
+        raise error
+    backoff.wait(error)
+
+
+def _raise_with_remedy(what: str, dataset_id: str, error: Exception) -> None:
+    """Raise the reason that the hub or the library gave, with a remedy; return if they gave none."""
+    from datasets.exceptions import DatasetNotFoundError
+    from huggingface_hub import errors
+
+    chain = [one for one in causes(error) if not isinstance(one, errors.EntryNotFoundError)]
+    answers = (getattr(one, "server_message", None) for one in chain)
+    reason = " ".join(str(next(filter(None, answers), error)).split())
+    if isinstance(error, GaveUp):
+        return
+    if any(isinstance(one, errors.OfflineModeIsEnabled) for one in chain):
+        raise ConnectionError(
+            f"could not ask the Hugging Face hub for {what}: {reason}; unset HF_HUB_OFFLINE, "
+            "or use --source-root MIRROR or --source-root sample"
+        ) from error
+    if remedy := remedy_of(error, SITE + dataset_id, (DatasetNotFoundError,)):
+        is_folder = remedy.startswith("check") and Path(dataset_id).is_dir()
+        folder = f"; for the folder here write ./{dataset_id}" if is_folder else ""
+        raise ValueError(
+            f"the Hugging Face hub does not have it, or you may not read it: {what} ({reason}); {remedy}{folder}"
+        ) from error
+    library = type(error).__module__ == "builtins" or type(error).__module__.startswith("datasets.")
+    if isinstance(error, ValueError | FileNotFoundError) and library:
+        # The library's message lists the configs or splits that exist.
+        raise ValueError(f"cannot read {what}: {reason}; use what {SITE}{dataset_id} has") from error
+
+
+def _licence(card: dict[str, Any]) -> str | None:
+    licence = card.get("license")
+    if licence == "other":
+        licence = card.get("license_name") or licence
+    names = licence if isinstance(licence, list) else [licence] if licence else []
+    return ", ".join(map(str, names)) or None

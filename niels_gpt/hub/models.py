@@ -1,0 +1,157 @@
+"""Files of a model on the Hugging Face hub, by its id: each of them, or a clear error.
+
+If the hub fails to give a file after the attempts of its client, transformers treats it as absent: it would open a
+tokenizer without its special tokens, or other weights of the same commit. So the files that matter are downloaded here
+first, one by one. A file of a commit that was downloaded, or found to be absent, is not asked for again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from niels_gpt.hub.retries import COMMIT_SHA, causes, is_network, reason_of, remedy_of
+
+CONFIG = "config.json"
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order in which transformers looks for them
+_INDEX = ".index.json"
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_TEMPLATE = "chat_template.jinja"
+_TOKENIZER_PARTS = ("vocab.json", "merges.txt", "tokenizer.model")  # where there is no tokenizer.json
+_MOST_BYTES = {
+    CONFIG: 1 << 24,
+    "generation_config.json": 1 << 24,
+    **dict.fromkeys(_TOKENIZER, 1 << 28),
+    **dict.fromkeys(_TOKENIZER_PARTS, 1 << 28),
+    _TEMPLATE: 1 << 22,
+}
+_DOWNLOADS = 8  # downloads at once
+
+
+class OfflineError(ConnectionError):
+    """HF_HUB_OFFLINE is set, and the file was not downloaded before."""
+
+
+def is_local(name: str) -> bool:
+    """Return whether a model's name stands for a folder, which need not exist, and not for an id of the hub."""
+    return name.startswith((".", "~", "/")) or name.count("/") > 1 or os.path.isdir(name)
+
+
+def refuse_large(folder: Path) -> None:
+    """Raise ValueError if a model's config, tokenizer or template is no regular file, or too large to be one.
+
+    These files are parsed as a whole. They may be links, as in a snapshot of the hub.
+    """
+    for name, most in _MOST_BYTES.items():
+        with suppress(FileNotFoundError, NotADirectoryError):
+            about = os.stat(folder / name)
+            if not stat.S_ISREG(about.st_mode):
+                raise ValueError(f"{folder / name}: not a regular file, expected one of a transformers model")
+            if about.st_size > most:
+                raise ValueError(f"{folder / name}: {about.st_size:,} bytes, expected {most:,} at most")
+
+
+def hub_file(name: str, filename: str, revision: str | None) -> Path | None:
+    """Return the path of a model's file, .../snapshots/COMMIT/filename, downloading it if needed; None if it is absent.
+
+    revision: branch, tag or commit; None: main.
+    Raises: ValueError if the hub does not have the id or revision, or this user may not read it; ConnectionError if the
+        hub does not answer; OfflineError if HF_HUB_OFFLINE forbids asking.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    try:
+        if revision is not None and COMMIT_SHA.fullmatch(revision):  # the client would ask again for an absent file
+            known = huggingface_hub.try_to_load_from_cache(name, filename, revision=revision)
+            if known is not None:
+                return Path(known) if isinstance(known, str) else None
+        return Path(huggingface_hub.hf_hub_download(name, filename, revision=revision))
+    except errors.RemoteEntryNotFoundError:
+        return None
+    except errors.HFValidationError as error:
+        raise ValueError(f"{name}: no folder of that name, and no id that the hub could have ({error})") from error
+    except Exception as error:
+        chain = [one for one in causes(error) if not isinstance(one, errors.LocalEntryNotFoundError)]  # says nothing
+        problem = f"{name}: no folder of that name, and the hub %s its {filename} ({reason_of([*chain, error][0])})"
+        if any(isinstance(one, errors.OfflineModeIsEnabled) for one in chain):
+            remedy = "Name the folder of a model, or download it first: hf download"
+            raise OfflineError(f"{problem % 'does not answer for'}. {remedy}") from error
+        if is_network(error):
+            remedy = "Run it again later, name the folder of a model, or use downloaded files: HF_HUB_OFFLINE=1"
+            raise ConnectionError(f"{problem % 'does not answer for'}. {remedy}") from error
+        if refused := remedy_of(error, f"{constants.ENDPOINT}/{name}"):
+            raise ValueError(f"{problem % 'refuses'}; {refused}") from error
+        raise
+
+
+def hub_weights(name: str, commit: str) -> Path:
+    """Download the config and the weights of a model, several files at once, and return their folder.
+
+    Raises: as `hub_file`; ValueError if there are no weights, or their index names files that are absent.
+    """
+    config = hub_file(name, CONFIG, commit)
+    given = json.loads(config.read_bytes()).get("transformers_weights") if config else None
+    choices = (given,) if given else [one + end for one in _WEIGHTS for end in ("", _INDEX)]
+    for filename in choices:
+        path = _optional(name, filename, commit)
+        if path is not None:
+            if filename.endswith(_INDEX):
+                _fetch_all(name, commit, _shards_of(path, name))
+            return path.parent
+    raise ValueError(f"{name}: commit {commit} has no weights, expected one of {', '.join(choices)}")
+
+
+def hub_tokenizer(name: str, revision: str | None) -> tuple[str | None, bool]:
+    """Download the files of a model's tokenizer and its chat template.
+
+    revision: branch, tag or commit; None: main.
+    Returns: their commit, None if there is no such file; and whether these are all files that transformers needs.
+        Without a tokenizer.json it has to ask the hub for others.
+    Raises: as `hub_file`.
+    """
+    commit: str | None = None
+    for filename in (CONFIG, *_TOKENIZER, _TEMPLATE):
+        path = _optional(name, filename, commit or revision)
+        if path is not None:
+            commit = path.parent.name
+    if commit is None:
+        hub_file(name, CONFIG, revision)  # raises OfflineError if the hub may not be asked
+        return None, False
+    if _optional(name, _TOKENIZER[0], commit) is not None:
+        return commit, True
+    for filename in _TOKENIZER_PARTS:
+        _optional(name, filename, commit)
+    return commit, False
+
+
+def _optional(name: str, filename: str, revision: str | None) -> Path | None:
+    """Return as `hub_file`, but None instead of OfflineError."""
+    try:
+        return hub_file(name, filename, revision)
+    except OfflineError:
+        return None
+
+
+def _shards_of(index: Path, name: str) -> list[str]:
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        if not names or not all(isinstance(one, str) for one in names):
+            raise ValueError("its weight_map does not name files")
+        return sorted(names)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{name}: {index} is no index of weights ({reason_of(error)})") from error
+
+
+def _fetch_all(name: str, commit: str, filenames: Sequence[str]) -> None:
+    with ThreadPoolExecutor(_DOWNLOADS) as pool:
+        paths = list(pool.map(partial(hub_file, name, revision=commit), filenames))
+    missing = [filename for filename, path in zip(filenames, paths, strict=True) if path is None]
+    if missing:
+        raise ValueError(f"{name}: commit {commit} has no {missing[0]}, which its index of weights names")

@@ -1,0 +1,276 @@
+"""Failures of the hub and of the network: which are retried, how often and how long, and what helps against the others.
+
+A question is asked ASK_ATTEMPTS times, a stream survives STREAM_ATTEMPTS failures in a row; the waits between double up
+to LONGEST_WAIT_S, or are as long as the hub asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import email.utils
+import json
+import logging
+import re
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+logger = logging.getLogger(__name__)
+
+ASK_ATTEMPTS = 4
+"""Attempts at a question before the first answer; without a network the error comes after 7 s of waiting."""
+STREAM_ATTEMPTS = 9
+"""Failures in a row, without a byte or a row in between, after which a stream gives up: 183 s of waiting."""
+FIRST_WAIT_S = 1.0
+"""Seconds before the second attempt; each later wait is twice as long."""
+LONGEST_WAIT_S = 60.0
+"""Seconds; the longest wait that we choose."""
+LONGEST_RETRY_AFTER_S = 600.0
+"""Seconds; the longest wait that the hub may ask for (its own window is 300 s). More is an error."""
+COMMIT_SHA = re.compile(r"[0-9a-f]{40}")
+
+
+class GaveUp(ConnectionError):
+    """The last attempt failed. Callers do not retry it."""
+
+
+class BrokenAnswer(ConnectionError):
+    """The hub, or a proxy in between, answered with something other than what was asked for."""
+
+
+class Backoff:
+    """Counts failures since the last progress, waits twice as long after each, and gives up after `attempts`.
+
+    what: what is asked for, in the log and the errors.
+    """
+
+    def __init__(self, what: str, attempts: int) -> None:
+        self.what = what
+        self.attempts = attempts
+        self.failures = 0
+
+    def progress(self) -> None:
+        """Forget the failures so far."""
+        self.failures = 0
+
+    def wait(self, error: BaseException) -> None:
+        """Log a failure and wait.
+
+        Raises: GaveUp after the last attempt, or if the hub asks for a wait of more than LONGEST_RETRY_AFTER_S.
+        """
+        self.failures += 1
+        reason = reason_of(error)
+        asked = retry_after(error)
+        # The hub may ask for 0 seconds, or give a date that has passed: then our own wait counts.
+        seconds = max(min(FIRST_WAIT_S * 2 ** (self.failures - 1), LONGEST_WAIT_S), asked or 0.0)
+        if self.failures >= self.attempts or seconds > LONGEST_RETRY_AFTER_S:
+            wish = f" (the hub asks to wait {asked:.0f} s)" if asked == seconds else ""
+            raise GaveUp(
+                f"could not ask the Hugging Face hub for {self.what}: {self.failures} attempts without an answer, the "
+                f"last one{wish}: {reason}; run it again later, or without a network use --source-root MIRROR or "
+                "--source-root sample"
+            ) from error
+        logger.warning(
+            "%s: attempt %d of %d failed (%s); again in %.1f s",
+            self.what,
+            self.failures,
+            self.attempts,
+            reason,
+            seconds,
+        )
+        time.sleep(seconds)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error's type and text on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and its causes, including those that a library hides with `raise ... from None`."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def retry_after(error: BaseException) -> float | None:
+    """Return the seconds that the hub asked to wait, below 0 for a date that has passed; None if it did not ask.
+
+    With a 429 the hub sends RateLimit (draft-ietf-httpapi-ratelimit-headers-09). Proxies send Retry-After: seconds or a
+    date (RFC 9110 10.2.3).
+    """
+    response = _response_of(error)
+    if response is None:
+        return None
+    limit = _rate_limit(response) if response.status_code == 429 else None
+    return _retry_after(response.headers) if limit is None else limit
+
+
+def _response_of(error: BaseException) -> Any:
+    """Return the hub's answer that an error or one of its causes is about; None if there was none."""
+    responses = (getattr(one, "response", None) for one in causes(error))
+    return next((response for response in responses if response is not None), None)
+
+
+def _rate_limit(response: Any) -> float | None:
+    try:
+        from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
+    except ImportError:  # an older huggingface_hub
+        return None
+    limit = parse_ratelimit_headers(response.headers)
+    # One second more, as the library waits: the hub rounds down.
+    return float(limit.reset_in_seconds) + 1 if limit is not None and limit.remaining == 0 else None
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    value = str(headers.get("Retry-After", "")).strip()
+    if value.isdigit():
+        return float(value)
+    try:
+        when = email.utils.parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    # A date without a zone is in GMT.
+    when = when if when.tzinfo else when.replace(tzinfo=datetime.UTC)
+    return (when - datetime.datetime.now(datetime.UTC)).total_seconds()
+
+
+def recognized(error: Exception) -> Exception:
+    """Return an error, or a BrokenAnswer in its place if the hub's client failed to parse an answer.
+
+    JSON that is cut off or has other fields raises JSONDecodeError, KeyError or TypeError inside the client, which name
+    neither the network nor the hub.
+    """
+    if not isinstance(error, json.JSONDecodeError | LookupError | TypeError | AttributeError):
+        return error
+    packages = [
+        str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    libraries = [one for one in packages if one in ("datasets", "huggingface_hub")]
+    if libraries[-1:] != ["huggingface_hub"]:
+        return error
+    broken = BrokenAnswer(
+        f"the answer is cut off or is not the hub's ({type(error).__name__}: {error}): "
+        "a proxy or a login page may be in between"
+    )
+    broken.__cause__ = error
+    return broken
+
+
+def may_pass(error: BaseException) -> bool:
+    """Return whether a later attempt may succeed: the first known error in the chain of causes decides.
+
+    A FileNotFoundError without such a cause may pass too. The files are listed in the commit and cannot have gone, but
+    fsspec's `isfile` takes any network error for a missing file (datasets/utils/file_utils.py FilesIterable), and so
+    does `datasets` with its cache (datasets/load.py dataset_module_factory).
+    """
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    for one in causes(error):
+        if isinstance(one, GaveUp | OfflineModeIsEnabled) or type(one).__module__.startswith("datasets."):
+            return False
+        if isinstance(one, HfHubHTTPError):
+            status = getattr(getattr(one, "response", None), "status_code", None)
+            return status is None or _is_retried(status)
+        if isinstance(one, (_client_error(), ConnectionError, TimeoutError, socket.gaierror)):
+            return True
+        # huggingface_hub/file_download.py http_get: a body that ended early; the next download starts again.
+        if isinstance(one, OSError) and "Consistency check failed" in str(one):
+            return True
+        # utils/_http.py http_backoff closes the process's client after an error, while other threads use it.
+        if isinstance(one, RuntimeError) and "client has been closed" in str(one):
+            return True
+    return type(error) is FileNotFoundError
+
+
+def is_network(error: BaseException) -> bool:
+    """Return whether the download of a model's file failed because of the network, and may succeed later.
+
+    An HTTP status in the chain of causes decides, else any network error in it.
+    """
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    response = _response_of(error)
+    if response is not None:
+        return _is_retried(response.status_code)
+    kinds = (_client_error(), ConnectionError, TimeoutError, LocalEntryNotFoundError)
+    return any(isinstance(one, kinds) for one in causes(error))
+
+
+def _is_retried(status: int) -> bool:
+    return status in (408, 425, 429) or status >= 500
+
+
+def _client_error() -> type[Exception]:
+    """Return the base of the errors of the hub's HTTP client, which was requests, then httpx, then httpx2."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return cast(type[Exception], HfHubHTTPError.__bases__[0])
+
+
+def remedy_of(error: BaseException, page: str, not_found: tuple[type[Exception], ...] = ()) -> str | None:
+    """Return what a user can do about what the hub refuses; None for any other error.
+
+    page: of the dataset or model on the hub. not_found: errors that also say that it does not exist.
+    """
+    from huggingface_hub import errors
+
+    for kinds, remedy in (
+        ((errors.GatedRepoError,), f"accept its terms at {page}, then run `hf auth login`"),
+        ((errors.RevisionNotFoundError,), f"use a commit, branch or tag of {page}/commits/main"),
+        (
+            (errors.RepositoryNotFoundError, errors.HFValidationError, *not_found),
+            f"check the name at {page}; for a private one run `hf auth login` as a user who may read it",
+        ),
+        ((errors.HfHubHTTPError,), "check the access token: run `hf auth login`"),
+    ):
+        # Libraries meet many "Entry Not Found" while they look for optional files.
+        if any(isinstance(one, kinds) and not isinstance(one, errors.EntryNotFoundError) for one in causes(error)):
+            return remedy
+    return None
+
+
+_asking = 0  # callers inside read_timeout
+_asking_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def read_timeout() -> Iterator[None]:
+    """Wait at most HF_HUB_DOWNLOAD_TIMEOUT for a byte, also where the library sets no timeout.
+
+    huggingface_hub/utils/_pagination.py lists a dataset's files with timeout=None: if the hub stops sending there, the
+    process hangs. The client belongs to the whole process, so its hook acts only inside this context; not by thread,
+    because the library lists in its own threads.
+    """
+    global _asking
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
+
+    session = get_session()
+    if hasattr(session, "event_hooks"):  # huggingface_hub since 1.0
+        with _asking_lock:
+            hooks = session.event_hooks
+            if _set_timeout not in hooks["request"]:
+                session.event_hooks = {**hooks, "request": [*hooks["request"], _set_timeout]}
+    with _asking_lock:
+        _asking += 1
+    try:
+        yield
+    finally:
+        with _asking_lock:
+            _asking -= 1
+
+
+def _set_timeout(request: Any) -> None:
+    from huggingface_hub import constants
+
+    limits = request.extensions.get("timeout", {})
+    if _asking and limits.get("read") is None:
+        request.extensions["timeout"] = {**limits, "read": float(constants.HF_HUB_DOWNLOAD_TIMEOUT)}

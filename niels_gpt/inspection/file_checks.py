@@ -1,0 +1,238 @@
+"""Checks of a cache's files: presence, size, sha256, and which 64 KiB blocks differ from their stored CRC-32.
+
+Decides how files are read: each once, in pieces of 4 MiB, hashed and scanned in one pass. A file whose bytes are wrong
+is reported as that, and no other file is judged by it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import stat
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.builders.meta_keys import content_sha256
+from niels_gpt.builders.writer import BLOCK_BYTES, npy_header
+from niels_gpt.progress import Progress
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME, walked
+from niels_gpt.storage.meta_json import file_records, open_regular, path_inside, read_regular
+
+CRC_DTYPE: np.dtype[np.uint32] = np.dtype("<u4")
+HEADER_BYTES = len(npy_header(0))
+_READ_BYTES = 1 << 22
+_MAX_RANGES = 20  # of damaged bytes, reported for one file
+_LEFTOVER = re.compile(r"\.meta\.json\.[0-9a-f]+\.tmp")  # of a process that was killed; gc removes it
+
+Record = dict[str, Any]
+
+
+class Damage(NamedTuple):
+    """Bytes of a file that are wrong."""
+
+    file: str
+    """The file's name in the cache's folder."""
+    offset: int
+    """The first byte."""
+    end: int
+    """The byte after the last one."""
+    problem: str
+    """What was found there and what was expected."""
+
+
+class Scan(Protocol):
+    """Looks for damage in the bytes of one file, which it receives piece by piece."""
+
+    def feed(self, content: memoryview, /) -> None:
+        """Take the next bytes: a multiple of 8, except for the last piece."""
+
+    def damages(self) -> Iterator[Damage]:
+        """Yield what was found; called after the last byte."""
+
+
+class CacheFiles:
+    """The files that the meta.json of one version names."""
+
+    def __init__(self, folder: Path, meta: dict[str, Any], progress: Progress | None = None) -> None:
+        """folder: of the version, resolved. progress: called with files, bytes read, and bytes to read in all."""
+        self.folder, self.meta, self._progress = folder, meta, progress
+        self.readable: dict[str, Record] = {}
+        """Records of the files that are there and have their sizes, by name; filled by `size_damages`."""
+        self.sound: set[str] = set()
+        """Names of the files whose sha256 is right; filled by `read`."""
+        self._files_read = self._bytes_read = self._total_bytes = 0
+        self._buffer = memoryview(bytearray(_READ_BYTES))
+
+    @functools.cached_property
+    def records(self) -> list[Record]:
+        """The records of all files. Raises: CacheError, as `file_records`."""
+        return file_records(self.meta, str(self.folder / META_NAME))
+
+    def size_damages(self) -> Iterator[Damage]:
+        """Yield the files that are missing, are no regular files, or have another size."""
+        for record in self.records:
+            damage = self.size_damage(record)
+            if damage is not None:
+                yield damage
+            else:
+                self.readable[record["name"]] = record
+
+    def size_damage(self, record: Record) -> Damage | None:
+        """Compare one file with its record."""
+        name, size = record["name"], record["bytes"]
+        try:
+            with open(open_regular(path_inside(self.folder, name)), "rb") as file:
+                actual = os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            return Damage(name, 0, size, f"no such file, expected {size} bytes by its {META_NAME}")
+        except CacheError as error:
+            return Damage(name, 0, size, ". ".join(filter(None, (error.problem, error.own_remedy))))
+        except OSError as error:
+            return Damage(name, 0, size, str(error))
+        if actual != size:
+            expected = f"{actual} bytes, expected {size} by its {META_NAME}"
+            return Damage(name, min(actual, size), max(actual, size), expected)
+        return None
+
+    def header_damages(self) -> Iterator[Damage]:
+        """Yield the offsets files that do not begin with the header of an int64 array of their length."""
+        for record in self.meta.get("index", {}).values():
+            name, entries = record["name"], record["entries"]
+            if name not in self.readable:
+                continue
+            expected = npy_header(entries)
+            with open(open_regular(self.folder / name), "rb") as file:
+                header = file.read(HEADER_BYTES)
+            if header != expected:
+                place = next(i for i, byte in enumerate(expected) if header[i : i + 1] != bytes([byte]))
+                problem = f"not the header of a .npy file of int64 [{entries}], from this byte on"
+                yield Damage(name, place, HEADER_BYTES, problem)
+
+    def unnamed_damages(self) -> Iterator[Damage]:
+        """Yield files and links that meta.json does not name. Links are not followed."""
+        known = {META_NAME, *(record["name"] for record in self.records)}
+        for _, names, about in walked(self.folder):
+            name = "/".join(names)
+            if not stat.S_ISDIR(about.st_mode) and name not in known and not _LEFTOVER.fullmatch(name):
+                what = "a symbolic link" if stat.S_ISLNK(about.st_mode) else "a file"
+                yield Damage(name, 0, about.st_size, f"{what} that the cache's {META_NAME} does not name")
+
+    def sha256_damages(self) -> Iterator[Damage]:
+        """Compare the sha256 of every readable file."""
+        checksums = self.meta.get("checksums", {}).get("name")
+        for record in sorted(self.readable.values(), key=lambda record: bool(record["name"] == checksums)):
+            yield from self.read(record)  # the checksums last: `sound` tells which of their entries can be judged
+
+    def pieces(self, record: Record) -> Iterator[memoryview]:
+        """Yield the bytes of a file. Each piece is overwritten by the next one."""
+        with open(open_regular(path_inside(self.folder, record["name"])), "rb", buffering=0) as file:
+            while count := file.readinto(self._buffer):
+                yield self._buffer[:count]
+
+    def read(self, record: Record, scans: Sequence[Scan] = ()) -> list[Damage]:
+        """Compare the sha256 of a readable file, and feed its bytes to the scans.
+
+        A file that cannot be read to its end is no longer in `readable`.
+        """
+        self._files_read += 1
+        self._total_bytes = self._total_bytes or sum(other["bytes"] for other in self.readable.values())
+        digest = hashlib.sha256()
+        try:
+            for content in self.pieces(record):
+                digest.update(content)
+                for scan in scans:
+                    scan.feed(content)
+                self._bytes_read += len(content)
+                if self._progress is not None:
+                    self._progress(self._files_read, self._bytes_read, self._total_bytes)
+        except (CacheError, OSError) as error:
+            del self.readable[record["name"]]
+            return [Damage(record["name"], 0, record["bytes"], str(error))]
+        return self._sha256_damages(record, digest.hexdigest())
+
+    def _sha256_damages(self, record: Record, sha256: str) -> list[Damage]:
+        name, recorded = record["name"], record["sha256"]
+        if sha256 == recorded:
+            self.sound.add(name)
+            return []
+        others = [other for other in self.records if other["name"] != name]
+        if content_sha256([*others, {**record, "sha256": sha256}]) == self.meta["content_sha256"]:
+            self.sound.add(name)
+            problem = f"sha256 of {name} is {recorded[:12]}, but the file and content_sha256 say {sha256[:12]}"
+            return [Damage(META_NAME, 0, 0, problem)]
+        problem = f"sha256 {sha256[:12]}, expected {recorded[:12]} by its {META_NAME}"
+        ranges = self._damaged_ranges(record)
+        found = [
+            Damage(name, *span, f"{problem}; bytes {span[0]} to {span[1]} differ") for span in ranges[:_MAX_RANGES]
+        ]
+        if rest := ranges[_MAX_RANGES:]:
+            found.append(Damage(name, rest[0][0], rest[-1][1], f"and {len(rest)} places more"))
+        return found or [Damage(name, 0, record["bytes"], problem)]
+
+    def _damaged_ranges(self, record: Record) -> list[tuple[int, int]]:
+        """Return the bytes that differ by the CRC-32 of their blocks, as [start, end); [] where none tells."""
+        name, stored = record["name"], stored_checksums(self.folder, self.meta)
+        if name == self.meta.get("checksums", {}).get("name"):
+            return self._wrong_entries(stored)
+        ranges: list[tuple[int, int]] = []
+        if name in stored:
+            for number, (block, crc) in enumerate(zip(self._blocks(record), stored[name].tolist(), strict=True)):
+                start, end = number * BLOCK_BYTES, number * BLOCK_BYTES + len(block)
+                if zlib.crc32(block) != crc:
+                    ranges.append((ranges.pop()[0] if ranges and ranges[-1][1] == start else start, end))
+        return ranges
+
+    def _wrong_entries(self, stored: Mapping[str, NDArray[np.uint32]]) -> list[tuple[int, int]]:
+        """Return the bytes of the wrong entries in the file of checksums. Those of damaged files cannot be judged."""
+        size, first, wrong = CRC_DTYPE.itemsize, 0, []
+        for record in covered_files(self.meta) if stored else []:
+            name = record["name"]
+            blocks = self._blocks(record) if name in self.sound else iter(())
+            for number, (block, crc) in enumerate(zip(blocks, stored[name].tolist(), strict=False), first):
+                if zlib.crc32(block) != crc:
+                    wrong.append((size * number, size * (number + 1)))
+            first += num_blocks(record["bytes"])
+        return wrong
+
+    def _blocks(self, record: Record) -> Iterator[bytes]:
+        with open(open_regular(self.folder / record["name"]), "rb") as file:
+            for start in range(0, record["bytes"], BLOCK_BYTES):
+                yield file.read(min(BLOCK_BYTES, record["bytes"] - start))
+
+
+def num_blocks(num_bytes: int) -> int:
+    """Return how many blocks a file has; an empty one has none."""
+    return -(-num_bytes // BLOCK_BYTES)
+
+
+def covered_files(meta: Mapping[str, Any]) -> list[Record]:
+    """Return the records of the files that have block checksums, in the checksums' order; [] without checksums."""
+    name = meta["checksums"]["name"] if "checksums" in meta else None
+    return [record for record in file_records(meta) if record["name"] != name] if name is not None else []
+
+
+def stored_checksums(folder: Path, meta: Mapping[str, Any]) -> dict[str, NDArray[np.uint32]]:
+    """Return the stored checksums of each file's blocks: name -> uint32 [blocks].
+
+    Empty where the builder stored none, where their file cannot be read, or where it has another size.
+    """
+    covered = covered_files(meta)
+    if not covered or meta["checksums"].get("block_bytes") != BLOCK_BYTES:
+        return {}
+    counts = [num_blocks(record["bytes"]) for record in covered]
+    try:
+        raw = read_regular(path_inside(folder, meta["checksums"]["name"]), CRC_DTYPE.itemsize * sum(counts))
+    except (OSError, CacheError):
+        return {}
+    if len(raw) != CRC_DTYPE.itemsize * sum(counts):
+        return {}
+    parts = np.split(np.frombuffer(raw, dtype=CRC_DTYPE), np.cumsum(counts)[:-1])
+    return {record["name"]: part for record, part in zip(covered, parts, strict=True)}

@@ -1,0 +1,252 @@
+"""Checks of meta.json: its bytes, the sums and sizes in it that must agree, and the warnings about the source.
+
+Decides when a build is warned about dropped documents (`dropped_share`), about documents in another encoding
+(`repaired_share`), and about a source that ended before the token budget (`budget_reached`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from json import JSONDecodeError
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.builders.meta_keys import FORMAT_VERSION, content_sha256
+from niels_gpt.builders.writer import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_DTYPE_NAME
+from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.meta import KINDS
+from niels_gpt.inspection.file_checks import (
+    CRC_DTYPE,
+    HEADER_BYTES,
+    CacheFiles,
+    Damage,
+    covered_files,
+    num_blocks,
+)
+from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import meta_crc32, parse_object, read_regular, shortened
+from niels_gpt.tokenizer import MODEL_NAME
+
+_CRC_KEY = "meta_crc32"
+_UNREAD = ("too_large", "unreadable_row")  # counters of every loader
+_UNREAD_USER_DEFINED = (*_UNREAD, "malformed", "missing_field", "unknown_role")  # of user-defined texts and chats
+_MAX_REPAIRED_SHARE = 0.01  # of the documents or examples read: more point to files of another encoding
+_NOT_LOST = frozenset({"split_full"})  # dropped because the split had all that was asked for
+
+Meta = dict[str, Any]
+Problem = tuple[str, str]
+"""A key of meta.json, and what was found there and expected."""
+
+
+# --- its bytes --------------------------------------------------------------------------------------------------------
+
+
+def described(folder: Path) -> Meta | Damage:
+    """Return the meta.json of a version, or why it cannot be trusted: then nothing else can be checked."""
+    try:
+        raw = read_regular(folder / META_NAME)
+    except FileNotFoundError:
+        return Damage(META_NAME, 0, 0, "no such file, expected the description of a cache")
+    except CacheError as error:
+        return Damage(META_NAME, 0, 0, error.problem)
+    except OSError as error:
+        return Damage(META_NAME, 0, 0, str(error))
+    try:
+        meta = parse_object(raw)
+    except ValueError as error:
+        return Damage(META_NAME, _byte_of(error.__cause__, raw), len(raw), str(error))
+    stored, actual = meta_crc32(raw)
+    if stored == actual or (stored is None and "checksums" not in meta and not _has_damaged_crc_key(meta)):
+        return _of_known_kind(meta)  # older builders wrote neither a CRC-32 nor checksums
+    what = f"no {_CRC_KEY}" if stored is None else f"another {_CRC_KEY} than its bytes have"
+    return Damage(META_NAME, 0, len(raw), f"{what}, expected {actual:08x}; the other files were not looked at")
+
+
+def _of_known_kind(meta: Meta) -> Meta | Damage:
+    if meta.get("kind") in KINDS:
+        return meta
+    kind, expected = shortened(meta.get("kind")), ", ".join(KINDS)
+    return Damage(META_NAME, 0, 0, f"not of a cache of this project: kind is {kind}, expected one of {expected}")
+
+
+def _byte_of(error: BaseException | None, raw: bytes) -> int:
+    """Return the byte at which the parser stopped."""
+    if isinstance(error, UnicodeDecodeError):
+        return error.start
+    return len(raw.decode()[: error.pos].encode()) if isinstance(error, JSONDecodeError) else 0
+
+
+def _has_damaged_crc_key(meta: Meta) -> bool:
+    """Whether a key differs from `meta_crc32` in one character."""
+    keys = (key for key in meta if len(key) == len(_CRC_KEY))
+    return any(sum(a != b for a, b in zip(key, _CRC_KEY, strict=True)) == 1 for key in keys)
+
+
+# --- sums and sizes ---------------------------------------------------------------------------------------------------
+
+
+def sum_damages(files: CacheFiles) -> Iterator[Damage]:
+    """Yield what does not agree within meta.json, each with its line.
+
+    Raises: LookupError, TypeError and the like where a key is missing or of another type.
+    """
+    raw = read_regular(files.folder / META_NAME)
+    for key, problem in _sum_problems(files.meta, files.records):
+        start = max(0, raw.find(f'\n  "{key}":'.encode()) + 1)
+        end = raw.find(b"\n", start) if start else len(raw)
+        yield Damage(META_NAME, start, end, problem)
+
+
+def content_sha256_problem(meta: Meta, records: list[dict[str, Any]]) -> str | None:
+    """Compare content_sha256 with the records of the files; None where it is right."""
+    actual = content_sha256(records)
+    if actual == meta["content_sha256"]:
+        return None
+    return f"content_sha256 is {str(meta['content_sha256'])[:12]}, but the files it names give {actual[:12]}"
+
+
+def _sum_problems(meta: Meta, records: list[dict[str, Any]]) -> Iterator[Problem]:
+    if meta.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
+        raise ValueError(f"format_version is {meta['format_version']!r}, expected {FORMAT_VERSION}")
+    if problem := content_sha256_problem(meta, records):
+        yield "content_sha256", problem
+    yield from _vocabulary(meta)
+    if meta["kind"] == "tokenizer":
+        models = [record["sha256"] for record in records if record["name"] == MODEL_NAME]
+        if models != [meta["tokenizer_sha256"]]:
+            yield "tokenizer_sha256", f"tokenizer_sha256 is not the sha256 of {MODEL_NAME}"
+        return
+    if meta.get("built") is False and any(record["bytes"] for record in records):
+        yield "built", "built is false, but it names files that hold something"
+    if not isinstance(meta.get("source", {}), dict):
+        yield "source", f"source is a {type(meta['source']).__name__}, expected an object"
+    for split in SPLITS:
+        yield from _split_sums(meta, split)
+    if "checksums" in meta:
+        blocks = sum(num_blocks(record["bytes"]) for record in covered_files(meta))
+        yield from _compare("checksums", "checksums.bytes", meta["checksums"]["bytes"], CRC_DTYPE.itemsize * blocks)
+    yield from _document_counts(meta)
+
+
+def _compare(key: str, name: str, value: Any, expected: Any) -> Iterator[Problem]:
+    if value != expected:
+        yield key, f"{name} is {value!r}, expected {expected!r} by the rest of it"
+
+
+def _vocabulary(meta: Meta) -> Iterator[Problem]:
+    size, ids = meta.get("vocab_size"), meta.get("special_token_ids")
+    if not isinstance(size, int) or not 0 < size <= 1 << 16:
+        yield "vocab_size", f"vocab_size is {size!r}, expected 1 to 65,536"
+    elif not isinstance(ids, dict) or not all(
+        isinstance(ids.get(name), int) and 0 <= ids[name] < size for name in SPECIAL_TOKEN_NAMES
+    ):
+        yield "special_token_ids", f"special_token_ids are {ids!r}, expected an id of the {size} for each sentinel"
+
+
+def _split_sums(meta: Meta, split: str) -> Iterator[Problem]:
+    shards, key = meta["shards"][split], f"{split}_tokens"
+    tokens = sum(record["tokens"] for record in shards)
+    yield from _compare("totals", f"totals.{key}", meta["totals"][key], tokens)
+    yield from _compare(key, key, meta.get(key, tokens), tokens)
+    yield from _compare("token_dtype", "token_dtype", meta.get("token_dtype", TOKEN_DTYPE_NAME), TOKEN_DTYPE_NAME)
+    for number, record in enumerate(shards):
+        name = f"shards.{split}[{number}]"
+        yield from _compare("shards", f"{name}.bytes", record["bytes"], TOKEN_BYTES * record["tokens"])
+        if meta["kind"] == "pretrain" and number + 1 < len(shards):
+            yield from _compare("shards", f"{name}.tokens", record["tokens"], meta["shard_bytes"] // TOKEN_BYTES)
+    if meta.get("built") is False:
+        return
+    index = meta["index"][split]
+    index_bytes = HEADER_BYTES + OFFSET_DTYPE.itemsize * index["entries"]
+    yield from _compare("index", f"index.{split}.bytes", index["bytes"], index_bytes)
+    if "ids" in meta:
+        documents = index["entries"] - (meta["kind"] == "pretrain")
+        yield from _compare("ids", f"ids.{split}.entries", meta["ids"][split]["entries"], documents)
+
+
+def _document_counts(meta: Meta) -> Iterator[Problem]:
+    """Compare the numbers of documents or examples: kept, dropped, read."""
+    if meta.get("built") is False:
+        return
+    sft = meta["kind"] == "sft"
+    kept = {split: meta["index"][split]["entries"] - (not sft) for split in SPLITS}
+    for split in SPLITS:
+        if sft:
+            key = f"{split}_examples"
+            yield from _compare("totals", f"totals.{key}", meta["totals"][key], kept[split])
+            yield from _compare(key, key, meta.get(key, kept[split]), kept[split])
+        else:
+            yield from _compare("docs", f"docs.{split}", meta["docs"][split], kept[split])
+        count = meta.get("duplicates", {}).get(split, 0)
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= max(kept[split] - 1, 0):
+            yield "duplicates", f"duplicates.{split} is {count!r}, expected less than the {kept[split]} that are there"
+    key = "examples_read" if sft else "documents_read"
+    yield from _compare(key, key, meta[key], sum(kept.values()) + sum(meta["dropped"].values()))
+
+
+# --- warnings about the source ----------------------------------------------------------------------------------------
+
+
+def budget_problems(meta: Meta) -> Iterator[str]:
+    """Yield the splits with fewer tokens than their budget, and those that the source lacks."""
+    totals = meta["totals"]
+    if meta["built"] is False and "budget_reached" not in meta:
+        return  # a stub: nothing was asked for
+    if meta["built"] == "partial":
+        empty = [split for split in SPLITS if not totals[f"{split}_tokens"]]
+        yield f"built is partial: the source lacks a split. Empty: {' and '.join(empty) or 'none'}"
+    for split in SPLITS:
+        if meta["budget_reached"][split] is False:  # null: no budget
+            yield (
+                f"{split} has {totals[f'{split}_tokens']:,} of {meta[f'max_{split}_tokens']:,} tokens: the source "
+                "ended first. Give it more text, or lower the budget"
+            )
+
+
+def dropped_problems(meta: Meta, max_share: float) -> Iterator[str]:
+    """Compare the dropped documents, as a share of those that reached the builder, with the limit.
+
+    Of what the loader left out (source.counters), rows that could not be read or were too large count too. The other
+    counters do not tell losses from the rest: `blank` is a separator line of wikitext but a message of oasst1, whose
+    other counters count messages too, not examples; `not_english` was asked for; `repaired_utf8` is a repair. A
+    user-defined source, and any source of text, has none of those: there rows without a text or a chat count too.
+    """
+    if meta["built"] is False:
+        return  # a stub has read nothing
+    unit = _unit(meta)
+    dropped = {reason: count for reason, count in sorted(meta["dropped"].items()) if reason not in _NOT_LOST}
+    counters = meta["source"].get("counters", {})
+    all_rows = meta["source"].get("kind") == "own" or meta["kind"] == "pretrain"
+    unread = {reason: counters.get(reason, 0) for reason in (_UNREAD_USER_DEFINED if all_rows else _UNREAD)}
+    dropped |= {reason: count for reason, count in unread.items() if count}
+    read, total = int(meta[f"{unit}_read"]) + sum(unread.values()), sum(dropped.values())
+    if total > max_share * read:
+        yield (
+            f"{total:,} of {read:,} {unit} were dropped ({total / read:.2%}), expected at most {max_share:.2%}: "
+            + ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
+        )
+
+
+def repaired_problems(meta: Meta) -> Iterator[str]:
+    """Yield the counts of kept documents with repaired or odd text, where they are a large share of those read."""
+    if meta["built"] is False:
+        return
+    read, counters = int(meta[f"{_unit(meta)}_read"]), meta["source"].get("counters", {})
+    for reason, problem in _ODD_TEXTS.items():
+        count = counters.get(reason, 0)
+        if count > max(1, _MAX_REPAIRED_SHARE * read):  # a single one is in the build's log
+            yield f"of {read:,} {_unit(meta)}, {count:,} {problem} ({reason})"
+
+
+_ODD_TEXTS = {
+    "repaired_utf8": "were not UTF-8 and have U+FFFD where they could not be decoded: convert the files to UTF-8, as "
+    "does `iconv -f LATIN1 -t UTF-8`, and build again",
+    "texts_with_nul": "hold NUL characters, a sign of UTF-16 without a byte-order mark: convert the files to UTF-8, as "
+    "does `iconv -f UTF-16LE -t UTF-8`, and build again",
+}
+
+
+def _unit(meta: Meta) -> str:
+    return "examples" if meta["kind"] == "sft" else "documents"

@@ -1,0 +1,186 @@
+"""What folding would save on recorded rollouts: which lines are folded together, and every figure that is reported.
+
+    savings = count_savings(forests(read_rollouts(["rollouts.jsonl"])))
+    print(savings.as_json()["token_factor"], savings.interpretation())
+
+Forests are counted one by one and dropped, so that memory depends on the largest forest, not on the file.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from niels_gpt.prefix_tree.forest import ForestStats, ModelShape, PrefixForest
+from niels_gpt.prefix_tree.savings.rollouts import Rollouts
+
+SHAPE_7B = ModelShape(parameters=7_000_000_000, layers=32, d_model=4096)
+ROWS = 1000
+"""Consecutive `ids` rows that are folded together where no group key is given."""
+LITTLE = 1.3
+"""A smaller factor of FLOPs is called little: a prompt of 256 tokens with 8 completions of 1,024 gives 1.21."""
+
+
+class Folded(NamedTuple):
+    """A forest and the lines that it was made from."""
+
+    forest: PrefixForest
+    lines: list[Rollouts]
+
+
+def forests(lines: Iterable[Rollouts], *, rows: int = ROWS) -> Iterator[Folded]:
+    """Fold each group by itself, and whole sequences in runs of `rows` consecutive lines; 0: all of a file.
+
+    Consecutive lines with the same group key are folded together, in either form. No forest holds lines of
+    two files.
+    """
+    run: list[Rollouts] = []
+    for line in lines:
+        if run and not _belongs_to(run, line, rows):
+            yield Folded(_folded(run), run)
+            run = []
+        run.append(line)
+    if run:
+        yield Folded(_folded(run), run)
+
+
+def _belongs_to(run: list[Rollouts], line: Rollouts, rows: int) -> bool:
+    if run[0].path != line.path or run[-1].line >= line.line or run[0].key != line.key:  # a file may be given twice
+        return False
+    if line.key is not None:
+        return True
+    return line.prompt is None and run[0].prompt is None and (rows == 0 or len(run) < rows)
+
+
+def _folded(lines: list[Rollouts]) -> PrefixForest:
+    first = lines[0].prompt
+    if len(lines) == 1 and first is not None:
+        return PrefixForest.from_rollout_group(first, lines[0].sequences)
+    none = np.empty(0, dtype=np.int64)
+    return PrefixForest.from_sequences(
+        [
+            np.concatenate([none if line.prompt is None else line.prompt, sequence])
+            for line in lines
+            for sequence in line.sequences
+        ]
+    )
+
+
+@dataclass
+class Savings:
+    """Sums over forests, and what each of them saves. A factor is the number before folding over the one after it."""
+
+    shape: ModelShape
+    """Of the model whose FLOPs are predicted."""
+    lines: int = 0
+    groups: int = 0
+    """Lines with a prompt and completions; the others are whole sequences."""
+    total: ForestStats | None = None
+    """None before the first forest."""
+    first_tokens: int = 0
+    """First tokens of completions after a prompt: one label per row has no loss for them."""
+    completion_tokens: int = 0
+    """Of the lines with a prompt and completions."""
+    dense_pairs: int = 0
+    """Query-key pairs that a dense mask computes: T x T for each forest."""
+    longest: tuple[int, str] = (0, "")
+    """Tokens of the longest forest after folding, and its first line."""
+    best: tuple[float, str] = (0.0, "")
+    """The largest token factor of a forest, and its first line."""
+    worst: tuple[float, str] = (math.inf, "")
+    token_factors: array[float] = field(default_factory=lambda: array("d"))
+    """Of each forest, in order."""
+    flop_factors: array[float] = field(default_factory=lambda: array("d"))
+
+    @property
+    def sums(self) -> ForestStats:
+        """Return the counts of all forests together, with FLOPs. Raises: ValueError if there is no forest."""
+        if self.total is None:
+            raise ValueError("no rollouts: expected at least one forest")
+        return self.total
+
+    def add(self, folded: Folded) -> None:
+        """Count one more forest."""
+        stats = folded.forest.stats(self.shape)
+        self.total = stats if self.total is None else self.total + stats
+        self.lines += len(folded.lines)
+        for line in folded.lines:
+            if line.prompt is not None:
+                self.groups += 1
+                self.first_tokens += len(line.sequences) if len(line.prompt) else 0
+                self.completion_tokens += sum(map(len, line.sequences))
+        size = stats.tokens_after
+        self.dense_pairs += size * size
+        where, factor = folded.lines[0].where, stats.tokens_before / size
+        self.token_factors.append(factor)
+        self.flop_factors.append(1 / stats.flop_ratio)
+        self.longest = max(self.longest, (size, where), key=_number)
+        self.best = max(self.best, (factor, where), key=_number)
+        self.worst = min(self.worst, (factor, where), key=_number)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return every figure by name, fit for JSON; of the factors of single forests the median, best and worst."""
+        sums, (tokens, place) = self.sums, self.longest
+        flops_before = self.shape.training_flops(sums.tokens_before, sums.pairs_before)
+        return {
+            "lines": self.lines,
+            "groups": self.groups,
+            "forests": len(self.token_factors),
+            **{name: value for name, value in vars(sums).items() if name != "nodes"},
+            "tree_token_ratio": sums.tree_token_ratio,
+            "token_factor": sums.tokens_before / sums.tokens_after,
+            "pair_factor": sums.pairs_before / sums.pairs_after,
+            "flop_factor": 1 / sums.flop_ratio,  # the attention computes only the pairs of the mask
+            "dense_mask_flop_factor": flops_before / self.shape.training_flops(sums.tokens_after, self.dense_pairs),
+            "model_shape": vars(self.shape),
+            "first_tokens": self.first_tokens,
+            "completion_tokens": self.completion_tokens,
+            "median_token_factor": median(self.token_factors),
+            "best": {"token_factor": self.best[0], "where": self.best[1]},
+            "worst": {"token_factor": self.worst[0], "where": self.worst[1]},
+            "longest_row": {"tokens": tokens, "dense_mask_bytes": tokens * tokens, "where": place},
+        }
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the figures of `as_json` as pairs of a name and a value in words."""
+        figures: list[tuple[str, Any]] = []
+        for name, value in self.as_json().items():
+            parts = value.items() if isinstance(value, dict) else [("", value)]
+            figures += [(f"{name} {part}".strip(), figure) for part, figure in parts]
+        return [(name.replace("_", " "), _shown(figure)) for name, figure in figures]
+
+    def interpretation(self) -> str:
+        """Return what the figures mean for the decision whether to fold."""
+        share = f"{1 - self.sums.flop_ratio:.1%} of the training FLOPs"
+        if 1 / self.sums.flop_ratio < LITTLE:
+            return f"Folding saves little: {share}. The samples share few tokens, or their rows are not side by side."
+        return f"Folding saves {share} where a batch holds whole forests and the attention skips what the mask forbids."
+
+
+def _number(record: tuple[float, str]) -> float:
+    return record[0]
+
+
+def _shown(figure: float | str) -> str:
+    if isinstance(figure, int) and figure < 10**12:
+        return f"{figure:,}"
+    return figure if isinstance(figure, str) else f"{figure:.4g}"
+
+
+def many(count: int, one: str) -> str:
+    """Return a count and its noun: "1 node", "2 nodes"."""
+    return f"{count:,} {one}{'' if count == 1 else 's'}"
+
+
+def count_savings(folded: Iterable[Folded], shape: ModelShape = SHAPE_7B) -> Savings:
+    """Return what folding saves on some forests. Raises: ValueError if there is none; what reading them raises."""
+    savings = Savings(shape)
+    for forest in folded:
+        savings.add(forest)
+    return savings

@@ -1,0 +1,171 @@
+"""Token ids and message trees as callers have them -> one int64 array with offsets, or an error that says where.
+
+Ids may be lists, tuples, arrays or tensors. A message tree, such as OASST1's, becomes the sequences of its threads.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Message = Mapping[str, Any]
+Encode = Callable[[Message], tuple[Sequence[int], Sequence[int]]]
+"""A message -> its ids, role tags included, and a mask with 1 for each id that is a target."""
+MAX_ID = 2**31 - 1
+"""The largest id: far above any vocabulary, and the radix tree compares ids as 32 bits."""
+
+
+def concatenated(
+    sequences: Iterable[Any], what: str, first: str | None = None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the ids of all sequences in one array, and the offsets [len(sequences) + 1] where each begins.
+
+    what: the name of a sequence in errors. first: the name of the first one, if it differs; that one may be empty.
+
+    Raises:
+        ValueError: there is no sequence, one is empty, or an id is not from 0 to MAX_ID.
+        TypeError: something is not a sequence of integers.
+    """
+    sequences, skipped = list(sequences), int(first is not None)
+    if len(sequences) <= skipped:
+        raise ValueError(f"no {what} was given; expected at least one")
+
+    def name(index: int) -> str:
+        return str(first) if index < skipped else f"{what} {index - skipped}"
+
+    lengths = [_length(sequence, name(index)) for index, sequence in enumerate(sequences)]
+    if 0 in lengths[skipped:]:
+        raise ValueError(f"{name(lengths.index(0, skipped))} is empty; expected at least one id")
+    if all(type(sequence) in (list, tuple) for sequence in sequences):
+        ids = _of_lists(sequences, sum(lengths), name)
+    else:
+        ids = np.concatenate([_of_one(sequence, name(index)) for index, sequence in enumerate(sequences)])
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    if len(ids) and (ids.min() < 0 or ids.max() > MAX_ID):
+        place = int(np.argmax((ids < 0) | (ids > MAX_ID)))
+        index = int(np.searchsorted(offsets, place, side="right")) - 1
+        raise ValueError(
+            f"{name(index)} has the id {ids[place]} at {place - offsets[index]}; expected ids from 0 to {MAX_ID}"
+        )
+    return ids, offsets
+
+
+def _length(sequence: Any, name: str) -> int:
+    try:
+        return len(sequence)
+    except TypeError as error:
+        raise TypeError(f"{name} is {sequence!r}; expected a list, tuple, array or tensor of ids") from error
+
+
+def _of_lists(sequences: Sequence[Any], total: int, name: Callable[[int], str]) -> npt.NDArray[np.int64]:
+    for index, sequence in enumerate(sequences):
+        if sequence and isinstance(sequence[0], bool):  # bools are integers in Python; here they are a misplaced mask
+            raise TypeError(f"{name(index)} is of bools; expected ids")
+    ids = np.empty(total, dtype=np.int64)
+    done = 0
+    try:
+        for begin in range(0, len(sequences), 256):  # few enough for the CPU's cache
+            part = array("q", list(chain.from_iterable(sequences[begin : begin + 256])))  # refuses floats, unlike NumPy
+            ids[done : done + len(part)] = np.frombuffer(part, dtype=np.int64)
+            done += len(part)
+        return ids
+    except (TypeError, OverflowError):
+        return np.concatenate([_of_one(sequence, name(index)) for index, sequence in enumerate(sequences)])
+
+
+def _of_one(sequence: Any, name: str) -> npt.NDArray[np.int64]:
+    ids = _array(sequence)
+    if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
+        raise TypeError(f"{name} is {ids.dtype} of shape {list(ids.shape)}; expected integers of shape [tokens]")
+    return ids.astype(np.int64)
+
+
+def _array(values: Any) -> npt.NDArray[Any]:
+    return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+
+
+def masks(loss_mask: Iterable[Any] | None, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Return one bool for each token of the sequences that begin at offsets: the masks, or True for all.
+
+    Raises:
+        ValueError: masks and sequences differ in number or length, or a mask holds something other than 0 and 1.
+    """
+    if loss_mask is None:
+        return np.ones(int(offsets[-1]), dtype=np.bool_)
+    lengths = np.diff(offsets).tolist()
+    arrays = [_array(mask) for mask in loss_mask]
+    if len(arrays) != len(lengths):
+        raise ValueError(f"there are {len(arrays)} masks for {len(lengths)} sequences")
+    for index, (mask, length) in enumerate(zip(arrays, lengths, strict=True)):
+        if mask.shape != (length,):
+            raise ValueError(
+                f"the mask of sequence {index} has shape {list(mask.shape)}; expected [{length}], as its ids"
+            )
+        wrong = np.flatnonzero((mask != 0) & (mask != 1))
+        if len(wrong):
+            raise ValueError(
+                f"the mask of sequence {index} has {mask[wrong[0]]!r} at {wrong[0]}; expected 0 and 1. For labels, "
+                "give labels != -100"
+            )
+    return np.concatenate(arrays).astype(np.bool_)
+
+
+class Thread(NamedTuple):
+    """The messages from the root of a tree to one of its messages, encoded."""
+
+    ids: list[int]
+    mask: list[int]
+    message: Message
+    """The last message of the thread."""
+
+
+class _Encoded(NamedTuple):
+    ids: Sequence[int]
+    mask: Sequence[int]
+    message: Message
+    parent: int  # index of the message that it replies to; -1 for the root
+
+
+def threads(tree: Message, encode: Encode, counters: Counter[str]) -> Iterator[Thread]:
+    """Yield the thread to every message that has a target and has none below it, in the order of the replies.
+
+    So every target is in a thread, and no thread is a part of another. `PrefixForest.from_message_tree` describes the
+    arguments. Each message is encoded once.
+    """
+    messages = list(_encoded(tree, encode))
+    has_targets = [False] * len(messages)  # in the message or below it
+    last: list[int] = []
+    for index in range(len(messages) - 1, -1, -1):  # replies come after their parents
+        message = messages[index]
+        if not has_targets[index] and any(message.mask):
+            last.append(index)
+            has_targets[index] = True
+        if has_targets[index] and message.parent >= 0:
+            has_targets[message.parent] = True
+    counters["cut_messages"] += has_targets.count(False)
+    for index in reversed(last):
+        path = [messages[index]]
+        while path[-1].parent >= 0:
+            path.append(messages[path[-1].parent])
+        ids = [id for message in reversed(path) for id in message.ids]
+        yield Thread(ids, [bit for message in reversed(path) for bit in message.mask], messages[index].message)
+
+
+def _encoded(tree: Message, encode: Encode) -> Iterator[_Encoded]:
+    """Yield the messages of a tree, each after the one that it replies to."""
+    waiting: list[tuple[Message, int]] = [(tree.get("prompt", tree), -1)]
+    number = 0
+    while waiting:
+        message, parent = waiting.pop()
+        ids, mask = encode(message)
+        if len(ids) != len(mask):
+            raise ValueError(f"encode gave {len(ids)} ids and a mask of {len(mask)} for {dict(message)!r:.200}")
+        yield _Encoded(ids, mask, message, parent)
+        waiting += [(reply, number) for reply in reversed(message.get("replies") or ())]
+        number += 1

@@ -1,0 +1,161 @@
+"""The input of a target: a source of chats, built-in or user-defined, or files of chats or of tokenized rows.
+
+dolly15k, oasst1, or a name from sources.toml's [sft] or --sft      the chats of its sft cache
+a file, a folder or a glob of .jsonl, .json, .parquet (or .gz)      chats in any of the shapes of data/chat_shapes.py
+the same, where the first row has the field input_ids               rows of input_ids and loss_mask, used unchanged
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.chat.rows import GIVEN_FIELDS, Row, chat_rows, given_rows
+from niels_gpt.chat.tokenizers import ChatTokenizer
+from niels_gpt.data import local
+from niels_gpt.data.exclude import read_exclusion, remaining
+from niels_gpt.data.files.rows import numbered_rows
+from niels_gpt.data.files.text import Problem, note
+from niels_gpt.data.files.walk import note_links
+from niels_gpt.data.sources import SOURCES
+from niels_gpt.data.types import ChatSample, source_id
+from niels_gpt.recipes import sources
+from niels_gpt.recipes.resolve import ResolvedSource, resolve_source, resolve_user_source
+from niels_gpt.recipes.run_recipe import cache_root, recorded_recipe
+from niels_gpt.recipes.user_sources import UserSource, user_sources
+from niels_gpt.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+CHATS, ROWS = "chats", "rows"
+"""The forms of input."""
+FLAG = "--input-data"
+_OF_AN_SFT_CACHE = ("seed", "on_special", "sft_val_frac")  # settings that decide its split, and no chat
+
+
+def input_facts(settings: Settings, input_data: str, *, recorded: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what identifies the input: equal facts mean equal chats or rows.
+
+    Keys: input_data as given; form, "chats" or "rows"; settings, those that decide what is read; exclude, if a file
+    lists excluded chats; and the source's kind, licence, attribution, revision and fingerprint, as in an sft cache's
+    meta.json. No time or host, and no path except input_data.
+    recorded: facts of an earlier run, which supply the revision of a hub dataset; None: those of the committed sft
+        cache, if there is one. Without a recorded revision the hub is asked.
+    Raises: FileNotFoundError where no source or file has that name; ValueError for a source of text; ConnectionError;
+        CacheError as resolve_source.
+    """
+    origin = _origin(settings, input_data)
+    known = recorded or {}
+    if not known and origin.user is None:
+        known = recorded_recipe(cache_root(settings) / "sft" / origin.source).get("source") or {}
+    facts: dict[str, Any] = {
+        "input_data": input_data,
+        "form": _form(origin),
+        "settings": {name: getattr(settings, name) for name in origin.spec.settings if name not in _OF_AN_SFT_CACHE},
+        **origin.provenance(known),
+    }
+    return facts if settings.exclude is None else {**facts, "exclude": read_exclusion(settings.exclude).facts}
+
+
+def input_rows(
+    settings: Settings,
+    input_data: str,
+    tokenizer: ChatTokenizer,
+    *,
+    seq_length: int,
+    counters: Counter[str],
+    vocab_size: int | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Iterator[Row]:
+    """Yield the input's rows in the order of its source, without those that settings.exclude lists.
+
+    vocab_size: of the target; None: of the tokenizer.
+    facts: of `input_facts`, which state the revision to read; None: they are looked up.
+    counters: those of chat_rows and given_rows, and the reasons of the source's loader, such as unreadable_row,
+        missing_field, malformed, unknown_role and excluded.
+    Raises: as input_facts, chat_rows and given_rows, when the first row is requested.
+    """
+    facts = facts or input_facts(settings, input_data)
+    origin = _origin(settings, input_data)
+    if facts["form"] == ROWS:
+        size = tokenizer.vocab_size if vocab_size is None else vocab_size
+        given = _given(settings, origin, counters)
+        yield from given_rows(given, vocab_size=size, seq_length=seq_length, counters=counters)
+        return
+    yield from chat_rows(
+        sources.chats(settings, origin, facts["revision"], counters),
+        tokenizer,
+        seq_length=seq_length,
+        counters=counters,
+        vocab_size=vocab_size,
+        on_special=settings.on_special,
+    )
+
+
+def _origin(settings: Settings, input_data: str) -> ResolvedSource:
+    own = user_sources(settings)
+    specs = (*SOURCES.values(), *(user.spec for user in own.values()))
+    chats = [spec.name for spec in specs if spec.family == "sft"]
+    if input_data in chats:
+        return resolve_source(settings, input_data)
+    if input_data in own:
+        raise ValueError(f"{FLAG} {input_data}: a source of text, expected chats: {', '.join(chats)}, or files")
+    source = UserSource("sft", input_data, files=input_data, base=Path.cwd(), named_in=FLAG)
+    try:
+        found = local.find(input_data, suffixes=local.CHAT_SUFFIXES, follow_links=settings.follow_links)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{FLAG} {input_data}: {error}. Or name a source: {', '.join(chats)}") from None
+    return resolve_user_source(source, found)
+
+
+def _form(origin: ResolvedSource) -> str:
+    """Return CHATS or ROWS by the first row of each file. Raises: ValueError where files differ."""
+    if origin.user is None:
+        return CHATS
+    forms: dict[str, Path] = {}
+    for path in origin.files:
+        row = next(iter(numbered_rows(path, columns=GIVEN_FIELDS[:1], unreadable=lambda _: None)), None)
+        if row is not None:
+            forms.setdefault(CHATS if row[1].get(GIVEN_FIELDS[0]) is None else ROWS, path)
+    if len(forms) > 1:
+        raise ValueError(
+            f"{FLAG} {origin.source}: the first row of {forms[ROWS]} has input_ids, and that of {forms[CHATS]} has "
+            "none. Expected chats only, or rows of input_ids and loss_mask only"
+        )
+    return next(iter(forms), CHATS)
+
+
+def _given(
+    settings: Settings, origin: ResolvedSource, counters: Counter[str]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    kept = remaining(_given_samples(settings, origin, counters), settings.exclude, counters)
+    return ((source_id(sample), sample.meta["fields"]) for sample in kept)
+
+
+def _given_samples(settings: Settings, origin: ResolvedSource, counters: Counter[str]) -> Iterator[ChatSample]:
+    """Yield each row as a chat without messages, so that it has a source id, by which it can be excluded."""
+    found = origin.found
+    assert found is not None
+
+    note_links(counters, found.links)
+
+    def pass_over(problem: Problem) -> None:
+        note(counters, problem.reason, problem, problem.rows)
+
+    for path in origin.files:
+        name = found.name_of(path)
+        columns = (*GIVEN_FIELDS, "id")
+        rows = numbered_rows(
+            path,
+            counters=counters,
+            columns=columns,
+            unreadable=pass_over,
+            max_document_bytes=settings.max_document_bytes,
+        )
+        for number, row in rows:
+            known = isinstance(row.get("id"), str | int) and not isinstance(row["id"], bool)
+            meta = {"path": name, "row": number, "fields": row} | ({"id": str(row["id"])} if known else {})
+            yield ChatSample([], origin.source, meta)

@@ -1,0 +1,161 @@
+"""What an EAGLE-3 cache is made of, and how: each option's default, limits and help, and its flag.
+
+commands/precompute.py makes a flag of each option that has a group. An option that names a setting takes its value from
+that field of Settings for the asset eagle3/targets, and its default, limits and help too unless it states its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.hub.models import is_local
+from niels_gpt.settings import Settings
+
+GROUPS = ("what", "the cache's form", "how")
+"""The groups of flags in the help of the command."""
+_WHAT, _FORM, _HOW = GROUPS
+_SETTINGS = {each.name: each for each in fields(Settings)}
+
+
+def _option(default: Any, group: str, text: str, *, least: int | None = None, setting: str = "", **flag: Any) -> Any:
+    """Return a dataclass field. flag: further keywords of add_argument; `choices` limits the option's value too."""
+    metadata = {"group": group, "help": text, "least": least, "setting": setting, "flag": flag}
+    return field(default=default, metadata=metadata)
+
+
+def _of_setting(name: str, group: str, **flag: Any) -> Any:
+    setting = _SETTINGS[name]
+    text, least = setting.metadata["help"], setting.metadata["least"]
+    return _option(setting.default, group, text, least=least, setting=name, **flag)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a cache is made of, and how. An option of None follows the rule in its help text."""
+
+    target_model: str = _option(
+        MISSING,
+        _WHAT,
+        "folder or hub id of a causal language model",
+        setting="eagle3_target",
+        required=True,
+        metavar="MODEL",
+    )
+    target_name: str | None = _option(None, "", "what manifest.json and the plan call the target; none: target_model")
+    revision: str | None = _option(
+        None, _WHAT, "hub commit, tag or branch of a target on the hub (default: main)", metavar="REV"
+    )
+    input_data: str = _option(
+        MISSING,
+        _WHAT,
+        "a source of chats by its name, or files of chats or rows",
+        setting="eagle3_source",
+        required=True,
+        metavar="SOURCE",
+    )
+    chat_template: str | None = _option(
+        None, _WHAT, "file of a jinja template (default: the tokenizer's own)", type=Path, metavar="FILE"
+    )
+    """The template's text."""
+    limit: int | None = _option(
+        None, _WHAT, "use the first N samples only, for a trial (default: all)", least=1, setting="eagle3_max_samples"
+    )
+    output_dir: Path | None = _option(  # noqa: RUF009  it returns a field
+        None, _WHAT, "folder of the cache", required=True, type=Path, metavar="DIR"
+    )
+    """None: `resolve` looks at no folder."""
+
+    seq_length: int = _option(
+        2048, _FORM, "slots of a sample, in tokens; a longer one is truncated", least=2, setting="eagle3_seq_length"
+    )
+    draft_vocab_size: int | None = _option(
+        None,
+        _FORM,
+        "tokens that the draft knows (default: all of the target's)",
+        least=1,
+        setting="eagle3_draft_vocab_size",
+    )
+    draft_vocab_from: str | None = _option(
+        None, _FORM, "take them from a token mapping or a cache (default: most frequent)", metavar="PATH"
+    )
+    target_probs_topk: int = _of_setting("eagle3_topk", _FORM)
+    shard_size: int = _of_setting("eagle3_shard_size", _FORM)
+    dtype: str = _of_setting("eagle3_dtype", _FORM, choices=("bf16", "fp16", "fp32"))
+    format_version: int | None = _option(
+        None, _FORM, "of the manifest (default: 1; 2 with --target-probs-topk)", choices=(1, 2), type=int
+    )
+    aux_layer_ids: tuple[int, ...] | None = _option(
+        None,
+        _FORM,
+        "blocks to capture, counted from 0 (default: 1, n/2-1, n-4)",
+        type=int,
+        nargs=3,
+        metavar="ID",
+    )
+
+    batch_size: int = _of_setting("eagle3_batch_size", _HOW)
+    max_batch_tokens: int = _option(16_384, _HOW, "tokens of a forward pass, padding included, at most", least=1)
+    workers: int = _option(1, _HOW, "processes, each with the target; never changes the bytes", least=1)
+    show: int = _option(
+        0, _HOW, "print the first N samples, supervised tokens marked, before the target is loaded", least=0
+    )
+    threads: int | None = _option(
+        None, _HOW, "torch threads of each worker (default: as the plan in DIR has it; else usable cores)", least=1
+    )
+    device: str | None = _option(
+        None,
+        _HOW,
+        "where the target runs (default: as the plan in DIR has it; else cuda where there is one)",
+        setting="eagle3_device",
+        choices=("cpu", "cuda"),
+    )
+    compute_dtype: str | None = _option(
+        None,
+        _HOW,
+        "of the target's weights and arithmetic (default: as the plan in DIR has it; else bf16 on cuda, fp32 on cpu)",
+        choices=("bf16", "fp32"),
+    )
+    attention: str = _option(
+        "sdpa",
+        _HOW,
+        "how the target computes attention; eager is slower, for a target that cannot run sdpa",
+        choices=("sdpa", "eager"),
+    )
+    resume: bool = _option(False, _HOW, "continue the cache in DIR if its plan is the same (default: refuse)")
+
+    def __post_init__(self) -> None:
+        """Check limits and choices. Raises: ValueError naming the flag."""
+        for each in fields(self):
+            value, least = getattr(self, each.name), each.metadata["least"]
+            choices = each.metadata["flag"].get("choices", ())
+            if value is not None and least is not None and value < least:
+                raise ValueError(f"{flag_name(each.name)} is {value}, expected {least} or more")
+            if value is not None and choices and value not in choices:
+                raise ValueError(f"{flag_name(each.name)} is {value!r}, expected one of {', '.join(map(str, choices))}")
+        if self.format_version == 1 and self.target_probs_topk:
+            raise ValueError(
+                f"--format-version 1 stores every probability, and --target-probs-topk is {self.target_probs_topk}: "
+                "leave one of them out"
+            )
+        if self.revision is not None and is_local(self.target_model):
+            raise ValueError(
+                f"--revision {self.revision}: {self.target_model} is a folder, which has no revisions. Leave it out, "
+                "or name a model of the hub by its id"
+            )
+
+    @classmethod
+    def from_settings(cls, settings: Settings, **given: Any) -> Options:
+        """Return the options that the settings eagle3_* state; `given` fills those left at None or 0.
+
+        Raises: ValueError as the constructor.
+        """
+        names = {each.name: each.metadata["setting"] for each in fields(cls) if each.metadata["setting"]}
+        stated = {name: getattr(settings, setting) for name, setting in names.items()}
+        return cls(**{**given, **{name: value for name, value in stated.items() if value not in (None, 0)}})
+
+
+def flag_name(name: str) -> str:
+    """Return the flag of an option."""
+    return "--" + name.replace("_", "-")

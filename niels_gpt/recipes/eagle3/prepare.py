@@ -1,0 +1,322 @@
+"""Options -> the plan of an EAGLE-3 cache, and the cache: target, tokenizer, input, draft vocabulary, manifest.
+
+    resolved = resolve(options, settings)       looks everything up; nothing is tokenized, no weights are loaded
+    prepared = prepare(resolved)                tokenizes the input and plans; no weights are loaded
+    produced = carry_out(prepared, folder)      runs the target and writes the cache
+
+Decides which revision, names, threads, device and dtype a resumed run takes from the plan in its folder, and every
+value of manifest.json. Heavy libraries are imported in functions, so that a command line answers --help at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from niels_gpt.chat_template import roles_counted
+from niels_gpt.recipes.eagle3.options import Options
+from niels_gpt.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
+
+    from niels_gpt.chat.rows import Row
+    from niels_gpt.chat.tokenizers import ChatTokenizer
+    from niels_gpt.eagle3.format.plan import Plan
+    from niels_gpt.eagle3.format.samples import Samples
+    from niels_gpt.eagle3.produce.producer import Produced
+    from niels_gpt.eagle3.targets.loading import TargetFacts
+    from niels_gpt.progress import Progress
+
+_REPORT_EVERY = 100  # samples
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What the options stand for right now; no sample is tokenized and no weight loaded."""
+
+    options: Options
+    settings: Settings
+    target: TargetFacts
+    tokenizer: ChatTokenizer
+    source: dict[str, Any]
+    """The facts of the input."""
+    run: dict[str, Any]
+    """How the target is run: the fields of `plan.Run`."""
+    aux_layer_ids: list[int]
+    draft_vocab: list[int] | None
+    """The target's ids that the draft knows; None: the most frequent ones, counted once the input is tokenized."""
+
+    @property
+    def target_record(self) -> dict[str, Any]:
+        """The plan's `target`."""
+        return {**asdict(self.target), "name": self.options.target_name or self.target.name}
+
+    @property
+    def tokenizer_record(self) -> dict[str, Any]:
+        """The plan's `tokenizer`."""
+        return {name: getattr(self.tokenizer, name) for name in ("sha256", "template_sha256", "mask_by", "pad_id")}
+
+    @property
+    def known_parts(self) -> dict[str, Any]:
+        """The parts of the plan, except for the manifest, that are known before the input is read."""
+        return {
+            "target": self.target_record,
+            "tokenizer": self.tokenizer_record,
+            "source": self.source,
+            "run": self.run,
+            "batch_size": self.options.batch_size,
+            "max_batch_tokens": self.options.max_batch_tokens,
+        }
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that is needed to make a cache."""
+
+    resolved: Resolved
+    samples: Samples
+    plan: Plan
+    shown: list[Row] = field(default_factory=list)
+    """The first `options.show` samples."""
+
+
+# --- options -> Resolved ----------------------------------------------------------------------------------------------
+
+
+def resolve(options: Options, settings: Settings, *, plan_from: Path | None = None) -> Resolved:
+    """Look up target, tokenizer and input.
+
+    plan_from: folder whose plan supplies unset options (revisions, device, dtype, threads), even if the plan differs
+        otherwise. None: with `resume` output_dir, whose plan must then be that of this run.
+    Raises: FileNotFoundError, ConnectionError, ImportError, ValueError where one of them is missing or unusable;
+        CacheError where output_dir cannot be used, holds a cache and `resume` is not set, or holds another plan.
+    """
+    from niels_gpt.chat.tokenizers import open_tokenizer
+    from niels_gpt.eagle3.produce.estimate import refuse_unusable
+    from niels_gpt.eagle3.produce.resume_checks import recorded_plan, refuse_existing
+    from niels_gpt.eagle3.target import checked_aux_layer_ids, target_facts
+    from niels_gpt.recipes.eagle3.input import input_facts
+
+    if options.output_dir is not None:
+        refuse_unusable(options.output_dir)
+        if not options.resume:
+            refuse_existing(options.output_dir)
+    recorded = recorded_plan(options.output_dir if plan_from is None and options.resume else plan_from)
+    target = target_facts(options.target_model, revision=_revision(options, recorded.get("target", {})))
+    if target.max_positions is not None and options.seq_length > target.max_positions:
+        raise ValueError(
+            f"--seq-length is {options.seq_length}, and {options.target_model} has {target.max_positions} positions"
+        )
+    try:
+        layers = checked_aux_layer_ids(options.aux_layer_ids, target.num_layers)
+    except ValueError as error:
+        raise ValueError(f"--aux-layer-ids: {error}") from error
+    tokenizer = open_tokenizer(options.target_model, revision=target.revision, chat_template=options.chat_template)
+    facts = input_facts(settings, options.input_data, recorded=recorded.get("source"))
+    resolved = Resolved(
+        options=options,
+        settings=settings,
+        target=target,
+        tokenizer=tokenizer,
+        source={**facts, "limit": options.limit},
+        run=run_facts(options, recorded.get("run", {})),
+        aux_layer_ids=layers,
+        draft_vocab=_known_vocab(options, target.vocab_size),
+    )
+    return resolved if plan_from is not None or not recorded else _resumed(resolved, recorded)
+
+
+def _revision(options: Options, recorded: dict[str, Any]) -> str | None:
+    """Return the target's revision: the option's, else that of the plan if it has a target of this name."""
+    same = recorded.get("name") == (options.target_name or options.target_model)
+    return options.revision or (recorded.get("revision") if same else None)
+
+
+def _resumed(resolved: Resolved, recorded: dict[str, Any]) -> Resolved:
+    """Return a resumed run, with the plan's names of equal files. Raises: CacheError if the plan is another one."""
+    from niels_gpt.eagle3.produce.resume_checks import refuse_other_plan
+
+    options, target, source = resolved.options, recorded.get("target", {}), recorded.get("source", {})
+    assert options.output_dir is not None
+    hashes = [(target.get(name), getattr(resolved.target, name)) for name in ("weights_sha256", "config_sha256")]
+    if options.target_name is None and None not in hashes[0] and all(theirs == ours for theirs, ours in hashes):
+        resolved = replace(resolved, options=replace(options, target_name=target.get("name")))
+    if resolved.source["kind"] == "own" and all(source.get(n) == resolved.source[n] for n in ("kind", "fingerprint")):
+        resolved = replace(resolved, source={**resolved.source, "input_data": source.get("input_data")})
+    size = _draft_size(options, resolved.target.vocab_size)
+    selected = resolved.draft_vocab or list(range(size))  # of another size than the plan's, so the plans differ
+    refuse_other_plan(options.output_dir, manifest_of(resolved, selected), resolved.known_parts)
+    return resolved
+
+
+def run_facts(options: Options, recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return how the target is run: the fields of plan.Run. `recorded` supplies unset options.
+
+    Raises: ValueError where cuda is asked for and cannot be used.
+    """
+    from niels_gpt.eagle3.format.plan import Run
+
+    device, threads = options.device or recorded.get("device"), options.threads or recorded.get("threads")
+    run = Run.here(device, attention=options.attention, threads=threads or len(os.sched_getaffinity(0)))
+    dtype = recorded.get("compute_dtype") if run.device == recorded.get("device") else None
+    return {**asdict(run), "compute_dtype": options.compute_dtype or dtype or run.compute_dtype}
+
+
+# --- the draft's vocabulary, and the manifest -------------------------------------------------------------------------
+
+
+def _draft_size(options: Options, vocab_size: int) -> int:
+    """Return the tokens of the draft's vocabulary where no file states them."""
+    return min(options.draft_vocab_size or vocab_size, vocab_size)
+
+
+def _known_vocab(options: Options, vocab_size: int) -> list[int] | None:
+    """Return the ids of --draft-vocab-from, or of the manifest that --resume finds if its sizes are this run's."""
+    from niels_gpt.eagle3.format.manifest import manifest_path, read_manifest
+    from niels_gpt.eagle3.vocab import load_token_mapping
+
+    folder, source = options.output_dir, options.draft_vocab_from
+    if source is not None:
+        ids, _ = load_token_mapping(source, target_vocab_size=vocab_size, draft_vocab_size=options.draft_vocab_size)
+        return [int(number) for number in ids]
+    if options.resume and folder is not None and os.path.exists(manifest_path(folder)):
+        manifest = read_manifest(folder)
+        sizes = manifest.get("target_vocab_size"), manifest.get("draft_vocab_size")
+        if sizes == (vocab_size, _draft_size(options, vocab_size)):
+            return list(manifest["selected_token_ids"])
+    return None
+
+
+def _frequent_vocab(resolved: Resolved, samples: Samples) -> list[int]:
+    """Return the ids that are supervised most often, the special ones among them."""
+    from niels_gpt.eagle3.vocab import build_eagle3_token_mapping
+
+    ids, _ = build_eagle3_token_mapping(
+        [{"input_ids": samples.ids, "loss_mask": samples.loss_mask}],
+        target_vocab_size=resolved.target.vocab_size,
+        draft_vocab_size=resolved.options.draft_vocab_size,
+        special_token_ids=resolved.tokenizer.special_token_ids,
+    )
+    return [int(number) for number in ids]
+
+
+def manifest_of(resolved: Resolved, selected: list[int]) -> dict[str, Any]:
+    """Return manifest.json's keys except num_samples: those of its version, as the published contract defines them.
+
+    selected: the target's id of each token of the draft.
+    """
+    from niels_gpt.eagle3.format.manifest import is_compressed
+
+    options, target = resolved.options, resolved.target
+    compressed = is_compressed(options.target_probs_topk, len(selected))
+    version_1 = {
+        "format_version": options.format_version or (2 if compressed else 1),
+        "target_model": options.target_name or options.target_model,
+        "target_vocab_size": target.vocab_size,
+        "draft_vocab_size": len(selected),
+        "seq_length": options.seq_length,
+        "dtype": options.dtype,
+        "shard_size": options.shard_size,
+        "aux_hidden_dim": target.hidden_size * len(resolved.aux_layer_ids),
+        "aux_layer_ids": resolved.aux_layer_ids,
+        "selected_token_ids": selected,
+    }
+    if version_1["format_version"] == 1:
+        return version_1
+    return {
+        **version_1,
+        "target_probs_topk": options.target_probs_topk,
+        "input_data": resolved.source["input_data"],
+        "split": None,
+        "shuffle_seed": 0,
+        "mask_reasoning_content": False,
+        "mask_generation_prompt": True,  # the role header carries no loss
+    }
+
+
+# --- Resolved -> Prepared -> the cache --------------------------------------------------------------------------------
+
+
+def prepare(resolved: Resolved, *, tokenized: Callable[[int, int], None] | None = None) -> Prepared:
+    """Tokenize the input, choose the draft's vocabulary, and plan.
+
+    tokenized: called with samples and tokens after every 100 samples and at the end.
+    Raises: ValueError and CacheError for an input, a draft vocabulary or a plan that cannot be used.
+    """
+    from niels_gpt.chat.rows import NOT_DROPPED, ROWS
+    from niels_gpt.eagle3.format.plan import make_plan
+    from niels_gpt.eagle3.format.samples import Samples
+    from niels_gpt.recipes.eagle3.input import input_rows
+
+    options, counters = resolved.options, Counter[str]()
+    shown: list[Row] = []
+    rows = input_rows(
+        resolved.settings,
+        options.input_data,
+        resolved.tokenizer,
+        seq_length=options.seq_length,
+        counters=counters,
+        vocab_size=resolved.target.vocab_size,
+        facts=resolved.source,
+    )
+    samples = Samples.of_rows(_reported(islice(rows, options.limit), tokenized, shown, options.show))
+    selected = resolved.draft_vocab or _frequent_vocab(resolved, samples)
+    not_dropped = {ROWS, *NOT_DROPPED, *roles_counted(counters)}  # the roles are counted in unknown_role too
+    plan = make_plan(
+        manifest_of(resolved, selected),
+        samples,
+        dropped={reason: number for reason, number in counters.items() if reason not in not_dropped},
+        altered={reason: counters[reason] for reason in NOT_DROPPED},
+        **resolved.known_parts,
+    )
+    return Prepared(resolved, samples, plan, shown)
+
+
+def _reported(
+    rows: Iterable[Row], tokenized: Callable[[int, int], None] | None, shown: list[Row], show: int
+) -> Iterator[Row]:
+    """Yield the rows; the first `show` are added to `shown`."""
+    tokens, number = 0, 0
+    for number, row in enumerate(rows, 1):
+        tokens += len(row.input_ids)
+        if number <= show:
+            shown.append(row)
+        if tokenized is not None and number % _REPORT_EVERY == 0:
+            tokenized(number, tokens)
+        yield row
+    if tokenized is not None:
+        tokenized(number, tokens)
+
+
+def carry_out(
+    prepared: Prepared, folder: str | os.PathLike[str], *, resume: bool = False, progress: Progress | None = None
+) -> Produced:
+    """Make the cache in a folder, or what is missing of it. progress, Raises: as `produce`."""
+    from niels_gpt.eagle3.produce.producer import produce
+
+    options, run = prepared.resolved.options, prepared.resolved.run
+    load = partial(
+        open_target,
+        name=options.target_model,
+        revision=prepared.resolved.target.revision,
+        compute_dtype=run["compute_dtype"],
+        attention=options.attention,
+    )
+    return produce(
+        folder, prepared.plan, prepared.samples, load, workers=options.workers, resume=resume, progress=progress
+    )
+
+
+def open_target(device: torch.device, *, name: str, revision: str | None, compute_dtype: str, attention: str) -> Any:
+    """Load a target on a device, as `produce` calls it in each of its processes. Raises: as `load_target`."""
+    from niels_gpt.eagle3.format.layout import DTYPES
+    from niels_gpt.eagle3.target import load_target
+
+    return load_target(name, revision=revision, dtype=DTYPES[compute_dtype], attention=attention, device=device)

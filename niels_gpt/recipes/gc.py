@@ -1,0 +1,67 @@
+"""Garbage collection: which versions, unfinished builds and leftovers of killed processes are removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from niels_gpt.recipes.disk import bytes_below, size_text
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.locks import unless_held
+from niels_gpt.storage.versions import (
+    Leftover,
+    build_lock,
+    discard,
+    leftovers,
+    refuse_if_building,
+    removable,
+    versions_below,
+)
+
+FAILED = "could not remove"
+"""Begins the line of a piece that could not be removed."""
+
+
+def collect(cache_dir: Path, *, dry_run: bool) -> Iterator[str]:
+    """Remove what the caches in a folder no longer need; yields a line for each piece, with its size and the reason.
+
+    dry_run: remove nothing, and write nothing. A cache that is being built is left alone, and its line names the
+    builder; a version that a reader has open is kept; files that no cache wrote (`storage.versions.leftovers`) are left
+    alone. Links are not followed. A piece that cannot be removed has a line that begins with FAILED; the other caches
+    are still processed.
+    Raises: FileNotFoundError if the folder does not exist.
+    """
+    if not cache_dir.is_dir():
+        raise FileNotFoundError(f"{cache_dir}: no such folder. Name the folder of the caches, such as cache")
+    for folder in versions_below(cache_dir):
+        cache = folder.parent.parent / folder.name
+        lines: list[str] = []
+        try:
+            if not dry_run and removable(cache):
+                with build_lock(cache):
+                    for piece in leftovers(cache):  # listed again: a build may have ended meanwhile
+                        lines.append(_remove(piece, dry_run))
+            else:
+                refuse_if_building(cache)
+                lines += [_remove(piece, dry_run) for piece in leftovers(cache)]
+        except CacheError as error:  # another process holds the lock, or its file is no lock
+            lines.append(f"left alone {error}")
+        except OSError as error:
+            lines.append(f"{FAILED} {error}")
+        yield from lines  # after the lock is released: the caller may be slow
+
+
+def _remove(piece: Leftover, dry_run: bool) -> str:
+    # A reader that resolves the public link holds the version a moment later. If gc runs in between, that version is
+    # the committed one, which stays, unless two builds are committed in that moment as well. Such a reader fails at
+    # the first missing file; that is accepted.
+    path = piece.path
+    if not piece.is_ours:
+        return f"left alone {path}: no cache has put it there, by what it holds"
+    num_bytes = bytes_below(path)
+    with unless_held(path) as free:
+        if not free:
+            return f"kept {path} ({size_text(num_bytes)}): open in a reader"
+        if not dry_run:
+            discard(path)
+    return f"{'would remove' if dry_run else 'removed'} {path} ({size_text(num_bytes)}): {piece.why}"

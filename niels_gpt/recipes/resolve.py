@@ -1,0 +1,220 @@
+"""What a source is under the current settings: its dataset, its files or revision, its licence and its fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.data.files import mirrors, snapshot
+from niels_gpt.data.files.walk import files_fingerprint
+from niels_gpt.data.local import LocalFiles
+from niels_gpt.data.sources import SOURCES, Credit, SourceSpec, credit_of
+from niels_gpt.hub import datasets as hub
+from niels_gpt.recipes.user_sources import UNSTATED, UserSource, user_sources
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import canonical_json
+
+
+@dataclass(frozen=True)
+class ResolvedSource:
+    """One source under some settings."""
+
+    spec: SourceSpec
+    """Its row in the table of sources, or of a user-defined source."""
+    dataset: str
+    """The hub's dataset id, or the source's own name; dataset_name in meta.json."""
+    config: str | None
+    """The hub's config; dataset_config in meta.json."""
+    kind: str
+    """hub (a snapshot of it included), mirror, sample or own (user-defined)."""
+    credit: Credit
+    """Of the text, where no dataset card says otherwise."""
+    found: LocalFiles | None = None
+    """The files that are read; None on the hub."""
+    stub: bool = False
+    """Whether nothing is read and the cache is a stub (PR-03)."""
+    asked_revision: str | None = None
+    """The hub's revision in the settings: a commit, a tag or a branch; None: main."""
+    shuffle: Mapping[str, int] | None = None
+    """The hub library's shuffle: seed and buffer; None where rows keep upstream's order."""
+    manifest: Mapping[str, Any] | None = None
+    """Of the snapshot that the files are."""
+    user: UserSource | None = None
+    """The definition of a user-defined source."""
+
+    @property
+    def source(self) -> str:
+        """The source's name."""
+        return self.spec.name
+
+    @property
+    def root(self) -> Path | None:
+        """The folder that the files are named relative to; None on the hub."""
+        return self.found.root if self.found else None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that are read, in order; empty on the hub."""
+        return self.found.files if self.found else ()
+
+    @property
+    def ordered(self) -> bool:
+        """Whether rows come in the order of the hub's stream, so that a builder must not shuffle them again (D8)."""
+        return self.kind == "hub"
+
+    @property
+    def streaming(self) -> bool:
+        """Whether the hub is streamed; files are not."""
+        return self.spec.streaming and self.ordered
+
+    @property
+    def splits(self) -> dict[str, str]:
+        """Our split -> upstream's, of those that are there: a mirror may lack one. {} where upstream has none."""
+        wanted = self.spec.splits or {}
+        if self.found is None:
+            return dict(wanted)
+        present = {mirrors.split_of(path) for path in self.files}
+        return {split: upstream for split, upstream in wanted.items() if upstream in present}
+
+    def provenance(self, recorded: Mapping[str, Any] | None, *, ask_hub: bool = True) -> dict[str, Any]:
+        """Return the source's part of meta.json; its `fingerprint` changes when the text does.
+
+        A snapshot has the provenance of the hub's dataset that it was taken from, because its rows are the same.
+        recorded: the provenance of the committed cache; the hub is not asked if it has a revision (D12).
+        ask_hub: False where an unknown revision may stay unknown; a stub, which reads nothing, never asks.
+        Raises: ConnectionError if the hub must be asked and cannot be reached; CacheError for a damaged snapshot.
+        """
+        if self.manifest is not None and self.root is not None:
+            folder = self.root / mirror_folder(self.spec, self.dataset, self.config)
+            snapshot.check_files(folder, self.manifest, self.files)
+        if self.kind == "hub":
+            return self._hub_provenance(self._known(recorded or {}, ask_hub))
+        assert self.root is not None
+        fingerprint = files_fingerprint(self.root, self.files)
+        if self.user is not None:  # the user's lines are in meta.json, or decide what is read
+            stated = [fingerprint, self.user.field, *self.credit]
+            fingerprint = hashlib.sha256(canonical_json(stated)).hexdigest()
+        about = {"kind": self.kind, **self.credit._asdict(), "files": len(self.files)}
+        return {**about, "revision": (self.manifest or {}).get("revision"), "fingerprint": fingerprint}
+
+    def _known(self, recorded: Mapping[str, Any], ask_hub: bool) -> Mapping[str, Any]:
+        """Return revision, licence, attribution and versions from a snapshot, from the record, or from the hub."""
+        if self.manifest is not None:
+            return self.manifest
+        same = str(recorded.get("fingerprint")).startswith(f"{self.dataset}@")
+        wanted = (None, recorded.get("revision"), recorded.get("asked_revision"))
+        known = recorded if same and self.asked_revision in wanted else {}
+        if (known.get("revision") is None or known.get("licence") is None) and ask_hub and not self.stub:
+            card = hub.card_of(self.dataset, revision=known.get("revision") or self.asked_revision)
+            return {"revision": card.revision, "licence": card.licence, "attribution": card.attribution}
+        return known
+
+    def _hub_provenance(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        provenance = {
+            "kind": "hub",
+            "licence": known.get("licence") or self.credit.licence,
+            "attribution": known.get("attribution") or self.credit.attribution,
+            "revision": known.get("revision"),
+            "fingerprint": f"{self.dataset}@{known.get('revision')}",
+            "datasets_version": self.manifest["datasets_version"] if self.manifest else version("datasets"),
+        }
+        return {**provenance, "asked_revision": self.asked_revision} if self.asked_revision else provenance
+
+
+def resolve_source(settings: Settings, name: str) -> ResolvedSource:
+    """Return what a source is under these settings.
+
+    Raises: FileNotFoundError if the mirror, the folder of notes, or what a pattern names does not exist; ValueError for
+        a name that no source has; CacheError for a snapshot that cannot be used.
+    """
+    user = user_sources(settings).get(name)
+    if user is not None:
+        return resolve_user_source(user, user.find(settings))
+    if name not in SOURCES:
+        known = ", ".join(SOURCES)
+        raise ValueError(f"no source is called {name!r}, expected one of {known} or a user-defined source")
+    spec = SOURCES[name]
+    dataset = getattr(settings, spec.dataset) if spec.dataset else name
+    config = getattr(settings, spec.config) if spec.config else None
+    credit = credit_of(name, settings.source_root)
+    if spec.dataset and dataset != getattr(Settings, spec.dataset):
+        credit = Credit(UNSTATED, f"https://huggingface.co/datasets/{dataset}")
+    root = mirrors.mirror_root(settings.source_root)
+    kind = "sample" if settings.source_root == "sample" else "mirror"
+    if not spec.dataset:
+        return ResolvedSource(spec, dataset, config, kind, credit, spec.files(settings, root))
+    buffer = getattr(settings, spec.shuffle_buffer) if spec.shuffle_buffer else 0
+    on_hub = ResolvedSource(
+        spec,
+        dataset,
+        config,
+        "hub",
+        credit,
+        asked_revision=asked_revisions(settings).get(name),
+        shuffle={"seed": settings.seed, "buffer": buffer} if buffer > 0 else None,
+    )
+    if _is_stub(settings, spec, root):
+        return replace(on_hub, stub=True)
+    if root is None:
+        return on_hub
+    found = spec.files(settings, root)
+    folder = root / mirror_folder(spec, dataset, config)
+    manifest = snapshot.read_manifest(folder)
+    if manifest is not None and _stands_for(manifest, on_hub, folder):
+        return replace(on_hub, found=found, manifest=manifest)
+    if manifest is not None:
+        credit = Credit(str(manifest.get("licence")), str(manifest.get("attribution")))
+    return ResolvedSource(spec, dataset, config, kind, credit, found, manifest=manifest)
+
+
+def resolve_user_source(user: UserSource, found: LocalFiles) -> ResolvedSource:
+    """Return what a user-defined source is, given its files."""
+    spec = user.spec
+    return ResolvedSource(spec, user.name, None, "own", spec.credit, found, user=user)
+
+
+def mirror_folder(spec: SourceSpec, dataset: str, config: str | None) -> str:
+    """Return the folder of a mirror that a snapshot of the source is written to."""
+    return spec.folder or (f"{dataset}/{config}" if config else dataset)
+
+
+def asked_revisions(settings: Settings) -> dict[str, str]:
+    """Parse settings.revision: "SOURCE=REVISION,..." -> revision by source; ValueError for anything else."""
+    on_hub = [spec.name for spec in SOURCES.values() if spec.dataset]
+    revisions: dict[str, str] = {}
+    for item in (settings.revision or "").split(","):
+        source, equals, revision = (part.strip() for part in item.partition("="))
+        if not item.strip():
+            continue
+        if not (equals and revision) or source not in on_hub:
+            expected = f"SOURCE=REVISION, SOURCE one of {', '.join(on_hub)}"
+            raise ValueError(f"--revision {item.strip()!r}: expected {expected}")
+        revisions[source] = revision
+    return revisions
+
+
+def _is_stub(settings: Settings, spec: SourceSpec, root: Path | None) -> bool:
+    if spec.from_hub is None:
+        return False
+    return not (getattr(settings, spec.from_hub) if root is None else (root / str(spec.folder)).is_dir())
+
+
+def _stands_for(manifest: Mapping[str, Any], on_hub: ResolvedSource, folder: Path) -> bool:
+    """Whether a snapshot's rows are the hub's, in the order in which these settings would read them there.
+
+    With another seed or buffer it is text like any mirror's, and the builder shuffles it.
+    """
+    if on_hub.asked_revision not in (None, manifest["revision"], manifest.get("asked_revision")):
+        raise CacheError(
+            folder,
+            f"a snapshot of revision {manifest['revision']}",
+            f"{on_hub.asked_revision}, the revision in the settings",
+            "Take another snapshot with that --revision, or leave it out",
+        )
+    found = (manifest["dataset"], manifest["config"], manifest["shuffle"])
+    return found == (on_hub.dataset, on_hub.config, on_hub.shuffle)

@@ -1,0 +1,432 @@
+"""What all recipes share: is the committed cache current? If not: check the disk, build, measure, record the run."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import math
+import os
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.builders.journal import sealed_builds, unfinished_builds
+from niels_gpt.builders.meta_keys import BUILDER_VERSION, FORMAT_VERSION, Source
+from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.meta import find_meta, listed_meta, read_meta
+from niels_gpt.data.exclude import read_exclusion
+from niels_gpt.recipes.disk import needed_bytes, refuse_without_room, unfinished_bytes
+from niels_gpt.recipes.resolve import ResolvedSource
+from niels_gpt.recipes.user_sources import stated_credit
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
+from niels_gpt.storage.meta_json import (
+    checked_count,
+    file_records,
+    meta_bytes,
+    open_regular,
+    parse_object,
+    path_inside,
+    read_regular,
+    resolved,
+    sha256_regular,
+)
+from niels_gpt.storage.remedies import build_command
+from niels_gpt.storage.versions import (
+    ATTEMPTS_NAME,
+    RECIPE_NAME,
+    build_lock,
+    clear_leftovers,
+    discard,
+    discard_unfinished,
+    versions_dir,
+)
+from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_KEY = "tokenizer"
+RUNS_DIR = ".runs"
+"""In the cache folder: one line of JSON for each build. Times are here and not in meta.json (D10)."""
+_RUNS_BYTES = 1 << 20  # read from the end of such a file
+
+
+class Measurement:
+    """Wall time and peak memory of a block. The peak is known on Linux, where a process can reset it."""
+
+    seconds: float = 0.0
+    peak_bytes: int | None = None
+
+    def __enter__(self) -> Measurement:
+        self._begin = time.perf_counter()
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            self._can_reset = True
+        except OSError:
+            self._can_reset = False
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds = time.perf_counter() - self._begin
+        if self._can_reset:
+            lines = Path("/proc/self/status").read_text().splitlines()
+            self.peak_bytes = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one recipe did."""
+
+    key: str
+    """tokenizer, pretrain/NAME, sft/NAME or eagle3/targets."""
+    path: Path
+    """The public folder."""
+    meta: dict[str, Any]
+    """Its meta.json."""
+    reused: bool
+    """True where the committed cache was current and nothing was built."""
+    seconds: float
+    """Wall time, the check whether the cache is current included."""
+    peak_bytes: int | None
+    """Peak resident memory of this process during the recipe; None where the system does not report it."""
+    fingerprint: str
+    """Of the recipe: settings read, tokenizer, source, format."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of train and val together, or of eagle3/targets; 0 for a tokenizer and a stub."""
+        totals = self.meta.get("totals") or {}
+        return int(totals.get("tokens", sum(totals.get(f"{split}_tokens", 0) for split in SPLITS)))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None where nothing was tokenized, or where no time is recorded."""
+        return self.tokens / self.seconds if self.tokens and self.seconds > 0 and not self.reused else None
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all files that meta.json names; of eagle3/targets, whose shards it only counts, its own figure."""
+        return int(self.meta.get("disk_bytes", sum(record["bytes"] for record in file_records(self.meta))))
+
+
+@dataclass(frozen=True)
+class BuildInputs:
+    """What a recipe passes to its builder."""
+
+    tokenizer: SentencePieceTokenizer
+    """The cache's tokenizer."""
+    source: Source
+    """For meta.json; its counters fill while the stream is read."""
+    counters: Counter[str]
+    """The same counters, for the loader to write."""
+    revision: str | None
+    """The hub's commit; None for files."""
+    committed: Callable[[dict[str, Any]], None]
+    """To be called with the meta when the cache is committed: records which recipe built it."""
+
+
+def cache_root(settings: Settings) -> Path:
+    """Return the folder that the caches are written to: the sample has its own (D20)."""
+    root = Path(settings.cache_dir)
+    return root / "sample" if settings.source_root == "sample" else root
+
+
+def num_threads(settings: Settings) -> int:
+    """Return the number of tokenizer threads: the setting, or one per usable core."""
+    return settings.threads or len(os.sched_getaffinity(0))
+
+
+def recipe_fingerprint(settings: Settings, key: str, reads: tuple[str, ...], tokenizer: str, source: str) -> str:
+    """Return the sha256 of everything that a recipe's output depends on.
+
+    Raises: FileNotFoundError, ValueError if the file of --exclude cannot be read.
+    """
+    parts: dict[str, Any] = {
+        "recipe": key,
+        "settings": {name: getattr(settings, name) for name in reads},
+        "tokenizer": tokenizer,
+        "source": source,
+        "versions": [FORMAT_VERSION, BUILDER_VERSION],
+    }
+    if stated := stated_credit(settings, key.rpartition("/")[2]):
+        parts["credit"] = stated
+    if settings.exclude is not None:
+        parts["exclude"] = read_exclusion(settings.exclude).facts["sha256"]
+    return hashlib.sha256(canonical_json(parts)).hexdigest()
+
+
+def recorded_recipe(path: Path) -> dict[str, Any]:
+    """Return the record of the recipe that built the committed version at `path`; {} without one."""
+    record = versions_dir(path) / RECIPE_NAME
+    try:
+        recipe = parse_object(read_regular(record))
+    except (FileNotFoundError, ValueError):
+        return {}
+    committed = path.is_symlink() and recipe.get("version") == Path(os.readlink(path)).name
+    return recipe if committed else {}
+
+
+def is_current(path: Path, fingerprint: str) -> bool:
+    """Whether the committed cache is of this recipe and its files have the sizes in its meta.json (D12)."""
+    recipe, meta_path = recorded_recipe(path), path / META_NAME
+    if recipe.get("fingerprint") != fingerprint or not meta_path.is_file():
+        return False
+    version = path.resolve()
+    try:
+        if sha256_regular(version / META_NAME) != recipe.get("meta_sha256"):
+            return False  # damaged, or written by a builder that records no recipe
+        records = file_records(read_meta(str(meta_path)), str(meta_path))
+        files = {path_inside(version, record["name"]): record["bytes"] for record in records}
+    except CacheError:
+        return False
+    sizes = {file: file.lstat().st_size for file in files if file.is_file()}  # path_inside has refused links
+    return sizes == files
+
+
+def restart(settings: Settings, key: str) -> None:
+    """Make the next build of the cache `key` start from scratch.
+
+    Unfinished builds are removed, whatever their settings. A committed cache stays readable but is no longer current.
+    Raises: CacheError if it is being built.
+    """
+    path = cache_root(settings) / key
+    if not versions_dir(path).is_dir():
+        return
+    with build_lock(path) as folder:
+        discard_unfinished(folder)
+        known = recorded_recipe(path)
+        if known.pop("fingerprint", None) is not None:  # the hub's revision in it stays
+            write_bytes(folder / RECIPE_NAME, canonical_json(known))
+
+
+def run_recipe(
+    settings: Settings,
+    key: str,
+    *,
+    reads: tuple[str, ...],
+    source: ResolvedSource,
+    build: Callable[[BuildInputs, Path], dict[str, Any]],
+    refresh: bool,
+    observed: str | None,
+    tokenizer_folder: Path,
+) -> Outcome:
+    """Run one recipe: reuse the committed cache if it is current, else build it and record the run.
+
+    reads: the names of the settings that decide the output.
+    refresh: ask the hub for its newest revision instead of keeping the recorded one.
+    observed: a fingerprint of the source from an observation newer than the cache; on the hub this revision is built.
+        One of another dataset, or of files, is ignored.
+    tokenizer_folder: of the tokenizer to encode with.
+    """
+    path = cache_root(settings) / key
+    with Measurement() as measurement:
+        tokenizer = _checked_tokenizer(settings, key, source, tokenizer_folder)
+        recipe = {name: getattr(settings, name) for name in reads}
+        unfinished = _unfinished_provenance(source, path, recipe)
+        recorded = unfinished or None
+        if not refresh:
+            recorded = _recorded_provenance(tokenizer_folder, source, path, observed, unfinished)
+        provenance = source.provenance(recorded)
+        fingerprint = recipe_fingerprint(settings, key, reads, tokenizer.sha256, str(provenance["fingerprint"]))
+        reused = is_current(path, fingerprint)
+        if reused:
+            meta = read_meta(str(path / META_NAME))
+            _clear_finished_builds(path)
+        else:
+            if settings.disk_check:
+                needs = {key: needed_bytes(settings, source)}
+                refuse_without_room(settings, cache_root(settings), needs, unfinished_bytes(path))
+            described = _described(settings, key, source, provenance, recipe)
+            counters = described.counters
+            assert isinstance(counters, Counter)
+            record = partial(record_recipe, path, fingerprint, provenance)
+            meta = build(BuildInputs(tokenizer, described, counters, provenance["revision"], record), path)
+    return finish(settings, key, path, meta, reused, measurement, fingerprint)
+
+
+def _described(
+    settings: Settings, key: str, source: ResolvedSource, provenance: dict[str, Any], recipe: dict[str, Any]
+) -> Source:
+    """Return what meta.json says of the source."""
+    exclude = {} if settings.exclude is None else {"exclude": read_exclusion(settings.exclude).facts}
+    return Source(
+        source.dataset,
+        source.config,
+        source.streaming,
+        {**provenance, **stated_credit(settings, source.source), **exclude},
+        recipe,
+        Counter(),
+        build_command(settings, key, "--restart"),
+        None if source.kind == "hub" else {},  # a position is in files; the hub's fingerprint is not of files
+    )
+
+
+def _clear_finished_builds(path: Path) -> None:
+    """Remove what killed builds of a current cache have left: builds that were committed, and temporary files."""
+    clear_leftovers(path)
+    attempts = versions_dir(path) / ATTEMPTS_NAME
+    if attempts.is_file() and not attempts.is_symlink() and not unfinished_builds(path):
+        with contextlib.suppress(OSError):
+            attempts.unlink()
+    if sealed_builds(path):
+        with contextlib.suppress(CacheError, OSError), build_lock(path):
+            for folder in sealed_builds(path):
+                discard(folder)
+
+
+def _unfinished_provenance(source: ResolvedSource, path: Path, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the hub revision that an unfinished build of this recipe reads: it is resumed with it. {} without one."""
+    for identity in unfinished_builds(path):
+        known = identity.get("source")
+        if identity.get("recipe") != recipe or not isinstance(known, dict) or known.get("name") != source.dataset:
+            continue
+        if source.kind == "hub" and isinstance(known.get("revision"), str):
+            logger.info("%s: an unfinished build is of revision %s", path, known["revision"])
+            return {**_at(f"{source.dataset}@{known['revision']}"), "asked_revision": known.get("asked_revision")}
+    return {}
+
+
+def _recorded_provenance(
+    tokenizer_folder: Path, source: ResolvedSource, path: Path, observed: str | None, unfinished: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the source's revision as it was observed, built, or used to train the tokenizer, in this order."""
+    recorded: dict[str, Any] = recorded_recipe(path).get("source") or unfinished
+    if "fingerprint" not in recorded:
+        tokenizer = find_meta(tokenizer_folder) or {}
+        recorded = _at(tokenizer.get("trained_on_sources", {}).get(source.source))
+    dataset, _, revision = (observed or "").rpartition("@")
+    if dataset == source.dataset and revision != "None":  # None: never asked for, as of a stub
+        return {**recorded, **_at(observed)}
+    return recorded
+
+
+def _at(fingerprint: str | None) -> dict[str, Any]:
+    return {"fingerprint": fingerprint, "revision": fingerprint.rpartition("@")[2]} if fingerprint else {}
+
+
+def record_recipe(path: Path, fingerprint: str, source: dict[str, Any], meta: dict[str, Any]) -> None:
+    """Record the recipe of the committed version at `path`. source: its provenance; meta: of that version."""
+    record = {
+        "fingerprint": fingerprint,
+        "meta_sha256": hashlib.sha256(meta_bytes(meta)).hexdigest(),
+        "source": source,
+        "version": Path(os.readlink(path)).name,
+    }
+    write_bytes(versions_dir(path) / RECIPE_NAME, canonical_json(record))
+
+
+def finish(
+    settings: Settings,
+    key: str,
+    path: Path,
+    meta: dict[str, Any],
+    reused: bool,
+    measurement: Measurement,
+    fingerprint: str,
+) -> Outcome:
+    """Return the outcome of a recipe; a build is appended to <cache>/.runs/KEY.jsonl."""
+    outcome = Outcome(key, path, meta, reused, measurement.seconds, measurement.peak_bytes, fingerprint)
+    if reused:
+        return outcome
+    runs = _runs_file(cache_root(settings), key)
+    path_inside(resolved(cache_root(settings)), f"{RUNS_DIR}/{runs.name}")  # refuses a link that leads outside
+    runs.parent.mkdir(parents=True, exist_ok=True)
+    line = {
+        "time": time.time(),
+        "key": key,
+        "seconds": round(measurement.seconds, 3),
+        "peak_bytes": measurement.peak_bytes,
+        "fingerprint": fingerprint,
+        "content_sha256": meta.get("content_sha256"),
+        "totals": meta.get("totals"),
+        "settings": asdict(settings),
+    }
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(os.open(runs, flags, 0o666), "a") as file:
+        file.write(json.dumps(line, sort_keys=True) + "\n")
+    return outcome
+
+
+def recorded_outcomes(root: Path) -> tuple[list[Outcome], dict[str, Exception]]:
+    """Return the outcome that built each committed cache in `root`, and by key the error of each damaged meta.json.
+
+    A cache that was copied here has no line in .runs/: its seconds are nan and its fingerprint is empty.
+    Raises: FileNotFoundError if there is no cache.
+    """
+    families = [sorted(root.glob(f"{family}/[!.]*")) for family in ("pretrain", "sft", "eagle3")]
+    outcomes: list[Outcome] = []
+    damaged: dict[str, Exception] = {}
+    for path in itertools.chain([root / TOKENIZER_KEY], *families):
+        key = path.relative_to(root).as_posix()
+        try:
+            meta = listed_meta(path)
+            if key == TOKENIZER_KEY and meta is not None:
+                checked_count(meta.get("vocab_size"), "vocab_size", str(path / META_NAME))
+        except CacheError as error:
+            damaged[key] = error
+            continue
+        if meta is not None:
+            run = _newest_run(root, key)
+            about = (run.get("seconds", math.nan), run.get("peak_bytes"), run.get("fingerprint", ""))
+            outcomes.append(Outcome(key, path, meta, False, *about))
+    if not outcomes and not damaged:
+        raise FileNotFoundError(f"{root}: no cache there. Name the folder that holds pretrain/ and sft/, or build some")
+    return outcomes, damaged
+
+
+def _newest_run(root: Path, key: str) -> dict[str, Any]:
+    """Return the last whole line of the runs of `key`; {} without one in the last megabyte."""
+    try:
+        with open(open_regular(path_inside(resolved(root), f"{RUNS_DIR}/{_runs_file(root, key).name}")), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _RUNS_BYTES))
+            lines = file.read(_RUNS_BYTES).splitlines()
+    except (OSError, CacheError):
+        return {}
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):  # half a line of a killed writer
+            run = parse_object(line)
+            sound = type(run.get("seconds")) in (int, float) and type(run.get("peak_bytes")) in (int, type(None))
+            return run if sound and type(run.get("fingerprint")) is str else {}
+    return {}
+
+
+def _runs_file(root: Path, key: str) -> Path:
+    return root / RUNS_DIR / f"{key.replace('/', '.')}.jsonl"
+
+
+def _checked_tokenizer(settings: Settings, key: str, source: ResolvedSource, folder: Path) -> SentencePieceTokenizer:
+    """Return the tokenizer of a folder. Raises: CacheError if it is damaged, or of the sample and the text is not."""
+    remove = shlex.join(["rm", *([] if folder.is_symlink() else ["-r"]), str(folder)])
+    again = f"{remove} && {build_command(settings, key)}"
+    meta = read_meta(str(folder / META_NAME))
+    if settings.source_root != "sample" and meta.get("trained_on") == "sample":
+        raise CacheError(
+            folder / META_NAME,
+            "this tokenizer was trained on the bundled sample",
+            "one that may encode real text",
+            f"Name another one with --tokenizer-model, or train one: {again}",
+        )
+    if source.user is None and meta.get("trained_on") == "own":
+        logger.warning(
+            "%s: trained on user-defined sources only, and used for %s. Remove it to train one on all sources",
+            folder,
+            source.source,
+        )
+    tokenizer = load_tokenizer(folder / MODEL_NAME, follow_links=False)
+    if tokenizer.sha256 != meta.get("tokenizer_sha256"):
+        raise CacheError(
+            folder / MODEL_NAME,
+            f"its sha256 is {tokenizer.sha256[:12]}",
+            f"{str(meta.get('tokenizer_sha256'))[:12]}, as in its {META_NAME}",
+            f"Make another one: {again}",
+        )
+    return tokenizer

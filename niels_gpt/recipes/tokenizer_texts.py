@@ -1,0 +1,136 @@
+"""Training a cache's tokenizer: on which sources, in which order, and how much text of each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from niels_gpt.data.exclude import read_exclusion
+from niels_gpt.data.sources import SOURCES
+from niels_gpt.interrupts import ended_at_once
+from niels_gpt.recipes import sources
+from niels_gpt.recipes.resolve import resolve_source
+from niels_gpt.recipes.tokenizer_change import warn_of_little_text
+from niels_gpt.recipes.user_sources import user_sources
+from niels_gpt.settings import Settings
+from niels_gpt.tokenizer_training import train_tokenizer
+
+logger = logging.getLogger(__name__)
+
+TRAINING_SETTINGS = {
+    "vocab_size": "requested_vocab_size",
+    "model_type": "model_type",
+    "normalization": "normalization",
+    "character_coverage": "character_coverage",
+    "seed": "seed",
+    "tokenizer_max_bytes": "max_bytes",
+}
+"""The settings that decide a tokenizer trained here, and the keys of its meta.json that record them."""
+_FAILED = "failed"
+
+
+def training_order() -> list[str]:
+    """Return the built-in sources, the small ones first: the largest comes last and fills the rest."""
+    return sorted(SOURCES, key=lambda name: SOURCES[name].training_rank)
+
+
+def train(settings: Settings, user_sources_only: bool) -> tuple[bytes, dict[str, Any]]:
+    """Train a tokenizer on the sources; returns the model and its meta. Raises: ValueError without text."""
+    num_bytes: dict[str, int | str] = {}
+    fingerprints: dict[str, str] = {}
+    names = [*user_sources(settings), *([] if user_sources_only else training_order())]
+    excluded = {} if settings.exclude is None else {"exclude": read_exclusion(settings.exclude).facts}
+    logger.info(
+        "tokenizer: training %d pieces; some minutes for 100 MB of text. Ctrl-C ends it at once", settings.vocab_size
+    )
+    kind = settings.source_root if settings.source_root in ("sample", "hub") else "mirror"
+    with ended_at_once():
+        trained = train_tokenizer(
+            _texts(settings, names, num_bytes, fingerprints),
+            vocab_size=settings.vocab_size,
+            seed=settings.seed,
+            model_type=settings.model_type,
+            normalization=settings.normalization,
+            character_coverage=settings.character_coverage,
+            trained_on="own" if user_sources_only else kind,
+        )
+    if kind == "mirror" and training_order()[-1] in fingerprints:  # a long enough snapshot: the hub's own text
+        trained.meta["trained_on"] = "hub"
+    failed = {name: source_state(settings, name) for name, size in num_bytes.items() if size == _FAILED}
+    about = {
+        "max_bytes": settings.tokenizer_max_bytes,
+        "trained_on_bytes": num_bytes,
+        "trained_on_sources": fingerprints,
+        "failed_sources": failed,
+        **excluded,
+    }
+    if kind != "sample":
+        warn_of_little_text(trained.meta, num_bytes)
+    return trained.model, {**trained.meta, **about, "origin": "trained"}
+
+
+def was_trained_by(settings: Settings, meta: Mapping[str, Any]) -> bool:
+    """Whether these settings would train the tokenizer with this meta again."""
+    same = all(meta.get(key) == getattr(settings, name) for name, key in TRAINING_SETTINGS.items())
+    known = {*training_order(), *user_sources(settings)}
+    failed = {name: state for name, state in meta.get("failed_sources", {}).items() if name in known}
+    return same and all(source_state(settings, name) == state for name, state in failed.items())
+
+
+def source_state(settings: Settings, name: str) -> str | None:
+    """Return the fingerprint of a source that failed: when it changes, training is tried again. None if unknown."""
+    try:
+        return str(resolve_source(settings, name).provenance(None, ask_hub=False)["fingerprint"])
+    except (OSError, ValueError):
+        return None
+
+
+def _texts(
+    settings: Settings, names: Sequence[str], num_bytes: dict[str, int | str], fingerprints: dict[str, str]
+) -> Iterator[str]:
+    """Yield at most tokenizer_max_bytes of the sources' texts.
+
+    num_bytes: receives the utf-8 bytes of each source, or "absent" or "failed". fingerprints: receives those of the
+    sources that were read in the hub's order.
+    """
+    left = settings.tokenizer_max_bytes
+    missing: list[str] = []
+    for position, name in enumerate(names):
+        share = left // (len(names) - position)
+        used = 0
+        try:
+            for text in _texts_of(settings, name, fingerprints):
+                size = len(text.encode(errors="replace"))
+                if used + size > share:
+                    break
+                used += size
+                yield text
+            num_bytes[name] = used
+        except sources.SnapshotTooShort as error:
+            logger.warning("tokenizer: trained on less text than from the hub, so it is another one: %s", error)
+            num_bytes[name] = used
+            del fingerprints[name]
+        except (FileNotFoundError, ValueError) as error:
+            logger.warning("tokenizer: trained without %s: %s", name, error)
+            missing.append(f"{name}: {error}")
+            num_bytes[name] = "absent" if isinstance(error, FileNotFoundError) else _FAILED
+        left -= used
+    if missing and not any(isinstance(size, int) and size for size in num_bytes.values()):
+        raise ValueError(
+            "no tokenizer, and no text to train one on. Name one with --tokenizer-model, or see to:\n  "
+            + "\n  ".join(missing)
+        )
+
+
+def _texts_of(settings: Settings, name: str, fingerprints: dict[str, str]) -> Iterator[str]:
+    source = resolve_source(settings, name)
+    if source.stub:
+        raise FileNotFoundError(f"{name} is a stub here")
+    revision = None
+    if source.ordered:
+        # Asked before the stream is opened, so that a hub that cannot be reached is an error at once. The first cache
+        # that is built after this uses the same revision.
+        provenance = source.provenance(None)
+        revision, fingerprints[name] = provenance["revision"], str(provenance["fingerprint"])
+    return sources.training_texts(settings, source, revision)

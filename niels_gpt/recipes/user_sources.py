@@ -1,0 +1,236 @@
+"""User-defined sources: which there are, by the settings' lines NAME=GLOB[:FIELD] and sources.toml, and their rows.
+
+    [pretrain]
+    notes = "~/notes"                          # the same as the line notes=~/notes
+    papers = "papers/**/*.jsonl.gz:abstract"   # rows, with their text in the field `abstract`
+
+    [sft.support]                              # a table where there is more to say
+    files = "chats/*.json"
+    licence = "CC BY 4.0"
+    attribution = "The support team"
+
+A relative path is relative to the folder of sources.toml or, in a line of the settings, to the current folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.data import local
+from niels_gpt.data.files.text import count
+from niels_gpt.data.files.walk import note_links
+from niels_gpt.data.sources import SOURCES, Credit, LoadRequest, Part, SourceSpec
+from niels_gpt.settings import Settings, UsageError
+from niels_gpt.storage.fileio import open_for_reading
+
+logger = logging.getLogger(__name__)
+
+FAMILIES = ("pretrain", "sft")
+UNSTATED = "not stated"
+MAX_TOML_BYTES = 1 << 20
+_KEYS = ("files", "field", "licence", "attribution")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_FIELD = re.compile(r"(?P<files>.+):(?P<field>[^:/\\*?\[\]]+)")
+_SUFFIX = re.compile(r"\.[^\s/*?\[\],]+")
+_RESERVED = ("tokenizer",)  # a folder of this name beside a cache is its tokenizer
+_MAX_KINDS = 12  # suffixes in a message
+
+
+@dataclass(frozen=True)
+class UserSource:
+    """One user-defined source."""
+
+    family: str
+    """pretrain or sft."""
+    name: str
+    """Of the cache: FAMILY/NAME."""
+    files: str
+    """A file, a folder or a glob."""
+    base: Path
+    """What a relative `files` is relative to."""
+    named_in: str
+    """The flag or file that defines it, for messages."""
+    field: str | None = None
+    """The field of a row that holds its text; None: text, content or document."""
+    licence: str = UNSTATED
+    """As the user states it."""
+    attribution: str = UNSTATED
+    """Whom to name, as the user states it."""
+
+    @property
+    def spec(self) -> SourceSpec:
+        """Its row, as those of the built-in sources."""
+        is_text = self.family == "pretrain"
+        return SourceSpec(
+            name=self.name,
+            family=self.family,
+            description=f"Token cache of your own {'text' if is_text else 'chats'}: {self.files}, by {self.named_in}. "
+            f"Licence: {self.licence}. Attribution: {self.attribution}.",
+            credit=Credit(self.licence, self.attribution),
+            load=self._load,
+            files=lambda settings, _: self.find(settings),
+            val_frac="own_val_frac" if is_text else None,
+            reads=("as_text",) if is_text else (),
+        )
+
+    def find(self, settings: Settings) -> local.LocalFiles:
+        """Return its files. Raises: FileNotFoundError, ValueError as data.local.find."""
+        is_text = self.family == "pretrain"
+        suffixes = (*local.TEXT_SUFFIXES, *text_suffixes(settings)) if is_text else local.CHAT_SUFFIXES
+        return local.find(self.files, base=self.base, suffixes=suffixes, follow_links=settings.follow_links)
+
+    def _load(self, request: LoadRequest) -> list[Part]:
+        found, counters = request.found, request.counters
+        assert found is not None
+        note_links(counters, found.links)
+        if found.other_files:
+            kinds = ", ".join(f"{number:,} {kind}" for kind, number in found.other_kinds[:_MAX_KINDS])
+            more = ". --as-text .SUFFIX,... reads more kinds as text" if self.family == "pretrain" else ""
+            logger.warning("%s: %d files of kinds that are not read: %s%s", self.name, found.other_files, kinds, more)
+            count(counters, "other_files", found.other_files)
+        how: dict[str, Any] = {
+            "source": self.name,
+            "counters": counters,
+            "max_document_bytes": request.settings.max_document_bytes,
+            "position": request.position,
+        }
+        if self.family == "sft":
+            return [(None, local.iter_chats(found, **how))]
+        return [(None, local.iter_texts(found, field=self.field, **how))]
+
+
+def user_sources(settings: Settings) -> dict[str, UserSource]:
+    """Return the user-defined sources by name, those of sources.toml first.
+
+    Raises: ValueError for an entry that is malformed, and for a name that is taken, UsageError where a line of the
+        settings is the cause; FileNotFoundError for a `sources_file` other than the default that does not exist.
+    """
+    sources: dict[str, UserSource] = {}
+    for user in (*_of_file(settings), *_of_lines(settings)):
+        where = f"{user.named_in}: {user.family}/{user.name}"
+        if not _NAME.fullmatch(user.name):
+            raise _error(user.named_in, f"{where}: expected a name of letters, digits and _ that starts with a letter")
+        if user.name in SOURCES or user.name in _RESERVED:
+            raise _error(user.named_in, f"{where}: {user.name} is a built-in name. Choose another one")
+        if user.name in sources:
+            other = sources[user.name]
+            taken = f"{other.named_in} names {other.family}/{user.name} already"
+            raise _error(user.named_in, f"{where}: {taken}. Choose another name")
+        sources[user.name] = user
+    return sources
+
+
+def names_in_lines(settings: Settings) -> list[str]:
+    """Return the names that the settings' lines define, without those of sources.toml."""
+    return [user.name for user in _of_lines(settings)]
+
+
+def text_suffixes(settings: Settings) -> tuple[str, ...]:
+    """Return the suffixes that settings.as_text adds to those of user-defined text, each also with .gz.
+
+    Raises: ValueError for a malformed suffix, and for one whose files hold rows.
+    """
+    suffixes: list[str] = []
+    for item in (settings.as_text or "").split(","):
+        suffix = item.strip().lower()
+        if not suffix:
+            continue
+        if not _SUFFIX.fullmatch(suffix):
+            raise ValueError(f"--as-text {item.strip()}: expected suffixes separated by commas, as in .py,.tex")
+        if suffix.endswith(local.CHAT_SUFFIXES):
+            raise ValueError(f"--as-text {suffix}: these files are read as rows. Copy them to files of another suffix")
+        suffixes += [suffix, f"{suffix}.gz"]
+    return tuple(suffixes)
+
+
+def stated_credit(settings: Settings, source: str) -> dict[str, str]:
+    """Return the licence and the attribution that the settings' lines state for a source, each if there is one.
+
+    Raises: UsageError for a malformed line, and for a name that no source has.
+    """
+    stated: dict[str, str] = {}
+    for name in ("licence", "attribution"):
+        for line in filter(str.strip, (getattr(settings, name) or "").split(";")):
+            about, equals, text = (part.strip() for part in line.partition("="))
+            known = [*SOURCES, *user_sources(settings)]
+            if not (equals and text) or about not in known:
+                raise UsageError(f"--{name} {line.strip()}: expected SOURCE=TEXT, SOURCE one of {', '.join(known)}")
+            if about == source:
+                stated[name] = text
+    return stated
+
+
+def _of_lines(settings: Settings) -> Iterator[UserSource]:
+    for family in FAMILIES:
+        for line in (getattr(settings, family) or "").split(";"):
+            if line.strip():
+                named_in = f"--{family} {line.strip()}"
+                name, equals, files = line.partition("=")
+                if not (equals and name.strip() and files.strip()):
+                    raise UsageError(f"{named_in}: expected NAME=GLOB" + "[:FIELD]" * (family == "pretrain"))
+                yield _user_source(family, name.strip(), files.strip(), Path.cwd(), named_in)
+
+
+def _of_file(settings: Settings) -> Iterator[UserSource]:
+    path = Path(settings.sources_file).expanduser().absolute()
+    if not path.exists():
+        if settings.sources_file != Settings.sources_file:
+            raise FileNotFoundError(f"{path}: no such file, expected the sources.toml that --sources-file names")
+        return
+    with open(open_for_reading(path, follow_links=True), "rb") as file:
+        raw = file.read(MAX_TOML_BYTES + 1)
+    if len(raw) > MAX_TOML_BYTES:
+        raise ValueError(f"{path}: more than {MAX_TOML_BYTES:,} bytes, expected a file that defines sources")
+    try:
+        content = tomllib.loads(raw.decode("utf-8-sig"))
+    except RecursionError:
+        raise ValueError(f"{path}: TOML that is nested too deeply") from None
+    except ValueError as error:  # of utf-8 and of TOML, and of an integer with too many digits
+        raise ValueError(f"{path}: not TOML: {error}") from None
+    for family, entries in content.items():
+        if family not in FAMILIES or not isinstance(entries, Mapping):
+            raise ValueError(f"{path}: found {family!r}, expected tables [pretrain] and [sft]")
+        for name, entry in entries.items():
+            yield _of_entry(family, name, entry, path)
+
+
+def _of_entry(family: str, name: str, entry: Any, path: Path) -> UserSource:
+    if _is_text(entry):
+        return _user_source(family, name, entry, path.parent, str(path))
+    known = isinstance(entry, Mapping) and all(key in _KEYS and _is_text(entry[key]) for key in entry)
+    if not known or "files" not in entry or (family == "sft" and "field" in entry):
+        keys = [key for key in _KEYS if (family, key) != ("sft", "field")]
+        raise ValueError(
+            f'{path}, {family}.{name}: found {entry!r}, expected a text "GLOB", or a table with the texts '
+            f"{', '.join(keys)}, of which `files` must be there"
+        )
+    return UserSource(family, name, base=path.parent, named_in=str(path), **entry)
+
+
+def _error(named_in: str, message: str) -> ValueError:
+    return UsageError(message) if named_in.startswith("--") else ValueError(message)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _user_source(family: str, name: str, files: str, base: Path, named_in: str) -> UserSource:
+    split = _FIELD.fullmatch(files)
+    if split is None or (base / Path(files).expanduser()).exists():  # a colon in the name of a file or folder
+        return UserSource(family, name, files, base, named_in)
+    if family == "sft":
+        if files.lower().endswith(local.CHAT_SUFFIXES):
+            return UserSource(family, name, files, base, named_in)
+        raise _error(
+            named_in,
+            f"{named_in}: a source of chats takes no field, found {':' + split['field']!r}: its fields are known. "
+            f"Leave it out: {name}={split['files']}",
+        )
+    return UserSource(family, name, split["files"], base, named_in, field=split["field"])

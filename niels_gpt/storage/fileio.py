@@ -1,0 +1,330 @@
+"""Every write to disk (atomic, synced) and every open for reading; canonical JSON and checksums.
+
+What builds and commits write, but for locks and the count of attempts, goes through this module, so that a test can
+record it (`recorded`), truncate the record anywhere, and see the disk after a power failure at that moment.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+META_NAME = "meta.json"
+PathLike = str | os.PathLike[str]
+NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # follow no link, do not block on a FIFO
+
+
+def canonical_json(value: Any) -> bytes:
+    """Return `value` as utf-8 JSON with sorted keys, an indent of 2 and a final newline: equal values, equal bytes."""
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+class NotRegularError(ValueError):
+    """A path that should be a regular file is a link, a folder, a pipe, a device or a socket."""
+
+    def __init__(self, path: PathLike, is_link: bool = False) -> None:
+        super().__init__(os.fspath(path), is_link)  # the arguments of a pickled copy
+        self.path, self.is_link = os.fspath(path), is_link
+
+    def __str__(self) -> str:
+        kind = "a symbolic link" if self.is_link else "a pipe, a device, a socket or a folder"
+        return f"{self.path}: {kind}, expected a regular file"
+
+
+def open_for_reading(path: PathLike, *, follow_links: bool = False) -> int:
+    """Open a regular file read-only and return its descriptor, which the caller closes; a FIFO does not block (D29).
+
+    follow_links: True for a user's files, whose links were decided on when they were listed; never inside a cache.
+    Raises: FileNotFoundError, also if a parent is not a folder; NotRegularError; OSError.
+    """
+    try:
+        if follow_links and not stat.S_ISREG(os.stat(path).st_mode):  # opening a device can have effects
+            raise NotRegularError(path)
+        handle = os.open(path, os.O_RDONLY | (NO_LINK & ~os.O_NOFOLLOW if follow_links else NO_LINK))
+    except OSError as error:
+        if error.errno == errno.ENOTDIR:
+            raise FileNotFoundError(f"{os.fspath(path)}: no such file: its parent is not a folder") from error
+        if error.errno == errno.ENXIO or (error.errno == errno.ELOOP and not follow_links):  # a socket, a link
+            raise NotRegularError(path, is_link=error.errno == errno.ELOOP) from error
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise NotRegularError(path)
+    return handle
+
+
+def id_lines(ids: Iterable[str]) -> bytes:
+    """Return the lines of a file of source ids: ASCII, whatever characters an id has."""
+    return b"".join(name.encode("unicode_escape") + b"\n" for name in ids)
+
+
+def id_of_line(line: bytes, errors: str = "strict") -> str:
+    """Return the source id of a line without its line end; errors: as of `bytes.decode`. Raises: ValueError."""
+    return line.decode("unicode_escape", errors)
+
+
+def sha256_file(path: PathLike) -> str:
+    """Return the hex sha256 of a file, read in large blocks."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+Operation = tuple[Any, ...]
+"""One operation on the disk: a verb, a path, and its arguments.
+
+("create", path), ("write", path, offset, bytes), ("cut", path, size), ("fsync", path), ("rename", path, new path),
+("mkdir", path), ("symlink", path, target), ("unlink", path), ("rmdir", path), ("fsync_dir", path)
+"""
+
+_trace: list[Operation] | None = None
+
+
+@contextmanager
+def recorded(trace: list[Operation]) -> Iterator[None]:
+    """Append every operation of this module on the disk to `trace`, in order, including the bytes."""
+    global _trace
+    before, _trace = _trace, trace
+    try:
+        yield
+    finally:
+        _trace = before
+
+
+def _note(verb: str, path: PathLike, *rest: Any) -> None:
+    if _trace is not None:
+        _trace.append((verb, os.fspath(path), *rest))
+
+
+class OutputFile:
+    """A file for appending only. Nothing is buffered here: written bytes survive the process."""
+
+    def __init__(self, path: PathLike, *, keep: int = 0) -> None:
+        """keep: bytes of an existing file that stay; later bytes are truncated."""
+        self.path, self.num_bytes = Path(path), keep
+        new = not self.path.exists()
+        with _named(self.path):
+            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK, 0o666)
+        if new:
+            _note("create", path)
+        elif os.fstat(self._handle).st_size != keep:
+            os.ftruncate(self._handle, keep)
+            _note("cut", path, keep)
+        self._unsynced = True
+
+    def write(self, content: Any) -> None:
+        """Append bytes or any buffer. Raises OSError that names the file, for instance if the disk is full."""
+        view = memoryview(content).cast("B") if len(content) else memoryview(b"")
+        while len(view):
+            with _named(self.path):
+                written = os.write(self._handle, view)
+            if _trace is not None:
+                _note("write", self.path, self.num_bytes, bytes(view[:written]))
+            self.num_bytes += written
+            self._unsynced = True
+            view = view[written:]
+
+    def sync(self) -> None:
+        """Make the written bytes durable; does nothing without new bytes."""
+        if self._unsynced:
+            with _named(self.path):
+                os.fsync(self._handle)
+            _note("fsync", self.path)
+            self._unsynced = False
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+
+class SizedFile:
+    """A new file of a known size, written in any order; unwritten parts are zero.
+
+    On file systems with holes, such as ext4, xfs, btrfs and tmpfs, unwritten parts take no disk space.
+    """
+
+    def __init__(self, path: PathLike, size: int) -> None:
+        """size: bytes. Raises: FileExistsError."""
+        self.path = Path(path)
+        with _named(self.path):
+            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK, 0o666)
+            _note("create", path)
+            os.ftruncate(self._handle, size)
+        _note("cut", path, size)
+
+    def write(self, offset: int, content: Any) -> None:
+        """Write bytes or any buffer at an offset. Raises OSError that names the file."""
+        view = memoryview(content).cast("B") if len(content) else memoryview(b"")
+        while len(view):
+            with _named(self.path):
+                written = os.pwrite(self._handle, view, offset)
+            if _trace is not None:
+                _note("write", self.path, offset, bytes(view[:written]))
+            offset += written
+            view = view[written:]
+
+    def sync(self) -> None:
+        """Make the written bytes durable."""
+        with _named(self.path):
+            os.fsync(self._handle)
+        _note("fsync", self.path)
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+
+@contextmanager
+def _named(path: PathLike) -> Iterator[None]:
+    """Add the file's name to an OSError of a call that has only a file descriptor."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def fsync_file(path: PathLike) -> None:
+    """Make the content of a file durable."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    _note("fsync", path)
+
+
+def fsync_dir(path: PathLike) -> None:
+    """Make the names in a folder durable, as fsync does for a file's bytes."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    _note("fsync_dir", path)
+
+
+def sync_tree(root: PathLike) -> None:
+    """Make a folder and all its contents durable."""
+    for folder, _, names in os.walk(root):
+        for name in sorted(names):
+            fsync_file(os.path.join(folder, name))
+        fsync_dir(folder)
+
+
+def rename(path: PathLike, new: PathLike) -> None:
+    """Rename, replacing `new`, and make both names durable. The caller has synced the content."""
+    os.replace(path, new)
+    _note("rename", path, os.fspath(new))
+    target, source = (os.path.dirname(os.path.abspath(name)) for name in (new, path))
+    fsync_dir(target)  # first: the file must be in one of the two folders at any moment
+    if source != target:
+        fsync_dir(source)
+
+
+def make_dir(path: PathLike) -> None:
+    """Make a folder and its missing parents; their names are durable."""
+    if not os.path.isdir(path):
+        make_dir(os.path.dirname(os.path.abspath(path)))
+        with suppress(FileExistsError):  # another process was faster
+            os.mkdir(path)
+            _note("mkdir", path)
+        fsync_dir(os.path.dirname(os.path.abspath(path)))
+
+
+def symlink(target: PathLike, path: PathLike) -> None:
+    """Make a symlink; `rename` makes it durable."""
+    with _named(path):
+        os.symlink(target, path)
+    _note("symlink", path, os.fspath(target))
+
+
+def walked(path: PathLike) -> Iterator[tuple[int, list[str], os.stat_result]]:
+    """Yield everything below a folder, contents before their folder, each folder sorted by name.
+
+    Each as the descriptor of its parent folder, its names from below `path` on (a list that changes later), and its
+    lstat. Links are not followed, even if one replaces a folder during the walk; other file systems are not entered;
+    the depth is not limited, and at most two descriptors are open.
+    Raises: OSError, also if a folder is moved during the walk.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | NO_LINK)
+    start, names = os.fstat(handle), list[str]()
+    above: list[tuple[os.stat_result, list[str]]] = []
+    left = sorted(os.listdir(handle), reverse=True)
+    try:
+        while left or names:
+            if not left:
+                about, (before, left) = os.fstat(handle), above.pop()
+                handle = _replaced(handle, "..")
+                if not os.path.samestat(os.fstat(handle), before):
+                    raise OSError(errno.ESTALE, "moved while it was listed", os.path.join(path, *names))
+                yield handle, names, about
+                names.pop()
+                continue
+            try:
+                about = os.stat(name := left.pop(), dir_fd=handle, follow_symlinks=False)
+            except FileNotFoundError:  # another process removed it
+                continue
+            names.append(name)
+            if not stat.S_ISDIR(about.st_mode):
+                yield handle, names, about
+                names.pop()
+                continue
+            if about.st_dev != start.st_dev:
+                raise OSError(errno.EXDEV, "another file system is mounted there", os.path.join(path, *names))
+            above.append((os.fstat(handle), left))
+            handle = _replaced(handle, name)
+            left = sorted(os.listdir(handle), reverse=True)
+    finally:
+        os.close(handle)
+
+
+def _replaced(handle: int, name: str) -> int:
+    """Open a folder below or above an open one, which is closed."""
+    below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | NO_LINK, dir_fd=handle)
+    os.close(handle)
+    return below
+
+
+def remove(path: PathLike) -> None:
+    """Remove a file, a link, or a folder with its contents; an absent path is accepted. Raises as `walked`."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        for handle, names, about in walked(path):
+            is_folder = stat.S_ISDIR(about.st_mode)
+            try:
+                os.rmdir(names[-1], dir_fd=handle) if is_folder else os.unlink(names[-1], dir_fd=handle)
+            except FileNotFoundError:  # another process removed it
+                continue
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, os.path.join(path, *names)) from error
+            if _trace is not None:
+                _note("rmdir" if is_folder else "unlink", os.path.join(path, *names))
+        os.rmdir(path)
+        _note("rmdir", path)
+        return
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+        _note("unlink", path)
+
+
+def write_bytes(path: PathLike, content: bytes) -> None:
+    """Write a file atomically: a unique sibling, fsync, rename. Nothing is left on failure; honours the umask."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    file = OutputFile(temporary)
+    try:
+        file.write(content)
+        file.sync()
+        file.close()
+        rename(temporary, target)
+    except BaseException:
+        file.close()
+        remove(temporary)
+        raise

@@ -1,0 +1,91 @@
+"""Memory maps of several files side by side in one address range, each mapped when it is needed.
+
+Python's mmap cannot do this, and before 3.13 keeps a descriptor for each map: a process may have 1,024 by default, and
+a cache may have more shards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_FAILED = ctypes.c_void_p(-1).value
+# Constants of Linux; Python's module lacks MAP_FIXED.
+_PROT_NONE, _PROT_READ = 0, 1
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 1, 2, 0x10, 0x20
+_MADV_RANDOM = 1
+
+
+class MapError(OSError):
+    """Memory could not be mapped."""
+
+
+class FileMaps:
+    """The bytes of several files, read-only, for `numpy.asarray`: a uint8 array that keeps the maps alive.
+
+    File i is at bytes starts[i] to starts[i] + sizes[i]; each begins at a page boundary. Reading a file before `add`
+    kills the process.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """sizes: bytes of each file, above 0; at least one. Raises: MapError without such an address range."""
+        self.sizes, (*self.starts, end) = sizes, page_starts(sizes)
+        self._num_bytes = 0  # nothing to unmap yet
+        self._address = _mmap(None, end, -1, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS)
+        self._num_bytes = end
+        self.__array_interface__: dict[str, Any] = {
+            "data": (self._address, True),  # read-only
+            "shape": (self.starts[-1] + sizes[-1],),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def add(self, number: int, handle: int, *, random: bool = False) -> None:
+        """Map file `number` from its open descriptor, which may be closed afterwards. Raises: MapError.
+
+        random: without read-ahead.
+        """
+        address, size = self._address + self.starts[number], self.sizes[number]
+        _mmap(address, size, handle, _PROT_READ, _MAP_SHARED | _MAP_FIXED)
+        if random:
+            _libc.madvise(address, size, _MADV_RANDOM)  # advice only: a failure does no harm
+
+    def __del__(self, munmap: Callable[[int, int], int] = _libc.munmap) -> None:
+        if self._num_bytes:
+            munmap(self._address, self._num_bytes)
+
+
+def page_starts(sizes: Sequence[int]) -> list[int]:
+    """Return the starts of files of these sizes, each at a page boundary, and last the end of all."""
+    return [0, *accumulate(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)]
+
+
+def _mmap(at: int | None, size: int, handle: int, access: int, flags: int) -> int:
+    address: int = _libc.mmap(at, size, access, flags, handle, 0)
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise MapError(
+            number,
+            f"{os.strerror(number)}: {size} bytes cannot be mapped. The limits are `ulimit -v` and the number of maps, "
+            "`sysctl vm.max_map_count`",
+        )
+    return address
+
+
+def memory_bytes() -> int:
+    """Return the memory limit of this process: that of the machine, or of its control group if it is less."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            return min(machine, int(file.read()))
+    except (OSError, ValueError):  # no control group, or "max"
+        return machine

@@ -1,0 +1,192 @@
+"""Locks: one builder for each cache, and readers that keep their version from gc. The kernel drops them with a process.
+
+A builder locks a file, whose text names the holder. A reader locks the folder of its version.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import getpass
+import logging
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME, NO_LINK, PathLike, make_dir
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def file_lock(path: Path, locked: PathLike, state: str = "is in use", *, wait: bool) -> Iterator[None]:
+    """Hold a lock file, which is made if it is absent.
+
+    locked, state: what the lock protects, and what its holder does, for the message "LOCKED: STATE by user ...".
+    wait: wait for the lock, without a limit, if another process holds it.
+    Raises: CacheError that names user, host and pid of the holder, unless `wait`; CacheError if `path` is not a regular
+        file, or has hard links: the holder's name would overwrite their text.
+    """
+    handle = _open(path, locked, state)
+    _refuse_other_files(handle, path)
+    _held.add(handle)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not wait:
+                raise _in_use(handle, path, locked, state) from None
+            logger.info("%s: %s by %s; waiting", os.fspath(locked), state, _holder(handle))
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:
+            why = f"{error.strerror}: this file system has no locks. Name another folder for the caches"
+            raise OSError(error.errno, why, str(path)) from error
+        with suppress(OSError):  # a full disk: the lock holds without its text
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"user {_user()}, host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
+        try:
+            yield
+        finally:
+            if handle in _held:  # not in a forked child, where the number may be another file's by now
+                os.ftruncate(handle, 0)  # no name of a user or host stays in the folder
+    finally:
+        if handle in _held:
+            _held.discard(handle)
+            os.close(handle)
+
+
+def _open(path: Path, locked: PathLike, state: str) -> int:
+    try:
+        make_dir(path.parent)
+        return os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
+    except OSError as error:
+        if isinstance(error, PermissionError):
+            refuse_if_held(path, locked, state)
+        advice = f"user {_user()} cannot write there. Let it, or name another folder for the caches"
+        raise OSError(error.errno, f"{error.strerror}; {advice}", str(path)) from error
+
+
+def _refuse_other_files(handle: int, path: Path) -> None:
+    """Close a file that is not a lock file of this project, and raise CacheError."""
+    status = os.fstat(handle)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+        return
+    os.close(handle)
+    is_file = stat.S_ISREG(status.st_mode)
+    kind = f"a file with {status.st_nlink} names (hard links)" if is_file else "not a regular file"
+    raise CacheError(path, kind, "a lock file with one name", f"Remove it: rm -r {path}")
+
+
+def refuse_if_held(path: Path, locked: PathLike, state: str = "is in use") -> None:
+    """Raise CacheError that names the holder of a lock file; nothing is written, and the file may be absent.
+
+    locked, state: as for `file_lock`. Works without write permission.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | NO_LINK)
+    except OSError:
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(handle, path, locked, state) from None
+    except OSError:
+        return
+    finally:
+        os.close(handle)
+
+
+def _in_use(handle: int, path: Path, locked: PathLike, state: str) -> CacheError:
+    return CacheError(locked, f"{state} by {_holder(handle)}", remedy=f"Wait for it, or stop that process ({path})")
+
+
+def _holder(handle: int) -> str:
+    return os.pread(handle, 4096, 0).decode(errors="replace").strip() or "a process that has just started"
+
+
+_held: set[int] = set()
+
+
+def _release_in_child() -> None:
+    # A forked child shares the lock; without this it would still hold it after its parent's death.
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a uid without an account, as in many containers
+        return str(os.getuid())
+
+
+class VersionHold:
+    """A shared lock on the folder of a version, for the lifetime of this object; true if it holds.
+
+    The folder is locked, not its meta.json: that is replaced when equal tokens get a new description, and the lock
+    would stay on the old file, which gc does not check. A moved folder stays locked.
+    A forked child shares the lock and the reader; the kernel drops the lock with the last descriptor. Copies and
+    unpickled objects take a lock of their own.
+    """
+
+    _handle: int | None = None
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self._handle = _open_folder(folder)
+            fcntl.flock(self._handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.stat(META_NAME, dir_fd=self._handle)  # after the lock: gc may have removed the version just before
+        except (OSError, ValueError):  # ValueError: a NUL in the name
+            self.__del__()
+
+    def __bool__(self) -> bool:
+        return self._handle is not None
+
+    def __reduce__(self) -> tuple[Callable[[Path], VersionHold], tuple[Path]]:
+        return hold_version, (self.folder,)
+
+    def __del__(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+
+def hold_version(folder: Path) -> VersionHold:
+    """Keep gc from removing a version during the lifetime of the returned object; nothing is written.
+
+    folder: of the version itself, resolved. A link is not followed: it may point to another version by now.
+    Never raises. The object is false, and holds nothing, if the folder has no meta.json, if gc is removing it, or if
+    the file system has no locks. A network file system may hide the lock from other machines.
+    """
+    return VersionHold(folder)
+
+
+@contextmanager
+def unless_held(folder: Path) -> Iterator[bool]:
+    """Yield whether no reader holds a version; if so, no reader can take a hold within the block.
+
+    Also true where that is not known: no folder, or no locks on its file system.
+    """
+    handle = None
+    try:
+        try:
+            handle = _open_folder(folder)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        except OSError as error:
+            free = not isinstance(error, BlockingIOError)
+        yield free
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _open_folder(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

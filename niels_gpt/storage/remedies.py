@@ -1,0 +1,122 @@
+"""The commands in error messages: which command builds a cache again, with the flags of its last build."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from niels_gpt.settings import Settings
+from niels_gpt.storage.fileio import open_for_reading
+
+PROGRAM = "python -m niels_gpt.cache.cli"
+BUILD_ALL = f"{PROGRAM} build-all"
+_FAMILIES = ("pretrain", "sft")
+_LINES = (*_FAMILIES, "licence", "attribution")  # settings of several entries, each a flag
+_TOKENIZER = "tokenizer"
+_VERSIONS_DIR, _RUNS_DIR, _SAMPLE = ".versions", ".runs", "sample"
+_MOST_BYTES = 1 << 16  # of the end of a file of run records; a record has about 2 KiB
+_MOST_TEXT = 4096  # characters of a setting
+
+
+def build_command(settings: Settings, keys: str | Sequence[str], *more: str) -> str:
+    """Return the command that builds the caches `keys` with these settings; `more`: further flags.
+
+    For the tokenizer it is build-all: every build makes a missing one. Settings with their default value and entries
+    of other sources are left out.
+    """
+    names = [key.rpartition("/")[2] for key in ([keys] if isinstance(keys, str) else keys)]
+    of_all = names == [_TOKENIZER]
+    words = [*PROGRAM.split(), *(["build-all"] if of_all else ["build", *names]), *more]
+    types = get_type_hints(Settings)
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if value in (field.default, None) or field.name.startswith("eagle3_"):
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        if field.name in _LINES:
+            lines = (line.strip() for line in value.split(";"))
+            words += [word for line in lines if of_all or source_of(line) in names for word in (flag, line)]
+        elif types[field.name] is bool:
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            words += [flag, str(value)]
+    return shlex.join(words)
+
+
+def rebuild_command(path: str | os.PathLike[str]) -> str:
+    """Return the command that builds a cache from scratch; `path`: any file or folder of the cache.
+
+    It has the settings of the last recorded build, but uses the tokenizer that is in the folder of caches now. It is
+    `build-all` for a path outside of all folders of caches, and for a cache that was never built.
+    """
+    try:
+        place = None if "\n" in os.fspath(path) else _place_of(Path(os.path.abspath(path)))
+    except OSError:  # the current folder was removed
+        place = None
+    if place is None:
+        return BUILD_ALL
+    root, key = place
+    of_sample = root.name == _SAMPLE
+    settings = recorded_settings(root, key)
+    settings = replace(settings, cache_dir=str(root.parent if of_sample else root))
+    if of_sample:
+        settings = replace(settings, source_root=_SAMPLE)
+    if key == _TOKENIZER:
+        return build_command(settings, key)
+    if (root / _TOKENIZER).exists():
+        settings = replace(settings, tokenizer_model=None)
+    return build_command(settings, key, "--restart")
+
+
+def build_again(path: str | os.PathLike[str]) -> str:
+    """Return the remedy "Build it again: COMMAND" for a cache; `path`: any of its files or folders."""
+    return f"Build it again: {rebuild_command(path)}"
+
+
+def source_of(line: str) -> str:
+    """Return the source's name in an entry NAME=VALUE of a setting."""
+    return line.partition("=")[0].strip()
+
+
+def _place_of(path: Path) -> tuple[Path, str] | None:
+    """Return the folder of caches and the key of the cache that contains a path; None outside of a cache."""
+    parts = path.parts
+    for at in range(len(parts) - 1, 0, -1):
+        if parts[at] == _TOKENIZER and os.path.lexists(Path(*parts[: at + 1])):
+            root = Path(*parts[:at])
+            return (root.parent if root.name == _VERSIONS_DIR else root), _TOKENIZER
+        if parts[at] in _FAMILIES:
+            below = [part for part in parts[at + 1 :] if part != _VERSIONS_DIR]
+            root = Path(*parts[:at])
+            places = (root / parts[at], root / parts[at] / _VERSIONS_DIR)
+            if below and below[0].isidentifier() and any(os.path.lexists(place / below[0]) for place in places):
+                return root, f"{parts[at]}/{below[0]}"
+    return None
+
+
+def recorded_settings(root: Path, key: str) -> Settings:
+    """Return the settings of the last recorded build, or the defaults without a record. The record is not trusted."""
+    try:
+        found = json.loads(_last_line(root / _RUNS_DIR / f"{key.replace('/', '.')}.jsonl"))["settings"]
+        types, known = get_type_hints(Settings), asdict(Settings())
+        good = {name: value for name, value in found.items() if name in known and _is_good(value, types[name])}
+        return Settings(**good)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return Settings()
+
+
+def _is_good(value: Any, kind: Any) -> bool:
+    if isinstance(value, str):
+        return kind in (str, str | None) and len(value) <= _MOST_TEXT and value.isprintable()
+    return value is None or type(value) is kind
+
+
+def _last_line(path: Path) -> bytes:
+    with open(open_for_reading(path), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_BYTES))
+        return file.read(_MOST_BYTES).rstrip(b"\n").rpartition(b"\n")[2]

@@ -1,0 +1,427 @@
+"""Versions of a cache: how a build is locked, resumed and committed in one step, and what gc may remove.
+
+A cache at PATH is a relative symlink to a finished version. The tokens of a version never change; its meta.json is
+replaced, atomically, when equal tokens get a new description:
+
+    <parent>/NAME                          -> .versions/NAME/<content sha256, 12 digits>
+    <parent>/.versions/NAME/<sha12>/       a finished version; its meta.json was written last
+    <parent>/.versions/NAME/building-KEY/          a build in progress, or an interrupted one that the next run resumes
+    <parent>/.versions/NAME/building-KEY.journal/  its checkpoints
+    <parent>/.versions/NAME/adoptedN/      a folder without a content_sha256 that was at PATH before
+    <parent>/.versions/NAME/attempts.json  runs of an unfinished build without progress, counted for a warning
+    <parent>/.versions/NAME/recipe.json    the recipe of the committed version
+    <parent>/.versions/NAME/lock           locked with flock(2) during a build; its text names the builder
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import stat
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME, PathLike, write_bytes
+from niels_gpt.storage.locks import file_lock, refuse_if_held
+from niels_gpt.storage.meta_json import file_records, open_regular, parse_object, read_regular, sha256_regular
+
+_BUILT = "is being built"  # the state of a locked cache
+VERSIONS_DIR = ".versions"
+VERSION_DIGITS = 12
+BUILDING = "building"
+DAMAGED = "damaged"
+LINK = "link"
+JOURNAL_SUFFIX = ".journal"
+JOURNAL_NAME = "journal.jsonl"
+ATTEMPTS_NAME = "attempts.json"
+_SHA256 = re.compile("[0-9a-f]{64}")
+_BUILD = re.compile(r"building-[0-9a-f]{12}(\.journal)?")
+_HALF_WRITTEN = re.compile(r"\.(recipe|meta)\.json\.[0-9a-f]{8}\.tmp")  # of fileio.write_bytes
+_BUILDERS_FILE = re.compile(r"[a-z0-9_]+\.(bin|npy|txt|json|jsonl)")
+_VERSION = re.compile(r"[0-9a-f]{12}|adopted\d+")
+_ADOPTED = re.compile(r"adopted\d+")
+_MAX_LINE = 1 << 24  # bytes of a line of a journal
+RECIPE_NAME = "recipe.json"
+KINDS = ("pretrain", "sft", "tokenizer", "eagle3")
+"""`kind` in the meta.json of every kind of cache."""
+
+
+def versions_dir(path: PathLike) -> Path:
+    """Return the folder that keeps the versions, the lock and the recipe record of the cache at `path`."""
+    public = Path(os.path.abspath(path))
+    return public.parent / VERSIONS_DIR / public.name
+
+
+def public_path(version: Path) -> Path | None:
+    """Return the path that a version's folder was committed to; None for another folder."""
+    names = version.parent
+    return names.parent.parent / names.name if names.parent.name == VERSIONS_DIR else None
+
+
+def version_name(folder: Path) -> str:
+    """Return the public path and the version of a version's folder, for messages; of another folder its path."""
+    public = public_path(folder)
+    return str(folder) if public is None else f"{public} (version {folder.name})"
+
+
+@contextmanager
+def build_lock(path: PathLike, *, wait: bool = False) -> Iterator[Path]:
+    """Lock the cache at `path` against other builders; yields the versions folder. Raises and waits as `file_lock`."""
+    folder = versions_dir(path)
+    for link in (folder.parent, folder):
+        if link.is_symlink():
+            raise CacheError(link, "a symbolic link", "a folder: nothing is written through links", "Remove it")
+    with file_lock(folder / "lock", path, _BUILT, wait=wait):
+        yield folder
+
+
+def refuse_if_building(path: PathLike) -> None:
+    """Raise CacheError if another process builds the cache at `path`; nothing is written, and no lock is kept."""
+    refuse_if_held(versions_dir(path) / "lock", path, _BUILT)
+
+
+@contextmanager
+def building(path: PathLike, *, wait: bool = False) -> Iterator[Path]:
+    """Lock the cache at `path` and yield an empty folder for a build that is not resumed; on failure it is removed.
+
+    The cache at `path` stays readable until `commit`. wait: as in `build_lock`.
+    """
+    refuse_foreign(path)
+    with build_lock(path, wait=wait) as folder:
+        _discard_dead(folder)
+        work = folder / BUILDING
+        fileio.remove(work)
+        fileio.make_dir(work)
+        process = os.getpid()
+        try:
+            yield work
+        finally:
+            if os.getpid() == process:  # not in a forked child
+                fileio.remove(work)
+
+
+@contextmanager
+def resumable(path: PathLike, key: str) -> Iterator[tuple[Path, Path]]:
+    """Lock the cache at `path`; yield the folder of the build `key` and the folder of its journal, as the last run
+    left them.
+
+    key: a hash of everything that decides the bytes. A build of another key has other folders, which stay.
+    Both folders are removed when the block succeeds. On failure they stay for the next run if there is a journal.
+    """
+    refuse_foreign(path)
+    with build_lock(path) as folder:
+        _discard_dead(folder)
+        work = folder / f"{BUILDING}-{key[:VERSION_DIGITS]}"
+        journal = work.with_name(work.name + JOURNAL_SUFFIX)
+        for path_of in (work, journal):
+            if path_of.is_symlink():
+                raise CacheError(path_of, "a symbolic link", "the folder of a build", "Remove it")
+        if not (journal / JOURNAL_NAME).is_file():  # killed before the first checkpoint, or to be built from scratch
+            _remove_build(work, journal)
+        process = os.getpid()
+        try:
+            fileio.make_dir(journal)
+            for above in (folder, folder.parent, folder.parent.parent):  # a killed run may have made them
+                fileio.fsync_dir(above)
+            yield work, journal
+        except BaseException:
+            if os.getpid() == process and not (journal / JOURNAL_NAME).is_file():
+                _remove_build(work, journal)
+            raise
+        if os.getpid() == process:
+            _remove_build(work, journal)
+
+
+def _remove_build(work: Path, journal: Path) -> None:
+    discard(journal)
+    fileio.remove(work)
+
+
+def clear_leftovers(path: PathLike) -> None:
+    """Remove useless files that killed processes have left of the cache at `path`, outside of a build; see `_dead`.
+
+    Nothing is written if there are none, if another process builds, or if the folder cannot be written to.
+    """
+    folder = versions_dir(path)
+    with suppress(CacheError, OSError):
+        if _dead(folder) or (folder / "lock").stat().st_size:  # releasing the lock removes its text
+            with build_lock(path):
+                _discard_dead(folder)
+
+
+def _discard_dead(folder: Path) -> None:
+    for entry in _dead(folder):
+        discard(entry)
+
+
+def _dead(folder: Path) -> list[Path]:
+    """Return half-written files, and the rest of builds whose journal is gone: builders of this project made them, and
+    without a build in progress they are useless. (The journal of a finished build is removed first.)"""
+    dead = []
+    for entry in folder.iterdir():
+        if _BUILD.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+            journal = entry.with_name(entry.name.removesuffix(JOURNAL_SUFFIX) + JOURNAL_SUFFIX) / JOURNAL_NAME
+            dead += [] if os.path.lexists(journal) or not _has_builders_files_only(entry) else [entry]
+        elif _is_half_written(entry) and entry.is_file() and not entry.is_symlink():
+            dead.append(entry)
+        elif _VERSION.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+            dead += [file for file in entry.iterdir() if _is_half_written(file) and not file.is_symlink()]
+    return sorted(dead, key=_journals_first)
+
+
+def _journals_first(entry: Path) -> tuple[bool, str]:
+    return entry.suffix != JOURNAL_SUFFIX, entry.name
+
+
+def _is_half_written(entry: Path) -> bool:
+    return _HALF_WRITTEN.fullmatch(entry.name) is not None
+
+
+def _has_builders_files_only(folder: Path) -> bool:
+    names = (name.rpartition("/")[2] for name in _names_below(folder))
+    return all(_BUILDERS_FILE.fullmatch(name) or _HALF_WRITTEN.fullmatch(name) for name in names)
+
+
+def discard_unfinished(folder: Path) -> None:
+    """Remove every unfinished build in the versions folder of a cache; `build_lock` is held."""
+    for entry in sorted(folder.iterdir(), key=_journals_first):
+        if _BUILD.fullmatch(entry.name):
+            discard(entry)
+
+
+def discard(path: Path) -> None:
+    """Remove a file or folder of `removable`. A build's journal is removed before the files that it describes."""
+    if path.suffix == JOURNAL_SUFFIX and path.is_dir() and not path.is_symlink():
+        fileio.remove(path / JOURNAL_NAME)
+        fileio.fsync_dir(path)
+    fileio.remove(path)
+
+
+def commit(work: Path, path: PathLike, content_sha256: str) -> Path:
+    """Make the finished folder `work` the cache at `path`, atomically; returns the version's folder (D11).
+
+    One rename(2) moves the public name from the old version to the new one, so a reader sees one of them, never a
+    mixture and never nothing. Exceptions: a real folder at `path`, and a damaged version of the same content, are moved
+    away just before. Older versions stay for their readers. A call resumes one that was killed after renaming `work`.
+    """
+    version = store(work, path, content_sha256)
+    publish(version, path)
+    return version
+
+
+def store(work: Path, path: PathLike, content_sha256: str) -> Path:
+    """Make the finished folder `work` a version of the cache at `path`; new readers still open the committed one."""
+    public = Path(os.path.abspath(path))
+    folder = versions_dir(public)
+    if not _SHA256.fullmatch(content_sha256):
+        raise CacheError(work / META_NAME, f"content_sha256 is {content_sha256!r:.80}", "64 hex digits")
+    version = folder / content_sha256[:VERSION_DIGITS]
+    refuse_foreign(public)  # again: files may have appeared during a long build
+    if work.is_dir():
+        fileio.sync_tree(work)
+        if (version / META_NAME).exists() and _same_files(work, version):
+            write_bytes(version / META_NAME, read_regular(work / META_NAME))  # equal content, another description
+            os.utime(version)  # make it the newest
+        else:
+            fileio.remove(folder / DAMAGED)
+            if version.exists():  # with missing or changed files: its readers find good ones at the same paths
+                fileio.rename(version, folder / DAMAGED)
+            fileio.rename(work, version)
+    fileio.remove(folder / DAMAGED)
+    for file in filter(_is_half_written, version.iterdir()):
+        fileio.remove(file)
+    return version
+
+
+def publish(version: Path, path: PathLike) -> None:
+    """Point the public name of the cache at `path` to one of its versions; `build_lock` is held."""
+    public = Path(os.path.abspath(path))
+    folder = versions_dir(public)
+    _make_way(public, folder)
+    link = folder / LINK
+    fileio.remove(link)
+    fileio.symlink(Path(VERSIONS_DIR) / public.name / version.name, link)
+    fileio.rename(link, public)
+
+
+def versions_below(folder: Path) -> list[Path]:
+    """Return the folders below a folder that may contain the versions of a cache, sorted; links are not followed."""
+    found: list[Path] = []
+    waiting = [os.fspath(folder)]
+    while waiting:
+        parent = waiting.pop()
+        try:
+            with os.scandir(parent) as entries:
+                folders = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except OSError:  # not readable, or its path is too long
+            continue
+        if os.path.basename(parent) == VERSIONS_DIR:
+            found += map(Path, folders)
+        waiting += folders
+    return sorted(found)
+
+
+class Leftover(NamedTuple):
+    """A file or folder beside the versions of a cache that the cache does not need."""
+
+    path: Path
+    why: str
+    is_ours: bool
+    """Whether this project made it: only then gc removes it."""
+
+
+def removable(path: PathLike) -> list[tuple[Path, str]]:
+    """Return what gc may remove of the cache at `path`, and why: the `leftovers` that are ours."""
+    return [(entry.path, entry.why) for entry in leftovers(path) if entry.is_ours]
+
+
+def leftovers(path: PathLike) -> list[Leftover]:
+    """Return all versions of the cache at `path` but the two newest, and the rest of dead builds (D11).
+
+    A leftover is ours by its content, at its right place: a version has a meta.json of a known kind and the name of its
+    content; a journal begins with our first line, beside its build. Other names of ours, such as building, count if the
+    folder has recipe.json, a version, or a journal of ours.
+    The committed version always stays. Call this with `build_lock` held, or a build in progress looks dead. Whether a
+    reader has an old version open is not checked here: see `niels_gpt.storage.locks.unless_held`.
+    """
+    folder = versions_dir(path)
+    if folder.is_symlink() or folder.parent.is_symlink():
+        return []  # of another cache
+    names = (entry for entry in folder.parent.parent.iterdir() if entry.is_symlink())
+    committed = {os.path.normpath(name.parent / os.readlink(name)) for name in names}
+    entries = sorted(folder.iterdir(), key=_journals_first)
+    marked = {entry for entry in entries if _is_marked(entry)}
+    found: list[Leftover] = []
+    versions: list[Path] = []
+    for entry in entries:
+        if _BUILD.fullmatch(entry.name):
+            what = "its journal" if entry.suffix == JOURNAL_SUFFIX else "the same build would resume from it"
+            found.append(Leftover(entry, f"an unfinished build: {what}", bool(marked)))
+        elif entry.name == ATTEMPTS_NAME and entry.is_file() and not entry.is_symlink():
+            found.append(Leftover(entry, "of unfinished builds", bool(marked)))
+        elif entry.name in (BUILDING, DAMAGED) or _is_half_written(entry) or _is_link(entry):
+            found.append(Leftover(entry, _KILLED, bool(marked)))
+        elif entry in marked and _VERSION.fullmatch(entry.name):
+            versions.append(entry)
+            found += [Leftover(file, _KILLED, True) for file in entry.iterdir() if _is_half_written(file)]
+        elif _VERSION.fullmatch(entry.name) and not entry.is_symlink() and os.path.lexists(entry / META_NAME):
+            if _ADOPTED.fullmatch(entry.name) and marked and (entry / META_NAME).is_file():
+                versions.append(entry)
+            else:
+                found.append(Leftover(entry, "a version", False))
+    versions.sort(key=lambda entry: entry.lstat().st_mtime_ns)
+    older = [entry for entry in versions if str(entry) not in committed]
+    return found + [Leftover(entry, "an old version", True) for entry in older[: max(0, len(older) - 1)]]
+
+
+_KILLED = "left by a process that was killed"
+
+
+def _is_link(entry: Path) -> bool:
+    return entry.name == LINK and entry.is_symlink()
+
+
+def _is_marked(entry: Path) -> bool:
+    """Whether the content of an entry of the versions folder shows that this project made it."""
+    try:
+        if entry.name == RECIPE_NAME:
+            return {"fingerprint", "meta_sha256", "version"} <= parse_object(read_regular(entry)).keys()
+        if entry.is_symlink() or not entry.is_dir():
+            return False
+        if entry.suffix == JOURNAL_SUFFIX and _BUILD.fullmatch(entry.name):
+            return is_journal(entry / JOURNAL_NAME)
+        if not _VERSION.fullmatch(entry.name):
+            return False
+        meta = parse_object(read_regular(entry / META_NAME))
+    except (OSError, ValueError):
+        return False
+    content = str(meta.get("content_sha256"))
+    named = content.startswith(entry.name) or _ADOPTED.fullmatch(entry.name) is not None
+    return meta.get("kind") in KINDS and named and _SHA256.fullmatch(content) is not None
+
+
+def is_journal(path: Path) -> bool:
+    """Whether a file begins with the first line of a build's journal. Raises as `open_regular`."""
+    with open(open_regular(path), "rb") as file:
+        line = file.readline(_MAX_LINE)
+    if line[-1:] != b"\n" or line[:9] != f"{zlib.crc32(line[9:-1]):08x} ".encode():
+        return False
+    return {"identity", "journal_version"} <= parse_object(line[9:]).keys()
+
+
+def _same_files(left: Path, right: Path) -> bool:
+    sizes = _sizes(left)
+    if sizes != _sizes(right):
+        return False
+    try:
+        return all(sha256_regular(left / name) == sha256_regular(right / name) for name in sizes)
+    except CacheError:  # not a regular file
+        return False
+
+
+def _sizes(root: Path) -> dict[str, int]:
+    names = (name for name in _names_below(root) if name != META_NAME and not _is_half_written(Path(name)))
+    return {name: (root / name).lstat().st_size for name in names}
+
+
+def _names_below(root: Path) -> set[str]:
+    """Return the relative names of everything below a folder but folders."""
+    return {"/".join(names) for _, names, about in fileio.walked(root) if not stat.S_ISDIR(about.st_mode)}
+
+
+def refuse_foreign(path: PathLike) -> None:
+    """Raise CacheError if a commit to `path` would replace something that is not a cache.
+
+    Replaced are: a symlink, an empty folder, and a folder that contains only the files that its meta.json names.
+    """
+    public = Path(path)
+    if public.is_symlink() or not public.exists():
+        return
+    if not public.is_dir():
+        raise CacheError(public, "is a file", "a cache folder or nothing", "Move it away, then build again")
+    names = _names_below(public)
+    if not names:
+        return
+    foreign = sorted(names - _named_files(public))
+    if foreign:
+        found = f"contains {len(foreign)} files that do not belong to a cache (such as {foreign[0]})"
+        raise CacheError(public, found, remedy="Move the folder away, then build again")
+
+
+def _named_files(public: Path) -> set[str]:
+    try:
+        meta = parse_object(read_regular(public / META_NAME))
+        return {META_NAME, "spm.model", *(str(record["name"]) for record in file_records(meta))}
+    except FileNotFoundError:
+        return set()
+    except ValueError as error:
+        found = f"is not a cache's meta.json ({error})"
+        raise CacheError(public / META_NAME, found, remedy="Move the folder away") from error
+
+
+def _make_way(public: Path, folder: Path) -> None:
+    """Move a real folder at the public path among the versions; `refuse_foreign` has checked it."""
+    if public.is_symlink() or not public.exists():
+        return
+    if not _names_below(public):
+        fileio.remove(public)
+        return
+    content = str(parse_object(read_regular(public / META_NAME)).get("content_sha256"))
+    version = folder / content[:VERSION_DIGITS]
+    if not _SHA256.fullmatch(content):  # untrusted: not part of a file name
+        free = (folder / f"adopted{number}" for number in itertools.count())
+        fileio.rename(public, next(path for path in free if not path.exists()))
+    elif (version / META_NAME).is_file() and _same_files(public, version):
+        write_bytes(version / META_NAME, read_regular(public / META_NAME))
+        fileio.remove(public)
+    else:
+        if version.exists():  # with other files: damaged
+            fileio.rename(version, folder / DAMAGED)
+        fileio.rename(public, version)
+        fileio.remove(folder / DAMAGED)

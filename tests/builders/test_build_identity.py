@@ -1,0 +1,416 @@
+"""What starts another build, what resumes a killed one, and what is refused."""
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import numbered_datasets
+from support.byte_tokenizer import ByteTokenizer
+from support.interrupted import KINDS, interrupt
+from support.loopback_hub import LoopbackHub
+from support.power_loss import tree_of
+from support.small_builds import BUILDERS, ITEMS, Counted, whole_version
+
+from niels_gpt.cache import CacheError
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.recipes import resolve as origins
+from niels_gpt.recipes import run_recipe, sources
+from niels_gpt.recipes.plan import recipes
+from niels_gpt.recipes.run_recipe import Outcome, cache_root, recorded_recipe
+from niels_gpt.settings import Settings
+from niels_gpt.storage.versions import versions_dir
+
+DOLLY = "databricks/databricks-dolly-15k"
+NOTES = {f"n{number:02}.txt": f"This is the note {number}: " + "word " * (number % 7) for number in range(40)}
+
+
+@pytest.fixture(autouse=True)
+def logged(small_batches: None, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="niels_gpt")
+
+
+@pytest.fixture
+def files(mirror: Path, folder: Path) -> Path:
+    """A mirror, and notes of one's own beside it, that a test may change."""
+    shutil.copytree(mirror, folder / "mirror")
+    (folder / "notes").mkdir()
+    for name, text in NOTES.items():
+        (folder / "notes" / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def given(files: Path, tiny_model_path: Path) -> Settings:
+    """Settings that build from them. One thread: the order in which a build comes forward is always the same."""
+    places = {"source_root": str(files / "mirror"), "pretrain": f"notes={files / 'notes'}"}
+    return Settings(cache_dir=str(files / "cache"), tokenizer_model=str(tiny_model_path), threads=1, **places)
+
+
+class Stopped(Exception):
+    """Raised where a build is to be stopped."""
+
+
+def run(settings: Settings, key: str, **arguments: Any) -> Outcome:
+    outcome: Outcome = recipes(settings)[key](settings, **arguments)
+    return outcome
+
+
+def stop(settings: Settings, key: str, *, after: int = 10, **arguments: Any) -> None:
+    """Leave the build of a recipe unfinished, with five documents at least in its journal."""
+
+    def progress(documents: int, tokens: int, expected: int | None) -> None:
+        if documents >= after:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        run(settings, key, progress=progress, **arguments)
+    assert unfinished(settings, key)
+
+
+def unfinished(settings: Settings, key: str) -> dict[str, Any]:
+    """Return all unfinished builds of a cache: what lies in their folders, by folder."""
+    folder = versions_dir(cache_root(settings) / key)
+    return {entry.name: tree_of(entry) for entry in folder.glob("building-*")}
+
+
+def anew(settings: Settings, key: str, **arguments: Any) -> dict[str, Any]:
+    """Return the meta of the same build in a cache folder of its own, to which nothing happens."""
+    elsewhere = dataclasses.replace(settings, cache_dir=f"{settings.cache_dir}-anew")
+    try:
+        return run(elsewhere, key, **arguments).meta
+    finally:
+        shutil.rmtree(elsewhere.cache_dir)
+
+
+def goes_on(caplog: pytest.LogCaptureFixture, settings: Settings, key: str, **arguments: Any) -> Outcome:
+    """Run a recipe that goes on with what was stopped."""
+    caplog.clear()
+    outcome = run(settings, key, **arguments)
+    assert re.search(r"resuming after \d+ documents of an earlier run", caplog.text)
+    assert whole_version(outcome.path) == outcome.meta["content_sha256"]
+    return outcome
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+CHANGES: list[tuple[str, dict[str, Any]]] = [
+    ("pretrain/notes", {"own_val_frac": 0.5}),
+    ("pretrain/notes", {"seed": 7}),
+    ("pretrain/roam", {"roam_val_frac": 0.4}),
+    ("pretrain/fineweb_edu", {"shuffle_buffer": 9}),
+    ("sft/dolly15k", {"dolly_include_system": True}),
+    ("sft/dolly15k", {"sft_val_frac": 0.4}),
+    ("sft/oasst1", {"oasst1_max_messages": 2}),
+    ("sft/oasst1", {"oasst1_english_only": False}),
+]
+
+
+@pytest.mark.parametrize(("key", "change"), CHANGES, ids=lambda value: str(value))
+def test_another_setting_is_another_build_and_leaves_the_first_one(
+    given: Settings, caplog: pytest.LogCaptureFixture, key: str, change: dict[str, Any]
+) -> None:
+    changed = dataclasses.replace(given, **change)
+    stop(given, key)
+    first = unfinished(given, key)
+    stop(changed, key)
+    assert "an unfinished build that differs in " in caplog.text and "recipe" in caplog.text
+    both = unfinished(given, key)
+    assert len(both) == 2 * len(first) and both.items() >= first.items()
+    assert goes_on(caplog, changed, key).meta == anew(changed, key)
+    assert unfinished(given, key) == first
+    assert goes_on(caplog, given, key).meta == anew(given, key)
+    assert unfinished(given, key) == {}
+
+
+@pytest.mark.parametrize("change", [{"licence": "notes=CC0 1.0"}, {"attribution": "notes=N. Otes"}, {"threads": 2}])
+def test_what_is_only_said_of_a_source_is_no_part_of_the_key(
+    given: Settings, caplog: pytest.LogCaptureFixture, change: dict[str, Any]
+) -> None:
+    stop(given, "pretrain/notes")
+    changed = dataclasses.replace(given, **change)
+    assert goes_on(caplog, changed, "pretrain/notes").meta == anew(changed, "pretrain/notes")
+    assert unfinished(given, "pretrain/notes") == {}
+
+
+# --- tokenizers -------------------------------------------------------------------------------------------------------
+
+
+class Shifted(ByteTokenizer):
+    """Without a model, and with the vocabulary of the other one: only the ids of a text tell them apart."""
+
+    def encode(self, text: str) -> list[int]:
+        return [byte + 11 for byte in text.encode()]
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(id - 11 for id in ids if 11 <= id < 267).decode(errors="ignore")
+
+
+@KINDS
+def test_a_build_does_not_go_on_with_another_tokenizer_that_has_no_model(folder: Path, kind: str) -> None:
+    ours = BUILDERS[kind](folder / "ours")
+    theirs = BUILDERS[kind](folder / "theirs", tokenizer=Shifted())
+    assert ours["content_sha256"] != theirs["content_sha256"]
+    assert {ours["tokenizer_sha256"], theirs["tokenizer_sha256"]} == {None}
+    interrupt(kind, folder / "c", 35)
+    before = {entry.name: tree_of(entry) for entry in versions_dir(folder / "c").glob("building-*")}
+    assert BUILDERS[kind](folder / "c", tokenizer=Shifted()) == theirs
+    assert whole_version(folder / "c") == theirs["content_sha256"]
+    assert {entry.name: tree_of(entry) for entry in versions_dir(folder / "c").glob("building-*")} == before
+    tokenizer = Counted()
+    assert BUILDERS[kind](folder / "c", tokenizer=tokenizer) == ours
+    assert 0 < len(tokenizer.texts) < len(ITEMS[kind](0))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+Change = Callable[[Path], Any]
+"""Changes one of the files of a source, given the folder of all of them."""
+
+CHANGED = "has changed at "
+OF_NOTES: dict[str, Change] = {
+    "changed": lambda notes: (notes / "n03.txt").write_text("another note"),
+    "added": lambda notes: (notes / "n02a.txt").write_text("one more note"),
+    "renamed": lambda notes: (notes / "n03.txt").rename(notes / "n03a.txt"),
+}
+
+
+def journals(builds: dict[str, Any]) -> list[bytes]:
+    return [tree["journal.jsonl"] for name, tree in sorted(builds.items()) if name.endswith(".journal")]
+
+
+def refused_until_put_back(
+    caplog: pytest.LogCaptureFixture, settings: Settings, key: str, folder: Path, change: Change, message: str
+) -> None:
+    """Stop a build, change its files, see that it is refused and untouched, put the files back, and see it go on."""
+    expected = anew(settings, key)
+    stop(settings, key)
+    shutil.copytree(folder, folder.parent / "kept")
+    before = unfinished(settings, key)
+    change(folder)
+    with pytest.raises(CacheError, match=f"its source {message}"):
+        run(settings, key)
+    refused = unfinished(settings, key)  # cut to what the journal speaks of, which is as it was
+    assert journals(refused) == journals(before) and not (cache_root(settings) / key).exists()
+    with pytest.raises(CacheError, match=f"its source {message}"):
+        run(settings, key)
+    assert unfinished(settings, key) == refused
+    shutil.rmtree(folder)
+    (folder.parent / "kept").rename(folder)
+    assert goes_on(caplog, settings, key).meta == expected
+    assert unfinished(settings, key) == {}
+
+
+@pytest.mark.parametrize("what", sorted(OF_NOTES))
+def test_files_of_ones_own_that_change_under_a_killed_build_are_refused_by_document(
+    given: Settings, files: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    refused_until_put_back(caplog, given, "pretrain/notes", files / "notes", OF_NOTES[what], CHANGED)
+
+
+def in_row(pattern: str, edit: Callable[[list[str]], Any]) -> Change:
+    """Return a change of the lines of the one file of a mirror that a pattern names."""
+
+    def change(mirror: Path) -> None:
+        (path,) = mirror.glob(pattern)
+        lines = path.read_text().splitlines(keepends=True)
+        edit(lines)
+        path.write_text("".join(lines))
+
+    return change
+
+
+def changed_row(lines: list[str]) -> None:
+    row = json.loads(lines[3])
+    key = "text" if "text" in row else "response"
+    lines[3] = json.dumps({**row, key: "another text"}) + "\n"
+
+
+def added_row(lines: list[str]) -> None:
+    lines.insert(0, lines[9])
+
+
+def removed_row(lines: list[str]) -> None:
+    del lines[0]
+
+
+def added_file(mirror: Path) -> None:
+    row = {"text": "a page that was not there", "id": "new"}
+    (mirror / "HuggingFaceFW" / "fineweb-edu" / "train-0.jsonl").write_text(json.dumps(row) + "\n")
+
+
+def added_note(mirror: Path) -> None:
+    (mirror / "roam" / "A note that was not there.md").write_text("A note that was not there.\n")
+
+
+FINEWEB, ROWS = "HuggingFaceFW/fineweb-edu/*.jsonl", "databricks/**/*.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "shuffle_buffer"),
+    [
+        pytest.param("sft/dolly15k", in_row(ROWS, changed_row), 0, id="a row"),
+        pytest.param("sft/dolly15k", in_row(ROWS, added_row), 0, id="a row more"),
+        pytest.param("pretrain/fineweb_edu", in_row(FINEWEB, removed_row), 0, id="a row less"),
+        pytest.param("pretrain/fineweb_edu", in_row(FINEWEB, removed_row), 4, id="a row less of a shuffled source"),
+        pytest.param("pretrain/fineweb_edu", added_file, 0, id="a file more"),
+        pytest.param("pretrain/roam", added_note, 0, id="a note more"),
+    ],
+)
+def test_files_of_a_mirror_that_change_under_a_killed_build_are_refused_by_document(
+    given: Settings, files: Path, caplog: pytest.LogCaptureFixture, key: str, change: Change, shuffle_buffer: int
+) -> None:
+    changed = dataclasses.replace(given, shuffle_buffer=shuffle_buffer)
+    refused_until_put_back(caplog, changed, key, files / "mirror", change, CHANGED)
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(folder: Path, tiny_model_path: Path, quick_retries: None) -> Settings:
+    """Settings of the hub."""
+    return Settings(cache_dir=str(folder / "cache"), tokenizer_model=str(tiny_model_path), threads=1)
+
+
+def add(loopback_hub: LoopbackHub, start: int) -> str:
+    return loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=70_000 + start))
+
+
+@pytest.mark.parametrize("refresh", [False, True])
+def test_a_killed_build_goes_on_with_its_revision_when_main_has_moved(
+    loopback_hub: LoopbackHub, hub: Settings, caplog: pytest.LogCaptureFixture, refresh: bool
+) -> None:
+    first = add(loopback_hub, 1_000)
+    expected = anew(hub, "sft/dolly15k")
+    stop(hub, "sft/dolly15k", refresh=refresh)
+    second = add(loopback_hub, 1_100)
+    meta = goes_on(caplog, hub, "sft/dolly15k", refresh=refresh).meta
+    assert meta["source"]["revision"] == first and meta == expected
+    assert run(hub, "sft/dolly15k").reused
+    assert run(hub, "sft/dolly15k", refresh=True).meta["source"]["revision"] == second
+
+
+def test_a_killed_refresh_goes_on_with_its_revision_over_a_committed_older_one(
+    loopback_hub: LoopbackHub, hub: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    committed = add(loopback_hub, 2_000)
+    assert run(hub, "sft/dolly15k").meta["source"]["revision"] == committed
+    first = add(loopback_hub, 2_100)
+    stop(hub, "sft/dolly15k", refresh=True)
+    second = add(loopback_hub, 2_200)
+    assert run(hub, "sft/dolly15k").reused
+    assert read_meta(f"{hub.cache_dir}/sft/dolly15k/meta.json")["source"]["revision"] == committed
+    meta = goes_on(caplog, hub, "sft/dolly15k", refresh=True).meta
+    assert meta["source"]["revision"] == first and unfinished(hub, "sft/dolly15k") == {}
+    assert meta["source"]["licence"] == "cc-by-sa-3.0"
+    assert run(hub, "sft/dolly15k", refresh=True).meta["source"]["revision"] == second
+
+
+def test_a_killed_build_of_other_settings_has_no_say_in_the_revision(loopback_hub: LoopbackHub, hub: Settings) -> None:
+    add(loopback_hub, 3_000)
+    stop(dataclasses.replace(hub, sft_val_frac=0.4), "sft/dolly15k")
+    second = add(loopback_hub, 3_100)
+    assert run(hub, "sft/dolly15k").meta["source"]["revision"] == second
+
+
+def test_a_killed_build_of_a_revision_that_was_asked_for_goes_on_with_it_when_the_tag_has_moved(
+    loopback_hub: LoopbackHub, hub: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=74_000), ref="v1")
+    tagged = dataclasses.replace(hub, revision="dolly15k=v1")
+    stop(tagged, "sft/dolly15k")
+    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=74_100), ref="v1")
+    source = goes_on(caplog, tagged, "sft/dolly15k").meta["source"]
+    assert (source["revision"], source["asked_revision"]) == (first, "v1")
+
+
+def test_the_version_of_datasets_and_the_card_are_no_part_of_the_key(
+    loopback_hub: LoopbackHub, hub: Settings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(loopback_hub, 5_000)
+    stop(hub, "sft/dolly15k")
+    monkeypatch.setattr(origins, "version", lambda name: "99.0")
+    said = dataclasses.replace(hub, licence="dolly15k=CC0 1.0", attribution="dolly15k=N. Obody")
+    source = goes_on(caplog, said, "sft/dolly15k").meta["source"]
+    assert source["datasets_version"] == "99.0"
+    assert (source["licence"], source["attribution"]) == ("CC0 1.0", "N. Obody")
+
+
+# --- committed, and not recorded --------------------------------------------------------------------------------------
+
+
+def not_recorded(settings: Settings, key: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Build a cache that is committed, and killed before its recipe is written down; returns its meta."""
+
+    def fail(*_: Any) -> None:
+        raise Stopped
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_recipe, "record_recipe", fail)
+        with pytest.raises(Stopped):
+            run(settings, key)
+    path = cache_root(settings) / key
+    assert path.is_symlink() and recorded_recipe(path) == {}
+    assert len(unfinished(settings, key)) == 1  # the journal
+    return read_meta(str(path / "meta.json"))
+
+
+def unreadable(*_: Any, **__: Any) -> Iterator[Any]:
+    raise AssertionError("the source was read")
+    yield
+
+
+READERS = {
+    "pretrain/notes": "documents",
+    "pretrain/roam": "documents",
+    "sft/dolly15k": "chats",
+    "sft/oasst1": "chats",
+}
+
+
+@pytest.mark.parametrize("key", sorted(READERS))
+def test_a_committed_build_is_recorded_without_a_look_at_its_source(
+    given: Settings, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    before = not_recorded(given, key, monkeypatch)
+    version = os.readlink(cache_root(given) / key)
+    with monkeypatch.context() as patched:
+        patched.setattr(sources, READERS[key], unreadable)
+        outcome = run(given, key)
+    assert outcome.meta == before and os.readlink(outcome.path) == version
+    assert recorded_recipe(outcome.path)["fingerprint"] == outcome.fingerprint
+    assert unfinished(given, key) == {} and run(given, key).reused
+
+
+@pytest.mark.parametrize("key", ["pretrain/notes", "sft/dolly15k"])
+def test_a_committed_build_whose_source_has_changed_since_is_done_with_and_a_new_one_begins(
+    given: Settings, files: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    before = not_recorded(given, key, monkeypatch)
+    (files / "notes" / "n03.txt").write_text("another note")
+    in_row(ROWS, changed_row)(files / "mirror")
+    outcome = run(given, key)
+    assert outcome.meta == anew(given, key) != before
+    assert whole_version(outcome.path) == outcome.meta["content_sha256"]
+    assert recorded_recipe(outcome.path)["fingerprint"] == outcome.fingerprint
+    assert unfinished(given, key) == {} and run(given, key).reused
+
+
+def test_a_committed_build_of_the_hub_is_recorded_with_the_revision_that_it_is_of(
+    loopback_hub: LoopbackHub, hub: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = add(loopback_hub, 6_000)
+    before = not_recorded(hub, "sft/dolly15k", monkeypatch)
+    add(loopback_hub, 6_100)
+    with monkeypatch.context() as patched:
+        patched.setattr(sources, "chats", unreadable)
+        assert run(hub, "sft/dolly15k").meta == before
+    assert recorded_recipe(Path(hub.cache_dir) / "sft" / "dolly15k")["source"]["revision"] == first
+    assert run(hub, "sft/dolly15k").reused

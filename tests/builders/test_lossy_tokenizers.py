@@ -1,0 +1,208 @@
+"""What a tokenizer loses is measured, counted, warned of and shown; so are empty replies and foreign roles."""
+
+import io
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+from support import small_builds
+from support.tiny_texts import TINY_TEXTS
+
+from niels_gpt.builders import losses
+from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.builders.sft import build_sft
+from niels_gpt.commands import cache as cli
+from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.roundtrip import PROBES, first_difference, roundtrip
+from niels_gpt.settings import Settings
+from niels_gpt.special_tokens import SPECIAL_TOKENS
+from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
+
+USER = {"role": "user", "content": "Who walks to the mill?"}
+
+
+@pytest.fixture(scope="module")
+def lossy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model as T5 has it: nmt_nfkc, no bytes to spell what is unknown; with the sentinels."""
+    model = io.BytesIO()
+    options = {"normalization_rule_name": "nmt_nfkc", "hard_vocab_limit": False, "minloglevel": 3}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TINY_TEXTS),
+        model_writer=model,
+        vocab_size=300,
+        user_defined_symbols=list(SPECIAL_TOKENS),
+        **options,
+    )
+    path = tmp_path_factory.mktemp("lossy") / "spm.model"
+    path.write_bytes(model.getvalue())
+    return path
+
+
+@pytest.fixture(scope="module")
+def lossy(lossy_path: Path) -> SentencePieceTokenizer:
+    """The tokenizer at `lossy_path`."""
+    return load_tokenizer(lossy_path)
+
+
+def pretrain(path: Path, tokenizer: Any, texts: Any, **changed: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shuffle_buffer": None}
+    documents = (("train", text) for text in texts)
+    return build_pretrain(documents, path, tokenizer=tokenizer, shard_bytes=1000, seed=0, **{**arguments, **changed})
+
+
+def test_a_lossy_model_is_measured_warned_of_and_its_unknown_ids_are_those_in_the_cache(
+    lossy: SentencePieceTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = ["The heron walks", "two  spaces", "apples \u6f22\u5b57 \u6f22", "a line\nand another", ""]
+    meta = pretrain(tmp_path / "c", lossy, texts)
+    assert (meta["lossless"], meta["roundtrip"]) == (False, {"texts": 4, "differ": 3})
+    ids = np.fromfile(tmp_path / "c" / "train" / "shard_00000.bin", dtype="<u2")
+    assert meta["unknown_ids"] == np.count_nonzero(ids == lossy.unk_id) > 0
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == 2
+    assert "lossy" in warned[0] and "3 of the first 4" in warned[0] and r"two  spaces" in warned[0]
+    assert "unknown" in warned[1] and r"\u6f22" in warned[1]
+
+
+def test_a_lossless_model_is_measured_too_and_nothing_is_warned_of(
+    tiny_tokenizer: SentencePieceTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    meta = pretrain(tmp_path / "c", tiny_tokenizer, [*PROBES, "a \u2581 mark", "half \ud800 a pair"])
+    assert (meta["lossless"], meta["roundtrip"]) == (True, {"texts": len(PROBES), "differ": 0})
+    assert (meta["unknown_ids"], meta["noticed"]["texts_with_u2581"]) == (0, 1)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_unknown_ids_behind_a_cut_are_not_in_the_cache_and_not_counted(
+    lossy: SentencePieceTokenizer, tmp_path: Path
+) -> None:
+    meta = pretrain(tmp_path / "c", lossy, ["\u6f22 a " * 20], max_train_tokens=10, max_val_tokens=0)
+    ids = np.fromfile(tmp_path / "c" / "train" / "shard_00000.bin", dtype="<u2")
+    assert meta["unknown_ids"] == np.count_nonzero(ids == lossy.unk_id)
+
+
+def test_the_round_trip_ends_with_its_bounds(
+    lossy: SentencePieceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "ROUNDTRIP_TEXTS", 3)
+    assert pretrain(tmp_path / "a", lossy, ["a  b"] * 9)["roundtrip"] == {"texts": 3, "differ": 3}
+    monkeypatch.setattr(losses, "ROUNDTRIP_BYTES", 5)
+    assert pretrain(tmp_path / "b", lossy, ["a  b"] * 9)["roundtrip"] == {"texts": 2, "differ": 2}
+
+
+def test_of_a_long_text_the_beginning_is_compared(
+    lossy: SentencePieceTokenizer,
+    tiny_tokenizer: SentencePieceTokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(losses, "_COMPARED_IDS", 4)
+    same = pretrain(tmp_path / "a", tiny_tokenizer, ["\u6f22\u5b57 and more", "The heron \ufffd walks to the mill."])
+    assert same["lossless"] is True
+    assert pretrain(tmp_path / "b", lossy, ["a\nb\nc d e f g h"])["lossless"] is False
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft"])
+def test_the_counts_depend_neither_on_threads_nor_on_a_killed_run(
+    kind: str, lossy: SentencePieceTokenizer, folder: Path
+) -> None:
+    class Killed(Exception):
+        pass
+
+    def cut(items: Any) -> Any:
+        yield from items[: len(items) // 2]
+        raise Killed
+
+    items = small_builds.ITEMS[kind](3, count=3_000)
+    build = small_builds.BUILDERS[kind]
+    changed: dict[str, Any] = {"tokenizer": lossy, "items": items}
+    if kind == "pretrain":
+        changed |= {"max_train_tokens": 9_000, "max_val_tokens": 900}
+    expected = build(folder / "a", **changed)
+    assert expected["roundtrip"]["texts"] == losses.ROUNDTRIP_TEXTS
+    assert expected["unknown_ids"] > 0 or kind == "sft"
+    with ThreadPoolExecutor(3) as pool:
+        assert build(folder / "b", **changed, executor=pool) == expected
+    with pytest.raises(Killed):
+        build(folder / "c", **{**changed, "items": cut(items)})
+    build(folder / "c", **changed)
+    raw = [(folder / name / "meta.json").read_bytes() for name in "abc"]
+    assert raw[0] == raw[1] == raw[2]
+
+
+def test_the_first_difference_is_short_and_escaped() -> None:
+    shown = first_difference("a\tb" * 50, "a b" * 50)
+    assert shown.startswith(r"at character 1, 'a\tb") and len(shown) < 100
+    assert "at character 3" in first_difference("abcd", "abc")
+
+
+def test_probes_tell_a_lossy_model(lossy: SentencePieceTokenizer, tiny_tokenizer: SentencePieceTokenizer) -> None:
+    assert roundtrip(tiny_tokenizer) == {"texts": len(PROBES), "differ": 0}
+    assert roundtrip(lossy)["differ"] > 10
+
+
+def test_what_is_said_beside_a_copied_model_is_not_believed(lossy_path: Path, mirror: Path, tmp_path: Path) -> None:
+    model = tmp_path / "named" / "spm.model"
+    model.parent.mkdir()
+    model.write_bytes(lossy_path.read_bytes())
+    said = {"model_sha256": load_tokenizer(model).sha256, "lossless": True, "trained_on": "books"}
+    (model.parent / "tokenizer_meta.json").write_text(json.dumps(said))
+    meta = ensure_tokenizer(Settings(source_root=str(mirror), cache_dir="c", tokenizer_model=str(model))).meta
+    assert (meta["trained_on"], meta["lossless"]) == ("books", False)
+    assert meta["roundtrip"]["texts"] == len(PROBES)
+
+
+def chats(*replies: str) -> list[list[dict[str, str]]]:
+    return [[USER, {"role": "assistant", "content": reply}] for reply in replies]
+
+
+def test_empty_replies_are_kept_and_counted_by_chat(
+    tiny_tokenizer: SentencePieceTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    several = [USER, {"role": "assistant", "content": ""}, USER, {"role": "assistant", "content": " \n"}]
+    silent = [{"role": "system", "content": ""}, *chats("good")[0]]
+    meta = build_sft(
+        [*chats("good", "", " \t"), several, silent], tmp_path / "c", tokenizer=tiny_tokenizer, val_frac=0, seed=0
+    )
+    assert (meta["noticed"], meta["dropped"], meta["train_examples"]) == ({"empty_replies": 3}, {}, 5)
+    assert "3 of 5 examples have an empty reply" in caplog.text
+
+
+def test_a_few_empty_replies_are_counted_only(
+    tiny_tokenizer: SentencePieceTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = chats(*(f"good {number}" for number in range(99)), "")
+    meta = build_sft(texts, tmp_path / "c", tokenizer=tiny_tokenizer, val_frac=0, seed=0)
+    assert meta["noticed"] == {"empty_replies": 1}
+    assert not caplog.text
+
+
+def test_roles_that_drop_a_chat_are_named_with_their_counts(
+    tiny_tokenizer: SentencePieceTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tool, developer = ([{"role": role, "content": "x"}, *chats("good")[0]] for role in ("tool", "developer"))
+    meta = build_sft(
+        [tool, developer, tool, *chats("a", "b")], tmp_path / "c", tokenizer=tiny_tokenizer, val_frac=0, seed=0
+    )
+    assert meta["dropped"] == {"unknown_role": 3}
+    assert meta["noticed"] == {"unknown_role:developer": 1, "unknown_role:tool": 2}
+    assert "'tool' 2, 'developer' 1" in caplog.text
+
+
+def test_stats_and_the_final_table_show_what_was_noticed(
+    lossy_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*chats("", "two  spaces \u6f22"), [{"role": "tool", "content": "4"}, *chats("x")[0]]]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    flags = ["--cache-dir", str(tmp_path / "c"), "--tokenizer-model", str(lossy_path)]
+    assert cli.main(["build", "--sft", f"support={tmp_path}/chats.jsonl", *flags]) == 0
+    built = capsys.readouterr().out
+    assert cli.main(["stats", str(tmp_path / "c" / "sft" / "support")]) == 0
+    shown = capsys.readouterr().out
+    for text in (built, shown):
+        assert "empty_replies 1" in text and "unknown_role:tool 1" in text
+        assert "unknown ids" in text and "lossy" in text

@@ -1,0 +1,346 @@
+"""A build may be cut anywhere, by kill -9 or by a loss of power: the next one ends with the same bytes.
+
+Run: pytest tests/builders/test_power_loss.py, and with -m faults for every cut under every model.
+Every operation of a build on the disk is recorded, the record is cut behind each of them, and the build runs again on
+what is left then. power_loss.py says what is left, and the first tests here say it on paper.
+"""
+
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.interrupted import KINDS
+from support.power_loss import Disk, Tree, below, put, recorded_below, tree_of
+from support.small_builds import (
+    BATCH_ITEMS,
+    BUILDERS,
+    SHARD_BYTES,
+    Counted,
+    documents,
+    pretrain,
+    quick_folder,
+    whole_version,
+)
+
+from niels_gpt.storage import fileio
+from niels_gpt.storage.fileio import Operation
+
+# --- the model, on paper ----------------------------------------------------------------------------------------------
+
+WRITTEN: list[Operation] = [("create", "a"), ("write", "a", 0, b"12"), ("fsync", "a"), ("write", "a", 2, b"34")]
+
+
+def left(operations: list[Operation], model: str, before: Tree | None = None, seed: int = 0) -> Tree:
+    disk = Disk(before or {})
+    disk.apply(operations)
+    return disk.left(model, seed)
+
+
+OLD: Tree = {"a": b"old", "b": b"new"}
+TWO: Tree = {"x": None, "x/a": b"1", "y": None}
+TWO_AFTER: Tree = {"x": None, "y": None, "y/a": b"1"}
+LINKED: Tree = {"x": None, "x/a": b"1", "x/b": "a"}
+REMOVED: list[Operation] = [("unlink", "x/a"), ("unlink", "x/b"), ("rmdir", "x")]
+MOVED: Operation = ("rename", "x/a", "y/a")
+UNSYNCED: list[Operation] = [("create", "x/a"), ("write", "x/a", 0, b"1"), MOVED, ("fsync_dir", "y")]
+TOP: Operation = ("fsync_dir", ".")
+
+LEFT: dict[str, tuple[str, Tree, list[Operation], Tree]] = {
+    "a kill leaves everything": ("kill", {}, WRITTEN, {"a": b"1234"}),
+    "a file whose folder was not synced is absent": ("power", {}, WRITTEN, {}),
+    "a file has the bytes of its last fsync": ("power", {}, [*WRITTEN, TOP], {"a": b"12"}),
+    "a name durable before its bytes is an empty file": ("power", {}, [*WRITTEN[:2], TOP], {"a": b""}),
+    "a truncation is lost until it is synced": ("power", {"a": b"12"}, [("cut", "a", 1)], {"a": b"12"}),
+    "a synced truncation counts": ("power", {"a": b"12"}, [("cut", "a", 1), ("fsync", "a")], {"a": b"1"}),
+    "a rename is undone without an fsync of a folder": ("power", OLD, [("rename", "b", "a")], OLD),
+    "a synced rename counts": ("power", OLD, [("rename", "b", "a"), TOP], {"a": b"new"}),
+    "a rename is one step, by its source": ("power", TWO, [MOVED, ("fsync_dir", "x")], TWO_AFTER),
+    "a rename is one step, by its target": ("power", TWO, [MOVED, ("fsync_dir", "y")], TWO_AFTER),
+    "an unsynced file in a synced folder is empty": (
+        "power",
+        {"x": None, "y": None},
+        UNSYNCED,
+        {"x": None, "y": None, "y/a": b""},
+    ),
+    "a folder of an unsynced name is lost": ("power", {}, [("mkdir", "x"), ("create", "x/a"), ("fsync_dir", "x")], {}),
+    "a folder of a synced name stays": (
+        "power",
+        {},
+        [("mkdir", "x"), ("create", "x/a"), ("fsync_dir", "x"), TOP],
+        {"x": None, "x/a": b""},
+    ),
+    "an unsynced removal is undone": ("power", LINKED, REMOVED, LINKED),
+    "a synced removal counts": ("power", LINKED, [*REMOVED, TOP], {}),
+    "a folder made again is empty": (
+        "power",
+        {"x": None, "x/a": b"1"},
+        [("unlink", "x/a"), ("rmdir", "x"), ("mkdir", "x"), TOP],
+        {"x": None},
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "before", "operations", "expected"), LEFT.values(), ids=list(LEFT))
+def test_what_a_cut_leaves(model: str, before: Tree, operations: list[Operation], expected: Tree) -> None:
+    assert left(operations, model, before) == expected
+
+
+def test_the_mixed_model_loses_any_of_what_is_not_durable_and_nothing_else() -> None:
+    trace = [*WRITTEN, ("fsync_dir", "."), ("write", "a", 4, b"56"), ("create", "b"), ("unlink", "c")]
+    found = [left(trace, "mixed", {"c": b""}, seed) for seed in range(200)]
+    contents = {tree["a"] for tree in found}
+    assert contents == {b"12", b"1234", b"123456", b"12345", b"12\0\x0056", b"12\0\x005"}
+    assert {("b" in tree, "c" in tree) for tree in found} == {(b, c) for b in (True, False) for c in (True, False)}
+
+
+def test_the_mixed_model_keeps_no_second_change_of_a_name_without_the_first() -> None:
+    trace = [("create", "t"), ("rename", "t", "a"), ("rename", "a", "b")]
+    assert {tuple(left(trace, "mixed", seed=seed)) for seed in range(100)} == {(), ("t",), ("a",), ("b",)}
+
+
+def test_a_record_can_be_replayed_on_the_real_disk(tmp_path: Path) -> None:
+    before: Tree = {"a": b"1", "x": None, "x/l": "../a"}
+    put(before, tmp_path / "d")
+    trace: list[Operation] = []
+    with fileio.recorded(trace):
+        fileio.write_bytes(tmp_path / "d" / "a", b"22")
+        fileio.make_dir(tmp_path / "d" / "y" / "z")
+        fileio.rename(tmp_path / "d" / "x", tmp_path / "d" / "y" / "x")
+        fileio.remove(tmp_path / "d" / "y" / "z")
+    after = {"a": b"22", "y": None, "y/x": None, "y/x/l": "../a"}
+    assert tree_of(tmp_path / "d") == left(below(tmp_path / "d", trace), "kill", before) == after
+
+
+# --- builds -----------------------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """A build that was recorded from its first operation to its last."""
+
+    def __init__(self, folder: Path, kind: str, over: str) -> None:
+        """over: what is committed before: "nothing", "another version", "the same version", "a damaged version"."""
+        self.kind, self.path, self.damaged = kind, folder / "build", over == "a damaged version"
+        self.path.mkdir()
+        self.contents: set[str | None] = {None}
+        if over != "nothing":
+            seed = 1 if over == "another version" else 0
+            self.contents = {BUILDERS[kind](self.path / "c", seed=seed)["content_sha256"]}
+        if self.damaged:
+            next((self.path / "c").rglob("*.bin")).write_bytes(b"damaged")
+        self.before = tree_of(self.path)
+        self.trace = recorded_below(self.path, lambda: BUILDERS[kind](self.path / "c"))
+        self.contents.add(whole_version(self.path / "c"))
+        self.after = tree_of(self.path)
+        self.seen: set[Any] = set()
+
+    def check(self, tree: Tree, scratch: Path, where: Any) -> None:
+        """Build again on what was left: before, a whole version or none is there; after, all is as it should be."""
+        key = tuple(sorted(tree.items()))
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        put(tree, scratch)
+        version, inode = self._committed(scratch / "c", where)
+        try:
+            BUILDERS[self.kind](scratch / "c")
+        except Exception as error:
+            raise AssertionError(f"no build after {where}: {error!r}") from error
+        after = tree_of(scratch)
+        assert version is None or version.stat().st_ino == inode, f"{where}: a whole version was put away"
+        shutil.rmtree(scratch)
+        without_lock = {name: content for name, content in after.items() if not name.endswith("/lock")}
+        assert without_lock == {name: self.after[name] for name in self.after if not name.endswith("/lock")}, where
+
+    def _committed(self, public: Path, where: Any) -> tuple[Path | None, int]:
+        """Return the folder of the version at the public path, and its inode: it is whole, and old or new."""
+        if self.damaged:
+            return None, 0  # there it may be missing for a moment
+        found = whole_version(public) if public.is_symlink() else None
+        assert found in self.contents and public.is_symlink() == public.exists(), where
+        return (None, 0) if found is None else (public.resolve(), public.resolve().stat().st_ino)
+
+
+def cut_everywhere(recorded: Recorded, folder: Path, models: dict[str, int], seeds: int) -> None:
+    """Check what is left behind every `models[model]`-th operation, under each model."""
+    disk = Disk(recorded.before)
+    for number in range(len(recorded.trace) + 1):
+        for model, every in models.items():
+            for seed in range(seeds if model == "mixed" else 1):
+                if number % every == 0:
+                    where = (recorded.kind, model, seed, number, recorded.trace[max(0, number - 2) : number])
+                    recorded.check(disk.left(model, 1000 * number + seed), folder / "scratch", where)
+        disk.apply(recorded.trace[number : number + 1])
+
+
+@functools.cache
+def recorded_build(kind: str, over: str) -> Recorded:
+    with quick_folder() as folder:
+        return Recorded(folder, kind, over)
+
+
+@pytest.fixture(params=["nothing", "another version", "the same version", "a damaged version"])
+def recorded(request: pytest.FixtureRequest, small_batches: None, kind: str) -> Recorded:
+    """A record that the tests share, with the trees that they have checked."""
+    return recorded_build(kind, request.param)
+
+
+@KINDS
+def test_a_build_ends_with_the_same_bytes_wherever_it_was_cut(recorded: Recorded, folder: Path) -> None:
+    assert len(recorded.trace) > 100
+    cut_everywhere(recorded, folder, {"power": 5, "kill": 13, "mixed": 11}, seeds=1)
+
+
+@pytest.mark.faults
+@KINDS
+def test_a_build_ends_with_the_same_bytes_wherever_it_was_cut_under_every_model(
+    recorded: Recorded, folder: Path
+) -> None:
+    cut_everywhere(recorded, folder, {"power": 1, "kill": 1, "mixed": 1}, seeds=10)
+
+
+def cut_twice(recorded: Recorded, folder: Path, first: int, every: int) -> None:
+    """Kill a build behind operation `first`, build again, and lose the power behind each `every`-th operation then."""
+    disk = Disk(recorded.before)
+    disk.apply(recorded.trace[:first])
+    again = folder / "again"
+    put(disk.left("kill"), again)
+    trace = recorded_below(again, lambda: BUILDERS[recorded.kind](again / "c"))
+    shutil.rmtree(again)
+    for number in range(len(trace) + 1):
+        if number % every == 0 or number == len(trace):
+            recorded.check(disk.left("power"), folder / "scratch", (recorded.kind, first, number))
+        disk.apply(trace[number : number + 1])
+    assert (disk.left("power").get("c")) == recorded.after["c"]  # what a build has committed stays
+
+
+@KINDS
+def test_a_build_that_was_killed_may_lose_the_power_later(recorded: Recorded, folder: Path) -> None:
+    for first in range(0, len(recorded.trace), 40):
+        cut_twice(recorded, folder, first, every=37)
+
+
+@pytest.mark.faults
+@KINDS
+def test_a_build_that_was_killed_anywhere_may_lose_the_power_anywhere_later(recorded: Recorded, folder: Path) -> None:
+    for first in range(0, len(recorded.trace), 2):
+        cut_twice(recorded, folder, first, every=3)
+
+
+# --- the order, from the record alone ---------------------------------------------------------------------------------
+
+
+def positions(trace: list[Operation], verb: str, path: str, end: int) -> list[int]:
+    return [number for number in range(end) if trace[number][:2] == (verb, path)]
+
+
+def came_to_be(trace: list[Operation], path: str, end: int) -> int:
+    """Return the number of the operation that gave a file its name, the last one before `end`."""
+    made = positions(trace, "create", path, end)
+    moved = [number for number in range(end) if trace[number][0] == "rename" and trace[number][2] == path]
+    return max(made + moved)
+
+
+def assert_durable(trace: list[Operation], path: str, end: int) -> None:
+    """Assert that before operation `end` a file was synced after its last write, and its folder after its naming."""
+    made = came_to_be(trace, path, end)
+    names = {path} | ({trace[made][1]} if trace[made][0] == "rename" else set())
+    writes = [number for name in names for number in positions(trace, "write", name, end)]
+    syncs = [number for name in names for number in positions(trace, "fsync", name, end)]
+    assert writes and syncs and max(syncs) > max(writes), f"{path}: not synced before operation {end}"
+    parent = str(Path(path).parent)
+    assert any(number > made for number in positions(trace, "fsync_dir", parent, end)), (
+        f"{path}: named by operation {made}, and {parent} not synced before operation {end}"
+    )
+
+
+@KINDS
+def test_a_line_of_the_journal_follows_the_fsync_of_every_file_that_it_names(recorded: Recorded) -> None:
+    trace = recorded.trace
+    lines = [(number, line) for number, line in enumerate(trace) if line[0] == "write" and "journal.jsonl" in line[1]]
+    folder = str(Path(lines[-1][1][1]).parent)
+    for number, (_, _, _, raw) in lines[1:]:  # the first is the header
+        checkpoint = json.loads(raw[9:])
+        finished = {record["name"] for record in checkpoint["finished"]}
+        for name, (size, _) in checkpoint["files"].items():
+            if size and not checkpoint["sealed"]:
+                assert_durable(trace, f"{folder}/{name}", number)
+        for name in finished:
+            assert_durable(trace, f"{folder.removesuffix('.journal')}/{name}", number)
+    assert len(lines) > 8
+
+
+@KINDS
+def test_a_finished_file_is_written_synced_renamed_and_its_folder_synced(recorded: Recorded) -> None:
+    trace = recorded.trace
+    moved = [number for number, (verb, *_) in enumerate(trace) if verb == "rename"]
+    files = [number for number in moved if any(positions(trace, "fsync", trace[number][1], number))]
+    assert len(files) >= 8
+    for number in files:
+        _, path, new = trace[number]
+        created = positions(trace, "create", path, number)[-1]
+        writes = [at for at in positions(trace, "write", path, number) if at > created]
+        synced = positions(trace, "fsync", path, number)[-1]
+        folders = {str(Path(name).parent) for name in (path, new)}
+        after = {operation[1] for operation in trace[number + 1 : number + 3] if operation[0] == "fsync_dir"}
+        assert synced > max(writes, default=created) and folders <= after, trace[number]
+
+
+@KINDS
+def test_meta_json_is_the_last_file_and_the_link_comes_last_of_all(recorded: Recorded) -> None:
+    trace = recorded.trace
+    meta = next(number for number, found in enumerate(trace) if found[0] == "rename" and found[2].endswith("meta.json"))
+    link = next(number for number, found in enumerate(trace) if found[0] == "rename" and found[2] == "c")
+    later = {found[1] for found in trace[meta + 1 :] if found[0] in ("create", "write")}
+    names = {name.rsplit("/", 1)[-1] for name in later}
+    assert {name for name in names if not name.startswith(".meta.json.")} == {"journal.jsonl"}
+    assert {found[0] for found in trace[link + 1 :]} == {"fsync_dir", "unlink", "rmdir"}
+    version = str(recorded.after["c"])
+    if version in recorded.before and not recorded.damaged:
+        return  # no file of it is new but meta.json
+    for name in recorded.after:
+        if name.startswith(f"{version}/") and recorded.after[name]:
+            work = next(found[1] for found in trace if found[0] == "rename" and found[2] == version)
+            assert positions(trace, "fsync", name.replace(version, work), link), name
+
+
+# --- how much is done twice -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("seconds", [0, 1e9], ids=["a checkpoint a batch", "a checkpoint a shard"])
+def test_a_killed_build_tokenizes_at_most_a_shard_again(folder: Path, seconds: float) -> None:
+    trace: list[Operation] = []
+    asked: list[tuple[int, str]] = []
+
+    class Noting(Counted):
+        def encode(self, text: str) -> list[int]:
+            asked.append((len(trace), text))
+            return super().encode(text)
+
+    arguments: dict[str, Any] = {"max_val_tokens": 0, "checkpoint_seconds": seconds, "max_train_tokens": 420}
+    (folder / "build").mkdir()
+    with fileio.recorded(trace):
+        pretrain(folder / "build" / "c", tokenizer=Noting(), **arguments)
+    ended = next(number for number, found in enumerate(trace) if found[0] == "unlink")  # the journal is no more
+    disk = Disk({})
+    longest = max(len(text.encode(errors="replace")) + 1 for _, text, _ in documents(0))
+    batch = 2 * BATCH_ITEMS * longest
+    assert batch < SHARD_BYTES
+    lost: list[int] = []
+    for number, operation in enumerate(below(folder / "build", trace)[:ended]):
+        if number % 3:
+            disk.apply([operation])
+            continue
+        put(disk.left("kill"), folder / "scratch")
+        tokenizer = Counted()
+        pretrain(folder / "scratch" / "c", tokenizer=tokenizer, **arguments)
+        shutil.rmtree(folder / "scratch")
+        before = [text for when, text in asked if when <= number and text]
+        again = [text for text in tokenizer.texts if text in before]
+        assert {*tokenizer.texts, *before, ""} == {text for _, text in asked}
+        lost.append(sum(2 * len(super(Counted, tokenizer).encode(text)) + 2 for text in again))
+        disk.apply([operation])
+    assert max(lost) <= (batch if seconds == 0 else SHARD_BYTES + batch) and min(lost) == 0

@@ -1,0 +1,365 @@
+"""An interrupted or killed build resumes from its last checkpoint, with the source that it had, or says what changed.
+
+Run: pytest tests/builders/test_resume.py, and with -m faults for two hundred kills at random moments.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import SUPPORT
+from support.interrupted import (
+    KINDS,
+    checkpoints,
+    interrupt,
+    journals,
+    killed_after,
+    left,
+    unfinished,
+    uninterrupted,
+)
+from support.small_builds import BATCH_ITEMS, BUILDERS, ITEMS, Counted, counting, pretrain, sft, whole_version
+
+from niels_gpt.builders import resume, source
+from niels_gpt.builders.meta_keys import Source
+from niels_gpt.cache import CacheError
+
+pytestmark = pytest.mark.usefixtures("small_batches")
+IN_ORDER: dict[str, Any] = {"shuffle_buffer": None}
+"""Changes the pretrain build so that the number of a document is its number in the list."""
+
+
+# --- it resumes -------------------------------------------------------------------------------------------------------
+
+
+@KINDS
+@pytest.mark.parametrize("at", [18, 27, 39])
+def test_a_build_goes_on_and_tokenizes_only_what_was_not_done(folder: Path, kind: str, at: int) -> None:
+    first, second, all_at_once = Counted(), Counted(), Counted()
+    interrupt(kind, folder / "c", at, tokenizer=first)
+    done = checkpoints(folder / "c")[-1]["documents"]
+    assert done > 0 and done % BATCH_ITEMS == 0
+    BUILDERS[kind](folder / "c", tokenizer=second)
+    assert left(folder / "c") == uninterrupted(kind, folder / "other", tokenizer=all_at_once)
+    assert [text for text in first.texts + second.texts if text] == [text for text in all_at_once.texts if text]
+
+
+@KINDS
+def test_an_interrupted_build_goes_on_with_other_batches_threads_and_checkpoints(
+    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(kind, folder / "c", 18, num_threads=2)
+    monkeypatch.setattr(source, "BATCH_ITEMS", 3)
+    interrupt(kind, folder / "c", 33, num_threads=1)
+    assert checkpoints(folder / "c")[-1]["documents"] > 15
+    monkeypatch.setattr(source, "BATCH_CHARS", 40)
+    BUILDERS[kind](folder / "c", num_threads=0, checkpoint_seconds=100)
+    assert left(folder / "c") == uninterrupted(kind, folder / "other")
+
+
+@KINDS
+def test_the_counts_of_a_build_are_the_same_wherever_it_was_interrupted(folder: Path, kind: str) -> None:
+    meta = BUILDERS[kind](folder / "whole" / "c")
+    assert 0 < meta["source"]["counters"]["rows"] <= len(ITEMS[kind](0))
+    for at in range(BATCH_ITEMS, 40, 6):
+        path = folder / str(at) / "c"
+        interrupt(kind, path, at)
+        interrupt(kind, path, at + 1)
+        assert BUILDERS[kind](path) == meta
+
+
+def test_a_build_that_ends_by_its_budget_reads_no_further_when_it_goes_on(folder: Path) -> None:
+    def read(path: Path) -> tuple[int, Any]:
+        counters: dict[str, int] = {}
+        items = counting(ITEMS["pretrain"](0), counters)
+        meta = pretrain(path, items=items, source=Source(name="small", counters=counters))
+        return counters["rows"], meta["source"]["counters"]
+
+    path = killed_after("pretrain", folder, journals('"ended": true'))
+    rows, counters = read(folder / "whole" / "c")
+    assert read(path) == (counters["rows"], counters) and counters["rows"] <= rows < len(ITEMS["pretrain"](0))
+
+
+@KINDS
+def test_a_build_that_was_killed_after_its_last_checkpoint_tokenizes_nothing(folder: Path, kind: str) -> None:
+    path = killed_after(kind, folder, journals('"ended": true'))
+    tokenizer = Counted()
+    BUILDERS[kind](path, tokenizer=tokenizer)
+    assert tokenizer.texts == [] and left(path) == uninterrupted(kind, folder)
+
+
+@KINDS
+def test_without_its_journal_a_build_begins_anew(folder: Path, kind: str) -> None:
+    interrupt(kind, folder / "c", 30)
+    shutil.rmtree(unfinished(folder / "c", ".journal"))
+    tokenizer, all_at_once = Counted(), Counted()
+    BUILDERS[kind](folder / "c", tokenizer=tokenizer)
+    assert left(folder / "c") == uninterrupted(kind, folder / "other", tokenizer=all_at_once)
+    assert tokenizer.texts == all_at_once.texts
+
+
+# --- the source is not what it was ------------------------------------------------------------------------------------
+
+CHANGES: dict[str, tuple[str, Callable[[list[Any]], Any], str]] = {
+    "a text": ("pretrain", lambda items: items.__setitem__(7, (None, "other", "page\n7")), "has changed at"),
+    "an id": ("pretrain", lambda items: items.__setitem__(0, (*items[0][:2], "x")), "has changed at"),
+    "a split": ("pretrain", lambda items: items.__setitem__(9, ("val", *items[9][1:])), "has changed at"),
+    "a dropped text": ("pretrain", lambda items: items.__setitem__(5, (None, "good", items[5][2])), "has changed at"),
+    "the order": ("pretrain", lambda items: items.insert(3, items.pop(4)), "has changed at"),
+    "one more before": ("pretrain", lambda items: items.insert(2, (None, "new", "new")), "has changed at"),
+    "one less before": ("pretrain", lambda items: items.pop(2), "has changed at"),
+    "less": ("pretrain", lambda items: items.__delitem__(slice(11, None)), "ends after 11 documents, and 20 had"),
+    "nothing": ("pretrain", lambda items: items.clear(), "ends after 0 documents, and 20 had"),
+    "a message": ("sft", lambda items: items[7][1][0].update(content="other"), "has changed at"),
+    "a role": ("sft", lambda items: items[8][1][0].update(role="system"), "has changed at"),
+    "a message more": ("sft", lambda items: items[9][1].append(items[9][1][0]), "has changed at"),
+    "the id of a chat": ("sft", lambda items: items.__setitem__(3, ("x", items[3][1])), "has changed at"),
+    "less chats": ("sft", lambda items: items.__delitem__(slice(11, None)), "ends after 11 documents, and 20 had"),
+    "no id": ("sft", lambda items: items.__setitem__(0, items[0][1]), "has changed at"),
+}
+
+
+@pytest.mark.parametrize("what", sorted(CHANGES))
+def test_a_source_that_changed_is_refused_and_nothing_on_disk_changes(folder: Path, what: str) -> None:
+    kind, change, message = CHANGES[what]
+    settings = IN_ORDER if kind == "pretrain" else {}
+    interrupt(kind, folder / "c", 23, **settings)
+    before = left(folder / "c")
+    for _ in range(2):
+        items = ITEMS[kind](0)
+        change(items)
+        with pytest.raises(CacheError, match=message) as error:
+            BUILDERS[kind](folder / "c", items=items, **settings)
+        assert str(error.value).endswith(f": rm -r {unfinished(folder / 'c', '.journal')}")
+        assert left(folder / "c") == before
+    BUILDERS[kind](folder / "c", **settings)
+    assert left(folder / "c") == uninterrupted(kind, folder / "other", **settings)
+
+
+@KINDS
+def test_a_source_that_goes_on_where_it_had_ended_is_refused(folder: Path, kind: str) -> None:
+    settings = {**IN_ORDER, "max_train_tokens": 10**6, "max_val_tokens": 10**5} if kind == "pretrain" else {}
+    path = killed_after(kind, folder, journals('"ended": true'), **settings)
+    before = left(path)
+    with pytest.raises(CacheError, match="had ended, and has one more document"):
+        BUILDERS[kind](path, items=[*ITEMS[kind](0), ITEMS[kind](0)[0]], **settings)
+    after = left(path)
+    BUILDERS[kind](path, **settings)
+    assert left(path) == uninterrupted(kind, folder, **settings)
+    assert {name.rsplit("/", 1)[-1] for name in before} == {name.rsplit("/", 1)[-1] for name in after}
+
+
+def test_a_change_behind_what_was_read_is_no_change(folder: Path) -> None:
+    interrupt("pretrain", folder / "mine" / "c", 23, **IN_ORDER)
+    items = ITEMS["pretrain"](0)
+    items[20:] = ITEMS["pretrain"](1)[20:]
+    pretrain(folder / "mine" / "c", items=items, **IN_ORDER)
+    pretrain(folder / "other" / "c", items=items, **IN_ORDER)
+    assert left(folder / "mine" / "c") == left(folder / "other" / "c")
+
+
+def test_a_text_that_cannot_be_kept_may_be_mended_and_the_build_goes_on(folder: Path) -> None:
+    items = [(None, f"{number} good", None) for number in range(40)]
+    bad = [*items[:33], (None, "x<|eot|>", None), *items[34:]]
+    settings = {**IN_ORDER, "on_special": "raise"}
+    with pytest.raises(ValueError, match="reserved"):
+        pretrain(folder / "mine" / "c", items=bad, **settings)
+    assert checkpoints(folder / "mine" / "c")[-1]["documents"] == 30
+    pretrain(folder / "mine" / "c", items=items, **settings)
+    pretrain(folder / "other" / "c", items=items, **settings)
+    assert left(folder / "mine" / "c") == left(folder / "other" / "c")
+
+
+# --- a run that gains nothing -----------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_runs_that_are_killed_while_they_read_again_are_counted_and_the_next_one_says_so(
+    folder: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupt(kind, folder / "c", 30)
+
+    def killed(at: int) -> None:
+        pid = os.fork()
+        if not pid:
+            BUILDERS[kind](folder / "c", items=killing(ITEMS[kind](0), at))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+    def killing(items: list[Any], at: int) -> Iterator[Any]:
+        yield from items[:at]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for _ in range(2):
+        killed(5)
+        assert "gains nothing" not in caplog.text
+    with pytest.raises(KeyboardInterrupt):
+        BUILDERS[kind](folder / "c", items=interrupting(ITEMS[kind](0), 5))
+    assert "the last 2 runs of this build came no further" in caplog.text
+    assert "has gained nothing" in caplog.text
+    caplog.clear()
+    BUILDERS[kind](folder / "c")
+    assert "the last 3 runs" in caplog.text
+    assert left(folder / "c") == uninterrupted(kind, folder / "other")
+    assert not list(folder.glob("**/attempts.json"))
+
+
+def test_a_replay_says_how_far_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupt("sft", folder / "c", 34)
+    monkeypatch.setattr(resume, "_LOG_SECONDS", 0.0)
+    told: list[int] = []
+    with caplog.at_level("INFO"):
+        sft(folder / "c", progress=lambda examples, tokens, expected: told.append(examples))
+    assert re.search(r"re-read \d+ of 30 documents", caplog.text) and told[0] < 30
+    assert "read again" in caplog.text
+
+
+def interrupting(items: list[Any], at: int) -> Iterator[Any]:
+    yield from items[:at]
+    raise KeyboardInterrupt
+
+
+def test_runs_that_are_killed_before_their_first_checkpoint_are_counted_too(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            sft(folder / "c", items=interrupting(ITEMS["sft"](0), 5))
+    assert "the last run of this build came no further than its start" in caplog.text
+
+
+# --- what lies on disk is not what it was -----------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "flipped": flip,
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "missing": lambda path: path.unlink(),
+    "empty": lambda path: os.truncate(path, 0),
+}
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGES))
+@KINDS
+def test_a_damaged_file_of_an_unfinished_build_is_named(folder: Path, kind: str, damage: str) -> None:
+    interrupt(kind, folder / "whole" / "c", 34)
+    last = checkpoints(folder / "whole" / "c")[-1]
+    names = [f"{unfinished(folder / 'whole' / 'c', '.journal').name}/{name}" for name in last["files"]]
+    names += [
+        str(file.relative_to(folder / "whole" / ".versions" / "c"))
+        for file in unfinished(folder / "whole" / "c").rglob("*")
+        if file.is_file()
+    ]
+    sizes = {name: (folder / "whole" / ".versions" / "c" / name).stat().st_size for name in names}
+    assert len([name for name in names if sizes[name]]) >= 4
+    for number, name in enumerate(name for name in names if sizes[name]):
+        shutil.copytree(folder / "whole", folder / str(number))
+        path = folder / str(number) / ".versions" / "c" / name
+        DAMAGES[damage](path)
+        with pytest.raises(CacheError) as error:
+            BUILDERS[kind](folder / str(number) / "c")
+        assert str(path) in str(error.value) and "To start this build from scratch: " in str(error.value)
+        shutil.rmtree(unfinished(folder / str(number) / "c", ".journal"))
+        BUILDERS[kind](folder / str(number) / "c")
+        assert whole_version(folder / str(number) / "c")
+
+
+@KINDS
+def test_a_finished_file_that_the_journal_does_not_name_is_removed(folder: Path, kind: str) -> None:
+    interrupt(kind, folder / "c", 34)
+    (unfinished(folder / "c") / "shard_00099.bin").write_bytes(b"of a run that was killed later")
+    BUILDERS[kind](folder / "c")
+    assert left(folder / "c") == uninterrupted(kind, folder / "other")
+
+
+@KINDS
+def test_a_torn_last_line_of_the_journal_is_as_if_it_had_not_been_written(folder: Path, kind: str) -> None:
+    interrupt(kind, folder / "whole" / "c", 34)
+    expected = uninterrupted(kind, folder / "other")
+    lines = (unfinished(folder / "whole" / "c", ".journal") / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    assert len(lines) > 4
+    for number, kept in enumerate((0, 1, 8, 9, 40, len(lines[-1]) // 2, len(lines[-1]) - 1)):
+        shutil.copytree(folder / "whole", folder / str(number))
+        path = folder / str(number) / "c"
+        journal = unfinished(path, ".journal") / "journal.jsonl"
+        journal.write_bytes(b"".join(lines[:-1]) + lines[-1][:kept])
+        tokenizer = Counted()
+        BUILDERS[kind](path, tokenizer=tokenizer)
+        assert left(path) == expected
+        assert 0 < len(tokenizer.texts) < len(ITEMS[kind](0))
+
+
+def test_a_version_that_is_gone_between_commit_and_the_last_word_is_named(folder: Path) -> None:
+    path = killed_after("sft", folder, lambda operation: operation[0] == "rename" and operation[2] == "c")
+    shutil.rmtree(path.resolve())
+    with pytest.raises(CacheError, match=r"no such file.* by the journal.*rm -r .*journal"):
+        sft(path)
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def fail(meta: dict[str, Any]) -> None:
+    raise RuntimeError("no room for the record")
+
+
+@pytest.mark.parametrize("how", ["raises", "killed"])
+@KINDS
+def test_a_process_that_ends_in_the_last_callback_leaves_only_the_callback_to_do(
+    folder: Path, kind: str, how: str
+) -> None:
+    if how == "raises":
+        with pytest.raises(RuntimeError, match="no room"):
+            BUILDERS[kind](folder / "c", committed=fail)
+    elif (child := os.fork()) == 0:
+        BUILDERS[kind](folder / "c", committed=lambda meta: os.kill(os.getpid(), signal.SIGKILL))
+        os._exit(1)
+    else:
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    content, tokenizer, metas = whole_version(folder / "c"), Counted(), list[dict[str, Any]]()
+    meta = BUILDERS[kind](folder / "c", tokenizer=tokenizer, committed=metas.append)
+    assert tokenizer.texts == [] and metas == [meta] and meta["content_sha256"] == content
+    assert left(folder / "c") == uninterrupted(kind, folder / "other")
+
+
+# --- killed at random moments, under a reader -------------------------------------------------------------------------
+
+
+def run_kills(*arguments: object) -> dict[str, Any]:
+    """Run support/kill_builds.py; returns what it prints."""
+    program = [sys.executable, str(SUPPORT / "kill_builds.py"), *map(str, arguments)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed: dict[str, Any] = json.loads(done.stdout)
+    return printed
+
+
+@pytest.mark.parametrize(("kills", "seed"), [(8, 3), pytest.param(200, 0, marks=pytest.mark.faults)])
+def test_killed_builds_end_with_the_same_bytes(tmp_path: Path, kills: int, seed: int) -> None:
+    found = run_kills(tmp_path, "--kills", kills, "--seed", seed)
+    assert sum(found["kills"].values()) == kills
+    assert found["different"] == found["strange"] == found["wrong"] == []
+    assert min(found["looks"].values()) > 0 and min(found["versions_seen"].values()) > 0
+    if kills >= 200:
+        assert min(found["kills"].values()) > 40 and {"while filling", "in the end"} <= set(found["where"])
+
+
+@pytest.mark.faults  # some seconds of work, three times and more
+def test_a_build_killed_again_and_again_at_a_third_of_its_time_finishes(tiny_model_path: Path, folder: Path) -> None:
+    found = run_kills(folder, "--thirds", tiny_model_path)
+    assert found["equal"] and 2 <= found["pretrain"] <= 60 and 2 <= found["sft"] <= 60

@@ -1,0 +1,123 @@
+"""The shuffle buffer: every item once, in an order that the seed decides, in bounded memory."""
+
+import hashlib
+from collections.abc import Iterator
+from itertools import count, islice
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from niels_gpt.builders.source import Shuffled
+
+ITEMS, SIZES, SEEDS = st.integers(0, 60), st.integers(2, 20), st.integers(0, 2**32)
+
+
+def order(num_items: int, size: int | None, seed: int = 0) -> list[int]:
+    """Return the order in which 0, 1, 2, ... come out."""
+    return list(Shuffled(range(num_items), size=size, seed=seed))
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(num_items=ITEMS, size=SIZES, seed=SEEDS)
+def test_every_item_comes_once(num_items: int, size: int, seed: int) -> None:
+    assert sorted(order(num_items, size, seed)) == list(range(num_items))
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(num_items=ITEMS, size=SIZES, seed=SEEDS)
+def test_the_same_seed_gives_the_same_order(num_items: int, size: int, seed: int) -> None:
+    assert order(num_items, size, seed) == order(num_items, size, seed)
+
+
+def test_another_seed_gives_another_order() -> None:
+    assert order(100, 10, seed=1) != order(100, 10, seed=2)
+
+
+@pytest.mark.parametrize("size", [None, 0, 1])
+def test_no_buffer_keeps_the_order(size: int | None) -> None:
+    assert order(50, size) == list(range(50))
+
+
+def test_a_negative_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="shuffle_buffer=-1"):
+        order(3, -1)
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(num_items=ITEMS, size=SIZES, seed=SEEDS)
+def test_no_item_comes_earlier_than_the_buffer_allows(num_items: int, size: int, seed: int) -> None:
+    assert all(place >= item - size + 1 for place, item in enumerate(order(num_items, size, seed)))
+
+
+def test_a_buffer_larger_than_the_stream_is_a_plain_permutation() -> None:
+    expected = torch.randperm(20, generator=torch.Generator().manual_seed(0)).tolist()
+    assert order(20, 1000) == expected
+
+
+def test_a_buffer_of_2_over_4_items_by_hand() -> None:
+    generator = torch.Generator().manual_seed(3)
+    draws = torch.randint(2, (1024,), generator=generator).tolist()  # used from the end
+    held, expected = [0, 1], []
+    for item in (2, 3):
+        slot = draws.pop()
+        expected.append(held[slot])
+        held[slot] = item
+    expected += [held[slot] for slot in torch.randperm(2, generator=generator).tolist()]
+    assert order(4, 2, seed=3) == expected
+
+
+def test_more_items_than_draws_made_at_once_still_come_once() -> None:
+    assert sorted(order(5000, 7)) == list(range(5000))
+
+
+@pytest.mark.parametrize(("size", "ahead"), [(None, 0), (1, 0), (2, 2), (5, 5)])
+def test_an_endless_stream_is_read_only_a_buffer_ahead(size: int | None, ahead: int) -> None:
+    consumed: list[int] = []
+
+    def endless() -> Iterator[int]:
+        for item in count():
+            consumed.append(item)
+            yield item
+
+    stream = iter(Shuffled(endless(), size=size, seed=0))
+    for taken in range(1, 30):
+        assert len(list(islice(stream, 1))) == 1
+        assert len(consumed) == taken + ahead
+
+
+@pytest.mark.parametrize("size", [None, 0, 1])
+def test_without_a_buffer_nothing_is_drawn_and_there_is_no_state(size: int | None) -> None:
+    stream = Shuffled(range(50), size=size, seed=0)
+    assert len(list(stream)) == 50
+    assert (stream.draws, stream.state_sha256()) == (0, None)
+
+
+def states(num_items: int, size: int, seed: int = 0) -> list[tuple[int, str | None]]:
+    """Return `draws` and the state as they are while each item is out."""
+    stream = Shuffled(range(num_items), size=size, seed=seed)
+    return [(stream.draws, stream.state_sha256()) for _ in stream]
+
+
+def test_the_state_is_that_of_the_generator_after_so_many_draws() -> None:
+    generator = torch.Generator().manual_seed(5)
+    expected = [sha256_of(generator)]
+    for draw in (1, 2):
+        torch.randint(4, (1024,), generator=generator)
+        expected.append(sha256_of(generator))
+        assert states(1500, 4, seed=5)[(draw - 1) * 1024] == (draw, expected[draw])
+    torch.randperm(4, generator=generator)
+    assert states(1500, 4, seed=5)[-1] == (3, sha256_of(generator))
+    assert Shuffled([], size=4, seed=5).state_sha256() == expected[0]
+
+
+def sha256_of(generator: torch.Generator) -> str:
+    return hashlib.sha256(generator.get_state().numpy().tobytes()).hexdigest()
+
+
+def test_the_state_is_a_new_one_exactly_when_draws_is() -> None:
+    found = states(3000, 7)
+    assert len({draws for draws, _ in found}) == len({state for _, state in found}) == len(set(found)) == 4
+    assert [draws for draws, _ in found] == sorted(draws for draws, _ in found)
+    assert states(3000, 7, seed=1)[0] != found[0] and states(3000, 7) == found

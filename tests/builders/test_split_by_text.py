@@ -1,0 +1,304 @@
+"""A document's split depends on its text and the seed alone; equal texts are in one split, and are counted (D5)."""
+
+import hashlib
+import itertools
+import json
+import random
+import shutil
+import tempfile
+from collections.abc import Iterable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.byte_tokenizer import ByteTokenizer
+from support.small_builds import quick_folder
+from support.splits import IN_MEMORY, SPLITS, build, key, obvious_splits, stored
+
+from niels_gpt.builders import meta_keys as describe
+from niels_gpt.builders import shards, source
+from niels_gpt.builders import split as split_module
+from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.builders.sft import build_sft
+from niels_gpt.builders.split import count_duplicates
+from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, SFTExampleDataset, read_meta
+from niels_gpt.data.roam import list_roam_paths, split_roam_paths
+from niels_gpt.inspection.stats import summary
+from niels_gpt.inspection.verify import Limits, find_damage, verify
+from niels_gpt.recipes import run_recipe
+from niels_gpt.recipes.plan import recipes
+from niels_gpt.settings import Settings
+from niels_gpt.storage.meta_json import meta_bytes
+from niels_gpt.tokenizer import SentencePieceTokenizer
+from niels_gpt.tokenizer_training import train_tokenizer
+
+TEXTS = [f"Page {number} is about " + "the river and the mill "[: number % 24] for number in range(400)]
+
+
+def named(texts: Iterable[str]) -> list[tuple[None, str, str]]:
+    """Return documents whose source id is their text."""
+    return [(None, text, text) for text in texts]
+
+
+def source_ids(cache: Path, split: str) -> list[str]:
+    lines = (cache / "index" / f"{split}_ids.txt").read_text(encoding="ascii").splitlines()
+    return [line.encode().decode("unicode_escape") for line in lines]
+
+
+def split_ids(folder: Path, documents: Any, tokenizer: Any, train: int | None, val: int | None, **more: Any) -> Any:
+    """Build a cache; returns the source ids of train and of val."""
+    arguments = {"tokenizer": tokenizer, "shard_bytes": 1 << 20, "seed": 0, "shuffle_buffer": None, **more}
+    build_pretrain(documents, folder, max_train_tokens=train, max_val_tokens=val, **arguments)
+    return [source_ids(folder, split) for split in SPLITS]
+
+
+@pytest.fixture(scope="module")
+def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Two tokenizers, of which one makes less than half as many tokens."""
+    path = tmp_path_factory.mktemp("tokenizer") / "spm.model"
+    path.write_bytes(train_tokenizer(TEXTS, vocab_size=300).model)
+    return [ByteTokenizer(), SentencePieceTokenizer(str(path))]
+
+
+def test_a_sweep_over_vocabularies_has_one_split(tmp_path: Path, vocabularies: list[Any]) -> None:
+    for name, budgets in {"all of it": (10**6, 10**5), "a part of it": (3_000, 300)}.items():
+        found = [
+            split_ids(tmp_path / name / str(number), named(TEXTS), tokenizer, *budgets)
+            for number, tokenizer in enumerate(vocabularies)
+        ]
+        for short, long in zip(*found, strict=True):  # the budgets end sooner where a text has more tokens
+            assert short == long[: len(short)] and len(short) > 3
+        assert (found[0] == found[1]) == (name == "all of it")
+
+
+def test_another_order_and_other_neighbours_give_the_same_split(tmp_path: Path) -> None:
+    order = random.Random(0).sample(TEXTS, len(TEXTS))
+    first, second, half = (
+        split_ids(tmp_path / name, named(texts), ByteTokenizer(), None, None, val_frac=0.1, shuffle_buffer=buffer)
+        for name, texts, buffer in (("a", TEXTS, None), ("b", order, 7), ("c", TEXTS[::2], None))
+    )
+    assert [set(ids) for ids in first] == [set(ids) for ids in second]
+    assert all(set(ids) < set(more) for ids, more in zip(half, first, strict=True))
+    assert first[1] == [text for text in TEXTS if key(text) < 0.1 * 2**64]
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(
+    texts=st.lists(st.sampled_from(["", "<|eot|>", *(f"text {number}" for number in range(6))]), max_size=14),
+    share=st.sampled_from([0.0, 0.01, 0.5, 0.99]),
+    held=st.sampled_from([0, 1 << 20]),
+)
+def test_equal_texts_are_in_one_split_and_counted(texts: list[str], share: float, held: int) -> None:
+    expected = obvious_splits(texts, Fraction(share))
+    kept = [text for text in texts if text in expected]
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(split_module, "_HELD_IN_MEMORY", held)
+        if not kept:
+            with pytest.raises(ValueError, match="no token for the train split"):
+                build(Path(name, "c"), texts, None, None, val_frac=share)
+            return
+        meta = build(Path(name, "c"), texts, None, None, val_frac=share)
+        found = {split: stored(Path(name, "c"), split) for split in SPLITS}
+    assert found == {split: [text for text in kept if expected[text] == split] for split in SPLITS}
+    assert meta["duplicates"] == {split: len(found[split]) - len(set(found[split])) for split in SPLITS}
+    assert found["train"] and (bool(found["val"]) == (len(set(kept)) > 1 and share > 0))
+
+
+def test_what_waits_for_val_is_bounded(tmp_path: Path) -> None:
+    """Of a share of a half 40 documents wait; behind them the nearest one is not looked for."""
+    texts = list(itertools.islice((f"n{n}" for n in itertools.count() if key(f"n{n}") >= 2**63), 41))
+    assert build(tmp_path / "short", texts[:39], None, None, val_frac=0.5)["docs"] == {"train": 38, "val": 1}
+    assert stored(tmp_path / "short", "val") == [min(texts[:39], key=key)]
+    assert build(tmp_path / "long", texts, None, None, val_frac=0.5)["docs"] == {"train": 41, "val": 0}
+
+
+def test_a_build_that_is_resumed_has_the_split_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nearest document goes to val although it was not the nearest one of what had been read."""
+    monkeypatch.setattr(source, "BATCH_ITEMS", 2)
+    texts = list(itertools.islice((f"n{n}" for n in itertools.count() if key(f"n{n}") >= 2**62), 12))
+    arguments = {"train": None, "val": None, "val_frac": 0.25, "checkpoint_seconds": 0, "num_threads": 0}
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with quick_folder() as folder:
+        whole = build(folder / "whole", texts, **arguments)
+        assert whole["docs"]["val"] == 1
+        added = shards.Shards._add
+        for name in ("c", "changed"):
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(shards.Shards, "_add", lambda *given: (added if given[1].first < 6 else killed)(*given))
+                build(folder / name, texts, **arguments)
+        assert build(folder / "c", texts, **arguments) == whole
+        nearer = next(f"m{n}" for n in itertools.count() if key(f"m{n}") < min(map(key, texts)))
+        with pytest.raises(CacheError, match=r"source changed.*nearest"):
+            build(folder / "changed", [*texts, nearer], **arguments)
+
+
+# --- chats ------------------------------------------------------------------------------------------------------------
+
+
+def chat(text: str, role: str = "user") -> list[dict[str, str]]:
+    return [{"role": role, "content": text}, {"role": "assistant", "content": "ok"}]
+
+
+@settings(derandomize=True, deadline=None, max_examples=15)
+@given(numbers=st.lists(st.integers(0, 9), min_size=1, max_size=25), val_frac=st.sampled_from([0, 0.1, 0.5]))
+def test_the_permutation_of_chats_runs_over_the_distinct_ones(numbers: list[int], val_frac: float) -> None:
+    roles = {0: "system"}
+    chats = [
+        (f"{row}", chat("x" if number < 2 else str(number), roles.get(number, "user")))
+        for row, number in enumerate(numbers)
+    ]
+    distinct = list(dict.fromkeys(numbers))
+    num_val = max(1, int(len(distinct) * val_frac)) if val_frac and len(distinct) > 1 else 0
+    order = torch.randperm(len(distinct), generator=torch.Generator().manual_seed(3)).tolist()
+    in_val = {distinct[place] for place in order[:num_val]}
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
+        meta = build_sft(chats, Path(name, "c"), tokenizer=ByteTokenizer(), val_frac=val_frac, seed=3)
+        rows = {split: [int(row) for row in source_ids(Path(name, "c"), split)] for split in SPLITS}
+    assert rows["val"] == [row for row, number in enumerate(numbers) if number in in_val]
+    assert rows["train"] == [row for row, number in enumerate(numbers) if number not in in_val]
+    for split in SPLITS:
+        assert meta["duplicates"][split] == len(rows[split]) - len({numbers[row] for row in rows[split]})
+
+
+# --- notes and user-defined text --------------------------------------------------------------------------------------
+
+
+def test_equal_notes_follow_the_first_and_distinct_ones_are_split_as_before(settings: Settings, mirror: Path) -> None:
+    """Copies of notes stand at the end of the list of files, so that the permutation of the others is what it was."""
+    notes = mirror / "roam"
+    paths = list_roam_paths(notes)
+    texts = {Path(path).read_bytes(): path for path in reversed(paths)}
+    distinct = [path for path in paths if texts[Path(path).read_bytes()] == path]
+    for number, path in enumerate(distinct[::3]):
+        shutil.copyfile(path, notes / f"~{number:03}.md")
+    meta = recipes(settings)["pretrain/roam"](settings).meta
+    cache = Path(settings.cache_dir) / "pretrain" / "roam"
+    found = [{(notes / name).read_bytes() for name in source_ids(cache, split)} for split in SPLITS]
+    expected = split_roam_paths(distinct, val_frac=settings.roam_val_frac, seed=settings.seed)
+    assert found == [{Path(path).read_bytes() for path in paths if Path(path).stat().st_size} for paths in expected]
+    assert not found[0] & found[1] and sum(meta["duplicates"].values()) >= len(distinct[::3]) - 1
+    assert meta["val_frac"] == settings.roam_val_frac
+
+
+def test_a_mirror_with_one_book_gives_it_to_train_and_one_with_two_gives_one_to_each(
+    settings: Settings, mirror: Path
+) -> None:
+    shutil.rmtree(mirror / "gutenberg", ignore_errors=True)
+    (mirror / "gutenberg").mkdir()
+    for number, docs in ((1, {"train": 1, "val": 0}), (2, {"train": 1, "val": 1})):
+        (mirror / "gutenberg" / f"book{number}.txt").write_text(f"The book {number} of the river and the mill.")
+        assert recipes(settings)["pretrain/gutenberg"](settings).meta["docs"] == docs
+
+
+# --- what the counts say ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1, 100, 1 << 24])
+def test_duplicates_are_counted_in_passes(tmp_path: Path, most: int) -> None:
+    digests = np.random.default_rng(0).integers(0, 2**64, 300, dtype=np.uint64)
+    found = np.concatenate([digests, digests[:50], np.repeat(digests[:1], 100)])
+    found.tofile(tmp_path / "texts.bin")
+    assert count_duplicates(tmp_path / "texts.bin", max_digests=most) == 150
+    np.empty(0, np.uint64).tofile(tmp_path / "texts.bin")
+    assert count_duplicates(tmp_path / "texts.bin", max_digests=most) == 0
+
+
+def test_duplicates_of_upstreams_own_splits_are_counted_and_stay(tmp_path: Path) -> None:
+    lines = [("train", "a"), ("train", "a"), ("train", "b"), ("val", "a"), ("val", "c"), ("val", "c")]
+    meta = build(tmp_path / "c", lines, None, None)
+    assert meta["duplicates"] == {"train": 1, "val": 1} and meta["docs"] == {"train": 3, "val": 3}
+    assert dict(summary(tmp_path / "c"))["duplicates"] == "train 1, val 1"
+
+
+def test_verify_looks_at_the_number_of_duplicates(tmp_path: Path) -> None:
+    meta = build(tmp_path / "c", ["a"], 10, 0)
+    wrong: list[Any] = [-1, 1, True, "0", None]
+    for number, problems in [(0, 0), *((value, 1) for value in wrong)]:
+        (tmp_path / "c" / "meta.json").write_bytes(meta_bytes({**meta, "duplicates": {"train": number, "val": 0}}))
+        found = find_damage(tmp_path / "c", deep=False)
+        assert len(found) == problems and all("duplicates.train" in damage.problem for damage in found)
+
+
+def rare_long(lengths: list[int], val_frac: float, long_in_val: bool) -> list[str]:
+    """Return texts of these lengths; those of more than ten letters are all in val, or all in train."""
+    found = []
+    for number, length in enumerate(lengths):
+        texts = (f"{number} {tail} ".ljust(length, "x") for tail in itertools.count())
+        found.append(next(text for text in texts if length <= 10 or (key(text) < val_frac * 2**64) == long_in_val))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("lengths", "long_in_val", "far"),
+    [
+        ([10] * 275 + [1000] * 25, False, True),  # 25 of 300 documents hold most tokens
+        ([10] * 50 + [5_000], True, True),  # 50 small files and a big one
+        ([10] * 50 + [5_000], False, True),
+        ([10] * 300, False, False),
+        ([10] * 3, False, False),
+    ],
+    ids=["25 of 300", "a big one in val", "a big one in train", "alike", "three"],
+)
+def test_a_share_of_tokens_far_from_what_was_asked_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lengths: list[int], long_in_val: bool, far: bool
+) -> None:
+    texts = rare_long(lengths, 0.1, long_in_val)
+    meta = build(tmp_path / "c", texts, None, None, val_frac=0.1)
+    said = [record.getMessage() for record in caplog.records if "were asked for" in record.getMessage()]
+    assert len(said) == far
+    share = meta["val_tokens"] / sum(meta["totals"].values())
+    assert all(f"{100 * share:.1f} %" in line and "10.0 %" in line for line in said)
+    assert f"{share:.1%} of all tokens (10.0% asked for)" in dict(summary(tmp_path / "c"))["val"]
+
+
+def test_chats_and_budgets_warn_of_a_far_share_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(0)).tolist()
+    chats = [chat("x" * (5_000 if row == order[0] else 5) + str(row)) for row in range(60)]
+    build_sft(chats, tmp_path / "sft", tokenizer=ByteTokenizer(), val_frac=0.1, seed=0)
+    assert caplog.text.count("were asked for") == 1
+    build(tmp_path / "budget", rare_long([10] * 50 + [5_000], 0.1, True), 90_000, 10_000)
+    assert caplog.text.count("were asked for") == 2
+    build(tmp_path / "full", rare_long([10] * 50 + [5_000], 0.1, True), 90, 10)  # both are full: the share is exact
+    build(tmp_path / "given", [("train", "a" * 99), ("val", "b")], None, None)
+    assert caplog.text.count("were asked for") == 2
+
+
+# --- caches of the builder before -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key_", ["pretrain/roam", "sft/oasst1"])
+def test_a_cache_of_builder_2_is_read_and_replaced_by_the_next_build(
+    settings: Settings, key_: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, cache = recipes(settings)[key_], Path(settings.cache_dir) / key_
+    with monkeypatch.context() as patch:
+        for module in (describe, run_recipe):
+            patch.setattr(module, "BUILDER_VERSION", 2)
+        recipe(settings)
+        meta = {name: value for name, value in read_meta(str(cache / "meta.json")).items() if name != "duplicates"}
+        (cache / "meta.json").write_bytes(raw := meta_bytes(meta))
+        record = cache.parent / ".versions" / cache.name / "recipe.json"
+        said = json.loads(record.read_text()) | {"meta_sha256": hashlib.sha256(raw).hexdigest()}
+        record.write_text(json.dumps(said))
+        assert recipe(settings).reused
+    assert meta["builder_version"] == 2 and not find_damage(cache, deep=True)
+    verdicts = verify(cache, Limits(deep=True))
+    verdicts.pop("repaired_share")  # of the sample's note that is not UTF-8
+    assert not any(verdict.problems for verdict in verdicts.values())
+    assert dict(summary(cache))["duplicates"] == "not counted"
+    if meta["kind"] == "pretrain":
+        data: Any = PretrainTokenStreamDataset(str(cache / "train"), T=2, device="cpu")
+    else:
+        files = [str(cache / name) for name in ("train_tokens.bin", "train_idx.npy")]
+        data = SFTExampleDataset(*files, T=512, device="cpu", eot_id=meta["special_token_ids"]["eot"])
+    assert data.get_batch(B=3, generator=torch.Generator().manual_seed(0))[0].shape == (3, data.T)
+    replaced = recipe(settings)
+    assert not replaced.reused and replaced.meta["builder_version"] == 3 and "duplicates" in replaced.meta

@@ -1,0 +1,451 @@
+"""The same bytes from any number and kind of workers, in bounded memory, whatever happens to one of them."""
+
+import itertools
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.byte_tokenizer import ByteTokenizer
+from support.power_loss import Tree, tree_of
+
+from niels_gpt.builders import pipeline
+from niels_gpt.builders import source as source_module
+from niels_gpt.builders.pipeline import InOrder
+from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.builders.sft import build_sft
+from niels_gpt.builders.source import Batch, SourceState
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
+
+TEXTS = [f"Note {number}: " + "the otter walks to the mill. " * (number * 7 % 5) for number in range(200)]
+TEXTS[60:64] = ["", "naïve 漢字 🙂", "half \ud800 a pair", "a <|eot|> in a text"]
+
+
+@pytest.fixture(autouse=True)
+def many_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "BATCH_ITEMS", 9)
+
+
+def build_text(path: Path, texts: Any, *, tokenizer: Any, **arguments: Any) -> dict[str, Any]:
+    common: dict[str, Any] = {"max_train_tokens": 9000, "max_val_tokens": 700, "shuffle_buffer": 20, "append_eot": True}
+    documents = ((None, text) for text in texts)
+    return build_pretrain(documents, path, tokenizer=tokenizer, shard_bytes=2048, seed=1, **{**common, **arguments})
+
+
+def build_both(folder: Path, tokenizer: Any, **workers: Any) -> Tree:
+    """Build a cache of each kind below a folder; returns all its files."""
+    build_text(folder / "text", TEXTS, tokenizer=tokenizer, **workers)
+    chats = [
+        [{"role": "user", "content": f"What is {number}?"}, {"role": "assistant", "content": text}]
+        for number, text in enumerate(TEXTS)
+    ]
+    build_sft(chats, folder / "chats", tokenizer=tokenizer, val_frac=0.1, seed=1, **workers)
+    return tree_of(folder)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> Tree:
+    """Both caches, encoded in this thread and in one batch."""
+    tree = build_both(tmp_path_factory.mktemp("expected"), tiny_tokenizer, num_threads=0)
+    names = {name.split("/", 3)[-1] for name in tree}
+    assert {"train/shard_00003.bin", "val/shard_00000.bin", "train_tokens.bin", "val_tokens.bin"} <= names
+    metas = [content for name, content in tree.items() if isinstance(content, bytes) and name.endswith("meta.json")]
+    assert len(metas) == 2 and all(b'"sentinel_in_text": 1' in meta for meta in metas)
+    return tree
+
+
+# --- the same bytes ---------------------------------------------------------------------------------------------------
+
+
+class Immediate(Executor):
+    """An executor of no library: it does not know its number of workers, and works in `submit`."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def process_pool(num_workers: int, method: str = "forkserver", **arguments: Any) -> ProcessPoolExecutor:
+    context = multiprocessing.get_context(method)
+    context.set_forkserver_preload(["niels_gpt.builders.pipeline"])
+    return ProcessPoolExecutor(num_workers, mp_context=context, **arguments)
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_threads_of_the_build_give_the_same_bytes(
+    expected: Tree, folder: Path, tiny_tokenizer: SentencePieceTokenizer, num_threads: int
+) -> None:
+    assert build_both(folder / "c", tiny_tokenizer, num_threads=num_threads) == expected
+
+
+@pytest.mark.parametrize(
+    "executor_of",
+    [
+        pytest.param(Immediate, id="any executor"),
+        pytest.param(lambda: ThreadPoolExecutor(1), id="1 thread"),
+        pytest.param(lambda: ThreadPoolExecutor(3), id="3 threads"),
+        pytest.param(lambda: process_pool(2, "spawn"), id="2 spawned"),
+        pytest.param(lambda: process_pool(1), id="1 of a forkserver"),
+        pytest.param(lambda: process_pool(4), id="4 of a forkserver", marks=pytest.mark.faults),
+    ],
+)
+def test_an_executor_gives_the_same_bytes_and_stays_open(
+    expected: Tree, folder: Path, tiny_tokenizer: SentencePieceTokenizer, executor_of: Callable[[], Executor]
+) -> None:
+    with executor_of() as executor:
+        assert build_both(folder / "c", tiny_tokenizer, executor=executor) == expected
+        assert executor.submit(int, "3").result() == 3
+
+
+@pytest.mark.parametrize(("items", "chars"), [(1, 10**9), (10**9, 300), (10**9, 10**9)])
+def test_the_size_of_the_batches_does_not_matter(
+    expected: Tree,
+    folder: Path,
+    tiny_tokenizer: SentencePieceTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    items: int,
+    chars: int,
+) -> None:
+    monkeypatch.setattr(source_module, "BATCH_ITEMS", items)
+    monkeypatch.setattr(source_module, "BATCH_CHARS", chars)
+    assert build_both(folder / "c", tiny_tokenizer, num_threads=2) == expected
+
+
+# --- order and back-pressure ------------------------------------------------------------------------------------------
+
+
+def batches_of(texts: Iterator[str]) -> Iterator[Batch[str]]:
+    return source_module.batches(((text, SourceState({}, None)) for text in texts), texts=lambda text: [text])
+
+
+def test_the_order_is_kept_when_later_batches_are_done_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "BATCH_ITEMS", 1)
+    done: list[str] = []
+    last_is_done = threading.Event()
+
+    def work(payload: list[str]) -> str:
+        (text,) = payload
+        if text == "0":
+            assert last_is_done.wait(60)
+        done.append(text)
+        if text == "3":  # two workers, and two batches for each: the last one that is given out beside the first
+            last_is_done.set()
+        return text.upper()
+
+    with ThreadPoolExecutor(2) as executor:
+        found = list(InOrder[str, str](work, executor)(batches_of(map(str, range(20)))))
+    assert [result for _, result in found] == [str(number) for number in range(20)]
+    assert [batch.payload for batch, _ in found] == [[str(number)] for number in range(20)]
+    assert done[:4] == ["1", "2", "3", "0"]
+
+
+def ahead_of(executor: Executor, texts: list[str]) -> list[int]:
+    """Return how many texts were read from the source beyond the one in hand, for each result: the slowest consumer."""
+    taken: list[str] = []
+    done: list[str] = []
+    found: list[int] = []
+
+    def source() -> Iterator[str]:
+        for text in texts:
+            taken.append(text)
+            yield text
+
+    def work(payload: list[str]) -> None:
+        done.extend(payload)
+
+    for number, _ in enumerate(InOrder[str, None](work, executor)(batches_of(source()))):
+        found.append(len(taken) - number - 1)
+    assert len(taken) == len(done) == len(found) == len(texts)
+    return found
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_batches_are_taken_from_the_source_only_two_a_worker_ahead(
+    num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "BATCH_ITEMS", 1)
+    with ThreadPoolExecutor(num_workers) as executor:
+        found = ahead_of(executor, ["some text"] * 50)
+    # A batch is complete when the item after it is seen, and that is the beginning of the next one.
+    assert max(found) == found[0] == 2 * num_workers
+
+
+def test_batches_are_taken_only_so_many_characters_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "BATCH_ITEMS", 1)
+    monkeypatch.setattr(pipeline, "AHEAD_CHARS", 100)
+    with ThreadPoolExecutor(8) as executor:
+        # Three of 30 are given out; the fourth, which would make 120, waits, and of the fifth a batch is started.
+        assert set(ahead_of(executor, ["x" * 30] * 40)[:-4]) == {4}
+        # One that is too long for the bound goes alone: it, the one that waits for it, and the one started.
+        assert set(ahead_of(executor, ["x" * 101] * 40)[:-2]) == {2}
+
+
+def test_a_build_reads_its_source_only_some_batches_ahead_of_what_it_writes(tmp_path: Path) -> None:
+    taken = 0
+    ahead: list[int] = []
+
+    def chats() -> Iterator[list[dict[str, str]]]:
+        nonlocal taken
+        for taken in range(1, 501):
+            yield [{"role": "assistant", "content": f"text {taken}"}]
+
+    def progress(examples: int, tokens: int, expected: int | None) -> None:
+        ahead.append(taken - examples)
+
+    arguments: dict[str, Any] = {"tokenizer": ByteTokenizer(), "val_frac": 0, "seed": 0, "num_threads": 2}
+    build_sft(chats(), tmp_path / "c", progress=progress, **arguments)
+    # Two threads: four batches of nine, less the one in hand, and one that is started; the source ends after 500.
+    assert max(ahead) <= 4 * 9 + 1 and ahead[0] == 3 * 9 + 1 and len(ahead) == 56
+
+
+# --- the tokenizer in a worker ----------------------------------------------------------------------------------------
+
+
+def note_opens(path: str, log: str) -> None:
+    """Write a line for each time that this process opens a file from now on: the initializer of a worker."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]) == path:
+            handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.write(handle, f"{os.getpid()}\n".encode())
+            os.close(handle)
+
+    sys.addaudithook(hook)
+
+
+def test_a_worker_opens_the_tokenizer_once_for_all_its_batches(tmp_path: Path, tiny_model_path: Path) -> None:
+    tokenizer = load_tokenizer(tiny_model_path)
+    about = (tokenizer.model_path, str(tmp_path / "log"))
+    with process_pool(2, initializer=note_opens, initargs=about) as executor:
+        for name in ("one", "two"):
+            meta = build_text(tmp_path / name, TEXTS, tokenizer=tokenizer, executor=executor)
+            assert meta["documents_read"] > 100  # more than ten batches of nine
+    opened = (tmp_path / "log").read_text().split()
+    assert 1 <= len(opened) <= 2 and len(set(opened)) == len(opened)
+
+
+# --- a worker that dies -----------------------------------------------------------------------------------------------
+
+
+class Mortal(ByteTokenizer):
+    """Kills the worker process that encodes a text with "deadly": each time, or once."""
+
+    def __init__(self, flag: Path, *, once: bool, signalled: bool = False) -> None:
+        self.flag, self.once, self.signalled, self.parent = flag, once, signalled, os.getpid()
+
+    def encode(self, text: str) -> list[int]:
+        if "deadly" in text and os.getpid() != self.parent and not (self.once and self.flag.exists()):
+            self.flag.touch()
+            if self.signalled:
+                os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(3)
+        return ByteTokenizer().encode(text)
+
+
+LIVELY = [f"text {number:03d}" for number in range(150)]
+DEADLY = [f"{text}, deadly" if number == 70 else text for number, text in enumerate(LIVELY)]
+PLAIN: dict[str, Any] = {"shuffle_buffer": None, "max_train_tokens": 10**6, "max_val_tokens": 10**5}
+
+
+@pytest.fixture(scope="module")
+def of_deadly(tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    """The cache of DEADLY, encoded in this thread."""
+    folder = tmp_path_factory.mktemp("deadly")
+    build_text(folder / "c", DEADLY, tokenizer=ByteTokenizer(), num_threads=0, **PLAIN)
+    return tree_of(folder)
+
+
+@pytest.mark.parametrize("signalled", [False, True], ids=["exit", "SIGKILL"])
+def test_a_worker_that_dies_once_is_reported_with_its_batch_and_changes_nothing(
+    of_deadly: Tree, tmp_path: Path, caplog: pytest.LogCaptureFixture, signalled: bool
+) -> None:
+    caplog.set_level(logging.WARNING)
+    mortal = Mortal(tmp_path / "flag", once=True, signalled=signalled)
+    with process_pool(2) as executor:
+        build_text(tmp_path / "found" / "c", DEADLY, tokenizer=mortal, executor=executor, **PLAIN)
+        with pytest.raises(BrokenExecutor):  # the caller's own, and his to replace
+            executor.submit(int, "3")
+    assert mortal.flag.exists() and tree_of(tmp_path / "found") == of_deadly
+    (said,) = [record.getMessage() for record in caplog.records if record.name == pipeline.__name__]
+    found = re.search(r"a worker died while (\d+) batches were in work, from documents (\d+) to (\d+)", said)
+    assert found is not None
+    number, first, last = map(int, found.groups())
+    assert 1 <= number <= 4 and first <= 70 < first + number * 9 and last == first + 8
+    assert f"begins 'text {first:03d}'" in said and "once more, alone" in said
+    assert multiprocessing.active_children() == []
+
+
+def test_a_worker_that_dies_each_time_is_an_error_that_names_the_documents_and_the_build_resumes_without_it(
+    of_deadly: Tree, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    arguments = {"tokenizer": Mortal(tmp_path / "flag", once=False), "checkpoint_seconds": 0, **PLAIN}
+    with process_pool(2) as executor, pytest.raises(RuntimeError, match="or encode in this process") as error:
+        build_text(tmp_path / "found" / "c", DEADLY, executor=executor, **arguments)
+    assert "a worker died twice on documents 63 to 71 (the first begins 'text 063')" in str(error.value)
+    assert not (tmp_path / "found" / "c").exists() and multiprocessing.active_children() == []
+    caplog.clear()
+    build_text(tmp_path / "found" / "c", DEADLY, num_threads=2, **arguments)
+    assert "resuming after 63 documents of an earlier run" in caplog.text
+    assert tree_of(tmp_path / "found") == of_deadly
+
+
+def test_a_pool_that_was_broken_before_the_build_is_replaced(of_deadly: Tree, tmp_path: Path) -> None:
+    with process_pool(1) as executor:
+        with pytest.raises(BrokenExecutor):
+            executor.submit(os._exit, 1).result()
+        build_text(tmp_path / "found" / "c", DEADLY, tokenizer=ByteTokenizer(), executor=executor, **PLAIN)
+    assert tree_of(tmp_path / "found") == of_deadly
+
+
+class Prepared(Mortal):
+    """Works only in a process that was prepared for it, or in the one that made it."""
+
+    prepared = False
+
+    def encode(self, text: str) -> list[int]:
+        if os.getpid() != self.parent and not Prepared.prepared:
+            raise ValueError("this worker was not prepared")
+        return super().encode(text)
+
+
+def prepare(flag: bool) -> None:
+    Prepared.prepared = flag
+
+
+def test_the_workers_of_the_new_pool_are_prepared_as_those_of_the_lost_one(of_deadly: Tree, tmp_path: Path) -> None:
+    tokenizer = Prepared(tmp_path / "flag", once=True)
+    with process_pool(1, initializer=prepare, initargs=(True,)) as executor:
+        build_text(tmp_path / "found" / "c", DEADLY, tokenizer=tokenizer, executor=executor, **PLAIN)
+    assert tokenizer.flag.exists() and tree_of(tmp_path / "found") == of_deadly
+
+
+# --- errors and an early end ------------------------------------------------------------------------------------------
+
+
+class NotUnpickled(Exception):
+    """Python cannot make it again from its one argument."""
+
+    def __init__(self, what: str, number: int) -> None:
+        super().__init__(f"{what} {number}")
+
+
+class NotPickled(Exception):
+    """Holds what no other process can have."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.held = lambda: message
+
+
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "ValueError": lambda: ValueError("number 70"),
+    "NotUnpickled": lambda: NotUnpickled("number", 70),
+    "NotPickled": lambda: NotPickled("number 70"),
+}
+
+
+class Refusing(ByteTokenizer):
+    """Raises an error for one text, and counts the calls for it in a file."""
+
+    def __init__(self, log: Path, error: str = "ValueError") -> None:
+        self.log, self.error = log, error
+
+    def encode(self, text: str) -> list[int]:
+        if "deadly" in text:
+            with open(self.log, "a") as file:
+                file.write(f"{os.getpid()}\n")
+            raise ERRORS[self.error]()
+        return ByteTokenizer().encode(text)
+
+
+@pytest.mark.parametrize("kind", ["caller", "threads", "executor", "processes"])
+def test_an_error_of_the_tokenizer_is_not_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    caplog.set_level(logging.WARNING)
+    tokenizer = Refusing(tmp_path / "log")
+    before = set(threading.enumerate())
+    with pytest.raises(ValueError, match=r"^number 70$"):
+        if kind in ("caller", "threads"):
+            build_text(tmp_path / "c", DEADLY, tokenizer=tokenizer, num_threads=0 if kind == "caller" else 2)
+        else:
+            with process_pool(1) if kind == "processes" else ThreadPoolExecutor(2) as executor:
+                try:
+                    build_text(tmp_path / "c", DEADLY, tokenizer=tokenizer, executor=executor)
+                finally:
+                    assert executor.submit(int, "3").result() == 3
+    assert len((tmp_path / "log").read_text().split()) == 1
+    assert caplog.text == "" and set(threading.enumerate()) == before
+    assert multiprocessing.active_children() == []
+
+
+def test_an_error_of_a_worker_comes_back_with_its_type_and_text(tmp_path: Path) -> None:
+    expected = {"ValueError": (ValueError, "number 70"), "NotUnpickled": (RuntimeError, "NotUnpickled: number 70")}
+    expected["NotPickled"] = (RuntimeError, "NotPickled: number 70")
+    with process_pool(1) as executor:
+        for error, (kind, text) in expected.items():
+            with pytest.raises(kind, match=f"^{text}$") as caught:
+                tokenizer = Refusing(tmp_path / "log", error)
+                build_text(tmp_path / "c", DEADLY, tokenizer=tokenizer, executor=executor, **PLAIN)
+            assert type(caught.value) is kind
+        assert executor.submit(int, "3").result() == 3  # the pool is alive
+
+
+def test_a_source_that_breaks_leaves_no_thread(tmp_path: Path) -> None:
+    def texts() -> Iterator[str]:
+        yield from LIVELY
+        raise OSError("upstream broke")
+
+    before = set(threading.enumerate())
+    with pytest.raises(OSError, match="upstream broke"):
+        build_text(tmp_path / "c", texts(), tokenizer=ByteTokenizer(), num_threads=2, **PLAIN)
+    assert set(threading.enumerate()) == before
+
+
+def test_budgets_that_are_full_early_leave_no_thread_and_nothing_in_work(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"tokenizer": ByteTokenizer(), "max_train_tokens": 500, "max_val_tokens": 50}
+    before = set(threading.enumerate())
+    build_text(tmp_path / "a", map("some text {}".format, itertools.count()), num_threads=4, **arguments)
+    assert set(threading.enumerate()) == before
+    with ThreadPoolExecutor(4) as executor:
+        build_text(tmp_path / "b", map("some text {}".format, itertools.count()), executor=executor, **arguments)
+        assert executor.submit(int, "3").result() == 3
+
+
+def test_work_that_has_not_started_is_cancelled_when_the_consumer_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(source_module, "BATCH_ITEMS", 1)
+    go_on = threading.Event()
+    started: list[str] = []
+
+    def work(payload: list[str]) -> None:
+        started.extend(payload)
+        assert payload == ["0"] or go_on.wait(60)
+
+    with ThreadPoolExecutor(2) as executor:  # after the first batch, three are given out: one a worker, and one waits
+        with closing(InOrder[str, None](work, executor)(batches_of(map(str, range(20))))) as found:
+            next(found)
+        go_on.set()
+    assert started[0] == "0" and set(started) <= {"0", "1", "2"}
+
+
+def test_a_model_that_was_replaced_meanwhile_is_refused_in_a_worker(tmp_path: Path, tiny_model_path: Path) -> None:
+    model = tmp_path / "spm.model"
+    model.write_bytes(tiny_model_path.read_bytes())
+    tokenizer = load_tokenizer(model)
+    model.write_bytes(tiny_model_path.read_bytes() + b"\xfa\x07\x00")  # a field of no meaning: as good a model
+    with process_pool(1) as executor, pytest.raises(CacheError, match=r"spm\.model: its sha256 is"):
+        build_text(tmp_path / "c", TEXTS, tokenizer=tokenizer, executor=executor)

@@ -1,0 +1,418 @@
+"""A cache that is damaged, foreign or hostile is refused by its readers with an error that names the file."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.byte_tokenizer import ByteTokenizer
+from support.small_caches import CHAT, Damage, build_caches, build_chats, change_meta, cut, put, put_token, save
+
+from niels_gpt.builders.meta_keys import Source
+from niels_gpt.builders.pretrain import build_stub
+from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, SFTExampleDataset
+from niels_gpt.cache.meta import find_meta
+from niels_gpt.commands import cache as cli
+from niels_gpt.inspection.verify import find_damage
+from niels_gpt.storage.fileio import META_NAME, canonical_json, sha256_file
+
+NOTES, CHATS = "pretrain/notes", "sft/chats"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_caches(tmp_path_factory.mktemp("good") / "cache")
+
+
+@pytest.fixture
+def cache_dir(built: Path, tmp_path: Path) -> Path:
+    """A copy of tokenizer/, pretrain/notes (train: 3 shards of 10 tokens, no val) and sft/chats (3 x 6 tokens)."""
+    shutil.copytree(built, tmp_path / "cache", symlinks=True)
+    return tmp_path / "cache"
+
+
+def open_pretrain(cache_dir: Path, split: str = "train", **arguments: Any) -> PretrainTokenStreamDataset:
+    return PretrainTokenStreamDataset(str(cache_dir / NOTES / split), **{"T": 4, "device": "cpu", **arguments})
+
+
+def open_sft(cache_dir: Path, split: str = "train", **arguments: Any) -> SFTExampleDataset:
+    files = [str(cache_dir / CHATS / f"{split}_{name}") for name in ("tokens.bin", "idx.npy")]
+    return SFTExampleDataset(*files, **{"T": 5, "device": "cpu", "eot_id": 4, **arguments})
+
+
+OPENERS = {NOTES: open_pretrain, CHATS: open_sft}
+
+
+def draw(dataset: Any) -> int:
+    """Return the largest id of a batch."""
+    return max(int(part.max()) for part in dataset.get_batch(B=8, generator=torch.Generator().manual_seed(0)))
+
+
+def refusal(cache_dir: Path, key: str, error: type[Exception] = CacheError) -> str:
+    """Return the message with which the reader refuses a cache."""
+    with pytest.raises(error) as caught:
+        OPENERS[key](cache_dir)
+    return str(caught.value)
+
+
+def change(**keys: Any) -> Damage:
+    return lambda path: change_meta(path.parent, **keys)
+
+
+def test_the_undamaged_caches_open(cache_dir: Path) -> None:
+    assert open_pretrain(cache_dir).num_windows == 3 * 6 and len(open_sft(cache_dir)) == 3
+    assert draw(open_pretrain(cache_dir)) < 300 > draw(open_sft(cache_dir))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+FILE_DAMAGE = [
+    (NOTES, "train/shard_00001.bin", put(b""), "0 bytes, expected 20 by its meta.json"),
+    (NOTES, "train/shard_00001.bin", cut(-1), "19 bytes, expected 20"),
+    (NOTES, "train/shard_00001.bin", cut(-2), "18 bytes, expected 20"),
+    (NOTES, "train/shard_00001.bin", Path.unlink, "no such token file"),
+    (CHATS, "train_tokens.bin", put(b""), "0 bytes, expected 36 by its meta.json"),
+    (CHATS, "train_tokens.bin", cut(-1), "35 bytes, expected 36"),
+    (CHATS, "train_tokens.bin", cut(-2), "34 bytes, expected 36"),
+    (CHATS, "train_tokens.bin", Path.unlink, "no such token file"),
+    (CHATS, "train_idx.npy", Path.unlink, "no such offsets file"),
+    (CHATS, "train_idx.npy", put(b""), "0 bytes, expected 152 by its meta.json"),
+    (CHATS, "train_idx.npy", cut(-8), "144 bytes, expected 152 by its meta.json"),
+    (CHATS, "train_idx.npy", save([0, 6, 6]), "offsets do not ascend at entry 2"),
+    (CHATS, "train_idx.npy", save([0, 6, 18]), "offset 18 lies beyond the 18 tokens of train_tokens.bin"),
+]
+
+
+@pytest.mark.parametrize(("key", "name", "damage", "message"), FILE_DAMAGE)
+def test_a_damaged_file_is_refused(cache_dir: Path, key: str, name: str, damage: Damage, message: str) -> None:
+    damage(cache_dir / key / name)
+    error = FileNotFoundError if damage is Path.unlink else CacheError
+    assert f"{name}: {message}" in refusal(cache_dir, key, error)
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"", "an empty file"), (b"\0" * 19, "19 bytes, expected")])
+def test_a_damaged_shard_without_meta_json_is_refused(cache_dir: Path, content: bytes, message: str) -> None:
+    (cache_dir / NOTES / META_NAME).unlink()
+    (cache_dir / NOTES / "train" / "shard_00001.bin").write_bytes(content)
+    assert f"train/shard_00001.bin: {message}" in refusal(cache_dir, NOTES)
+
+
+def test_an_empty_split_is_refused(cache_dir: Path) -> None:
+    for described in (True, False):
+        with pytest.raises(CacheError, match="val: this split has no shard"):
+            open_pretrain(cache_dir, "val")
+        with pytest.raises(CacheError, match=r"val_tokens\.bin: an empty file"):
+            open_sft(cache_dir, "val")
+        if described:
+            (cache_dir / NOTES / META_NAME).unlink()
+
+
+def test_a_split_whose_shards_are_all_too_short_is_refused(cache_dir: Path) -> None:
+    with pytest.raises(CacheError, match=r"train: the longest shard has 10 tokens, expected T \+ 1 = 11"):
+        open_pretrain(cache_dir, T=10)
+
+
+def test_an_absent_split_is_a_file_not_found_error_with_a_remedy(cache_dir: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"notes/test: no such folder\. Build it"):
+        open_pretrain(cache_dir, "test")
+
+
+def test_a_stub_is_refused_with_its_reason(cache_dir: Path) -> None:
+    stub = cache_dir / "pretrain" / "stub"
+    build_stub(stub, tokenizer=ByteTokenizer(), source=Source(name="g"), seed=0, shard_bytes=20)
+    with pytest.raises(CacheError, match=r"meta.json: built is false"):
+        PretrainTokenStreamDataset(str(stub / "train"), T=4, device="cpu")
+
+
+def test_a_damaged_offsets_file_is_refused_without_a_meta_json_too(cache_dir: Path) -> None:
+    (cache_dir / CHATS / META_NAME).unlink()
+    cut(-8)(cache_dir / CHATS / "train_idx.npy")
+    assert "train_idx.npy: 144 bytes, expected 152 by its own header" in refusal(cache_dir, CHATS)
+
+
+# --- meta.json --------------------------------------------------------------------------------------------------------
+
+META_DAMAGE = [
+    (put(b"{"), "not JSON"),
+    (put(b"\xff\xfe"), "not JSON"),
+    (put(b"[" * 100_000), "not JSON"),
+    (put(b"[1]"), "a JSON list, expected an object"),
+    (change(built=False), "built is false"),
+    (change(shards={"train": 3}), "shards.train is 3, expected a list"),
+    (change(shards={"train": [{}]}), "shards.train[0] is {}, expected a record"),
+]
+
+
+@pytest.mark.parametrize("key", OPENERS)
+@pytest.mark.parametrize(("damage", "message"), META_DAMAGE)
+def test_a_damaged_meta_json_is_refused(cache_dir: Path, key: str, damage: Damage, message: str) -> None:
+    damage(cache_dir / key / META_NAME)
+    assert f"{META_NAME}: {message}" in refusal(cache_dir, key)
+
+
+@pytest.mark.parametrize(
+    ("key", "shards", "message"),
+    [
+        (NOTES, {}, "meta.json: no list of shards for split train"),
+        (NOTES, {"train": []}, "train: this split has no shard"),
+        (CHATS, {}, "meta.json: does not name train_tokens.bin"),
+    ],
+)
+def test_a_split_that_meta_json_does_not_list_is_refused(cache_dir: Path, key: str, shards: Any, message: str) -> None:
+    change_meta(cache_dir / key, shards=shards)
+    assert message in refusal(cache_dir, key)
+
+
+WRONG_TYPES = {
+    "vocab_size": [0, -1, 65537, 2**63, 10**90, True, 300.0, "300", [300], {}],
+    "special_token_ids": [3, "eot", [1, 2, 3, 4], True],
+    "tokenizer_sha256": [3, "f", True, ["f" * 64], "F" * 64],
+    "built": [None, 1, 0, "true", [], {}, 0.0],
+    "token_dtype": [None, "uint32-le", "<u2", 2, []],
+    "format_version": [None, 2, "1", True, 1.0, []],
+    "shards": [None, 3, [], "train", {"train": None}, {"train": {}}],
+    "index": [None, 3, []],
+}
+
+
+@pytest.mark.parametrize("key", OPENERS)
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_a_key_of_the_wrong_type_is_refused_by_its_name(cache_dir: Path, key: str, name: str) -> None:
+    for value in WRONG_TYPES[name]:
+        change_meta(cache_dir / key, **{name: value})
+        message = refusal(cache_dir, key)
+        assert f"{META_NAME}: {name}" in message and "expected" in message and "python -m" in message, value
+
+
+@pytest.mark.parametrize("sentinel", ["asst", "eot"])
+def test_a_sentinel_id_that_is_none_of_the_vocabulary_is_refused(cache_dir: Path, sentinel: str) -> None:
+    for value in (300, -1, True, 4.0, "4", None, [4], 2**64):
+        change_meta(cache_dir / CHATS, special_token_ids={**ByteTokenizer().special_token_ids(), sentinel: value})
+        assert f"special_token_ids.{sentinel} is " in refusal(cache_dir, CHATS), value
+
+
+@pytest.mark.parametrize("key", OPENERS)
+def test_other_tools_keys_are_ignored(cache_dir: Path, key: str) -> None:
+    change_meta(cache_dir / key, author=["x"], files_seen=-1, itos={"0": "a"})
+    OPENERS[key](cache_dir)
+    (cache_dir / key / META_NAME).write_bytes(b'{"vocab_size": null, "stoi": {"a": 0}}')
+    OPENERS[key](cache_dir)
+    (cache_dir / key / META_NAME).unlink()
+    OPENERS[key](cache_dir)
+
+
+def test_a_meta_json_with_an_old_crc_32_is_refused(cache_dir: Path) -> None:
+    path = cache_dir / NOTES / META_NAME
+    path.write_bytes(path.read_bytes().replace(b'"seed": 0', b'"seed": 1'))
+    assert "CRC-32" in refusal(cache_dir, NOTES)
+
+
+# --- the tokenizer and the ids of sentinels ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("opener", OPENERS.values())
+def test_ids_of_another_tokenizer_than_the_one_beside_the_cache_or_the_callers_are_refused(
+    cache_dir: Path, opener: Any
+) -> None:
+    opener(cache_dir, tokenizer_sha256=sha256_file(cache_dir / "tokenizer" / "spm.model"))
+    with pytest.raises(CacheError, match=f"ids of tokenizer [0-9a-f]{{12}}, expected tokenizer {'e' * 12}"):
+        opener(cache_dir, tokenizer_sha256="e" * 64)
+    change_meta(cache_dir / "tokenizer", tokenizer_sha256="f" * 64)
+    with pytest.raises(CacheError, match=f"ids of tokenizer [0-9a-f]{{12}}, expected tokenizer {'f' * 12}"):
+        opener(cache_dir)
+    for value in (3, []):
+        change_meta(cache_dir / "tokenizer", tokenizer_sha256=value)
+        with pytest.raises(CacheError, match="tokenizer_sha256 is"):
+            opener(cache_dir)
+
+
+def test_ids_of_sentinels_other_than_the_caches_are_refused(cache_dir: Path) -> None:
+    with pytest.raises(CacheError, match=r"meta\.json: the eot sentinel has id 4, but eot_id=5 was given"):
+        open_sft(cache_dir, eot_id=5)
+    with pytest.raises(CacheError, match=r"meta\.json: the asst sentinel has id 3, but asst_id=2 was given"):
+        open_sft(cache_dir, asst_id=2)
+
+
+@pytest.mark.parametrize("arguments", [{"eot_id": 300}, {"eot_id": -1}, {"eot_id": 4, "asst_id": 70000}])
+def test_a_given_id_outside_the_vocabulary_is_a_value_error(cache_dir: Path, arguments: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"_id=-?\d+: expected an id of the vocabulary, 0 to 299") as caught:
+        open_sft(cache_dir, **arguments)
+    assert not isinstance(caught.value, CacheError)
+
+
+def test_the_asst_id_comes_from_the_meta_json_beside_the_tokens_else_the_tokenizers_else_the_keyword(
+    cache_dir: Path,
+) -> None:
+    beside, above = cache_dir / CHATS / META_NAME, cache_dir / "tokenizer" / META_NAME
+    of_tokenizer = above.read_bytes()
+    above.unlink()
+    assert open_sft(cache_dir).asst_id == 3
+    above.write_bytes(of_tokenizer)
+    change_meta(beside.parent, special_token_ids=None)
+    assert open_sft(cache_dir).asst_id == 3
+    beside.unlink()
+    assert open_sft(cache_dir).asst_id == 3
+    above.unlink()
+    assert open_sft(cache_dir, asst_id=3).asst_id == 3
+
+
+def test_an_asst_id_known_nowhere_is_an_error_that_names_the_three_places(cache_dir: Path) -> None:
+    (cache_dir / "tokenizer" / META_NAME).unlink()
+    change_meta(cache_dir / CHATS, special_token_ids={})
+    message = refusal(cache_dir, CHATS)
+    assert "asst_id=" in message and str((cache_dir / CHATS).resolve() / META_NAME) in message
+    assert "tokenizer/meta.json" in message
+
+
+# --- tokens and offsets that do not belong together -------------------------------------------------------------------
+
+
+def pair_of(tokens: Path, idx: Path, **arguments: Any) -> SFTExampleDataset:
+    return SFTExampleDataset(tokens, idx, **{"T": 30, "device": "cpu", "eot_id": 4, **arguments})
+
+
+def chats_of(cache_dir: Path, name: str, lengths: list[int]) -> Path:
+    """Build sft/NAME: half of the chats in each split, whose messages have these lengths."""
+    chats = [[{"role": "user", "content": "q" * n}, CHAT[1]] for n in lengths]
+    return build_chats(cache_dir, chats, 0.5, name).resolve()
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_tokens_and_offsets_of_two_splits_are_refused(cache_dir: Path, described: bool) -> None:
+    folder = chats_of(cache_dir, "both", [3, 3, 3, 3])
+    if not described:
+        (folder / META_NAME).unlink()
+    for one, other in (("train", "val"), ("val", "train")):
+        with pytest.raises(CacheError, match=rf"{other}_idx\.npy: the offsets of other tokens.*of {other}, not"):
+            pair_of(folder / f"{one}_tokens.bin", folder / f"{other}_idx.npy")
+
+
+def test_tokens_of_one_cache_and_offsets_of_another_are_refused(cache_dir: Path) -> None:
+    one, other = chats_of(cache_dir, "one", [3, 4]), chats_of(cache_dir, "other", [3, 4])
+    for folder in (one, other):
+        with pytest.raises(CacheError, match=r"the offsets of other tokens.*another cache"):
+            pair_of(one / "train_tokens.bin", other / "train_idx.npy", asst_id=3)
+        (folder / META_NAME).unlink()
+    assert len(pair_of(one / "train_tokens.bin", other / "train_idx.npy", asst_id=3)) == 1  # files of other tools
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+@pytest.mark.parametrize("known_by", ["meta.json", "tokenizer/meta.json"])
+def test_offsets_of_another_version_of_equal_size_are_refused_by_the_first_example(
+    cache_dir: Path, io: Any, known_by: str
+) -> None:
+    folder = chats_of(cache_dir, "one", [9, 2, 5, 4, 7, 3])
+    other = chats_of(cache_dir, "other", [3, 4, 5, 9, 2, 7])
+    (folder / "train_idx.npy").write_bytes((other / "train_idx.npy").read_bytes())
+    if known_by != "meta.json":
+        (folder / META_NAME).unlink()
+    message = r"train_tokens\.bin: token \d+, with which example 1 begins by train_idx\.npy, is id \d+, expected the"
+    with pytest.raises(CacheError, match=message):
+        pair_of(folder / "train_tokens.bin", folder / "train_idx.npy", io=io)
+    if known_by == "meta.json":
+        (damage,) = find_damage(folder, deep=False)
+        assert damage.file == "train_tokens.bin" and "example 1 begins" in damage.problem
+        return
+    (cache_dir / "tokenizer" / META_NAME).unlink()  # nobody knows the ids of the roles: the targets show what is wrong
+    with pytest.warns(UserWarning, match="1 of 3 rows have no target"):
+        pair_of(folder / "train_tokens.bin", folder / "train_idx.npy", io=io, asst_id=3)
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize(("key", "name"), [(NOTES, "train/shard_00001.bin"), (CHATS, "train_tokens.bin")])
+def test_a_link_out_of_the_cache_is_refused_with_a_remedy(
+    cache_dir: Path, tmp_path: Path, key: str, name: str, described: bool
+) -> None:
+    if not described:
+        (cache_dir / key / META_NAME).unlink()
+    path = (cache_dir / key).resolve() / name
+    path.rename(tmp_path / "moved")
+    path.symlink_to(tmp_path / "moved")
+    message = refusal(cache_dir, key)
+    assert f"{path}: a symbolic link" in message and "cp -rL" in message
+
+
+@pytest.mark.parametrize("key", OPENERS)
+def test_a_public_name_that_leads_out_of_the_folder_or_in_a_circle_is_refused(cache_dir: Path, key: str) -> None:
+    shutil.copytree((cache_dir / key).resolve(), cache_dir.parent / "outside")
+    (cache_dir / key).unlink()
+    (cache_dir / key).symlink_to(cache_dir.parent / "outside")
+    with pytest.raises(CacheError, match="a symbolic link to"):
+        find_meta(cache_dir / key)
+    assert cli.main(["list", str(cache_dir)]) == 1
+    (cache_dir / key).unlink()
+    (cache_dir / key).symlink_to((cache_dir / key).name)
+    with pytest.raises((CacheError, FileNotFoundError)):
+        OPENERS[key](cache_dir)
+
+
+@pytest.mark.parametrize("key", OPENERS)
+def test_a_tokenizer_that_is_a_link_out_of_the_folder_is_not_read(cache_dir: Path, key: str) -> None:
+    (cache_dir / "tokenizer").rename(cache_dir.parent / "outside")
+    (cache_dir / "tokenizer").symlink_to(cache_dir.parent / "outside")
+    assert "a symbolic link" in refusal(cache_dir, key)
+
+
+def test_links_above_a_version_are_followed(cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a version of the tokenizer, of the user's, and in a relative path: only links inside a version are refused."""
+    (cache_dir / ".versions" / "tokenizer").mkdir(parents=True)
+    (cache_dir / "tokenizer").rename(cache_dir / ".versions" / "tokenizer" / "0123456789ab")
+    (cache_dir / "tokenizer").symlink_to(".versions/tokenizer/0123456789ab")
+    assert find_meta(cache_dir / "tokenizer") is not None and len(open_sft(cache_dir)) == 3
+    (tmp_path / "mine").symlink_to(cache_dir / NOTES / "train")
+    assert PretrainTokenStreamDataset(str(tmp_path / "mine"), T=4, device="cpu").meta is not None
+    monkeypatch.chdir(cache_dir / NOTES / "train")
+    assert PretrainTokenStreamDataset(".", T=4, device="cpu").meta is not None
+
+
+@pytest.mark.parametrize("name", [META_NAME, "train/shard_00000.bin"])
+def test_a_fifo_is_refused_and_not_waited_for(cache_dir: Path, name: str) -> None:
+    path = (cache_dir / NOTES).resolve() / name
+    path.unlink()
+    os.mkfifo(path)
+    assert f"{path}: not a regular file" in refusal(cache_dir, NOTES)
+
+
+# --- ids --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("id", [300, 65535])
+@pytest.mark.parametrize(("key", "name"), [(NOTES, "train/shard_00001.bin"), (CHATS, "train_tokens.bin")])
+def test_an_id_outside_the_vocabulary_is_never_served(cache_dir: Path, key: str, name: str, id: int) -> None:
+    path = (cache_dir / key).resolve() / name
+    put_token(path, 7, id)  # of the sft cache: the second token of example 1
+    dataset, generator = OPENERS[key](cache_dir), torch.Generator().manual_seed(0)
+    message = f"{path}: token 7 at byte 14 is id {id}, expected ids below vocab_size 300"
+    served = refused = 0
+    for _ in range(50):
+        try:
+            parts = dataset.get_batch(B=1, generator=generator)
+        except CacheError as error:
+            refused += 1
+            assert message in str(error)
+        else:
+            served += 1
+            assert max(int(part.max()) for part in parts) < 300
+    assert served and refused
+    if isinstance(dataset, SFTExampleDataset):
+        assert dataset.example(0).tolist()[0] == 2
+        with pytest.raises(CacheError, match=re.escape(message)):
+            dataset.example(1)
+
+
+def test_an_example_that_does_not_exist_is_an_index_error(cache_dir: Path) -> None:
+    for row in (-1, 3, 10**20):
+        with pytest.raises(IndexError, match="there are 3"):
+            open_sft(cache_dir).example(row)
+
+
+def test_without_a_vocabulary_all_ids_are_served(cache_dir: Path) -> None:
+    (cache_dir / NOTES / "train" / "shard_00001.bin").write_bytes(b"\xff" * 20)
+    (cache_dir / NOTES / META_NAME).write_bytes(canonical_json({}))
+    assert draw(open_pretrain(cache_dir)) == 65535

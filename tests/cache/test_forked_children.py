@@ -1,0 +1,250 @@
+"""A child that was forked in the middle of a build, and comes out of it in any way, leaves its parent's build alone."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from support.power_loss import tree_of
+from support.small_builds import BATCH_ITEMS, BUILDERS, ITEMS, Item, quick_folder, whole_version
+
+from niels_gpt.builders import source
+from niels_gpt.cache import CacheError
+from niels_gpt.storage import versions
+from niels_gpt.storage.locks import file_lock
+
+KINDS = pytest.mark.parametrize("kind", sorted(BUILDERS))
+PRECIOUS = b"precious" * 10
+_taken: list[int] = []  # descriptors of a child
+_SECONDS = 20  # after which a child that hangs is killed, and its parent's test fails
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "BATCH_ITEMS", BATCH_ITEMS)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with quick_folder() as path:
+        (path / "precious").write_bytes(PRECIOUS)
+        yield path
+
+
+def raises() -> NoReturn:
+    raise RuntimeError("the child has an error")
+
+
+def exits() -> NoReturn:
+    sys.exit(3)
+
+
+def returns() -> None: ...
+
+
+WAYS = pytest.mark.parametrize("way", [raises, exits, returns], ids=lambda way: way.__name__)
+Way = Callable[[], None]
+
+
+def alone(work: Callable[[], Any]) -> Any:
+    """Do some work in which children are forked; a child that comes out of it ends here.
+
+    Its status is 0 if the files that it has opened in `forked` are still open.
+    """
+    parent = os.getpid()
+    try:
+        return work()
+    finally:
+        if os.getpid() != parent:
+            still = {os.path.realpath(f"/proc/self/fd/{handle}") for handle in _taken}
+            os._exit(0 if len(still) == 1 and still.pop().endswith("/precious") else 8)
+
+
+def handle_of(lock: Path) -> int:
+    """Return the descriptor that this process has of a lock file."""
+    found = [name for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")]
+    (handle,) = (int(name) for name in found if os.readlink(f"/proc/self/fd/{name}") == str(lock))
+    return handle
+
+
+def forked(lock: Path, precious: Path) -> bool:
+    """Fork; the child, to which this is True, gets a file under the lock's descriptor number. The parent waits for it.
+
+    The test fails where the child cannot get that number, or hangs.
+    """
+    number = handle_of(lock)
+    child = os.fork()
+    if child:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return False
+    signal.alarm(_SECONDS)
+    _taken[:] = [os.open(precious, os.O_RDWR) for _ in range(number + 1)]
+    if number not in _taken:
+        os._exit(9)
+    return True
+
+
+def is_held(path: Path) -> bool:
+    """Tell whether the cache at `path` is locked by this process, and whether its lock says so."""
+    try:
+        with versions.build_lock(path):
+            return False
+    except CacheError as error:
+        assert f"pid {os.getpid()}" in str(error)
+        return True
+
+
+def forking(
+    items: Iterable[Item], at: int, path: Path, precious: Path, way: Way, *, reads_on: bool = False
+) -> Iterator[Item]:
+    """Yield items for the build of the cache at `path`; at one of them a child is forked that leaves by some way.
+
+    reads_on: where that way leads back here, the child has all the items that its parent has.
+    """
+    folder = versions.versions_dir(path)
+    for number, item in enumerate(items):
+        if number == at:
+            before = tree_of(folder)
+            if forked(folder / "lock", precious):
+                way()
+                if not reads_on:
+                    return
+                yield item
+                continue
+            assert tree_of(folder) == before
+            assert is_held(path)
+        yield item
+
+
+@KINDS
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize("at", [1, 35], ids=["before a checkpoint", "after some"])
+@pytest.mark.parametrize("way", [raises, exits], ids=lambda way: way.__name__)
+def test_a_child_that_comes_out_of_the_source_by_an_error_changes_nothing(
+    folder: Path, kind: str, num_threads: int, at: int, way: Way
+) -> None:
+    BUILDERS[kind](folder / "whole" / "c")
+    items = forking(ITEMS[kind](0), at, folder / "cache" / "c", folder / "precious", way)
+    alone(lambda: BUILDERS[kind](folder / "cache" / "c", items=items, num_threads=num_threads))
+    assert (folder / "precious").read_bytes() == PRECIOUS
+    assert tree_of(folder / "cache") == tree_of(folder / "whole")
+    assert whole_version(folder / "cache" / "c") == whole_version(folder / "whole" / "c")
+
+
+@KINDS
+@pytest.mark.parametrize("reads_on", [True, False])
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize("at", [1, 35], ids=["before a checkpoint", "after some"])
+def test_a_child_that_goes_on_as_if_it_were_its_parent_does_not_write_to_its_build(
+    folder: Path, kind: str, at: int, num_threads: int, reads_on: bool
+) -> None:
+    BUILDERS[kind](folder / "whole" / "c")
+    path = folder / "cache" / "c"
+    items = forking(ITEMS[kind](0), at, path, folder / "precious", returns, reads_on=reads_on)
+    alone(lambda: BUILDERS[kind](path, items=items, num_threads=num_threads))
+    assert (folder / "precious").read_bytes() == PRECIOUS
+    assert tree_of(folder / "cache") == tree_of(folder / "whole")
+
+
+@KINDS
+def test_a_child_of_a_replay_does_not_commit_for_its_parent(folder: Path, kind: str) -> None:
+    BUILDERS[kind](folder / "whole" / "c")
+    path = folder / "cache" / "c"
+
+    def blocking() -> Iterator[Item]:
+        yield from ITEMS[kind](0)[:1]
+        path.write_text("in the way")
+        yield from ITEMS[kind](0)[1:]
+
+    with pytest.raises(CacheError, match="is a file"):
+        BUILDERS[kind](path, items=blocking())
+    path.unlink()
+    items = forking(ITEMS[kind](0), 1, path, folder / "precious", returns, reads_on=True)
+    alone(lambda: BUILDERS[kind](path, items=items))
+    assert (folder / "precious").read_bytes() == PRECIOUS
+    assert tree_of(folder / "cache") == tree_of(folder / "whole")
+
+
+@WAYS
+def test_a_child_that_comes_out_of_a_lock_leaves_it_to_its_parent(folder: Path, way: Way) -> None:
+    def work() -> None:
+        with file_lock(folder / "lock", "it", "is being built", wait=False):
+            if forked(folder / "lock", folder / "precious"):
+                way()
+                return
+            assert f"pid {os.getpid()}" in (folder / "lock").read_text()
+            second = file_lock(folder / "lock", "it", "is being built", wait=False)
+            with pytest.raises(CacheError, match=f"it: is being built by user .*pid {os.getpid()}"), second:
+                raise AssertionError("two have the lock")
+
+    alone(work)
+    assert (folder / "precious").read_bytes() == PRECIOUS
+    with file_lock(folder / "lock", "it", "is being built", wait=False):
+        pass
+    assert (folder / "lock").read_bytes() == b""
+
+
+@WAYS
+@pytest.mark.parametrize("has_journal", [True, False])
+def test_a_child_that_comes_out_of_a_build_leaves_its_folders(folder: Path, way: Way, has_journal: bool) -> None:
+    def work() -> None:
+        with versions.resumable(folder / "c", "0" * 64) as (build, journal):
+            build.mkdir()
+            (build / "shard").write_bytes(b"half")
+            if has_journal:
+                (journal / "journal.jsonl").write_bytes(b"line")
+            before = tree_of(folder)
+            if forked(journal.parent / "lock", folder / "precious"):
+                way()
+                return
+            assert tree_of(folder) == before and is_held(folder / "c")
+
+    alone(work)
+    assert [entry.name for entry in versions.versions_dir(folder / "c").iterdir()] == ["lock"]
+
+
+@WAYS
+def test_a_child_that_comes_out_of_a_build_in_one_go_leaves_its_folder(folder: Path, way: Way) -> None:
+    def work() -> None:
+        with versions.building(folder / "c") as build:
+            (build / "half").write_bytes(b"half")
+            before = tree_of(folder)
+            if forked(build.parent / "lock", folder / "precious"):
+                way()
+                return
+            assert tree_of(folder) == before and is_held(folder / "c")
+
+    alone(work)
+    assert [entry.name for entry in versions.versions_dir(folder / "c").iterdir()] == ["lock"]
+
+
+def test_a_child_may_build_another_cache_while_its_parent_builds(folder: Path) -> None:
+    build = BUILDERS["pretrain"]
+    expected = build(folder / "whole" / "c")
+
+    def another() -> None:
+        build(folder / "of the child")
+        raises()
+
+    items = forking(ITEMS["pretrain"](0), 35, folder / "cache" / "c", folder / "precious", another)
+    assert alone(lambda: build(folder / "cache" / "c", items=items)) == expected
+    assert whole_version(folder / "of the child") == expected["content_sha256"]
+    assert (folder / "precious").read_bytes() == PRECIOUS
+
+
+def test_a_child_cannot_build_what_its_parent_builds(folder: Path) -> None:
+    build = BUILDERS["pretrain"]
+    expected = build(folder / "whole" / "c")
+
+    def the_same() -> None:
+        with pytest.raises(CacheError, match=f"is being built by .*pid {os.getppid()}"):
+            build(folder / "cache" / "c")
+        (folder / "refused").touch()
+        raises()
+
+    items = forking(ITEMS["pretrain"](0), 35, folder / "cache" / "c", folder / "precious", the_same)
+    assert alone(lambda: build(folder / "cache" / "c", items=items)) == expected
+    assert (folder / "refused").exists()

@@ -1,0 +1,334 @@
+"""Readers and parsers under random damage: a batch of good ids or a documented error, and never anything else.
+
+And `verify` passes a cache if and only if every reader opens it, but for what docs/formats.md lists as its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.byte_tokenizer import ByteTokenizer
+from support.fuzzed import JSON, Files, damaged, fuzz, written
+
+from niels_gpt.builders.meta_keys import Source, content_sha256
+from niels_gpt.builders.pretrain import build_pretrain, build_stub
+from niels_gpt.cache import (
+    CacheError,
+    PretrainTokenStreamDataset,
+    SFTExampleDataset,
+    build_pretrain_cache,
+    build_sft_cache,
+    read_meta,
+)
+from niels_gpt.cache.mmap import IO
+from niels_gpt.commands.report import difference_lines
+from niels_gpt.inspection import plot as plot_module
+from niels_gpt.inspection.diff import diff, is_equal
+from niels_gpt.inspection.file_checks import Damage
+from niels_gpt.inspection.locate import locate
+from niels_gpt.inspection.readers import refusal
+from niels_gpt.inspection.show import show
+from niels_gpt.inspection.stats import PositionError, summary
+from niels_gpt.inspection.verify import find_damage
+from niels_gpt.sampling import EpochStream, bits_per_byte, iter_eval
+from niels_gpt.storage.fileio import META_NAME, canonical_json
+from niels_gpt.storage.meta_json import file_records, meta_bytes, path_inside
+from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
+
+KINDS = ("pretrain", "sft")
+"""Of the caches that have both splits."""
+EXAMPLES = {"pretrain": 80, "sft": 80, "partial": 40, "tokenizer": 40, "stub": 20}
+
+
+# --- good caches ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> dict[str, Files]:
+    """The files of a small cache of each kind, by name."""
+    root, tokenizer = tmp_path_factory.mktemp("good"), ByteTokenizer()
+    tokenizer.model_path = tiny_tokenizer.model_path
+    fixed: dict[str, Any] = {"tokenizer": tokenizer, "shard_bytes": 20, "seed": 0, "shuffle_buffer": None}
+    budget = {"max_train_tokens": 30, "max_val_tokens": 10}
+    build_pretrain_cache(["b" * 10, "a" * 30], str(root / "pretrain"), **fixed, **budget)
+    budget = {"max_train_tokens": 30, "max_val_tokens": 0}
+    build_pretrain([("train", "a" * 30)], root / "partial", **fixed, **budget, partial=True)
+    build_stub(root / "stub", tokenizer=tokenizer, source=Source(name="stub"), seed=0, shard_bytes=20)
+    chats = [[{"role": "user", "content": question}, {"role": "assistant", "content": "a"}] for question in "qrst"]
+    build_sft_cache(chats, str(root / "sft"), tokenizer=tokenizer, val_frac=0.5, seed=0)
+    found: dict[str, Files] = {}
+    for kind in EXAMPLES.keys() - {"tokenizer"}:
+        folder = (root / kind).resolve()
+        files = (path for path in folder.rglob("*") if path.is_file())
+        found[kind] = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return found | {"tokenizer": tokenizer_files(tiny_tokenizer)}
+
+
+def tokenizer_files(tokenizer: SentencePieceTokenizer) -> Files:
+    model = Path(tokenizer.model_path).read_bytes()
+    record = {"name": "spm.model", "bytes": len(model), "sha256": tokenizer.sha256}
+    about = {"kind": "tokenizer", "built": True, "format_version": 1, "vocab_size": tokenizer.vocab_size}
+    about |= {"tokenizer_sha256": tokenizer.sha256, "special_token_ids": tokenizer.special_token_ids()}
+    meta = {**about, "files": [record], "content_sha256": content_sha256([record])}
+    return {"spm.model": model, META_NAME: meta_bytes(meta)}
+
+
+def opened(kind: str, folder: Path) -> PretrainTokenStreamDataset | SFTExampleDataset:
+    if kind != "sft":
+        return PretrainTokenStreamDataset(str(folder / "train"), T=4, device="cpu")
+    files = [str(folder / f"train_{name}") for name in ("tokens.bin", "idx.npy")]
+    return SFTExampleDataset(*files, T=5, device="cpu", eot_id=4)
+
+
+def read(kind: str, folder: Path) -> int | None:
+    """Open a cache and read of it; returns the largest id of the last batch, None if the cache was refused."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # shards that are too short for a row
+            dataset = opened(kind, folder)
+        generator, end = torch.Generator().manual_seed(0), dataset.vocab_size or 1 << 16
+        for B in (1, 1, 1, 8):
+            largest = max(int(part.max()) for part in dataset.get_batch(B=B, generator=generator))
+            assert largest < end
+        for row in range(len(dataset)) if isinstance(dataset, SFTExampleDataset) else ():
+            assert int(dataset.example(row).max()) < end
+    except (CacheError, FileNotFoundError) as error:
+        assert str(folder.parent) in str(error)
+        return None
+    except ValueError as error:  # the eot_id given is none of the vocabulary that a damaged meta.json tells of
+        assert "expected an id of the vocabulary" in str(error)
+        return None
+    return largest
+
+
+def readers(kind: str, folder: Path) -> Iterator[Callable[[], object]]:
+    """Yield every way to open what a cache of this kind holds."""
+    if kind == "tokenizer":
+        yield lambda: load_tokenizer(folder / "spm.model")
+    for split in {"pretrain": ("train", "val"), "partial": ("train",), "sft": ("train", "val")}.get(kind, ()):
+        for way in get_args(IO):
+            if kind == "sft":
+                files = [folder / f"{split}_{name}" for name in ("tokens.bin", "idx.npy")]
+                yield partial(SFTExampleDataset, *files, T=4, device="cpu", eot_id=4, io=way)
+                yield partial(SFTExampleDataset.open, folder, split, T=4, io=way)
+            else:
+                yield partial(PretrainTokenStreamDataset, folder / split, T=1, device="cpu", io=way)
+        if kind != "sft":
+            yield partial(EpochStream, folder / split, T=1, global_batch_size=1, seed=0)
+            yield partial(iter_eval, folder / split, B=1, T=1)
+            yield partial(bits_per_byte, 1.0, folder / split)
+
+
+def refused(kind: str, folder: Path) -> list[str]:
+    """Open a cache in every way; returns the messages of the readers that refuse it."""
+    found = []
+    for opening in readers(kind, folder):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                opening()
+        except (CacheError, FileNotFoundError) as error:
+            found.append(str(error))
+        except ValueError as error:
+            assert "expected an id of the vocabulary" in str(error)
+    return found
+
+
+READ_BY_READERS = re.compile("(built|token_dtype|format_version|tokenizer_sha256|kind|utf8_bytes|the readers refuse) ")
+
+
+def is_verifys_own(kind: str, damage: Damage) -> bool:
+    """Whether docs/formats.md lists a damage among those that readers do not look at."""
+    if kind in ("tokenizer", "stub"):  # load_tokenizer opens the model alone, and a stub is never read
+        return True
+    if damage.file == META_NAME:
+        return READ_BY_READERS.match(damage.problem) is None
+    return damage.file.startswith("index/") or "does not name" in damage.problem or "not the header" in damage.problem
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_the_caches_are_good_before_they_are_damaged(good: dict[str, Files], kind: str) -> None:
+    with written(good[kind], good["tokenizer"]) as folder:
+        assert refused(kind, folder) == find_damage(folder, deep=True) == [] and refusal(folder) is None
+        assert kind not in KINDS or read(kind, folder) is not None
+
+
+# --- a meta.json with another value somewhere -------------------------------------------------------------------------
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield (container, key) of every value inside a JSON value."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from places(value[key])
+
+
+READ_KEYS = ("shards", "index", "ids", "checksums", "vocab_size", "special_token_ids", "tokenizer_sha256", "built")
+
+INSPECTED_KEYS = (
+    *READ_KEYS,
+    *("totals", "source", "dropped", "supervised_tokens", "utf8_bytes", "docs", "kind", "content_sha256", "cut"),
+    *("documents_read", "examples_read", "shard_bytes", "append_eot", "dataset_name", "train_tokens"),
+)
+
+
+@st.composite
+def metas(draw: st.DrawFn, good_meta: dict[str, Any], read_keys: Sequence[str] = READ_KEYS) -> bytes:
+    """A good meta.json with one to three values replaced, taken away or moved; with a good CRC-32 or with none."""
+    meta = copy.deepcopy(good_meta)
+    meta.pop("meta_crc32", None)
+    for _ in range(draw(st.integers(1, 3))):
+        found = list(places(meta))
+        if draw(st.booleans()):  # most keys mean nothing to a reader
+            found = [place for key in read_keys if key in meta for place in [(meta, key), *places(meta[key])]] or found
+        container, key = draw(st.sampled_from(found)) if found else (meta, "shards")
+        what = draw(st.sampled_from(("replace", "replace", "take away", "copy")))
+        if what == "take away":
+            del container[key]
+        elif what == "copy" and found:
+            other, place = draw(st.sampled_from(found))
+            container[key] = copy.deepcopy(other[place]) if place in other or isinstance(other, list) else None
+        else:
+            container[key] = draw(JSON)
+    try:
+        return meta_bytes(meta) if draw(st.booleans()) else canonical_json(meta)
+    except UnicodeEncodeError:  # halves of surrogate pairs
+        return json.dumps(meta).encode()
+
+
+# --- any file with other bytes ----------------------------------------------------------------------------------------
+
+
+@st.composite
+def edited(draw: st.DrawFn, files: Files) -> Files:
+    """A cache with another meta.json, with or without a CRC-32, or without one, or with damage to one or two files."""
+    found, how = dict(files), draw(st.sampled_from(("meta.json", "meta.json", "a file", "no CRC-32", "no meta.json")))
+    if how == "meta.json":
+        found[META_NAME] = draw(metas(json.loads(files[META_NAME])))
+        return found
+    if how == "no meta.json":
+        del found[META_NAME]
+    elif how == "no CRC-32":
+        left_out = draw(st.sampled_from([("meta_crc32",), ("meta_crc32", "shards", "index")]))
+        meta = {key: value for key, value in json.loads(files[META_NAME]).items() if key not in left_out}
+        found[META_NAME] = canonical_json(meta)
+    for name in draw(st.lists(st.sampled_from(sorted(found)), min_size=1, max_size=2)) if found else ():
+        found[name] = draw(damaged(found[name]))
+    return found
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_verify_passes_what_the_readers_open_and_these_give_good_ids(good: dict[str, Files], kind: str) -> None:
+    whole = good[kind]
+
+    @fuzz(EXAMPLES[kind])
+    @given(data=st.data())
+    def every_edit(data: st.DataObject) -> None:
+        beside = kind != "tokenizer" and data.draw(st.integers(0, 9)) == 0
+        files, tokenizer = (
+            (whole, data.draw(edited(good["tokenizer"])))
+            if beside
+            else (data.draw(edited(whole)), good["tokenizer"] if data.draw(st.booleans()) else None)
+        )
+        with written(files, tokenizer) as folder:
+            found, messages = find_damage(folder, deep=False), refused(kind, folder)
+            assert found or not messages
+            assert messages or all(is_verifys_own(kind, damage) for damage in found)
+            nothing_there = all("this split has no shard" in message for message in messages)
+            assert refusal(folder) or nothing_there or META_NAME not in files or kind == "tokenizer", messages
+            if kind in KINDS:
+                read(kind, folder)
+            with contextlib.suppress(CacheError, FileNotFoundError):
+                for record in file_records(read_meta(str(folder / META_NAME))):
+                    path = path_inside(folder, record["name"])
+                    assert Path(os.path.realpath(path)).is_relative_to(folder) and path != folder
+
+    every_edit()
+
+
+# --- what looks into a cache ----------------------------------------------------------------------------------------
+
+
+class AnyDecoder:
+    """Says that it is the tokenizer of any ids."""
+
+    sha256 = "0" * 64
+
+    def decode(self, ids: Any, /) -> str:
+        return ByteTokenizer().decode(ids)
+
+
+def inspected(files: Files, whole: Files, deep: bool) -> None:
+    """Look into a damaged cache in every way: a CacheError or FileNotFoundError that names its file, or no error."""
+    with written(files) as folder, written(whole) as other:
+        damages = find_damage(folder, deep=deep)
+        assert all(damage.problem and 0 <= damage.offset <= damage.end for damage in damages)
+        if files == whole:
+            assert not damages
+        looks: list[Callable[[], Any]] = [
+            lambda: summary(folder),
+            lambda: locate(folder, AnyDecoder(), split="train", position=3, num_tokens=9),
+            lambda: show(folder, AnyDecoder(), split="val", position=1, num_tokens=9, color=False),
+            lambda: diff(folder, other, tokenizers=(None, AnyDecoder()), limit=3),
+            lambda: diff(other, folder, tokenizers=(None, AnyDecoder()), limit=3),
+        ]
+        for look in looks:
+            try:
+                found = look()
+            except (CacheError, FileNotFoundError) as error:
+                assert str(folder) in str(error), error
+            except PositionError as error:  # the damaged meta.json tells of fewer tokens
+                assert "position" in str(error)
+            else:
+                if isinstance(found, dict):
+                    assert is_equal(found) or files != whole
+                    assert difference_lines(found)
+        with contextlib.suppress(CacheError, FileNotFoundError):
+            figures(folder)
+
+
+def figures(folder: Path) -> None:
+    """Count what `plot` draws; drawing itself takes too long to be done so often."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(plot_module, "png", lambda figure, colours: b"")
+        for name in ("_examples_figure", "_documents_figure", "_notice"):
+            patched.setattr(plot_module, name, lambda *_: None)
+        plot_module.plot(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@fuzz(40)
+@given(data=st.data())
+def test_any_change_of_meta_json_is_a_cache_error_to_who_looks_into_it(
+    good: dict[str, Files], kind: str, data: st.DataObject
+) -> None:
+    raw = data.draw(metas(json.loads(good[kind][META_NAME]), INSPECTED_KEYS))
+    inspected({**good[kind], META_NAME: raw}, good[kind], data.draw(st.booleans()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@fuzz(40)
+@given(data=st.data())
+def test_any_damage_to_any_file_is_a_cache_error_to_who_looks_into_it(
+    good: dict[str, Files], kind: str, data: st.DataObject
+) -> None:
+    files = dict(good[kind])
+    if data.draw(st.booleans()):
+        meta = {key: value for key, value in json.loads(files[META_NAME]).items() if key != "meta_crc32"}
+        files[META_NAME] = canonical_json(meta)
+    for name in data.draw(st.lists(st.sampled_from(sorted(files)), max_size=2)):
+        files[name] = data.draw(damaged(files[name]))
+    inspected(files, good[kind], deep=True)

@@ -1,0 +1,346 @@
+"""meta.json: the keys of the spec, canonical bytes, and counts that can be checked."""
+
+import hashlib
+import json
+import os
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.byte_tokenizer import ByteTokenizer
+
+from niels_gpt.builders.meta_keys import Source, content_sha256
+from niels_gpt.builders.pretrain import build_pretrain, build_stub
+from niels_gpt.builders.sft import build_sft
+from niels_gpt.cache import CacheError, build_pretrain_cache, read_meta, sha256_file, write_meta
+from niels_gpt.storage.fileio import canonical_json
+from niels_gpt.storage.meta_json import meta_bytes, meta_crc32
+
+SOURCE = Source(
+    name="someone/notes",
+    config="v1",
+    streaming=True,
+    provenance={"revision": "abc"},
+    counters={"orphans": 2, "cycles": 0},
+)
+SPEC_KEYS = {
+    "dataset_name": "someone/notes",
+    "dataset_config": "v1",
+    "seed": 7,
+    "token_dtype": "uint16-le",
+    "tokenizer_sha256": hashlib.sha256(b"a model").hexdigest(),
+    "vocab_size": 300,
+    "special_token_ids": {"sys": 1, "usr": 2, "asst": 3, "eot": 4},
+}
+
+
+def build_texts(folder: Path, texts: list[str], tokenizer: Any = None, **extras: Any) -> dict[str, Any]:
+    arguments = {"max_train_tokens": 100, "max_val_tokens": 0, "shard_bytes": 64, "shuffle_buffer": None, **extras}
+    pairs = ((None, text) for text in texts)
+    return build_pretrain(pairs, folder, tokenizer=tokenizer or ByteTokenizer(), seed=7, source=SOURCE, **arguments)
+
+
+def chat(question: str, reply: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A cache of each kind, of a tokenizer with a model file."""
+    tokenizer, tmp_path = ByteTokenizer(), tmp_path_factory.mktemp("caches")
+    tokenizer.model_path = str(tmp_path / "spm.model")
+    (tmp_path / "spm.model").write_bytes(b"a model")
+    build_texts(tmp_path / "pretrain", ["a" * 50], tokenizer)
+    chats = [chat("q", "a"), chat("r", "b"), chat("s", "c")]
+    build_sft(chats, tmp_path / "sft", tokenizer=tokenizer, val_frac=0.4, seed=7, source=SOURCE)
+    build_stub(tmp_path / "stub", tokenizer=tokenizer, source=SOURCE, seed=7, shard_bytes=64)
+    return {kind: tmp_path / kind for kind in ("pretrain", "sft", "stub")}
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft", "stub"])
+def test_every_key_of_the_spec_is_there(caches: dict[str, Path], kind: str) -> None:
+    meta = read_meta(str(caches[kind] / "meta.json"))
+    assert {key: meta[key] for key in SPEC_KEYS} == SPEC_KEYS
+    assert isinstance(meta["split_rule"], str) and meta["streaming"] is True
+    totals = {
+        "pretrain": {"train_tokens": 50, "val_tokens": 0},
+        "sft": {"train_examples": 2, "val_examples": 1, "train_tokens": 12, "val_tokens": 6},
+        "stub": {"train_tokens": 0, "val_tokens": 0},
+    }[kind]
+    assert meta["totals"] == totals and totals.items() <= meta.items()
+    assert ("shard_bytes" in meta) == (kind != "sft")
+    assert meta["source"] == {"revision": "abc", "counters": {"cycles": 0, "orphans": 2}}
+
+
+def test_a_stub_says_that_it_is_not_built_and_has_both_folders(caches: dict[str, Path]) -> None:
+    meta = read_meta(str(caches["stub"] / "meta.json"))
+    assert (meta["built"], meta["stub"]) == (False, True)
+    assert sorted(path.name for path in caches["stub"].iterdir()) == ["meta.json", "train", "val"]
+    assert list((caches["stub"] / "train").iterdir()) == list((caches["stub"] / "val").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft", "stub"])
+def test_the_file_is_canonical_json(caches: dict[str, Path], kind: str) -> None:
+    content = (caches[kind] / "meta.json").read_bytes()
+    spelled = json.dumps(json.loads(content), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    assert content == spelled.encode() == canonical_json(json.loads(content))
+
+
+def test_canonical_json_is_these_bytes() -> None:
+    assert canonical_json({"b": [1, None], "a": "é"}) == '{\n  "a": "é",\n  "b": [\n    1,\n    null\n  ]\n}\n'.encode()
+
+
+def test_canonical_json_refuses_what_json_has_no_number_for() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        canonical_json({"share": float("nan")})
+
+
+def test_what_write_meta_writes_read_meta_reads(tmp_path: Path) -> None:
+    meta = {"name": "naïve 漢字", "share": 0.1, "none": None, "list": [1, {"deep": True}]}
+    write_meta(str(tmp_path / "meta.json"), meta)
+    write_meta(str(tmp_path / "again.json"), dict(reversed(meta.items())))
+    assert read_meta(str(tmp_path / "meta.json")) == meta
+    assert (tmp_path / "meta.json").read_bytes() == (tmp_path / "again.json").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again.json", "meta.json"]
+
+
+def test_reading_a_meta_that_is_absent_or_no_object_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"meta\.json: no such file"):
+        read_meta(str(tmp_path / "meta.json"))
+    (tmp_path / "meta.json").write_text("3")
+    with pytest.raises(CacheError, match=r"meta\.json: a JSON int, expected an object"):
+        read_meta(str(tmp_path / "meta.json"))
+
+
+# --- the CRC-32 of its own bytes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("meta", [{}, {"z": 1}, {"a": "é", "z": [{"meta_crc32": "01234567"}]}, {"meta_crc32": "old"}])
+def test_meta_crc32_is_the_crc_32_of_the_bytes_with_its_digits_zeroed(meta: dict[str, Any]) -> None:
+    raw = meta_bytes(meta)
+    digits = json.loads(raw)["meta_crc32"]
+    line = f'\n  "meta_crc32": "{digits}"'.encode()
+    assert raw.count(line) == 1 and raw == canonical_json({**meta, "meta_crc32": digits})
+    assert int(digits, 16) == zlib.crc32(raw.replace(line, b'\n  "meta_crc32": "00000000"'))
+    assert meta_crc32(raw) == (int(digits, 16), int(digits, 16))
+
+
+def test_a_meta_json_without_the_key_has_no_stored_crc_32() -> None:
+    raw = canonical_json({"a": 1, "b": {"meta_crc32": "01234567"}, "c": '  "meta_crc32": "01234567",'})
+    assert meta_crc32(raw) == (None, zlib.crc32(raw))
+
+
+@pytest.mark.parametrize("digits", ["0123456G", "ABCDEF01", "12345 78", "ééé12"])
+def test_a_crc_32_that_is_no_hex_digits_equals_none(digits: str) -> None:
+    assert meta_crc32(canonical_json({"meta_crc32": digits}))[0] == -1
+
+
+def test_each_flipped_bit_of_a_meta_json_is_refused_but_those_that_take_the_crc_32s_own_key_away(
+    tmp_path: Path,
+) -> None:
+    raw = meta_bytes({"vocab_size": 300, "dataset_name": "é", "share": 0.5})
+    path, unseen = tmp_path / "meta.json", []
+    for bit in range(8 * len(raw)):
+        damaged = bytearray(raw)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            found = read_meta(str(path))
+        except CacheError as error:
+            assert str(path) in str(error)
+        else:
+            assert "meta_crc32" not in found
+            unseen.append(bit // 8)
+    key = raw.index(b"meta_crc32")
+    assert unseen and set(unseen) <= set(range(key, key + len(b"meta_crc32")))
+
+
+def test_a_changed_value_is_refused_with_both_crc_32s(tmp_path: Path) -> None:
+    raw = meta_bytes({"vocab_size": 300})
+    stored, _ = meta_crc32(raw)
+    changed = raw.replace(b"300", b"301")
+    (tmp_path / "meta.json").write_bytes(changed)
+    message = f"meta.json: damaged: its bytes have the CRC-32 {meta_crc32(changed)[1]:08x}, expected '{stored:08x}'"
+    with pytest.raises(CacheError, match=re.escape(message)):
+        read_meta(str(tmp_path / "meta.json"))
+
+
+@pytest.mark.parametrize("value", [None, 7, "7", "0123456789"])
+def test_a_crc_32_that_is_not_on_a_line_of_its_own_is_refused(tmp_path: Path, value: Any) -> None:
+    (tmp_path / "meta.json").write_bytes(canonical_json({"meta_crc32": value}))
+    with pytest.raises(CacheError, match="damaged"):
+        read_meta(str(tmp_path / "meta.json"))
+    (tmp_path / "meta.json").write_text(json.dumps(json.loads(meta_bytes({}))))
+    with pytest.raises(CacheError, match="damaged"):
+        read_meta(str(tmp_path / "meta.json"))
+
+
+def test_write_meta_never_writes_a_wrong_crc_32_and_adds_none(tmp_path: Path) -> None:
+    path = tmp_path / "meta.json"
+    write_meta(str(path), {"a": 1, "meta_crc32": "00000000"})
+    assert path.read_bytes() == meta_bytes({"a": 1})
+    write_meta(str(path), {**read_meta(str(path)), "a": 2})
+    assert path.read_bytes() == meta_bytes({"a": 2}) and read_meta(str(path))["a"] == 2
+    write_meta(str(path), {"a": 1})
+    assert path.read_bytes() == canonical_json({"a": 1}) and read_meta(str(path)) == {"a": 1}
+
+
+# --- whatever lies there ----------------------------------------------------------------------------------------------
+
+NO_META: list[tuple[bytes, str]] = [
+    (b"", "not JSON (Expecting value"),
+    (b"{}{}", "not JSON (Extra data"),
+    (b"null", "a JSON NoneType, expected an object"),
+    (b'"text"', "a JSON str, expected an object"),
+    (b'{"a": NaN}', "not JSON (the number 'NaN', expected a finite one)"),
+    (b'{"a": -Infinity}', "not JSON (the number '-Infinity'"),
+    (b'{"a": 1e999}', "not JSON (the number '1e999'"),
+    (b'{"a": ' + b"1" * 1_000_000 + b"}", "not JSON (an integer of 1,000,000 digits, expected 100 at most)"),
+    (b'{"a": 1, "b": 2, "a": 3}', "not JSON (the key 'a' is there twice)"),
+    (b'{"a": [{"b": 1, "b": 1}]}', "not JSON (the key 'b' is there twice)"),
+    (b'{"a": ' * 100_000, "not JSON (nested too deeply)"),
+    (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not JSON (nested too deeply)"),
+    ('{"a": "é"}'.encode("latin-1"), "not JSON ('utf-8' codec"),
+    ('{"a": 1}'.encode("utf-16"), "not JSON ('utf-8' codec"),
+    ('{"a": 1}'.encode("utf-16-le"), "not JSON ("),
+    (b'\xef\xbb\xbf{"a": 1}', "not JSON (Unexpected UTF-8 BOM"),
+    (rb'{"a": ["\ud800"]}', "not JSON ('utf-8' codec can't encode character '\\ud800'"),
+    (rb'{"\udfff": 1}', "not JSON ('utf-8' codec"),
+    (b'{"a": "\0"}', "not JSON (Invalid control character"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), NO_META)
+def test_what_is_no_meta_json_is_refused_with_its_reason(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "meta.json").write_bytes(content)
+    with pytest.raises(CacheError, match=re.escape(f"meta.json: {message}")) as caught:
+        read_meta(str(tmp_path / "meta.json"))
+    assert len(str(caught.value)) < len(str(tmp_path)) + 400
+
+
+def test_a_meta_json_of_more_than_32_mib_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "meta.json").write_bytes(b"{}" + b" " * (1 << 25))
+    with pytest.raises(CacheError, match=r"meta\.json: 33,554,434 bytes, expected at most 33,554,432"):
+        read_meta(str(tmp_path / "meta.json"))
+
+
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "good.json").write_bytes(b"{}")
+    (tmp_path / "link").symlink_to("good.json")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "null").symlink_to("/dev/null")
+    for name in ("fifo", "folder"):
+        with pytest.raises(CacheError, match=f"{name}: (not a regular file|a folder, expected)"):
+            read_meta(str(tmp_path / name))
+    for name in ("link", "loop", "null"):
+        with pytest.raises(CacheError, match=f"{name}: a symbolic link, expected a file or folder inside the cache"):
+            read_meta(str(tmp_path / name))
+    with pytest.raises(FileNotFoundError, match=r"good\.json/meta\.json: no such file"):
+        read_meta(str(tmp_path / "good.json" / "meta.json"))
+    assert read_meta(str(tmp_path / "good.json")) == {}
+
+
+def test_sha256_file_is_the_sha256_of_the_bytes(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"abc" * 1_000_000)
+    assert sha256_file(str(tmp_path / "f")) == hashlib.sha256(b"abc" * 1_000_000).hexdigest()
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft", "stub"])
+def test_content_sha256_is_the_hash_of_what_sha256sum_prints(caches: dict[str, Path], kind: str) -> None:
+    root = caches[kind].resolve()
+    names = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    names.remove("meta.json")
+    lines = "".join(f"{hashlib.sha256((root / name).read_bytes()).hexdigest()}  {name}\n" for name in names)
+    meta = read_meta(str(root / "meta.json"))
+    assert meta["content_sha256"] == hashlib.sha256(lines.encode()).hexdigest()
+    assert root.name == meta["content_sha256"][:12]
+
+
+def test_content_sha256_does_not_depend_on_the_order_of_the_records() -> None:
+    records = [{"name": "b", "sha256": "2" * 64}, {"name": "a", "sha256": "1" * 64}]
+    expected = hashlib.sha256(f"{'1' * 64}  a\n{'2' * 64}  b\n".encode()).hexdigest()
+    assert content_sha256(records) == content_sha256(records[::-1]) == expected
+
+
+def test_utf8_bytes_are_those_of_the_texts_and_not_of_the_end_of_texts(tmp_path: Path) -> None:
+    meta = build_texts(tmp_path / "c", ["aé", "漢", "", "b"], append_eot=True)  # 3, 3, 0 and 1 bytes
+    assert meta["utf8_bytes"] == {"train": 7, "val": 0} and meta["totals"]["train_tokens"] == 7 + 3
+
+
+def test_utf8_bytes_of_a_cut_document_are_those_of_what_is_left(tmp_path: Path) -> None:
+    meta = build_texts(tmp_path / "c", ["ab", "aébc"], max_train_tokens=5)  # ab, then 3 of 5 bytes: aé
+    assert meta["utf8_bytes"]["train"] == 5 and meta["cut"] == {"documents": 1, "tokens": 2}
+
+
+def test_utf8_bytes_of_an_sft_split_are_those_of_all_its_turns(tmp_path: Path) -> None:
+    meta = build_sft([chat("é", "漢a")], tmp_path / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
+    assert meta["utf8_bytes"] == {"train": 6, "val": 0}
+
+
+def test_texts_with_sentencepieces_own_space_mark_are_counted_and_kept(tmp_path: Path) -> None:
+    meta = build_texts(tmp_path / "c", ["a\u2581b", "\u2581\u2581", "plain", "é"])
+    assert meta["noticed"] == {"texts_with_u2581": 2} and meta["docs"]["train"] == 4
+
+
+def test_a_lone_surrogate_is_replaced_and_counted(tmp_path: Path) -> None:
+    meta = build_texts(tmp_path / "c", ["a\ud800", "b"])
+    assert meta["noticed"] == {"texts_with_lone_surrogates_replaced": 1}
+    ids = np.fromfile(tmp_path / "c" / "train" / "shard_00000.bin", dtype="<u2")
+    assert ByteTokenizer().decode(ids) == "a\ufffdb" and meta["utf8_bytes"]["train"] == 5
+
+
+def test_two_halves_of_a_surrogate_pair_become_their_character(tmp_path: Path) -> None:
+    build_texts(tmp_path / "c", ["\ud83d\ude42"])
+    ids = np.fromfile(tmp_path / "c" / "train" / "shard_00000.bin", dtype="<u2")
+    assert ByteTokenizer().decode(ids) == "🙂"
+
+
+def test_what_is_noticed_in_chats_is_counted_by_turn(tmp_path: Path) -> None:
+    chats = [chat("\u2581", "\udfff\u2581")]
+    meta = build_sft(chats, tmp_path / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
+    assert meta["noticed"] == {"texts_with_lone_surrogates_replaced": 1, "texts_with_u2581": 2}
+
+
+def test_a_vocabulary_that_does_not_fit_uint16_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.vocab_size = 65537
+    with pytest.raises(ValueError, match="65537 ids does not fit uint16"):
+        build_texts(tmp_path / "c", ["a"], tokenizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_id_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.encode = lambda text: [300]
+    with pytest.raises(ValueError, match="gave id 300, expected ids below vocab_size=300"):
+        build_texts(tmp_path / "c", ["a"], tokenizer)
+
+
+def test_a_sentinel_that_only_the_ids_show_is_found_too(tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.encode = lambda text: [4] if text == "＜|eot|＞" else [75]  # a normalization may do this
+    meta = build_texts(tmp_path / "c", ["＜|eot|＞", "A"], tokenizer)
+    assert meta["dropped"] == {"sentinel_in_text": 1} and meta["docs"]["train"] == 1
+
+
+def test_a_text_beyond_the_budget_is_neither_noticed_nor_refused(tmp_path: Path) -> None:
+    """Texts are encoded ahead in batches; only the first of these three is ever used."""
+    texts = ["ab", "\u2581", "<|eot|>"]
+    build_pretrain_cache(
+        texts,
+        tmp_path / "c",
+        tokenizer=ByteTokenizer(),
+        max_train_tokens=2,
+        max_val_tokens=0,
+        shard_bytes=100,
+        seed=0,
+        shuffle_buffer=None,
+        on_special="raise",
+    )
+    meta = read_meta(str(tmp_path / "c" / "meta.json"))
+    assert (meta["documents_read"], meta["noticed"], meta["dropped"]) == (1, {}, {})

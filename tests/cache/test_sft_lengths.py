@@ -1,0 +1,446 @@
+"""What T loses of an sft split is counted at open: truncated rows, lost ends, rows without a target."""
+
+import os
+import pickle
+import shutil
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.byte_tokenizer import ByteTokenizer
+from support.byte_tokenizer import build as build_tokens
+
+from niels_gpt.cache import SFTExampleDataset, build_sft_cache, read_meta, sft_dataset
+from niels_gpt.cache.formats import example_targets, targets_by_t
+from niels_gpt.cache.sft_dataset import SFTCounts
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.locks import unless_held
+
+SYS, USR, ASST, EOT = 1, 2, 3, 4
+U, A, B = 11, 12, 13  # words of the user, and of the assistant
+FITS = [USR, U, EOT, ASST, A, EOT]
+CUT = [USR, U, EOT, ASST, A, B, EOT]
+CUT_BEFORE_THE_REPLY = [USR, U, U, U, EOT, ASST, A, EOT]
+CUT_AFTER_THE_REPLY = [USR, U, EOT, ASST, A, EOT, USR, U]
+NO_REPLY = [SYS, U, EOT]
+EXAMPLES = [FITS, CUT, CUT_BEFORE_THE_REPLY, CUT_AFTER_THE_REPLY, NO_REPLY]
+# At T = 5 a row has 6 tokens. EXAMPLES have 2 + 3 + 2 + 2 + 0 targets, of which their rows keep 2 + 2 + 0 + 2 + 0.
+TRUNCATED = SFTCounts(
+    examples=5,
+    rows=5,
+    rows_cut=3,
+    rows_dropped=0,
+    rows_without_last_eot=2,
+    rows_without_target=2,
+    rows_left_out_without_target=0,
+    supervised_tokens=9,
+    supervised_tokens_lost=3,
+)
+DROPPED = dict(rows_cut=0, rows_dropped=3, rows_without_last_eot=0, supervised_tokens_lost=7)
+
+
+def write_split(folder: Path, examples: Sequence[Sequence[int]]) -> Path:
+    np.concatenate([np.asarray(example, dtype="<u2") for example in examples]).tofile(folder / "train_tokens.bin")
+    np.save(folder / "train_idx.npy", np.cumsum([0, *map(len, examples[:-1])], dtype=np.int64))
+    return folder
+
+
+def opened(folder: Path, *, quiet: bool = True, **arguments: Any) -> SFTExampleDataset:
+    """Open a split with T = 5; quiet: without warnings."""
+    files = (folder / "train_tokens.bin", folder / "train_idx.npy")
+    with warnings.catch_warnings():
+        if quiet:
+            warnings.simplefilter("ignore", UserWarning)
+        return SFTExampleDataset(*files, **{"T": 5, "device": "cpu", "eot_id": EOT, "asst_id": ASST, **arguments})
+
+
+def rows_drawn(dataset: SFTExampleDataset) -> set[tuple[int, ...]]:
+    """Return the rows, T + 1 tokens each, of 200 draws."""
+    x, y, _ = dataset.get_batch(B=200, generator=torch.Generator().manual_seed(0))
+    return {(*row, *last) for row, last in zip(x.tolist(), y[:, -1:].tolist(), strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rows", "expected"),
+    [
+        ({}, EXAMPLES, {}),
+        (
+            {"require_targets": True},
+            [FITS, CUT, CUT_AFTER_THE_REPLY],
+            dict(rows_cut=2, rows_without_last_eot=1, rows_without_target=0, rows_left_out_without_target=2),
+        ),
+        ({"over_length": "drop"}, [FITS, NO_REPLY], {**DROPPED, "rows_without_target": 1}),
+        (
+            {"over_length": "drop", "require_targets": True},
+            [FITS],
+            {**DROPPED, "rows_without_target": 0, "rows_left_out_without_target": 1},
+        ),
+        # T = 7: all fit, and only the chat without a reply has no target.
+        (
+            {"T": 7, "over_length": "error"},
+            EXAMPLES,
+            dict(rows_cut=0, rows_without_last_eot=0, rows_without_target=1, supervised_tokens_lost=0),
+        ),
+    ],
+)
+def test_the_counts_and_the_rows_are_those_found_on_paper(
+    tmp_path: Path, arguments: dict[str, Any], rows: list[list[int]], expected: dict[str, int]
+) -> None:
+    dataset = opened(write_split(tmp_path, EXAMPLES), **arguments)
+    assert dataset.counts == SFTCounts(**{**vars(TRUNCATED), "rows": len(rows), **expected})
+    width = dataset.T + 1
+    assert rows_drawn(dataset) == {(*row[:width], *[EOT] * (width - len(row))) for row in rows}
+    assert len(dataset) == 5 and [dataset.example(number).tolist() for number in range(5)] == EXAMPLES
+
+
+def slow_counts(examples: list[list[int]], T: int, *, drop: bool, require_targets: bool) -> SFTCounts:
+    """Count token by token: the oracle."""
+    found = dict.fromkeys(vars(TRUNCATED), 0)
+    for example in examples:
+        inside, targets = False, []
+        for place, token in enumerate(example):
+            if inside:
+                targets.append(place)
+            inside = token == ASST or (inside and token != EOT)
+        left = [place for place in targets if place <= T]
+        is_cut, ends = len(example) > T + 1, [place for place, token in enumerate(example) if token == EOT]
+        is_dropped = is_cut and drop
+        is_left_out = not is_dropped and require_targets and not left
+        is_row = not is_dropped and not is_left_out
+        found["examples"] += 1
+        found["rows"] += is_row
+        found["rows_cut"] += is_row and is_cut
+        found["rows_dropped"] += is_dropped
+        found["rows_without_last_eot"] += is_row and bool(ends) and ends[-1] > T
+        found["rows_without_target"] += is_row and not left
+        found["rows_left_out_without_target"] += is_left_out
+        found["supervised_tokens"] += len(targets)
+        found["supervised_tokens_lost"] += len(targets) - (len(left) if is_row else 0)
+    return SFTCounts(**found)
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(
+    examples=st.lists(
+        st.lists(st.sampled_from([USR, ASST, EOT, A, B]), min_size=1, max_size=12), min_size=1, max_size=8
+    ),
+    T=st.integers(1, 13),
+    drop=st.booleans(),
+    require_targets=st.booleans(),
+    io=st.sampled_from(["mmap", "pread"]),
+    block=st.sampled_from([1, 7, 20, 1 << 20]),
+)
+def test_the_counts_are_what_a_walk_over_all_tokens_finds_however_they_are_read(
+    examples: list[list[int]], T: int, drop: bool, require_targets: bool, io: str, block: int
+) -> None:
+    expected = slow_counts(examples, T, drop=drop, require_targets=require_targets)
+    arguments: dict[str, Any] = {
+        "T": T,
+        "over_length": "drop" if drop else "truncate",
+        "require_targets": require_targets,
+        "io": io,
+    }
+    with tempfile.TemporaryDirectory() as name, mock.patch.object(sft_dataset, "_BLOCK_TOKENS", block):
+        folder = write_split(Path(name), examples)
+        if expected.rows:
+            dataset = opened(folder, **arguments)
+            assert dataset.counts == expected
+            *_, masked = dataset.get_batch(B=30, generator=torch.Generator().manual_seed(0))
+            assert bool((masked != -100).any(dim=1).all()) or expected.rows_without_target
+        else:
+            with pytest.raises(CacheError, match="no row is left"):
+                opened(folder, **arguments)
+
+
+def test_the_supervised_tokens_of_each_split_are_those_of_meta_json(tmp_path: Path) -> None:
+    chats = [
+        [{"role": "user", "content": "q" * size}, {"role": "assistant", "content": "a" * (9 - size)}]
+        for size in range(1, 9)
+    ]
+    build_sft_cache(chats, str(tmp_path / "c"), tokenizer=ByteTokenizer(), val_frac=0.25, seed=1)
+    said = read_meta(str(tmp_path / "c/meta.json"))["supervised_tokens"]
+    found = {}
+    for split in ("train", "val"):
+        files = (tmp_path / f"c/{split}_tokens.bin", tmp_path / f"c/{split}_idx.npy")
+        found[split] = SFTExampleDataset(*files, T=40, device="cpu", eot_id=EOT).counts.supervised_tokens
+    # Replies of 1 to 8 letters and their EOT.
+    assert found == said and sum(found.values()) == sum(range(2, 10))
+
+
+def test_over_length_error_names_the_longest_example_and_the_t_that_would_do(tmp_path: Path) -> None:
+    folder = write_split(tmp_path, EXAMPLES)
+    with pytest.raises(CacheError) as error:
+        opened(folder, over_length="error")
+    assert str(error.value) == (
+        f"{folder}/train_tokens.bin: 3 of 5 examples are longer than T + 1 = 6 tokens, the longest is example 2 with "
+        '8. Pass T=7, or over_length="truncate" or "drop"'
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"T": 1, "over_length": "drop"}, "of 5 examples 5 are longer than T + 1 = 2 tokens .* and 0 have no target"),
+        ({"T": 3, "require_targets": True}, "of 5 examples 0 are longer than T + 1 = 4 tokens .* and 5 have no target"),
+        (
+            {"T": 3, "over_length": "drop", "require_targets": True},
+            "of 5 examples 4 are longer than T + 1 = 4 tokens .* and 1 have no target",
+        ),
+    ],
+)
+def test_no_row_left_is_an_error_that_says_why(tmp_path: Path, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(CacheError, match=said.replace("+", r"\+")):
+        opened(write_split(tmp_path, EXAMPLES), **arguments)
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_a_long_example_is_counted_by_pieces_and_never_read_whole(tmp_path: Path, io: str) -> None:
+    examples = [FITS, [USR, U, EOT, ASST, *[A] * 40, EOT, USR, U, EOT, ASST, B, EOT], CUT]
+    read, sizes = SFTExampleDataset._read, []
+
+    def measured(dataset: SFTExampleDataset, start: int, end: int) -> Any:
+        sizes.append(end - start)
+        return read(dataset, start, end)
+
+    block = mock.patch.object(sft_dataset, "_BLOCK_TOKENS", 8)
+    warned = pytest.warns(UserWarning, match="T=20 loses 26 of 48 .*T=8 or more keeps")
+    with block, mock.patch.object(SFTExampleDataset, "_read", measured), warned:
+        counts = opened(write_split(tmp_path, examples), quiet=False, T=20, io=io).counts
+    # 2 + 43 + 3 targets; of the long example the first 21 tokens hold 17.
+    assert (counts.supervised_tokens, counts.supervised_tokens_lost) == (48, 26)
+    assert (counts.rows_cut, counts.rows_without_last_eot) == (1, 1)
+    assert sizes == [6, *[8] * 6, 3, 7, 6, 8, 7]  # and the beginnings again, for the T that would do
+
+
+@pytest.mark.parametrize("T", [True, 2.5, "5", None, -1, 0])
+def test_a_t_that_is_no_integer_of_1_or_more_is_refused_by_name(tmp_path: Path, T: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^T={T!r}: expected an integer of 1 or more"):
+        opened(write_split(tmp_path, EXAMPLES), T=T)
+    assert type(opened(tmp_path, T=np.int64(5)).T) is int
+
+
+@pytest.mark.parametrize("arguments", [{"over_length": "cut"}, {"io": "read"}])
+def test_a_setting_that_there_is_not_is_refused_with_those_that_there_are(
+    tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=r"expected one of (truncate, drop, error|mmap, pread)"):
+        opened(write_split(tmp_path, EXAMPLES), **arguments)
+
+
+def test_rows_without_a_target_are_warned_of_once_where_the_dataset_is_made(tmp_path: Path) -> None:
+    write_split(tmp_path, EXAMPLES)
+    with pytest.warns(UserWarning) as caught:
+        dataset = SFTExampleDataset(
+            tmp_path / "train_tokens.bin", tmp_path / "train_idx.npy", T=5, device="cpu", eot_id=EOT, asst_id=ASST
+        )
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert "2 of 5 rows have no target in T + 1 = 6 tokens" in str(warning.message)
+    assert "3 of 9 supervised tokens are lost. Pass a larger T, or require_targets=True" in str(warning.message)
+    assert pickle.loads(pickle.dumps(dataset)).counts == dataset.counts  # a warning here would be an error
+
+
+def test_no_warning_where_every_row_has_a_target_and_next_to_nothing_is_lost(tmp_path: Path) -> None:
+    opened(write_split(tmp_path, EXAMPLES), quiet=False, T=7, require_targets=True)
+    opened(write_split(tmp_path, [FITS] * 19 + [CUT]), quiet=False)  # 41 targets, of which one is cut off: 2.4 %
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        # A row keeps 2 + 2 + 0 + 2 of 9 targets; those lost are tokens 6, 6 and 7 of their examples.
+        ({}, r"T=5 loses 3 of 9 supervised tokens \(33\.3%\)\. T=7 keeps 99 % of them, T=7 all"),
+        # Three examples of 7, 8 and 8 tokens are left out whole, with 3 + 2 + 2 targets.
+        ({"over_length": "drop"}, r"T=5 loses 7 of 9 supervised tokens \(77\.8%\)\. T=7 keeps 99 %"),
+    ],
+)
+def test_a_large_loss_to_t_is_warned_of_with_the_t_that_would_do(
+    tmp_path: Path, arguments: dict[str, Any], words: str
+) -> None:
+    write_split(tmp_path, EXAMPLES)
+    with pytest.warns(UserWarning, match=words) as caught:
+        opened(tmp_path, quiet=False, require_targets=True, **arguments)
+    assert len(caught) == 1
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    st.lists(st.lists(st.sampled_from([USR, ASST, EOT, A, B]), min_size=1, max_size=9), min_size=1, max_size=8),
+)
+def test_the_targets_that_need_a_t_are_those_that_a_smaller_one_loses(examples: list[list[int]]) -> None:
+    ids, ends = np.concatenate(examples).astype(np.uint16), np.cumsum([*map(len, examples)])
+    sentinels = {"asst_id": ASST, "eot_id": EOT}
+    cut, whole = (targets_by_t(ids, ends, 9, drop=drop, **sentinels) for drop in (False, True))
+    for T in range(9):
+        targets, left, _ = example_targets(ids, ends, T + 1, **sentinels)
+        assert cut[: T + 1].sum() == left.sum()
+        assert whole[: T + 1].sum() == targets[[len(example) <= T + 1 for example in examples]].sum()
+
+
+# One call to open a split, and what a dataset says of itself.
+
+
+def test_a_split_is_opened_by_its_cache_and_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = built(tmp_path / "sft" / "chats", "a")
+    eot_id = read_meta(str(folder / "meta.json"))["special_token_ids"]["eot"]
+    by_files = SFTExampleDataset(
+        folder / "train_tokens.bin", folder / "train_idx.npy", T=8, device="cpu", eot_id=eot_id
+    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in (folder, str(folder), "~/sft/chats"):
+        one = SFTExampleDataset.open(path, "train", T=8)
+        assert rows_drawn(one) == rows_drawn(by_files) and one.fingerprint() == by_files.fingerprint()
+    files = [f"~/sft/chats/train_{name}" for name in ("tokens.bin", "idx.npy")]
+    assert SFTExampleDataset(*files, T=8, device="cpu", eot_id=eot_id).counts == by_files.counts
+    for split in ("test", "../chats/train", "tr*"):
+        with pytest.raises(ValueError, match="expected one of train, val"):
+            SFTExampleDataset.open(folder, split, T=8)
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        SFTExampleDataset.open(tmp_path / "no_such", "train", T=8)
+    with pytest.warns(UserWarning, match="T=1 loses") as caught:
+        SFTExampleDataset.open(folder, "train", T=1)
+    assert caught[0].filename == __file__
+
+
+def test_a_pretrain_cache_is_not_opened_as_chats_and_an_unknown_eot_is_an_error(tmp_path: Path) -> None:
+    build_tokens(tmp_path / "letters", ["abc", "def"])
+    with pytest.raises(CacheError, match="kind is 'pretrain', expected 'sft'"):
+        SFTExampleDataset.open(tmp_path / "letters", "train", T=2)
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(CacheError, match="eot sentinel"):
+        SFTExampleDataset.open(write_split(tmp_path / "bare", EXAMPLES), "train", T=5)
+
+
+def test_a_dataset_names_its_cache_its_version_and_its_batches(tmp_path: Path) -> None:
+    folder = built(tmp_path / "sft" / "chats", "a")
+    found = repr(SFTExampleDataset.open(folder, "train", T=8))
+    assert str(folder) in found and folder.resolve().name in found and ".versions" not in found
+    assert "int64 [B, 8] on cpu" in found and "train" in found and len(found) < 300
+
+
+def test_a_batch_without_a_target_has_no_loss_and_require_targets_prevents_it(tmp_path: Path) -> None:
+    folder = write_split(tmp_path, [CUT_BEFORE_THE_REPLY, NO_REPLY, FITS])
+    is_finite = {}
+    for require_targets in (False, True):
+        dataset, generator = opened(folder, require_targets=require_targets), torch.Generator().manual_seed(0)
+        losses = []
+        for _ in range(20):
+            *_, masked = dataset.get_batch(B=2, generator=generator)
+            losses.append(torch.nn.functional.cross_entropy(torch.zeros(10, 20), masked.view(-1)))
+        is_finite[require_targets] = bool(torch.stack(losses).isfinite().all())
+    assert is_finite == {False: False, True: True}
+
+
+def test_a_pickled_copy_reads_no_token_and_draws_the_same_rows(tmp_path: Path) -> None:
+    dataset = opened(write_split(tmp_path, EXAMPLES), over_length="drop", require_targets=True)
+    with mock.patch.object(SFTExampleDataset, "_count", side_effect=AssertionError("counts again")):
+        copy = pickle.loads(pickle.dumps(dataset))
+    assert copy.counts == dataset.counts and rows_drawn(copy) == rows_drawn(dataset) == {tuple(FITS)}
+
+
+def built(folder: Path, letter: str) -> Path:
+    """Build a cache of two chats, of which `letter` is the first one's reply."""
+    chats = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": reply}] for reply in (letter, "z")]
+    build_sft_cache(chats, str(folder), tokenizer=ByteTokenizer(), val_frac=0, seed=1)
+    return folder
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_a_copy_of_a_real_folder_whose_place_another_cache_has_taken_is_refused(tmp_path: Path, io: str) -> None:
+    for name in "ab":
+        shutil.copytree(built(tmp_path / f"built_{name}", name).resolve(), tmp_path / name)
+    assert len({(tmp_path / name / "train_tokens.bin").stat().st_size for name in "ab"}) == 1
+    pickled = pickle.dumps(opened(tmp_path / "a", T=50, io=io))
+    assert len(pickle.loads(pickled)) == 2
+    (tmp_path / "a").rename(tmp_path / "gone")
+    (tmp_path / "b").rename(tmp_path / "a")
+    with pytest.raises(CacheError, match=r"a/train_tokens\.bin: content_sha256 is"):
+        pickle.loads(pickled)
+    (tmp_path / "a/meta.json").unlink()
+    with pytest.raises(CacheError, match=r"a/train_tokens\.bin: content_sha256 is None"):
+        pickle.loads(pickled)
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [([*EXAMPLES, NO_REPLY], "tokens is 35, expected 32"), ([[t for e in EXAMPLES for t in e]], "examples is 1")],
+)
+def test_a_copy_of_files_without_meta_json_that_are_of_other_sizes_by_then_is_refused(
+    tmp_path: Path, others: list[list[int]], said: str
+) -> None:
+    pickled = pickle.dumps(opened(write_split(tmp_path, EXAMPLES)))
+    for path in tmp_path.iterdir():
+        path.unlink()  # an open map keeps what it has
+    write_split(tmp_path, others)
+    with pytest.raises(CacheError, match=rf"train_tokens\.bin: {said}"):
+        pickle.loads(pickled)
+
+
+def test_rows_left_out_are_left_out_by_one_draw_over_the_rest(tmp_path: Path) -> None:
+    examples = [[ASST, number, EOT] if number % 3 else [USR, number, EOT] for number in range(10, 40)]
+    dataset = opened(write_split(tmp_path, examples), require_targets=True)
+    generator, reference = (torch.Generator().manual_seed(3) for _ in range(2))
+    x, _, _ = dataset.get_batch(B=50, generator=generator)
+    left = [number for number in range(10, 40) if number % 3]
+    assert x[:, 1].tolist() == [left[row] for row in torch.randint(20, (50,), generator=reference).tolist()]
+    assert torch.equal(generator.get_state(), reference.get_state())
+
+
+def test_positioned_reads_give_what_the_map_gives_and_map_no_token(tmp_path: Path) -> None:
+    folder = write_split(tmp_path, EXAMPLES)
+    by_read = opened(folder, io="pread")
+    maps = Path("/proc/self/maps").read_text()
+    assert str(folder / "train_tokens.bin") not in maps and str(folder / "train_idx.npy") in maps
+    by_map = opened(folder)
+    batches = [data.get_batch(B=64, generator=torch.Generator().manual_seed(1)) for data in (by_read, by_map)]
+    assert all(torch.equal(read, mapped) for read, mapped in zip(*batches, strict=True))
+    assert [by_read.example(row).tolist() for row in range(5)] == EXAMPLES
+    assert [len(t) for t in pickle.loads(pickle.dumps(by_read)).get_batch(B=0, generator=torch.Generator())] == [0] * 3
+
+
+def test_a_file_cut_while_it_is_read_by_position_is_an_error(tmp_path: Path) -> None:
+    dataset = opened(write_split(tmp_path, EXAMPLES), io="pread")
+    os.truncate(tmp_path / "train_tokens.bin", 40)
+    with pytest.raises(CacheError, match=r"train_tokens\.bin: .*truncated"):
+        rows_drawn(dataset)
+
+
+def test_the_fingerprint_of_an_open_split_is_what_expect_compares(tmp_path: Path) -> None:
+    for name, text in (("a", "one"), ("b", "two")):
+        chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "three"}]] * 2
+        build_sft_cache(chats, str(tmp_path / name), tokenizer=ByteTokenizer(), val_frac=0.5, seed=1)
+    meta = read_meta(str(tmp_path / "a/meta.json"))
+    found = opened(tmp_path / "a", T=50).fingerprint()
+    assert found == {
+        "split": "train",
+        "tokens": meta["totals"]["train_tokens"],
+        "content_sha256": meta["content_sha256"],
+        "tokenizer_sha256": meta["tokenizer_sha256"],
+    }
+    assert opened(tmp_path / "a", T=50, expect=found).fingerprint() == found
+    with pytest.raises(CacheError, match="content_sha256"):
+        opened(tmp_path / "b", T=50, expect=found)
+
+
+def test_a_split_without_meta_json_has_its_name_and_size_as_fingerprint(tmp_path: Path) -> None:
+    found = opened(write_split(tmp_path, EXAMPLES)).fingerprint()
+    assert found == {"split": "train", "tokens": 32, "content_sha256": None, "tokenizer_sha256": None}
+
+
+def test_an_open_split_holds_its_version(tmp_path: Path) -> None:
+    chats = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]]
+    build_sft_cache(chats, str(tmp_path / "c"), tokenizer=ByteTokenizer(), val_frac=0, seed=1)
+    dataset = opened(tmp_path / "c", T=50)
+    for end in (False, True):
+        if end:
+            del dataset
+        with unless_held((tmp_path / "c").resolve()) as free:
+            assert free == end

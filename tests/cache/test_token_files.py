@@ -1,0 +1,450 @@
+"""Shards are opened when they are first read, by a map or by positioned reads, and a checkpoint knows its data."""
+
+import gc
+import json
+import os
+import pickle
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.byte_tokenizer import build
+
+from niels_gpt.cache import CacheError, PretrainTokenStreamDataset
+from niels_gpt.cache.mmap import TokenFiles, _mapped_bytes, mmap_tokens
+from niels_gpt.cache.pretrain_dataset import PretrainSplit, split_rows
+from niels_gpt.sampling import EpochStream, iter_eval
+from niels_gpt.storage.filemaps import FileMaps
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def write_shards(folder: Path, lengths: list[int]) -> Path:
+    """Write shards whose ids count through the whole stream."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, (length, end) in enumerate(zip(lengths, np.cumsum(lengths).tolist(), strict=True)):
+        (np.arange(end - length, end) % 2**16).astype("<u2").tofile(folder / f"shard_{number:05d}.bin")
+    return folder
+
+
+def mapped(folder: Path) -> set[str]:
+    """Return the files of a folder that this process has mapped."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {os.path.basename(line.split()[-1]) for line in maps if str(folder) in line}
+
+
+def gather(files: TokenFiles, numbers: list[int], starts: list[int], width: int) -> Any:
+    chosen = np.array(numbers, dtype=np.int64)
+    return files.gather(chosen, np.array(starts, dtype=np.int64) + files.first_tokens[chosen], width)
+
+
+def open_files(folder: Path) -> int:
+    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    return sum(os.path.islink(link) and os.readlink(link).startswith(f"{folder}/shard") for link in links)
+
+
+def test_a_shard_is_mapped_when_a_window_of_it_is_drawn_and_not_before(tmp_path: Path) -> None:
+    files = TokenFiles([(path, None) for path in sorted(write_shards(tmp_path, [5, 6, 7]).iterdir())])
+    assert mapped(tmp_path) == set() and files.lengths.tolist() == [5, 6, 7]
+    assert gather(files, [1], [2], 3).tolist() == [[7, 8, 9]]
+    assert mapped(tmp_path) == {"shard_00001.bin"}
+
+
+def test_a_thousand_shards_are_sized_but_not_opened(tmp_path: Path) -> None:
+    dataset = PretrainTokenStreamDataset(write_shards(tmp_path / "train", [9] * 1000), T=4, device="cpu")
+    assert dataset.num_windows == 5000 and mapped(tmp_path) == set() and open_files(tmp_path / "train") == 0
+    dataset.get_batch(B=1, generator=seeded())
+    assert len(mapped(tmp_path)) == 1
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(lengths=st.lists(st.integers(3, 30), min_size=1, max_size=5), data=st.data())
+def test_both_ways_to_read_gather_what_slices_of_the_files_hold(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], data: st.DataObject
+) -> None:
+    folder = write_shards(tmp_path_factory.mktemp("shards"), lengths)
+    width = data.draw(st.integers(1, min(lengths)))
+    places = st.integers(0, len(lengths) - 1).flatmap(
+        lambda shard: st.tuples(st.just(shard), st.integers(0, lengths[shard] - width))
+    )
+    drawn = data.draw(st.lists(places, max_size=6))
+    shards, starts = ([place[i] for place in drawn] for i in (0, 1))
+    begins = np.cumsum([0, *lengths])
+    expected = [list(range(begins[shard] + start, begins[shard] + start + width)) for shard, start in drawn]
+    for io in ("mmap", "pread"):
+        files = TokenFiles([(path, None) for path in sorted(folder.iterdir())], io=io)  # type: ignore[arg-type]
+        for copy in (files, pickle.loads(pickle.dumps(files))):
+            found = gather(copy, shards, starts, width)
+            assert (found.shape, found.dtype, found.tolist()) == ((len(drawn), width), np.uint16, expected)
+
+
+def test_a_thread_that_maps_first_while_another_does_too_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = TokenFiles([(path, None) for path in sorted(write_shards(tmp_path, [5, 6]).iterdir())])
+    inner: list[Any] = []
+
+    def between(sizes: list[int]) -> FileMaps:
+        if not inner:  # here, the other thread reads the other file
+            inner.append(None)
+            inner[0] = gather(files, [1], [0], 2).tolist()
+        return FileMaps(sizes)
+
+    monkeypatch.setattr("niels_gpt.cache.mmap.FileMaps", between)
+    assert gather(files, [0], [0], 2).tolist() == [[0, 1]] and inner == [[[5, 6]]]
+    assert gather(files, [1, 0], [1, 3], 2).tolist() == [[6, 7], [3, 4]]
+
+
+def test_joined_files_are_numbered_on_from_one_part_to_the_next(tmp_path: Path) -> None:
+    folders = [write_shards(tmp_path / name, lengths) for name, lengths in (("a", [5, 6]), ("b", [7]))]
+    parts = [TokenFiles([(path, None) for path in sorted(folder.iterdir())]) for folder in folders]
+    joined = TokenFiles.joined(parts)
+    assert joined.lengths.tolist() == [5, 6, 7] and joined.paths == parts[0].paths + parts[1].paths
+    assert gather(joined, [2, 1], [1, 0], 2).tolist() == [[1, 2], [5, 6]]
+    with pytest.raises(ValueError, match=r"\['mmap', 'pread'\]: expected one for all"):
+        TokenFiles.joined([parts[0], TokenFiles([], io="pread")])
+
+
+def test_maps_keep_no_file_open_and_go_with_the_dataset(tmp_path: Path) -> None:
+    """A cache may have more shards than a process may have files: Python's mmap would keep one open for each."""
+    folder = write_shards(tmp_path / "train", [5] * 40)
+    before = len(os.listdir("/proc/self/fd"))
+    dataset = PretrainTokenStreamDataset(folder, T=4, device="cpu")
+    dataset.get_batch(B=1000, generator=seeded())
+    assert len(mapped(tmp_path)) == 40 and len(os.listdir("/proc/self/fd")) <= before + 1  # the version's lock
+    tokens = mmap_tokens(folder / "shard_00003.bin")[2:4]
+    del dataset
+    gc.collect()
+    assert mapped(tmp_path) == {"shard_00003.bin"} and tokens.tolist() == [17, 18]
+    del tokens
+    gc.collect()
+    assert mapped(tmp_path) == set()
+
+
+def test_a_file_that_cannot_be_mapped_is_an_os_error_that_says_so() -> None:
+    with pytest.raises(OSError, match=r"Bad file descriptor: 10 bytes cannot be mapped"):
+        _mapped_bytes(-1, 10)
+
+
+def test_where_memory_cannot_be_mapped_the_error_names_the_limits_and_another_way(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "train", [50])
+    (folder / "shard_00000.bin").write_bytes(bytes(2**25))  # as much as keeps it from being called a sparse file
+    os.truncate(folder / "shard_00000.bin", 2**31)
+    program = (
+        "import resource, sys, numpy as np\n"
+        "from niels_gpt.cache.pretrain_dataset import PretrainSplit\n"
+        f"split, zero = PretrainSplit({str(folder)!r}), np.zeros(1, np.int64)\n"
+        "now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (now + 2**30, -1))\n"
+        "try: split.rows(zero, zero, 5)\n"
+        "except OSError as error: sys.stdout.write(str(error))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert f"{folder}: 1 files of {2**31} bytes" in done.stdout and "io='pread'" in done.stdout
+    assert "ulimit -v" in done.stdout and "vm.max_map_count" in done.stdout
+
+
+def test_a_read_that_gives_less_than_was_asked_for_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda handle, parts, place: preadv(handle, [parts[0][:3]], place))
+    split = PretrainSplit(write_shards(tmp_path / "train", [50]), io="pread")
+    assert split.rows(np.array([0]), np.array([7]), 5).tolist() == [[7, 8, 9, 10, 11]]
+
+
+def test_a_file_that_got_the_inode_of_another_is_another(tmp_path: Path) -> None:
+    path = write_shards(tmp_path / "train", [50]) / "shard_00000.bin"
+    split = PretrainSplit(tmp_path / "train")
+    path.write_bytes(bytes(100))  # in place
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(CacheError, match=r"the cache was replaced\. Open it again"):
+        split.rows(np.array([0]), np.array([7]), 5)
+
+
+@pytest.mark.parametrize("open_it", [PretrainTokenStreamDataset, EpochStream])
+def test_pread_gives_the_same_batches_and_maps_nothing(tmp_path: Path, open_it: type) -> None:
+    folder = write_shards(tmp_path / "train", [50, 60, 70])
+
+    def batch(io: str) -> list[Any]:
+        if open_it is EpochStream:
+            return [
+                tensor.tolist() for tensor in next(iter(EpochStream(folder, T=4, global_batch_size=8, seed=0, io=io)))
+            ]
+        dataset = PretrainTokenStreamDataset(folder, T=4, device="cpu", io=io)
+        return [tensor.tolist() for tensor in dataset.get_batch(B=8, generator=seeded())]
+
+    by_reads = batch("pread")
+    assert mapped(tmp_path) == set()
+    assert by_reads == batch("mmap")
+
+
+def test_pread_keeps_an_eighth_of_the_limit_open_at_most_and_closes_them_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    folder = write_shards(tmp_path / "train", [5] * 200)
+    dataset = PretrainTokenStreamDataset(folder, T=4, device="cpu", io="pread")
+    x, _ = dataset.get_batch(B=2000, generator=seeded())
+    assert len(x[:, 0].unique()) == 200 and open_files(folder) == 128
+    del dataset
+    gc.collect()
+    assert open_files(folder) == 0
+
+
+@pytest.mark.parametrize(("memory", "is_random"), [(399, True), (400, False)])
+def test_no_more_than_a_window_is_read_of_files_of_more_than_half_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, is_random: bool
+) -> None:
+    monkeypatch.setattr("niels_gpt.cache.mmap.memory_bytes", lambda: memory)
+    folder = write_shards(tmp_path / "train", [50, 50])  # 200 bytes
+    dataset = PretrainTokenStreamDataset(folder, T=4, device="cpu")
+    dataset.get_batch(B=50, generator=seeded())
+    maps = Path("/proc/self/smaps").read_text().split(str(folder))[1:]
+    flags = [next(line for line in entry.splitlines() if line.startswith("VmFlags")) for entry in maps]
+    assert [" rr" in line for line in flags] == [is_random] * 2  # random read advice
+
+
+def test_reading_in_order_is_read_ahead_even_of_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("niels_gpt.cache.mmap.memory_bytes", lambda: 1)
+    folder = write_shards(tmp_path / "val", [50])
+    batches = iter_eval(folder, B=2, T=8)
+    next(batches)
+    (entry,) = Path("/proc/self/smaps").read_text().split(str(folder))[1:]
+    assert " rr" not in next(line for line in entry.splitlines() if line.startswith("VmFlags"))
+
+
+@pytest.mark.parametrize(("shard", "start"), [(0, -1), (0, 46), (1, 57), (1, 2**40)])
+def test_a_window_that_is_not_inside_its_shard_is_an_index_error(tmp_path: Path, shard: int, start: int) -> None:
+    split = PretrainSplit(write_shards(tmp_path / "train", [50, 60]))
+    assert split.rows(np.array([1]), np.array([55]), 5).tolist() == [[105, 106, 107, 108, 109]]
+    with pytest.raises(IndexError, match=rf"shard_0000{shard}\.bin: no window of 5 tokens at token {start}"):
+        split.rows(np.array([0, shard]), np.array([0, start]), 5)
+
+
+def test_another_way_to_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"io='direct': expected one of mmap, pread"):
+        PretrainTokenStreamDataset(write_shards(tmp_path, [9]), T=4, device="cpu", io="direct")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_a_shard_that_was_cut_after_opening_is_an_error_with_its_name(tmp_path: Path, io: Any) -> None:
+    dataset = PretrainTokenStreamDataset(write_shards(tmp_path, [100]), T=4, device="cpu", io=io)
+    os.truncate(tmp_path / "shard_00000.bin", 20)
+    with pytest.raises(CacheError, match=r"shard_00000.bin: 20 bytes, expected 200"):
+        dataset.get_batch(B=4, generator=seeded())
+
+
+def test_a_shard_that_is_cut_between_two_reads_is_an_error_with_its_name(tmp_path: Path) -> None:
+    dataset = PretrainTokenStreamDataset(write_shards(tmp_path, [100]), T=50, device="cpu", io="pread")
+    dataset.get_batch(B=1, generator=seeded())
+    os.truncate(tmp_path / "shard_00000.bin", 20)
+    with pytest.raises(CacheError, match=r"shard_00000.bin: ends after .* expected 200: it was truncated"):
+        dataset.get_batch(B=4, generator=seeded())
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_a_shard_that_vanished_after_opening_is_an_error_with_its_name(tmp_path: Path, io: Any) -> None:
+    dataset = PretrainTokenStreamDataset(write_shards(tmp_path, [100]), T=4, device="cpu", io=io)
+    (tmp_path / "shard_00000.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"shard_00000\.bin: no such token file"):
+        dataset.get_batch(B=4, generator=seeded())
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_a_cache_that_took_the_place_of_an_open_one_is_not_read_under_its_name(tmp_path: Path, io: Any) -> None:
+    build(tmp_path / "built", ["a" * 60], num_tokens=60)
+    shutil.copytree((tmp_path / "built").resolve(), tmp_path / "c")  # a real folder, as cp -rL makes it
+    dataset = PretrainTokenStreamDataset(tmp_path / "c" / "train", T=4, device="cpu", io=io)
+    pickled = pickle.dumps(dataset)
+    build(tmp_path / "c", ["b" * 60], num_tokens=60)
+    with pytest.raises(CacheError, match=r"the cache was replaced. Open it again"):
+        dataset.get_batch(B=4, generator=seeded())
+    with pytest.raises(CacheError, match=r"content_sha256 is .*, expected"):
+        pickle.loads(pickled)
+
+
+def anonymous_bytes() -> int:
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no line Anonymous")
+
+
+def epoch_batches(folder: Path, io: Any) -> Callable[[], object]:
+    batches = iter(EpochStream(folder, T=64, global_batch_size=16, seed=0, io=io))
+    return lambda: next(batches)
+
+
+def random_batches(folder: Path, io: Any) -> Callable[[], object]:
+    dataset, generator = PretrainTokenStreamDataset(folder, T=64, device="cpu", io=io), seeded()
+    return lambda: dataset.get_batch(B=16, generator=generator)
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+@pytest.mark.parametrize("batches", [random_batches, epoch_batches])
+def test_anonymous_memory_does_not_grow_with_the_batches_served(
+    tmp_path: Path, batches: Callable[[Path, Any], Callable[[], object]], io: Any
+) -> None:
+    draw = batches(write_shards(tmp_path / "train", [60_000] * 8), io)
+    for _ in range(300):
+        draw()
+    before = anonymous_bytes()
+    for _ in range(2000):  # 2,000 batches are 33 MB of int64
+        draw()
+    assert anonymous_bytes() - before < 4 * 2**20
+
+
+def test_split_rows_are_the_row_and_its_shift_on_any_device() -> None:
+    rows = np.array([[1, 65535, 3]], dtype=np.uint16)
+    x, y = split_rows(rows, "cpu")
+    assert (x.tolist(), y.tolist()) == ([[1, 65535]], [[65535, 3]])
+    for tensor in (x, y, *split_rows(rows, "meta")):
+        assert tensor.shape == (1, 2) and tensor.dtype == torch.int64 and tensor.is_contiguous()
+
+
+SEEN: list[Callable[[torch.Tensor, torch.Tensor], Any]] = [
+    lambda x, y: x,
+    lambda x, y: y,
+    lambda x, y: x.view(-1)[5:],
+    lambda x, y: y.detach().T,
+    lambda x, y: y.numpy()[3:, ::2],
+    lambda x, y: torch.from_dlpack(x),
+    lambda x, y: memoryview(x.numpy()),
+    lambda x, y: x.untyped_storage(),
+    lambda x, y: torch.nn.Parameter(x, requires_grad=False),
+]
+
+
+def bytes_seen(kept: Any) -> bytes:
+    return bytes(kept) if isinstance(kept, torch.UntypedStorage) else np.asarray(kept).tobytes()
+
+
+@pytest.fixture
+def all_memory_is_recycled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of small batches too, which are quicker to look at."""
+    monkeypatch.setattr("niels_gpt.cache.pretrain_dataset._FRESH_TOKENS", 0)
+
+
+@pytest.mark.usefixtures("all_memory_is_recycled")
+@pytest.mark.parametrize("see", SEEN)
+def test_what_can_still_be_seen_of_a_batch_is_never_overwritten(see: Callable[..., Any]) -> None:
+    kept, copies = [], []
+    for number in range(12):
+        kept.append(see(*split_rows(np.full((8, 33), number, dtype=np.uint16), "cpu")))
+        copies.append(bytes_seen(kept[-1]))
+        assert set(np.frombuffer(copies[-1], dtype=np.int64).tolist()) == {number}
+    assert [bytes_seen(one) for one in kept] == copies
+
+
+@pytest.mark.usefixtures("all_memory_is_recycled")
+def test_the_memory_of_a_batch_that_is_gone_is_used_again() -> None:
+    rows = np.zeros((8, 33), dtype=np.uint16)
+    places = set()
+    for _ in range(20):
+        x, y = split_rows(rows, "cpu")
+        places |= {x.data_ptr(), y.data_ptr()}
+    assert len(places) == 4  # two batches: the next is made while the last one is still there
+
+
+@pytest.mark.usefixtures("all_memory_is_recycled")
+def test_a_batch_made_while_another_is_made_has_memory_of_its_own() -> None:
+    """As by a signal handler, or a finalizer, that runs between any two steps of Python."""
+    wrong, batches = [], 0
+
+    def between(frame: Any, event: str, argument: Any) -> Any:
+        if inside:
+            return None
+        inside.append(True)
+        kept = [split_rows(np.full((8, 33), 7, dtype=np.uint16), "cpu") for _ in range(2)]
+        others.append(kept[0])
+        inside.clear()
+        return between
+
+    inside: list[bool] = []
+    others: list[Any] = []
+    for number in range(30):
+        others.clear()
+        sys.settrace(between)
+        mine = split_rows(np.full((8, 33), 3, dtype=np.uint16), "cpu")
+        sys.settrace(None)
+        batches += len(others)
+        wrong += [number] if int(mine[0].min()) != 3 or any(int(x.min()) != 7 for x, _ in others) else []
+    assert wrong == [] and batches > 100
+
+
+@pytest.mark.usefixtures("all_memory_is_recycled")
+def test_threads_never_share_the_memory_of_a_batch() -> None:
+    def fill(number: int) -> bool:
+        good = True
+        for _ in range(200):
+            x, y = split_rows(np.full((8, 33), number, dtype=np.uint16), "cpu")
+            good &= bool((x == number).all() and (y == number).all())
+        return good
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(fill, range(8)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_batch_on_cuda_is_the_batch_on_the_cpu(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path, [60_000])
+    one, other = (PretrainTokenStreamDataset(folder, T=64, device=device, io="mmap") for device in ("cpu", "cuda"))
+    for mine, theirs in zip(
+        one.get_batch(B=8, generator=seeded()), other.get_batch(B=8, generator=seeded()), strict=True
+    ):
+        assert theirs.is_cuda and theirs.is_contiguous() and torch.equal(mine, theirs.cpu())
+
+
+# --- fingerprints -----------------------------------------------------------------------------------------------------
+
+
+def test_a_fingerprint_is_what_meta_json_says_of_the_content(tmp_path: Path) -> None:
+    build(tmp_path / "c", ["a" * 60], num_tokens=60)
+    meta = json.loads((tmp_path / "c" / "meta.json").read_text())
+    found = PretrainTokenStreamDataset(tmp_path / "c" / "train", T=4, device="cpu").fingerprint()
+    assert found == {"split": "train", "tokens": 60, "content_sha256": meta["content_sha256"], "tokenizer_sha256": None}
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_expect_opens_the_same_data_and_refuses_other_content(tmp_path: Path) -> None:
+    build(tmp_path / "c", ["a" * 60], num_tokens=60)
+    train = tmp_path / "c" / "train"
+    kept = PretrainTokenStreamDataset(train, T=4, device="cpu").fingerprint()
+    PretrainTokenStreamDataset(train, T=4, device="cpu", expect=kept)
+    build(tmp_path / "c", ["b" * 60], num_tokens=60)
+    with pytest.raises(CacheError, match=r"content_sha256 is .*, expected .*: not the data that was used before"):
+        PretrainTokenStreamDataset(train, T=4, device="cpu", expect=kept)
+    with pytest.raises(CacheError, match=r"content_sha256"):
+        EpochStream(train, T=4, global_batch_size=1, seed=0, expect=kept)
+
+
+def test_the_state_of_a_stream_is_good_as_expect(tmp_path: Path) -> None:
+    build(tmp_path / "c", ["a" * 60], num_tokens=60)
+    state = EpochStream(tmp_path / "c" / "train", T=4, global_batch_size=1, seed=0).state_dict()
+    PretrainTokenStreamDataset(tmp_path / "c" / "train", T=4, device="cpu", expect=state)
+
+
+def test_a_folder_of_another_tool_is_known_by_its_number_of_tokens(tmp_path: Path) -> None:
+    kept = PretrainSplit(write_shards(tmp_path / "a", [9, 9])).fingerprint()
+    assert kept == {"split": "a", "tokens": 18, "content_sha256": None, "tokenizer_sha256": None}
+    with pytest.raises(CacheError, match="tokens is 19, expected 18"):
+        PretrainSplit(write_shards(tmp_path / "a", [9, 10]), expect=kept)
+
+
+@pytest.mark.parametrize("expect", [{}, {"split": "train"}, [], "abc", 3])
+def test_an_expectation_that_is_no_fingerprint_is_refused(tmp_path: Path, expect: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected what fingerprint\(\) returned"):
+        PretrainSplit(write_shards(tmp_path, [9]), expect=expect)

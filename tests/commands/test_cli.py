@@ -1,0 +1,322 @@
+"""The command line: exit status, table, dry run, show, and a failing source that stops no other."""
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.byte_tokenizer import ByteTokenizer, build
+
+from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.commands import cache as cli
+from niels_gpt.commands.settings_flags import settings_of
+from niels_gpt.settings import Settings
+
+
+def test_build_all_builds_every_cache_and_prints_a_table(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["build-all", "--seed", "42", *flags]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in table[1:8]] == [
+        "tokenizer",
+        "pretrain/fineweb_edu",
+        "pretrain/wikitext",
+        "pretrain/roam",
+        "pretrain/gutenberg",
+        "sft/dolly15k",
+        "sft/oasst1",
+    ]
+    (noticed,) = table[8:]
+    assert noticed.startswith("pretrain/fineweb_edu: noticed: ")
+    assert cli.main(["build-all", "--seed", "42", *flags]) == 0
+    assert capsys.readouterr().out.count("built, up to date") == 7
+
+
+def test_one_failing_source_does_not_stop_the_others(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocked = tmp_path / "c" / "sample" / "pretrain" / "roam"
+    blocked.mkdir(parents=True)
+    (blocked / "holiday.jpg").write_bytes(b"mine")
+    assert cli.main(["build", "roam", "wikitext", *flags]) == 1
+    out, err = capsys.readouterr()
+    assert "pretrain/roam" in err
+    assert "holiday.jpg" in err
+    assert [line.split()[:2] for line in out.splitlines()[2:]] == [
+        ["pretrain/wikitext", "built"],
+        ["pretrain/roam", "FAILED"],
+    ]
+    assert (blocked / "holiday.jpg").read_bytes() == b"mine"
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["build-all", "--dry-run", *flags]) == 0
+    assert "disk free" in capsys.readouterr().out
+    assert not (tmp_path / "c").exists()
+
+
+def test_list_prints_each_cache_with_the_time_of_its_build(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / ".runs" / "sft.oasst1.jsonl").unlink()  # as where a cache was copied
+    assert cli.main(["list", str(root)]) == 0
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()[1:]}
+    assert list(rows) == ["tokenizer", "pretrain/roam", "sft/oasst1"]
+    assert float(rows["pretrain/roam"][6]) > 0  # seconds
+    assert rows["sft/oasst1"][-4] == "-" and rows["sft/oasst1"][1:4] == ["built", "49", "examples,"]
+    with open(root / ".runs" / "pretrain.roam.jsonl", "a") as runs:
+        runs.write('{"seconds": 1')  # its writer was killed
+    (root / "sft" / "oasst1" / "meta.json").write_text("half a js")
+    assert cli.main(["list", str(root)]) == 1
+    out, err = capsys.readouterr()
+    rows = {line.split()[0]: line.split() for line in out.splitlines()[2:]}
+    assert {key: row[1] for key, row in rows.items()} == {"pretrain/roam": "built", "sft/oasst1": "refused:"}
+    assert "sft/oasst1/meta.json: not JSON" in err
+    assert cli.main(["list", str(tmp_path)]) == 1
+    assert "no cache there" in capsys.readouterr().err
+
+
+def test_a_build_prints_the_warnings_of_its_checks_and_fails_where_one_blocks(
+    flags: list[str], sample: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["build", "dolly15k", "--max-dropped-share", "0", *flags]) == 0
+    assert "warning: sft/dolly15k: " in capsys.readouterr().err
+    tokens = sample / "sft" / "dolly15k" / "train_tokens.bin"
+    content = bytearray(tokens.read_bytes())
+    content[2] ^= 1  # of a word, not of a sentinel: only the sha256 tells
+    tokens.write_bytes(bytes(content))
+    assert cli.main(["build", "dolly15k", *flags]) == 0
+    assert cli.main(["build", "dolly15k", "--deep-checks", *flags]) == 1
+    assert f"{tokens}: sha256 " in capsys.readouterr().err
+
+
+def test_an_unknown_source_and_an_unknown_flag_are_usage_errors(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["build", "wikipedia", *flags]) == 2
+    assert "expected some of fineweb_edu" in capsys.readouterr().err
+    for line, said in (
+        (["--pretrain", "my-notes=x.md"], "expected a name of letters"),
+        (["--pretrain", "x.md"], "expected NAME=GLOB"),
+        (["--sft", "roam=x.json"], "built-in name"),
+        (["--sft", "a=x.jsonl:text"], "takes no field"),
+        (["roam", "--licence", "nobody=MIT"], "expected SOURCE=TEXT"),
+    ):
+        assert cli.main(["build", *line, *flags]) == 2
+        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["build-all", "--speed", "fast"])
+    assert stop.value.code == 2
+
+
+def test_an_absent_mirror_says_what_was_expected(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["build", "roam", "--source-root", str(tmp_path / "no"), "--cache-dir", str(tmp_path / "c")]) == 1
+    assert str(tmp_path / "no") in capsys.readouterr().err
+
+
+def test_every_setting_of_a_build_has_a_flag_that_reaches_it() -> None:
+    parser = cli._parser()
+    for field in dataclasses.fields(Settings):
+        flag = "--" + field.name.replace("_", "-")
+        if field.name.startswith("eagle3_"):  # build-all does not make eagle3/targets
+            with pytest.raises(SystemExit):
+                parser.parse_args(["build-all", flag, "7"])
+            continue
+        if isinstance(field.default, bool):
+            given, value = [flag if not field.default else "--no-" + flag[2:]], not field.default
+        elif field.name == "on_special":
+            given, value = [flag, "raise"], "raise"
+        else:
+            kind = type(field.default) if isinstance(field.default, int | float) else str
+            text = "0.75" if kind is float else "7"
+            given, value = [flag, text], kind(text)
+        settings = settings_of(parser.parse_args(["build-all", *given]))
+        assert settings == dataclasses.replace(Settings(), **{field.name: value})
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--threads", "-1"),
+        ("--shard-bytes", "1"),
+        ("--shuffle-buffer", "-1"),
+        ("--gutenberg-shuffle-buffer", "-2"),
+        ("--vocab-size", "0"),
+        ("--fineweb-edu-train-tokens", "-1"),
+        ("--sft-val-frac", "1.5"),
+        ("--character-coverage", "nan"),
+        ("--max-dropped-share", "-0.1"),
+    ],
+)
+@pytest.mark.parametrize("command", [["build-all"], ["build", "roam", "--dry-run"]])
+def test_a_number_that_nothing_can_be_built_with_is_refused_before_anything_is_done(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str], flag: str, value: str
+) -> None:
+    assert cli.main([*command, *flags, flag, value]) == 1
+    out, err = capsys.readouterr()
+    assert not out and re.fullmatch(
+        rf"error: \w+ \({flag}\) is {float(value):g}, expected .*\n", err.replace(".0,", ",")
+    )
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_dry_run_shows_an_unfinished_build_and_how_far_it_came(
+    flags: list[str], root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c").mkdir()
+    root.rename(tmp_path / "c" / "sample")
+    path = tmp_path / "c" / "sample" / "pretrain" / "wikitext"
+
+    def broken() -> Iterator[tuple[None, str]]:
+        yield from ((None, "some text " * 1_000) for _ in range(999))
+        raise ConnectionError("the hub is away")
+
+    fixed: dict[str, Any] = {"max_train_tokens": 10**8, "max_val_tokens": 0, "shard_bytes": 10**8, "seed": 0}
+    with pytest.raises(ConnectionError):
+        build_pretrain(
+            broken(), path, tokenizer=ByteTokenizer(), shuffle_buffer=None, checkpoint_seconds=0, num_threads=0, **fixed
+        )
+    capsys.readouterr()
+    for journal in (path.parent / ".versions" / "wikitext").glob("building-*.journal/journal.jsonl"):
+        with journal.open("ab") as file:
+            file.write(b'00000000 {"documents": 77}\n01234567 {"docu')  # of a write that was cut
+    assert cli.main(["build", "roam", "wikitext", "dolly15k", "--dry-run", *flags]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    (done,) = re.findall(r"build \(an unfinished one is there: ([0-9]+) documents done\)", rows["pretrain/wikitext"])
+    assert 0 < int(done) <= 999
+    assert "unfinished" not in rows["pretrain/roam"] + rows["sft/dolly15k"]
+
+
+def test_show_prints_a_window_and_an_example_with_its_mask(sample: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", str(sample / "pretrain/wikitext"), "--at", "10", "--tokens", "5"]) == 0
+    assert "tokens 10 to 15" in capsys.readouterr().out
+    assert cli.main(["show", str(sample / "sft/dolly15k"), "--split", "val", "--at", "1", "--tokens", "5000"]) == 0
+    plain = capsys.readouterr().out
+    assert plain.count("[[") == 1
+    assert plain.rstrip().endswith("<|ngpt_eot_84a5023f67d74cf29cc4001becde983c|>]]")
+    assert cli.main(["show", str(sample / "sft/dolly15k"), "--tokens", "5000", "--color", "always"]) == 0
+    assert "\x1b[32m" in capsys.readouterr().out
+
+
+def test_show_says_how_far_a_cache_goes(sample: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", str(sample / "pretrain/roam"), "--at", "999999999"]) == 1
+    assert "expected 0 <= position <" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_was_finished_and_says_so(flags: list[str], tmp_path: Path) -> None:
+    """SIGINT arrives while the builder waits for its source: a named pipe that nobody fills."""
+    mirror = tmp_path / "mirror"
+    (mirror / "roam").mkdir(parents=True)
+    (mirror / "roam" / "a.md").write_text("- one\n" * 50)
+    (mirror / "roam" / "b.md").write_text("- two\n" * 50)
+    web = mirror / "HuggingFaceFW" / "fineweb-edu"
+    web.mkdir(parents=True)
+    (web / "a.jsonl").write_text('{"text": "some words"}\n')
+    command = [sys.executable, "-m", "niels_gpt.cache.cli", "build", "roam", "fineweb_edu", *flags]
+    command[command.index("sample")] = str(mirror)
+    # The second source is stopped by a signal that the process sends to itself as soon as it encodes a web page.
+    hook = (
+        "import os, signal, runpy, sys, niels_gpt.data.fineweb_edu as f\n"
+        "def stop(**_):\n    os.kill(os.getpid(), signal.SIGINT)\n    yield\n"
+        f"f.iter_fineweb_edu = stop\nsys.argv = {command[2:]!r}\n"
+        "runpy.run_module('niels_gpt.cache.cli', run_name='__main__')\n"
+    )
+    assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    done = subprocess.run([sys.executable, "-c", hook], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "\ninterrupted. What was finished is kept; the same command resumes the build in progress\n" in done.stderr
+    assert "pretrain/roam" in done.stdout
+    assert os.path.islink(tmp_path / "c" / "pretrain" / "roam")
+    assert not os.path.lexists(tmp_path / "c" / "pretrain" / "fineweb_edu")
+
+
+def test_gc_keeps_the_two_newest_versions_and_says_what_it_removes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pretrain").mkdir()
+    for text in ("one", "two", "three"):
+        build(tmp_path / "pretrain" / "own", [text])
+    folder = tmp_path / "pretrain" / ".versions" / "own"
+    (folder / "building").mkdir()
+    before = {path.name for path in folder.iterdir() if path.is_dir()}
+    assert cli.main(["gc", str(tmp_path), "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("would remove") == 2
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == before
+    assert cli.main(["gc", str(tmp_path)]) == 0
+    kept = {path.name for path in folder.iterdir() if path.is_dir()}
+    assert len(kept) == 2
+    assert (tmp_path / "pretrain" / "own").resolve().name in kept
+    assert "building" not in kept
+
+
+def test_show_refuses_what_it_cannot_show(
+    sample: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats, model = str(sample / "sft/dolly15k"), str(tiny_model_path)
+    for arguments, message in (
+        ([chats, "--tokens", "0"], "expected at least 1"),
+        (["/nope", "--tokenizer", model], "no such file"),
+        (["/nope"], "spm.model"),
+    ):
+        assert cli.main(["show", *arguments]) == 1
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["stats", "build"])
+def test_a_pipe_that_nobody_reads_ends_a_command_in_silence(flags: list[str], sample: Path, name: str) -> None:
+    chats = str(sample / "sft/dolly15k")
+    arguments = ["build", "dolly15k", *flags] if name == "build" else [name, chats]
+    for unbuffered in ("", "1"):  # the first write fails, or the last
+        read, write = os.pipe()
+        os.close(read)
+        command = [sys.executable, "-m", "niels_gpt.cache.cli", *arguments]
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=environment, check=False)
+        os.close(write)
+        assert (done.returncode, b"error" in done.stderr, b"Broken" in done.stderr) == (0, False, False), done.stderr
+
+
+def test_ctrl_c_in_a_command_that_builds_nothing_speaks_of_no_build(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("niels_gpt.inspection.stats.summary", stop)
+    assert cli.main(["stats", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "\ninterrupted\n"
+
+
+def test_a_source_named_twice_is_built_once(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["build", "roam", "pretrain/roam", *flags]) == 0
+    assert capsys.readouterr().out.count("pretrain/roam") == 1
+    assert cli.main(["build", "sft/roam", *flags]) == 2
+
+
+@pytest.mark.slow
+def test_a_terminal_gets_a_progress_bar_with_a_rate_and_a_pipe_gets_none(flags: list[str]) -> None:
+    command = [sys.executable, "-m", "niels_gpt.cache.cli", "build", "dolly15k", *flags]
+    screen, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=terminal, check=True)
+    os.close(terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a closed terminal ends
+        while part := os.read(screen, 4096):
+            shown += part
+    os.close(screen)
+    assert b"sft/dolly15k" in shown and b"tok/s" in shown
+    again = subprocess.run([*command, "--sft-val-frac", "0.2"], capture_output=True, check=True)
+    assert b"tok/s" not in again.stderr

@@ -1,0 +1,342 @@
+"""verify, diff, locate, stats --plot and gc on the command line: what is printed, and the exit status."""
+
+import dataclasses
+import json
+import re
+import shutil
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.byte_tokenizer import build
+
+from niels_gpt.builders.meta_keys import Source
+from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.builders.sft import build_sft
+from niels_gpt.commands import cache as cli
+from niels_gpt.inspection.caches import caches_below
+from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.settings import Settings
+from niels_gpt.storage.meta_json import meta_bytes
+from niels_gpt.storage.versions import build_lock
+from niels_gpt.tokenizer import load_tokenizer
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs a command and gives its exit status, its output and its errors."""
+
+    def run_command(*arguments: Any) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = cli.main([str(argument) for argument in arguments])
+        return status, *capsys.readouterr()
+
+    return run_command
+
+
+def test_verify_looks_at_every_cache_below_a_folder(root: Path, run: Run) -> None:
+    lines = [f"{root}/{key}: ok" for key in ("pretrain/roam", "sft/oasst1", "tokenizer")]
+    for arguments in ([root], [root, "--deep"], [root / "pretrain", root / "sft/oasst1", root / "tokenizer"]):
+        assert run("verify", *arguments) == (0, "\n".join(lines) + "\n", "")
+    assert run("verify", root.parent)[1].splitlines() == lines
+
+
+def test_verify_names_each_damage_and_exits_with_1(root: Path, run: Run) -> None:
+    tokens = root / "sft" / "oasst1" / "train_tokens.bin"
+    content = bytearray(tokens.read_bytes())
+    content[100] ^= 4
+    tokens.write_bytes(content)
+    assert run("verify", root)[0] == 0
+    status, out, _ = run("verify", root, "--deep")
+    assert status == 1 and f"{root}/pretrain/roam: ok\n" in out
+    assert f"{root}/sft/oasst1: 1 damage\n  train_tokens.bin, bytes 0 to {len(content):,}: sha256 " in out
+    status, out, _ = run("verify", root, "--deep", "--json")
+    found = json.loads(out)
+    assert status == 1 and list(found) == [f"{root}/{key}" for key in ("pretrain/roam", "sft/oasst1", "tokenizer")]
+    (damage,) = found[f"{root}/sft/oasst1"]
+    assert {**damage, "problem": ""} == {"file": "train_tokens.bin", "offset": 0, "end": len(content), "problem": ""}
+    assert found[f"{root}/tokenizer"] == []
+
+
+def test_verify_does_not_pass_over_a_cache_that_lost_its_description_or_its_version(root: Path, run: Run) -> None:
+    (root / "sft" / "oasst1" / "meta.json").unlink()
+    shutil.rmtree((root / "pretrain" / "roam").resolve())
+    status, out, _ = run("verify", root)
+    assert status == 1 and out.count("1 damage\n  meta.json, bytes 0 to 0: no such file") == 2
+
+
+def test_one_bad_meta_json_costs_its_own_line_and_nothing_of_it_commands_the_terminal(root: Path, run: Run) -> None:
+    meta = json.loads((root / "tokenizer" / "meta.json").read_bytes())
+    del meta["vocab_size"]
+    (root / "tokenizer" / "meta.json").write_bytes(meta_bytes(meta))
+    bad = {
+        "pretrain/escapes": {"kind": "pretrain", "tokenizer_sha256": None, "shards": {"\x1b[31m\x9b2J": 3}},
+        "pretrain/a\x1b[2Jb": {"kind": "pretrain", "\x9b": 1},
+        "eagle3/targets": {"kind": "eagle3", "totals": {"samples": 1}},
+    }
+    for key, content in bad.items():
+        (root / key).mkdir(parents=True)
+        (root / key / "meta.json").write_bytes(meta_bytes(content))
+    for command in (["list"], ["list", "--json"], ["verify"], ["verify", "--json"], ["gc", "--dry-run"]):
+        status, out, err = run(*command, root)
+        assert status == (0 if command[0] == "gc" else 1)
+        assert not [char for char in out + err if unicodedata.category(char) == "Cc" and char != "\n"], command
+        assert command[0] == "gc" or all(key in out for key in ("pretrain/roam", "sft/oasst1", "escapes", "eagle3"))
+    lines = {line.split()[0]: line for line in run("list", root)[1].splitlines()}
+    assert lines["pretrain/roam"].split()[1] == "built" and "refused: " in lines["tokenizer"]
+    assert "shards.\\x1b[31m\\x9b2J" in run("list", root)[2]
+
+
+def test_verify_of_nothing_is_an_error_and_without_a_path_a_usage_error(tmp_path: Path, run: Run) -> None:
+    assert run("verify", tmp_path)[0] == 1 and "no cache there" in run("verify", tmp_path)[2]
+    status, out, err = run("verify", tmp_path / "none", "--json")
+    assert status == 1 and "none: no such folder" in err and list(json.loads(out)) == [str(tmp_path / "none")]
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["verify"])
+    assert caught.value.code == 2
+
+
+def test_one_bad_path_does_not_keep_verify_from_the_others(root: Path, tmp_path: Path, run: Run) -> None:
+    paths = [tmp_path / "none", root / "pretrain", tmp_path / "none", root / "sft/oasst1"]
+    status, out, err = run("verify", *paths)
+    assert status == 1 and out == f"{root}/pretrain/roam: ok\n{root}/sft/oasst1: ok\n"
+    assert err.startswith(f"error: {tmp_path}/none: no such folder") and err.count("\n") == 1
+    status, out, err = run("verify", *paths, "--json")
+    found = json.loads(out)
+    assert status == 1 and found[f"{root}/pretrain/roam"] == found[f"{root}/sft/oasst1"] == []
+    (said,) = found[f"{tmp_path}/none"]
+    assert (said["file"], said["offset"], said["end"]) == ("", 0, 0) and "no such folder" in said["problem"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [
+        ("pretrain", None),
+        ("pretrain", ["train/shard_00000.bin"]),
+        ("pretrain", ["index/train_docs.npy"]),
+        ("sft", None),
+        ("sft", ["val_tokens.bin"]),
+        ("sft", ["index/crc32.bin"]),
+    ],
+)
+def test_a_folder_that_lost_its_meta_json_is_damaged_and_not_passed_over(
+    root: Path, run: Run, tmp_path: Path, kind: str, kept: list[str] | None
+) -> None:
+    """As a copy that was interrupted leaves it: no link, no meta.json."""
+    cache = root / "pretrain" / "copy"
+    shutil.copytree(root / {"pretrain": "pretrain/roam", "sft": "sft/oasst1"}[kind], cache)
+    (cache / "meta.json").unlink()
+    if kept is not None:
+        for path in [path for path in cache.rglob("*") if path.is_file()]:
+            if str(path.relative_to(cache)) not in kept:
+                path.unlink()
+    for path in (root, root / "pretrain", cache):
+        status, out, _ = run("verify", path)
+        assert status == 1 and f"{cache}: 1 damage\n  meta.json, bytes 0 to 0: no such file" in out
+
+
+def test_what_builds_keep_beside_the_versions_is_no_cache(root: Path, run: Run) -> None:
+    versions = root / "pretrain" / ".versions" / "roam"
+    for name in ("building-0123456789ab", "building-0123456789ab.journal", "building"):
+        (versions / name / "train").mkdir(parents=True)
+        (versions / name / "train" / "shard_00000.bin").write_bytes(b"ab")
+    (version,) = [path for path in versions.iterdir() if (path / "meta.json").is_file()]
+    assert {"lock", "recipe.json"} < {path.name for path in versions.iterdir()}
+    for path in (versions, version, versions.parent):
+        assert run("verify", path) == (0, f"{version}: ok\n", "")
+    for name in ("building-0123456789ab", "building-0123456789ab.journal", "building"):
+        status, out, err = run("verify", versions / name)
+        assert (status, out) == (1, "")
+        assert f"{name}: a build in progress or unfinished, not a cache. Its cache is {root}/pretrain/roam\n" in err
+    for name in ("lock", "recipe.json"):
+        assert run("verify", versions / name)[0] == 1
+
+
+def test_links_are_not_followed_to_look_for_caches(root: Path, tmp_path: Path) -> None:
+    (root / "round").symlink_to(root)
+    (root / "elsewhere").symlink_to(tmp_path)
+    assert caches_below(root) == [root / key for key in ("pretrain/roam", "sft/oasst1", "tokenizer")]
+    version = (root / "sft" / "oasst1").resolve()
+    assert caches_below(version) == [version]
+
+
+def test_diff_exits_as_diff_does_and_takes_versions(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "pretrain" / "own"
+    build(path, ["A", "BCD"])
+    before = path.resolve()
+    assert run("diff", path, before)[:2] == (0, "equal\n")
+    build(path, ["A", "XYZ"])
+    status, out, _ = run("diff", before, path)
+    assert status == 1 and "only in A: 1 document\n  train 1, source id 1\n" in out
+    status, out, _ = run("diff", before, path, "--json", "--limit", "0")
+    assert status == 1 and json.loads(out)["only_b"] == {"count": 1, "first": []}
+    status, out, err = run("diff", before, tmp_path / "none")
+    assert (status, out) == (1, "") and err.startswith("error: ")
+
+
+def test_diff_shows_the_first_words_where_a_tokenizer_is_beside(settings: Settings, root: Path, run: Run) -> None:
+    other = root.parent / "other"
+    shutil.copytree(root, other, symlinks=True)
+    RECIPES["sft/oasst1"](dataclasses.replace(settings, cache_dir=str(other), oasst1_english_only=False))
+    status, out, _ = run("diff", root / "sft/oasst1", other / "sft/oasst1")
+    assert status == 1 and "only in B" in out and "'<|usr|>" in out
+
+
+def test_locate_prints_the_document_with_its_text(root: Path, run: Run) -> None:
+    status, out, _ = run("locate", root / "pretrain/roam", "train", "1_000", "--tokens", "50")
+    assert status == 0 and "token:        1,000 of " in out and "[[" in out and ".md" in out
+    assert run("locate", root / "pretrain/roam", "train", "1,000", "--tokens", "50")[1] == out
+    status, out, err = run("locate", root / "pretrain/roam", "val", "9999999")
+    assert (status, out) == (1, "") and "expected 0 to " in err
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["locate", str(root / "pretrain/roam"), "val", "many"])
+    assert caught.value.code == 2
+    (root / "tokenizer" / "spm.model").unlink()
+    status, out, _ = run("locate", root / "sft/oasst1", "train", "0")
+    assert status == 0 and "ids:" in out
+
+
+def test_stats_draws_a_picture_where_it_is_told_to(root: Path, run: Run, tmp_path: Path) -> None:
+    status, out, _ = run("stats", root / "sft/oasst1", "--plot", tmp_path / "out.png")
+    assert status == 0 and (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    for said in ("median", "95% below", "bytes per token", "with loss", " read)"):
+        assert said in out
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_printed(
+    root: Path, run: Run, tmp_path: Path
+) -> None:
+    target = tmp_path / "none" / "out.png"
+    status, out, err = run("stats", root / "sft/oasst1", "--plot", target)
+    assert (status, out) == (1, "") and err.startswith(f"error: {target}: there is no folder {target.parent}")
+    status, out, err = run("stats", root / "sft/oasst1", "--plot", tmp_path / "out.pdf")
+    assert (status, out) == (1, "") and "out.pdf: expected the name of a .png" in err
+    assert not (tmp_path / "out.pdf").exists()
+
+
+def test_control_characters_of_a_text_do_not_reach_the_terminal(settings: Settings, run: Run) -> None:
+    """Neither the text of a document, shown or located, nor a licence or an id may command the terminal."""
+    tokenizer = load_tokenizer(ensure_tokenizer(settings).path / "spm.model")
+    text = "a\x1b[31mred\x07\r\x9b2J\x7f\tb\nc"
+    chat = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+    source = Source(name="x", provenance={"licence": "free\x1b[2J", "attribution": "who\x9b"})
+    root = Path(settings.cache_dir)
+    fixed: dict[str, Any] = {"tokenizer": tokenizer, "seed": 0, "source": source}
+    build_sft([("id\x1b", chat)], root / "sft/x", val_frac=0, **fixed)
+    sizes: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 999}
+    build_pretrain([("train", text, "id\x1b")], root / "pretrain/x", shuffle_buffer=None, **sizes, **fixed)
+    for cache in (root / "sft/x", root / "pretrain/x"):
+        for command in (["show", cache], ["locate", cache, "train", "3"], ["stats", cache]):
+            status, out, _ = run(*command)
+            assert status == 0 and not [
+                char for char in out if unicodedata.category(char) == "Cc" and char not in "\n\t"
+            ]
+            if command[0] == "show":
+                assert "a\\x1b[31mred\\x07\\r\\x9b2J\\x7f\tb\nc" in out
+
+
+def test_gc_says_why_and_a_dry_run_takes_nothing(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "pretrain" / "own"
+    for text in "ABC":
+        build(path, [text])
+    versions = path.parent / ".versions" / "own"
+    unfinished = versions / "building-0123456789ab"
+    unfinished.mkdir()
+    (unfinished / "x").write_bytes(b"half")
+    before = sorted(versions.rglob("*"))
+    status, out, _ = run("gc", tmp_path, "--dry-run")
+    assert status == 0 and sorted(versions.rglob("*")) == before
+    dead, old = sorted(out.splitlines(), key=lambda line: "old version" in line)
+    assert dead.startswith(f"would remove {unfinished} (0.0 KiB): ") and "unfinished build" in dead
+    assert old.startswith(f"would remove {versions}/") and old.endswith("an old version")
+    assert run("gc", tmp_path)[1].count("removed") == 2
+    assert not unfinished.exists() and run("gc", tmp_path) == (0, "", "")
+    assert run("verify", path)[0] == 0
+
+
+def test_gc_leaves_a_cache_alone_that_is_being_built_and_says_who_builds(tmp_path: Path, run: Run) -> None:
+    for name in ("busy", "idle"):
+        for text in "ABC":
+            build(tmp_path / "pretrain" / name, [text])
+    with build_lock(tmp_path / "pretrain" / "busy"):
+        status, out, _ = run("gc", tmp_path)
+    assert status == 0
+    busy, idle = out.splitlines()
+    assert busy.startswith(f"left alone {tmp_path}/pretrain/busy: is being built by user ") and "pid" in busy
+    assert idle.startswith("removed ") and "/idle/" in idle
+
+
+def test_gc_of_a_folder_without_caches_is_an_error(root: Path, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "empty", root / "sft/oasst1", (root / "sft/oasst1").resolve()):
+        status, out, err = run("gc", path)
+        assert (status, out) == (1, "") and f"{path}: no caches below it" in err
+    assert run("gc", tmp_path / "none")[0] == 1 and run("gc", root) == (0, "", "")
+    shutil.copytree(root / "sft/oasst1", tmp_path / "copies" / "oasst1")
+    assert run("gc", tmp_path / "copies") == (0, "", "")  # a cache, without versions
+
+
+@pytest.mark.parametrize("key", ["totals", "shards", "index", "special_token_ids", "kind", "ids", "dropped", "source"])
+def test_no_command_fails_otherwise_than_with_a_message_on_a_malformed_meta_json(
+    tmp_path: Path, run: Run, key: str
+) -> None:
+    path = tmp_path / "pretrain" / "own"
+    meta = build(path, ["A", "BCD"])
+    shutil.copytree(path.resolve(), tmp_path / "good")
+    for value in (None, 7, {}, ["train"], {"train": 3, "val": 3}):
+        (path / "meta.json").write_bytes(meta_bytes({**meta, key: value}))
+        for command in (["stats", path], ["locate", path, "train", "1"], ["diff", path, tmp_path / "good"]):
+            status, out, err = run(*command)
+            assert status in (0, 1) and (bool(out) != err.startswith("error: ")), (value, command, err)
+        may_be_so = key in ("dropped", "source") and isinstance(value, dict)
+        assert run("verify", path, "--deep")[0] == 1 or may_be_so, value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("totals", {"train_tokens": "x", "val_tokens": 0}),
+        ("totals", {"train_tokens": 4.5, "val_tokens": 0}),
+        ("vocab_size", "big"),
+        ("vocab_size", None),
+        ("special_token_ids", {"sys": "x"}),
+        ("special_token_ids", 3),
+        ("built", "yes"),
+        ("built", []),
+        ("kind", []),
+        ("tokenizer_sha256", 5),
+        ("shards", {"train": [], "val": []}),
+        ("totals", {}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["pretrain/roam", "sft/oasst1"])
+def test_a_malformed_value_is_an_error_that_names_meta_json(
+    root: Path, run: Run, tmp_path: Path, kind: str, key: str, value: Any
+) -> None:
+    path = root / kind
+    meta = json.loads((path / "meta.json").read_bytes())
+    shutil.copytree(path, root / "good")
+    (path / "meta.json").write_bytes(meta_bytes({**meta, key: value}))
+    commands = {
+        "stats": ["stats", path],
+        "plot": ["stats", path, "--plot", tmp_path / "out.png"],
+        "show": ["show", path],
+        "locate": ["locate", path, "train", "1"],
+        "diff": ["diff", path, root / "good"],
+    }
+    for name, command in commands.items():
+        status, out, err = run(*command)
+        if name == "diff" and (status, err) == (1, ""):  # what it does not need is a difference
+            assert key in out
+        elif name in ("stats", "plot") and (status, err) == (1, ""):  # nor what readers need: a line
+            assert f"by the readers: meta.json: {key}" in out
+        elif status == 0:
+            assert key in ("shards", "special_token_ids", "tokenizer_sha256")
+        else:
+            assert status == 1 and out == "" and "meta.json" in err and "Traceback" not in err, (name, err)
+            assert not re.match(r"error: (invalid literal|Unknown format|'|Cannot specify)", err), (name, err)

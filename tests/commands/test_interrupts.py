@@ -1,0 +1,85 @@
+"""Real signals to real commands: SIGTERM and SIGHUP do what Ctrl-C does, and the second signal ends the process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from niels_gpt.commands import cache as cli
+
+LONG = 600  # seconds: a hang, not a measure
+
+
+@pytest.fixture
+def command(tmp_path: Path, tiny_model_path: Path) -> list[str]:
+    """A build of some seconds, with threads that encode."""
+    with open(tmp_path / "long.jsonl", "w") as file:
+        for number in range(30_000):
+            file.write(json.dumps({"text": f"{number} " + "some words of a text that is long enough " * 20}) + "\n")
+    build = ["build", "--pretrain", f"long={tmp_path / 'long.jsonl'}", "--cache-dir", str(tmp_path / "c")]
+    return [sys.executable, "-m", "niels_gpt.cache.cli", *build, "--tokenizer-model", str(tiny_model_path)]
+
+
+def started(command: list[str], tmp_path: Path) -> subprocess.Popen[str]:
+    """Start a build, and wait until it encodes: until its journal has a line."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    journals = "c/pretrain/.versions/long/*.journal/journal.jsonl"
+    while process.poll() is None and not any(path.stat().st_size for path in tmp_path.glob(journals)):
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_each_signal_says_what_is_kept_and_the_same_command_resumes(
+    command: list[str], tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = started(command, tmp_path)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=LONG)
+    assert process.returncode == 1, errors
+    assert "interrupted" in errors and "the same command resumes" in errors and "terminate" not in errors
+    assert number.name in errors
+    assert cli.main([*command[3:], "--dry-run"]) == 0 and "unfinished" in capsys.readouterr().out
+
+
+def test_a_second_signal_ends_the_process_at_once(command: list[str], tmp_path: Path) -> None:
+    process = started(command, tmp_path)
+    process.send_signal(signal.SIGINT)
+    while process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=LONG)
+    assert process.returncode in (1, -signal.SIGTERM) and "terminate called" not in errors
+
+
+def test_an_ignored_signal_stays_ignored_and_a_forked_child_dies_of_one(tmp_path: Path) -> None:
+    program = (
+        "import os, signal\nfrom niels_gpt.interrupts import interruptible\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "with interruptible():\n"
+        "    os.kill(os.getpid(), signal.SIGHUP)\n"
+        "    pid = os.fork()\n"
+        "    if not pid:\n        os.kill(os.getpid(), signal.SIGTERM)\n        os._exit(0)\n"
+        "    print(os.WTERMSIG(os.waitpid(pid, 0)[1]), flush=True)\n"
+        "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=LONG)
+    assert int(done.stdout) == signal.SIGTERM
+
+
+def test_the_training_of_a_tokenizer_ends_at_once(command: list[str], tmp_path: Path) -> None:
+    """Minutes in C++, in which no Python runs: the signal itself ends it, and the next run starts clean."""
+    command = [*command[: command.index("--tokenizer-model")], "--vocab-size", "300"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    while "training" not in process.stderr.readline():
+        pass
+    while process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    assert process.returncode == -signal.SIGTERM
+    process.communicate()
+    assert not os.path.lexists(tmp_path / "c" / "tokenizer")

@@ -1,0 +1,158 @@
+"""What is to be left out: the file, what it matches, and what a build makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from niels_gpt.data import exclude
+from niels_gpt.data.types import ChatMessage, ChatSample, PretrainSample
+from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.settings import Settings
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def listed(tmp_path: Path, *lines: str) -> Path:
+    path = tmp_path / "left_out.txt"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def page(text: str, **meta: object) -> PretrainSample:
+    return PretrainSample(text, "web", dict(meta))
+
+
+def left(path: Path, *samples: PretrainSample) -> tuple[list[str], Counter[str]]:
+    counters: Counter[str] = Counter()
+    return [sample.text for sample in exclude.remaining(samples, str(path), counters)], counters
+
+
+def test_ids_and_sha256_of_texts_are_told_apart(tmp_path: Path) -> None:
+    path = listed(tmp_path, "# a comment", "", "<urn:uuid:1>", digest("two").upper(), "#notes/with a hash.md")
+    texts, counters = left(
+        path, page("one", id="<urn:uuid:1>"), page("two"), page("three", id=3), page("4", path="#notes/with a hash.md")
+    )
+    assert texts == ["three"] and counters == {"excluded": 3}
+
+
+def test_the_text_is_hashed_as_it_is(tmp_path: Path) -> None:
+    path = listed(tmp_path, digest("naïve\n"))
+    assert left(path, page("naïve"), page("naïve\n"), page("naive\n"))[0] == ["naïve", "naive\n"]
+
+
+def test_a_number_as_an_id_is_matched_by_its_digits(tmp_path: Path) -> None:
+    assert left(listed(tmp_path, "17"), page("a", id=17), page("b", index=17))[0] == ["b"]
+
+
+def test_nothing_excluded_is_counted_too(tmp_path: Path) -> None:
+    assert left(listed(tmp_path, "absent"), page("a")) == (["a"], Counter({"excluded": 0}))
+
+
+def test_a_chat_goes_by_one_message_or_one_id(tmp_path: Path) -> None:
+    read = exclude.read_exclusion(listed(tmp_path, digest("What is 2 + 2?"), "tree-9", "message-5"))
+
+    def chat(question: str, **meta: object) -> ChatSample:
+        return ChatSample([ChatMessage("user", question), ChatMessage("assistant", "4")], "own", dict(meta))
+
+    assert read.matching(chat("What is 2 + 2?"))
+    assert read.matching(chat("x", message_tree_id="tree-9")) == {"tree-9"}
+    assert read.matching(chat("x", message_ids=["message-4", "message-5"])) == {"message-5"}
+    assert not read.matching(chat("x", message_ids=["message-4"]))
+
+
+def test_what_sha256sum_prints_is_understood(tmp_path: Path) -> None:
+    path = listed(tmp_path, f"{digest('two')}  questions/two.txt", f"{digest('three')} *three.bin")
+    assert left(path, page("one"), page("two"), page("three"))[0] == ["one"]
+
+
+def test_the_log_says_how_many_entries_named_something(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    left(listed(tmp_path, "a.md", "./b.md", digest("c")), page("x", path="a.md"), page("y", path="b.md"), page("c"))
+    assert "2 of its 3 entries named a document" in caplog.text
+
+
+def test_order_case_and_comments_change_no_fingerprint_but_an_entry_does(tmp_path: Path) -> None:
+    first = exclude.read_exclusion(listed(tmp_path, "a", digest("b"))).facts
+    assert exclude.read_exclusion(listed(tmp_path, "# new", digest("b").upper(), "a", "a")).facts == first
+    assert first["entries"] == 2
+    assert exclude.read_exclusion(listed(tmp_path, "a", digest("c"))).facts != first
+
+
+@pytest.mark.parametrize("content", [b"", b"# only\n\n", b"\xff\xfe"])
+def test_a_file_without_an_entry_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"x\.txt: .*expected ids or sha256"):
+        exclude.read_exclusion(tmp_path / "x.txt")
+    with pytest.raises(FileNotFoundError, match=r"absent\.txt: no such file"):
+        exclude.read_exclusion(tmp_path / "absent.txt")
+
+
+SOMETHING_OF = {
+    "pretrain/fineweb_edu": "text",
+    "pretrain/wikitext": "text",
+    "pretrain/roam": "path",
+    "pretrain/gutenberg": "path",
+    "sft/dolly15k": "text",
+    "sft/oasst1": "tree",
+}
+
+
+def first_entry(settings: Settings, key: str) -> str:
+    """Return an entry that leaves out the first document of a source, by what the source offers."""
+    from niels_gpt.data import dolly, fineweb_edu, gutenberg, oasst1, wikitext
+
+    root = settings.source_root
+    if SOMETHING_OF[key] == "path":
+        folder = Path(root, key.split("/")[1])
+        return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*"))[0]
+    if key == "sft/oasst1":
+        chats: Iterator[ChatSample] = oasst1.iter_oasst1_sft(source_root=root, shuffle_trees=False)
+        return str(next(chats).meta["message_tree_id"])
+    if key == "sft/dolly15k":
+        return digest(next(dolly.iter_dolly_sft(source_root=root, shuffle=False)).messages[0].content)
+    samples = {
+        "pretrain/fineweb_edu": fineweb_edu.iter_fineweb_edu,
+        "pretrain/wikitext": lambda **root: wikitext.iter_wikitext(split="train", **root),
+        "pretrain/gutenberg": gutenberg.iter_gutenberg,
+    }
+    return digest(next(samples[key](source_root=root)).text)
+
+
+@pytest.mark.parametrize("key", RECIPES)
+def test_a_build_leaves_out_counts_and_is_built_anew(settings: Settings, tmp_path: Path, key: str) -> None:
+    if key == "pretrain/gutenberg":  # the sample's two books are one for each split
+        root = shutil.copytree(settings.source_root, tmp_path / "more")
+        (root / "gutenberg" / "third.txt").write_text("It was a short book.\n" * 50)
+        settings = dataclasses.replace(settings, source_root=str(root))
+    whole = RECIPES[key](settings)
+    path = listed(tmp_path, first_entry(settings, key))
+    without = dataclasses.replace(settings, exclude=str(path))
+    outcome = RECIPES[key](without)
+    assert not outcome.reused and outcome.fingerprint != whole.fingerprint
+    source = outcome.meta["source"]
+    assert source["counters"]["excluded"] >= 1
+    assert source["exclude"] == exclude.read_exclusion(path).facts
+    read = "examples_read" if key.startswith("sft") else "documents_read"
+    assert outcome.meta[read] == whole.meta[read] - source["counters"]["excluded"]
+    assert RECIPES[key](without).reused
+    path.write_text("# reworded\n" + path.read_text())
+    assert RECIPES[key](without).reused
+    path.write_text(path.read_text() + "one more\n")
+    assert not RECIPES[key](without).reused
+
+
+def test_a_build_with_an_absent_file_says_so_and_builds_nothing(settings: Settings, tmp_path: Path) -> None:
+    missing = dataclasses.replace(settings, exclude=str(tmp_path / "absent.txt"))
+    with pytest.raises(FileNotFoundError, match=re.escape("absent.txt: no such file")):
+        RECIPES["sft/oasst1"](missing)
+    assert not Path(settings.cache_dir, "sft").exists()

@@ -1,0 +1,228 @@
+"""JSON files larger than memory: arrays, objects and lines give the same rows."""
+
+from __future__ import annotations
+
+import io
+import json
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.data_files import write
+
+from niels_gpt.data.files import json_stream, mirrors
+from niels_gpt.data.files.rows import TABLE_SUFFIXES, iter_rows, numbered_rows
+from niels_gpt.data.local import LocalFiles, iter_texts
+
+
+def values_of(content: bytes) -> list[Any]:
+    return [value for _, value, _ in json_stream.iter_values(io.BytesIO(content), "x")]
+
+
+@pytest.fixture(params=[1, 7, json_stream.BLOCK_BYTES])
+def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(json_stream, "BLOCK_BYTES", request.param)
+    return int(request.param)
+
+
+# --- what a file may look like ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b'[{"n": 1}, {"n": 2}]', [{"n": 1}, {"n": 2}]),
+        (b'\xef\xbb\xbf\r\n[\r\n{"n": 1}\r\n,\r\n{"n": 2}\r\n]\r\n', [{"n": 1}, {"n": 2}]),
+        (b'{"n": 1}\r\n\r\n{"n": 2}', [{"n": 1}, {"n": 2}]),
+        (b'\xef\xbb\xbf{"n": 1}\n{"n": 2}\n', [{"n": 1}, {"n": 2}]),
+        (b'{"n": 1}', [{"n": 1}]),
+        (b'\n{\n  "n": [\n    1]\n}\n', [{"n": [1]}]),
+        (b'{\n"n": 1}\n{\n"n": 2}', [{"n": 1}, {"n": 2}]),  # as jq prints them
+        (b"[]\n", []),
+        (b"\xef\xbb\xbf", []),
+        (b"", []),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+@pytest.mark.usefixtures("block_bytes")
+def test_a_json_file_is_an_array_an_object_or_lines(
+    tmp_path: Path, name: str, content: bytes, expected: list[Any]
+) -> None:
+    assert list(iter_rows([write(tmp_path / name, content)])) == expected
+
+
+def test_plain_json_files_are_no_part_of_a_mirror() -> None:
+    assert ".json" not in (*TABLE_SUFFIXES, *mirrors.KNOWN_SUFFIXES)  # it may hold a dataset_infos.json
+
+
+def test_an_item_that_is_no_object_is_an_error_for_the_loaders_of_mirrors(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json.gz", b'[{"n": 1}, [3]]')
+    with pytest.raises(ValueError, match=r"a\.json\.gz, item 2: expected a JSON object, found '\[3\]'"):
+        list(iter_rows([path]))
+
+
+def test_each_unreadable_row_is_reported_and_dropped(tmp_path: Path) -> None:
+    problems: list[str] = []
+    path = write(tmp_path / "a.json", b'[{"n": 1}, [3], {"n": 3}, null]')
+    assert list(numbered_rows(path, unreadable=problems.append)) == [(1, {"n": 1}), (3, {"n": 3})]
+    assert problems == [
+        f"{path}, item {n}: expected a JSON object, found {what!r}" for n, what in ((2, "[3]"), (4, "null"))
+    ]
+
+
+def test_a_broken_first_line_does_no_harm_to_the_others(tmp_path: Path) -> None:
+    problems: list[str] = []
+    path = write(tmp_path / "a.json", b'{"n": \n{"n": 2}\n{"n": 3}')
+    assert list(numbered_rows(path, unreadable=problems.append)) == [(2, {"n": 2}), (3, {"n": 3})]
+    assert len(problems) == 1 and problems[0].startswith(f"{path}, line 1: expected a JSON object")
+
+
+def test_a_line_nested_too_deeply_is_an_unreadable_row(tmp_path: Path) -> None:
+    problems: list[str] = []
+    path = write(tmp_path / "a.jsonl", b'{"a": ' + b"[" * 100_000 + b'\n{"n": 2}')
+    assert list(numbered_rows(path, unreadable=problems.append)) == [(2, {"n": 2})]
+    assert len(problems) == 1
+
+
+# --- what is broken ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b'[{"n": 1}, {"n": 2},]', r"item 3: expected JSON \(Expecting value\), found ']'"),
+        (b'[{"n": 1}, {"n": 2}', "after item 2: expected , or ] in a JSON array, found the end of the file"),
+        (b'[{"n": 1}, {"n": 2', r"item 2: expected JSON \(Expecting ',' delimiter\), found '{\"n\": 2'"),
+        (b'[{"n": 1}, {"n": "2', r"item 2: expected JSON \(Unterminated string"),
+        (b'[{"n": 1} {"n": 2}]', r"after item 1: expected , or \] in a JSON array, found '{\"n\": 2}\]'"),
+        (b"[{\"n\": 1}, {'n': 2}]", r"item 2: expected JSON \(Expecting property name"),
+        (b'[{"n": 1}, 12.]', "after item 2: expected , or ]"),
+        (b'[{"n": 1}] [2]', r"after its array: expected nothing, found '\[2\]'"),
+        (b'[{"n": 1}, ' + b"[" * 3_000, r"item 2: expected JSON \(nested too deeply\)"),
+        (b'[{"n": 1},', r"item 2: expected JSON \(Expecting value\), found the end of the file"),
+    ],
+)
+@pytest.mark.usefixtures("block_bytes")
+def test_a_broken_array_is_an_error_that_names_the_place(tmp_path: Path, content: bytes, complaint: str) -> None:
+    path = write(tmp_path / "a.json", content)
+    rows = numbered_rows(path, unreadable=lambda _: None)  # tolerance does not help: what follows is lost
+    assert next(rows) == (1, {"n": 1})
+    with pytest.raises(ValueError, match=rf"a\.json, {complaint}"):
+        list(rows)
+
+
+def test_a_broken_item_is_noticed_before_the_rest_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_stream, "BLOCK_BYTES", 100)
+    file = io.BytesIO(b'[{"n": 1}, {"n": oops}, ' + b'{"n": 1}, ' * 10_000)
+    with pytest.raises(ValueError, match="x, item 2"):
+        list(json_stream.iter_values(file, "x"))
+    assert file.tell() < 500
+
+
+def test_bytes_that_are_not_utf8_are_replaced_in_an_array_as_in_lines(tmp_path: Path) -> None:
+    item, other = b'{"a": "caf\xe9 \xe2\x82", "b": {"c": ["\xff"]}, "\xe9": "\\ud83d\\ude42"}', b'{"a": "\xc3\xa9"}'
+    for name, content in (("a.json", b"[" + item + b",\n" + other + b"]"), ("a.jsonl", item + b"\n" + other)):
+        counters: Counter[str] = Counter()
+        assert list(iter_rows([write(tmp_path / name, content)], counters=counters)) == [
+            {"a": "caf\ufffd \ufffd", "b": {"c": ["\ufffd"]}, "\ufffd": "\U0001f642"},
+            {"a": "é"},
+        ]
+        assert counters == {"repaired_utf8": 1}
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_half_a_surrogate_pair_is_replaced_at_any_depth_and_counted_once_a_row(tmp_path: Path, name: str) -> None:
+    item = rb'{"a": [{"b": "x\ud83d", "c": "\ud83d\ude42"}], "\ude42": "\uD83D"}'
+    counters: Counter[str] = Counter()
+    path = write(tmp_path / name, b"[" + item + b"]" if name == "a.json" else item)
+    rows = list(iter_rows([path], counters=counters))
+    assert rows == [{"a": [{"b": "x\ufffd", "c": "\U0001f642"}], "\ufffd": "\ufffd"}]
+    assert counters == {"repaired_utf8": 1}
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+class LoggedFile(io.BytesIO):
+    """Remembers the largest read that was asked for."""
+
+    largest = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.largest = max(self.largest, size or 0)
+        return super().read(size)
+
+
+def test_an_array_of_3_megabytes_comes_whole_and_in_order_through_little_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(json_stream, "BLOCK_BYTES", 4_096)
+    rows = [{"number": number, "text": 'é\\"\u2028' * (number % 97)} for number in range(1, 20_001)]
+    file = LoggedFile(json.dumps(rows, ensure_ascii=False).encode())
+    assert len(file.getvalue()) > 3_000_000
+    tracemalloc.start()
+    try:
+        for row, (number, value, _) in zip(rows, json_stream.iter_values(file, "x"), strict=True):
+            assert value == row and number == row["number"]
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert file.largest <= 2 * 4_096 and peak_bytes < 500_000
+
+
+def test_a_value_larger_than_a_block_is_decoded_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_stream, "BLOCK_BYTES", 10)
+    file = io.BytesIO(b'[{"text": "' + b"x" * 100_000 + b'"}, {"text": "y"}]')
+    reads: list[int] = []
+    monkeypatch.setattr(file, "read", lambda size: reads.append(size) or io.BytesIO.read(file, size))
+    assert [len(value["text"]) for _, value, _ in json_stream.iter_values(file, "x")] == [100_000, 1]
+    assert len(reads) < 25  # the window doubles
+
+
+def test_every_cut_of_numbers_literals_and_escapes_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = rb'[-12.5e+3, 0, true, false, null, "\ud83d\ude42\\\"\u00e9", {"a": [1, -Infinity]}, 1E5]'
+    for size in range(1, len(content) + 2):
+        monkeypatch.setattr(json_stream, "BLOCK_BYTES", size)
+        assert values_of(content) == json.loads(content)
+
+
+TEXTS = st.text(st.characters() | st.sampled_from('"\\\ud83d\ude42\ufeff\u2028\r\n'), max_size=12)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+ROWS = st.dictionaries(TEXTS, VALUES, max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(ROWS, TEXTS), min_size=1, max_size=6), st.integers(1, 40), st.booleans(), st.booleans())
+def test_the_samples_are_the_same_however_the_rows_are_written_and_cut(
+    tmp_path_factory: pytest.TempPathFactory,
+    drawn: list[tuple[dict[str, Any], str]],
+    size: int,
+    escaped: bool,
+    spread: bool,
+) -> None:
+    folder = tmp_path_factory.mktemp("rows")
+    rows = [{**row, "text": text} for row, text in drawn]
+    # Half a surrogate pair has no utf-8: escaped it is repaired, and as such it is three bytes to replace.
+    lines = b"".join(json.dumps(row, ensure_ascii=escaped).encode("utf-8", "surrogatepass") + b"\n" for row in rows)
+    array = json.dumps(rows, ensure_ascii=escaped, indent=1 if spread else None).encode("utf-8", "surrogatepass")
+    files = {"a.jsonl": lines, "a.json": lines, "a.jsonl.gz": lines, "b.json": array, "b.json.gz": array}
+    read = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_stream, "BLOCK_BYTES", size)
+        for name, content in files.items():
+            counters: Counter[str] = Counter()
+            found = LocalFiles(folder, (write(folder / name, content),), 0)
+            samples = list(iter_texts(found, source="own", counters=counters))
+            read.append(([(s.text, s.meta | {"path": ""}) for s in samples], counters))
+        assert escaped or values_of(lines) == values_of(array)
+    assert len(read[0][0]) == len(rows) and all(other == read[0] for other in read)
+    if not any("\ud800" <= char <= "\udfff" for _, text in drawn for char in text):
+        assert [text for text, _ in read[0][0]] == [text for _, text in drawn]

@@ -1,0 +1,408 @@
+"""User-defined sources of text: files found, rows read, documents streamed."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.data_files import lines, write, write_parquet
+
+from niels_gpt.data.files.walk import files_fingerprint
+from niels_gpt.data.local import CHAT_SUFFIXES, DOCUMENT_SUFFIXES, LocalFiles, find, iter_texts
+from niels_gpt.data.types import PretrainSample
+
+ODD = "pipes, devices or links to nothing"
+TREE = ("b.md", "a/z.txt", "B.jsonl", "é.md", "a/picture.png", ".git/x.md", "a/.obsidian/y.md", "a/.hidden.md")
+
+
+def tree(folder: Path, names: tuple[str, ...] = TREE) -> Path:
+    for name in names:
+        write(folder / name)
+    return folder
+
+
+def followed(pattern: str, *, base: Path) -> LocalFiles:
+    return find(pattern, base=base, follow_links=True)
+
+
+def names(found: LocalFiles) -> list[str]:
+    return [found.name_of(path) for path in found.files]
+
+
+def texts_of(pattern: str | Path, **more: Any) -> list[PretrainSample]:
+    return list(iter_texts(find(str(pattern)), source="own", **more))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_too_large_for_one_document_is_counted_and_named_with_the_way_to_cut_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a.txt", "b.md.gz", "c.rst"):
+        write(tmp_path / name, b"x" * (1_000 if name < "c" else 100))
+    counters: Counter[str] = Counter()
+    assert [sample.text for sample in texts_of(tmp_path, counters=counters, max_document_bytes=999)] == ["x" * 100]
+    assert counters == {"too_large": 2}
+    (message,) = caplog.messages
+    assert f"{tmp_path}/a.txt: more than 999 bytes" in message and "split -C 10M --additional-suffix .txt a" in message
+    with pytest.raises(ValueError, match=r"not one text in .*too_large.*split -C"):
+        texts_of(tmp_path, max_document_bytes=9)
+
+
+def test_a_folder_is_all_below_it_that_can_be_read(tmp_path: Path) -> None:
+    found = find(str(tree(tmp_path)))
+    assert names(found) == ["B.jsonl", "a/z.txt", "b.md", "é.md"]  # in order of their bytes
+    assert found.root == tmp_path and found.files[1] == tmp_path / "a" / "z.txt"
+    assert found.other_files == 1  # the picture; what is hidden is not looked at
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("**", ["B.jsonl", "a/z.txt", "b.md", "é.md"]),
+        ("**/*.md", ["b.md", "é.md"]),
+        ("*", ["B.jsonl", "b.md", "é.md"]),  # it matches the folder a, too: a folder is no file
+        ("[ab]/*.*", ["a/z.txt"]),
+        ("a/../b.m?", ["b.md"]),
+        ("a/.h*.md", [".hidden.md"]),  # named, so wanted
+    ],
+)
+def test_a_glob_is_the_files_that_it_matches(tmp_path: Path, pattern: str, expected: list[str]) -> None:
+    assert names(find(pattern, base=tree(tmp_path))) == expected
+
+
+def test_one_file_is_named_by_its_last_part(tmp_path: Path) -> None:
+    found = find("a/z.txt", base=tree(tmp_path))
+    assert found == LocalFiles(tmp_path / "a", (tmp_path / "a" / "z.txt",), 0)
+
+
+def test_a_new_file_leaves_the_names_of_the_others_as_they_are(tmp_path: Path) -> None:
+    write(tmp_path / "notes/journal/may.md")
+    assert names(find("notes", base=tmp_path)) == names(find("notes/**/*.md", base=tmp_path)) == ["journal/may.md"]
+    write(tmp_path / "notes/ideas.md")
+    assert "journal/may.md" in names(find("notes/**/*.md", base=tmp_path))
+
+
+def test_a_file_matched_twice_comes_once(tmp_path: Path) -> None:
+    assert names(find("**/a/**/*", base=tree(tmp_path, ("a/a/x.md",)))) == ["a/a/x.md"]
+
+
+def test_a_link_to_a_folder_above_makes_no_second_copy_of_a_file(tmp_path: Path) -> None:
+    tree(tmp_path, ("sub/a.md", "sub/b.md"))
+    (tmp_path / "all").symlink_to(tmp_path)
+    for found in (followed("**/*.md", base=tmp_path), followed(str(tmp_path), base=tmp_path)):
+        assert (names(found), found.links) == (["sub/a.md", "sub/b.md"], ())
+
+
+FORMS = ("in", "in/**", "in/**/*")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_folder_and_the_glob_of_all_below_it_are_the_same_files(tmp_path: Path, form: str) -> None:
+    tree(tmp_path, ("in/n1.md", "in/sub/n2.md", "in/.hidden/x.md", "in/photo.png", "out/o.md", "out/more/p.md"))
+    links = {"in/linked": "../out", "in/sub/again": "../../out", "in/dup.md": "n1.md", "in/copy.png": "photo.png"}
+    loops = {"in/all": "..", "in/sub/up": "..", "in/sub/self": "self", "out/back": "../in", "in/secret": ".hidden"}
+    for name, target in (links | loops).items():
+        (tmp_path / name).symlink_to(target)
+    found = followed(form, base=tmp_path)
+    assert names(found) == ["linked/more/p.md", "linked/o.md", "n1.md", "sub/n2.md"]
+    assert found.other_files == 2 and found.root == tmp_path / "in"  # the photo, and a link to itself
+    found = find(form, base=tmp_path)
+    assert (names(found), found.other_kinds) == (["n1.md", "sub/n2.md"], ((".png", 1), (ODD, 1)))
+    not_followed = ["all", "dup.md", "linked", "secret", "sub/again", "sub/up"]
+    assert [path.relative_to(found.root).as_posix() for path in found.links] == not_followed
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_link_is_followed_where_the_pattern_names_it_and_never_below(tmp_path: Path, form: str) -> None:
+    tree(tmp_path, ("out/o.md", "secret.md"))
+    (tmp_path / "in").symlink_to("out")
+    (tmp_path / "out/c.md").symlink_to(tmp_path / "secret.md")
+    found = find(form, base=tmp_path)
+    assert (names(found), found.links) == (["o.md"], (tmp_path / "in/c.md",))
+    assert names(find("in/c.md", base=tmp_path)) == ["c.md"]
+    with pytest.raises(FileNotFoundError, match=r"1 symbolic links, such as .*c\.md.*--follow-links"):
+        find("in/c*.md", base=tmp_path)
+    assert find("*/o.md", base=tmp_path).files == (tmp_path / "out/o.md",)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_link_gives_a_file_its_suffix(tmp_path: Path, form: str) -> None:
+    tree(tmp_path, ("in/blobs/0123", "in/blobs/4567"))  # as huggingface_hub's cache is
+    (tmp_path / "in/rows.jsonl").symlink_to("blobs/0123")
+    found = followed(form, base=tmp_path)
+    assert (names(found), found.other_files) == (["rows.jsonl"], 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_link_into_a_hidden_folder_of_the_same_tree_is_hidden(tmp_path: Path, form: str) -> None:
+    tree(tmp_path, ("in/a.md", "in/cache/.versions/notes/1/meta.json"))
+    (tmp_path / "in/cache/notes").symlink_to(".versions/notes/1")
+    assert names(followed(form, base=tmp_path)) == ["a.md"]
+    assert names(find("in/cache/notes", base=tmp_path)) == ["meta.json"]  # named, so wanted
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pipes_and_links_to_nothing_are_counted_and_not_read(tmp_path: Path, form: str) -> None:
+    tree(tmp_path, ("in/a.md",))
+    os.mkfifo(tmp_path / "in/pipe.md")
+    (tmp_path / "in/gone.md").symlink_to("nowhere")
+    found = followed(form, base=tmp_path)
+    assert (names(found), found.other_files, found.other_kinds) == (["a.md"], 2, ((ODD, 2),))
+    found = find(form, base=tmp_path)
+    assert (names(found), found.other_files, found.links) == (["a.md"], 1, (tmp_path / "in/gone.md",))
+    for name in ("in/pipe.md", "in/gone.md", "in/[gp]*.md"):
+        with pytest.raises(FileNotFoundError, match=r"files of other kinds \(pipes, devices or links to nothing\)"):
+            followed(name, base=tmp_path)
+
+
+def test_the_case_of_a_suffix_does_not_matter(tmp_path: Path) -> None:
+    write(tmp_path / "A.TXT", b"one")
+    write(tmp_path / "B.JSONL", b'{"text": "two"}')
+    (tmp_path / "C.Json.GZ").write_bytes(gzip.compress(b'[{"text": "three"}]'))
+    write_parquet(tmp_path / "D.Parquet", {"text": ["four"]})
+    assert [sample.text for sample in texts_of(tmp_path)] == ["one", "two", "three", "four"]
+
+
+def test_wildcards_in_the_names_of_files_and_folders_are_taken_literally(tmp_path: Path) -> None:
+    base = tree(tmp_path / "notes [old]", ("a*b.md", "axb.md", "sub/c.md"))
+    assert names(find("a*b.md", base=base)) == ["a*b.md"]
+    assert names(find("**/c.*", base=base)) == ["sub/c.md"]
+
+
+def test_the_current_folder_and_the_home_folder_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tree(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find("a") == find("~/a") == find("~/a", base=Path("/")) == find(str(tmp_path / "a"))
+
+
+def test_only_the_kinds_asked_for_are_read(tmp_path: Path) -> None:
+    found = find(str(tree(tmp_path, ("a.json", "b.jsonl.gz", "c.txt", "d.parquet"))), suffixes=CHAT_SUFFIXES)
+    assert (names(found), found.other_files) == (["a.json", "b.jsonl.gz", "d.parquet"], 1)
+
+
+def test_nothing_at_all_is_said_with_what_was_looked_for(tmp_path: Path) -> None:
+    for pattern in ("nowhere", "*.md", "nowhere/**/*.md"):
+        with pytest.raises(FileNotFoundError) as failed:
+            find(pattern, base=tmp_path)
+        assert f"nothing matches {pattern!r}: no file or folder at {tmp_path / pattern}" in str(failed.value)
+        assert "a shell expands an unquoted one" in str(failed.value)
+
+
+def test_nothing_readable_is_said_with_what_there_is_and_what_can_be(tmp_path: Path) -> None:
+    tree(tmp_path, ("in/x.png", "in/y.png", "in/LICENCE"))
+    for pattern in ("in", "in/*"):
+        with pytest.raises(
+            FileNotFoundError, match=r"3 files of other kinds \(\.png, LICENCE\).*\.txt \.md .*--as-text"
+        ):
+            find(pattern, base=tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"found an empty folder, .*empty, expected files that end in"):
+        find("empty", base=tmp_path)
+
+
+def test_a_name_that_is_not_utf8_is_written_so_that_it_can_be_printed(tmp_path: Path) -> None:
+    write(Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.md")))
+    assert names(find(str(tmp_path))) == ["caf\ufffd.md"]
+
+
+def test_the_fingerprint_of_a_source_is_that_of_its_files(tmp_path: Path) -> None:
+    prints = set()
+    for place in ("here", "there"):
+        write(tmp_path / place / "sub/é.md", b"one")
+        found = find(place, base=tmp_path)
+        prints.add(files_fingerprint(found.root, found.files))
+    assert len(prints) == 1
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
+
+
+def test_a_text_file_is_a_document_as_it_is(tmp_path: Path) -> None:
+    write(tmp_path / "a.md", b" one\r\n\r\ntwo\n")
+    write(tmp_path / "b.txt")
+    assert texts_of(tmp_path) == [
+        PretrainSample(" one\r\n\r\ntwo\n", "own", {"index": 0, "path": "a.md"}),
+        PretrainSample("", "own", {"index": 1, "path": "b.txt"}),
+    ]
+
+
+@pytest.mark.parametrize("name", [f"a{suffix}" for suffix in DOCUMENT_SUFFIXES])
+def test_every_kind_of_document_is_read_as_it_is(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name, b"<p>one &amp; two</p>\n")
+    assert [sample.text for sample in texts_of(tmp_path)] == ["<p>one &amp; two</p>\n"]
+
+
+def test_a_row_is_a_document_with_its_place_and_id(tmp_path: Path) -> None:
+    write(
+        tmp_path / "é/a.jsonl",
+        b'{"text": "one", "id": 7}\n\n{"id": "x", "content": "two"}\r\n{"document": "", "id": true}',
+    )
+    assert texts_of(tmp_path) == [
+        PretrainSample("one", "own", {"index": 0, "path": "é/a.jsonl", "row": 1, "id": "7"}),
+        PretrainSample("two", "own", {"index": 1, "path": "é/a.jsonl", "row": 3, "id": "x"}),  # its line
+        PretrainSample("", "own", {"index": 2, "path": "é/a.jsonl", "row": 4}),
+    ]
+
+
+def test_the_samples_of_all_files_are_numbered_through(tmp_path: Path) -> None:
+    write(tmp_path / "a.md", b"note")
+    write(tmp_path / "b.json", b'[{"text": "one"}, {"text": "two"}]')
+    found = [(sample.text, *sample.meta.values()) for sample in texts_of(tmp_path)]
+    assert found == [("note", 0, "a.md"), ("one", 1, "b.json", 1), ("two", 2, "b.json", 2)]
+
+
+def test_the_first_string_of_text_content_document_is_the_text(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", b'{"document": "d", "content": "c", "text": null}\n{"content": "c", "text": "t"}')
+    assert [sample.text for sample in texts_of(tmp_path)] == ["c", "t"]
+
+
+def test_a_field_that_is_named_is_the_only_one(tmp_path: Path) -> None:
+    counters: Counter[str] = Counter()
+    write(tmp_path / "a.jsonl", b'{"text": "t", "body": "b"}\n{"text": "t"}\n{"body": ["b"]}')
+    assert [sample.text for sample in texts_of(tmp_path, field="body", counters=counters)] == ["b"]
+    assert counters == {"missing_field": 2}
+
+
+def test_rows_without_one_text_are_an_error_that_names_the_fields_there_are(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", b'[]\n{"title": "x", "body": "y"}\n{"title": 1}')
+    with pytest.raises(ValueError) as failed:
+        texts_of(tmp_path)
+    assert str(failed.value) == (
+        f"own: not one text in 3 rows below {tmp_path} (2 missing_field, 1 unreadable_row); "
+        f"the first: {tmp_path}/a.jsonl, row 2, has the fields title, body. Expected a string in the field text or "
+        "content or document; name the one that holds the text: NAME=GLOB:FIELD"
+    )
+    with pytest.raises(ValueError, match="Expected a string in the field summary; name"):
+        texts_of(tmp_path, field="summary")
+
+
+def test_rows_of_which_none_can_be_read_are_an_error_that_shows_the_first(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", b"to be or\nnot to be")
+    with pytest.raises(ValueError, match=r"2 unreadable_row\); the first: .*line 1: expected a JSON object") as failed:
+        texts_of(tmp_path)
+    assert "NAME=GLOB:FIELD" not in str(failed.value)  # no other field would help
+
+
+@pytest.mark.parametrize(
+    ("content", "remedy"),
+    [
+        (
+            '{"text": "a"}\n{"text": "b"}'.encode("utf-16-le"),
+            "UTF-16 without a byte-order mark: save the file as UTF-8",
+        ),
+        (b'[{"text": "a"},\n{"text": "b"}]', "An array of rows is read from .json and .json.gz: rename the file"),
+        (b'[\n{"text": "a"},\n{"text": "b"}, {}]', "An array of rows is read from .json and .json.gz: rename the file"),
+    ],
+)
+def test_a_file_of_another_kind_than_its_name_says_is_an_error_with_its_remedy(
+    tmp_path: Path, content: bytes, remedy: str
+) -> None:
+    write(tmp_path / "a.jsonl", content)
+    with pytest.raises(ValueError) as failed:
+        texts_of(tmp_path)
+    assert str(failed.value).endswith(remedy)
+
+
+def test_the_first_row_without_a_text_is_told_with_its_fields(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "a.jsonl", b'{"text": "one"}\n{"title": 1, "body": 2}\n{"text": null}\n')
+    write(tmp_path / "b.jsonl", b'{"text": null}\n{"text": "x"}')
+    with caplog.at_level(logging.WARNING):
+        assert len(texts_of(tmp_path)) == 2
+        assert len(texts_of(tmp_path / "b.jsonl")) == 1
+    ending = "Counted as missing_field; more like it are counted only"
+    assert caplog.messages == [
+        f"{tmp_path}/a.jsonl, row 2: found the fields title, body. {ending}",
+        f"{tmp_path}/b.jsonl, row 1: found NoneType in the field text. {ending}",
+    ]
+
+
+def test_files_without_rows_give_nothing(tmp_path: Path) -> None:
+    empty = {"a.jsonl": b"", "b.json": b" \n", "c.json": b"[ ]", "d.json.gz": b"", "e.jsonl": b"\xef\xbb\xbf"}
+    for name, content in empty.items():
+        write(tmp_path / name, content)
+    assert texts_of(tmp_path) == []
+
+
+def test_unreadable_rows_are_counted_and_the_first_of_each_file_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    counters: Counter[str] = Counter()
+    write(tmp_path / "a.jsonl", b'{"text": "one"}\n{"text": "tw\nnull\n[1]\n{"text": "five"}')
+    write(tmp_path / "b.json", b'[{"text": "one"}, null, [{"text": "x"}], 3, {"text": "five"}]')
+    with caplog.at_level(logging.WARNING):
+        found = [(sample.text, sample.meta["row"]) for sample in texts_of(tmp_path, counters=counters)]
+    assert found == [("one", 1), ("five", 5)] * 2
+    assert counters == {"unreadable_row": 6}
+    assert len(caplog.messages) == 2
+    assert caplog.messages[0].startswith(
+        f"{tmp_path}/a.jsonl, line 2: expected a JSON object (Invalid control character"
+    )
+    assert caplog.messages[1].startswith(f"{tmp_path}/b.json, item 2: expected a JSON object, found 'null'. Counted as")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "overwritten"])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.parquet"])
+def test_a_damaged_file_is_an_error_once_it_is_reached(tmp_path: Path, name: str, damage: str) -> None:
+    write(tmp_path / "a.json", b'{"text": "good"}')
+    texts = [os.urandom(500).hex() for _ in range(20)]
+    if name.endswith("parquet"):
+        path = write_parquet(tmp_path / name, {"text": texts}, compression="zstd")
+    else:
+        path = write(tmp_path / name, lines(*({"text": text} for text in texts)))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:200] if damage == "truncated" else whole[:10] + bytes(30) + whole[40:])
+    stream = iter_texts(find(str(tmp_path)), source="own")
+    assert next(stream).text == "good"
+    with pytest.raises(ValueError, match=f"(?s){name}: .*fetch it again"):
+        list(stream)
+
+
+def test_a_file_that_is_gone_is_not_called_damaged(tmp_path: Path) -> None:
+    for name in ("a.parquet", "a.json", "a.md"):
+        with pytest.raises(FileNotFoundError):
+            list(iter_texts(LocalFiles(tmp_path, (tmp_path / name,), 0), source="own"))
+
+
+def test_a_column_of_parquet_that_nobody_asks_for_does_no_harm(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    no_date = pa.array([10**7], pa.date32())  # about the year 29,000
+    write_parquet(tmp_path / "a.parquet", {"when": no_date, "text": ["one"], "id": ["x"], "text.x": no_date})
+    assert texts_of(tmp_path) == [PretrainSample("one", "own", {"index": 0, "path": "a.parquet", "row": 1, "id": "x"})]
+    with pytest.raises(ValueError, match=r"a\.parquet, rows 1 to 1, column 'when': found values of type date32"):
+        texts_of(tmp_path, field="when")
+
+
+def test_parquet_without_one_text_is_an_error_that_names_all_its_fields(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_parquet(tmp_path / "a.parquet", {"title": ["x", "y"], "body": ["a", "b"]})
+    with pytest.raises(
+        ValueError, match=r"2 rows below .* \(2 missing_field\); .*row 1, has the fields title, body\. Exp"
+    ):
+        texts_of(tmp_path)
+    assert [message.partition(": ")[2] for message in caplog.messages] == [
+        "found the fields title, body. Counted as missing_field; more like it are counted only"
+    ]
+
+
+def test_rows_of_parquet_are_numbered_over_all_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_parquet(tmp_path / "a.parquet", {"text": [f"t{n}" for n in range(2_500)], "id": range(2_500)})
+    samples = texts_of(tmp_path)
+    assert [sample.text for sample in samples] == [f"t{n}" for n in range(2_500)]
+    assert samples[-1].meta == {"index": 2_499, "path": "a.parquet", "row": 2_500, "id": "2499"}
+
+
+def test_a_stream_that_is_left_early_closes_its_file(tmp_path: Path) -> None:
+    write(tmp_path / "a.json", b'[{"text": "one"}, {"text": "two"}]')
+    stream: Iterator[PretrainSample] = iter_texts(find(str(tmp_path)), source="own")
+    assert next(stream).text == "one"
+    del stream  # an open file would be a warning, which is an error here

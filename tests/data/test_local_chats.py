@@ -1,0 +1,300 @@
+"""User-defined sources of chats: what a row may look like, and what is counted."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.data_files import invalid_utf8, write_parquet
+
+from niels_gpt.data import dolly
+from niels_gpt.data.chat_shapes import ROLES, NotAChatError, messages_of
+from niels_gpt.data.local import CHAT_SUFFIXES, find, iter_chats
+from niels_gpt.data.types import ChatMessage, ChatSample
+
+HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+EXPECTED = [ChatMessage("user", "Hi"), ChatMessage("assistant", "Yes?")]
+
+
+def chats_of(folder: Path, *rows: Any, counters: Counter[str] | None = None) -> list[ChatSample]:
+    """Stream the chats of the folder, with the rows, if any, written to rows.jsonl in it first."""
+    if rows:
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return list(iter_chats(find(str(folder), suffixes=CHAT_SUFFIXES), source="own", counters=counters))
+
+
+def turns(row: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in messages_of(row)]
+
+
+def reason(row: dict[str, Any]) -> str:
+    with pytest.raises(NotAChatError) as refused:
+        messages_of(row)
+    return refused.value.reason
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": HELLO},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes?"}]},
+        {"conversation": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes?"}]},
+        {"conversations": HELLO},
+        {"prompt": "Hi", "response": "Yes?"},
+        {"prompt": "Hi", "completion": "Yes?"},
+        {"prompt": HELLO[:1], "completion": HELLO[1:]},
+        {"instruction": "Hi", "response": "Yes?", "context": "", "category": "open_qa"},
+        {"instruction": "Hi", "output": "Yes?", "input": None},
+        {"question": "Hi", "answer": "Yes?"},
+        {"system_prompt": "", "question": "Hi", "response": "Yes?"},
+        {"messages": None, "conversations": HELLO, "system": None},  # parquet has every field in every row
+        {"messages": 2, "prompt": "Hi", "completion": "Yes?"},
+        {"prompt": "Hi", "response": None, "completion": "Yes?"},
+    ],
+)
+def test_every_known_shape_is_the_same_chat(row: dict[str, Any]) -> None:
+    assert messages_of(row) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"messages": HELLO}, {"conversations": [{"from": "human", "value": "other"}]}),
+        ({"conversations": HELLO}, {"conversation": [{"from": "human", "value": "other"}]}),
+        ({"conversation": HELLO}, {"prompt": "other", "response": "other"}),
+        ({"prompt": "Hi", "response": "Yes?"}, {"completion": "other"}),
+        ({"prompt": "Hi", "completion": "Yes?"}, {"instruction": "other", "response": None, "output": "other"}),
+        ({"instruction": "Hi", "response": "Yes?"}, {"output": "other"}),
+        ({"instruction": "Hi", "output": "Yes?"}, {"question": "other", "answer": "other"}),
+        ({"question": "Hi", "answer": "Yes?"}, {"response": "other"}),
+    ],
+)
+def test_a_row_of_two_shapes_is_read_as_the_first(first: dict[str, Any], second: dict[str, Any]) -> None:
+    assert messages_of({**second, **first}) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    "row", [{"text": "Hi"}, {}, {"prompt": "Hi"}, {"prompt": "Hi", "response": 5}, {"messages": "[]"}]
+)
+def test_a_row_of_no_known_shape_misses_a_field(row: dict[str, Any]) -> None:
+    assert reason(row) == "missing_field"
+
+
+@pytest.mark.parametrize("name", ["context", "input"])
+def test_a_context_follows_the_instruction_as_in_dolly(tmp_path: Path, name: str) -> None:
+    row = {"instruction": "Sum up.", name: " A text.\n", "output": "One."}
+    assert turns(row) == [("user", "Sum up.\n\ncontext:\n A text.\n"), ("assistant", "One.")]
+    folder = tmp_path / dolly.DATASET_ID
+    folder.mkdir(parents=True)
+    upstream = {"instruction": "Sum up.", "context": " A text.\n", "response": "One."}
+    (folder / "train.jsonl").write_text(json.dumps(upstream))
+    (sample,) = dolly.iter_dolly_sft(source_root=str(tmp_path))
+    assert messages_of(row) == sample.messages
+
+
+@pytest.mark.parametrize("name", ["system", "system_prompt"])
+@pytest.mark.parametrize("row", [{"conversations": HELLO}, {"messages": HELLO}, {"prompt": "Hi", "response": "Yes?"}])
+def test_a_system_field_is_the_first_turn(row: dict[str, Any], name: str) -> None:
+    assert messages_of({**row, name: "Be brief."}) == [ChatMessage("system", "Be brief."), *EXPECTED]
+    assert messages_of({**row, name: " "}) == EXPECTED
+
+
+def test_a_system_turn_that_repeats_the_system_field_comes_once() -> None:
+    row = {"system": "Be brief.", "messages": [{"role": "system", "content": "Be brief."}, *HELLO]}
+    assert turns(row) == [("system", "Be brief."), ("user", "Hi"), ("assistant", "Yes?")]
+
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "role"), ROLES.items())
+def test_roles_are_known_by_many_names_whatever_their_case(name: str, role: str) -> None:
+    for spelling in (name, name.upper(), f" {name.title()}\n"):
+        assert turns({"messages": [{"role": spelling, "content": "x"}]}) == [(role, "x")]
+
+
+@pytest.mark.parametrize("role", ["tool", "function", "observation", "", "developer", "User1"])
+def test_another_role_is_unknown(role: str) -> None:
+    assert reason({"messages": [*HELLO, {"role": role, "content": None}]}) == "unknown_role"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        ["Hi", "Yes?"],
+        [*HELLO, None],
+        [{"role": "user", "content": None}],
+        [{"role": "user"}],
+        [{"content": "Hi"}],
+        [{"role": 1, "content": "Hi"}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+        [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "image_url", "text": None}]}],
+        [{"role": "user", "content": ["Hi"]}],
+        [{"role": "assistant", "content": "", "tool_calls": [{"name": "look"}]}],
+    ],
+)
+def test_turns_that_are_no_texts_make_a_chat_malformed(messages: list[Any]) -> None:
+    assert reason({"messages": messages}) == "malformed"
+    assert reason({"prompt": messages, "completion": []}) == "malformed"
+
+
+@pytest.mark.parametrize("name", ["context", "input", "system", "system_prompt"])
+def test_a_field_beside_a_pair_that_is_no_text_makes_a_chat_malformed(name: str) -> None:
+    assert reason({"instruction": "Hi", "response": "Yes?", name: ["x"]}) == "malformed"
+
+
+def test_parts_of_text_are_joined() -> None:
+    parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "you", "image_url": None}]
+    assert turns({"messages": [{"role": "user", "content": parts, "tool_calls": None}]}) == [("user", "Hi you")]
+
+
+def test_blank_turns_and_chats_without_an_answer_are_kept_as_they_are(tmp_path: Path) -> None:
+    rows = [{"prompt": " \n", "response": ""}, {"messages": [{"role": "user", "content": "Hi"}]}]
+    assert [sample.messages for sample in chats_of(tmp_path, *rows)] == [
+        [ChatMessage("user", " \n"), ChatMessage("assistant", "")],
+        [ChatMessage("user", "Hi")],
+    ]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["messages", "conversations", "prompt", "completion", "response", "system", "input"]),
+        st.recursive(
+            st.none() | st.integers() | st.sampled_from(["user", "gpt", "text", "tool"]),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(
+                    st.sampled_from(["role", "from", "content", "value", "type", "text"]), inner, max_size=4
+                )
+            ),
+        ),
+    )
+)
+def test_any_row_is_a_chat_or_refused_with_a_reason(row: dict[str, Any]) -> None:
+    try:
+        messages = messages_of(row)
+    except NotAChatError as refused:
+        assert refused.reason in ("missing_field", "malformed", "unknown_role")
+    else:
+        assert messages and all(message.role in ("system", "user", "assistant") for message in messages)
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_has_its_place_and_id(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"conversations": HELLO, "id": "identity_0"}, {"messages": HELLO}]))
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "é.jsonl").write_text("\n" + json.dumps({"prompt": "Hi", "response": "Yes?", "id": 12}))
+    assert chats_of(tmp_path) == [
+        ChatSample(EXPECTED, "own", {"index": 0, "path": "a.json", "row": 1, "id": "identity_0"}),
+        ChatSample(EXPECTED, "own", {"index": 1, "path": "a.json", "row": 2}),
+        ChatSample(EXPECTED, "own", {"index": 2, "path": "b/é.jsonl", "row": 2, "id": "12"}),
+    ]
+
+
+def test_what_is_dropped_is_counted_and_the_first_of_each_kind_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    counters: Counter[str] = Counter()
+    tool = {"messages": [*HELLO, {"role": "tool", "content": "4"}]}
+    other = {"conversations": [{"from": "function_call", "value": "{}"}]}
+    rows = [tool, {"messages": HELLO}, tool, other, {"messages": []}, {"text": "x"}, {"text": "y"}, HELLO]
+    with caplog.at_level(logging.WARNING):
+        samples = chats_of(tmp_path, *rows, counters=counters)
+    assert [sample.meta["row"] for sample in samples] == [2]
+    roles = {"unknown_role": 3, "unknown_role:tool": 2, "unknown_role:function_call": 1}
+    assert counters == {**roles, "malformed": 1, "missing_field": 2, "unreadable_row": 1}
+    where = f"{tmp_path}/rows.jsonl"
+    logged = [message.removesuffix("; more like it are counted only") for message in caplog.messages]
+    assert logged[:4] == [
+        f"{where}, row 1: found a turn of role 'tool'. Counted as unknown_role",
+        f"{where}, row 4: found a turn of role 'function_call'. Counted as unknown_role",
+        f"{where}, row 5: found a list without turns. Counted as malformed",
+        f"{where}, row 6: found the fields text. Counted as missing_field",
+    ]
+    assert logged[4].startswith(f"{where}, line 8: expected a JSON object, found") and len(logged) == 5
+
+
+def test_rows_without_one_chat_are_an_error_that_names_fields_and_shapes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as failed:
+        chats_of(tmp_path, {"title": "x", "body": "y"}, {"messages": []})
+    assert str(failed.value).startswith(
+        f"own: not one chat in 2 rows below {tmp_path} (1 malformed, 1 missing_field); "
+        f"the first: {tmp_path}/rows.jsonl, row 1, has the fields title, body. Expected one of the shapes messages, "
+    )
+
+
+def test_files_without_rows_give_no_chats(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[]")
+    assert chats_of(tmp_path) == []
+
+
+def test_chats_in_parquet_are_read(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", {"messages": [HELLO, [], HELLO], "id": ["x", "y", "z"]})
+    write_parquet(
+        tmp_path / "b.parquet",
+        {
+            "conversations": [[{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes?"}], None],
+            "prompt": [None, "Hi"],
+            "response": [None, "Yes?"],
+        },
+    )
+    counters: Counter[str] = Counter()
+    samples = chats_of(tmp_path, counters=counters)
+    assert [sample.messages for sample in samples] == [EXPECTED] * 4
+    assert [(s.meta["path"], s.meta["row"], s.meta.get("id")) for s in samples] == [
+        ("a.parquet", 1, "x"),
+        ("a.parquet", 3, "z"),
+        ("b.parquet", 1, None),
+        ("b.parquet", 2, None),
+    ]
+    assert counters == {"malformed": 1}
+
+
+def test_a_column_beside_a_chat_in_parquet_does_no_harm(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    no_date = pa.array([10**7], pa.date32())
+    write_parquet(tmp_path / "a.parquet", {"when": no_date, "messages": [HELLO], "system": ["Be brief."], "id": [5]})
+    (sample,) = chats_of(tmp_path)
+    assert sample.messages == [ChatMessage("system", "Be brief."), *EXPECTED] and sample.meta["id"] == "5"
+    write_parquet(tmp_path / "a.parquet", {"when": no_date, "title": ["x"]})
+    with pytest.raises(ValueError, match="row 1, has the fields when, title"):
+        chats_of(tmp_path)
+
+
+def test_a_chat_written_as_a_string_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert len(chats_of(tmp_path, {"messages": json.dumps(HELLO)}, {"messages": HELLO})) == 1
+    assert "row 1: found a value of type str in the field messages. Counted as missing_field" in caplog.text
+
+
+def test_a_chat_in_parquet_that_is_not_utf8_is_replaced_and_counted(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    contents = invalid_utf8(b"caf\xe9", b"Yes?")
+    one_chat = pa.StructArray.from_arrays([pa.array(["user", "assistant"]), contents], ["role", "content"])
+    write_parquet(
+        tmp_path / "a.parquet", {"messages": pa.ListArray.from_arrays(pa.array([0, 2], pa.int32()), one_chat)}
+    )
+    counters: Counter[str] = Counter()
+    (sample,) = chats_of(tmp_path, counters=counters)
+    assert sample.messages == [ChatMessage("user", "caf\ufffd"), ChatMessage("assistant", "Yes?")]
+    assert counters == {"repaired_utf8": 1}
+
+
+def test_half_a_surrogate_pair_in_a_turn_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(rb'{"messages": [{"role": "user", "content": "x\ud83d"}]}')
+    counters: Counter[str] = Counter()
+    (sample,) = chats_of(tmp_path, counters=counters)
+    assert sample.messages == [ChatMessage("user", "x\ufffd")] and counters == {"repaired_utf8": 1}

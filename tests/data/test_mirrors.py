@@ -1,0 +1,205 @@
+"""Where source text comes from: mirrors, rows, splits and fingerprints."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support.data_files import invalid_utf8, write, write_parquet
+
+from niels_gpt.data.files import mirrors
+from niels_gpt.data.files.rows import iter_rows, numbered_rows
+from niels_gpt.data.files.walk import files_fingerprint
+from niels_gpt.data.sources import credit_of
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def test_hub_has_no_root_and_the_sample_is_packaged() -> None:
+    assert mirrors.mirror_root("hub") is None
+    sample = mirrors.mirror_root("sample")
+    assert sample is not None and (sample / "roam").is_dir()
+
+
+def test_a_missing_mirror_is_named_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere.*--source-root sample"):
+        mirrors.mirror_root(str(tmp_path / "nowhere"))
+
+
+def test_files_come_in_order_of_relative_path_without_hidden_or_unknown_ones(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a/z.md", "B.txt", "é.jsonl", ".git/x.md", "a/.hidden.md", "card.yaml", "a.jsonl.gz"):
+        write(tmp_path / "set" / name)
+    names = [path.relative_to(tmp_path / "set").as_posix() for path in mirrors.source_files(tmp_path, "set")]
+    assert names == ["B.txt", "a.jsonl.gz", "a/z.md", "b.jsonl", "é.jsonl"]
+
+
+def test_pipes_and_links_to_nothing_are_passed_over_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = write(tmp_path / "set/a.md")
+    write(tmp_path / "out.md")
+    os.mkfifo(tmp_path / "set/pipe.md")
+    (tmp_path / "set/gone.md").symlink_to("nowhere")
+    (tmp_path / "set/again.md").symlink_to("a.md")
+    (tmp_path / "set/linked.md").symlink_to("../out.md")
+    assert mirrors.source_files(tmp_path, "set", follow_links=True) == [real, tmp_path / "set/linked.md"]
+    assert sorted(message.partition(": ")[0] for message in caplog.messages) == [
+        str(tmp_path / "set/gone.md"),
+        str(tmp_path / "set/pipe.md"),
+    ]
+
+
+@pytest.mark.parametrize("folder", ["absent", "empty"])
+def test_an_absent_or_empty_dataset_names_the_folder_expected(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=str(tmp_path / folder)):
+        mirrors.source_files(tmp_path, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("train-00000.parquet", "train"),
+        ("validation.txt", "validation"),
+        ("test.jsonl", "test"),
+        ("val.jsonl", "train"),
+        ("pages.jsonl", "train"),
+        ("test/pages.jsonl", "train"),  # the file's name counts, not its folder's
+    ],
+)
+def test_the_start_of_a_file_name_is_its_split(name: str, split: str) -> None:
+    assert mirrors.split_of(Path(name)) == split
+
+
+def test_all_splits_are_read_train_first(tmp_path: Path) -> None:
+    for name in ("other.jsonl", "test.jsonl", "validation.jsonl"):
+        write(tmp_path / "set" / name)
+    files = mirrors.split_files(tmp_path, "set", split="all")
+    assert [path.name for path in files] == ["other.jsonl", "validation.jsonl", "test.jsonl"]
+
+
+def test_a_missing_split_lists_what_is_there(tmp_path: Path) -> None:
+    write(tmp_path / "set/validation.jsonl")
+    with pytest.raises(FileNotFoundError, match=r"no file of split 'train'; found: validation\.jsonl"):
+        mirrors.split_files(tmp_path, "set", split="train")
+
+
+def test_an_unknown_split_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown split 'dev'"):
+        mirrors.split_files(tmp_path, "set", split="dev")
+
+
+def test_a_named_inner_folder_is_read_alone(tmp_path: Path) -> None:
+    write(tmp_path / "set/copy.jsonl")
+    inner = write(tmp_path / "set/data/CC/train.jsonl")
+    assert mirrors.split_files(tmp_path, "set", split="train", folders=("CC", "data/CC")) == [inner]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json.gz"])
+def test_json_lines_give_one_row_each(tmp_path: Path, name: str) -> None:
+    content = b'{"text": "a\\u2028b"}\n\n{"text": "c\xe2\x80\xa8d"}\n'  # U+2028 is no line end in JSON lines
+    assert list(iter_rows([write(tmp_path / name, content)])) == [{"text": "a\u2028b"}, {"text": "c\u2028d"}]
+
+
+def test_parquet_text_that_is_not_utf8_is_replaced_and_counted(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", {"text": invalid_utf8(b"caf\xe9", b"ok", None), "n": [1, 2, 3]})
+    counters: Counter[str] = Counter()
+    rows = [tuple(row.values()) for row in iter_rows([path], counters=counters)]
+    assert rows == [("caf\ufffd", 1), ("ok", 2), (None, 3)] and counters == {"repaired_utf8": 1}
+
+
+def test_parquet_text_that_is_not_utf8_is_replaced_in_every_kind_of_column(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    texts = invalid_utf8(b"caf\xe9", b"ok")
+    columns = {
+        "view": texts.cast(pa.string_view()),
+        "map": pa.MapArray.from_arrays(pa.array([0, 1, 2], pa.int32()), pa.array(["k", "k"]), texts),
+        "fixed": pa.FixedSizeListArray.from_arrays(texts, 1),
+    }
+    (row, _) = iter_rows([write_parquet(tmp_path / "a.parquet", columns)])
+    assert row == {"view": "caf\ufffd", "map": [("k", "caf\ufffd")], "fixed": ["caf\ufffd"]}
+
+
+@pytest.mark.parametrize(("kind", "value"), [("date32", 10**7), ("tz", 1), ("date64", 10**17)])
+def test_a_value_of_parquet_that_python_has_not_is_named_with_its_place(tmp_path: Path, kind: str, value: int) -> None:
+    import pyarrow as pa
+
+    arrow = {"date32": pa.date32(), "date64": pa.date64(), "tz": pa.timestamp("us", tz="Mars/Phobos")}[kind]
+    column = pa.array([1] * 1_000 + [value], arrow)
+    write_parquet(tmp_path / "a.parquet", {"text": ["x"] * 1_001, "when": column})
+    with pytest.raises(
+        ValueError, match=r"a\.parquet, rows 1\d* to 1\d*, column 'when': found values of type .* cannot"
+    ):
+        list(iter_rows([tmp_path / "a.parquet"]))
+
+
+def test_only_the_columns_asked_for_are_read_as_far_as_there_are_any(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_parquet(path, {"n": [1, 2], "text": ["a", "b"], "text.x": [3, 4], "a.b": [5, 6]})
+    assert list(numbered_rows(path, columns=("text", "content"))) == [(1, {"text": "a"}), (2, {"text": "b"})]
+    assert list(numbered_rows(path, columns=("a.b",))) == [(1, {"a.b": 5}), (2, {"a.b": 6})]
+    assert list(numbered_rows(path, columns=("content",))) == [(1, {}), (2, {})]
+
+
+@pytest.mark.parametrize("coded", [True, False], ids=["the same text", "different texts"])
+def test_long_rows_of_parquet_are_read_a_few_at_a_time(tmp_path: Path, coded: bool) -> None:
+    import pyarrow as pa
+
+    texts = [str(0 if coded else number) + "x" * (1 << 18) for number in range(200)]
+    write_parquet(tmp_path / "a.parquet", {"text": texts}, row_group_size=100, data_page_size=1, write_batch_size=1)
+    before = pa.total_allocated_bytes()
+    peak = 0
+    for text, row in zip(texts, iter_rows([tmp_path / "a.parquet"]), strict=True):
+        assert row["text"] == text
+        peak = max(peak, pa.total_allocated_bytes() - before)
+    assert peak < 40 << 18  # bytes: of 100 rows that a row group has
+
+
+def test_text_lines_keep_their_ends(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", b"one\r\n\n two\x0cx\n end")
+    assert [row["text"] for row in iter_rows([path])] == ["one\r\n", "\n", " two\x0cx\n", " end"]
+
+
+@pytest.mark.parametrize("line", [b"[1]", b"{'a': 1}", b'"text"', b'{"a": 1} {"b": 2}'])
+def test_a_line_that_is_no_object_is_named(tmp_path: Path, line: bytes) -> None:
+    path = write(tmp_path / "a.jsonl", b'{"ok": 1}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: expected a JSON object"):
+        list(iter_rows([path]))
+
+
+def test_the_fingerprint_is_the_documented_sum(tmp_path: Path) -> None:
+    paths = [write(tmp_path / "b.txt", b"B!"), write(tmp_path / "a.txt", b"A")]
+    lines = f"a.txt\x001\x00{hashlib.sha256(b'A').hexdigest()}\nb.txt\x002\x00{hashlib.sha256(b'B!').hexdigest()}\n"
+    assert files_fingerprint(tmp_path, paths) == hashlib.sha256(lines.encode()).hexdigest()
+
+
+def test_the_fingerprint_sees_names_and_contents_but_not_places_or_times(tmp_path: Path) -> None:
+    def of(root: str, name: str, content: bytes) -> str:
+        path = write(tmp_path / root / name, content)
+        os.utime(path, (len(root), len(root)))
+        return files_fingerprint(tmp_path / root, [path])
+
+    assert of("one", "a", b"x") == of("other", "a", b"x")
+    assert len({of("one", "a", b"x"), of("one", "a", b"y"), of("one", "b", b"x")}) == 3
+
+
+def test_the_sample_is_mit_and_the_rest_as_upstream() -> None:
+    assert credit_of("oasst1", "sample").licence == "MIT"
+    assert credit_of("oasst1", "hub") == credit_of("oasst1", "/some/mirror")
+    assert credit_of("oasst1", "hub").licence == "Apache-2.0"
+    with pytest.raises(ValueError, match="unknown source 'pile'"):
+        credit_of("pile", "hub")
+
+
+def test_importing_the_loaders_loads_no_heavy_library() -> None:
+    modules = "local, exclude, fineweb_edu, wikitext, roam, gutenberg, dolly, oasst1"
+    heavy = "{'torch', 'datasets', 'pyarrow', 'huggingface_hub', 'numpy'}"
+    code = f"import sys; from niels_gpt.data import {modules}; print(sorted({heavy} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,153 @@
+"""OpenAssistant trees become chats, root to leaf."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from niels_gpt.data.oasst1 import _reconstruct_threads, iter_oasst1_sft, iter_oasst1_trees
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def message(name: str, parent: str | None, **changes: Any) -> dict[str, Any]:
+    """Make a message whose role follows its name: p... is a prompter's, a... an assistant's."""
+    role = "prompter" if name.startswith("p") else "assistant"
+    row = {"message_id": name, "parent_id": parent, "message_tree_id": "t", "text": f" {name}\n", "role": role}
+    return row | {"lang": "en", "deleted": False} | changes
+
+
+def threads(*records: dict[str, Any], **options: Any) -> tuple[list[str], dict[str, int]]:
+    counters: Counter[str] = Counter()
+    chats = _reconstruct_threads(records, counters=counters, **options)
+    return [" ".join(chat.meta["message_ids"]) for chat in chats], dict(counters)
+
+
+def test_roles_are_renamed_texts_stripped_and_ids_kept() -> None:
+    (chat,) = _reconstruct_threads([message("p", None), message("a", "p")])
+    assert [(m.role, m.content) for m in chat.messages] == [("user", "p"), ("assistant", "a")]
+    assert chat.source == "oasst1"
+    assert chat.meta == {"message_tree_id": "t", "leaf_message_id": "a", "message_ids": ["p", "a"]}
+
+
+P, A = message("p", None), message("a", "p")
+THREADS: dict[str, tuple[list[dict[str, Any]], list[str], dict[str, int]]] = {
+    "each leaf gives a thread, with siblings in file order": (
+        [P, message("a2", "p"), message("a1", "p"), message("p3", "a2"), message("a4", "p3")],
+        ["p a2 p3 a4", "p a1"],
+        {},
+    ),
+    "a reply may come before its parent in the file": ([A, P], ["p a"], {}),
+    "a thread that ends with the user stays whole": ([P, A, message("p2", "a")], ["p a p2"], {}),
+    "a prompt that nobody answered": ([P], [], {"no_assistant_turn": 1}),
+    "orphans with all below them": ([P, A, message("a9", "gone"), message("p9", "a9")], ["p a"], {"orphan": 2}),
+    "a tree without its root is all orphans": ([A, message("p2", "a")], [], {"orphan": 2}),
+    "cycles are never walked": (
+        [P, A, message("p1", "a1"), message("a1", "p1"), message("p2", "a1"), message("a3", "a3")],
+        ["p a"],
+        {"cycle": 4},
+    ),
+    "another language ends the path above it": (
+        [P, A, message("p2", "a", lang="es"), message("a2", "p2")],
+        ["p a"],
+        {"not_english": 2},
+    ),
+    "a deleted message goes with everything below it": (
+        [P, A, message("a2", "p", deleted=True), message("p2", "a2", lang="de")],
+        ["p a"],
+        {"deleted": 2},
+    ),
+    "replies to a blank message answer the one above": (
+        [P, message("a", "p", text=" \n"), message("a2", "a"), message("a3", "p")],
+        ["p a2", "p a3"],
+        {"blank": 1},
+    ),
+    "a blank leaf gives no second thread": (
+        [P, A, message("p2", "a", text=""), message("p3", "a", text="")],
+        ["p a"],
+        {"blank": 2},
+    ),
+    "one role twice in a row drops the thread": (
+        [P, A, message("a2", "a"), message("a3", "p")],
+        ["p a3"],
+        {"same_role_twice": 1},
+    ),
+    "an unknown role drops the thread": ([P, message("a", "p", role="narrator")], [], {"unknown_role": 1}),
+    "the later of two messages with one id": ([P, A, message("a", "p", text="later")], ["p a"], {"duplicate_id": 1}),
+    "a message without a text": ([P, message("a", "p", text=None)], [], {"missing_field": 1, "no_assistant_turn": 1}),
+}
+
+
+@pytest.mark.parametrize("name", THREADS)
+def test_a_tree_gives_these_threads_and_counts_what_it_drops(name: str) -> None:
+    records, expected, counters = THREADS[name]
+    assert threads(*records) == (expected, counters)
+
+
+def test_other_languages_are_kept_on_request() -> None:
+    records, _, _ = THREADS["another language ends the path above it"]
+    assert threads(*records, english_only=False) == (["p a p2 a2"], {})
+
+
+def test_a_path_is_cut_once_at_the_longest_length_allowed() -> None:
+    tree = [message("p", None), message("a", "p"), message("p1", "a"), message("p2", "a"), message("a1", "p1")]
+    assert threads(*tree, max_messages=2) == (["p a"], {"over_max_messages": 3})
+    with pytest.raises(ValueError, match="at least 1"):
+        threads(*tree, max_messages=0)
+
+
+def test_a_chain_deeper_than_the_recursion_limit_is_read() -> None:
+    names = [f"{'pa'[depth % 2]}{depth}" for depth in range(5_000)]
+    chain = [message(name, above) for name, above in zip(names, [None, *names[:-1]], strict=True)]
+    assert threads(*chain, max_messages=10_000)[0] == [" ".join(names)]
+    assert threads(*chain)[1] == {"over_max_messages": 5_000 - 32}
+
+
+def mirror(root: Path, **trees: list[dict[str, Any]]) -> str:
+    folder = root / "OpenAssistant/oasst1"
+    folder.mkdir(parents=True)
+    for split, rows in trees.items():
+        (folder / f"{split}.messages.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(root)
+
+
+def tree(number: int) -> list[dict[str, Any]]:
+    ids = {"message_tree_id": f"t{number}"}
+    return [message(f"p{number}", None, **ids), message(f"a{number}", f"p{number}", **ids)]
+
+
+def test_trees_come_in_order_of_their_first_message_even_when_interleaved(tmp_path: Path) -> None:
+    first, second = tree(1), tree(2)
+    root = mirror(tmp_path, train=[first[0], second[0], first[1], second[1]])
+    found = [[row["message_id"] for row in rows] for rows in iter_oasst1_trees(source_root=root)]
+    assert found == [["p1", "a1"], ["p2", "a2"]]
+
+
+def test_all_reads_both_upstream_splits(tmp_path: Path) -> None:
+    root = mirror(tmp_path, validation=tree(2), train=tree(1))
+    chats = iter_oasst1_sft(split="all", shuffle_trees=False, source_root=root)
+    assert [chat.messages[0].content for chat in chats] == ["p1", "p2"]
+
+
+def test_the_shuffle_moves_trees_by_seed_and_take_counts_trees(tmp_path: Path) -> None:
+    root = mirror(tmp_path, train=[row for number in range(20) for row in tree(number)])
+
+    def order(seed: int, take_trees: int | None = None) -> list[str]:
+        chats = iter_oasst1_sft(seed=seed, take_trees=take_trees, source_root=root)
+        return [chat.meta["message_tree_id"] for chat in chats]
+
+    assert order(1) == order(1) != order(2)
+    assert sorted(order(1)) == sorted(f"t{number}" for number in range(20))
+    assert order(1, take_trees=3) == order(1)[:3]
+
+
+def test_the_shuffle_is_torchs_permutation(tmp_path: Path) -> None:
+    import torch
+
+    root = mirror(tmp_path, train=[row for number in range(5) for row in tree(number)])
+    wanted = torch.randperm(5, generator=torch.Generator().manual_seed(42)).tolist()
+    assert [chat.meta["message_tree_id"] for chat in iter_oasst1_sft(source_root=root)] == [f"t{i}" for i in wanted]

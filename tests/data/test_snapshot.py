@@ -1,0 +1,258 @@
+"""A snapshot stands for the hub: the same builds, without any network."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import numbered_datasets
+from support.loopback_hub import LoopbackHub
+
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.commands import cache as cli
+from niels_gpt.data.files import snapshot as files
+from niels_gpt.data.files.rows import iter_rows
+from niels_gpt.data.sources import SOURCES
+from niels_gpt.recipes import snapshot
+from niels_gpt.recipes.plan import RECIPES, plan
+from niels_gpt.recipes.resolve import resolve_source
+from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError
+
+IDS = {
+    "fineweb_edu": "HuggingFaceFW/fineweb-edu",
+    "wikitext": "Salesforce/wikitext",
+    "dolly15k": "databricks/databricks-dolly-15k",
+    "oasst1": "OpenAssistant/oasst1",
+}
+BUDGETS = {"fineweb_edu_train_tokens": 6_000, "fineweb_edu_val_tokens": 600, "shuffle_buffer": 16}
+FLAGS = [text for name, value in BUDGETS.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+
+
+@pytest.fixture
+def full_hub(loopback_hub: LoopbackHub, quick_retries: None) -> dict[str, str]:
+    """The four datasets on the hub; returns their commits."""
+    content = {
+        "fineweb_edu": numbered_datasets.fineweb_edu(),
+        "wikitext": numbered_datasets.wikitext(),
+        "dolly15k": numbered_datasets.dolly(),
+        "oasst1": numbered_datasets.oasst1(),
+    }
+    return {name: loopback_hub.add(IDS[name], content[name]) for name in IDS}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, tiny_model_path: Path) -> Settings:
+    """Settings of the hub."""
+    return Settings(cache_dir=str(tmp_path / "hub"), tokenizer_model=str(tiny_model_path), **BUDGETS)
+
+
+def without_network() -> list[str]:
+    """Return the command that takes the network from what follows it."""
+    for command in (["unshare", "-rn"], ["unshare", "-n"]):
+        if subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0:
+            return command
+    pytest.skip("this system lets nobody unshare the network")
+
+
+@pytest.mark.slow
+def test_builds_without_any_network_are_those_from_the_hub_tokenizer_and_meta_included(
+    loopback_hub: LoopbackHub, full_hub: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SOURCES, "fineweb_edu", dataclasses.replace(SOURCES["fineweb_edu"], snapshot_margin_bytes=0))
+    monkeypatch.setattr(snapshot, "READ_AHEAD_BYTES", 1 << 22)  # enough for these tokens
+    # More than that, so that the snapshot of fineweb-edu is a part, with all that the tokenizer sees.
+    full_hub["fineweb_edu"] = loopback_hub.add(
+        IDS["fineweb_edu"], numbered_datasets.fineweb_edu(documents=260, chars=20_000)
+    )
+    more = ["--vocab-size", "400", "--tokenizer-max-bytes", "300000", *FLAGS]
+    assert cli.main(["build", *IDS, "--cache-dir", str(tmp_path / "hub"), *more]) == 0
+    for source in IDS:
+        assert cli.main(["snapshot", source, str(tmp_path / "mirror"), *FLAGS]) == 0
+    manifest = files.read_manifest(tmp_path / "mirror" / IDS["fineweb_edu"] / "CC-MAIN-2024-10")
+    assert manifest is not None and not manifest["ended"]
+    asked = len(loopback_hub.requests)
+    where = ["--cache-dir", str(tmp_path / "offline"), "--source-root", str(tmp_path / "mirror")]
+    command = [sys.executable, "-m", "niels_gpt.cache.cli", "build", *IDS, *where, *more]
+    done = subprocess.run([*without_network(), *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(loopback_hub.requests) == asked
+    compare = ["diff", "-r", "-x", ".runs", str(tmp_path / "hub"), str(tmp_path / "offline")]
+    assert subprocess.run(compare, capture_output=True, text=True, check=False).stdout == ""
+    source = read_meta(str(tmp_path / "offline" / "pretrain" / "fineweb_edu" / "meta.json"))["source"]
+    assert (source["kind"], source["revision"], source["licence"]) == ("hub", full_hub["fineweb_edu"], "odc-by")
+
+
+def test_the_literal_command_takes_the_tokens_before_the_folder_and_prints_no_requests(
+    full_hub: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert cli.main(["snapshot", "fineweb_edu", "--tokens", "205M", str(tmp_path / "m")]) == 0
+    manifest = files.read_manifest(tmp_path / "m" / "HuggingFaceFW" / "fineweb-edu" / "CC-MAIN-2024-10")
+    assert manifest is not None and manifest["ended"]
+    assert "train-00000.jsonl.gz: kept; 60 rows so far" in caplog.text and "HTTP Request" not in caplog.text
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "many", "", "M", "inf"])
+def test_a_number_of_tokens_that_is_none_is_a_usage_error(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["snapshot", "fineweb_edu", f"--tokens={text}", "DEST"])
+    assert ended.value.code == 2 and "expected a number of tokens above 0, such as 205M" in capsys.readouterr().err
+
+
+def test_the_command_that_a_snapshot_prints_builds_from_it(
+    full_hub: dict[str, str],
+    tmp_path: Path,
+    tiny_model_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for dest in ("my mirror", "hub"):
+        assert cli.main(["snapshot", "fineweb_edu", dest, "--tokens", "4k", "--seed", "7"]) == 0
+        (command,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("build from it: ")]
+        arguments = shlex.split(command.partition("niels_gpt.cache.cli ")[2])
+        assert cli.main([*arguments, "--cache-dir", dest + " cache", "--tokenizer-model", str(tiny_model_path)]) == 0
+        meta = read_meta(f"{dest} cache/pretrain/fineweb_edu/meta.json")
+        assert (meta["train_tokens"] + meta["val_tokens"], meta["seed"], meta["source"]["kind"]) == (4_000, 7, "hub")
+
+
+def test_a_cache_from_the_hub_is_up_to_date_on_its_snapshot_and_the_other_way_round(
+    full_hub: dict[str, str], hub: Settings, tmp_path: Path
+) -> None:
+    mirror = dataclasses.replace(hub, source_root=str(tmp_path / "m"))
+    for source in IDS:
+        snapshot.take_snapshot(hub, source, tmp_path / "m", tokens=None)
+    for key in ("pretrain/fineweb_edu", "sft/oasst1"):
+        assert not RECIPES[key](hub).reused
+        assert RECIPES[key](mirror).reused
+        assert plan(mirror, [key])[1].action == "up to date"
+    assert not RECIPES["sft/dolly15k"](mirror).reused
+    assert RECIPES["sft/dolly15k"](hub).reused
+
+
+def test_another_seed_shuffles_the_snapshot_like_any_mirror(
+    full_hub: dict[str, str], hub: Settings, tmp_path: Path
+) -> None:
+    snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=None)
+    other = dataclasses.replace(hub, source_root=str(tmp_path / "m"), seed=7)
+    origin = resolve_source(other, "fineweb_edu")
+    assert origin.kind == "mirror" and not origin.ordered
+    meta = RECIPES["pretrain/fineweb_edu"](other).meta
+    assert meta["source"]["kind"] == "mirror" and meta["shuffle"]["buffer"] == 16
+    known = ("odc-by", full_hub["fineweb_edu"])
+    assert (meta["source"]["licence"], meta["source"]["revision"]) == known
+
+
+def test_a_tokenizer_that_has_seen_less_than_the_hub_has_says_so(
+    full_hub: dict[str, str],
+    hub: Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(snapshot, "READ_AHEAD_BYTES", 0)
+    monkeypatch.setitem(SOURCES, "fineweb_edu", dataclasses.replace(SOURCES["fineweb_edu"], snapshot_margin_bytes=0))
+    snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=5_000)
+    trained = {"tokenizer_model": None, "vocab_size": 400, "source_root": str(tmp_path / "m")}
+    meta = ensure_tokenizer(dataclasses.replace(hub, **trained)).meta
+    assert meta["trained_on"] == "mirror" and meta["trained_on_sources"] == {}
+    assert "trained on less text than from the hub" in caplog.text
+    enough = dataclasses.replace(hub, **trained, tokenizer_max_bytes=20_000, cache_dir=str(tmp_path / "enough"))
+    assert ensure_tokenizer(enough).meta["trained_on"] == "hub"
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No text beyond what the tokens ask for, so that a small snapshot can be too short."""
+    monkeypatch.setattr(snapshot, "READ_AHEAD_BYTES", 0)
+    monkeypatch.setitem(SOURCES, "fineweb_edu", dataclasses.replace(SOURCES["fineweb_edu"], snapshot_margin_bytes=0))
+
+
+def test_a_snapshot_that_is_too_short_says_so_and_can_be_made_longer(
+    full_hub: dict[str, str], hub: Settings, tmp_path: Path, short: None
+) -> None:
+    mirror = dataclasses.replace(hub, source_root=str(tmp_path / "m"))
+    _, manifest = snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=1_000)
+    assert not manifest["ended"] and 5_000 <= manifest["text_bytes"] < 8_000
+    with pytest.raises(ValueError, match=r"ends after [\d,]+ bytes of text.*--tokens N"):
+        RECIPES["pretrain/fineweb_edu"](mirror)
+    assert not Path(mirror.cache_dir, "pretrain", "fineweb_edu").exists()
+    snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=1_000_000)
+    assert RECIPES["pretrain/fineweb_edu"](mirror).meta == RECIPES["pretrain/fineweb_edu"](hub).meta
+
+
+def test_a_snapshot_broken_off_by_the_hub_goes_on_at_the_same_revision(
+    loopback_hub: LoopbackHub, full_hub: dict[str, str], hub: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = dataclasses.replace(hub, shuffle_buffer=0)  # shuffled, rows come from all files from the beginning
+    fault = loopback_hub.fail("train-00002", times=math.inf)
+    monkeypatch.setattr(files, "PART_BYTES", 10_000)
+    with pytest.raises(ConnectionError):
+        snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=None)
+    folder = tmp_path / "m" / IDS["fineweb_edu"] / hub.fineweb_edu_config
+    started = files.read_manifest(folder)
+    assert started is not None and started["files"] and not started["finished"]
+    with pytest.raises(CacheError, match="run the same snapshot command again"):
+        resolve_source(dataclasses.replace(hub, source_root=str(tmp_path / "m")), "fineweb_edu").provenance(None)
+    fault.times = 0
+    loopback_hub.add(IDS["fineweb_edu"], numbered_datasets.fineweb_edu(start=1_000))  # upstream moves on
+    _, manifest = snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=None)
+    assert manifest["revision"] == full_hub["fineweb_edu"]
+    whole, _ = snapshot.take_snapshot(
+        dataclasses.replace(hub, revision=f"fineweb_edu={full_hub['fineweb_edu']}"),
+        "fineweb_edu",
+        tmp_path / "whole",
+        tokens=None,
+    )
+    assert numbers(folder) == numbers(whole) and sorted(numbers(folder)) == list(range(60))
+
+
+def numbers(folder: Path) -> list[int]:
+
+    return [numbered_datasets.number_of(row["text"]) for row in iter_rows(sorted(folder.glob("*.jsonl.gz")))]
+
+
+def test_a_revision_that_is_not_the_snapshots_is_refused(
+    loopback_hub: LoopbackHub, full_hub: dict[str, str], hub: Settings, tmp_path: Path
+) -> None:
+    snapshot.take_snapshot(hub, "dolly15k", tmp_path / "m", tokens=None)
+    newer = loopback_hub.add(IDS["dolly15k"], numbered_datasets.dolly(start=500))
+    asked = dataclasses.replace(hub, revision=f"dolly15k={newer}")
+    with pytest.raises(ValueError, match=r"a snapshot of revision .* was started there"):
+        snapshot.take_snapshot(asked, "dolly15k", tmp_path / "m", tokens=None)
+    with pytest.raises(CacheError, match=r"a snapshot of revision .*, expected .*--revision"):
+        resolve_source(dataclasses.replace(asked, source_root=str(tmp_path / "m")), "dolly15k")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["roam"], "roam is not on the hub, expected one of fineweb_edu"),
+        (["wikitext", "--tokens", "5k"], "wikitext is small and kept whole"),
+        (["nothing"], "nothing is not on the hub"),
+    ],
+)
+def test_what_cannot_be_kept_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert cli.main(["snapshot", *arguments, str(tmp_path / "m")]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_mirror_beside_a_snapshot_stays_a_mirror(full_hub: dict[str, str], hub: Settings, tmp_path: Path) -> None:
+    snapshot.take_snapshot(hub, "oasst1", tmp_path / "m", tokens=None)
+    (tmp_path / "m" / IDS["dolly15k"]).mkdir(parents=True)
+    row = {"instruction": "a", "context": "", "response": "b"}
+    (tmp_path / "m" / IDS["dolly15k"] / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    mirror = dataclasses.replace(hub, source_root=str(tmp_path / "m"))
+    assert RECIPES["sft/dolly15k"](mirror).meta["source"]["kind"] == "mirror"
+    assert RECIPES["sft/oasst1"](mirror).meta["source"]["kind"] == "hub"
+    assert RECIPES["pretrain/gutenberg"](mirror).meta["built"] is False  # no folder of books: a stub, as on the hub

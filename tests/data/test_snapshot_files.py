@@ -1,0 +1,204 @@
+"""A snapshot's files: appended only, resumed without a row lost or doubled, checked by sha256."""
+
+from __future__ import annotations
+
+import datetime
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from niels_gpt.data.files import snapshot
+from niels_gpt.storage.errors import CacheError
+
+ABOUT = {
+    "dataset": "a/b",
+    "config": None,
+    "revision": "0" * 40,
+    "licence": "mit",
+    "attribution": "b by a",
+    "datasets_version": "5",
+    "shuffle": {"seed": 1, "buffer": 10},
+}
+ROWS = [{"text": f"document {number} " + "x" * 40, "n": number} for number in range(100)]
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "PART_BYTES", 700)  # eight or nine rows
+
+
+def take(
+    folder: Path,
+    rows: list[dict[str, Any]] = ROWS,
+    *,
+    stop: int | None = None,
+    error: type[BaseException] = ConnectionError,
+    **given: Any,
+) -> dict[str, Any]:
+    """Take a snapshot of `rows` as the split train; the hub fails before row number `stop`."""
+
+    def rows_of(revision: str, split: str) -> Iterator[dict[str, Any]]:
+        for row in rows:
+            if row["n"] == stop:
+                raise error("the wire was cut")
+            yield row
+
+    arguments: dict[str, Any] = {
+        "splits": ("train",),
+        "text_of": lambda row: row["text"],
+        "max_text_bytes": None,
+        **given,
+    }
+    return snapshot.take(folder, ABOUT, rows_of, **arguments)
+
+
+def kept(folder: Path) -> list[int]:
+    paths = sorted(folder.glob("*.jsonl.gz"))
+    return [json.loads(line)["n"] for path in paths for line in gzip.decompress(path.read_bytes()).splitlines()]
+
+
+def test_all_rows_are_kept_in_order_in_files_of_bounded_size(tmp_path: Path) -> None:
+    manifest = take(tmp_path)
+    assert kept(tmp_path) == list(range(100))
+    assert manifest["ended"] and manifest["finished"] and len(manifest["files"]) > 5
+    assert manifest == snapshot.read_manifest(tmp_path)
+    files = [tmp_path / file["name"] for file in manifest["files"]]
+    snapshot.check_files(tmp_path, manifest, files)
+
+
+def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
+    one, other = take(tmp_path / "one"), take(tmp_path / "other")
+    assert one == other
+
+
+@pytest.mark.parametrize("error", [ConnectionError, KeyboardInterrupt])
+@pytest.mark.parametrize("stop", [0, 8, 9, 99])
+def test_what_came_before_a_failure_is_kept_and_the_next_run_goes_on(
+    tmp_path: Path, stop: int, error: type[BaseException]
+) -> None:
+    with pytest.raises(error):
+        take(tmp_path, stop=stop, error=error)
+    assert kept(tmp_path) == list(range(stop))
+    take(tmp_path)
+    assert kept(tmp_path) == list(range(100))
+
+
+def test_a_process_killed_between_file_and_manifest_loses_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionError):
+        take(tmp_path, stop=50)
+    manifest = snapshot.read_manifest(tmp_path)
+    assert manifest is not None
+    (tmp_path / snapshot.MANIFEST_NAME).write_text(json.dumps({**manifest, "files": manifest["files"][:-1]}))
+    for name in (".train-00099.jsonl.gz.part", "train-00077.jsonl.gz"):
+        (tmp_path / name).write_bytes(b"half a file")
+    manifest = take(tmp_path)
+    assert kept(tmp_path) == list(range(100)) and not list(tmp_path.glob(".*.part"))
+    snapshot.check_files(tmp_path, manifest, sorted(tmp_path.glob("*.jsonl.gz")))
+
+
+def test_the_revision_of_the_first_contact_is_kept_before_a_row_is(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionError):
+        take(tmp_path, stop=0)
+    manifest = snapshot.read_manifest(tmp_path)
+    assert manifest is not None and manifest["revision"] == ABOUT["revision"] and not manifest["finished"]
+    moved = {**ABOUT, "revision": "1" * 40}
+    given: dict[str, Any] = {"splits": ("train",), "text_of": lambda row: "", "max_text_bytes": None}
+    asked: list[str] = []
+    done = snapshot.take(tmp_path, moved, lambda revision, split: asked.append(revision) or ROWS, **given)  # type: ignore[func-returns-value]
+    assert asked == [done["revision"]] == ["0" * 40]
+
+
+def test_a_bound_stops_the_stream_and_a_larger_one_goes_on(tmp_path: Path) -> None:
+    first = take(tmp_path, max_text_bytes=1_000)
+    assert first["finished"] and not first["ended"] and 1_000 <= first["text_bytes"] < 1_100
+    assert take(tmp_path, max_text_bytes=900) == first
+    second = take(tmp_path, max_text_bytes=2_000)
+    assert 2_000 <= second["text_bytes"] < 2_100
+    assert kept(tmp_path) == list(range(len(kept(tmp_path))))
+    assert take(tmp_path)["ended"] and kept(tmp_path) == list(range(100))
+
+
+def test_splits_go_on_where_each_stopped(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def rows_of(revision: str, split: str) -> Iterator[dict[str, Any]]:
+        asked.append(split)
+        for row in ROWS[:20]:
+            if split == "validation" and row["n"] == 5 and len(asked) == 2:
+                raise ConnectionError("cut")
+            yield row
+
+    given: dict[str, Any] = {"splits": ("train", "validation"), "text_of": lambda row: "", "max_text_bytes": None}
+    with pytest.raises(ConnectionError):
+        snapshot.take(tmp_path, ABOUT, rows_of, **given)
+    snapshot.take(tmp_path, ABOUT, rows_of, **given)
+    assert kept(tmp_path) == [*range(20), *range(20)]
+
+
+def test_a_finished_snapshot_of_everything_asks_nothing(tmp_path: Path) -> None:
+    take(tmp_path)
+    take(tmp_path, stop=0)
+
+
+def test_an_unfinished_snapshot_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionError):
+        take(tmp_path, stop=50)
+    manifest = snapshot.read_manifest(tmp_path)
+    assert manifest is not None
+    with pytest.raises(CacheError, match=r"interrupted after 50 rows.*run the same snapshot command again"):
+        snapshot.check_files(tmp_path, manifest, [])
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "add"])
+def test_damage_is_named_and_a_damaged_snapshot_is_neither_finished_nor_made_longer(
+    tmp_path: Path, damage: str
+) -> None:
+    manifest = take(tmp_path, max_text_bytes=1_000)
+    path = tmp_path / "train-00001.jsonl.gz"
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "add":
+        (tmp_path / "train-00001-copy.jsonl.gz").write_bytes(content)
+    if damage != "remove":
+        path.write_bytes({"flip": content[:30] + b"\x80" + content[31:], "cut": content[:100]}.get(damage, content))
+    with pytest.raises(CacheError, match=r"train-00001.*take it again"):
+        snapshot.check_files(tmp_path, manifest, sorted(tmp_path.glob("*.jsonl.gz")))
+    for bound in (1_000, 5_000) if damage != "add" else ():
+        with pytest.raises(CacheError, match=r"train-00001.*take it again"):
+            take(tmp_path, max_text_bytes=bound)
+
+
+def test_another_order_of_rows_is_not_mixed_in(tmp_path: Path) -> None:
+    take(tmp_path, max_text_bytes=500)
+    given: dict[str, Any] = {"splits": ("train",), "text_of": lambda row: "", "max_text_bytes": None}
+    with pytest.raises(CacheError, match="a snapshot with shuffle"):
+        snapshot.take(tmp_path, {**ABOUT, "shuffle": None}, lambda revision, split: ROWS, **given)
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text("{}\n")
+    with pytest.raises(CacheError, match=r"no snapshot has written \(such as mine\.jsonl\)"):
+        take(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format_version": 2}', '{"format_version": 1, "files": [1]}'])
+def test_a_manifest_that_is_none_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / snapshot.MANIFEST_NAME).write_text(content)
+    with pytest.raises(CacheError, match="not a snapshot's manifest"):
+        snapshot.read_manifest(tmp_path)
+
+
+def test_values_of_a_row_survive(tmp_path: Path) -> None:
+    row = {"text": "U+2028 \u2028 and \u00e9", "n": 0, "score": 0.1, "none": None, "list": [{"a": [1]}]}
+    take(tmp_path, [row | {"day": datetime.date(2024, 2, 29)}])
+    (line,) = gzip.decompress((tmp_path / "train-00000.jsonl.gz").read_bytes()).splitlines()
+    assert json.loads(line) == row | {"day": "2024-02-29"}
+
+
+def test_a_value_that_is_no_json_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"train-00000\.jsonl\.gz, row 1: a value of type bytes"):
+        take(tmp_path, [{"text": "", "n": 0, "image": b"\x89PNG"}])

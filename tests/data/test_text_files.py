@@ -1,0 +1,419 @@
+"""Encodings, limits, links and odd files, of every loader."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.data_files import lines, write, write_parquet
+
+from niels_gpt.data import local
+from niels_gpt.data.dolly import iter_dolly_sft
+from niels_gpt.data.files import json_stream
+from niels_gpt.data.files.rows import iter_rows, numbered_rows
+from niels_gpt.data.files.text import lines_of, read_text
+from niels_gpt.data.fineweb_edu import iter_fineweb_edu
+from niels_gpt.data.gutenberg import iter_gutenberg
+from niels_gpt.data.oasst1 import iter_oasst1_sft
+from niels_gpt.data.roam import iter_notes, list_roam_paths, roam_dir_of
+from niels_gpt.data.upstream_rows import UpstreamRows
+from niels_gpt.data.wikitext import iter_wikitext
+from niels_gpt.recipes.resolve import resolve_source
+from niels_gpt.settings import Settings
+from niels_gpt.storage.fileio import open_for_reading
+
+WEB, WIKI, DOLLY = "HuggingFaceFW/fineweb-edu", "Salesforce/wikitext", "databricks/databricks-dolly-15k"
+OASST = "OpenAssistant/oasst1"
+
+
+def own(folder: Path, counters: Counter[str], **more: Any) -> list[str]:
+    return [
+        sample.text for sample in local.iter_texts(local.find(str(folder)), source="own", counters=counters, **more)
+    ]
+
+
+# --- encodings --------------------------------------------------------------------------------------------------------
+
+MARKS = ["utf-8-sig", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"]
+TEXT = "Grüße, 你好 \U0001f642\r\nand a second line\n"
+
+
+def with_mark(text: str, encoding: str) -> bytes:
+    return text.encode(encoding) if encoding == "utf-8-sig" else f"\ufeff{text}".encode(encoding)
+
+
+@pytest.mark.parametrize("encoding", MARKS)
+@pytest.mark.parametrize("name", ["a.txt", "a.md.gz", "a.jsonl", "a.json", "a.json.gz"])
+def test_a_byte_order_mark_says_the_encoding_and_is_no_text(tmp_path: Path, name: str, encoding: str) -> None:
+    text = TEXT
+    if "json" in name:
+        rows = [{"text": TEXT}, {"text": "two"}]
+        text = json.dumps(rows, ensure_ascii=False) if name < "a.jsonl" else lines(*rows).decode()
+    counters: Counter[str] = Counter()
+    write(tmp_path / name, with_mark(text, encoding))
+    assert own(tmp_path, counters) == ([TEXT, "two"] if "json" in name else [TEXT])
+    assert counters == {"byte_order_mark": 1}
+
+
+@pytest.mark.parametrize("encoding", MARKS)
+def test_lines_of_a_mirror_honour_a_byte_order_mark(tmp_path: Path, encoding: str) -> None:
+    write(tmp_path / WIKI / "train.txt", with_mark(" = 你好 = \n\nText\n", encoding))
+    counters: Counter[str] = Counter()
+    found = [line.text for line in iter_wikitext(split="train", source_root=tmp_path, counters=counters)]
+    assert found == [" = 你好 = \n", "Text\n"] and counters == {"byte_order_mark": 1, "blank": 1}
+
+
+def test_thirty_files_of_another_encoding_are_kept_and_counted_as_repaired_with_the_first_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(30):
+        write(tmp_path / f"{number:02}.txt", f"Grüße {number}".encode("latin-1"))
+    counters: Counter[str] = Counter()
+    assert own(tmp_path, counters) == [f"Gr\ufffd\ufffde {number}" for number in range(30)]
+    assert counters == {"repaired_utf8": 30}
+    (message,) = caplog.messages
+    assert message.startswith(f"{tmp_path}/00.txt: not UTF-8 at byte 2") and "repaired_utf8" in message
+
+
+def test_broken_utf16_is_replaced_and_counted_with_its_document(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", b"\xff\xfeo\0k\0\x00\xd8x\0" + b"!")  # half a pair, and half a character at the end
+    counters: Counter[str] = Counter()
+    assert own(tmp_path, counters) == ["ok\ufffdx\ufffd"]
+    assert counters == {"repaired_utf8": 1, "byte_order_mark": 1}
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_over_the_limit_is_passed_over_and_no_other_one() -> None:
+    for content in (b"aaaa\nb\ncccccc", b"aaaaa\nb\ncccc", b"a\n\nbbbbbbbbbbbbb\nc\n"):
+        expected = [line if len(line) <= 5 else None for line in content.splitlines(keepends=True)]
+        assert [line for _, line in lines_of(io.BytesIO(content), 5)] == expected
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "lines.json", "a.parquet"])
+def test_a_row_over_the_limit_costs_that_row_alone(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"text": "one"}, {"text": "x" * 5_000}, {"text": "three"}, {"text": "y" * 990}]
+    if name.endswith("parquet"):
+        write_parquet(tmp_path / name, {"text": [row["text"] for row in rows]})
+    else:
+        write(tmp_path / name, json.dumps(rows).encode() if name in ("a.json", "a.json.gz") else lines(*rows))
+    counters: Counter[str] = Counter()
+    assert own(tmp_path, counters, max_document_bytes=1_010) == ["one", "three", "y" * 990]
+    assert counters == {"too_large": 1}
+    assert len(caplog.messages) == 1 and f"{tmp_path}/{name}" in caplog.messages[0] and "1,010" in caplog.messages[0]
+
+
+def test_a_row_group_with_a_page_over_the_limit_is_left_out_whole_with_its_number_of_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = ["a", "b" * 3_000_000, "c", "d"]
+    write_parquet(tmp_path / "a.parquet", {"text": texts, "id": [1, 2, 3, 4]}, row_group_size=2)
+    counters: Counter[str] = Counter()
+    assert own(tmp_path, counters, max_document_bytes=500_000) == ["c", "d"]
+    assert counters == {"too_large": 2} and "rows 1 to 2: a page of" in caplog.text
+
+
+def test_columns_that_are_not_read_have_no_limit(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", {"text": ["a"], "raw": ["b" * 3_000_000]})
+    assert own(tmp_path, Counter(), max_document_bytes=1_000) == ["a"]
+
+
+MEASURE = """
+import sys
+from collections import Counter
+from pathlib import Path
+from niels_gpt.data import local
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) << 10
+folder, limit = Path(sys.argv[1]), int(sys.argv[2])
+counters = Counter()
+warm = local.iter_texts(local.LocalFiles(folder, (folder / sys.argv[4],), 0), source="x")
+assert [sample.text for sample in warm] == ["warm"]
+before = peak()
+found = local.LocalFiles(folder, (folder / sys.argv[3],), 0)
+texts = [sample.text[:9] for sample in local.iter_texts(found, source="x", counters=counters, max_document_bytes=limit)]
+print(repr((texts, dict(counters), peak() - before)))
+"""
+
+
+def measured(path: Path, limit: int) -> tuple[list[str], dict[str, int], int]:
+    """Return the starts of a file's texts, the counters, and by how many bytes reading it raised the peak of memory."""
+    warm = path.parent / f"warm{'.parquet' if path.name.endswith('parquet') else '.jsonl'}"
+    write_parquet(warm, {"text": ["warm"]}) if warm.suffix == ".parquet" else write(warm, lines({"text": "warm"}))
+    command = [sys.executable, "-c", MEASURE, str(path.parent), str(limit), path.name, warm.name]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    found: tuple[list[str], dict[str, int], int] = eval(done.stdout)
+    return found
+
+
+CONSTANT = 8 << 20  # bytes: buffers, modules that load late
+BOMBS = {
+    "a.jsonl.gz": (b'{"text": "before"}\n{"text": "', b'"}\n{"text": "after"}\n'),
+    "a.json.gz": (b'[{"text": "before"}, {"text": "', b'"}, {"text": "after"}]'),
+    "a.txt.gz": (b"", b""),
+    "a.parquet": (b"before", b"after"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_takes_memory_by_the_limit_and_not_by_its_size(tmp_path: Path, name: str) -> None:
+    size, limit = 50 << 20, 2 << 20
+    (first, last), path = BOMBS[name], tmp_path / name
+    if name.endswith("parquet"):
+        texts = [first.decode(), "x" * size, last.decode()]
+        write_parquet(path, {"text": texts}, row_group_size=1, compression="zstd")
+    else:
+        with gzip.open(path, "wb", compresslevel=1) as file:
+            file.writelines([first, *[b"x" * (1 << 20)] * (size >> 20), last])
+    assert path.stat().st_size < 1 << 20
+    if name == "a.txt.gz":
+        with pytest.raises(subprocess.CalledProcessError):  # not one text is an error
+            measured(path, limit)
+        return
+    texts, counters, grown = measured(path, limit)
+    assert (texts, counters) == (["before", "after"], {"too_large": 1})
+    assert grown < 8 * limit + CONSTANT < size
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.parquet"])
+def test_a_document_takes_at_most_eight_times_its_size(tmp_path: Path, name: str) -> None:
+    size, path = 20 << 20, tmp_path / name
+    text = b"x" * size
+    if name.endswith("parquet"):
+        write_parquet(path, {"text": [text.decode()]})
+    else:
+        write(path, {"a.txt": text, "a.json": b'[{"text": "%b"}]' % text}.get(name, b'{"text": "%b"}' % text))
+    texts, counters, grown = measured(path, size + 100)
+    assert (texts, counters) == (["x" * 9], {}) and grown < 8 * size + CONSTANT
+
+
+def test_a_text_that_a_parquet_file_writes_once_does_not_fill_the_memory_a_thousand_times(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    texts = ["small"] * 40 + ["x" * 1_000_000] * 150
+    write_parquet(tmp_path / "a.parquet", {"text": texts})
+    assert (tmp_path / "a.parquet").stat().st_size < 1 << 20
+    before, peak = pa.total_allocated_bytes(), 0
+    for text, row in zip(texts, iter_rows([tmp_path / "a.parquet"]), strict=True):
+        assert row["text"] == text
+        peak = max(peak, pa.total_allocated_bytes() - before)
+    assert peak < 3 * (64 << 20)
+
+
+@pytest.mark.parametrize("kind", ["list", "map"])
+def test_a_row_of_parquet_that_repeats_a_text_is_measured_before_it_is_written_out(tmp_path: Path, kind: str) -> None:
+    import pyarrow as pa
+
+    def turns(number: int) -> list[Any]:
+        if kind == "map":
+            return [("role", "user"), *[("content", "x" * 1_000_000)] * number]
+        return [{"role": "user", "content": "x" * 1_000_000}] * number
+
+    columns = {"messages": [turns(1), turns(300), turns(1)], "id": ["a", "b", "c"]}
+    of_map = pa.map_(pa.string(), pa.string())
+    kinds = {"map": of_map, "list": pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))}
+    table = pa.table(columns, schema=pa.schema([("messages", kinds[kind]), ("id", pa.string())]))
+    write_parquet(tmp_path / "a.parquet", table)
+    del table
+    before, problems = pa.total_allocated_bytes(), []
+    rows = numbered_rows(tmp_path / "a.parquet", unreadable=problems.append, max_document_bytes=5_000_000)
+    for number, row in rows:
+        assert row == {"messages": turns(1), "id": columns["id"][number - 1]}
+        assert pa.total_allocated_bytes() - before < 40_000_000
+    assert len(problems) == 1 and problems[0].reason == "too_large" and ", row 2: " in problems[0]
+
+
+# --- the limits and counts of every source of the project -------------------------------------------------------------
+
+CHAT = {"instruction": "Q", "response": "A", "context": ""}
+MESSAGES = [
+    {"message_tree_id": "t", "message_id": "p", "parent_id": None, "text": "Q", "role": "prompter", "lang": "en"},
+    {"message_tree_id": "t", "message_id": "a", "parent_id": "p", "text": "A", "role": "assistant", "lang": "en"},
+]
+
+
+def fineweb(root: Path, **more: Any) -> Iterator[Any]:
+    return iter_fineweb_edu(source_root=root, **more)
+
+
+def wiki(root: Path, **more: Any) -> Iterator[Any]:
+    return iter_wikitext(split="train", source_root=root, **more)
+
+
+def dolly(root: Path, **more: Any) -> Iterator[Any]:
+    return iter_dolly_sft(source_root=root, shuffle=False, **more)
+
+
+def books(root: Path, **more: Any) -> Iterator[Any]:
+    return iter_gutenberg(source_root=root, **more)
+
+
+def oasst1(root: Path, **more: Any) -> Iterator[Any]:
+    return iter_oasst1_sft(source_root=root, **more)
+
+
+Loader = Callable[..., Iterator[Any]]
+SOURCES: list[tuple[Loader, str, list[dict[str, Any]]]] = [
+    (fineweb, WEB, [{"text": "good"}]),
+    (wiki, WIKI, [{"text": "good"}]),
+    (books, "gutenberg", [{"text": "good"}]),
+    (dolly, DOLLY, [CHAT]),
+    (oasst1, OASST, MESSAGES),
+]
+
+
+@pytest.mark.parametrize(("load", "folder", "good"), SOURCES, ids=[folder for _, folder, _ in SOURCES])
+def test_bad_rows_of_a_mirror_are_counted_and_named_and_the_rest_is_read(
+    tmp_path: Path, load: Loader, folder: str, good: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    deep = b'{"text": ' + b"[" * 50_000 + b"]" * 50_000 + b"}\n"
+    huge = lines({"text": "x" * 200_000})
+    path = write(tmp_path / folder / "train.jsonl", deep + lines({"title": 1}, {"title": 2}) + huge + lines(*good))
+    counters: Counter[str] = Counter()
+    assert len(list(load(tmp_path, counters=counters, max_document_bytes=150_000))) == 1
+    assert counters == {"unreadable_row": 1, "missing_field": 2, "too_large": 1}
+    where = [message.split(": ")[0] for message in caplog.messages]
+    assert where == [f"{path}, line 1", f"{path}, row 2", f"{path}, line 4"]
+
+
+@pytest.mark.parametrize(("load", "folder", "good"), SOURCES, ids=[folder for _, folder, _ in SOURCES])
+def test_a_mirror_of_which_no_row_can_be_used_is_an_error_with_file_and_row(
+    tmp_path: Path, load: Loader, folder: str, good: list[dict[str, Any]]
+) -> None:
+    path = write(tmp_path / folder / "train.jsonl", b"not json\n" + lines({"title": 1}))
+    with pytest.raises(ValueError, match=rf"missing_field 1, unreadable_row 1.*{path}, line 1"):
+        list(load(tmp_path))
+
+
+def test_passed_over_rows_do_not_shift_the_index(tmp_path: Path) -> None:
+    write(tmp_path / "gutenberg/a.jsonl", b"[]\n" + lines({"text": "one"}, {"title": 1}))
+    write(tmp_path / "gutenberg/b.txt", b"x" * 5_000)
+    write(tmp_path / "gutenberg/c.txt", b"book")
+    write(tmp_path / "gutenberg/d.jsonl", lines({"text": "two"}))
+    found = [(book.text, book.meta["index"]) for book in books(tmp_path, max_document_bytes=1_000)]
+    assert found == [("one", 1), ("book", 4), ("two", 5)]
+
+
+def test_a_large_note_is_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "a.md", b"x" * 5_000)
+    write(tmp_path / "sub/b.md", b"note")
+    counters: Counter[str] = Counter()
+    notes = iter_notes(list_roam_paths(tmp_path), folder=tmp_path, counters=counters, max_document_bytes=4_999)
+    assert [(note.text, note.meta) for note in notes] == [("note", {"path": "sub/b.md"})]
+    assert counters == {"too_large": 1} and f"{tmp_path}/a.md" in caplog.text
+
+
+@given(st.text(st.characters(), max_size=40), st.integers(1, 300))
+def test_the_limit_of_a_hub_row_is_that_of_its_line_in_a_snapshot(text: str, limit: int) -> None:
+    row = {"text": text, "n": [1, None, {"deep": 2.5}]}
+    line = (json.dumps(row, ensure_ascii=False) + "\n").encode(errors="replace")
+    counters: Counter[str] = Counter()
+    kept = [row for _, _, row in UpstreamRows("x", counters, limit).of_hub([row], "hub/x")]
+    assert kept == ([row] if len(line) <= limit else []) and counters["too_large"] == 1 - len(kept)
+
+
+# --- links, pipes and devices -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("load", "folder", "good"), SOURCES, ids=[folder for _, folder, _ in SOURCES])
+def test_links_in_a_mirror_are_followed_on_request_only(
+    tmp_path: Path, load: Loader, folder: str, good: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "secret/train.jsonl", lines(*({**row, "message_tree_id": "s"} for row in good)))
+    write(tmp_path / "mirror" / folder / "train.jsonl", lines(*good))
+    (tmp_path / "mirror" / folder / "train-2.jsonl").symlink_to(tmp_path / "secret/train.jsonl")
+    (tmp_path / "mirror" / folder / "more").symlink_to(tmp_path / "secret")
+    (tmp_path / "mirror" / folder / "loop").symlink_to("..")
+    (tmp_path / "named").symlink_to("mirror")
+    counters: Counter[str] = Counter()
+    assert len(list(load(tmp_path / "named", counters=counters))) == 1
+    assert counters == {"links_not_followed": 3}
+    assert len(caplog.messages) == 1 and "loop: a symbolic link, which is not followed" in caplog.text
+    assert len(list(load(tmp_path / "mirror", follow_links=True))) == 2  # each file once
+
+
+@pytest.mark.parametrize(("load", "folder", "good"), SOURCES, ids=[folder for _, folder, _ in SOURCES])
+def test_a_dataset_that_is_a_link_is_an_error_that_says_how_to_follow_it(
+    tmp_path: Path, load: Loader, folder: str, good: list[dict[str, Any]]
+) -> None:
+    write(tmp_path / "out" / Path(folder).name / "train.jsonl", lines(*good))
+    link = tmp_path / "mirror" / Path(folder).parts[0]
+    link.parent.mkdir()
+    link.symlink_to(tmp_path / "out" if "/" in folder else tmp_path / "out" / folder)
+    with pytest.raises(FileNotFoundError, match=rf"{link} is a symbolic link.*--follow-links"):
+        load(tmp_path / "mirror")
+    assert len(list(load(tmp_path / "mirror", follow_links=True))) == 1
+
+
+def test_links_among_notes_are_followed_on_request_only(tmp_path: Path) -> None:
+    write(tmp_path / "secret.md", b"secret")
+    write(tmp_path / "mirror/roam/a.md", b"a")
+    (tmp_path / "mirror/roam/c.md").symlink_to(tmp_path / "secret.md")
+    links: list[Path] = []
+    assert [Path(path).name for path in list_roam_paths(tmp_path / "mirror/roam", links=links)] == ["a.md"]
+    assert links == [tmp_path / "mirror/roam/c.md"]
+    assert len(list_roam_paths(tmp_path / "mirror/roam", follow_links=True)) == 2
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/roam").symlink_to(tmp_path / "mirror/roam")
+    with pytest.raises(FileNotFoundError, match="--follow-links"):
+        roam_dir_of(tmp_path / "other", roam_dir="")
+    assert roam_dir_of("hub", roam_dir=tmp_path / "other/roam") == tmp_path / "other/roam"
+    os.remove(tmp_path / "mirror/roam/a.md")
+    with pytest.raises(FileNotFoundError, match=r"c\.md, which are not followed: pass --follow-links"):
+        resolve_source(Settings(source_root=str(tmp_path / "mirror")), "roam")
+
+
+def test_pipes_and_devices_are_never_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "zero.txt").symlink_to("/dev/zero")
+    for name in ("pipe.txt", "zero.txt"):
+        with pytest.raises(ValueError, match=f"{name}: a pipe, a device"):
+            open_for_reading(tmp_path / name, follow_links=True)
+        with pytest.raises(ValueError, match="expected a regular file"):
+            read_text(tmp_path / name)
+        with pytest.raises(FileNotFoundError, match="pipes, devices"):
+            local.find(str(tmp_path / name))
+
+
+# --- rows that cannot be read -----------------------------------------------------------------------------------------
+
+DEEP = b'{"a": ' + b'{"b": ' * 900 + rb'"\ud83d"' + b"}" * 900 + b"}"  # Python's decoder reads it, its functions do not
+
+
+@pytest.mark.parametrize("bad", [DEEP, b"[" * 20_000 + b"]" * 20_000, b"9" * 5_000, b'{"a": ' + b"9" * 5_000 + b"}"])
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.jsonl"])
+def test_a_row_that_python_cannot_read_costs_that_row_alone(tmp_path: Path, name: str, bad: bytes) -> None:
+    rows = [b'{"text": "one"}', bad, rb'{"text": "\ud83d two"}']
+    write(tmp_path / name, b"\n".join(rows) if name == "a.jsonl" else b"[" + b",".join(rows) + b"]")
+    counters: Counter[str] = Counter()
+    assert own(tmp_path, counters) == ["one", "\ufffd two"]
+    assert counters == {"unreadable_row": 1, "repaired_utf8": 1}
+
+
+STRINGS = st.text(st.sampled_from('"\\{}[],: x\n\u20ac'), max_size=9)
+NESTED = st.recursive(STRINGS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(STRINGS, inner, max_size=2))
+
+
+@given(st.lists(NESTED, min_size=1, max_size=5), st.integers(1, 30), st.integers(1, 20), st.booleans())
+def test_what_is_too_large_in_an_array_is_passed_over_wherever_blocks_end(
+    values: list[Any], limit: int, block: int, spread: bool
+) -> None:
+    content = json.dumps(values, ensure_ascii=False, indent=1 if spread else None)
+    items = [text for _, _, text in json_stream.iter_values(io.BytesIO(content.encode()), "x")]
+    expected = [value if len(item.encode()) <= limit else None for value, item in zip(values, items, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_stream, "BLOCK_BYTES", block)
+        found = json_stream.iter_values(io.BytesIO(content.encode()), "x", limit)
+        assert [value if text else None for _, value, text in found] == expected

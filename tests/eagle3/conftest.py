@@ -1,0 +1,155 @@
+"""Finished EAGLE-3 caches that may not be changed, and copies; the peers' processes; the command precompute."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.peer_automodel import Peer
+
+from niels_gpt.commands import precompute
+from niels_gpt.eagle3 import target
+from niels_gpt.eagle3.target import write_small_target
+from niels_gpt.tokenizer import SentencePieceTokenizer
+
+Run = Callable[..., tuple[int, str, str]]
+ANSWERS = ["The heron walks to the mill.", "It was windy that day, so the otter stayed.", "Why? Pebbles!"]
+
+
+@pytest.fixture(scope="session")
+def eagle3_caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A finished cache of ten samples in three shards of each form. `support.eagle3_damage.copy_of` copies one."""
+    from support import eagle3_runs
+    from support.eagle3_damage import FORMS
+
+    samples, folder = eagle3_runs.samples_of(), tmp_path_factory.mktemp("caches")
+    for form, changed in FORMS.items():
+        eagle3_runs.run(folder / form, samples=samples, given=eagle3_runs.plan(samples, **changed))
+    return {form: folder / form for form in FORMS}
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache that `support.eagle3_runs.run` makes. Nothing may change it: `cache` is a copy."""
+    from support.eagle3_runs import run
+
+    folder = tmp_path_factory.mktemp("finished") / "c"
+    run(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def whole(finished: Path) -> dict[str, bytes]:
+    """The bytes of each of its files but the lock."""
+    from support.eagle3_runs import whole_tree
+
+    return whole_tree(finished)
+
+
+@pytest.fixture
+def cache(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the finished cache."""
+    return shutil.copytree(finished, tmp_path / "c")
+
+
+def running(version: str) -> Iterator[Peer]:
+    folder = Path(os.environ["NIELS_GPT_PEERS"]) / version
+    assert (folder / "nemo_automodel").is_dir(), f"{folder} has no package nemo_automodel, and NIELS_GPT_PEERS is set"
+    peer = Peer(folder)
+    yield peer
+    peer.close()
+
+
+@pytest.fixture(scope="session")
+def old() -> Iterator[Peer]:
+    """The version that writes and reads version 1."""
+    yield from running("0.5.0")
+
+
+@pytest.fixture(scope="session")
+def new() -> Iterator[Peer]:
+    """The version that writes and reads version 2."""
+    yield from running("0.7.0")
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> Path:
+    """The folder of the small target."""
+    return write_small_target(tmp_path_factory.mktemp("small") / "target", tiny_tokenizer)
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten chats, and one that nothing is learnt from."""
+    answers = [[("user", f"Page {page}?"), ("assistant", ANSWERS[page % 3] * (1 + page % 2))] for page in range(10)]
+    turns = [[{"role": role, "content": text} for role, text in chat] for chat in [*answers, [("user", "?")]]]
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in turns))
+    return path
+
+
+def arguments_of(model: Path, chats: Path, folder: Path) -> list[str]:
+    what = ["--target-model", str(model), "--input-data", str(chats), "--output-dir", str(folder)]
+    return [*what, "--seq-length", "40", "--shard-size", "4", "--threads", "1", "--device", "cpu"]
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory, model: Path, chats: Path) -> Path:
+    """A finished cache of the ten chats."""
+    folder = tmp_path_factory.mktemp("made") / "c"
+    assert precompute.main(arguments_of(model, chats, folder)) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def made_2(tmp_path_factory: pytest.TempPathFactory, model: Path, chats: Path) -> Path:
+    """The same of version 2, whose manifest names the input."""
+    folder = tmp_path_factory.mktemp("made") / "c"
+    assert precompute.main([*arguments_of(model, chats, folder), "--format-version", "2"]) == 0
+    return folder
+
+
+@pytest.fixture
+def arguments(model: Path, chats: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """Makes the arguments of a run into tmp_path / "c"; later ones count."""
+    return lambda *more: [*arguments_of(model, chats, tmp_path / "c"), *more]
+
+
+@pytest.fixture
+def run(arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command in this process; returns status, output and errors."""
+
+    def done(*more: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = precompute.main(arguments(*more))
+        return (status, *capsys.readouterr())
+
+    return done
+
+
+@pytest.fixture
+def not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where the input is tokenized."""
+
+    def prepare(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the input was tokenized")
+
+    monkeypatch.setattr(precompute, "prepare", prepare)
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where the target's weights are loaded."""
+
+    def load(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(target, "load_target", load)

@@ -1,0 +1,337 @@
+"""Folders of EAGLE-3 caches that were made to harm: every command and reader ends with a documented error.
+
+For its figures: python tests/support/attacks.py test_eagle3_attacks
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.attacks import Attack, Probe, Server, serving
+
+IMPORTS = (
+    "niels_gpt.eagle3.__main__",
+    "niels_gpt.eagle3.cache",
+    "niels_gpt.eagle3.produce.producer",
+    "niels_gpt.eagle3.inspect.show",
+    "niels_gpt.eagle3.inspect.stats",
+    "niels_gpt.eagle3.inspect.verify",
+    "eagle3_runs",
+    "transformers.models.llama.modeling_llama",
+)
+EVERY = ("dataset", "verify", "stats", "inspect *", "convert", "resume")
+HUGE = 20 * 10**9
+
+
+def build(root: Path) -> None:
+    """A finished cache of ten samples in three shards: `top` with top-k, `c` without."""
+    from support import eagle3_runs
+
+    samples = eagle3_runs.samples_of()
+    for name, changed in {"c": {}, "top": eagle3_runs.TOPK}.items():
+        eagle3_runs.run(root / name, samples=samples, given=eagle3_runs.plan(samples, **changed))
+
+
+# --- what meets it ----------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> Callable[[Path], int]:
+    """Return a call of the command line on the cache."""
+
+    def call(root: Path) -> int:
+        from niels_gpt.commands.eagle3 import main
+
+        return max(main([arguments[0], str(folder), *arguments[1:]]) for folder in caches(root))
+
+    return call
+
+
+def caches(root: Path) -> list[Path]:
+    """Return the folders that were attacked: c, or those made of it."""
+    return sorted(root.glob("c-*")) or [root / "c"]
+
+
+def each(read: Callable[[Path], Any]) -> Callable[[Path], None]:
+    """Return what reads every cache; what one of them raises is raised at the end, and has to be documented."""
+
+    def call(root: Path) -> None:
+        refused: Exception | None = None
+        for folder in caches(root):
+            try:
+                read(folder)
+            except (ValueError, FileNotFoundError) as error:
+                refused = error
+        if refused is not None:
+            raise refused
+
+    return call
+
+
+def read(folder: Path) -> None:
+    """Read every sample of a cache, and of the one with top-k beside it."""
+    from niels_gpt.eagle3.cache import CachedEagle3Dataset
+
+    for place in (folder, folder.parent / "top"):
+        dataset = CachedEagle3Dataset(place)
+        for number in range(min(len(dataset), 20)):
+            _ = dataset[number]
+
+
+def embeddings(folder: Path) -> None:
+    from niels_gpt.eagle3.cache import read_target_embeddings
+
+    read_target_embeddings(folder)
+
+
+def manifest(folder: Path) -> None:
+    from niels_gpt.eagle3.cache import read_manifest
+
+    read_manifest(folder)
+
+
+def recompute(folder: Path) -> None:
+    """Run samples through the target, as `verify --target` does."""
+    from support import eagle3_runs
+
+    from niels_gpt.eagle3.format.plan import read_record
+    from niels_gpt.eagle3.inspect.recompute import Target, recomputed
+
+    record = read_record(folder) or {}
+    facts = record.get("target", {"name": "small"})
+    target = Target(facts, eagle3_runs.load, {"device": "cpu", "threads": 1, "compute_dtype": "fp32"})
+    found = recomputed(folder, target, k=2)
+    if found.problems or found.note:
+        raise ValueError("; ".join([*found.problems, found.note or ""]))
+
+
+def resume(folder: Path) -> None:
+    from support import eagle3_runs
+
+    eagle3_runs.run(folder, resume=True)
+
+
+PROBES = {
+    "manifest": Probe(each(manifest)),
+    "embeddings": Probe(each(embeddings)),
+    "dataset": Probe(each(read)),
+    "verify": Probe(command("verify")),
+    "inspect form": Probe(command("inspect")),
+    "inspect json": Probe(command("inspect", "--json")),
+    "inspect sample": Probe(command("inspect", "--sample", "5")),
+    "stats": Probe(command("stats")),
+    "recompute": Probe(each(recompute)),
+    "convert": Probe(command("convert", "--format-version", "2"), writes=True),
+    "resume": Probe(each(resume), writes=True),
+}
+
+
+# --- what is done to it -----------------------------------------------------------------------------------------------
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def file(name: str, content: Callable[[], bytes]) -> Callable[[Path, Path], None]:
+    """Return what gives a file of the cache another content."""
+
+    def make(root: Path, _: Path) -> None:
+        (root / "c" / name).write_bytes(content())
+
+    return make
+
+
+def sparse(name: str, size: int = HUGE, head: bytes = b"") -> Callable[[Path, Path], None]:
+    """Return what makes a file of the cache a large one that takes no disk."""
+
+    def make(root: Path, _: Path) -> None:
+        (root / "c" / name).write_bytes(head)
+        os.truncate(root / "c" / name, size)
+
+    return make
+
+
+def linked(name: str) -> Callable[[Path, Path], None]:
+    """Return what makes a file or folder of the cache a link to one outside."""
+
+    def make(root: Path, outside: Path) -> None:
+        path = root / "c" / name
+        path.rename(root / "moved")
+        path.symlink_to(outside / "c" / name)
+
+    return make
+
+
+def pipe(name: str) -> Callable[[Path, Path], None]:
+    """Return what puts a FIFO in the place of a file."""
+
+    def make(root: Path, _: Path) -> None:
+        (root / "c" / name).unlink()
+        os.mkfifo(root / "c" / name)
+
+    return make
+
+
+def device(name: str) -> Callable[[Path, Path], None]:
+    """Return what puts a link to /dev/zero in the place of a file."""
+
+    def make(root: Path, _: Path) -> None:
+        (root / "c" / name).unlink()
+        (root / "c" / name).symlink_to("/dev/zero")
+
+    return make
+
+
+def changed(name: str, change: Change, cache: str = "c") -> Callable[[Path, Path], None]:
+    """Return what changes a JSON file; a meta.json gets its checksum anew."""
+
+    def make(root: Path, _: Path) -> None:
+        from niels_gpt.storage.fileio import canonical_json
+        from niels_gpt.storage.meta_json import meta_bytes
+
+        path = root / cache / name
+        value = json.loads(path.read_bytes())
+        change(value)
+        path.write_bytes(meta_bytes(value) if name == "meta.json" else canonical_json(value))
+
+    return make
+
+
+def put(keys: str, value: Any) -> Change:
+    """Return what sets a value, by the keys that lead to it."""
+    *above, last = keys.split(".")
+
+    def change(whole: dict[str, Any]) -> None:
+        for key in above:
+            whole = whole[key]
+        whole[last] = value
+
+    return change
+
+
+def all_of(*steps: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]:
+    """Return what does several things, one after the other."""
+
+    def make(root: Path, outside: Path) -> None:
+        for step in steps:
+            step(root, outside)
+
+    return make
+
+
+def header(content: dict[str, Any]) -> bytes:
+    """Return the beginning of a safetensors file."""
+    text = json.dumps(content).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+SHARD, EMBEDDINGS, SAMPLES = "shard-000001.safetensors", "target_embeddings.safetensors", "sidecar/samples.safetensors"
+JSON_FILES = ("manifest.json", "meta.json", "sidecar/plan.json", "sidecar/shard-000001.json", "sidecar/embeddings.json")
+NINETY_MB = 90_000_000
+BIG_SAMPLES = {
+    "ids": {"dtype": "I32", "shape": [HUGE // 5], "data_offsets": [0, HUGE // 5 * 4]},
+    "loss_mask": {"dtype": "U8", "shape": [HUGE // 5], "data_offsets": [HUGE // 5 * 4, HUGE]},
+}
+ALL_FILES = (*JSON_FILES, "sidecar/batches.jsonl", "sidecar/ids.txt", SAMPLES, SHARD, EMBEDDINGS)
+
+ATTACKS: dict[str, Attack] = {
+    "10**12 shards": Attack(
+        all_of(
+            changed("manifest.json", lambda value: value.update(num_samples=10**12, shard_size=1)),
+            changed("manifest.json", lambda value: value.update(num_samples=10**12, shard_size=1), "top"),
+        ),
+        EVERY,
+        "1,000,000,000,000 shards",
+    ),
+    "a million shards": Attack(changed("manifest.json", put("shard_size", 10**3)), EVERY[:1], "shards|samples"),
+    "a million samples a shard": Attack(changed("manifest.json", put("num_samples", 10**15)), ("dataset", "verify")),
+    "sparse samples": Attack(sparse(SAMPLES, head=header(BIG_SAMPLES)), ("verify", "recompute"), "holes"),
+    "sparse names": Attack(sparse("sidecar/ids.txt"), ("verify",), "holes"),
+    "names of nothing": Attack(file("sidecar/ids.txt", lambda: b"\n" * (1 << 24)), ("verify",), "names"),
+    "sparse shard": Attack(sparse(SHARD), ("dataset", "verify", "stats"), "holes"),
+    "sparse embeddings": Attack(sparse(EMBEDDINGS), ("embeddings", "verify"), "holes"),
+    "long header": Attack(
+        all_of(file(SHARD, lambda: struct.pack("<Q", NINETY_MB) + b"[" * NINETY_MB)),
+        ("dataset", "verify", "stats"),
+        "header",
+    ),
+    "long header of the embeddings": Attack(
+        file(EMBEDDINGS, lambda: struct.pack("<Q", NINETY_MB) + b" " * NINETY_MB), ("embeddings", "verify"), "header"
+    ),
+    "long header of the samples": Attack(
+        file(SAMPLES, lambda: struct.pack("<Q", NINETY_MB) + b" " * NINETY_MB), ("verify", "recompute"), "header"
+    ),
+    "a vocabulary for the memory": Attack(
+        changed("manifest.json", put("draft_vocab_size", 10**9), "top"), ("dataset",), "draft_vocab_size"
+    ),
+    "threads": Attack(changed("sidecar/plan.json", put("run.threads", 10**9)), ("recompute", "resume"), "run.threads"),
+    "batches of nothing": Attack(
+        file("sidecar/batches.jsonl", lambda: b"[" + b"[8,[]]," * 10**6 + b"[8,[]]]\n" * 3),
+        ("recompute",),
+        "batches|rows",
+    ),
+    "escapes": Attack(changed("manifest.json", put("target_model", "\x1b]0;mine\x07\x1b[2J")), ()),
+    "escapes in the plan": Attack(changed("sidecar/plan.json", put("run.processor", "\x1b[2J")), ()),
+    **{f"nested {name}": Attack(file(name, lambda: b"[" * 10**6)) for name in JSON_FILES},
+    **{
+        f"44 MB of {name}": Attack(file(name, lambda: b'{"a": [' + b"[]," * (14 << 20) + b"0]}"))
+        for name in JSON_FILES[:4]
+    },
+    **{f"pipe {name}": Attack(pipe(name)) for name in ALL_FILES},
+    **{f"device {name}": Attack(device(name), ("resume",), "symbolic link") for name in ALL_FILES},
+    **{f"link {name}": Attack(linked(name), ("verify", "resume"), "symbolic link") for name in (*ALL_FILES, "sidecar")},
+}
+VALUES: dict[str, Any] = {
+    "null": None,
+    "text": "x",
+    "bool": True,
+    "list": [1],
+    "object": {"a": 1},
+    "negative": -1,
+    "huge": 10**30,
+    "float": 0.5,
+}
+FIELDS = {
+    "manifest.json": "format_version target_vocab_size draft_vocab_size seq_length dtype num_samples shard_size "
+    "aux_hidden_dim aux_layer_ids selected_token_ids target_model",
+    "sidecar/plan.json": "kind format_version manifest target target.revision tokenizer tokenizer.pad_id source "
+    "dropped altered samples samples.count run run.device run.compute_dtype batches batches.batch_size",
+    "sidecar/shard-000001.json": "samples bytes slots xxh3_128 facts shard header_sha256",
+    "meta.json": "kind files content_sha256 plan_sha256 totals",
+}
+
+
+def every_value(name: str, field: str) -> Callable[[Path, Path], None]:
+    """Return what makes a cache for each wrong value of a field: c with the first, c-KIND with the others."""
+
+    def make(root: Path, outside: Path) -> None:
+        for kind, value in VALUES.items():
+            shutil.copytree(root / "c", root / f"c-{kind}")
+            changed(name, put(field, value), f"c-{kind}")(root, outside)
+
+    return make
+
+
+ATTACKS |= {
+    f"{name}: {field}": Attack(every_value(name, field)) for name, fields in FIELDS.items() for field in fields.split()
+}
+ATTACKS["manifest.json: aux_layer_ids is 5"] = Attack(
+    changed("manifest.json", put("aux_layer_ids", 5)), ("verify", "manifest"), "aux_layer_ids"
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """A process that has imported everything."""
+    with serving("test_eagle3_attacks") as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_every_attack_meets_a_documented_error(server: Server, name: str) -> None:
+    server.check(name)

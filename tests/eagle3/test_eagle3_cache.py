@@ -1,0 +1,396 @@
+"""The EAGLE-3 cache's names, forms and errors: what a reader of the published contract expects of them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import pickle
+import re
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.small_eagle3 import fields_of, manifest_of, write_cache
+
+from niels_gpt.eagle3 import cache
+from niels_gpt.eagle3.cache import (
+    CACHE_KEYS,
+    CachedEagle3Dataset,
+    build_cached_eagle3_dataloader,
+    compress_target_probs,
+    convert,
+    read_manifest,
+    reconstruct_target_probs,
+    shard_path,
+    write_manifest,
+    write_shard,
+)
+from niels_gpt.eagle3.format.layout import Layout
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.locks import file_lock
+
+
+def test_the_names_of_the_spec_are_there_with_their_values_and_arguments() -> None:
+    assert cache._FLOAT_KEYS == ("aux_hidden_states", "target_probs")
+    assert cache._INT_KEYS == ("input_ids", "attention_mask", "loss_mask")
+    assert cache._BOOL_KEYS == ("position_mask",)
+    assert cache.CACHE_KEYS == cache._FLOAT_KEYS + cache._INT_KEYS + cache._BOOL_KEYS
+    assert {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32} == cache.DTYPE_MAP
+    assert (cache._FORMAT_VERSION, cache._MANIFEST_NAME) == (1, "manifest.json")
+    assert cache._EMBEDDINGS_NAME == "target_embeddings.safetensors"
+    assert re.compile(r"^shard-(\d{6})\.safetensors$") == cache._SHARD_RE
+    arguments = {
+        "_atomic_write": ["path", "write_fn"],
+        "_collate_cached": ["features"],
+        "_load_safetensors": [],
+        "build_cached_eagle3_dataloader": ["cache_dir", "batch_size", "shuffle", "num_workers", "distributed"],
+        "existing_shard_indices": ["cache_dir"],
+        "manifest_path": ["cache_dir"],
+        "read_manifest": ["cache_dir"],
+        "read_target_embeddings": ["cache_dir"],
+        "shard_path": ["cache_dir", "shard_index"],
+        "write_manifest": ["cache_dir", "manifest"],
+        "write_shard": ["cache_dir", "shard_index", "samples"],
+        "write_target_embeddings": ["cache_dir", "weight"],
+    }
+    for name, expected in arguments.items():
+        found = inspect.signature(getattr(cache, name)).parameters.values()
+        assert [each.name for each in found if each.kind is not each.KEYWORD_ONLY] == expected, name
+
+
+def test_an_item_is_what_the_trainer_takes_and_equals_what_was_written(folder: Path) -> None:
+    written = write_cache(folder, samples=5, shard_size=2)
+    dataset = CachedEagle3Dataset(str(folder))
+    assert len(dataset) == 5
+    for index in (0, 3, 4, -1, -5):
+        item = dataset[index]
+        assert set(item) == set(CACHE_KEYS)
+        for key in CACHE_KEYS:
+            assert item[key].dtype == written[key].dtype
+            assert torch.equal(item[key], written[key][index]), key
+    for index in (5, -6):
+        with pytest.raises(IndexError, match=str(index)):
+            dataset[index]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("topk", [0, 3])
+def test_a_shard_has_the_bytes_that_safetensors_writes(folder: Path, dtype: torch.dtype, topk: int) -> None:
+    fields = fields_of(4, dtype=dtype, topk=topk)
+    write_shard(folder, 0, {**fields, "unknown": torch.zeros(4, 1)})
+    save_file(fields, folder / "theirs.safetensors")
+    assert Path(shard_path(folder, 0)).read_bytes() == (folder / "theirs.safetensors").read_bytes()
+    rows = fields["input_ids"].shape[1]
+    layout = Layout(rows, 6, 8, topk, {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype])
+    assert layout.shard_bytes(4) == os.path.getsize(shard_path(folder, 0))
+
+
+def test_the_manifest_has_sorted_keys_and_the_version_that_it_needs(folder: Path) -> None:
+    write_manifest(folder, {"b": 1, "a": [2]})
+    text = (folder / "manifest.json").read_text()
+    assert text == '{\n  "a": [\n    2\n  ],\n  "b": 1,\n  "format_version": 1\n}'
+    for manifest, version in (
+        ({"target_probs_topk": 3, "draft_vocab_size": 8}, 2),
+        ({"target_probs_topk": 8, "draft_vocab_size": 8}, 1),
+        ({"target_probs_topk": 0, "draft_vocab_size": 8, "format_version": 2}, 2),
+    ):
+        write_manifest(folder, manifest)
+        assert read_manifest(folder)["format_version"] == version
+
+
+def test_a_version_1_cache_becomes_one_of_version_2_and_back_by_its_manifest_alone(folder: Path) -> None:
+    written = write_cache(folder, samples=3, shard_size=2)
+    before = (folder / "manifest.json").read_bytes()
+    shard = Path(shard_path(folder, 0)).read_bytes()
+    assert convert(folder, 2)
+    assert not convert(folder, 2)
+    assert json.loads((folder / "manifest.json").read_text())["target_probs_topk"] == 0
+    assert torch.equal(CachedEagle3Dataset(folder)[2]["target_probs"], written["target_probs"][2])
+    assert convert(folder, 1)
+    assert (folder / "manifest.json").read_bytes() == before
+    assert Path(shard_path(folder, 0)).read_bytes() == shard
+    with pytest.raises(ValueError, match="format_version 3"):
+        convert(folder, 3)
+
+
+def test_a_top_k_cache_is_read_at_full_width_and_never_becomes_version_1(folder: Path) -> None:
+    written = write_cache(folder, samples=3, shard_size=2, topk=3)
+    item = CachedEagle3Dataset(folder)[1]
+    values, indices = written["target_probs_values"][1], written["target_probs_indices"][1]
+    assert set(item) == set(CACHE_KEYS)
+    assert item["target_probs"].shape == (4, 8)
+    assert torch.equal(item["target_probs"].gather(-1, indices.long()), values)
+    assert (item["target_probs"] != 0).sum() == (values != 0).sum()
+    with pytest.raises(CacheError, match="target_probs_topk is 3"):
+        convert(folder, 1)
+    assert not convert(folder, 2)
+
+
+def test_top_k_on_paper() -> None:
+    probs = torch.tensor([[0.1, 0.5, 0.0, 0.4]])
+    values, indices = compress_target_probs(probs, 2)
+    assert indices.tolist() == [[1, 3]]
+    assert indices.dtype == torch.int32
+    torch.testing.assert_close(values, torch.tensor([[5 / 9, 4 / 9]]))
+    torch.testing.assert_close(reconstruct_target_probs(values, indices, 4), torch.tensor([[0, 5 / 9, 0, 4 / 9]]))
+    values, indices = compress_target_probs(probs, 9)
+    torch.testing.assert_close(reconstruct_target_probs(values, indices, 4), probs)
+    assert [cache.is_compressed(k, 4) for k in (None, 0, 1, 3, 4, 5)] == [False, False, True, True, False, False]
+
+
+def test_a_batch_stacks_samples_and_the_loader_takes_positions_and_keywords(folder: Path) -> None:
+    written = write_cache(folder, samples=5, shard_size=2)
+    batches = list(build_cached_eagle3_dataloader(str(folder), 2, False))
+    named = list(build_cached_eagle3_dataloader(cache_dir=str(folder), batch_size=2, shuffle=False, num_workers=0))
+    assert [batch["input_ids"].shape[0] for batch in batches] == [2, 2, 1]
+    for key in CACHE_KEYS:
+        assert torch.equal(torch.cat([batch[key] for batch in batches]), written[key])
+        assert torch.equal(torch.cat([batch[key] for batch in named]), written[key])
+    torch.manual_seed(0)
+    shuffled = torch.cat([batch["input_ids"] for batch in build_cached_eagle3_dataloader(str(folder), 2, True)])
+    assert sorted(shuffled[:, 0].tolist()) == sorted(written["input_ids"][:, 0].tolist())
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_of_any_start_method_read_what_the_parent_has_opened(folder: Path, method: str) -> None:
+    written = write_cache(folder, samples=5, shard_size=2)
+    dataset = CachedEagle3Dataset(folder)
+    dataset[0]
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=2, num_workers=1, multiprocessing_context=method, collate_fn=cache._collate_cached
+    )
+    read = torch.cat([batch["aux_hidden_states"] for batch in loader])
+    assert torch.equal(read, written["aux_hidden_states"])
+
+
+def test_open_shards_are_bounded_and_a_view_outlives_its_handle(folder: Path) -> None:
+    written = write_cache(folder, samples=6, shard_size=1)
+    dataset = CachedEagle3Dataset(folder, max_open_shards=2)
+    items = [dataset[index] for index in range(6)]
+    assert sorted(dataset._shards._open) == [4, 5]
+    assert all(torch.equal(item["target_probs"], written["target_probs"][i]) for i, item in enumerate(items))
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert torch.equal(copy[0]["input_ids"], written["input_ids"][0])
+
+
+def test_threads_share_a_dataset_that_opens_fewer_shards_than_they_read(folder: Path) -> None:
+    written = write_cache(folder, samples=6, shard_size=1)
+    dataset = CachedEagle3Dataset(folder, max_open_shards=1)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            read = list(pool.map(lambda number: (number % 6, dataset[number % 6]["input_ids"]), range(3_000)))
+    finally:
+        sys.setswitchinterval(before)
+    assert all(torch.equal(ids, written["input_ids"][index]) for index, ids in read)
+    with pytest.raises(ValueError, match="max_open_shards=0"):
+        CachedEagle3Dataset(folder, max_open_shards=0)
+
+
+def test_a_shard_that_is_replaced_by_another_form_after_the_open_is_refused(folder: Path) -> None:
+    write_cache(folder, samples=5, shard_size=2)
+    dataset = CachedEagle3Dataset(folder)
+    write_shard(folder, 1, fields_of(2, slots=6))
+    with pytest.raises(CacheError, match=r"shard-000001\.safetensors: .* as in shard 0"):
+        dataset[2]
+    os.truncate(shard_path(folder, 2), 40)
+    with pytest.raises(CacheError, match=r"shard-000002\.safetensors: "):
+        dataset[4]
+
+
+def test_a_draft_id_out_of_range_is_told_by_shard_and_sample(folder: Path) -> None:
+    fields = fields_of(2, topk=3)
+    fields["target_probs_indices"][1, 0, 0] = 8
+    write_shard(folder, 0, fields)
+    write_manifest(folder, manifest_of(samples=2, shard_size=2, topk=3))
+    dataset = CachedEagle3Dataset(folder)
+    assert dataset[0]["target_probs"].shape == (4, 8)
+    with pytest.raises(CacheError, match=r"shard-000000\.safetensors: sample 1 of the shard: target_probs_indices"):
+        dataset[1]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_samples", 10**18),
+        ("num_samples", 5.0),
+        ("shard_size", 0),
+        ("shard_size", True),
+        ("seq_length", "4"),
+        ("draft_vocab_size", None),
+        ("draft_vocab_size", 8.0),
+        ("target_probs_topk", [1]),
+        ("aux_hidden_dim", {}),
+        ("dtype", ["fp32"]),
+        ("format_version", 2.0),
+    ],
+)
+def test_a_value_of_a_wrong_type_in_the_manifest_is_named(folder: Path, key: str, value: Any) -> None:
+    write_cache(folder, samples=5, shard_size=2)
+    manifest = json.loads((folder / "manifest.json").read_text()) | {key: value}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    expected = r"0 samples, 2 a shard, are 500,.* shards" if value == 10**18 else key
+    for opening in (CachedEagle3Dataset, lambda where: convert(where, 2)):
+        if value in (10**18, 0) and opening is not CachedEagle3Dataset:  # convert does not need it
+            continue
+        with pytest.raises(CacheError, match=expected):
+            opening(folder)
+
+
+def test_names_that_only_look_like_shards_are_passed_over(folder: Path) -> None:
+    write_cache(folder, samples=2, shard_size=2)
+    for name in ("shard-00000\u0661.safetensors", "shard-000001.safetensors\n", "shard-000001.safetensors.tmp"):
+        (folder / name).touch()
+    assert cache.existing_shard_indices(folder) == {0}
+    assert len(CachedEagle3Dataset(folder)) == 2
+
+
+def test_a_conversion_leaves_a_meta_json_of_another_tool_alone_and_waits_for_nobody(folder: Path) -> None:
+    write_cache(folder, samples=2, shard_size=2)
+    (folder / "meta.json").write_text('{"kind": "other"}')
+    assert convert(folder, 2)
+    assert (folder / "meta.json").read_text() == '{"kind": "other"}'
+    with file_lock(folder / "sidecar" / "lock", "busy", wait=False), pytest.raises(CacheError, match="being written"):
+        convert(folder, 1)
+
+
+def _missing(folder: Path) -> None:
+    os.remove(shard_path(folder, 1))
+
+
+def _gap(folder: Path) -> None:
+    os.rename(shard_path(folder, 2), shard_path(folder, 3))
+
+
+def _short(folder: Path) -> None:
+    write_shard(folder, 1, fields_of(1))
+
+
+def _wide(folder: Path) -> None:
+    write_shard(folder, 2, fields_of(1, slots=5))
+
+
+def _other_dtype(folder: Path) -> None:
+    for index, rows in enumerate((2, 2, 1)):
+        write_shard(folder, index, fields_of(rows, dtype=torch.bfloat16))
+
+
+def _other_form(folder: Path) -> None:
+    for index, rows in enumerate((2, 2, 1)):
+        write_shard(folder, index, fields_of(rows, topk=3))
+
+
+def _cut(folder: Path) -> None:
+    os.truncate(shard_path(folder, 1), os.path.getsize(shard_path(folder, 1)) - 1)
+
+
+def _other_version(folder: Path) -> None:
+    write_manifest(folder, manifest_of(samples=5, shard_size=2) | {"format_version": 3})
+
+
+def _no_json(folder: Path) -> None:
+    (folder / "manifest.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_missing, r"declares 5 samples \(3 shards\) but found 2 shard files \(shard indices \[0, 2\]\)"),
+        (_gap, r"declares 5 samples \(3 shards\) but found 3 shard files \(shard indices \[0, 1, 3\]\)"),
+        (_short, r"shard-000001\.safetensors: 1 samples, expected 2 of the manifest's 5"),
+        (_wide, r"shard-000002\.safetensors: .* expected .* as in shard 0"),
+        (_other_dtype, r"shard-000000\.safetensors: aux_hidden_states is torch.bfloat16"),
+        (_other_form, r"shard-000000\.safetensors: has no target_probs, but"),
+        (_cut, r"shard-000001\.safetensors: [\d,]+ bytes, expected .* its header states"),
+        (_other_version, r"has format_version=3, expected 1 or 2\. Regenerate the cache"),
+        (_no_json, r"manifest\.json: not JSON .*expected the manifest of an EAGLE-3 cache"),
+    ],
+)
+def test_what_is_not_as_the_manifest_says_is_refused_when_the_cache_is_opened(
+    folder: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    write_cache(folder, samples=5, shard_size=2)
+    damage(folder)
+    with pytest.raises(CacheError, match=message):
+        CachedEagle3Dataset(folder)
+
+
+def test_missing_files_are_named(folder: Path) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"EAGLE-3 cache manifest not found at .*manifest\.json\. Was the cache"
+    ):
+        CachedEagle3Dataset(folder)
+    with pytest.raises(FileNotFoundError, match="must include the target embeddings so the draft can"):
+        cache.read_target_embeddings(str(folder))
+    assert cache.existing_shard_indices(str(folder / "nowhere")) == set()
+
+
+def test_keys_that_came_later_and_keys_that_are_missing_do_no_harm(folder: Path) -> None:
+    written = write_cache(folder, samples=2, shard_size=2)
+    later = {"input_data": "x", "split": None, "shuffle_seed": 42, "mask_reasoning_content": False, "new": 1}
+    minimal = {"num_samples": 2, "shard_size": 2}
+    for manifest in (manifest_of(samples=2, shard_size=2) | later, minimal, minimal | {"format_version": 2}):
+        write_manifest(folder, manifest)
+        assert torch.equal(CachedEagle3Dataset(folder)[1]["target_probs"], written["target_probs"][1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: f.pop("target_probs"), "exactly one target_probs representation"),
+        (lambda f: f.update(fields_of(2, topk=3)), "exactly one target_probs representation"),
+        (lambda f: f.update({key: tensor[:0] for key, tensor in f.items()}), "expected no empty ones"),
+        (lambda f: f.pop("loss_mask"), r"missing required cache fields: \['loss_mask'\]"),
+        (lambda f: f.update(position_mask=f["position_mask"][:, :, 0]), "position_mask"),
+        (lambda f: f.update(input_ids=f["input_ids"][0]), r"input_ids, aux_hidden_states and target_probs are \[4\]"),
+        (
+            lambda f: f.update(loss_mask=f["loss_mask"][:1]),
+            r"loss_mask is torch.int64 \[1, 4\], expected torch.int64 \[2, 4\]",
+        ),
+        (lambda f: f.update(loss_mask=f["loss_mask"].to(torch.float64)), "float64"),
+    ],
+)
+def test_a_shard_that_a_reader_would_refuse_is_not_written(
+    folder: Path, change: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    fields = fields_of(2)
+    change(fields)
+    with pytest.raises(ValueError, match=message):
+        write_shard(folder, 0, fields)
+    assert not [name for name in os.listdir(folder) if "shard" in name]
+
+
+def test_embeddings_of_another_form_are_refused(folder: Path) -> None:
+    for weight in (torch.zeros(5, 3, dtype=torch.bfloat16), torch.zeros(5)):
+        save_file({"weight": weight}, folder / "target_embeddings.safetensors")
+        with pytest.raises(CacheError, match=r"expected weight \[V, H\] of torch.float32"):
+            cache.read_target_embeddings(folder)
+
+
+def test_embeddings_are_float32_whatever_they_were(folder: Path) -> None:
+    weight = torch.randn(5, 3).to(torch.bfloat16).requires_grad_()
+    path = cache.write_target_embeddings(str(folder), weight)
+    assert path == str(folder / "target_embeddings.safetensors")
+    read = cache.read_target_embeddings(str(folder))
+    assert read.dtype == torch.float32
+    assert torch.equal(read, weight.detach().float())
+    save_file({"weight": weight.detach().float()}, folder / "theirs")
+    assert (folder / "theirs").read_bytes() == Path(path).read_bytes()
+
+
+def test_a_failed_write_leaves_what_was_there(folder: Path) -> None:
+    def half(path: str) -> None:
+        Path(path).write_text("half")
+        raise OSError("no space left")
+
+    (folder / "file").write_text("old")
+    with pytest.raises(OSError, match="no space"):
+        cache._atomic_write(str(folder / "file"), half)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"file": "old"}

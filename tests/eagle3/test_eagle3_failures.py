@@ -1,0 +1,251 @@
+"""What goes wrong on the way: numbers that are not finite, dead workers, a full disk; finished shards stay."""
+
+import errno
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import eagle3_runs as small
+from support.eagle3_runs import has_shard, never, run, samples_of, whole_tree
+
+from niels_gpt.eagle3.format.plan import Plan
+from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.format.shard_writer import ShardWriter
+from niels_gpt.eagle3.produce import producer
+from niels_gpt.eagle3.produce.supervision import NonFiniteError
+from niels_gpt.storage.errors import CacheError
+
+Tree = dict[str, bytes]
+CPU = torch.device("cpu")
+
+# --- what goes wrong on the way ---------------------------------------------------------------------------------------
+
+
+def broken(device: torch.device) -> Any:
+    """The target, which gives no numbers for token 13 from its block 3 on."""
+    model = small.load(CPU, seed=0).__class__(small.load(CPU).config).eval()
+    model.load_state_dict(small.load(CPU).state_dict())
+
+    def spoil(module: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
+        (ids,) = seen
+        return output.masked_fill((ids == 13).unsqueeze(-1), float("nan"))
+
+    seen: list[torch.Tensor] = []
+    model.model.embed_tokens.register_forward_pre_hook(lambda module, given: seen.__setitem__(slice(None), [given[0]]))
+    model.model.layers[3].register_forward_hook(spoil)
+    return model
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_number_that_is_not_finite_stops_the_run_by_sample_and_layer(tmp_path: Path, workers: int) -> None:
+    rows = [small.Row(f"chat {number}", [13 if number == 9 else 1, 2, 3], [1, 1, 1]) for number in range(12)]
+    samples = Samples.of_rows(rows)
+    with pytest.raises(NonFiniteError, match=r"sample 'chat 9', slot 0, block 3: nan"):
+        run(tmp_path / "c", samples=samples, load=broken, workers=workers, start="fork")
+    assert not (tmp_path / "c" / "meta.json").exists() and not list((tmp_path / "c").rglob("*.tmp"))
+    if workers == 1:  # of two, the other one may have been stopped before
+        assert [has_shard(tmp_path / "c", shard) for shard in range(3)] == [True, True, False]
+    run(tmp_path / "c", samples=samples, resume=True)
+    run(tmp_path / "d", samples=samples)
+    assert whole_tree(tmp_path / "c") == whole_tree(tmp_path / "d")
+
+
+def large(device: torch.device) -> Any:
+    model = small.load(CPU).__class__(small.load(CPU).config).eval()
+    with torch.no_grad():
+        model.model.layers[3].mlp.down_proj.weight.mul_(1e9)
+    return model
+
+
+def test_a_hidden_state_that_fp16_cannot_hold_stops_the_run(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match=r"block 3: .*expected a finite number that fits into torch\.float16"):
+        run(tmp_path / "c", given=small.plan(samples_of(), dtype="fp16"), load=large)
+    run(tmp_path / "d", given=small.plan(samples_of(), dtype="bf16"), load=large)
+
+
+def dies(device: torch.device) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_stops_the_run_and_leaves_no_process(tmp_path: Path, whole: Tree) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"worker process \d+ died \(killed by SIGKILL; is there too little memory\?\)"
+    ):
+        run(tmp_path / "c", load=dies, workers=2, start="fork")
+    assert multiprocessing.active_children() == []
+    run(tmp_path / "c", resume=True)
+    assert whole_tree(tmp_path / "c") == whole
+
+
+class Unpicklable(ValueError):
+    """An error that cannot be sent from one process to another."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} of {b}")
+
+
+def fails(device: torch.device) -> Any:
+    raise Unpicklable(1, 2)
+
+
+class Gone(multiprocessing.context.ForkProcess):
+    """Asks for a shard and is gone before it is given one."""
+
+    def __init__(self, *, args: tuple[Any, ...], **_: Any) -> None:
+        super().__init__(target=gone, args=args, daemon=True)
+
+    def start(self) -> None:
+        super().start()
+        self.join()
+
+
+def gone(job: Any, number: int, parent: Any) -> None:
+    parent.send(("next",))
+    parent.close()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_before_its_answer_is_told_like_any_other(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for shard in (0, 1):
+        (cache / f"shard-{shard:06d}.safetensors").unlink()
+    monkeypatch.setattr(multiprocessing.get_context("fork"), "Process", Gone)
+    with pytest.raises(RuntimeError, match=r"worker process \d+ died \(killed by SIGKILL"):
+        run(cache, workers=2, start="fork", resume=True)
+
+
+def offline(device: torch.device) -> Any:
+    raise ConnectionError("the hub cannot be reached")
+
+
+def test_an_error_without_a_number_keeps_its_text(tmp_path: Path) -> None:
+    for workers in (1, 2):
+        with pytest.raises(ConnectionError, match=r"^the hub cannot be reached$"):
+            run(tmp_path / str(workers), load=offline, workers=workers, start="fork")
+
+
+def test_an_error_of_a_worker_is_told_whatever_it_is(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="Unpicklable: 1 of 2"):
+        run(tmp_path / "c", load=fails, workers=2, start="fork")
+
+
+def test_a_cache_that_is_mended_is_not_called_finished_meanwhile(cache: Path) -> None:
+    for shard in range(3):
+        (cache / f"shard-{shard:06d}.safetensors").unlink()
+    with pytest.raises(NonFiniteError):
+        run(cache, load=broken, resume=True)
+    assert not (cache / "meta.json").exists()
+
+
+def test_an_error_of_the_writer_stops_the_run_and_what_is_done_stays(
+    tmp_path: Path, whole: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, calls = ShardWriter.write, []
+
+    def full(self: ShardWriter, *arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device", "shard-000001.safetensors")
+        write(self, *arguments)
+
+    small.load(CPU)
+    opened = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(ShardWriter, "write", full)
+    with pytest.raises(
+        OSError, match=r"left on device\. 1 of 3 shards are done and kept.*--resume.*shard-000001"
+    ) as caught:
+        run(tmp_path / "c")
+    assert caught.value.errno == errno.ENOSPC and not list((tmp_path / "c").rglob("*.tmp"))
+    assert len(calls) == 3 and len(os.listdir("/proc/self/fd")) <= opened
+    monkeypatch.undo()
+    assert run(tmp_path / "c", resume=True).shards == 2
+    assert whole_tree(tmp_path / "c") == whole
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path, whole: Tree) -> None:
+    def interrupt(size: int, done: int, total: int | None) -> None:
+        assert total is not None
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "c", progress=interrupt)
+    assert not list((tmp_path / "c").rglob("*.tmp")) and not (tmp_path / "c" / "meta.json").exists()
+    run(tmp_path / "c", resume=True)
+    assert whole_tree(tmp_path / "c") == whole
+
+
+# --- room -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system in memory of a given size."""
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def wide(samples: Samples) -> Plan:
+    """Return a plan of a cache of 6 kB a sample."""
+    return small.plan(samples, dtype="fp32", shard_size=10)
+
+
+def test_what_does_not_fit_is_refused_before_the_target_is_loaded(tmp_path: Path) -> None:
+    samples = samples_of(2000)
+    with disk(tmp_path / "small", "5m") as place:
+        with pytest.raises(CacheError, match=r"c: this run writes [\d,]+ bytes, and 5,242,880 are free there"):
+            run(place / "c", samples=samples, given=wide(samples), load=never)
+        assert list(place.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_on_the_way_is_told_and_the_run_goes_on_with_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = samples_of(300)
+    monkeypatch.setattr(producer, "refuse_without_room", lambda *_: None)  # somebody else fills it meanwhile
+    with disk(tmp_path / "small", "1m") as place:
+        with pytest.raises(OSError, match=r"No space left on device\. \d+ of 30 shards are done and kept") as caught:
+            run(place / "c", samples=samples, given=wide(samples))
+        assert caught.value.errno == errno.ENOSPC and not list((place / "c").rglob("*.tmp"))
+        assert 0 < sum(has_shard(place / "c", shard) for shard in range(30)) < 30
+        subprocess.run(["mount", "-o", "remount,size=100m", str(place)], check=True)
+        assert 0 < run(place / "c", samples=samples, given=wide(samples), resume=True).shards < 30
+        run(tmp_path / "d", samples=samples, given=wide(samples))
+        assert whole_tree(place / "c") == whole_tree(tmp_path / "d")
+
+
+def test_a_disk_that_is_full_from_the_beginning_leaves_what_can_be_resumed(
+    tmp_path: Path, whole: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(producer, "refuse_without_room", lambda *_: None)
+    with disk(tmp_path / "small", "128k") as place:
+        (place / "mine").write_bytes(bytes(108 << 10))
+        with pytest.raises(OSError, match="No space left on device"):
+            run(place / "c")
+        (place / "mine").unlink()
+        run(place / "c", resume=True)
+        assert whole_tree(place / "c") == whole
+
+
+def test_a_finished_cache_is_up_to_date_on_a_full_disk(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert run(cache, resume=True, load=never).shards == 0
+    (cache / "meta.json").unlink()
+    with pytest.raises(CacheError, match="and 0 are free there"):
+        run(cache, resume=True, load=never)

@@ -1,0 +1,316 @@
+"""A draft learns from the cache exactly what it learns from the live target: its gradients say so.
+
+Losses do not: in a draft that has learnt nothing yet the loss hardly depends on what it is shown, so a wrong cache
+moves it by less than a thousandth. The same wrong caches turn gradients round by a quarter and more of their length,
+and fail the check below.
+
+The draft is a minimal one, written here: embeddings that start from the target's, a projection of three hidden states,
+one attention layer, a head over the draft's tokens, and test-time training of three steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from niels_gpt.eagle3.cache import (
+    CachedEagle3Dataset,
+    build_cached_eagle3_dataloader,
+    convert,
+    read_target_embeddings,
+)
+from niels_gpt.eagle3.format.plan import Plan, make_plan
+from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.produce.producer import produce
+from niels_gpt.eagle3.produce.supervision import draft_distribution
+from niels_gpt.eagle3.target import HFEagle3TargetModel, load_target, write_small_target
+from niels_gpt.tokenizer import SentencePieceTokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the plan says: with another number sums differ
+
+pytest.importorskip("transformers", reason="running a target needs the extra eagle3")
+
+HIDDEN, VOCAB, SLOTS, DRAFT_VOCAB, PAD = 64, 389, 32, 200, 3
+LENGTHS = [32, 5, 17, 1, 24, 9, 2, 30, 12, 20]
+LAYERS = [1, 3, 4]
+TRAINING_BATCH = 4
+STEPS = 3
+Batch = dict[str, Tensor]
+
+
+# --- the draft --------------------------------------------------------------------------------------------------------
+
+
+class Draft(nn.Module):
+    def __init__(self, embeddings: Tensor) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding.from_pretrained(embeddings.clone(), freeze=False)
+        self.project = nn.Linear(3 * HIDDEN, HIDDEN, bias=False)
+        self.attend = nn.Linear(2 * HIDDEN, 3 * HIDDEN, bias=False)
+        self.mix = nn.Linear(HIDDEN, HIDDEN)
+        self.head = nn.Linear(HIDDEN, DRAFT_VOCAB, bias=False)
+        for layer in (self.project, self.attend, self.mix, self.head):
+            nn.init.normal_(layer.weight, std=0.02)
+
+    def forward(self, input_ids: Tensor, hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        width = input_ids.shape[1]
+        query, key, value = self.attend(torch.cat((self.embed(input_ids), hidden), -1)).chunk(3, -1)
+        seen = torch.ones(width, width, dtype=torch.bool).tril() & attention_mask.bool()[:, None, :]
+        scores = (query @ key.mT / math.sqrt(HIDDEN)).masked_fill(~seen, -torch.inf)
+        return hidden + self.mix(scores.softmax(-1) @ value)
+
+
+def loss_of(draft: Draft, batch: Batch) -> Tensor:
+    """Soft cross-entropy over the masked positions, over some steps that look one token further ahead each."""
+    ids, mask, probs = batch["input_ids"], batch["position_mask"], batch["target_probs"].float()
+    hidden = draft.project(batch["aux_hidden_states"].float())
+    total, weights = torch.zeros(()), 0.0
+    for step in range(STEPS):
+        hidden = draft(ids, hidden, batch["attention_mask"])
+        entropy = -(probs * draft.head(hidden).log_softmax(-1)).sum(-1, keepdim=True)
+        total = total + 0.8**step * (entropy * mask).sum() / mask.sum().clamp_min(1)
+        weights += 0.8**step
+        ids, mask, probs = (functional.pad(x[:, 1:], (0, 0) * (x.dim() - 2) + (0, 1)) for x in (ids, mask, probs))
+    return total / weights
+
+
+@dataclass
+class Learnt:
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def learnt(embeddings: Tensor, batches: Sequence[Batch]) -> Learnt:
+    draft = Draft(embeddings)
+    loss = torch.stack([loss_of(draft, batch) for batch in batches]).mean()
+    loss.backward()
+    return Learnt(loss.item(), {name: value.grad for name, value in draft.named_parameters() if value.grad is not None})
+
+
+def assert_same(found: Learnt, expected: Learnt, *, within: float = 0.0) -> None:
+    """Compare losses and each parameter's gradient, relative to its length; within 0: bit for bit."""
+    assert len(expected.gradients) == 6 and all(bool(value.any()) for value in expected.gradients.values())
+    moved = abs(found.loss - expected.loss) / abs(expected.loss)
+    by_name = {
+        name: float((found.gradients[name] - value).norm() / value.norm()) for name, value in expected.gradients.items()
+    }
+    worst = max(by_name, key=lambda name: by_name[name])
+    bits = all(torch.equal(found.gradients[name], value) for name, value in expected.gradients.items())
+    report = f"the loss moved by {moved:.1e}, the gradient of {worst} by {by_name[worst]:.1e}, allowed: {within:.0e}"
+    if within == 0:
+        assert bits and found.loss == expected.loss, report
+    else:
+        assert by_name[worst] <= within, report
+        assert moved <= within, report
+
+
+# --- the target, live -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> nn.Module:
+    folder = write_small_target(tmp_path_factory.mktemp("target") / "small", tiny_tokenizer)
+    return load_target(str(folder), revision=None, dtype=torch.float32, attention="sdpa", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def samples() -> Samples:
+    chance = np.random.default_rng(0)
+
+    @dataclass
+    class Row:
+        id: str
+        input_ids: Any
+        loss_mask: Any
+
+    return Samples.of_rows(
+        Row(f"chat-{n}", chance.integers(4, VOCAB, length), chance.integers(0, 4, length) > 0)
+        for n, length in enumerate(LENGTHS)
+    )
+
+
+def plan_of(samples: Samples, *, dtype: str = "fp32", **other: Any) -> Plan:
+    """Three shards of 4, 4 and 2 samples; batches of up to 3 rows sorted by length."""
+    manifest = {
+        "format_version": 1,
+        "target_model": "small",
+        "target_vocab_size": VOCAB,
+        "draft_vocab_size": DRAFT_VOCAB,
+        "seq_length": SLOTS,
+        "dtype": dtype,
+        "shard_size": 4,
+        "aux_hidden_dim": 3 * HIDDEN,
+        "aux_layer_ids": LAYERS,
+        "selected_token_ids": torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:DRAFT_VOCAB].tolist(),
+        **other,
+    }
+    run = {
+        "device": "cpu",
+        "processor": "any",
+        "compute_dtype": "fp32",
+        "attention": "sdpa",
+        "threads": 1,
+        "torch": torch.__version__,
+        "transformers": "any",
+    }
+    return make_plan(
+        manifest,
+        samples,
+        target={"vocab_size": VOCAB, "hidden_size": HIDDEN},
+        tokenizer={"pad_id": PAD, "sha256": "0" * 64},
+        source={},
+        dropped={},
+        run=run,
+        batch_size=3,
+        max_batch_tokens=1000,
+    )
+
+
+def padded(rows: Sequence[Any], width: int, value: int) -> Tensor:
+    return torch.stack(
+        [
+            functional.pad(torch.as_tensor(np.array(row), dtype=torch.int64), (0, width - len(row)), value=value)
+            for row in rows
+        ]
+    )
+
+
+def live(model: nn.Module, plan: Plan, samples: Samples, chosen: Sequence[int], width: int) -> Batch:
+    """Run the target over some samples; returns what a trainer takes, [B, width, ...]."""
+    ids, masks = zip(*(samples.row(index) for index in chosen), strict=True)
+    attention = padded([np.ones_like(row) for row in ids], width, 0)
+    out = HFEagle3TargetModel(model, LAYERS).generate_batch(padded(ids, width, PAD), attention, padded(masks, width, 0))
+    selected = torch.tensor(plan.manifest["selected_token_ids"])
+    known = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, selected, True)
+    probs, position_mask = draft_distribution(out.logits, out.loss_mask, selected, known)
+    return {
+        "input_ids": out.input_ids,
+        "attention_mask": out.attention_mask,
+        "loss_mask": out.loss_mask,
+        "aux_hidden_states": out.aux_hidden_states,
+        "target_probs": probs,
+        "position_mask": position_mask,
+    }
+
+
+def planned(plan: Plan) -> list[tuple[int, list[int]]]:
+    return [
+        (width, [4 * shard + row for row in rows]) for shard, part in enumerate(plan.batches) for width, rows in part
+    ]
+
+
+def to_all_slots(tensor: Tensor) -> Tensor:
+    return functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, SLOTS - tensor.shape[1]))
+
+
+def regrouped(batches: Sequence[tuple[list[int], Batch]]) -> list[Batch]:
+    """Pad rows to all slots with zeros and give them out in the order of the samples, TRAINING_BATCH at a time."""
+    rows: dict[int, Batch] = {}
+    for chosen, batch in batches:
+        whole = {name: to_all_slots(tensor) for name, tensor in batch.items()}
+        rows |= {index: {name: tensor[row] for name, tensor in whole.items()} for row, index in enumerate(chosen)}
+    ordered = [rows[index] for index in range(len(LENGTHS))]
+    return [collated(ordered[begin : begin + TRAINING_BATCH]) for begin in range(0, len(ordered), TRAINING_BATCH)]
+
+
+def collated(rows: Sequence[Batch]) -> Batch:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+@pytest.fixture(scope="module")
+def expected(model: nn.Module, samples: Samples) -> Learnt:
+    """What the draft learns from the live target, run in the planned batches."""
+    plan = plan_of(samples)
+    assert len({width for width, _ in planned(plan)}) > 2 and any(width < SLOTS for width, _ in planned(plan))
+    batches = [(rows, live(model, plan, samples, rows, width)) for width, rows in planned(plan)]
+    assert sum(int(batch["position_mask"].sum()) for _, batch in batches) > 30
+    return learnt(model.get_input_embeddings().weight, regrouped(batches))  # type: ignore[operator]
+
+
+def from_cache(folder: Path, plan: Plan, samples: Samples, model: nn.Module) -> Learnt:
+    """Produce a cache, unless it is there, and train on it through the project's own loader."""
+    if not folder.exists():
+        produce(folder, plan, samples, lambda device: model)
+    loader = build_cached_eagle3_dataloader(cache_dir=str(folder), batch_size=TRAINING_BATCH, shuffle=False)
+    return learnt(read_target_embeddings(str(folder)), list(loader))
+
+
+# --- what it shows ----------------------------------------------------------------------------------------------------
+
+
+def test_gradients_from_a_cache_of_version_1_and_2_are_those_of_the_live_target_bit_for_bit(
+    tmp_path: Path, model: nn.Module, samples: Samples, expected: Learnt
+) -> None:
+    plan = plan_of(samples)
+    assert_same(from_cache(tmp_path / "cache", plan, samples, model), expected)
+    convert(str(tmp_path / "cache"), 2)
+    assert CachedEagle3Dataset(str(tmp_path / "cache")).manifest["format_version"] == 2
+    assert_same(from_cache(tmp_path / "cache", plan, samples, model), expected)
+
+
+def test_a_target_run_in_other_batches_gives_the_same_gradients_but_for_rounding(
+    tmp_path: Path, model: nn.Module, samples: Samples
+) -> None:
+    plan = plan_of(samples)
+    alone = [([index], live(model, plan, samples, [index], length)) for index, length in enumerate(LENGTHS)]
+    by_itself = learnt(model.get_input_embeddings().weight, regrouped(alone))  # type: ignore[operator]
+    assert_same(from_cache(tmp_path / "cache", plan, samples, model), by_itself, within=1e-5)
+
+
+def test_the_padding_of_the_cache_teaches_nothing(tmp_path: Path, model: nn.Module, samples: Samples) -> None:
+    plan = plan_of(samples)
+    produce(tmp_path / "cache", plan, samples, lambda device: model)
+    dataset = CachedEagle3Dataset(str(tmp_path / "cache"))
+    narrow = [live(model, plan, samples, rows, width) for width, rows in planned(plan)]
+    wide = [collated([dataset[index] for index in rows]) for _, rows in planned(plan)]
+    embeddings = read_target_embeddings(str(tmp_path / "cache"))
+    assert_same(learnt(embeddings, wide), learnt(embeddings, narrow), within=1e-6)
+
+
+def test_a_cache_in_bf16_gives_gradients_within_half_a_hundredth(
+    tmp_path: Path, model: nn.Module, samples: Samples, expected: Learnt
+) -> None:
+    found = from_cache(tmp_path / "cache", plan_of(samples, dtype="bf16"), samples, model)
+    assert_same(found, expected, within=5e-3)  # rounding to 8 bits, 1.2e-3 here
+    with pytest.raises(AssertionError, match="the gradient of"):
+        assert_same(found, expected, within=1e-5)
+
+
+def test_a_cache_of_the_layers_above_fails(
+    tmp_path: Path, model: nn.Module, samples: Samples, expected: Learnt
+) -> None:
+    shifted = plan_of(samples, aux_layer_ids=[layer + 1 for layer in LAYERS])
+    assert_fails(from_cache(tmp_path / "cache", shifted, samples, model), expected)
+
+
+def test_a_cache_whose_loss_mask_is_not_shifted_fails(
+    tmp_path: Path, model: nn.Module, samples: Samples, expected: Learnt
+) -> None:
+    late = np.concatenate([np.roll(samples.row(index)[1], 1) for index in range(len(samples))])
+    samples = replace(samples, loss_mask=late)  # shifted by the producer, they are where the raw masks were
+    assert_fails(from_cache(tmp_path / "cache", plan_of(samples), samples, model), expected)
+
+
+def test_a_cache_with_draft_ids_in_another_order_fails(
+    tmp_path: Path, model: nn.Module, samples: Samples, expected: Learnt
+) -> None:
+    order = plan_of(samples).manifest["selected_token_ids"]
+    permuted = plan_of(samples, selected_token_ids=[*order[1:], order[0]])
+    assert_fails(from_cache(tmp_path / "cache", permuted, samples, model), expected)
+
+
+def assert_fails(found: Learnt, expected: Learnt) -> None:
+    """The check refuses it at twenty times what a bf16 cache is allowed; the losses differ by less than 0.1%."""
+    with pytest.raises(AssertionError, match=r"the loss moved by .*, the gradient of .* allowed: 1e-01"):
+        assert_same(found, expected, within=0.1)
+    assert abs(found.loss - expected.loss) / expected.loss < 1e-3

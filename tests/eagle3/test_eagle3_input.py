@@ -1,0 +1,199 @@
+"""What a target is run over: the project's chats, one's own, files of chats, or files of ids and masks."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support import chat_tokenizers as kinds
+
+from niels_gpt.chat.rows import Row
+from niels_gpt.chat.tokenizers import ChatTokenizer, open_tokenizer
+from niels_gpt.recipes import sources
+from niels_gpt.recipes.eagle3.input import input_facts, input_rows
+from niels_gpt.recipes.resolve import resolve_source
+from niels_gpt.settings import Settings
+
+MESSAGES = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello."}]}
+SHAREGPT = {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hello."}], "id": "s1"}
+PAIR = {"instruction": "Hello", "output": "Hello."}
+GIVEN = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    return open_tokenizer(str(kinds.write_tokenizer(tmp_path_factory.mktemp("chatml"))))
+
+
+def write_lines(path: Path, *rows: dict[str, Any] | str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def read(settings: Settings, name: str, tokenizer: ChatTokenizer, **more: Any) -> tuple[list[Row], Counter[str]]:
+    counters: Counter[str] = Counter()
+    return list(input_rows(settings, name, tokenizer, seq_length=256, counters=counters, **more)), counters
+
+
+@pytest.mark.parametrize("source", ["dolly15k", "oasst1"])
+def test_the_projects_chats_are_input_by_their_name(settings: Settings, tokenizer: ChatTokenizer, source: str) -> None:
+    rows, counters = read(settings, source, tokenizer)
+    chats = {name: turns for name, turns in sources.chats(settings, resolve_source(settings, source), None, Counter())}
+    assert len(rows) == counters["rows"] > 20
+    for row in rows:
+        ids, mask = tokenizer.encode_chat(chats[row.id])
+        assert (row.input_ids.tolist(), row.loss_mask.tolist()) == (ids[:256], mask[:256])
+
+
+def test_facts_tell_what_was_read_and_have_no_path(settings: Settings) -> None:
+    facts = input_facts(settings, "oasst1")
+    assert facts.items() >= {"input_data": "oasst1", "form": "chats", "kind": "mirror", "revision": None}.items()
+    assert facts["settings"] == {
+        "max_document_bytes": 1 << 26,
+        "oasst1_dataset": "OpenAssistant/oasst1",
+        "oasst1_english_only": True,
+        "oasst1_max_messages": 32,
+    }
+    assert facts["fingerprint"] == resolve_source(settings, "oasst1").provenance(None)["fingerprint"]
+    assert settings.source_root not in repr(facts)
+
+
+def test_a_recorded_revision_of_the_hub_is_kept(tokenizer: ChatTokenizer) -> None:
+    recorded = {"fingerprint": "databricks/databricks-dolly-15k@abc", "revision": "abc", "licence": "x"}
+    facts = input_facts(Settings(), "dolly15k", recorded=recorded)  # nothing answers at HF_ENDPOINT
+    assert (facts["kind"], facts["revision"], facts["fingerprint"]) == ("hub", "abc", recorded["fingerprint"])
+
+
+def test_rows_are_read_from_the_revision_in_the_facts(
+    settings: Settings, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+    real = sources.chats
+
+    def chats(settings: Settings, origin: Any, revision: str | None, counters: Counter[str]) -> Any:
+        asked.append(revision)
+        return real(settings, origin, revision, counters)
+
+    monkeypatch.setattr(sources, "chats", chats)
+    facts = {**input_facts(settings, "dolly15k"), "revision": "abc"}
+    read(settings, "dolly15k", tokenizer, facts=facts)
+    assert asked == ["abc"]
+
+
+def test_chats_of_ones_own_have_a_name_or_a_path(settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "chats" / "a.jsonl", MESSAGES, SHAREGPT, PAIR)
+    named = replace(settings, sft="mine=chats/*.jsonl")
+    by_name, counters = read(named, "mine", tokenizer)
+    assert [row.id for row in by_name] == ["a.jsonl#1", "s1", "a.jsonl#3"]
+    assert counters == {"rows": 3}
+    for pattern in (path, "chats", "chats/*.jsonl", str(tmp_path / "**" / "a.jsonl")):
+        by_path, _ = read(settings, pattern, tokenizer)
+        assert len(by_path) == 3
+        for row, other in zip(by_name, by_path, strict=True):
+            np.testing.assert_array_equal(row.input_ids, by_name[0].input_ids)  # one chat in three shapes
+            np.testing.assert_array_equal(row.input_ids, other.input_ids)
+            np.testing.assert_array_equal(row.loss_mask, other.loss_mask)
+
+
+def test_the_fingerprint_goes_with_the_files_and_not_their_place(settings: Settings, tmp_path: Path) -> None:
+    here, there = (write_lines(tmp_path / folder / "a.jsonl", MESSAGES) for folder in ("here", "there"))
+    prints = [input_facts(settings, path)["fingerprint"] for path in (here, there)]
+    write_lines(Path(there), MESSAGES, PAIR)
+    assert prints[0] == prints[1] != input_facts(settings, there)["fingerprint"]
+
+
+def test_rows_with_ids_are_taken_as_they_are(settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    write_lines(tmp_path / "rows" / "a.jsonl", GIVEN, {**GIVEN, "id": 7}, {**GIVEN, "loss_mask": [0, 0, 0]})
+    table = pa.table({"id": ["p"], "input_ids": [[4, 5]], "loss_mask": [[False, True]], "text": ["x"]})
+    pq.write_table(table, tmp_path / "rows" / "b.parquet")
+    facts = input_facts(settings, "rows")
+    rows, counters = read(settings, "rows", tokenizer, facts=facts)
+    assert facts["form"] == "rows"
+    assert [row.id for row in rows] == ["a.jsonl#1", "7", "p"]
+    assert rows[2].input_ids.tolist() == [4, 5] and rows[2].loss_mask.tolist() == [0, 1]
+    assert counters == {"rows": 3, "no_supervised": 1}
+    with pytest.raises(ValueError, match="row '7': token 2 of input_ids has id 3, expected 0 <= id < 3"):
+        read(settings, write_lines(tmp_path / "c.jsonl", {**GIVEN, "id": "7"}), tokenizer, vocab_size=3)
+
+
+def test_rows_with_ids_need_no_template(settings: Settings, tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(str(kinds.write_tokenizer(tmp_path / "base", template=None)))
+    assert len(read(settings, write_lines(tmp_path / "a.jsonl", GIVEN), tokenizer)[0]) == 1
+    with pytest.raises(ValueError, match="no chat template"):
+        read(settings, write_lines(tmp_path / "b.jsonl", MESSAGES), tokenizer)
+
+
+def test_chats_and_rows_do_not_mix(settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    for name, row in (("a", MESSAGES), ("b", GIVEN)):
+        write_lines(tmp_path / "both" / f"{name}.jsonl", row)
+    with pytest.raises(ValueError, match=r"the first row of .*b\.jsonl has input_ids, and that of .*a\.jsonl has none"):
+        input_facts(settings, "both")
+    within = write_lines(tmp_path / "c.jsonl", GIVEN, MESSAGES)
+    with pytest.raises(ValueError, match=r"row 'c\.jsonl#2': has no input_ids"):
+        read(settings, within, tokenizer)
+
+
+def test_rows_that_cannot_be_used_are_counted(settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    tool = {"messages": [{"role": "tool", "content": "4"}]}
+    path = write_lines(tmp_path / "a.jsonl", "{broken", {"other": 1}, tool, {"messages": []}, MESSAGES)
+    rows, counters = read(settings, path, tokenizer)
+    assert [row.id for row in rows] == ["a.jsonl#5"]
+    lost = {"unreadable_row": 1, "missing_field": 1, "unknown_role": 1, "unknown_role:tool": 1, "malformed": 1}
+    assert counters == {"rows": 1, **lost}
+    given, counters = read(settings, write_lines(tmp_path / "b.jsonl", "{broken", GIVEN, "[]"), tokenizer)
+    assert [row.id for row in given] == ["b.jsonl#2"]
+    assert counters == {"rows": 1, "unreadable_row": 2}
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (["{broken"], "not one chat in 1 rows"),
+        ([], "not one chat is left for the target; none was read"),
+        ([{"messages": MESSAGES["messages"][:1]}], "all 1 were dropped: 1 no_supervised"),
+        ([{**GIVEN, "loss_mask": [0, 0, 0]}], "not one row is left for the target; all 1 were dropped: 1 no_superv"),
+    ],
+)
+def test_input_of_which_nothing_is_left_is_an_error(
+    settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path, lines: list[Any], found: str
+) -> None:
+    with pytest.raises(ValueError, match=found):
+        read(settings, write_lines(tmp_path / "a.jsonl", *lines), tokenizer)
+
+
+def test_what_is_excluded_stays_out(settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    listed = replace(settings, exclude=write_lines(tmp_path / "exclude.txt", "s1", "r2"))
+    chats, counters = read(listed, write_lines(tmp_path / "a.jsonl", SHAREGPT, MESSAGES), tokenizer)
+    assert ([row.id for row in chats], counters["excluded"]) == (["a.jsonl#2"], 1)
+    given = write_lines(tmp_path / "b.jsonl", *({**GIVEN, "id": f"r{number}"} for number in (1, 2, 3)))
+    rows, counters = read(listed, given, tokenizer)
+    assert ([row.id for row in rows], counters["excluded"]) == (["r1", "r3"], 1)
+    assert input_facts(listed, given)["exclude"]["entries"] == 2
+    assert "exclude" not in input_facts(settings, given)
+
+
+def test_special_tokens_in_text_follow_the_setting(
+    settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", {**PAIR, "output": "Yes<|im_end|>"}, PAIR)
+    rows, counters = read(settings, path, tokenizer)
+    assert ([row.id for row in rows], counters) == (["a.jsonl#2"], {"rows": 1, "special_text": 1})
+    with pytest.raises(ValueError, match="special token"):
+        read(replace(settings, on_special="raise"), path, tokenizer)
+
+
+def test_a_name_that_is_nothing_is_answered_with_what_there_is(settings: Settings, tmp_path: Path) -> None:
+    settings = replace(settings, sft="mine=a.jsonl", pretrain="notes=b.txt")
+    with pytest.raises(FileNotFoundError, match=r"--input-data nothing.*Or name a source: dolly15k, oasst1, mine"):
+        input_facts(settings, "nothing")
+    with pytest.raises(ValueError, match="--input-data notes: a source of text, expected chats"):
+        input_facts(settings, "notes")

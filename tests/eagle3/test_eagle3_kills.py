@@ -1,0 +1,213 @@
+"""A run that is killed, or that loses the power, at whatever moment: the next one ends with the same bytes.
+
+Run: pytest tests/eagle3/test_eagle3_kills.py, and with -m faults for fifty kills and every cut under every model.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import SUPPORT
+from support import eagle3_runs as small
+from support.eagle3_runs import run, samples_of, whole_tree
+from support.power_loss import MODELS, Disk, Tree, put, recorded_below, tree_of
+
+from niels_gpt.storage.fileio import Operation
+
+# --- cut anywhere -----------------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """A run of three shards that was recorded from its first operation on the disk to its last."""
+
+    def __init__(self, folder: Path, **form: Any) -> None:
+        self.samples = samples_of()
+        self.plan = small.plan(self.samples, **form)
+        (folder / "build").mkdir()
+        self.trace = recorded_below(folder / "build", lambda: self.run(folder / "build" / "c"))
+        self.after = without_lock(tree_of(folder / "build"))
+        self.seen: set[Any] = set()
+
+    def run(self, cache: Path) -> None:
+        run(cache, samples=self.samples, given=self.plan, resume=True)
+
+    def check(self, tree: Tree, scratch: Path, where: Any) -> None:
+        """Run on what was left: a shard with a receipt is whole, and after it all is as it should be."""
+        key = tuple(sorted(tree.items()))
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        put(tree, scratch)
+        for shard in range(3):
+            receipt, name = tree.get(f"c/sidecar/shard-{shard:06d}.json"), f"c/shard-{shard:06d}.safetensors"
+            assert receipt is None or tree.get(name) == self.after[name], (
+                f"{where}: a receipt of a shard that is not whole"
+            )
+        if "c/meta.json" in tree:
+            assert without_lock(tree) == self.after, f"{where}: meta.json before everything else"
+        self.run(scratch / "c")
+        assert without_lock(tree_of(scratch)) == self.after, where
+        shutil.rmtree(scratch)
+
+
+def without_lock(tree: Tree) -> Tree:
+    return {name: content for name, content in tree.items() if not name.endswith("/lock") and not name.endswith(".tmp")}
+
+
+def cut_everywhere(recorded: Recorded, folder: Path, models: dict[str, int], seeds: int) -> None:
+    disk = Disk({})
+    for number in range(len(recorded.trace) + 1):
+        for model, every in models.items():
+            for seed in range(seeds if model == "mixed" else 1):
+                if number % every == 0 or number == len(recorded.trace):
+                    where = (model, seed, number, [found[:2] for found in recorded.trace[max(0, number - 2) : number]])
+                    recorded.check(disk.left(model, 1000 * number + seed), folder / "scratch", where)
+        disk.apply(recorded.trace[number : number + 1])
+
+
+def test_a_run_ends_with_the_same_bytes_wherever_it_was_cut(folder: Path) -> None:
+    recorded = Recorded(folder)
+    assert len(recorded.trace) > 80
+    cut_everywhere(recorded, folder, {"power": 3, "kill": 3, "mixed": 7}, seeds=1)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("form", [{}, small.TOPK], ids=["dense", "topk"])
+def test_a_run_ends_with_the_same_bytes_wherever_it_was_cut_under_every_model(
+    folder: Path, form: dict[str, Any]
+) -> None:
+    cut_everywhere(Recorded(folder, **form), folder, dict.fromkeys(MODELS, 1), seeds=5)
+
+
+def test_a_run_that_was_killed_may_lose_the_power_later(folder: Path) -> None:
+    recorded = Recorded(folder)
+    for first in range(5, len(recorded.trace), 25):
+        disk = Disk({})
+        disk.apply(recorded.trace[:first])
+        put(disk.left("kill"), folder / "again")
+        trace = recorded_below(folder / "again", lambda: recorded.run(folder / "again" / "c"))
+        shutil.rmtree(folder / "again")
+        for number in range(0, len(trace), 13):
+            recorded.check(disk.left("power"), folder / "scratch", (first, number))
+            disk.apply(trace[number : number + 13])
+        assert without_lock(disk.left("power")) == recorded.after
+
+
+def renamed_to(trace: list[Operation]) -> list[str]:
+    return [found[2] for found in trace if found[0] == "rename"]
+
+
+def test_the_plan_comes_first_and_meta_json_last(folder: Path) -> None:
+    recorded = Recorded(folder)
+    names = renamed_to(recorded.trace)
+    assert names[0] == "c/sidecar/plan.json" and names[-1] == "c/meta.json"
+    order = ["c/manifest.json", "c/target_embeddings.safetensors", "c/sidecar/embeddings.json"]
+    for shard in range(3):
+        order += [f"c/shard-{shard:06d}.safetensors", f"c/sidecar/shard-{shard:06d}.json"]
+    assert names[4:-1] == order
+    assert sorted(names[1:4]) == [f"c/sidecar/{name}" for name in ("batches.jsonl", "ids.txt", "samples.safetensors")]
+    assert Counter(found[0] for found in recorded.trace)["rmdir"] == 0
+
+
+# --- killed for good --------------------------------------------------------------------------------------------------
+
+
+def kill_runs(folder: Path, kills: int, seed: int) -> dict[str, Any]:
+    program = [sys.executable, str(SUPPORT / "kill_eagle3.py"), str(folder), "--kills", str(kills), "--seed", str(seed)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_killed_runs_end_with_the_same_bytes(tmp_path: Path) -> None:
+    found = kill_runs(tmp_path, 8, seed=1)
+    assert found["kills"] == 8 and found["different"] == []
+
+
+@pytest.mark.faults
+def test_fifty_kills_over_one_two_and_three_processes(tmp_path: Path) -> None:
+    found = kill_runs(tmp_path, 50, seed=0)
+    assert found["kills"] == 50 and found["different"] == []
+    assert set(found["workers"]) == {"1", "2", "3"} and len(found["where"]) >= 3
+
+
+@pytest.mark.faults
+def test_kills_of_the_real_command(tmp_path: Path) -> None:
+    program = [sys.executable, str(SUPPORT / "kill_eagle3.py"), str(tmp_path), "--kills", "6", "--command"]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["different"] == []
+
+
+# --- its processes ----------------------------------------------------------------------------------------------------
+
+PARENT = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import torch
+torch.set_num_threads(1)
+from support import SUPPORT
+from support import eagle3_runs as small
+
+def slow(device):
+    import os
+    if not os.path.exists(os.path.join(sys.argv[2], "sidecar", "plan.json")):  # the trial
+        return small.load(device)
+    os.write(1, b"%d\\n" % os.getpid())  # in one piece, for two of them write at once
+    time.sleep(120)
+
+small.run(sys.argv[2], load=slow, workers=2, start="fork")
+"""
+
+
+def started(cache: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """Start a run whose two workers hang; returns it, and the workers' pids."""
+    program = [sys.executable, "-c", PARENT, str(SUPPORT.parent), str(cache)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    parent = subprocess.Popen(program, text=True, start_new_session=True, restore_signals=True, **pipes)
+    assert parent.stdout is not None
+    return parent, [int(parent.stdout.readline()) for _ in range(2)]
+
+
+def assert_gone(pids: list[int]) -> None:
+    for _ in range(600):
+        if not any(is_running(pid) for pid in pids):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{pids}: still there")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.slow
+def test_workers_end_with_their_parent_when_it_is_killed(tmp_path: Path) -> None:
+    parent, workers = started(tmp_path / "c")
+    parent.kill()
+    parent.communicate()
+    assert_gone(workers)
+    run(tmp_path / "c", resume=True)
+    run(tmp_path / "d")
+    assert whole_tree(tmp_path / "c") == whole_tree(tmp_path / "d")
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_reaches_the_parent_alone(tmp_path: Path) -> None:
+    parent, workers = started(tmp_path / "c")
+    os.killpg(parent.pid, signal.SIGINT)
+    _, errors = parent.communicate()
+    assert_gone(workers)
+    assert errors.count("KeyboardInterrupt") == 1 and not list((tmp_path / "c").rglob("*.tmp"))

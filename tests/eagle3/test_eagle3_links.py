@@ -1,0 +1,160 @@
+"""Nothing outside the folder of an EAGLE-3 cache is read, written or removed: links are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import eagle3_runs
+from support.eagle3_damage import copy_of
+from support.small_eagle3 import write_cache
+
+from niels_gpt.commands.eagle3 import main
+from niels_gpt.eagle3.cache import (
+    CachedEagle3Dataset,
+    build_cached_eagle3_dataloader,
+    convert,
+    read_manifest,
+    read_target_embeddings,
+    write_manifest,
+    write_shard,
+)
+from niels_gpt.eagle3.cache import verify as verify_checksums
+from niels_gpt.eagle3.inspect.recompute import Target, recomputed
+from niels_gpt.eagle3.inspect.verify import verify
+from niels_gpt.storage.errors import CacheError
+
+
+@pytest.fixture
+def cache(eagle3_caches: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of a finished cache of ten samples in three shards."""
+    return copy_of(eagle3_caches["dense"], tmp_path)
+
+
+def linked_elsewhere(cache: Path, name: str) -> Path:
+    """Move a file or folder of a cache out of it, leave a link to it, and return where it is."""
+    outside = cache.parent / "outside" / Path(name).name
+    outside.parent.mkdir(exist_ok=True)
+    (cache / name).rename(outside)
+    (cache / name).symlink_to(outside)
+    return outside
+
+
+@pytest.fixture
+def snapshot(cache: Path) -> Path:
+    """The cache as the hub's client leaves it: folders, and in them links to files elsewhere."""
+    for number, path in enumerate(sorted(path for path in cache.rglob("*") if path.is_file())):
+        blob = cache.parent / "blobs" / f"{number:064x}"
+        blob.parent.mkdir(exist_ok=True)
+        path.rename(blob)
+        path.symlink_to(blob)
+    return cache
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_sidecar_that_is_a_link_is_neither_written_nor_cleaned(cache: Path, resume: bool) -> None:
+    outside = linked_elsewhere(cache, "sidecar")
+    (outside / ".shard-000001.json.0123abcd.tmp").write_text("somebody's")
+    (cache / "meta.json").unlink()
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in outside.iterdir()}
+    with pytest.raises(CacheError, match=r"sidecar: a symbolic link"):
+        eagle3_runs.run(cache, resume=resume)
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in outside.iterdir()} == before
+
+
+FILES = ["manifest.json", "meta.json", "target_embeddings.safetensors", "shard-000001.safetensors"]
+IN_SIDECAR = ["plan.json", "samples.safetensors", "shard-000001.json", "embeddings.json", "lock"]
+
+
+@pytest.mark.parametrize("name", [*FILES, *(f"sidecar/{name}" for name in IN_SIDECAR)])
+def test_no_file_is_continued_through_a_link(cache: Path, name: str) -> None:
+    (cache / "sidecar" / "lock").touch()
+    outside = linked_elsewhere(cache, name)
+    before = outside.read_bytes()
+    with pytest.raises(CacheError, match=f"{Path(name).name}: a symbolic link"):
+        eagle3_runs.run(cache, resume=True)
+    with pytest.raises(CacheError, match="a symbolic link"):
+        convert(cache, 2)
+    assert outside.read_bytes() == before and (cache / name).is_symlink()
+
+
+def test_what_has_the_name_of_a_temporary_file_and_is_none_of_ours_stays(cache: Path) -> None:
+    (cache / ".notes.0123abcd.tmp").write_text("somebody's")
+    (cache / ".meta.json.0123abcd.tmp").mkdir()
+    (cache / ".meta.json.0123abcd.tmp" / "notes").write_text("somebody's")
+    (cache / ".meta.json.76543210.tmp").write_text("of a writer that was killed")
+    (cache / "meta.json").unlink()
+    eagle3_runs.run(cache, resume=True)
+    assert (cache / ".notes.0123abcd.tmp").is_file() and (cache / ".meta.json.0123abcd.tmp" / "notes").is_file()
+    assert not (cache / ".meta.json.76543210.tmp").exists()
+
+
+def test_a_shard_is_not_written_beside_a_linked_sidecar(tmp_path: Path) -> None:
+    fields = write_cache(tmp_path / "c", samples=2, shard_size=2)
+    outside = linked_elsewhere(tmp_path / "c", "sidecar")
+    before = {path: path.read_bytes() for path in outside.iterdir()}
+    with pytest.raises(CacheError, match="a symbolic link"):
+        write_shard(tmp_path / "c", 1, fields)
+    assert {path: path.read_bytes() for path in outside.iterdir()} == before
+
+
+READERS: dict[str, Callable[[Path, bool], object]] = {
+    "dataset": lambda folder, links: CachedEagle3Dataset(folder, follow_links=links)[4],
+    "loader": lambda folder, links: len(build_cached_eagle3_dataloader(str(folder), 2, False, follow_links=links)),
+    "manifest": lambda folder, links: read_manifest(folder, follow_links=links),
+    "embeddings": lambda folder, links: read_target_embeddings(folder, follow_links=links),
+    "checksums": lambda folder, links: verify_checksums(folder, follow_links=links),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_snapshot_of_the_hub_is_read_on_request_and_refused_else(
+    snapshot: Path, eagle3_caches: dict[str, Path], reader: str
+) -> None:
+    with pytest.raises(CacheError, match=r"a symbolic link.*follow_links=True"):
+        READERS[reader](snapshot, False)
+    found, expected = READERS[reader](snapshot, True), READERS[reader](eagle3_caches["dense"], False)
+    assert str(found) == str(expected)
+
+
+def test_verify_follows_links_on_request(snapshot: Path) -> None:
+    found = verify(snapshot, follow_links=True)
+    assert not [problem for verdict in found.values() for problem in verdict.problems]
+    plan = json.loads((snapshot / "sidecar" / "plan.json").read_text())
+    target = Target(plan["target"], eagle3_runs.load, plan["run"])
+    assert recomputed(snapshot, target, k=2, follow_links=True).problems == []
+
+
+def test_verify_names_a_shard_that_is_a_link(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    linked_elsewhere(cache, "shard-000001.safetensors")
+    assert main(["verify", str(cache)]) == 1
+    assert f"{cache}/shard-000001.safetensors: a symbolic link" in capsys.readouterr().out
+    for name in ("complete", "checksums", "finite", "ids_match", "distribution"):
+        assert verify(cache, names=[name])[name].problems, name
+    assert main(["verify", str(cache), "--follow-links"]) == 0
+
+
+@pytest.mark.parametrize("name", ["sidecar", "sidecar/plan.json", "sidecar/samples.safetensors", "meta.json"])
+def test_verify_names_every_other_link(cache: Path, name: str) -> None:
+    linked_elsewhere(cache, name)
+    found = [problem for verdict in verify(cache).values() for problem in verdict.problems]
+    assert any("a symbolic link" in problem for problem in found)
+
+
+def test_every_command_reads_a_snapshot_on_request(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = (["inspect"], ["inspect", "--sample", "1"], ["stats"], ["convert", "--format-version", "2"])
+    for command, *more in commands:
+        assert main([command, str(snapshot), *more]) == 1
+        assert "--follow-links" in capsys.readouterr().err
+        assert main([command, str(snapshot), *more, "--follow-links"]) == 0, capsys.readouterr().err
+    assert not (snapshot / "manifest.json").is_symlink(), "what is written replaces the link"
+    assert main(["verify", str(snapshot), "--follow-links"]) == 0
+
+
+def test_a_name_of_a_cache_may_be_a_link(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(cache)
+    assert len(CachedEagle3Dataset(tmp_path / "link")) == 10
+    eagle3_runs.run(tmp_path / "link", resume=True)
+    write_manifest(tmp_path / "link", read_manifest(cache))

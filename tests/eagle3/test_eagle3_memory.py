@@ -1,0 +1,127 @@
+"""A batch's logits are worked on in parts: no step makes another tensor of their size, which may be gigabytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from niels_gpt.eagle3 import target
+from niels_gpt.eagle3.produce import supervision
+from niels_gpt.eagle3.produce.supervision import NonFiniteError, cache_fields, check_finite, draft_distribution
+from niels_gpt.eagle3.target import Eagle3TargetBatch, HFEagle3TargetModel
+
+ROWS, WIDTH, VOCAB, HIDDEN = 4, 64, 1000, 4
+LENGTHS = [64, 40, 21, 1]
+PART = 4 * VOCAB
+"""Four slots, of the 256 that the batch has."""
+
+
+class NewTensors(TorchDispatchMode):
+    """Notes the bytes of each tensor that is made meanwhile and is larger than a part in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large: list[int] = []
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage().data_ptr() for leaf in _tensors((args, kwargs))}
+        for tensor in _tensors(made):
+            storage = tensor.untyped_storage()
+            self.seen += 1
+            if storage.data_ptr() not in given and storage.nbytes() > 4 * PART:
+                self.large.append(storage.nbytes())
+        return made
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (supervision, target):
+        monkeypatch.setattr(module, "PART_VALUES", PART)
+
+
+def batch_of() -> Eagle3TargetBatch:
+    chance = torch.Generator().manual_seed(0)
+    return Eagle3TargetBatch(
+        aux_hidden_states=torch.randn(ROWS, WIDTH, 3 * HIDDEN, generator=chance),
+        logits=torch.randn(ROWS, WIDTH, VOCAB, generator=chance),
+        input_ids=torch.randint(VOCAB, (ROWS, WIDTH), generator=chance),
+        attention_mask=(torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]).long(),
+        loss_mask=torch.randint(2, (ROWS, WIDTH), generator=chance),
+    )
+
+
+def draft_of(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.arange(size)
+    return ids, torch.arange(VOCAB) < size
+
+
+@pytest.mark.parametrize("draft", [VOCAB, 900])
+def test_of_top_k_fields_nothing_large_is_made(draft: int) -> None:
+    batch = batch_of()
+    with NewTensors() as made:
+        cache_fields(batch, LENGTHS, *draft_of(draft), topk=8, dtype=torch.bfloat16)
+    assert made.seen > 100 and made.large == []
+
+
+@pytest.mark.parametrize("draft", [VOCAB, 900])
+def test_of_dense_fields_only_the_field_itself_is_large(draft: int) -> None:
+    batch = batch_of()
+    with NewTensors() as made:
+        fields, _ = cache_fields(batch, LENGTHS, *draft_of(draft), topk=0, dtype=torch.bfloat16)
+    assert made.large == [fields["target_probs"].nbytes] == [ROWS * WIDTH * draft * 2]
+
+
+def test_of_a_distribution_only_the_result_is_large() -> None:
+    batch = batch_of()
+    with NewTensors() as made:
+        probs, _ = draft_distribution(batch.logits, batch.loss_mask, *draft_of(VOCAB))
+    assert made.large == [probs.nbytes]
+
+
+def test_a_number_that_is_not_finite_is_looked_for_in_parts() -> None:
+    batch = batch_of()
+    batch.logits[1, 30:, 5] = torch.nan
+    with (
+        NewTensors() as made,
+        pytest.raises(NonFiniteError, match=r"^sample 'b', slot 30, logits: nan, .*; 9 such places in 1 of 4 samples"),
+    ):
+        check_finite(batch, list("abcd"), LENGTHS, [1, 2, 3])
+    assert made.seen > 100 and made.large == []
+
+
+class Given(nn.Module):
+    """A model that returns logits which were made before."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__()
+        self.config = type("Config", (), {"num_hidden_layers": 3})()
+        self.layers = nn.ModuleList(nn.Identity() for _ in range(3))
+        self.logits = logits
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            layer(input_ids[..., None].float())
+        return self.logits
+
+
+@pytest.mark.parametrize("rows", [1, ROWS])
+def test_logits_are_shifted_where_they_are(rows: int) -> None:
+    logits = batch_of().logits[:rows].clone()
+    expected = torch.cat((logits[:, 1:], torch.zeros(rows, 1, VOCAB)), dim=1)
+    ids = torch.ones(rows, WIDTH, dtype=torch.int64)
+    model = HFEagle3TargetModel(Given(logits), [0, 1, 2])
+    with NewTensors() as made:
+        batch = model.generate_batch(ids, ids, ids)
+    assert made.large == [] and batch.logits is logits
+    assert torch.equal(batch.logits, expected)

@@ -1,0 +1,451 @@
+"""python -m niels_gpt.eagle3.precompute: what it prints, refuses and makes, with a small target and a few chats."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.eagle3_runs import whole_tree
+
+from niels_gpt.commands import precompute
+from niels_gpt.eagle3.cache import CachedEagle3Dataset, read_manifest, verify
+from niels_gpt.eagle3.vocab import save_token_mapping
+from niels_gpt.recipes.eagle3.options import Options
+from niels_gpt.recipes.eagle3.prepare import resolve
+from niels_gpt.settings import Settings
+from niels_gpt.storage.fileio import canonical_json
+from niels_gpt.tokenizer import SentencePieceTokenizer
+
+TOLD = ("target: ", "tokenizing: ", "hint: ")
+FLAGS = """
+--target-model --revision --input-data --source-root --output-dir --seq-length --draft-vocab-size --draft-vocab-from
+--target-probs-topk --batch-size --max-batch-tokens --shard-size --dtype --format-version --aux-layer-ids --workers
+--resume --dry-run --device --compute-dtype --chat-template --show --attention --threads --limit
+"""
+KEYS = """
+format_version target_model target_vocab_size draft_vocab_size seq_length dtype num_samples shard_size aux_hidden_dim
+aux_layer_ids selected_token_ids
+"""
+LEAST = {"--seq-length": 2, "--target-probs-topk": 0, "--show": 0} | dict.fromkeys(
+    ["--batch-size", "--max-batch-tokens", "--shard-size", "--draft-vocab-size", "--workers", "--threads", "--limit"], 1
+)
+LATER = {"split": None, "shuffle_seed": 0, "mask_reasoning_content": False, "mask_generation_prompt": True}
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def without_progress(errors: str) -> str:
+    """Return what else stands there: on a slow machine there are lines of progress, on a small one a hint."""
+    return "".join(line for line in errors.splitlines(True) if not line.startswith(TOLD))
+
+
+# --- what is made -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_makes_a_cache_and_says_what_it_is(tmp_path: Path, run: Run, model: Path, chats: Path) -> None:
+    status, out, errors = run()
+    assert status == 0 and without_progress(errors) == ""
+    cache = tmp_path / "c"
+    meta, manifest = json.loads((cache / "meta.json").read_bytes()), read_manifest(str(cache))
+    assert sorted(manifest) == sorted(KEYS.split()) and manifest["target_model"] == str(model)
+    assert (manifest["format_version"], manifest["num_samples"], manifest["aux_layer_ids"]) == (1, 10, [1, 3, 4])
+    assert manifest["selected_token_ids"] == list(range(manifest["target_vocab_size"]))
+    assert meta["dropped"]["no_supervised"] == 1 and "left out: " in out and "no_supervised 1" in out
+    assert f"{cache}: made 3 shards" in out and f"{meta['totals']['tokens']:,} tokens" in out
+    share = meta["totals"]["positions"] / meta["totals"]["supervised_tokens"]
+    assert f"{meta['disk_bytes']:,} bytes" in out and f"{share:.1%} of these" in out
+    assert len(CachedEagle3Dataset(str(cache))) == 10 and verify(str(cache)) == []
+    assert meta["draft_mass"] == 1 and meta["kept_mass"] is None
+
+
+def test_a_run_with_top_k_makes_version_2_with_all_of_its_keys(tmp_path: Path, run: Run, chats: Path) -> None:
+    assert run("--target-probs-topk", "5", "--draft-vocab-size", "60", "--dtype", "fp16")[0] == 0
+    manifest = read_manifest(str(tmp_path / "c"))
+    assert sorted(manifest) == sorted([*KEYS.split(), *LATER, "target_probs_topk", "input_data"])
+    given = {"format_version": 2, "dtype": "fp16", "draft_vocab_size": 60, "target_probs_topk": 5}
+    assert manifest == {**manifest, **given, **LATER, "input_data": str(chats)}
+    meta = json.loads((tmp_path / "c" / "meta.json").read_bytes())
+    assert 0 < meta["kept_mass"] < 1 and 0 < meta["draft_mass"] < 1
+
+
+def test_version_2_may_be_dense_and_a_top_k_of_all_is_dense_version_1(tmp_path: Path, run: Run) -> None:
+    assert run("--format-version", "2")[0] == 0
+    assert read_manifest(str(tmp_path / "c"))["target_probs_topk"] == 0
+    assert run("--output-dir", str(tmp_path / "d"), "--target-probs-topk", "500")[0] == 0
+    assert sorted(read_manifest(str(tmp_path / "d"))) == sorted(KEYS.split())
+    for shard in range(3):
+        name = f"shard-{shard:06d}.safetensors"
+        assert (tmp_path / "c" / name).read_bytes() == (tmp_path / "d" / name).read_bytes()
+
+
+def test_rows_of_ids_and_masks_are_taken_as_they_are(tmp_path: Path, run: Run) -> None:
+    rows = [{"id": f"row {number}", "input_ids": [5, 6, 7 + number], "loss_mask": [0, 1, 1]} for number in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run("--input-data", str(tmp_path / "rows.jsonl"))[0] == 0
+    item = CachedEagle3Dataset(str(tmp_path / "c"))[2]
+    assert item["input_ids"][:2].tolist() == [6, 9] and item["loss_mask"].tolist() == [1, 1, *[0] * 38]
+
+
+@pytest.mark.slow
+def test_the_real_command_with_two_processes_makes_the_same_bytes(
+    tmp_path: Path, made: Path, arguments: Callable[..., list[str]]
+) -> None:
+    shutil.copytree(made, tmp_path / "c")
+    for shard in (0, 2):
+        (tmp_path / "c" / f"shard-{shard:06d}.safetensors").unlink()
+    program = [sys.executable, "-m", "niels_gpt.eagle3.precompute"]
+    more = ["--resume", "--workers", "2", "--show", "1"]
+    done = subprocess.run([*program, *arguments(*more)], capture_output=True, text=True, check=False)
+    assert (done.returncode, without_progress(done.stderr)) == (0, "")
+    assert "[[The heron walks to the mill.<|eot|>]]" in done.stdout and "made 2 shards" in done.stdout
+    assert whole_tree(tmp_path / "c") == whole_tree(made)
+
+
+# --- before the target is loaded --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_dry_run_says_what_would_be_written_and_writes_nothing(
+    tmp_path: Path, run: Run, tiny_tokenizer: SentencePieceTokenizer
+) -> None:
+    status, out, _ = run("--dry-run", "--show", "2", "--draft-vocab-size", "64")
+    assert status == 0 and list(tmp_path.iterdir()) == [] and out.count("[[") == 2
+    texts = ["10 samples, ", "% supervised", "mean length", "3 shards, ", " batches", "format version 1, bf16"]
+    texts += [f"draft vocabulary 64 of {tiny_tokenizer.vocab_size},", ": fits\n", " bytes a token; ", "free "]
+    assert [text for text in texts if text not in out] == []
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_run_that_does_not_fit_is_refused_within_seconds(tmp_path: Path, run: Run) -> None:
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        large = ["--output-dir", str(place / "c"), "--seq-length", "1000", "--shard-size", "1", "--dtype", "fp32"]
+        samples = [{"input_ids": [5] * 1000, "loss_mask": [1] * 1000} for _ in range(5)]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+        large += ["--input-data", str(tmp_path / "rows.jsonl")]
+        status, out, _ = run(*large, "--dry-run")
+        assert status == 1 and "free 5,242,880: does not fit" in out
+        status, out, errors = run(*large)
+        assert status == 1 and "and 5,242,880 are free there. Make room, name another --output-dir" in errors
+        assert list(place.iterdir()) == []
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        *(
+            ([flag, str(least - 1)], f"{flag} is {least - 1}, expected {least} or more")
+            for flag, least in LEAST.items()
+        ),
+        (["--dtype", "int8"], "argument --dtype: invalid choice"),
+        (["--compute-dtype", "int8"], "argument --compute-dtype: invalid choice"),
+        (["--revision", "abc"], "--revision abc: "),
+        (["--device", "tpu"], "argument --device: invalid choice"),
+        (["--aux-layer-ids", "1", "2"], "argument --aux-layer-ids: expected 3 arguments"),
+        (["--format-version", "1", "--target-probs-topk", "4"], "--format-version 1 stores every probability"),
+        (["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
+    ],
+)
+def test_bad_values_are_usage_errors_that_name_the_flag(
+    arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str], flags: list[str], text: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        precompute.main(arguments(*flags))
+    assert caught.value.code == 2 and text in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("not_tokenized")
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--seq-length", "2049"], "--seq-length is 2049, and .* has 2048 positions"),
+        (["--aux-layer-ids", "1", "1", "2"], "--aux-layer-ids: .*distinct"),
+        (["--aux-layer-ids", "1", "2", "8"], "--aux-layer-ids: .*out of bounds"),
+        (["--target-model", "./nowhere"], "nowhere"),
+        (["--input-data", "nowhere.jsonl"], "--input-data nowhere.jsonl"),
+        (["--draft-vocab-from", "nowhere.pt"], "nowhere.pt"),
+    ],
+)
+def test_what_is_not_there_or_does_not_fit_the_target_fails_before_anything_is_made(
+    tmp_path: Path, run: Run, flags: list[str], text: str
+) -> None:
+    status, _, errors = run(*flags)
+    assert status == 1 and errors.startswith("error: ")
+    assert re.search(text, errors), errors
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.usefixtures("not_tokenized")
+@pytest.mark.parametrize("flag", ["--dry-run", "--resume", "--show=0"])
+@pytest.mark.parametrize(("file", "folder"), [("c", "c"), ("c", "c/d/e"), ("c/sidecar", "c"), ("c", "c/../c/d")])
+def test_a_file_or_a_link_to_nowhere_where_a_folder_is_needed_is_named_at_once(
+    tmp_path: Path, run: Run, flag: str, file: str, folder: str
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    for make in (lambda path: path.symlink_to(tmp_path / "gone"), lambda path: path.write_text("mine")):
+        (tmp_path / file).unlink(missing_ok=True)
+        make(tmp_path / file)
+        status, out, errors = run(flag, "--output-dir", str(tmp_path / folder))
+        assert (status, out) == (1, "") and f"{tmp_path / file}: " in errors
+    assert (tmp_path / file).read_text() == "mine" and "is in the way" in errors
+
+
+@pytest.mark.usefixtures("not_tokenized")
+@pytest.mark.parametrize("flag", ["--dry-run", "--resume", "--show=0"])
+def test_a_folder_in_which_no_file_can_be_made_is_named_at_once(run: Run, flag: str) -> None:
+    status, out, errors = run(flag, "--output-dir", "/proc/cache")
+    assert (status, out) == (1, "") and "no file can be made there: '/proc'" in errors
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named(run: Run) -> None:
+    assert "--device cuda: torch finds no usable GPU here" in run("--device", "cuda")[2]
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_run_again_is_refused_without_resume_and_up_to_date_with_it(
+    tmp_path: Path, run: Run, made: Path
+) -> None:
+    shutil.copytree(made, tmp_path / "c")
+    before = whole_tree(tmp_path / "c")
+    status, _, errors = run()
+    assert (
+        status == 1
+        and errors
+        == f"error: {tmp_path / 'c'}: already has shards. Pass --resume to continue it, or name a fresh folder\n"
+    )
+    out = run("--resume")[1]
+    assert f"{tmp_path / 'c'}: up to date" in out and "3 of them finished" in out
+    assert whole_tree(tmp_path / "c") == before
+
+
+@pytest.mark.usefixtures("not_tokenized")
+@pytest.mark.parametrize(
+    ("flags", "fields"),
+    [
+        (["--dtype", "fp32"], ["manifest.dtype"]),
+        (["--threads", "2"], ["run.threads"]),
+        (["--attention", "eager"], ["run.attention"]),
+        (["--aux-layer-ids", "1", "2", "3"], ["manifest.aux_layer_ids"]),
+        (["--format-version", "2"], ["manifest.format_version", "manifest.target_probs_topk"]),
+        (["--limit", "9"], ["source.limit"]),
+        (["--batch-size", "3"], ["batches.batch_size"]),
+        (["--max-batch-tokens", "99"], ["batches.max_batch_tokens"]),
+        (["--seq-length", "41"], ["manifest.seq_length"]),
+        (["--shard-size", "5"], ["manifest.shard_size"]),
+        (["--draft-vocab-size", "9"], ["manifest.draft_vocab_size", "manifest.selected_token_ids"]),
+        (["--target-probs-topk", "3"], ["manifest.format_version", "manifest.target_probs_topk"]),
+        (["--compute-dtype", "bf16"], ["run.compute_dtype"]),
+    ],
+)
+def test_another_run_is_refused_before_the_input_is_tokenized(
+    made: Path, run: Run, flags: list[str], fields: list[str]
+) -> None:
+    before = whole_tree(made)
+    status, _, errors = run("--output-dir", str(made), "--resume", *flags)
+    assert status == 1 and "does not match the current run configuration (mismatched fields: [" in errors
+    assert all(repr(field) in errors for field in fields)
+    assert whole_tree(made) == before
+
+
+@pytest.mark.usefixtures("not_tokenized")
+def test_other_weights_and_other_chats_are_refused_before_they_are_tokenized(
+    tmp_path: Path, made: Path, run: Run, model: Path, chats: Path
+) -> None:
+    changed = shutil.copytree(model, tmp_path / "target")
+    content = bytearray((changed / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (changed / "model.safetensors").write_bytes(content)
+    (tmp_path / "chats.jsonl").write_bytes(chats.read_bytes() + b" \n")
+    for flags, field in (
+        (["--target-model", str(changed)], "target.weights_sha256"),
+        (["--input-data", str(tmp_path / "chats.jsonl")], "source.fingerprint"),
+    ):
+        status, _, errors = run("--output-dir", str(made), "--resume", *flags)
+        assert status == 1 and repr(field) in errors
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_change_that_only_the_samples_show_is_refused_too(tmp_path: Path, run: Run, made: Path) -> None:
+    folder = shutil.copytree(made, tmp_path / "c")
+    record = json.loads((folder / "sidecar" / "plan.json").read_bytes())
+    (folder / "meta.json").unlink()
+    for receipt in folder.glob("sidecar/shard-*.json"):
+        receipt.unlink()
+    record["samples"]["sha256"] = "0" * 64
+    (folder / "sidecar" / "plan.json").write_bytes(canonical_json(record))
+    status, _, errors = run("--resume")
+    assert status == 1 and "(mismatched fields: ['samples.sha256'])" in errors
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_files_and_folders_keep_their_recorded_names_however_they_are_spelled(
+    tmp_path: Path, run: Run, made: Path, made_2: Path, model: Path, chats: Path, version: str
+) -> None:
+    folder = {"1": made, "2": made_2}[version]
+    before = whole_tree(folder)
+    for target_model, input_data in (
+        (os.path.relpath(model), os.path.relpath(chats)),
+        (f"{model}/", f"./{os.path.relpath(chats)}"),
+        (str(shutil.copytree(model, tmp_path / "moved")), str(shutil.copy(chats, tmp_path / chats.name))),
+    ):
+        named = ["--output-dir", str(folder), "--target-model", target_model, "--input-data", input_data]
+        status, out, errors = run(*named, "--format-version", version, "--resume")
+        assert status == 0 and f"{folder}: up to date" in out, errors
+    assert whole_tree(folder) == before
+
+
+def test_the_dtype_that_the_target_calculates_in_is_recorded_and_kept(tmp_path: Path, run: Run, made: Path) -> None:
+    run("--compute-dtype", "bf16")
+    assert json.loads((tmp_path / "c" / "sidecar" / "plan.json").read_bytes())["run"]["compute_dtype"] == "bf16"
+    name = "shard-000000.safetensors"
+    assert (tmp_path / "c" / name).read_bytes() != (made / name).read_bytes()
+    assert "up to date" in run("--resume")[1]
+
+
+def test_a_finished_shard_stays_and_the_threads_are_those_of_the_first_run(
+    tmp_path: Path, run: Run, model: Path, chats: Path
+) -> None:
+    run("--threads", "3")
+    whole = whole_tree(tmp_path / "c")
+    (tmp_path / "c" / "shard-000001.safetensors").unlink()
+    what = {"target_model": str(model), "input_data": str(chats), "output_dir": tmp_path / "c"}
+    options = Options(**what, seq_length=40, shard_size=4, device="cpu", resume=True)
+    assert resolve(options, Settings()).run["threads"] == 3
+    status, out, _ = run("--threads", "3", "--resume", "--workers", "2")
+    assert status == 0 and "made 1 shards" in out
+    assert whole_tree(tmp_path / "c") == whole
+
+
+# --- the draft's vocabulary -------------------------------------------------------------------------------------------
+
+
+def test_a_draft_vocabulary_comes_from_a_file_or_from_another_cache(
+    tmp_path: Path, run: Run, tiny_tokenizer: SentencePieceTokenizer
+) -> None:
+    ids = [9, 3, 200, 5, 100, *range(101, 200), *range(201, tiny_tokenizer.vocab_size)]
+    save_token_mapping(tmp_path / "vocab.pt", ids, tiny_tokenizer.vocab_size)
+    assert run("--draft-vocab-from", str(tmp_path / "vocab.pt"))[0] == 0
+    assert read_manifest(str(tmp_path / "c"))["selected_token_ids"] == ids
+    other = ["--output-dir", str(tmp_path / "d"), "--draft-vocab-from", str(tmp_path / "c")]
+    assert run(*other, "--draft-vocab-size", "6")[0] == 1
+    assert run(*other)[0] == 0
+    assert whole_tree(tmp_path / "d") == whole_tree(tmp_path / "c")
+
+
+def test_a_resumed_run_keeps_the_draft_vocabulary_that_is_there(
+    tmp_path: Path, run: Run, tiny_tokenizer: SentencePieceTokenizer
+) -> None:
+    ids = list(range(tiny_tokenizer.vocab_size - 1, 0, -1))
+    save_token_mapping(tmp_path / "vocab.pt", ids, tiny_tokenizer.vocab_size)
+    run("--draft-vocab-from", str(tmp_path / "vocab.pt"))
+    status, out, _ = run("--draft-vocab-size", str(len(ids)), "--resume")
+    assert status == 0 and "up to date" in out
+    status, _, errors = run("--draft-vocab-size", "6", "--resume")
+    assert status == 1 and "'manifest.draft_vocab_size', 'manifest.selected_token_ids'" in errors
+
+
+def test_the_most_frequent_supervised_tokens_are_chosen(
+    tmp_path: Path, run: Run, tiny_tokenizer: SentencePieceTokenizer
+) -> None:
+    row = {"input_ids": [50, 50, 50, 60, 70, 70], "loss_mask": [0, 0, 0, 1, 1, 1]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    size = tiny_tokenizer.vocab_size - 1  # or the target's own choice is not among so few tokens
+    assert run("--input-data", str(tmp_path / "rows.jsonl"), "--draft-vocab-size", str(size))[0] == 0
+    selected = read_manifest(str(tmp_path / "c"))["selected_token_ids"]
+    assert selected[1:4] == [70, 60, 0]  # the end-of-turn token comes first
+
+
+# --- the command itself -----------------------------------------------------------------------------------------------
+
+
+def test_every_flag_has_a_text_and_none_is_missing() -> None:
+    actions = precompute._parser()._actions
+    found = {flag for action in actions for flag in action.option_strings if flag.startswith("--")}
+    assert found == {*FLAGS.split(), "--help"}
+    for action in actions:
+        assert action.help, action.option_strings
+        assert action.required or "default" in action.help or action.nargs == 0, action.help  # a switch is off
+
+
+def test_the_help_loads_no_heavy_library() -> None:
+    program = (
+        "import sys, contextlib, niels_gpt.eagle3.precompute as command\n"
+        "with contextlib.suppress(SystemExit): command.main(['--help'])\n"
+        "print({'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("set()\n") and "--max-batch-tokens" in done.stdout
+
+
+def test_an_interrupted_run_says_how_to_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(precompute, "carry_out", interrupt)
+    assert (found := run())[0] == 130 and "finished shards stay" in found[2] and "--resume" in found[2]
+
+
+def test_progress_is_a_line_now_and_then(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precompute, "_LINE_EVERY_S", 0.0)
+    _, _, errors = run()
+    lines = [line for line in errors.splitlines() if line.startswith("target: ")]
+    assert lines and ", 100%, " in lines[-1] and " tok/s, " in lines[-1] and lines[-1].endswith(" MB/s, 0 s left")
+
+
+def test_the_speed_counts_neither_what_was_there_nor_the_loading_of_the_target(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(precompute, "time", SimpleNamespace(monotonic=lambda: now))
+    tell = precompute._Lines("target", "tok")
+    for now, done, size in ((20.0, 500, 0), (1000.0, 600, 5_000_000), (1020.0, 800, 45_000_000)):  # noqa: B007
+        tell(size, done, 1000)
+    assert capsys.readouterr().err.splitlines() == [
+        "target: 500 tok, 50%",
+        "target: 600 tok, 60%",
+        "target: 800 tok, 80%, 10 tok/s, 2.0 MB/s, 20 s left",
+    ]
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("workers", "threads", "said"),
+    [
+        ("3", "2", "hint: 3 workers of 2 threads each share 4 cores"),
+        ("9", "4", "name --threads 1 for a new cache"),
+        ("2", "3", "name --threads 2 for a new cache"),
+        ("2", "2", ""),
+        ("1", "8", ""),
+    ],
+)
+def test_workers_that_wait_for_each_others_threads_get_a_hint(
+    run: Run, monkeypatch: pytest.MonkeyPatch, workers: str, threads: str, said: str
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    _, _, errors = run("--dry-run", "--workers", workers, "--threads", threads)
+    assert said in errors and ("hint" in errors) == bool(said)
+
+
+def test_progress_is_a_bar_on_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    status, _, errors = run()
+    assert status == 0 and "target:" in errors and "tok/s" in errors

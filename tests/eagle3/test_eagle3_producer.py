@@ -1,0 +1,362 @@
+"""A producer makes what its plan says: by any number of processes, after any interruption, or it says why not."""
+
+import json
+import multiprocessing
+import os
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import eagle3_runs as small
+from support.eagle3_runs import HIDDEN, LENGTH, has_shard, never, run, samples_of, times, whole_tree
+
+from niels_gpt.eagle3.cache import CachedEagle3Dataset, reconstruct_target_probs, verify
+from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.format.shard_writer import ShardWriter
+from niels_gpt.eagle3.produce import forward
+from niels_gpt.eagle3.produce.resume_checks import leftovers
+
+Tree = dict[str, bytes]
+CPU, PAD = torch.device("cpu"), 5
+EMBEDDINGS = ("target_embeddings.safetensors", "sidecar/embeddings.json")
+FORMS: dict[str, dict[str, Any]] = {
+    "version 1": {},
+    "version 2": {"format_version": 2, "target_probs_topk": 0},
+    "top-k": small.TOPK,
+    "fp32": {"dtype": "fp32"},
+    "fp16": {"dtype": "fp16"},
+}
+
+
+# --- what is stored ---------------------------------------------------------------------------------------------------
+
+
+def outputs_of(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the target says of one sample alone: captured hidden states [L, 3H] and logits [L, V]."""
+    with torch.no_grad():
+        out = small.load(CPU)(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+    return torch.cat([out.hidden_states[layer + 1][0] for layer in (1, 3, 4)], -1), out.logits[0]
+
+
+def expected_row(sample: small.Row) -> dict[str, torch.Tensor]:
+    """Work out a stored row slot by slot, in float32 and dense."""
+    ids, mask, length = list(sample.input_ids), list(sample.loss_mask), len(sample.input_ids)
+    hidden, logits = outputs_of(ids)
+    selected = small.manifest()["selected_token_ids"]
+    found = {
+        "input_ids": torch.full((LENGTH,), PAD),
+        "attention_mask": torch.zeros(LENGTH, dtype=torch.int64),
+        "loss_mask": torch.zeros(LENGTH, dtype=torch.int64),
+        "aux_hidden_states": torch.zeros(LENGTH, 3 * HIDDEN),
+        "target_probs": torch.zeros(LENGTH, len(selected)),
+        "position_mask": torch.zeros(LENGTH, 1, dtype=torch.bool),
+    }
+    found["input_ids"][-1] = 0
+    for slot in range(length):
+        found["attention_mask"][slot] = 1
+        found["aux_hidden_states"][slot] = hidden[slot]
+        found["target_probs"][slot] = 1 / len(selected)
+        if slot < length - 1:
+            found["input_ids"][slot], found["loss_mask"][slot] = ids[slot + 1], mask[slot + 1]
+            found["target_probs"][slot] = torch.softmax(logits[slot + 1][selected].float(), 0)
+            known = int(logits[slot + 1].argmax()) in selected
+            found["position_mask"][slot] = bool(mask[slot + 1] == 1 and known)
+    return found
+
+
+def test_a_row_holds_what_the_target_says_of_its_sample(tmp_path: Path) -> None:
+    meta = run(tmp_path / "c", given=small.plan(samples_of(), dtype="fp32")).meta
+    dataset, samples = CachedEagle3Dataset(str(tmp_path / "c")), small.rows()
+    rows = [expected_row(sample) for sample in samples]
+    assert len(dataset) == len(samples)
+    for number, expected in enumerate(rows):
+        for name, value in expected.items():  # alone, a sample's outputs differ in the last bits
+            torch.testing.assert_close(dataset[number][name], value, rtol=1e-4, atol=1e-6, msg=f"{number} {name}")
+    assert meta["totals"] == {
+        "samples": 10,
+        "shards": 3,
+        "tokens": sum(len(sample.input_ids) for sample in samples),
+        "supervised_tokens": sum(int(row["loss_mask"].sum()) for row in rows),
+        "positions": sum(int(row["position_mask"].sum()) for row in rows),
+    }
+    assert 0 < meta["totals"]["positions"] < meta["totals"]["supervised_tokens"]
+
+
+def test_a_cache_of_top_k_keeps_the_largest_probabilities_and_says_how_much_they_are(tmp_path: Path) -> None:
+    plan = small.plan(samples_of(), dtype="fp32", **small.TOPK)
+    meta = run(tmp_path / "c", given=plan).meta
+    rows = [expected_row(sample) for sample in small.rows()]
+    stored = [load_file(tmp_path / "c" / f"shard-{shard:06d}.safetensors") for shard in range(3)]
+    kept = []
+    for number, expected in enumerate(rows):
+        fields = {name: tensor[number % 4] for name, tensor in stored[number // 4].items()}
+        found = reconstruct_target_probs(fields["target_probs_values"], fields["target_probs_indices"], 12)
+        values, indices = expected["target_probs"].topk(4, -1)
+        right = torch.zeros(LENGTH, 12).scatter(-1, indices, values / values.sum(-1, keepdim=True).clamp_min(1e-9))
+        inner = slice(0, len(small.rows()[number].input_ids) - 1)  # the last slot is uniform: any four
+        torch.testing.assert_close(found[inner], right[inner], rtol=1e-4, atol=1e-6)
+        kept += values.sum(-1)[expected["position_mask"].squeeze(-1)].tolist()
+    assert meta["kept_mass"] == pytest.approx(sum(kept) / len(kept), rel=1e-5)
+    assert meta["manifest"]["target_probs_topk"] == 4 and meta["manifest"]["format_version"] == 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_shard_is_the_file_that_safetensors_writes(tmp_path: Path, form: str) -> None:
+    run(tmp_path / "c", given=small.plan(samples_of(), **FORMS[form]))
+    for shard in range(3):
+        path = tmp_path / "c" / f"shard-{shard:06d}.safetensors"
+        save_file(load_file(path), tmp_path / "again")
+        assert (tmp_path / "again").read_bytes() == path.read_bytes()
+    assert verify(str(tmp_path / "c")) == []
+
+
+def test_the_mass_of_the_draft_vocabulary_is_that_of_the_supervised_slots(tmp_path: Path) -> None:
+    meta = run(tmp_path / "c").meta
+    masses = []
+    for sample in small.rows():
+        _, logits = outputs_of(list(sample.input_ids))
+        mass = torch.softmax(logits.float(), -1)[:, small.manifest()["selected_token_ids"]].sum(-1)
+        masses += [mass[slot].item() for slot in range(1, len(mass)) if sample.loss_mask[slot]]
+    assert meta["draft_mass"] == pytest.approx(sum(masses) / len(masses), rel=1e-5)
+
+
+def test_the_padding_is_the_only_thing_that_another_pad_id_changes(tmp_path: Path) -> None:
+    for pad in (0, 39):
+        run(tmp_path / str(pad), given=small.plan(samples_of(), tokenizer={"pad_id": pad}))
+    for shard in range(3):
+        left, right = (load_file(tmp_path / pad / f"shard-{shard:06d}.safetensors") for pad in ("0", "39"))
+        assert all(torch.equal(left[name], right[name]) for name in left if name != "input_ids")
+        changed = left["input_ids"] != right["input_ids"]
+        assert changed.any() and set(right["input_ids"][changed].tolist()) == {39}
+        lengths = right["attention_mask"].sum(-1, keepdim=True)
+        assert not (changed & (torch.arange(LENGTH) < lengths - 1)).any()
+
+
+# --- any number of processes, any subset of shards --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, whole: Tree, workers: int) -> None:
+    torch.set_num_threads(1)
+    run(tmp_path / "many", workers=workers, start="fork")
+    assert whole_tree(tmp_path / "many") == whole
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_missing_is_made_and_what_is_there_stays(tmp_path: Path, seed: int) -> None:
+    chance, cache = random.Random(seed), tmp_path / "c"
+    samples = samples_of(22)
+    run(cache, samples=samples)
+    whole = whole_tree(cache)
+    names = [name for name in sorted(whole) if name != "sidecar/plan.json"]
+    for name in chance.sample(names, chance.randint(1, 6)):
+        (cache / name).unlink()
+    broken = {shard for shard in range(6) if not has_shard(cache, shard)}
+    before = times(cache)
+    made = run(cache, samples=samples, resume=True)
+    assert whole_tree(cache) == whole and made.shards == len(broken)
+    after = times(cache)
+    again = {
+        name.format(shard) for shard in broken for name in ("shard-{:06d}.safetensors", "sidecar/shard-{:06d}.json")
+    }
+    if not {*EMBEDDINGS} <= before.keys():
+        again |= {*EMBEDDINGS}
+    kept = {name for name in whole if name in before} - again - {"meta.json"}
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept} and len(kept) > 4
+
+
+def spoil(path: Path, how: str) -> None:
+    raw = path.read_bytes()
+    path.write_bytes(
+        {
+            "cut": raw[:-1],
+            "longer": raw + b"\0",
+            "empty": b"",
+            "other": raw.replace(b'"plan": "', b'"plan": "0'),
+            "flipped": raw[:-5] + bytes([raw[-5] ^ 1]) + raw[-4:],
+        }[how]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("shard-000001.safetensors", "cut"),
+        ("shard-000001.safetensors", "longer"),
+        ("shard-000001.safetensors", "empty"),
+        ("sidecar/shard-000001.json", "cut"),
+        ("sidecar/shard-000001.json", "empty"),
+        ("sidecar/shard-000001.json", "other"),
+        ("target_embeddings.safetensors", "cut"),
+        ("target_embeddings.safetensors", "flipped"),
+        ("sidecar/embeddings.json", "cut"),
+        ("sidecar/embeddings.json", "empty"),
+        ("sidecar/samples.safetensors", "cut"),
+        ("sidecar/ids.txt", "empty"),
+        ("sidecar/batches.jsonl", "cut"),
+        ("meta.json", "cut"),
+    ],
+)
+def test_a_file_that_is_not_whole_is_written_again(cache: Path, whole: Tree, name: str, how: str) -> None:
+    spoil(cache / name, how)
+    run(cache, resume=True)
+    assert whole_tree(cache) == whole
+
+
+def test_an_embedding_table_that_was_changed_is_written_again_by_a_run_that_has_nothing_else_to_do(
+    cache: Path, whole: Tree
+) -> None:
+    spoil(cache / "target_embeddings.safetensors", "flipped")
+    loaded: list[torch.device] = []
+
+    def noting(device: torch.device) -> Any:
+        loaded.append(device)
+        return small.load(device)
+
+    assert run(cache, resume=True, load=noting, workers=2).shards == 0
+    assert loaded == [CPU] and whole_tree(cache) == whole
+    assert "sidecar/embeddings.json" in [record["name"] for record in json.loads(whole["meta.json"])["files"]]
+
+
+def test_a_shard_is_made_again_only_where_it_or_its_receipt_is_not_whole(cache: Path) -> None:
+    spoil(cache / "shard-000002.safetensors", "cut")
+    assert run(cache, resume=True).shards == 1
+    (cache / "sidecar" / "ids.txt").unlink()
+    assert run(cache, resume=True, load=never).shards == 0
+
+
+def test_a_finished_cache_is_left_alone(cache: Path) -> None:
+    before = times(cache / "sidecar"), times(cache)["meta.json"]
+    again = run(cache, resume=True, load=never)
+    assert (again.shards, again.meta) == (0, json.loads((cache / "meta.json").read_bytes()))
+    after = times(cache / "sidecar"), times(cache)["meta.json"]
+    before[0].pop("lock"), after[0].pop("lock")
+    assert after == before
+
+
+def test_temporary_files_of_killed_writers_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    cache = tmp_path / "c"
+    (cache / "sidecar").mkdir(parents=True)
+    left = [cache / ".shard-000001.safetensors.0123abcd.tmp", cache / "sidecar" / ".shard-000000.json.89abcdef.tmp"]
+    mine = [cache / ".notes.tmp", cache / "shard.tmp", cache / "sidecar" / "notes"]
+    (cache / "sidecar" / "lock").touch()
+    for path in left:
+        path.write_bytes(b"x")
+    run(cache)  # what a run leaves that had no plan yet is nothing
+    for path in [*left, *mine]:
+        path.write_bytes(b"x")
+    (cache / "meta.json").unlink()
+    run(cache, resume=True)
+    assert not any(path.exists() for path in left) and all(path.exists() for path in mine)
+
+
+# --- how it runs ------------------------------------------------------------------------------------------------------
+
+
+def test_a_shard_is_written_while_the_next_one_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, commit, order = threading.Event(), ShardWriter.commit, []
+    call = forward.PlannedForward.__call__
+
+    def slow_commit(self: ShardWriter, facts: Any) -> Any:
+        order.append(started.wait(60))  # a writer that is not waited for: the next shard begins meanwhile
+        return commit(self, facts)
+
+    def noted(self: Any, shard: int, batch: Any) -> Any:
+        if shard == 1:
+            started.set()
+        return call(self, shard, batch)
+
+    monkeypatch.setattr(ShardWriter, "commit", slow_commit)
+    monkeypatch.setattr(forward.PlannedForward, "__call__", noted)
+    run(tmp_path / "c")
+    assert order == [True, True, True]
+
+
+def test_the_forward_waits_where_the_writer_is_two_batches_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, written, ahead = [0], [0], []
+    call, write = forward.PlannedForward.__call__, ShardWriter.write
+    may_write = threading.Event()
+
+    def counted(self: Any, shard: int, batch: Any) -> Any:
+        computed[0] += 1
+        ahead.append(computed[0] - written[0])
+        if computed[0] == 3:  # two are given to the writer, which has not started: the third is the last before it must
+            may_write.set()
+        return call(self, shard, batch)
+
+    def slow(self: ShardWriter, *arguments: Any) -> None:
+        assert may_write.wait(60)
+        time.sleep(0.03)  # a forward that did not wait would be done with all ten batches
+        write(self, *arguments)
+        written[0] += 1
+
+    monkeypatch.setattr(forward.PlannedForward, "__call__", counted)
+    monkeypatch.setattr(ShardWriter, "write", slow)
+    run(tmp_path / "c", given=small.plan(samples_of(), shard_size=10, batch_size=1))
+    assert computed == [10] and max(ahead) == 3
+
+
+def test_progress_begins_with_what_was_there_and_ends_with_all(tmp_path: Path) -> None:
+    told: list[tuple[int, int, int | None]] = []
+    run(tmp_path / "c", progress=lambda *each: told.append(each))
+    total = len(samples_of().ids)
+    assert told[0] == (0, 0, total) and told[-1][1:] == (total, total) and told[-1][0] > 0
+    assert told == sorted(told)
+    (tmp_path / "c" / "shard-000002.safetensors").unlink()
+    again: list[tuple[int, int, int | None]] = []
+    torch.set_num_threads(1)
+    run(tmp_path / "c", resume=True, progress=lambda *each: again.append(each))
+    assert again[0] == (0, int(samples_of().starts[8]), total) and again[-1][1:] == (total, total)
+    many: list[tuple[int, int, int | None]] = []
+    run(tmp_path / "d", workers=2, start="fork", progress=lambda *each: many.append(each))
+    assert many[-1] == told[-1] and many == sorted(many)
+
+
+def test_torch_has_the_threads_of_the_plan_meanwhile_and_its_own_afterwards(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def noting(device: torch.device) -> Any:
+        seen.append(torch.get_num_threads())
+        return small.load(device)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    run(tmp_path / "c", given=small.plan(samples_of(), run={"threads": 3}), load=noting)
+    assert seen == [3] and torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+
+
+def test_the_global_random_state_is_left_alone(tmp_path: Path) -> None:
+    state = torch.random.get_rng_state()
+    run(tmp_path / "c")
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_no_file_of_a_cache_names_this_machine(finished: Path, whole: Tree) -> None:
+    for name, content in whole.items():
+        assert finished.parent.name.encode() not in content and os.uname().nodename.encode() not in content, name
+    assert (finished / "sidecar" / "lock").read_bytes() == b""
+
+
+def test_samples_that_are_there_are_not_put_together_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cache / "shard-000001.safetensors").unlink()
+    samples = samples_of()
+    plan, calls = small.plan(samples), []
+    monkeypatch.setattr(Samples, "files", lambda self: calls.append(self))
+    assert run(cache, samples=samples, given=plan, resume=True).shards == 1
+    assert calls == []
+
+
+def test_the_folder_names_no_hidden_state(finished: Path) -> None:
+    names = sorted(path.name for path in finished.iterdir())
+    shards = [f"shard-{shard:06d}.safetensors" for shard in range(3)]
+    assert names == ["manifest.json", "meta.json", *shards, "sidecar", "target_embeddings.safetensors"]
+    assert leftovers(finished) == []

@@ -1,0 +1,283 @@
+"""Samples that are run through the target again: with the plan bit for bit, without it within a tolerance."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support import eagle3_runs
+from support.eagle3_damage import FORMS, copy_of, flip_bit, put
+
+from niels_gpt.commands.eagle3 import main
+from niels_gpt.eagle3.cache import convert, write_target_embeddings
+from niels_gpt.eagle3.format.layout import shard_path
+from niels_gpt.eagle3.format.plan import Plan, open_plan
+from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.inspect.recompute import Target, recomputed
+from niels_gpt.eagle3.inspect.verify import verify
+from niels_gpt.storage.checks import Verdict
+
+GOOD = Verdict([])
+BOS, USER, ASSISTANT, END, NEWLINE = 33, 34, 35, 36, 37
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def dense(eagle3_caches: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of a dense cache with its plan."""
+    return copy_of(eagle3_caches["dense"], tmp_path)
+
+
+def target(plan: Plan, *, seed: int = 0, load: Any = None, **run: Any) -> Target:
+    """Return the target of a cache of eagle3_runs, or another one that has the same name and checksums."""
+    return Target(plan.target, load or (lambda device: eagle3_runs.load(device, seed=seed)), {**plan.run, **run})
+
+
+def jittered(device: torch.device) -> Any:
+    """Change each weight but the embeddings a little, as another order of sums changes what is computed from them."""
+    model, chance = copy.deepcopy(eagle3_runs.load(device)), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name != "model.embed_tokens.weight":  # nothing is computed to write them
+                weight.mul_(1 + 1e-6 * torch.randn(weight.shape, generator=chance))
+    return model
+
+
+def gives_nan(device: torch.device) -> Any:
+    model = copy.deepcopy(eagle3_runs.load(device))
+    model.model.layers[3].mlp.down_proj.weight.fill_(torch.nan)
+    return model
+
+
+# --- with the plan ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("k", [1, 4, 100])
+def test_samples_that_are_run_once_more_are_equal_bit_for_bit(
+    eagle3_caches: dict[str, Path], form: str, k: int
+) -> None:
+    threads, seen = torch.get_num_threads(), []
+    there = target(open_plan(eagle3_caches[form]))
+    assert recomputed(eagle3_caches[form], there, k=k, progress=lambda *given: seen.append(given)) == GOOD
+    assert torch.get_num_threads() == threads
+    assert [done for done, _, _ in seen] == list(range(len(seen))) and seen[0][2] == len(seen)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_another_target_gives_other_numbers_which_are_told_by_field(eagle3_caches: dict[str, Path], form: str) -> None:
+    plan = open_plan(eagle3_caches[form])
+    found = recomputed(eagle3_caches[form], target(plan, seed=1), k=4).problems
+    assert any("aux_hidden_states of block " in problem for problem in found)
+    assert any("target_probs" in problem and "run again" in problem for problem in found)
+    assert all("expected equal bits" in problem for problem in found)
+    embeddings, *elsewhere = recomputed(eagle3_caches[form], target(plan, seed=1, torch="3.0"), k=4).problems
+    assert embeddings == found[0] and "the embedding of token 0 is not the target's" in embeddings
+    assert elsewhere and all("where the environment has another torch" in problem for problem in elsewhere)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_in_another_environment_rounding_is_let_pass(eagle3_caches: dict[str, Path], form: str) -> None:
+    cache, plan = eagle3_caches[form], open_plan(eagle3_caches[form])
+    assert recomputed(cache, target(plan, load=jittered), k=10).problems
+    assert recomputed(cache, target(plan, load=jittered, processor="another"), k=10) == GOOD
+
+
+def test_other_embeddings_than_the_targets_are_told_with_the_token(dense: Path) -> None:
+    path, plan = dense / "target_embeddings.safetensors", open_plan(dense)
+    flip_bit(path, -4 * eagle3_runs.HIDDEN * 3)  # the last bit of a number of the third token from the end
+    for there in (target(plan), target(plan, torch="3.0")):
+        (found,) = recomputed(dense, there, k=1).problems
+        assert found.startswith(f"{path}: the embedding of token {eagle3_runs.VOCAB - 3} is not the target's")
+        assert "wrong for 1 of 40 tokens" in found
+    path.unlink()
+    assert recomputed(dense, target(plan), k=1).problems[0].startswith(f"{path}: no such file")
+    write_target_embeddings(dense, torch.zeros(3, 2))
+    assert "weight is [3, 2], the target's [40, 16]" in recomputed(dense, target(plan), k=1).problems[0]
+
+
+@pytest.mark.parametrize("name", ["plan.json", "batches.jsonl", "samples.safetensors"])
+def test_what_is_missing_for_running_the_target_is_told(dense: Path, name: str) -> None:
+    plan = open_plan(dense)
+    (dense / "sidecar" / name).unlink()
+    (found,) = recomputed(dense, target(plan), k=1).problems
+    assert found.startswith(f"{dense}/sidecar/{name}: no such file") and "with --resume" in found
+
+
+def test_a_target_that_is_not_the_plans_is_told_and_not_loaded(eagle3_caches: dict[str, Path]) -> None:
+    plan = open_plan(eagle3_caches["dense"])
+    facts = {**plan.target, "config_sha256": "d" * 64, "name": "larger"}
+    (found,) = recomputed(
+        eagle3_caches["dense"], Target(facts, lambda device: pytest.fail("loaded"), plan.run)
+    ).problems
+    assert "made from another target: config_sha256 of small in the plan differ from those of larger" in found
+
+
+def test_a_wrong_sample_is_found_if_it_is_drawn_and_the_seed_decides_the_draw(dense: Path) -> None:
+    put(dense, "aux_hidden_states", 4, 0, 0, 2.5)
+    there = target(open_plan(dense))
+    (found,) = recomputed(dense, there, k=10).problems
+    assert "sample 4 ('chat\\n4'): aux_hidden_states of block 1 is 2.5 at slot 0, column 0, run again " in found
+    by_seed = [[bool(recomputed(dense, there, k=1, seed=seed).problems) for seed in range(15)] for _ in range(2)]
+    assert by_seed[0] == by_seed[1]
+    assert 0 < sum(by_seed[0]) < 15
+    with pytest.raises(ValueError, match="k=0"):
+        recomputed(dense, there, k=0)
+
+
+def test_a_target_that_gives_nan_is_told_with_the_sample(eagle3_caches: dict[str, Path]) -> None:
+    plan = open_plan(eagle3_caches["dense"])
+    found = recomputed(eagle3_caches["dense"], target(plan, load=gives_nan), k=1).problems
+    assert "run again" in found[0] and "block 3" in found[0]
+
+
+def test_a_converted_cache_passes_every_check(dense: Path) -> None:
+    before = open_plan(dense)
+    for version in (2, 1):
+        assert convert(dense, version)
+        assert json.loads((dense / "manifest.json").read_text())["format_version"] == version
+        assert all(verdict == GOOD for verdict in verify(dense).values())
+        assert recomputed(dense, target(before), k=2) == GOOD
+
+
+# --- without plan and raw tokens, as other tools write a cache --------------------------------------------------------
+
+
+def chats(count: int = 12) -> list[eagle3_runs.Row]:
+    """Return rows as a template makes them: loss on the reply and on what ends it, not on the line end behind."""
+    chance = random.Random(0)
+    rows = []
+    for number in range(count):
+        asked, said = ([chance.randrange(30) for _ in range(chance.randint(2, 6))] for _ in range(2))
+        ids = [BOS, USER, *asked, END, NEWLINE, ASSISTANT, *said, END, NEWLINE]
+        mask = [0] * (len(asked) + 5) + [1] * (len(said) + 1) + [0]
+        rows.append(eagle3_runs.Row(f"{number}", ids, mask))
+    return rows
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def foreign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of twelve chats, from which all that this project adds was removed."""
+    folder, samples = tmp_path_factory.mktemp("made") / "c", Samples.of_rows(chats())
+    eagle3_runs.run(folder, samples=samples, given=eagle3_runs.plan(samples, **FORMS[request.param]))
+    shutil.rmtree(folder / "sidecar")
+    (folder / "meta.json").unlink()
+    return folder
+
+
+@pytest.fixture
+def cache(foreign: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return copy_of(foreign, tmp_path)
+
+
+def small(load: Any = eagle3_runs.load) -> Target:
+    """Return a target of which nothing is known but its name."""
+    return Target({"name": "small"}, load, {"device": "cpu", "threads": 1, "compute_dtype": "fp32"})
+
+
+def rewrite(cache: Path, change: Callable[[Tensors, int], None]) -> None:
+    """Change each sample's tensors; `change` takes them and the number of its tokens."""
+    for shard in range(3):
+        tensors = load_file(shard_path(cache, shard))
+        for row in range(len(tensors["input_ids"])):
+            change({name: tensor[row] for name, tensor in tensors.items()}, int(tensors["attention_mask"][row].sum()))
+        save_file(tensors, shard_path(cache, shard))
+
+
+def change_manifest(cache: Path, **changed: Any) -> None:
+    manifest = json.loads((cache / "manifest.json").read_text()) | changed
+    (cache / "manifest.json").write_text(json.dumps({key: value for key, value in manifest.items() if value}))
+
+
+def test_a_good_one_passes_without_its_first_tokens(foreign: Path) -> None:
+    assert BOS not in {token for row in chats() for token in row.input_ids[1:]}
+    assert recomputed(foreign, small(), k=12) == GOOD
+
+
+@pytest.mark.parametrize("layers", [[0, 2, 3], [2, 4, 5], [3, 1, 4]])
+def test_other_layers_are_found(cache: Path, layers: list[int]) -> None:
+    change_manifest(cache, aux_layer_ids=layers)
+    problems = recomputed(cache, small(), k=3).problems
+    assert problems and all("slot" in problem and "sample" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("names", [["loss_mask"], ["loss_mask", "position_mask"]])
+def test_a_mask_that_is_not_shifted_is_found(cache: Path, names: list[str]) -> None:
+    def unshift(tensors: Tensors, _: int) -> None:
+        for name in names:
+            tensors[name][1:] = tensors[name][:-1].clone()
+            tensors[name][0] = 0
+
+    rewrite(cache, unshift)
+    assert verify(cache, names=["complete", "finite"])["complete"].problems == []
+    assert any("loss_mask is not shifted" in problem for problem in recomputed(cache, small(), k=12).problems)
+
+
+def test_a_mask_with_loss_behind_the_last_token_is_found_without_the_target(cache: Path) -> None:
+    rewrite(cache, lambda tensors, length: tensors["loss_mask"][length - 1].fill_(1) and None)
+    assert any("loss_mask is 1 at slot" in problem for problem in verify(cache)["distribution"].problems)
+
+
+def shuffled_within(tensors: Tensors, length: int) -> None:
+    order = torch.randperm(length - 1, generator=torch.Generator().manual_seed(0))
+    tensors["input_ids"][: length - 1] = tensors["input_ids"][order]
+
+
+def test_ids_that_are_not_those_of_the_states_are_found(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "between").mkdir()
+    between = copy_of(cache, tmp_path / "between")
+    rewrite(cache, shuffled_within)
+    tensors = load_file(shard_path(between, 0))
+    for name in ("input_ids", "attention_mask", "loss_mask", "position_mask"):
+        tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, shard_path(between, 0))
+    for wrong in (cache, between):
+        problems = recomputed(wrong, small(), k=12).problems
+        assert any("is not what the target gives" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("column", [0, 3])
+def test_an_id_that_the_target_does_not_have_and_another_vocabulary_are_told(cache: Path, column: int) -> None:
+    rewrite(cache, lambda tensors, _: tensors["input_ids"][column].fill_(40) and None)
+    assert any("expected 0 to 39" in problem for problem in recomputed(cache, small(), k=12).problems)
+    change_manifest(cache, target_vocab_size=41)
+    assert any("target_vocab_size is 41" in problem for problem in recomputed(cache, small(), k=1).problems)
+
+
+def test_another_target_is_found(foreign: Path) -> None:
+    problems = recomputed(foreign, small(lambda device: eagle3_runs.load(device, seed=1)), k=2).problems
+    assert any("target_embeddings" in problem for problem in problems)
+    assert any("no token of the target gives" in problem for problem in problems)
+
+
+def test_a_cache_that_was_computed_in_another_precision_passes(foreign: Path) -> None:
+    def rounded(device: torch.device) -> Any:
+        model = transformers.LlamaForCausalLM(eagle3_runs.load(device).config)
+        model.load_state_dict(eagle3_runs.load(device).state_dict())
+        return model.to(torch.bfloat16).requires_grad_(False).eval()
+
+    assert recomputed(foreign, small(rounded), k=12) == GOOD
+
+
+@pytest.mark.parametrize("foreign", ["dense"], indirect=True)
+def test_what_was_asked_for_and_cannot_be_checked_is_no_success(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    eagle3_runs.load(torch.device("cpu")).save_pretrained(tmp_path / "model")
+    command = ["verify", str(cache), "--target", str(tmp_path / "model"), "--device", "cpu"]
+    assert main(command) == 0
+    change_manifest(cache, aux_layer_ids=None)
+    capsys.readouterr()
+    assert main(command) == 1
+    assert "cannot be checked: manifest.json has no aux_layer_ids" in capsys.readouterr().out
+    assert main(command[:2]) == 0, "it was not asked for"

@@ -1,0 +1,224 @@
+"""What a rerun may continue: the same plan, or a folder whose receipts name it; all else is refused, unchanged."""
+
+import dataclasses
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import eagle3_runs as small
+from support.eagle3_runs import never, run, samples_of, times, whole_tree
+
+from niels_gpt.eagle3.cache import convert, verify
+from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.produce import producer
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.locks import file_lock
+
+
+def refused(cache: Path, text: str, **how: Any) -> CacheError:
+    """Assert that a run is refused, and that it changed nothing, the time of a file included; returns the error."""
+    before = whole_tree(cache), times(cache)
+    with pytest.raises(CacheError, match=text) as caught:
+        run(cache, load=never, **how)
+    assert (whole_tree(cache), times(cache)) == before
+    return caught.value
+
+
+def leave_unfinished(cache: Path) -> None:
+    (cache / "meta.json").unlink()
+    (cache / "shard-000001.safetensors").unlink()
+
+
+# --- another plan -----------------------------------------------------------------------------------------------------
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "manifest.aux_layer_ids": {"aux_layer_ids": [1, 2, 3]},
+    "manifest.dtype": {"dtype": "fp32"},
+    "manifest.target_model": {"target_model": "other"},
+    "target.config_sha256": {"target": {"config_sha256": "d" * 64}},
+    "tokenizer.sha256": {"tokenizer": {"sha256": "b" * 64}},
+    "source.limit": {"source": {"limit": 10}},
+    "run.threads": {"run": {"threads": 2}},
+    "run.torch": {"run": {"torch": "1.0"}},
+    "dropped.empty": {"dropped": {"empty": 3}},
+}
+
+
+@pytest.mark.parametrize("unfinished", [True, False])
+@pytest.mark.parametrize("field", CHANGES)
+def test_another_plan_is_refused_by_its_fields(cache: Path, field: str, unfinished: bool) -> None:
+    if unfinished:
+        leave_unfinished(cache)
+        (cache / "target_embeddings.safetensors").write_bytes(b"what is there")
+    given = small.plan(samples_of(), **CHANGES[field])
+    error = refused(cache, "does not match the current run", given=given, resume=True)
+    assert f"(mismatched fields: ['{field}'])" in error.found and "original settings" in error.remedy
+
+
+def test_all_fields_that_differ_are_named_in_order(cache: Path) -> None:
+    plan = small.plan(samples_of(), dtype="fp32", run={"threads": 2}, batch_size=1)
+    error = refused(cache, "mismatched fields", given=plan, resume=True)
+    fields = ["batches.batch_size", "batches.sha256", "manifest.dtype", "run.threads"]
+    values = "batches.batch_size: 3, now 1; manifest.dtype: 'bf16', now 'fp32'; run.threads: 1, now 2"
+    assert error.found.endswith(f"(mismatched fields: {fields}): {values}")  # what follows from these is left out
+
+
+def test_six_of_many_values_are_told(cache: Path) -> None:
+    plan = small.plan(samples_of(9), seq_length=32, dtype="fp32", run={"threads": 2, "torch": "1", "device": "cuda"})
+    plan = dataclasses.replace(plan, source={**plan.source, "limit": 9}, batch_size=2)
+    error = refused(cache, "mismatched fields", given=plan, resume=True)
+    assert error.found.count(", now ") == 6 and error.found.endswith("run.torch: None, now '1'; and 1 more")
+
+
+def test_the_limit_is_told_and_not_what_follows_from_it(cache: Path) -> None:
+    samples = samples_of(9)
+    plan = small.plan(samples, source={"limit": 9}, dropped={"empty": 1})
+    error = refused(cache, "'samples.count'", samples=samples, given=plan, resume=True)
+    assert error.found.endswith("): source.limit: None, now 9")
+
+
+def test_other_samples_are_refused(cache: Path) -> None:
+    rows = small.rows()
+    rows[3] = small.Row(rows[3].id, rows[3].input_ids, [1 - bit for bit in rows[3].loss_mask])
+    error = refused(cache, "samples.sha256", samples=Samples.of_rows(rows), resume=True)
+    assert "samples.supervised_tokens" in error.found and "ids_sha256" not in error.found
+
+
+def test_a_manifest_that_was_changed_since_is_refused(cache: Path) -> None:
+    convert(cache, 2)
+    error = refused(cache, "converted to version 2", resume=True)
+    assert "['manifest.format_version', 'manifest.target_probs_topk']" in error.found
+    assert error.remedy.endswith(f"python -m niels_gpt.eagle3 convert {cache} --format-version 1")
+    convert(cache, 1)
+    path = cache / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b"bf16", b"fp16"))
+    refused(cache, "manifest.dtype: 'fp16', now 'bf16'", resume=True)
+
+
+# --- what a run must not write into -----------------------------------------------------------------------------------
+
+
+def test_a_folder_that_holds_a_cache_is_refused_without_resume(cache: Path) -> None:
+    refused(cache, "already has shards.*--resume")
+    for shard in cache.glob("shard-*"):
+        shard.unlink()
+    refused(cache, "already has a plan.*--resume")
+    shutil.rmtree(cache / "sidecar")
+    refused(cache, "already has a manifest.*--resume")
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("name", ["meta.json", "train.bin", "meta.json/keep", "sidecar/notes.txt", "sidecar"])
+def test_a_folder_with_anything_of_others_is_refused(tmp_path: Path, name: str, resume: bool) -> None:
+    path = tmp_path / "c" / name
+    path.parent.mkdir(parents=True)
+    path.write_text('{"kind": "sft"}')
+    refused(tmp_path / "c", rf"holds a file .*\(such as {re.escape(name.removesuffix('/keep'))}\)", resume=resume)
+    if "/" not in name:
+        (tmp_path / "c" / "x").touch()
+        refused(tmp_path / "c", "holds 2 files", resume=resume)
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c").write_bytes(b"x")
+    with pytest.raises(CacheError, match="c: is no folder"):
+        run(tmp_path / "c", load=never)
+    assert (tmp_path / "c").read_bytes() == b"x"
+
+
+def test_the_meta_json_of_another_cache_is_never_removed(cache: Path, tmp_path: Path) -> None:
+    meta = cache / "meta.json"
+    meta.write_text('{"kind": "sft"}')
+    refused(cache, r"meta\.json: kind 'sft', expected 'eagle3'", resume=True)
+    meta.unlink()
+    meta.mkdir()
+    refused(cache, r"meta\.json: not a regular file", resume=True)
+    meta.rmdir()
+    meta.symlink_to(tmp_path / "elsewhere")
+    refused(cache, r"meta\.json: a symbolic link", resume=True)
+
+
+def test_a_shard_that_the_plan_does_not_have_is_refused(cache: Path) -> None:
+    shutil.copy(cache / "shard-000001.safetensors", cache / "shard-000003.safetensors")
+    refused(cache, r"shard-000003\.safetensors: the plan has 3 shards", resume=True)
+
+
+def test_a_folder_in_which_somebody_works_is_refused(cache: Path) -> None:
+    (cache / "meta.json").unlink()
+    with file_lock(cache / "sidecar" / "lock", "x", wait=False):
+        refused(cache, r"c: is being written by user .*, host .*, pid \d+", resume=True)
+    run(cache, resume=True)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_that_was_overtaken_sees_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool) -> None:
+    @contextmanager
+    def late(*arguments: Any, **how: Any) -> Iterator[None]:
+        monkeypatch.setattr(producer, "file_lock", file_lock)
+        run(tmp_path / "c")
+        with file_lock(*arguments, **how):
+            yield
+
+    monkeypatch.setattr(producer, "file_lock", late)
+    if resume:
+        assert run(tmp_path / "c", resume=True).shards == 0
+    else:
+        with pytest.raises(CacheError, match="already has shards"):
+            run(tmp_path / "c")
+    assert verify(str(tmp_path / "c")) == []
+
+
+# --- without a plan ---------------------------------------------------------------------------------------------------
+
+LOSSES: dict[str, Any] = {
+    "lost": lambda path: path.unlink(),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-9]),
+    "empty": lambda path: path.write_bytes(b""),
+    "changed": lambda path: path.write_bytes(path.read_bytes().replace(b'"threads": 1', b'"threads": 7')),
+}
+
+
+@pytest.mark.parametrize("unfinished", [True, False])
+@pytest.mark.parametrize("how", LOSSES)
+def test_a_plan_that_is_lost_or_damaged_is_written_again_where_the_shards_are_of_it(
+    cache: Path, whole: dict[str, bytes], how: str, unfinished: bool
+) -> None:
+    if unfinished:
+        leave_unfinished(cache)
+    LOSSES[how](cache / "sidecar" / "plan.json")
+    if how != "changed":
+        given = small.plan(samples_of(), dtype="fp32")
+        error = refused(cache, "these settings give another plan", given=given, resume=True)
+        assert "original settings" in error.remedy
+        assert ("plan.json is missing" if how == "lost" else "plan.json is damaged") in error.found
+    made = run(cache, resume=True, load=small.load if unfinished else never).shards
+    assert whole_tree(cache) == whole and made == unfinished
+
+
+def test_finished_shards_are_not_made_again_by_settings_of_a_plan_that_was_changed(
+    cache: Path, whole: dict[str, bytes]
+) -> None:
+    LOSSES["changed"](cache / "sidecar" / "plan.json")
+    changed = small.plan(samples_of(), run={"threads": 7})
+    refused(cache, r"damaged \(its shards name another plan\).*original settings", given=changed, resume=True)
+    assert run(cache, resume=True, load=never).shards == 0 and whole_tree(cache) == whole
+
+
+def test_a_damaged_plan_without_any_shard_is_refused(tmp_path: Path) -> None:
+    cache = tmp_path / "c"
+    (cache / "sidecar").mkdir(parents=True)
+    (cache / "sidecar" / "plan.json").write_bytes(b"{")
+    refused(cache, r"its sidecar/plan\.json is damaged \(.*\), and nothing else names", resume=True)
+    refused(cache, "already has a plan.*--resume")
+
+
+def test_a_cache_of_another_tool_is_not_continued(cache: Path) -> None:
+    (cache / "meta.json").unlink()
+    shutil.rmtree(cache / "sidecar")
+    refused(cache, r"it has no sidecar/plan\.json: another tool wrote it", resume=True)
+    (cache / "manifest.json").unlink()
+    refused(cache, "its manifest is missing", resume=True)

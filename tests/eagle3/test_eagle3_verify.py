@@ -1,0 +1,406 @@
+"""Every damage of an EAGLE-3 cache is named with its shard, its sample and what was expected; a good one passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import eagle3_runs
+from support.eagle3_damage import FORMS, copy_of, flip_bit, put, stored
+
+from niels_gpt.eagle3.cache import verify as verify_checksums
+from niels_gpt.eagle3.cache import write_manifest, write_target_embeddings
+from niels_gpt.eagle3.format.layout import shard_path
+from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.inspect.checks import CHECKS, RECOMPUTED
+from niels_gpt.eagle3.inspect.row_checks import tolerance
+from niels_gpt.eagle3.inspect.show import slot_rows, summary
+from niels_gpt.eagle3.inspect.stats import stats
+from niels_gpt.eagle3.inspect.verify import verify
+from niels_gpt.storage.checks import Verdict
+from niels_gpt.storage.errors import CacheError
+
+GOOD = Verdict([])
+VERIFIED = [name for name in CHECKS if name != RECOMPUTED]
+BEHIND = "Run the same precompute command with --resume"
+Copy = Callable[..., Path]
+
+
+@pytest.fixture
+def copied(eagle3_caches: dict[str, Path], tmp_path: Path) -> Copy:
+    """Gives a copy of a cache to damage."""
+    return lambda form="dense": copy_of(eagle3_caches[form], tmp_path)
+
+
+def problems(cache: Path, name: str) -> list[str]:
+    """Return what one check finds."""
+    return verify(cache, names=[name])[name].problems
+
+
+def every_problem(verdicts: dict[str, Verdict]) -> list[str]:
+    """Return the problems of all checks."""
+    return [problem for verdict in verdicts.values() for problem in verdict.problems]
+
+
+# --- a good cache -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_good_cache_passes_every_check(eagle3_caches: dict[str, Path], tmp_path: Path, form: str) -> None:
+    seen: list[tuple[int, int, int | None]] = []
+    (tmp_path / "link").symlink_to(eagle3_caches[form])
+    verdicts = verify(tmp_path / "link", progress=lambda *given: seen.append(given))
+    assert verdicts == dict.fromkeys(VERIFIED, GOOD)
+    assert [*VERIFIED, RECOMPUTED] == list(CHECKS)
+    (total,) = {total for _, _, total in seen}
+    assert seen == sorted(seen)
+    assert total is not None and 0.9 * total < seen[-1][1] <= total
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_what_rounding_does_to_a_distribution_is_no_damage(tmp_path: Path, dtype: str) -> None:
+    samples = Samples.of_rows(eagle3_runs.rows(3))
+    eagle3_runs.run(tmp_path / "c", samples=samples, given=eagle3_runs.plan(samples, dtype=dtype))
+    assert verify(tmp_path / "c", names=["distribution"]) == {"distribution": GOOD}
+
+
+def test_the_tolerance_of_a_sum_holds_for_the_worst_of_many_distributions() -> None:
+    chance = torch.Generator().manual_seed(0)
+    for sharpness in (0.1, 1.0, 10.0):
+        probs = torch.softmax(sharpness * torch.randn(60, 32_000, generator=chance), -1)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            off = (probs.to(dtype).sum(-1, dtype=torch.float32) - 1).abs().max()
+            assert off < tolerance(dtype, 32_000) < 0.01
+
+
+def test_the_names_of_samples_are_not_read_where_nothing_is_wrong(
+    eagle3_caches: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Samples, "open", lambda folder: pytest.fail("the samples were read"))
+    names = ["checksums", "finite", "distribution"]
+    assert verify(eagle3_caches["dense"], names=names) == dict.fromkeys(names, GOOD)
+
+
+# --- changed bytes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("field", ["input_ids", "aux_hidden_states", "position_mask", "target_probs"])
+def test_one_flipped_bit_is_told_with_its_shard_and_sample(copied: Copy, form: str, field: str) -> None:
+    cache = copied(form)
+    name = "target_probs_indices" if form == "topk" and field == "target_probs" else field
+    stored(cache, 1, name)[2, 0, 0] ^= 1
+    (found,) = problems(cache, "checksums")
+    assert found.startswith(f"{cache}/shard-000001.safetensors: sample 2 of the shard: ")
+    assert "It is sample 6 ('chat\\n6')" in found and f"Remove the file. {BEHIND}" in found
+    assert len(verify_checksums(cache)) == 1, "the public function of the format reports it too"
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "target_embeddings.safetensors", "sidecar/ids.txt"])
+def test_a_change_in_any_other_file_is_told_too(copied: Copy, name: str) -> None:
+    cache = copied()
+    if name == "manifest.json":  # a flipped bit would make it no JSON, or another number
+        (cache / name).write_bytes((cache / name).read_bytes().replace(b'"small"', b'"smell"'))
+    else:
+        flip_bit(cache / name, -3)
+    assert any(problem.startswith(f"{cache}/{name}: sha256 ") for problem in problems(cache, "checksums"))
+
+
+def test_a_changed_meta_is_told_by_its_own_checksum(copied: Copy) -> None:
+    cache = copied()
+    meta = (cache / "meta.json").read_text()
+    (cache / "meta.json").write_text(meta.replace('"positions": ', '"positions": 1'))
+    assert any("meta_crc32" in problem for problem in problems(cache, "checksums"))
+    (cache / "meta.json").write_text(meta.replace('"content_sha256": "', '"content_sha256": "0'))
+    assert any("content_sha256 is '0" in problem for problem in problems(cache, "checksums"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_any_changed_byte_of_any_file_is_told_and_nothing_else_is_raised(copied: Copy, form: str) -> None:
+    cache, chance = copied(form), random.Random(form)
+    files = sorted(path for path in cache.rglob("*") if path.is_file() and path.stat().st_size)
+    for number in range(30):
+        path = chance.choice(files)
+        content = path.read_bytes()
+        at = chance.randrange(min(len(content), 2000))  # headers, counts and ids more often than hidden states
+        rest = b"" if number % 5 == 0 else bytes([content[at] ^ 1 << number % 8]) + content[at + 1 :]
+        path.write_bytes(content[:at] + rest)
+        is_told = False
+        for look in (verify, stats, summary, lambda cache: slot_rows(cache, 5)):
+            try:
+                found = look(cache)
+                is_told |= look is verify and any(verdict.problems for verdict in found.values())
+            except (CacheError, FileNotFoundError):
+                is_told |= look is verify
+        assert is_told, (path, at)
+        path.write_bytes(content)
+
+
+# --- wrong values -----------------------------------------------------------------------------------------------------
+
+
+def not_finite(cache: Path, value: float) -> None:
+    put(cache, "aux_hidden_states", 5, 1, eagle3_runs.HIDDEN + 2, value)
+    put(cache, "aux_hidden_states", 5, 3, 0, value)
+    put(cache, "target_probs", 8, 0, 3, value)
+
+
+def nan_embedding(cache: Path) -> None:
+    weight = torch.zeros(eagle3_runs.VOCAB, eagle3_runs.HIDDEN)
+    weight[7, 3] = torch.nan
+    write_target_embeddings(cache, weight)
+
+
+def changed_id(cache: Path, field: str) -> None:
+    was = int(stored(cache, 0, field)[1, 4, :8].view(np.int64)[0])
+    put(cache, field, 1, 4, 0, was + 1 if field == "input_ids" else 1 - was)
+
+
+def no_top_k(cache: Path) -> None:
+    put(cache, "target_probs_indices", 1, 0, 1, 12)
+    twice = stored(cache, 0, "target_probs_indices")[1, 2]
+    twice[4:8] = twice[:4]
+    values = stored(cache, 0, "target_probs_values")[1, 5]
+    values[:] = values.view(np.uint16)[::-1].copy().view(np.uint8)
+
+
+SAMPLE_1 = r"/shard-000000.safetensors: sample 1 \('chat\\n1'\): "
+SAMPLE_5 = r"/shard-000001.safetensors: sample 5 \('chat\\n5'\): aux_hidden_states of block 3 is "
+WRONG_VALUES: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
+    "an embedding that is not finite": (
+        "finite",
+        nan_embedding,
+        ["/target_embeddings.safetensors: the embedding of token 7 is not finite"],
+    ),
+    "other samples beside the shards": (
+        "ids_match",
+        lambda cache: Samples.of_rows(eagle3_runs.rows(10, seed=3)).write(cache / "sidecar"),
+        ["/sidecar/samples.safetensors: sha256 .*not the rows that the target was run on"],
+    ),
+    "a sum above 1": (
+        "distribution",
+        lambda cache: put(cache, "target_probs", 1, 6, 2, 0.9),
+        [f"{SAMPLE_1}probabilities sum to .* at slot 6, expected 1 within"],
+    ),
+    "a negative probability": (
+        "distribution",
+        lambda cache: put(cache, "target_probs", 1, 6, 2, -0.5),
+        [f"{SAMPLE_1}a probability is -0.5 at slot 6", "probabilities sum to "],
+    ),
+    "a top k that is none": (
+        "distribution",
+        no_top_k,
+        ["id 12 at slot 0, expected 0 to 11", "id is there twice at slot 2", "target_probs_values rise at slot 5"],
+    ),
+}
+for value in ("nan", "inf", "-inf"):
+    WRONG_VALUES[f"a number that is {value}"] = (
+        "finite",
+        partial(not_finite, value=float(value)),
+        [
+            f"{SAMPLE_5}{value} at slot 1, column 18.*2 slots",
+            f"shard-000002.*sample 8.*target_probs is {value} at slot 0",
+        ],
+    )
+for field in ("input_ids", "attention_mask", "loss_mask"):
+    expected = f"{SAMPLE_1}{field} is .* at slot 4, expected .* by sidecar.*wrong in 1 slot"
+    WRONG_VALUES[f"{field} that is not the source's"] = ("ids_match", partial(changed_id, field=field), [expected])
+
+
+@pytest.mark.parametrize("name", WRONG_VALUES)
+def test_a_wrong_value_is_told_with_sample_slot_and_what_was_expected(copied: Copy, name: str) -> None:
+    check, damage, expected = WRONG_VALUES[name]
+    cache = copied("topk" if "top k" in name else "dense")
+    damage(cache)
+    found = problems(cache, check)
+    assert len(found) == len(expected) or "other samples" in name  # every id differs then
+    for problem, pattern in zip(found, expected, strict=False):
+        assert problem.startswith(f"{cache}/") and re.search(pattern, problem)
+
+
+def test_a_position_without_loss_and_numbers_behind_the_tokens_are_told(copied: Copy) -> None:
+    cache = copied()
+    lengths = [len(Samples.open(cache / "sidecar").row(number)[0]) for number in range(10)]
+    sample = next(number for number in range(10) if lengths[number] < eagle3_runs.LENGTH)
+    end = lengths[sample]
+    put(cache, "position_mask", sample, end - 1, 0, True)
+    put(cache, "aux_hidden_states", sample, end, 5, 0.5)
+    position, padding = problems(cache, "distribution")
+    assert f"position_mask is true at slot {end - 1} where loss_mask is 0" in position
+    assert f"aux_hidden_states is not zero at slot {end}, expected zeros after its {end} tokens" in padding
+
+
+def test_many_problems_end_with_and_more(tmp_path: Path) -> None:
+    samples = Samples.of_rows(eagle3_runs.rows(22))
+    eagle3_runs.run(tmp_path / "c", samples=samples, given=eagle3_runs.plan(samples))
+    for shard in range(6):
+        stored(tmp_path / "c", shard, "loss_mask")[:, 0, 0] ^= 2
+    found = problems(tmp_path / "c", "ids_match")
+    assert len(found) == 21 and found[-1] == "... and more"
+
+
+# --- files that do not fit --------------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_or_too_much_is_told(copied: Copy) -> None:
+    cache = copied()
+    Path(shard_path(cache, 1)).rename(shard_path(cache, 7))
+    missing, strange = problems(cache, "complete")
+    expected = f"{shard_path(cache, 1)}: no such file, expected 3 shards of 10 samples by manifest.json. "
+    assert missing == f"{expected}{BEHIND}, or materialize eagle3/targets again"
+    assert strange.startswith(f"{shard_path(cache, 7)}: a shard too many, expected 3 shards")
+    (cache / "meta.json").unlink()
+    assert "production has not finished" in problems(cache, "complete")[0]
+
+
+def test_a_short_shard_in_the_middle_is_told(copied: Copy) -> None:
+    cache = copied()
+    shutil.copyfile(shard_path(cache, 2), shard_path(cache, 1))
+    (found,) = problems(cache, "complete")
+    assert "shard-000001.safetensors: 2 samples, expected 4 of the manifest's 10" in found
+    assert all(problems(cache, name) for name in ("checksums", "finite", "ids_match", "distribution"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"dtype": "fp16"}, "aux_hidden_states is bfloat16 [24, 48], expected float16 [24, 48]"),
+        ({"seq_length": 25}, "input_ids is int64 [24], expected int64 [25]"),
+        ({"selected_token_ids": [0] * 12}, "12 ids, 1 different ones"),
+        ({"selected_token_ids": [*range(11), 40]}, "1 beyond the target's 40"),
+        ({"selected_token_ids": None}, "selected_token_ids is None, expected a list of 12"),
+        ({"aux_hidden_dim": 51}, "expected 40 rows of weight float32 [17]"),
+        ({"shard_size": 0}, "shard_size is 0, expected an integer of 1 or more"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_the_files_is_told(copied: Copy, changed: dict[str, Any], said: str) -> None:
+    cache = copied()
+    write_manifest(cache, {**json.loads((cache / "manifest.json").read_text()), **changed})
+    assert any(said in problem for problem in verify(cache)["complete"].problems), "whatever the other checks find"
+
+
+@pytest.mark.parametrize("text", [None, '{"format_version": 3}', '{"format_version": 1, "num_samples": "ten"}', "[]"])
+def test_without_a_manifest_that_can_be_read_there_is_no_cache(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises((CacheError, FileNotFoundError), match=r"manifest|format_version"):
+        verify(tmp_path)
+
+
+def test_an_unknown_check_is_refused(eagle3_caches: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match="no check 'speed', expected some of complete, checksums"):
+        verify(eagle3_caches["dense"], names=["speed"])
+
+
+@pytest.mark.parametrize("cut", [0, 5, 100, -1])
+def test_a_shard_that_is_cut_is_a_problem_of_every_check_that_reads_it(copied: Copy, cut: int) -> None:
+    cache = copied()
+    path = Path(shard_path(cache, 0))
+    path.write_bytes(path.read_bytes()[:cut])
+    for name, verdict in verify(cache).items():
+        assert len(verdict.problems) == 1 and str(path) in verdict.problems[0], name
+
+
+PARTS = [
+    *("meta.json", "target_embeddings.safetensors", "shard-000001.safetensors", "shard-000002.safetensors"),
+    *("sidecar/plan.json", "sidecar/batches.jsonl", "sidecar/samples.safetensors", "sidecar/ids.txt"),
+    *("sidecar/shard-000000.json", "sidecar/shard-000002.json", "sidecar/embeddings.json"),
+]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_missing_file_is_named_with_what_to_run(copied: Copy, name: str) -> None:
+    cache = copied()
+    (cache / name).unlink()
+    verdicts = verify(cache)
+    first = verdicts["complete"].problems[0]
+    assert first.startswith(f"{cache / name}: no such file")
+    assert not any("Errno" in problem or "no such file. Remove" in problem for problem in every_problem(verdicts))
+    assert all("--resume" in problem for problem in every_problem(verdicts))
+    assert name != "sidecar/plan.json" or f"{BEHIND}, which writes it again" in first
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["sidecar/plan.json", "meta.json"],
+        ["sidecar"],
+        [name for name in PARTS if name.endswith((".txt", ".jsonl", "samples.safetensors", "n.json", "a.json"))],
+        [name for name in PARTS if name.startswith("sidecar/") and "shard-" not in name] + ["meta.json"],
+    ],
+)
+def test_a_cache_of_which_much_is_gone_is_no_other_tools(copied: Copy, names: list[str]) -> None:
+    cache = copied()
+    for path in [cache / name for name in names]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    verdicts = verify(cache)
+    gone = [f"{cache / name}: no such file" for name in PARTS if not (cache / name).exists()]
+    assert gone and all(any(said.startswith(begin) for said in verdicts["complete"].problems) for begin in gone)
+    assert not any(verdict.note for verdict in verdicts.values())
+    assert verdicts["ids_match"].problems
+    assert "plan.json is missing" in dict(row[:2] for row in summary(cache))["sidecar"]
+
+
+def test_a_sidecar_of_nothing_but_the_lock_lacks_its_receipts(copied: Copy) -> None:
+    cache = copied()
+    for path in [cache / "meta.json", *(cache / "sidecar").iterdir()]:
+        path.unlink()
+    (cache / "sidecar" / "lock").touch()
+    verdicts = verify(cache)
+    receipts = [f"{cache}/sidecar/shard-{shard:06d}.json" for shard in range(3)]
+    assert [problem.split(":")[0] for problem in verdicts["complete"].problems] == receipts
+    assert len(verdicts["checksums"].problems) == 3
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
+@pytest.mark.parametrize("name", [*PARTS, "manifest.json"])
+def test_what_is_no_file_in_the_place_of_one_is_told_and_not_waited_for(copied: Copy, name: str, kind: str) -> None:
+    cache = copied()
+    path = cache / name
+    path.unlink()
+    if kind == "link":
+        path.symlink_to(cache / "nowhere")
+    else:
+        os.mkfifo(path) if kind == "pipe" else path.mkdir()
+    try:
+        assert any(str(path) in problem for problem in every_problem(verify(cache)))
+    except (CacheError, FileNotFoundError) as error:
+        assert name == "manifest.json" and str(path) in str(error)
+
+
+def test_a_damaged_list_of_names_is_read_once_and_told(copied: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, opened, read = copied(), [], Samples.open
+    (cache / "sidecar" / "ids.txt").write_bytes((cache / "sidecar" / "ids.txt").read_bytes()[:-3])
+    for sample in range(10):
+        put(cache, "aux_hidden_states", sample, 0, 0, torch.nan)
+    monkeypatch.setattr(Samples, "open", lambda folder, **how: (opened.append(folder), read(folder, **how))[1])
+    verdicts = verify(cache)
+    assert len(opened) == 1
+    (found,) = verdicts["ids_match"].problems
+    assert "not the samples of a cache" in found
+    assert len(verdicts["finite"].problems) == 10
+
+
+def test_files_that_do_not_belong_there_are_told(copied: Copy) -> None:
+    cache = copied()
+    names = (".shard-000001.safetensors.deadbeef.tmp", "sidecar/.ids.txt.deadbeef.tmp", "sidecar/notes")
+    for name in names:
+        (cache / name).write_bytes(b"x")
+    verdict = verify(cache)["complete"]
+    assert verdict.problems == [] and verdict.note is None
+    assert [remark.split(":")[0] for remark in verdict.remarks] == [f"{cache}/{name}" for name in names]
+    (cache / "sidecar" / "shard-000003.json").write_bytes(b"{}")
+    shutil.copy(shard_path(cache, 2), shard_path(cache, 3))
+    shard, receipt = verify(cache)["complete"].problems
+    assert shard.startswith(f"{shard_path(cache, 3)}: a shard too many, expected 3 shards of 10 samples")
+    assert receipt.startswith(f"{cache}/sidecar/shard-000003.json: a receipt too many")

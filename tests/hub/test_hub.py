@@ -1,0 +1,433 @@
+"""The hub: a dataset's card, one commit throughout, errors that no retry mends."""
+
+from __future__ import annotations
+
+import datetime
+import email.utils
+import logging
+import math
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import numbered_datasets
+from support.data_files import lines, write
+from support.hub_content import Fault
+from support.loopback_hub import LoopbackHub
+from support.numbered_datasets import number_of
+
+from niels_gpt.commands import cache as cli
+from niels_gpt.data.dolly import iter_dolly_sft
+from niels_gpt.data.wikitext import iter_wikitext
+from niels_gpt.hub import datasets as hub
+from niels_gpt.hub import retries
+
+FINEWEB = "HuggingFaceFW/fineweb-edu"
+DOLLY = "databricks/databricks-dolly-15k"
+
+
+def readme(**card: Any) -> dict[str, bytes]:
+    return {"README.md": numbered_datasets.readme(card)}
+
+
+def numbers(dataset_id: str = FINEWEB, *, config: str | None = "CC-MAIN-2024-10", **asked: Any) -> list[int]:
+    stream = hub.rows(dataset_id, config=config, split="train", **{"streaming": True, **asked})
+    return [number_of(row["text"]) for row in stream]
+
+
+def test_a_card_has_the_commit_the_licence_and_what_a_notice_needs(loopback_hub: LoopbackHub) -> None:
+    sha = loopback_hub.add(FINEWEB, readme(license="odc-by", pretty_name="FineWeb-Edu"))
+    assert hub.card_of(FINEWEB) == hub.Card(
+        revision=sha,
+        licence="odc-by",
+        attribution="FineWeb-Edu by HuggingFaceFW, https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu",
+    )
+
+
+@pytest.mark.parametrize(
+    ("card", "licence"),
+    [
+        ({"license": "odc-by"}, "odc-by"),
+        ({"license": ["cc-by-sa-3.0", "gfdl"]}, "cc-by-sa-3.0, gfdl"),
+        ({"license": "other", "license_name": "llama3"}, "llama3"),
+        ({"license": "other"}, "other"),
+        ({}, None),
+    ],
+)
+def test_the_licence_is_the_cards_and_without_a_title_the_attribution_names_the_id(
+    loopback_hub: LoopbackHub, card: dict[str, Any], licence: str | None
+) -> None:
+    sha = loopback_hub.add("a/b", readme(**card))
+    assert hub.card_of("a/b") == hub.Card(sha, licence, "a/b by a, https://huggingface.co/datasets/a/b")
+
+
+def test_a_branch_a_tag_and_a_commit_are_found(loopback_hub: LoopbackHub) -> None:
+    old = loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=3, start=100), ref="v1.4.0")
+    new = loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=3, start=200))
+    assert [hub.card_of(FINEWEB, revision=name).revision for name in ("main", "v1.4.0", old)] == [new, old, old]
+    assert numbers(revision="v1.4.0") == numbers(revision=old) == [100, 101, 102]
+    assert numbers(revision="main") == numbers() == [200, 201, 202]
+
+
+def test_a_given_commit_is_not_asked_for(loopback_hub: LoopbackHub) -> None:
+    sha = loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=3, start=300))
+    assert numbers(revision=sha) == [300, 301, 302]
+    assert f"/api/datasets/{FINEWEB}" not in [one.path for one in loopback_hub.requests]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("form", ["parquet", "jsonl", "jsonl.gz"])
+def test_rows_are_those_of_load_dataset_in_its_order(
+    loopback_hub: LoopbackHub, form: str, seed: int | None, streaming: bool
+) -> None:
+    import datasets
+
+    sha = loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(form=form, start=7_000))
+    asked = {"split": "train", "streaming": streaming, "revision": sha}
+    plain = datasets.load_dataset(FINEWEB, "CC-MAIN-2024-10", **asked)
+    if seed is not None:
+        plain = plain.shuffle(seed=seed, **({"buffer_size": 16} if streaming else {}))
+    ours = hub.rows(FINEWEB, config="CC-MAIN-2024-10", shuffle_seed=seed, shuffle_buffer=16, **asked)
+    assert list(ours) == list(plain)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_a_stream_stays_at_its_commit_while_main_moves(loopback_hub: LoopbackHub, seed: int | None) -> None:
+    start = 1_000 + 100 * (seed or 0)
+    loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=30, start=start))
+    stream = hub.rows(
+        FINEWEB, config="CC-MAIN-2024-10", split="train", streaming=True, shuffle_seed=seed, shuffle_buffer=4
+    )
+    got = [number_of(next(stream)["text"])]
+    loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=30, start=10_000 + start))
+    got += [number_of(row["text"]) for row in stream]
+    assert sorted(got) == list(range(start, start + 30))
+    assert min(numbers()) == 10_000 + start
+
+
+def test_a_second_reading_asks_for_the_commit_and_the_files_alone(loopback_hub: LoopbackHub) -> None:
+    sha = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=500))
+    first = list(iter_dolly_sft())
+    loopback_hub.requests.clear()
+    assert list(iter_dolly_sft()) == first
+    # datasets looks for these each time, and in dolly's repository there is none of them.
+    absent = {"databricks-dolly-15k.py", ".huggingface.yaml", "dataset_infos.json", "data"}
+    assert {one.path.rpartition("/")[2] for one in loopback_hub.asked(sha)} <= absent
+    assert [one.path for one in loopback_hub.asked("/api/") if sha not in one.path] == [f"/api/datasets/{DOLLY}"]
+
+
+def test_a_stream_is_opened_with_its_first_row(loopback_hub: LoopbackHub) -> None:
+    hub.rows("no/such", split="train", streaming=True)
+    assert not loopback_hub.requests
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_folder_that_is_named_like_the_dataset_is_not_read_in_its_place(
+    loopback_hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = 20_000 + 100 * streaming
+    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=4, start=start))
+    for name in ("train.jsonl", "databricks-dolly-15k.py"):
+        write(tmp_path / DOLLY / name, lines({"text": "Page number 1"}))
+    rows = hub.rows(DOLLY, split="train", streaming=streaming)
+    assert [number_of(row["instruction"]) for row in rows] == list(range(start, start + 4))
+
+
+def test_a_snapshot_can_be_taken_into_the_current_directory(
+    loopback_hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=21_000))
+    assert cli.main(["snapshot", "dolly15k", "."]) == 0
+    monkeypatch.chdir("/")
+    assert list(iter_dolly_sft(split="all", source_root=tmp_path)) == list(iter_dolly_sft(split="all"))
+
+
+@pytest.mark.parametrize("name", ["./mine", "~/mine", "{tmp_path}/mine"])
+def test_a_local_folder_begins_with_a_dot_a_tilde_or_a_slash_and_needs_no_hub(
+    loopback_hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "mine" / "train.jsonl", lines({"text": "Page number 1"}, {"text": "Page number 2"}))
+    assert numbers(name.format(tmp_path=tmp_path), config=None) == [1, 2]
+    assert not loopback_hub.requests
+
+
+def test_a_folder_without_a_dot_is_told_of_the_dot(
+    loopback_hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("data/mine", "my/data/mine"):
+        (tmp_path / name).mkdir(parents=True)
+        with pytest.raises(ValueError, match=f"check the name at .*; for the folder here write ./{name}"):
+            numbers(name, config=None)
+
+
+# What no later attempt mends.
+
+
+def test_a_missing_dataset_says_so_at_once(loopback_hub: LoopbackHub) -> None:
+    with pytest.raises(ValueError, match=r"no/such.*Repository not found.*check the name.*hf auth login"):
+        hub.card_of("no/such")
+    with pytest.raises(ValueError, match=r"the train split of no/such|the commit of no/such"):
+        numbers("no/such")
+    assert len(loopback_hub.requests) == 2
+
+
+def test_a_private_dataset_looks_like_a_missing_one_and_the_remedy_says_so(loopback_hub: LoopbackHub) -> None:
+    sha = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=3, start=600), private=True)
+    with pytest.raises(ValueError, match=r"Repository not found.*for a private one run `hf auth login`"):
+        numbers(DOLLY, config=None)
+    with pytest.raises(ValueError, match=r"for a private one run `hf auth login`"):
+        numbers(DOLLY, config=None, revision=sha)
+
+
+def test_a_missing_revision_is_named_with_where_to_look(loopback_hub: LoopbackHub) -> None:
+    loopback_hub.add("a/b", readme(license="mit"))
+    with pytest.raises(ValueError, match=r"a/b at v9.*Invalid rev id: v9.*https://huggingface.co/datasets/a/b/commits"):
+        hub.card_of("a/b", revision="v9")
+    with pytest.raises(ValueError, match=r"the hub|use a commit, branch or tag"):
+        numbers("a/b", config=None, revision="0" * 40)
+
+
+def test_a_missing_config_lists_those_there_are(loopback_hub: LoopbackHub) -> None:
+    loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=3, start=700))
+    with pytest.raises(ValueError, match=r"config CC-MAIN-1999-01: .*CC-MAIN-2024-10.*CC-MAIN-2024-18") as caught:
+        numbers(config="CC-MAIN-1999-01")
+    assert "auth" not in str(caught.value)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_missing_split_lists_those_there_are(loopback_hub: LoopbackHub, streaming: bool) -> None:
+    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=3, start=800))
+    with pytest.raises(ValueError, match=r"the validation split of databricks/.*\['train'\]"):
+        list(hub.rows(DOLLY, split="validation", streaming=streaming))
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_gated_dataset_says_where_its_terms_are(loopback_hub: LoopbackHub, streaming: bool) -> None:
+    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=3, start=900 + streaming), gated=True)
+    terms = f"accept its terms at https://huggingface.co/datasets/{DOLLY}, then run `hf auth login`"
+    with pytest.raises(ValueError, match=f"is restricted.*{terms}"):
+        numbers(DOLLY, config=None, streaming=streaming)
+    assert len(loopback_hub.asked("README.md")) == 1  # not asked again
+
+
+def test_a_dataset_without_data_says_so(loopback_hub: LoopbackHub) -> None:
+    loopback_hub.add("a/b", {"README.md": b"nothing here\n"})
+    with pytest.raises(ValueError, match=r"the train split of a/b"):
+        numbers("a/b", config=None)
+
+
+def test_offline_mode_is_named_with_its_variable(loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConnectionError, match=r"unset HF_HUB_OFFLINE"):
+        hub.card_of("a/b")
+
+
+# What a later attempt may mend.
+
+
+def test_without_a_network_the_error_says_what_works_instead() -> None:
+    with pytest.raises(ConnectionError, match=r"a/b at main: 4 attempts.*ConnectError.*--source-root sample"):
+        hub.card_of("a/b")
+
+
+def test_each_retry_is_logged(loopback_hub: LoopbackHub, caplog: pytest.LogCaptureFixture) -> None:
+    loopback_hub.add("a/b", readme(license="mit"))
+    loopback_hub.fail("a/b", status=503, times=2)
+    with caplog.at_level(logging.WARNING, logger="niels_gpt"):
+        assert hub.card_of("a/b").licence == "mit"
+    said = [one.getMessage() for one in caplog.records if one.name == retries.__name__]
+    assert [one.split(" failed")[0] for one in said] == [
+        "the commit of a/b at main: attempt 1 of 4",
+        "the commit of a/b at main: attempt 2 of 4",
+    ]
+    assert all("503 Service Unavailable" in one and "again in" in one for one in said)
+
+
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the list that the seconds of each wait are written to, instead of waiting."""
+    seconds: list[float] = []
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 1.0)
+    monkeypatch.setattr("niels_gpt.hub.retries.time.sleep", seconds.append)
+    return seconds
+
+
+def test_waits_grow_up_to_a_bound(loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = waits(monkeypatch)
+    monkeypatch.setattr(retries, "ASK_ATTEMPTS", retries.STREAM_ATTEMPTS)
+    loopback_hub.fail("a/b", times=math.inf)
+    with pytest.raises(ConnectionError, match="9 attempts"):
+        hub.card_of("a/b")
+    assert seconds == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+def in_seconds(seconds: float, zone: str) -> str:
+    """Give a moment as an HTTP date."""
+    when = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=seconds)
+    return email.utils.format_datetime(when).replace("+0000", zone)
+
+
+@pytest.mark.parametrize(
+    ("fault", "seconds"),
+    [
+        ({"status": 429, "retry_after": 300}, 300),
+        ({"status": 503, "retry_after": 300}, 300),
+        ({"status": 429, "until": (300, "GMT")}, 300),
+        ({"status": 503, "until": (300, "-0000")}, 300),
+        ({"status": 429, "rate_limit": '"api";r=0;t=55'}, 56),  # one second more, as the library does
+        ({"status": 429, "rate_limit": '"api";r=0;t=55', "retry_after": 300}, 56),
+        ({"status": 429, "rate_limit": '"api";r=7;t=55', "retry_after": 300}, 300),  # another limit than this
+        ({"status": 503, "rate_limit": '"api";r=0;t=55'}, 1),  # our own wait
+        ({"status": 429, "until": (-300, "GMT")}, 1),
+        ({"status": 429, "retry_after": 0}, 1),
+        ({"status": 429, "retry_after": "soon"}, 1),
+        ({"status": 429}, 1),
+    ],
+    ids=str,
+)
+def test_the_hub_is_left_alone_for_as_long_as_it_asks(
+    loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any], seconds: float
+) -> None:
+    waited = waits(monkeypatch)
+    loopback_hub.add("a/b", readme(license="mit"))
+    given = {key: value for key, value in fault.items() if key != "until"}
+    if "until" in fault:
+        given["retry_after"] = in_seconds(*fault["until"])  # from now: the tests before this one may take minutes
+    loopback_hub.fail("a/b", **given)
+    hub.card_of("a/b")
+    assert waited == [pytest.approx(seconds, abs=60 if "until" in fault else 0)]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize(("page", "times"), [("README.md", 7), ("00001-of", 1)])  # the library asks 7 times by itself
+def test_the_wish_is_seen_under_the_errors_of_the_libraries(
+    loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, page: str, times: int, streaming: bool
+) -> None:
+    waited = waits(monkeypatch)
+    dataset_id = f"a/wish-{streaming}-{times}"  # of which the library has no older commit to offer
+    loopback_hub.add(dataset_id, numbered_datasets.dolly(rows=40))
+    ordered = loopback_hub.fail(page, status=429, retry_after=77, times=times)
+    assert len(list(hub.rows(dataset_id, split="train", streaming=streaming))) == 40
+    assert ordered.times == 0
+    assert waited[-1] == 77
+
+
+def test_a_retry_after_beyond_reason_is_an_error_with_the_time(
+    loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = waits(monkeypatch)
+    loopback_hub.fail("a/b", status=429, retry_after=7_200)
+    with pytest.raises(ConnectionError, match=r"1 attempts.*asks to wait 7200 s"):
+        hub.card_of("a/b")
+    assert waited == []
+
+
+class Breaking:
+    """Rows 0 to 9; each time it is read, it breaks before the next of the given rows."""
+
+    def __init__(self, errors: dict[int, Exception]) -> None:
+        self.errors = errors
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for number in range(10):
+            if number in self.errors:
+                raise self.errors.pop(number)
+            yield {"number": number}
+
+
+@pytest.mark.parametrize(
+    "name", ["ReadTimeout", "ConnectError", "RemoteProtocolError", "gaierror", "FileNotFoundError"]
+)
+def test_a_stream_that_breaks_goes_on_after_the_last_row(name: str) -> None:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    client = sys.modules[HfHubHTTPError.__bases__[0].__module__.split(".")[0]]  # httpx or its successor
+    kind = {"gaierror": socket.gaierror, "FileNotFoundError": FileNotFoundError}.get(name) or getattr(client, name)
+    found = Breaking({number: kind("cut") for number in range(10)})  # more than STREAM_ATTEMPTS of them
+    assert [row["number"] for row in hub._all_of(found, "the rows", "a/b")] == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (lambda hub: hub.foreign("a/b", times=math.inf), "JSONDecodeError"),
+        (lambda hub: hub.end_early("a/b", after=60, times=math.inf), "JSONDecodeError"),
+        (lambda hub: hub.end_early("a/b", after=0, times=math.inf), "JSONDecodeError"),
+        (lambda hub: hub.fail("a/b", status=200, times=math.inf), "KeyError: 'id'"),
+    ],
+    ids=["a web page", "half an answer", "nothing", "JSON of something else"],
+)
+def test_an_answer_of_something_else_is_asked_for_again_and_named(
+    loopback_hub: LoopbackHub, fault: Callable[[LoopbackHub], Fault], reason: str
+) -> None:
+    sha = loopback_hub.add("a/b", readme(license="mit"))
+    ordered = fault(loopback_hub)
+    with pytest.raises(
+        ConnectionError, match=rf"commit of a/b at main: 4 attempts.*not the hub's \({reason}.*a proxy or a login page"
+    ):
+        hub.card_of("a/b")
+    ordered.times = 2
+    assert hub.card_of("a/b").revision == sha
+
+
+def test_a_hub_that_names_no_commit_is_not_believed(loopback_hub: LoopbackHub) -> None:
+    loopback_hub.add("a/b", readme(license="mit"))
+    repository = loopback_hub.repositories["a/b"]
+    repository.commits[""], repository.refs["main"] = {}, ""
+    with pytest.raises(ConnectionError, match=r"4 attempts .*the hub answered without a commit sha"):
+        hub.card_of("a/b")
+
+
+def test_a_client_that_another_thread_has_closed_is_a_passing_failure() -> None:
+    from huggingface_hub.utils import close_session, get_session
+
+    client = get_session()
+    close_session()
+    with pytest.raises(RuntimeError, match="client has been closed") as caught:
+        client.get(hub.SITE)
+    assert retries.may_pass(caught.value)
+
+
+def test_an_error_of_the_data_is_not_retried() -> None:
+    found = Breaking({3: ArithmeticError("a row that nobody can decode"), 4: ArithmeticError("never reached")})
+    with pytest.raises(ArithmeticError, match="nobody can decode"):
+        list(hub._all_of(found, "the rows", "a/b"))
+    with pytest.raises(KeyError, match="a column"):
+        list(hub._all_of(Breaking({3: KeyError("a column")}), "the rows", "a/b"))
+
+
+def test_another_commit_in_the_librarys_cache_is_not_taken(loopback_hub: LoopbackHub) -> None:
+    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=5_000))
+    assert len(list(iter_dolly_sft())) == 30
+    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=6_000))
+    loopback_hub.fail("/resolve/", status=403, times=math.inf)
+    with pytest.raises((ConnectionError, ValueError), match="databricks"):
+        list(iter_dolly_sft())
+
+
+def test_the_same_commit_in_the_librarys_cache_needs_no_hub(loopback_hub: LoopbackHub) -> None:
+    sha = loopback_hub.add("Salesforce/wikitext", numbered_datasets.wikitext(lines=20, start=7_000))
+    before = list(iter_wikitext(split="train", revision=sha))
+    loopback_hub.fail(status=403, times=math.inf)
+    assert list(iter_wikitext(split="train", revision=sha)) == before
+
+
+def test_the_same_commit_in_the_librarys_cache_is_no_stream(loopback_hub: LoopbackHub) -> None:
+    from huggingface_hub import HfFileSystem
+
+    # Its rows are those of all files in the order of their preparation, not the stream's.
+    sha = loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=6, start=8_000))
+    assert numbers(revision=sha, streaming=False) == list(range(8_000, 8_006))
+    HfFileSystem.clear_instance_cache()  # with the lists of files
+    loopback_hub.fail("/tree/", status=403, times=math.inf)
+    with pytest.raises(ConnectionError, match=f"could not open commit {sha}, and offers {sha} from its cache"):
+        numbers(revision=sha)
+    assert numbers(revision=sha, streaming=False) == list(range(8_000, 8_006))

@@ -1,0 +1,115 @@
+"""Builds from the hub: the revision is pinned and recorded, asked for, renewed; the card's licence is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import numbered_datasets
+from support.loopback_hub import LoopbackHub
+
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.commands import cache as cli
+from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.settings import Settings
+
+DOLLY = "databricks/databricks-dolly-15k"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, tiny_model_path: Path, quick_retries: None) -> Settings:
+    """Settings of the hub."""
+    return Settings(cache_dir=str(tmp_path / "cache"), tokenizer_model=str(tiny_model_path))
+
+
+def source_of(settings: Settings, **given: Any) -> dict[str, Any]:
+    source: dict[str, Any] = RECIPES["sft/dolly15k"](settings, **given).meta["source"]
+    return source
+
+
+def test_the_revision_of_the_first_contact_counts_until_a_refresh(loopback_hub: LoopbackHub, hub: Settings) -> None:
+    first = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20))
+    assert source_of(hub)["revision"] == first
+    second = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20, start=100))
+    asked = len(loopback_hub.requests)
+    assert RECIPES["sft/dolly15k"](hub).reused
+    assert len(loopback_hub.requests) == asked
+    changed = dataclasses.replace(hub, sft_val_frac=0.3)
+    assert source_of(changed)["revision"] == first  # built again from the same rows
+    assert source_of(changed, refresh=True)["revision"] == second
+    assert source_of(changed)["revision"] == second
+
+
+def test_a_revision_can_be_asked_for_by_commit_branch_or_tag(loopback_hub: LoopbackHub, hub: Settings) -> None:
+    first = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20))
+    second = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20, start=100))
+    third = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20, start=200), ref="v2")
+    assert source_of(hub)["revision"] == second
+    assert source_of(dataclasses.replace(hub, revision=f"dolly15k={first}"))["revision"] == first
+    tagged = dataclasses.replace(hub, revision="dolly15k=v2")
+    assert source_of(tagged)["revision"] == third
+    asked = len(loopback_hub.requests)
+    assert RECIPES["sft/dolly15k"](tagged).reused
+    assert len(loopback_hub.requests) == asked
+    fourth = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20, start=300), ref="v2")
+    assert source_of(tagged, refresh=True)["revision"] == fourth
+
+
+def test_the_command_line_asks_for_a_revision(loopback_hub: LoopbackHub, hub: Settings) -> None:
+    first = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20))
+    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20, start=100))
+    flags = ["--cache-dir", hub.cache_dir, "--tokenizer-model", str(hub.tokenizer_model)]
+    assert cli.main(["build", "dolly15k", "--revision", f"dolly15k={first}", *flags]) == 0
+    assert read_meta(f"{hub.cache_dir}/sft/dolly15k/meta.json")["source"]["revision"] == first
+
+
+@pytest.mark.parametrize("text", ["abc", "dolly15k", "dolly15k=", "roam=abc", "nobody=abc"])
+def test_a_revision_of_nothing_is_refused(hub: Settings, text: str) -> None:
+    with pytest.raises(ValueError, match=r"--revision .*expected SOURCE=REVISION, SOURCE one of fineweb_edu"):
+        RECIPES["sft/dolly15k"](dataclasses.replace(hub, revision=text))
+
+
+def test_a_cache_takes_the_revision_that_the_tokenizer_was_trained_on(
+    loopback_hub: LoopbackHub, hub: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("niels_gpt.recipes.tokenizer_texts.training_order", lambda: ["dolly15k"])
+    first = loopback_hub.add(DOLLY, numbered_datasets.dolly())
+    trained = dataclasses.replace(hub, tokenizer_model=None, vocab_size=400)
+    meta = ensure_tokenizer(trained).meta
+    assert meta["trained_on_sources"] == {"dolly15k": f"{DOLLY}@{first}"}
+    loopback_hub.add(DOLLY, numbered_datasets.dolly(start=100))
+    assert source_of(trained)["revision"] == first
+
+
+def test_licence_and_attribution_come_from_the_dataset_card(
+    loopback_hub: LoopbackHub, hub: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20))
+    source = source_of(hub)
+    assert source["licence"] == "cc-by-sa-3.0"
+    assert "databricks-dolly-15k" in source["attribution"] and DOLLY in source["attribution"]
+    assert cli.main(["stats", f"{hub.cache_dir}/sft/dolly15k"]) == 0
+    shown = capsys.readouterr().out
+    assert source["licence"] in shown and source["attribution"] in shown and source["revision"] in shown
+
+
+def test_a_users_dataset_without_a_card_has_no_licence(loopback_hub: LoopbackHub, hub: Settings) -> None:
+    rows = {name: content for name, content in numbered_datasets.dolly(rows=20).items() if name != "README.md"}
+    loopback_hub.add("me/mine", rows)
+    source = source_of(dataclasses.replace(hub, dolly_dataset="me/mine"))
+    assert source["licence"] == "not stated" and "me/mine" in source["attribution"]
+
+
+def test_a_hub_that_is_down_leaves_the_committed_cache_and_says_what_to_do(
+    loopback_hub: LoopbackHub, hub: Settings
+) -> None:
+    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20))
+    before = source_of(hub)
+    loopback_hub.fail(times=float("inf"))
+    assert source_of(hub) == before
+    with pytest.raises(ConnectionError, match="--source-root"):
+        source_of(hub, refresh=True)
+    assert read_meta(f"{hub.cache_dir}/sft/dolly15k/meta.json")["source"] == before

@@ -1,0 +1,82 @@
+"""A run of precompute with a target by hub id: it records and keeps one commit, and equals the run of the folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import chat_tokenizers as kinds
+from support.eagle3_runs import whole_tree
+from support.loopback_hub import LoopbackHub
+from support.tiny_hub_models import CHAT
+
+from niels_gpt.commands import precompute
+from niels_gpt.eagle3.cache import verify
+from niels_gpt.eagle3.format.shard_writer import receipt_path
+from niels_gpt.storage.fileio import META_NAME
+
+pytest.importorskip("transformers", reason="running a target needs the extra eagle3")
+pytestmark = pytest.mark.usefixtures("no_waiting")
+
+
+@pytest.fixture
+def run(tmp_path: Path, model_id: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Run the command for the target of this test, into tmp_path / a name; returns its status and errors."""
+    chats = [[CHAT[0], {**CHAT[1], "content": kinds.SENTENCES[number % 5]}] for number in range(10)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+
+    def done(folder: str, *more: str, target: str = model_id) -> tuple[int, str]:
+        what = ["--target-model", target, "--input-data", str(tmp_path / "chats.jsonl")]
+        how = ["--seq-length", "64", "--shard-size", "4", "--threads", "1", "--device", "cpu"]
+        capsys.readouterr()
+        status = precompute.main([*what, *how, "--output-dir", str(tmp_path / folder), *more])
+        return status, capsys.readouterr().err
+
+    return done
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    """Return what the plan of a cache says of its target."""
+    target: dict[str, Any] = json.loads((folder / "sidecar" / "plan.json").read_bytes())["target"]
+    return target
+
+
+def test_a_run_keeps_its_commit_while_main_moves_and_a_new_one_takes_the_new(
+    loopback_hub: LoopbackHub, model_id: str, first: Path, second: Path, tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    old = loopback_hub.add_model(model_id, first)
+    assert run("c") == (0, "")
+    cache, made = tmp_path / "c", whole_tree(tmp_path / "c")
+    found = recorded(cache)
+    assert (found["name"], found["revision"], found["weights_sha256"]) == (model_id, old, None)
+    assert json.loads((cache / META_NAME).read_bytes())["target"] == found and verify(str(cache)) == []
+    new = loopback_hub.add_model(model_id, second)
+    for path in (cache / "shard-000001.safetensors", receipt_path(cache, 1), cache / META_NAME):
+        path.unlink()
+    loopback_hub.requests.clear()
+    assert run("c", "--resume") == (0, "")
+    assert whole_tree(cache) == made
+    assert not [one.path for one in loopback_hub.requests if old not in one.path]
+    assert run("d") == (0, "") and recorded(tmp_path / "d")["revision"] == new
+    assert run("e", "--revision", old) == (0, "") and whole_tree(tmp_path / "e") == made
+
+
+def test_a_run_is_that_of_the_folder_but_for_what_it_says_of_its_target(
+    loopback_hub: LoopbackHub, model_id: str, first: Path, tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    loopback_hub.add_model(model_id, first)
+    assert run("by_id") == run("by_folder", target=str(first)) == (0, "")
+    shards = [f"shard-{number:06d}.safetensors" for number in range(3)]
+    for name in (*shards, "target_embeddings.safetensors", "sidecar/samples.safetensors", "sidecar/batches.jsonl"):
+        assert (tmp_path / "by_id" / name).read_bytes() == (tmp_path / "by_folder" / name).read_bytes()
+
+
+def test_a_run_of_an_unknown_id_leaves_no_folder(
+    loopback_hub: LoopbackHub, model_id: str, tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    status, errors = run("c")
+    assert status == 1 and errors.startswith(f"error: {model_id}: no folder of that name, and the hub refuses")
+    assert not (tmp_path / "c").exists()

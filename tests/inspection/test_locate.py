@@ -1,0 +1,140 @@
+"""From a token's place to its document: number, source id, offset, file and text, against the texts that were given."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.byte_tokenizer import ByteTokenizer
+
+from niels_gpt.builders.meta_keys import Source
+from niels_gpt.builders.pretrain import build_pretrain, build_stub
+from niels_gpt.builders.sft import build_sft
+from niels_gpt.inspection.locate import locate
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import canonical_json
+from niels_gpt.storage.meta_json import meta_bytes
+
+
+class SavedByteTokenizer(ByteTokenizer):
+    """A byte tokenizer whose ids no model file is known of, as a decoder."""
+
+    sha256 = "0" * 64
+
+
+TOKENIZER = SavedByteTokenizer()
+DOCUMENTS = [(None, "abcdefgh", "web/first"), (None, "ij\nklm", "a line\nend, é"), (None, "nopqrstuvwxyz", None)]
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    """Return a cache of three documents, 27 tokens in shards of ten, without val."""
+    path = tmp_path / "pretrain" / "notes"
+    fixed: dict[str, Any] = {"max_train_tokens": 27, "max_val_tokens": 0, "shard_bytes": 20, "seed": 0}
+    build_pretrain(DOCUMENTS, path, tokenizer=ByteTokenizer(), shuffle_buffer=None, **fixed)
+    return path
+
+
+def rows(text: str) -> dict[str, str]:
+    """Return the named lines of an answer, and what follows them as `shown`."""
+    head, _, shown = text.partition("\n\n")
+    return {**dict(line.split(":", 1) for line in head.split("\n")), "shown": shown}
+
+
+def at(cache: Path, position: int, split: str = "train", num_tokens: int = 2_000) -> dict[str, str]:
+    found = rows(locate(cache, TOKENIZER, split=split, position=position, num_tokens=num_tokens))
+    return {name: value.strip() for name, value in found.items()}
+
+
+def test_every_token_of_a_pretrain_split_is_found_in_its_document(notes: Path) -> None:
+    stream = [(number, place) for number, (_, text, _) in enumerate(DOCUMENTS) for place in range(len(text))]
+    assert len(stream) == 27
+    for position, (number, place) in enumerate(stream):
+        found, text = at(notes, position), DOCUMENTS[number][1]
+        assert found["document"] == f"{number} of 3, {len(text)} tokens"
+        assert found["offset in it"] == f"{place} tokens"
+        start = 2 * (position % 10)
+        assert found["file"] == f"train/shard_{position // 10:05d}.bin, bytes {start} to {start + 2}"
+        assert found["token"].endswith(f"id {ord(text[place]) + 10} {text[place]!r}")
+        assert found["shown"] == f"{text[:place]}[[{text[place]}]]{text[place + 1 :]}".strip()
+
+
+def test_source_ids_are_those_of_the_loader_and_else_the_number_of_the_text(notes: Path) -> None:
+    assert [at(notes, position)["source id"] for position in (0, 8, 14)] == ["web/first", "a line\\nend, é", "2"]
+
+
+def test_a_long_document_is_cut_around_the_token_and_says_so(notes: Path) -> None:
+    found = at(notes, 20, num_tokens=5)
+    assert found["text"].endswith("tokens 4 to 9 of its 13") and found["shown"] == "rs[[t]]uv"
+    assert at(notes, 14, num_tokens=5)["shown"] == "[[n]]opqr"
+    assert at(notes, 26, num_tokens=5)["shown"] == "vwxy[[z]]"
+    assert "of its" not in at(notes, 20, num_tokens=13)["text"]
+
+
+def test_an_example_is_found_with_its_sentinels_by_their_short_names(tmp_path: Path) -> None:
+    chats = [
+        (name, [{"role": "user", "content": question}, {"role": "assistant", "content": "A" + question}])
+        for name, question in (("tree/1", "b"), ("tree/2", "cc"), ("tree/3", "ddd"))
+    ]
+    build_sft(chats, tmp_path / "sft" / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
+    found = at(tmp_path / "sft" / "c", 7 + 3 + 1)  # usr b eot asst A b eot | usr c c eot asst ...
+    assert found["example"] == "1 of 3, 9 tokens" and found["source id"] == "tree/2"
+    assert found["file"] == "train_tokens.bin, bytes 22 to 24" and found["token"].endswith("id 3 '<|asst|>'")
+    assert found["shown"] == "<|usr|>cc<|eot|>[[<|asst|>]]Acc<|eot|>"
+
+
+def test_a_token_that_is_half_a_character_is_marked_with_the_other_half(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    text = "a 雪 b"
+    path = tmp_path / "pretrain" / "snow"
+    fixed: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 200, "seed": 0}
+    build_pretrain([("train", text, None)], path, tokenizer=tiny_tokenizer, shuffle_buffer=None, **fixed)
+    ids = tiny_tokenizer.encode(text)
+    marked = [
+        locate(path, tiny_tokenizer, split="train", position=place, num_tokens=99).partition("\n\n")[2]
+        for place in range(len(ids))
+    ]
+    assert all(line.replace("[[", "").replace("]]", "") == text for line in marked)
+    assert sum("雪" in line.partition("[[")[2].partition("]]")[0] for line in marked) == 3
+
+
+def test_without_a_tokenizer_ids_stand_in_the_place_of_text(notes: Path) -> None:
+    found = rows(locate(notes, None, split="train", position=9, num_tokens=3))
+    assert found["shown"] == "115 [[116]] 20" and found["token"].endswith("id 116")
+
+
+def test_a_cache_without_source_ids_says_so(notes: Path) -> None:
+    meta = json.loads((notes / "meta.json").read_bytes())
+    for name in ("ids", "checksums", "meta_crc32"):
+        del meta[name]
+    (notes / "meta.json").write_bytes(canonical_json(meta))
+    assert at(notes, 3)["source id"] == "not recorded by the builder of that time"
+
+
+@pytest.mark.parametrize("position", [-1, 27, 10**30])
+def test_a_position_out_of_range_is_an_error_that_gives_the_range(notes: Path, position: int) -> None:
+    with pytest.raises(ValueError, match=r"notes/train has 27 tokens, expected 0 to 26"):
+        at(notes, position)
+
+
+def test_empty_splits_stubs_and_what_is_no_cache_are_errors(notes: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"notes/val has no token"):
+        at(notes, 0, split="val")
+    build_stub(tmp_path / "g", tokenizer=ByteTokenizer(), source=Source(name="g"), seed=0, shard_bytes=20)
+    with pytest.raises(ValueError, match=r"g/train has no token"):
+        at(tmp_path / "g", 0)
+    with pytest.raises(ValueError, match="split 'test': expected one of train, val"):
+        at(notes, 0, split="test")
+    with pytest.raises(ValueError, match="num_tokens=0"):
+        at(notes, 0, num_tokens=0)
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "meta.json").write_bytes(meta_bytes({"kind": "tokenizer"}))
+    with pytest.raises(CacheError, match="kind is 'tokenizer', expected pretrain or sft"):
+        at(tmp_path / "t", 0)
+
+
+def test_a_list_of_source_ids_that_is_too_short_is_an_error(notes: Path) -> None:
+    (notes / "index" / "train_ids.txt").write_bytes(b"web/first\n")
+    with pytest.raises(CacheError, match=r"train_ids\.txt: has no line 2"):
+        at(notes, 20)
+    assert np.load(notes / "index" / "train_docs.npy").tolist() == [0, 8, 14, 27]

@@ -1,0 +1,245 @@
+"""A cache says which document of its source each of its documents was, and a CRC-32 of each block of its files."""
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+import zlib
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.byte_tokenizer import ByteTokenizer
+
+from niels_gpt.builders import source
+from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.builders.sft import build_sft
+from niels_gpt.builders.writer import BLOCK_BYTES
+from niels_gpt.cache import build_pretrain_cache, build_sft_cache, read_meta
+from niels_gpt.storage.meta_json import meta_bytes, meta_crc32
+
+SPLITS = ("train", "val")
+IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # many builds, and each of them syncs its files
+STRANGE = [
+    "a/b.txt#7",
+    "two\nlines",
+    "cr\rlf\r\n",
+    "back\\slash\\n",
+    "naïve 漢字 🙂",
+    "\x85\u2028\u2029",
+    "tab\tnul\0",
+    "",
+]
+"""Ids that would be more or fewer lines, or other text, if they were written as they are."""
+
+
+def pretrain(path: Path, documents: Any, **arguments: Any) -> dict[str, Any]:
+    common: dict[str, Any] = {"max_train_tokens": 90, "max_val_tokens": 10, "shard_bytes": 64, "shuffle_buffer": None}
+    return build_pretrain(documents, path, tokenizer=ByteTokenizer(), seed=0, **{**common, **arguments})
+
+
+def sft(path: Path, examples: Any, val_frac: float = 0.25) -> dict[str, Any]:
+    return build_sft(examples, path, tokenizer=ByteTokenizer(), val_frac=val_frac, seed=0)
+
+
+def chat(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": "ok"}]
+
+
+def ids_of(cache: Path) -> dict[str, list[str]]:
+    """Read the ids with nothing but the format's own rule, and check what meta.json says of their files."""
+    meta = json.loads((cache / "meta.json").read_bytes())
+    found = {}
+    for split in SPLITS:
+        record = meta["ids"][split]
+        raw = (cache / f"index/{split}_ids.txt").read_bytes()
+        lines = raw.split(b"\n")
+        assert lines.pop() == b"" and raw.isascii()
+        assert record == {
+            "name": f"index/{split}_ids.txt",
+            "entries": len(lines),
+            "bytes": len(raw),
+            "sha256": hashlib.sha256(raw).hexdigest(),
+        }
+        found[split] = [line.decode("unicode_escape") for line in lines]
+    return found
+
+
+def texts_of(cache: Path) -> dict[str, list[str]]:
+    """Return the texts of a pretrain cache's documents."""
+    found = {}
+    for split in SPLITS:
+        shards = [np.fromfile(path, dtype="<u2") for path in sorted((cache / split).iterdir())]
+        ids = np.concatenate([np.zeros(0, "<u2"), *shards])
+        starts = np.load(cache / f"index/{split}_docs.npy")
+        found[split] = [ByteTokenizer().decode(ids[a:b]) for a, b in pairwise(starts)]
+    return found
+
+
+def test_each_document_has_the_line_of_its_id(tmp_path: Path) -> None:
+    names = [f"page {number}" for number in range(10)]
+    pretrain(tmp_path / "c", [(None, f"text of {name}", name) for name in names], max_train_tokens=900)
+    found, texts = ids_of(tmp_path / "c"), texts_of(tmp_path / "c")
+    assert found["train"] and found["val"]
+    for split in SPLITS:
+        pairs = zip(found[split], texts[split], strict=True)  # the text that fills val is cut
+        assert all(text and f"text of {name}".startswith(text) for name, text in pairs)
+
+
+def test_an_id_with_line_ends_backslashes_or_other_letters_is_one_line_of_ascii(tmp_path: Path) -> None:
+    pretrain(tmp_path / "p", [("train", "x", name) for name in STRANGE], max_train_tokens=None, max_val_tokens=None)
+    sft(tmp_path / "s", [(name, chat("x")) for name in STRANGE if name], val_frac=0)
+    raw = (tmp_path / "p" / "index/train_ids.txt").read_bytes()
+    assert raw.startswith(
+        b"a/b.txt#7\ntwo\\nlines\ncr\\rlf\\r\\n\nback\\\\slash\\\\n\nna\\xefve \\u6f22\\u5b57 \\U0001f642\n"
+    )
+    assert ids_of(tmp_path / "p") == {"train": STRANGE, "val": []}
+    assert ids_of(tmp_path / "s") == {"train": STRANGE[:-1], "val": []}
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(names=st.lists(st.text(alphabet=st.characters(exclude_categories=[])), min_size=1, max_size=6))
+def test_every_id_comes_back_lone_surrogates_included(names: list[str]) -> None:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
+        documents = [("train", "x", name) for name in names]
+        pretrain(Path(folder, "c"), documents, max_train_tokens=None, max_val_tokens=None)
+        assert ids_of(Path(folder, "c"))["train"] == names
+
+
+def test_what_has_no_id_has_its_number_in_the_stream_whatever_is_dropped(tmp_path: Path) -> None:
+    documents = [("train", "a"), ("train", ""), ("val", "b"), ("train", "c<|eot|>"), ("train", "d", None)]
+    pretrain(tmp_path / "p", documents, max_train_tokens=None, max_val_tokens=None)
+    assert ids_of(tmp_path / "p") == {"train": ["0", "4"], "val": ["2"]}
+    build_pretrain_cache(
+        ["aa", "", "bb", "cc", "dd"],
+        tmp_path / "spec",
+        tokenizer=ByteTokenizer(),
+        max_train_tokens=5,
+        max_val_tokens=2,
+        shard_bytes=64,
+        seed=0,
+        shuffle_buffer=None,
+    )
+    assert ids_of(tmp_path / "spec") == {"train": ["0", "2", "3"], "val": ["4"]}  # "cc" is cut, and is there
+
+
+def test_numbers_are_counted_before_the_shuffle(tmp_path: Path) -> None:
+    texts = [f"text {number:03d}" for number in range(300)]
+    for threads in (0, 2):
+        cache = tmp_path / f"c{threads}"
+        documents = [(None, text) for text in texts]
+        pretrain(cache, documents, max_train_tokens=1000, max_val_tokens=100, shuffle_buffer=64, num_threads=threads)
+        numbers, found = ids_of(cache), texts_of(cache)
+        order = [int(number) for number in numbers["train"]]
+        assert order != sorted(order) and numbers["val"]
+        for split in SPLITS:  # the last one of a split may be cut
+            assert [texts[int(number)] for number in numbers[split]][:-1] == found[split][:-1]
+
+
+def test_chats_have_their_id_or_their_number_in_the_split_that_they_went_to(tmp_path: Path) -> None:
+    examples = [("first", chat("a")), chat("b"), ("bad", [{"role": "user"}]), (None, chat("c")), chat("d")]
+    meta = sft(tmp_path / "c", examples, val_frac=0.3)
+    in_val = torch.randperm(4, generator=torch.Generator().manual_seed(0))[:1].tolist()
+    names = ["first", "1", "3", "4"]
+    expected = {
+        "train": [name for row, name in enumerate(names) if row not in in_val],
+        "val": [names[row] for row in in_val],
+    }
+    assert ids_of(tmp_path / "c") == expected and meta["dropped"] == {"malformed": 1}
+    build_sft_cache([chat("a"), chat("b")], tmp_path / "spec", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
+    assert ids_of(tmp_path / "spec")["train"] == ["0", "1"]
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft"])
+def test_lines_stay_with_their_documents_over_many_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(source, "BATCH_ITEMS", 7)
+    monkeypatch.setattr("niels_gpt.builders.sft._COPIED", 5)
+    texts = ["" if number % 11 == 3 else f"text {number}" for number in range(100)]
+    cache = tmp_path / "c"
+    if kind == "pretrain":
+        shares = ("val" if number % 3 == 0 else "train" for number in range(100))
+        documents = [(split, text, f"id of {text}") for split, text in zip(shares, texts, strict=True)]
+        pretrain(cache, documents, max_train_tokens=None, max_val_tokens=None)
+        found = texts_of(cache)
+    else:
+        sft(cache, [(f"id of {text}", chat(text)) for text in texts])
+        found = {}
+        for split in SPLITS:
+            starts, ids = np.load(cache / f"{split}_idx.npy"), np.fromfile(cache / f"{split}_tokens.bin", "<u2")
+            parts = [ids[a:b] for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
+            found[split] = [ByteTokenizer().decode(part[: part.tolist().index(4)]) for part in parts]
+    assert ids_of(cache) == {split: [f"id of {text}" for text in found[split]] for split in SPLITS}
+    assert sum(map(len, found.values())) == (91 if kind == "pretrain" else 100) and all(found.values())
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft"])
+def test_crc32_bin_has_a_number_for_each_block_of_each_file_in_metas_order(tmp_path: Path, kind: str) -> None:
+    texts = [f"{number} " * 2500 for number in range(40)]
+    if kind == "pretrain":
+        documents = [("train" if number % 3 else "val", text) for number, text in enumerate(texts)]
+        # 200,000 bytes are three whole blocks and a short one
+        pretrain(tmp_path / "c", documents, shard_bytes=200_000, max_train_tokens=None, max_val_tokens=None)
+    else:
+        sft(tmp_path / "c", [chat(text) for text in texts])
+    meta = read_meta(str(tmp_path / "c" / "meta.json"))
+    names = [record["name"] for split in SPLITS for record in meta["shards"][split]]
+    names += [meta[group][split]["name"] for group in ("index", "ids") for split in SPLITS]
+    expected = []
+    for name in names:
+        content = (tmp_path / "c" / name).read_bytes()
+        starts = range(0, len(content), 65536)
+        expected += [zlib.crc32(content[start : start + 65536]) for start in starts]
+    raw = (tmp_path / "c" / "index/crc32.bin").read_bytes()
+    assert np.frombuffer(raw, "<u4").tolist() == expected
+    assert len(expected) > len(names) + 4 and BLOCK_BYTES == 65536
+    sha256 = hashlib.sha256(raw).hexdigest()
+    assert meta["checksums"] == {"name": "index/crc32.bin", "bytes": len(raw), "sha256": sha256, "block_bytes": 65536}
+
+
+def test_an_empty_file_has_no_checksum_and_a_split_without_documents_no_line(tmp_path: Path) -> None:
+    pretrain(tmp_path / "c", [("train", "abc")], max_train_tokens=None, max_val_tokens=None)
+    cache = tmp_path / "c"
+    assert (cache / "index/val_ids.txt").read_bytes() == b"" and ids_of(cache)["val"] == []
+    contents = [(cache / "train/shard_00000.bin").read_bytes()]
+    contents += [(cache / f"index/{split}_docs.npy").read_bytes() for split in SPLITS]
+    expected = b"".join(zlib.crc32(content).to_bytes(4, "little") for content in [*contents, b"0\n"])
+    assert (cache / "index/crc32.bin").read_bytes() == expected
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft"])
+def test_the_content_sha256_covers_ids_and_checksums(tmp_path: Path, kind: str) -> None:
+    for name in ("one", "two"):
+        if kind == "pretrain":
+            pretrain(tmp_path / name, [("train", "abc", name)], max_train_tokens=None, max_val_tokens=None)
+        else:
+            sft(tmp_path / name, [(name, chat("abc"))], val_frac=0)
+    contents = set()
+    for name in ("one", "two"):
+        cache = (tmp_path / name).resolve()
+        files = [path for path in cache.rglob("*") if path.is_file() and path.name != "meta.json"]
+        lines = {str(path.relative_to(cache)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+        listed = "".join(f"{lines[file]}  {file}\n" for file in sorted(lines))
+        contents.add(read_meta(str(cache / "meta.json"))["content_sha256"])
+        assert hashlib.sha256(listed.encode()).hexdigest() in contents
+    assert len(contents) == 2
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft"])
+def test_meta_crc32_is_that_of_its_own_file_with_zeros_in_its_place(tmp_path: Path, kind: str) -> None:
+    if kind == "pretrain":
+        pretrain(tmp_path / "c", [("train", "abc")], max_train_tokens=None, max_val_tokens=None)
+    else:
+        sft(tmp_path / "c", [chat("abc")], val_frac=0)
+    raw = (tmp_path / "c" / "meta.json").read_bytes()
+    found = re.findall(rb'"meta_crc32": "(.{8})"', raw)
+    assert len(found) == 1
+    assert b"%08x" % zlib.crc32(raw.replace(found[0], b"00000000")) == found[0]
+    assert raw == meta_bytes(json.loads(raw)) and meta_crc32(raw) == (int(found[0], 16), int(found[0], 16))

@@ -1,0 +1,401 @@
+"""The named checks of a finished cache: each passes on a good one, and says what it found in a bad one."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.small_caches import (
+    CHAT,
+    SavedByteTokenizer,
+    build_caches,
+    build_chats,
+    build_notes,
+    change_meta,
+    put_token,
+)
+
+from niels_gpt.builders.meta_keys import Source
+from niels_gpt.builders.pretrain import build_stub
+from niels_gpt.cache.meta import read_meta, write_meta
+from niels_gpt.commands import cache as cli
+from niels_gpt.inspection import file_checks
+from niels_gpt.inspection.verify import CHECKS, Limits, find_damage, verify
+from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.recipes.run_recipe import cache_root, restart
+from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import sha256_file
+from niels_gpt.storage.remedies import rebuild_command
+
+
+def again(folder: Path) -> str:
+    """Return the remedy of a damaged cache, or of its tokenizer."""
+    remove = f"Remove {folder}, then build" if folder.name == "tokenizer" else "Build"
+    return f"{remove} it again: {rebuild_command(folder)}"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_caches(tmp_path_factory.mktemp("good") / "cache")
+
+
+@pytest.fixture
+def root(built: Path, tmp_path: Path) -> Path:
+    """A copy of tokenizer/, pretrain/notes (train: 3 shards of 10 tokens, no val) and sft/chats (3 examples)."""
+    shutil.copytree(built, tmp_path / "cache", symlinks=True)
+    return tmp_path / "cache"
+
+
+def problems(cache: Path, check: str, **limits: Any) -> list[str]:
+    """Return what one check finds."""
+    return verify(cache, Limits(**limits), names=[check])[check].problems
+
+
+def all_problems(cache: Path, **limits: Any) -> dict[str, list[str]]:
+    """Return what each check finds that finds something."""
+    verdicts = verify(cache, Limits(**limits))
+    return {name: verdict.problems for name, verdict in verdicts.items() if verdict.problems}
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("key", ["tokenizer", "pretrain/notes", "sft/chats"])
+def test_a_good_cache_passes_every_check(root: Path, key: str, deep: bool) -> None:
+    kind = read_meta(str(root / key / "meta.json"))["kind"]
+    assert list(verify(root / key, Limits(deep=deep))) == [check.name for check in CHECKS[kind]]
+    assert all_problems(root / key, deep=deep) == {}
+
+
+def test_every_cache_of_the_recipes_passes_every_blocking_check_and_has_no_damage(settings: Settings) -> None:
+    for build in (ensure_tokenizer, *RECIPES.values()):
+        outcome = build(settings)
+        blocking = {check.name for check in CHECKS[outcome.meta["kind"]] if check.blocking}
+        assert blocking.isdisjoint(all_problems(outcome.path, deep=True)), outcome.key
+        assert find_damage(outcome.path, deep=True) == find_damage(outcome.path, deep=False) == [], outcome.key
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:18])
+
+
+FILE_DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
+    ("pretrain/notes/train/shard_00001.bin", cut, "18 bytes, expected 20 by its meta.json"),
+    ("pretrain/notes/train/shard_00001.bin", Path.unlink, "no such file, expected 20 bytes by its meta.json"),
+    ("pretrain/notes/index/train_docs.npy", Path.unlink, "no such file, expected 144 bytes by its meta.json"),
+    ("sft/chats/train_tokens.bin", cut, "18 bytes, expected 36 by its meta.json"),
+    ("sft/chats/val_idx.npy", Path.unlink, "no such file, expected 128 bytes by its meta.json"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "found"), FILE_DAMAGE)
+def test_a_file_that_is_cut_or_missing_is_named_with_the_remedy(
+    root: Path, name: str, damage: Callable[[Path], None], found: str
+) -> None:
+    damage(root / name)
+    cache = root / Path(*Path(name).parts[:2])
+    assert problems(cache, "files_match_meta") == [f"{root / name}: {found}. {again(cache)}"]
+
+
+@pytest.mark.parametrize(("key", "name"), [("pretrain/notes", "train/shard_00001.bin"), ("tokenizer", "spm.model")])
+def test_a_flipped_bit_is_found_by_a_deep_check_and_in_a_model_always(root: Path, key: str, name: str) -> None:
+    file = root / key / name
+    before, content = sha256_file(file), file.read_bytes()
+    file.write_bytes(content[:4] + bytes([content[4] ^ 1]) + content[5:])
+    problem = f"{file}: sha256 {sha256_file(file)[:12]}, expected {before[:12]} by its meta.json"
+    where = "" if key == "tokenizer" else "; bytes 0 to 20 differ"
+    expected = [f"{problem}{where}. " + again(root / key)]
+    assert problems(root / key, "files_match_meta", deep=True) == expected
+    assert problems(root / key, "files_match_meta") == (expected if key == "tokenizer" else [])
+
+
+def test_a_content_sha256_of_other_files_is_a_problem(root: Path) -> None:
+    cache = root / "sft" / "chats"
+    real = read_meta(str(cache / "meta.json"))["content_sha256"]
+    change_meta(cache, content_sha256="f" * 64)
+    assert problems(cache, "files_match_meta") == [
+        f"{cache}/meta.json: content_sha256 is {'f' * 12}, but the files it names give {real[:12]}. " + again(cache)
+    ]
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_name_that_leaves_the_folder_is_a_problem_and_its_file_is_not_opened(
+    root: Path, monkeypatch: pytest.MonkeyPatch, absolute: bool
+) -> None:
+    cache = root / "pretrain" / "notes"
+    (cache.resolve().parent / "outside.bin").write_bytes(b"\xff" * 20)  # ids of 65,535, were they read
+    name = str(cache.resolve().parent / "outside.bin") if absolute else "../outside.bin"
+    meta = read_meta(str(cache / "meta.json"))
+    meta["shards"]["train"][1]["name"] = name
+    change_meta(cache, shards=meta["shards"])
+    opened: list[str] = []
+    real = file_checks.open_regular
+    monkeypatch.setattr(file_checks, "open_regular", lambda path: opened.append(path.name) or real(path))
+    found = verify(cache, Limits(deep=True))
+    for check in ("files_match_meta", "ids_below_vocab_size"):
+        (problem,) = found[check].problems
+        assert problem.startswith(f"{cache}/meta.json: shards.train[1].name is ")
+        assert "expected the relative path of a file inside the cache" in problem
+    assert "outside.bin" not in opened
+
+
+@pytest.mark.parametrize("read_bytes", [8, 16, 1 << 22])
+def test_an_id_that_is_not_in_the_vocabulary_is_found_at_its_position(
+    root: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int
+) -> None:
+    monkeypatch.setattr(file_checks, "_READ_BYTES", read_bytes)
+    cache = root / "pretrain" / "notes"
+    shard = cache / "train" / "shard_00001.bin"
+    put_token(shard, 2, 299)  # the last id of the 300
+    assert problems(cache, "ids_below_vocab_size") == []
+    put_token(shard, 9, 65_535)
+    put_token(shard, 5, 300)
+    assert problems(cache, "ids_below_vocab_size") == [
+        f"{shard}: token 5 is id 300, expected ids below vocab_size 300; 2 of 10 tokens are not. {again(cache)}"
+    ]
+    change_meta(cache, vocab_size=65_536)  # every uint16 is an id of it
+    assert problems(cache, "ids_below_vocab_size") == []
+
+
+def test_a_shard_that_cannot_be_read_is_a_problem_and_the_others_are_read(root: Path) -> None:
+    cache = root / "pretrain" / "notes"
+    (cache / "train" / "shard_00000.bin").unlink()
+    cut(cache / "train" / "shard_00001.bin")
+    put_token(cache / "train" / "shard_00002.bin", 0, 300)
+    missing, shorter, wrong = problems(cache, "ids_below_vocab_size")
+    assert missing.startswith(f"{cache}/train/shard_00000.bin: no such file")
+    assert shorter.startswith(f"{cache}/train/shard_00001.bin: 18 bytes, expected 20 by its meta.json")
+    assert wrong.startswith(f"{cache}/train/shard_00002.bin: token 0 is id 300")
+
+
+@pytest.mark.parametrize("key", ["pretrain/notes", "sft/chats"])
+def test_ids_of_another_tokenizer_than_the_one_beside_the_cache_are_a_problem(root: Path, key: str) -> None:
+    model, real = root / "tokenizer" / "spm.model", sha256_file(root / "tokenizer" / "spm.model")
+    model.write_bytes(b"another")
+    other = sha256_file(model)
+    ours, theirs = f"{root / key}/meta.json", root / "tokenizer"
+    assert problems(root / key, "tokenizer_matches") == [
+        f"{model}: sha256 {other[:12]}, but {ours} has ids of tokenizer {real[:12]}. {again(theirs)}"
+    ]
+    change_meta(theirs, tokenizer_sha256=other)
+    build = f"Build the cache again: {rebuild_command(root / key)}"
+    assert problems(root / key, "tokenizer_matches") == [
+        f"{ours}: ids of tokenizer {real[:12]}, but {theirs}/meta.json is of tokenizer {other[:12]}. {build}",
+        f"{model}: sha256 {other[:12]}, but {ours} has ids of tokenizer {real[:12]}. {build}",
+    ]
+
+
+def test_a_tokenizer_that_is_not_there_is_a_problem(root: Path) -> None:
+    cache, sha256 = root / "sft" / "chats", sha256_file(root / "tokenizer" / "spm.model")
+    (root / "tokenizer" / "spm.model").unlink()
+    (problem,) = problems(cache, "tokenizer_matches")
+    assert problem.startswith(f"{root}/tokenizer/spm.model: no such file, expected tokenizer {sha256[:12]}")
+    shutil.rmtree(root / "tokenizer")
+    (problem,) = problems(cache, "tokenizer_matches")
+    assert problem == f"{cache}: no tokenizer/meta.json beside or above it, expected tokenizer {sha256[:12]}"
+    change_meta(cache, tokenizer_sha256=None)
+    (problem,) = problems(cache, "tokenizer_matches")
+    assert "tokenizer_sha256 is null, expected" in problem
+
+
+def test_an_example_without_a_token_that_carries_loss_is_found_by_its_number(root: Path) -> None:
+    cache = root / "sft" / "chats"
+    put_token(cache / "train_tokens.bin", 6 + 3, 2)  # example 1: usr q eot usr a eot
+    assert problems(cache, "examples_supervised") == [
+        f"{cache}/train_tokens.bin: 1 of 3 examples have no token that carries loss, expected at least one in each. "
+        f"Examples: 1. {again(cache)}",
+        f"{cache}/meta.json: supervised_tokens.train is 6, but 4 tokens carry loss. {again(cache)}",
+    ]
+
+
+def test_only_the_first_examples_without_loss_are_named(root: Path) -> None:
+    distinct = [[{**CHAT[0], "content": chr(ord("a") + number)}, *CHAT[1:]] for number in range(12)]
+    cache = build_chats(root, distinct, val_frac=0.5)
+    assert problems(cache, "examples_supervised") == []
+    for split in ("train", "val"):
+        tokens = np.fromfile(cache / f"{split}_tokens.bin", dtype="<u2")
+        np.where(tokens == 3, 2, tokens).astype("<u2").tofile(cache / f"{split}_tokens.bin")
+    of_train, _, of_val, sum_of_val = problems(cache, "examples_supervised")
+    assert "train_tokens.bin: 6 of 6 examples" in of_train and "Examples: 0, 1, 2, 3, 4 and more. " in of_train
+    assert "val_tokens.bin: 6 of 6 examples" in of_val
+    assert "supervised_tokens.val is 12, but 0 tokens" in sum_of_val
+
+
+def test_a_budget_that_was_not_reached_is_a_problem(root: Path) -> None:
+    cache = build_notes(root, [(None, "a" * 1_030)], max_train_tokens=2_000)
+    assert problems(cache, "budget_reached") == [
+        f"{cache}/meta.json: train has 1,030 of 2,000 tokens: the source ended first. "
+        "Give it more text, or lower the budget"
+    ]
+    cache = build_notes(root, [("train", "a"), ("val", "b")], max_train_tokens=None, max_val_tokens=None)  # no budget
+    assert problems(cache, "budget_reached") == []
+
+
+def test_a_cache_whose_source_lacks_a_split_says_which(root: Path) -> None:
+    cache = build_notes(root, [("val", "b" * 10)], max_train_tokens=None, max_val_tokens=None, partial=True)
+    problem = f"{cache}/meta.json: built is partial: the source lacks a split. Empty: train"
+    assert all_problems(cache, deep=True) == {"budget_reached": [problem]}
+
+
+def test_a_stub_passes(root: Path) -> None:
+    cache, tokenizer = root / "pretrain" / "stub", SavedByteTokenizer(root)
+    build_stub(cache, tokenizer=tokenizer, source=Source(name="g"), seed=0, shard_bytes=20)
+    assert all_problems(cache, deep=True) == {}
+
+
+def test_dropped_documents_above_the_limit_are_a_problem_with_the_counts(root: Path) -> None:
+    texts = ["", "<|asst|>", *["a"] * 18]  # 2 of 20
+    cache = build_notes(root, [(None, text) for text in texts])
+    assert problems(cache, "dropped_share", max_dropped_share=0.1) == []
+    assert problems(cache, "dropped_share") == [
+        f"{cache}/meta.json: 2 of 20 documents were dropped (10.00%), expected at most 5.00%: "
+        "empty 1, sentinel_in_text 1"
+    ]
+    cache = build_chats(root, [CHAT, CHAT, CHAT[:1]])
+    assert problems(cache, "dropped_share") == [
+        f"{cache}/meta.json: 1 of 3 examples were dropped (33.33%), expected at most 5.00%: no_assistant_turn 1"
+    ]
+
+
+def test_documents_for_a_split_that_is_full_are_not_lost(root: Path) -> None:
+    texts = [("train", "a" * 30), ("train", "b" * 30), ("val", "c")]
+    cache = build_notes(root, texts, max_val_tokens=1)
+    assert read_meta(str(cache / "meta.json"))["dropped"] == {"split_full": 1}
+    assert problems(cache, "dropped_share") == []
+
+
+MALFORMED: list[tuple[str, str, dict[str, Any]]] = [
+    ("pretrain/notes", "files_match_meta", {"shards": 3}),
+    ("pretrain/notes", "files_match_meta", {"shards": {"train": [{"name": "train/shard_00000.bin"}]}}),
+    ("pretrain/notes", "files_match_meta", {"index": {"train": {"name": 3, "bytes": 3}}}),
+    ("pretrain/notes", "files_match_meta", {"index": {"train": {"name": "a\0b", "bytes": 3, "sha256": ""}}}),
+    ("pretrain/notes", "ids_below_vocab_size", {"vocab_size": "many"}),
+    ("pretrain/notes", "ids_below_vocab_size", {"shards": {"train": 3}}),
+    ("pretrain/notes", "budget_reached", {"budget_reached": None}),
+    ("pretrain/notes", "budget_reached", {"built": "partial", "totals": None}),
+    ("pretrain/notes", "dropped_share", {"dropped": [1]}),
+    ("pretrain/notes", "dropped_share", {"dropped": {"empty": 1}, "documents_read": 0}),
+    ("sft/chats", "examples_supervised", {"supervised_tokens": {}}),
+    ("sft/chats", "examples_supervised", {"shards": {}}),
+    ("sft/chats", "examples_supervised", {"totals": {}}),
+]
+
+
+@pytest.mark.parametrize(("key", "check", "keys"), MALFORMED)
+def test_a_malformed_meta_json_is_a_problem_that_names_it(root: Path, key: str, check: str, keys: Any) -> None:
+    change_meta(root / key, **keys)
+    found = problems(root / key, check, deep=True)
+    assert found and str(root / key) in found[-1]
+
+
+def test_a_meta_json_that_cannot_be_read_is_an_error(root: Path) -> None:
+    cache = root / "sft" / "chats"
+    change_meta(cache, kind="notes")
+    with pytest.raises(CacheError, match="kind is 'notes', expected one of tokenizer"):
+        verify(cache, Limits())
+    (cache / "meta.json").write_bytes(b"{")
+    with pytest.raises(CacheError, match=r"meta\.json: not JSON"):
+        verify(cache, Limits())
+    with pytest.raises(FileNotFoundError, match=r"none/meta\.json: no such file"):
+        verify(root / "sft" / "none", Limits())
+
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("tokenizer_sha256", 16_000, "tokenizer_sha256 is 16000"),
+    ("tokenizer_sha256", {}, "tokenizer_sha256 is {}"),
+    ("tokenizer_sha256", None, "tokenizer_sha256 is absent"),
+    ("tokenizer_sha256", "e" * 64, "ids of tokenizer eeeeeeeeeeee, expected tokenizer"),
+    ("utf8_bytes", {"train": -1, "val": 0}, "utf8_bytes.train is -1"),
+    ("utf8_bytes", {"val": 3}, "no utf8_bytes of a pretrain split train"),
+    ("built", 1, "built is 1"),
+    ("built", False, "built is false, but it names files that hold something"),
+    ("format_version", True, "format_version is True"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "problem"), REFUSED)
+def test_what_readers_refuse_is_a_damage_and_is_listed(
+    root: Path, capsys: pytest.CaptureFixture[str], key: str, value: Any, problem: str
+) -> None:
+    cache = root / "pretrain" / "notes"
+    meta = {**read_meta(str(cache / "meta.json")), key: value}
+    write_meta(str(cache / "meta.json"), {name: kept for name, kept in meta.items() if kept is not None})
+    for deep in (False, True):
+        (found,) = find_damage(cache, deep=deep)
+        assert found.file == "meta.json" and problem in found.problem
+    assert cli.main(["list", str(root)]) == 1
+    _, *lines = capsys.readouterr().out.splitlines()
+    (bad,) = [line for line in lines if line.startswith("pretrain/notes")]
+    assert f"refused: meta.json: {problem}"[:40] in bad
+    assert cli.main(["list", "--json", str(root)]) == 1
+    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)}
+    assert problem in rows["pretrain/notes"]["refused"] and rows["pretrain/notes"]["state"] == "refused"
+    assert rows["tokenizer"]["refused"] is None
+
+
+def test_another_tokenizer_beside_a_cache_is_its_damage(root: Path) -> None:
+    cache, tokenizer = root / "pretrain" / "notes", root / "tokenizer"
+    change_meta(tokenizer, tokenizer_sha256="e" * 64)
+    (found,) = find_damage(cache, deep=False)
+    assert "the readers refuse it" in found.problem and "expected tokenizer eeeeeeeeeeee" in found.problem
+    assert problems(cache, "readers_open")
+    (tokenizer / "meta.json").write_bytes(b"{")
+    (found,) = find_damage(cache, deep=False)
+    assert "tokenizer/meta.json: not JSON" in found.problem
+
+
+def test_only_the_named_checks_are_made(root: Path) -> None:
+    assert list(verify(root / "sft" / "chats", Limits(), names=["tokenizer_matches"])) == ["tokenizer_matches"]
+    assert verify(root / "sft" / "chats", Limits(), names=[]) == {}
+    with pytest.raises(ValueError, match=r"no check 'budget_reached' of kind sft, expected some of files_match_meta"):
+        verify(root / "sft" / "chats", Limits(), names=["budget_reached"])
+
+
+def test_a_check_reports_twenty_problems_at_most(root: Path) -> None:
+    cache = build_notes(root, [(None, "a" * 21)], shard_bytes=2, max_train_tokens=21)
+    shutil.rmtree(cache / "train")
+    found = problems(cache, "files_match_meta")
+    assert len(found) == 21 and found[-1] == "... and more" and "train/shard_00019.bin: no such file" in found[-2]
+    cache = build_notes(root, [(None, "b" * 20)], shard_bytes=2, max_train_tokens=20)
+    shutil.rmtree(cache / "train")
+    assert len(problems(cache, "files_match_meta")) == 20
+
+
+def test_messages_name_the_path_that_was_given(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "sft" / "chats" / "train_tokens.bin").unlink()
+    monkeypatch.chdir(root)
+    found = all_problems(Path("sft/chats"))
+    for check in ("files_match_meta", "ids_below_vocab_size", "examples_supervised"):
+        (problem,) = found[check]
+        assert problem.startswith("sft/chats/train_tokens.bin: no such ") and ".versions" not in problem
+
+
+def test_the_remedy_mends_what_a_second_build_would_reuse(settings: Settings) -> None:
+    ensure_tokenizer(settings)
+    cache = RECIPES["sft/oasst1"](settings).path
+    assert cache == cache_root(settings) / "sft" / "oasst1"
+    put_token(cache / "train_tokens.bin", 0, 65_535)  # the size is as before, and sizes are what a build looks at
+    assert RECIPES["sft/oasst1"](settings).reused
+    found = all_problems(cache, deep=True)
+    assert all(again(cache) in found[name][0] for name in ("files_match_meta", "ids_below_vocab_size"))
+    restart(settings, "sft/oasst1")  # --restart
+    assert not RECIPES["sft/oasst1"](settings).reused
+    assert not all_problems(cache, deep=True, max_dropped_share=1)
+
+
+def test_no_check_loads_torch(root: Path) -> None:
+    program = f"""
+import sys
+from pathlib import Path
+from niels_gpt.inspection.verify import Limits, verify
+for key in ("tokenizer", "pretrain/notes", "sft/chats"):
+    assert not any(found.problems for found in verify(Path({str(root)!r}) / key, Limits(deep=True)).values())
+print(sorted({{"torch", "datasets", "matplotlib", "pyarrow", "transformers"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,447 @@
+"""Every damage is reported with its file and bytes, and no good file is blamed."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.byte_tokenizer import ByteTokenizer
+
+from niels_gpt.builders.meta_keys import Source, content_sha256
+from niels_gpt.builders.pretrain import build_pretrain, build_stub
+from niels_gpt.builders.sft import build_sft
+from niels_gpt.inspection import file_checks
+from niels_gpt.inspection.file_checks import Damage
+from niels_gpt.inspection.verify import find_damage
+from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.settings import Settings
+from niels_gpt.storage.fileio import canonical_json
+from niels_gpt.storage.meta_json import file_records, meta_bytes
+
+BLOCK = 65_536
+EOT, ASST, USR = 4, 3, 2
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """pretrain/notes: 90 documents of about 1,000 tokens in two shards for train, some for val. sft/chats: 300 chats of
+    two to six messages, whose offsets take more than one block."""
+    root, letters = tmp_path_factory.mktemp("good"), random.Random(3)
+    pretrain_of(root, ["".join(letters.choices("abcdefgh", k=letters.randrange(900, 1_100))) for _ in range(90)])
+    build_sft(chats(300), root / "sft" / "chats", tokenizer=ByteTokenizer(), val_frac=0.1, seed=0)
+    return root
+
+
+def copy_of(built: Path, tmp_path: Path, key: str) -> Path:
+    family, name = key.split("/")
+    shutil.copytree(built / family, tmp_path / "c" / family, symlinks=True)
+    return (tmp_path / "c" / family / name).resolve()
+
+
+@pytest.fixture
+def pretrain(built: Path, tmp_path: Path) -> Path:
+    """Return a copied version."""
+    return copy_of(built, tmp_path, "pretrain/notes")
+
+
+@pytest.fixture
+def sft(built: Path, tmp_path: Path) -> Path:
+    """Return a copied version."""
+    return copy_of(built, tmp_path, "sft/chats")
+
+
+def pretrain_of(root: Path, texts: list[str], **arguments: Any) -> Path:
+    path = root / "pretrain" / "notes"
+    chosen = {"max_train_tokens": 80_000, "max_val_tokens": 8_000, "shard_bytes": 140_000, "append_eot": True}
+    fixed = {"tokenizer": ByteTokenizer(), "seed": 0, "shuffle_buffer": None}
+    build_pretrain(((None, text) for text in texts), path, **fixed, **{**chosen, **arguments})
+    return path.resolve()
+
+
+def chats(count: int) -> list[list[dict[str, str]]]:
+    lengths = random.Random(4)
+    return [
+        [
+            {"role": ("user", "assistant")[turn % 2], "content": "x" * lengths.randrange(200)}
+            for turn in range(lengths.choice([2, 4, 6]))
+        ]
+        for _ in range(count)
+    ]
+
+
+@pytest.fixture
+def tokenizer(settings: Settings) -> Path:
+    """Return an open version of a real model."""
+    return ensure_tokenizer(settings).path.resolve()
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+
+
+def flip(path: Path, byte: int, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def describe(folder: Path, *, old: bool = False, **keys: Any) -> None:
+    """Write a meta.json that fits the files as they are now, as a builder with a mistake would have; then set keys."""
+    meta = json.loads((folder / "meta.json").read_bytes())
+    if old:
+        for name in ("ids", "checksums", "meta_crc32"):
+            meta.pop(name, None)
+        for name in ("crc32.bin", "train_ids.txt", "val_ids.txt"):
+            (folder / "index" / name).unlink()
+    for record in file_records(meta):
+        content = (folder / record["name"]).read_bytes()
+        if record["name"] == "index/crc32.bin":
+            covered = [(folder / other["name"]).read_bytes() for other in file_records(meta) if other != record]
+            crcs = [zlib.crc32(file[at : at + BLOCK]) for file in covered for at in range(0, len(file), BLOCK)]
+            content = np.array(crcs, dtype="<u4").tobytes()
+            (folder / record["name"]).write_bytes(content)
+        record["sha256"], record["bytes"] = hashlib.sha256(content).hexdigest(), len(content)
+    meta["content_sha256"] = content_sha256(file_records(meta))
+    meta |= keys
+    (folder / "meta.json").write_bytes(canonical_json(meta) if old else meta_bytes(meta))
+
+
+def put(path: Path, place: int, value: int, dtype: str = "<u2", header: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    size = np.dtype(dtype).itemsize
+    content[header + place * size : header + (place + 1) * size] = np.array([value], dtype=dtype).tobytes()
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("read_bytes", [64, 4_096])
+def test_where_the_reading_is_cut_into_pieces_does_not_matter(
+    pretrain: Path, sft: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int
+) -> None:
+    monkeypatch.setattr(file_checks, "_READ_BYTES", read_bytes)
+    assert find_damage(pretrain, deep=True) == find_damage(sft, deep=True) == []
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft", "tokenizer"])
+def test_a_flipped_bit_anywhere_is_reported_with_its_file_and_block(kind: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(kind)
+    draw, files = random.Random(6), files_of(folder)
+    assert len(files) == {"pretrain": 9, "sft": 8, "tokenizer": 2}[kind]
+    for number in range(36):
+        path = files[number % len(files)]
+        name, size, bit = path.relative_to(folder).as_posix(), path.stat().st_size, draw.randrange(8)
+        byte = draw.randrange(size)
+        flip(path, byte, bit)
+        found = find_damage(folder, deep=True)
+        assert {damage.file for damage in found} == {name}, (name, byte, bit, found)
+        assert any(damage.offset <= byte < damage.end for damage in found) or name == "meta.json"
+        if name not in ("spm.model", "meta.json"):  # those have no block checksums
+            entry = 4 if name == "index/crc32.bin" else BLOCK
+            start, end = byte // entry * entry, min(size, byte // entry * entry + entry)
+            assert (start, end) in [(damage.offset, damage.end) for damage in found], (name, byte, bit, found)
+        flip(path, byte, bit)
+    assert find_damage(folder, deep=True) == []
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft", "tokenizer"])
+def test_a_file_that_was_cut_or_is_gone_is_named_by_a_quick_look(kind: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(kind)
+    draw = random.Random(7)
+    for path in files_of(folder):
+        whole, name = path.read_bytes(), path.relative_to(folder).as_posix()
+        for size in sorted({0, 1, draw.randrange(len(whole)), len(whole) - 1}):
+            path.write_bytes(whole[:size])
+            found = find_damage(folder, deep=False)
+            assert [damage.file for damage in found] == [name], (size, found)
+            if name != "meta.json":
+                assert found[0] == Damage(
+                    name, size, len(whole), f"{size} bytes, expected {len(whole)} by its meta.json"
+                )
+        path.unlink()
+        assert [(damage.file, "no such file" in damage.problem) for damage in find_damage(folder, deep=False)] == [
+            (name, True)
+        ]
+        path.write_bytes(whole)
+
+
+def test_every_bit_of_the_checksum_of_meta_json_and_of_its_line_is_found(tokenizer: Path) -> None:
+    path = tokenizer / "meta.json"
+    start = path.read_bytes().index(b'  "meta_crc32"')
+    for byte in range(start, start + len(b'  "meta_crc32": "12345678",\n')):
+        for bit in range(8):
+            flip(path, byte, bit)
+            (found,) = find_damage(tokenizer, deep=False)
+            assert found.file == "meta.json"
+            flip(path, byte, bit)
+
+
+def test_blocks_that_differ_are_byte_ranges_and_neighbours_are_one(tmp_path: Path) -> None:
+    words = random.Random(1).choices("abcdefgh", k=160_000)
+    folder = pretrain_of(tmp_path, ["".join(words)], max_train_tokens=160_000, max_val_tokens=0, shard_bytes=320_000)
+    path = folder / "train" / "shard_00000.bin"
+    content = bytearray(path.read_bytes())
+    assert 4 * BLOCK < len(content) < 5 * BLOCK
+    for byte in (100, BLOCK + 4, 3 * BLOCK + 2):
+        content[byte] ^= 0x01
+    path.write_bytes(content)
+    first, second = find_damage(folder, deep=True)
+    assert (first.offset, first.end) == (0, 2 * BLOCK) and "bytes 0 to 131072 differ" in first.problem
+    assert (second.offset, second.end) == (3 * BLOCK, 4 * BLOCK)
+
+
+def test_damaged_checksums_are_their_own_damage_and_not_the_files(sft: Path) -> None:
+    path = sft / "index" / "crc32.bin"
+    content = bytearray(path.read_bytes())
+    content[4:8] = b"abcd"
+    path.write_bytes(content)
+    (found,) = find_damage(sft, deep=True)
+    assert (found.file, found.offset, found.end) == ("index/crc32.bin", 4, 8)
+
+
+def test_a_meta_json_that_differs_by_more_than_a_bit_is_named_and_nothing_else_is_judged_by_it(sft: Path) -> None:
+    path = sft / "meta.json"
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace(b'"kind": "sft"', b'"kind": "sxx"'))
+    (found,) = find_damage(sft, deep=True)
+    assert (found.file, found.offset, found.end) == ("meta.json", 0, len(raw))
+    assert "another meta_crc32 than its bytes have" in found.problem
+    path.write_bytes(raw.replace(b'"kind":', b'"kind",'))
+    (found,) = find_damage(sft, deep=True)
+    assert found.offset == raw.index(b'"kind":') + len(b'"kind"') and "not JSON" in found.problem
+    path.write_bytes(raw.replace(b'"kind"', b'"\xffind"'))
+    (found,) = find_damage(sft, deep=True)
+    assert found.offset == raw.index(b'"kind"') + 1 and "not JSON" in found.problem
+    lines = raw.splitlines(keepends=True)
+    path.write_bytes(b"".join(line for line in lines if b"meta_crc32" not in line))
+    (found,) = find_damage(sft, deep=True)
+    assert found.file == "meta.json" and "no meta_crc32" in found.problem
+
+
+def test_a_cache_of_an_older_builder_is_judged_by_its_sha256_alone(pretrain: Path) -> None:
+    describe(pretrain, old=True)
+    assert find_damage(pretrain, deep=True) == []
+    name = "train/shard_00001.bin"
+    flip(pretrain / name, 76, 0)
+    (found,) = find_damage(pretrain, deep=True)
+    assert found[:3] == (name, 0, (pretrain / name).stat().st_size) and "sha256" in found.problem
+    flip(pretrain / name, 76, 0)
+    path = pretrain / "meta.json"
+    path.write_bytes(path.read_bytes().replace(b'"sha256": "', b'"sha256": "0', 1))
+    assert {damage.file for damage in find_damage(pretrain, deep=True)} == {"meta.json"}
+
+
+def test_the_sha256_that_is_wrong_in_an_old_meta_json_is_not_the_files_damage(pretrain: Path) -> None:
+    describe(pretrain, old=True)
+    meta = json.loads((pretrain / "meta.json").read_bytes())
+    meta["shards"]["train"][0]["sha256"] = "0" * 64
+    (pretrain / "meta.json").write_bytes(canonical_json(meta))
+    found = find_damage(pretrain, deep=True)
+    assert {damage.file for damage in found} == {"meta.json"} and "train/shard_00000.bin" in found[-1].problem
+
+
+def test_an_id_outside_the_vocabulary_is_named_with_its_token_and_bytes(pretrain: Path) -> None:
+    name = "train/shard_00001.bin"
+    put(pretrain / name, 50, 300)
+    put(pretrain / name, 60, 65_535)
+    total = (pretrain / name).stat().st_size // 2
+    describe(pretrain)
+    (found,) = find_damage(pretrain, deep=True)
+    assert found[:3] == (name, 100, 102)
+    assert found.problem == (f"token 50 is id 300, expected ids below vocab_size 300; 2 of {total:,} tokens are not")
+    assert find_damage(pretrain, deep=False) == []
+
+
+def test_a_sentinel_inside_a_document_and_an_end_without_one_are_found(tmp_path: Path) -> None:
+    folder = pretrain_of(tmp_path, ["aaaa", "bbbb", "cccc"], max_val_tokens=0, shard_bytes=16)
+    name = "train/shard_00000.bin"  # a a a a eot b b b | b eot c c c c eot
+    put(folder / name, 6, ASST)
+    describe(folder)
+    (found,) = find_damage(folder, deep=True)
+    assert found == Damage(name, 12, 14, "token 6 is the sentinel asst inside document 1")
+    put(folder / name, 6, 75)
+    put(folder / "train" / "shard_00001.bin", 1, 75)
+    describe(folder)
+    (found,) = find_damage(folder, deep=True)
+    assert found == Damage("train/shard_00001.bin", 2, 4, "token 1 ends document 1, expected an end-of-text")
+
+
+def test_a_document_that_met_its_budget_needs_no_end_of_text_and_no_other_lacks_one(tmp_path: Path) -> None:
+    folder = pretrain_of(tmp_path, ["aaaa", "bbbb"], max_train_tokens=8, max_val_tokens=0)
+    assert json.loads((folder / "meta.json").read_bytes())["cut"]["documents"] == 1
+    assert find_damage(folder, deep=True) == []
+    describe(folder, cut={"documents": 0, "tokens": 0})
+    (found,) = find_damage(folder, deep=True)
+    assert found.problem == "token 7 ends document 1, expected an end-of-text"
+
+
+def test_a_cache_without_end_of_texts_has_no_sentinel_at_all(tmp_path: Path) -> None:
+    folder = pretrain_of(tmp_path, ["aaaa", "bbbb"], max_val_tokens=0, append_eot=False)
+    assert find_damage(folder, deep=True) == []
+    put(folder / "train" / "shard_00000.bin", 3, EOT)
+    describe(folder)
+    (found,) = find_damage(folder, deep=True)
+    assert found.problem == "token 3 is the sentinel eot inside document 0"
+
+
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "aa"}]
+"""usr q eot asst a a eot: seven tokens."""
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "problem"),
+    [
+        (0, 75, "begins example 0, expected the sentinel of a role"),
+        (2, 75, "is a sentinel out of turn in example 0: a role, ids, an eot"),  # seen at the next role, token 3
+        (4, EOT, "is a sentinel out of turn in example 0: a role, ids, an eot"),
+        (4, USR, "is a sentinel out of turn in example 0: a role, ids, an eot"),
+        (20, 75, "ends the last example, expected an end-of-text"),
+        (3, 75, "is a sentinel out of turn in example 0: a role, ids, an eot"),
+    ],
+)
+def test_an_example_that_is_not_role_ids_end_is_found(tmp_path: Path, place: int, value: int, problem: str) -> None:
+    path = tmp_path / "c" / "sft" / "chats"
+    build_sft([CHAT] * 3, path, tokenizer=ByteTokenizer(), val_frac=0, seed=0)
+    folder = path.resolve()
+    assert find_damage(folder, deep=True) == []
+    put(folder / "train_tokens.bin", place, value)
+    describe(folder)
+    found = find_damage(folder, deep=True)[0]
+    assert found.file == "train_tokens.bin" and found.problem.endswith(problem)
+    assert place <= found.offset // 2 <= place + 3
+
+
+def test_a_wrong_number_of_tokens_with_loss_is_a_damage_of_meta_json(sft: Path) -> None:
+    meta = json.loads((sft / "meta.json").read_bytes())
+    described = {**meta["supervised_tokens"], "val": meta["supervised_tokens"]["val"] + 1}
+    describe(sft, supervised_tokens=described)
+    (found,) = find_damage(sft, deep=True)
+    assert found.file == "meta.json" and f"but {described['val'] - 1:,} tokens carry loss" in found.problem
+
+
+def test_offsets_that_do_not_ascend_or_do_not_end_right_are_found_at_their_entry(pretrain: Path, sft: Path) -> None:
+    index = pretrain / "index" / "train_docs.npy"
+    before = int(np.load(index)[4])
+    put(index, 5, before, "<i8", header=128)
+    describe(pretrain)
+    found = find_damage(pretrain, deep=True)[0]
+    assert found == Damage("index/train_docs.npy", 168, 176, f"entry 5 is {before}, expected more than {before}")
+    put(sft / "val_idx.npy", 0, 1, "<i8", header=128)
+    describe(sft)
+    found = find_damage(sft, deep=True)[0]
+    assert found == Damage("val_idx.npy", 128, 136, "entry 0 is 1, expected 0")
+    last = len(np.load(sft / "train_idx.npy")) - 1
+    put(sft / "val_idx.npy", 0, 0, "<i8", header=128)
+    put(sft / "train_idx.npy", last, 10**9, "<i8", header=128)
+    describe(sft)
+    found = find_damage(sft, deep=True)[0]
+    assert found.offset == 128 + 8 * last and f"entry {last} is 1000000000, expected less than" in found.problem
+
+
+def test_the_header_of_an_offsets_file_is_seen_by_a_quick_look(sft: Path) -> None:
+    flip(sft / "train_idx.npy", 30, 1)
+    (found,) = find_damage(sft, deep=False)
+    assert (found.file, found.offset, found.end) == ("train_idx.npy", 30, 128)
+
+
+def test_source_ids_are_as_many_as_documents_and_ascii(sft: Path) -> None:
+    path = sft / "index" / "train_ids.txt"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:3], b"\xc3\xa9\n", *lines[5:]]))
+    describe(sft)
+    foreign, count = find_damage(sft, deep=True)
+    assert (foreign.offset, foreign.problem) == (len(b"".join(lines[:3])), "not ASCII")
+    assert f"{len(lines) - 1:,} lines, expected {len(lines):,}" in count.problem
+
+
+ACCOUNTS: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
+    ("train_tokens", lambda meta: meta["train_tokens"] + 1, "train_tokens is"),
+    ("docs", lambda meta: {**meta["docs"], "val": 0}, "docs.val is 0"),
+    ("documents_read", lambda meta: 0, "documents_read is 0"),
+    ("vocab_size", lambda meta: 0, "vocab_size is 0, expected 1 to 65,536"),
+    ("special_token_ids", lambda meta: {"eot": 4}, "expected an id of the 300 for each sentinel"),
+    ("content_sha256", lambda meta: "0" * 64, "but the files it names give"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "problem"), ACCOUNTS, ids=[case[0] for case in ACCOUNTS])
+def test_what_does_not_add_up_in_meta_json_is_found_at_its_line(
+    pretrain: Path, key: str, value: Callable[[dict[str, Any]], Any], problem: str
+) -> None:
+    describe(pretrain, **{key: value(json.loads((pretrain / "meta.json").read_bytes()))})
+    (found,) = find_damage(pretrain, deep=False)
+    assert found.file == "meta.json" and problem in found.problem
+    assert (pretrain / "meta.json").read_bytes()[found.offset : found.end].startswith(f'  "{key}":'.encode())
+
+
+@pytest.mark.parametrize("value", [None, 3, [], {"train": 3}, {"train": [{}]}, {"train": [{"name": "../x"}]}])
+def test_a_malformed_meta_json_is_a_damage_and_never_an_error(pretrain: Path, value: Any) -> None:
+    for key in ("shards", "index", "totals", "docs", "special_token_ids", "checksums", "ids", "kind", "dropped"):
+        meta = json.loads((pretrain / "meta.json").read_bytes())
+        (pretrain / "meta.json").write_bytes(meta_bytes({**meta, key: value}))
+        for deep in (False, True):
+            assert "meta.json" in {damage.file for damage in find_damage(pretrain, deep=deep)}, key
+        (pretrain / "meta.json").write_bytes(meta_bytes(meta))
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_the_meta_json_of_another_cache_is_its_own_damage_and_not_the_files(
+    tmp_path: Path, pretrain: Path, deep: bool
+) -> None:
+    other = pretrain_of(tmp_path / "other", ["abcd" * number for number in range(400, 440)])
+    copy = tmp_path / "copy"
+    shutil.copytree(pretrain, copy)
+    for foreign in ((other / "meta.json").read_bytes(), b'{"vocab_size": 65, "itos": {"0": "a"}}'):
+        for folder in (pretrain, copy):
+            (folder / "meta.json").write_bytes(foreign)
+            (found,) = find_damage(folder, deep=deep)
+            assert found.file == "meta.json" and (found.offset, found.end) == (0, len(foreign))
+            assert "of another cache" in found.problem or "not of a cache of this project" in found.problem
+
+
+def test_files_that_nobody_names_and_links_are_reported_and_not_followed(pretrain: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside.bin"
+    shard = pretrain / "train" / "shard_00000.bin"
+    outside.write_bytes(shard.read_bytes())
+    shard.unlink()
+    shard.symlink_to(outside)
+    (pretrain / "more").symlink_to(tmp_path)
+    (pretrain / "val" / "notes.txt").write_bytes(b"mine")
+    (pretrain / ".meta.json.0123abcd.tmp").write_bytes(b"{")  # of a writer that was killed
+    found = {damage.file: damage.problem for damage in find_damage(pretrain, deep=True)}
+    assert found.keys() == {"train/shard_00000.bin", "more", "val/notes.txt"}
+    assert found["train/shard_00000.bin"].startswith("a symbolic link")
+    assert found["more"].startswith("a symbolic link") and found["val/notes.txt"].startswith("a file that")
+
+
+def test_a_public_link_that_leads_nowhere_is_a_damage(tmp_path: Path) -> None:
+    (tmp_path / "gone").symlink_to(".versions/gone/0123456789ab")
+    (tmp_path / "round").symlink_to("round")
+    for name in ("gone", "round"):
+        (found,) = find_damage(tmp_path / name, deep=True)
+        assert found.file == "meta.json"
+
+
+def test_a_stub_has_no_damage(tmp_path: Path) -> None:
+    build_stub(tmp_path / "g", tokenizer=ByteTokenizer(), source=Source(name="g"), seed=0, shard_bytes=20)
+    assert find_damage(tmp_path / "g", deep=True) == find_damage(tmp_path / "g", deep=False) == []
+
+
+def test_a_deep_look_reports_how_far_it_is(pretrain: Path) -> None:
+    seen: list[tuple[int, int, int | None]] = []
+    find_damage(pretrain, deep=True, progress=lambda *numbers: seen.append(numbers))
+    total = sum(path.stat().st_size for path in files_of(pretrain) if path.name != "meta.json")
+    assert seen[-1] == (8, total, total) and [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
+
+
+def test_a_file_that_may_not_be_read_is_a_damage(pretrain: Path) -> None:
+    path = pretrain / "val" / "shard_00000.bin"
+    path.unlink()
+    os.mkfifo(path)
+    (found,) = find_damage(pretrain, deep=True)
+    assert found.file == "val/shard_00000.bin" and "not a regular file" in found.problem

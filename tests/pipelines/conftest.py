@@ -1,0 +1,50 @@
+"""One run over everything, which several test files look at: its metadata, and copies of its history and caches."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from support.dagster_runs import metadata, run
+from support.small_builds import quick_folder
+
+from niels_gpt.settings import Settings
+
+
+@dataclass(frozen=True)
+class FirstRun:
+    """What a run over the tokenizer and its caches has left."""
+
+    folder: Path
+    """The caches in cache/, and the home of the Dagster instance that knows of them in home/."""
+    metadata: dict[str, dict[str, Any]]
+    """Of each asset."""
+
+
+@pytest.fixture(scope="session")
+def first_run(mirror: Path, tiny_model_path: Path) -> Iterator[FirstRun]:
+    """A run over everything from the mirror with the tiny tokenizer."""
+    with quick_folder() as folder, contextlib.chdir(folder):  # not in the checkout, where a sources.toml may be
+        (folder / "home").mkdir()
+        settings = Settings(
+            source_root=str(mirror), cache_dir=str(folder / "cache"), tokenizer_model=str(tiny_model_path)
+        )
+        with dg.instance_for_test(temp_dir=str(folder / "home")) as instance:
+            shown = metadata(run(instance, settings))
+        yield FirstRun(folder, shown)
+
+
+@pytest.fixture
+def after_a_run(first_run: FirstRun, settings: Settings) -> Iterator[dg.DagsterInstance]:
+    """A real Dagster instance after a run over everything with `settings`: copies of that run's history and caches."""
+    shutil.copytree(first_run.folder / "cache", settings.cache_dir, symlinks=True)
+    with quick_folder() as folder:
+        home = str(shutil.copytree(first_run.folder / "home", folder / "home"))
+        with dg.instance_for_test(temp_dir=home) as instance:
+            yield instance

@@ -1,0 +1,114 @@
+"""A bad cache stops the run, a poor one is a warning, and each check can be run by itself.
+
+The rules themselves are tested in test_verify.py.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import dagster as dg
+from support.dagster_runs import metadata, run
+
+from niels_gpt.inspection.verify import CHECKS
+from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.settings import Settings
+from pipelines.definitions import defs, niels_definitions
+
+
+def verdicts(result: dg.ExecuteInProcessResult) -> dict[str, tuple[bool, str]]:
+    """Return each check's verdict: name -> (passed, severity)."""
+    return {found.check_name: (found.passed, found.severity.value) for found in result.get_asset_check_evaluations()}
+
+
+def check_alone(instance: dg.DagsterInstance, settings: Settings, key: str, name: str) -> dg.ExecuteInProcessResult:
+    """Run one check as the UI's button does, without building its cache."""
+    wanted = dg.AssetCheckKey(dg.AssetKey(key.split("/")), name)
+    job = niels_definitions(settings=settings).resolve_implicit_global_asset_job_def()
+    subset = job.get_subset(asset_selection=set(), asset_check_selection={wanted})
+    return subset.execute_in_process(instance=instance, raise_on_error=False)
+
+
+def test_every_asset_has_the_checks_of_its_kind_and_they_say_what_they_look_at() -> None:
+    graph = defs.resolve_asset_graph()
+    for key in ("tokenizer", *RECIPES):
+        rules = {rule.name: rule for rule in CHECKS[key.split("/")[0]]}
+        specs = {
+            spec.name: spec
+            for spec in map(graph.get_check_spec, graph.asset_check_keys)
+            if spec.asset_key.to_user_string() == key
+        }
+        assert specs.keys() == rules.keys()
+        assert {name: spec.blocking for name, spec in specs.items()} == {n: r.blocking for n, r in rules.items()}
+        assert all(spec.description for spec in specs.values())
+
+
+def test_a_good_cache_passes_and_an_unmet_budget_is_a_warning_that_fails_no_run(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    result = run(instance, settings, "pretrain/fineweb_edu")
+    assert result.success
+    assert verdicts(result) == {
+        "files_match_meta": (True, "ERROR"),
+        "ids_below_vocab_size": (True, "ERROR"),
+        "tokenizer_matches": (True, "ERROR"),
+        "readers_open": (True, "ERROR"),
+        "budget_reached": (False, "WARN"),
+        "dropped_share": (True, "WARN"),
+        "repaired_share": (True, "WARN"),
+    }
+
+
+def test_a_share_of_drops_above_the_setting_is_a_warning(instance: dg.DagsterInstance, settings: Settings) -> None:
+    result = run(instance, settings, "sft/dolly15k", config={"max_dropped_share": 0.0})
+    assert result.success
+    (found,) = [each for each in result.get_asset_check_evaluations() if each.check_name == "dropped_share"]
+    assert not found.passed and found.severity.value == "WARN"
+    assert "sentinel_in_text" in str(found.description)
+
+
+def test_a_flipped_bit_fails_the_deep_check_and_with_it_the_run(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    assert run(instance, settings, "sft/oasst1").success
+    tokens = Path(settings.cache_dir, "sft", "oasst1", "train_tokens.bin")
+    content = bytearray(tokens.read_bytes())
+    content[0] ^= 1
+    tokens.write_bytes(bytes(content))
+    quick = check_alone(instance, settings, "sft/oasst1", "files_match_meta")
+    assert quick.success and verdicts(quick) == {"files_match_meta": (True, "ERROR")}
+    deep = dataclasses.replace(settings, deep_checks=True)
+    result = run(instance, deep, "sft/oasst1", raise_on_error=False)
+    assert not result.success
+    assert verdicts(result)["files_match_meta"] == (False, "ERROR")
+
+
+def test_a_cache_that_cannot_be_decoded_is_left_to_its_checks(instance: dg.DagsterInstance, settings: Settings) -> None:
+    run(instance, settings, "sft/oasst1")
+    tokens = Path(settings.cache_dir, "sft", "oasst1", "train_tokens.bin")
+    tokens.write_bytes(b"\xff\xff" + tokens.read_bytes()[2:])
+    result = run(instance, settings, "sft/oasst1", raise_on_error=False)
+    assert not result.success
+    assert verdicts(result)["ids_below_vocab_size"] == (False, "ERROR")
+    (found,) = [each for each in result.get_asset_check_evaluations() if each.check_name == "ids_below_vocab_size"]
+    assert f"{tokens}: token 0 is id 65535" in str(found.description)
+    assert "cannot be read" in metadata(result)["sft/oasst1"]["picture"]
+
+
+def test_a_bad_cache_stops_what_lies_downstream(instance: dg.DagsterInstance, settings: Settings) -> None:
+    trained: list[str] = []
+
+    @dg.asset(deps=[["sft", "oasst1"]])
+    def model() -> None:
+        trained.append("yes")
+
+    run(instance, settings, "sft/oasst1")
+    Path(settings.cache_dir, "tokenizer", "spm.model").write_bytes(b"not the model of these ids")
+    merged = dg.Definitions.merge(dg.Definitions(assets=[model]), niels_definitions(settings=settings))
+    # The asset itself is not built again here: its check looks at what is there and stops the model's training.
+    job = merged.resolve_implicit_global_asset_job_def().get_subset(
+        asset_selection={dg.AssetKey("model")},
+        asset_check_selection={dg.AssetCheckKey(dg.AssetKey(["sft", "oasst1"]), "tokenizer_matches")},
+    )
+    result = job.execute_in_process(instance=instance, raise_on_error=False)
+    assert verdicts(result) == {"tokenizer_matches": (False, "ERROR")}
+    assert trained == []

@@ -1,0 +1,198 @@
+"""The commands as people and CI type them, each in a process of its own and a folder of its own."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from click.testing import CliRunner
+from dagster._cli import cli
+
+from niels_gpt.cache import PretrainTokenStreamDataset
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.settings import Settings
+from niels_gpt.storage.locks import file_lock
+from niels_gpt.storage.versions import build_lock
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder as a fresh clone is for Dagster: dagster.yaml, workspace.yaml and no cache."""
+    for name in ("dagster.yaml", "workspace.yaml"):
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return this environment without what Dagster or the settings would take from it."""
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(("DAGSTER_", "NIELS_GPT_"))}
+    path = os.pathsep.join([str(Path(sys.executable).parent), ours["PATH"]])
+    return {**ours, "PATH": path, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **more}
+
+
+def shell(home: Path, command: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of bash in `home`."""
+    return subprocess.run(
+        ["bash", "-c", command], cwd=home, env=environment(**more), capture_output=True, text=True, check=False
+    )
+
+
+def events(home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """Return what each asset went through, newest first: its key -> the states of its materializations."""
+    monkeypatch.chdir(home)  # the paths of dagster.yaml are relative
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        return {
+            key.to_user_string(): [
+                str(record.asset_materialization.metadata["run/state"].value)
+                for record in instance.fetch_materializations(key, limit=10).records
+                if record.asset_materialization
+            ]
+            for key in instance.all_asset_keys()
+            if instance.fetch_materializations(key, limit=1).records
+        }
+
+
+def test_the_command_of_the_readme_builds_exactly_the_sft_caches(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chats = [{"prompt": f"What is {number} plus 1?", "response": f"{number + 1}."} for number in range(30)]
+    (home / "chats.json").write_text(json.dumps(chats))
+    (home / "sources.toml").write_text('[sft.support]\nfiles = "chats.json"\nattribution = "The support team"\n')
+    done = shell(home, "DAGSTER_MODULE_NAME=pipelines.definitions dagster asset materialize --select sft/*")
+    assert done.returncode == 0, done.stderr
+    names = ("dolly15k", "oasst1", "support")
+    assert events(home, monkeypatch) == {f"sft/{name}": ["built"] for name in names}
+    built = {str(path.parent.relative_to(home)) for path in home.glob("cache/sample/*/*/meta.json")}
+    assert built == {f"cache/sample/sft/{name}" for name in names}
+    assert read_meta("cache/sample/sft/support/meta.json")["source"]["attribution"] == "The support team"
+    assert not list(home.glob(".tmp_dagster_home_*"))  # history is in .dagster/, nothing is left beside it
+
+
+def test_a_selection_in_quotes_and_one_by_key_are_that_of_the_readme(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Dagster resolves a selection alike for `list` and `materialize`, and in this process as in one of its own.
+    monkeypatch.chdir(home)
+    for selection in ("sft/*", 'key:"sft/*"'):
+        done = CliRunner().invoke(cli, ["asset", "list", "-m", "pipelines.definitions", "--select", selection])
+        assert done.exit_code == 0, done.output
+        assert done.output.split() == ["sft/", "sft/dolly15k", "sft/oasst1"]
+
+
+def test_the_definitions_validate_without_any_environment_variable(home: Path) -> None:
+    done = shell(home, "dagster definitions validate")
+    assert done.returncode == 0, done.stderr
+    assert "Validation successful for code location niels_gpt" in done.stderr + done.stdout
+
+
+@pytest.mark.slow
+def test_within_one_run_the_pretrain_builds_take_turns(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    selection = 'key:"pretrain/roam" or key:"pretrain/gutenberg"'
+    done = shell(home, f"dagster asset materialize -m pipelines.definitions --select '{selection}'")
+    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(home)
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        (finished,) = instance.get_runs()
+        steps = {
+            (record.dagster_event.step_key, record.dagster_event.event_type_value): record.timestamp
+            for record in instance.all_logs(finished.run_id)
+            if record.dagster_event and str(record.dagster_event.step_key).startswith("pretrain__")
+        }
+    spans = sorted(
+        (began, steps[step, "STEP_SUCCESS"]) for (step, kind), began in steps.items() if kind == "STEP_START"
+    )
+    (_, first_ended), (second_began, _) = spans
+    assert first_ended <= second_began
+
+
+@pytest.mark.slow
+def test_two_runs_with_pretrain_builds_take_turns(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = "exec dagster asset materialize -m pipelines.definitions --select "
+    assert events(home, monkeypatch) == {}  # makes the history: two runs that do it at once fail in Dagster
+    lock = home / "cache" / "sample" / ".runs" / "pretrain.turn"
+    pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with file_lock(lock, "held by the test", wait=False):  # both are at the same point when they are let go
+        both = [
+            subprocess.Popen(["bash", "-c", command + name], cwd=home, env=environment(), **pipe)
+            for name in ("pretrain/roam", "pretrain/gutenberg")
+        ]
+        for each in both:
+            assert each.stdout is not None
+            while b"a pretrain cache is being built by user" not in (line := each.stdout.readline()):
+                assert line, "the run ended without waiting"
+        assert not list(home.glob("cache/sample/pretrain/*/meta.json"))
+    for each in both:
+        each.communicate()
+    assert [each.returncode for each in both] == [0, 0]
+    runs = [json.loads(path.read_text()) for path in home.glob("cache/sample/.runs/pretrain.*.jsonl")]
+    first, second = sorted(runs, key=lambda run: run["time"])
+    assert first["time"] <= second["time"] - second["seconds"]
+
+
+@pytest.mark.slow
+def test_a_misspelled_setting_and_a_misspelled_op_end_the_command_with_an_error(home: Path) -> None:
+    begin = "dagster asset materialize -m pipelines.definitions --select sft/dolly15k --config-json "
+    field = shell(home, begin + """'{"resources": {"settings": {"config": {"sead": 7}}}}'""")
+    assert field.returncode != 0
+    assert "sead" in field.stderr + field.stdout
+    op = shell(home, begin + """'{"ops": {"sft__doly15k": {"config": {"seed": 7}}}}'""")
+    assert op.returncode != 0
+    assert "ops.sft__doly15k is read by nobody in this run" in op.stderr + op.stdout
+    assert not (home / "cache" / "sample" / "sft").exists()
+
+
+@pytest.mark.faults
+def test_a_step_killed_in_mid_build_leaves_the_version_before_and_the_next_run_completes(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tiny_model_path: Path
+) -> None:
+    notes = home / "mirror" / "roam"
+    notes.mkdir(parents=True)
+    (notes / "a.md").write_text("- a thought\n" * 9)
+    (notes / "b.md").write_text("- another one\n")
+    settings = Settings(
+        source_root=str(home / "mirror"),
+        cache_dir=str(home / "cache"),
+        tokenizer_model=str(tiny_model_path),
+        threads=1,
+    )
+    cache = build_token_cache(settings, "roam").path
+    before = read_meta(str(cache / "meta.json"))
+
+    for number in range(40):  # 40 MB: seconds of one thread
+        (notes / f"long{number}.md").write_text("- the heron walks to the river and finds pebbles\n" * 20_000)
+    command = "exec dagster asset materialize -m pipelines.definitions --select pretrain/roam"
+    names = ("source_root", "tokenizer_model", "threads")
+    given = {f"NIELS_GPT_{name.upper()}": str(getattr(settings, name)) for name in names}
+    run = subprocess.Popen(["bash", "-c", command], cwd=home, env=environment(**given), start_new_session=True)
+    try:
+        kill_the_builder(run, cache)
+        assert read_meta(str(cache / "meta.json")) == before
+        assert PretrainTokenStreamDataset(cache / "train", T=8, device="cpu").num_windows > 0
+    finally:
+        os.killpg(run.pid, signal.SIGKILL)  # as when the machine goes down: the run's own retry never comes
+        run.wait()
+    again = shell(home, command, **given)
+    assert again.returncode == 0, again.stderr
+    assert read_meta(str(cache / "meta.json"))["documents_read"] == 42
+    assert events(home, monkeypatch) == {"pretrain/roam": ["built"]}
+
+
+def kill_the_builder(run: subprocess.Popen[bytes], cache: Path) -> None:
+    """Kill the process that builds `cache` as soon as it has a checkpoint, and wait until it is gone."""
+    versions = cache.parent / ".versions" / cache.name
+    while not list(versions.glob("building-*.journal/journal.jsonl")):
+        assert run.poll() is None, "the build was over before it could be killed"
+        time.sleep(0.01)
+    pid = int((versions / "lock").read_text().split("pid ")[1])
+    assert pid != run.pid, "a step is a process of its own"
+    os.kill(pid, signal.SIGKILL)
+    with build_lock(cache, wait=True):  # the kernel drops a dead process's lock
+        assert list(versions.glob("building-*.journal/journal.jsonl")), "it was killed before it could commit"

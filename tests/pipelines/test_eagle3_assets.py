@@ -1,0 +1,357 @@
+"""The asset eagle3/targets: built, checked, reused, resumed, and rebuilt only where its inputs changed."""
+
+import base64
+import dataclasses
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from support import numbered_datasets
+from support.dagster_runs import built, metadata, run, stale
+from support.loopback_hub import LoopbackHub
+
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.commands import cache as cli
+from niels_gpt.eagle3.cache import CachedEagle3Dataset, read_manifest
+from niels_gpt.eagle3.format.layout import read_header, row_bytes_of, shard_path
+from niels_gpt.eagle3.inspect.checks import CHECKS
+from niels_gpt.eagle3.target import write_small_target
+from niels_gpt.recipes.eagle3.asset import build_targets, settings_fingerprint, target_of
+from niels_gpt.settings import Settings
+from niels_gpt.storage import fileio, versions
+from niels_gpt.storage.fileio import SizedFile, sha256_file
+from niels_gpt.storage.versions import versions_dir
+from niels_gpt.tokenizer import load_tokenizer
+from pipelines.definitions import niels_definitions
+
+KEY = "eagle3/targets"
+DOLLY = Settings().dolly_dataset
+SAMPLE = 7  # row 2 of shard 1
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory, tiny_model_path: Path) -> Path:
+    """A small Llama in a folder of its own, as a user's model is."""
+    return write_small_target(tmp_path_factory.mktemp("models") / "tiny-llama", load_tokenizer(tiny_model_path))
+
+
+@pytest.fixture(autouse=True)
+def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the target in one thread: two that share a busy core wait for each other most of the time."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+
+
+@pytest.fixture
+def settings(settings: Settings, target: Path) -> Settings:
+    """Settings for a cache of twelve chats of the mirror in three shards, which takes a tenth of a second."""
+    return dataclasses.replace(
+        settings,
+        eagle3_target=str(target),
+        eagle3_max_samples=12,
+        eagle3_seq_length=64,
+        eagle3_draft_vocab_size=40,
+        eagle3_shard_size=5,
+        eagle3_device="cpu",
+    )
+
+
+def cache_of(settings: Settings) -> Path:
+    return Path(settings.cache_dir, *KEY.split("/"))
+
+
+def flip(settings: Settings) -> None:
+    """Change one bit of the first hidden state of SAMPLE."""
+    path = Path(shard_path(cache_of(settings), SAMPLE // 5))
+    fields, rows, header = read_header(path)
+    begin = len(header)
+    for name, form in fields.items():
+        if name == "aux_hidden_states":
+            break
+        begin += rows * row_bytes_of(form)
+    content = bytearray(path.read_bytes())
+    content[begin + SAMPLE % 5 * row_bytes_of(fields["aux_hidden_states"])] ^= 1
+    path.write_bytes(content)
+
+
+def verdicts(result: dg.ExecuteInProcessResult) -> dict[str, bool]:
+    return {found.check_name: found.passed for found in result.get_asset_check_evaluations()}
+
+
+def check_alone(instance: dg.DagsterInstance, settings: Settings, *names: str) -> dg.ExecuteInProcessResult:
+    """Run some checks as the UI's button does, without building the cache."""
+    wanted = {dg.AssetCheckKey(dg.AssetKey(KEY.split("/")), name) for name in names or CHECKS}
+    job = niels_definitions(settings=settings).resolve_implicit_global_asset_job_def()
+    subset = job.get_subset(asset_selection=set(), asset_check_selection=wanted)
+    return subset.execute_in_process(instance=instance, raise_on_error=False)
+
+
+def test_it_is_built_checked_and_described(instance: dg.DagsterInstance, settings: Settings) -> None:
+    result = run(instance, settings, KEY)
+    assert result.success
+    assert verdicts(result) == dict.fromkeys(CHECKS, True)
+    cache = cache_of(settings)
+    assert len(CachedEagle3Dataset(cache)) == 12
+    found, manifest, meta = metadata(result)[KEY], read_manifest(cache), read_meta(str(cache / "meta.json"))
+    selected = manifest.pop("selected_token_ids")
+    assert found["selected_token_ids"] == {"count": 40, "first": selected[:8]}
+    assert {name: found[name] for name in manifest} == manifest
+    assert manifest["target_model"] == "tiny-llama", "where the model lies is not said"
+    for name in ("bytes_per_token", "supervised_share", "kept_mass", "draft_mass"):
+        assert found[name] == meta[name]
+    assert (found["samples"], found["shards"], found["run/state"]) == (12, 3, "built")
+    picture = base64.b64decode(found["picture"].split("base64,")[1].rstrip(")"))
+    assert picture.startswith(b"\x89PNG") and len(found["picture"]) < 20_000
+    (event,) = result.get_asset_materialization_events()
+    version = (event.step_materialization_data.materialization.tags or {})["dagster/data_version"]
+    assert version == meta["content_sha256"]
+
+
+def test_a_second_run_reuses_it_and_touches_no_file(instance: dg.DagsterInstance, settings: Settings) -> None:
+    build_targets(settings)
+    folder = cache_of(settings).resolve()
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    again = metadata(run(instance, settings, KEY))[KEY]
+    assert again["run/state"].startswith("reused")
+    assert {path: path.stat().st_mtime_ns for path in cache_of(settings).resolve().rglob("*")} == before
+
+
+def test_what_lies_before_it_are_the_chats_and_for_the_small_target_the_tokenizer(
+    settings: Settings, tmp_path: Path
+) -> None:
+    def parents(**changed: Any) -> set[str]:
+        chosen = dataclasses.replace(settings, **changed)
+        graph = niels_definitions(settings=chosen).resolve_asset_graph()
+        return {key.to_user_string() for key in graph.get(dg.AssetKey(KEY.split("/"))).parent_keys}
+
+    assert parents() == {"raw/dolly15k"}
+    assert parents(eagle3_target=None) == {"raw/dolly15k", "tokenizer"}
+    assert parents(eagle3_source="oasst1") == {"raw/oasst1"}
+    (tmp_path / "own.jsonl").write_text('{"messages": []}\n')
+    assert parents(sft=f"own={tmp_path / 'own.jsonl'}", eagle3_source="own") == {"raw/own"}
+    assert parents(eagle3_source=str(tmp_path / "own.jsonl")) == set()
+
+
+def test_a_flipped_bit_fails_the_checks_and_with_them_the_run(instance: dg.DagsterInstance, settings: Settings) -> None:
+    build_targets(settings)
+    flip(settings)
+    result = check_alone(instance, settings)
+    found = verdicts(result)
+    assert not result.success
+    assert not found["checksums"] and found["complete"] and found["ids_match"]
+    (told,) = [each for each in result.get_asset_check_evaluations() if each.check_name == "checksums"]
+    assert f"{cache_of(settings)}/shard-000001.safetensors: sample {SAMPLE - 5} of the shard" in str(told.description)
+    assert f"It is sample {SAMPLE} (" in str(told.description)
+    assert verdicts(check_alone(instance, settings, "complete")) == {"complete": True}
+
+
+def test_the_target_is_run_once_more_for_as_many_samples_as_the_setting_says(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    build_targets(settings)
+    flip(settings)
+    for number, passed in ((12, False), (0, True)):
+        changed = dataclasses.replace(settings, eagle3_check_samples=number)
+        assert verdicts(check_alone(instance, changed, "recomputed")) == {"recomputed": passed}
+
+
+def test_a_setting_of_its_own_builds_it_anew_and_one_of_an_sft_cache_does_not(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    keys = ("sft/dolly15k", KEY)
+    assert built(run(instance, settings, *keys)) == set(keys)
+    result = run(instance, settings, *keys, config={"eagle3_topk": 4})
+    assert built(result) == {KEY} and all(verdicts(result).values())
+    assert metadata(result)[KEY]["format_version"] == 2
+    assert built(run(instance, settings, *keys, config={"eagle3_topk": 4, "sft_val_frac": 0.2})) == {"sft/dolly15k"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "again"),
+    [
+        ({"eagle3_dtype": "fp32"}, True),
+        ({"eagle3_max_samples": 11}, True),
+        ({"eagle3_draft_vocab_size": 41}, True),
+        ({"eagle3_batch_size": 3}, True),
+        ({"eagle3_source": "oasst1"}, True),
+        ({"dolly_include_system": True}, True),
+        ({"eagle3_check_samples": 1, "threads": 1, "eagle3_device": None, "sft_val_frac": 0.3, "seed": 3}, False),
+    ],
+)
+def test_what_decides_bytes_makes_another_cache_and_the_rest_does_not(
+    settings: Settings, changed: dict[str, Any], again: bool
+) -> None:
+    before = build_targets(settings)
+    other = dataclasses.replace(settings, **changed)
+    after = build_targets(other)
+    assert after.reused != again
+    assert (after.fingerprint != before.fingerprint) == again
+    assert (settings_fingerprint(settings) != settings_fingerprint(other)) == again
+
+
+def test_new_chats_make_it_stale_and_are_built(
+    instance: dg.DagsterInstance, settings: Settings, tmp_path: Path
+) -> None:
+    path = tmp_path / "chats.jsonl"
+    lines = [
+        json.dumps({"messages": [turn("user", "Name a river."), turn("assistant", f"River {n}.")]}) for n in range(3)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    settings = dataclasses.replace(settings, sft=f"own={path}", eagle3_source="own", eagle3_draft_vocab_size=10_000)
+    run(instance, settings, "raw/own", KEY)
+    assert KEY not in stale(instance, settings)
+    path.write_text("\n".join(reversed(lines)) + "\n")
+    run(instance, settings, "raw/own")
+    assert KEY in stale(instance, settings)
+    assert built(run(instance, settings, KEY)) == {KEY}
+    assert KEY not in stale(instance, settings)
+
+
+def test_a_revision_of_the_hub_that_was_observed_since_is_built(
+    instance: dg.DagsterInstance, settings: Settings, loopback_hub: LoopbackHub
+) -> None:
+    settings = dataclasses.replace(settings, source_root="hub")
+
+    def build() -> tuple[bool, str]:
+        result = run(instance, settings, KEY)
+        return bool(built(result)), read_meta(str(cache_of(settings) / "meta.json"))["source"]["revision"]
+
+    first = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20, start=80_000))
+    run(instance, settings, "raw/dolly15k")
+    assert build() == (True, first)
+    second = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20, start=80_100))
+    assert build() == (False, first), "nobody has looked"
+    run(instance, settings, "raw/dolly15k")
+    assert KEY in stale(instance, settings)
+    assert build() == (True, second)
+    assert build() == (False, second)
+
+
+def test_a_revision_of_a_target_in_a_folder_is_refused(settings: Settings) -> None:
+    path = build_targets(settings).path
+    with pytest.raises(ValueError, match="--revision abc"):
+        target_of(path, str(settings.eagle3_target), revision="abc")
+    assert target_of(path, str(settings.eagle3_target)).facts["revision"] is None
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def test_the_sample_has_a_target_of_its_own_and_real_text_needs_one(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    sample = dataclasses.replace(settings, source_root="sample", eagle3_target=None)
+    result = run(instance, sample, "tokenizer", KEY)
+    assert result.success and verdicts(result).items() >= dict.fromkeys(CHECKS, True).items()
+    assert metadata(result)[KEY]["target_model"] == "small_target"
+    refused = run(instance, dataclasses.replace(settings, eagle3_target=None), KEY, raise_on_error=False)
+    (event,) = [event for event in refused.all_events if event.is_step_failure]
+    said = event.step_failure_data.user_failure_data.description
+    assert "no target is named" in said and "NIELS_GPT_EAGLE3_TARGET" in said
+    assert not cache_of(settings).exists()
+
+
+def test_another_tokenizer_gives_the_sample_another_target(settings: Settings, tmp_path: Path) -> None:
+    from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
+
+    sample = dataclasses.replace(settings, source_root="sample", eagle3_target=None)
+    first = build_targets(sample).meta
+    trained = train_tokenizer(["the heron and the otter walk " * 9] * 9, vocab_size=300, trained_on="a test")
+    other = write_tokenizer(trained, tmp_path / "other").model_path
+    second = build_targets(dataclasses.replace(sample, tokenizer_model=str(other))).meta
+    assert first["target"]["weights_sha256"] != second["target"]["weights_sha256"]
+    assert first["content_sha256"] != second["content_sha256"]
+
+
+def test_equal_settings_give_equal_bytes_wherever_the_cache_and_the_target_lie(
+    settings: Settings, tmp_path: Path, tiny_model_path: Path
+) -> None:
+    elsewhere = write_small_target(tmp_path / "tiny-llama", load_tokenizer(tiny_model_path))
+    other = dataclasses.replace(settings, cache_dir=str(tmp_path / "other"), eagle3_target=str(elsewhere))
+    first, second = build_targets(settings), build_targets(other)
+    assert first.fingerprint == second.fingerprint
+
+    def sums(folder: Path) -> dict[str, str]:
+        return {str(path.relative_to(folder)): sha256_file(path) for path in folder.rglob("*") if path.is_file()}
+
+    assert sums(first.path.resolve()) == sums(second.path.resolve())
+    assert str(tmp_path) not in (first.path / "meta.json").read_text() + (first.path / "manifest.json").read_text()
+
+
+def test_a_cache_that_lost_a_shard_is_built_again(settings: Settings) -> None:
+    content = build_targets(settings).meta["content_sha256"]
+    Path(shard_path(cache_of(settings), 1)).unlink()
+    again = build_targets(settings)
+    assert not again.reused and again.meta["content_sha256"] == content
+    assert Path(shard_path(cache_of(settings), 1)).is_file()
+    assert build_targets(settings).reused
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, when: Callable[..., bool]) -> None:
+    """Let a function fail with a full disk for the calls that `when` picks."""
+    real = getattr(owner, name)
+
+    def fail(*arguments: Any, **named: Any) -> Any:
+        if when(*arguments):
+            raise OSError(errno.ENOSPC, "No space left on device", str(arguments[-1]))
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, fail)
+
+
+def test_a_build_that_failed_goes_on_with_its_finished_shards(settings: Settings, tmp_path: Path) -> None:
+    whole = build_targets(dataclasses.replace(settings, cache_dir=str(tmp_path / "whole"))).meta
+    with pytest.MonkeyPatch.context() as patch:
+        failing(patch, SizedFile, "write", lambda file, *_: "shard-000002" in str(file.path))
+        with pytest.raises(OSError, match="2 of 3 shards are done and kept"):
+            build_targets(settings)
+    assert not cache_of(settings).exists()
+    (work,) = [path for path in versions_dir(cache_of(settings)).glob("building-*") if not path.suffix]
+    kept = {shard: Path(shard_path(work, shard)).stat().st_ino for shard in (0, 1)}
+    assert build_targets(settings).meta == whole
+    assert {shard: Path(shard_path(cache_of(settings), shard)).stat().st_ino for shard in (0, 1)} == kept
+    assert not list(versions_dir(cache_of(settings)).glob("building-*"))
+
+
+@pytest.mark.parametrize("step", ["sync_tree", "rename", "symlink"])
+def test_a_commit_that_failed_is_done_by_the_next_run_without_the_target(settings: Settings, step: str) -> None:
+    def unwanted(*arguments: Any, **named: Any) -> None:
+        raise AssertionError("the target was loaded")
+
+    with pytest.MonkeyPatch.context() as patch:
+        commit = versions.commit
+
+        def fail(*arguments: Any) -> None:
+            failing(patch, fileio, step, lambda *_: True)
+            commit(*arguments)
+
+        patch.setattr(versions, "commit", fail)
+        with pytest.raises(OSError, match="No space left"):
+            build_targets(settings)
+    assert not cache_of(settings).exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("niels_gpt.recipes.eagle3.prepare.open_target", unwanted)
+        assert build_targets(settings).reused is False
+    assert build_targets(settings).reused
+
+
+def test_the_command_line_lists_verifies_and_clears_it(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    build_targets(settings)
+    assert cli.main(["list", settings.cache_dir]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(KEY)]
+    assert "12 samples, " in line
+    assert cli.main(["verify", settings.cache_dir, "--deep"]) == 0
+    for number in (11, 10, 9):
+        build_targets(dataclasses.replace(settings, eagle3_max_samples=number))
+    capsys.readouterr()
+    assert cli.main(["gc", settings.cache_dir]) == 0
+    assert capsys.readouterr().out.count("an old version") == 2
+    flip(settings)
+    assert cli.main(["verify", settings.cache_dir]) == 0
+    assert cli.main(["verify", settings.cache_dir, "--deep"]) == 1
+    assert "shard-000001.safetensors: sample 2 of the shard" in capsys.readouterr().out

@@ -1,0 +1,212 @@
+"""The assets as Dagster and a reader of its pages see them: keys, metadata, settings, errors, embedding."""
+
+import base64
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import dagster as dg
+import pytest
+from support.dagster_runs import metadata, run
+
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.settings import Settings
+from pipelines import assets
+from pipelines.definitions import defs, niels_definitions
+from pipelines.resources import SettingsResource, settings_from_environment
+
+
+def test_the_assets_are_the_tokenizer_the_caches_and_what_is_observed() -> None:
+    graph = defs.resolve_asset_graph()
+    made = {key.to_user_string() for key in graph.materializable_asset_keys}
+    assert made == {"tokenizer", "eagle3/targets", *RECIPES}
+    observed = {key.to_user_string() for key in graph.observable_asset_keys}
+    assert observed == {f"raw/{key.split('/')[1]}" for key in RECIPES} | {"sft/"}
+    assert all(graph.get(key).description for key in graph.get_all_asset_keys())
+
+
+def test_nothing_outside_sft_lies_downstream_of_the_sft_root() -> None:
+    # `--select sft/*` means this root and everything downstream of it.
+    children = defs.resolve_asset_graph().get(dg.AssetKey(["sft", ""])).child_keys
+    assert {key.to_user_string() for key in children} == {key for key in RECIPES if key.startswith("sft/")}
+
+
+def test_the_form_has_the_settings_of_the_core_name_by_name() -> None:
+    form = type(SettingsResource.of(Settings())).model_fields
+    types = get_type_hints(Settings)
+    assert list(form) == [field.name for field in fields(Settings)]
+    for field in fields(Settings):
+        assert form[field.name].annotation == types[field.name], field.name
+        assert form[field.name].default == field.default, field.name
+        assert form[field.name].description == field.metadata["help"], field.name
+    assert SettingsResource.of(Settings()).to_core() == Settings()
+    assert SettingsResource.of(Settings(seed=7)).to_core() == Settings(seed=7)
+
+
+def test_the_environment_fills_the_settings_and_the_sample_is_the_default() -> None:
+    assert settings_from_environment({}) == Settings(source_root="sample")
+    given = {"NIELS_GPT_SEED": "7", "NIELS_GPT_APPEND_EOT": "false", "NIELS_GPT_SOURCE_ROOT": "hub", "HOME": "/"}
+    assert settings_from_environment(given) == Settings(seed=7, append_eot=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("NIELS_GPT_SEEED", "7", "NIELS_GPT_SEEED: there is no setting of this name. There are NIELS_GPT_SEED, "),
+        ("NIELS_GPT_SEED", "seven", "NIELS_GPT_SEED: Input should be a valid integer"),
+        ("NIELS_GPT_APPEND_EOT", "perhaps", "NIELS_GPT_APPEND_EOT: Input should be a valid boolean"),
+    ],
+)
+def test_a_variable_that_names_no_setting_or_no_value_is_an_error(name: str, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings_from_environment({name: text})
+
+
+def test_metadata_mirrors_meta_json_key_by_key_and_the_data_version_is_the_content(
+    first_run: Any, after_a_run: dg.DagsterInstance, settings: Settings
+) -> None:
+    instance = after_a_run
+    for key, entries in first_run.metadata.items():
+        meta = read_meta(str(Path(settings.cache_dir, key, "meta.json")))
+        mirrored = {name: value for name, value in meta.items() if name not in ("shards", "files")}
+        assert {name: entries[name] for name in mirrored} == mirrored, key
+        assert meta.keys() <= entries.keys()
+        event = instance.get_latest_materialization_event(dg.AssetKey(key.split("/")))
+        assert event is not None and event.asset_materialization is not None
+        assert (event.asset_materialization.tags or {})["dagster/data_version"] == meta["content_sha256"]
+
+
+def test_the_list_of_shards_is_mirrored_by_count_tokens_bytes_and_place(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    result = run(instance, settings, "pretrain/roam", config={"shard_bytes": 100})
+    meta = read_meta(str(Path(settings.cache_dir, "pretrain", "roam", "meta.json")))
+    entry = metadata(result)["pretrain/roam"]["shards"]
+    assert entry["train"] == {
+        "files": len(meta["shards"]["train"]),
+        "tokens": meta["train_tokens"],
+        "bytes": 2 * meta["train_tokens"],
+    }
+    assert entry["train"]["files"] > 50
+    assert entry["listed_in"].endswith("pretrain/roam/meta.json")
+    assert len(json.dumps(entry)) < 300
+
+
+def test_a_page_has_a_small_picture_and_decoded_examples(first_run: Any) -> None:
+    for key in RECIPES:
+        shown = first_run.metadata[key]
+        assert len(shown["picture"]) < 20_000
+        assert base64.b64decode(shown["picture"].split("base64,")[1].rstrip(")")).startswith(b"\x89PNG")
+        rows = [record.data for record in shown["examples"].records]
+        assert 2 <= len(rows) <= 6
+        assert {row["split"] for row in rows} == {"train", "val"}
+        assert key.startswith("pretrain/") or all("[[" in row["text"] and row["with_loss"] > 0 for row in rows)
+
+
+def failure_of(result: dg.ExecuteInProcessResult, step: str) -> str:
+    """Return what the failed step says."""
+    (event,) = [event for event in result.all_events if event.is_step_failure and event.step_key == step]
+    data = event.step_failure_data
+    return data.user_failure_data.description if data.user_failure_data else data.error.message
+
+
+@pytest.mark.parametrize(
+    ("run_config", "key"),
+    [
+        ({"ops": {"sft__dolly15k": {"config": {"sft_val_frac": 0.2}}}}, "ops.sft__dolly15k"),
+        ({"ops": {"sft__doly15k": {}}}, "ops.sft__doly15k"),
+        ({"resources": {"setings": {"config": {"sft_val_frac": 0.2}}}}, "resources.setings"),
+    ],
+)
+@pytest.mark.parametrize("asset", ["sft/dolly15k", "raw/dolly15k", "sft/"])
+def test_a_run_config_key_that_nobody_reads_fails_the_run_with_the_keys_that_exist(
+    instance: dg.DagsterInstance, settings: Settings, run_config: dict[str, Any], key: str, asset: str
+) -> None:
+    result = run(instance, settings, asset, run_config=run_config, raise_on_error=False)
+    assert not result.success
+    message = failure_of(result, asset.replace("/", "__"))
+    assert message.startswith(f"run config: {key} is read by nobody in this run, expected ")
+    assert all(field.name in message for field in fields(Settings))
+    assert not Path(settings.cache_dir).exists()
+
+
+def test_an_unknown_setting_is_refused_by_dagster_itself(instance: dg.DagsterInstance, settings: Settings) -> None:
+    with pytest.raises(dg.DagsterInvalidConfigError, match="sft_val_fraq"):
+        run(instance, settings, "sft/dolly15k", config={"sft_val_fraq": 0.2})
+
+
+def test_a_run_that_names_one_setting_keeps_the_deployments_others(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    run(instance, settings, "sft/dolly15k", config={"seed": 7})
+    meta = read_meta(str(Path(settings.cache_dir, "sft", "dolly15k", "meta.json")))
+    assert (meta["seed"], meta["source"]["kind"]) == (7, "mirror")
+
+
+def test_bad_input_fails_at_once_with_the_cores_own_words(instance: dg.DagsterInstance, tmp_path: Path) -> None:
+    settings = Settings(source_root=str(tmp_path / "no"), cache_dir=str(tmp_path / "cache"))
+    result = run(instance, settings, "pretrain/roam", raise_on_error=False)
+    message = failure_of(result, "pretrain__roam")
+    assert message.startswith("FileNotFoundError: ") and str(tmp_path / "no") in message
+    assert message.endswith("(here a flag is a field of the resource settings, as source_root)")
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (ConnectionError("could not ask the hub"), True),
+        (TimeoutError("timed out"), True),
+        (ConnectionResetError(104, "Connection reset by peer"), True),
+        (OSError(28, "No space left on device"), False),
+        (FileNotFoundError("no mirror"), False),
+        (ValueError("no text"), False),
+        (KeyError("a mistake of ours"), False),
+    ],
+)
+def test_only_what_time_may_mend_is_tried_again(error: Exception, again: bool) -> None:
+    with pytest.raises(type(error) if again else dg.Failure) as raised, assets._clear_errors():
+        raise error
+    if not again:
+        assert raised.value.allow_retries is False
+        assert str(error) in str(raised.value.description)
+
+
+def test_an_asset_may_be_called_as_a_function(settings: Settings) -> None:
+    form = SettingsResource.of(settings)
+    result = assets.CACHES[4](dg.build_asset_context(), settings=form)
+    assert (
+        result.data_version.value
+        == read_meta(str(Path(settings.cache_dir, "sft/dolly15k/meta.json")))["content_sha256"]
+    )
+
+
+def test_another_deployment_embeds_the_assets_below_a_prefix_of_its_own(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    class Epochs(dg.Config):
+        epochs: int = 1
+
+    @dg.asset(deps=[["team", "lm", "sft", "oasst1"]])
+    def model(config: Epochs) -> None: ...
+
+    ours = niels_definitions(key_prefix=["team", "lm"], settings=settings)
+    merged = dg.Definitions.merge(dg.Definitions(assets=[model]), ours)
+    graph = merged.resolve_asset_graph()
+    assert dg.AssetKey(["team", "lm", "sft", ""]) in graph.observable_asset_keys
+    keys = [["team", "lm", "tokenizer"], ["team", "lm", "raw", "oasst1"], ["team", "lm", "sft", "oasst1"], ["model"]]
+    job = merged.resolve_implicit_global_asset_job_def().get_subset(asset_selection={dg.AssetKey(key) for key in keys})
+    result = job.execute_in_process(instance=instance, run_config={"ops": {"model": {"config": {"epochs": 2}}}})
+    assert result.success
+    assert Path(settings.cache_dir, "sft", "oasst1", "meta.json").is_file()
+    assert set(metadata(result)) == {"team/lm/tokenizer", "team/lm/sft/oasst1", "model"}
+
+
+def test_pretrain_builds_share_a_pool_and_whatever_asks_the_hub_is_retried() -> None:
+    graph = defs.resolve_asset_graph()
+    pools = {key.to_user_string(): graph.get(key).pools for key in graph.materializable_asset_keys}
+    assert {key for key, pool in pools.items() if pool} == {key for key in RECIPES if key.startswith("pretrain/")}
+    assert all(
+        definition.op.retry_policy == assets.NETWORK_RETRIES for definition in (assets.tokenizer, *assets.CACHES)
+    )

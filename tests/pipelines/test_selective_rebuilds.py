@@ -1,0 +1,113 @@
+"""What has changed is built, nothing else, and the UI shows as stale what a run would build."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from support.dagster_runs import built, metadata, run, stale
+
+from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.settings import Settings
+from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
+
+EVERYTHING = {"tokenizer", *RECIPES}
+OBSERVED = [f"raw/{key.split('/')[1]}" for key in RECIPES] + ["sft/"]
+
+
+@pytest.fixture
+def own(settings: Settings, mirror: Path, tmp_path: Path) -> Settings:
+    """The settings of a mirror that the test may change."""
+    return dataclasses.replace(settings, source_root=str(shutil.copytree(mirror, tmp_path / "own")))
+
+
+def test_everything_twice_builds_nothing_the_second_time(
+    first_run: Any, after_a_run: dg.DagsterInstance, settings: Settings
+) -> None:
+    assert {key for key, shown in first_run.metadata.items() if shown["run/state"] == "built"} == EVERYTHING
+    result = run(after_a_run, settings)
+    assert built(result) == set()
+    assert stale(after_a_run, settings) == {}
+    second = metadata(result)
+    assert set(second) == EVERYTHING
+    for key in RECIPES:  # what a page shows of a run, and of one that has built nothing
+        before, after = first_run.metadata[key], second[key]
+        assert after["run/state"].startswith("reused")
+        assert before["run/seconds"] > 0
+        assert before["run/tokens_per_second"] > 0 and "run/tokens_per_second" not in after
+        assert before["run/recipe_fingerprint"] == after["run/recipe_fingerprint"]
+        assert before["picture"] == after["picture"]
+
+
+def test_one_changed_sft_setting_rebuilds_that_asset_alone(after_a_run: dg.DagsterInstance, settings: Settings) -> None:
+    changed = dataclasses.replace(settings, oasst1_max_messages=2)
+    assert stale(after_a_run, changed) == {"sft/oasst1": "has a new code version"}
+    assert built(run(after_a_run, changed)) == {"sft/oasst1"}
+    assert stale(after_a_run, changed) == {}
+
+
+def test_a_setting_changed_in_the_launchpad_rebuilds_that_asset_alone(
+    after_a_run: dg.DagsterInstance, settings: Settings
+) -> None:
+    assert built(run(after_a_run, settings, config={"oasst1_max_messages": 2})) == {"sft/oasst1"}
+
+
+def test_a_new_tokenizer_makes_every_cache_stale_and_rebuilds_it(
+    after_a_run: dg.DagsterInstance, settings: Settings, tmp_path: Path
+) -> None:
+    other = write_tokenizer(train_tokenizer(["another text " * 50, "ein anderer Text"], vocab_size=300), tmp_path / "t")
+    run(after_a_run, settings, "tokenizer", config={"tokenizer_model": str(other.model_path)})
+    assert stale(after_a_run, settings) == dict.fromkeys(RECIPES, "has a new dependency data version")
+    new = dataclasses.replace(settings, tokenizer_model=str(other.model_path))
+    assert built(run(after_a_run, new)) == set(RECIPES)
+    assert stale(after_a_run, new) == {}
+
+
+def test_a_retrained_but_identical_tokenizer_makes_nothing_stale_and_rebuilds_nothing(
+    instance: dg.DagsterInstance, mirror: Path, tmp_path: Path
+) -> None:
+    settings = Settings(source_root=str(mirror), cache_dir=str(tmp_path / "cache"), vocab_size=600)
+    keys = ("tokenizer", "pretrain/roam", "sft/dolly15k")
+    run(instance, settings, *keys)
+    shutil.rmtree(tmp_path / "cache" / ".versions" / "tokenizer")
+    (tmp_path / "cache" / "tokenizer").unlink()
+    assert built(run(instance, settings, "tokenizer")) == {"tokenizer"}
+    assert stale(instance, settings) == {}
+    assert built(run(instance, settings, *keys)) == set()
+
+
+def test_a_touched_note_makes_roam_alone_stale_and_rebuilds_it_alone(
+    after_a_run: dg.DagsterInstance, own: Settings
+) -> None:
+    instance = after_a_run
+    run(instance, own, *OBSERVED)
+    run(instance, own)
+    note = sorted(Path(own.source_root, "roam").rglob("*.md"))[0]
+    note.write_text(note.read_text(encoding="utf-8", errors="replace") + "- another thought\n", encoding="utf-8")
+    run(instance, own, *OBSERVED)
+    assert stale(instance, own) == {"pretrain/roam": "has a new dependency data version"}
+    assert built(run(instance, own)) == {"pretrain/roam"}
+    assert stale(instance, own) == {}
+
+
+def test_a_first_observation_makes_a_cache_stale_once_and_a_run_that_builds_nothing_clears_it(
+    after_a_run: dg.DagsterInstance, settings: Settings
+) -> None:
+    run(after_a_run, settings, "raw/roam")
+    assert list(stale(after_a_run, settings)) == ["pretrain/roam"]
+    assert built(run(after_a_run, settings, "pretrain/roam")) == set()
+    assert stale(after_a_run, settings) == {}
+
+
+def test_a_caches_run_that_replaces_the_tokenizer_makes_the_other_caches_stale(
+    after_a_run: dg.DagsterInstance, settings: Settings, tmp_path: Path
+) -> None:
+    other = write_tokenizer(train_tokenizer(["another text " * 50, "ein anderer Text"], vocab_size=300), tmp_path / "t")
+    new = dataclasses.replace(settings, tokenizer_model=str(other.model_path))
+    run(after_a_run, new, "sft/oasst1")
+    # Its own step began with the tokenizer before, so sft/oasst1 is among them until a run that does not build it.
+    assert stale(after_a_run, new) == dict.fromkeys(RECIPES, "has a new dependency data version")
+    assert built(run(after_a_run, new)) == set(RECIPES) - {"sft/oasst1"}
+    assert stale(after_a_run, new) == {}

@@ -1,0 +1,85 @@
+"""Every causal language model of the installed transformers is folded right or refused, none is folded wrong."""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
+import torch
+from support.causal_models import CLASSES, SAMPLES, error, from_config, tiny_config
+
+from niels_gpt.prefix_tree.attention import AttentionRouteError, check_model_inputs, model_inputs
+from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.prefix_tree.heads import logits_head
+
+RIGHT = """
+cohere cohere2 deepseek_v2 deepseek_v3 doge ernie4_5 exaone4 falcon gemma gemma2 gemma3_text gemma4_text glm4 glm4_moe
+gpt2 gpt_neox gpt_oss granite granitemoe llama ministral mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 phimoe
+qwen2 qwen2_moe qwen3 qwen3_moe smollm3 starcoder2 xglm
+"""
+NOT_MADE = """
+blt cohere_compass_text dbrx emu3 falcon_h1 gemma4_assistant git gpt_neo kimi_linear lfm2_moe mllama musicgen
+musicgen_melody phi4_multimodal prophetnet reformer roc_bert xlnet zamba zamba2 zaya
+"""
+MAX_PARAMETERS = 3_000_000  # some sizes are not reached by the names in causal_models.py
+
+
+def outcome(model_type: str, forest: PrefixForest) -> str:
+    """Return what becomes of a model: "refused", "equal", "wrong ...", or "not made" where the sizes do not fit."""
+    try:
+        config = tiny_config(model_type)
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in from_config(config, "eager").parameters())
+        if size > MAX_PARAMETERS:
+            return "not made"
+        try:
+            model = from_config(config, "sdpa")
+        except ValueError:  # the architecture has no sdpa
+            model = from_config(config, "eager")
+    except Exception:
+        return "not made"
+    try:
+        inputs = model_inputs(forest, model)
+    except AttentionRouteError:
+        return "refused"
+    check_model_inputs(forest, model, inputs)
+    try:
+        difference = error(model, forest, inputs)
+    except Exception as raised:  # not silent
+        return f"raised {type(raised).__name__}"
+    if difference >= 5e-5:
+        return f"wrong by {difference:.2g}"
+    try:
+        head = logits_head(model)
+    except AttentionRouteError:
+        return "equal, head refused"
+    with torch.no_grad():
+        difference = float((head(model.base_model(**inputs)[0]) - model(**inputs).logits).abs().max())
+    return "equal" if difference < 5e-5 else f"wrong head by {difference:.2g}"
+
+
+def outcomes(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the model types by outcome, after checking that each outcome is an expected one."""
+    forest = PrefixForest.from_sequences(SAMPLES).padded(8)
+    found = defaultdict(list)
+    with warnings.catch_warnings(action="ignore"):
+        for model_type in names:
+            found[outcome(model_type, forest)].append(model_type)
+    assert set(found) <= {"equal", "refused", "not made", "equal, head refused"}, found
+    assert set(RIGHT.split()) & set(names) <= set(found["equal"]), found
+    assert set(found["not made"]) <= set(NOT_MADE.split()), found
+    return found
+
+
+def test_a_part_of_the_architectures_is_folded_right_or_refused() -> None:
+    known = [name for name in RIGHT.split() if name in CLASSES]  # of the transformers that is installed
+    assert len(known) > 30
+    special = {"gpt_neox", "xglm", "codegen"} & set(CLASSES)  # for which there are rules of their own
+    found = outcomes({*known[::3], *list(CLASSES)[::8], *special})
+    assert len(found["equal"]) > 15 and len(found["refused"]) > 4, found
+
+
+@pytest.mark.faults  # most of its time is the import of 230 modules
+def test_every_architecture_is_folded_right_or_refused() -> None:
+    found = outcomes(CLASSES)
+    assert len(found["equal"]) > 80 and len(found["refused"]) > 40, found

@@ -1,0 +1,198 @@
+"""The mask of a folded row, as rectangles and dense, against the definition: a token sees its samples up to itself."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.prefix_trees import SAMPLES, Samples, grown
+from torch import Tensor
+
+from niels_gpt.prefix_tree.attention import AttentionRouteError, AttnMaskSpec, dense_mask, hf_attention_mask
+from niels_gpt.prefix_tree.fold import fold_shared_prefix_rollouts
+from niels_gpt.prefix_tree.forest import PrefixForest
+
+QUICK = settings(deadline=None, derandomize=True, max_examples=40)
+
+
+def by_definition(forest: PrefixForest, window: int | None = None) -> Tensor:
+    """Return the mask, row by row of every sample; padding sees itself."""
+    mask = torch.eye(len(forest.input_ids), dtype=torch.bool)
+    for rows in forest.sample_rows.split(forest.sample_lengths.tolist()):
+        for place, query in enumerate(rows.tolist()):
+            first = 0 if window is None else max(0, place - window + 1)
+            mask[query, rows[first : place + 1]] = True
+    return mask
+
+
+def as_text(mask: Tensor) -> list[str]:
+    return ["".join("x" if seen else "." for seen in row) for row in mask.tolist()]
+
+
+# --- rectangles -------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_of_four_and_two_completions_by_hand() -> None:
+    spec, ranges = AttnMaskSpec.prefix_tree([4, 2, 3], [[0, 1], [0, 2]])
+    assert spec.q_ranges == [[0, 4], [4, 6], [4, 6], [6, 9], [6, 9]]
+    assert spec.k_ranges == [[0, 4], [4, 6], [0, 4], [6, 9], [0, 4]]
+    assert spec.mask_types == ["causal", "causal", "full", "causal", "full"]
+    assert spec.total_seqlen == 9
+    assert ranges == [[[0, 4], [4, 6]], [[0, 4], [6, 9]]]
+    assert as_text(spec.dense()) == [
+        "x........",
+        "xx.......",
+        "xxx......",
+        "xxxx.....",
+        "xxxxx....",
+        "xxxxxx...",
+        "xxxx..x..",
+        "xxxx..xx.",
+        "xxxx..xxx",
+    ]
+
+
+def test_ancestors_come_from_the_root_and_shared_nodes_once() -> None:
+    spec, ranges = AttnMaskSpec.prefix_tree([1, 1, 1, 2], [[0, 1, 2], [0, 1, 3], [0, 1]])
+    assert list(zip(spec.q_ranges, spec.k_ranges, spec.mask_types, strict=True)) == [
+        ([0, 1], [0, 1], "causal"),
+        ([1, 2], [1, 2], "causal"),
+        ([1, 2], [0, 1], "full"),
+        ([2, 3], [2, 3], "causal"),
+        ([2, 3], [0, 1], "full"),
+        ([2, 3], [1, 2], "full"),
+        ([3, 5], [3, 5], "causal"),
+        ([3, 5], [0, 1], "full"),
+        ([3, 5], [1, 2], "full"),
+    ]
+    assert ranges[1:] == [[[0, 1], [1, 2], [3, 5]], [[0, 1], [1, 2]]]
+
+
+def test_one_sequence_and_sequences_one_after_another() -> None:
+    assert AttnMaskSpec.causal(3) == AttnMaskSpec([[0, 3]], [[0, 3]], ["causal"], 3)
+    packed = AttnMaskSpec.varlen([1, 2])
+    assert packed == AttnMaskSpec([[0, 1], [1, 3]], [[0, 1], [1, 3]], ["causal", "causal"], 3)
+    assert as_text(packed.dense()) == ["x..", ".x.", ".xx"]
+    assert as_text(AttnMaskSpec.varlen([1, 2], causal=False).dense()) == ["x..", ".xx", ".xx"]
+
+
+def test_a_causal_rectangle_ends_at_its_lower_right_corner() -> None:
+    assert as_text(AttnMaskSpec([[2, 4]], [[0, 4]], ["causal"], 4).dense()) == ["....", "....", "xxx.", "xxxx"]
+    assert as_text(AttnMaskSpec([[0, 3]], [[0, 2]], ["causal"], 3).dense()) == ["...", "x..", "xx."]
+
+
+def test_equal_masks_have_equal_fingerprints_and_other_masks_other_ones() -> None:
+    spec, _ = AttnMaskSpec.prefix_tree([4, 2, 3], [[0, 1], [0, 2]])
+    same, _ = AttnMaskSpec.prefix_tree((4, 2, 3), ((0, 1), (0, 2)))
+    assert {spec.fingerprint(): "kept"}[same.fingerprint()] == "kept"
+    others = [
+        AttnMaskSpec.prefix_tree([4, 2, 3], [[0, 1]])[0],
+        AttnMaskSpec(spec.q_ranges, spec.k_ranges, spec.mask_types, 10),
+        AttnMaskSpec(spec.q_ranges, spec.q_ranges, spec.mask_types, 9),
+        AttnMaskSpec(spec.q_ranges, spec.k_ranges, ["full"] * 5, 9),
+        AttnMaskSpec(spec.k_ranges, spec.k_ranges, spec.mask_types, 9),
+    ]
+    assert len({spec.fingerprint(), *(other.fingerprint() for other in others)}) == 6
+
+
+@pytest.mark.parametrize(
+    ("lengths", "paths", "message"),
+    [
+        ([1, 2], [[0], [0, 2]], r"sample_paths\[1\] is \[0, 2\]; expected nodes from 0 to 1"),
+        ([1, 2], [[-1]], r"sample_paths\[0\] is \[-1\]"),
+        ([3], [[0, 0]], r"sample_paths\[0\] is \[0, 0\]; expected each node once"),
+        ([1, 1, 2], [[0, 2], [1, 2]], r"\[1\] is \[1, 2\], with node 2 below node 1, and .* it below node 0 "),
+        ([1, 1], [[0, 1], [1]], r"with node 1 below node -1, and an earlier path has it below node 0"),
+        ([1, -2], [[0]], r"lengths are \[1, -2\]; expected none below 0"),
+    ],
+)
+def test_trees_that_cannot_be_are_refused(lengths: list[int], paths: list[list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AttnMaskSpec.prefix_tree(lengths, paths)
+
+
+@QUICK
+@given(
+    st.lists(st.integers(0, 3), max_size=4), st.lists(st.lists(st.integers(0, 3), min_size=1), min_size=1, max_size=4)
+)
+def test_the_rectangles_of_a_folded_group_are_the_mask_of_its_forest(
+    prompt: list[int], completions: list[list[int]]
+) -> None:
+    folded = fold_shared_prefix_rollouts(prompt, completions)
+    spec, ranges = AttnMaskSpec.prefix_tree(folded.node_lengths, folded.sample_paths)
+    forest = PrefixForest.from_node_paths(folded.node_lengths, folded.sample_paths, folded.input_ids)
+    assert torch.equal(spec.dense(), dense_mask(forest))
+    rows = [row for sample in ranges for start, end in sample for row in range(start, end)]
+    assert rows == forest.sample_rows.tolist()
+
+
+@QUICK
+@given(SAMPLES)
+def test_the_rectangles_of_a_tree_are_its_mask(samples: Samples) -> None:
+    forest = PrefixForest.from_sequences(samples)
+    parents = forest.node_parents.tolist()
+    paths = []
+    for node in forest.sample_ends.tolist():
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        paths.append(path)
+    spec, _ = AttnMaskSpec.prefix_tree(forest.node_lengths.tolist(), paths)
+    assert torch.equal(spec.dense(), by_definition(forest))
+
+
+# --- dense ------------------------------------------------------------------------------------------------------------
+
+
+@QUICK
+@given(SAMPLES, st.none() | st.integers(1, 8), st.integers(1, 9))
+def test_the_dense_mask_is_by_definition(samples: Samples, window: int | None, multiple_of: int) -> None:
+    forest = PrefixForest.from_sequences(samples).padded(multiple_of)
+    assert torch.equal(dense_mask(forest, window=window), by_definition(forest, window))
+
+
+def test_deep_trees_and_several_groups_in_a_row() -> None:
+    draw = random.Random(3)
+    forests = [PrefixForest.from_sequences(grown(draw, samples=9)) for _ in range(4)]
+    row = PrefixForest.joined(forests).padded(16)
+    for window in (None, 1, 4):
+        assert torch.equal(dense_mask(row, window=window), by_definition(row, window))
+
+
+def test_a_window_is_counted_in_the_sample_and_not_in_the_row() -> None:
+    forest = PrefixForest.from_rollout_group([1, 2], [[10, 11], [20]])
+    assert as_text(dense_mask(forest, window=2)) == ["x....", "xx...", ".xx..", "..xx.", ".x..x"]
+
+
+# --- in the form of transformers --------------------------------------------------------------------------------------
+
+
+def test_boolean_for_sdpa_and_additive_for_eager() -> None:
+    forest = PrefixForest.from_sequences([[1, 2], [1, 3]])
+    assert hf_attention_mask(forest, "sdpa", torch.float32).tolist() == [
+        [[[True, False, False], [True, True, False], [True, False, True]]]
+    ]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        added = hf_attention_mask(forest, "eager", dtype)
+        low = torch.finfo(dtype).min
+        assert added.dtype == dtype and added.tolist() == [[[[0, low, low], [0, 0, low], [0, low, 0]]]]
+    windowed = hf_attention_mask(forest, "sdpa", torch.float32, window=1)
+    assert torch.equal(windowed[0, 0], torch.eye(3, dtype=torch.bool))
+
+
+def test_a_sum_of_scores_and_the_additive_mask_gives_no_weight_to_hidden_tokens() -> None:
+    forest = PrefixForest.from_sequences([[1, 2], [1, 3]]).padded(4)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        scores = torch.full((4, 4), -50.0, dtype=dtype).tril().add(50)  # the hidden ones are the highest
+        weights = (scores + hf_attention_mask(forest, "eager", dtype)[0, 0]).softmax(-1, dtype=torch.float32)
+        assert torch.equal(weights > 0, dense_mask(forest))
+
+
+def test_an_additive_mask_of_integers_is_refused() -> None:
+    forest = PrefixForest.from_sequences([[1]])
+    with pytest.raises(AttentionRouteError, match=r"got torch.int64, expected the model's dtype"):
+        hf_attention_mask(forest, "eager", torch.int64)
+    with pytest.raises(AttentionRouteError, match="attn_implementation=None is not known here"):
+        hf_attention_mask(forest, None, torch.float32)
+    assert issubclass(AttentionRouteError, ValueError)

@@ -1,0 +1,223 @@
+"""python -m niels_gpt.prefix_tree.demo: folded and not folded agree, and what is wrong is found."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from niels_gpt.prefix_tree import demo
+from niels_gpt.prefix_tree.edges import LossEdges
+from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.prefix_tree.heads import logits_head
+from niels_gpt.prefix_tree.savings.plot import MOST_DRAWN, plot_mask
+
+pytest.importorskip("transformers", reason="the extra `eagle3` brings it")
+
+SMALL = ["--prompt", "24", "--completion", "10", "--samples", "5"]
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    """Give the other tests the threads back that the demo sets."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_group_is_not_the_easy_case() -> None:
+    for seed in range(5):
+        prompt, completions = demo.random_group(prompt=24, completion=10, samples=5, seed=seed)
+        assert len(prompt) == 24 and {len(each) for each in completions} <= set(range(5, 11))
+        assert completions[0] == completions[1] and completions[2][0] == completions[3][0]
+        assert len({len(each) for each in completions}) > 1
+    assert demo.random_group(1, 1, 4, 0) == demo.random_group(1, 1, 4, 0)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_both_ways_agree_and_the_sizes_are_those_of_the_group(
+    attention: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.main([*SMALL, "--attention", attention]) == 0
+    step, verdict = capsys.readouterr().out.split("\n\nverify_fold: ")
+    said = dict(re.split(r"\s{2,}|(?<=backward) ", line, maxsplit=1) for line in step.splitlines())
+    prompt, completions = demo.random_group(24, 10, 5, 0)
+    lengths = [len(each) for each in completions]
+    before = 5 * len(prompt) + sum(lengths)
+    after = len(prompt) + sum(lengths) - lengths[1] - 1  # a duplicate, and two that share their first token
+    assert said["tokens"] == f"{before} unfolded, {after} folded: {before / after:.2f}x"
+    assert said["supervised"].startswith(f"{sum(lengths)} tokens by LossEdges, {sum(lengths) - 5} by one label a row")
+    assert re.fullmatch(r"\d\.\d{3} s unfolded, \d\.\d{3} s folded: .*x", said["forward+backward"])
+    for name in ("log-probs", "gradients"):
+        found = re.match(r"differ by (\S+) ", said[name])
+        assert found is not None and float(found.group(1)) < 1e-5
+    assert f"{before} tokens folded into {after} rows" in verdict and "FAILED" not in verdict
+
+
+def test_a_folded_step_without_its_mask_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = demo.model_inputs
+
+    def without_mask(forest: PrefixForest, model: Any) -> dict[str, Any]:
+        return {**right(forest, model), "attention_mask": None}
+
+    monkeypatch.setattr(demo, "model_inputs", without_mask)
+    assert demo.main(SMALL) == 1
+    found = re.search(r"log-probs +differ by (\S+)", capsys.readouterr().out)
+    assert found is not None and float(found.group(1)) > 1e-2
+
+
+def test_the_loss_of_the_demo_clips_and_its_old_log_probs_are_per_sample() -> None:
+    now, old = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -2.0, -0.5])
+    # Ratios 1, e and 0.61: a gain is cut at 1.2, and at 0.8 from below where the advantage is negative.
+    gains = [1.0, 1.2, -0.8]
+    loss = demo.policy_loss(now, old, torch.tensor([1.0, 1.0, -1.0]), torch.tensor([1.0, 2.0, 4.0]))
+    assert loss == pytest.approx(-(gains[0] + 2 * gains[1] + 4 * gains[2]))
+
+
+def test_the_duplicate_counts_as_a_sample_of_its_own() -> None:
+    prompt, completions = demo.random_group(6, 4, 4, 1)
+    edges = LossEdges.from_forest(PrefixForest.from_rollout_group(prompt, completions))
+    model = demo.tiny_llama("sdpa", 0)
+    with torch.no_grad():
+        forest = PrefixForest.from_rollout_group(prompt, completions)
+        folded = demo.folded_logprobs(model, logits_head(model), forest, edges)
+        torch.testing.assert_close(folded, demo.unfolded_logprobs(model, (prompt, completions)), atol=1e-5, rtol=0)
+    assert len(folded) == sum(map(len, completions)) > edges.num_edges
+    size = len(completions[0])
+    assert torch.equal(folded[:size], folded[size : 2 * size])
+
+
+def test_the_folded_side_may_be_copied_for_a_model_that_scales_its_logits() -> None:
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    torch.manual_seed(0)
+    config = GraniteConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        logits_scaling=0.05,
+        pad_token_id=None,
+    )
+    model = GraniteForCausalLM(config)
+    prompt, completions = [1, 2, 3], [[10, 11], [20, 21, 22]]
+    forest = PrefixForest.from_rollout_group(prompt, completions)
+    with torch.no_grad():
+        folded = demo.folded_logprobs(model, logits_head(model), forest, LossEdges.from_forest(forest))
+        expected = []
+        for completion in completions:
+            ids = torch.tensor([prompt + completion])
+            logp = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+            expected.append(logp.gather(1, torch.tensor(completion)[:, None])[:, 0])
+        plain = demo.folded_logprobs(model, model.lm_head, forest, LossEdges.from_forest(forest))
+    torch.testing.assert_close(folded, torch.cat(expected), atol=1e-5, rtol=0)
+    assert (plain - folded).abs().max() > 0.01  # so the case can tell
+
+
+def test_the_demo_itself_takes_the_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def doubled(model: Any) -> Any:
+        made.append(model)
+        return lambda hidden: 2 * model.lm_head(hidden)
+
+    monkeypatch.setattr(demo, "logits_head", doubled)
+    assert demo.main(SMALL) == 1  # the logits of the folded side only
+    assert len(made) == 1
+
+
+def test_a_finding_of_verify_fold_fails_the_demo_though_its_own_numbers_agree(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "hf_forward", lambda model: lambda ids, positions, mask: model(ids).logits)
+    assert demo.main(SMALL) == 1
+    out = capsys.readouterr().out
+    found = re.search(r"log-probs +differ by (\S+)", out)
+    assert found is not None and float(found.group(1)) < 1e-5 and "FAILED" in out
+
+
+def test_the_picture_of_the_mask_is_dark_where_a_query_sees_a_key() -> None:
+    pytest.importorskip("matplotlib", reason="the extra `pipelines` brings it")
+    png = plot_mask(PrefixForest.from_sequences([[1, 2, 10, 11], [1, 2, 20, 21, 22]]))
+    pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
+    blue = pixels[..., 2] - pixels[..., 0]  # 8 of the palest blue of the colour map, more of darker ones
+    drawn = (pixels == [247, 251, 255]).all(-1) | (blue > 100)
+    (top, *_, bottom), (left, *_, right) = (np.flatnonzero(drawn.sum(axis) > 50) for axis in (1, 0))
+    rows, columns = (
+        [int(a + (b - a) * (cell + 0.5) / 7) for cell in range(7)] for a, b in ((top, bottom), (left, right))
+    )
+    seen = ["".join("#" if blue[row, column] > 100 else "." for column in columns) for row in rows]
+    assert seen == [
+        "#......",  # the prompt, 1 2
+        "##.....",
+        "###....",  # 10 11
+        "####...",
+        "##..#..",  # 20 21 22 do not see 10 11
+        "##..##.",
+        "##..###",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "said"),
+    [
+        (SMALL, "none/mask.png", "no folder"),
+        (SMALL, "mask.svg", "the only kind of picture"),
+        (["--prompt", str(MOST_DRAWN)], "mask.png", "tokens is not drawn"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
+    flags: list[str], name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `pipelines` brings it")
+    assert demo.main([*flags, "--plot", str(tmp_path / name)]) == 1
+    found = capsys.readouterr()
+    assert found.out == "" and found.err.startswith("error: ") and said in found.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_without_matplotlib_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert demo.main([*SMALL, "--plot", str(tmp_path / "mask.png")]) == 1
+    found = capsys.readouterr()
+    assert found.out == "" and "pip install 'niels_gpt[pipelines]'" in found.err
+
+
+def test_the_mask_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `pipelines` brings it")
+    target = tmp_path / "mask.png"
+    assert demo.main([*SMALL, "--plot", str(target)]) == 0
+    with Image.open(target) as picture:
+        assert picture.size == (600, 600)
+    with pytest.raises(ValueError, match=r"2,049 tokens is not drawn"):
+        plot_mask(PrefixForest.from_sequences([list(range(MOST_DRAWN + 1))]))
+
+
+def test_without_transformers_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert demo.main(SMALL) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and "pip install 'niels_gpt[eagle3]'" in said.err
+
+
+@pytest.mark.parametrize("flags", [["--samples", "3"], ["--prompt", "0"], ["--attention", "flash_attention_2"]])
+def test_what_cannot_be_folded_here_is_wrong_usage(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        demo.main(flags)
+    assert stopped.value.code == 2 and "usage: python -m niels_gpt.prefix_tree.demo" in capsys.readouterr().err

@@ -1,0 +1,221 @@
+"""The published contract of folding one prompt and its completions, by examples that can be done on paper."""
+
+import ast
+import copy
+import inspect
+import random
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from niels_gpt.prefix_tree import fold
+from niels_gpt.prefix_tree.fold import (
+    CROSS_ENTROPY_IGNORE_IDX,
+    FoldedRollouts,
+    build_mock_rollout_dataset,
+    fold_shared_prefix_rollouts,
+    prefix_tree_collate_fn,
+)
+
+N = -100
+IDS = st.lists(st.integers(0, 3), min_size=1, max_size=5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completions", "expected"),
+    [
+        (
+            [1, 2],
+            [[10, 11], [20, 21, 22]],
+            ([1, 2, 10, 11, 20, 21, 22], [N, N, 11, N, 21, 22, N], [0, 1, 2, 3, 2, 3, 4], [2, 2, 3], [[0, 1], [0, 2]]),
+        ),
+        ([5], [[7, 8]], ([5, 7, 8], [N, 8, N], [0, 1, 2], [1, 2], [[0, 1]])),
+        ([], [[10, 11], [20]], ([10, 11, 20], [11, N, N], [0, 1, 0], [0, 2, 1], [[1], [2]])),
+        ([], [[4]], ([4], [N], [0], [0, 1], [[1]])),
+        ([1, 2, 3], [[9]], ([1, 2, 3, 9], [N, N, N, N], [0, 1, 2, 3], [3, 1], [[0, 1]])),
+        (
+            [1, 2],
+            [[10], [20], [30, 31]],
+            ([1, 2, 10, 20, 30, 31], [N, N, N, N, 31, N], [0, 1, 2, 2, 2, 3], [2, 1, 1, 2], [[0, 1], [0, 2], [0, 3]]),
+        ),
+        # Equal completions, and equal first tokens, stay apart.
+        ([1], [[5, 6], [5, 6]], ([1, 5, 6, 5, 6], [N, 6, N, 6, N], [0, 1, 2, 1, 2], [1, 2, 2], [[0, 1], [0, 2]])),
+    ],
+)
+def test_worked_examples(prompt: list[int], completions: list[list[int]], expected: tuple[Any, ...]) -> None:
+    given_prompt, given_completions = copy.deepcopy((prompt, completions))
+    assert fold_shared_prefix_rollouts(prompt, completions) == FoldedRollouts(*expected)
+    assert (prompt, completions) == (given_prompt, given_completions)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_the_ignored_label_is_the_callers_choice(by_name: bool) -> None:
+    folded = (
+        fold_shared_prefix_rollouts([1], [[10, 11]], ignore_idx=-1)
+        if by_name
+        else fold_shared_prefix_rollouts([1], [[10, 11]], -1)
+    )
+    assert folded.labels == [-1, 11, -1]
+    assert CROSS_ENTROPY_IGNORE_IDX == torch.nn.CrossEntropyLoss().ignore_index == -100
+
+
+def test_the_result_is_a_plain_mutable_dataclass_of_lists() -> None:
+    folded = fold_shared_prefix_rollouts((1,), ((2, 3),))
+    assert list(vars(folded)) == ["input_ids", "labels", "position_ids", "node_lengths", "sample_paths"]
+    assert all(type(value) is list for value in vars(folded).values())
+    folded.labels[0] = 2
+    assert folded != fold_shared_prefix_rollouts([1], [[2, 3]])
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(st.lists(st.integers(0, 3), max_size=5), st.lists(IDS, min_size=1, max_size=5))
+def test_every_path_reads_as_its_sample_and_every_label_is_the_next_token(
+    prompt: list[int], completions: list[list[int]]
+) -> None:
+    folded = fold_shared_prefix_rollouts(prompt, completions)
+    ends = np.cumsum(folded.node_lengths)
+    nodes = [list(range(end - length, end)) for end, length in zip(ends, folded.node_lengths, strict=True)]
+    for path, completion in zip(folded.sample_paths, completions, strict=True):
+        rows = [row for node in path for row in nodes[node]]
+        assert [folded.input_ids[row] for row in rows] == prompt + completion
+        assert [folded.position_ids[row] for row in rows] == list(range(len(rows)))
+        labels = [folded.labels[row] for row in rows]
+        assert labels == [N] * len(prompt) + completion[1:] + [N]  # the first token of a completion is no label
+
+
+@pytest.mark.parametrize(
+    "as_given",
+    [
+        tuple,
+        np.array,
+        lambda ids: np.array(ids, dtype=np.int16),
+        lambda ids: np.array(ids, dtype=np.uint64),
+        torch.tensor,
+        lambda ids: torch.tensor(ids, dtype=torch.int32),
+        lambda ids: [np.int64(token) for token in ids],
+        lambda ids: [torch.tensor(token) for token in ids],
+        lambda ids: array("i", ids),
+    ],
+)
+def test_tuples_arrays_and_tensors_are_taken_as_lists(as_given: Any) -> None:
+    folded = fold_shared_prefix_rollouts(as_given([1, 2]), [as_given([10, 11]), as_given([20])])
+    assert folded == fold_shared_prefix_rollouts([1, 2], [[10, 11], [20]])
+    assert {type(token) for value in vars(folded).values() for token in value} == {int, list}
+
+
+def test_rows_of_one_array_are_completions_and_an_empty_array_is_an_empty_prompt() -> None:
+    table = [[10, 11], [20, 21]]
+    expected = fold_shared_prefix_rollouts([], table)
+    assert fold_shared_prefix_rollouts(np.array([]), np.array(table)) == expected
+    assert fold_shared_prefix_rollouts(torch.tensor([]), torch.tensor(table)) == expected
+    assert fold_shared_prefix_rollouts(range(0), [range(10, 12), range(20, 22)]) == expected
+
+
+@pytest.mark.parametrize("completions", [[], (), np.zeros((0, 3), dtype=int), torch.zeros(0, 3)])
+def test_no_completion_is_an_error(completions: Any) -> None:
+    with pytest.raises(ValueError, match=r"^completions must be non-empty \(need at least one rollout\)\.$"):
+        fold_shared_prefix_rollouts([1], completions)
+
+
+@pytest.mark.parametrize("completions", [[[]], [[1], []], [(), (1,)], [np.array([])], torch.zeros(2, 0)])
+def test_an_empty_completion_is_an_error(completions: Any) -> None:
+    with pytest.raises(ValueError, match=r"^every completion must be non-empty\.$"):
+        fold_shared_prefix_rollouts(1.5, completions)  # type: ignore[arg-type]  # before the prompt is looked at
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completions", "message"),
+    [
+        ([1], [[2], [3, 4.0]], r"completion 1\[1\] is 4.0; expected an integer"),
+        ([1], [[True]], r"completion 0\[0\] is True"),
+        ([1], [[np.True_]], r"completion 0\[0\] is np.True_"),
+        ([1], [[torch.tensor(True)]], r"completion 0\[0\] is tensor\(True\)"),
+        ([1], [[torch.tensor(2.0)]], r"completion 0\[0\] is tensor\(2.\)"),
+        ([1], [np.array([2.0])], r"completion 0 is float64 of shape \[1\]; expected integers of shape \[tokens\]"),
+        ([1], [torch.tensor([True])], "completion 0 is bool of shape"),
+        ([1], [torch.tensor([[2]])], r"completion 0 is int64 of shape \[1, 1\]"),
+        ([1], [2, 3], "completion 0 is 2; expected a list, tuple, array or tensor of integers"),
+        ([1], ["two"], "completion 0 is 'two'"),
+        ([[1]], [[2]], r"prompt_ids\[0\] is \[1\]"),
+        (None, [[2]], "prompt_ids is None"),
+    ],
+)
+def test_what_is_not_an_integer_is_refused_by_its_place(prompt: Any, completions: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        fold_shared_prefix_rollouts(prompt, completions)
+
+
+# --- the batch --------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_three_rows_of_int64_and_the_structure() -> None:
+    group = {"prompt_ids": [1, 2], "completions": [[10, 11], [20]], "reward": [0.5, 1.0]}
+    batch = prefix_tree_collate_fn([group])
+    assert list(batch) == ["input_ids", "labels", "position_ids", "prefix_tree"]
+    assert batch["prefix_tree"] == ([2, 2, 1], [[0, 1], [0, 2]]) and type(batch["prefix_tree"]) is tuple
+    expected = {"input_ids": [1, 2, 10, 11, 20], "labels": [N, N, 11, N, N], "position_ids": [0, 1, 2, 3, 2]}
+    for name, row in expected.items():
+        assert batch[name].dtype == torch.int64 and batch[name].tolist() == [row]
+
+
+@pytest.mark.parametrize("groups", [0, 2, 3])
+def test_a_batch_is_of_one_group(groups: int) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^prefix_tree_collate_fn supports local_batch_size=1 only, got {groups} groups\.$"
+    ):
+        prefix_tree_collate_fn([{"prompt_ids": [1], "completions": [[2]]}] * groups)
+
+
+@pytest.mark.parametrize("missing", ["prompt_ids", "completions"])
+def test_a_missing_key_is_named_beside_the_keys_that_are_there(missing: str) -> None:
+    group = {"prompt_ids": [1], "completions": [[2]], "reward": 1.0}
+    del group[missing]
+    with pytest.raises(KeyError, match=rf"the rollout group has no '{missing}'; its keys are \['.*', 'reward'\]"):
+        prefix_tree_collate_fn([group])
+
+
+def test_a_data_loader_takes_the_function() -> None:
+    groups = build_mock_rollout_dataset(num_groups=3, completions_per_group=2, prompt_len=4, completion_len=3)
+    loader = torch.utils.data.DataLoader(groups, batch_size=1, collate_fn=prefix_tree_collate_fn)  # type: ignore[arg-type]
+    assert [batch["input_ids"].shape for batch in loader] == [(1, 10)] * 3
+
+
+# --- mock data --------------------------------------------------------------------------------------------------------
+
+
+def test_mock_groups_come_from_pythons_generator_prompt_first() -> None:
+    groups = build_mock_rollout_dataset(
+        num_groups=2, completions_per_group=2, prompt_len=3, completion_len=2, vocab_size=10, seed=5
+    )
+    draws = random.Random(5)
+    flat = [token for group in groups for ids in (group["prompt_ids"], *group["completions"]) for token in ids]
+    assert flat == [draws.randint(2, 9) for _ in range(2 * (3 + 2 * 2))]
+    assert [len(group["prompt_ids"]) for group in groups] == [3, 3]
+
+
+def test_mock_defaults() -> None:
+    groups = build_mock_rollout_dataset()
+    assert groups == build_mock_rollout_dataset(seed=0) != build_mock_rollout_dataset(seed=1)
+    assert len(groups) == 16
+    for group in groups:
+        assert len(group["prompt_ids"]) == 32 and [len(completion) for completion in group["completions"]] == [16] * 4
+    tokens = [token for group in groups for ids in (group["prompt_ids"], *group["completions"]) for token in ids]
+    assert min(tokens) >= 2 and max(tokens) < 1024
+    with pytest.raises(TypeError):
+        build_mock_rollout_dataset(2)  # type: ignore[misc]  # by name only
+
+
+def test_the_module_imports_nothing_of_attention() -> None:
+    tree = ast.parse(inspect.getsource(fold))
+    imported = {
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in (getattr(node, "module", None) or "", *(alias.name for alias in node.names))
+    }
+    assert not {name for name in imported if "niels_gpt" in name or "attention" in name or "transformers" in name}

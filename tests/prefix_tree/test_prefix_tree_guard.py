@@ -1,0 +1,177 @@
+"""The guard checks every forward of a model in its block, wrapped and compiled models too."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.causal_models import FOREST, WINDOW, error, tiny_model, without
+from torch import Tensor, nn
+
+from niels_gpt.prefix_tree import attention
+from niels_gpt.prefix_tree.attention import AttentionRouteError, check_model_inputs, dense_mask, guard, model_inputs
+from niels_gpt.prefix_tree.forest import PrefixForest
+
+Inputs = dict[str, Any]
+
+
+class Adapted(nn.Module):
+    """What PEFT's wrapper has: adapters live inside the base model, learned tokens are put before the row."""
+
+    def __init__(self, model: nn.Module, *, is_prompt_learning: bool) -> None:
+        super().__init__()
+        self.base_model = model
+        self.active_peft_config = SimpleNamespace(is_prompt_learning=is_prompt_learning)
+
+    def get_base_model(self) -> nn.Module:
+        return self.base_model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model(*args, **kwargs)
+
+
+def test_adapters_are_looked_into_and_learned_tokens_before_the_row_are_refused() -> None:
+    model = Adapted(tiny_model("llama"), is_prompt_learning=False)
+    inputs = model_inputs(FOREST, model)
+    with guard(FOREST, model):
+        model(**inputs)
+        with pytest.raises(AttentionRouteError, match="use_cache was given"):
+            model(**{**inputs, "use_cache": True})
+    with pytest.raises(AttentionRouteError, match="learned tokens before the row"):
+        model_inputs(FOREST, Adapted(tiny_model("llama"), is_prompt_learning=True))
+
+
+def test_the_guard_checks_every_forward_in_its_block_and_none_after_it() -> None:
+    model = tiny_model("llama")
+    inputs = model_inputs(FOREST, model)
+    wrong = without("attention_mask")(inputs)
+    ran: list[bool] = []
+    model.model.register_forward_pre_hook(lambda *_: ran.append(True))
+    with guard(FOREST, model):
+        model(**inputs)
+        model(inputs["input_ids"], inputs["attention_mask"], inputs["position_ids"])  # by position
+        for _ in range(2):
+            with pytest.raises(AttentionRouteError, match="attention_mask is NoneType"):
+                model(**wrong)
+        with pytest.raises(AttentionRouteError, match="attention_mask is NoneType"):
+            model(inputs["input_ids"], None, inputs["position_ids"])
+    assert len(ran) == 2  # a refused forward does not run
+    model(**wrong)
+    assert len(ran) == 3
+
+
+def test_the_guard_checks_calls_of_the_body_too_and_each_call_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    inputs = model_inputs(FOREST, model)
+    checks: list[nn.Module] = []
+
+    def counted(forest: PrefixForest, module: nn.Module, given: Inputs) -> None:
+        checks.append(module)
+        check_model_inputs(forest, module, given)
+
+    monkeypatch.setattr(attention, "check_model_inputs", counted)
+    with guard(FOREST, model):
+        model(**inputs)
+        model.model(**inputs)
+        with pytest.raises(AttentionRouteError, match="attention_mask is NoneType"):
+            model.model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"])
+        failing = model.model.layers[0].register_forward_pre_hook(lambda *_: {}["no key"])
+        with pytest.raises(KeyError):
+            model(**inputs)
+        failing.remove()
+        with pytest.raises(AttentionRouteError, match="attention_mask is NoneType"):
+            model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"])
+    assert checks == [model, model.model, model.model, model, model]
+    model.model(input_ids=inputs["input_ids"])
+
+
+class Dropping(nn.Module):
+    """A wrapper that takes positions and does not pass them on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Any:
+        return self.module(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+
+
+class ValueHead(nn.Module):
+    """What TRL's wrapper has: positions are among the further arguments."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.pretrained_model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **more: Any) -> Any:
+        return self.pretrained_model(input_ids=input_ids, attention_mask=attention_mask, **more)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own imports
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.DataParallel,
+        lambda model: torch.compile(model, backend="eager"),
+        lambda model: Adapted(model, is_prompt_learning=False),
+        lambda model: nn.DataParallel(Adapted(model, is_prompt_learning=False)),
+        ValueHead,
+    ],
+    ids=["DataParallel", "compile", "adapters", "both", "value head"],
+)
+def test_the_guard_sees_calls_of_what_a_wrapper_holds(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = tiny_model("mistral")
+    wrapped = wrap(model)
+    inputs = model_inputs(FOREST, wrapped)
+    assert torch.equal(inputs["attention_mask"][0, 0], dense_mask(FOREST, window=WINDOW))
+    wrong = without("attention_mask")(inputs)
+    wrapped(**wrong)  # a graph of it is there before the guard
+    with guard(FOREST, wrapped):
+        for called in (wrapped, model, model.model):
+            called(**inputs)
+            for _ in range(2):
+                with pytest.raises(AttentionRouteError, match="attention_mask is NoneType"):
+                    called(**wrong)
+    wrapped(**wrong)
+
+
+def test_the_guard_checks_what_a_wrapper_hands_on() -> None:
+    wrapper = Dropping(tiny_model("llama"))
+    inputs = model_inputs(FOREST, wrapper)
+    assert error(wrapper, FOREST, inputs) > 1e-5
+    with guard(FOREST, wrapper), pytest.raises(AttentionRouteError, match="position_ids is NoneType"):
+        wrapper(**inputs)
+
+
+def test_a_graph_made_under_the_guard_is_checked_by_the_wrappers_arguments() -> None:
+    model = torch.compile(tiny_model("llama"), backend="eager")
+    inputs = model_inputs(FOREST, model)
+    with guard(FOREST, model):
+        model(**inputs)
+        with pytest.raises(AttentionRouteError, match="each branch continues from its parent"):
+            model(**{**inputs, "position_ids": torch.arange(len(FOREST.input_ids))[None]})
+
+
+def test_a_model_that_is_compiled_in_place_is_not_guarded() -> None:
+    model = tiny_model("llama")
+    model.compile(backend="eager")
+    with pytest.raises(AttentionRouteError, match=r"compiled in place by model.compile\(\)"), guard(FOREST, model):
+        pass
+
+
+def test_the_guard_goes_after_an_exception_too() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(AttentionRouteError), guard(FOREST, model):
+        model(input_ids=FOREST.input_ids[None])
+    model(input_ids=FOREST.input_ids[None])
+    with pytest.raises(KeyError), guard(FOREST, model):
+        raise KeyError
+    model(input_ids=FOREST.input_ids[None])
+
+
+def test_gradients_pass_through_a_guarded_forward() -> None:
+    model = tiny_model("llama")
+    with guard(FOREST, model):
+        model(**model_inputs(FOREST, model)).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -1,0 +1,149 @@
+"""The plan of the code holds, light modules stay light, public names stay."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import ROOT
+
+from tools import structure
+
+MODULES = structure.read_modules(ROOT)
+CACHE_FILES = "__init__ build_cache cli formats meta mmap pretrain_dataset sft_dataset"
+HEAVY = {"torch", "datasets", "transformers", "matplotlib", "pyarrow"}
+
+
+def made(folder: Path, files: dict[str, str]) -> dict[str, structure.Module]:
+    """Return the modules of a project that is written below `folder`."""
+    for name, source in files.items():
+        path = folder / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return structure.read_modules(folder)
+
+
+def test_no_module_imports_a_higher_level_or_a_package_beside_its_own() -> None:
+    assert structure.back_arrows(MODULES) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert structure.circles(MODULES) == []
+
+
+def test_folders_modules_and_functions_stay_small() -> None:
+    assert list(structure.oversized(MODULES)) == []
+
+
+def test_the_docstring_of_a_package_names_its_modules_and_their_purpose() -> None:
+    assert list(structure.missing_in_maps(MODULES)) == []
+
+
+def test_imports_in_functions_and_for_type_checkers_count(tmp_path: Path) -> None:
+    modules = made(
+        tmp_path,
+        {
+            "niels_gpt/settings": "def f():\n    from niels_gpt.recipes import plan\n",
+            "niels_gpt/recipes/plan": "if TYPE_CHECKING:\n    import niels_gpt.settings\n",
+            "niels_gpt/sampling/epochs": "from niels_gpt.inspection.show import x\nfrom niels_gpt.data import types\n",
+            "niels_gpt/inspection/show": "x = 1\n",
+            "niels_gpt/data/types": "",
+        },
+    )
+    assert structure.back_arrows(modules) == [
+        ("niels_gpt.sampling.epochs", "niels_gpt.data.types"),
+        ("niels_gpt.sampling.epochs", "niels_gpt.inspection.show"),
+        ("niels_gpt.settings", "niels_gpt.recipes.plan"),
+    ]
+    assert structure.circles(modules) == [["niels_gpt.recipes.plan", "niels_gpt.settings"]]
+
+
+def test_a_map_lacks_a_module_or_names_one_that_is_not_there(tmp_path: Path) -> None:
+    files = {
+        "niels_gpt/data/__init__": '"""Loaders.\n\nroam.py   notes\ngone.py   nothing\n"""',
+        "niels_gpt/data/roam": "",
+    }
+    assert ["roam" in line or "gone" in line for line in structure.missing_in_maps(made(tmp_path, files))] == [True]
+    files = {"niels_gpt/data/__init__": '"""Loaders.\n\nroam.py\n"""'}
+    assert len(list(structure.missing_in_maps(made(tmp_path, files)))) == 1, "a name without a purpose is no map"
+
+
+def test_the_lowest_level_needs_only_the_standard_library_and_numpy() -> None:
+    for module in MODULES.values():
+        if module.level == 0 and module.package:
+            foreign = {name.split(".")[0] for name in structure.all_imports(module)} - sys.stdlib_module_names
+            assert foreign <= {"niels_gpt", "numpy"}, module.name
+
+
+def test_only_entry_points_read_argv_and_the_environment() -> None:
+    for module in MODULES.values():
+        if module.level < len(structure.LEVELS) - 1:
+            words = ("sys.argv", "os.environ", "os.getenv", "argparse")
+            assert not [word for word in words if word in module.source], module.name
+
+
+def test_the_core_never_imports_dagster() -> None:
+    for name, module in MODULES.items():
+        if name.startswith("niels_gpt"):
+            assert not {
+                other for other in structure.all_imports(module) if other.split(".")[0] in ("dagster", "pipelines")
+            }
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "niels_gpt",
+        "niels_gpt.cache",
+        "niels_gpt.recipes",
+        "niels_gpt.sampling",
+        "niels_gpt.cache.cli",
+        "pipelines.definitions",
+    ],
+)
+def test_light_modules_load_no_heavy_library(module: str) -> None:
+    program = f"import sys, {module}; print(sorted({HEAVY!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_cache_package_has_exactly_the_files_of_the_spec() -> None:
+    assert sorted(path.stem for path in (ROOT / "niels_gpt" / "cache").glob("*.py")) == CACHE_FILES.split()
+
+
+def test_the_public_names_of_the_cache_package_are_pinned() -> None:
+    import niels_gpt.cache
+
+    assert niels_gpt.cache.__all__ == [
+        "CacheError",
+        "PretrainTokenStreamDataset",
+        "SFTExampleDataset",
+        "build_pretrain_cache",
+        "build_sft_cache",
+        "read_meta",
+        "sha256_file",
+        "write_meta",
+    ]
+    assert all(getattr(niels_gpt.cache, name) for name in niels_gpt.cache.__all__)
+
+
+def test_the_public_names_of_the_sampling_package_are_pinned() -> None:
+    import niels_gpt.sampling
+
+    assert niels_gpt.sampling.__all__ == ["Batch", "EpochStream", "MixtureStream", "bits_per_byte", "iter_eval"]
+    assert all(getattr(niels_gpt.sampling, name) for name in niels_gpt.sampling.__all__)
+
+
+def test_git_ignores_the_caches_but_not_the_cache_package() -> None:
+    ask = [
+        "git",
+        "check-ignore",
+        "cache/meta.json",
+        "artifacts/x",
+        "niels_gpt/cache/mmap.py",
+        "niels_gpt/builders/sft.py",
+    ]
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout: there is no ignore rule to ask")
+    done = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["cache/meta.json", "artifacts/x"]

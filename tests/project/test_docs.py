@@ -1,0 +1,115 @@
+"""The documents say what is true: commands, links, settings, keys."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.commands import cache as cli
+from niels_gpt.commands import eagle3, precompute, prefix_tree
+from niels_gpt.prefix_tree import demo
+from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.settings import Settings
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_to_a_file(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8")):
+        assert (document.parent / target).exists(), target
+
+
+PARSERS = {
+    "cache.cli": cli._parser,
+    "eagle3": eagle3._parser,
+    "eagle3.precompute": precompute._parser,
+    "prefix_tree": prefix_tree._parser,
+    "prefix_tree.demo": demo._parser,
+}
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/own_data.md", "docs/eagle3.md", "docs/prefix_tree.md"])
+def test_every_command_of_a_document_parses(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    commands = re.findall(r"^    python -m niels_gpt\.(\S+) ?(.*?)(?:  +#.*)?$", text, flags=re.MULTILINE)
+    found = [(PARSERS[module](), arguments) for module, arguments in commands if module in PARSERS]
+    assert len(found) >= 5
+    for parser, arguments in found:
+        parser.parse_args(shlex.split(arguments))
+
+
+def test_every_flag_named_in_a_document_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    from niels_gpt.commands import train_tokenizer
+
+    for command in ["build-all", "build", "snapshot", "list", "stats", "show", "verify", "diff", "locate", "gc"]:
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+    for main in (train_tokenizer.main, precompute.main, demo.main):
+        with pytest.raises(SystemExit):
+            main(["--help"])
+    for command in ["verify", "inspect", "convert", "stats"]:
+        with pytest.raises(SystemExit):
+            eagle3.main([command, "--help"])
+    for command in ["stats", "show"]:
+        with pytest.raises(SystemExit):
+            prefix_tree.main([command, "--help"])
+    known = capsys.readouterr().out
+    known += "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py"))
+    for document in DOCUMENTS:
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", document.read_text(encoding="utf-8")):
+            if flag not in ("--strict", "--fix", "--select", "--config-json", "--config-settings"):  # of other tools
+                assert flag in known, f"{document.name}: {flag}"
+
+
+def test_every_make_target_named_in_a_document_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for document in DOCUMENTS:
+        for target in re.findall(r"(?:^|`|    )make ([a-z]+)", document.read_text(encoding="utf-8"), re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{document.name}: make {target}"
+
+
+def test_formats_md_names_every_key_of_every_meta_json(tmp_path: Path, tiny_model_path: Path) -> None:
+    formats = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
+    settings = Settings(source_root="sample", cache_dir=str(tmp_path), tokenizer_model=str(tiny_model_path))
+    for key, recipe in RECIPES.items():
+        path = recipe(settings).path
+        for name in read_meta(str(path / "meta.json")):
+            plain = re.sub(r"^(train|val)_(tokens|examples)$", "train_tokens", name)
+            assert f"`{plain}`" in formats, f"{key}: {name}"
+
+
+def names_after_the_python_of(document: str, blocks: int) -> dict[str, Any]:
+    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
+    found = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(found) == blocks
+    names: dict[str, Any] = {}
+    for block in found:  # each goes on where the one before it ended
+        exec(block, names)
+    return names
+
+
+def test_the_python_of_prefix_tree_md_runs() -> None:
+    names = names_after_the_python_of("prefix_tree.md", 3)
+    assert names["loss"].requires_grad and names["policy_loss"].isfinite() and names["report"].ok
+
+
+def test_the_python_of_reading_md_runs(tiny_model_path: Path) -> None:
+    settings = Settings(source_root="sample", cache_dir="cache", tokenizer_model=str(tiny_model_path))
+    for key in ("pretrain/fineweb_edu", "pretrain/wikitext", "pretrain/roam", "sft/oasst1"):
+        RECIPES[key](settings)
+    names = names_after_the_python_of("reading.md", 6)
+    assert names["resumed"].state_dict() == names["state"] and names["state"]["consumed_samples"] == 48
+    assert names["batch"].source.shape == (8,) and names["sft"].counts.rows > 0
+
+
+def test_every_rule_that_the_code_cites_stands_in_the_table_of_decisions() -> None:
+    table = (ROOT / "docs" / "decisions" / "README.md").read_text()
+    known = set(re.findall(r"^\| (D\d+|PR-\d+) \|", table, re.MULTILINE))
+    files = [path for folder in ("niels_gpt", "pipelines", "tools") for path in (ROOT / folder).rglob("*.py")]
+    cited = {rule for path in files for rule in re.findall(r"\b(?:D[1-9]\d?|PR-\d\d)\b", path.read_text())}
+    assert "D5" in cited and cited <= known

@@ -1,0 +1,204 @@
+"""Every cache of real text: documents come back letter by letter, and every one that went in is accounted for.
+
+Run: NIELS_GPT_TEST_DATA=MIRROR pytest -m real_text, where MIRROR is laid out as README's "A mirror" says.
+"""
+
+import dataclasses
+import filecmp
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from niels_gpt.chat_template import format_chat
+from niels_gpt.data import roam
+from niels_gpt.data.files.rows import iter_rows
+from niels_gpt.recipes import sources
+from niels_gpt.recipes.plan import RECIPES, recipes
+from niels_gpt.recipes.resolve import resolve_source
+from niels_gpt.settings import Settings
+from niels_gpt.special_tokens import find_reserved_literal
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
+
+pytestmark = [
+    pytest.mark.real_text,
+    pytest.mark.skipif(
+        "NIELS_GPT_TEST_DATA" not in os.environ, reason="NIELS_GPT_TEST_DATA names no mirror of real text (README)"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """Settings of the README's command on the mirror."""
+    cache = tmp_path_factory.mktemp("real") / "cache"
+    return Settings(source_root=os.environ["NIELS_GPT_TEST_DATA"], cache_dir=str(cache), seed=42)
+
+
+@pytest.fixture(scope="module")
+def metas(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Every cache built once: a 16,000-piece tokenizer is trained first."""
+    return {key: recipe(settings).meta for key, recipe in RECIPES.items()}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(settings: Settings, metas: dict[str, dict[str, Any]]) -> SentencePieceTokenizer:
+    """The tokenizer that the caches were built with."""
+    return load_tokenizer(Path(settings.cache_dir) / "tokenizer")
+
+
+def stored_documents(cache: Path, meta: dict[str, Any], split: str) -> list[list[int]]:
+    parts = [np.fromfile(cache / record["name"], dtype="<u2") for record in meta["shards"][split]]
+    stream = np.concatenate(parts) if parts else np.empty(0, "<u2")
+    starts = np.load(cache / meta["index"][split]["name"])
+    return [stream[a:b].tolist() for a, b in itertools.pairwise(starts)]
+
+
+def upstream(settings: Settings, name: str) -> list[tuple[str | None, str]]:
+    return list(sources.documents(settings, resolve_source(settings, name), None, Counter[str]()))
+
+
+def test_the_tokenizer_has_sixteen_thousand_pieces(tokenizer: SentencePieceTokenizer) -> None:
+    assert tokenizer.vocab_size == 16_000
+
+
+@pytest.mark.parametrize("name", ["fineweb_edu", "wikitext", "roam", "gutenberg"])
+def test_every_kept_document_decodes_to_itself(
+    settings: Settings, metas: dict[str, dict[str, Any]], tokenizer: SentencePieceTokenizer, name: str
+) -> None:
+    meta, cache = metas[f"pretrain/{name}"], Path(settings.cache_dir) / "pretrain" / name
+    eot = [tokenizer.special_token_ids()["eot"]] if meta["append_eot"] else []
+    stored: Counter[str] = Counter()
+    for split in ("train", "val"):
+        for ids in stored_documents(cache, meta, split):
+            assert ids[len(ids) - len(eot) :] == eot
+            body = ids[: len(ids) - len(eot)]
+            assert not set(body) & set(tokenizer.special_token_ids().values())
+            stored[tokenizer.decode(body)] += 1
+    given = Counter(text for _, text, _ in upstream(settings, name) if text and not find_reserved_literal(text))
+    assert stored == given
+    assert meta["documents_read"] == sum(stored.values()) + sum(meta["dropped"].values())
+    assert meta["cut"] == {"documents": 0, "tokens": 0}
+
+
+@pytest.mark.parametrize("name", ["dolly15k", "oasst1"])
+def test_every_kept_chat_is_stored_as_the_template_says(
+    settings: Settings, metas: dict[str, dict[str, Any]], tokenizer: SentencePieceTokenizer, name: str
+) -> None:
+    meta, cache = metas[f"sft/{name}"], Path(settings.cache_dir) / "sft" / name
+    stored: Counter[tuple[int, ...]] = Counter()
+    for split in ("train", "val"):
+        tokens = np.fromfile(cache / f"{split}_tokens.bin", dtype="<u2")
+        edges = [*np.load(cache / f"{split}_idx.npy").tolist(), len(tokens)]
+        stored.update(tuple(tokens[a:b].tolist()) for a, b in itertools.pairwise(edges))
+    chats = [chat for _, chat in sources.chats(settings, resolve_source(settings, name), None, Counter())]
+    kept = [chat for chat in chats if not any(find_reserved_literal(turn["content"]) for turn in chat)]
+    assert stored == Counter(tuple(format_chat(tokenizer, chat)) for chat in kept)  # type: ignore[arg-type]
+    assert meta["examples_read"] == len(chats) == sum(stored.values()) + sum(meta["dropped"].values())
+
+
+def test_the_mirrors_files_as_sources_of_ones_own_give_the_same_documents(
+    settings: Settings, metas: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    root, cache = Path(settings.source_root), Path(settings.cache_dir)
+    own = dataclasses.replace(
+        settings,
+        cache_dir=str(tmp_path),
+        tokenizer_model=str(cache / "tokenizer" / "spm.model"),
+        pretrain=f"notes={root / 'roam'}",
+        sft=f"mine={root / settings.dolly_dataset}",
+    )
+    made = {name: recipes(own)[key](own).meta for name, key in (("notes", "pretrain/notes"), ("mine", "sft/mine"))}
+    for key in ("shards", "index"):  # the source ids are others: a row of one's own is named by its file and number
+        assert made["mine"][key] == metas["sft/dolly15k"][key]
+    notes, roam_notes = (
+        Counter(
+            tuple(ids)
+            for split in ("train", "val")
+            for ids in stored_documents(folder / "pretrain" / name, meta, split)
+        )
+        for folder, name, meta in ((tmp_path, "notes", made["notes"]), (cache, "roam", metas["pretrain/roam"]))
+    )
+    assert notes == roam_notes
+    docs, size = made["notes"]["docs"], made["notes"]["utf8_bytes"]
+    assert abs(docs["val"] / sum(docs.values()) - 0.1) < 0.02
+    assert 0.5 < (size["val"] / docs["val"]) / (size["train"] / docs["train"]) < 2  # val is no choice of short notes
+
+
+def test_every_row_of_the_mirror_is_kept_or_counted(settings: Settings, metas: dict[str, dict[str, Any]]) -> None:
+    root = Path(settings.source_root)
+    rows = {
+        "pretrain/fineweb_edu": len(list(iter_rows(resolve_source(settings, "fineweb_edu").files))),
+        "pretrain/roam": len(roam.list_roam_paths(root / "roam")),
+        "pretrain/gutenberg": len(resolve_source(settings, "gutenberg").files),
+        "pretrain/wikitext": len(list(iter_rows(resolve_source(settings, "wikitext").files))),
+        "sft/dolly15k": len(list(iter_rows(resolve_source(settings, "dolly15k").files))),
+    }
+    for key, expected in rows.items():
+        meta = metas[key]
+        lost = sum(meta["source"]["counters"].get(name, 0) for name in ("blank", "blank_field", "missing_field"))
+        assert meta.get("documents_read", meta.get("examples_read")) + lost == expected, key
+
+
+def test_a_second_run_builds_nothing(settings: Settings, metas: dict[str, dict[str, Any]]) -> None:
+    assert all(recipe(settings).reused for recipe in RECIPES.values())
+
+
+def test_another_folder_hash_seed_locale_and_file_order_give_the_same_bytes(
+    settings: Settings, metas: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    mirror = tmp_path / "other" / "mirror"
+    for path in sorted(Path(settings.source_root).rglob("*"), reverse=True):  # written in another order
+        if path.is_file():
+            target = mirror / path.relative_to(settings.source_root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+    environment = {**os.environ, "PYTHONHASHSEED": "12345", "LC_ALL": "C", "LANG": "C"}
+    command = [sys.executable, "-m", "niels_gpt.cache.cli", "build-all", "--seed", "42", "--threads", "1"]
+    places_ = ["--source-root", str(mirror), "--cache-dir", str(tmp_path / "cache")]
+    subprocess.run([*command, *places_], env=environment, cwd=tmp_path, check=True, capture_output=True)
+    files = relative_files(tmp_path / "cache")
+    assert files == relative_files(Path(settings.cache_dir))
+    assert sum(name.endswith(META_NAME) for name in files) == 7
+    _, different, unread = filecmp.cmpfiles(settings.cache_dir, tmp_path / "cache", files, shallow=False)
+    assert (different, unread) == ([], [])
+
+
+def relative_files(root: Path) -> list[str]:
+    """Files under a cache folder; .runs/ holds times and is left out."""
+    found = (Path(folder, name).relative_to(root) for folder, _, names in os.walk(root) for name in names)
+    return sorted(str(path) for path in found if path.parts[0] != ".runs")
+
+
+@pytest.mark.parametrize("source", ["dolly15k", "oasst1"])
+def test_a_target_cache_of_real_chats_holds_their_ids_and_is_good(
+    settings: Settings, tokenizer: SentencePieceTokenizer, tmp_path: Path, source: str
+) -> None:
+    from niels_gpt.eagle3.format.samples import Samples
+    from niels_gpt.eagle3.inspect.verify import verify
+    from niels_gpt.eagle3.targets.small import write_small_target
+    from niels_gpt.recipes.eagle3.options import Options
+    from niels_gpt.recipes.eagle3.prepare import carry_out, prepare, resolve
+
+    target = write_small_target(tmp_path / "target", tokenizer)
+    options = Options(
+        target_model=str(target), input_data=source, seq_length=256, draft_vocab_size=2_000, shard_size=16, limit=40
+    )
+    folder = tmp_path / "cache"
+    meta = carry_out(prepare(resolve(options, settings)), folder).meta
+    assert {name: verdict.problems for name, verdict in verify(folder).items() if verdict.problems} == {}
+    assert meta["totals"]["samples"] == 40
+    samples = Samples.open(folder / "sidecar")
+    chats = dict(sources.chats(settings, resolve_source(settings, source), None, Counter[str]()))
+    for index, name in enumerate(samples.source_ids):
+        ids, mask = samples.row(index)
+        assert ids.tolist() == format_chat(tokenizer, chats[name])[:256]
+        assert mask.any()

@@ -1,0 +1,392 @@
+"""The example of training: what it learns, what its control shows, and that a stop does not show in the losses.
+With real text: NIELS_GPT_TEST_DATA=MIRROR pytest -m real_text tests/project/test_train_tiny_gpt.py
+"""
+
+import argparse
+import importlib
+import itertools
+import json
+import math
+import os
+import shutil
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support import byte_tokenizer
+from support.tiny_texts import TINY_TEXTS
+
+from niels_gpt.cache import CacheError, build_pretrain_cache, build_sft_cache
+from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.settings import Settings
+from niels_gpt.tokenizer import SentencePieceTokenizer
+
+pytest.importorskip("matplotlib", reason="the extra `pipelines` brings it")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*loses .* supervised tokens"),  # the small T cuts the replies
+]
+
+EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "train_tiny_gpt.py"
+SMALL = "--dim 32 --T 16 --global-batch-size 4 --pretrain-steps 12 --sft-steps 8"
+CONTROL = "--permute-tokens --dim 32 --T 4 --global-batch-size 64 --lr 1e-2 --pretrain-steps 200"
+NEVER_STOPPED = "--stop-at --world-sizes 1"
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[ModuleType]:
+    """The example as a module that processes it starts can import, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLE.parent)
+        yield importlib.import_module(EXAMPLE.stem)
+        patch.delitem(sys.modules, EXAMPLE.stem)
+
+
+def build_small(root: Path, tokenizer: SentencePieceTokenizer, texts: tuple[str, ...] = TINY_TEXTS) -> Path:
+    """Build two pretrain caches and two of chats."""
+    for name, part in (("birds", texts[:40]), ("beasts", texts[40:])):
+        build_pretrain_cache(
+            part,
+            root / "pretrain" / name,
+            tokenizer=tokenizer,
+            max_train_tokens=100_000,
+            max_val_tokens=200,
+            shard_bytes=1000,
+            seed=0,
+            shuffle_buffer=None,
+        )
+        chats = [
+            [{"role": "user", "content": f"Page {number}?"}, {"role": "assistant", "content": text[:40]}]
+            for number, text in enumerate(part)
+        ]
+        build_sft_cache(chats, root / "sft" / name, tokenizer=tokenizer, val_frac=0.1, seed=0)
+    return root
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> Path:
+    """Small caches that no test changes."""
+    return build_small(tmp_path_factory.mktemp("small"), tiny_tokenizer)
+
+
+def flags(caches: Path, out: Path, *more: str, names: tuple[str, ...] = ("beasts", "birds")) -> list[str]:
+    """Return a command line; more: flags, separated by spaces."""
+    folders = [str(caches / "pretrain" / name) for name in names]
+    given = ["--pretrain", *folders, "--weights", "2", "1", "--sft", str(caches / "sft" / "birds"), "--out", str(out)]
+    return [*given, *" ".join(more).split()]
+
+
+def numbers(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())
+    return found
+
+
+def trained(example: ModuleType, caches: Path, out: Path, *more: str) -> dict[str, Any]:
+    """Run the example; return its numbers."""
+    example.main(flags(caches, out, *more))
+    return numbers(out)
+
+
+@pytest.fixture(scope="module")
+def straight(example: ModuleType, caches: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run of one process that was never stopped: 12 steps of pretraining, 8 on chats."""
+    out = tmp_path_factory.mktemp("straight") / "loss.png"
+    return trained(example, caches, out, SMALL, NEVER_STOPPED)
+
+
+def let_it_see_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, *_causal: attention(q, k, v)
+    )
+
+
+def end(losses: list[float]) -> float:
+    return statistics.fmean(losses[-len(losses) // 10 :])
+
+
+def test_a_stop_does_not_show_in_the_losses(
+    example: ModuleType, caches: Path, straight: dict[str, Any], tmp_path: Path
+) -> None:
+    stopped = trained(example, caches, tmp_path / "loss.png", SMALL, "--stop-at 5 6 15 --world-sizes 1")
+    assert stopped["jobs"] == [[5, 1], [6, 1], [15, 1], [20, 1]]
+    assert len(stopped["losses"]) == 20 and stopped["losses"] == straight["losses"]
+    assert stopped["evaluations"][-1] == straight["evaluations"][-1]
+
+
+def test_a_change_of_world_size_at_a_stop_does_not_show_either(
+    example: ModuleType, caches: Path, straight: dict[str, Any], tmp_path: Path
+) -> None:
+    stopped = trained(example, caches, tmp_path / "loss.png", SMALL, "--stop-at 5 15 --world-sizes 1 2 1")
+    assert stopped["jobs"] == [[5, 1], [15, 2], [20, 1]]  # the second stage begins in the job of two processes
+    assert stopped["losses"] == pytest.approx(straight["losses"], rel=0, abs=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes")  # on a machine of one core
+def test_dataloader_workers_that_read_ahead_do_not_show(
+    example: ModuleType, caches: Path, straight: dict[str, Any], tmp_path: Path
+) -> None:
+    found = trained(example, caches, tmp_path / "loss.png", SMALL, "--workers 2 --stop-at 5 --world-sizes 1")
+    assert found["losses"] == straight["losses"]
+
+
+def test_another_seed_gives_other_losses(
+    example: ModuleType, caches: Path, straight: dict[str, Any], tmp_path: Path
+) -> None:
+    more = (SMALL, NEVER_STOPPED, "--pretrain-steps 2 --sft-steps 0")
+    runs = [trained(example, caches, tmp_path / "loss.png", *more, f"--seed {seed}") for seed in (0, 1)]
+    one, other = (run["losses"] for run in runs)
+    assert one == straight["losses"][:2] and one[0] != other[0] and one[1] != other[1]
+
+
+def test_the_picture_the_numbers_and_the_last_lines(
+    example: ModuleType, caches: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = trained(example, caches, tmp_path / "loss.png", SMALL, "--world-sizes 1")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert found["jobs"] == [[6, 1], [20, 1]]  # by default it is stopped in the middle of pretraining
+    assert [each["step"] for each in found["evaluations"]] == [0, 6, 12, 20]
+    assert all(each["bits_per_byte"].keys() == {"beasts", "birds"} for each in found["evaluations"])
+    assert [source["split"] for source in found["stream"]["sources"]] == ["train", "train"]
+    assert found["stream"]["consumed_samples"] == 12 * 4 and found["chats"]["split"] == "train"
+    untrained = math.log(400)
+    assert found["losses"][0] == pytest.approx(untrained, abs=0.1)
+    first = found["evaluations"][0]
+    assert first["nats_per_token"] == pytest.approx(untrained, abs=0.1)
+    assert capsys.readouterr().out.splitlines() == [
+        *(
+            f"val at step {each['step']}: {each['nats_per_token']:.3f} nats per token; bits per byte: "
+            f"beasts {each['bits_per_byte']['beasts']:.3f}, birds {each['bits_per_byte']['birds']:.3f}"
+            for each in found["evaluations"]
+        ),
+        f"unigram entropy of pretrain: {found['unigram_entropy']:.3f} nats per token",
+        f"plot: {tmp_path / 'loss.png'}",
+    ]
+
+
+def test_the_picture_shows_both_stages_the_stops_val_and_the_unigram_entropy(
+    example: ModuleType, straight: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    example.plot({**straight, "jobs": [[5, 1], [20, 2]]}, tmp_path / "loss.png")
+    (axes,) = drawn[0].axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "loss, nats per token")
+    lines = {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
+    assert list(lines["pretrain"].get_ydata()) == straight["losses"][:12]
+    assert list(lines["sft, the replies"].get_xdata()) == list(range(12, 20))
+    assert list(lines["val of pretrain"].get_xdata()) == [0, 12, 20]
+    assert set(lines["unigram entropy of pretrain"].get_ydata()) == {straight["unigram_entropy"]}
+    marks = {text.get_text().strip(): text.xy[0] for text in axes.texts}
+    assert marks == {"stopped: world size 1, then 2": 5, "end of pretraining": 12}
+
+
+def test_permuted_tokens_end_at_the_unigram_entropy(example: ModuleType, caches: Path, tmp_path: Path) -> None:
+    found = trained(example, caches, tmp_path / "loss.png", CONTROL, NEVER_STOPPED)
+    assert found["chats"] is None and len(found["losses"]) == 200
+    assert end(found["losses"]) == pytest.approx(found["unigram_entropy"], abs=0.1)
+
+
+def test_the_control_finds_a_network_that_sees_what_comes_next(
+    example: ModuleType, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_it_see_what_comes_next(monkeypatch)
+    # Of seeds 0 to 3 the last three find it in 200 steps, with losses of 1.3 to 1.8 after an entropy of 3.9.
+    found = trained(example, caches, tmp_path / "loss.png", CONTROL, NEVER_STOPPED, "--seed 1")
+    assert end(found["losses"]) < found["unigram_entropy"] - 0.5
+
+
+def test_a_permutation_moves_all_tokens_of_a_batch_and_makes_no_new_ones(example: ModuleType) -> None:
+    rows = torch.arange(4 * 9).view(4, 9)
+    generator = torch.Generator().manual_seed(0)
+    x, y = example.permuted(rows[:, :-1], rows[:, 1:], generator)
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    block = torch.cat([x, y[:, -1:]], dim=1)
+    assert sorted(block.flatten().tolist()) == list(range(36))
+    assert not any(set(block[row].tolist()) == set(rows[row].tolist()) for row in range(4))  # rows are mixed
+    next_x, _ = example.permuted(rows[:, :-1], rows[:, 1:], generator)
+    assert not torch.equal(next_x, x)
+
+
+def test_the_control_is_the_same_on_every_rank(example: ModuleType, caches: Path, tmp_path: Path) -> None:
+    parts = {}
+    for world_size in (1, 2):
+        options, saved = started(example, caches, tmp_path / "loss.png", SMALL, "--permute-tokens")
+        for rank in range(world_size):
+            generator = torch.Generator().manual_seed(0)
+            parts[world_size, rank] = next(example.batches(options, dict(saved), generator, rank, world_size))
+    for part in range(2):
+        assert torch.equal(torch.cat([parts[2, rank][part] for rank in range(2)]), parts[1, 0][part])
+
+
+def test_a_batch_whose_y_is_not_x_one_token_later_is_not_permuted(example: ModuleType) -> None:
+    x = torch.arange(8).view(2, 4)
+    with pytest.raises(RuntimeError, match="not one sequence"):
+        example.permuted(x, x, torch.Generator())
+
+
+def started(example: ModuleType, caches: Path, out: Path, *more: str) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Return the options and the checkpoint of step 0."""
+    options = example.parse(flags(caches, out, *more))
+    example.begin(options)
+    return options, torch.load(out.with_suffix(".pt"), weights_only=True)
+
+
+def test_each_step_draws_other_chats_each_seed_others_and_the_ranks_share_them(
+    example: ModuleType, caches: Path, tmp_path: Path
+) -> None:
+    options, saved = started(example, caches, tmp_path / "loss.png", SMALL)
+    saved["step"] = 12
+
+    def chats(seed: int, rank: int, world_size: int) -> list[torch.Tensor]:
+        steps = example.batches(options, saved, torch.Generator().manual_seed(seed), rank, world_size)
+        return [x for x, _ in itertools.islice(steps, 3)]
+
+    first, second, third = whole = chats(0, 0, 1)
+    assert not torch.equal(first, second) and not torch.equal(second, third)
+    assert not torch.equal(chats(1, 0, 1)[0], first)
+    for step, parts in enumerate(zip(chats(0, 0, 2), chats(0, 1, 2), strict=True)):
+        assert torch.equal(torch.cat(parts), whole[step])
+
+
+def test_each_step_of_a_run_has_other_chats_also_after_a_stop(
+    example: ModuleType, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.Tensor] = []
+    step = example.train_step
+    monkeypatch.setattr(
+        example, "train_step", lambda model, optimizer, x, y: (seen.append(x), step(model, optimizer, x, y))[1]
+    )
+    trained(example, caches, tmp_path / "loss.png", SMALL, "--stop-at 12 15 --world-sizes 1")
+    assert len(seen) == 20
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(seen, 2))
+
+
+def test_the_unigram_entropy_of_a_mixture_by_hand(example: ModuleType, tmp_path: Path) -> None:
+    for name, text in (("a", "aaaaaaaa"), ("b", "bbbbbbbb")):
+        byte_tokenizer.build(tmp_path / name, [text])
+    for weight, expected in ((1, math.log(2)), (3, math.log(4) - 0.75 * math.log(3))):
+        options = argparse.Namespace(vocab_size=300, pretrain=[tmp_path / "a", tmp_path / "b"], weights=[1, weight])
+        assert example.unigram_entropy(options) == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_cache_that_was_built_anew_between_two_jobs_is_refused(
+    example: ModuleType, tiny_tokenizer: SentencePieceTokenizer, tmp_path: Path
+) -> None:
+    root = build_small(tmp_path / "cache", tiny_tokenizer)
+    options, _ = started(example, root, tmp_path / "loss.png", SMALL)
+    example.job(0, options, 6, 1)
+    example.job(0, argparse.Namespace(**{**vars(options), "out": copied_checkpoint(tmp_path)}), 15, 1)
+    build_small(root, tiny_tokenizer, TINY_TEXTS[::-1])
+    with pytest.raises(CacheError, match=r"sources\[0\]: .*Open the version"):
+        example.job(0, options, 12, 1)
+    options.out = tmp_path / "later.png"
+    with pytest.raises(CacheError, match=r"sft/.*birds.*: tokens is \d+, expected \d+"):
+        example.job(0, options, 20, 1)
+
+
+def copied_checkpoint(folder: Path) -> Path:
+    """Copy the checkpoint; return the picture that the copy belongs to."""
+    shutil.copy(folder / "loss.pt", folder / "later.pt")
+    return folder / "later.png"
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "said"),
+    [
+        ("--world-sizes 3", ValueError, "global_batch_size=4: expected a multiple of world_size=3"),
+        ("--weights 1", ValueError, "2 streams, 1 weights"),
+        ("--pretrain fish", FileNotFoundError, "fish"),
+        ("--sft fish", FileNotFoundError, "fish"),
+        ("--T 5000", ValueError, "T + 1 = 5001"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_before_the_first_step(
+    example: ModuleType,
+    caches: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: str,
+    error: type[Exception],
+    said: str,
+) -> None:
+    with pytest.raises(error) as raised:
+        example.main(flags(caches, tmp_path / "loss.png", SMALL, more))
+    assert said in str(raised.value) and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stops", ["20", "6 5", "0"])
+def test_stops_that_are_no_steps_of_the_run_are_refused(
+    example: ModuleType, caches: Path, capsys: pytest.CaptureFixture[str], stops: str
+) -> None:
+    with pytest.raises(SystemExit):
+        example.parse(flags(caches, Path("loss.png"), SMALL, "--stop-at", stops))
+    assert "expected steps between the first and the last, in order" in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_extra_is_named_before_anything_is_done(
+    example: ModuleType, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match=r"needs matplotlib: pip install 'niels_gpt\[pipelines\]'"):
+        example.main(flags(caches, tmp_path / "loss.png", SMALL))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        example.main(["--help"])
+    assert ended.value.code == 0 and "--permute-tokens" in capsys.readouterr().out
+
+
+@pytest.mark.real_text
+@pytest.mark.skipif(
+    "NIELS_GPT_TEST_DATA" not in os.environ, reason="NIELS_GPT_TEST_DATA names no mirror of real text (README)"
+)
+def test_real_text_is_learned_and_permuted_real_text_is_not(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(
+        source_root=os.environ["NIELS_GPT_TEST_DATA"],
+        cache_dir=str(tmp_path / "cache"),
+        vocab_size=1000,
+        tokenizer_max_bytes=2_000_000,
+        fineweb_edu_train_tokens=1_000_000,
+        fineweb_edu_val_tokens=20_000,
+        roam_val_frac=0.003,
+    )
+    for key in ("pretrain/fineweb_edu", "pretrain/roam", "sft/dolly15k"):
+        RECIPES[key](settings)
+    more = "--T 32 --global-batch-size 16 --lr 5e-3 --pretrain-steps 600 --sft-steps 40"
+    root, out = Path(settings.cache_dir), tmp_path / "loss.png"
+
+    def run(*last: str) -> dict[str, Any]:
+        given = flags(root, out, more, *last, "--weights 0.9 0.1 --sft", names=("fineweb_edu", "roam"))
+        example.main([*given, str(root / "sft" / "dolly15k")])
+        return numbers(out)
+
+    straight = run(NEVER_STOPPED)
+    entropy, begin = straight["unigram_entropy"], straight["pretrain_steps"]
+    assert end(straight["losses"][:begin]) < entropy - 0.5
+    before, after = straight["evaluations"][0], straight["evaluations"][1]
+    assert after["nats_per_token"] < entropy - 0.4
+    assert all(after["bits_per_byte"][name] < 0.8 * bits for name, bits in before["bits_per_byte"].items())
+    assert end(straight["losses"][begin:]) < straight["losses"][begin] - 0.1
+
+    stopped = run("--stop-at 500 620 --world-sizes 1 2 1")
+    assert stopped["losses"][:200] == straight["losses"][:200]
+    assert stopped["losses"] == pytest.approx(straight["losses"], rel=0, abs=1e-9)
+
+    control = "--permute-tokens --T 8 --global-batch-size 64"  # a leak is found the sooner, the shorter the rows are
+    permuted = run(NEVER_STOPPED, control)
+    assert permuted["unigram_entropy"] == entropy
+    assert end(permuted["losses"]) == pytest.approx(entropy, abs=0.1)
+
+    let_it_see_what_comes_next(monkeypatch)
+    leaking = run(NEVER_STOPPED, control)
+    assert end(leaking["losses"]) < entropy - 0.5

@@ -1,0 +1,123 @@
+"""The disk that a build takes, estimated before it starts, for prose, code and tables; a full disk is refused."""
+
+import gzip
+import json
+import random
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.power_loss import recorded_below
+
+from niels_gpt.commands import cache as cli
+from niels_gpt.recipes import disk
+from niels_gpt.recipes.disk import needed_bytes
+from niels_gpt.recipes.plan import RECIPES, recipes
+from niels_gpt.recipes.resolve import resolve_source
+from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.settings import Settings
+
+CODE = "".join(path.read_text() for path in sorted(Path(disk.__file__).parent.glob("*.py")))
+PROSE = (Path(__file__).parent.parent.parent / "README.md").read_text()
+TABLE = "\n".join(f"{n},{n * 7919 % 1009},{n / 7:.3f},x{n:04x}" for n in range(3_000))
+TEXTS = {
+    "prose": PROSE,
+    "code": CODE,
+    "table": TABLE,
+    "chinese": "".join(map(chr, random.Random(0).choices(range(0x4E00, 0x9000), k=8_000))),
+}
+
+
+def rows_of(text: str) -> Iterator[dict[str, Any]]:
+    chance, at = random.Random(0), 0
+    while at < len(text):
+        size = chance.randint(1, 400)
+        yield {"text": text[at : at + size]}
+        at += size
+
+
+def lines(rows: Iterator[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+FORMS: dict[str, Callable[[Path, str], Any]] = {
+    "document.txt": lambda path, text: path.write_text(text),
+    "rows.jsonl": lambda path, text: path.write_bytes(lines(rows_of(text))),
+    "rows.jsonl.gz": lambda path, text: path.write_bytes(gzip.compress(lines(rows_of(text)))),
+    "parts.jsonl.gz": lambda path, text: path.write_bytes(
+        b"".join(gzip.compress(lines(rows_of(part))) for part in (text, text[:99]))
+    ),
+    "lines.jsonl": lambda path, text: path.write_bytes(lines({"text": line} for line in text.splitlines())),
+}
+
+
+def most_on_disk(folder: Path, build: Callable[[], Any]) -> int:
+    """Return the most bytes that lay in a folder at any moment of a build, by the record of what was done there."""
+    sizes: dict[str, int] = {}
+    most = 0
+    for verb, path, *rest in recorded_below(folder, build):
+        if verb == "write":
+            sizes[path] = max(sizes.get(path, 0), rest[0] + len(rest[1]))
+        elif verb == "cut":
+            sizes[path] = rest[0]
+        elif verb == "rename":
+            for name in [name for name in sizes if name == path or name.startswith(f"{path}/")]:
+                sizes[rest[0] + name[len(path) :]] = sizes.pop(name)
+        elif verb == "unlink":
+            sizes.pop(path, None)
+        most = max(most, sum(sizes.values()))
+    return most
+
+
+@pytest.mark.parametrize("kind", sorted(TEXTS))
+def test_a_build_takes_no_more_and_no_less_than_was_said(tmp_path: Path, tiny_model_path: Path, kind: str) -> None:
+    for form, write in FORMS.items():
+        folder = tmp_path / form
+        folder.mkdir()
+        write(folder / form, TEXTS[kind])
+        settings = Settings(
+            pretrain=f"own={folder / form}", cache_dir=str(tmp_path / f"{form}-c"), tokenizer_model=str(tiny_model_path)
+        )
+        need = needed_bytes(settings, resolve_source(settings, "own"))
+        ensure_tokenizer(settings)
+        taken = most_on_disk(Path(settings.cache_dir), lambda of=settings: recipes(of)["pretrain/own"](of))
+        assert need.least <= taken <= need.most, (form, need, taken)
+
+
+@pytest.mark.parametrize("key", sorted(RECIPES))
+def test_the_projects_caches_take_no_more_and_no_less_than_was_said(settings: Settings, key: str) -> None:
+    need = needed_bytes(settings, resolve_source(settings, key.split("/")[1]))
+    ensure_tokenizer(settings)
+    taken = most_on_disk(Path(settings.cache_dir), lambda: RECIPES[key](settings))
+    assert need.least <= taken <= need.most <= 40 * taken, (need, taken)
+
+
+def test_what_does_not_fit_is_refused_before_the_first_byte_unless_asked_for(
+    tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.txt"
+    own.write_text(PROSE)
+    flags = ["--pretrain", f"own={own}", "--cache-dir", str(tmp_path / "c"), "--tokenizer-model", str(tiny_model_path)]
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage._replace(free=len(PROSE) // 8))
+    for more in ([], ["--dry-run"]):
+        assert cli.main(["build", *flags, *more]) == 1
+        assert "bytes of disk" in capsys.readouterr().err
+        assert not (tmp_path / "c").exists()
+    assert cli.main(["build", *flags]) == 1
+    command = shlex.split(capsys.readouterr().err.strip().rpartition(": ")[2])
+    assert cli.main(command[3:]) == 0
+    assert cli.main(["build", *flags]) == 0  # nothing to do
+
+
+def test_what_may_not_fit_is_built_with_a_warning(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    need = needed_bytes(settings, resolve_source(settings, "roam"))
+    usage = shutil.disk_usage(settings.source_root)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage._replace(free=(need.least + need.most) // 2))
+    assert not RECIPES["pretrain/roam"](settings).reused
+    assert "may not fit" in caplog.text

@@ -1,0 +1,634 @@
+"""gc removes what caches no longer need and nothing else, and may itself be killed at any moment."""
+
+import copy
+import errno
+import fcntl
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.power_loss import MODELS, Disk, put, recorded_below, tree_of
+from support.small_builds import BATCH_ITEMS, Item, documents, pretrain, whole_version
+
+from niels_gpt.builders import source
+from niels_gpt.builders.meta_keys import Source
+from niels_gpt.cache import CacheError
+from niels_gpt.commands import cache as cli
+from niels_gpt.recipes import gc as garbage
+from niels_gpt.recipes.gc import collect
+from niels_gpt.storage import locks
+from niels_gpt.storage.locks import hold_version
+from niels_gpt.storage.versions import VERSIONS_DIR, build_lock, removable, versions_dir
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "BATCH_ITEMS", BATCH_ITEMS)
+
+
+def interrupted(path: Path, seed: int) -> None:
+    """Leave an unfinished build."""
+
+    def cut_off() -> Iterator[Item]:
+        yield from documents(seed)[:60]
+        raise ConnectionError("upstream is gone")
+
+    with pytest.raises(ConnectionError, match="upstream is gone"):
+        pretrain(path, seed, items=cut_off())
+
+
+def not_recorded(path: Path, seed: int) -> None:
+    """Leave a build that is committed, and was killed before it could say so."""
+
+    def fail(meta: dict[str, Any]) -> None:
+        raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        pretrain(path, seed, committed=fail)
+
+
+def plain_folder(path: Path, content: str = "{}") -> Path:
+    """Make a folder that looks like a version at a first glance."""
+    path.mkdir(parents=True)
+    (path / "meta.json").write_text(content)
+    return path
+
+
+def without_locks(folder: Path) -> dict[str, Any]:
+    return {name: content for name, content in tree_of(folder).items() if not name.endswith("/lock")}
+
+
+def removed(lines: Iterator[str]) -> list[str]:
+    """Return the names of what some lines say was removed, after a look that nothing else of ours is there."""
+    found = [line for line in lines if not line.endswith("no cache has put it there, by what it holds")]
+    assert all(line.startswith("removed ") for line in found), found
+    return [Path(line.split(" (")[0].removeprefix("removed ")).name for line in found]
+
+
+# --- what is a version ------------------------------------------------------------------------------------------------
+
+
+def test_the_committed_version_and_the_newest_other_stay_and_unfinished_builds_go(folder: Path) -> None:
+    contents = [pretrain(folder / "c", seed)["content_sha256"][:12] for seed in range(4)]
+    interrupted(folder / "c", 9)
+    (dead,) = versions_dir(folder / "c").glob("building-*.journal")
+    assert removed(collect(folder, dry_run=False)) == [dead.name, dead.stem, *contents[:2]]
+    assert {entry.name for entry in versions_dir(folder / "c").iterdir()} == {"lock", *contents[2:]}
+    assert whole_version(folder / "c").startswith(contents[3])
+    assert removed(collect(folder, dry_run=False)) == []
+
+
+def test_adopted_folders_are_versions_too(folder: Path) -> None:
+    pretrain(folder / "c")
+    for number in (0, 1, 12):
+        plain_folder(versions_dir(folder / "c") / f"adopted{number}")
+        os.utime(versions_dir(folder / "c") / f"adopted{number}", ns=(number, number))
+    assert removed(collect(folder, dry_run=False)) == ["adopted0", "adopted1"]
+
+
+@pytest.mark.parametrize(
+    "name", ["1", "2024-01", "ABCDEF012345", "abcdef01234", "abcdef0123456", "adopted", "adopted-1", "xadopted1", "old"]
+)
+def test_a_folder_of_another_name_is_no_version(folder: Path, name: str) -> None:
+    pretrain(folder / "c")
+    for number in range(4):  # more versions than stay
+        plain_folder(versions_dir(folder / "c") / f"adopted{number}")
+    before = tree_of(plain_folder(versions_dir(folder / "c") / name))
+    assert name not in removed(collect(folder, dry_run=False))
+    assert tree_of(versions_dir(folder / "c") / name) == before
+
+
+def test_a_folder_without_a_meta_json_is_no_version(folder: Path) -> None:
+    pretrain(folder / "c")
+    strangers = [versions_dir(folder / "c") / name for name in ("0" * 12, "1" * 12, "adopted0", "adopted1")]
+    for stranger in strangers:
+        (stranger / "meta.json").mkdir(parents=True)  # a folder is no meta.json
+        (stranger / "mine").write_text("mine")
+    (versions_dir(folder / "c") / ("2" * 12)).write_text("a file")
+    before = without_locks(folder)
+    assert removed(collect(folder, dry_run=False)) == []
+    assert without_locks(folder) == before
+
+
+def test_folders_of_other_programs_are_left(folder: Path) -> None:
+    for name in ("1", "2", "3", "building", "links"):
+        plain_folder(folder / "project" / VERSIONS_DIR / "mine" / f"v{name}")
+    plain_folder(folder / "project" / "versions" / "mine" / ("0" * 12))  # versions in a folder of another name
+    plain_folder(folder / "project" / "versions" / "mine" / ("1" * 12))
+    plain_folder(folder / "project" / "versions" / "mine" / ("2" * 12))
+    before = without_locks(folder)
+    assert removed(collect(folder, dry_run=False)) == []
+    assert without_locks(folder) == before
+
+
+@pytest.mark.parametrize("name", ["building-plans", "building-0123456789ab-copy", "building-2.journal"])
+def test_a_name_that_only_begins_like_a_build_is_somebody_elses(folder: Path, name: str) -> None:
+    mine = folder / "project" / VERSIONS_DIR / "mine"
+    (mine / name).mkdir(parents=True)
+    (mine / name / "precious").write_text("precious")
+    list(collect(folder, dry_run=False))
+    assert (mine / name / "precious").read_text() == "precious"
+
+
+def test_a_folder_called_link_is_no_link_of_ours(folder: Path) -> None:
+    pretrain(folder / "c")
+    (versions_dir(folder / "c") / "link").mkdir()
+    (versions_dir(folder / "c") / "link" / "precious").write_text("precious")
+    list(collect(folder, dry_run=False))
+    assert (versions_dir(folder / "c") / "link" / "precious").exists()
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+def linked_versions_dir(folder: Path, other: Path) -> None:
+    (folder / "cache").mkdir()
+    (folder / "cache" / VERSIONS_DIR).symlink_to(other)
+
+
+def linked_versions_of_a_cache(folder: Path, other: Path) -> None:
+    (folder / "cache" / VERSIONS_DIR).mkdir(parents=True)
+    (folder / "cache" / VERSIONS_DIR / "c").symlink_to(other / "c")
+
+
+LINKS = pytest.mark.parametrize("link", [linked_versions_dir, linked_versions_of_a_cache])
+Linking = Callable[[Path, Path], None]
+
+
+@LINKS
+def test_a_link_in_the_place_of_the_versions_is_not_followed(folder: Path, link: Linking) -> None:
+    for seed in range(4):
+        pretrain(folder / "other" / "c", seed)
+    interrupted(folder / "other" / "c", 9)
+    link(folder, folder / "other" / VERSIONS_DIR)
+    before = without_locks(folder)
+    assert len(removable(folder / "other" / "c")) == 4 and removable(folder / "cache" / "c") == []
+    assert removed(collect(folder / "cache", dry_run=False)) == []
+    assert without_locks(folder) == before
+
+
+@LINKS
+def test_nothing_is_made_behind_a_link_either(folder: Path, link: Linking) -> None:
+    plain_folder(folder / "other" / "c" / ("0" * 12))
+    link(folder, folder / "other")
+    before = tree_of(folder / "other")
+    list(collect(folder / "cache", dry_run=False))
+    assert tree_of(folder / "other") == before
+
+
+def test_a_link_in_the_place_of_a_version_is_left(folder: Path) -> None:
+    pretrain(folder / "c")
+    for number in range(4):
+        plain_folder(folder / "elsewhere" / str(number))
+        (versions_dir(folder / "c") / f"{number:012}").symlink_to(folder / "elsewhere" / str(number))
+    before = without_locks(folder)
+    assert removed(collect(folder, dry_run=False)) == []
+    assert without_locks(folder) == before
+
+
+def test_of_a_link_in_the_place_of_an_unfinished_build_only_the_link_goes(folder: Path) -> None:
+    pretrain(folder / "c")
+    plain_folder(folder / "elsewhere")
+    (folder / "elsewhere" / "journal.jsonl").write_text("mine")
+    before = tree_of(folder / "elsewhere")
+    for name in ("building-0123456789ab", "building-0123456789ab.journal"):
+        (versions_dir(folder / "c") / name).symlink_to(folder / "elsewhere")
+    list(collect(folder, dry_run=False))
+    assert tree_of(folder / "elsewhere") == before
+
+
+@pytest.mark.parametrize("kind", ["moved", "copied", "./", "../", "absolute", "trailing slash"])
+def test_the_version_of_a_link_of_another_name_stays(folder: Path, kind: str) -> None:
+    content = pretrain(folder / "c", 0)["content_sha256"]
+    target = os.readlink(folder / "c")
+    if kind == "moved":
+        (folder / "c").rename(folder / "d")
+    else:
+        targets = {"copied": target, "./": f"./{target}", "../": f"../{folder.name}/{target}"}
+        targets |= {"absolute": str(folder / target), "trailing slash": f"{target}/"}
+        (folder / "d").symlink_to(targets[kind])
+    for seed in (1, 2, 3):
+        pretrain(folder / "c", seed)
+    gone = removed(collect(folder, dry_run=False))
+    assert len(gone) == 1 and content[:12] not in gone
+    assert whole_version(folder / "d") == content
+    assert whole_version(folder / "c") != content
+
+
+# --- gc that is killed ------------------------------------------------------------------------------------------------
+
+
+def with_unfinished_builds(path: Path) -> list[int]:
+    """Leave old versions, a dead build, and one that was not recorded, which is the committed one."""
+    for seed in (1, 2, 3):
+        pretrain(path, seed)
+    not_recorded(path, 4)
+    interrupted(path, 0)
+    return [0, 4]
+
+
+def with_an_unrecorded_old_version(path: Path) -> list[int]:
+    """Leave a build that was not recorded, and whose version is an old one by now."""
+    not_recorded(path, 4)
+    for seed in (1, 2, 3):
+        pretrain(path, seed)
+    return [4]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("leave", [with_unfinished_builds, with_an_unrecorded_old_version])
+def test_after_a_gc_that_was_killed_anywhere_every_build_goes_on_or_begins_anew(
+    folder: Path, leave: Callable[[Path], list[int]], model: str
+) -> None:
+    seeds = leave(folder / "cache" / "c")
+    before, content = tree_of(folder / "cache"), whole_version(folder / "cache" / "c")
+    whole = {seed: pretrain(folder / "whole" / "c", seed)["content_sha256"] for seed in seeds}
+    trace = recorded_below(folder / "cache", lambda: list(collect(folder / "cache", dry_run=False)))
+    assert len(trace) > 10
+    for cut in range(len(trace) + 1):
+        disk = Disk(before)
+        disk.apply(trace[:cut])
+        left = folder / "left"
+        put(disk.left(model, seed=cut), left)
+        assert whole_version(left / "c") == content
+        for seed in seeds:
+            assert pretrain(left / "c", seed)["content_sha256"] == whole[seed] == whole_version(left / "c")
+        shutil.rmtree(left)
+
+
+def test_a_gc_that_is_interrupted_between_two_removals_leaves_a_build_that_begins_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = pretrain(folder / "whole" / "c")
+    pretrain(folder / "cache" / "c", 1)
+    interrupted(folder / "cache" / "c", 0)
+    gone: list[str] = []
+
+    def discard(path: Path) -> None:
+        if gone:
+            raise KeyboardInterrupt
+        gone.append(path.suffix)
+        real(path)
+
+    with monkeypatch.context() as patched:
+        real = garbage.discard
+        patched.setattr(garbage, "discard", discard)
+        with pytest.raises(KeyboardInterrupt):
+            list(collect(folder / "cache", dry_run=False))
+    assert gone == [".journal"]
+    assert pretrain(folder / "cache" / "c") == expected
+
+
+# --- the lock ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_no_lock_is_held_while_the_lines_are_read(folder: Path, dry_run: bool) -> None:
+    for seed in range(5):
+        pretrain(folder / "c", seed)
+    lines = collect(folder, dry_run=dry_run)
+    first = next(lines)
+    content = pretrain(folder / "c", 7)["content_sha256"]
+    rest = list(lines)
+    assert len([first, *rest]) == 3
+    assert whole_version(folder / "c") == content
+
+
+def test_a_dry_run_says_what_gc_does_and_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in range(4):
+        pretrain(folder / "c", seed)
+    interrupted(folder / "c", 9)
+    (versions_dir(folder / "c") / "lock").unlink()
+    before = tree_of(folder)
+    assert cli.main(["gc", str(folder), "--dry-run"]) == 0
+    assert tree_of(folder) == before
+    said = capsys.readouterr().out
+    assert cli.main(["gc", str(folder)]) == 0
+    assert capsys.readouterr().out == said.replace("would remove", "removed")
+    assert len(said.splitlines()) == 4 and tree_of(folder).keys() < before.keys() | {f"{VERSIONS_DIR}/c/lock"}
+
+
+def three_caches(folder: Path) -> None:
+    for name in "abc":
+        for seed in range(3):
+            pretrain(folder / name, seed)
+
+
+def test_a_cache_that_is_being_built_is_left_and_the_others_are_not(folder: Path) -> None:
+    three_caches(folder)
+    before = without_locks(versions_dir(folder / "b"))
+    with build_lock(folder / "b"):
+        lines = list(collect(folder, dry_run=False))
+    assert [line.split()[0] for line in lines] == ["removed", "left", "removed"]
+    assert f"{folder / 'b'}: is being built by user " in lines[1] and f"pid {os.getpid()}" in lines[1]
+    assert without_locks(versions_dir(folder / "b")) == before
+    assert len(list(collect(folder, dry_run=False))) == 1
+
+
+@pytest.mark.parametrize("lock", ["a link", "a folder"])
+def test_a_cache_whose_lock_cannot_be_opened_is_left_and_the_others_are_not(folder: Path, lock: str) -> None:
+    three_caches(folder)
+    path = versions_dir(folder / "b") / "lock"
+    path.unlink()
+    path.mkdir() if lock == "a folder" else path.symlink_to(folder / "nowhere")
+    before = tree_of(versions_dir(folder / "b"))
+    lines = list(collect(folder, dry_run=False))
+    assert [line.split()[0] for line in lines] == ["removed", "could", "removed"]
+    assert str(path) in lines[1]
+    assert tree_of(versions_dir(folder / "b")) == before and not (folder / "nowhere").exists()
+
+
+def test_what_cannot_be_removed_stops_gc_for_its_own_cache_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    three_caches(folder)
+    for seed in (3, 4):
+        pretrain(folder / "b", seed)
+    expected = [[path for path, _ in removable(folder / name)] for name in "abc"]
+
+    def rmdir(path: Any, *arguments: Any, **given: Any) -> None:
+        if str(path) == str(expected[1][1]):
+            raise PermissionError(1, "Operation not permitted", str(path))
+        real(path, *arguments, **given)
+
+    with monkeypatch.context() as patched:
+        real = os.rmdir
+        patched.setattr(os, "rmdir", rmdir)
+        lines = list(collect(folder, dry_run=False))
+    assert [line.split()[0] for line in lines] == ["removed", "removed", "could", "removed"]
+    assert "Operation not permitted" in lines[2] and str(expected[1][1]) in lines[2]
+    assert [[path.exists() for path in paths] for paths in expected] == [[False], [False, True, True], [False]]
+
+
+def test_a_folder_that_is_not_there_is_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["gc", str(folder / "nowhere")]) == 1
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_who_builds_meanwhile_is_told_that_gc_is_at_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(3):
+        pretrain(folder / "c", seed)
+    refused: list[str] = []
+
+    def discard(path: Path) -> None:
+        with pytest.raises(CacheError, match="is being built by") as caught:
+            pretrain(folder / "c", 7)
+        refused.append(str(caught.value))
+        real(path)
+
+    real = garbage.discard
+    monkeypatch.setattr(garbage, "discard", discard)
+    assert len(list(collect(folder, dry_run=False))) == len(refused) == 1
+    assert json.loads((folder / "c" / "meta.json").read_bytes())["seed"] == 2
+
+
+# --- versions that readers have open ----------------------------------------------------------------------------------
+
+READER = """
+import os, signal, sys
+from pathlib import Path
+from niels_gpt.storage.locks import hold_version
+
+hold = hold_version(Path(sys.argv[1]))
+if sys.argv[2] == "forks":  # a child goes on; the one that opened the version is killed
+    if os.fork() == 0:
+        assert hold
+        print("holds", flush=True)
+    else:
+        os.wait()
+else:
+    print("holds" if hold else "holds nothing", flush=True)
+sys.stdin.read()
+del hold
+print("let go", flush=True)
+"""
+
+
+@contextmanager
+def reader(version: Path, how: str = "stays") -> Iterator[subprocess.Popen[str]]:
+    """Run a process that holds a version until its stdin ends."""
+    command = [sys.executable, "-c", READER, str(version), how]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "holds\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def ended(process: subprocess.Popen[str]) -> None:
+    """Let a reader, or the child that it has forked, come to its end."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    assert process.stdout.readline() == "let go\n"
+
+
+def three_versions(path: Path) -> list[Path]:
+    """Build three versions, of which gc removes the first; returns their folders."""
+    return [versions_dir(path) / pretrain(path, seed)["content_sha256"][:12] for seed in range(3)]
+
+
+def says_kept(lines: Iterator[str], version: Path) -> bool:
+    (line,) = lines
+    return line.startswith(f"kept {version} (") and line.endswith("): open in a reader")
+
+
+def test_a_version_that_another_process_has_open_stays_until_that_ends(folder: Path) -> None:
+    old, *_ = three_versions(folder / "c")
+    before = without_locks(folder)
+    with reader(old) as process:
+        assert says_kept(collect(folder, dry_run=True), old)
+        assert says_kept(collect(folder, dry_run=False), old)
+        assert without_locks(folder) == before
+        ended(process)
+    assert removed(collect(folder, dry_run=False)) == [old.name]
+
+
+def test_of_two_old_versions_the_one_that_nobody_has_open_goes(folder: Path) -> None:
+    first, second, _ = three_versions(folder / "c")
+    pretrain(folder / "c", 3)
+    with reader(second):
+        lines = list(collect(folder, dry_run=False))
+    assert [line.split(" (")[0] for line in lines] == [f"removed {first}", f"kept {second}"]
+    assert second.exists() and not first.exists()
+
+
+def test_a_reader_that_was_killed_holds_nothing(folder: Path) -> None:
+    old, *_ = three_versions(folder / "c")
+    with reader(old) as process:
+        process.kill()
+        process.wait()
+        assert removed(collect(folder, dry_run=False)) == [old.name]
+
+
+def test_a_child_that_a_reader_has_forked_holds_its_version_also_after_its_death(folder: Path) -> None:
+    old, *_ = three_versions(folder / "c")
+    with reader(old, "forks") as process:
+        process.kill()
+        process.wait()
+        assert says_kept(collect(folder, dry_run=False), old)
+        ended(process)
+        assert removed(collect(folder, dry_run=False)) == [old.name]
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda hold: pickle.loads(pickle.dumps(hold))])
+def test_a_copy_of_a_hold_holds_anew(folder: Path, again: Callable[[Any], Any]) -> None:
+    old, *_ = three_versions(folder / "c")
+    hold = hold_version(old)
+    second = again(hold)
+    del hold
+    assert second and says_kept(collect(folder, dry_run=False), old)
+    del second
+    assert removed(collect(folder, dry_run=False)) == [old.name]
+
+
+def test_a_version_that_is_described_anew_is_held_on(folder: Path) -> None:
+    first = pretrain(folder / "c")
+    version = (folder / "c").resolve()
+    hold, inode = hold_version(version), (version / "meta.json").stat().st_ino
+    second = pretrain(folder / "c", source=Source(name="another"))
+    assert (folder / "c").resolve() == version and first != second
+    assert (version / "meta.json").stat().st_ino != inode
+    for seed in (1, 2):
+        pretrain(folder / "c", seed)
+    assert hold and says_kept(collect(folder, dry_run=False), version)
+
+
+def test_a_folder_that_a_build_adopts_is_held_on(folder: Path) -> None:
+    content = pretrain(folder / "elsewhere")["content_sha256"]
+    shutil.copytree((folder / "elsewhere").resolve(), folder / "c")
+    hold = hold_version(folder / "c")
+    for seed in (1, 2):
+        pretrain(folder / "c", seed)
+    assert hold and says_kept(collect(folder, dry_run=False), versions_dir(folder / "c") / content[:12])
+
+
+def test_a_hold_writes_nothing_and_leaves_no_descriptor(folder: Path) -> None:
+    version, *_ = three_versions(folder / "c")
+    before, stat, handles = tree_of(folder), version.stat(), sorted(os.listdir("/proc/self/fd"))
+    hold = hold_version(version)
+    assert hold and len(os.listdir("/proc/self/fd")) == len(handles) + 1
+    del hold
+    assert tree_of(folder) == before and version.stat() == stat and sorted(os.listdir("/proc/self/fd")) == handles
+
+
+def test_who_opens_a_version_after_gc_has_asked_can_hold_it(folder: Path) -> None:
+    old, *_ = three_versions(folder / "c")
+    assert len(list(collect(folder, dry_run=True))) == 1
+    assert hold_version(old)
+
+
+def test_nobody_takes_hold_of_a_version_that_is_being_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, *_ = three_versions(folder / "c")
+    holds: list[bool] = []
+
+    def discard(path: Path) -> None:
+        holds.append(bool(hold_version(path)))
+        real(path)
+
+    real = garbage.discard
+    monkeypatch.setattr(garbage, "discard", discard)
+    assert removed(collect(folder, dry_run=False)) == [old.name] and holds == [False]
+
+
+@pytest.mark.parametrize("what", ["nothing", "a file", "a link", "no meta.json", "a NUL"])
+def test_what_is_no_version_is_not_held_and_is_no_error(folder: Path, what: str) -> None:
+    version, *_ = three_versions(folder / "c")
+    (folder / "empty").mkdir()
+    handles = sorted(os.listdir("/proc/self/fd"))
+    paths = {"nothing": "nowhere", "a file": "c/meta.json", "a link": "c", "no meta.json": "empty", "a NUL": "\0"}
+    hold = hold_version(folder / paths[what])
+    assert not hold and sorted(os.listdir("/proc/self/fd")) == handles
+    assert not pickle.loads(pickle.dumps(hold)) and hold_version(version)
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EACCES])
+def test_without_locks_on_folders_a_version_is_read_and_removed_as_ever(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    def flock(handle: int, operation: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{handle}"):
+            raise OSError(error, os.strerror(error))
+        real(handle, operation)
+
+    old, *_ = three_versions(folder / "c")
+    real = fcntl.flock
+    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    assert not hold_version(old)
+    assert removed(collect(folder, dry_run=False)) == [old.name]
+
+
+# --- what is not ours -------------------------------------------------------------------------------------------------
+
+NAMES = ("building", "damaged", "building-0123456789ab", "building-0123456789ab.journal", "0123456789ab", "adopted1")
+FOREIGN_METAS = ('{"version": 3}', '{"kind": "photo"}', '{"kind": "pretrain", "content_sha256": 7}', "[]", "no JSON")
+
+
+def test_what_another_program_has_put_there_is_left_and_reported(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, content in enumerate(FOREIGN_METAS):
+        for name in (*NAMES, "1" * 12, "2" * 12, "3" * 12):
+            plain_folder(folder / VERSIONS_DIR / f"app{number}" / name, content)
+            (folder / VERSIONS_DIR / f"app{number}" / name / "journal.jsonl").write_text(content)
+        (folder / VERSIONS_DIR / f"app{number}" / "recipe.json").write_text(content)
+        (folder / VERSIONS_DIR / f"app{number}" / "lock").write_text("precious")
+    before = tree_of(folder)
+    for flags in (["--dry-run"], []):
+        assert cli.main(["gc", str(folder), *flags]) == 0
+        assert capsys.readouterr().out.count("left alone") == len(FOREIGN_METAS) * (len(NAMES) + 3)
+        assert tree_of(folder) == before
+
+
+def test_a_version_with_a_foreign_meta_json_is_left_among_ours(folder: Path) -> None:
+    for seed in range(4):
+        pretrain(folder / "c", seed)
+    plain_folder(versions_dir(folder / "c") / ("0" * 12), '{"kind": "photo"}')
+    assert len(removed(collect(folder, dry_run=False))) == 2
+    assert (versions_dir(folder / "c") / ("0" * 12)).exists()
+
+
+def test_a_lock_that_has_another_name_is_refused_and_not_written(folder: Path) -> None:
+    for seed in range(3):
+        pretrain(folder / "c", seed)
+    (folder / "precious").write_text("precious")
+    (versions_dir(folder / "c") / "lock").unlink()
+    os.link(folder / "precious", versions_dir(folder / "c") / "lock")
+    before = tree_of(folder)
+    (line,) = collect(folder, dry_run=False)
+    assert "hard links" in line
+    with pytest.raises(CacheError, match="hard links"):
+        pretrain(folder / "c", 7)
+    assert tree_of(folder) == before
+
+
+def test_a_folder_that_is_too_deep_for_a_path_is_removed_and_costs_nobody_else(folder: Path) -> None:
+    versions = three_versions(folder / "c")
+    three_versions(folder / "d")
+    handle = os.open(versions[0], os.O_RDONLY)
+    for _ in range(2_100):  # of 2 bytes each: beyond PATH_MAX
+        os.mkdir("d", dir_fd=handle)
+        below = os.open("d", os.O_RDONLY, dir_fd=handle)
+        os.close(handle)
+        handle = below
+    os.close(handle)
+    os.utime(versions[0], ns=(0, 0))  # the oldest again
+    assert len(list(collect(folder, dry_run=True))) == 2
+    assert len(removed(collect(folder, dry_run=False))) == 2 and not versions[0].exists()
+
+
+def test_what_stays_makes_gc_fail(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    three_versions(folder / "c")
+
+    def rmdir(path: Any, **given: Any) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    with monkeypatch.context() as patch:  # undone before the folder is cleared up
+        patch.setattr(os, "rmdir", rmdir)
+        assert cli.main(["gc", str(folder)]) == 1

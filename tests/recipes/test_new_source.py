@@ -1,0 +1,95 @@
+"""A seventh built-in source is a loader and one row of the table: nothing else is edited for its cache and asset."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from niels_gpt.data.local import LocalFiles
+from niels_gpt.data.sources import Credit, SourceSpec
+from niels_gpt.settings import Settings
+
+MODULE = """
+from niels_gpt.data.local import LocalFiles
+from niels_gpt.data.local import LocalFiles
+from niels_gpt.data.sources import SOURCES, Credit, SourceSpec
+from niels_gpt.data.types import PretrainSample
+
+
+def files(settings, root):
+    return LocalFiles(root / "poems", tuple(sorted((root / "poems").glob("*.txt"))), 0)
+
+
+def load(request):
+    return [(None, (PretrainSample(path.read_text(), "poems", {"path": path.name}) for path in request.found.files))]
+
+
+SOURCES["poems"] = SourceSpec(
+    name="poems",
+    family="pretrain",
+    description="Token cache of poems.",
+    credit=Credit("CC0", "nobody"),
+    load=load,
+    files=files,
+    val_frac="own_val_frac",
+)
+"""
+SCRIPT = """
+import json, sys
+import poems
+import dagster as dg
+from niels_gpt.commands import cache
+from niels_gpt.settings import Settings
+from support.dagster_runs import metadata, run
+
+settings = Settings(**json.loads(sys.argv[1]))
+flags = [f"--{name.replace('_', '-')}={value}" for name, value in json.loads(sys.argv[1]).items()]
+assert cache.main(["build", "poems", *flags]) == 0
+cache.main(["build-all", "--dry-run", *flags])  # 1: the mirror has no other source
+with dg.DagsterInstance.ephemeral() as instance:
+    result = run(instance, settings, "raw/poems", "pretrain/poems", config={"cache_dir": sys.argv[2]})
+    shown = metadata(result)["pretrain/poems"]
+    print(json.dumps([shown["run/state"], shown["content_sha256"]]))
+"""
+
+
+def test_a_row_of_the_table_is_a_cache_of_the_command_line_and_an_asset(
+    tmp_path: Path, tiny_model_path: Path, settings: Settings
+) -> None:
+    (tmp_path / "m" / "poems").mkdir(parents=True)
+    for number in range(20):
+        (tmp_path / "m" / "poems" / f"{number:02}.txt").write_text(f"Poem {number}: the heron and the river.\n" * 9)
+    (tmp_path / "poems.py").write_text(MODULE)
+    given = {
+        "source_root": str(tmp_path / "m"),
+        "tokenizer_model": str(tiny_model_path),
+        "cache_dir": str(tmp_path / "c"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(given), str(tmp_path / "d")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    meta = json.loads((tmp_path / "c" / "pretrain" / "poems" / "meta.json").read_bytes())
+    assert (meta["documents_read"], meta["val_frac"], meta["append_eot"]) == (20, 0.1, True)
+    assert (meta["source"]["licence"], meta["source"]["attribution"]) == ("CC0", "nobody")
+    assert json.loads(done.stdout.strip().rpartition("\n")[2]) == ["built", meta["content_sha256"]]
+    assert re.search(r"^pretrain/poems +up to date", done.stdout, re.M)  # in the plan of build-all
+
+
+def test_a_row_that_says_nothing_of_the_split_is_refused() -> None:
+    with pytest.raises(ValueError, match="poems: expected a split_rule"):
+        SourceSpec(
+            name="poems",
+            family="pretrain",
+            description="",
+            credit=Credit("CC0", "nobody"),
+            load=lambda _: [],
+            files=lambda *_: LocalFiles(Path(), (), 0),
+        )

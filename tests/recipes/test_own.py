@@ -1,0 +1,180 @@
+"""The user's own sources: lines, sources.toml, and what is wrong with them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from niels_gpt.recipes.user_sources import stated_credit, text_suffixes, user_sources
+from niels_gpt.settings import Settings, UsageError
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder without a sources.toml of the checkout."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "files", "field"),
+    [
+        ("notes=~/notes", "notes", "~/notes", None),
+        ("notes = a/**/*.md ", "notes", "a/**/*.md", None),
+        ("papers=papers/*.jsonl.gz:abstract", "papers", "papers/*.jsonl.gz", "abstract"),
+        ("p=data=2024/x.jsonl:body_text", "p", "data=2024/x.jsonl", "body_text"),
+        ("p=C:/x.jsonl", "p", "C:/x.jsonl", None),  # a field has no slash
+        ("p=x.jsonl:my text", "p", "x.jsonl", "my text"),
+        ("p=x.jsonl:a.b", "p", "x.jsonl", "a.b"),
+        ("p=there:b.md", "p", "there:b.md", None),  # a file of that name is there
+    ],
+)
+def test_a_line_is_a_name_a_glob_and_perhaps_a_field(
+    elsewhere: Path, line: str, name: str, files: str, field: str | None
+) -> None:
+    (elsewhere / "there:b.md").touch()
+    (own,) = user_sources(Settings(pretrain=line)).values()
+    assert (own.family, own.name, own.files, own.field) == ("pretrain", name, files, field)
+
+
+def test_chats_have_no_field(elsewhere: Path) -> None:
+    with pytest.raises(UsageError, match=r"takes no field, found ':x'.*support=a/\*\.json$"):
+        user_sources(Settings(sft="support=a/*.json:x"))
+    (elsewhere / "sources.toml").write_text('[sft]\nsupport = "a.jsonl:x"')
+    with pytest.raises(ValueError, match="takes no field"):
+        user_sources(Settings())
+    (elsewhere / "sources.toml").unlink()
+    for files in ("a/*:b.json", "C:/x.json"):
+        (own,) = user_sources(Settings(sft=f"support={files}")).values()
+        assert (own.family, own.files, own.field) == ("sft", files, None)
+
+
+def test_lines_are_separated_by_semicolons() -> None:
+    found = user_sources(Settings(pretrain="a=x.md; b=y.md;", sft="c=z.json"))
+    assert [(own.family, own.name) for own in found.values()] == [("pretrain", "a"), ("pretrain", "b"), ("sft", "c")]
+
+
+TOML = """
+[pretrain]
+notes = "notes/**/*.md"
+papers = "papers.jsonl:abstract"
+
+[sft.support]
+files = "/data/chats/*.json"
+licence = "CC BY 4.0"
+attribution = "The support team"
+"""
+
+
+def test_the_same_lines_stand_in_sources_toml(elsewhere: Path) -> None:
+    (elsewhere / "sources.toml").write_text(TOML)
+    found = user_sources(Settings(pretrain="more=x.md"))
+    assert list(found) == ["notes", "papers", "support", "more"]
+    assert found["papers"].field == "abstract"
+    assert found["notes"].base == elsewhere
+    assert (found["support"].licence, found["support"].attribution) == ("CC BY 4.0", "The support team")
+    assert found["notes"].licence == "not stated"
+
+
+def test_relative_paths_of_a_file_elsewhere_are_relative_to_it(elsewhere: Path) -> None:
+    (elsewhere / "conf").mkdir()
+    (elsewhere / "conf" / "mine.toml").write_text(TOML)
+    found = user_sources(Settings(sources_file="conf/mine.toml"))
+    assert found["notes"].base == elsewhere / "conf"
+
+
+def test_no_file_is_no_source_but_a_named_one_must_be_there() -> None:
+    assert user_sources(Settings()) == {}
+    with pytest.raises(FileNotFoundError, match=r"mine\.toml: no such file"):
+        user_sources(Settings(sources_file="mine.toml"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            Settings(pretrain="oasst1=x.md"),
+            r"--pretrain oasst1=x\.md: pretrain/oasst1: oasst1 is a built-in name",
+        ),
+        (Settings(pretrain="a=x.md;a=y.md"), r"--pretrain a=x\.md names pretrain/a already"),
+        (Settings(pretrain="a=x.md", sft="a=y.json"), r"sft/a: --pretrain a=x\.md names pretrain/a already"),
+        (Settings(pretrain="my-notes=x.md"), "expected a name of letters, digits and _"),
+        (Settings(pretrain="../a=x.md"), "expected a name of letters, digits and _"),
+        (Settings(sft="tokenizer=x.md"), "tokenizer is a built-in name"),
+        (Settings(pretrain="x.md"), r"--pretrain x\.md: expected NAME=GLOB\[:FIELD\]"),
+        (Settings(sft="a="), r"--sft a=: expected NAME=GLOB$"),
+    ],
+)
+def test_a_name_that_is_taken_and_a_line_that_is_none(settings: Settings, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        user_sources(settings)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[pretrain", r"sources\.toml: not TOML"),
+        ('[pretrain]\na = "x"\na = "y"', r"sources\.toml: not TOML"),
+        ('[train]\na = "x"', "found 'train', expected tables"),
+        ('pretrain = "x"', "found 'pretrain', expected tables"),
+        ('[pretrain]\na = " "', r"pretrain\.a: found ' ', expected a text"),
+        ('[pretrain.a]\nfiles = "x"\nfield = ""', "expected a text"),
+        ("[pretrain]\na = 3", r"pretrain\.a: found 3, expected a text"),
+        ('[pretrain.a]\nlicence = "x"', r"of which `files` must be there"),
+        ('[pretrain.a]\nfiles = "x"\nlicense = "x"', "expected .* licence"),
+        ('[sft.a]\nfiles = "x"\nfield = "y"', "the texts files, licence, attribution,"),
+        ('[pretrain]\nwikitext = "x"', "wikitext is a built-in name"),
+    ],
+)
+def test_an_entry_that_is_none_is_named_with_its_file(elsewhere: Path, content: str, message: str) -> None:
+    (elsewhere / "sources.toml").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        user_sources(Settings())
+
+
+def test_a_file_that_is_nested_too_deeply_too_large_or_a_pipe_is_named(elsewhere: Path) -> None:
+    path = elsewhere / "sources.toml"
+    for content, found in (
+        (b"a = " + b"[" * 20_000, "nested too deeply"),
+        (b"#" * (1 << 20) + b"#", "more than 1,048"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"sources\.toml: .*{found}"):
+            user_sources(Settings())
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"sources\.toml: a pipe"):
+        user_sources(Settings())
+
+
+def test_more_suffixes_are_text_also_compressed() -> None:
+    assert text_suffixes(Settings()) == ()
+    assert text_suffixes(Settings(as_text=".py, .TeX,")) == (".py", ".py.gz", ".tex", ".tex.gz")
+
+
+@pytest.mark.parametrize("suffixes", ["py", "*.py", ".p y", ".", ".jsonl", ".py,.json.gz", ".a/b"])
+def test_what_is_no_suffix_or_one_of_rows_is_refused(suffixes: str) -> None:
+    with pytest.raises(ValueError, match="--as-text"):
+        text_suffixes(Settings(as_text=suffixes))
+
+
+def test_a_name_clash_between_file_and_line_names_both(elsewhere: Path) -> None:
+    (elsewhere / "sources.toml").write_text(TOML)
+    with pytest.raises(ValueError, match=r"notes=x\.json: sft/notes: .*sources\.toml names pretrain/notes already"):
+        user_sources(Settings(sft="notes=x.json"))
+
+
+def test_a_line_says_the_licence_of_any_source(elsewhere: Path) -> None:
+    (elsewhere / "sources.toml").write_text(TOML)
+    settings = Settings(licence="support=MIT; roam=all rights reserved", attribution="roam=N. Otes = me")
+    assert stated_credit(settings, "support") == {"licence": "MIT"}
+    assert stated_credit(settings, "roam") == {"licence": "all rights reserved", "attribution": "N. Otes = me"}
+    assert stated_credit(settings, "oasst1") == {}
+
+
+@pytest.mark.parametrize("line", ["MIT", "nobody=MIT", "roam="])
+def test_a_licence_of_nothing_is_refused(line: str) -> None:
+    with pytest.raises(UsageError, match=r"--licence .*: expected SOURCE=TEXT, SOURCE one of fineweb_edu"):
+        stated_credit(Settings(licence=line), "roam")

@@ -1,0 +1,354 @@
+"""A folder of notes and a ShareGPT file become two caches and two assets, with one command each, without a network."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import numpy as np
+import pytest
+from support.dagster_runs import built, metadata, run, stale
+from support.tiny_texts import TINY_TEXTS
+
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.commands import cache as cli
+from niels_gpt.inspection.stats import summary
+from niels_gpt.inspection.verify import Limits, verify
+from niels_gpt.recipes.plan import plan, recipes
+from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.settings import Settings
+from niels_gpt.tokenizer import load_tokenizer
+from pipelines.definitions import niels_definitions
+
+NOTES = {
+    f"{'journal/' if number % 2 else ''}n{number:02}.md": f"# {number}\n\n{text}"
+    for number, text in enumerate(TINY_TEXTS)
+}
+SHAREGPT = [
+    {
+        "id": f"chat-{number}",
+        "conversations": [
+            {"from": "human", "value": f"What is {number} plus {number}?"},
+            {"from": "gpt", "value": f"It is {2 * number}."},
+        ],
+    }
+    for number in range(40)
+]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with notes, a picture among them, and a file of chats, one of them with a tool's turn."""
+    for name, text in NOTES.items():
+        (tmp_path / "notes" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "notes" / name).write_text(text)
+    (tmp_path / "notes" / "picture.png").write_bytes(b"\x89PNG")
+    tool = {"conversations": [{"from": "human", "value": "x"}, {"from": "tool", "value": "y"}]}
+    (tmp_path / "chats.json").write_text(json.dumps([*SHAREGPT, tool]))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def own(home: Path, **given: Any) -> Settings:
+    """Settings of the hub, which nobody may need."""
+    return Settings(**{"cache_dir": str(home / "cache"), "vocab_size": 400, **given})
+
+
+def cache_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "niels_gpt.cache.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "200"})
+
+
+def test_one_command_makes_a_cache_of_a_folder_of_notes_and_one_of_a_file_of_chats(home: Path) -> None:
+    notes = cache_command("build", "--pretrain", "notes=notes", "--vocab-size", "400")
+    assert notes.returncode == 0, notes.stderr
+    chats = cache_command("build", "--sft", "support=chats.json", "--vocab-size", "400")
+    assert chats.returncode == 0, chats.stderr
+    meta = read_meta("cache/pretrain/notes/meta.json")
+    assert (meta["documents_read"], meta["docs"]["train"] + meta["docs"]["val"]) == (len(NOTES), len(NOTES))
+    assert meta["source"]["counters"] == {"other_files": 1}
+    assert (meta["source"]["kind"], meta["append_eot"], meta["dataset_name"]) == ("own", True, "notes")
+    tokenizer = load_tokenizer("cache/tokenizer/spm.model")
+    ids = [np.fromfile(f"cache/pretrain/notes/{split}/shard_00000.bin", dtype="<u2") for split in ("train", "val")]
+    eot = tokenizer.special_token_ids()["eot"]
+    texts = [
+        tokenizer.decode(part.tolist()) for both in ids for part in np.split(both, np.flatnonzero(both == eot) + 1)
+    ]
+    ends = tokenizer.decode([eot])
+    assert Counter(text.removesuffix(ends) for text in texts if text) == Counter(NOTES.values())
+    support = read_meta("cache/sft/support/meta.json")
+    assert support["examples_read"] == len(SHAREGPT) and support["source"]["counters"] == {
+        "unknown_role": 1,
+        "unknown_role:tool": 1,
+    }
+    assert "role 'tool'" in chats.stderr
+    assert read_meta("cache/tokenizer/meta.json")["trained_on"] == "own"
+
+
+def test_the_split_is_by_hash_on_paper(home: Path, tiny_model_path: Path) -> None:
+    """It neither follows length nor place, and another document, or seed, changes it for none, or for all."""
+    texts = [f"{number} " + "x" * (number % 7) ** 4 for number in range(400)]
+    shares = [int(hashlib.sha256(f"42\n{text}".encode()).hexdigest()[:16], 16) / 2**64 for text in texts]
+    (home / "rows.jsonl").write_text("".join(json.dumps({"text": text, "id": text[:4]}) + "\n" for text in texts))
+    settings = own(home, pretrain="rows=rows.jsonl", tokenizer_model=str(tiny_model_path))
+    meta = recipes(settings)["pretrain/rows"](settings).meta
+    in_val = Path(settings.cache_dir, "pretrain/rows/index/val_ids.txt").read_text().splitlines()
+    assert in_val == [text[:4] for text, share in zip(texts, shares, strict=True) if share < 0.1]
+    assert (meta["val_frac"], meta["duplicates"]) == (0.1, {"train": 0, "val": 0})
+    for given, docs in (({"own_val_frac": 0.0}, 0), ({"seed": 7}, 39)):
+        changed = dataclasses.replace(settings, **given)
+        assert recipes(changed)["pretrain/rows"](changed).meta["docs"]["val"] == docs
+
+
+def test_an_empty_val_is_a_warning(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = own(home, pretrain="one=notes/n00.md")
+    recipes(settings)["pretrain/one"](settings)
+    assert "val is empty: the documents have 1 distinct texts" in caplog.text
+
+
+def test_a_single_document_goes_to_train(home: Path) -> None:
+    settings = own(home, pretrain="book=notes/n00.md")
+    meta = recipes(settings)["pretrain/book"](settings).meta
+    assert meta["docs"] == {"train": 1, "val": 0}
+
+
+def test_what_its_user_says_stands_in_meta_and_in_stats(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "sources.toml").write_text(
+        '[pretrain.notes]\nfiles = "notes"\nlicence = "CC BY 4.0"\nattribution = "N. Otes"\n'
+    )
+    assert cli.main(["build", "notes", "--vocab-size", "400"]) == 0
+    source = read_meta("cache/pretrain/notes/meta.json")["source"]
+    assert (source["licence"], source["attribution"]) == ("CC BY 4.0", "N. Otes")
+    capsys.readouterr()
+    assert cli.main(["stats", "cache/pretrain/notes"]) == 0
+    shown = capsys.readouterr().out
+    assert "CC BY 4.0" in shown and "N. Otes" in shown and "other_files 1" in shown
+
+
+def test_the_users_line_wins_over_all_else_and_reaches_the_meta(home: Path, settings: Settings) -> None:
+    first = recipes(settings)["pretrain/roam"](settings)
+    said = dataclasses.replace(settings, licence="roam=CC0 1.0", attribution="roam=N. Otes")
+    outcome = recipes(said)["pretrain/roam"](said)
+    source = outcome.meta["source"]
+    assert (source["licence"], source["attribution"]) == ("CC0 1.0", "N. Otes") and not outcome.reused
+    assert outcome.meta["content_sha256"] == first.meta["content_sha256"]
+    assert recipes(said)["sft/oasst1"](said).meta["source"]["licence"] == "Apache-2.0"
+
+
+def test_a_changed_file_or_line_builds_anew_and_nothing_else_does(home: Path) -> None:
+    settings = own(home, pretrain="notes=notes")
+    build = recipes(settings)["pretrain/notes"]
+    first = build(settings)
+    assert build(settings).reused
+    assert plan(settings, ["pretrain/notes"])[1].action == "up to date"
+    moved = home / "notes" / "n00.md"
+    moved.touch()
+    assert build(settings).reused
+    moved.write_text("another thought\n")
+    assert not build(settings).reused
+    (home / "sources.toml").write_text('[pretrain]\nmore = {files = "notes", licence = "MIT"}\n')
+    assert build(settings).reused
+    assert recipes(settings)["pretrain/more"](settings).meta["content_sha256"] != first.meta["content_sha256"]
+
+
+def test_rows_that_cannot_be_read_are_counted_and_too_many_are_a_warning(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.dumps({"body": text}) for text in TINY_TEXTS[:20]]
+    (home / "rows.jsonl").write_text("\n".join([*rows, "{broken", "[]", '{"title": "no body"}']))
+    assert cli.main(["build", "--pretrain", "rows=rows.jsonl:body", "--vocab-size", "400"]) == 0
+    meta = read_meta("cache/pretrain/rows/meta.json")
+    assert meta["source"]["counters"] == {"missing_field": 1, "unreadable_row": 2}
+    assert meta["documents_read"] == 20
+    assert "3 of 23 documents were dropped (13.04%)" in capsys.readouterr().err
+    verdicts = verify(Path("cache/pretrain/rows"), Limits(max_dropped_share=0.2))
+    assert not any(verdict.problems for verdict in verdicts.values())
+
+
+def test_files_of_another_encoding_are_warned_of_and_stats_shows_that_they_were_kept(
+    home: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(30):
+        encoding = ("latin-1", "utf-16", "utf-16-le")[number % 3]
+        (home / "notes" / f"m{number}.txt").write_bytes(f"Über den Fluß {number}".encode(encoding))
+    assert cli.main(["build", "--pretrain", "notes=notes", "--vocab-size", "400"]) == 0
+    assert "m0.txt: not UTF-8" in caplog.text and "m11.txt: a text with NUL characters" in caplog.text
+    said = capsys.readouterr().err
+    for warning in ("20 were not UTF-8", "10 hold NUL characters"):
+        assert warning in said
+    meta = read_meta("cache/pretrain/notes/meta.json")
+    assert meta["documents_read"] == len(NOTES) + 30
+    expected = {"other_files": 1, "repaired_utf8": 20, "byte_order_mark": 10, "texts_with_nul": 10}
+    assert meta["source"]["counters"] == expected
+    shown = dict(summary(Path("cache/pretrain/notes")))
+    assert shown["left out by the loader"] == "other_files 1"
+    assert shown["repaired by the loader"] == "repaired_utf8 20"
+    assert shown["noticed by the loader"] == "byte_order_mark 10, texts_with_nul 10"
+
+
+def test_kinds_that_are_not_read_are_a_warning_with_their_suffixes_until_they_are_named(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a.py", "b.PY", "c.tex", "d.rst", "e.html", "LICENCE"):
+        (home / "notes" / name).write_text(f"the text of {name}")
+    build = ["build", "--pretrain", "notes=notes", "--vocab-size", "400"]
+    assert cli.main(build) == 0
+    said = caplog.text
+    assert "notes: 5 files of kinds that are not read: 2 .py" in said and "1 .tex" in said and "--as-text" in said
+    meta = read_meta("cache/pretrain/notes/meta.json")
+    assert (meta["source"]["counters"], meta["documents_read"]) == ({"other_files": 5}, len(NOTES) + 2)
+    assert cli.main([*build, "--as-text", ".py, .tex"]) == 0
+    meta = read_meta("cache/pretrain/notes/meta.json")
+    assert (meta["source"]["counters"], meta["documents_read"]) == ({"other_files": 2}, len(NOTES) + 5)
+
+
+def test_links_in_text_of_ones_own_are_counted_and_read_on_request_only(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (home / "secret.md").write_text("a secret")
+    (home / "notes" / "c.md").symlink_to(home / "secret.md")
+    build = ["build", "--pretrain", "notes=notes", "--vocab-size", "400"]
+    assert cli.main(build) == 0
+    assert "c.md: a symbolic link, which is not followed; --follow-links" in caplog.text
+    meta = read_meta("cache/pretrain/notes/meta.json")
+    assert meta["source"]["counters"] == {"links_not_followed": 1, "other_files": 1}
+    assert meta["documents_read"] == len(NOTES)
+    assert cli.main([*build, "--follow-links"]) == 0
+    meta = read_meta("cache/pretrain/notes/meta.json")
+    assert (meta["source"]["counters"], meta["documents_read"]) == ({"other_files": 1}, len(NOTES) + 1)
+
+
+def test_a_large_document_is_left_out_counted_and_a_loss(home: Path, settings: Settings) -> None:
+    for name in ("x.md", "y.txt"):
+        (home / "notes" / name).write_text("long " * 1_000)
+    settings = dataclasses.replace(settings, pretrain="notes=notes", sft="support=chats.json", max_document_bytes=4_000)
+    meta = recipes(settings)["pretrain/notes"](settings).meta
+    assert meta["source"]["counters"] == {"other_files": 1, "too_large": 2}
+    found = verify(Path(settings.cache_dir) / "pretrain/notes", Limits(max_dropped_share=0))["dropped_share"]
+    assert "too_large 2" in found.problems[0]
+    more = dataclasses.replace(settings, max_document_bytes=6_000)
+    assert not recipes(more)["pretrain/notes"](more).reused
+    small = dataclasses.replace(settings, max_document_bytes=190)
+    (home / "chats.json").write_text(json.dumps([*SHAREGPT, {"messages": [{"role": "user", "content": "x" * 200}]}]))
+    counters = recipes(small)["sft/support"](small).meta["source"]["counters"]
+    assert counters["too_large"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--pretrain=notes=nowhere/*.md", "nowhere"),
+        ("--pretrain=rows=chats.json:body", "NAME=GLOB:FIELD"),
+    ],
+)
+def test_what_is_wrong_is_said_and_the_status_is_1(
+    home: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    assert cli.main(["build", line, "--vocab-size", "400"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_build_without_a_source_is_a_usage_error(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["build"]) == 2
+    assert "no source is named" in capsys.readouterr().err
+    assert cli.main(["build", "notes"]) == 2
+    assert "no source is called 'notes'" in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_ones_own_sources_alone_is_named_where_others_use_it(
+    home: Path, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = dataclasses.replace(settings, tokenizer_model=None, vocab_size=400, pretrain="notes=notes")
+    recipes(settings)["pretrain/notes"](settings)
+    assert not caplog.records or "user-defined sources only" not in caplog.text
+    recipes(settings)["pretrain/roam"](settings)
+    assert "trained on user-defined sources only, and used for roam" in caplog.text
+
+
+def test_a_broken_line_that_goes_leaves_the_tokenizer_and_the_other_caches_alone(
+    home: Path, settings: Settings
+) -> None:
+    settings = dataclasses.replace(settings, tokenizer_model=None, vocab_size=400)
+    (home / "broken.json").write_text("[{")
+    both = dataclasses.replace(settings, pretrain="good=notes;broken=broken.json")
+    before = ensure_tokenizer(both).meta
+    assert before["trained_on_bytes"]["broken"] == "failed"
+    alone = dataclasses.replace(settings, pretrain="good=notes")
+    recipes(alone)["pretrain/good"](alone)
+    assert ensure_tokenizer(alone).meta == before
+
+
+def test_a_tokenizer_of_all_sources_is_never_replaced_by_one_of_ones_own(home: Path, settings: Settings) -> None:
+    settings = dataclasses.replace(settings, tokenizer_model=None, vocab_size=400, pretrain="notes=notes")
+    assert ensure_tokenizer(settings).meta["trained_on"] == "mirror"
+    other = dataclasses.replace(settings, vocab_size=380)
+    recipes(other)["pretrain/notes"](other)
+    meta = ensure_tokenizer(other).meta
+    assert (meta["requested_vocab_size"], meta["trained_on"]) == (380, "mirror")
+
+
+SOURCES = """
+[pretrain]
+notes = "notes"
+[sft.support]
+files = "chats.json"
+licence = "CC BY 4.0"
+attribution = "The support team"
+"""
+
+
+@pytest.fixture
+def with_file(home: Path, tiny_model_path: Path, mirror: Path) -> Settings:
+    """Settings with a sources.toml that names both."""
+    (home / "sources.toml").write_text(SOURCES)
+    return own(home, tokenizer_model=str(tiny_model_path), source_root=str(mirror))
+
+
+def test_sources_toml_makes_two_assets_and_what_changes_in_a_source_is_stale(
+    with_file: Settings, instance: dg.DagsterInstance, home: Path
+) -> None:
+    graph = niels_definitions(settings=with_file).resolve_asset_graph()
+    support = graph.get(dg.AssetKey(["sft", "support"]))
+    assert {key.to_user_string() for key in support.parent_keys} == {"tokenizer", "raw/support", "sft/"}
+    assert support.group_name == "sft" and "The support team" in str(support.description)
+    assert dg.AssetKey(["raw", "notes"]) in graph.observable_asset_keys
+    assert {key.name for key in support.check_keys} >= {"files_match_meta", "examples_supervised"}
+    result = run(instance, with_file, "tokenizer", "pretrain/notes", "sft/support", "raw/notes", "raw/support")
+    assert built(result) == {"tokenizer", "pretrain/notes", "sft/support"}
+    shown = metadata(result)
+    assert (shown["sft/support"]["licence"], shown["sft/support"]["attribution"]) == ("CC BY 4.0", "The support team")
+    assert shown["pretrain/notes"]["licence"] == "not stated" and "picture" in shown["pretrain/notes"]
+    assert built(run(instance, with_file, "pretrain/notes", "sft/support")) == set()
+    ours = {"pretrain/notes", "sft/support"}
+    assert not stale(instance, with_file).keys() & ours
+    (home / "notes" / "n00.md").write_text("another thought\n")
+    run(instance, with_file, "raw/notes")
+    assert stale(instance, with_file).keys() & ours == {"pretrain/notes"}
+    assert built(run(instance, with_file, *ours)) == {"pretrain/notes"}
+    (home / "sources.toml").write_text(SOURCES.replace("CC BY", "CC BY-SA"))
+    assert stale(instance, with_file).keys() & ours == {"sft/support"}
+    result = run(instance, with_file, *ours)
+    assert built(result) == {"sft/support"}
+    assert metadata(result)["sft/support"]["licence"] == "CC BY-SA 4.0"
+
+
+def test_a_prefix_goes_before_them_too(with_file: Settings) -> None:
+    graph = niels_definitions("team/llm", with_file).resolve_asset_graph()
+    parents = graph.get(dg.AssetKey(["team", "llm", "sft", "support"])).parent_keys
+    assert {key.to_user_string() for key in parents} == {
+        "team/llm/tokenizer",
+        "team/llm/raw/support",
+        "team/llm/sft/",
+    }
+
+
+def test_a_name_clash_stops_the_loading_with_both_places(home: Path) -> None:
+    (home / "sources.toml").write_text('[pretrain]\nroam = "notes"\n')
+    with pytest.raises(ValueError, match=r"sources\.toml: pretrain/roam: roam is a built-in name"):
+        niels_definitions(settings=Settings(source_root="sample"))

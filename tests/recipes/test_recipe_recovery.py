@@ -1,0 +1,190 @@
+"""Recipes mend what is broken, refuse what does not fit, and never make a passing trouble permanent."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+from support.byte_tokenizer import ByteTokenizer
+from support.power_loss import Disk, put, recorded_below
+
+from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.cache import read_meta, write_meta
+from niels_gpt.data.files.walk import walk_files
+from niels_gpt.recipes.plan import RECIPES, plan
+from niels_gpt.recipes.resolve import resolve_source
+from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.settings import Settings
+from niels_gpt.tokenizer import load_tokenizer
+
+
+@pytest.fixture
+def own(mirror: Path, tmp_path: Path) -> Path:
+    """A mirror that a test may break."""
+    return shutil.copytree(mirror, tmp_path / "own")
+
+
+def break_dolly(own: Path) -> Path:
+    rows = next((own / "databricks").rglob("*.jsonl"))
+    rows.write_text(rows.read_text() + "this is no json\n")
+    return rows
+
+
+def test_a_relative_mirror_is_the_same_mirror(
+    settings: Settings, mirror: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = {key: recipe(settings).fingerprint for key, recipe in RECIPES.items()}
+    monkeypatch.chdir(mirror.parent)
+    relative = dataclasses.replace(settings, source_root=mirror.name)
+    assert {key: recipe(relative).fingerprint for key, recipe in RECIPES.items()} == first
+
+
+def test_a_relative_folder_of_notes_works_with_the_hub(
+    settings: Settings, mirror: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(mirror)
+    outcome = RECIPES["pretrain/roam"](dataclasses.replace(settings, source_root="hub", roam_dir="roam"))
+    assert outcome.meta["train_tokens"] > 0
+
+
+@pytest.mark.parametrize("key", ["pretrain/roam", "sft/oasst1", "tokenizer"])
+def test_a_damaged_meta_json_is_built_anew(settings: Settings, key: str) -> None:
+    before = RECIPES["pretrain/roam"](settings), RECIPES["sft/oasst1"](settings)
+    meta = Path(settings.cache_dir) / key / "meta.json"
+    whole = meta.read_bytes()
+    meta.write_bytes(whole[:40])
+    assert "up to date" not in {item.action for item in plan(settings, list(RECIPES)) if item.key == key}
+    assert [RECIPES[outcome.key](settings).meta for outcome in before] == [outcome.meta for outcome in before]
+    assert meta.read_bytes() == whole
+
+
+def test_a_description_that_another_builder_wrote_is_not_taken_for_the_recipes(settings: Settings) -> None:
+    outcome = RECIPES["pretrain/roam"](settings)
+    write_meta(str(outcome.path / "meta.json"), {**outcome.meta, "dataset_name": None, "source": {"counters": {}}})
+    again = RECIPES["pretrain/roam"](settings)
+    assert not again.reused
+    assert again.meta == outcome.meta == read_meta(str(outcome.path / "meta.json"))
+
+
+def test_a_recorded_revision_is_kept_for_its_own_dataset_only(settings: Settings) -> None:
+    hub = dataclasses.replace(settings, source_root="hub")
+    facts = {"revision": "abc", "licence": "apache-2.0", "fingerprint": f"{hub.oasst1_dataset}@abc"}
+    assert resolve_source(hub, "oasst1").provenance(facts)["revision"] == "abc"
+    other = dataclasses.replace(hub, oasst1_dataset="me/other")
+    assert resolve_source(other, "oasst1").provenance(facts, ask_hub=False)["revision"] is None
+
+
+def test_meta_names_the_model_that_made_the_ids_even_if_its_file_is_replaced_meanwhile(
+    tiny_model_path: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "spm.model"
+    shutil.copyfile(tiny_model_path, model)
+    tokenizer = load_tokenizer(model)
+
+    def documents() -> object:
+        yield None, "some words"
+        model.write_bytes(b"another model")
+
+    arguments = {"shard_bytes": 100, "seed": 0, "shuffle_buffer": None, "tokenizer": tokenizer}
+    meta = build_pretrain(documents(), tmp_path / "c", max_train_tokens=9, max_val_tokens=0, **arguments)  # type: ignore
+    assert meta["tokenizer_sha256"] == tokenizer.sha256
+
+
+def test_a_source_that_cannot_be_read_does_not_stop_the_tokenizer_but_it_is_made_again_later(own: Path) -> None:
+    good = next((own / "databricks").rglob("*.jsonl")).read_text()
+    rows = break_dolly(own)
+    rows.write_text('{"instruction": \n')
+    settings = Settings(source_root=str(own), cache_dir=str(own / "c"), vocab_size=600)
+    first = ensure_tokenizer(settings)
+    assert first.meta["trained_on_bytes"]["dolly15k"] == "failed"
+    assert ensure_tokenizer(settings).reused  # not once for each cache: only a change of that source is a reason
+    rows.write_text(good)
+    second = ensure_tokenizer(settings)
+    assert (second.reused, second.meta["trained_on_bytes"]["dolly15k"] == "failed") == (False, False)
+    assert ensure_tokenizer(settings).reused
+
+
+def test_a_row_that_cannot_be_read_is_counted_and_named_with_file_and_line(
+    settings: Settings, own: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = break_dolly(own)
+    meta = RECIPES["sft/dolly15k"](dataclasses.replace(settings, source_root=str(own))).meta
+    assert meta["source"]["counters"]["unreadable_row"] == 1
+    assert f"{rows}, line {len(rows.read_text().splitlines())}: expected a JSON object" in caplog.text
+
+
+def test_a_build_that_is_up_to_date_clears_what_a_late_kill_left(settings: Settings, tmp_path: Path) -> None:
+    """Killed anywhere behind the commit: the next run leaves the version, its recipe and an empty lock."""
+    recorded = dataclasses.replace(settings, cache_dir=str(tmp_path / "recorded"))
+    ensure_tokenizer(recorded)
+    trace = recorded_below(tmp_path / "recorded", lambda: RECIPES["pretrain/roam"](recorded))
+    committed = next(n for n, done in enumerate(trace) if done[0] == "rename" and done[2] == "pretrain/roam")
+    cuts = range(committed + 1, len(trace) + 1)
+    for number in cuts:
+        disk = Disk({})
+        disk.apply(trace[:number])
+        folder = tmp_path / str(number)
+        put(disk.left("kill"), folder)
+        shutil.copytree(tmp_path / "recorded" / ".versions", folder / ".versions")
+        (folder / "tokenizer").symlink_to((tmp_path / "recorded" / "tokenizer").readlink())
+        left = folder / "pretrain" / ".versions" / "roam"
+        (left / "lock").write_text("user me, host here, pid 1")
+        RECIPES["pretrain/roam"](dataclasses.replace(settings, cache_dir=str(folder)))
+        version = (folder / "pretrain" / "roam").resolve()
+        assert {path.name for path in left.iterdir()} == {"lock", "recipe.json", version.name}
+        assert not (left / "lock").read_text() and not list(version.glob(".*"))
+    assert len(cuts) > 5
+
+
+def test_what_is_not_a_builders_is_not_cleared(settings: Settings) -> None:
+    RECIPES["pretrain/roam"](settings)
+    left = Path(settings.cache_dir) / "pretrain" / ".versions" / "roam"
+    for name in ("building-0123456789ab", "building-0123456789ac.journal"):
+        (left / name).mkdir()
+        (left / name / "holiday.jpg").touch()
+    for name in (".notes.tmp", ".recipe.json.tmp"):
+        (left / name).touch()
+    (left / ".meta.json.01234567.tmp").touch()
+    before = {path.name for path in left.iterdir()}
+    RECIPES["pretrain/roam"](settings)
+    assert before - {path.name for path in left.iterdir()} == {".meta.json.01234567.tmp"}
+
+
+def test_training_settings_that_change_make_the_tokenizer_anew(own: Path) -> None:
+    settings = Settings(source_root=str(own), cache_dir=str(own / "c"), vocab_size=600)
+    ensure_tokenizer(settings)
+    for change in ({"vocab_size": 500}, {"tokenizer_max_bytes": 60_000}, {"character_coverage": 0.99}):
+        assert not ensure_tokenizer(dataclasses.replace(settings, **change)).reused
+
+
+def test_a_new_tokenizer_says_which_caches_wait_for_their_rebuild(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    RECIPES["pretrain/roam"](settings)
+    RECIPES["sft/oasst1"](settings)
+    RECIPES["pretrain/roam"](dataclasses.replace(settings, tokenizer_model=None, vocab_size=600))
+    assert "readers" not in caplog.text.lower()  # a copied model stays until one is named
+    other = Path(settings.cache_dir).parent / "other"
+    trained = ensure_tokenizer(Settings(source_root="sample", cache_dir=str(other), vocab_size=600))
+    meta = read_meta(str(trained.path / "meta.json"))
+    write_meta(str(trained.path / "meta.json"), {**meta, "trained_on": "mirror"})
+    RECIPES["pretrain/roam"](dataclasses.replace(settings, tokenizer_model=str(trained.path / "spm.model")))
+    assert "Readers then refuse pretrain/roam, sft/oasst1 until" in caplog.text
+
+
+def test_a_book_whose_name_begins_like_a_split_is_a_book(settings: Settings, own: Path) -> None:
+    (own / "gutenberg" / "testament.txt").write_text("In the beginning of this book there was a name.\n")
+    outcome = RECIPES["pretrain/gutenberg"](dataclasses.replace(settings, source_root=str(own)))
+    assert outcome.meta["documents_read"] == len(list((own / "gutenberg").iterdir()))
+
+
+def test_file_names_are_ordered_by_their_bytes(tmp_path: Path) -> None:
+    for name in ("é.md", "z.md", "Z.md", "a b.md"):
+        (tmp_path / name).write_text("x")
+    assert [path.name for path in walk_files(tmp_path, suffixes=(".md",))] == ["Z.md", "a b.md", "z.md", "é.md"]
+
+
+def test_a_fake_without_a_model_has_no_fingerprint(tmp_path: Path) -> None:
+    arguments = {"shard_bytes": 100, "seed": 0, "shuffle_buffer": None, "tokenizer": ByteTokenizer()}
+    meta = build_pretrain([(None, "abc")], tmp_path / "c", max_train_tokens=9, max_val_tokens=0, **arguments)
+    assert meta["tokenizer_sha256"] is None

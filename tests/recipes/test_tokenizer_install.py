@@ -1,0 +1,235 @@
+"""A tokenizer is checked first and installed last: a refused build leaves every cache readable."""
+
+import dataclasses
+import io
+import json
+import logging
+import os
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from support.tiny_texts import TINY_TEXTS
+
+from niels_gpt.commands import cache as cli
+from niels_gpt.inspection.verify import find_damage
+from niels_gpt.recipes import plan as plans
+from niels_gpt.recipes import tokenizer as recipe
+from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.tokenizer import load_tokenizer
+from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good model that is another one than the tiny one."""
+    trained = train_tokenizer(TINY_TEXTS[:40], vocab_size=350, trained_on="other texts")
+    return write_tokenizer(trained, tmp_path_factory.mktemp("other")).model_path
+
+
+@pytest.fixture
+def built(settings: Settings) -> Settings:
+    """Settings that name no model, and a folder with pretrain/roam and sft/oasst1 in it."""
+    for key in ("pretrain/roam", "sft/oasst1"):
+        RECIPES[key](settings)
+    return dataclasses.replace(settings, tokenizer_model=None)
+
+
+def is_as_it_was(settings: Settings) -> bool:
+    """Whether all that was built is sound, and up to date."""
+    keys = ["pretrain/roam", "sft/oasst1"]
+    sound = all(not find_damage(Path(settings.cache_dir) / key, deep=True, progress=None) for key in keys)
+    return sound and [item.action for item in plans.plan(settings, keys)] == ["up to date"] * 3
+
+
+def flags_of(settings: Settings) -> list[str]:
+    return ["--source-root", settings.source_root, "--cache-dir", settings.cache_dir]
+
+
+def models(tmp_path: Path) -> dict[str, Path]:
+    """Return models that no build of real text can use."""
+    sample = ensure_tokenizer(Settings(source_root="sample", cache_dir=str(tmp_path / "s"), vocab_size=500)).path
+    model = io.BytesIO()
+    options = {"vocab_size": 100, "hard_vocab_limit": False, "minloglevel": 3}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TINY_TEXTS), model_writer=model, **options)
+    (tmp_path / "plain.model").write_bytes(model.getvalue())
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "added_tokens": [], "model": {"type": "BPE"}}')
+    (tmp_path / "noise.model").write_bytes(b"\x0a\xff\xff noise")
+    os.mkfifo(tmp_path / "fifo.model")
+    (tmp_path / "endless.model").symlink_to("/dev/zero")
+    with (tmp_path / "huge.model").open("wb") as file:
+        file.truncate(10**11)
+    names = ("plain.model", "tokenizer.json", "noise.model", "fifo.model", "endless.model", "huge.model")
+    return {"sample": sample / "spm.model", **{name: tmp_path / name for name in names}}
+
+
+def test_a_model_that_cannot_be_used_is_refused_before_anything_is_changed(
+    built: Settings, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = {
+        "sample": "trained on the bundled sample",
+        "plain.model": "has no piece",
+        "tokenizer.json": "is a Hugging Face tokenizer",
+        "noise.model": "is no SentencePiece model",
+        "fifo.model": "not a regular file",
+        "endless.model": "not a regular file",
+        "huge.model": "100,000,000,000 bytes",
+    }
+    for name, model in models(tmp_path).items():
+        capfd.readouterr()
+        assert cli.main(["build", "roam", *flags_of(built), "--tokenizer-model", str(model)]) == 1
+        errors = capfd.readouterr().err
+        assert said[name] in errors and str(model) in errors, errors
+        assert "protobuf" not in errors and "building/" not in errors and ".cc(" not in errors
+    assert is_as_it_was(built)
+
+
+def test_a_refused_source_leaves_the_tokenizer_as_it_was(
+    built: Settings, other_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = os.readlink(Path(built.cache_dir) / "tokenizer")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"title": "no text"}\n')
+    command = ["build", "--pretrain", f"bad={bad}", *flags_of(built), "--tokenizer-model", str(other_model)]
+    for _ in range(2):
+        assert cli.main(command) == 1
+        assert "stays as it was" in capsys.readouterr().err
+        assert os.readlink(Path(built.cache_dir) / "tokenizer") == link and is_as_it_was(built)
+    bad.write_text('{"text": "now it has one"}\n{"text": "and another"}\n')
+    assert cli.main(command) == 0
+    assert load_tokenizer(Path(built.cache_dir) / "tokenizer").sha256 == load_tokenizer(other_model).sha256
+
+
+def test_a_kill_before_the_first_cache_is_done_leaves_the_tokenizer_as_it_was(
+    built: Settings, other_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = dataclasses.replace(built, tokenizer_model=str(other_model), append_eot=False)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("niels_gpt.builders.meta_keys.versions.commit", killed)
+        RECIPES["pretrain/roam"](named)
+    assert is_as_it_was(built)
+    assert not RECIPES["pretrain/roam"](named).reused
+
+
+def test_a_new_tokenizer_is_announced_and_both_commands_work_as_printed(
+    built: Settings, other_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = load_tokenizer(Path(built.cache_dir) / "tokenizer").sha256
+    assert cli.main(["build", "roam", *flags_of(built), "--tokenizer-model", str(other_model)]) == 0
+    warned = [record.getMessage() for record in caplog.records if "python -m" in record.getMessage()]
+    assert len(warned) == 2 and "pretrain/roam, sft/oasst1" in warned[0]
+    assert not is_as_it_was(dataclasses.replace(built, tokenizer_model=str(other_model)))
+    again, back = (shlex.split(line[line.index("python -m") :]) for line in warned)
+    assert again[:3] == back[:3] == ["python", "-m", "niels_gpt.cache.cli"]
+    assert cli.main(again[3:]) == 0 and is_as_it_was(built)
+    assert load_tokenizer(Path(built.cache_dir) / "tokenizer").sha256 != before
+    assert cli.main(back[3:]) == 0 and is_as_it_was(built)
+    assert load_tokenizer(Path(built.cache_dir) / "tokenizer").sha256 == before
+
+
+def test_a_trained_tokenizer_waits_too_and_is_trained_once(mirror: Path, tmp_path: Path) -> None:
+    own = shutil.copytree(mirror, tmp_path / "own")
+    first = Settings(source_root=str(own), cache_dir=str(tmp_path / "c"), vocab_size=600)
+    RECIPES["pretrain/roam"](first)
+    changed = dataclasses.replace(first, vocab_size=500)
+    rows = next((own / "databricks").rglob("*.jsonl"))
+    whole = rows.read_text()
+    rows.write_text("this is no json\n")
+    with pytest.raises(ValueError, match="JSON"):
+        RECIPES["sft/dolly15k"](changed)
+    assert [item.action for item in plans.plan(first, ["pretrain/roam"])] == ["up to date"] * 2
+    assert recipe.stage_tokenizer(changed).reused  # the one that was trained a moment ago
+    rows.write_text(whole)  # of a source that failed
+    assert not RECIPES["sft/dolly15k"](changed).reused
+    assert load_tokenizer(tmp_path / "c" / "tokenizer").vocab_size <= 500
+
+
+def test_a_first_model_is_installed_with_the_first_cache(settings: Settings) -> None:
+    folder = Path(settings.cache_dir) / "tokenizer"
+    absent = dataclasses.replace(settings, source_root=str(folder.parent / "nowhere"))
+    with pytest.raises(FileNotFoundError):
+        RECIPES["pretrain/roam"](absent)
+    assert not folder.exists()
+    RECIPES["pretrain/roam"](settings)
+    assert load_tokenizer(folder).sha256
+
+
+def test_a_tokenizer_of_little_text_and_a_source_that_it_has_not_seen_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny.txt").write_text("a little text\n" * 9)
+    (tmp_path / "more.txt").write_text("\n".join(TINY_TEXTS))
+    flags = ["--cache-dir", str(tmp_path / "c")]
+    with caplog.at_level(logging.INFO):
+        assert cli.main(["build", "--pretrain", f"tiny={tmp_path}/tiny.txt", *flags]) == 0
+        assert "little text, 126 bytes of tiny" in caplog.text.replace("125 bytes", "126 bytes")
+        table = capsys.readouterr().out
+        assert "of 16,000 asked for" in table
+        size = load_tokenizer(tmp_path / "c" / "tokenizer").vocab_size
+        assert "has not seen" not in caplog.text
+        more = ["build", "--pretrain", f"more={tmp_path}/more.txt", *flags]
+        assert cli.main(more) == 0
+        (said,) = [record.getMessage() for record in caplog.records if "has not seen" in record.getMessage()]
+        caplog.clear()
+        assert cli.main(more) == 0
+        assert "has not seen" not in caplog.text  # it is up to date
+    assert said.startswith("pretrain/more: ") and "of tiny" in said
+    remove, build = said[said.index("rm ") :].split(" && ")
+    assert shlex.split(remove) == ["rm", str(tmp_path / "c" / "tokenizer")]
+    (tmp_path / "c" / "tokenizer").unlink()
+    assert cli.main(shlex.split(build)[3:]) == 0
+    meta = json.loads((tmp_path / "c" / "tokenizer" / "meta.json").read_bytes())
+    assert set(meta["trained_on_bytes"]) == {"tiny", "more"} and meta["vocab_size"] > size
+
+
+def test_a_dry_run_says_that_a_model_cannot_be_used(
+    built: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {}}')
+    command = ["build", "roam", *flags_of(built), "--tokenizer-model", str(tmp_path / "tokenizer.json"), "--dry-run"]
+    assert cli.main(command) == 1
+    assert "Hugging Face" in "".join(capsys.readouterr())
+
+
+def link_out(model: Path) -> None:
+    model.symlink_to(model.parent / "meta.json")
+
+
+def endless(model: Path) -> None:
+    model.symlink_to("/dev/zero")
+
+
+def huge(model: Path) -> None:
+    with model.open("wb") as file:
+        file.truncate(10**11)
+
+
+@pytest.mark.parametrize("put", [link_out, endless, huge, os.mkfifo])
+def test_whatever_stands_for_the_model_of_a_cache_is_not_read(
+    built: Settings, put: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Path(built.cache_dir) / "tokenizer" / "spm.model"
+    shutil.copyfile(model, model.parent.parent / "good.model")
+    model.unlink()
+    put(model)
+    with pytest.raises(CacheError, match=r"link|no.* regular file|100,000,000,000 bytes"):
+        load_tokenizer(model, follow_links=False)
+    roam, chats = (f"{built.cache_dir}/{key}" for key in ("pretrain/roam", "sft/oasst1"))
+    assert cli.main(["show", roam]) == 1
+    capsys.readouterr()
+    assert cli.main(["locate", chats, "val", "0"]) == 0
+    assert "[[4]]" in capsys.readouterr().out  # ids, for there is no tokenizer to read them with
+    assert cli.main(["diff", roam, roam]) == 0
+    named = model.parent.parent / "named.model"
+    named.symlink_to(model.parent.parent / "good.model")
+    assert cli.main(["show", roam, "--tokenizer", str(named)]) == 0  # a user may name a link

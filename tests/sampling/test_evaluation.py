@@ -1,0 +1,285 @@
+"""Evaluation: every token of a split but the first is a target exactly once; bits per byte of the text behind it."""
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from support.byte_tokenizer import ByteTokenizer, build
+from support.number_caches import number_cache, numbered, write_shards
+from support.small_builds import pretrain, sft
+
+from niels_gpt.cache import CacheError
+from niels_gpt.cache.meta import read_meta, write_meta
+from niels_gpt.sampling import bits_per_byte, iter_eval
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*are shorter than T")
+
+
+def told(batches: Any) -> list[Any]:
+    return [(x.tolist(), y.tolist()) for x, y in batches]
+
+
+def stream_of(folder: Path) -> list[int]:
+    """Return all ids of a split in order."""
+    return np.concatenate([np.fromfile(shard, dtype="<u2") for shard in sorted(folder.iterdir())]).tolist()
+
+
+# iter_eval.
+
+
+def test_the_windows_of_a_split_of_two_shards(tmp_path: Path) -> None:
+    """Tokens 0 to 8 in shards of 5 and 4; T = 3: targets 1-3, 4-6, 7-8, the last window padded."""
+    folder = numbered(tmp_path, [5, 4])
+    assert told(iter_eval(str(folder), B=2, T=3)) == [
+        ([[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 6]]),
+        ([[6, 7, 8]], [[7, 8, -100]]),
+    ]
+
+
+def test_a_split_that_divides_evenly_has_no_padding(tmp_path: Path) -> None:
+    folder = numbered(tmp_path, [4, 3])
+    assert told(iter_eval(str(folder), B=5, T=3)) == [([[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 6]])]
+
+
+def test_a_split_shorter_than_a_window_is_one_padded_window(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "val", [[7, 8]])
+    assert told(iter_eval(str(folder), B=2, T=4)) == [([[7, 8, 0, 0]], [[8, -100, -100, -100]])]
+
+
+def test_the_largest_id_stays_positive_and_has_no_target(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "val", [[65533], [65534, 65535]])
+    assert told(iter_eval(str(folder), B=1, T=3)) == [([[65533, 65534, 65535]], [[65534, 65535, -100]])]
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 25), min_size=1, max_size=6),
+    B=st.integers(1, 6),
+    T=st.integers(1, 30),
+    io=st.sampled_from(["mmap", "pread"]),
+)
+def test_every_token_but_the_first_is_a_target_exactly_once(lengths: list[int], B: int, T: int, io: str) -> None:
+    assume(sum(lengths) > 1)
+    with tempfile.TemporaryDirectory() as name:
+        batches = list(iter_eval(str(numbered(Path(name), lengths)), B=B, T=T, io=io))
+    tokens = list(range(sum(lengths)))
+    for x, y in batches:
+        assert x.shape == y.shape == (len(x), T) and x.dtype == y.dtype == torch.int64
+        assert x.is_contiguous() and y.is_contiguous()
+    assert {len(x) for x, _ in batches[:-1]} <= {B} and 1 <= len(batches[-1][0]) <= B
+    x, y = (torch.cat(parts).flatten() for parts in zip(*batches, strict=True))
+    targets = len(tokens) - 1
+    assert len(y) == -(-targets // T) * T
+    assert y[:targets].tolist() == tokens[1:] and set(y[targets:].tolist()) <= {-100}
+    assert x[: len(tokens)].tolist() == tokens[: len(x)] and set(x[len(tokens) :].tolist()) <= {0}
+
+
+def test_the_val_split_of_a_real_cache(folder: Path) -> None:
+    pretrain(folder / "small")
+    val = folder / "small" / "val"
+    targets = [id for _, y in iter_eval(str(val), B=3, T=7) for id in y.flatten().tolist() if id != -100]
+    assert targets == stream_of(val)[1:] and len(targets) == 99
+
+
+def test_two_passes_are_equal_and_leave_the_global_random_state_alone(tmp_path: Path) -> None:
+    folder = numbered(tmp_path, [50, 20])
+    before = torch.get_rng_state()
+    assert told(iter_eval(str(folder), B=3, T=4)) == told(iter_eval(str(folder), B=3, T=4))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_pass_is_an_iterator_that_ends(tmp_path: Path) -> None:
+    batches = iter_eval(str(numbered(tmp_path, [9])), B=1, T=4)
+    assert isinstance(batches, Iterator) and len(list(batches)) == 2 and list(batches) == []
+
+
+def test_the_padding_is_what_cross_entropy_leaves_out(tmp_path: Path) -> None:
+    """A model that gives every id of 16 the same chance loses ln 16 nats at each of the 13 targets."""
+    folder = write_shards(tmp_path / "val", [range(8), range(6)])
+    loss = sum(
+        torch.nn.functional.cross_entropy(torch.zeros(y.numel(), 16), y.flatten(), reduction="sum")
+        for _, y in iter_eval(str(folder), B=2, T=5)
+    )
+    assert float(loss) == pytest.approx(13 * math.log(16), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"), [({"T": 0}, "T=0"), ({"B": 0}, "B=0"), ({"B": -1}, "B=-1"), ({"io": "mmapp"}, "mmapp")]
+)
+def test_arguments_are_checked_at_the_call(tmp_path: Path, changed: dict[str, Any], named: str) -> None:
+    folder = numbered(tmp_path, [9])
+    with pytest.raises(ValueError, match=named):
+        iter_eval(str(folder), **{"B": 1, "T": 4, **changed})
+
+
+def test_the_folder_is_opened_at_the_call(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no_such"):
+        iter_eval(str(tmp_path / "no_such"), B=1, T=4)
+
+
+def test_the_cache_is_checked_at_the_call(tmp_path: Path) -> None:
+    folder = number_cache(tmp_path / "pretrain" / "numbers", val=20).parent / "val"
+    meta = json.loads((folder.parent / "meta.json").read_text())
+    expect = {
+        "split": "val",
+        "tokens": 20,
+        "content_sha256": meta["content_sha256"],
+        "tokenizer_sha256": "ab" * 32,
+    }
+    assert len(told(iter_eval(str(folder), B=1, T=19, tokenizer_sha256="ab" * 32, expect=expect))) == 1
+    for key, value in {"tokens": 21, "content_sha256": "0" * 64, "tokenizer_sha256": "cd" * 32}.items():
+        with pytest.raises(CacheError, match=key):
+            iter_eval(str(folder), B=1, T=4, expect={**expect, key: value})
+    with pytest.raises(CacheError, match="cdcd"):
+        iter_eval(str(folder), B=1, T=4, tokenizer_sha256="cd" * 32)
+
+
+def test_a_rebuild_does_not_disturb_a_pass(folder: Path) -> None:
+    build(folder / "letters", ["abcdefgh", "ijklmnop"], 16)
+    batches = iter_eval(str(folder / "letters" / "train"), B=1, T=5)
+    first = next(batches)
+    build(folder / "letters", ["ABCDEFGH", "IJKLMNOP"], 16)
+    found = told([first, *batches])
+    ids = [byte + 10 for byte in b"abcdefghijklmnop"]
+    assert [id for _, y in found for id in y[0] if id != -100] == ids[1:]
+
+
+# bits_per_byte.
+
+
+def uniform_loss(folder: Path, vocab_size: int) -> float:
+    """Sum the nats of a model that gives every id the same chance."""
+    targets = sum(int((y != -100).sum()) for _, y in iter_eval(str(folder), B=4, T=8))
+    return targets * math.log(vocab_size)
+
+
+def test_bits_per_byte_on_paper(folder: Path) -> None:
+    """ "abé" has four bytes, so four ids and three targets: at 6 bits each these are 18 bits over 4 bytes."""
+    build(folder / "letters", ["abé"], 4)
+    train = folder / "letters" / "train"
+    loss = uniform_loss(train, 64)
+    assert loss == pytest.approx(18 * math.log(2))
+    assert bits_per_byte(loss, str(train)) == pytest.approx(4.5, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor, lambda loss: torch.tensor(loss, dtype=torch.float64)])
+def test_the_sum_may_be_a_number_or_a_tensor_and_bits_are_a_float(folder: Path, kind: Any) -> None:
+    build(folder / "letters", ["abcd"], 4)
+    found = bits_per_byte(kind(8 * math.log(2)), str(folder / "letters" / "train"))
+    assert type(found) is float and found == pytest.approx(2, rel=1e-6)
+    assert bits_per_byte(kind(0.0), str(folder / "letters" / "train"), check=False) == 0
+
+
+def test_a_mean_that_is_given_for_a_sum_is_refused(folder: Path) -> None:
+    """3 nats over 20,000 bytes are 0.0002 bits for each: no model of text is that good."""
+    build(folder / "letters", ["ab" * 10_000], 20_000)
+    train = folder / "letters" / "train"
+    for mean in (3.0, torch.tensor(3.0)):
+        with pytest.raises(ValueError, match=r"0\.00022 bits.*sum over all targets.*check=False"):
+            bits_per_byte(mean, train)
+    assert bits_per_byte(3.0, train, check=False) == pytest.approx(3 / math.log(2) / 20_000)
+    assert bits_per_byte(3.0 * 19_999, train) > 4
+
+
+@settings(derandomize=True, deadline=None, max_examples=5)
+@given(
+    texts=st.lists(
+        st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="<|>"), min_size=1, max_size=12),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_the_bytes_are_those_of_the_texts_in_each_split(texts: list[str]) -> None:
+    """The byte tokenizer has one id a byte; an end-of-text has no byte, so that its bits go to its text's."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "texts"
+        documents = [("train", text) for text in texts] + [("val", text * 2) for text in texts]
+        pretrain(path, items=documents, max_train_tokens=None, max_val_tokens=None)
+        size = sum(len(text.encode()) for text in texts)
+        for split, num_bytes in (("train", size), ("val", 2 * size)):
+            ids = num_bytes + len(texts)
+            assert bits_per_byte((ids - 1) * math.log(2), path / split) == pytest.approx((ids - 1) / num_bytes)
+
+
+def test_a_document_that_was_cut_counts_with_the_bytes_that_are_in_the_cache(folder: Path) -> None:
+    """Eight tokens fit: "abcdef" and the first two of "ghijkl"."""
+    build(folder / "letters", ["abcdef", "ghijkl"], 8)
+    train = folder / "letters" / "train"
+    assert ByteTokenizer().decode(stream_of(train)) == "abcdefgh"
+    assert bits_per_byte(8 * math.log(2), str(train)) == pytest.approx(1)
+
+
+def without(path: Path, keys: Sequence[str]) -> None:
+    """Take some keys out of a meta.json."""
+    meta = read_meta(str(path / "meta.json"))
+    write_meta(str(path / "meta.json"), {key: value for key, value in meta.items() if key not in keys})
+
+
+def test_a_cache_without_byte_counts_is_refused_by_name(folder: Path) -> None:
+    build(folder / "letters", ["abcdef"], 6)
+    without(folder / "letters", ["utf8_bytes"])
+    with pytest.raises(CacheError, match=r"meta\.json.*utf8_bytes"):
+        bits_per_byte(1.0, str(folder / "letters" / "train"))
+
+
+@pytest.mark.parametrize("value", [None, 3, {}, {"train": 0}, {"train": -6}, {"train": "6"}, {"train": True}, [6]])
+def test_byte_counts_that_cannot_be_are_refused_by_name(folder: Path, value: Any) -> None:
+    build(folder / "letters", ["abcdef"], 6)
+    meta = read_meta(str(folder / "letters" / "meta.json"))
+    write_meta(str(folder / "letters" / "meta.json"), {**meta, "utf8_bytes": value})
+    with pytest.raises(CacheError, match=r"meta\.json.*utf8_bytes"):
+        bits_per_byte(1.0, str(folder / "letters" / "train"))
+
+
+@pytest.mark.parametrize("name", ["", "train", "train_tokens.bin"])
+def test_an_sft_cache_has_no_bits_per_byte(folder: Path, name: str) -> None:
+    """Its losses are of the replies alone, its bytes of whole chats."""
+    sft(folder / "chats")
+    with pytest.raises((CacheError, FileNotFoundError)):
+        bits_per_byte(1.0, str(folder / "chats" / name))
+
+
+def test_a_folder_of_another_tool_has_no_bits_per_byte(tmp_path: Path) -> None:
+    folder = numbered(tmp_path, [9])
+    with pytest.raises((CacheError, FileNotFoundError), match=r"meta\.json"):
+        bits_per_byte(1.0, str(folder))
+
+
+def test_an_absent_cache_and_an_absent_split_have_no_bits_per_byte(folder: Path) -> None:
+    build(folder / "letters", ["abcdef"], 6)  # its val split has no token
+    for name in ("letters/val", "letters/test", "no_such/train"):
+        with pytest.raises((CacheError, FileNotFoundError), match=name.split("/")[0]):
+            bits_per_byte(1.0, str(folder / name))
+
+
+def test_an_sft_cache_is_not_evaluated_as_a_stream(folder: Path) -> None:
+    sft(folder / "chats")
+    with pytest.raises((CacheError, FileNotFoundError)):
+        iter_eval(str(folder / "chats"), B=1, T=4)
+
+
+@pytest.mark.parametrize("loss_sum", [-1.0, float("nan"), float("inf"), torch.tensor(-2.0)])
+def test_what_is_no_sum_of_losses_is_refused(tmp_path: Path, loss_sum: Any) -> None:
+    with pytest.raises(ValueError, match="expected a sum of cross entropies, 0 or more"):
+        bits_per_byte(loss_sum, tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_not_found(tmp_path: Path) -> None:
+    for call in (lambda path: iter_eval(path, B=1, T=1), lambda path: bits_per_byte(1.0, path)):
+        with pytest.raises(FileNotFoundError, match=r"no such folder. Build it"):
+            call(tmp_path / "none" / "val")
+
+
+def test_a_cache_in_place_of_its_split_is_refused_as_such(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    write_meta(str(tmp_path / "c" / "meta.json"), {"vocab_size": 9})
+    with pytest.raises(CacheError, match="a whole cache, expected the folder of a split"):
+        iter_eval(tmp_path / "c", B=1, T=1)

@@ -1,0 +1,246 @@
+"""Mixtures: exact shares, carried from block to block; each source in its own epochs; one order for all splits of work.
+
+Source s holds the ids from 10,000 * s, so that a row tells both its source and its place.
+"""
+
+import json
+import pickle
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.number_caches import (
+    APART,
+    WRAP,
+    GlobalBatch,
+    assert_in_epochs,
+    firsts,
+    mixture,
+    plain_mix,
+    run_mixture,
+    sources,
+    sources_of,
+)
+
+from niels_gpt.sampling import EpochStream, MixtureStream
+from niels_gpt.sampling.permutation import random_keys
+from niels_gpt.sampling.shares import Phase, whole_weights
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the last batch has"),
+    pytest.mark.filterwarnings("ignore:.*random_offset moves none"),
+]
+
+
+def plain_counts(weights: Sequence[float], samples: int) -> list[int]:
+    """Share out the first samples as docs/reading.md says, in plain integers: the slow oracle."""
+    exact = {source: Fraction(str(float(weight))) for source, weight in enumerate(weights)}
+    counts = [0] * len(weights)
+    left, weight_left = Fraction(samples), sum(exact.values())
+    for source in sorted(exact, key=lambda source: (-exact[source], source)):
+        counts[source] = int(left * exact[source] / weight_left + Fraction(1, 2))
+        left, weight_left = left - counts[source], weight_left - exact[source]
+    return counts
+
+
+# Counts.
+
+
+def test_the_counts_of_a_block_are_the_weights_and_what_rounding_leaves_is_carried_over(tmp_path: Path) -> None:
+    """Weights 5, 3 and 1: of 9 blocks of 10 exactly 50, 30 and 10; of each block 5.6, 3.3 and 1.1, up or down."""
+    one = mixture(sources(tmp_path, [7, 7, 7]), [5, 3, 1])
+    assert one.counts.tolist() == [6, 3, 1] and one.counts.dtype == np.int64
+    batches = run_mixture(sources(tmp_path, [7, 7, 7]), [5, 3, 1], 27, G=10)
+    found = [[Counter(sources_of([batch]))[source] for source in range(3)] for batch in batches]
+    assert found == [one.counts_of(block).tolist() for block in range(27)]
+    assert all(np.sum(found[first : first + 9], axis=0).tolist() == [50, 30, 10] for first in (0, 9, 18))
+    assert [set(column) for column in zip(*found, strict=True)] == [{5, 6}, {3, 4}, {1, 2}]
+
+
+def test_a_source_of_little_weight_has_its_exact_share(tmp_path: Path) -> None:
+    """0.0007 of blocks of 2,048 is 1.4336 samples: 7 in 10,000, not 1 in 2,048, early and a million blocks later."""
+    folders = sources(tmp_path, [50, 9])
+    one = mixture(folders, [0.9993, 0.0007], block_size=2048)
+    assert sum(int(one.counts_of(block)[1]) for block in range(625)) == 896  # of 1,280,000 samples
+    for first in (0, 10**6):
+        state = {**one.state_dict(), "consumed_samples": first * 2048}
+        del state["checksum"]
+        taken = sources_of(run_mixture(folders, [0.9993, 0.0007], 25, G=2048, state=state, block_size=2048))
+        assert taken.count(1) in (35, 36) and len(taken) == 51_200  # 35.84
+    rare = mixture(folders, [1, 0.001], block_size=10)
+    assert sum(int(rare.counts_of(block)[1]) for block in range(1001)) == 10
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    weights=st.lists(st.floats(0.05, 20) | st.integers(1, 5), min_size=1, max_size=6),
+    block_size=st.integers(1, 300),
+    first=st.just(0) | st.integers(0, 10**12),
+)
+def test_the_counts_are_exact_never_fall_and_follow_from_the_number_of_the_block(
+    weights: list[float], block_size: int, first: int
+) -> None:
+    phase = Phase(0, 0, block_size, None, [0] * len(weights), whole_weights(list(map(float, weights))))
+    counts = [phase.before(block) for block in range(first, first + 12)]
+    share = [Fraction(str(float(weight))) for weight in weights]
+    furthest = Fraction(1, 2) + sum(Fraction(1, number) for number in range(1, len(weights))) / 2
+    for block, found in enumerate(counts, first):
+        assert found == plain_counts(weights, block * block_size) and sum(found) == block * block_size
+        exact = [block * block_size * one / sum(share) for one in share]
+        assert max(abs(one - other) for one, other in zip(found, exact, strict=True)) <= furthest
+    assert (np.diff(np.array(counts), axis=0) >= 0).all()
+
+
+@settings(derandomize=True, deadline=None, max_examples=12)
+@given(
+    weights=st.lists(st.floats(0.05, 20), min_size=1, max_size=5),
+    block_size=st.integers(1, 300),
+    seed=st.integers(0, 2**32),
+    world=st.sampled_from([1, 2, 3]),
+)
+def test_every_block_has_its_counts(weights: list[float], block_size: int, seed: int, world: int) -> None:
+    windows = [3, 20, 1, 50, 9][: len(weights)]
+    blocks = min(5, 1 + 600 // block_size)
+    changed: dict[str, Any] = {"seed": seed, "block_size": block_size, "G": 6}
+    with tempfile.TemporaryDirectory() as name:
+        folders = sources(Path(name), windows)
+        one = mixture(folders, weights, **changed)
+        taken = firsts(run_mixture(folders, weights, -(-blocks * block_size // 6), world=world, **changed))
+    for block in range(blocks):
+        found = Counter(first // APART for first in taken[block * block_size : (block + 1) * block_size])
+        assert [found[source] for source in range(len(weights))] == one.counts_of(block).tolist()
+    assert_in_epochs(taken, windows)
+
+
+def test_a_block_may_have_fewer_places_than_there_are_sources(tmp_path: Path) -> None:
+    taken = sources_of(run_mixture(sources(tmp_path, [5, 5, 5]), [1, 1, 2], 100, block_size=1))
+    assert Counter(taken) == {0: 100, 1: 100, 2: 200}
+
+
+def test_weights_need_not_sum_to_one(tmp_path: Path) -> None:
+    folders = sources(tmp_path, [5, 5])
+    one, other = (firsts(run_mixture(folders, weights, 20)) for weights in ([0.7, 0.3], [7000, 3000]))
+    assert one == other
+
+
+def test_one_source_is_a_mixture_too(tmp_path: Path) -> None:
+    taken = firsts(run_mixture(sources(tmp_path, [6]), [3.0], 6, G=3))
+    assert sorted(taken[:6]) == sorted(taken[6:12]) == sorted(taken[12:]) == list(range(6))
+
+
+def test_the_default_block_has_2048_samples(tmp_path: Path) -> None:
+    folders = sources(tmp_path, [9, 9])
+    streams = [EpochStream(str(folder), T=1, global_batch_size=4, seed=0) for folder in folders]
+    assert MixtureStream(streams, [3, 1], seed=0).counts.tolist() == [1536, 512]
+
+
+# Order.
+
+
+def test_each_source_comes_exactly_once_an_epoch_of_its_own(tmp_path: Path) -> None:
+    windows = [3, 11, 40]
+    taken = firsts(run_mixture(sources(tmp_path, windows), [1, 1, 2], 100))
+    assert_in_epochs(taken, windows)
+    for source, count in enumerate(windows):
+        own = [first for first in taken if first // APART == source]
+        orders = {tuple(own[epoch * count : (epoch + 1) * count]) for epoch in range(len(own) // count)}
+        assert len(orders) > 1, "all epochs have one order"
+
+
+def test_the_order_of_a_block_is_another_in_the_next_and_with_another_seed(tmp_path: Path) -> None:
+    folders = sources(tmp_path, [50, 50])
+    orders = []
+    for seed in (0, 1):
+        taken = sources_of(run_mixture(folders, [1, 1], 10, G=40, seed=seed, block_size=40))
+        orders += [tuple(taken[block * 40 : (block + 1) * 40]) for block in range(10)]
+    assert len(set(orders)) == 20
+
+
+def plain_drawn(places: int, counts: list[int], key: int, block: int) -> list[tuple[int, int]]:
+    """Spell out whose each place of a block is, by docs/reading.md, and how many of its source come before it."""
+    salt = plain_mix((key + block) % WRAP)
+
+    def run(node: int, size: int, counts: list[int]) -> list[int]:
+        if size == 1:
+            return [source for source, count in enumerate(counts) if count]
+        half, drawn = size // 2, plain_mix((salt + node) % WRAP) % size
+        upto = [(half * sum(counts[: source + 1]) + drawn) // size for source in range(len(counts))]
+        left = [end - begin for begin, end in pairwise([0, *upto])]
+        right = [count - one for count, one in zip(counts, left, strict=True)]
+        return run(2 * node, half, left) + run(2 * node + 1, size - half, right)
+
+    order = run(1, places, counts)
+    return [(source, order[:place].count(source)) for place, source in enumerate(order)]
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    counts=st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any),
+    seed=st.integers(0, 2**32),
+    block=st.integers(0, 10**12),
+)
+def test_the_places_of_a_block_are_the_documented_ones(counts: list[int], seed: int, block: int) -> None:
+    size = sum(counts)
+    phase = Phase(7, block, size, 1, [3] * len(counts), counts, counts)
+    (key,) = random_keys(seed, 1, purpose=1)
+    sources, numbers = phase.located(7 + np.arange(size), key)
+    expected = plain_drawn(size, counts, int(key), block)
+    assert list(zip(sources.tolist(), (numbers - 3).tolist(), strict=True)) == expected
+    assert [sources.tolist().count(source) for source in range(len(counts))] == counts
+    alone = [phase.located(np.array([7 + place]), key) for place in range(0, size, 7)]
+    assert [(int(source[0]), int(number[0]) - 3) for source, number in alone] == expected[::7]
+
+
+def test_the_places_of_seed_0_never_change() -> None:
+    (key,) = random_keys(0, 1, purpose=1)
+    phase = Phase(0, 0, 12, None, [0, 0, 0], [3, 2, 1])
+    sources, numbers = phase.located(np.arange(24), key)
+    assert sources.tolist() == [1, 0, 2, 0, 0, 1, 0, 0, 1, 0, 2, 1, 0, 0, 1, 0, 2, 1, 0, 0, 1, 0, 1, 2]
+    assert numbers.tolist() == [0, 0, 0, 1, 2, 1, 3, 4, 2, 5, 1, 3, 6, 7, 4, 8, 2, 5, 9, 10, 6, 11, 7, 3]
+
+
+def test_each_place_of_a_block_is_of_each_source_by_its_share(tmp_path: Path) -> None:
+    """500 blocks of 10, three of which are of source 0: at each place 150, give or take 10."""
+    taken = np.array(sources_of(run_mixture(sources(tmp_path, [9, 9]), [3, 7], 50, G=100))).reshape(500, 10)
+    firsts_of_0 = (taken == 0).sum(axis=0)
+    assert firsts_of_0.sum() == 1500 and firsts_of_0.min() > 100 and firsts_of_0.max() < 200
+
+
+@settings(derandomize=True, deadline=None, max_examples=12)
+@given(
+    seed=st.integers(0, 2**32),
+    block_size=st.integers(4, 40),
+    parts=st.lists(st.tuples(st.sampled_from([1, 2, 3, 8]), st.integers(1, 3), st.integers(0, 4)), max_size=3),
+    random_offset=st.booleans(),
+)
+def test_no_split_of_the_work_and_no_stop_changes_the_order(
+    seed: int, block_size: int, parts: list[tuple[int, int, int]], random_offset: bool
+) -> None:
+    changed: dict[str, Any] = {"seed": seed, "block_size": block_size}
+    changed["streams"] = {"T": 2, "random_offset": random_offset}
+    with tempfile.TemporaryDirectory() as name:
+        folders, weights = sources(Path(name), [5, 30, 12]), [1, 2.5, 1.5]
+        undivided = run_mixture(folders, weights, 30, G=10, **changed)
+        batches: list[GlobalBatch] = []
+        for world, per_rank, steps in [*parts, (1, 1, 1)]:
+            state = json.loads(json.dumps(batches[-1].state)) if batches else None
+            batches += run_mixture(folders, weights, steps, G=world * per_rank, world=world, state=state, **changed)
+    rows = [row for batch in batches for row in batch.rows]
+    assert rows == [row for batch in undivided for row in batch.rows][: len(rows)] and len(rows) < 300
+
+
+def test_a_pickled_mixture_goes_on_with_the_same_batches(tmp_path: Path) -> None:
+    folders = sources(tmp_path, [5, 13])
+    one = mixture(folders, [1, 2])
+    list(islice(one, 3))
+    expected = [batch.firsts for batch in run_mixture(folders, [1, 2], 6)][3:]
+    for copy in (pickle.loads(pickle.dumps(one)), one):
+        assert [batch.x[:, 0].tolist() for batch in islice(copy, 3)] == expected

@@ -1,0 +1,369 @@
+"""The state of an EpochStream: a few scalars that every batch carries, from which any split of the work resumes."""
+
+import copy
+import json
+import pickle
+import re
+import tempfile
+import zlib
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.number_caches import firsts, number_cache, numbered, run_epochs
+
+from niels_gpt.cache import CacheError
+from niels_gpt.sampling import EpochStream
+from niels_gpt.sampling.permutation import ROUNDS, random_keys
+
+KEYS = {
+    "stream",
+    "seed",
+    "key_check",
+    "epoch",
+    "consumed_samples",
+    "T",
+    "random_offset",
+    "split",
+    "tokens",
+    "content_sha256",
+    "tokenizer_sha256",
+}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the last batch has"),
+    pytest.mark.filterwarnings("ignore:.*random_offset moves none"),
+]
+
+
+@pytest.fixture
+def ten(tmp_path: Path) -> Path:
+    """Ten windows of T = 4."""
+    return numbered(tmp_path, [26, 17])
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real cache of 100 train and 50 val tokens, with a content sha256 and a tokenizer sha256."""
+    return number_cache(tmp_path_factory.mktemp("cache") / "pretrain" / "numbers", val=50)
+
+
+def stream(folder: Path, **changed: Any) -> EpochStream:
+    return EpochStream(str(folder), **{"T": 4, "global_batch_size": 4, "seed": 0, **changed})
+
+
+def state_after(folder: Path, steps: int, **changed: Any) -> dict[str, Any]:
+    one = stream(folder, **changed)
+    list(islice(one, steps))
+    return one.state_dict()
+
+
+# What a state is.
+
+
+def test_a_state_says_where_in_which_cache(cache: Path) -> None:
+    """32 windows of T = 3; batches of 10: after four of them, eight samples into the second epoch."""
+    meta = json.loads((cache.parent / "meta.json").read_text())
+    state = state_after(cache, 4, T=3, global_batch_size=10, seed=5)
+    assert re.fullmatch("[0-9a-f]{8}", state.pop("checksum"))
+    assert state == {
+        "stream": 1,
+        "seed": 5,
+        "key_check": f"{zlib.crc32(random_keys(5, ROUNDS).tobytes()):08x}",
+        "epoch": 1,
+        "consumed_samples": 40,
+        "T": 3,
+        "random_offset": False,
+        "split": "train",
+        "tokens": 100,
+        "content_sha256": meta["content_sha256"],
+        "tokenizer_sha256": "ab" * 32,
+    }
+
+
+def test_a_folder_of_another_tool_has_no_sha256(ten: Path) -> None:
+    state = state_after(ten, 0)
+    assert set(state) == {*KEYS, "checksum"} and (state["epoch"], state["consumed_samples"]) == (0, 0)
+    assert (state["content_sha256"], state["tokenizer_sha256"], state["tokens"]) == (None, None, 43)
+
+
+def test_each_batch_carries_the_state_after_it(ten: Path) -> None:
+    one = stream(ten)
+    for step, batch in enumerate(islice(one, 7)):
+        assert batch.state == one.state_dict()
+        assert batch.state["consumed_samples"] == 4 * (step + 1)
+        assert batch.state["epoch"] == 4 * (step + 1) // 10
+
+
+def test_the_end_of_a_run_of_epochs_is_a_state_too(ten: Path) -> None:
+    states = [batch.state for batch in run_epochs(ten, G=4, world=2, epochs=1)]
+    assert [state["consumed_samples"] for state in states] == [4, 8, 10]
+    assert run_epochs(ten, G=4, epochs=1, state=states[-1]) == []
+    assert firsts(run_epochs(ten, G=4, epochs=2, state=states[-1])) == firsts(run_epochs(ten, G=4, epochs=2))[10:]
+
+
+def test_a_run_may_get_more_or_fewer_epochs_when_it_goes_on(ten: Path) -> None:
+    state = run_epochs(ten, 5, G=4)[-1].state  # 20 of 10 samples an epoch
+    assert run_epochs(ten, G=4, epochs=2, state=state) == []
+    assert len(firsts(run_epochs(ten, G=4, epochs=3, state=state))) == 10
+    message = refused(stream(ten, epochs=1), state)
+    assert "consumed_samples is 20, but this stream ends after 10" in message
+
+
+def test_a_state_whose_keys_are_no_longer_those_of_its_seed_is_refused(ten: Path) -> None:
+    """As by a torch that draws other numbers from the same seed: nobody would see that the order is another."""
+    assert "key_check is 'ffffffff'" in refused(stream(ten), {**state_after(ten, 2), "key_check": "ffffffff"})
+
+
+def test_a_running_iterator_does_not_go_on_behind_a_state_that_was_loaded(ten: Path) -> None:
+    one = stream(ten)
+    running = iter(one)
+    next(running)
+    one.load_state_dict(state_after(ten, 2))
+    with pytest.raises(RuntimeError, match="a state was loaded: iterate again"):
+        next(running)
+    assert one.state_dict()["consumed_samples"] == 8
+
+
+def test_a_state_is_small_plain_json(cache: Path) -> None:
+    state = state_after(cache, 3)
+    text = json.dumps(state)
+    assert json.loads(text) == state and len(text) < 650
+    assert {type(value) for value in state.values()} <= {int, str, bool, type(None)}
+
+
+def test_a_loaded_state_is_the_state(ten: Path) -> None:
+    for steps in range(6):
+        state = state_after(ten, steps)
+        one = stream(ten, global_batch_size=6)
+        one.load_state_dict(state)
+        assert one.state_dict() == state
+
+
+def test_whoever_changes_a_state_changes_no_stream(ten: Path) -> None:
+    one = stream(ten)
+    batch = next(iter(one))
+    kept = copy.deepcopy(batch.state)
+    for taken in (batch.state, one.state_dict()):
+        taken.clear()
+    assert one.state_dict() == kept
+    given = copy.deepcopy(kept)
+    one.load_state_dict(given)
+    assert given == kept, "load_state_dict changed its argument"
+    given.clear()
+    assert one.state_dict() == kept
+    assert next(iter(one)).x[:, 0].tolist() == run_epochs(ten, 2)[1].firsts
+
+
+# Going on.
+
+
+@settings(derandomize=True, deadline=None, max_examples=20)
+@given(
+    seed=st.integers(0, 2**63 - 1),
+    step=st.integers(0, 12),
+    world=st.sampled_from([1, 2, 3, 8]),
+    per_rank=st.integers(1, 3),
+    again=st.integers(0, 3),
+    random_offset=st.booleans(),
+)
+def test_a_run_that_is_stopped_at_any_step_goes_on_as_one_never_stopped(
+    seed: int, step: int, world: int, per_rank: int, again: int, random_offset: bool
+) -> None:
+    """48 samples a batch, 77 windows; then another world of the same batch; then the first world again."""
+    G = 24 * per_rank
+    changed: dict[str, Any] = {"G": G, "T": 2, "seed": seed, "random_offset": random_offset}
+    with tempfile.TemporaryDirectory() as name:
+        folder = numbered(Path(name), [100, 20, 38])
+        expected = run_epochs(folder, step + again + 4, world=1, **changed)
+        first = run_epochs(folder, step, world=8, **changed)
+        state = json.loads(json.dumps(first[-1].state)) if first else None
+        second = run_epochs(folder, again, world=world, state=state, **changed)
+        state = json.loads(json.dumps(second[-1].state)) if second else state
+        third = run_epochs(folder, 4, world=2, state=state, **changed)
+    assert first + second + third == expected  # rows and states
+
+
+def test_a_state_may_be_loaded_in_the_middle_of_an_iteration_and_the_next_iterator_obeys(ten: Path) -> None:
+    one = stream(ten)
+    list(islice(one, 5))
+    one.load_state_dict(run_epochs(ten, 2)[-1].state)
+    assert [batch.x[:, 0].tolist() for batch in islice(one, 3)] == [batch.firsts for batch in run_epochs(ten, 5)[2:]]
+
+
+def test_a_state_may_be_loaded_on_a_copy_that_was_pickled(ten: Path) -> None:
+    state = run_epochs(ten, 3)[-1].state
+    one = pickle.loads(pickle.dumps(stream(ten, global_batch_size=2)))
+    one.load_state_dict(state)
+    assert one.state_dict() == state
+    assert [first for batch in islice(one, 4) for first in batch.x[:, 0].tolist()] == firsts(run_epochs(ten, 5))[12:]
+    again = pickle.loads(pickle.dumps(one))
+    assert again.state_dict() == one.state_dict()
+
+
+def test_a_copy_of_the_cache_elsewhere_goes_on(cache: Path, tmp_path: Path) -> None:
+    elsewhere = number_cache(tmp_path / "pretrain" / "the_same", val=50)
+    state = state_after(cache, 3)
+    one = stream(elsewhere)
+    one.load_state_dict(state)
+    assert one.state_dict() == state
+
+
+# What is refused. A stream that refuses a state stays where it was.
+
+
+def refused(one: EpochStream, state: Any, error: type[Exception] = ValueError, **flags: Any) -> str:
+    before = one.state_dict()
+    with pytest.raises(error) as caught:
+        one.load_state_dict(state, **flags)
+    assert isinstance(caught.value, ValueError)
+    assert one.state_dict() == before, "a refused state moved the stream"
+    return str(caught.value)
+
+
+def test_other_content_is_refused_by_name(cache: Path, tmp_path: Path) -> None:
+    other = number_cache(tmp_path / "pretrain" / "others", start=20, val=50)
+    state = state_after(cache, 3)
+    message = refused(stream(other), state, CacheError)
+    shas = [json.loads((folder.parent / "meta.json").read_text())["content_sha256"] for folder in (cache, other)]
+    assert all(sha[:12] in message for sha in shas), message
+    assert "allow_other_content" in message
+
+
+def test_other_content_of_a_folder_without_meta_is_seen_by_its_tokens(ten: Path, tmp_path: Path) -> None:
+    state = state_after(ten, 3)
+    message = refused(stream(numbered(tmp_path / "other", [26, 18])), state, CacheError)
+    assert "43" in message and "44" in message
+
+
+def test_other_content_is_taken_where_the_flag_says_so(cache: Path, tmp_path: Path) -> None:
+    other = number_cache(tmp_path / "pretrain" / "others", count=60, start=20)
+    one = stream(other)
+    one.load_state_dict(state_after(cache, 2), allow_other_content=True)
+    assert one.state_dict()["consumed_samples"] == 8
+    assert one.state_dict()["content_sha256"] == stream(other).state_dict()["content_sha256"]
+    expected = [batch.firsts for batch in run_epochs(other, 4)][2:]
+    assert [batch.x[:, 0].tolist() for batch in islice(one, 2)] == expected
+
+
+@pytest.mark.parametrize("allow_other_content", [False, True])
+def test_another_tokenizer_is_always_refused(cache: Path, tmp_path: Path, allow_other_content: bool) -> None:
+    other = number_cache(tmp_path / "pretrain" / "others", tokenizer="cd" * 32, val=50)
+    state = state_after(cache, 3)
+    message = refused(stream(other), state, CacheError, allow_other_content=allow_other_content)
+    assert "abab" in message and "cdcd" in message and "tokenizer" in message
+
+
+def test_another_split_is_refused(cache: Path) -> None:
+    message = refused(stream(cache.parent / "val"), state_after(cache, 1))
+    assert "train" in message and "val" in message
+
+
+@pytest.mark.parametrize("allow_other_content", [False, True])
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"seed": 1}, ["seed", "0", "1"]),
+        ({"T": 5}, ["T", "4", "5"]),
+        ({"random_offset": True}, ["random_offset", "False", "True"]),
+    ],
+)
+def test_another_seed_t_or_offset_is_refused(
+    cache: Path, changed: dict[str, Any], named: list[str], allow_other_content: bool
+) -> None:
+    message = refused(stream(cache, **changed), state_after(cache, 1), allow_other_content=allow_other_content)
+    assert all(word in message for word in named), message
+
+
+@pytest.mark.parametrize("allow_other_content", [False, True])
+def test_a_state_without_one_of_its_keys_is_refused(cache: Path, allow_other_content: bool) -> None:
+    state = state_after(cache, 3)
+    for key in KEYS:
+        part = {name: value for name, value in state.items() if name != key}
+        assert key in refused(stream(cache), part, allow_other_content=allow_other_content)
+
+
+WRONG: dict[str, list[Any]] = {
+    "stream": [None, 0, 2, "1", 1.0, True, [1], -1],
+    "seed": [None, "0", 0.0, False, [0], float("nan")],
+    "epoch": [None, "0", 0.0, True, -1, [0], float("inf"), 2**64, 10**40],
+    "consumed_samples": [None, "12", 12.0, 12.5, True, -1, -(2**63), [12], {}, float("nan"), 2**63, 2**64, 10**40],
+    "T": [None, "4", 4.0, True, 0, -4, [4], 2**64],
+    "random_offset": [None, 0, "False", 0.0, []],
+    "split": [None, 0, "", ["train"], b"train"],
+    "tokens": [None, "100", 100.0, True, -100, [100], 2**64],
+    "content_sha256": [0, "", "abc", ["x"], b"x", 2**300],
+    "tokenizer_sha256": [0, "", "abc", ["x"], b"x"],
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_a_value_of_the_wrong_kind_is_refused(cache: Path, key: str) -> None:
+    """True is not 1 and 12.0 is not 12; allow_other_content lets no wrong count in either."""
+    state, one = state_after(cache, 3), stream(cache)
+    for value in WRONG[key]:
+        message = refused(one, {**state, key: value})
+        assert key in message and len(message) < 1000
+        if key in ("epoch", "consumed_samples", "tokens"):
+            refused(one, {**state, key: value}, allow_other_content=True)
+
+
+def test_what_is_no_state_at_all_is_refused(ten: Path) -> None:
+    for state in (None, [], "state", 3, b"", {}, {"_snapshot": {}}, [("stream", 1)]):
+        refused(stream(ten), state)
+
+
+def test_an_edited_state_is_refused_unless_its_checksum_is_removed(cache: Path, tmp_path: Path) -> None:
+    """32 and 33 samples are both in epoch 1 of 24: nothing but the checksum tells that somebody changed one of them."""
+    state = state_after(cache, 8)
+    edited = {**state, "consumed_samples": 33}
+    assert "checksum" in refused(stream(cache), edited) and "edited" in refused(stream(cache), edited)
+    for checksum in (None, "", "0" * 8, 0, ["x"]):
+        refused(stream(cache), {**state, "checksum": checksum})
+    del edited["checksum"]  # as earlier releases wrote it, or to skip what spoils a run
+    one = stream(cache)
+    one.load_state_dict(edited)
+    assert one.state_dict()["consumed_samples"] == 33
+    # The checksum is of the content that the state is of, where that is let be another.
+    other = number_cache(tmp_path / "pretrain" / "others", start=20, val=50)
+    stream(other).load_state_dict(state, allow_other_content=True)
+    refused(stream(other), {**state, "content_sha256": "0" * 64}, allow_other_content=True)
+
+
+def test_keys_that_others_add_to_a_state_do_not_matter(cache: Path) -> None:
+    stream(cache).load_state_dict({**state_after(cache, 3), "step": 3, "note": object()})
+
+
+def test_a_state_with_an_epoch_that_its_samples_deny_is_refused(ten: Path) -> None:
+    """12 samples of 10 an epoch are in epoch 1."""
+    message = refused(stream(ten), {**state_after(ten, 3), "epoch": 7})
+    assert re.search(r"\b7\b", message) and re.search(r"\b1\b", message)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    state=st.dictionaries(
+        st.sampled_from(sorted(KEYS)),
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers()),
+    )
+)
+def test_garbage_is_a_value_error_and_nothing_else(cache: Path, state: dict[str, Any]) -> None:
+    one = stream(cache)
+    refused(one, {**one.state_dict(), **state, "consumed_samples": -1})
+    refused(one, {**state, "stream": 1.5})
+
+
+def test_the_last_sample_that_a_count_can_hold_is_no_overflow(ten: Path) -> None:
+    """Far beyond any run, 2^62 samples are still a position; or they are refused, but never an OverflowError."""
+    one = stream(ten)
+    state = {key: value for key, value in one.state_dict().items() if key != "checksum"}
+    try:
+        one.load_state_dict({**state, "consumed_samples": 2**62, "epoch": 2**62 // 10})
+    except ValueError:
+        return
+    (batch,) = islice(one, 1)
+    assert batch.state["consumed_samples"] == 2**62 + 4 and set(batch.x[:, 0].tolist()) <= set(
+        firsts(run_epochs(ten, 5))
+    )

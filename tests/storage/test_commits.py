@@ -1,0 +1,284 @@
+"""A build is committed whole or not at all, and nobody who reads at that moment sees anything else (D11)."""
+
+import gc
+import getpass
+import json
+import os
+import re
+import shutil
+import socket
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.byte_tokenizer import ByteTokenizer, build, train_text
+
+from niels_gpt.builders.meta_keys import Source
+from niels_gpt.builders.pretrain import build_stub
+from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, build_sft_cache, write_meta
+from niels_gpt.storage import fileio, versions
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Return every file and link below a folder with its content or target."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    return {
+        str(path.relative_to(folder)): os.readlink(path).encode() if path.is_symlink() else path.read_bytes()
+        for path in paths
+    }
+
+
+def entries_of(path: Path) -> set[str]:
+    """Return the names of the finished versions, and of anything else that lies with them."""
+    return {entry.name for entry in versions.versions_dir(path).iterdir()} - {"lock"}
+
+
+def real_folder(path: Path, texts: Any) -> None:
+    """Put a real folder with a cache at `path`, as a copy from another machine is."""
+    elsewhere = path.parent / "elsewhere"
+    build(elsewhere / "c", texts)
+    shutil.copytree(elsewhere / "c", path)
+    shutil.rmtree(elsewhere)
+
+
+def test_the_public_path_is_a_relative_link_to_a_version_named_by_its_content(tmp_path: Path) -> None:
+    meta = build(tmp_path / "notes", ["a" * 30])
+    assert os.readlink(tmp_path / "notes") == f".versions/notes/{meta['content_sha256'][:12]}"
+
+
+def test_a_cache_folder_may_be_moved(tmp_path: Path) -> None:
+    build(tmp_path / "cache" / "notes", ["a" * 30])
+    (tmp_path / "cache").rename(tmp_path / "moved")
+    assert train_text(tmp_path / "moved" / "notes") == "a" * 30
+
+
+def test_a_rebuild_switches_the_link_and_keeps_the_old_version_for_its_readers(tmp_path: Path) -> None:
+    old = build(tmp_path / "c", ["a" * 30])
+    dataset = PretrainTokenStreamDataset(tmp_path / "c" / "train", T=4, device="cpu")
+    new = build(tmp_path / "c", ["b" * 30])
+    assert train_text(tmp_path / "c") == "b" * 30
+    assert entries_of(tmp_path / "c") == {old["content_sha256"][:12], new["content_sha256"][:12]}
+    x, _ = dataset.get_batch(B=8, generator=torch.Generator().manual_seed(0))
+    assert set(x.flatten().tolist()) == {ord("a") + 10}
+
+
+def test_equal_content_is_one_version_with_the_newest_description(tmp_path: Path) -> None:
+    build(tmp_path / "c", ["a" * 30], num_tokens=30)
+    build(tmp_path / "c", ["a" * 30], num_tokens=50)
+    assert len(entries_of(tmp_path / "c")) == 1
+    assert json.loads((tmp_path / "c" / "meta.json").read_bytes())["max_train_tokens"] == 50
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "no meta.json"])
+def test_a_rebuild_mends_a_damaged_version_of_the_same_content(tmp_path: Path, damage: str) -> None:
+    build(tmp_path / "c", ["a" * 30])
+    healthy = tree(tmp_path)
+    shard = tmp_path / "c" / "train" / "shard_00001.bin"
+    if damage == "flipped":
+        shard.write_bytes(b"\xff" + shard.read_bytes()[1:])
+    elif damage == "cut":
+        shard.write_bytes(shard.read_bytes()[:-2])
+    else:
+        (shard if damage == "missing" else tmp_path / "c" / "meta.json").unlink()
+    assert tree(tmp_path) != healthy
+    build(tmp_path / "c", ["a" * 30])
+    assert tree(tmp_path) == healthy
+
+
+def breaking(error: BaseException, texts: int = 1500) -> Iterator[str]:
+    """Yield more than a batch of documents, 1,024, then break."""
+    for _ in range(texts):
+        yield "z"
+    raise error
+
+
+def open_files_below(folder: Path) -> list[str]:
+    """Return the paths of the files below a folder that this process has open."""
+    handles = [f"/proc/self/fd/{handle}" for handle in os.listdir("/proc/self/fd")]
+    return [
+        path for handle in handles if os.path.lexists(handle) and (path := os.readlink(handle)).startswith(str(folder))
+    ]
+
+
+@pytest.mark.parametrize("texts", [1500, 5000], ids=["before a checkpoint", "after some"])
+@pytest.mark.parametrize("error", [RuntimeError("upstream broke"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+def test_a_failing_build_leaves_the_committed_cache_as_it_was(tmp_path: Path, error: BaseException, texts: int) -> None:
+    build(tmp_path / "c", ["a" * 30])
+    before, names = tree(tmp_path), entries_of(tmp_path / "c")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(type(error)):
+            build(tmp_path / "c", breaking(error, texts), num_tokens=10**6)
+        gc.collect()
+    found = tree(tmp_path)
+    counted = found.pop(".versions/c/attempts.json", None)
+    assert (counted is not None) == (isinstance(error, KeyboardInterrupt) and texts == 1500)
+    unfinished = {name for name in found if name.startswith(".versions/c/building-")}
+    assert {name: found[name] for name in found if name not in unfinished} == before
+    assert bool(unfinished) == (texts == 5000) == (entries_of(tmp_path / "c") - {"attempts.json"} != names)
+    assert open_files_below(tmp_path) == [] and caught == []
+
+
+def test_a_failing_first_build_leaves_no_cache(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        build(tmp_path / "c", breaking(RuntimeError()), num_tokens=10**6)
+    assert tree(tmp_path) == {".versions/c/lock": b""}
+    build(tmp_path / "c", ["a" * 30])
+    assert train_text(tmp_path / "c") == "a" * 30
+
+
+def test_a_failing_sft_build_leaves_the_committed_cache_as_it_was(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+    def chats() -> Iterator[Any]:
+        yield from [chat] * 1500
+        raise RuntimeError("upstream broke")
+
+    build_sft_cache([chat], tmp_path / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
+    before = tree(tmp_path)
+    with pytest.raises(RuntimeError, match="upstream broke"):
+        build_sft_cache(chats(), tmp_path / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
+    assert tree(tmp_path) == before
+
+
+def test_what_a_build_left_that_died_before_its_first_checkpoint_is_cleared_by_the_next(tmp_path: Path) -> None:
+    names: set[str] = set()
+
+    def texts() -> Iterator[str]:
+        names.update(entries_of(tmp_path / "c") - {"attempts.json"})
+        yield "a" * 30
+
+    build(tmp_path / "c", texts())
+    expected = tree(tmp_path)
+    assert re.fullmatch(r"building-\w{12} building-\w{12}\.journal", " ".join(sorted(names)))
+    for name in names:
+        folder = versions.versions_dir(tmp_path / "c") / name
+        (folder / "train").mkdir(parents=True)
+        for file in ("meta.json", "train/shard_00000.bin", "train.bin", "texts.bin"):
+            (folder / file).write_text("half")
+    build(tmp_path / "c", ["a" * 30])
+    assert tree(tmp_path) == expected
+
+
+def test_what_a_dead_stub_left_is_cleared_by_the_next(tmp_path: Path) -> None:
+    dead = versions.versions_dir(tmp_path / "c") / "building"
+    dead.mkdir(parents=True)
+    (dead / "half").write_text("half")
+    build_stub(tmp_path / "c", tokenizer=ByteTokenizer(), source=Source(), seed=0, shard_bytes=20)
+    assert entries_of(tmp_path / "c") == {os.readlink(tmp_path / "c")[-12:]}
+    assert not (tmp_path / "c" / "half").exists()
+
+
+def test_an_empty_folder_in_the_way_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "c" / "train").mkdir(parents=True)
+    build(tmp_path / "c", ["a" * 30])
+    assert (tmp_path / "c").is_symlink() and len(entries_of(tmp_path / "c")) == 1
+
+
+def test_a_real_folder_that_holds_only_a_cache_becomes_a_version(tmp_path: Path) -> None:
+    real_folder(tmp_path / "c", ["a" * 30])
+    content = json.loads((tmp_path / "c" / "meta.json").read_bytes())["content_sha256"]
+    build(tmp_path / "c", ["b" * 30])
+    assert (tmp_path / "c").is_symlink() and train_text(tmp_path / "c") == "b" * 30
+    assert train_text(versions.versions_dir(tmp_path / "c") / content[:12]) == "a" * 30
+
+
+def test_real_folders_without_a_content_sha256_are_each_kept(tmp_path: Path) -> None:
+    for letter in "ab":
+        real_folder(tmp_path / "fresh", [letter * 30])
+        meta = json.loads((tmp_path / "fresh" / "meta.json").read_bytes())
+        files = {key: meta[key] for key in ("shards", "index", "ids", "checksums")}
+        write_meta(str(tmp_path / "fresh" / "meta.json"), files)
+        (tmp_path / "c").unlink(missing_ok=True)
+        (tmp_path / "fresh").rename(tmp_path / "c")
+        build(tmp_path / "c", ["z" * 30])
+    adopted = [
+        folder for folder in versions.versions_dir(tmp_path / "c").iterdir() if folder.name.startswith("adopted")
+    ]
+    assert {train_text(folder) for folder in adopted} == {"a" * 30, "b" * 30}
+
+
+@pytest.mark.parametrize("stranger", ["notes.md", "train/notes.md", "train/shard_00099.bin"])
+def test_a_folder_with_files_of_somebody_else_is_refused_and_not_touched(tmp_path: Path, stranger: str) -> None:
+    real_folder(tmp_path / "c", ["a" * 30])
+    (tmp_path / "c" / stranger).write_text("mine")
+    before = tree(tmp_path)
+    with pytest.raises(CacheError, match=rf"c: contains 1 files that do not belong to a cache \(such as {stranger}\)"):
+        build(tmp_path / "c", ["b" * 30])
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("meta", ["no json", "[]", '{"shards": 3}'])
+def test_a_folder_whose_meta_json_is_no_caches_is_refused(tmp_path: Path, meta: str) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "meta.json").write_text(meta)
+    with pytest.raises(CacheError, match=r"meta\.json: is not a cache's meta\.json"):
+        build(tmp_path / "c", ["b" * 30])
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c").write_text("mine")
+    with pytest.raises(CacheError, match="c: is a file"):
+        build(tmp_path / "c", ["b" * 30])
+    assert (tmp_path / "c").read_text() == "mine"
+
+
+def test_files_and_folders_honour_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        for _ in range(2):  # the second build rewrites meta.json in place
+            build(tmp_path / "cache" / "c", ["a" * 30])
+    finally:
+        os.umask(before)
+    paths = [path for path in (tmp_path / "cache").rglob("*") if not path.is_symlink()]
+    assert len([path for path in paths if path.is_file()]) == 10  # 3 shards, 2 indexes, 2 ids, 3 more
+    assert {path.stat().st_mode & 0o777 for path in paths if path.is_file()} == {0o640}
+    assert {path.stat().st_mode & 0o777 for path in paths if path.is_dir()} == {0o750}
+
+
+def test_nothing_that_is_committed_tells_where_when_or_by_whom_it_was_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "host-of-mine")
+    monkeypatch.setattr(getpass, "getuser", lambda: "user-of-mine")
+    meta = build(tmp_path / "c", ["a" * 30])
+    for name, content in tree(tmp_path).items():
+        for trace in ("host-of-mine", "user-of-mine", str(tmp_path), str(os.getcwd())):
+            assert trace.encode() not in content, name
+    assert (versions.versions_dir(tmp_path / "c") / "lock").read_bytes() == b""
+    assert not {key for key in meta if any(word in key for word in ("time", "date", "host", "pid", "path", "user"))}
+
+
+def test_write_bytes_leaves_the_old_file_and_no_trace_on_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise OSError("disk gone")
+
+    (tmp_path / "f").write_bytes(b"old")
+    monkeypatch.setattr(os, "replace", broken)
+    with pytest.raises(OSError, match="disk gone"):
+        fileio.write_bytes(tmp_path / "f", b"new")
+    assert tree(tmp_path) == {"f": b"old"}
+
+
+def test_a_folder_of_links_to_folders_is_somebody_elses(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "train").symlink_to(tmp_path / "precious")
+    with pytest.raises(CacheError, match="do not belong to a cache"):
+        build(tmp_path / "c", ["abc"])
+    assert (tmp_path / "c" / "train").is_symlink()
+
+
+def test_what_appears_in_the_way_during_a_build_is_refused_at_its_end(tmp_path: Path) -> None:
+    def texts() -> Iterator[str]:
+        yield "abc"
+        (tmp_path / "c").write_text("mine")
+
+    with pytest.raises(CacheError, match="is a file"):
+        build(tmp_path / "c", texts())
+    assert (tmp_path / "c").read_text() == "mine"

@@ -1,0 +1,215 @@
+"""An error ends in the command that solves it, with the flags in use; it works as it is printed."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from niels_gpt.cache import PretrainTokenStreamDataset, read_meta, write_meta
+from niels_gpt.commands import cache as cli
+from niels_gpt.inspection.verify import Limits, verify
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.remedies import build_command, rebuild_command
+
+PYTHON = ["python", "-m", "niels_gpt.cache.cli"]
+ROWS = 8_000  # more than are read ahead, so that a source that fails later leaves an unfinished build
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A folder of user text: a file of rows, and a damaged one."""
+    folder = tmp_path / "my texts"
+    folder.mkdir()
+    with open(folder / "a.jsonl", "w") as file:
+        file.writelines(json.dumps({"id": f"row {number}", "text": f"text {number}"}) + "\n" for number in range(ROWS))
+    (folder / "b.jsonl.gz").write_bytes(b"no gzip")
+    return folder
+
+
+@pytest.fixture
+def flags(tmp_path: Path, own: Path, tiny_model_path: Path) -> list[str]:
+    """Flags that all differ from their defaults."""
+    lines = ["--pretrain", f"notes={own}", "--licence", "notes=CC0, or so", "--no-append-eot", "--seed", "7"]
+    return [*lines, "--cache-dir", str(tmp_path / "the cache"), "--tokenizer-model", str(tiny_model_path)]
+
+
+def remedy(message: str) -> list[str]:
+    """Return the words of the command that a message ends in."""
+    return shlex.split(message.strip().splitlines()[-1].rpartition(": ")[2])
+
+
+def carried_out(message: str) -> int:
+    """Run the command that a message ends in; returns its exit status."""
+    words = remedy(message)
+    if words[:3] != PYTHON:
+        return subprocess.run(words, check=False).returncode
+    return cli.main(words[3:])
+
+
+def change(file: Path, number: int) -> None:
+    lines = file.read_text().splitlines(keepends=True)
+    lines[number] = lines[number].replace('"text ', '"other ')
+    file.write_text("".join(lines))
+
+
+def test_the_command_of_a_build_has_every_flag_that_matters_to_it(tmp_path: Path) -> None:
+    given = {"pretrain": "a=x;b=y z", "sft": "c=w", "licence": "b=CC0;a=MIT", "append_eot": False, "vocab_size": 300}
+    settings = Settings(source_root="the mirror", **given)  # type: ignore[arg-type]
+    words = shlex.split(build_command(settings, "pretrain/b", "--restart"))
+    assert words[:3] == PYTHON and words[3:] == [
+        *["build", "b", "--restart", "--source-root", "the mirror", "--vocab-size", "300", "--no-append-eot"],
+        *["--pretrain", "b=y z", "--licence", "b=CC0"],
+    ]
+
+
+def test_a_source_that_changed_is_taken_from_scratch(
+    own: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["build", *flags]) == 1
+    (own / "b.jsonl.gz").unlink()
+    change(own / "a.jsonl", 5)
+    capsys.readouterr()
+    assert cli.main(["build", *flags]) == 1
+    error = capsys.readouterr().err
+    assert "a.jsonl#6" in error or "'row 5'" in error
+    assert "building-" not in error and "(None" not in error and "other 5" in error
+    assert carried_out(error) == 0
+    assert cli.main(["build", *flags, "--dry-run"]) == 0
+    assert "pretrain/notes  up to date" in capsys.readouterr().out
+
+
+def test_a_restart_builds_what_is_up_to_date_too_and_only_what_was_asked_for(
+    own: Path, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["build", *flags]) == 1
+    (own / "b.jsonl.gz").unlink()
+    versions = tmp_path / "the cache" / "pretrain" / ".versions" / "notes"
+    (journal,) = versions.glob("*.journal")
+    other = ["--pretrain", f"more={own / 'a.jsonl'}"]
+    for _ in range(2):
+        assert cli.main(["build", "more", *other, *flags[-4:], "--restart"]) == 0
+        assert "pretrain/more  built  " in capsys.readouterr().out
+    assert journal.is_dir()
+    assert cli.main(["build", *flags, "--restart"]) == 0
+    assert not journal.exists()
+
+
+@pytest.mark.parametrize("family", ["pretrain", "sft"])
+def test_a_build_without_text_keeps_nothing_so_that_its_advice_works(
+    tmp_path: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str], family: str
+) -> None:
+    own = tmp_path / "a.jsonl"
+    row = {"text": "<|eot|>"} if family == "pretrain" else {"messages": [{"role": "assistant", "content": "<|eot|>"}]}
+    own.write_text(json.dumps(row) + "\n")
+    flags = [f"--{family}", f"a={own}", "--cache-dir", str(tmp_path / "c"), "--tokenizer-model", str(tiny_model_path)]
+    assert cli.main(["build", *flags]) == 1
+    capsys.readouterr()
+    assert not list(tmp_path.glob("c/*/.versions/a/building-*"))
+    good = json.loads(json.dumps(row).replace("<|eot|>", "some words"))
+    own.write_text("".join(json.dumps({**good, "id": number}) + "\n" for number in range(3)))
+    assert cli.main(["build", *flags]) == 0, capsys.readouterr().err
+
+
+def test_a_damaged_unfinished_build_is_started_from_scratch(
+    own: Path, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["build", *flags]) == 1
+    (own / "b.jsonl.gz").unlink()
+    (texts,) = (tmp_path / "the cache").rglob("texts.bin")
+    texts.write_bytes(b"x" * texts.stat().st_size)
+    capsys.readouterr()
+    assert cli.main(["build", *flags]) == 1
+    assert carried_out(capsys.readouterr().err) == 0
+
+
+# --- caches that are there --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def built(own: Path, flags: list[str], tmp_path: Path) -> Path:
+    """A cache that was built with these flags, from 200 rows."""
+    (own / "b.jsonl.gz").unlink()
+    lines = (own / "a.jsonl").read_text().splitlines(keepends=True)
+    (own / "a.jsonl").write_text("".join(lines[:200]))
+    assert cli.main(["build", *flags]) == 0
+    return tmp_path / "the cache" / "pretrain" / "notes"
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a flipped bit of meta.json": lambda cache: flip(cache / "meta.json"),
+    "no JSON": lambda cache: (cache / "meta.json").write_text("{"),
+    "a shard cut": lambda cache: os.truncate(next(cache.glob("train/*.bin")), 8),
+    "no shard": lambda cache: next(cache.glob("train/*.bin")).unlink(),
+    "a shard that is a link": lambda cache: (
+        next(cache.glob("train/*.bin")).rename(cache / "x"),
+        (cache / "train/shard_00000.bin").symlink_to("../x"),
+    ),
+    "ids of another tokenizer": lambda cache: edit(cache, tokenizer_sha256="0" * 64),
+}
+
+
+def read(cache: Path) -> None:
+    dataset = PretrainTokenStreamDataset(cache / "train", T=8, device="cpu")
+    dataset.get_batch(B=2, generator=torch.Generator().manual_seed(0))
+
+
+def edit(cache: Path, **keys: object) -> None:
+    write_meta(str(cache / "meta.json"), {**read_meta(str(cache / "meta.json")), **keys})
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGES))
+def test_what_a_reader_refuses_is_built_again_by_the_command_it_names(built: Path, damage: str) -> None:
+    before = read_meta(str(built / "meta.json"))
+    DAMAGES[damage](built.resolve())
+    with pytest.raises((CacheError, FileNotFoundError)) as refused:
+        read(built)
+    assert carried_out(str(refused.value)) == 0, str(refused.value)
+    read(built)
+    assert read_meta(str(built / "meta.json")) == before
+
+
+def test_what_verify_finds_is_built_again_by_the_command_it_names(built: Path) -> None:
+    flip(next(built.glob("train/*.bin")))
+    (problem, *_) = verify(built, Limits(deep=True))["files_match_meta"].problems
+    assert carried_out(problem) == 0, problem
+    assert not any(verdict.problems for verdict in verify(built, Limits(deep=True)).values())
+
+
+def test_a_tokenizer_that_is_damaged_is_made_again_by_the_command_it_names(
+    built: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = built.parent.parent / "tokenizer" / "spm.model"
+    shutil.copy(flags[-1], model)
+    edit(model.parent, tokenizer_sha256="0" * 64)
+    capsys.readouterr()
+    assert cli.main(["build", *flags[:-2]]) == 1
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    command = message[message.index(": rm ") + 2 :].replace("python ", f"{sys.executable} ", 1)
+    assert subprocess.run(f"{command} --vocab-size 300", shell=True, check=False).returncode == 0
+    assert cli.main(["build", *flags[:-2], "--vocab-size", "300"]) == 0
+
+
+def test_a_record_of_a_strangers_folder_gives_no_other_command(built: Path) -> None:
+    runs = built.parent.parent / ".runs" / "pretrain.notes.jsonl"
+    hostile = {"seed": "$(touch x)", "cache_dir": "/elsewhere", "exclude": "a;rm -r b\n", "sft": "x=y;`id`", "nope": 1}
+    runs.write_text(json.dumps({"settings": {**hostile, "revision": "'; rm -r x #"}}) + "\n")
+    words = shlex.split(str(rebuild_command(built)))
+    where = ["--cache-dir", str(built.parent.parent)]
+    assert words == [*PYTHON, "build", "notes", "--restart", *where, "--revision", "'; rm -r x #"]
+    for content in (b"", b"[" * 100_000, b"[]", b'{"settings": 3}', b"\xff"):
+        runs.write_bytes(content)
+        assert rebuild_command(built) is not None

@@ -1,0 +1,48 @@
+"""A tokenizer that fits on ten lines, so that a test's expected bytes can be worked out on paper: id = byte + 10.
+
+And the one-line cache that several tests build with it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from niels_gpt.builders.pretrain import build_pretrain
+
+
+class ByteTokenizer:
+    """One id for each utf-8 byte: "A" is [75]; ids 1 to 4 are the sentinels."""
+
+    vocab_size = 300
+
+    def special_token_ids(self):
+        return {"sys": 1, "usr": 2, "asst": 3, "eot": 4}
+
+    def encode(self, text):
+        return [byte + 10 for byte in text.encode()]
+
+    def decode(self, ids):
+        return bytes(id - 10 for id in ids if 10 <= id < 266).decode(errors="ignore")
+
+
+def build(path: Path, texts: Any, num_tokens: int = 30) -> dict[str, Any]:
+    """Build a cache of some texts whose val split is empty."""
+    return build_pretrain(
+        ((None, text) for text in texts),
+        path,
+        tokenizer=ByteTokenizer(),
+        max_train_tokens=num_tokens,
+        max_val_tokens=0,
+        shard_bytes=20,
+        seed=0,
+        shuffle_buffer=None,
+    )
+
+
+def train_text(path: Path) -> str:
+    """Return the train split of a cache as text."""
+    ids = np.concatenate([np.fromfile(shard, dtype="<u2") for shard in sorted((path / "train").iterdir())])
+    return ByteTokenizer().decode(ids)

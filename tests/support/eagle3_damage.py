@@ -1,0 +1,48 @@
+"""Copies of a finished EAGLE-3 cache with single values, bits or files changed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from niels_gpt.eagle3.format.layout import read_header, row_bytes_of, shard_path
+from support import eagle3_runs
+
+FORMS: dict[str, dict[str, Any]] = {"dense": {}, "topk": eagle3_runs.TOPK}
+"""The two forms of a cache, as `eagle3_runs.plan` takes them."""
+
+
+def copy_of(cache: Path, folder: Path) -> Path:
+    """Return a copy of a cache in a folder."""
+    return Path(shutil.copytree(cache, folder / "cache"))
+
+
+def stored(cache: Path, shard: int, field: str) -> np.ndarray[Any, Any]:
+    """Return a field of a shard as it stands in the file, to be written to: uint8 [n, S, bytes]."""
+    path = shard_path(cache, shard)
+    fields, rows, header = read_header(path)
+    begin = len(header)
+    for name, form in fields.items():
+        size = rows * row_bytes_of(form)
+        if name == field:
+            return np.memmap(path, np.uint8, "r+", begin, (rows, form[1][0], size // rows // form[1][0]))
+        begin += size
+    raise KeyError(field)
+
+
+def put(cache: Path, field: str, sample: int, slot: int, column: int, value: float) -> None:
+    """Write one number into a cache of four samples a shard."""
+    form = read_header(shard_path(cache, sample // 4))[0][field]
+    raw = torch.tensor([value], dtype=form[0]).view(torch.uint8).numpy()
+    stored(cache, sample // 4, field)[sample % 4, slot, column * len(raw) : (column + 1) * len(raw)] = raw
+
+
+def flip_bit(path: Path, offset: int) -> None:
+    """Change the last bit of a byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)

@@ -1,0 +1,213 @@
+"""Splits whose ids count through all shards, so that a row shows where it was taken; and runs of streams over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.cache.meta import read_meta, write_meta
+from niels_gpt.sampling import EpochStream, MixtureStream
+from support.byte_tokenizer import ByteTokenizer
+
+APART = 10_000
+"""Source s of a mixture has the ids from APART * s."""
+
+
+def write_shards(folder: Path, shards: Sequence[Sequence[int]]) -> Path:
+    """Write shards as another tool would: token files and no meta.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, ids in enumerate(shards):
+        (folder / f"shard_{number:05d}.bin").write_bytes(np.asarray(ids, dtype="<u2").tobytes())
+    return folder
+
+
+def numbered_shards(lengths: Sequence[int]) -> list[list[int]]:
+    """Return shards of these lengths whose ids count through the whole stream."""
+    starts = np.cumsum([0, *lengths])
+    return [list(range(start, start + length)) for start, length in zip(starts.tolist(), lengths, strict=False)]
+
+
+def numbered(folder: Path, lengths: Sequence[int]) -> Path:
+    """Write a train split of numbered shards."""
+    return write_shards(folder / "train", numbered_shards(lengths))
+
+
+def first_ids(lengths: Sequence[int], T: int) -> list[int]:
+    """Return the first ids of all windows of numbered shards, by a slow and plain rule."""
+    starts = np.cumsum([0, *lengths]).tolist()
+    return [
+        start + window * T
+        for start, length in zip(starts[:-1], lengths, strict=True)
+        for window in range((length - 1) // T)
+    ]
+
+
+class NumberTokenizer(ByteTokenizer):
+    """ "10-15" is [10, 11, 12, 13, 14]."""
+
+    vocab_size = 1 << 16
+
+    def __init__(self, sha256: str = "ab" * 32) -> None:
+        self.sha256 = sha256
+
+    def encode(self, text: str) -> list[int]:
+        start, end = map(int, text.split("-"))
+        return list(range(start, end))
+
+
+def number_cache(path: Path, count: int = 100, *, tokenizer: str = "ab" * 32, start: int = 10, val: int = 0) -> Path:
+    """Build a real cache of ids that count from `start` in shards of 40 tokens; returns its train folder."""
+    documents = [("train", f"{number}-{number + 10}") for number in range(start, start + count, 10)]
+    documents += [("val", f"{number}-{number + 10}") for number in range(start, start + val, 10)]
+    build_pretrain(
+        ((split, text) for split, text in documents),
+        path,
+        tokenizer=NumberTokenizer(tokenizer),
+        max_train_tokens=None,
+        max_val_tokens=None,
+        shard_bytes=80,
+        seed=0,
+        shuffle_buffer=None,
+        partial=True,
+        num_threads=0,
+    )
+    return path / "train"
+
+
+def with_vocabulary(folder: Path, vocab_size: int) -> Path:
+    """Change the vocab_size in the meta.json of a cache."""
+    meta = read_meta(str(folder.parent / "meta.json"))
+    write_meta(str(folder.parent / "meta.json"), {**meta, "vocab_size": vocab_size})
+    return folder
+
+
+@dataclass
+class GlobalBatch:
+    """The rows of all ranks in order, T + 1 ids each, and the state that every rank has after them."""
+
+    rows: list[list[int]]
+    state: dict[str, Any]
+    source: list[int] | None = None
+
+    @property
+    def firsts(self) -> list[int]:
+        """The first id of each row: the place of its window."""
+        return [row[0] for row in self.rows]
+
+
+def joined(ranks: Sequence[Sequence[Any]]) -> list[GlobalBatch]:
+    """Check the batches of each rank, and put those of all ranks together."""
+    assert len({len(batches) for batches in ranks}) == 1, "ranks yield unequally many batches"
+    found = []
+    for batches in zip(*ranks, strict=True):
+        for x, y in batches:
+            assert x.shape == y.shape and x.dtype == y.dtype == torch.int64
+            assert x.is_contiguous() and y.is_contiguous()
+            assert torch.equal(x[:, 1:], y[:, :-1]), "y is not x one token later"
+        assert all(batch.state == batches[0].state for batch in batches), "ranks differ in their state"
+        rows = [row for batch in batches for row in torch.cat([batch.x, batch.y[:, -1:]], dim=1).tolist()]
+        sources = None if batches[0].source is None else [int(index) for batch in batches for index in batch.source]
+        found.append(GlobalBatch(rows, batches[0].state, sources))
+    return found
+
+
+def firsts(batches: Sequence[GlobalBatch]) -> list[int]:
+    """Return the first id of each row of all batches."""
+    return [first for batch in batches for first in batch.firsts]
+
+
+def run_epochs(
+    folder: Path, steps: int | None = None, *, G: int = 4, world: int = 1, state: Any = None, **changed: Any
+) -> list[GlobalBatch]:
+    """Take some steps of an EpochStream with all its ranks; None: to the end."""
+    ranks = []
+    for rank in range(world):
+        arguments = {"T": 4, "seed": 0, "global_batch_size": G, "rank": rank, "world_size": world, **changed}
+        stream = EpochStream(str(folder), **arguments)
+        if state is not None:
+            stream.load_state_dict(state)
+        ranks.append(list(islice(stream, steps)))
+    return joined(ranks)
+
+
+def sources(folder: Path, windows: Sequence[int]) -> list[Path]:
+    """Write a split for each source, of so many windows of T = 1."""
+    return [
+        write_shards(folder / f"source_{source}" / "train", [range(source * APART, source * APART + count + 1)])
+        for source, count in enumerate(windows)
+    ]
+
+
+def mixture(
+    folders: Sequence[Path],
+    weights: Sequence[float],
+    *,
+    G: int = 4,
+    rank: int = 0,
+    world: int = 1,
+    seed: int = 0,
+    streams: dict[str, Any] | None = None,
+    **changed: Any,
+) -> MixtureStream:
+    """Open a mixture in blocks of 10 samples."""
+    common = {"T": 1, "global_batch_size": G, "rank": rank, "world_size": world, "seed": 0, **(streams or {})}
+    return MixtureStream(
+        [EpochStream(str(folder), **common) for folder in folders],
+        weights,
+        seed=seed,
+        **{"block_size": 10, **changed},
+    )
+
+
+def run_mixture(
+    folders: Sequence[Path],
+    weights: Sequence[float],
+    steps: int | None = None,
+    *,
+    world: int = 1,
+    state: Any = None,
+    **changed: Any,
+) -> list[GlobalBatch]:
+    """Take some steps of a mixture with all its ranks; None: to the end."""
+    ranks = []
+    for rank in range(world):
+        one = mixture(folders, weights, rank=rank, world=world, **changed)
+        if state is not None:
+            one.load_state_dict(state)
+        ranks.append(list(islice(one, steps)))
+    batches = joined(ranks)
+    for batch in batches:
+        assert batch.source == [first // APART for first in batch.firsts], "source does not say where a row is from"
+    return batches
+
+
+def sources_of(batches: Sequence[GlobalBatch]) -> list[int]:
+    """Return the source of each row."""
+    return [first // APART for first in firsts(batches)]
+
+
+def assert_in_epochs(taken: Sequence[int], windows: Sequence[int]) -> None:
+    """Every source is seen whole before any window of it comes again."""
+    for source, count in enumerate(windows):
+        own = [first for first in taken if first // APART == source]
+        for epoch in range(-(-len(own) // count)):
+            part = own[epoch * count : (epoch + 1) * count]
+            assert len(set(part)) == len(part)
+        assert set(own) <= set(range(source * APART, source * APART + count))
+
+
+WRAP = 2**64
+
+
+def plain_mix(z: int) -> int:
+    """Compute SplitMix64's finalizer in plain integers."""
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % WRAP
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % WRAP
+    return z ^ z >> 31

@@ -1,0 +1,235 @@
+"""What is left on a disk after a record of operations was cut anywhere: by kill -9, or by a loss of power.
+
+A file system is modelled by what POSIX says of fsync, and by a rename that is one step. What a file holds is durable up
+to its last fsync. What a folder holds, that is which name stands for what, is durable up to the folder's last fsync.
+Three models of a cut behind operation n:
+
+    kill    every one of the n operations has happened: the kernel lives on
+    power   what is durable, and nothing else
+    mixed   what is durable, and of the rest some operations, by a seed: kernels write back when they like. A name that
+            changed twice has not the second change without the first; a file that lost a write in its middle has zeros
+            there, and of its last write perhaps only a half
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.storage import fileio
+from niels_gpt.storage.fileio import Operation
+
+MODELS = ("kill", "power", "mixed")
+Tree = dict[str, bytes | str | None]
+"""Relative path -> bytes of a file, target of a symlink, None for a folder."""
+
+
+@dataclass(eq=False)
+class File:
+    """What a file holds now, what it held at its last fsync, and (offset, bytes) or (size, None) since then."""
+
+    content: bytes = b""
+    synced: bytes = b""
+    since: list[tuple[int, bytes | None]] = field(default_factory=list)
+
+    def change(self, offset: int, content: bytes | None) -> None:
+        self.content = _changed(self.content, offset, content)
+        self.since.append((offset, content))
+
+    def sync(self) -> None:
+        self.synced, self.since = self.content, []
+
+    def left(self, model: str, chance: random.Random) -> bytes:
+        if model == "kill":
+            return self.content
+        found = self.synced
+        for number, (offset, content) in enumerate(self.since if model == "mixed" else []):
+            kept = chance.random()
+            if content is not None and number == len(self.since) - 1 and kept < 1 / 3:
+                found = _changed(found, offset, content[: len(content) // 2])  # torn
+            elif kept < 2 / 3:
+                found = _changed(found, offset, content)
+        return found
+
+
+@dataclass(eq=False)
+class Link:
+    """A symlink."""
+
+    target: str
+
+
+@dataclass(eq=False)
+class Folder:
+    """What each name stands for now, and what it stands for after a loss of power."""
+
+    names: dict[str, Node] = field(default_factory=dict)
+    durable: dict[str, Node] = field(default_factory=dict)
+
+
+Node = File | Link | Folder
+Change = list[tuple[Folder, str, Node | None]]
+"""What one operation does to names, in one step: a rename changes two."""
+
+
+class Disk:
+    """A folder on a disk, to which operations of a record are applied."""
+
+    def __init__(self, before: Tree) -> None:
+        """before: what there is before the first operation; all of it is durable."""
+        self._top = Folder()
+        self._waiting: list[Change] = []
+        for path, content in sorted(before.items()):
+            folder, name = self._place(path)
+            node: Node = File(content, content) if isinstance(content, bytes) else Folder()
+            folder.names[name] = folder.durable[name] = Link(content) if isinstance(content, str) else node
+
+    def apply(self, operations: Iterable[Operation]) -> None:
+        """Do to the model what was done to the disk. Paths are relative: see `below`."""
+        for verb, path, *rest in operations:
+            if verb == "fsync_dir":
+                self._sync_names(path)
+            elif verb in ("write", "cut", "fsync"):
+                file = self._node(path)
+                assert isinstance(file, File), path
+                if verb == "fsync":
+                    file.sync()
+                else:
+                    file.change(rest[0], rest[1] if verb == "write" else None)
+            else:
+                self._change_names(self._change(verb, path, *rest))
+
+    def left(self, model: str, seed: int = 0) -> Tree:
+        """Return what a cut at this moment leaves."""
+        chance = random.Random(seed)
+        names = {id(folder): dict(folder.names if model == "kill" else folder.durable) for folder in self._folders()}
+        if model == "mixed":
+            lost: set[tuple[int, str]] = set()
+            for change in self._waiting:
+                touched = {(id(folder), name) for folder, name, _ in change}
+                if touched & lost or chance.random() < 1 / 2:
+                    lost |= touched
+                else:
+                    for folder, name, node in change:
+                        _set(names[id(folder)], name, node)
+        tree: Tree = {}
+        stack: list[tuple[str, Folder]] = [("", self._top)]
+        while stack:
+            prefix, folder = stack.pop()
+            for name, node in sorted(names[id(folder)].items()):
+                if isinstance(node, Folder):
+                    tree[prefix + name] = None
+                    stack.append((f"{prefix}{name}/", node))
+                else:
+                    tree[prefix + name] = node.target if isinstance(node, Link) else node.left(model, chance)
+        return tree
+
+    def _change(self, verb: str, path: str, new: str = "") -> Change:
+        folder, name = self._place(path)
+        if verb == "rename":
+            return [(folder, name, None), (*self._place(new), folder.names[name])]
+        made: dict[str, Node] = {"create": File(), "mkdir": Folder(), "symlink": Link(new)}
+        assert (verb in made) != (name in folder.names), f"{verb} {path}"
+        return [(folder, name, made.get(verb))]
+
+    def _change_names(self, change: Change) -> None:
+        for folder, name, node in change:
+            _set(folder.names, name, node)
+        self._waiting.append(change)
+
+    def _sync_names(self, path: str) -> None:
+        """Make durable what changed in a folder, the other side of a rename, and what came before on these names."""
+        folder = self._top if path == "." else self._node(path)
+        wanted = {(id(folder), name) for change in self._waiting for where, name, _ in change if where is folder}
+        done: list[Change] = []
+        for change in reversed(self._waiting):
+            touched = {(id(where), name) for where, name, _ in change}
+            if touched & wanted:
+                wanted |= touched
+                done.insert(0, change)
+        for change in done:
+            self._waiting.remove(change)
+            for where, name, node in change:
+                _set(where.durable, name, node)
+
+    def _node(self, path: str) -> Node:
+        folder, name = self._place(path)
+        return folder.names[name]
+
+    def _place(self, path: str) -> tuple[Folder, str]:
+        *above, name = path.split("/")
+        folder = self._top
+        for part in above:
+            below = folder.names[part]
+            assert isinstance(below, Folder), path
+            folder = below
+        return folder, name
+
+    def _folders(self) -> Iterator[Folder]:
+        """Yield all folders that some model may reach."""
+        found: list[Node | None] = [self._top]
+        seen: set[int] = set()
+        found += [node for change in self._waiting for folder, _, new in change for node in (folder, new)]
+        while found:
+            folder = found.pop()
+            if isinstance(folder, Folder) and id(folder) not in seen:
+                seen.add(id(folder))
+                found += [*folder.names.values(), *folder.durable.values()]
+                yield folder
+
+
+def below(root: Path, trace: Iterable[Operation]) -> list[Operation]:
+    """Return a record with paths that are relative to a folder; the folder itself is "."."""
+    return [
+        (verb, os.path.relpath(path, root), *(os.path.relpath(new, root) if verb == "rename" else new for new in rest))
+        for verb, path, *rest in trace
+    ]
+
+
+def recorded_below(root: Path, build: Callable[[], Any]) -> list[Operation]:
+    """Return the record of a build, with relative paths as `below` makes them."""
+    trace: list[Operation] = []
+    with fileio.recorded(trace):
+        build()
+    return below(root, trace)
+
+
+def tree_of(root: Path) -> Tree:
+    """Return what a folder holds."""
+    return {
+        str(path.relative_to(root)): os.readlink(path)
+        if path.is_symlink()
+        else None
+        if path.is_dir()
+        else path.read_bytes()
+        for path in root.rglob("*")
+    }
+
+
+def put(tree: Tree, root: Path) -> None:
+    """Make a folder that holds what was left."""
+    root.mkdir(parents=True)
+    for name, content in sorted(tree.items()):
+        if content is None:
+            (root / name).mkdir()
+        elif isinstance(content, str):
+            (root / name).symlink_to(content)
+        else:
+            (root / name).write_bytes(content)
+
+
+def _set(names: dict[str, Node], name: str, node: Node | None) -> None:
+    names.pop(name, None)
+    if node is not None:
+        names[name] = node
+
+
+def _changed(content: bytes, offset: int, new: bytes | None) -> bytes:
+    """Return a file's content after a write at an offset, or after it was cut (or grown by zeros) to that size."""
+    if new is None:
+        return content[:offset].ljust(offset, b"\0")
+    return content[:offset].ljust(offset, b"\0") + new + content[offset + len(new) :]

@@ -1,0 +1,132 @@
+"""Builds of a few batches and shards, in which everything happens that may happen to a document."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.builders.meta_keys import Source
+from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.builders.sft import build_sft
+from niels_gpt.encoding import PROBE
+from niels_gpt.storage.meta_json import file_records
+from support.byte_tokenizer import ByteTokenizer
+
+Item = tuple[Any, ...]
+BATCH_ITEMS = 5
+SHARD_BYTES = 240
+"""Tokens of 120 bytes of text; a document has 16 at most, an end-of-text included."""
+
+
+class Counted(ByteTokenizer):
+    """A tokenizer that remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def encode(self, text: str) -> list[int]:
+        if text != PROBE:  # of the build's identity
+            self.texts.append(text)
+        return super().encode(text)
+
+
+def documents(seed: int, count: int = 90) -> list[Item]:
+    """Return (split, text, id): some hold a sentinel, are empty, or hold half a surrogate pair."""
+    chance = random.Random(seed)
+    found: list[Item] = []
+    for number in range(count):
+        text = f"{number}:" + "".join(chance.choices("abcdef é", k=chance.randint(1, 9)))
+        text = {5: f"{number}<|eot|>", 11: "", 20: f"{number}\ud800"}.get(number % 12 if number != 20 else 20, text)
+        found.append((None, text, f"page\n{number}"))
+    return found
+
+
+def chats(seed: int, count: int = 40) -> list[Item]:
+    """Return (id, messages): some hold a sentinel, have no reply, or are no chats at all."""
+    chance = random.Random(seed)
+    found: list[Item] = []
+    for number in range(count):
+        texts = [f"{number}:" + "".join(chance.choices("abcdef ", k=chance.randint(1, 9))) for _ in range(2)]
+        messages: list[Any] = [
+            {"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)
+        ]
+        if number % 12 == 5:
+            messages[0]["content"] = f"{number}<|usr|>"
+        elif number % 12 == 7:
+            del messages[1]
+        elif number == 20:
+            messages = [3]
+        found.append((f"chat {number}", messages))
+    return found
+
+
+def counting(items: Iterable[Item], counters: dict[str, int]) -> Iterator[Item]:
+    """Yield the items as a loader does that counts what it reads."""
+    for item in items:
+        counters["rows"] = counters.get("rows", 0) + 1
+        yield item
+
+
+def pretrain(path: Path, seed: int = 0, *, items: Iterable[Item] | None = None, **changed: Any) -> dict[str, Any]:
+    """Build a pretrain cache of five shards or so: shuffled, some documents dropped, two cut, not all read."""
+    counters: dict[str, int] = {}
+    items = counting(documents(seed) if items is None else items, counters)
+    arguments: dict[str, Any] = {
+        "tokenizer": ByteTokenizer(),
+        "max_train_tokens": 380,
+        "max_val_tokens": 100,
+        "shard_bytes": SHARD_BYTES,
+        "seed": seed,
+        "shuffle_buffer": 8,
+        "append_eot": True,
+        "num_threads": 0,
+        "source": Source(name="small", counters=counters),
+        "checkpoint_seconds": 0,
+    }
+    return build_pretrain(items, path, **{**arguments, **changed})
+
+
+def sft(path: Path, seed: int = 0, *, items: Iterable[Item] | None = None, **changed: Any) -> dict[str, Any]:
+    """Build an sft cache of both splits."""
+    counters: dict[str, int] = {}
+    items = counting(chats(seed) if items is None else items, counters)
+    arguments: dict[str, Any] = {
+        "tokenizer": ByteTokenizer(),
+        "val_frac": 0.2,
+        "seed": seed,
+        "num_threads": 0,
+        "source": Source(name="small", counters=counters),
+        "checkpoint_seconds": 0,
+    }
+    return build_sft(items, path, **{**arguments, **changed})
+
+
+BUILDERS: dict[str, Any] = {"pretrain": pretrain, "sft": sft}
+ITEMS: dict[str, Any] = {"pretrain": documents, "sft": chats}
+
+
+@contextmanager
+def quick_folder() -> Iterator[Path]:
+    """Make a folder in memory where that can be: these builds wait for nothing but fsync."""
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shm if os.access(shm, os.W_OK) else None) as name:
+        yield Path(name)
+
+
+def whole_version(path: Path) -> str:
+    """Return the content sha256 of a committed cache, after a look at every byte of every file that its meta names."""
+    folder = path.resolve(strict=True)
+    meta = json.loads((folder / "meta.json").read_bytes())
+    for record in file_records(meta):
+        content = (folder / record["name"]).read_bytes()
+        assert len(content) == record["bytes"], f"{record['name']}: {len(content)} bytes, expected {record['bytes']}"
+        assert hashlib.sha256(content).hexdigest() == record["sha256"], record["name"]
+    assert folder.name == meta["content_sha256"][:12]
+    return str(meta["content_sha256"])

@@ -1,0 +1,89 @@
+"""Three caches of a few tokens each, whose bytes are known: tokenizer/, pretrain/notes and sft/chats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from niels_gpt.builders.meta_keys import content_sha256
+from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.builders.sft import build_sft
+from niels_gpt.cache import write_meta
+from niels_gpt.storage.fileio import META_NAME, sha256_file
+from support.byte_tokenizer import ByteTokenizer
+
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+"""Six tokens: usr q eot asst a eot; the last two are supervised."""
+
+
+class SavedByteTokenizer(ByteTokenizer):
+    """A byte tokenizer with a model file, so that its caches say whose ids they hold."""
+
+    def __init__(self, root: Path) -> None:
+        self.model_path = str(root / "tokenizer" / "spm.model")
+
+
+def build_caches(root: Path) -> Path:
+    """Build tokenizer/, pretrain/notes (train: 3 shards of 10 tokens, no val) and sft/chats (train: 3 examples)."""
+    model = root / "tokenizer" / "spm.model"
+    model.parent.mkdir(parents=True)
+    model.write_bytes(b"a model")
+    record = {"name": "spm.model", "bytes": 7, "sha256": sha256_file(model)}
+    about = {"kind": "tokenizer", "tokenizer_sha256": record["sha256"], "vocab_size": ByteTokenizer.vocab_size}
+    about |= {"special_token_ids": ByteTokenizer().special_token_ids(), "files": [record]}
+    about |= {"content_sha256": content_sha256([record]), "meta_crc32": ""}
+    write_meta(str(model.parent / META_NAME), about)
+    build_notes(root)
+    build_chats(root)
+    return root
+
+
+def build_notes(root: Path, documents: Any = ((None, "a" * 30),), **arguments: Any) -> Path:
+    """Build pretrain/notes: 30 tokens for train and none for val unless the arguments say otherwise."""
+    path = root / "pretrain" / "notes"
+    chosen = {"max_train_tokens": 30, "max_val_tokens": 0, "shard_bytes": 20, "seed": 0, "shuffle_buffer": None}
+    build_pretrain(documents, path, tokenizer=SavedByteTokenizer(root), **{**chosen, **arguments})
+    return path
+
+
+def build_chats(root: Path, examples: Any = (CHAT,) * 3, val_frac: float = 0, name: str = "chats") -> Path:
+    """Build sft/NAME."""
+    path = root / "sft" / name
+    build_sft(examples, path, tokenizer=SavedByteTokenizer(root), val_frac=val_frac, seed=0)
+    return path
+
+
+def change_meta(cache: Path, **keys: Any) -> None:
+    """Set keys of a cache's meta.json, as its author would: with a CRC-32 that is right."""
+    path = cache / META_NAME
+    write_meta(str(path), {**json.loads(path.read_bytes()), **keys})
+
+
+def put_token(path: Path, position: int, token: int) -> None:
+    """Write one id into a token file."""
+    tokens = np.fromfile(path, dtype="<u2")
+    tokens[position] = token
+    tokens.tofile(path)
+
+
+Damage = Callable[[Path], Any]
+"""What is done to a file."""
+
+
+def cut(num_bytes: int) -> Damage:
+    """Keep the first bytes of a file; a negative number: all but the last ones."""
+    return lambda path: path.write_bytes(path.read_bytes()[:num_bytes])
+
+
+def put(content: bytes) -> Damage:
+    """Replace a file's content."""
+    return lambda path: path.write_bytes(content)
+
+
+def save(values: Any, dtype: str = "<i8") -> Damage:
+    """Replace a file by a .npy file of these values."""
+    return lambda path: np.save(path, np.array(values, dtype=dtype))

@@ -1,0 +1,57 @@
+"""Small pretrain caches whose splits are checked against a rule applied to the whole stream."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from niels_gpt.builders.pretrain import build_pretrain
+from support.byte_tokenizer import ByteTokenizer
+
+IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # many builds, and each of them syncs its files
+SPLITS = ("train", "val")
+
+
+def letters(lengths: list[int]) -> list[str]:
+    """Return documents of these lengths; document i repeats the i-th letter."""
+    return [chr(ord("a") + number) * length for number, length in enumerate(lengths)]
+
+
+def build(folder: Path, documents: list[Any], train: int | None, val: int | None, **extras: Any) -> dict[str, Any]:
+    """Build a cache of texts, or of (split, text); returns its meta."""
+    pairs = [document if isinstance(document, tuple) else (None, document) for document in documents]
+    arguments = {"shard_bytes": 1 << 20, "seed": 0, "shuffle_buffer": None, **extras}
+    return build_pretrain(
+        pairs, folder, tokenizer=ByteTokenizer(), max_train_tokens=train, max_val_tokens=val, **arguments
+    )
+
+
+def stored(cache: Path, split: str) -> list[str]:
+    """Return the documents of a split, read with the document index."""
+    shards = sorted((cache / split).glob("shard_*.bin"))
+    ids = np.concatenate([np.zeros(0, dtype="<u2"), *(np.fromfile(shard, dtype="<u2") for shard in shards)])
+    starts = np.load(cache / "index" / f"{split}_docs.npy")
+    assert starts[0] == 0 and starts[-1] == len(ids)
+    return [ByteTokenizer().decode(part) for part in np.split(ids, starts[1:-1])] if len(starts) > 1 else []
+
+
+def key(text: str, seed: int = 0) -> int:
+    """Return the number that decides a text's split, as docs/formats.md has it."""
+    return int(hashlib.sha256(f"{seed}\n{text}".encode(errors="surrogatepass")).hexdigest()[:16], 16)
+
+
+def obvious_splits(texts: list[str], share: Fraction, seed: int = 0) -> dict[str, str]:
+    """Return the split of each text of a stream that is held whole: the slow oracle."""
+    known = sorted({text for text in texts if text and "<|" not in text}, key=lambda text: key(text, seed))
+    found = {text: "val" if key(text, seed) < share * 2**64 else "train" for text in known}
+    if known and 0 < share < 1:
+        if "val" not in found.values():
+            found[known[0]] = "val"
+        if "train" not in found.values():
+            found[known[-1]] = "train"
+    return found

@@ -1,0 +1,32 @@
+"""A tiny Llama with its tokenizer, as save_pretrained writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support import chat_tokenizers as kinds
+
+CHAT = [{"role": "user", "content": "Name a river."}, {"role": "assistant", "content": "The otter swam."}]
+
+
+def write_model(folder: Path, *, seed: int, template: str = kinds.CHATML, **how: Any) -> Path:
+    """Write the model and its tokenizer to a folder; how: of save_pretrained."""
+    import transformers
+
+    kinds.write_tokenizer(folder, template=template)
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=400,
+        max_position_embeddings=64,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder, **how)
+    return folder

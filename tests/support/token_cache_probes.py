@@ -1,0 +1,116 @@
+"""What meets an attacked folder of token caches: every reader and every command; and how the folder is built.
+
+The table of attacks is cache/test_attacks.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset
+from niels_gpt.commands import cache as cli
+from niels_gpt.sampling import EpochStream, iter_eval
+from niels_gpt.tokenizer import load_tokenizer
+from support.attacks import Probe
+
+# --- what is attacked -------------------------------------------------------------------------------------------------
+
+IMPORTS = ("sentencepiece", "niels_gpt.commands.build", "niels_gpt.commands.report", "niels_gpt.inspection.diff")
+PRETRAIN, SFT, MODEL = "pretrain/notes", "sft/chats", "tokenizer/spm.model"
+TEXTS = [f"Page {page}. The heron walks to the river and finds {page * 3} apples." for page in range(12)]
+
+
+def build(root: Path) -> None:
+    """Make tokenizer/, pretrain/notes and sft/chats of three versions, and the raw text that they are of."""
+    (root / "raw").mkdir(parents=True)
+    for number, text in enumerate(TEXTS):
+        (root / "raw" / f"{number}.txt").write_text(text)
+    chats = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]} for text in TEXTS]
+    (root / "raw" / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    for seed in ("1", "2", "3"):
+        assert cli.main([*_build(root), "--seed", seed]) == 0
+
+
+def _build(root: Path) -> list[str]:
+    own = ["--pretrain", f"notes={root}/raw/*.txt", "--sft", f"chats={root}/raw/chats.jsonl"]
+    flags = ["--vocab-size", "300", "--shard-bytes", "600", "--threads", "1"]
+    return ["build", "notes", "chats", *own, *flags, "--source-root", str(root / "raw"), "--cache-dir", str(root)]
+
+
+# --- what meets it ----------------------------------------------------------------------------------------------------
+
+
+def each(kind: str, call: Callable[[Path], Any]) -> Callable[[Path], int]:
+    """Let a reader or a command meet every cache of a kind; the error says how many it refuses, and why the last."""
+
+    def meet(root: Path) -> int:
+        caches, statuses, errors = sorted(root.glob(f"{kind}/[!.]*")), [0], []
+        for cache in caches:
+            try:
+                found = call(cache)
+                statuses.append(found if type(found) is int else 0)
+            except (ValueError, FileNotFoundError) as error:
+                assert len(str(error)) > 20, error
+                errors.append(error)
+        if errors:
+            raise ValueError(f"{len(errors)} of {len(caches)}: {errors[-1]}")
+        return max(statuses)
+
+    return meet
+
+
+def command(name: str, *arguments: str) -> Callable[[Path], int]:
+    def call(path: Path) -> int:
+        return cli.main([name, str(path), *arguments])
+
+    return call
+
+
+def diff(cache: Path) -> int:
+    versions = sorted((cache.parent / ".versions" / cache.name).glob("[0-9a-f]*"))
+    return cli.main(["diff", str(cache), str(next((path for path in versions if path != cache.resolve()), cache))])
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def pretrain(io: Any) -> Callable[[Path], Any]:
+    def read(cache: Path) -> None:
+        PretrainTokenStreamDataset(cache / "train", T=8, device="cpu", io=io).get_batch(B=64, generator=generator())
+
+    return read
+
+
+def sft(io: Any) -> Callable[[Path], Any]:
+    def read(cache: Path) -> None:
+        files = [cache / f"train_{name}" for name in ("tokens.bin", "idx.npy")]
+        SFTExampleDataset(*files, T=64, device="cpu", eot_id=6, io=io).get_batch(B=64, generator=generator())
+
+    return read
+
+
+PROBES: dict[str, Probe] = {
+    "list": Probe(command("list")),
+    "verify": Probe(command("verify")),
+    "verify --deep": Probe(command("verify", "--deep")),
+    **{f"stats {kind}": Probe(each(kind, command("stats"))) for kind in ("pretrain", "sft")},
+    **{f"show {kind}": Probe(each(kind, command("show", "--at", "1"))) for kind in ("pretrain", "sft")},
+    **{f"locate {kind}": Probe(each(kind, command("locate", "train", "20"))) for kind in ("pretrain", "sft")},
+    **{f"diff {kind}": Probe(each(kind, diff)) for kind in ("pretrain", "sft")},
+    **{f"reader pretrain, {io}": Probe(each("pretrain", pretrain(io))) for io in ("mmap", "pread")},
+    **{f"reader sft, {io}": Probe(each("sft", sft(io))) for io in ("mmap", "pread")},
+    "reader epoch": Probe(
+        each("pretrain", lambda cache: list(EpochStream(cache / "train", T=8, global_batch_size=8, seed=0, epochs=1)))
+    ),
+    "reader evaluation": Probe(each("pretrain", lambda cache: list(iter_eval(cache / "train", B=8, T=8)))),
+    "reader tokenizer": Probe(lambda root: load_tokenizer(root / "tokenizer").encode("a text")),
+    "gc --dry-run": Probe(command("gc", "--dry-run")),
+    "gc": Probe(command("gc"), writes=True),
+    "build": Probe(lambda root: cli.main(_build(root)), writes=True),
+}

@@ -1,0 +1,51 @@
+"""The sentinels are PR-03's, and the guard finds them in text and in ids."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from niels_gpt.special_tokens import (
+    RESERVED_LITERALS,
+    SPECIAL_TOKEN_NAMES,
+    SPECIAL_TOKENS,
+    find_reserved_literal,
+    sentinel_lookup,
+)
+
+
+def test_the_sentinels_are_those_of_the_spec_in_its_order() -> None:
+    suffix = "84a5023f67d74cf29cc4001becde983c"
+    assert SPECIAL_TOKEN_NAMES == ("sys", "usr", "asst", "eot")
+    assert tuple(f"<|ngpt_{name}_{suffix}|>" for name in SPECIAL_TOKEN_NAMES) == SPECIAL_TOKENS
+
+
+def test_eight_literals_are_reserved() -> None:
+    assert list(RESERVED_LITERALS) == [*SPECIAL_TOKENS, "<|sys|>", "<|usr|>", "<|asst|>", "<|eot|>"]
+
+
+@pytest.mark.parametrize("literal", RESERVED_LITERALS)
+def test_each_reserved_literal_is_found_inside_a_text(literal: str) -> None:
+    assert find_reserved_literal(f"before{literal}after") == literal
+
+
+def test_the_first_of_two_literals_is_the_one_reported() -> None:
+    assert find_reserved_literal("a <|eot|> b <|sys|>") == "<|eot|>"
+
+
+@pytest.mark.parametrize("text", ["", "plain", "a <| b", "<|user|>", "<|ngpt_eot_84a5|>", "<|EOT|>", "< |eot|>"])
+def test_near_misses_are_plain_text(text: str) -> None:
+    assert find_reserved_literal(text) is None
+
+
+def test_the_lookup_table_is_true_at_the_sentinels_only() -> None:
+    table = sentinel_lookup({"sys": 1, "usr": 2, "asst": 4, "eot": 5}, 7)
+    assert table.tolist() == [False, True, True, False, True, True, False]
+    assert table[np.array([0, 3, 5], dtype=np.uint16)].any()
+    assert not table[np.array([0, 3, 6], dtype=np.uint16)].any()
+
+
+@pytest.mark.parametrize("token_id", [-1, 7])
+def test_a_sentinel_outside_the_vocabulary_is_refused(token_id: int) -> None:
+    with pytest.raises(ValueError, match=rf"eot={token_id}: expected 0 <= id < vocab_size=7"):
+        sentinel_lookup({"eot": token_id}, 7)

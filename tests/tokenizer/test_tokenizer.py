@@ -1,0 +1,210 @@
+"""Texts survive, sentinels are single ids, wrong models are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from niels_gpt import tokenizer as tokenizer_module
+from niels_gpt.special_tokens import SPECIAL_TOKENS, sentinel_lookup
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.tokenizer import SentencePieceTokenizer, TokenizerPaths, load_tokenizer
+
+USR, EOT = SPECIAL_TOKENS[1], SPECIAL_TOKENS[3]
+# Full-width forms of the same characters: NFKC makes the literal of them.
+LOOK_ALIKE = EOT.translate({code: code + 0xFEE0 for code in range(0x21, 0x7F)})
+
+
+def make_model(path: Path, **options: Any) -> Path:
+    """Train a model that niels_gpt would not, straight with SentencePiece."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    defaults: dict[str, Any] = {"vocab_size": 300, "hard_vocab_limit": False, "byte_fallback": True, "minloglevel": 3}
+    texts = [f"line {number} of some text" for number in range(50)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=model, **{**defaults, **options}
+    )
+    path.write_bytes(model.getvalue())
+    return path
+
+
+@given(st.text(st.characters(exclude_characters="\u2581", exclude_categories=("Cs",))))
+@example("  two  spaces \t\r\n\n")
+@example("nul \0 inside")
+@example("\u2585 \ufeff \u2028 \ufffd \U0010ffff")
+@example("<unk> <s> </s> <0x41>")
+@example(USR + "a" + EOT)
+def test_every_text_without_u2581_comes_back(tiny_tokenizer: SentencePieceTokenizer, text: str) -> None:
+    assert tiny_tokenizer.decode(tiny_tokenizer.encode(text)) == text
+
+
+def test_u2581_is_the_character_that_comes_back_as_a_space(tiny_tokenizer: SentencePieceTokenizer) -> None:
+    assert tiny_tokenizer.decode(tiny_tokenizer.encode("a\u2581b")) == "a b"
+
+
+def test_no_mark_is_added_around_a_text(tiny_tokenizer: SentencePieceTokenizer) -> None:
+    assert tiny_tokenizer.encode("") == []
+    assert tiny_tokenizer.encode("q") * 2 == tiny_tokenizer.encode("q") + tiny_tokenizer.encode("q")
+    assert not {0, 1, 2} & set(tiny_tokenizer.encode("The heron walks."))  # unk, BOS, EOS
+
+
+def test_a_sentinel_in_a_document_becomes_its_id_which_is_why_builders_guard(
+    tiny_tokenizer: SentencePieceTokenizer,
+) -> None:
+    special = tiny_tokenizer.special_token_ids()
+    ids = tiny_tokenizer.encode(f"a{EOT}b")
+    assert ids == [*tiny_tokenizer.encode("a"), special["eot"], *tiny_tokenizer.encode("b")]
+    assert sentinel_lookup(special, tiny_tokenizer.vocab_size)[ids].any()
+
+
+def test_a_full_width_look_alike_of_a_sentinel_stays_text(tiny_tokenizer: SentencePieceTokenizer) -> None:
+    ids = tiny_tokenizer.encode(LOOK_ALIKE)
+    assert not sentinel_lookup(tiny_tokenizer.special_token_ids(), tiny_tokenizer.vocab_size)[ids].any()
+    assert tiny_tokenizer.decode(ids) == LOOK_ALIKE
+
+
+def test_each_sentinel_is_one_id_and_decodes_to_itself(tiny_tokenizer: SentencePieceTokenizer) -> None:
+    ids = tiny_tokenizer.special_token_ids()
+    assert list(ids) == ["sys", "usr", "asst", "eot"]
+    for literal, token_id in zip(SPECIAL_TOKENS, ids.values(), strict=True):
+        assert tiny_tokenizer.encode(literal) == [token_id]
+        assert tiny_tokenizer.decode([token_id]) == literal
+
+
+def test_a_batch_equals_its_texts_one_by_one_whatever_the_threads(tiny_tokenizer: SentencePieceTokenizer) -> None:
+    texts = ["The heron", "", "walks\n", "é" * 10]
+    for num_threads in (1, 3):
+        batch = tiny_tokenizer.encode_batch(texts, num_threads=num_threads)
+        assert [array.tolist() for array in batch] == [tiny_tokenizer.encode(text) for text in texts]
+        assert {array.dtype for array in batch} == {np.dtype(np.int32)}
+    assert tiny_tokenizer.encode_batch([]) == []
+
+
+def test_a_tensor_of_ids_is_int64_and_one_dimensional(tiny_tokenizer: SentencePieceTokenizer) -> None:
+    ids = tiny_tokenizer.encode_torch("The otter", device="cpu")
+    assert (ids.dtype, ids.tolist()) == (torch.int64, tiny_tokenizer.encode("The otter"))
+    assert tuple(tiny_tokenizer.encode_torch("").shape) == (0,)
+
+
+def test_lists_arrays_and_tensors_decode_alike(tiny_tokenizer: SentencePieceTokenizer) -> None:
+    ids = tiny_tokenizer.encode("the mill")
+    for form in (ids, tuple(ids), np.array(ids, np.uint16), list(np.array(ids, np.int32)), torch.tensor(ids)):
+        assert tiny_tokenizer.decode(form) == "the mill"
+    assert tiny_tokenizer.decode([]) == ""
+
+
+def test_ids_that_are_no_ids_are_refused(tiny_tokenizer: SentencePieceTokenizer) -> None:
+    for wrong in (-1, tiny_tokenizer.vocab_size):
+        with pytest.raises(ValueError, match=rf"id {wrong}: expected 0 <= id < vocab_size="):
+            tiny_tokenizer.decode([5, wrong])
+    with pytest.raises(ValueError, match=r"shape \(1, 2\): expected one dimension"):
+        tiny_tokenizer.decode(np.array([[5, 6]]))
+
+
+def test_half_a_surrogate_pair_is_refused_with_its_place(tiny_tokenizer: SentencePieceTokenizer) -> None:
+    with pytest.raises(ValueError, match=r"text 0, character 2: lone surrogate '\\ud83d'"):
+        tiny_tokenizer.encode("ab\ud83d")
+    with pytest.raises(ValueError, match=r"text 1, character 0: lone surrogate"):
+        tiny_tokenizer.encode_batch(["fine", "\ud83d"])
+
+
+def test_a_folder_and_its_model_file_open_the_same_tokenizer(tiny_model_path: Path) -> None:
+    by_file, by_folder = load_tokenizer(tiny_model_path), load_tokenizer(tiny_model_path.parent)
+    assert by_file.model_path == by_folder.model_path == str(tiny_model_path.absolute())
+    assert by_file.sha256 == hashlib.sha256(tiny_model_path.read_bytes()).hexdigest()
+    assert TokenizerPaths.in_folder(tiny_model_path.parent).model_path == tiny_model_path
+
+
+def test_a_relative_path_is_kept_as_an_absolute_one(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny_model_path.parent)
+    assert load_tokenizer("spm.model").model_path == str(tiny_model_path)
+
+
+def test_a_pickled_tokenizer_opens_its_file_again_and_notices_another_one(
+    tiny_model_path: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "spm.model"
+    copy.write_bytes(tiny_model_path.read_bytes())
+    tokenizer = load_tokenizer(copy)
+    packed = pickle.dumps(tokenizer)
+    assert len(packed) < 1_000  # a path, not the model
+    assert pickle.loads(packed).encode("the mill") == tokenizer.encode("the mill")
+    make_model(copy, user_defined_symbols=list(SPECIAL_TOKENS))
+    with pytest.raises(CacheError, match=r"its sha256 is \w+\.\.\., expected"):
+        pickle.loads(packed)
+
+
+def test_an_absent_model_says_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"spm\.model: there is no .*python -m niels_gpt\.train_tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"no model"])
+def test_a_file_that_is_no_model_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "spm.model").write_bytes(content)
+    with pytest.raises(CacheError, match=r"spm\.model: is .*SentencePiece model"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_model_without_the_sentinels_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CacheError, match=r"has no piece '<\|ngpt_sys_"):
+        load_tokenizer(make_model(tmp_path / "spm.model"))
+
+
+def test_a_model_that_has_them_as_control_symbols_is_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "spm.model", control_symbols=list(SPECIAL_TOKENS))
+    with pytest.raises(CacheError, match=r"encodes to \[.*, expected the one id 3\. Train a tokenizer"):
+        load_tokenizer(model)
+
+
+def test_a_model_with_a_dummy_prefix_is_accepted(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(make_model(tmp_path / "spm.model", user_defined_symbols=list(SPECIAL_TOKENS)))
+    prefix, token_id = tokenizer.encode(EOT)
+    assert token_id == tokenizer.special_token_ids()["eot"] != prefix
+
+
+def test_other_special_ids_than_a_cache_was_written_with_are_refused(tiny_model_path: Path) -> None:
+    ids = load_tokenizer(tiny_model_path).special_token_ids()
+    assert SentencePieceTokenizer(tiny_model_path, expected_special_token_ids=ids).special_token_ids() == ids
+    with pytest.raises(CacheError, match=r"its special ids are .*'eot': 6.*, expected .*'eot': 7"):
+        SentencePieceTokenizer(tiny_model_path, expected_special_token_ids={**ids, "eot": 7})
+
+
+def test_special_tokens_are_four_different_ones(tiny_model_path: Path) -> None:
+    for wrong in (SPECIAL_TOKENS[:3], (USR, USR, USR, EOT)):
+        with pytest.raises(ValueError, match="expected four different ones"):
+            SentencePieceTokenizer(tiny_model_path, special_tokens=wrong)
+
+
+def test_the_default_tokenizer_is_opened_once_and_on_demand(
+    tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer_module.get_default_tokenizer.cache_clear()
+    monkeypatch.setattr(tokenizer_module, "DEFAULT_TOKENIZER_PATH", tmp_path / "spm.model")
+    with pytest.raises(FileNotFoundError, match="python -m niels_gpt"):
+        tokenizer_module.encode("x")
+    monkeypatch.setattr(tokenizer_module, "DEFAULT_TOKENIZER_PATH", tiny_model_path)
+    try:
+        assert tokenizer_module.get_default_tokenizer() is tokenizer_module.get_default_tokenizer()
+        assert tokenizer_module.decode(tokenizer_module.encode("the mill")) == "the mill"
+    finally:
+        tokenizer_module.get_default_tokenizer.cache_clear()
+
+
+def test_importing_the_modules_loads_neither_torch_nor_sentencepiece_nor_numpy() -> None:
+    names = "special_tokens, tokenizer, tokenizer_training, chat_template, train_tokenizer"
+    code = f"from niels_gpt import {names}; import sys; print({{'torch', 'sentencepiece', 'numpy'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,268 @@
+"""Training is reproducible and says what it left out."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from niels_gpt.commands.train_tokenizer import main
+from niels_gpt.special_tokens import SPECIAL_TOKENS, sentinel_lookup
+from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
+from niels_gpt.tokenizer_training import MAX_PIECE_BYTES, train_tokenizer, training_pieces, write_tokenizer
+
+WORDS = ["anchor", "basket", "candle", "drizzle", "engine", "fennel", "gravel"]
+WORDS += ["hollow", "island", "jumper", "kettle", "lantern", "marble", "needle"]
+TEXTS = [
+    f"Line {number}: the {WORDS[number % 14]} and the {WORDS[number % 11]} by the {WORDS[number % 9]}.\nIt was warm.\n"
+    for number in range(60)
+]
+
+
+def write_corpus(folder: Path) -> Path:
+    """60 texts as .txt, .md, .jsonl and .jsonl.gz, below `folder`."""
+    (folder / "deep" / "er").mkdir(parents=True)
+    for number, text in enumerate(TEXTS[:20]):
+        (folder / "deep" / f"{number}.txt").write_bytes(text.encode())
+    (folder / "deep" / "er" / "note.md").write_bytes("".join(TEXTS[20:40]).encode())
+    rows = [json.dumps({"text": text, "other": 1}) + "\n" for text in TEXTS[40:]]
+    (folder / "rows.jsonl").write_text("".join(rows[:10]))
+    with gzip.open(folder / "rows.jsonl.gz", "wt") as file:
+        file.writelines(rows[10:])
+    return folder
+
+
+def run(folder: Path, out_dir: Path, *more: str) -> dict[str, Any]:
+    """Train on all files below `folder`; returns the meta."""
+    arguments = ["--input_glob", f"{folder}/**/*.*", "--out_dir", str(out_dir), "--vocab_size", "320", *more]
+    assert main(arguments) == 0
+    meta: dict[str, Any] = json.loads((out_dir / "tokenizer_meta.json").read_bytes())
+    return meta
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_short_text_is_one_piece_and_an_empty_one_none() -> None:
+    assert list(training_pieces("a\nb\n")) == ["a\nb\n"]
+    assert list(training_pieces("")) == []
+
+
+def test_a_long_text_is_cut_before_the_last_line_feed_that_fits() -> None:
+    line = "\n" + "x" * 999  # four of these are exactly 4,000 bytes
+    assert list(training_pieces("abc" + line * 5)) == ["abc" + line * 3, line * 2]
+    assert list(training_pieces(line * 5)) == [line * 4, line]
+
+
+def test_a_line_feed_keeps_its_carriage_return() -> None:
+    pieces = list(training_pieces("x" * 3000 + "\r\n" + "y" * 3000))
+    assert pieces == ["x" * 3000, "\r\n" + "y" * 3000]
+
+
+def test_a_line_without_end_is_cut_between_characters() -> None:
+    assert list(training_pieces("\u20ac" * 2000)) == ["\u20ac" * 1333, "\u20ac" * 667]  # 3 bytes each; 3,999 fit
+
+
+def test_sentencepiece_skips_pieces_with_u2585_so_that_it_separates_them() -> None:
+    assert list(training_pieces("a\u2585\u2585b")) == ["a", "b"]
+
+
+@given(st.text(st.sampled_from("a\u20ac\U0001f600\n\r\u2585"), max_size=60), st.integers(1, 400))
+def test_pieces_join_to_the_text_and_none_is_too_long(text: str, times: int) -> None:
+    pieces = list(training_pieces(text * times))
+    assert "".join(pieces) == (text * times).replace("\u2585", "")
+    assert all(0 < len(piece.encode()) <= MAX_PIECE_BYTES for piece in pieces)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_texts_give_the_same_model_and_meta_whatever_the_seed() -> None:
+    first, second, other = (train_tokenizer(TEXTS, vocab_size=320, seed=seed) for seed in (42, 42, 7))
+    assert first == second
+    assert other.model == first.model
+    assert {**other.meta, "seed": 42} == first.meta
+
+
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+def test_the_vocabulary_has_the_size_asked_for_sentinels_included(model_type: str, tmp_path: Path) -> None:
+    trained = train_tokenizer(iter(TEXTS), vocab_size=320, model_type=model_type)
+    tokenizer = load_tokenizer(write_tokenizer(trained, tmp_path / "new" / "folder").model_path)
+    assert tokenizer.vocab_size == trained.meta["vocab_size"] == trained.meta["requested_vocab_size"] == 320
+    assert tokenizer.special_token_ids() == trained.meta["special_token_ids"]
+    assert tokenizer.sha256 == trained.meta["model_sha256"]
+    assert tokenizer.decode(tokenizer.encode(" \0a\n\n  b\t")) == " \0a\n\n  b\t"
+
+
+def test_a_small_corpus_gets_the_largest_vocabulary_it_allows_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        trained = train_tokenizer(TEXTS, vocab_size=16_000)
+    size = trained.meta["vocab_size"]
+    assert 320 < size < 16_000
+    assert trained.meta["requested_vocab_size"] == 16_000
+    assert caplog.messages == [f"the texts allow a vocabulary of {size} ids only, 16000 were asked for"]
+    # That size is one to ask for: now nothing is short, and no second warning comes.
+    assert train_tokenizer(TEXTS, vocab_size=size).meta["vocab_size"] == size
+    assert len(caplog.messages) == 1
+
+
+def test_the_counts_say_what_was_seen() -> None:
+    texts = ["abc\n\n", "d\0e", "x\u2581y", f"no {SPECIAL_TOKENS[0]}", "nor <|eot|>", "", "\n"]
+    meta = train_tokenizer(texts, vocab_size=300, trained_on=["a", "b"]).meta
+    given_bytes = sum(len(text.encode()) for text in texts)
+    assert {
+        "documents": 7,
+        "documents_with_reserved_literal": 2,
+        "documents_with_u2581": 1,
+        "pieces": 3,
+        "bytes_given": given_bytes,
+        "bytes_seen": 3 + 2 + 5,  # final line ends and NUL are not seen
+        "share_seen": 10 / given_bytes,
+        "trained_on": ["a", "b"],
+        "lossless": True,
+    }.items() <= meta.items()
+
+
+def test_the_inputs_are_hashed_with_their_lengths() -> None:
+    expected = hashlib.sha256()
+    for text in ("ab", "c"):
+        expected.update(len(text).to_bytes(8, "little") + text.encode())
+    assert train_tokenizer(["ab", "c"], vocab_size=300).meta["inputs_sha256"] == expected.hexdigest()
+    assert train_tokenizer(["a", "bc"], vocab_size=300).meta["inputs_sha256"] != expected.hexdigest()
+
+
+def test_long_lines_are_seen(tmp_path: Path) -> None:
+    # SentencePiece by itself would leave out this line of 30,000 bytes, and its word with it.
+    trained = train_tokenizer([*TEXTS, "Quetzalcoatl! " * 2_200], vocab_size=380)
+    tokenizer = load_tokenizer(write_tokenizer(trained, tmp_path).model_path)
+    assert trained.meta["share_seen"] > 0.99
+    assert len(tokenizer.encode("Quetzalcoatl")) <= 2
+
+
+def test_max_bytes_cuts_the_document_that_passes_it_and_reads_no_further() -> None:
+    read: list[str] = []
+
+    def texts() -> Iterator[str]:
+        for text in ("abcd", "ef\u20acgh", "never"):
+            read.append(text)
+            yield text
+
+    progress: list[tuple[int, int, int | None]] = []
+    trained = train_tokenizer(texts(), vocab_size=300, max_bytes=8, progress=lambda *now: progress.append(now))
+    assert read == ["abcd", "ef\u20acgh"]
+    assert trained.meta["bytes_given"] == 6  # "abcd" and "ef": the euro sign's three bytes would be nine in all
+    assert progress == [(1, 4, 8), (2, 6, 8)]
+
+
+def test_an_error_of_the_texts_comes_through() -> None:
+    def texts() -> Iterator[str]:
+        yield from TEXTS
+        raise ConnectionError("the line went dead")
+
+    with pytest.raises(ConnectionError, match="the line went dead"):
+        train_tokenizer(texts(), vocab_size=320)
+
+
+def test_nothing_to_train_on_is_refused() -> None:
+    for texts in ([], ["", "\n"], ["<|eot|>"]):
+        with pytest.raises(ValueError, match=f"nothing to train a tokenizer on: {len(texts)} documents"):
+            train_tokenizer(texts)
+
+
+def test_a_vocabulary_below_the_characters_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"vocab_size=263 is too small: .* need 30\d\."):
+        train_tokenizer(TEXTS, vocab_size=263)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"vocab_size": 65_537},
+        {"vocab_size": 0},
+        {"model_type": "word"},
+        {"normalization": "none"},
+        {"character_coverage": 0.0},
+        {"max_bytes": 0},
+    ],
+)
+def test_a_bad_argument_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=rf"{name}={value!r}: expected"):
+        train_tokenizer(TEXTS, **wrong)
+
+
+def test_nmt_nfkc_is_said_to_lose_text_and_lets_look_alikes_through(tmp_path: Path) -> None:
+    trained = train_tokenizer(TEXTS, vocab_size=320, normalization="nmt_nfkc")
+    tokenizer = SentencePieceTokenizer(write_tokenizer(trained, tmp_path).model_path)
+    assert trained.meta["lossless"] is False
+    assert tokenizer.decode(tokenizer.encode("  the\n\ncat ")) == "the cat"
+    look_alike = SPECIAL_TOKENS[3].translate({code: code + 0xFEE0 for code in range(0x21, 0x7F)})
+    ids = tokenizer.encode(look_alike)
+    assert sentinel_lookup(tokenizer.special_token_ids(), tokenizer.vocab_size)[ids].any()
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_files_in_another_folder_give_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = write_corpus(tmp_path / "here")
+    there = tmp_path / "quite" / "another" / "place"
+    shutil.copytree(here, there)
+    meta = run(here, tmp_path / "a")
+    assert run(there, tmp_path / "b") == meta
+    assert (tmp_path / "a" / "spm.model").read_bytes() == (tmp_path / "b" / "spm.model").read_bytes()
+    assert meta["documents"] == 20 + 1 + 20
+    assert meta["input_files"][:2] == ["deep/0.txt", "deep/1.txt"]
+    assert meta["input_globs"] == ["**/*.*"]
+    monkeypatch.chdir(here)
+    assert main(["--input_glob", "**/*.*", "--out_dir", str(tmp_path / "c"), "--vocab_size", "320"]) == 0
+    assert json.loads((tmp_path / "c" / "tokenizer_meta.json").read_bytes()) == meta
+
+
+def test_a_file_that_two_patterns_match_is_read_once(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path / "in")
+    meta = run(folder, tmp_path / "out", "--input_glob", f"{folder}/rows.jsonl")
+    assert meta["documents"] == 41
+
+
+def test_the_report_tells_size_share_and_sha(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    meta = run(write_corpus(tmp_path / "in"), tmp_path / "out", "--vocab_size", "9000")
+    said = capsys.readouterr().out
+    assert f"vocabulary: {meta['vocab_size']} ids, sha256 {meta['model_sha256']}" in said
+    assert "smaller than the 9000 asked for" in said
+    assert "trained on 41 documents from 23 files" in said
+
+
+def test_a_pattern_without_match_fails_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--input_glob", f"{tmp_path}/*.txt", "--out_dir", str(tmp_path / "out")]) == 1
+    assert "no file matches --input_glob" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_field_fails_with_the_fields_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_corpus(tmp_path / "in")
+    assert main(["--input_glob", f"{folder}/*.jsonl", "--out_dir", str(tmp_path), "--text-field", "body"]) == 1
+    said = capsys.readouterr().err
+    assert "row 1: expected text in the field 'body', found NoneType; its fields are other, text" in said
+
+
+def test_bytes_that_are_no_utf8_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "bad.txt").write_bytes(b"caf\xe9 " * 30)
+    meta = run(tmp_path, tmp_path / "out")
+    assert meta["bytes_given"] == 30 * len("caf\ufffd ".encode())
+
+
+@pytest.mark.parametrize("arguments", [[], ["--input_glob", "x", "--vocab_size", "many"], ["--no_such_flag"]])
+def test_usage_errors_exit_with_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2

@@ -1,0 +1,223 @@
+"""Check levels, circles, sizes and maps of niels_gpt and pipelines: python tools/structure.py [ROOT]
+
+Prints lines, modules, the largest folder, imports of a higher level and circles, and what breaks a rule; exit status 1
+where something does. `make check` runs it. The rules are docs/decisions/0011-one-plan.md's.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LEVELS: tuple[frozenset[str], ...] = (
+    frozenset({"", "storage", "settings", "paths", "interrupts", "progress"}),
+    frozenset(
+        {
+            "data",
+            "hub",
+            "chat",
+            "encoding",
+            "tokenizer",
+            "tokenizer_training",
+            "roundtrip",
+            "pictures",
+            "chat_template",
+            "special_tokens",
+        }
+    ),
+    frozenset({"cache", "builders"}),
+    frozenset({"inspection", "sampling", "eagle3", "prefix_tree"}),
+    frozenset({"recipes"}),
+    frozenset({"commands", "train_tokenizer"}),
+)
+"""Packages and modules of niels_gpt by level, lowest first. A module imports its own level and lower ones."""
+ENTRY_POINTS = frozenset(
+    {
+        "niels_gpt.cache.cli",
+        "niels_gpt.eagle3.__main__",
+        "niels_gpt.eagle3.precompute",
+        "niels_gpt.prefix_tree.__main__",
+        "niels_gpt.prefix_tree.demo",
+    }
+)
+"""Modules of the highest level in packages of a lower one: what `python -m` runs."""
+NEIGHBOURS = {
+    "builders": set(),
+    "cache": {"builders"},
+    "inspection": {"builders", "cache"},
+    "sampling": {"builders", "cache"},
+    "eagle3": set(),
+    "prefix_tree": set(),
+}
+"""Which packages of levels 2 and 3 a package of these levels may import, beside itself."""
+NO_SOURCES = {"data", "hub"}
+"""What levels 2 and 3 may not import: they take iterables and models. The targets of eagle3 may import hub."""
+MOST_MODULES = 12  # of a folder, without its __init__.py
+MOST_LINES = 450  # of a module
+MOST_FUNCTION_LINES = 60
+
+
+@dataclass(frozen=True)
+class Module:
+    """One Python file."""
+
+    name: str
+    path: Path
+    source: str
+    tree: ast.Module
+    is_package: bool
+
+    @property
+    def package(self) -> str:
+        """The package or module right below niels_gpt; empty for niels_gpt itself and for pipelines."""
+        parts = self.name.split(".")
+        return parts[1] if parts[0] == "niels_gpt" and len(parts) > 1 else ""
+
+    @property
+    def level(self) -> int:
+        if self.name.startswith("pipelines") or self.name in ENTRY_POINTS:
+            return len(LEVELS) - 1
+        return next(number for number, packages in enumerate(LEVELS) if self.package in packages)
+
+
+def read_modules(root: Path) -> dict[str, Module]:
+    """Return the modules of niels_gpt and pipelines below `root` by their dotted names."""
+    modules: dict[str, Module] = {}
+    for path in sorted([*root.glob("niels_gpt/**/*.py"), *root.glob("pipelines/**/*.py")]):
+        parts = path.relative_to(root).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        source = path.read_text(encoding="utf-8")
+        modules[name] = Module(name, path, source, ast.parse(source), parts[-1] == "__init__")
+    return modules
+
+
+def all_imports(module: Module) -> set[str]:
+    """Return the dotted names that a module imports, inside functions and under TYPE_CHECKING too."""
+    names: set[str] = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            names |= {f"{base}.{alias.name}" for alias in node.names}
+    return names
+
+
+def own_imports(module: Module, modules: dict[str, Module]) -> set[str]:
+    """Return the modules of this project that a module imports."""
+    names = (name if name in modules else name.rpartition(".")[0] for name in all_imports(module))
+    return {name for name in names if name in modules and name != module.name}
+
+
+def back_arrows(modules: dict[str, Module]) -> list[tuple[str, str]]:
+    """Return the imports of a module of a higher level, or of a neighbour that a package may not import."""
+    arrows = []
+    for module in modules.values():
+        for name in sorted(own_imports(module, modules)):
+            target = modules[name]
+            package, other = module.package, target.package
+            sideways = (
+                package in NEIGHBOURS
+                and module.level < len(LEVELS) - 1
+                and package != other
+                and (
+                    (other in NEIGHBOURS and other not in NEIGHBOURS[package])
+                    or (other in NO_SOURCES and not (other == "hub" and ".eagle3.targets." in f"{module.name}."))
+                )
+            )
+            if target.level > module.level or sideways:
+                arrows.append((module.name, name))
+    return arrows
+
+
+def circles(modules: dict[str, Module]) -> list[list[str]]:
+    """Return the groups of modules that import each other, directly or through others."""
+    graph = {name: own_imports(module, modules) for name, module in modules.items()}
+    reached = {name: _reachable(name, graph) for name in modules}
+    groups = {tuple(sorted(other for other in reached[name] if name in reached[other])) for name in modules}
+    return [list(group) for group in sorted(groups) if len(group) > 1]
+
+
+def _reachable(name: str, graph: dict[str, set[str]]) -> set[str]:
+    found, waiting = {name}, [name]
+    while waiting:
+        new = graph[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def folders(modules: dict[str, Module]) -> dict[Path, int]:
+    """Return the number of modules in each folder, without its __init__.py."""
+    sizes: dict[Path, int] = {}
+    for module in modules.values():
+        sizes[module.path.parent] = sizes.get(module.path.parent, 0) + (not module.is_package)
+    return sizes
+
+
+def oversized(modules: dict[str, Module]) -> Iterator[str]:
+    """Yield the folders, modules and functions that are too large."""
+    for folder, number in folders(modules).items():
+        if number > MOST_MODULES:
+            yield f"{folder}: {number} modules, at most {MOST_MODULES}"
+    for module in modules.values():
+        lines = module.source.count("\n")
+        if lines > MOST_LINES:
+            yield f"{module.path}: {lines} lines, at most {MOST_LINES}"
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                if length > MOST_FUNCTION_LINES:
+                    yield f"{module.path}: {node.name} has {length} lines, at most {MOST_FUNCTION_LINES}"
+
+
+def missing_in_maps(modules: dict[str, Module]) -> Iterator[str]:
+    """Yield the modules that the docstring of their package does not name with a purpose, and names of none."""
+    for package in (module for module in modules.values() if module.is_package):
+        named = {
+            word.rstrip("/").removesuffix(".py")
+            for line in (ast.get_docstring(package.tree) or "").splitlines()
+            if len(words := line.split()) > 1 and (word := words[0]).endswith((".py", "/")) and "/" not in word[:-1]
+        }
+        inside = {
+            name.rpartition(".")[2]
+            for name, module in modules.items()
+            if name.rpartition(".")[0] == package.name and not _is_empty(module)
+        }
+        if inside != named:
+            absent, unknown = sorted(inside - named), sorted(named - inside)
+            yield f"{package.path}: its docstring lacks {absent}" if absent else f"{package.path}: no module {unknown}"
+
+
+def _is_empty(module: Module) -> bool:
+    return module.is_package and len(module.tree.body) <= 1 and module.name.endswith(".sample")
+
+
+def main() -> int:
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent)
+    modules = read_modules(root)
+    arrows, rounds = back_arrows(modules), circles(modules)
+    largest, number = max(folders(modules).items(), key=lambda item: item[1])
+    for what, figure in {
+        "lines": f"{sum(module.source.count(chr(10)) for module in modules.values()):,}",
+        "modules": len(modules),
+        "largest folder": f"{number} modules in {largest.relative_to(root)}",
+        "back arrows": len(arrows),
+        "circles": len(rounds),
+    }.items():
+        print(f"{what:15} {figure}")
+    broken = [
+        *(f"{name} imports {other}, of a higher level or beside it" for name, other in arrows),
+        *(f"import each other: {', '.join(group)}" for group in rounds),
+        *oversized(modules),
+        *missing_in_maps(modules),
+    ]
+    print("\n".join(broken), end="\n" * bool(broken))
+    return bool(broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
