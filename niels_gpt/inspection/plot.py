@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.inspection.source_ids import printable
 from niels_gpt.inspection.stats import lengths, meta_errors, open_version, supervised_counts
-from niels_gpt.pictures import check_matplotlib, new_figure, plain_axes, png
+from niels_gpt.pictures import check_matplotlib, check_png, new_figure, plain_axes, png
 from niels_gpt.storage.fileio import write_bytes
 from niels_gpt.storage.versions import VERSIONS_DIR
 
@@ -49,10 +49,7 @@ def write_plot(cache: Path, target: Path) -> None:
 
     Raises: as `plot`; ValueError unless the name ends in .png; FileNotFoundError also where its folder does not exist.
     """
-    if target.suffix.lower() != ".png":
-        raise ValueError(f"{target}: expected the name of a .png, the only kind of picture that is drawn")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{target}: there is no folder {target.parent} to put the picture in")
+    check_png(target)
     write_bytes(target, plot(cache))
 
 

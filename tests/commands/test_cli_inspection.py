@@ -213,7 +213,7 @@ def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_printed(
 ) -> None:
     target = tmp_path / "none" / "out.png"
     status, out, err = run("stats", root / "sft/oasst1", "--plot", target)
-    assert (status, out) == (1, "") and err.startswith(f"error: {target}: there is no folder {target.parent}")
+    assert (status, out) == (1, "") and err.startswith(f"error: {target}: no folder {target.parent}")
     status, out, err = run("stats", root / "sft/oasst1", "--plot", tmp_path / "out.pdf")
     assert (status, out) == (1, "") and "out.pdf: expected the name of a .png" in err
     assert not (tmp_path / "out.pdf").exists()
