@@ -1,4 +1,4 @@
-"""Token caches on disk: their public builders and readers (PR-03). The eight files of the spec.
+"""Token caches on disk: their public builders and readers. The spec (PR-03) fixes the names of these modules.
 
     formats.py            names and dtypes of every file; the loss mask of the project's own chats, by their sentinels
     meta.py               meta.json: how it is written and read, which keys readers require, which tokenizer must match

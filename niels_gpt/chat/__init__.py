@@ -6,7 +6,7 @@
     template_code.py     what a template's jinja says: has it marks, does it ask for the date
     template_process.py  where templates are rendered safely: starts and limits the process below
     template_worker.py   the process that renders templates, with limits on memory and CPU time
-    prefix_tokens.py     offsets -> mask of tokens; checks that a prefix has the same tokens alone as in the chat
+    prefix_tokens.py     offsets -> mask of tokens; checks that a chat's beginning has the same ids alone
 
 The project's own chats: niels_gpt/chat_template.py makes their ids, niels_gpt/cache/formats.py their loss mask.
 """

@@ -2,7 +2,7 @@
 
 console.py          what all commands share: exit status, Ctrl-C, log lines, progress bar, tables, JSON
 settings_flags.py   one flag for each field of Settings
-cache.py            python -m niels_gpt.cache.cli: the arguments of all its commands; runs all but the builds
+cache.py            python -m niels_gpt.cache.cli: all arguments; runs all but the builds; status 1 at Ctrl-C
 build.py            runs build, build-all and snapshot of the same command line: one cache after the other, each checked
 report.py           the text that list, build, --dry-run, snapshot, verify and diff print
 train_tokenizer.py  python -m niels_gpt.train_tokenizer

@@ -1,7 +1,7 @@
 """The EAGLE-3 target cache: a frozen target model's supervision on disk, so that a draft trains without the target.
 
 cache.py         public: reader, loader, writer of shards; every name of the published contract
-target.py        public: the target's hidden states and logits, shifted as a draft wants them; which layers are captured
+target.py        public: the target's hidden states and logits, shifted left by one slot; which layers are captured
 vocab.py         public: which of the target's tokens the draft knows, and the files of that choice
 precompute.py    public: python -m niels_gpt.eagle3.precompute (commands/precompute.py)
 __main__.py      public: python -m niels_gpt.eagle3 verify | inspect | convert | stats (commands/eagle3.py)

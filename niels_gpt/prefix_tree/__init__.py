@@ -2,7 +2,7 @@
 
 The row and its supervision:
 
-    fold.py           the published contract: one prompt, its completions, one label per row; the collate function
+    fold.py           public (the spec's): one prompt and its completions, one label per row; the collate function
     forest.py         PrefixForest: the row, its positions and mask for any tree; ForestStats: what folding saves
     sequences.py      which input is accepted: ids and masks as arrays, message trees as threads
     radix.py          sequences -> radix tree -> pre-order: where nodes are split, and the order of the tokens

@@ -1,17 +1,17 @@
 """Recipes: source + tokenizer + builder -> a committed folder. The commands and the Dagster assets call them.
 
-plan.py              the recipes by key; the dry run; the newest fingerprint of a source
-token_caches.py      build_token_cache: how a row of the table of sources becomes a builder's arguments
-run_recipe.py        runs a recipe, or skips it where its fingerprint is unchanged; the records of runs
+plan.py              which recipes there are; what a run would do (--dry-run); whether a source has changed
+token_caches.py      build_token_cache: which builder a source goes to, and with which arguments
+run_recipe.py        runs a recipe, or skips it if its fingerprint is unchanged; meta.json's `source`; records of runs
 resolve.py           what a source is under the current settings: dataset, files or revision, licence, fingerprint
-sources.py           opens a source as the stream that a builder reads, without what --exclude lists
+sources.py           opens a source of the table as an iterable for a builder, without what --exclude lists
 user_sources.py      which user-defined sources there are, by the settings and sources.toml
 tokenizer.py         which tokenizer a cache is encoded with: the installed one, a copy of a model, or a trained one
 tokenizer_texts.py   on which sources a tokenizer is trained, in which order, and on how much text of each
 tokenizer_change.py  what is logged of a new tokenizer: caches it makes unreadable, sources it was not trained on
 snapshot.py          how many rows of a hub source a snapshot keeps; data/files/snapshot.py writes them
 disk.py              how much disk a build needs, and when it is refused
-gc.py                what `gc` removes, keeps and reports, over all caches of a folder
+gc.py                runs `gc` over all caches of a folder; which versions are old is decided in storage/versions.py
 eagle3/              chats + target model -> eagle3/targets
 
 The settings that decide a cache's bytes are `SourceSpec.settings` of its row in niels_gpt/data/sources.py. With the

@@ -7,7 +7,7 @@ A run resumes in exactly the same order, even with other ranks, DataLoader worke
     epochs.py        EpochStream: which window of a split a sample is, epoch after epoch
     permutation.py   the pseudo-random order of an epoch, in O(1) memory
     mixture.py       MixtureStream: draws from several streams as shares.py says; what happens when one is exhausted
-    shares.py        weights -> how many samples of a block each source gets; how remainders carry over; which places
+    shares.py        weights -> how many samples of a block each source gets; how remainders carry over; their order
     evaluation.py    iter_eval: every token of a split once, in order; bits_per_byte
 
 docs/reading.md shows their use. The names below are imported on first use.

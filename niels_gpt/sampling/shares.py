@@ -1,4 +1,4 @@
-"""How many samples of each source a mixture has, by weight and until sources end, and which places of a block.
+"""How many samples of each source a mixture has, by weight and until sources end, and their order in a block.
 
 Of the first x samples of a phase, the source of the largest weight w has round(x * w / W), where W is the sum of all
 weights and round(z) = floor(z + 1/2); of the rest, the source of the next weight has its part in the same way, and the

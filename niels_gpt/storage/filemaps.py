@@ -1,4 +1,4 @@
-"""Memory maps of several files side by side in one address range, each mapped when it is needed.
+"""Many files mapped as one array: side by side in one address range, each when it is needed.
 
 Python's mmap cannot do this, and before 3.13 keeps a descriptor for each map: a process may have 1,024 by default, and
 a cache may have more shards.

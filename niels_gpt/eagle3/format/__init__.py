@@ -2,7 +2,7 @@
 
 layout.py        a shard's tensors, dtypes and offsets; all file names; opening files that may be hostile
 manifest.py      manifest.json: its version, its checked values, the layout that it states
-embeddings.py    target_embeddings.safetensors and its receipt
+embeddings.py    target_embeddings.safetensors and its receipt (a JSON file with its size and hashes, written last)
 shard_writer.py  one shard and its receipt: when it is complete, which bytes are hashed, what is damaged
 shard_reader.py  all shards of a cache: checked when it is opened, mapped when first read
 samples.py       sidecar/samples.safetensors and ids.txt: the tokenized input

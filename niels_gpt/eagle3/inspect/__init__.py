@@ -6,7 +6,7 @@
     row_checks.py   `finite`, `ids_match` and `distribution`: what must hold of one stored sample
     recompute.py    `recomputed`: runs samples through the target again; the tolerance in another environment
     unplanned.py    `recomputed` for a cache without a plan, as other tools write it
-    open_cache.py   a resolved cache with its plan, samples, shards and rows; the remedy for a missing or wrong file
+    open_cache.py   opens a cache with its plan, samples and shards; errors say how to repair it
     show.py         `inspect`: what a cache was made from, and the slots of one sample
     stats.py        `stats`: tokens, lengths, probability mass, entropy and norms in numbers
     plot.py         `stats --plot`: lengths, entropy and probability mass as a picture

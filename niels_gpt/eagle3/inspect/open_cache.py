@@ -1,5 +1,4 @@
-"""A cache to look at: its manifest, plan, samples, shards and rows, each read when it is asked for; and what to do
-about a file that is missing or wrong.
+"""Opens a cache: its manifest, plan, samples, shards and rows are read on first use. Errors say how to repair it.
 
 A cache is this project's if it has a sidecar/ or a meta.json of kind eagle3. The producer's has a plan; one that was
 written by `write_shard` and `write_manifest` alone has receipts and no plan. A folder with none of these is another

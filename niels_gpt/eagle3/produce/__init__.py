@@ -6,6 +6,6 @@ estimate.py       the disk: whether a folder can be written, what the cache will
 workers.py        the processes: who makes which shard, how they start and end
 forward.py        what one worker does: batches through the target, written by a thread; when a shard is finished
 supervision.py    the target's outputs -> the stored fields, their padding and counts; numbers that are not finite
-positions.py      counts the slots that train a draft; refuses a cache with none, warns where they are few
+positions.py      counts the supervised slots, which train a draft; refuses a cache with none, warns where they are few
 finalize.py       meta.json: where each of its keys comes from
 """
