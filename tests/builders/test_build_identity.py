@@ -367,12 +367,7 @@ def unreadable(*_: Any, **__: Any) -> Iterator[Any]:
     yield
 
 
-READERS = {
-    "pretrain/notes": "documents",
-    "pretrain/roam": "documents",
-    "sft/dolly15k": "chats",
-    "sft/oasst1": "chats",
-}
+READERS = {"pretrain/notes": "documents", "pretrain/roam": "documents", "sft/dolly15k": "chats", "sft/oasst1": "chats"}
 
 
 @pytest.mark.parametrize("key", sorted(READERS))

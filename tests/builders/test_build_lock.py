@@ -51,6 +51,18 @@ with versions.build_lock(sys.argv[1]):
 """
 
 
+@contextlib.contextmanager
+def holding(path: Path, *prefix: str) -> Iterator[subprocess.Popen[str]]:
+    """Let another process hold the lock of a cache; it is killed at the end."""
+    command = [*prefix, sys.executable, "-c", HOLD_THE_LOCK, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+            yield holder
+        finally:
+            holder.kill()
+
+
 ELSEWHERE = ["unshare", "-ru", "sh", "-c", 'hostname elsewhere && exec "$0" "$@"']
 
 
@@ -63,33 +75,21 @@ def test_a_second_build_is_refused_by_name_and_host_and_a_killed_builder_holds_n
     if prefix:
         skip_unless("unshare", "-ru", "hostname", host)
     build(tmp_path / "c", [OLD])
-    command = [*prefix, sys.executable, "-c", HOLD_THE_LOCK, str(tmp_path / "c")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        try:
-            assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-            name = rf"/c: is being built by user \S+, host {re.escape(host)}, pid {holder.pid}\."
-            with pytest.raises(CacheError, match=name):
-                build(tmp_path / "c", ["a" * 30])
-            assert train_text(tmp_path / "c") == OLD
-        finally:
-            holder.kill()
+    with holding(tmp_path / "c", *prefix) as holder:
+        name = rf"/c: is being built by user \S+, host {re.escape(host)}, pid {holder.pid}\."
+        with pytest.raises(CacheError, match=name):
+            build(tmp_path / "c", ["a" * 30])
+        assert train_text(tmp_path / "c") == OLD
+        build(tmp_path / "other", ["a" * 30])  # each cache has a lock of its own
     build(tmp_path / "c", ["a" * 30])
-    assert train_text(tmp_path / "c") == "a" * 30
-
-
-def test_another_cache_may_be_built_at_the_same_time(tmp_path: Path) -> None:
-    with versions.build_lock(tmp_path / "one"):
-        build(tmp_path / "two", ["a" * 30])
-    assert train_text(tmp_path / "two") == "a" * 30
+    assert train_text(tmp_path / "c") == train_text(tmp_path / "other") == "a" * 30
 
 
 def test_who_waits_says_for_whom_and_gets_the_lock_when_the_holder_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [sys.executable, "-c", HOLD_THE_LOCK, str(tmp_path / "c")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdin is not None and holder.stdout is not None and holder.stdout.readline() == "held\n"
-        said: list[str] = []
+    said: list[str] = []
+    with holding(tmp_path / "c") as holder:
 
         def say(text: str, *about: object) -> None:
             said.append(text % about)

@@ -24,30 +24,27 @@ pytestmark = pytest.mark.usefixtures("small_batches")
 def test_a_journal_is_a_header_and_a_line_for_each_checkpoint(tmp_path: Path) -> None:
     journal = Journal(tmp_path, {"seed": 3})
     assert journal.last is None and list(tmp_path.iterdir()) == []
-    first = Checkpoint(documents=2, files={"a.bin": (4, SOME_SHA256)}, state={"kept": 1})
-    journal.append(first)
-    second = Checkpoint(
-        3, SOME_SHA256, {}, [{"name": "train/x", "bytes": 1, "sha256": SOME_SHA256}], {}, True, SOME_SHA256
-    )
+    record = {"name": "train/x", "bytes": 1, "sha256": SOME_SHA256}
+    second = Checkpoint(3, SOME_SHA256, {}, [record], {}, True, SOME_SHA256)
+    journal.append(Checkpoint(documents=2, files={"a.bin": (4, SOME_SHA256)}, state={"kept": 1}))
     journal.append(second)
     journal.close()
+    nothing: dict[str, Any] = dict.fromkeys(("generator", "sealed", "seek"))
     values: list[Any] = [
         {"identity": {"seed": 3}, "journal_version": 1},
         {
+            **nothing,
             "documents": 2,
             "ended": False,
             "files": {"a.bin": [4, SOME_SHA256]},
             "finished": [],
-            "generator": None,
-            "sealed": None,
-            "seek": None,
             "state": {"kept": 1},
         },
         {
             "documents": 3,
             "ended": True,
             "files": {},
-            "finished": [{"bytes": 1, "name": "train/x", "sha256": SOME_SHA256}],
+            "finished": [record],
             "generator": SOME_SHA256,
             "sealed": SOME_SHA256,
             "seek": None,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import sentencepiece
 from support import small_builds
+from support.interrupted import interrupt
 from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.builders import losses
@@ -110,13 +111,6 @@ def test_of_a_long_text_the_beginning_is_compared(
 def test_the_counts_depend_neither_on_threads_nor_on_a_killed_run(
     kind: str, lossy: SentencePieceTokenizer, folder: Path
 ) -> None:
-    class Killed(Exception):
-        pass
-
-    def cut(items: Any) -> Any:
-        yield from items[: len(items) // 2]
-        raise Killed
-
     items = small_builds.ITEMS[kind](3, count=3_000)
     build = small_builds.BUILDERS[kind]
     changed: dict[str, Any] = {"tokenizer": lossy, "items": items}
@@ -127,8 +121,7 @@ def test_the_counts_depend_neither_on_threads_nor_on_a_killed_run(
     assert expected["unknown_ids"] > 0 or kind == "sft"
     with ThreadPoolExecutor(3) as pool:
         assert build(folder / "b", **changed, executor=pool) == expected
-    with pytest.raises(Killed):
-        build(folder / "c", **{**changed, "items": cut(items)})
+    interrupt(kind, folder / "c", len(items) // 2, **changed)
     build(folder / "c", **changed)
     raw = [(folder / name / "meta.json").read_bytes() for name in "abc"]
     assert raw[0] == raw[1] == raw[2]

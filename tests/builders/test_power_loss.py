@@ -47,6 +47,8 @@ REMOVED: list[Operation] = [("unlink", "x/a"), ("unlink", "x/b"), ("rmdir", "x")
 MOVED: Operation = ("rename", "x/a", "y/a")
 UNSYNCED: list[Operation] = [("create", "x/a"), ("write", "x/a", 0, b"1"), MOVED, ("fsync_dir", "y")]
 TOP: Operation = ("fsync_dir", ".")
+MADE: list[Operation] = [("mkdir", "x"), ("create", "x/a"), ("fsync_dir", "x")]
+EMPTY: Tree = {"x": None, "y": None}
 
 LEFT: dict[str, tuple[str, Tree, list[Operation], Tree]] = {
     "a kill leaves everything": ("kill", {}, WRITTEN, {"a": b"1234"}),
@@ -59,27 +61,12 @@ LEFT: dict[str, tuple[str, Tree, list[Operation], Tree]] = {
     "a synced rename counts": ("power", OLD, [("rename", "b", "a"), TOP], {"a": b"new"}),
     "a rename is one step, by its source": ("power", TWO, [MOVED, ("fsync_dir", "x")], TWO_AFTER),
     "a rename is one step, by its target": ("power", TWO, [MOVED, ("fsync_dir", "y")], TWO_AFTER),
-    "an unsynced file in a synced folder is empty": (
-        "power",
-        {"x": None, "y": None},
-        UNSYNCED,
-        {"x": None, "y": None, "y/a": b""},
-    ),
-    "a folder of an unsynced name is lost": ("power", {}, [("mkdir", "x"), ("create", "x/a"), ("fsync_dir", "x")], {}),
-    "a folder of a synced name stays": (
-        "power",
-        {},
-        [("mkdir", "x"), ("create", "x/a"), ("fsync_dir", "x"), TOP],
-        {"x": None, "x/a": b""},
-    ),
+    "an unsynced file in a synced folder is empty": ("power", EMPTY, UNSYNCED, {**EMPTY, "y/a": b""}),
+    "a folder of an unsynced name is lost": ("power", {}, MADE, {}),
+    "a folder of a synced name stays": ("power", {}, [*MADE, TOP], {"x": None, "x/a": b""}),
     "an unsynced removal is undone": ("power", LINKED, REMOVED, LINKED),
     "a synced removal counts": ("power", LINKED, [*REMOVED, TOP], {}),
-    "a folder made again is empty": (
-        "power",
-        {"x": None, "x/a": b"1"},
-        [("unlink", "x/a"), ("rmdir", "x"), ("mkdir", "x"), TOP],
-        {"x": None},
-    ),
+    "a folder made again is empty": ("power", LINKED, [*REMOVED, ("mkdir", "x"), TOP], {"x": None}),
 }
 
 
@@ -187,18 +174,20 @@ def recorded(request: pytest.FixtureRequest, small_batches: None, kind: str) -> 
     return recorded_build(kind, request.param)
 
 
+@pytest.mark.parametrize(
+    ("models", "seeds"),
+    [
+        ({"power": 5, "kill": 13, "mixed": 11}, 1),
+        pytest.param({"power": 1, "kill": 1, "mixed": 1}, 10, marks=pytest.mark.faults),
+    ],
+    ids=["some", "all"],
+)
 @KINDS
-def test_a_build_ends_with_the_same_bytes_wherever_it_was_cut(recorded: Recorded, folder: Path) -> None:
-    assert len(recorded.trace) > 100
-    cut_everywhere(recorded, folder, {"power": 5, "kill": 13, "mixed": 11}, seeds=1)
-
-
-@pytest.mark.faults
-@KINDS
-def test_a_build_ends_with_the_same_bytes_wherever_it_was_cut_under_every_model(
-    recorded: Recorded, folder: Path
+def test_a_build_ends_with_the_same_bytes_wherever_it_was_cut(
+    recorded: Recorded, folder: Path, models: dict[str, int], seeds: int
 ) -> None:
-    cut_everywhere(recorded, folder, {"power": 1, "kill": 1, "mixed": 1}, seeds=10)
+    assert len(recorded.trace) > 100
+    cut_everywhere(recorded, folder, models, seeds)
 
 
 def cut_twice(recorded: Recorded, folder: Path, first: int, every: int) -> None:
@@ -216,17 +205,13 @@ def cut_twice(recorded: Recorded, folder: Path, first: int, every: int) -> None:
     assert (disk.left("power").get("c")) == recorded.after["c"]  # what a build has committed stays
 
 
+@pytest.mark.parametrize(("step", "every"), [(40, 37), pytest.param(2, 3, marks=pytest.mark.faults)])
 @KINDS
-def test_a_build_that_was_killed_may_lose_the_power_later(recorded: Recorded, folder: Path) -> None:
-    for first in range(0, len(recorded.trace), 40):
-        cut_twice(recorded, folder, first, every=37)
-
-
-@pytest.mark.faults
-@KINDS
-def test_a_build_that_was_killed_anywhere_may_lose_the_power_anywhere_later(recorded: Recorded, folder: Path) -> None:
-    for first in range(0, len(recorded.trace), 2):
-        cut_twice(recorded, folder, first, every=3)
+def test_a_build_that_was_killed_may_lose_the_power_later(
+    recorded: Recorded, folder: Path, step: int, every: int
+) -> None:
+    for first in range(0, len(recorded.trace), step):
+        cut_twice(recorded, folder, first, every)
 
 
 # --- the order, from the record alone ---------------------------------------------------------------------------------

@@ -12,10 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.byte_tokenizer import ByteTokenizer
-from support.interrupted import cut_off, left, unfinished
+from support.interrupted import checkpoints, cut_off, left, line, unfinished, values_of
 
 from niels_gpt.builders import source
-from niels_gpt.builders.journal import _line, _parsed
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
@@ -159,11 +158,7 @@ class Case:
         """Leave a build unfinished; returns how many documents it has."""
         with pytest.raises(ConnectionError):
             self.build(path, at, **changed)
-        return int(self.checkpoint(path)["documents"])
-
-    def checkpoint(self, path: Path) -> dict[str, Any]:
-        """Return the last checkpoint of an unfinished build."""
-        return dict(_parsed(journal(path).read_bytes().splitlines(keepends=True)[-1]))
+        return int(checkpoints(path)[-1]["documents"])
 
 
 def journal(path: Path) -> Path:
@@ -172,10 +167,9 @@ def journal(path: Path) -> Path:
 
 def forge(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change the last line of a journal, with a good CRC-32."""
-    whole = journal(path).read_bytes().splitlines(keepends=True)
-    value = _parsed(whole[-1])
-    change(value)
-    journal(path).write_bytes(b"".join([*whole[:-1], _line(value)]))
+    values = values_of(journal(path).read_bytes())
+    change(values[-1])
+    journal(path).write_bytes(b"".join(map(line, values)))
 
 
 def read_by(meta: dict[str, Any]) -> int:
@@ -261,12 +255,7 @@ def test_what_was_read_is_neither_opened_nor_decoded_again(folder: Path, monkeyp
 
     case = Case(*CASES["texts"], folder)
     meta = case.build(folder / "whole" / "c")
-    for module, name in (
-        (rows, "_json_object"),
-        (rows, "opened_text"),
-        (parquet, "_rows_of"),
-        (local, "read_text"),
-    ):
+    for module, name in ((rows, "_json_object"), (rows, "opened_text"), (parquet, "_rows_of"), (local, "read_text")):
         watched(module, name)
     case.build(folder / "other" / "c")
     at_all, path = Counter(decoded), folder / "again" / "c"
@@ -361,7 +350,7 @@ FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_a_place_that_is_not_the_builds_is_refused(folder: Path, what: str) -> None:
     case, path = Case(*CASES["texts"], folder), folder / "c" / "c"
     case.interrupt(path, 26)
-    forge(path, lambda line: FORGED[what](line["seek"]))
+    forge(path, lambda last: FORGED[what](last["seek"]))
     before = left(path)
     with pytest.raises(CacheError, match=r"document 23|no checkpoint of a build") as error:
         case.build(path)
@@ -373,9 +362,9 @@ def test_a_journal_that_names_no_place_is_read_from_the_beginning(folder: Path, 
     case, path = Case(*CASES["texts"], folder), folder / "c" / "c"
     case.interrupt(path, 26)
     if seek == "absent":
-        forge(path, lambda line: line.pop("seek"))
+        forge(path, lambda last: last.pop("seek"))
     else:
-        forge(path, lambda line: line["seek"].update(seek) if seek else line.update(seek=None))
+        forge(path, lambda last: last["seek"].update(seek) if seek else last.update(seek=None))
     assert case.build(path) == case.build(folder / "other" / "c")
 
 

@@ -36,30 +36,11 @@ class Spelled:
 
 def write_shards(root: Path, documents: list[Any], shard_bytes: int) -> dict[str, list[dict[str, Any]]]:
     """Build a cache of (split, ids) at root/c and return the records of its shards."""
-    meta = build_pretrain(
-        [(split, " ".join(map(str, ids))) for split, ids in documents],
-        root / "c",
-        tokenizer=Spelled(),
-        max_train_tokens=None,
-        max_val_tokens=None,
-        shard_bytes=shard_bytes,
-        seed=0,
-        shuffle_buffer=None,
-        num_threads=0,
-        partial=True,
-    )
-    shards: dict[str, list[dict[str, Any]]] = meta["shards"]
+    texts = [(split, " ".join(map(str, ids))) for split, ids in documents]
+    whole: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shuffle_buffer": None, "partial": True}
+    fixed: dict[str, Any] = {"tokenizer": Spelled(), "shard_bytes": shard_bytes, "seed": 0, "num_threads": 0}
+    shards: dict[str, list[dict[str, Any]]] = build_pretrain(texts, root / "c", **fixed, **whole)["shards"]
     return shards
-
-
-def test_five_ids_in_shards_of_two(tmp_path: Path) -> None:
-    records = write_shards(tmp_path, [("train", [1, 2, 3]), ("train", [4]), ("train", [5])], shard_bytes=4)["train"]
-    assert [(record["name"], record["tokens"], record["bytes"]) for record in records] == [
-        ("train/shard_00000.bin", 2, 4),
-        ("train/shard_00001.bin", 2, 4),
-        ("train/shard_00002.bin", 1, 2),
-    ]
-    assert (tmp_path / "c" / "train" / "shard_00001.bin").read_bytes() == b"\x03\x00\x04\x00"
 
 
 @settings(derandomize=True, deadline=None, max_examples=25)
@@ -86,15 +67,6 @@ def test_any_documents_and_any_sizes_give_the_stream_in_full_shards(
                 }
 
 
-def test_a_stream_that_ends_with_a_full_shard_leaves_no_empty_one(tmp_path: Path) -> None:
-    assert len(write_shards(tmp_path, [("train", [1, 2]), ("train", [3, 4])], shard_bytes=4)["train"]) == 2
-
-
-def test_no_ids_give_no_shard_and_an_empty_folder(tmp_path: Path) -> None:
-    assert write_shards(tmp_path, [("train", []), ("val", [])], shard_bytes=4) == {"train": [], "val": []}
-    assert list((tmp_path / "c" / "train").iterdir()) == []
-
-
 @pytest.mark.parametrize("shard_bytes", [1, 0, -4])
 def test_a_shard_size_below_one_token_is_refused(tmp_path: Path, shard_bytes: int) -> None:
     with pytest.raises(ValueError, match=f"shard_bytes={shard_bytes}: expected at least 2"):
@@ -116,15 +88,6 @@ def test_a_document_of_no_good_form_is_named(folder: Path, document: Any, messag
     with pytest.raises(ValueError, match=f"^{message}"):
         pretrain(folder / "c", items=[(None, "abc", "0"), document, *documents(0)], shuffle_buffer=None)
     assert not (folder / "c").exists()
-
-
-@settings(derandomize=True, deadline=None, max_examples=15)
-@given(lengths=st.lists(st.integers(1, 9), max_size=20))
-def test_the_starts_of_documents_are_a_npy_file_that_numpy_reads(lengths: list[int]) -> None:
-    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
-        write_shards(Path(name), [("val", [7] * length) for length in lengths], shard_bytes=8)
-        found = np.load(Path(name, "c", "index", "val_docs.npy"))
-    assert found.dtype == np.int64 and found.tolist() == [0, *np.cumsum(lengths).tolist()]
 
 
 def test_more_offsets_than_are_read_at_once_are_all_written(tmp_path: Path) -> None:

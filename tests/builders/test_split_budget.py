@@ -86,15 +86,6 @@ def test_a_share_is_compared_exactly() -> None:
     assert {TextSplit(Fraction(1), 0).of(number) for number in (0, 2**64 - 1)} == {"val"}
 
 
-def test_the_document_that_meets_a_full_budget_is_cut_and_counted(tmp_path: Path) -> None:
-    in_val, *in_train = (text * 4 for text in sorted("abcd", key=lambda text: key(text * 4)))
-    meta = build(tmp_path / "c", [in_val, *in_train], train=5, val=3)
-    found = {split: stored(tmp_path / "c", split) for split in SPLITS}
-    assert found == {"val": [in_val[:3]], "train": [in_train[0], in_train[1][:1]]}
-    assert meta["cut"] == {"documents": 2, "tokens": 4}
-    assert meta["documents_read"] == 3  # the fourth document is never asked for
-
-
 def test_an_end_of_text_counts_as_a_token_and_may_be_cut(tmp_path: Path) -> None:
     in_val, in_train = sorted(["aaa", "bbb"], key=key)
     meta = build(tmp_path / "c", [in_val, in_train], train=4, val=3, append_eot=True)
@@ -102,12 +93,6 @@ def test_an_end_of_text_counts_as_a_token_and_may_be_cut(tmp_path: Path) -> None
     ids = [np.fromfile(tmp_path / "c" / split / "shard_00000.bin", dtype="<u2").tolist() for split in SPLITS]
     assert ids == [[*ByteTokenizer().encode(in_train), 4], ByteTokenizer().encode(in_val)]
     assert meta["cut"] == {"documents": 1, "tokens": 1}
-
-
-def test_one_document_goes_to_train_and_leaves_val_empty(tmp_path: Path) -> None:
-    for number in range(4):
-        meta = build(tmp_path / f"c{number}", [f"only {number}"], train=10, val=10)
-        assert meta["docs"] == {"train": 1, "val": 0}
 
 
 def test_a_train_budget_of_0_gives_everything_to_val_which_is_an_error(tmp_path: Path) -> None:

@@ -82,13 +82,6 @@ def process_pool(num_workers: int, method: str = "forkserver", **arguments: Any)
     return ProcessPoolExecutor(num_workers, mp_context=context, **arguments)
 
 
-@pytest.mark.parametrize("num_threads", [1, 4])
-def test_threads_of_the_build_give_the_same_bytes(
-    expected: Tree, folder: Path, tiny_tokenizer: SentencePieceTokenizer, num_threads: int
-) -> None:
-    assert build_both(folder / "c", tiny_tokenizer, num_threads=num_threads) == expected
-
-
 @pytest.mark.parametrize(
     "executor_of",
     [
@@ -108,18 +101,21 @@ def test_an_executor_gives_the_same_bytes_and_stays_open(
         assert executor.submit(int, "3").result() == 3
 
 
-@pytest.mark.parametrize(("items", "chars"), [(1, 10**9), (10**9, 300), (10**9, 10**9)])
-def test_the_size_of_the_batches_does_not_matter(
+@pytest.mark.parametrize(
+    ("threads", "items", "chars"), [(1, 9, 10**9), (4, 9, 10**9), (2, 1, 10**9), (2, 10**9, 300), (2, 10**9, 10**9)]
+)
+def test_threads_of_the_build_and_the_size_of_its_batches_do_not_matter(
     expected: Tree,
     folder: Path,
-    tiny_tokenizer: SentencePieceTokenizer,
+    tiny_tokenizer: Any,
     monkeypatch: pytest.MonkeyPatch,
+    threads: int,
     items: int,
     chars: int,
 ) -> None:
     monkeypatch.setattr(source_module, "BATCH_ITEMS", items)
     monkeypatch.setattr(source_module, "BATCH_CHARS", chars)
-    assert build_both(folder / "c", tiny_tokenizer, num_threads=2) == expected
+    assert build_both(folder / "c", tiny_tokenizer, num_threads=threads) == expected
 
 
 # --- order and back-pressure ------------------------------------------------------------------------------------------
@@ -424,9 +420,7 @@ def test_budgets_that_are_full_early_leave_no_thread_and_nothing_in_work(tmp_pat
         assert executor.submit(int, "3").result() == 3
 
 
-def test_work_that_has_not_started_is_cancelled_when_the_consumer_leaves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_work_that_has_not_started_is_cancelled_when_the_consumer_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_module, "BATCH_ITEMS", 1)
     go_on = threading.Event()
     started: list[str] = []

@@ -239,6 +239,10 @@ def untouched(root: Path) -> bool:
     return len(list((root / "work").rglob("precious.txt"))) in (0, 7)
 
 
+def bare(root: Path, key: str) -> None:
+    (version(root, key) / META_NAME).unlink()
+
+
 PLACES = [
     (PRETRAIN, "train/shard_00000.bin", OF_PRETRAIN),
     (PRETRAIN, "train", OF_PRETRAIN),
@@ -252,22 +256,30 @@ PLACES = [
     ("tokenizer", "spm.model", OF_MODEL),
     ("tokenizer", META_NAME, ("reader sft*", "reader pretrain*", "list", "verify*")),
 ]
-NO_FILE: dict[str, Callable[[str, str], Make]] = {
-    "a link to a good one outside": linked,
-    "a link to /dev/zero": lambda key, name: linked(key, name, "/dev/zero"),
-    "a link in a circle": lambda key, name: linked(key, name, Path(name).name),
-    "a FIFO": lambda key, name: replaced(key, name, os.mkfifo),
-    "a socket": lambda key, name: replaced(key, name, a_socket),
-    "a folder": lambda key, name: replaced(key, name, os.mkdir),
+NO_FILE: dict[str, tuple[Callable[[str, str], Make], str]] = {
+    "a link to a good one outside": (linked, "symbolic link"),
+    "a link to /dev/zero": (lambda key, name: linked(key, name, "/dev/zero"), "symbolic link"),
+    "a link in a circle": (lambda key, name: linked(key, name, Path(name).name), "symbolic link"),
+    "a FIFO": (lambda key, name: replaced(key, name, os.mkfifo), "not a regular file"),
+    "a socket": (lambda key, name: replaced(key, name, a_socket), "not a regular file"),
+    "a folder": (lambda key, name: replaced(key, name, os.mkdir), ""),
 }
 NOT_A_FILE_AS = (f"{PRETRAIN}/{META_NAME}", f"{SFT}/train_idx.npy", "tokenizer/spm.model")
 ATTACKS: dict[str, Attack] = {
     "none": Attack(lambda root, outside: None),
     **{
-        f"{what} as {key}/{name}": Attack(make(key, name), refused_by)
-        for what, make in NO_FILE.items()
+        f"{what} as {key}/{name}": Attack(make(key, name), refused_by, words)
+        for what, (make, words) in NO_FILE.items()
         for key, name, refused_by in PLACES
         if what.startswith("a link to a good") or f"{key}/{name}" in NOT_A_FILE_AS
+    },
+    **{
+        f"a link out as {key}/{name} without meta.json": Attack(
+            lambda root, outside, key=key, name=name: (linked(key, name)(root, outside), bare(root, key)),
+            (f"reader {key.split('/')[0]}*",),
+            "symbolic link.*cp -rL",
+        )
+        for key, name in ((PRETRAIN, "train/shard_00000.bin"), (SFT, "train_tokens.bin"))
     },
     "24 GB of offsets": Attack(sized(SFT, "train_idx.npy", 128 + 24 * 10**9, npy(3 * 10**9)), OF_SFT),
     "24 GB of documents": Attack(
@@ -304,7 +316,9 @@ ATTACKS: dict[str, Attack] = {
     ),
     **{f"every key is of another type, {turn}": Attack(each_key(OTHER_TYPES[turn : turn + 2])) for turn in (0, 2)},
     "wrong names and sizes": Attack(
-        copied(PRETRAIN, REFUSED), ("reader pretrain*",), f"{len(REFUSED)} of {len(REFUSED) + 1}: "
+        copied(PRETRAIN, REFUSED),
+        ("reader pretrain*", "verify*"),
+        f"{len(REFUSED)} of {len(REFUSED) + 1}: |k_0: 1 damage",
     ),
     "wrong names and sizes of chats": Attack(copied(SFT, REFUSED[-6:]), ("reader sft*",), "6 of 7: "),
     "wrong numbers that readers do not use": Attack(copied(PRETRAIN, NOT_READ), ("verify*", "stats pretrain")),

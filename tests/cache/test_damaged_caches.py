@@ -1,20 +1,21 @@
 """A cache that is damaged, foreign or hostile is refused by its readers with an error that names the file."""
 
-import os
+import itertools
 import re
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.byte_tokenizer import ByteTokenizer
 from support.small_caches import CHAT, Damage, build_caches, build_chats, change_meta, cut, put, put_token, save
 
-from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.pretrain import build_stub
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, SFTExampleDataset
 from niels_gpt.cache.meta import find_meta
+from niels_gpt.cache.mmap import load_idx
 from niels_gpt.commands import cache as cli
 from niels_gpt.inspection.verify import find_damage
 from niels_gpt.storage.fileio import META_NAME, canonical_json, sha256_file
@@ -46,11 +47,6 @@ def open_sft(cache_dir: Path, split: str = "train", **arguments: Any) -> SFTExam
 OPENERS = {NOTES: open_pretrain, CHATS: open_sft}
 
 
-def draw(dataset: Any) -> int:
-    """Return the largest id of a batch."""
-    return max(int(part.max()) for part in dataset.get_batch(B=8, generator=torch.Generator().manual_seed(0)))
-
-
 def refusal(cache_dir: Path, key: str, error: type[Exception] = CacheError) -> str:
     """Return the message with which the reader refuses a cache."""
     with pytest.raises(error) as caught:
@@ -58,111 +54,71 @@ def refusal(cache_dir: Path, key: str, error: type[Exception] = CacheError) -> s
     return str(caught.value)
 
 
-def change(**keys: Any) -> Damage:
-    return lambda path: change_meta(path.parent, **keys)
-
-
-def test_the_undamaged_caches_open(cache_dir: Path) -> None:
-    assert open_pretrain(cache_dir).num_windows == 3 * 6 and len(open_sft(cache_dir)) == 3
-    assert draw(open_pretrain(cache_dir)) < 300 > draw(open_sft(cache_dir))
-
-
 # --- files ------------------------------------------------------------------------------------------------------------
 
 FILE_DAMAGE = [
     (NOTES, "train/shard_00001.bin", put(b""), "0 bytes, expected 20 by its meta.json"),
     (NOTES, "train/shard_00001.bin", cut(-1), "19 bytes, expected 20"),
-    (NOTES, "train/shard_00001.bin", cut(-2), "18 bytes, expected 20"),
     (NOTES, "train/shard_00001.bin", Path.unlink, "no such token file"),
+    (NOTES, META_NAME, lambda path: put(path.read_bytes() + b"\n")(path), "damaged: its bytes have the CRC-32"),
     (CHATS, "train_tokens.bin", put(b""), "0 bytes, expected 36 by its meta.json"),
     (CHATS, "train_tokens.bin", cut(-1), "35 bytes, expected 36"),
-    (CHATS, "train_tokens.bin", cut(-2), "34 bytes, expected 36"),
     (CHATS, "train_tokens.bin", Path.unlink, "no such token file"),
     (CHATS, "train_idx.npy", Path.unlink, "no such offsets file"),
-    (CHATS, "train_idx.npy", put(b""), "0 bytes, expected 152 by its meta.json"),
     (CHATS, "train_idx.npy", cut(-8), "144 bytes, expected 152 by its meta.json"),
-    (CHATS, "train_idx.npy", save([0, 6, 6]), "offsets do not ascend at entry 2"),
     (CHATS, "train_idx.npy", save([0, 6, 18]), "offset 18 lies beyond the 18 tokens of train_tokens.bin"),
+]
+WITHOUT_META = [
+    (NOTES, "train/shard_00001.bin", put(b""), "an empty file"),
+    (NOTES, "train/shard_00001.bin", cut(-1), "19 bytes, expected"),
+    (CHATS, "train_idx.npy", cut(-8), "144 bytes, expected 152 by its own header"),
 ]
 
 
-@pytest.mark.parametrize(("key", "name", "damage", "message"), FILE_DAMAGE)
-def test_a_damaged_file_is_refused(cache_dir: Path, key: str, name: str, damage: Damage, message: str) -> None:
+@pytest.mark.parametrize(
+    ("described", "key", "name", "damage", "message"),
+    [*((True, *row) for row in FILE_DAMAGE), *((False, *row) for row in WITHOUT_META)],
+)
+def test_a_damaged_file_is_refused_and_named(
+    cache_dir: Path, described: bool, key: str, name: str, damage: Damage, message: str
+) -> None:
+    if not described:
+        (cache_dir / key / META_NAME).unlink()
     damage(cache_dir / key / name)
     error = FileNotFoundError if damage is Path.unlink else CacheError
     assert f"{name}: {message}" in refusal(cache_dir, key, error)
+    assert not described or name in {found.file for found in find_damage(cache_dir / key, deep=True)}
 
 
-@pytest.mark.parametrize(("content", "message"), [(b"", "an empty file"), (b"\0" * 19, "19 bytes, expected")])
-def test_a_damaged_shard_without_meta_json_is_refused(cache_dir: Path, content: bytes, message: str) -> None:
-    (cache_dir / NOTES / META_NAME).unlink()
-    (cache_dir / NOTES / "train" / "shard_00001.bin").write_bytes(content)
-    assert f"train/shard_00001.bin: {message}" in refusal(cache_dir, NOTES)
-
-
-def test_an_empty_split_is_refused(cache_dir: Path) -> None:
+def test_a_split_that_is_empty_absent_or_too_short_is_refused(cache_dir: Path) -> None:
     for described in (True, False):
         with pytest.raises(CacheError, match="val: this split has no shard"):
             open_pretrain(cache_dir, "val")
         with pytest.raises(CacheError, match=r"val_tokens\.bin: an empty file"):
             open_sft(cache_dir, "val")
+        with pytest.raises(CacheError, match=r"train: the longest shard has 10 tokens, expected T \+ 1 = 11"):
+            open_pretrain(cache_dir, T=10)
+        with pytest.raises(FileNotFoundError, match=r"notes/test: no such folder\. Build it"):
+            open_pretrain(cache_dir, "test")
         if described:
             (cache_dir / NOTES / META_NAME).unlink()
 
 
-def test_a_split_whose_shards_are_all_too_short_is_refused(cache_dir: Path) -> None:
-    with pytest.raises(CacheError, match=r"train: the longest shard has 10 tokens, expected T \+ 1 = 11"):
-        open_pretrain(cache_dir, T=10)
-
-
-def test_an_absent_split_is_a_file_not_found_error_with_a_remedy(cache_dir: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"notes/test: no such folder\. Build it"):
-        open_pretrain(cache_dir, "test")
-
-
-def test_a_stub_is_refused_with_its_reason(cache_dir: Path) -> None:
-    stub = cache_dir / "pretrain" / "stub"
-    build_stub(stub, tokenizer=ByteTokenizer(), source=Source(name="g"), seed=0, shard_bytes=20)
-    with pytest.raises(CacheError, match=r"meta.json: built is false"):
-        PretrainTokenStreamDataset(str(stub / "train"), T=4, device="cpu")
-
-
-def test_a_damaged_offsets_file_is_refused_without_a_meta_json_too(cache_dir: Path) -> None:
-    (cache_dir / CHATS / META_NAME).unlink()
-    cut(-8)(cache_dir / CHATS / "train_idx.npy")
-    assert "train_idx.npy: 144 bytes, expected 152 by its own header" in refusal(cache_dir, CHATS)
-
-
 # --- meta.json --------------------------------------------------------------------------------------------------------
-
-META_DAMAGE = [
-    (put(b"{"), "not JSON"),
-    (put(b"\xff\xfe"), "not JSON"),
-    (put(b"[" * 100_000), "not JSON"),
-    (put(b"[1]"), "a JSON list, expected an object"),
-    (change(built=False), "built is false"),
-    (change(shards={"train": 3}), "shards.train is 3, expected a list"),
-    (change(shards={"train": [{}]}), "shards.train[0] is {}, expected a record"),
-]
-
-
-@pytest.mark.parametrize("key", OPENERS)
-@pytest.mark.parametrize(("damage", "message"), META_DAMAGE)
-def test_a_damaged_meta_json_is_refused(cache_dir: Path, key: str, damage: Damage, message: str) -> None:
-    damage(cache_dir / key / META_NAME)
-    assert f"{META_NAME}: {message}" in refusal(cache_dir, key)
 
 
 @pytest.mark.parametrize(
-    ("key", "shards", "message"),
+    ("key", "keys", "message"),
     [
-        (NOTES, {}, "meta.json: no list of shards for split train"),
-        (NOTES, {"train": []}, "train: this split has no shard"),
-        (CHATS, {}, "meta.json: does not name train_tokens.bin"),
+        (NOTES, {"shards": {}}, "meta.json: no list of shards for split train"),
+        (NOTES, {"shards": {"train": []}}, "train: this split has no shard"),
+        (CHATS, {"shards": {}}, "meta.json: does not name train_tokens.bin"),
+        (NOTES, {"built": False}, "meta.json: built is false"),
+        (CHATS, {"built": False}, "meta.json: built is false"),
     ],
 )
-def test_a_split_that_meta_json_does_not_list_is_refused(cache_dir: Path, key: str, shards: Any, message: str) -> None:
-    change_meta(cache_dir / key, shards=shards)
+def test_a_split_that_meta_json_does_not_list_is_refused(cache_dir: Path, key: str, keys: Any, message: str) -> None:
+    change_meta(cache_dir / key, **keys)
     assert message in refusal(cache_dir, key)
 
 
@@ -173,7 +129,7 @@ WRONG_TYPES = {
     "built": [None, 1, 0, "true", [], {}, 0.0],
     "token_dtype": [None, "uint32-le", "<u2", 2, []],
     "format_version": [None, 2, "1", True, 1.0, []],
-    "shards": [None, 3, [], "train", {"train": None}, {"train": {}}],
+    "shards": [None, 3, [], "train", {"train": None}, {"train": {}}, {"train": 3}, {"train": [{}]}],
     "index": [None, 3, []],
 }
 
@@ -187,9 +143,8 @@ def test_a_key_of_the_wrong_type_is_refused_by_its_name(cache_dir: Path, key: st
         assert f"{META_NAME}: {name}" in message and "expected" in message and "python -m" in message, value
 
 
-@pytest.mark.parametrize("sentinel", ["asst", "eot"])
-def test_a_sentinel_id_that_is_none_of_the_vocabulary_is_refused(cache_dir: Path, sentinel: str) -> None:
-    for value in (300, -1, True, 4.0, "4", None, [4], 2**64):
+def test_a_sentinel_id_that_is_none_of_the_vocabulary_is_refused(cache_dir: Path) -> None:
+    for sentinel, value in itertools.product(("asst", "eot"), (300, -1, True, 4.0, "4", None, [4], 2**64)):
         change_meta(cache_dir / CHATS, special_token_ids={**ByteTokenizer().special_token_ids(), sentinel: value})
         assert f"special_token_ids.{sentinel} is " in refusal(cache_dir, CHATS), value
 
@@ -202,12 +157,6 @@ def test_other_tools_keys_are_ignored(cache_dir: Path, key: str) -> None:
     OPENERS[key](cache_dir)
     (cache_dir / key / META_NAME).unlink()
     OPENERS[key](cache_dir)
-
-
-def test_a_meta_json_with_an_old_crc_32_is_refused(cache_dir: Path) -> None:
-    path = cache_dir / NOTES / META_NAME
-    path.write_bytes(path.read_bytes().replace(b'"seed": 0', b'"seed": 1'))
-    assert "CRC-32" in refusal(cache_dir, NOTES)
 
 
 # --- the tokenizer and the ids of sentinels ---------------------------------------------------------------------------
@@ -321,23 +270,6 @@ def test_offsets_of_another_version_of_equal_size_are_refused_by_the_first_examp
         pair_of(folder / "train_tokens.bin", folder / "train_idx.npy", io=io, asst_id=3)
 
 
-# --- links ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("described", [True, False])
-@pytest.mark.parametrize(("key", "name"), [(NOTES, "train/shard_00001.bin"), (CHATS, "train_tokens.bin")])
-def test_a_link_out_of_the_cache_is_refused_with_a_remedy(
-    cache_dir: Path, tmp_path: Path, key: str, name: str, described: bool
-) -> None:
-    if not described:
-        (cache_dir / key / META_NAME).unlink()
-    path = (cache_dir / key).resolve() / name
-    path.rename(tmp_path / "moved")
-    path.symlink_to(tmp_path / "moved")
-    message = refusal(cache_dir, key)
-    assert f"{path}: a symbolic link" in message and "cp -rL" in message
-
-
 @pytest.mark.parametrize("key", OPENERS)
 def test_a_public_name_that_leads_out_of_the_folder_or_in_a_circle_is_refused(cache_dir: Path, key: str) -> None:
     shutil.copytree((cache_dir / key).resolve(), cache_dir.parent / "outside")
@@ -369,14 +301,6 @@ def test_links_above_a_version_are_followed(cache_dir: Path, tmp_path: Path, mon
     assert PretrainTokenStreamDataset(str(tmp_path / "mine"), T=4, device="cpu").meta is not None
     monkeypatch.chdir(cache_dir / NOTES / "train")
     assert PretrainTokenStreamDataset(".", T=4, device="cpu").meta is not None
-
-
-@pytest.mark.parametrize("name", [META_NAME, "train/shard_00000.bin"])
-def test_a_fifo_is_refused_and_not_waited_for(cache_dir: Path, name: str) -> None:
-    path = (cache_dir / NOTES).resolve() / name
-    path.unlink()
-    os.mkfifo(path)
-    assert f"{path}: not a regular file" in refusal(cache_dir, NOTES)
 
 
 # --- ids --------------------------------------------------------------------------------------------------------------
@@ -415,4 +339,71 @@ def test_an_example_that_does_not_exist_is_an_index_error(cache_dir: Path) -> No
 def test_without_a_vocabulary_all_ids_are_served(cache_dir: Path) -> None:
     (cache_dir / NOTES / "train" / "shard_00001.bin").write_bytes(b"\xff" * 20)
     (cache_dir / NOTES / META_NAME).write_bytes(canonical_json({}))
-    assert draw(open_pretrain(cache_dir)) == 65535
+    x, y = open_pretrain(cache_dir).get_batch(B=8, generator=torch.Generator().manual_seed(0))
+    assert int(x.max()) == int(y.max()) == 65535
+
+
+# --- offsets files: nothing is allocated for what a header claims -----------------------------------------------------
+
+
+def npy(shape: str, *, descr: str = "'<i8'", version: bytes = b"\x01\x00", fortran: str = "False") -> bytes:
+    """Return a .npy file of three offsets whose header says something else."""
+    header = f"{{'descr': {descr}, 'fortran_order': {fortran}, 'shape': {shape}, }}".encode()
+    width = 2 if version == b"\x01\x00" else 4
+    header = header.ljust(128 - 9 - width) + b"\n"
+    start = b"\x93NUMPY" + version + len(header).to_bytes(width, "little")
+    return start + header + np.array([0, 6, 12], dtype="<i8").tobytes()
+
+
+NO_OFFSETS: list[tuple[Damage, str]] = [
+    (put(b""), "not a .npy file of plain numbers: it begins b''"),
+    (put(b"PK\x03\x04" + bytes(200)), "not a .npy file"),
+    (put(b"\x80\x04]q\x00."), "not a .npy file"),  # a pickle
+    (cut(-8), "144 bytes, expected 152 by its own header, which has 3 entries"),
+    (lambda path: path.write_bytes(path.read_bytes() + b"12345678"), "160 bytes, expected 152 by its own header"),
+    (save([0, 6, 12], "<i4"), "<i4 of shape (3,), expected int64 [examples]"),
+    (save([0, 6, 12], ">i8"), ">i8 of shape (3,), expected int64 [examples]"),
+    (save([0, 6, 12], "<f8"), "<f8 of shape (3,), expected int64 [examples]"),
+    (save([0, None], "O"), "|O of shape (2,), expected int64 [examples]"),
+    (save([[0, 6, 12]]), "<i8 of shape (1, 3), expected int64 [examples]"),
+    (save(0), "<i8 of shape (), expected int64 [examples]"),
+    (save([]), "no example in this split"),
+    (save([6, 12]), "begins at 6, expected 0"),
+    (save([0, 6, 6]), "offsets do not ascend at entry 2"),
+    (save([0, 2**63 - 1, -(2**63)]), "offsets do not ascend at entry 2"),
+    (save([0, 6, 18]), "offset 18 lies beyond the 18 tokens"),
+    (put(npy("(3,)", version=b"\x03\x00")), "not a .npy file"),
+    (put(npy("(3,)", version=b"\x00\x00")), "not a .npy file"),
+    (put(npy("(-3,)")), "not a .npy file"),
+    (put(npy("(3, -1)")), "not a .npy file"),
+    (put(npy("(1152921504606846976,)")), "152 bytes, expected 9223372036854775936 by its own header"),
+    (put(npy("(18446744073709551619,)")), "<i8 of shape (18446744073709551619,), expected"),
+    (put(npy("(3000000000000000,)")), "152 bytes, expected 24000000000000128 by its own header"),
+    (put(npy("(4294967296, 4294967296)")), "<i8 of shape (4294967296, 4294967296), expected"),
+    (put(npy("(1, 3)", fortran="True")), "<i8 of shape (1, 3), expected"),
+    (put(npy("(3,)", descr="[('a', '<i8')]")), "not a .npy file"),
+    (put(npy("(3,)", descr="__import__('os')")), "not a .npy file"),
+    (put(npy("(3.5,)")), "not a .npy file"),
+    (put(npy("(" * 50)), "not a .npy file"),
+    (put(b"\x93NUMPY\x01\x00\xff\xff{'descr': '<i8', "), "not a .npy file"),
+    (put(b"\x93NUMPY\x02\x00\xff\xff\xff\xff{'descr': '<i8', "), "not a .npy file"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), NO_OFFSETS)
+def test_a_damaged_or_hostile_offsets_file_is_refused(tmp_path: Path, damage: Damage, message: str) -> None:
+    path = tmp_path / "train_idx.npy"
+    save([0, 6, 12])(path)
+    damage(path)
+    tracemalloc.start()
+    with pytest.raises(CacheError, match=re.escape(f"train_idx.npy: {message}")):
+        load_idx(path, num_tokens=18)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 24
+
+
+@pytest.mark.parametrize("content", [npy("(3,)"), npy("(3,)", version=b"\x02\x00"), npy("(3,)", fortran="True")])
+def test_other_headers_that_fit_their_file_are_read(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "train_idx.npy").write_bytes(content)
+    assert load_idx(tmp_path / "train_idx.npy", num_tokens=18).tolist() == [0, 6, 12]

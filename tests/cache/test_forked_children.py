@@ -1,5 +1,6 @@
 """A child that was forked in the middle of a build, and comes out of it in any way, leaves its parent's build alone."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -122,31 +123,20 @@ def forking(
 @KINDS
 @pytest.mark.parametrize("num_threads", [0, 2])
 @pytest.mark.parametrize("at", [1, 35], ids=["before a checkpoint", "after some"])
-@pytest.mark.parametrize("way", [raises, exits], ids=lambda way: way.__name__)
-def test_a_child_that_comes_out_of_the_source_by_an_error_changes_nothing(
-    folder: Path, kind: str, num_threads: int, at: int, way: Way
+@pytest.mark.parametrize(
+    ("way", "reads_on"),
+    [(raises, False), (exits, False), (returns, False), (returns, True)],
+    ids=["raises", "exits", "ends as if all were read", "reads on as its parent"],
+)
+def test_a_child_that_comes_out_of_the_source_changes_nothing(
+    folder: Path, kind: str, num_threads: int, at: int, way: Way, reads_on: bool
 ) -> None:
     BUILDERS[kind](folder / "whole" / "c")
-    items = forking(ITEMS[kind](0), at, folder / "cache" / "c", folder / "precious", way)
+    items = forking(ITEMS[kind](0), at, folder / "cache" / "c", folder / "precious", way, reads_on=reads_on)
     alone(lambda: BUILDERS[kind](folder / "cache" / "c", items=items, num_threads=num_threads))
     assert (folder / "precious").read_bytes() == PRECIOUS
     assert tree_of(folder / "cache") == tree_of(folder / "whole")
     assert whole_version(folder / "cache" / "c") == whole_version(folder / "whole" / "c")
-
-
-@KINDS
-@pytest.mark.parametrize("reads_on", [True, False])
-@pytest.mark.parametrize("num_threads", [0, 2])
-@pytest.mark.parametrize("at", [1, 35], ids=["before a checkpoint", "after some"])
-def test_a_child_that_goes_on_as_if_it_were_its_parent_does_not_write_to_its_build(
-    folder: Path, kind: str, at: int, num_threads: int, reads_on: bool
-) -> None:
-    BUILDERS[kind](folder / "whole" / "c")
-    path = folder / "cache" / "c"
-    items = forking(ITEMS[kind](0), at, path, folder / "precious", returns, reads_on=reads_on)
-    alone(lambda: BUILDERS[kind](path, items=items, num_threads=num_threads))
-    assert (folder / "precious").read_bytes() == PRECIOUS
-    assert tree_of(folder / "cache") == tree_of(folder / "whole")
 
 
 @KINDS
@@ -188,28 +178,17 @@ def test_a_child_that_comes_out_of_a_lock_leaves_it_to_its_parent(folder: Path, 
 
 
 @WAYS
-@pytest.mark.parametrize("has_journal", [True, False])
-def test_a_child_that_comes_out_of_a_build_leaves_its_folders(folder: Path, way: Way, has_journal: bool) -> None:
+@pytest.mark.parametrize("how", ["with a journal", "before its journal", "in one go"])
+def test_a_child_that_comes_out_of_a_build_leaves_its_folders(folder: Path, way: Way, how: str) -> None:
     def work() -> None:
-        with versions.resumable(folder / "c", "0" * 64) as (build, journal):
-            build.mkdir()
-            (build / "shard").write_bytes(b"half")
-            if has_journal:
-                (journal / "journal.jsonl").write_bytes(b"line")
-            before = tree_of(folder)
-            if forked(journal.parent / "lock", folder / "precious"):
-                way()
-                return
-            assert tree_of(folder) == before and is_held(folder / "c")
-
-    alone(work)
-    assert [entry.name for entry in versions.versions_dir(folder / "c").iterdir()] == ["lock"]
-
-
-@WAYS
-def test_a_child_that_comes_out_of_a_build_in_one_go_leaves_its_folder(folder: Path, way: Way) -> None:
-    def work() -> None:
-        with versions.building(folder / "c") as build:
+        with contextlib.ExitStack() as stack:
+            if how == "in one go":
+                build = stack.enter_context(versions.building(folder / "c"))
+            else:
+                build, journal = stack.enter_context(versions.resumable(folder / "c", "0" * 64))
+                build.mkdir()
+                if how == "with a journal":
+                    (journal / "journal.jsonl").write_bytes(b"line")
             (build / "half").write_bytes(b"half")
             before = tree_of(folder)
             if forked(build.parent / "lock", folder / "precious"):

@@ -147,13 +147,7 @@ def sft(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [{"role": "user", "content": "C"}, {"role": "assistant", "content": "D"}],
     ]
     build_sft_cache(
-        chats,
-        str(cache),
-        tokenizer=ByteTokenizer(),
-        val_frac=0.1,
-        seed=0,
-        source_name="by hand",
-        source_config="tiny",
+        chats, str(cache), tokenizer=ByteTokenizer(), val_frac=0.1, seed=0, source_name="by hand", source_config="tiny"
     )
     return cache
 
@@ -185,10 +179,7 @@ def test_a_pretrain_meta_json_says_this(pretrain: Path) -> None:
         "train_tokens": 3,
         "val_tokens": 2,
         "shards": {
-            "train": [
-                entry(files, "train/shard_00000.bin", tokens=2),
-                entry(files, "train/shard_00001.bin", tokens=1),
-            ],
+            "train": [entry(files, "train/shard_00000.bin", tokens=2), entry(files, "train/shard_00001.bin", tokens=1)],
             "val": [entry(files, "val/shard_00000.bin", tokens=2)],
         },
         "index": {
@@ -230,10 +221,7 @@ def test_an_sft_meta_json_says_this(sft: Path) -> None:
             "train": [entry(files, "train_tokens.bin", tokens=14)],
             "val": [entry(files, "val_tokens.bin", tokens=6)],
         },
-        "index": {
-            "train": entry(files, "train_idx.npy", entries=2),
-            "val": entry(files, "val_idx.npy", entries=1),
-        },
+        "index": {"train": entry(files, "train_idx.npy", entries=2), "val": entry(files, "val_idx.npy", entries=1)},
         "ids": {
             "train": entry(files, "index/train_ids.txt", entries=2),
             "val": entry(files, "index/val_ids.txt", entries=1),

@@ -13,16 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzzed import JSON, damaged, fuzz, written
 
-from niels_gpt.cache import (
-    CacheError,
-    read_meta,
-)
+from niels_gpt.cache import CacheError
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
 from niels_gpt.data.files import json_stream
-from niels_gpt.storage.fileio import META_NAME, canonical_json
+from niels_gpt.storage.fileio import canonical_json
 from niels_gpt.storage.meta_json import file_records, meta_bytes, meta_crc32, parse_object
-
-# --- the parsers by themselves ----------------------------------------------------------------------------------------
 
 
 @fuzz(100)
@@ -33,13 +28,6 @@ def test_what_is_parsed_is_what_json_says_or_a_value_error(raw: bytes) -> None:
     except ValueError:
         return
     assert found == json.loads(raw) and canonical_json(found)
-
-
-@fuzz(100)
-@given(raw=st.binary(max_size=60) | JSON.map(lambda value: json.dumps({"a": value}).encode()).flatmap(damaged))
-def test_read_meta_gives_an_object_or_a_cache_error(raw: bytes) -> None:
-    with written({META_NAME: raw}) as folder, contextlib.suppress(CacheError):
-        assert isinstance(read_meta(str(folder / META_NAME)), dict)
 
 
 @fuzz(100)

@@ -15,17 +15,12 @@ from support.byte_tokenizer import ByteTokenizer
 from niels_gpt.builders.meta_keys import Source, content_sha256
 from niels_gpt.builders.pretrain import build_pretrain, build_stub
 from niels_gpt.builders.sft import build_sft
-from niels_gpt.cache import CacheError, build_pretrain_cache, read_meta, sha256_file, write_meta
+from niels_gpt.cache import CacheError, read_meta, sha256_file, write_meta
 from niels_gpt.storage.fileio import canonical_json
 from niels_gpt.storage.meta_json import meta_bytes, meta_crc32
 
-SOURCE = Source(
-    name="someone/notes",
-    config="v1",
-    streaming=True,
-    provenance={"revision": "abc"},
-    counters={"orphans": 2, "cycles": 0},
-)
+COUNTERS = {"orphans": 2, "cycles": 0}
+SOURCE = Source("someone/notes", config="v1", streaming=True, provenance={"revision": "abc"}, counters=COUNTERS)
 SPEC_KEYS = {
     "dataset_name": "someone/notes",
     "dataset_config": "v1",
@@ -107,14 +102,6 @@ def test_what_write_meta_writes_read_meta_reads(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again.json", "meta.json"]
 
 
-def test_reading_a_meta_that_is_absent_or_no_object_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"meta\.json: no such file"):
-        read_meta(str(tmp_path / "meta.json"))
-    (tmp_path / "meta.json").write_text("3")
-    with pytest.raises(CacheError, match=r"meta\.json: a JSON int, expected an object"):
-        read_meta(str(tmp_path / "meta.json"))
-
-
 # --- the CRC-32 of its own bytes --------------------------------------------------------------------------------------
 
 
@@ -158,16 +145,6 @@ def test_each_flipped_bit_of_a_meta_json_is_refused_but_those_that_take_the_crc_
     assert unseen and set(unseen) <= set(range(key, key + len(b"meta_crc32")))
 
 
-def test_a_changed_value_is_refused_with_both_crc_32s(tmp_path: Path) -> None:
-    raw = meta_bytes({"vocab_size": 300})
-    stored, _ = meta_crc32(raw)
-    changed = raw.replace(b"300", b"301")
-    (tmp_path / "meta.json").write_bytes(changed)
-    message = f"meta.json: damaged: its bytes have the CRC-32 {meta_crc32(changed)[1]:08x}, expected '{stored:08x}'"
-    with pytest.raises(CacheError, match=re.escape(message)):
-        read_meta(str(tmp_path / "meta.json"))
-
-
 @pytest.mark.parametrize("value", [None, 7, "7", "0123456789"])
 def test_a_crc_32_that_is_not_on_a_line_of_its_own_is_refused(tmp_path: Path, value: Any) -> None:
     (tmp_path / "meta.json").write_bytes(canonical_json({"meta_crc32": value}))
@@ -194,9 +171,7 @@ NO_META: list[tuple[bytes, str]] = [
     (b"", "not JSON (Expecting value"),
     (b"{}{}", "not JSON (Extra data"),
     (b"null", "a JSON NoneType, expected an object"),
-    (b'"text"', "a JSON str, expected an object"),
     (b'{"a": NaN}', "not JSON (the number 'NaN', expected a finite one)"),
-    (b'{"a": -Infinity}', "not JSON (the number '-Infinity'"),
     (b'{"a": 1e999}', "not JSON (the number '1e999'"),
     (b'{"a": ' + b"1" * 1_000_000 + b"}", "not JSON (an integer of 1,000,000 digits, expected 100 at most)"),
     (b'{"a": 1, "b": 2, "a": 3}', "not JSON (the key 'a' is there twice)"),
@@ -205,7 +180,6 @@ NO_META: list[tuple[bytes, str]] = [
     (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not JSON (nested too deeply)"),
     ('{"a": "é"}'.encode("latin-1"), "not JSON ('utf-8' codec"),
     ('{"a": 1}'.encode("utf-16"), "not JSON ('utf-8' codec"),
-    ('{"a": 1}'.encode("utf-16-le"), "not JSON ("),
     (b'\xef\xbb\xbf{"a": 1}', "not JSON (Unexpected UTF-8 BOM"),
     (rb'{"a": ["\ud800"]}', "not JSON ('utf-8' codec can't encode character '\\ud800'"),
     (rb'{"\udfff": 1}', "not JSON ('utf-8' codec"),
@@ -267,18 +241,12 @@ def test_content_sha256_does_not_depend_on_the_order_of_the_records() -> None:
     assert content_sha256(records) == content_sha256(records[::-1]) == expected
 
 
-def test_utf8_bytes_are_those_of_the_texts_and_not_of_the_end_of_texts(tmp_path: Path) -> None:
+def test_utf8_bytes_are_those_of_the_texts_and_turns_without_what_is_cut_and_the_end_of_texts(tmp_path: Path) -> None:
     meta = build_texts(tmp_path / "c", ["aé", "漢", "", "b"], append_eot=True)  # 3, 3, 0 and 1 bytes
     assert meta["utf8_bytes"] == {"train": 7, "val": 0} and meta["totals"]["train_tokens"] == 7 + 3
-
-
-def test_utf8_bytes_of_a_cut_document_are_those_of_what_is_left(tmp_path: Path) -> None:
-    meta = build_texts(tmp_path / "c", ["ab", "aébc"], max_train_tokens=5)  # ab, then 3 of 5 bytes: aé
+    meta = build_texts(tmp_path / "d", ["ab", "aébc"], max_train_tokens=5)  # ab, then 3 of 5 bytes: aé
     assert meta["utf8_bytes"]["train"] == 5 and meta["cut"] == {"documents": 1, "tokens": 2}
-
-
-def test_utf8_bytes_of_an_sft_split_are_those_of_all_its_turns(tmp_path: Path) -> None:
-    meta = build_sft([chat("é", "漢a")], tmp_path / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
+    meta = build_sft([chat("é", "漢a")], tmp_path / "s", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
     assert meta["utf8_bytes"] == {"train": 6, "val": 0}
 
 
@@ -287,17 +255,12 @@ def test_texts_with_sentencepieces_own_space_mark_are_counted_and_kept(tmp_path:
     assert meta["noticed"] == {"texts_with_u2581": 2} and meta["docs"]["train"] == 4
 
 
-def test_a_lone_surrogate_is_replaced_and_counted(tmp_path: Path) -> None:
+def test_a_lone_surrogate_is_replaced_and_counted_and_two_halves_are_their_character(tmp_path: Path) -> None:
     meta = build_texts(tmp_path / "c", ["a\ud800", "b"])
-    assert meta["noticed"] == {"texts_with_lone_surrogates_replaced": 1}
-    ids = np.fromfile(tmp_path / "c" / "train" / "shard_00000.bin", dtype="<u2")
-    assert ByteTokenizer().decode(ids) == "a\ufffdb" and meta["utf8_bytes"]["train"] == 5
-
-
-def test_two_halves_of_a_surrogate_pair_become_their_character(tmp_path: Path) -> None:
-    build_texts(tmp_path / "c", ["\ud83d\ude42"])
-    ids = np.fromfile(tmp_path / "c" / "train" / "shard_00000.bin", dtype="<u2")
-    assert ByteTokenizer().decode(ids) == "🙂"
+    assert meta["noticed"] == {"texts_with_lone_surrogates_replaced": 1} and meta["utf8_bytes"]["train"] == 5
+    build_texts(tmp_path / "d", ["\ud83d\ude42"])
+    for name, text in (("c", "a\ufffdb"), ("d", "🙂")):
+        assert ByteTokenizer().decode(np.fromfile(tmp_path / name / "train" / "shard_00000.bin", dtype="<u2")) == text
 
 
 def test_what_is_noticed_in_chats_is_counted_by_turn(tmp_path: Path) -> None:
@@ -306,19 +269,15 @@ def test_what_is_noticed_in_chats_is_counted_by_turn(tmp_path: Path) -> None:
     assert meta["noticed"] == {"texts_with_lone_surrogates_replaced": 1, "texts_with_u2581": 2}
 
 
-def test_a_vocabulary_that_does_not_fit_uint16_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    tokenizer = ByteTokenizer()
-    tokenizer.vocab_size = 65537
-    with pytest.raises(ValueError, match="65537 ids does not fit uint16"):
-        build_texts(tmp_path / "c", ["a"], tokenizer)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_id_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_a_vocabulary_that_does_not_fit_uint16_and_an_id_outside_it_are_refused(tmp_path: Path) -> None:
     tokenizer = ByteTokenizer()
     tokenizer.encode = lambda text: [300]
     with pytest.raises(ValueError, match="gave id 300, expected ids below vocab_size=300"):
         build_texts(tmp_path / "c", ["a"], tokenizer)
+    tokenizer.vocab_size = 65537
+    with pytest.raises(ValueError, match="65537 ids does not fit uint16"):
+        build_texts(tmp_path / "other" / "c", ["a"], tokenizer)
+    assert not (tmp_path / "other").exists()  # refused before anything is written
 
 
 def test_a_sentinel_that_only_the_ids_show_is_found_too(tmp_path: Path) -> None:
@@ -331,16 +290,5 @@ def test_a_sentinel_that_only_the_ids_show_is_found_too(tmp_path: Path) -> None:
 def test_a_text_beyond_the_budget_is_neither_noticed_nor_refused(tmp_path: Path) -> None:
     """Texts are encoded ahead in batches; only the first of these three is ever used."""
     texts = ["ab", "\u2581", "<|eot|>"]
-    build_pretrain_cache(
-        texts,
-        tmp_path / "c",
-        tokenizer=ByteTokenizer(),
-        max_train_tokens=2,
-        max_val_tokens=0,
-        shard_bytes=100,
-        seed=0,
-        shuffle_buffer=None,
-        on_special="raise",
-    )
-    meta = read_meta(str(tmp_path / "c" / "meta.json"))
+    meta = build_texts(tmp_path / "c", texts, max_train_tokens=2, on_special="raise")
     assert (meta["documents_read"], meta["noticed"], meta["dropped"]) == (1, {}, {})

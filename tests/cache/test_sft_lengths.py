@@ -33,17 +33,9 @@ CUT_AFTER_THE_REPLY = [USR, U, EOT, ASST, A, EOT, USR, U]
 NO_REPLY = [SYS, U, EOT]
 EXAMPLES = [FITS, CUT, CUT_BEFORE_THE_REPLY, CUT_AFTER_THE_REPLY, NO_REPLY]
 # At T = 5 a row has 6 tokens. EXAMPLES have 2 + 3 + 2 + 2 + 0 targets, of which their rows keep 2 + 2 + 0 + 2 + 0.
-TRUNCATED = SFTCounts(
-    examples=5,
-    rows=5,
-    rows_cut=3,
-    rows_dropped=0,
-    rows_without_last_eot=2,
-    rows_without_target=2,
-    rows_left_out_without_target=0,
-    supervised_tokens=9,
-    supervised_tokens_lost=3,
-)
+_ROWS = dict(rows=5, rows_cut=3, rows_dropped=0, rows_without_last_eot=2, rows_without_target=2)
+_TOKENS = dict(supervised_tokens=9, supervised_tokens_lost=3)
+TRUNCATED = SFTCounts(examples=5, rows_left_out_without_target=0, **_ROWS, **_TOKENS)
 DROPPED = dict(rows_cut=0, rows_dropped=3, rows_without_last_eot=0, supervised_tokens_lost=7)
 
 
@@ -142,12 +134,8 @@ def test_the_counts_are_what_a_walk_over_all_tokens_finds_however_they_are_read(
     examples: list[list[int]], T: int, drop: bool, require_targets: bool, io: str, block: int
 ) -> None:
     expected = slow_counts(examples, T, drop=drop, require_targets=require_targets)
-    arguments: dict[str, Any] = {
-        "T": T,
-        "over_length": "drop" if drop else "truncate",
-        "require_targets": require_targets,
-        "io": io,
-    }
+    over_length = "drop" if drop else "truncate"
+    arguments: dict[str, Any] = {"T": T, "over_length": over_length, "require_targets": require_targets, "io": io}
     with tempfile.TemporaryDirectory() as name, mock.patch.object(sft_dataset, "_BLOCK_TOKENS", block):
         folder = write_split(Path(name), examples)
         if expected.rows:
@@ -158,21 +146,6 @@ def test_the_counts_are_what_a_walk_over_all_tokens_finds_however_they_are_read(
         else:
             with pytest.raises(CacheError, match="no row is left"):
                 opened(folder, **arguments)
-
-
-def test_the_supervised_tokens_of_each_split_are_those_of_meta_json(tmp_path: Path) -> None:
-    chats = [
-        [{"role": "user", "content": "q" * size}, {"role": "assistant", "content": "a" * (9 - size)}]
-        for size in range(1, 9)
-    ]
-    build_sft_cache(chats, str(tmp_path / "c"), tokenizer=ByteTokenizer(), val_frac=0.25, seed=1)
-    said = read_meta(str(tmp_path / "c/meta.json"))["supervised_tokens"]
-    found = {}
-    for split in ("train", "val"):
-        files = (tmp_path / f"c/{split}_tokens.bin", tmp_path / f"c/{split}_idx.npy")
-        found[split] = SFTExampleDataset(*files, T=40, device="cpu", eot_id=EOT).counts.supervised_tokens
-    # Replies of 1 to 8 letters and their EOT.
-    assert found == said and sum(found.values()) == sum(range(2, 10))
 
 
 def test_over_length_error_names_the_longest_example_and_the_t_that_would_do(tmp_path: Path) -> None:
@@ -272,9 +245,7 @@ def test_a_large_loss_to_t_is_warned_of_with_the_t_that_would_do(
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
-@given(
-    st.lists(st.lists(st.sampled_from([USR, ASST, EOT, A, B]), min_size=1, max_size=9), min_size=1, max_size=8),
-)
+@given(st.lists(st.lists(st.sampled_from([USR, ASST, EOT, A, B]), min_size=1, max_size=9), min_size=1, max_size=8))
 def test_the_targets_that_need_a_t_are_those_that_a_smaller_one_loses(examples: list[list[int]]) -> None:
     ids, ends = np.concatenate(examples).astype(np.uint16), np.cumsum([*map(len, examples)])
     sentinels = {"asst_id": ASST, "eot_id": EOT}
@@ -428,10 +399,7 @@ def test_the_fingerprint_of_an_open_split_is_what_expect_compares(tmp_path: Path
     assert opened(tmp_path / "a", T=50, expect=found).fingerprint() == found
     with pytest.raises(CacheError, match="content_sha256"):
         opened(tmp_path / "b", T=50, expect=found)
-
-
-def test_a_split_without_meta_json_has_its_name_and_size_as_fingerprint(tmp_path: Path) -> None:
-    found = opened(write_split(tmp_path, EXAMPLES)).fingerprint()
+    found = opened(write_split(tmp_path, EXAMPLES)).fingerprint()  # without a meta.json
     assert found == {"split": "train", "tokens": 32, "content_sha256": None, "tokenizer_sha256": None}
 
 

@@ -55,14 +55,7 @@ def open_files(folder: Path) -> int:
     return sum(os.path.islink(link) and os.readlink(link).startswith(f"{folder}/shard") for link in links)
 
 
-def test_a_shard_is_mapped_when_a_window_of_it_is_drawn_and_not_before(tmp_path: Path) -> None:
-    files = TokenFiles([(path, None) for path in sorted(write_shards(tmp_path, [5, 6, 7]).iterdir())])
-    assert mapped(tmp_path) == set() and files.lengths.tolist() == [5, 6, 7]
-    assert gather(files, [1], [2], 3).tolist() == [[7, 8, 9]]
-    assert mapped(tmp_path) == {"shard_00001.bin"}
-
-
-def test_a_thousand_shards_are_sized_but_not_opened(tmp_path: Path) -> None:
+def test_a_thousand_shards_are_sized_and_one_is_opened_when_a_window_of_it_is_drawn(tmp_path: Path) -> None:
     dataset = PretrainTokenStreamDataset(write_shards(tmp_path / "train", [9] * 1000), T=4, device="cpu")
     assert dataset.num_windows == 5000 and mapped(tmp_path) == set() and open_files(tmp_path / "train") == 0
     dataset.get_batch(B=1, generator=seeded())
@@ -174,21 +167,18 @@ def test_a_file_that_got_the_inode_of_another_is_another(tmp_path: Path) -> None
         split.rows(np.array([0]), np.array([7]), 5)
 
 
-@pytest.mark.parametrize("open_it", [PretrainTokenStreamDataset, EpochStream])
-def test_pread_gives_the_same_batches_and_maps_nothing(tmp_path: Path, open_it: type) -> None:
+def test_pread_gives_the_same_batches_and_maps_nothing(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "train", [50, 60, 70])
 
-    def batch(io: str) -> list[Any]:
-        if open_it is EpochStream:
-            return [
-                tensor.tolist() for tensor in next(iter(EpochStream(folder, T=4, global_batch_size=8, seed=0, io=io)))
-            ]
+    def batches(io: Any) -> list[Any]:
         dataset = PretrainTokenStreamDataset(folder, T=4, device="cpu", io=io)
-        return [tensor.tolist() for tensor in dataset.get_batch(B=8, generator=seeded())]
+        stream = iter(EpochStream(folder, T=4, global_batch_size=8, seed=0, io=io))
+        return [
+            tensor.tolist() for batch in (dataset.get_batch(B=8, generator=seeded()), next(stream)) for tensor in batch
+        ]
 
-    by_reads = batch("pread")
-    assert mapped(tmp_path) == set()
-    assert by_reads == batch("mmap")
+    by_reads = batches("pread")
+    assert mapped(tmp_path) == set() and by_reads == batches("mmap")
 
 
 def test_pread_keeps_an_eighth_of_the_limit_open_at_most_and_closes_them_all(
@@ -239,27 +229,30 @@ def test_another_way_to_read_is_refused(tmp_path: Path) -> None:
         PretrainTokenStreamDataset(write_shards(tmp_path, [9]), T=4, device="cpu", io="direct")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("io", ["mmap", "pread"])
-def test_a_shard_that_was_cut_after_opening_is_an_error_with_its_name(tmp_path: Path, io: Any) -> None:
-    dataset = PretrainTokenStreamDataset(write_shards(tmp_path, [100]), T=4, device="cpu", io=io)
-    os.truncate(tmp_path / "shard_00000.bin", 20)
-    with pytest.raises(CacheError, match=r"shard_00000.bin: 20 bytes, expected 200"):
-        dataset.get_batch(B=4, generator=seeded())
+CUT = (CacheError, r"shard_00000.bin: 20 bytes, expected 200")
+GONE = (FileNotFoundError, r"shard_00000\.bin: no such token file")
+CUT_BETWEEN = (CacheError, r"shard_00000.bin: ends after .* expected 200: it was truncated")
 
 
-def test_a_shard_that_is_cut_between_two_reads_is_an_error_with_its_name(tmp_path: Path) -> None:
-    dataset = PretrainTokenStreamDataset(write_shards(tmp_path, [100]), T=50, device="cpu", io="pread")
-    dataset.get_batch(B=1, generator=seeded())
-    os.truncate(tmp_path / "shard_00000.bin", 20)
-    with pytest.raises(CacheError, match=r"shard_00000.bin: ends after .* expected 200: it was truncated"):
-        dataset.get_batch(B=4, generator=seeded())
-
-
-@pytest.mark.parametrize("io", ["mmap", "pread"])
-def test_a_shard_that_vanished_after_opening_is_an_error_with_its_name(tmp_path: Path, io: Any) -> None:
-    dataset = PretrainTokenStreamDataset(write_shards(tmp_path, [100]), T=4, device="cpu", io=io)
-    (tmp_path / "shard_00000.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"shard_00000\.bin: no such token file"):
+@pytest.mark.parametrize(
+    ("io", "reads", "size", "error"),
+    [
+        ("mmap", 0, 20, CUT),
+        ("pread", 0, 20, CUT),
+        ("pread", 1, 20, CUT_BETWEEN),
+        ("mmap", 0, 0, GONE),
+        ("pread", 0, 0, GONE),
+    ],
+)
+def test_a_shard_that_was_cut_or_removed_after_opening_is_an_error_with_its_name(
+    tmp_path: Path, io: Any, reads: int, size: int, error: tuple[type[Exception], str]
+) -> None:
+    dataset = PretrainTokenStreamDataset(write_shards(tmp_path, [100]), T=50, device="cpu", io=io)
+    for _ in range(reads):
+        dataset.get_batch(B=1, generator=seeded())
+    path = tmp_path / "shard_00000.bin"
+    os.truncate(path, size) if size else path.unlink()
+    with pytest.raises(error[0], match=error[1]):
         dataset.get_batch(B=4, generator=seeded())
 
 
@@ -423,18 +416,14 @@ def test_expect_opens_the_same_data_and_refuses_other_content(tmp_path: Path) ->
     build(tmp_path / "c", ["a" * 60], num_tokens=60)
     train = tmp_path / "c" / "train"
     kept = PretrainTokenStreamDataset(train, T=4, device="cpu").fingerprint()
-    PretrainTokenStreamDataset(train, T=4, device="cpu", expect=kept)
+    state = EpochStream(train, T=4, global_batch_size=1, seed=0).state_dict()
+    for same in (kept, state):
+        PretrainTokenStreamDataset(train, T=4, device="cpu", expect=same)
     build(tmp_path / "c", ["b" * 60], num_tokens=60)
     with pytest.raises(CacheError, match=r"content_sha256 is .*, expected .*: not the data that was used before"):
         PretrainTokenStreamDataset(train, T=4, device="cpu", expect=kept)
     with pytest.raises(CacheError, match=r"content_sha256"):
         EpochStream(train, T=4, global_batch_size=1, seed=0, expect=kept)
-
-
-def test_the_state_of_a_stream_is_good_as_expect(tmp_path: Path) -> None:
-    build(tmp_path / "c", ["a" * 60], num_tokens=60)
-    state = EpochStream(tmp_path / "c" / "train", T=4, global_batch_size=1, seed=0).state_dict()
-    PretrainTokenStreamDataset(tmp_path / "c" / "train", T=4, device="cpu", expect=state)
 
 
 def test_a_folder_of_another_tool_is_known_by_its_number_of_tokens(tmp_path: Path) -> None:

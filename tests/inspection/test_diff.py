@@ -28,13 +28,24 @@ class Shifted(ByteTokenizer):
         return [byte + 110 for byte in text.encode()]
 
 
-def cache(path: Path, train: list[str], val: list[str] = [], tokenizer: Any = None, **arguments: Any) -> Path:  # noqa: B006
-    """Build a cache whose documents name their split; the id of a text is `id of TEXT`."""
-    documents = [(split, text, f"id of {text}") for split, texts in (("train", train), ("val", val)) for text in texts]
+def of(path: Path, documents: Any, tokenizer: Any = None, **arguments: Any) -> Path:
+    """Build a cache of documents that name their split."""
     fixed: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 8, "shuffle_buffer": None}
-    chosen = {**fixed, "seed": 0, **arguments}
-    build_pretrain(documents, path, tokenizer=tokenizer or ByteTokenizer(), **chosen)
+    build_pretrain(documents, path, tokenizer=tokenizer or ByteTokenizer(), **{**fixed, "seed": 0, **arguments})
     return path
+
+
+def cache(path: Path, train: list[str], val: list[str] = [], tokenizer: Any = None, **arguments: Any) -> Path:  # noqa: B006
+    """Build a cache of texts; the id of a text is `id of TEXT`."""
+    documents = [(split, text, f"id of {text}") for split, texts in (("train", train), ("val", val)) for text in texts]
+    return of(path, documents, tokenizer, **arguments)
+
+
+def edit(cache: Path, change: Any) -> None:
+    """Change a meta.json as its author would."""
+    meta = json.loads((cache / "meta.json").read_bytes())
+    change(meta)
+    (cache / "meta.json").write_bytes(meta_bytes(meta))
 
 
 def compared(a: Path, b: Path, limit: int = 10, tokenizers: Any = (None, None)) -> dict[str, Any]:
@@ -83,9 +94,7 @@ def test_documents_that_moved_to_the_other_split_are_not_new(tmp_path: Path) -> 
 def test_documents_in_another_order_or_of_other_ids_differ_by_their_content_alone(tmp_path: Path) -> None:
     a, b = cache(tmp_path / "a", ["one", "two", "three"]), cache(tmp_path / "b", ["one", "three", "two"])
     assert counts(compared(a, cache(tmp_path / "c", ["two", "three"]))) == {"only_a": 1}
-    documents = [("train", text, f"new id of {text}") for text in ("one", "two", "three")]
-    fixed: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 8, "seed": 0}
-    build_pretrain(documents, tmp_path / "d", tokenizer=ByteTokenizer(), shuffle_buffer=None, **fixed)
+    of(tmp_path / "d", [("train", text, f"new id of {text}") for text in ("one", "two", "three")])
     for other in (b, tmp_path / "d"):
         found = compared(a, other)
         assert counts(found) == {} == found["settings"] and not is_equal(found)
@@ -104,10 +113,7 @@ def test_settings_that_differ_are_dotted_and_the_lists_of_files_are_left_out(tmp
     found = compared(a, b)
     assert found["settings"] == {"seed": {"a": 0, "b": 7}, "shard_bytes": {"a": 8, "b": 10}}
     assert not is_equal(found) and "seed: A 0, B 7" in difference_lines(found)
-    meta = json.loads((b / "meta.json").read_bytes())
-    meta["source"]["counters"] = {"blank": True}
-    del meta["noticed"]
-    (b / "meta.json").write_bytes(meta_bytes(meta))
+    edit(b, lambda meta: (meta["source"].update(counters={"blank": True}), meta.pop("noticed")))
     settings = compared(a, b)["settings"]
     assert settings["source.counters.blank"] == {"b": True} and settings["noticed"] == {"a": {}}
     assert "source.counters.blank: A absent, B true" in difference_lines(compared(a, b))
@@ -120,9 +126,7 @@ def test_caches_of_two_tokenizers_are_compared_by_source_ids_and_it_is_said(tmp_
     assert found["compared"] == "source ids" and found["why_not_tokens"] == "their tokenizers differ"
     assert counts(found) == {"only_a": 1, "only_b": 1} and found["settings"]["vocab_size"] == {"a": 300, "b": 400}
     assert "compared by source ids, for their tokenizers differ" in difference_lines(found)
-    meta = json.loads((b / "meta.json").read_bytes())
-    del meta["ids"]
-    (b / "meta.json").write_bytes(meta_bytes(meta))
+    edit(b, lambda meta: meta.pop("ids"))
     found = compared(a, b)
     assert found["compared"] is None and "source ids of B were not recorded" in difference_lines(found)
 
@@ -150,6 +154,8 @@ def test_as_many_documents_are_named_as_asked_for_and_all_are_counted(tmp_path: 
     assert found["only_a"]["count"] == 10 and len(found["only_a"]["first"]) == 3
     assert "and 7 more" in difference_lines(found)
     assert len(compared(a, b, limit=9)["only_a"]["first"]) == 9 and compared(a, b, limit=0)["only_a"]["first"] == []
+    with pytest.raises(ValueError, match="limit=-1: expected 0 or more"):
+        compared(a, b, limit=-1)
 
 
 def test_of_equal_documents_the_first_goes_with_the_first(tmp_path: Path) -> None:
@@ -162,10 +168,9 @@ def test_of_equal_documents_the_first_goes_with_the_first(tmp_path: Path) -> Non
 
 def test_of_equal_documents_those_of_one_source_id_go_together(tmp_path: Path) -> None:
     """A file is left out that others are equal to: it is gone, and none of the others is."""
-    fixed: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 8, "seed": 0}
     files = [("train", "one", "a.md"), ("train", "one", "b.md"), ("val", "one", "c.md"), ("train", "two", "d.md")]
     for name, documents in (("a", files), ("b", files[1:]), ("c", [files[0], ("train", "one", "e.md"), files[3]])):
-        build_pretrain(documents, tmp_path / name, tokenizer=ByteTokenizer(), shuffle_buffer=None, **fixed)
+        of(tmp_path / name, documents)
     found = compared(tmp_path / "a", tmp_path / "b")
     assert counts(found) == {"only_a": 1} and found["only_a"]["first"][0]["source_id"] == "a.md"
     assert counts(compared(tmp_path / "b", tmp_path / "a")) == {"only_b": 1}
@@ -187,9 +192,8 @@ def test_a_list_of_source_ids_that_is_cut_is_an_error(tmp_path: Path) -> None:
 
 def test_caches_of_another_content_are_never_called_equal(tmp_path: Path) -> None:
     a, b = (cache(tmp_path / name, ["one"]) for name in "ab")
-    meta = json.loads((b / "meta.json").read_bytes())
-    real, meta["content_sha256"] = meta["content_sha256"], "f" * 64
-    (b / "meta.json").write_bytes(meta_bytes(meta))
+    real = json.loads((b / "meta.json").read_bytes())["content_sha256"]
+    edit(b, lambda meta: meta.update(content_sha256="f" * 64))
     found = compared(a, b)
     assert found["settings"] == {} and counts(found) == {} and not is_equal(found)
     assert f"content_sha256: A {real[:12]}, B {'f' * 12}\n" in difference_lines(found)
@@ -197,9 +201,7 @@ def test_caches_of_another_content_are_never_called_equal(tmp_path: Path) -> Non
 
 def test_shards_that_hold_less_than_the_totals_say_are_an_error(tmp_path: Path) -> None:
     a, b = (cache(tmp_path / name, ["one", "two", "three"]) for name in "ab")
-    meta = json.loads((b / "meta.json").read_bytes())
-    del meta["shards"]["train"][-1]
-    (b / "meta.json").write_bytes(meta_bytes(meta))
+    edit(b, lambda meta: meta["shards"]["train"].pop())
     with pytest.raises(CacheError, match=r"meta\.json: its shards of train hold 8 tokens, its totals say 11"):
         compared(a, b)
 
@@ -210,12 +212,6 @@ def test_empty_objects_and_totals_are_told_once(tmp_path: Path) -> None:
     assert settings == {"documents_read": {"a": 1, "b": 2}, "dropped.empty": {"b": 1}}
     c = cache(tmp_path / "c", ["one", "two"])
     assert [key for key in compared(a, c)["settings"] if "tokens" in key] == ["totals.train_tokens"]
-
-
-def test_a_limit_below_0_is_an_error(tmp_path: Path) -> None:
-    a = cache(tmp_path / "a", ["one"])
-    with pytest.raises(ValueError, match="limit=-1: expected 0 or more"):
-        compared(a, a, limit=-1)
 
 
 def test_matching_is_right_for_small_multisets_of_all_kinds() -> None:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import tempfile
 import zlib
 from itertools import pairwise
@@ -22,7 +21,6 @@ from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
 from niels_gpt.builders.writer import BLOCK_BYTES
 from niels_gpt.cache import build_pretrain_cache, build_sft_cache, read_meta
-from niels_gpt.storage.meta_json import meta_bytes, meta_crc32
 
 SPLITS = ("train", "val")
 IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # many builds, and each of them syncs its files
@@ -212,34 +210,3 @@ def test_an_empty_file_has_no_checksum_and_a_split_without_documents_no_line(tmp
     contents += [(cache / f"index/{split}_docs.npy").read_bytes() for split in SPLITS]
     expected = b"".join(zlib.crc32(content).to_bytes(4, "little") for content in [*contents, b"0\n"])
     assert (cache / "index/crc32.bin").read_bytes() == expected
-
-
-@pytest.mark.parametrize("kind", ["pretrain", "sft"])
-def test_the_content_sha256_covers_ids_and_checksums(tmp_path: Path, kind: str) -> None:
-    for name in ("one", "two"):
-        if kind == "pretrain":
-            pretrain(tmp_path / name, [("train", "abc", name)], max_train_tokens=None, max_val_tokens=None)
-        else:
-            sft(tmp_path / name, [(name, chat("abc"))], val_frac=0)
-    contents = set()
-    for name in ("one", "two"):
-        cache = (tmp_path / name).resolve()
-        files = [path for path in cache.rglob("*") if path.is_file() and path.name != "meta.json"]
-        lines = {str(path.relative_to(cache)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-        listed = "".join(f"{lines[file]}  {file}\n" for file in sorted(lines))
-        contents.add(read_meta(str(cache / "meta.json"))["content_sha256"])
-        assert hashlib.sha256(listed.encode()).hexdigest() in contents
-    assert len(contents) == 2
-
-
-@pytest.mark.parametrize("kind", ["pretrain", "sft"])
-def test_meta_crc32_is_that_of_its_own_file_with_zeros_in_its_place(tmp_path: Path, kind: str) -> None:
-    if kind == "pretrain":
-        pretrain(tmp_path / "c", [("train", "abc")], max_train_tokens=None, max_val_tokens=None)
-    else:
-        sft(tmp_path / "c", [chat("abc")], val_frac=0)
-    raw = (tmp_path / "c" / "meta.json").read_bytes()
-    found = re.findall(rb'"meta_crc32": "(.{8})"', raw)
-    assert len(found) == 1
-    assert b"%08x" % zlib.crc32(raw.replace(found[0], b"00000000")) == found[0]
-    assert raw == meta_bytes(json.loads(raw)) and meta_crc32(raw) == (int(found[0], 16), int(found[0], 16))

@@ -1,10 +1,10 @@
 """The named checks of a finished cache: each passes on a good one, and says what it found in a bad one."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,28 +80,6 @@ def test_every_cache_of_the_recipes_passes_every_blocking_check_and_has_no_damag
         assert find_damage(outcome.path, deep=True) == find_damage(outcome.path, deep=False) == [], outcome.key
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:18])
-
-
-FILE_DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
-    ("pretrain/notes/train/shard_00001.bin", cut, "18 bytes, expected 20 by its meta.json"),
-    ("pretrain/notes/train/shard_00001.bin", Path.unlink, "no such file, expected 20 bytes by its meta.json"),
-    ("pretrain/notes/index/train_docs.npy", Path.unlink, "no such file, expected 144 bytes by its meta.json"),
-    ("sft/chats/train_tokens.bin", cut, "18 bytes, expected 36 by its meta.json"),
-    ("sft/chats/val_idx.npy", Path.unlink, "no such file, expected 128 bytes by its meta.json"),
-]
-
-
-@pytest.mark.parametrize(("name", "damage", "found"), FILE_DAMAGE)
-def test_a_file_that_is_cut_or_missing_is_named_with_the_remedy(
-    root: Path, name: str, damage: Callable[[Path], None], found: str
-) -> None:
-    damage(root / name)
-    cache = root / Path(*Path(name).parts[:2])
-    assert problems(cache, "files_match_meta") == [f"{root / name}: {found}. {again(cache)}"]
-
-
 @pytest.mark.parametrize(("key", "name"), [("pretrain/notes", "train/shard_00001.bin"), ("tokenizer", "spm.model")])
 def test_a_flipped_bit_is_found_by_a_deep_check_and_in_a_model_always(root: Path, key: str, name: str) -> None:
     file = root / key / name
@@ -112,36 +90,6 @@ def test_a_flipped_bit_is_found_by_a_deep_check_and_in_a_model_always(root: Path
     expected = [f"{problem}{where}. " + again(root / key)]
     assert problems(root / key, "files_match_meta", deep=True) == expected
     assert problems(root / key, "files_match_meta") == (expected if key == "tokenizer" else [])
-
-
-def test_a_content_sha256_of_other_files_is_a_problem(root: Path) -> None:
-    cache = root / "sft" / "chats"
-    real = read_meta(str(cache / "meta.json"))["content_sha256"]
-    change_meta(cache, content_sha256="f" * 64)
-    assert problems(cache, "files_match_meta") == [
-        f"{cache}/meta.json: content_sha256 is {'f' * 12}, but the files it names give {real[:12]}. " + again(cache)
-    ]
-
-
-@pytest.mark.parametrize("absolute", [False, True])
-def test_a_name_that_leaves_the_folder_is_a_problem_and_its_file_is_not_opened(
-    root: Path, monkeypatch: pytest.MonkeyPatch, absolute: bool
-) -> None:
-    cache = root / "pretrain" / "notes"
-    (cache.resolve().parent / "outside.bin").write_bytes(b"\xff" * 20)  # ids of 65,535, were they read
-    name = str(cache.resolve().parent / "outside.bin") if absolute else "../outside.bin"
-    meta = read_meta(str(cache / "meta.json"))
-    meta["shards"]["train"][1]["name"] = name
-    change_meta(cache, shards=meta["shards"])
-    opened: list[str] = []
-    real = file_checks.open_regular
-    monkeypatch.setattr(file_checks, "open_regular", lambda path: opened.append(path.name) or real(path))
-    found = verify(cache, Limits(deep=True))
-    for check in ("files_match_meta", "ids_below_vocab_size"):
-        (problem,) = found[check].problems
-        assert problem.startswith(f"{cache}/meta.json: shards.train[1].name is ")
-        assert "expected the relative path of a file inside the cache" in problem
-    assert "outside.bin" not in opened
 
 
 @pytest.mark.parametrize("read_bytes", [8, 16, 1 << 22])
@@ -165,7 +113,7 @@ def test_an_id_that_is_not_in_the_vocabulary_is_found_at_its_position(
 def test_a_shard_that_cannot_be_read_is_a_problem_and_the_others_are_read(root: Path) -> None:
     cache = root / "pretrain" / "notes"
     (cache / "train" / "shard_00000.bin").unlink()
-    cut(cache / "train" / "shard_00001.bin")
+    os.truncate(cache / "train" / "shard_00001.bin", 18)
     put_token(cache / "train" / "shard_00002.bin", 0, 300)
     missing, shorter, wrong = problems(cache, "ids_below_vocab_size")
     assert missing.startswith(f"{cache}/train/shard_00000.bin: no such file")
@@ -306,15 +254,12 @@ def test_a_meta_json_that_cannot_be_read_is_an_error(root: Path) -> None:
 
 
 REFUSED: list[tuple[str, Any, str]] = [
-    ("tokenizer_sha256", 16_000, "tokenizer_sha256 is 16000"),
     ("tokenizer_sha256", {}, "tokenizer_sha256 is {}"),
     ("tokenizer_sha256", None, "tokenizer_sha256 is absent"),
     ("tokenizer_sha256", "e" * 64, "ids of tokenizer eeeeeeeeeeee, expected tokenizer"),
     ("utf8_bytes", {"train": -1, "val": 0}, "utf8_bytes.train is -1"),
     ("utf8_bytes", {"val": 3}, "no utf8_bytes of a pretrain split train"),
-    ("built", 1, "built is 1"),
     ("built", False, "built is false, but it names files that hold something"),
-    ("format_version", True, "format_version is True"),
 ]
 
 

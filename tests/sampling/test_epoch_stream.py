@@ -72,12 +72,7 @@ def test_windows_follow_each_other_at_stride_t_and_the_remainder_is_counted(ten:
     random_offset=st.booleans(),
 )
 def test_every_window_comes_exactly_once_an_epoch_whatever_the_split_of_the_work(
-    lengths: list[int],
-    T: int,
-    seed: int,
-    parts: list[tuple[int, int, int]],
-    last: tuple[int, int],
-    random_offset: bool,
+    lengths: list[int], T: int, seed: int, parts: list[tuple[int, int, int]], last: tuple[int, int], random_offset: bool
 ) -> None:
     """Parts of a run of three epochs: world size, rows of a rank, steps until the next part begins."""
     expected = first_ids(lengths, T)
@@ -120,12 +115,6 @@ def test_two_epochs_have_different_orders_and_two_seeds_too(tmp_path: Path) -> N
     # Nor is one order another one started elsewhere or read backwards: two share few pairs of neighbours.
     pairs = [{frozenset(pair) for pair in pairwise(order)} for order in orders]
     assert max(len(one & other) for number, one in enumerate(pairs) for other in pairs[:number]) < 20
-
-
-def test_every_bit_of_a_seed_counts(ten: Path) -> None:
-    """A Mersenne Twister of torch reads the low 32 bits of its seed."""
-    orders = {tuple(firsts(run_epochs(ten, 2, G=10, seed=seed))) for seed in [0, *(1 << bit for bit in range(63))]}
-    assert len(orders) == 64
 
 
 def test_iterating_leaves_the_global_random_state_alone(ten: Path) -> None:
@@ -319,25 +308,6 @@ def test_a_shard_of_a_terabyte_is_opened_and_read_at_once(tmp_path: Path, monkey
     assert next(iter(stream)).state["consumed_samples"] == 2**40 + 13
 
 
-def anonymous_bytes() -> int:
-    found = re.search(r"^Anonymous: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux' account of a process's memory")
-@pytest.mark.parametrize("io", ["mmap", "pread"])
-def test_anonymous_memory_does_not_grow_with_the_batches_served(tmp_path: Path, io: str) -> None:
-    folder = numbered(tmp_path, [32_000, 32_000])
-    batches = iter(EpochStream(str(folder), T=128, global_batch_size=64, seed=0, io=io))
-    for _ in islice(batches, 100):
-        pass
-    before = anonymous_bytes()
-    for _ in islice(batches, 1000):  # 131 MB of x and y
-        pass
-    assert anonymous_bytes() - before < 8 << 20
-
-
 def test_a_pickled_stream_goes_on_with_the_same_batches_and_carries_no_tokens(tmp_path: Path) -> None:
     folder = numbered(tmp_path, [60_000])
     stream = EpochStream(str(folder), T=4, global_batch_size=8, seed=1)
@@ -353,30 +323,18 @@ def test_a_pickled_stream_goes_on_with_the_same_batches_and_carries_no_tokens(tm
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"T": 0}, "T=0"),
-        ({"global_batch_size": 0}, "global_batch_size=0"),
-        ({"world_size": 3}, "3"),  # of a global batch of 4
-        ({"world_size": 0}, "world_size=0"),
-        ({"rank": 1}, "rank=1"),
-        ({"rank": -1, "world_size": 2}, "rank=-1"),
-        ({"io": "mmapp"}, "mmapp"),
-    ],
+    ("changed", "named"), [({"world_size": 3}, "3"), ({"rank": 1}, "rank=1"), ({"io": "mmapp"}, "mmapp")]
 )
 def test_arguments_that_cannot_be_are_refused(ten: Path, changed: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=re.escape(named)):
         EpochStream(str(ten), **{"T": 4, "global_batch_size": 4, "seed": 0, **changed})
 
 
-def test_a_split_without_a_window_is_refused(ten: Path) -> None:
+def test_a_split_without_a_window_or_without_a_folder_is_refused(ten: Path) -> None:
     with pytest.raises(CacheError, match="26"):
         EpochStream(str(ten), T=26, global_batch_size=1, seed=0)
-
-
-def test_an_absent_folder_is_said_to_be_absent(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no_such"):
-        EpochStream(str(tmp_path / "no_such"), T=4, global_batch_size=1, seed=0)
+        EpochStream(str(ten / "no_such"), T=4, global_batch_size=1, seed=0)
 
 
 def test_a_real_cache_is_read_and_checked_against_what_is_expected_of_it(tmp_path: Path) -> None:
@@ -419,12 +377,11 @@ def test_numpy_integers_are_integers(ten: Path) -> None:
     assert [json.dumps(batch.state) for batch in stream] == [json.dumps(batch.state) for batch in plain]
 
 
-def test_what_is_no_count_is_refused_by_its_name(ten: Path) -> None:
-    arguments: dict[str, Any] = {"T": 4, "global_batch_size": 8, "seed": 0}
-    for name in ("T", "global_batch_size", "rank", "world_size", "epochs"):
-        for value in (2.0, True, "2", -1):
-            with pytest.raises(ValueError, match=f"{name}="):
-                EpochStream(str(ten), **{**arguments, name: value})
+@pytest.mark.parametrize("name", ["T", "global_batch_size", "rank", "world_size", "epochs"])
+def test_what_is_no_count_is_refused_by_its_name(ten: Path, name: str) -> None:
+    for value in (2.0, True, "2", -1, *([0] if name != "rank" else [])):
+        with pytest.raises(ValueError, match=f"{name}="):
+            EpochStream(str(ten), **{"T": 4, "global_batch_size": 8, "seed": 0, name: value})
 
 
 def test_streams_readers_and_batches_say_in_a_line_what_they_are(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,28 +35,23 @@ def stream_of(folder: Path) -> list[int]:
 # iter_eval.
 
 
-def test_the_windows_of_a_split_of_two_shards(tmp_path: Path) -> None:
-    """Tokens 0 to 8 in shards of 5 and 4; T = 3: targets 1-3, 4-6, 7-8, the last window padded."""
-    folder = numbered(tmp_path, [5, 4])
-    assert told(iter_eval(str(folder), B=2, T=3)) == [
-        ([[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 6]]),
-        ([[6, 7, 8]], [[7, 8, -100]]),
-    ]
+ON_PAPER: list[tuple[list[list[int]], int, int, list[Any]]] = [
+    # targets 1-3, 4-6, 7-8, the last window padded
+    (
+        [[0, 1, 2, 3, 4], [5, 6, 7, 8]],
+        2,
+        3,
+        [([[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 6]]), ([[6, 7, 8]], [[7, 8, -100]])],
+    ),
+    ([[0, 1, 2, 3], [4, 5, 6]], 5, 3, [([[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 6]])]),  # it divides evenly
+    ([[7, 8]], 2, 4, [([[7, 8, 0, 0]], [[8, -100, -100, -100]])]),  # shorter than a window
+    ([[65533], [65534, 65535]], 1, 3, [([[65533, 65534, 65535]], [[65534, 65535, -100]])]),  # the largest id
+]
 
 
-def test_a_split_that_divides_evenly_has_no_padding(tmp_path: Path) -> None:
-    folder = numbered(tmp_path, [4, 3])
-    assert told(iter_eval(str(folder), B=5, T=3)) == [([[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 6]])]
-
-
-def test_a_split_shorter_than_a_window_is_one_padded_window(tmp_path: Path) -> None:
-    folder = write_shards(tmp_path / "val", [[7, 8]])
-    assert told(iter_eval(str(folder), B=2, T=4)) == [([[7, 8, 0, 0]], [[8, -100, -100, -100]])]
-
-
-def test_the_largest_id_stays_positive_and_has_no_target(tmp_path: Path) -> None:
-    folder = write_shards(tmp_path / "val", [[65533], [65534, 65535]])
-    assert told(iter_eval(str(folder), B=1, T=3)) == [([[65533, 65534, 65535]], [[65534, 65535, -100]])]
+@pytest.mark.parametrize(("shards", "B", "T", "batches"), ON_PAPER)
+def test_the_windows_of_a_split(tmp_path: Path, shards: list[list[int]], B: int, T: int, batches: list[Any]) -> None:
+    assert told(iter_eval(str(write_shards(tmp_path / "val", shards)), B=B, T=T)) == batches
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -82,13 +77,6 @@ def test_every_token_but_the_first_is_a_target_exactly_once(lengths: list[int], 
     assert x[: len(tokens)].tolist() == tokens[: len(x)] and set(x[len(tokens) :].tolist()) <= {0}
 
 
-def test_the_val_split_of_a_real_cache(folder: Path) -> None:
-    pretrain(folder / "small")
-    val = folder / "small" / "val"
-    targets = [id for _, y in iter_eval(str(val), B=3, T=7) for id in y.flatten().tolist() if id != -100]
-    assert targets == stream_of(val)[1:] and len(targets) == 99
-
-
 def test_two_passes_are_equal_and_leave_the_global_random_state_alone(tmp_path: Path) -> None:
     folder = numbered(tmp_path, [50, 20])
     before = torch.get_rng_state()
@@ -101,16 +89,6 @@ def test_a_pass_is_an_iterator_that_ends(tmp_path: Path) -> None:
     assert isinstance(batches, Iterator) and len(list(batches)) == 2 and list(batches) == []
 
 
-def test_the_padding_is_what_cross_entropy_leaves_out(tmp_path: Path) -> None:
-    """A model that gives every id of 16 the same chance loses ln 16 nats at each of the 13 targets."""
-    folder = write_shards(tmp_path / "val", [range(8), range(6)])
-    loss = sum(
-        torch.nn.functional.cross_entropy(torch.zeros(y.numel(), 16), y.flatten(), reduction="sum")
-        for _, y in iter_eval(str(folder), B=2, T=5)
-    )
-    assert float(loss) == pytest.approx(13 * math.log(16), rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("changed", "named"), [({"T": 0}, "T=0"), ({"B": 0}, "B=0"), ({"B": -1}, "B=-1"), ({"io": "mmapp"}, "mmapp")]
 )
@@ -120,20 +98,10 @@ def test_arguments_are_checked_at_the_call(tmp_path: Path, changed: dict[str, An
         iter_eval(str(folder), **{"B": 1, "T": 4, **changed})
 
 
-def test_the_folder_is_opened_at_the_call(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no_such"):
-        iter_eval(str(tmp_path / "no_such"), B=1, T=4)
-
-
 def test_the_cache_is_checked_at_the_call(tmp_path: Path) -> None:
     folder = number_cache(tmp_path / "pretrain" / "numbers", val=20).parent / "val"
     meta = json.loads((folder.parent / "meta.json").read_text())
-    expect = {
-        "split": "val",
-        "tokens": 20,
-        "content_sha256": meta["content_sha256"],
-        "tokenizer_sha256": "ab" * 32,
-    }
+    expect = {"split": "val", "tokens": 20, "content_sha256": meta["content_sha256"], "tokenizer_sha256": "ab" * 32}
     assert len(told(iter_eval(str(folder), B=1, T=19, tokenizer_sha256="ab" * 32, expect=expect))) == 1
     for key, value in {"tokens": 21, "content_sha256": "0" * 64, "tokenizer_sha256": "cd" * 32}.items():
         with pytest.raises(CacheError, match=key):
@@ -217,65 +185,49 @@ def test_a_document_that_was_cut_counts_with_the_bytes_that_are_in_the_cache(fol
     assert bits_per_byte(8 * math.log(2), str(train)) == pytest.approx(1)
 
 
-def without(path: Path, keys: Sequence[str]) -> None:
-    """Take some keys out of a meta.json."""
-    meta = read_meta(str(path / "meta.json"))
-    write_meta(str(path / "meta.json"), {key: value for key, value in meta.items() if key not in keys})
-
-
-def test_a_cache_without_byte_counts_is_refused_by_name(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "value", ["absent", None, 3, {}, {"train": 0}, {"train": -6}, {"train": "6"}, {"train": True}, [6]]
+)
+def test_byte_counts_that_cannot_be_or_are_absent_are_refused_by_name(folder: Path, value: Any) -> None:
     build(folder / "letters", ["abcdef"], 6)
-    without(folder / "letters", ["utf8_bytes"])
+    meta = {**read_meta(str(folder / "letters" / "meta.json")), "utf8_bytes": value}
+    write_meta(str(folder / "letters" / "meta.json"), {key: value for key, value in meta.items() if value != "absent"})
     with pytest.raises(CacheError, match=r"meta\.json.*utf8_bytes"):
         bits_per_byte(1.0, str(folder / "letters" / "train"))
 
 
-@pytest.mark.parametrize("value", [None, 3, {}, {"train": 0}, {"train": -6}, {"train": "6"}, {"train": True}, [6]])
-def test_byte_counts_that_cannot_be_are_refused_by_name(folder: Path, value: Any) -> None:
+def bits(folder: Path) -> float:
+    return bits_per_byte(1.0, str(folder))
+
+
+def windows(folder: Path) -> Any:
+    return iter_eval(str(folder), B=1, T=4)
+
+
+NO_SPLITS = [
+    ("letters/val", bits, "letters"),  # it has no token
+    ("letters/test", bits, "letters"),
+    ("no_such/train", bits, "no such folder. Build it"),
+    ("no_such/train", windows, "no such folder. Build it"),
+    *((f"chats{part}", bits, "chats") for part in ("", "/train", "/train_tokens.bin")),  # its losses are of replies alone
+    ("chats", windows, "chats"),
+    ("bare/train", bits, "meta.json"),  # of another tool
+]
+
+
+@pytest.mark.parametrize(("name", "call", "said"), NO_SPLITS)
+def test_what_is_no_split_of_text_is_refused(folder: Path, name: str, call: Any, said: str) -> None:
     build(folder / "letters", ["abcdef"], 6)
-    meta = read_meta(str(folder / "letters" / "meta.json"))
-    write_meta(str(folder / "letters" / "meta.json"), {**meta, "utf8_bytes": value})
-    with pytest.raises(CacheError, match=r"meta\.json.*utf8_bytes"):
-        bits_per_byte(1.0, str(folder / "letters" / "train"))
-
-
-@pytest.mark.parametrize("name", ["", "train", "train_tokens.bin"])
-def test_an_sft_cache_has_no_bits_per_byte(folder: Path, name: str) -> None:
-    """Its losses are of the replies alone, its bytes of whole chats."""
     sft(folder / "chats")
-    with pytest.raises((CacheError, FileNotFoundError)):
-        bits_per_byte(1.0, str(folder / "chats" / name))
-
-
-def test_a_folder_of_another_tool_has_no_bits_per_byte(tmp_path: Path) -> None:
-    folder = numbered(tmp_path, [9])
-    with pytest.raises((CacheError, FileNotFoundError), match=r"meta\.json"):
-        bits_per_byte(1.0, str(folder))
-
-
-def test_an_absent_cache_and_an_absent_split_have_no_bits_per_byte(folder: Path) -> None:
-    build(folder / "letters", ["abcdef"], 6)  # its val split has no token
-    for name in ("letters/val", "letters/test", "no_such/train"):
-        with pytest.raises((CacheError, FileNotFoundError), match=name.split("/")[0]):
-            bits_per_byte(1.0, str(folder / name))
-
-
-def test_an_sft_cache_is_not_evaluated_as_a_stream(folder: Path) -> None:
-    sft(folder / "chats")
-    with pytest.raises((CacheError, FileNotFoundError)):
-        iter_eval(str(folder / "chats"), B=1, T=4)
+    numbered(folder / "bare", [9])
+    with pytest.raises(FileNotFoundError if "no such" in said else (CacheError, FileNotFoundError), match=said):
+        call(folder / name)
 
 
 @pytest.mark.parametrize("loss_sum", [-1.0, float("nan"), float("inf"), torch.tensor(-2.0)])
 def test_what_is_no_sum_of_losses_is_refused(tmp_path: Path, loss_sum: Any) -> None:
     with pytest.raises(ValueError, match="expected a sum of cross entropies, 0 or more"):
         bits_per_byte(loss_sum, tmp_path)
-
-
-def test_a_folder_that_is_not_there_is_not_found(tmp_path: Path) -> None:
-    for call in (lambda path: iter_eval(path, B=1, T=1), lambda path: bits_per_byte(1.0, path)):
-        with pytest.raises(FileNotFoundError, match=r"no such folder. Build it"):
-            call(tmp_path / "none" / "val")
 
 
 def test_a_cache_in_place_of_its_split_is_refused_as_such(tmp_path: Path) -> None:

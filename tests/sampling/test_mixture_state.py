@@ -168,21 +168,6 @@ def test_the_place_of_a_capped_source_goes_to_all_others(tmp_path: Path) -> None
     assert rest[1] + rest[2] == 360 and min(rest[1], rest[2]) > 120
 
 
-@pytest.mark.parametrize("world", [1, 2, 8])
-def test_a_mixture_of_caps_ends_when_all_are_met(tmp_path: Path, world: int) -> None:
-    folders = sources(tmp_path, [3, 11, 4])
-    batches = run_mixture(folders, [1, 1, 2], G=8, world=world, when_exhausted=[2, 1, 3])
-    counts = Counter(firsts(batches))
-    assert counts == {
-        **dict.fromkeys(range(3), 2),
-        **dict.fromkeys(range(APART, APART + 11), 1),
-        **dict.fromkeys(range(2 * APART, 2 * APART + 4), 3),
-    }
-    assert [len(batch.rows) for batch in batches] == [8, 8, 8, 5]  # 29 samples
-    alone = run_mixture(folders, [1, 1, 2], G=8, when_exhausted=[2, 1, 3])
-    assert [batch.rows for batch in batches] == [batch.rows for batch in alone]
-
-
 @settings(derandomize=True, deadline=None, max_examples=12)
 @given(
     windows=st.lists(st.integers(1, 12), min_size=2, max_size=4),

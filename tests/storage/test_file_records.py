@@ -10,29 +10,11 @@ from niels_gpt.storage.meta_json import checked_name, file_records, path_inside
 
 DIGEST = "0" * 64
 BAD_NAMES = [
-    "../../../../outside/secret.bin",
-    "train/../../../../../outside/secret.bin",
-    "train/../train/shard_00000.bin",
-    "./train/shard_00000.bin",
-    "train/./shard_00000.bin",
-    "train//shard_00000.bin",
-    "train/",
-    "/etc/hostname",
-    "//etc/hostname",
-    "",
-    ".",
-    "..",
-    "...\0",
-    "train/shard\x00",
-    "train\\shard_00000.bin",
-    "..\\..\\outside",
-    "train/shard\n00000.bin",
-    "train/\x1b[2Jshard",
-    "train/\x7f",
-    "train/\u202enib.exe",
-    "train/\ud800",
-    "train/" + "x" * 256,
-    "/".join(["x" * 200] * 9),
+    *["../../../../outside/secret.bin", "train/../../../../../outside/secret.bin", "train/../train/shard_00000.bin"],
+    *["./train/shard_00000.bin", "train/./shard_00000.bin", "train//shard_00000.bin", "train/", "/etc/hostname"],
+    *["//etc/hostname", "", ".", "..", "...\0", "train/shard\x00", "train\\shard_00000.bin", "..\\..\\outside"],
+    *["train/shard\n00000.bin", "train/\x1b[2Jshard", "train/\x7f", "train/\u202enib.exe", "train/\ud800"],
+    *["train/" + "x" * 256, "/".join(["x" * 200] * 9)],
 ]
 NO_NAMES = [None, True, 3, 0.5, [], ["train/shard_00000.bin"], {"name": "x"}]
 BAD_COUNTS = [-1, 2**63, 10**90, True, False, 20.0, 0.5, "20", None, [20], {}]
@@ -105,15 +87,8 @@ def test_records_of_another_shape_are_refused_by_a_short_message(meta: Any, mess
 
 
 def test_records_come_in_the_order_of_the_checksums() -> None:
-    def named(name: str) -> dict[str, Any]:
-        return record(name=name)
-
-    meta = {
-        "files": [named("9"), named("10")],
-        "checksums": named("8"),
-        "ids": {"val": named("7"), "train": named("6")},
-        "index": {"val": named("5"), "train": named("4")},
-        "shards": {"val": [named("3")], "train": [named("1"), named("2")]},
-    }
+    one, two, three, four, five, six, seven, eight, nine, ten = (record(name=str(number)) for number in range(1, 11))
+    meta = {"files": [nine, ten], "checksums": eight, "ids": {"val": seven, "train": six}}
+    meta |= {"index": {"val": five, "train": four}, "shards": {"val": [three], "train": [one, two]}}
     assert [found["name"] for found in file_records(meta)] == [str(number) for number in range(1, 11)]
     assert file_records({}) == file_records({"shards": {}, "index": {}}) == []

@@ -66,17 +66,9 @@ def number_cache(path: Path, count: int = 100, *, tokenizer: str = "ab" * 32, st
     """Build a real cache of ids that count from `start` in shards of 40 tokens; returns its train folder."""
     documents = [("train", f"{number}-{number + 10}") for number in range(start, start + count, 10)]
     documents += [("val", f"{number}-{number + 10}") for number in range(start, start + val, 10)]
+    whole: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shuffle_buffer": None, "partial": True}
     build_pretrain(
-        ((split, text) for split, text in documents),
-        path,
-        tokenizer=NumberTokenizer(tokenizer),
-        max_train_tokens=None,
-        max_val_tokens=None,
-        shard_bytes=80,
-        seed=0,
-        shuffle_buffer=None,
-        partial=True,
-        num_threads=0,
+        documents, path, tokenizer=NumberTokenizer(tokenizer), shard_bytes=80, seed=0, num_threads=0, **whole
     )
     return path / "train"
 
@@ -159,10 +151,7 @@ def mixture(
     """Open a mixture in blocks of 10 samples."""
     common = {"T": 1, "global_batch_size": G, "rank": rank, "world_size": world, "seed": 0, **(streams or {})}
     return MixtureStream(
-        [EpochStream(str(folder), **common) for folder in folders],
-        weights,
-        seed=seed,
-        **{"block_size": 10, **changed},
+        [EpochStream(str(folder), **common) for folder in folders], weights, seed=seed, **{"block_size": 10, **changed}
     )
 
 
