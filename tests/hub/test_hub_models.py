@@ -165,10 +165,7 @@ Hubs = Callable[[LoopbackHub, str, Path], object]
 
 def broken(fault: str, **how: Any) -> Hubs:
     """Add the model, and a fault in every answer about it."""
-    return lambda hub, name, folder: (
-        hub.add_model(name, folder),
-        getattr(hub, fault)(name, times=math.inf, **how),
-    )
+    return lambda hub, name, folder: (hub.add_model(name, folder), getattr(hub, fault)(name, times=math.inf, **how))
 
 
 UNKNOWN = (ValueError, "refuses its config.json .*check the name at http://127.*private.*hf auth login")

@@ -158,10 +158,7 @@ def test_a_step_killed_in_mid_build_leaves_the_version_before_and_the_next_run_c
     (notes / "a.md").write_text("- a thought\n" * 9)
     (notes / "b.md").write_text("- another one\n")
     settings = Settings(
-        source_root=str(home / "mirror"),
-        cache_dir=str(home / "cache"),
-        tokenizer_model=str(tiny_model_path),
-        threads=1,
+        source_root=str(home / "mirror"), cache_dir=str(home / "cache"), tokenizer_model=str(tiny_model_path), threads=1
     )
     cache = build_token_cache(settings, "roam").path
     before = read_meta(str(cache / "meta.json"))

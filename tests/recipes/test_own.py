@@ -94,10 +94,7 @@ def test_no_file_is_no_source_but_a_named_one_must_be_there() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            Settings(pretrain="oasst1=x.md"),
-            r"--pretrain oasst1=x\.md: pretrain/oasst1: oasst1 is a built-in name",
-        ),
+        (Settings(pretrain="oasst1=x.md"), r"--pretrain oasst1=x\.md: pretrain/oasst1: oasst1 is a built-in name"),
         (Settings(pretrain="a=x.md;a=y.md"), r"--pretrain a=x\.md names pretrain/a already"),
         (Settings(pretrain="a=x.md", sft="a=y.json"), r"sft/a: --pretrain a=x\.md names pretrain/a already"),
         (Settings(pretrain="my-notes=x.md"), "expected a name of letters, digits and _"),

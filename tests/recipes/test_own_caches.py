@@ -242,10 +242,7 @@ def test_a_large_document_is_left_out_counted_and_a_loss(home: Path, settings: S
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [
-        ("--pretrain=notes=nowhere/*.md", "nowhere"),
-        ("--pretrain=rows=chats.json:body", "NAME=GLOB:FIELD"),
-    ],
+    [("--pretrain=notes=nowhere/*.md", "nowhere"), ("--pretrain=rows=chats.json:body", "NAME=GLOB:FIELD")],
 )
 def test_what_is_wrong_is_said_and_the_status_is_1(
     home: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
@@ -341,11 +338,7 @@ def test_sources_toml_makes_two_assets_and_what_changes_in_a_source_is_stale(
 def test_a_prefix_goes_before_them_too(with_file: Settings) -> None:
     graph = niels_definitions("team/llm", with_file).resolve_asset_graph()
     parents = graph.get(dg.AssetKey(["team", "llm", "sft", "support"])).parent_keys
-    assert {key.to_user_string() for key in parents} == {
-        "team/llm/tokenizer",
-        "team/llm/raw/support",
-        "team/llm/sft/",
-    }
+    assert {key.to_user_string() for key in parents} == {"team/llm/tokenizer", "team/llm/raw/support", "team/llm/sft/"}
 
 
 def test_a_name_clash_stops_the_loading_with_both_places(home: Path) -> None:

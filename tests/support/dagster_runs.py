@@ -27,7 +27,7 @@ def run(
     named = dg.AssetSelection.assets(*[key.split("/") for key in keys])
     selection = named if keys else dg.AssetSelection.all() - dg.AssetSelection.groups("eagle3")
     job = definitions.resolve_implicit_global_asset_job_def().get_subset(
-        asset_selection=selection.resolve(definitions.resolve_asset_graph()),
+        asset_selection=selection.resolve(definitions.resolve_asset_graph())
     )
     given = {"resources": {"settings": {"config": config}}} if config else run_config or {}
     return job.execute_in_process(instance=instance, run_config=given, raise_on_error=raise_on_error)

@@ -50,10 +50,7 @@ def wikitext(*, lines: int = 90, shards: int = 2, start: int = 0) -> dict[str, b
         "license": ["cc-by-sa-3.0", "gfdl"],
         "pretty_name": "WikiText",
         "configs": [
-            {
-                "config_name": folder,
-                "data_files": [{"split": split, "path": f"{folder}/{split}-*"} for split in splits],
-            }
+            {"config_name": folder, "data_files": [{"split": split, "path": f"{folder}/{split}-*"} for split in splits]}
         ],
     }
 
