@@ -37,25 +37,29 @@ def left(path: Path, *samples: PretrainSample) -> tuple[list[str], Counter[str]]
     return [sample.text for sample in exclude.remaining(samples, str(path), counters)], counters
 
 
-def test_ids_and_sha256_of_texts_are_told_apart(tmp_path: Path) -> None:
-    path = listed(tmp_path, "# a comment", "", "<urn:uuid:1>", digest("two").upper(), "#notes/with a hash.md")
-    texts, counters = left(
-        path, page("one", id="<urn:uuid:1>"), page("two"), page("three", id=3), page("4", path="#notes/with a hash.md")
-    )
-    assert texts == ["three"] and counters == {"excluded": 3}
-
-
-def test_the_text_is_hashed_as_it_is(tmp_path: Path) -> None:
-    path = listed(tmp_path, digest("naïve\n"))
-    assert left(path, page("naïve"), page("naïve\n"), page("naive\n"))[0] == ["naïve", "naive\n"]
-
-
-def test_a_number_as_an_id_is_matched_by_its_digits(tmp_path: Path) -> None:
-    assert left(listed(tmp_path, "17"), page("a", id=17), page("b", index=17))[0] == ["b"]
-
-
-def test_nothing_excluded_is_counted_too(tmp_path: Path) -> None:
-    assert left(listed(tmp_path, "absent"), page("a")) == (["a"], Counter({"excluded": 0}))
+@pytest.mark.parametrize(
+    ("entries", "samples", "kept"),
+    [
+        (
+            ("# a comment", "", "<urn:uuid:1>", digest("two").upper(), "#notes/with a hash.md"),
+            [page("1", id="<urn:uuid:1>"), page("two"), page("3", id=3), page("4", path="#notes/with a hash.md")],
+            ["3"],
+        ),
+        ((digest("naïve\n"),), [page("naïve"), page("naïve\n"), page("naive\n")], ["naïve", "naive\n"]),
+        (("17",), [page("a", id=17), page("b", index=17)], ["b"]),
+        (("absent",), [page("a")], ["a"]),
+        (  # as sha256sum prints them
+            (f"{digest('two')}  questions/two.txt", f"{digest('three')} *three.bin"),
+            [page("one"), page("two"), page("three")],
+            ["one"],
+        ),
+    ],
+)
+def test_ids_and_sha256_of_texts_leave_out_and_are_counted(
+    tmp_path: Path, entries: tuple[str, ...], samples: list[PretrainSample], kept: list[str]
+) -> None:
+    texts, counters = left(listed(tmp_path, *entries), *samples)
+    assert texts == kept and counters == Counter({"excluded": len(samples) - len(kept)})
 
 
 def test_a_chat_goes_by_one_message_or_one_id(tmp_path: Path) -> None:
@@ -68,11 +72,6 @@ def test_a_chat_goes_by_one_message_or_one_id(tmp_path: Path) -> None:
     assert read.matching(chat("x", message_tree_id="tree-9")) == {"tree-9"}
     assert read.matching(chat("x", message_ids=["message-4", "message-5"])) == {"message-5"}
     assert not read.matching(chat("x", message_ids=["message-4"]))
-
-
-def test_what_sha256sum_prints_is_understood(tmp_path: Path) -> None:
-    path = listed(tmp_path, f"{digest('two')}  questions/two.txt", f"{digest('three')} *three.bin")
-    assert left(path, page("one"), page("two"), page("three"))[0] == ["one"]
 
 
 def test_the_log_says_how_many_entries_named_something(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 import pytest
 from support.data_files import lines, write, write_parquet
 
-from niels_gpt.data.files.walk import files_fingerprint
 from niels_gpt.data.local import CHAT_SUFFIXES, DOCUMENT_SUFFIXES, LocalFiles, find, iter_texts
 from niels_gpt.data.types import PretrainSample
 
@@ -72,15 +72,11 @@ def test_a_folder_is_all_below_it_that_can_be_read(tmp_path: Path) -> None:
         ("[ab]/*.*", ["a/z.txt"]),
         ("a/../b.m?", ["b.md"]),
         ("a/.h*.md", [".hidden.md"]),  # named, so wanted
+        ("a/z.txt", ["z.txt"]),
     ],
 )
 def test_a_glob_is_the_files_that_it_matches(tmp_path: Path, pattern: str, expected: list[str]) -> None:
     assert names(find(pattern, base=tree(tmp_path))) == expected
-
-
-def test_one_file_is_named_by_its_last_part(tmp_path: Path) -> None:
-    found = find("a/z.txt", base=tree(tmp_path))
-    assert found == LocalFiles(tmp_path / "a", (tmp_path / "a" / "z.txt",), 0)
 
 
 def test_a_new_file_leaves_the_names_of_the_others_as_they_are(tmp_path: Path) -> None:
@@ -94,13 +90,6 @@ def test_a_file_matched_twice_comes_once(tmp_path: Path) -> None:
     assert names(find("**/a/**/*", base=tree(tmp_path, ("a/a/x.md",)))) == ["a/a/x.md"]
 
 
-def test_a_link_to_a_folder_above_makes_no_second_copy_of_a_file(tmp_path: Path) -> None:
-    tree(tmp_path, ("sub/a.md", "sub/b.md"))
-    (tmp_path / "all").symlink_to(tmp_path)
-    for found in (followed("**/*.md", base=tmp_path), followed(str(tmp_path), base=tmp_path)):
-        assert (names(found), found.links) == (["sub/a.md", "sub/b.md"], ())
-
-
 FORMS = ("in", "in/**", "in/**/*")
 
 
@@ -112,7 +101,7 @@ def test_a_folder_and_the_glob_of_all_below_it_are_the_same_files(tmp_path: Path
     for name, target in (links | loops).items():
         (tmp_path / name).symlink_to(target)
     found = followed(form, base=tmp_path)
-    assert names(found) == ["linked/more/p.md", "linked/o.md", "n1.md", "sub/n2.md"]
+    assert names(found) == ["linked/more/p.md", "linked/o.md", "n1.md", "sub/n2.md"] and found.links == ()
     assert found.other_files == 2 and found.root == tmp_path / "in"  # the photo, and a link to itself
     found = find(form, base=tmp_path)
     assert (names(found), found.other_kinds) == (["n1.md", "sub/n2.md"], ((".png", 1), (ODD, 1)))
@@ -190,18 +179,15 @@ def test_only_the_kinds_asked_for_are_read(tmp_path: Path) -> None:
 
 def test_nothing_at_all_is_said_with_what_was_looked_for(tmp_path: Path) -> None:
     for pattern in ("nowhere", "*.md", "nowhere/**/*.md"):
-        with pytest.raises(FileNotFoundError) as failed:
+        said = f"nothing matches {pattern!r}: no file or folder at {tmp_path / pattern}"
+        with pytest.raises(FileNotFoundError, match=f"{re.escape(said)}.*a shell expands"):
             find(pattern, base=tmp_path)
-        assert f"nothing matches {pattern!r}: no file or folder at {tmp_path / pattern}" in str(failed.value)
-        assert "a shell expands an unquoted one" in str(failed.value)
 
 
 def test_nothing_readable_is_said_with_what_there_is_and_what_can_be(tmp_path: Path) -> None:
     tree(tmp_path, ("in/x.png", "in/y.png", "in/LICENCE"))
     for pattern in ("in", "in/*"):
-        with pytest.raises(
-            FileNotFoundError, match=r"3 files of other kinds \(\.png, LICENCE\).*\.txt \.md .*--as-text"
-        ):
+        with pytest.raises(FileNotFoundError, match=r"3 files .* \(\.png, LICENCE\).*\.txt \.md .*--as-text"):
             find(pattern, base=tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=r"found an empty folder, .*empty, expected files that end in"):
@@ -211,15 +197,6 @@ def test_nothing_readable_is_said_with_what_there_is_and_what_can_be(tmp_path: P
 def test_a_name_that_is_not_utf8_is_written_so_that_it_can_be_printed(tmp_path: Path) -> None:
     write(Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.md")))
     assert names(find(str(tmp_path))) == ["caf\ufffd.md"]
-
-
-def test_the_fingerprint_of_a_source_is_that_of_its_files(tmp_path: Path) -> None:
-    prints = set()
-    for place in ("here", "there"):
-        write(tmp_path / place / "sub/é.md", b"one")
-        found = find(place, base=tmp_path)
-        prints.add(files_fingerprint(found.root, found.files))
-    assert len(prints) == 1
 
 
 # --- documents --------------------------------------------------------------------------------------------------------
@@ -241,27 +218,17 @@ def test_every_kind_of_document_is_read_as_it_is(tmp_path: Path, name: str) -> N
 
 
 def test_a_row_is_a_document_with_its_place_and_id(tmp_path: Path) -> None:
-    write(
-        tmp_path / "é/a.jsonl",
-        b'{"text": "one", "id": 7}\n\n{"id": "x", "content": "two"}\r\n{"document": "", "id": true}',
-    )
-    assert texts_of(tmp_path) == [
-        PretrainSample("one", "own", {"index": 0, "path": "é/a.jsonl", "row": 1, "id": "7"}),
-        PretrainSample("two", "own", {"index": 1, "path": "é/a.jsonl", "row": 3, "id": "x"}),  # its line
-        PretrainSample("", "own", {"index": 2, "path": "é/a.jsonl", "row": 4}),
+    rows = b'{"text": "one", "id": 7}\n\n{"id": "x", "content": "two"}\r\n{"document": "", "id": true, "text": null}'
+    write(tmp_path / "c/a.jsonl", rows)
+    write(tmp_path / "d.json", b'[{"text": "t", "content": "c"}]')
+    write(tmp_path / "é.md", b"note")
+    assert [(sample.text, sample.meta) for sample in texts_of(tmp_path)] == [
+        ("one", {"index": 0, "path": "c/a.jsonl", "row": 1, "id": "7"}),
+        ("two", {"index": 1, "path": "c/a.jsonl", "row": 3, "id": "x"}),  # its line
+        ("", {"index": 2, "path": "c/a.jsonl", "row": 4}),
+        ("t", {"index": 3, "path": "d.json", "row": 1}),
+        ("note", {"index": 4, "path": "é.md"}),
     ]
-
-
-def test_the_samples_of_all_files_are_numbered_through(tmp_path: Path) -> None:
-    write(tmp_path / "a.md", b"note")
-    write(tmp_path / "b.json", b'[{"text": "one"}, {"text": "two"}]')
-    found = [(sample.text, *sample.meta.values()) for sample in texts_of(tmp_path)]
-    assert found == [("note", 0, "a.md"), ("one", 1, "b.json", 1), ("two", 2, "b.json", 2)]
-
-
-def test_the_first_string_of_text_content_document_is_the_text(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", b'{"document": "d", "content": "c", "text": null}\n{"content": "c", "text": "t"}')
-    assert [sample.text for sample in texts_of(tmp_path)] == ["c", "t"]
 
 
 def test_a_field_that_is_named_is_the_only_one(tmp_path: Path) -> None:
@@ -273,15 +240,15 @@ def test_a_field_that_is_named_is_the_only_one(tmp_path: Path) -> None:
 
 def test_rows_without_one_text_are_an_error_that_names_the_fields_there_are(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", b'[]\n{"title": "x", "body": "y"}\n{"title": 1}')
-    with pytest.raises(ValueError) as failed:
+    counted = r"own: not one text in 3 rows below .* \(2 missing_field, 1 unreadable_row\); the first: "
+    fields = r".*a\.jsonl, row 2, has the fields title, body\. .* field text or content or document; .*NAME=GLOB:FIELD$"
+    with pytest.raises(ValueError, match=counted + fields):
         texts_of(tmp_path)
-    assert str(failed.value) == (
-        f"own: not one text in 3 rows below {tmp_path} (2 missing_field, 1 unreadable_row); "
-        f"the first: {tmp_path}/a.jsonl, row 2, has the fields title, body. Expected a string in the field text or "
-        "content or document; name the one that holds the text: NAME=GLOB:FIELD"
-    )
     with pytest.raises(ValueError, match="Expected a string in the field summary; name"):
         texts_of(tmp_path, field="summary")
+    write_parquet(tmp_path / "b.parquet", {"title": ["x", "y"], "body": ["a", "b"]})
+    with pytest.raises(ValueError, match=r"2 rows below .* \(2 missing_field\); .*row 1, has the fields title, body"):
+        texts_of(tmp_path / "b.parquet")
 
 
 def test_rows_of_which_none_can_be_read_are_an_error_that_shows_the_first(tmp_path: Path) -> None:
@@ -294,21 +261,17 @@ def test_rows_of_which_none_can_be_read_are_an_error_that_shows_the_first(tmp_pa
 @pytest.mark.parametrize(
     ("content", "remedy"),
     [
-        (
-            '{"text": "a"}\n{"text": "b"}'.encode("utf-16-le"),
-            "UTF-16 without a byte-order mark: save the file as UTF-8",
-        ),
-        (b'[{"text": "a"},\n{"text": "b"}]', "An array of rows is read from .json and .json.gz: rename the file"),
-        (b'[\n{"text": "a"},\n{"text": "b"}, {}]', "An array of rows is read from .json and .json.gz: rename the file"),
+        ('{"text": "a"}\n{"text": "b"}'.encode("utf-16-le"), "UTF-16 without a byte-order mark: .*UTF-8$"),
+        (b'[{"text": "a"},\n{"text": "b"}]', r"array .*read from \.json and \.json\.gz: rename"),
+        (b'[\n{"text": "a"},\n{"text": "b"}, {}]', r"array .*read from \.json and \.json\.gz: rename"),
     ],
 )
 def test_a_file_of_another_kind_than_its_name_says_is_an_error_with_its_remedy(
     tmp_path: Path, content: bytes, remedy: str
 ) -> None:
     write(tmp_path / "a.jsonl", content)
-    with pytest.raises(ValueError) as failed:
+    with pytest.raises(ValueError, match=remedy):
         texts_of(tmp_path)
-    assert str(failed.value).endswith(remedy)
 
 
 def test_the_first_row_without_a_text_is_told_with_its_fields(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -342,10 +305,8 @@ def test_unreadable_rows_are_counted_and_the_first_of_each_file_is_told(
     assert found == [("one", 1), ("five", 5)] * 2
     assert counters == {"unreadable_row": 6}
     assert len(caplog.messages) == 2
-    assert caplog.messages[0].startswith(
-        f"{tmp_path}/a.jsonl, line 2: expected a JSON object (Invalid control character"
-    )
-    assert caplog.messages[1].startswith(f"{tmp_path}/b.json, item 2: expected a JSON object, found 'null'. Counted as")
+    assert caplog.messages[0].startswith(f"{tmp_path}/a.jsonl, line 2: expected a JSON object (Invalid control")
+    assert caplog.messages[1].startswith(f"{tmp_path}/b.json, item 2: expected a JSON object, found 'null'")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "overwritten"])
@@ -379,19 +340,6 @@ def test_a_column_of_parquet_that_nobody_asks_for_does_no_harm(tmp_path: Path) -
     assert texts_of(tmp_path) == [PretrainSample("one", "own", {"index": 0, "path": "a.parquet", "row": 1, "id": "x"})]
     with pytest.raises(ValueError, match=r"a\.parquet, rows 1 to 1, column 'when': found values of type date32"):
         texts_of(tmp_path, field="when")
-
-
-def test_parquet_without_one_text_is_an_error_that_names_all_its_fields(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_parquet(tmp_path / "a.parquet", {"title": ["x", "y"], "body": ["a", "b"]})
-    with pytest.raises(
-        ValueError, match=r"2 rows below .* \(2 missing_field\); .*row 1, has the fields title, body\. Exp"
-    ):
-        texts_of(tmp_path)
-    assert [message.partition(": ")[2] for message in caplog.messages] == [
-        "found the fields title, body. Counted as missing_field; more like it are counted only"
-    ]
 
 
 def test_rows_of_parquet_are_numbered_over_all_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

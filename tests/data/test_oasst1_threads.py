@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.data_files import lines, write
 
 from niels_gpt.data.oasst1 import _reconstruct_threads, iter_oasst1_sft, iter_oasst1_trees
 
@@ -108,10 +108,8 @@ def test_a_chain_deeper_than_the_recursion_limit_is_read() -> None:
 
 
 def mirror(root: Path, **trees: list[dict[str, Any]]) -> str:
-    folder = root / "OpenAssistant/oasst1"
-    folder.mkdir(parents=True)
     for split, rows in trees.items():
-        (folder / f"{split}.messages.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write(root / f"OpenAssistant/oasst1/{split}.messages.jsonl", lines(*rows))
     return str(root)
 
 
@@ -133,21 +131,12 @@ def test_all_reads_both_upstream_splits(tmp_path: Path) -> None:
     assert [chat.messages[0].content for chat in chats] == ["p1", "p2"]
 
 
-def test_the_shuffle_moves_trees_by_seed_and_take_counts_trees(tmp_path: Path) -> None:
-    root = mirror(tmp_path, train=[row for number in range(20) for row in tree(number)])
-
-    def order(seed: int, take_trees: int | None = None) -> list[str]:
-        chats = iter_oasst1_sft(seed=seed, take_trees=take_trees, source_root=root)
-        return [chat.meta["message_tree_id"] for chat in chats]
-
-    assert order(1) == order(1) != order(2)
-    assert sorted(order(1)) == sorted(f"t{number}" for number in range(20))
-    assert order(1, take_trees=3) == order(1)[:3]
-
-
-def test_the_shuffle_is_torchs_permutation(tmp_path: Path) -> None:
+def test_the_shuffle_is_torchs_permutation_and_take_counts_trees(tmp_path: Path) -> None:
     import torch
 
-    root = mirror(tmp_path, train=[row for number in range(5) for row in tree(number)])
-    wanted = torch.randperm(5, generator=torch.Generator().manual_seed(42)).tolist()
-    assert [chat.meta["message_tree_id"] for chat in iter_oasst1_sft(source_root=root)] == [f"t{i}" for i in wanted]
+    root = mirror(tmp_path, train=[row for number in range(20) for row in tree(number)])
+    for given, seed in (({}, 42), ({"seed": 7}, 7), ({"seed": 7, "take_trees": 3}, 7)):
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(seed)).tolist()
+        chats = iter_oasst1_sft(source_root=root, **given)
+        expected = [f"t{number}" for number in order[: given.get("take_trees", 20)]]
+        assert [chat.meta["message_tree_id"] for chat in chats] == expected

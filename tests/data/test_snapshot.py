@@ -39,19 +39,22 @@ FLAGS = [text for name, value in BUDGETS.items() for text in (f"--{name.replace(
 @pytest.fixture
 def full_hub(loopback_hub: LoopbackHub, quick_retries: None) -> dict[str, str]:
     """The four datasets on the hub; returns their commits."""
-    content = {
-        "fineweb_edu": numbered_datasets.fineweb_edu(),
-        "wikitext": numbered_datasets.wikitext(),
-        "dolly15k": numbered_datasets.dolly(),
-        "oasst1": numbered_datasets.oasst1(),
-    }
-    return {name: loopback_hub.add(IDS[name], content[name]) for name in IDS}
+    made = ("fineweb_edu", "wikitext", "dolly", "oasst1")
+    contents = [getattr(numbered_datasets, name)() for name in made]
+    return {name: loopback_hub.add(IDS[name], content) for name, content in zip(IDS, contents, strict=True)}
 
 
 @pytest.fixture
 def hub(tmp_path: Path, tiny_model_path: Path) -> Settings:
     """Settings of the hub."""
     return Settings(cache_dir=str(tmp_path / "hub"), tokenizer_model=str(tiny_model_path), **BUDGETS)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No text beyond what the tokens ask for, so that a small snapshot can be too short."""
+    monkeypatch.setattr(snapshot, "READ_AHEAD_BYTES", 0)
+    monkeypatch.setitem(SOURCES, "fineweb_edu", dataclasses.replace(SOURCES["fineweb_edu"], snapshot_margin_bytes=0))
 
 
 def without_network() -> list[str]:
@@ -64,9 +67,8 @@ def without_network() -> list[str]:
 
 @pytest.mark.slow
 def test_builds_without_any_network_are_those_from_the_hub_tokenizer_and_meta_included(
-    loopback_hub: LoopbackHub, full_hub: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loopback_hub: LoopbackHub, full_hub: dict[str, str], tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(SOURCES, "fineweb_edu", dataclasses.replace(SOURCES["fineweb_edu"], snapshot_margin_bytes=0))
     monkeypatch.setattr(snapshot, "READ_AHEAD_BYTES", 1 << 22)  # enough for these tokens
     # More than that, so that the snapshot of fineweb-edu is a part, with all that the tokenizer sees.
     full_hub["fineweb_edu"] = loopback_hub.add(
@@ -108,13 +110,8 @@ def test_a_number_of_tokens_that_is_none_is_a_usage_error(capsys: pytest.Capture
 
 
 def test_the_command_that_a_snapshot_prints_builds_from_it(
-    full_hub: dict[str, str],
-    tmp_path: Path,
-    tiny_model_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    full_hub: dict[str, str], tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     for dest in ("my mirror", "hub"):
         assert cli.main(["snapshot", "fineweb_edu", dest, "--tokens", "4k", "--seed", "7"]) == 0
         (command,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("build from it: ")]
@@ -152,14 +149,8 @@ def test_another_seed_shuffles_the_snapshot_like_any_mirror(
 
 
 def test_a_tokenizer_that_has_seen_less_than_the_hub_has_says_so(
-    full_hub: dict[str, str],
-    hub: Settings,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    full_hub: dict[str, str], hub: Settings, tmp_path: Path, short: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(snapshot, "READ_AHEAD_BYTES", 0)
-    monkeypatch.setitem(SOURCES, "fineweb_edu", dataclasses.replace(SOURCES["fineweb_edu"], snapshot_margin_bytes=0))
     snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=5_000)
     trained = {"tokenizer_model": None, "vocab_size": 400, "source_root": str(tmp_path / "m")}
     meta = ensure_tokenizer(dataclasses.replace(hub, **trained)).meta
@@ -167,13 +158,6 @@ def test_a_tokenizer_that_has_seen_less_than_the_hub_has_says_so(
     assert "trained on less text than from the hub" in caplog.text
     enough = dataclasses.replace(hub, **trained, tokenizer_max_bytes=20_000, cache_dir=str(tmp_path / "enough"))
     assert ensure_tokenizer(enough).meta["trained_on"] == "hub"
-
-
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No text beyond what the tokens ask for, so that a small snapshot can be too short."""
-    monkeypatch.setattr(snapshot, "READ_AHEAD_BYTES", 0)
-    monkeypatch.setitem(SOURCES, "fineweb_edu", dataclasses.replace(SOURCES["fineweb_edu"], snapshot_margin_bytes=0))
 
 
 def test_a_snapshot_that_is_too_short_says_so_and_can_be_made_longer(
@@ -206,17 +190,12 @@ def test_a_snapshot_broken_off_by_the_hub_goes_on_at_the_same_revision(
     loopback_hub.add(IDS["fineweb_edu"], numbered_datasets.fineweb_edu(start=1_000))  # upstream moves on
     _, manifest = snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=None)
     assert manifest["revision"] == full_hub["fineweb_edu"]
-    whole, _ = snapshot.take_snapshot(
-        dataclasses.replace(hub, revision=f"fineweb_edu={full_hub['fineweb_edu']}"),
-        "fineweb_edu",
-        tmp_path / "whole",
-        tokens=None,
-    )
+    at_first = dataclasses.replace(hub, revision=f"fineweb_edu={full_hub['fineweb_edu']}")
+    whole, _ = snapshot.take_snapshot(at_first, "fineweb_edu", tmp_path / "whole", tokens=None)
     assert numbers(folder) == numbers(whole) and sorted(numbers(folder)) == list(range(60))
 
 
 def numbers(folder: Path) -> list[int]:
-
     return [numbered_datasets.number_of(row["text"]) for row in iter_rows(sorted(folder.glob("*.jsonl.gz")))]
 
 

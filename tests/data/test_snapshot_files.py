@@ -35,25 +35,25 @@ def take(
     folder: Path,
     rows: list[dict[str, Any]] = ROWS,
     *,
+    about: dict[str, Any] = ABOUT,
     stop: int | None = None,
+    stop_in: str = "train",
     error: type[BaseException] = ConnectionError,
+    asked: list[str] | None = None,
     **given: Any,
 ) -> dict[str, Any]:
-    """Take a snapshot of `rows` as the split train; the hub fails before row number `stop`."""
+    """Take a snapshot of `rows` as each split; in `stop_in` the hub fails before row number `stop`."""
 
     def rows_of(revision: str, split: str) -> Iterator[dict[str, Any]]:
+        if asked is not None:
+            asked.append(f"{revision} {split}")
         for row in rows:
-            if row["n"] == stop:
+            if (split, row["n"]) == (stop_in, stop):
                 raise error("the wire was cut")
             yield row
 
-    arguments: dict[str, Any] = {
-        "splits": ("train",),
-        "text_of": lambda row: row["text"],
-        "max_text_bytes": None,
-        **given,
-    }
-    return snapshot.take(folder, ABOUT, rows_of, **arguments)
+    arguments = {"splits": ("train",), "text_of": lambda row: row["text"], "max_text_bytes": None, **given}
+    return snapshot.take(folder, about, rows_of, **arguments)
 
 
 def kept(folder: Path) -> list[int]:
@@ -68,11 +68,8 @@ def test_all_rows_are_kept_in_order_in_files_of_bounded_size(tmp_path: Path) -> 
     assert manifest == snapshot.read_manifest(tmp_path)
     files = [tmp_path / file["name"] for file in manifest["files"]]
     snapshot.check_files(tmp_path, manifest, files)
-
-
-def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
-    one, other = take(tmp_path / "one"), take(tmp_path / "other")
-    assert one == other
+    assert take(tmp_path / "other") == manifest  # with the same sha256
+    take(tmp_path, stop=0)  # finished: nothing is asked
 
 
 @pytest.mark.parametrize("error", [ConnectionError, KeyboardInterrupt])
@@ -105,11 +102,9 @@ def test_the_revision_of_the_first_contact_is_kept_before_a_row_is(tmp_path: Pat
         take(tmp_path, stop=0)
     manifest = snapshot.read_manifest(tmp_path)
     assert manifest is not None and manifest["revision"] == ABOUT["revision"] and not manifest["finished"]
-    moved = {**ABOUT, "revision": "1" * 40}
-    given: dict[str, Any] = {"splits": ("train",), "text_of": lambda row: "", "max_text_bytes": None}
     asked: list[str] = []
-    done = snapshot.take(tmp_path, moved, lambda revision, split: asked.append(revision) or ROWS, **given)  # type: ignore[func-returns-value]
-    assert asked == [done["revision"]] == ["0" * 40]
+    done = take(tmp_path, about={**ABOUT, "revision": "1" * 40}, asked=asked)
+    assert asked == ["0" * 40 + " train"] and done["revision"] == "0" * 40
 
 
 def test_a_bound_stops_the_stream_and_a_larger_one_goes_on(tmp_path: Path) -> None:
@@ -123,25 +118,11 @@ def test_a_bound_stops_the_stream_and_a_larger_one_goes_on(tmp_path: Path) -> No
 
 
 def test_splits_go_on_where_each_stopped(tmp_path: Path) -> None:
-    asked: list[str] = []
-
-    def rows_of(revision: str, split: str) -> Iterator[dict[str, Any]]:
-        asked.append(split)
-        for row in ROWS[:20]:
-            if split == "validation" and row["n"] == 5 and len(asked) == 2:
-                raise ConnectionError("cut")
-            yield row
-
-    given: dict[str, Any] = {"splits": ("train", "validation"), "text_of": lambda row: "", "max_text_bytes": None}
+    splits = ("train", "validation")
     with pytest.raises(ConnectionError):
-        snapshot.take(tmp_path, ABOUT, rows_of, **given)
-    snapshot.take(tmp_path, ABOUT, rows_of, **given)
+        take(tmp_path, ROWS[:20], stop=5, stop_in="validation", splits=splits)
+    take(tmp_path, ROWS[:20], splits=splits)
     assert kept(tmp_path) == [*range(20), *range(20)]
-
-
-def test_a_finished_snapshot_of_everything_asks_nothing(tmp_path: Path) -> None:
-    take(tmp_path)
-    take(tmp_path, stop=0)
 
 
 def test_an_unfinished_snapshot_is_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -174,9 +155,8 @@ def test_damage_is_named_and_a_damaged_snapshot_is_neither_finished_nor_made_lon
 
 def test_another_order_of_rows_is_not_mixed_in(tmp_path: Path) -> None:
     take(tmp_path, max_text_bytes=500)
-    given: dict[str, Any] = {"splits": ("train",), "text_of": lambda row: "", "max_text_bytes": None}
     with pytest.raises(CacheError, match="a snapshot with shuffle"):
-        snapshot.take(tmp_path, {**ABOUT, "shuffle": None}, lambda revision, split: ROWS, **given)
+        take(tmp_path, about={**ABOUT, "shuffle": None})
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,8 @@ OASST = "OpenAssistant/oasst1"
 
 
 def own(folder: Path, counters: Counter[str], **more: Any) -> list[str]:
-    return [
-        sample.text for sample in local.iter_texts(local.find(str(folder)), source="own", counters=counters, **more)
-    ]
+    samples = local.iter_texts(local.find(str(folder)), source="own", counters=counters, **more)
+    return [sample.text for sample in samples]
 
 
 # --- encodings --------------------------------------------------------------------------------------------------------
@@ -162,7 +162,6 @@ CONSTANT = 8 << 20  # bytes: buffers, modules that load late
 BOMBS = {
     "a.jsonl.gz": (b'{"text": "before"}\n{"text": "', b'"}\n{"text": "after"}\n'),
     "a.json.gz": (b'[{"text": "before"}, {"text": "', b'"}, {"text": "after"}]'),
-    "a.txt.gz": (b"", b""),
     "a.parquet": (b"before", b"after"),
 }
 
@@ -178,10 +177,6 @@ def test_a_bomb_takes_memory_by_the_limit_and_not_by_its_size(tmp_path: Path, na
         with gzip.open(path, "wb", compresslevel=1) as file:
             file.writelines([first, *[b"x" * (1 << 20)] * (size >> 20), last])
     assert path.stat().st_size < 1 << 20
-    if name == "a.txt.gz":
-        with pytest.raises(subprocess.CalledProcessError):  # not one text is an error
-            measured(path, limit)
-        return
     texts, counters, grown = measured(path, limit)
     assert (texts, counters) == (["before", "after"], {"too_large": 1})
     assert grown < 8 * limit + CONSTANT < size
@@ -244,37 +239,18 @@ MESSAGES = [
 ]
 
 
-def fineweb(root: Path, **more: Any) -> Iterator[Any]:
-    return iter_fineweb_edu(source_root=root, **more)
-
-
-def wiki(root: Path, **more: Any) -> Iterator[Any]:
-    return iter_wikitext(split="train", source_root=root, **more)
-
-
-def dolly(root: Path, **more: Any) -> Iterator[Any]:
-    return iter_dolly_sft(source_root=root, shuffle=False, **more)
-
-
-def books(root: Path, **more: Any) -> Iterator[Any]:
-    return iter_gutenberg(source_root=root, **more)
-
-
-def oasst1(root: Path, **more: Any) -> Iterator[Any]:
-    return iter_oasst1_sft(source_root=root, **more)
-
-
 Loader = Callable[..., Iterator[Any]]
 SOURCES: list[tuple[Loader, str, list[dict[str, Any]]]] = [
-    (fineweb, WEB, [{"text": "good"}]),
-    (wiki, WIKI, [{"text": "good"}]),
-    (books, "gutenberg", [{"text": "good"}]),
-    (dolly, DOLLY, [CHAT]),
-    (oasst1, OASST, MESSAGES),
+    (iter_fineweb_edu, WEB, [{"text": "good"}]),
+    (partial(iter_wikitext, split="train"), WIKI, [{"text": "good"}]),
+    (iter_gutenberg, "gutenberg", [{"text": "good"}]),
+    (partial(iter_dolly_sft, shuffle=False), DOLLY, [CHAT]),
+    (iter_oasst1_sft, OASST, MESSAGES),
 ]
+EACH_SOURCE = pytest.mark.parametrize(("load", "folder", "good"), SOURCES, ids=[folder for _, folder, _ in SOURCES])
 
 
-@pytest.mark.parametrize(("load", "folder", "good"), SOURCES, ids=[folder for _, folder, _ in SOURCES])
+@EACH_SOURCE
 def test_bad_rows_of_a_mirror_are_counted_and_named_and_the_rest_is_read(
     tmp_path: Path, load: Loader, folder: str, good: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -282,19 +258,13 @@ def test_bad_rows_of_a_mirror_are_counted_and_named_and_the_rest_is_read(
     huge = lines({"text": "x" * 200_000})
     path = write(tmp_path / folder / "train.jsonl", deep + lines({"title": 1}, {"title": 2}) + huge + lines(*good))
     counters: Counter[str] = Counter()
-    assert len(list(load(tmp_path, counters=counters, max_document_bytes=150_000))) == 1
+    assert len(list(load(source_root=tmp_path, counters=counters, max_document_bytes=150_000))) == 1
     assert counters == {"unreadable_row": 1, "missing_field": 2, "too_large": 1}
     where = [message.split(": ")[0] for message in caplog.messages]
     assert where == [f"{path}, line 1", f"{path}, row 2", f"{path}, line 4"]
-
-
-@pytest.mark.parametrize(("load", "folder", "good"), SOURCES, ids=[folder for _, folder, _ in SOURCES])
-def test_a_mirror_of_which_no_row_can_be_used_is_an_error_with_file_and_row(
-    tmp_path: Path, load: Loader, folder: str, good: list[dict[str, Any]]
-) -> None:
-    path = write(tmp_path / folder / "train.jsonl", b"not json\n" + lines({"title": 1}))
+    write(path, b"not json\n" + lines({"title": 1}))  # nothing to be used is an error
     with pytest.raises(ValueError, match=rf"missing_field 1, unreadable_row 1.*{path}, line 1"):
-        list(load(tmp_path))
+        list(load(source_root=tmp_path))
 
 
 def test_passed_over_rows_do_not_shift_the_index(tmp_path: Path) -> None:
@@ -302,7 +272,7 @@ def test_passed_over_rows_do_not_shift_the_index(tmp_path: Path) -> None:
     write(tmp_path / "gutenberg/b.txt", b"x" * 5_000)
     write(tmp_path / "gutenberg/c.txt", b"book")
     write(tmp_path / "gutenberg/d.jsonl", lines({"text": "two"}))
-    found = [(book.text, book.meta["index"]) for book in books(tmp_path, max_document_bytes=1_000)]
+    found = [(book.text, book.meta["index"]) for book in iter_gutenberg(source_root=tmp_path, max_document_bytes=1_000)]
     assert found == [("one", 1), ("book", 4), ("two", 5)]
 
 
@@ -327,7 +297,7 @@ def test_the_limit_of_a_hub_row_is_that_of_its_line_in_a_snapshot(text: str, lim
 # --- links, pipes and devices -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("load", "folder", "good"), SOURCES, ids=[folder for _, folder, _ in SOURCES])
+@EACH_SOURCE
 def test_links_in_a_mirror_are_followed_on_request_only(
     tmp_path: Path, load: Loader, folder: str, good: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -338,13 +308,13 @@ def test_links_in_a_mirror_are_followed_on_request_only(
     (tmp_path / "mirror" / folder / "loop").symlink_to("..")
     (tmp_path / "named").symlink_to("mirror")
     counters: Counter[str] = Counter()
-    assert len(list(load(tmp_path / "named", counters=counters))) == 1
+    assert len(list(load(source_root=tmp_path / "named", counters=counters))) == 1
     assert counters == {"links_not_followed": 3}
     assert len(caplog.messages) == 1 and "loop: a symbolic link, which is not followed" in caplog.text
-    assert len(list(load(tmp_path / "mirror", follow_links=True))) == 2  # each file once
+    assert len(list(load(source_root=tmp_path / "mirror", follow_links=True))) == 2  # each file once
 
 
-@pytest.mark.parametrize(("load", "folder", "good"), SOURCES, ids=[folder for _, folder, _ in SOURCES])
+@EACH_SOURCE
 def test_a_dataset_that_is_a_link_is_an_error_that_says_how_to_follow_it(
     tmp_path: Path, load: Loader, folder: str, good: list[dict[str, Any]]
 ) -> None:
@@ -353,8 +323,8 @@ def test_a_dataset_that_is_a_link_is_an_error_that_says_how_to_follow_it(
     link.parent.mkdir()
     link.symlink_to(tmp_path / "out" if "/" in folder else tmp_path / "out" / folder)
     with pytest.raises(FileNotFoundError, match=rf"{link} is a symbolic link.*--follow-links"):
-        load(tmp_path / "mirror")
-    assert len(list(load(tmp_path / "mirror", follow_links=True))) == 1
+        load(source_root=tmp_path / "mirror")
+    assert len(list(load(source_root=tmp_path / "mirror", follow_links=True))) == 1
 
 
 def test_links_among_notes_are_followed_on_request_only(tmp_path: Path) -> None:

@@ -38,44 +38,32 @@ def numbers(dataset_id: str = FINEWEB, *, config: str | None = "CC-MAIN-2024-10"
     return [number_of(row["text"]) for row in stream]
 
 
-def test_a_card_has_the_commit_the_licence_and_what_a_notice_needs(loopback_hub: LoopbackHub) -> None:
-    sha = loopback_hub.add(FINEWEB, readme(license="odc-by", pretty_name="FineWeb-Edu"))
-    assert hub.card_of(FINEWEB) == hub.Card(
-        revision=sha,
-        licence="odc-by",
-        attribution="FineWeb-Edu by HuggingFaceFW, https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu",
-    )
-
-
 @pytest.mark.parametrize(
     ("card", "licence"),
     [
-        ({"license": "odc-by"}, "odc-by"),
+        ({"license": "odc-by", "pretty_name": "Pages"}, "odc-by"),
         ({"license": ["cc-by-sa-3.0", "gfdl"]}, "cc-by-sa-3.0, gfdl"),
         ({"license": "other", "license_name": "llama3"}, "llama3"),
         ({"license": "other"}, "other"),
         ({}, None),
     ],
 )
-def test_the_licence_is_the_cards_and_without_a_title_the_attribution_names_the_id(
+def test_a_card_has_the_commit_the_licence_and_what_a_notice_needs(
     loopback_hub: LoopbackHub, card: dict[str, Any], licence: str | None
 ) -> None:
-    sha = loopback_hub.add("a/b", readme(**card))
-    assert hub.card_of("a/b") == hub.Card(sha, licence, "a/b by a, https://huggingface.co/datasets/a/b")
+    sha, title = loopback_hub.add("a/b", readme(**card)), card.get("pretty_name", "a/b")
+    assert hub.card_of("a/b") == hub.Card(sha, licence, f"{title} by a, https://huggingface.co/datasets/a/b")
 
 
 def test_a_branch_a_tag_and_a_commit_are_found(loopback_hub: LoopbackHub) -> None:
     old = loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=3, start=100), ref="v1.4.0")
     new = loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=3, start=200))
     assert [hub.card_of(FINEWEB, revision=name).revision for name in ("main", "v1.4.0", old)] == [new, old, old]
-    assert numbers(revision="v1.4.0") == numbers(revision=old) == [100, 101, 102]
+    assert numbers(revision="v1.4.0") == [100, 101, 102]
     assert numbers(revision="main") == numbers() == [200, 201, 202]
-
-
-def test_a_given_commit_is_not_asked_for(loopback_hub: LoopbackHub) -> None:
-    sha = loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=3, start=300))
-    assert numbers(revision=sha) == [300, 301, 302]
-    assert f"/api/datasets/{FINEWEB}" not in [one.path for one in loopback_hub.requests]
+    loopback_hub.requests.clear()
+    assert numbers(revision=old) == [100, 101, 102]
+    assert f"/api/datasets/{FINEWEB}" not in [one.path for one in loopback_hub.requests]  # a commit is not asked for
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -120,16 +108,10 @@ def test_a_second_reading_asks_for_the_commit_and_the_files_alone(loopback_hub: 
     assert [one.path for one in loopback_hub.asked("/api/") if sha not in one.path] == [f"/api/datasets/{DOLLY}"]
 
 
-def test_a_stream_is_opened_with_its_first_row(loopback_hub: LoopbackHub) -> None:
-    hub.rows("no/such", split="train", streaming=True)
-    assert not loopback_hub.requests
-
-
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_folder_that_is_named_like_the_dataset_is_not_read_in_its_place(
-    loopback_hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+    loopback_hub: LoopbackHub, tmp_path: Path, streaming: bool
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     start = 20_000 + 100 * streaming
     loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=4, start=start))
     for name in ("train.jsonl", "databricks-dolly-15k.py"):
@@ -141,7 +123,6 @@ def test_a_folder_that_is_named_like_the_dataset_is_not_read_in_its_place(
 def test_a_snapshot_can_be_taken_into_the_current_directory(
     loopback_hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=21_000))
     assert cli.main(["snapshot", "dolly15k", "."]) == 0
     monkeypatch.chdir("/")
@@ -152,77 +133,59 @@ def test_a_snapshot_can_be_taken_into_the_current_directory(
 def test_a_local_folder_begins_with_a_dot_a_tilde_or_a_slash_and_needs_no_hub(
     loopback_hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "mine" / "train.jsonl", lines({"text": "Page number 1"}, {"text": "Page number 2"}))
     assert numbers(name.format(tmp_path=tmp_path), config=None) == [1, 2]
+    hub.rows("no/such", split="train", streaming=True)  # asks with its first row
     assert not loopback_hub.requests
 
 
-def test_a_folder_without_a_dot_is_told_of_the_dot(
-    loopback_hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("data/mine", "my/data/mine"):
-        (tmp_path / name).mkdir(parents=True)
-        with pytest.raises(ValueError, match=f"check the name at .*; for the folder here write ./{name}"):
-            numbers(name, config=None)
+@pytest.mark.parametrize("name", ["data/mine", "my/data/mine"])
+def test_a_folder_without_a_dot_is_told_of_the_dot(loopback_hub: LoopbackHub, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"check the name at .*; for the folder here write ./{name}"):
+        numbers(name, config=None)
 
 
 # What no later attempt mends.
 
 
-def test_a_missing_dataset_says_so_at_once(loopback_hub: LoopbackHub) -> None:
-    with pytest.raises(ValueError, match=r"no/such.*Repository not found.*check the name.*hf auth login"):
-        hub.card_of("no/such")
-    with pytest.raises(ValueError, match=r"the train split of no/such|the commit of no/such"):
-        numbers("no/such")
-    assert len(loopback_hub.requests) == 2
-
-
-def test_a_private_dataset_looks_like_a_missing_one_and_the_remedy_says_so(loopback_hub: LoopbackHub) -> None:
-    sha = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=3, start=600), private=True)
-    with pytest.raises(ValueError, match=r"Repository not found.*for a private one run `hf auth login`"):
-        numbers(DOLLY, config=None)
-    with pytest.raises(ValueError, match=r"for a private one run `hf auth login`"):
-        numbers(DOLLY, config=None, revision=sha)
-
-
-def test_a_missing_revision_is_named_with_where_to_look(loopback_hub: LoopbackHub) -> None:
-    loopback_hub.add("a/b", readme(license="mit"))
-    with pytest.raises(ValueError, match=r"a/b at v9.*Invalid rev id: v9.*https://huggingface.co/datasets/a/b/commits"):
-        hub.card_of("a/b", revision="v9")
-    with pytest.raises(ValueError, match=r"the hub|use a commit, branch or tag"):
-        numbers("a/b", config=None, revision="0" * 40)
-
-
-def test_a_missing_config_lists_those_there_are(loopback_hub: LoopbackHub) -> None:
-    loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=3, start=700))
-    with pytest.raises(ValueError, match=r"config CC-MAIN-1999-01: .*CC-MAIN-2024-10.*CC-MAIN-2024-18") as caught:
-        numbers(config="CC-MAIN-1999-01")
-    assert "auth" not in str(caught.value)
+UNKNOWN = "Repository not found.*check the name.*for a private one run `hf auth login`"
+TERMS = "is restricted.*accept its terms at https://huggingface.co/datasets/me/gated-since-.*, then run `hf auth login`"
+REFUSED: list[tuple[str, dict[str, Any], str]] = [  # which dataset, what is asked for, what the error says
+    ("no/such", {}, f"(the commit|the train split) of no/such.*{UNKNOWN}"),
+    ("me/private", {}, UNKNOWN),
+    ("me/private", {"revision": "its own"}, "for a private one run `hf auth login`"),
+    (DOLLY, {"revision": "v9"}, f"{DOLLY} at v9.*Invalid rev id: v9.*https://huggingface.co/datasets/{DOLLY}/commits"),
+    (DOLLY, {"revision": "0" * 40}, "the hub|use a commit, branch or tag"),
+    (DOLLY, {"split": "validation"}, rf"the validation split of {DOLLY}.*\['train'\]"),
+    (FINEWEB, {"config": "CC-MAIN-1999-01"}, "config CC-MAIN-1999-01: .*CC-MAIN-2024-10.*CC-MAIN-2024-18"),
+    ("me/gated", {}, "is a gated dataset.*run `hf auth login`"),
+    ("me/gated-since", {}, TERMS),  # and the library has an older commit
+    ("me/empty", {}, "the train split of me/empty"),
+]
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_missing_split_lists_those_there_are(loopback_hub: LoopbackHub, streaming: bool) -> None:
-    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=3, start=800))
-    with pytest.raises(ValueError, match=r"the validation split of databricks/.*\['train'\]"):
-        list(hub.rows(DOLLY, split="validation", streaming=streaming))
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_a_gated_dataset_says_where_its_terms_are(loopback_hub: LoopbackHub, streaming: bool) -> None:
-    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=3, start=900 + streaming), gated=True)
-    terms = f"accept its terms at https://huggingface.co/datasets/{DOLLY}, then run `hf auth login`"
-    with pytest.raises(ValueError, match=f"is restricted.*{terms}"):
-        numbers(DOLLY, config=None, streaming=streaming)
-    assert len(loopback_hub.asked("README.md")) == 1  # not asked again
-
-
-def test_a_dataset_without_data_says_so(loopback_hub: LoopbackHub) -> None:
-    loopback_hub.add("a/b", {"README.md": b"nothing here\n"})
-    with pytest.raises(ValueError, match=r"the train split of a/b"):
-        numbers("a/b", config=None)
+@pytest.mark.parametrize(("name", "asked", "said"), REFUSED, ids=str)
+def test_what_the_hub_does_not_have_or_give_is_an_error_with_a_remedy(
+    loopback_hub: LoopbackHub, name: str, asked: dict[str, Any], said: str, streaming: bool
+) -> None:
+    files = {"no/such": None, "me/empty": readme(), FINEWEB: numbered_datasets.fineweb_edu(documents=3, start=700)}
+    content = files.get(name, numbered_datasets.dolly(rows=3, start=800 + streaming))
+    name += f"-{streaming}" if name.startswith("me/") else ""
+    if "since" in name:
+        loopback_hub.add(name, numbered_datasets.dolly(rows=3, start=900))
+        assert len(list(hub.rows(name, split="train", streaming=False))) == 3
+        loopback_hub.requests.clear()
+    if content is not None:
+        sha = loopback_hub.add(name, content, private="private" in name, gated="gated" in name)
+        asked = {**asked, "revision": sha} if asked == {"revision": "its own"} else asked
+    with pytest.raises(ValueError, match=said) as caught:
+        list(hub.rows(name, **{"split": "train", "streaming": streaming, **asked}))
+    assert name != "no/such" or len(loopback_hub.requests) == 1
+    assert "since" not in name or len(loopback_hub.asked("README.md")) == 1  # not asked again
+    assert "config" not in asked or "auth" not in str(caught.value)
 
 
 def test_offline_mode_is_named_with_its_variable(loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,33 +209,28 @@ def test_each_retry_is_logged(loopback_hub: LoopbackHub, caplog: pytest.LogCaptu
         assert hub.card_of("a/b").licence == "mit"
     said = [one.getMessage() for one in caplog.records if one.name == retries.__name__]
     assert [one.split(" failed")[0] for one in said] == [
-        "the commit of a/b at main: attempt 1 of 4",
-        "the commit of a/b at main: attempt 2 of 4",
+        f"the commit of a/b at main: attempt {number} of 4" for number in (1, 2)
     ]
     assert all("503 Service Unavailable" in one and "again in" in one for one in said)
 
 
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the list that the seconds of each wait are written to, instead of waiting."""
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds of each wait, which takes none."""
     seconds: list[float] = []
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 1.0)
     monkeypatch.setattr("niels_gpt.hub.retries.time.sleep", seconds.append)
     return seconds
 
 
-def test_waits_grow_up_to_a_bound(loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = waits(monkeypatch)
+def test_waits_grow_up_to_a_bound(
+    loopback_hub: LoopbackHub, waited: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(retries, "ASK_ATTEMPTS", retries.STREAM_ATTEMPTS)
     loopback_hub.fail("a/b", times=math.inf)
     with pytest.raises(ConnectionError, match="9 attempts"):
         hub.card_of("a/b")
-    assert seconds == [1, 2, 4, 8, 16, 32, 60, 60]
-
-
-def in_seconds(seconds: float, zone: str) -> str:
-    """Give a moment as an HTTP date."""
-    when = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=seconds)
-    return email.utils.format_datetime(when).replace("+0000", zone)
+    assert waited == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
 @pytest.mark.parametrize(
@@ -294,13 +252,13 @@ def in_seconds(seconds: float, zone: str) -> str:
     ids=str,
 )
 def test_the_hub_is_left_alone_for_as_long_as_it_asks(
-    loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any], seconds: float
+    loopback_hub: LoopbackHub, waited: list[float], fault: dict[str, Any], seconds: float
 ) -> None:
-    waited = waits(monkeypatch)
     loopback_hub.add("a/b", readme(license="mit"))
     given = {key: value for key, value in fault.items() if key != "until"}
-    if "until" in fault:
-        given["retry_after"] = in_seconds(*fault["until"])  # from now: the tests before this one may take minutes
+    if "until" in fault:  # from now: the tests before this one may take minutes
+        when = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=fault["until"][0])
+        given["retry_after"] = email.utils.format_datetime(when).replace("+0000", fault["until"][1])
     loopback_hub.fail("a/b", **given)
     hub.card_of("a/b")
     assert waited == [pytest.approx(seconds, abs=60 if "until" in fault else 0)]
@@ -309,9 +267,8 @@ def test_the_hub_is_left_alone_for_as_long_as_it_asks(
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize(("page", "times"), [("README.md", 7), ("00001-of", 1)])  # the library asks 7 times by itself
 def test_the_wish_is_seen_under_the_errors_of_the_libraries(
-    loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, page: str, times: int, streaming: bool
+    loopback_hub: LoopbackHub, waited: list[float], page: str, times: int, streaming: bool
 ) -> None:
-    waited = waits(monkeypatch)
     dataset_id = f"a/wish-{streaming}-{times}"  # of which the library has no older commit to offer
     loopback_hub.add(dataset_id, numbered_datasets.dolly(rows=40))
     ordered = loopback_hub.fail(page, status=429, retry_after=77, times=times)
@@ -320,10 +277,7 @@ def test_the_wish_is_seen_under_the_errors_of_the_libraries(
     assert waited[-1] == 77
 
 
-def test_a_retry_after_beyond_reason_is_an_error_with_the_time(
-    loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waited = waits(monkeypatch)
+def test_a_retry_after_beyond_reason_is_an_error_with_the_time(loopback_hub: LoopbackHub, waited: list[float]) -> None:
     loopback_hub.fail("a/b", status=429, retry_after=7_200)
     with pytest.raises(ConnectionError, match=r"1 attempts.*asks to wait 7200 s"):
         hub.card_of("a/b")

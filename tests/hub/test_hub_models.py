@@ -168,6 +168,8 @@ def broken(fault: str, **how: Any) -> Hubs:
     return lambda hub, name, folder: (hub.add_model(name, folder), getattr(hub, fault)(name, times=math.inf, **how))
 
 
+ABSENT = "0123456789" * 4
+NO_REVISION = "{}.*use a commit, branch or tag of http://127"
 UNKNOWN = (ValueError, "refuses its config.json .*check the name at http://127.*private.*hf auth login")
 BUSY = "the hub does not answer for its config.json.*{}.*Run it again later"
 ERRORS: dict[str, tuple[Hubs, type[Exception], str]] = {
@@ -183,6 +185,8 @@ ERRORS: dict[str, tuple[Hubs, type[Exception], str]] = {
     "busy for good": (broken("fail", status=429), ConnectionError, BUSY.format(429)),
     "failing for good": (broken("fail", status=503), ConnectionError, BUSY.format(503)),
     "somebody else's page": (broken("foreign"), ConnectionError, BUSY.format("X-Repo-Commit")),
+    "no such tag": (lambda hub, name, folder: hub.add_model(name, folder), ValueError, NO_REVISION.format("v9")),
+    "no such commit": (lambda hub, name, folder: hub.add_model(name, folder), ValueError, NO_REVISION.format(ABSENT)),
 }
 
 
@@ -194,17 +198,7 @@ def test_what_the_hub_does_not_give_is_named(
     prepare, error, said = ERRORS[hub]
     prepare(loopback_hub, model_id, first)
     with pytest.raises(error, match=f"^{model_id}: .*{said}"):
-        ask(what, model_id)
-
-
-@pytest.mark.parametrize("what", ASKS)
-@pytest.mark.parametrize("revision", ["v9", "0123456789" * 4])
-def test_a_revision_that_the_hub_does_not_have_is_named(
-    loopback_hub: LoopbackHub, model_id: str, first: Path, what: str, revision: str
-) -> None:
-    loopback_hub.add_model(model_id, first)
-    with pytest.raises(ValueError, match=f"^{model_id}: .*{revision}.*use a commit, branch or tag of http://127"):
-        ask(what, model_id, revision)
+        ask(what, model_id, {"no such tag": "v9", "no such commit": ABSENT}.get(hub))
 
 
 @pytest.mark.parametrize("what", ASKS)
@@ -295,46 +289,36 @@ def test_weights_whose_download_is_cut_off_are_asked_for_again(
     assert len(loopback_hub.asked("/cdn/")) == 4
 
 
+INDEX, TOKENIZER = "model.safetensors.index.json", "tokenizer.json"
+
+
 @pytest.mark.parametrize(
-    ("gone", "what", "said"),
+    ("file", "raw", "what", "said"),
     [
-        ("config.json", "facts", "has no config.json on the hub"),
-        ("model.safetensors.index.json", "weights", "has no weights, expected one of model.safetensors, model.saf"),
-        ("model-00002-of-*.safetensors", "weights", "has no model-00002-of-.*.safetensors, which its index"),
-        ("tokenizer.json", "tokenizer", "no tokenizer can be opened there"),
-        ("*", "tokenizer", "no tokenizer can be opened there"),
+        ("config.json", None, "facts", "has no config.json on the hub"),
+        (INDEX, None, "weights", "has no weights, expected one of model.safetensors, model.saf"),
+        ("model-00002-of-*.safetensors", None, "weights", "has no model-00002-of-.*.safetensors, which its index"),
+        (TOKENIZER, None, "tokenizer", "no tokenizer can be opened there"),
+        ("*", None, "tokenizer", "no tokenizer can be opened there"),
+        *(
+            (INDEX, raw, "weights", "model.safetensors.index.json is no index of weights")
+            for raw in ("{}", "[]", "no json", '{"weight_map": {"a": 1}}', '{"weight_map": ["a"]}')
+        ),
+        *(
+            (TOKENIZER, raw, "tokenizer", "no tokenizer can be opened there")
+            for raw in ("{}", "no json", '{"version": "1.0", "model": {"type": "of tomorrow"}}')
+        ),
     ],
 )
 def test_a_model_that_is_not_whole_on_the_hub_is_named(
-    loopback_hub: LoopbackHub, model_id: str, tmp_path: Path, gone: str, what: str, said: str
+    loopback_hub: LoopbackHub, model_id: str, tmp_path: Path, file: str, raw: str | None, what: str, said: str
 ) -> None:
-    for path in write_model(tmp_path, seed=1, max_shard_size="30KB").glob(gone):
-        path.unlink()
+    for path in write_model(tmp_path, seed=1, max_shard_size="30KB").glob(file):
+        path.unlink() if raw is None else path.write_text(raw)
     loopback_hub.add_model(model_id, tmp_path)
-    with pytest.raises(ValueError, match=f"^{model_id}: .*{said}"):
-        ask(what, model_id)
-
-
-@pytest.mark.parametrize("raw", [b"{}", b"[]", b"no json", b'{"weight_map": {"a": 1}}', b'{"weight_map": ["a"]}'])
-def test_an_index_of_weights_that_is_none_is_named(
-    loopback_hub: LoopbackHub, model_id: str, own: Path, raw: bytes
-) -> None:
-    (own / "model.safetensors").unlink()
-    (own / "model.safetensors.index.json").write_bytes(raw)
-    loopback_hub.add_model(model_id, own)
-    with pytest.raises(ValueError, match=rf"^{model_id}: .*model.safetensors.index.json is no index of weights"):
-        opened(model_id)
-
-
-@pytest.mark.parametrize("raw", ["{}", "no json", '{"version": "1.0", "model": {"type": "of tomorrow"}}'])
-def test_a_tokenizer_json_of_something_else_is_named(
-    loopback_hub: LoopbackHub, model_id: str, own: Path, raw: str
-) -> None:
-    (own / "tokenizer.json").write_text(raw)
-    loopback_hub.add_model(model_id, own)
-    for name in (model_id, str(own)):
-        with pytest.raises(ValueError, match=f"^{name}: no tokenizer can be opened there"):
-            open_tokenizer(name)
+    for name in (model_id, str(tmp_path)) if file == TOKENIZER and raw else (model_id,):
+        with pytest.raises(ValueError, match=f"^{name}: .*{said}"):
+            ask(what, name)
 
 
 @pytest.mark.parametrize("what", ["facts", "weights"])
