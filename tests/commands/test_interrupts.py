@@ -21,7 +21,9 @@ def command(tmp_path: Path, tiny_model_path: Path) -> list[str]:
     with open(tmp_path / "long.jsonl", "w") as file:
         for number in range(30_000):
             file.write(json.dumps({"text": f"{number} " + "some words of a text that is long enough " * 20}) + "\n")
-    build = ["build", "--pretrain", f"long={tmp_path / 'long.jsonl'}", "--cache-dir", str(tmp_path / "c")]
+    (tmp_path / "short.txt").write_text("some words\n" * 9)
+    sources = [f"--pretrain={file.partition('.')[0]}={tmp_path / file}" for file in ("short.txt", "long.jsonl")]
+    build = ["build", *sources, "--cache-dir", str(tmp_path / "c")]
     return [sys.executable, "-m", "niels_gpt.cache.cli", *build, "--tokenizer-model", str(tiny_model_path)]
 
 
@@ -34,16 +36,18 @@ def started(command: list[str], tmp_path: Path) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_each_signal_says_what_is_kept_and_the_same_command_resumes(
     command: list[str], tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     process = started(command, tmp_path)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=LONG)
+    shown, errors = process.communicate(timeout=LONG)
     assert process.returncode == 1, errors
     assert "interrupted" in errors and "the same command resumes" in errors and "terminate" not in errors
-    assert number.name in errors
+    assert number.name in errors or number == signal.SIGINT
+    assert "pretrain/short" in shown and os.path.islink(tmp_path / "c/pretrain/short")
+    assert not os.path.lexists(tmp_path / "c/pretrain/long")
     assert cli.main([*command[3:], "--dry-run"]) == 0 and "unfinished" in capsys.readouterr().out
 
 

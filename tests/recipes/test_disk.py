@@ -1,7 +1,6 @@
 """The disk that a build takes, estimated before it starts, for prose, code and tables; a full disk is refused."""
 
 import gzip
-import json
 import random
 import shlex
 import shutil
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.data_files import lines
 from support.power_loss import recorded_below
 
 from niels_gpt.commands import cache as cli
@@ -39,18 +39,14 @@ def rows_of(text: str) -> Iterator[dict[str, Any]]:
         at += size
 
 
-def lines(rows: Iterator[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
 FORMS: dict[str, Callable[[Path, str], Any]] = {
     "document.txt": lambda path, text: path.write_text(text),
-    "rows.jsonl": lambda path, text: path.write_bytes(lines(rows_of(text))),
-    "rows.jsonl.gz": lambda path, text: path.write_bytes(gzip.compress(lines(rows_of(text)))),
+    "rows.jsonl": lambda path, text: path.write_bytes(lines(*rows_of(text))),
+    "rows.jsonl.gz": lambda path, text: path.write_bytes(gzip.compress(lines(*rows_of(text)))),
     "parts.jsonl.gz": lambda path, text: path.write_bytes(
-        b"".join(gzip.compress(lines(rows_of(part))) for part in (text, text[:99]))
+        b"".join(gzip.compress(lines(*rows_of(part))) for part in (text, text[:99]))
     ),
-    "lines.jsonl": lambda path, text: path.write_bytes(lines({"text": line} for line in text.splitlines())),
+    "lines.jsonl": lambda path, text: path.write_bytes(lines(*({"text": line} for line in text.splitlines()))),
 }
 
 

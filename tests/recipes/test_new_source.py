@@ -14,7 +14,6 @@ from niels_gpt.settings import Settings
 
 MODULE = """
 from niels_gpt.data.local import LocalFiles
-from niels_gpt.data.local import LocalFiles
 from niels_gpt.data.sources import SOURCES, Credit, SourceSpec
 from niels_gpt.data.types import PretrainSample
 
@@ -63,18 +62,9 @@ def test_a_row_of_the_table_is_a_cache_of_the_command_line_and_an_asset(
     for number in range(20):
         (tmp_path / "m" / "poems" / f"{number:02}.txt").write_text(f"Poem {number}: the heron and the river.\n" * 9)
     (tmp_path / "poems.py").write_text(MODULE)
-    given = {
-        "source_root": str(tmp_path / "m"),
-        "tokenizer_model": str(tiny_model_path),
-        "cache_dir": str(tmp_path / "c"),
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(given), str(tmp_path / "d")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    given = {"source_root": f"{tmp_path}/m", "tokenizer_model": str(tiny_model_path), "cache_dir": f"{tmp_path}/c"}
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(given), str(tmp_path / "d")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     meta = json.loads((tmp_path / "c" / "pretrain" / "poems" / "meta.json").read_bytes())
     assert (meta["documents_read"], meta["val_frac"], meta["append_eot"]) == (20, 0.1, True)
@@ -84,12 +74,6 @@ def test_a_row_of_the_table_is_a_cache_of_the_command_line_and_an_asset(
 
 
 def test_a_row_that_says_nothing_of_the_split_is_refused() -> None:
+    named = {"name": "poems", "family": "pretrain", "description": "", "credit": Credit("CC0", "nobody")}
     with pytest.raises(ValueError, match="poems: expected a split_rule"):
-        SourceSpec(
-            name="poems",
-            family="pretrain",
-            description="",
-            credit=Credit("CC0", "nobody"),
-            load=lambda _: [],
-            files=lambda *_: LocalFiles(Path(), (), 0),
-        )
+        SourceSpec(**named, load=lambda _: [], files=lambda *_: LocalFiles(Path(), (), 0))

@@ -11,13 +11,6 @@ from niels_gpt.recipes.user_sources import stated_credit, text_suffixes, user_so
 from niels_gpt.settings import Settings, UsageError
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current folder without a sources.toml of the checkout."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.parametrize(
     ("line", "name", "files", "field"),
     [
@@ -32,20 +25,20 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_line_is_a_name_a_glob_and_perhaps_a_field(
-    elsewhere: Path, line: str, name: str, files: str, field: str | None
+    tmp_path: Path, line: str, name: str, files: str, field: str | None
 ) -> None:
-    (elsewhere / "there:b.md").touch()
+    (tmp_path / "there:b.md").touch()
     (own,) = user_sources(Settings(pretrain=line)).values()
     assert (own.family, own.name, own.files, own.field) == ("pretrain", name, files, field)
 
 
-def test_chats_have_no_field(elsewhere: Path) -> None:
+def test_chats_have_no_field(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"takes no field, found ':x'.*support=a/\*\.json$"):
         user_sources(Settings(sft="support=a/*.json:x"))
-    (elsewhere / "sources.toml").write_text('[sft]\nsupport = "a.jsonl:x"')
+    (tmp_path / "sources.toml").write_text('[sft]\nsupport = "a.jsonl:x"')
     with pytest.raises(ValueError, match="takes no field"):
         user_sources(Settings())
-    (elsewhere / "sources.toml").unlink()
+    (tmp_path / "sources.toml").unlink()
     for files in ("a/*:b.json", "C:/x.json"):
         (own,) = user_sources(Settings(sft=f"support={files}")).values()
         assert (own.family, own.files, own.field) == ("sft", files, None)
@@ -68,27 +61,25 @@ attribution = "The support team"
 """
 
 
-def test_the_same_lines_stand_in_sources_toml(elsewhere: Path) -> None:
-    (elsewhere / "sources.toml").write_text(TOML)
+def test_the_same_lines_stand_in_sources_toml(tmp_path: Path) -> None:
+    assert user_sources(Settings()) == {}
+    (tmp_path / "sources.toml").write_text(TOML)
     found = user_sources(Settings(pretrain="more=x.md"))
     assert list(found) == ["notes", "papers", "support", "more"]
     assert found["papers"].field == "abstract"
-    assert found["notes"].base == elsewhere
+    assert found["notes"].base == tmp_path
     assert (found["support"].licence, found["support"].attribution) == ("CC BY 4.0", "The support team")
     assert found["notes"].licence == "not stated"
+    with pytest.raises(ValueError, match=r"notes=x\.json: sft/notes: .*sources\.toml names pretrain/notes already"):
+        user_sources(Settings(sft="notes=x.json"))
 
 
-def test_relative_paths_of_a_file_elsewhere_are_relative_to_it(elsewhere: Path) -> None:
-    (elsewhere / "conf").mkdir()
-    (elsewhere / "conf" / "mine.toml").write_text(TOML)
-    found = user_sources(Settings(sources_file="conf/mine.toml"))
-    assert found["notes"].base == elsewhere / "conf"
-
-
-def test_no_file_is_no_source_but_a_named_one_must_be_there() -> None:
-    assert user_sources(Settings()) == {}
+def test_a_file_that_is_named_must_be_there_and_its_paths_are_relative_to_it(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"mine\.toml: no such file"):
-        user_sources(Settings(sources_file="mine.toml"))
+        user_sources(Settings(sources_file="conf/mine.toml"))
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "mine.toml").write_text(TOML)
+    assert user_sources(Settings(sources_file="conf/mine.toml"))["notes"].base == tmp_path / "conf"
 
 
 @pytest.mark.parametrize(
@@ -123,26 +114,16 @@ def test_a_name_that_is_taken_and_a_line_that_is_none(settings: Settings, messag
         ('[pretrain.a]\nfiles = "x"\nlicense = "x"', "expected .* licence"),
         ('[sft.a]\nfiles = "x"\nfield = "y"', "the texts files, licence, attribution,"),
         ('[pretrain]\nwikitext = "x"', "wikitext is a built-in name"),
+        ("a = " + "[" * 20_000, r"sources\.toml: .*nested too deeply"),
+        ("#" * ((1 << 20) + 1), r"sources\.toml: .*more than 1,048"),
+        (None, r"sources\.toml: a pipe"),
     ],
+    ids=lambda value: str(value)[:40],
 )
-def test_an_entry_that_is_none_is_named_with_its_file(elsewhere: Path, content: str, message: str) -> None:
-    (elsewhere / "sources.toml").write_text(content)
+def test_an_entry_or_a_file_that_is_none_is_named(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "sources.toml"
+    os.mkfifo(path) if content is None else path.write_text(content)
     with pytest.raises(ValueError, match=message):
-        user_sources(Settings())
-
-
-def test_a_file_that_is_nested_too_deeply_too_large_or_a_pipe_is_named(elsewhere: Path) -> None:
-    path = elsewhere / "sources.toml"
-    for content, found in (
-        (b"a = " + b"[" * 20_000, "nested too deeply"),
-        (b"#" * (1 << 20) + b"#", "more than 1,048"),
-    ):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"sources\.toml: .*{found}"):
-            user_sources(Settings())
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(ValueError, match=r"sources\.toml: a pipe"):
         user_sources(Settings())
 
 
@@ -157,14 +138,8 @@ def test_what_is_no_suffix_or_one_of_rows_is_refused(suffixes: str) -> None:
         text_suffixes(Settings(as_text=suffixes))
 
 
-def test_a_name_clash_between_file_and_line_names_both(elsewhere: Path) -> None:
-    (elsewhere / "sources.toml").write_text(TOML)
-    with pytest.raises(ValueError, match=r"notes=x\.json: sft/notes: .*sources\.toml names pretrain/notes already"):
-        user_sources(Settings(sft="notes=x.json"))
-
-
-def test_a_line_says_the_licence_of_any_source(elsewhere: Path) -> None:
-    (elsewhere / "sources.toml").write_text(TOML)
+def test_a_line_says_the_licence_of_any_source(tmp_path: Path) -> None:
+    (tmp_path / "sources.toml").write_text(TOML)
     settings = Settings(licence="support=MIT; roam=all rights reserved", attribution="roam=N. Otes = me")
     assert stated_credit(settings, "support") == {"licence": "MIT"}
     assert stated_credit(settings, "roam") == {"licence": "all rights reserved", "attribution": "N. Otes = me"}

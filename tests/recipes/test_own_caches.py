@@ -14,6 +14,7 @@ import dagster as dg
 import numpy as np
 import pytest
 from support.dagster_runs import built, metadata, run, stale
+from support.data_files import lines, write
 from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.cache.meta import read_meta
@@ -30,34 +31,37 @@ NOTES = {
     f"{'journal/' if number % 2 else ''}n{number:02}.md": f"# {number}\n\n{text}"
     for number, text in enumerate(TINY_TEXTS)
 }
+
+
+def turns(question: str, answer: str, by: str = "gpt") -> list[dict[str, str]]:
+    return [{"from": "human", "value": question}, {"from": by, "value": answer}]
+
+
 SHAREGPT = [
-    {
-        "id": f"chat-{number}",
-        "conversations": [
-            {"from": "human", "value": f"What is {number} plus {number}?"},
-            {"from": "gpt", "value": f"It is {2 * number}."},
-        ],
-    }
+    {"id": f"chat-{number}", "conversations": turns(f"What is {number} plus {number}?", f"It is {2 * number}.")}
     for number in range(40)
 ]
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current folder with notes, a picture among them, and a file of chats, one of them with a tool's turn."""
+def home(tmp_path: Path) -> Path:
+    """The current folder, with notes, a picture among them, and a file of chats, one of them with a tool's turn."""
     for name, text in NOTES.items():
-        (tmp_path / "notes" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "notes" / name).write_text(text)
-    (tmp_path / "notes" / "picture.png").write_bytes(b"\x89PNG")
-    tool = {"conversations": [{"from": "human", "value": "x"}, {"from": "tool", "value": "y"}]}
-    (tmp_path / "chats.json").write_text(json.dumps([*SHAREGPT, tool]))
-    monkeypatch.chdir(tmp_path)
+        write(tmp_path / "notes" / name, text)
+    write(tmp_path / "notes" / "picture.png", b"\x89PNG")
+    write(tmp_path / "chats.json", json.dumps([*SHAREGPT, {"conversations": turns("x", "y", "tool")}]))
     return tmp_path
 
 
 def own(home: Path, **given: Any) -> Settings:
     """Settings of the hub, which nobody may need."""
     return Settings(**{"cache_dir": str(home / "cache"), "vocab_size": 400, **given})
+
+
+def built_notes(*more: str) -> dict[str, Any]:
+    """Build a cache of the notes by the command line and return its meta.json."""
+    assert cli.main(["build", "--pretrain", "notes=notes", "--vocab-size", "400", *more]) == 0
+    return read_meta("cache/pretrain/notes/meta.json")
 
 
 def cache_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -83,10 +87,8 @@ def test_one_command_makes_a_cache_of_a_folder_of_notes_and_one_of_a_file_of_cha
     ends = tokenizer.decode([eot])
     assert Counter(text.removesuffix(ends) for text in texts if text) == Counter(NOTES.values())
     support = read_meta("cache/sft/support/meta.json")
-    assert support["examples_read"] == len(SHAREGPT) and support["source"]["counters"] == {
-        "unknown_role": 1,
-        "unknown_role:tool": 1,
-    }
+    dropped = {"unknown_role": 1, "unknown_role:tool": 1}
+    assert (support["examples_read"], support["source"]["counters"]) == (len(SHAREGPT), dropped)
     assert "role 'tool'" in chats.stderr
     assert read_meta("cache/tokenizer/meta.json")["trained_on"] == "own"
 
@@ -95,7 +97,7 @@ def test_the_split_is_by_hash_on_paper(home: Path, tiny_model_path: Path) -> Non
     """It neither follows length nor place, and another document, or seed, changes it for none, or for all."""
     texts = [f"{number} " + "x" * (number % 7) ** 4 for number in range(400)]
     shares = [int(hashlib.sha256(f"42\n{text}".encode()).hexdigest()[:16], 16) / 2**64 for text in texts]
-    (home / "rows.jsonl").write_text("".join(json.dumps({"text": text, "id": text[:4]}) + "\n" for text in texts))
+    write(home / "rows.jsonl", lines(*({"text": text, "id": text[:4]} for text in texts)))
     settings = own(home, pretrain="rows=rows.jsonl", tokenizer_model=str(tiny_model_path))
     meta = recipes(settings)["pretrain/rows"](settings).meta
     in_val = Path(settings.cache_dir, "pretrain/rows/index/val_ids.txt").read_text().splitlines()
@@ -106,22 +108,17 @@ def test_the_split_is_by_hash_on_paper(home: Path, tiny_model_path: Path) -> Non
         assert recipes(changed)["pretrain/rows"](changed).meta["docs"]["val"] == docs
 
 
-def test_an_empty_val_is_a_warning(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    settings = own(home, pretrain="one=notes/n00.md")
-    recipes(settings)["pretrain/one"](settings)
+def test_a_single_document_goes_to_train_and_an_empty_val_is_a_warning(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = own(home, pretrain="book=notes/n00.md")
+    assert recipes(settings)["pretrain/book"](settings).meta["docs"] == {"train": 1, "val": 0}
     assert "val is empty: the documents have 1 distinct texts" in caplog.text
 
 
-def test_a_single_document_goes_to_train(home: Path) -> None:
-    settings = own(home, pretrain="book=notes/n00.md")
-    meta = recipes(settings)["pretrain/book"](settings).meta
-    assert meta["docs"] == {"train": 1, "val": 0}
-
-
 def test_what_its_user_says_stands_in_meta_and_in_stats(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (home / "sources.toml").write_text(
-        '[pretrain.notes]\nfiles = "notes"\nlicence = "CC BY 4.0"\nattribution = "N. Otes"\n'
-    )
+    toml = '[pretrain.notes]\nfiles = "notes"\nlicence = "CC BY 4.0"\nattribution = "N. Otes"\n'
+    (home / "sources.toml").write_text(toml)
     assert cli.main(["build", "notes", "--vocab-size", "400"]) == 0
     source = read_meta("cache/pretrain/notes/meta.json")["source"]
     assert (source["licence"], source["attribution"]) == ("CC BY 4.0", "N. Otes")
@@ -177,12 +174,11 @@ def test_files_of_another_encoding_are_warned_of_and_stats_shows_that_they_were_
     for number in range(30):
         encoding = ("latin-1", "utf-16", "utf-16-le")[number % 3]
         (home / "notes" / f"m{number}.txt").write_bytes(f"Über den Fluß {number}".encode(encoding))
-    assert cli.main(["build", "--pretrain", "notes=notes", "--vocab-size", "400"]) == 0
+    meta = built_notes()
     assert "m0.txt: not UTF-8" in caplog.text and "m11.txt: a text with NUL characters" in caplog.text
     said = capsys.readouterr().err
     for warning in ("20 were not UTF-8", "10 hold NUL characters"):
         assert warning in said
-    meta = read_meta("cache/pretrain/notes/meta.json")
     assert meta["documents_read"] == len(NOTES) + 30
     expected = {"other_files": 1, "repaired_utf8": 20, "byte_order_mark": 10, "texts_with_nul": 10}
     assert meta["source"]["counters"] == expected
@@ -197,14 +193,10 @@ def test_kinds_that_are_not_read_are_a_warning_with_their_suffixes_until_they_ar
 ) -> None:
     for name in ("a.py", "b.PY", "c.tex", "d.rst", "e.html", "LICENCE"):
         (home / "notes" / name).write_text(f"the text of {name}")
-    build = ["build", "--pretrain", "notes=notes", "--vocab-size", "400"]
-    assert cli.main(build) == 0
-    said = caplog.text
+    meta, said = built_notes(), caplog.text
     assert "notes: 5 files of kinds that are not read: 2 .py" in said and "1 .tex" in said and "--as-text" in said
-    meta = read_meta("cache/pretrain/notes/meta.json")
     assert (meta["source"]["counters"], meta["documents_read"]) == ({"other_files": 5}, len(NOTES) + 2)
-    assert cli.main([*build, "--as-text", ".py, .tex"]) == 0
-    meta = read_meta("cache/pretrain/notes/meta.json")
+    meta = built_notes("--as-text", ".py, .tex")
     assert (meta["source"]["counters"], meta["documents_read"]) == ({"other_files": 2}, len(NOTES) + 5)
 
 
@@ -213,14 +205,11 @@ def test_links_in_text_of_ones_own_are_counted_and_read_on_request_only(
 ) -> None:
     (home / "secret.md").write_text("a secret")
     (home / "notes" / "c.md").symlink_to(home / "secret.md")
-    build = ["build", "--pretrain", "notes=notes", "--vocab-size", "400"]
-    assert cli.main(build) == 0
+    meta = built_notes()
     assert "c.md: a symbolic link, which is not followed; --follow-links" in caplog.text
-    meta = read_meta("cache/pretrain/notes/meta.json")
     assert meta["source"]["counters"] == {"links_not_followed": 1, "other_files": 1}
     assert meta["documents_read"] == len(NOTES)
-    assert cli.main([*build, "--follow-links"]) == 0
-    meta = read_meta("cache/pretrain/notes/meta.json")
+    meta = built_notes("--follow-links")
     assert (meta["source"]["counters"], meta["documents_read"]) == ({"other_files": 1}, len(NOTES) + 1)
 
 
@@ -241,21 +230,20 @@ def test_a_large_document_is_left_out_counted_and_a_loss(home: Path, settings: S
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [("--pretrain=notes=nowhere/*.md", "nowhere"), ("--pretrain=rows=chats.json:body", "NAME=GLOB:FIELD")],
+    ("line", "status", "message"),
+    [
+        ("--pretrain=notes=nowhere/*.md --vocab-size 400", 1, "nowhere"),
+        ("--pretrain=rows=chats.json:body --vocab-size 400", 1, "NAME=GLOB:FIELD"),
+        ("roam --source-root no/mirror", 1, "no/mirror"),
+        ("", 2, "no source is named"),
+        ("notes", 2, "no source is called 'notes'"),
+    ],
 )
-def test_what_is_wrong_is_said_and_the_status_is_1(
-    home: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
+def test_what_is_wrong_is_said_with_the_status(
+    home: Path, capsys: pytest.CaptureFixture[str], line: str, status: int, message: str
 ) -> None:
-    assert cli.main(["build", line, "--vocab-size", "400"]) == 1
+    assert cli.main(["build", *line.split()]) == status
     assert message in capsys.readouterr().err
-
-
-def test_build_without_a_source_is_a_usage_error(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["build"]) == 2
-    assert "no source is named" in capsys.readouterr().err
-    assert cli.main(["build", "notes"]) == 2
-    assert "no source is called 'notes'" in capsys.readouterr().err
 
 
 def test_a_tokenizer_of_ones_own_sources_alone_is_named_where_others_use_it(
@@ -339,9 +327,3 @@ def test_a_prefix_goes_before_them_too(with_file: Settings) -> None:
     graph = niels_definitions("team/llm", with_file).resolve_asset_graph()
     parents = graph.get(dg.AssetKey(["team", "llm", "sft", "support"])).parent_keys
     assert {key.to_user_string() for key in parents} == {"team/llm/tokenizer", "team/llm/raw/support", "team/llm/sft/"}
-
-
-def test_a_name_clash_stops_the_loading_with_both_places(home: Path) -> None:
-    (home / "sources.toml").write_text('[pretrain]\nroam = "notes"\n')
-    with pytest.raises(ValueError, match=r"sources\.toml: pretrain/roam: roam is a built-in name"):
-        niels_definitions(settings=Settings(source_root="sample"))
