@@ -173,48 +173,12 @@ def test_a_build_does_not_go_on_with_another_tokenizer_that_has_no_model(folder:
 Change = Callable[[Path], Any]
 """Changes one of the files of a source, given the folder of all of them."""
 
-CHANGED = "has changed at "
-OF_NOTES: dict[str, Change] = {
-    "changed": lambda notes: (notes / "n03.txt").write_text("another note"),
-    "added": lambda notes: (notes / "n02a.txt").write_text("one more note"),
-    "renamed": lambda notes: (notes / "n03.txt").rename(notes / "n03a.txt"),
-}
-
 
 def journals(builds: dict[str, Any]) -> list[bytes]:
     return [tree["journal.jsonl"] for name, tree in sorted(builds.items()) if name.endswith(".journal")]
 
 
-def refused_until_put_back(
-    caplog: pytest.LogCaptureFixture, settings: Settings, key: str, folder: Path, change: Change, message: str
-) -> None:
-    """Stop a build, change its files, see that it is refused and untouched, put the files back, and see it go on."""
-    expected = anew(settings, key)
-    stop(settings, key)
-    shutil.copytree(folder, folder.parent / "kept")
-    before = unfinished(settings, key)
-    change(folder)
-    with pytest.raises(CacheError, match=f"its source {message}"):
-        run(settings, key)
-    refused = unfinished(settings, key)  # cut to what the journal speaks of, which is as it was
-    assert journals(refused) == journals(before) and not (cache_root(settings) / key).exists()
-    with pytest.raises(CacheError, match=f"its source {message}"):
-        run(settings, key)
-    assert unfinished(settings, key) == refused
-    shutil.rmtree(folder)
-    (folder.parent / "kept").rename(folder)
-    assert goes_on(caplog, settings, key).meta == expected
-    assert unfinished(settings, key) == {}
-
-
-@pytest.mark.parametrize("what", sorted(OF_NOTES))
-def test_files_of_ones_own_that_change_under_a_killed_build_are_refused_by_document(
-    given: Settings, files: Path, caplog: pytest.LogCaptureFixture, what: str
-) -> None:
-    refused_until_put_back(caplog, given, "pretrain/notes", files / "notes", OF_NOTES[what], CHANGED)
-
-
-def in_row(pattern: str, edit: Callable[[list[str]], Any]) -> Change:
+def in_rows(pattern: str, edit: Callable[[list[str]], Any]) -> Change:
     """Return a change of the lines of the one file of a mirror that a pattern names."""
 
     def change(mirror: Path) -> None:
@@ -226,48 +190,54 @@ def in_row(pattern: str, edit: Callable[[list[str]], Any]) -> Change:
     return change
 
 
-def changed_row(lines: list[str]) -> None:
-    row = json.loads(lines[3])
-    key = "text" if "text" in row else "response"
-    lines[3] = json.dumps({**row, key: "another text"}) + "\n"
+def other_response(lines: list[str]) -> None:
+    lines[3] = json.dumps({**json.loads(lines[3]), "response": "another text"}) + "\n"
 
 
-def added_row(lines: list[str]) -> None:
-    lines.insert(0, lines[9])
+FINEWEB, ROWS = "HuggingFaceFW/fineweb-edu", "databricks/**/*.jsonl"
 
 
-def removed_row(lines: list[str]) -> None:
-    del lines[0]
+NOTE, ROW = "A note that was not there.\n", json.dumps({"text": "a page that was not there", "id": "new"}) + "\n"
+CHANGED_FILES: dict[str, tuple[str, str, int, Change]] = {
+    "a file changed": ("pretrain/notes", "notes", 0, lambda notes: (notes / "n03.txt").write_text("another note")),
+    "a file added": ("pretrain/notes", "notes", 0, lambda notes: (notes / "n02a.txt").write_text("one more note")),
+    "a file renamed": ("pretrain/notes", "notes", 0, lambda notes: (notes / "n03.txt").rename(notes / "n03a.txt")),
+    "a row": ("sft/dolly15k", "mirror", 0, in_rows(ROWS, other_response)),
+    "a row more": ("sft/dolly15k", "mirror", 0, in_rows(ROWS, lambda lines: lines.insert(0, lines[9]))),
+    "a row less": ("pretrain/fineweb_edu", "mirror", 0, in_rows(f"{FINEWEB}/*.jsonl", lambda lines: lines.pop(0))),
+    "one less, shuffled": (
+        "pretrain/fineweb_edu",
+        "mirror",
+        4,
+        in_rows(f"{FINEWEB}/*.jsonl", lambda lines: lines.pop(0)),
+    ),
+    "rows": ("pretrain/fineweb_edu", "mirror", 0, lambda mirror: (mirror / FINEWEB / "train-0.jsonl").write_text(ROW)),
+    "a note": ("pretrain/roam", "mirror", 0, lambda mirror: (mirror / "roam" / "A note more.md").write_text(NOTE)),
+}
 
 
-def added_file(mirror: Path) -> None:
-    row = {"text": "a page that was not there", "id": "new"}
-    (mirror / "HuggingFaceFW" / "fineweb-edu" / "train-0.jsonl").write_text(json.dumps(row) + "\n")
-
-
-def added_note(mirror: Path) -> None:
-    (mirror / "roam" / "A note that was not there.md").write_text("A note that was not there.\n")
-
-
-FINEWEB, ROWS = "HuggingFaceFW/fineweb-edu/*.jsonl", "databricks/**/*.jsonl"
-
-
-@pytest.mark.parametrize(
-    ("key", "change", "shuffle_buffer"),
-    [
-        pytest.param("sft/dolly15k", in_row(ROWS, changed_row), 0, id="a row"),
-        pytest.param("sft/dolly15k", in_row(ROWS, added_row), 0, id="a row more"),
-        pytest.param("pretrain/fineweb_edu", in_row(FINEWEB, removed_row), 0, id="a row less"),
-        pytest.param("pretrain/fineweb_edu", in_row(FINEWEB, removed_row), 4, id="a row less of a shuffled source"),
-        pytest.param("pretrain/fineweb_edu", added_file, 0, id="a file more"),
-        pytest.param("pretrain/roam", added_note, 0, id="a note more"),
-    ],
-)
-def test_files_of_a_mirror_that_change_under_a_killed_build_are_refused_by_document(
-    given: Settings, files: Path, caplog: pytest.LogCaptureFixture, key: str, change: Change, shuffle_buffer: int
+@pytest.mark.parametrize("what", CHANGED_FILES)
+def test_files_that_change_under_a_killed_build_are_refused_until_they_are_put_back(
+    given: Settings, files: Path, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
-    changed = dataclasses.replace(given, shuffle_buffer=shuffle_buffer)
-    refused_until_put_back(caplog, changed, key, files / "mirror", change, CHANGED)
+    key, name, shuffle_buffer, change = CHANGED_FILES[what]
+    settings, folder = dataclasses.replace(given, shuffle_buffer=shuffle_buffer), files / name
+    expected = anew(settings, key)
+    stop(settings, key)
+    shutil.copytree(folder, files / "kept")
+    before = unfinished(settings, key)
+    change(folder)
+    with pytest.raises(CacheError, match="its source has changed at "):
+        run(settings, key)
+    refused = unfinished(settings, key)  # cut to what the journal speaks of, which is as it was
+    assert journals(refused) == journals(before) and not (cache_root(settings) / key).exists()
+    with pytest.raises(CacheError, match="its source has changed at "):
+        run(settings, key)
+    assert unfinished(settings, key) == refused
+    shutil.rmtree(folder)
+    (files / "kept").rename(folder)
+    assert goes_on(caplog, settings, key).meta == expected
+    assert unfinished(settings, key) == {}
 
 
 # --- the hub ----------------------------------------------------------------------------------------------------------
@@ -390,7 +360,7 @@ def test_a_committed_build_whose_source_has_changed_since_is_done_with_and_a_new
 ) -> None:
     before = not_recorded(given, key, monkeypatch)
     (files / "notes" / "n03.txt").write_text("another note")
-    in_row(ROWS, changed_row)(files / "mirror")
+    in_rows(ROWS, other_response)(files / "mirror")
     outcome = run(given, key)
     assert outcome.meta == anew(given, key) != before
     assert whole_version(outcome.path) == outcome.meta["content_sha256"]

@@ -56,7 +56,7 @@ def pretrain(path: Path, tokenizer: Any, texts: Any, **changed: Any) -> dict[str
 
 
 def test_a_lossy_model_is_measured_warned_of_and_its_unknown_ids_are_those_in_the_cache(
-    lossy: SentencePieceTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    lossy: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     texts = ["The heron walks", "two  spaces", "apples \u6f22\u5b57 \u6f22", "a line\nand another", ""]
     meta = pretrain(tmp_path / "c", lossy, texts)
@@ -67,10 +67,13 @@ def test_a_lossy_model_is_measured_warned_of_and_its_unknown_ids_are_those_in_th
     assert len(warned) == 2
     assert "lossy" in warned[0] and "3 of the first 4" in warned[0] and r"two  spaces" in warned[0]
     assert "unknown" in warned[1] and r"\u6f22" in warned[1]
+    meta = pretrain(tmp_path / "cut", lossy, ["\u6f22 a " * 20], max_train_tokens=10, max_val_tokens=0)
+    ids = np.fromfile(tmp_path / "cut" / "train" / "shard_00000.bin", dtype="<u2")
+    assert meta["unknown_ids"] == np.count_nonzero(ids == lossy.unk_id)  # none of those behind the cut
 
 
 def test_a_lossless_model_is_measured_too_and_nothing_is_warned_of(
-    tiny_tokenizer: SentencePieceTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     meta = pretrain(tmp_path / "c", tiny_tokenizer, [*PROBES, "a \u2581 mark", "half \ud800 a pair"])
     assert (meta["lossless"], meta["roundtrip"]) == (True, {"texts": len(PROBES), "differ": 0})
@@ -78,17 +81,7 @@ def test_a_lossless_model_is_measured_too_and_nothing_is_warned_of(
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_unknown_ids_behind_a_cut_are_not_in_the_cache_and_not_counted(
-    lossy: SentencePieceTokenizer, tmp_path: Path
-) -> None:
-    meta = pretrain(tmp_path / "c", lossy, ["\u6f22 a " * 20], max_train_tokens=10, max_val_tokens=0)
-    ids = np.fromfile(tmp_path / "c" / "train" / "shard_00000.bin", dtype="<u2")
-    assert meta["unknown_ids"] == np.count_nonzero(ids == lossy.unk_id)
-
-
-def test_the_round_trip_ends_with_its_bounds(
-    lossy: SentencePieceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_round_trip_ends_with_its_bounds(lossy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "ROUNDTRIP_TEXTS", 3)
     assert pretrain(tmp_path / "a", lossy, ["a  b"] * 9)["roundtrip"] == {"texts": 3, "differ": 3}
     monkeypatch.setattr(losses, "ROUNDTRIP_BYTES", 5)
@@ -96,10 +89,7 @@ def test_the_round_trip_ends_with_its_bounds(
 
 
 def test_of_a_long_text_the_beginning_is_compared(
-    lossy: SentencePieceTokenizer,
-    tiny_tokenizer: SentencePieceTokenizer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    lossy: Any, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(losses, "_COMPARED_IDS", 4)
     same = pretrain(tmp_path / "a", tiny_tokenizer, ["\u6f22\u5b57 and more", "The heron \ufffd walks to the mill."])
@@ -108,9 +98,7 @@ def test_of_a_long_text_the_beginning_is_compared(
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])
-def test_the_counts_depend_neither_on_threads_nor_on_a_killed_run(
-    kind: str, lossy: SentencePieceTokenizer, folder: Path
-) -> None:
+def test_the_counts_depend_neither_on_threads_nor_on_a_killed_run(kind: str, lossy: Any, folder: Path) -> None:
     items = small_builds.ITEMS[kind](3, count=3_000)
     build = small_builds.BUILDERS[kind]
     changed: dict[str, Any] = {"tokenizer": lossy, "items": items}
@@ -133,7 +121,7 @@ def test_the_first_difference_is_short_and_escaped() -> None:
     assert "at character 3" in first_difference("abcd", "abc")
 
 
-def test_probes_tell_a_lossy_model(lossy: SentencePieceTokenizer, tiny_tokenizer: SentencePieceTokenizer) -> None:
+def test_probes_tell_a_lossy_model(lossy: Any, tiny_tokenizer: Any) -> None:
     assert roundtrip(tiny_tokenizer) == {"texts": len(PROBES), "differ": 0}
     assert roundtrip(lossy)["differ"] > 10
 
@@ -154,7 +142,7 @@ def chats(*replies: str) -> list[list[dict[str, str]]]:
 
 
 def test_empty_replies_are_kept_and_counted_by_chat(
-    tiny_tokenizer: SentencePieceTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     several = [USER, {"role": "assistant", "content": ""}, USER, {"role": "assistant", "content": " \n"}]
     silent = [{"role": "system", "content": ""}, *chats("good")[0]]
@@ -163,19 +151,14 @@ def test_empty_replies_are_kept_and_counted_by_chat(
     )
     assert (meta["noticed"], meta["dropped"], meta["train_examples"]) == ({"empty_replies": 3}, {}, 5)
     assert "3 of 5 examples have an empty reply" in caplog.text
-
-
-def test_a_few_empty_replies_are_counted_only(
-    tiny_tokenizer: SentencePieceTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    texts = chats(*(f"good {number}" for number in range(99)), "")
-    meta = build_sft(texts, tmp_path / "c", tokenizer=tiny_tokenizer, val_frac=0, seed=0)
-    assert meta["noticed"] == {"empty_replies": 1}
-    assert not caplog.text
+    caplog.clear()
+    few = chats(*(f"good {number}" for number in range(99)), "")
+    meta = build_sft(few, tmp_path / "few", tokenizer=tiny_tokenizer, val_frac=0, seed=0)
+    assert meta["noticed"] == {"empty_replies": 1} and not caplog.text
 
 
 def test_roles_that_drop_a_chat_are_named_with_their_counts(
-    tiny_tokenizer: SentencePieceTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tool, developer = ([{"role": role, "content": "x"}, *chats("good")[0]] for role in ("tool", "developer"))
     meta = build_sft(

@@ -71,12 +71,6 @@ def test_the_builder_splits_as_the_slow_oracle_does(lengths: list[int], limits: 
     assert meta["documents_read"] == sum(meta["docs"].values()) + sum(meta["dropped"].values())
 
 
-def test_both_splits_fill_together_where_the_text_ends_early(tmp_path: Path) -> None:
-    meta = build(tmp_path / "c", [f"text {number}" for number in range(100)], train=20_000, val=10_000)
-    assert 20 < meta["docs"]["val"] < 50 and sum(meta["docs"].values()) == 100
-    assert meta["budget_reached"] == {"train": False, "val": False}
-
-
 def test_a_share_is_compared_exactly() -> None:
     """The bound of a third is no float; its neighbours are told apart."""
     rule = TextSplit(Fraction(1, 3), seed=0)

@@ -200,30 +200,18 @@ def test_a_child_that_comes_out_of_a_build_leaves_its_folders(folder: Path, way:
     assert [entry.name for entry in versions.versions_dir(folder / "c").iterdir()] == ["lock"]
 
 
-def test_a_child_may_build_another_cache_while_its_parent_builds(folder: Path) -> None:
+def test_a_child_cannot_build_what_its_parent_builds_and_may_build_another_cache(folder: Path) -> None:
     build = BUILDERS["pretrain"]
     expected = build(folder / "whole" / "c")
 
-    def another() -> None:
-        build(folder / "of the child")
-        raises()
-
-    items = forking(ITEMS["pretrain"](0), 35, folder / "cache" / "c", folder / "precious", another)
-    assert alone(lambda: build(folder / "cache" / "c", items=items)) == expected
-    assert whole_version(folder / "of the child") == expected["content_sha256"]
-    assert (folder / "precious").read_bytes() == PRECIOUS
-
-
-def test_a_child_cannot_build_what_its_parent_builds(folder: Path) -> None:
-    build = BUILDERS["pretrain"]
-    expected = build(folder / "whole" / "c")
-
-    def the_same() -> None:
+    def work() -> None:
         with pytest.raises(CacheError, match=f"is being built by .*pid {os.getppid()}"):
             build(folder / "cache" / "c")
         (folder / "refused").touch()
+        build(folder / "of the child")
         raises()
 
-    items = forking(ITEMS["pretrain"](0), 35, folder / "cache" / "c", folder / "precious", the_same)
+    items = forking(ITEMS["pretrain"](0), 35, folder / "cache" / "c", folder / "precious", work)
     assert alone(lambda: build(folder / "cache" / "c", items=items)) == expected
-    assert (folder / "refused").exists()
+    assert whole_version(folder / "of the child") == expected["content_sha256"] and (folder / "refused").exists()
+    assert (folder / "precious").read_bytes() == PRECIOUS

@@ -209,7 +209,9 @@ NO_SPLITS = [
     ("letters/test", bits, "letters"),
     ("no_such/train", bits, "no such folder. Build it"),
     ("no_such/train", windows, "no such folder. Build it"),
-    *((f"chats{part}", bits, "chats") for part in ("", "/train", "/train_tokens.bin")),  # its losses are of replies alone
+    *(
+        (f"chats{part}", bits, "chats") for part in ("", "/train", "/train_tokens.bin")
+    ),  # its losses are of replies alone
     ("chats", windows, "chats"),
     ("bare/train", bits, "meta.json"),  # of another tool
 ]

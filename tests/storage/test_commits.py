@@ -18,7 +18,7 @@ from support.byte_tokenizer import ByteTokenizer, build, train_text
 
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_stub
-from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, build_sft_cache
+from niels_gpt.cache import CacheError, PretrainTokenStreamDataset
 from niels_gpt.storage import fileio, versions
 
 
@@ -45,12 +45,8 @@ def real_folder(path: Path, texts: Any) -> None:
 
 
 def test_the_public_path_is_a_relative_link_to_a_version_named_by_its_content(tmp_path: Path) -> None:
-    meta = build(tmp_path / "notes", ["a" * 30])
-    assert os.readlink(tmp_path / "notes") == f".versions/notes/{meta['content_sha256'][:12]}"
-
-
-def test_a_cache_folder_may_be_moved(tmp_path: Path) -> None:
-    build(tmp_path / "cache" / "notes", ["a" * 30])
+    meta = build(tmp_path / "cache" / "notes", ["a" * 30])
+    assert os.readlink(tmp_path / "cache" / "notes") == f".versions/notes/{meta['content_sha256'][:12]}"
     (tmp_path / "cache").rename(tmp_path / "moved")
     assert train_text(tmp_path / "moved" / "notes") == "a" * 30
 
@@ -128,20 +124,6 @@ def test_a_failing_first_build_leaves_no_cache(tmp_path: Path) -> None:
     assert tree(tmp_path) == {".versions/c/lock": b""}
     build(tmp_path / "c", ["a" * 30])
     assert train_text(tmp_path / "c") == "a" * 30
-
-
-def test_a_failing_sft_build_leaves_the_committed_cache_as_it_was(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-
-    def chats() -> Iterator[Any]:
-        yield from [chat] * 1500
-        raise RuntimeError("upstream broke")
-
-    build_sft_cache([chat], tmp_path / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
-    before = tree(tmp_path)
-    with pytest.raises(RuntimeError, match="upstream broke"):
-        build_sft_cache(chats(), tmp_path / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
-    assert tree(tmp_path) == before
 
 
 def test_what_a_build_left_that_died_before_its_first_checkpoint_is_cleared_by_the_next(tmp_path: Path) -> None:
