@@ -134,9 +134,7 @@ PHASES = {
 
 
 @pytest.mark.parametrize(("kind", "unit"), PHASES)
-def test_a_disk_that_is_full_at_any_moment_costs_nothing_that_was_done(
-    namespace: Ask, tmp_path: Path, kind: str, unit: str
-) -> None:
+def test_a_disk_full_at_any_moment_costs_nothing_done(namespace: Ask, tmp_path: Path, kind: str, unit: str) -> None:
     found = namespace("full", tmp_path, kind, unit)
     for outcome in found:
         assert outcome["errno"] == errno.ENOSPC and outcome["old is readable"], outcome
@@ -154,9 +152,7 @@ def test_a_disk_that_is_full_at_any_moment_costs_nothing_that_was_done(
 
 
 @pytest.mark.usefixtures("batches_of_ten")
-def test_a_file_that_may_not_grow_further_is_named_and_the_build_goes_on_when_it_may(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_may_not_grow_is_named_and_goes_on_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     for name in ("expected", "found"):
         build(tmp_path / name / "c", [OLD])

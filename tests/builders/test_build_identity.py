@@ -130,9 +130,7 @@ def test_another_setting_is_another_build_and_leaves_the_first_one(
 
 
 @pytest.mark.parametrize("change", [{"licence": "notes=CC0 1.0"}, {"attribution": "notes=N. Otes"}, {"threads": 2}])
-def test_what_is_only_said_of_a_source_is_no_part_of_the_key(
-    given: Settings, caplog: pytest.LogCaptureFixture, change: dict[str, Any]
-) -> None:
+def test_what_is_only_said_is_no_key(given: Settings, caplog: pytest.LogCaptureFixture, change: dict[str, Any]) -> None:
     stop(given, "pretrain/notes")
     changed = dataclasses.replace(given, **change)
     assert goes_on(caplog, changed, "pretrain/notes").meta == anew(changed, "pretrain/notes")
@@ -341,9 +339,7 @@ READERS = {"pretrain/notes": "documents", "pretrain/roam": "documents", "sft/dol
 
 
 @pytest.mark.parametrize("key", sorted(READERS))
-def test_a_committed_build_is_recorded_without_a_look_at_its_source(
-    given: Settings, monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
+def test_a_committed_build_is_recorded_unread(given: Settings, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     before = not_recorded(given, key, monkeypatch)
     version = os.readlink(cache_root(given) / key)
     with monkeypatch.context() as patched:

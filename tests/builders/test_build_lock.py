@@ -85,9 +85,7 @@ def test_a_second_build_is_refused_by_name_and_host_and_a_killed_builder_holds_n
     assert train_text(tmp_path / "c") == train_text(tmp_path / "other") == "a" * 30
 
 
-def test_who_waits_says_for_whom_and_gets_the_lock_when_the_holder_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_says_for_whom_and_gets_the_lock_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     with holding(tmp_path / "c") as holder:
 
@@ -185,9 +183,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two 
 
 
 @pytest.mark.parametrize("place", [".", ".versions", ".versions/c"])
-def test_a_folder_that_may_not_be_written_is_named_with_the_user_and_left_as_it_is(
-    shared: Path, nobody: Ask, place: str
-) -> None:
+def test_a_folder_that_may_not_be_written_is_named_with_the_user(shared: Path, nobody: Ask, place: str) -> None:
     build(shared / "c", [OLD])
     (shared / ".versions" / "c" / "lock").unlink()
     if place != ".versions/c":  # nothing of this cache is there yet
@@ -208,7 +204,7 @@ def test_a_folder_that_may_not_be_written_is_named_with_the_user_and_left_as_it_
 @pytest.mark.parametrize("mode", [0o700, 0o755])
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("lock_mode", [0o600, 0o644])
-def test_a_lock_file_of_another_user_says_who_holds_it_or_that_it_may_not_be_written(
+def test_a_lock_of_another_user_is_named_as_such(
     shared: Path, nobody: Ask, lock_mode: int, held: bool, mode: int
 ) -> None:
     build(shared / "c", [OLD])
@@ -257,9 +253,7 @@ def lose_the_right(name: str) -> dict[str, Any]:
     return {**found, "resumed": heard.numbers, "content_sha256": meta["content_sha256"]}
 
 
-def test_a_folder_that_becomes_read_only_in_mid_build_is_named_and_the_build_goes_on(
-    shared: Path, nobody: Ask, tmp_path: Path
-) -> None:
+def test_a_folder_made_read_only_in_mid_build_is_named(shared: Path, nobody: Ask, tmp_path: Path) -> None:
     (shared / "theirs").mkdir()
     if os.geteuid() == 0:
         os.chown(shared / "theirs", NOBODY, NOBODY)
@@ -291,9 +285,7 @@ def test_a_lock_that_another_user_holds_is_refused_by_the_users_name(shared: Pat
     assert train_text(shared / "c") == "new"
 
 
-def test_a_file_system_without_locks_is_named_and_left_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_is_named_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

@@ -151,9 +151,7 @@ def test_a_hostile_journal_is_refused_or_the_build_ends_whole(kind: str, sealed:
 @KINDS
 @QUICK
 @given(data=st.data())
-def test_a_journal_with_damaged_bytes_is_refused_or_the_build_ends_with_the_right_ones(
-    kind: str, data: st.DataObject
-) -> None:
+def test_a_journal_with_damaged_bytes_is_refused_or_ends_with_the_right_ones(kind: str, data: st.DataObject) -> None:
     raw = bytearray(unfinished_tree(kind)[0][unfinished_tree(kind)[1]])  # type: ignore[arg-type]
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(raw) - 1))

@@ -93,9 +93,7 @@ def test_without_a_committed_version_the_newest_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "missing", "no meta.json", "meta.json cut"])
-def test_a_good_folder_in_the_way_takes_the_place_of_a_damaged_version_of_its_content(
-    folder: Path, damage: str
-) -> None:
+def test_a_good_folder_in_the_way_replaces_a_damaged_version_of_its_content(folder: Path, damage: str) -> None:
     content = pretrain(folder / "c")["content_sha256"]
     version = (folder / "c").resolve()
     shutil.copytree(version, folder / "good")

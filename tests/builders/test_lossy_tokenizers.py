@@ -72,7 +72,7 @@ def test_a_lossy_model_is_measured_warned_of_and_its_unknown_ids_are_those_in_th
     assert meta["unknown_ids"] == np.count_nonzero(ids == lossy.unk_id)  # none of those behind the cut
 
 
-def test_a_lossless_model_is_measured_too_and_nothing_is_warned_of(
+def test_lossless_models_are_measured_too(
     tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     meta = pretrain(tmp_path / "c", tiny_tokenizer, [*PROBES, "a \u2581 mark", "half \ud800 a pair"])
@@ -81,7 +81,7 @@ def test_a_lossless_model_is_measured_too_and_nothing_is_warned_of(
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_the_round_trip_ends_with_its_bounds(lossy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_round_trip_is_bounded(lossy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "ROUNDTRIP_TEXTS", 3)
     assert pretrain(tmp_path / "a", lossy, ["a  b"] * 9)["roundtrip"] == {"texts": 3, "differ": 3}
     monkeypatch.setattr(losses, "ROUNDTRIP_BYTES", 5)
@@ -98,7 +98,7 @@ def test_of_a_long_text_the_beginning_is_compared(
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])
-def test_the_counts_depend_neither_on_threads_nor_on_a_killed_run(kind: str, lossy: Any, folder: Path) -> None:
+def test_the_counts_depend_on_no_thread_and_no_kill(kind: str, lossy: Any, folder: Path) -> None:
     items = small_builds.ITEMS[kind](3, count=3_000)
     build = small_builds.BUILDERS[kind]
     changed: dict[str, Any] = {"tokenizer": lossy, "items": items}
@@ -141,7 +141,7 @@ def chats(*replies: str) -> list[list[dict[str, str]]]:
     return [[USER, {"role": "assistant", "content": reply}] for reply in replies]
 
 
-def test_empty_replies_are_kept_and_counted_by_chat(
+def test_empty_replies_are_counted_by_chat(
     tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     several = [USER, {"role": "assistant", "content": ""}, USER, {"role": "assistant", "content": " \n"}]
@@ -157,7 +157,7 @@ def test_empty_replies_are_kept_and_counted_by_chat(
     assert meta["noticed"] == {"empty_replies": 1} and not caplog.text
 
 
-def test_roles_that_drop_a_chat_are_named_with_their_counts(
+def test_roles_that_drop_a_chat_are_named(
     tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tool, developer = ([{"role": role, "content": "x"}, *chats("good")[0]] for role in ("tool", "developer"))
@@ -169,7 +169,7 @@ def test_roles_that_drop_a_chat_are_named_with_their_counts(
     assert "'tool' 2, 'developer' 1" in caplog.text
 
 
-def test_stats_and_the_final_table_show_what_was_noticed(
+def test_stats_and_table_show_what_was_noticed(
     lossy_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [*chats("", "two  spaces \u6f22"), [{"role": "tool", "content": "4"}, *chats("x")[0]]]

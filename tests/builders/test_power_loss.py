@@ -207,9 +207,7 @@ def cut_twice(recorded: Recorded, folder: Path, first: int, every: int) -> None:
 
 @pytest.mark.parametrize(("step", "every"), [(40, 37), pytest.param(2, 3, marks=pytest.mark.faults)])
 @KINDS
-def test_a_build_that_was_killed_may_lose_the_power_later(
-    recorded: Recorded, folder: Path, step: int, every: int
-) -> None:
+def test_a_killed_build_may_lose_the_power_later(recorded: Recorded, folder: Path, step: int, every: int) -> None:
     for first in range(0, len(recorded.trace), step):
         cut_twice(recorded, folder, first, every)
 

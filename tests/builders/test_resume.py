@@ -44,9 +44,7 @@ def test_a_build_goes_on_and_tokenizes_only_what_was_not_done(folder: Path, kind
 
 
 @KINDS
-def test_an_interrupted_build_goes_on_with_other_batches_threads_and_checkpoints(
-    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_goes_on_with_other_batches_and_threads(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt(kind, folder / "c", 18, num_threads=2)
     monkeypatch.setattr(source, "BATCH_ITEMS", 3)
     interrupt(kind, folder / "c", 33, num_threads=1)
@@ -152,9 +150,7 @@ def test_a_text_that_cannot_be_kept_may_be_mended_and_the_build_goes_on(folder: 
 
 
 @KINDS
-def test_runs_that_are_killed_while_they_read_again_are_counted_and_the_next_one_says_so(
-    folder: Path, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_runs_killed_while_they_reread_are_counted(folder: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     interrupt(kind, folder / "c", 30)
 
     def killed(at: int) -> None:
@@ -181,7 +177,7 @@ def test_runs_that_are_killed_while_they_read_again_are_counted_and_the_next_one
     assert not list(folder.glob("**/attempts.json"))
 
 
-def test_a_replay_says_how_far_it_is(
+def test_a_replay_says_its_place(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     interrupt("sft", folder / "c", 34)
@@ -198,9 +194,7 @@ def interrupting(items: list[Any], at: int) -> Iterator[Any]:
     raise KeyboardInterrupt
 
 
-def test_runs_that_are_killed_before_their_first_checkpoint_are_counted_too(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_runs_killed_before_their_first_checkpoint_are_counted(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             sft(folder / "c", items=interrupting(ITEMS["sft"](0), 5))
@@ -226,7 +220,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("damage", sorted(DAMAGES))
 @KINDS
-def test_a_damaged_file_of_an_unfinished_build_is_named_and_without_its_journal_it_begins_anew(
+def test_a_damaged_unfinished_file_is_named_and_without_journal_all_is_new(
     folder: Path, kind: str, damage: str
 ) -> None:
     interrupt(kind, folder / "whole" / "c", 34)
@@ -276,9 +270,7 @@ def fail(meta: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("how", ["raises", "killed"])
 @KINDS
-def test_a_process_that_ends_in_the_last_callback_leaves_only_the_callback_to_do(
-    folder: Path, kind: str, how: str
-) -> None:
+def test_a_process_that_ends_in_the_last_callback_leaves_only_that_to_do(folder: Path, kind: str, how: str) -> None:
     if how == "raises":
         with pytest.raises(RuntimeError, match="no room"):
             BUILDERS[kind](folder / "c", committed=fail)

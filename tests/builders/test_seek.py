@@ -192,9 +192,7 @@ def case(request: pytest.FixtureRequest, folder: Path) -> Case:
 
 
 @EACH
-def test_killed_at_any_checkpoint_and_resumed_the_bytes_are_the_same(
-    case: Case, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_killed_at_any_checkpoint_bytes_are_equal(case: Case, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     meta = case.build(folder / "whole" / "c")
     expected = left(folder / "whole" / "c")
     read = read_by(meta)

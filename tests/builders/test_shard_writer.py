@@ -45,9 +45,7 @@ def write_shards(root: Path, documents: list[Any], shard_bytes: int) -> dict[str
 
 @settings(derandomize=True, deadline=None, max_examples=25)
 @given(documents=DOCUMENTS, shard_bytes=st.integers(2, 40), batch_items=st.integers(1, 5))
-def test_any_documents_and_any_sizes_give_the_stream_in_full_shards(
-    documents: list[Any], shard_bytes: int, batch_items: int
-) -> None:
+def test_any_documents_and_sizes_give_full_shards(documents: list[Any], shard_bytes: int, batch_items: int) -> None:
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(source, "BATCH_ITEMS", batch_items)
         shards = write_shards(Path(name), documents, shard_bytes)
@@ -105,9 +103,7 @@ CUTS = st.lists(st.integers(0, len(CONTENT)) | EDGES, max_size=6).map(sorted)
 
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(cuts=CUTS, keep=st.integers(0, len(CONTENT)) | EDGES, size=st.integers(0, len(CONTENT)) | EDGES)
-def test_a_file_has_its_hashes_however_it_is_cut_into_writes_and_taken_up_again(
-    cuts: list[int], keep: int, size: int
-) -> None:
+def test_a_file_has_its_hashes_however_it_is_written_and_taken_up_again(cuts: list[int], keep: int, size: int) -> None:
     content = CONTENT[:size]
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
         path = Path(name, "file")

@@ -21,9 +21,7 @@ def order(num_items: int, size: int | None, seed: int = 0) -> list[int]:
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(num_items=ITEMS, size=SIZES, seed=SEEDS)
-def test_every_item_comes_once_as_the_seed_decides_and_no_earlier_than_the_buffer_allows(
-    num_items: int, size: int, seed: int
-) -> None:
+def test_every_item_comes_once_as_seed_and_buffer_allow(num_items: int, size: int, seed: int) -> None:
     found = order(num_items, size, seed)
     assert sorted(found) == list(range(num_items)) and found == order(num_items, size, seed)
     assert all(place >= item - size + 1 for place, item in enumerate(found))

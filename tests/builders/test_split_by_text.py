@@ -188,9 +188,7 @@ def test_equal_notes_follow_the_first_and_distinct_ones_are_split_as_before(sett
     assert meta["val_frac"] == settings.roam_val_frac
 
 
-def test_a_mirror_with_one_book_gives_it_to_train_and_one_with_two_gives_one_to_each(
-    settings: Settings, mirror: Path
-) -> None:
+def test_one_book_of_a_mirror_goes_to_train_and_of_two_one_goes_to_each(settings: Settings, mirror: Path) -> None:
     shutil.rmtree(mirror / "gutenberg", ignore_errors=True)
     (mirror / "gutenberg").mkdir()
     for number, docs in ((1, {"train": 1, "val": 0}), (2, {"train": 1, "val": 1})):
@@ -275,7 +273,7 @@ def test_chats_and_budgets_warn_of_a_far_share_too(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.parametrize("key_", ["pretrain/roam", "sft/oasst1"])
-def test_a_cache_of_builder_2_is_read_and_replaced_by_the_next_build(
+def test_a_cache_of_builder_2_is_read_and_replaced(
     settings: Settings, key_: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, cache = recipes(settings)[key_], Path(settings.cache_dir) / key_

@@ -167,9 +167,7 @@ def ahead_of(executor: Executor, texts: list[str]) -> list[int]:
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_batches_are_taken_from_the_source_only_two_a_worker_ahead(
-    num_workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_are_read_only_two_a_worker_ahead(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_module, "BATCH_ITEMS", 1)
     with ThreadPoolExecutor(num_workers) as executor:
         found = ahead_of(executor, ["some text"] * 50)
@@ -367,9 +365,7 @@ class Refusing(ByteTokenizer):
 
 
 @pytest.mark.parametrize("kind", ["caller", "threads", "executor", "processes"])
-def test_an_error_of_the_tokenizer_is_not_tried_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
+def test_a_tokenizers_error_is_not_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
     caplog.set_level(logging.WARNING)
     tokenizer = Refusing(tmp_path / "log")
     before = set(threading.enumerate())

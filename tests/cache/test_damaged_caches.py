@@ -163,9 +163,7 @@ def test_other_tools_keys_are_ignored(cache_dir: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("opener", OPENERS.values())
-def test_ids_of_another_tokenizer_than_the_one_beside_the_cache_or_the_callers_are_refused(
-    cache_dir: Path, opener: Any
-) -> None:
+def test_ids_of_another_tokenizer_than_that_beside_the_cache_or_given_are_refused(cache_dir: Path, opener: Any) -> None:
     opener(cache_dir, tokenizer_sha256=sha256_file(cache_dir / "tokenizer" / "spm.model"))
     with pytest.raises(CacheError, match=f"ids of tokenizer [0-9a-f]{{12}}, expected tokenizer {'e' * 12}"):
         opener(cache_dir, tokenizer_sha256="e" * 64)
@@ -192,9 +190,7 @@ def test_a_given_id_outside_the_vocabulary_is_a_value_error(cache_dir: Path, arg
     assert not isinstance(caught.value, CacheError)
 
 
-def test_the_asst_id_comes_from_the_meta_json_beside_the_tokens_else_the_tokenizers_else_the_keyword(
-    cache_dir: Path,
-) -> None:
+def test_the_asst_id_comes_from_the_meta_json_beside_it_else_of_the_tokenizer_else_is_given(cache_dir: Path) -> None:
     beside, above = cache_dir / CHATS / META_NAME, cache_dir / "tokenizer" / META_NAME
     of_tokenizer = above.read_bytes()
     above.unlink()
@@ -250,9 +246,7 @@ def test_tokens_of_one_cache_and_offsets_of_another_are_refused(cache_dir: Path)
 
 @pytest.mark.parametrize("io", ["mmap", "pread"])
 @pytest.mark.parametrize("known_by", ["meta.json", "tokenizer/meta.json"])
-def test_offsets_of_another_version_of_equal_size_are_refused_by_the_first_example(
-    cache_dir: Path, io: Any, known_by: str
-) -> None:
+def test_offsets_of_another_version_of_equal_size_are_refused_at_once(cache_dir: Path, io: Any, known_by: str) -> None:
     folder = chats_of(cache_dir, "one", [9, 2, 5, 4, 7, 3])
     other = chats_of(cache_dir, "other", [3, 4, 5, 9, 2, 7])
     (folder / "train_idx.npy").write_bytes((other / "train_idx.npy").read_bytes())

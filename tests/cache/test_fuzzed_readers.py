@@ -298,7 +298,5 @@ def figures(folder: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @fuzz(80)
 @given(data=st.data())
-def test_any_damage_is_a_cache_error_to_who_looks_into_a_cache(
-    good: dict[str, Files], kind: str, data: st.DataObject
-) -> None:
+def test_any_damage_is_a_cache_error_to_who_inspects(good: dict[str, Files], kind: str, data: st.DataObject) -> None:
     inspected(data.draw(edited(good[kind], INSPECTED_KEYS)), good[kind], data.draw(st.booleans()))

@@ -125,9 +125,7 @@ def test_a_crc_32_that_is_no_hex_digits_equals_none(digits: str) -> None:
     assert meta_crc32(canonical_json({"meta_crc32": digits}))[0] == -1
 
 
-def test_each_flipped_bit_of_a_meta_json_is_refused_but_those_that_take_the_crc_32s_own_key_away(
-    tmp_path: Path,
-) -> None:
+def test_each_flipped_bit_of_a_meta_json_is_refused_but_those_of_its_crc_32s_own_key(tmp_path: Path) -> None:
     raw = meta_bytes({"vocab_size": 300, "dataset_name": "é", "share": 0.5})
     path, unseen = tmp_path / "meta.json", []
     for bit in range(8 * len(raw)):

@@ -16,9 +16,7 @@ from niels_gpt.recipes.gc import collect
 from niels_gpt.sampling import EpochStream
 
 
-def test_an_sft_dataset_opened_while_the_cache_changes_has_tokens_and_offsets_of_one_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pair_opened_during_a_rebuild_is_of_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def build_chats(reply: str) -> None:
         chats = [[{"role": "assistant", "content": reply}]] * 3
         build_sft_cache(chats, tmp_path / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)

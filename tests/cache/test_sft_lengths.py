@@ -191,9 +191,7 @@ def test_a_t_that_is_no_integer_of_1_or_more_is_refused_by_name(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("arguments", [{"over_length": "cut"}, {"io": "read"}])
-def test_a_setting_that_there_is_not_is_refused_with_those_that_there_are(
-    tmp_path: Path, arguments: dict[str, Any]
-) -> None:
+def test_an_unknown_setting_is_refused_with_the_known_ones(tmp_path: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"expected one of (truncate, drop, error|mmap, pread)"):
         opened(write_split(tmp_path, EXAMPLES), **arguments)
 
@@ -225,9 +223,7 @@ def test_no_warning_where_every_row_has_a_target_and_next_to_nothing_is_lost(tmp
         ({"over_length": "drop"}, r"T=5 loses 7 of 9 supervised tokens \(77\.8%\)\. T=7 keeps 99 %"),
     ],
 )
-def test_a_large_loss_to_t_is_warned_of_with_the_t_that_would_do(
-    tmp_path: Path, arguments: dict[str, Any], words: str
-) -> None:
+def test_a_large_loss_is_warned_of_with_a_t_that_does(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
     write_split(tmp_path, EXAMPLES)
     with pytest.warns(UserWarning, match=words) as caught:
         opened(tmp_path, quiet=False, require_targets=True, **arguments)
@@ -321,9 +317,7 @@ def test_a_copy_of_a_real_folder_whose_place_another_cache_has_taken_is_refused(
     ("others", "said"),
     [([*EXAMPLES, NO_REPLY], "tokens is 35, expected 32"), ([[t for e in EXAMPLES for t in e]], "examples is 1")],
 )
-def test_a_copy_of_files_without_meta_json_that_are_of_other_sizes_by_then_is_refused(
-    tmp_path: Path, others: list[list[int]], said: str
-) -> None:
+def test_a_copy_of_bare_files_of_other_sizes_is_refused(tmp_path: Path, others: list[list[int]], said: str) -> None:
     pickled = pickle.dumps(opened(write_split(tmp_path, EXAMPLES)))
     for path in tmp_path.iterdir():
         path.unlink()  # an open map keeps what it has

@@ -64,7 +64,7 @@ def test_a_thousand_shards_are_sized_and_one_is_opened_when_a_window_of_it_is_dr
 
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(lengths=st.lists(st.integers(3, 30), min_size=1, max_size=5), data=st.data())
-def test_both_ways_to_read_gather_what_slices_of_the_files_hold(
+def test_both_ways_gather_slices(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], data: st.DataObject
 ) -> None:
     folder = write_shards(tmp_path_factory.mktemp("shards"), lengths)
@@ -83,9 +83,7 @@ def test_both_ways_to_read_gather_what_slices_of_the_files_hold(
             assert (found.shape, found.dtype, found.tolist()) == ((len(drawn), width), np.uint16, expected)
 
 
-def test_a_thread_that_maps_first_while_another_does_too_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_maps_while_another_does_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = TokenFiles([(path, None) for path in sorted(write_shards(tmp_path, [5, 6]).iterdir())])
     inner: list[Any] = []
 
@@ -149,9 +147,7 @@ def test_where_memory_cannot_be_mapped_the_error_names_the_limits_and_another_wa
     assert "ulimit -v" in done.stdout and "vm.max_map_count" in done.stdout
 
 
-def test_a_read_that_gives_less_than_was_asked_for_is_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_gives_less_than_was_asked_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda handle, parts, place: preadv(handle, [parts[0][:3]], place))
     split = PretrainSplit(write_shards(tmp_path / "train", [50]), io="pread")
@@ -181,9 +177,7 @@ def test_pread_gives_the_same_batches_and_maps_nothing(tmp_path: Path) -> None:
     assert mapped(tmp_path) == set() and by_reads == batches("mmap")
 
 
-def test_pread_keeps_an_eighth_of_the_limit_open_at_most_and_closes_them_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pread_keeps_an_eighth_of_the_limit_open_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     folder = write_shards(tmp_path / "train", [5] * 200)
     dataset = PretrainTokenStreamDataset(folder, T=4, device="cpu", io="pread")

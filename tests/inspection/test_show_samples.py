@@ -52,9 +52,7 @@ def test_a_short_example_is_whole_and_its_reply_is_marked(tmp_path: Path, tiny_t
     }
 
 
-def test_each_message_of_a_long_example_is_shortened_and_the_replies_stay_marked(
-    tmp_path: Path, tiny_tokenizer: Any
-) -> None:
+def test_each_message_of_a_long_example_is_cut_and_the_replies_stay_marked(tmp_path: Path, tiny_tokenizer: Any) -> None:
     row = of_chat(tmp_path / "sft", tiny_tokenizer, LONG, LONG, "Why?", LONG, num_tokens=60)
     assert int(row["tokens"]) > 1000
     user, *rest = str(row["text"]).split("<|eot|><|asst|>[[")

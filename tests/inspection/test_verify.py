@@ -93,9 +93,7 @@ def test_a_flipped_bit_is_found_by_a_deep_check_and_in_a_model_always(root: Path
 
 
 @pytest.mark.parametrize("read_bytes", [8, 16, 1 << 22])
-def test_an_id_that_is_not_in_the_vocabulary_is_found_at_its_position(
-    root: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int
-) -> None:
+def test_an_id_of_no_vocabulary_is_found_by_place(root: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int) -> None:
     monkeypatch.setattr(file_checks, "_READ_BYTES", read_bytes)
     cache = root / "pretrain" / "notes"
     shard = cache / "train" / "shard_00001.bin"

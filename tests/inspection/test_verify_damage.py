@@ -120,9 +120,7 @@ def describe(folder: Path, *, old: bool = False, **keys: Any) -> None:
 
 
 @pytest.mark.parametrize("read_bytes", [64, 4_096])
-def test_where_the_reading_is_cut_into_pieces_does_not_matter(
-    pretrain: Path, sft: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int
-) -> None:
+def test_pieces_do_not_matter(pretrain: Path, sft: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int) -> None:
     monkeypatch.setattr(file_checks, "_READ_BYTES", read_bytes)
     assert find_damage(pretrain, deep=True) == find_damage(sft, deep=True) == []
 
@@ -366,9 +364,7 @@ def test_a_malformed_meta_json_is_a_damage_and_never_an_error(pretrain: Path, va
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_the_meta_json_of_another_cache_is_its_own_damage_and_not_the_files(
-    tmp_path: Path, pretrain: Path, deep: bool
-) -> None:
+def test_the_meta_json_of_another_cache_is_the_only_damage(tmp_path: Path, pretrain: Path, deep: bool) -> None:
     other = pretrain_of(tmp_path / "other", ["abcd" * number for number in range(400, 440)])
     copy = tmp_path / "copy"
     shutil.copytree(pretrain, copy)

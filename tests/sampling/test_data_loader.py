@@ -236,9 +236,7 @@ def batch(folders: list[Path]) -> Batch:
     return next(iter(mixture(folders)))
 
 
-def test_a_batch_unpacks_as_two_and_only_that_of_a_mixture_says_the_source_of_each_row(
-    folders: list[Path], batch: Batch
-) -> None:
+def test_a_batch_unpacks_as_two_and_one_of_a_mixture_says_its_sources(folders: list[Path], batch: Batch) -> None:
     x, y = batch
     assert x is batch.x is batch[0] and y is batch.y is batch[1] and len(batch) == 2
     assert not isinstance(batch, tuple)
@@ -248,9 +246,7 @@ def test_a_batch_unpacks_as_two_and_only_that_of_a_mixture_says_the_source_of_ea
     assert batch.source.shape == (4,) and batch.source.dtype == torch.int64
 
 
-def test_a_batch_keeps_its_state_through_the_loaders_conversion_and_the_protocol_of_pinned_memory(
-    batch: Batch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_keeps_its_state_when_converted_or_pinned(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an accelerator torch cannot pin, so that here a copy stands for the pinned tensor."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)

@@ -204,9 +204,7 @@ def test_a_run_without_a_full_batch_is_refused_where_short_ones_are_left_out(ten
 
 @settings(derandomize=True, deadline=None, max_examples=25)
 @given(lengths=LENGTHS, T=st.integers(1, 7), seed=SEEDS)
-def test_offsets_move_the_windows_of_a_shard_together_within_its_remainder(
-    lengths: list[int], T: int, seed: int
-) -> None:
+def test_offsets_move_all_windows_of_a_shard_within_its_remainder(lengths: list[int], T: int, seed: int) -> None:
     fixed = first_ids(lengths, T)
     assume(fixed)
     with tempfile.TemporaryDirectory() as name:

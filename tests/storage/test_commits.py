@@ -212,9 +212,7 @@ def test_files_and_folders_honour_the_umask(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in paths if path.is_dir()} == {0o750}
 
 
-def test_nothing_that_is_committed_tells_where_when_or_by_whom_it_was_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_committed_tells_not_where_when_or_by_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "host-of-mine")
     monkeypatch.setattr(getpass, "getuser", lambda: "user-of-mine")
     meta = build(tmp_path / "c", ["a" * 30])
@@ -225,9 +223,7 @@ def test_nothing_that_is_committed_tells_where_when_or_by_whom_it_was_built(
     assert not {key for key in meta if any(word in key for word in ("time", "date", "host", "pid", "path", "user"))}
 
 
-def test_write_bytes_leaves_the_old_file_and_no_trace_on_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_write_bytes_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise OSError("disk gone")
 

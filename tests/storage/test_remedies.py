@@ -70,9 +70,7 @@ def test_the_command_of_a_build_has_every_flag_that_matters_to_it(tmp_path: Path
     ]
 
 
-def test_a_source_that_changed_is_taken_from_scratch(
-    own: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_source_is_read_from_scratch(own: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["build", *flags]) == 1
     (own / "b.jsonl.gz").unlink()
     change(own / "a.jsonl", 5)
