@@ -49,9 +49,6 @@ def batches_of_ten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "BATCH_ITEMS", 10)
 
 
-# --- a disk that is full ----------------------------------------------------------------------------------------------
-
-
 def mount(folder: Path, *options: str) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(folder)], check=True)
 
@@ -200,9 +197,6 @@ def test_gc_makes_room_on_a_disk_that_is_full_to_the_last_byte(namespace: Ask, t
     assert (found["status"], len(found["left"])) == (0, 2), found["error"]
 
 
-# --- a disk that is read-only -----------------------------------------------------------------------------------------
-
-
 def on_a_read_only_disk(name: str) -> dict[str, Any]:
     """Build on a disk that is read-only, and on the same one when it may be written again."""
     folder = Path(name)
@@ -222,9 +216,6 @@ def test_a_read_only_disk_is_named_and_left_as_it_is(namespace: Ask, tmp_path: P
     assert found["errno"] == errno.EROFS and found["same"] and found["then"] == "new"
     assert re.search(r"Read-only file system; user \S+ cannot write there\. Let it, or name another", found["message"])
     assert str(tmp_path / ".versions" / "c" / "lock") in found["message"]
-
-
-# --- a source that is removed -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -137,9 +137,6 @@ def test_what_is_only_said_is_no_key(given: Settings, caplog: pytest.LogCaptureF
     assert unfinished(given, "pretrain/notes") == {}
 
 
-# --- tokenizers -------------------------------------------------------------------------------------------------------
-
-
 class Shifted(ByteTokenizer):
     """Without a model, and with the vocabulary of the other one: only the ids of a text tell them apart."""
 
@@ -238,9 +235,6 @@ def test_files_that_change_under_a_killed_build_are_refused_until_they_are_put_b
     assert unfinished(settings, key) == {}
 
 
-# --- the hub ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def hub(folder: Path, tiny_model_path: Path, quick_retries: None) -> Settings:
     """Settings of the hub."""
@@ -309,9 +303,6 @@ def test_the_version_of_datasets_and_the_card_are_no_part_of_the_key(
     source = goes_on(caplog, said, "sft/dolly15k").meta["source"]
     assert source["datasets_version"] == "99.0"
     assert (source["licence"], source["attribution"]) == ("CC0 1.0", "N. Obody")
-
-
-# --- committed, and not recorded --------------------------------------------------------------------------------------
 
 
 def not_recorded(settings: Settings, key: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

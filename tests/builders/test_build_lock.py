@@ -126,9 +126,6 @@ def test_a_forked_child_does_not_hold_the_lock_of_its_dead_parent(tmp_path: Path
     assert train_text(tmp_path / "c") == "abc"
 
 
-# --- a folder that may not be written ---------------------------------------------------------------------------------
-
-
 def serve() -> None:
     """Give up the rights of root, if there are any, and answer."""
     with tempfile.TemporaryDirectory() as folder:  # all that a build imports, while it may be read
@@ -262,9 +259,6 @@ def test_a_folder_made_read_only_in_mid_build_is_named(shared: Path, nobody: Ask
     assert re.search(r"Permission denied.*train\.bin|Permission denied.*train/shard_\d+\.bin", found["message"])
     assert 20 <= found["kept"] < len(TEXTS) and found["resumed"] == [found["kept"]]
     assert found["content_sha256"] == build_new(tmp_path / "c")["content_sha256"]
-
-
-# --- a lock that somebody else holds ----------------------------------------------------------------------------------
 
 
 @needs_root

@@ -212,9 +212,6 @@ def test_a_line_that_no_parser_takes_ends_the_journal(text: bytes) -> None:
     assert resumes("sft", tree, same_content=content)
 
 
-# --- links and pipes --------------------------------------------------------------------------------------------------
-
-
 def planted(path: Path, where: str) -> None:
     """Put a link to a folder or file outside in the place of one of a build."""
     if path.is_dir():
@@ -273,9 +270,6 @@ def test_a_pipe_in_the_place_of_a_file_is_an_error_and_no_wait(kind: str) -> Non
         signal.signal(signal.SIGALRM, before)
 
 
-# --- what somebody else has written -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("content", ["../../../x", "../" * 20 + "x", "0" * 64, "", 3, None, ["x"], "/dev/shm"], ids=str)
 def test_a_version_that_says_another_content_than_the_journal_is_refused(folder: Path, content: Any) -> None:
     put(unfinished_tree("pretrain", sealed=True)[0], folder / "cache")
@@ -298,9 +292,6 @@ def test_a_commit_takes_no_content_that_is_no_sha256(folder: Path, content: str)
     with pytest.raises(CacheError, match="expected 64 hex digits"):
         versions.commit(work, folder / "c", content)
     assert tree_of(folder) == before
-
-
-# --- chats of no good form --------------------------------------------------------------------------------
 
 
 class Picture:

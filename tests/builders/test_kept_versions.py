@@ -16,8 +16,6 @@ from niels_gpt.cache.meta import write_meta
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.versions import versions_dir
 
-# --- what can be removed ----------------------------------------------------------------------------------------------
-
 
 def removable(path: Path) -> dict[str, str]:
     """Return what `removable` lists, by name."""
@@ -87,9 +85,6 @@ def test_without_a_committed_version_the_newest_is_kept(tmp_path: Path) -> None:
     names = versions_of(cache, "one", "two", "three")
     cache.unlink()
     assert names[2] not in removable(cache) and names[0] in removable(cache)
-
-
-# --- adopted folders --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "missing", "no meta.json", "meta.json cut"])

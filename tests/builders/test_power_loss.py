@@ -101,9 +101,6 @@ def test_a_record_can_be_replayed_on_the_real_disk(tmp_path: Path) -> None:
     assert tree_of(tmp_path / "d") == left(below(tmp_path / "d", trace), "kill", before) == after
 
 
-# --- builds -----------------------------------------------------------------------------------------------------------
-
-
 class Recorded:
     """A build that was recorded from its first operation to its last."""
 
@@ -212,9 +209,6 @@ def test_a_killed_build_may_lose_the_power_later(recorded: Recorded, folder: Pat
         cut_twice(recorded, folder, first, every)
 
 
-# --- the order, from the record alone ---------------------------------------------------------------------------------
-
-
 def positions(trace: list[Operation], verb: str, path: str, end: int) -> list[int]:
     return [number for number in range(end) if trace[number][:2] == (verb, path)]
 
@@ -287,9 +281,6 @@ def test_meta_json_is_the_last_file_and_the_link_comes_last_of_all(recorded: Rec
         if name.startswith(f"{version}/") and recorded.after[name]:
             work = next(found[1] for found in trace if found[0] == "rename" and found[2] == version)
             assert positions(trace, "fsync", name.replace(version, work), link), name
-
-
-# --- how much is done twice -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("small_batches")

@@ -28,9 +28,6 @@ IN_ORDER: dict[str, Any] = {"shuffle_buffer": None}
 """Changes the pretrain build so that the number of a document is its number in the list."""
 
 
-# --- it resumes -------------------------------------------------------------------------------------------------------
-
-
 @KINDS
 @pytest.mark.parametrize("at", [18, 27, 39])
 def test_a_build_goes_on_and_tokenizes_only_what_was_not_done(folder: Path, kind: str, at: int) -> None:
@@ -146,9 +143,6 @@ def test_a_text_that_cannot_be_kept_may_be_mended_and_the_build_goes_on(folder: 
     assert left(folder / "mine" / "c") == left(folder / "other" / "c")
 
 
-# --- a run that gains nothing -----------------------------------------------------------------------------------------
-
-
 @KINDS
 def test_runs_killed_while_they_reread_are_counted(folder: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     interrupt(kind, folder / "c", 30)
@@ -199,9 +193,6 @@ def test_runs_killed_before_their_first_checkpoint_are_counted(folder: Path, cap
         with pytest.raises(KeyboardInterrupt):
             sft(folder / "c", items=interrupting(ITEMS["sft"](0), 5))
     assert "the last run of this build came no further than its start" in caplog.text
-
-
-# --- what lies on disk is not what it was -----------------------------------------------------------------------------
 
 
 def flip(path: Path) -> None:
@@ -261,9 +252,6 @@ def test_a_version_that_is_gone_between_commit_and_the_last_word_is_named(folder
         sft(path)
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
-
-
 def fail(meta: dict[str, Any]) -> None:
     raise RuntimeError("no room for the record")
 
@@ -283,9 +271,6 @@ def test_a_process_that_ends_in_the_last_callback_leaves_only_that_to_do(folder:
     meta = BUILDERS[kind](folder / "c", tokenizer=tokenizer, committed=metas.append)
     assert tokenizer.texts == [] and metas == [meta] and meta["content_sha256"] == content
     assert left(folder / "c") == uninterrupted(kind, folder / "other")
-
-
-# --- killed at random moments, under a reader -------------------------------------------------------------------------
 
 
 def run_kills(*arguments: object) -> dict[str, Any]:

@@ -140,9 +140,6 @@ def test_a_build_that_is_resumed_has_the_split_it_had(monkeypatch: pytest.Monkey
             build(folder / "changed", [*texts, nearer], **arguments)
 
 
-# --- chats ------------------------------------------------------------------------------------------------------------
-
-
 def chat(text: str, role: str = "user") -> list[dict[str, str]]:
     return [{"role": role, "content": text}, {"role": "assistant", "content": "ok"}]
 
@@ -168,9 +165,6 @@ def test_the_permutation_of_chats_runs_over_the_distinct_ones(numbers: list[int]
         assert meta["duplicates"][split] == len(rows[split]) - len({numbers[row] for row in rows[split]})
 
 
-# --- notes and user-defined text --------------------------------------------------------------------------------------
-
-
 def test_equal_notes_follow_the_first_and_distinct_ones_are_split_as_before(settings: Settings, mirror: Path) -> None:
     """Copies of notes stand at the end of the list of files, so that the permutation of the others is what it was."""
     notes = mirror / "roam"
@@ -194,9 +188,6 @@ def test_one_book_of_a_mirror_goes_to_train_and_of_two_one_goes_to_each(settings
     for number, docs in ((1, {"train": 1, "val": 0}), (2, {"train": 1, "val": 1})):
         (mirror / "gutenberg" / f"book{number}.txt").write_text(f"The book {number} of the river and the mill.")
         assert recipes(settings)["pretrain/gutenberg"](settings).meta["docs"] == docs
-
-
-# --- what the counts say ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("most", [1, 100, 1 << 24])
@@ -267,9 +258,6 @@ def test_chats_and_budgets_warn_of_a_far_share_too(tmp_path: Path, caplog: pytes
     build(tmp_path / "full", rare_long([10] * 50 + [5_000], 0.1, True), 90, 10)  # both are full: the share is exact
     build(tmp_path / "given", [("train", "a" * 99), ("val", "b")], None, None)
     assert caplog.text.count("were asked for") == 2
-
-
-# --- caches of the builder before -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key_", ["pretrain/roam", "sft/oasst1"])

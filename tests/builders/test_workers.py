@@ -64,9 +64,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentenceP
     return tree
 
 
-# --- the same bytes ---------------------------------------------------------------------------------------------------
-
-
 class Immediate(Executor):
     """An executor of no library: it does not know its number of workers, and works in `submit`."""
 
@@ -116,9 +113,6 @@ def test_threads_of_the_build_and_the_size_of_its_batches_do_not_matter(
     monkeypatch.setattr(source_module, "BATCH_ITEMS", items)
     monkeypatch.setattr(source_module, "BATCH_CHARS", chars)
     assert build_both(folder / "c", tiny_tokenizer, num_threads=threads) == expected
-
-
-# --- order and back-pressure ------------------------------------------------------------------------------------------
 
 
 def batches_of(texts: Iterator[str]) -> Iterator[Batch[str]]:
@@ -203,9 +197,6 @@ def test_a_build_reads_its_source_only_some_batches_ahead_of_what_it_writes(tmp_
     assert max(ahead) <= 4 * 9 + 1 and ahead[0] == 3 * 9 + 1 and len(ahead) == 56
 
 
-# --- the tokenizer in a worker ----------------------------------------------------------------------------------------
-
-
 def note_opens(path: str, log: str) -> None:
     """Write a line for each time that this process opens a file from now on: the initializer of a worker."""
 
@@ -227,9 +218,6 @@ def test_a_worker_opens_the_tokenizer_once_for_all_its_batches(tmp_path: Path, t
             assert meta["documents_read"] > 100  # more than ten batches of nine
     opened = (tmp_path / "log").read_text().split()
     assert 1 <= len(opened) <= 2 and len(set(opened)) == len(opened)
-
-
-# --- a worker that dies -----------------------------------------------------------------------------------------------
 
 
 class Mortal(ByteTokenizer):
@@ -325,9 +313,6 @@ def test_the_workers_of_the_new_pool_are_prepared_as_those_of_the_lost_one(of_de
     assert tokenizer.flag.exists() and tree_of(tmp_path / "found") == of_deadly
 
 
-# --- errors and an early end ------------------------------------------------------------------------------------------
-
-
 class NotUnpickled(Exception):
     """Python cannot make it again from its one argument."""
 
@@ -395,21 +380,16 @@ def test_an_error_of_a_worker_comes_back_with_its_type_and_text(tmp_path: Path) 
         assert executor.submit(int, "3").result() == 3  # the pool is alive
 
 
-def test_a_source_that_breaks_leaves_no_thread(tmp_path: Path) -> None:
+def test_full_budgets_and_a_source_that_breaks_leave_no_thread_and_nothing_in_work(tmp_path: Path) -> None:
     def texts() -> Iterator[str]:
         yield from LIVELY
         raise OSError("upstream broke")
 
-    before = set(threading.enumerate())
-    with pytest.raises(OSError, match="upstream broke"):
-        build_text(tmp_path / "c", texts(), tokenizer=ByteTokenizer(), num_threads=2, **PLAIN)
-    assert set(threading.enumerate()) == before
-
-
-def test_budgets_that_are_full_early_leave_no_thread_and_nothing_in_work(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"tokenizer": ByteTokenizer(), "max_train_tokens": 500, "max_val_tokens": 50}
     before = set(threading.enumerate())
     build_text(tmp_path / "a", map("some text {}".format, itertools.count()), num_threads=4, **arguments)
+    with pytest.raises(OSError, match="upstream broke"):
+        build_text(tmp_path / "broken", texts(), tokenizer=ByteTokenizer(), num_threads=2, **PLAIN)
     assert set(threading.enumerate()) == before
     with ThreadPoolExecutor(4) as executor:
         build_text(tmp_path / "b", map("some text {}".format, itertools.count()), executor=executor, **arguments)

@@ -104,9 +104,6 @@ def test_a_split_that_is_empty_absent_or_too_short_is_refused(cache_dir: Path) -
             (cache_dir / NOTES / META_NAME).unlink()
 
 
-# --- meta.json --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("key", "keys", "message"),
     [
@@ -159,9 +156,6 @@ def test_other_tools_keys_are_ignored(cache_dir: Path, key: str) -> None:
     OPENERS[key](cache_dir)
 
 
-# --- the tokenizer and the ids of sentinels ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("opener", OPENERS.values())
 def test_ids_of_another_tokenizer_than_that_beside_the_cache_or_given_are_refused(cache_dir: Path, opener: Any) -> None:
     opener(cache_dir, tokenizer_sha256=sha256_file(cache_dir / "tokenizer" / "spm.model"))
@@ -210,9 +204,6 @@ def test_an_asst_id_known_nowhere_is_an_error_that_names_the_three_places(cache_
     message = refusal(cache_dir, CHATS)
     assert "asst_id=" in message and str((cache_dir / CHATS).resolve() / META_NAME) in message
     assert "tokenizer/meta.json" in message
-
-
-# --- tokens and offsets that do not belong together -------------------------------------------------------------------
 
 
 def pair_of(tokens: Path, idx: Path, **arguments: Any) -> SFTExampleDataset:
@@ -297,9 +288,6 @@ def test_links_above_a_version_are_followed(cache_dir: Path, tmp_path: Path, mon
     assert PretrainTokenStreamDataset(".", T=4, device="cpu").meta is not None
 
 
-# --- ids --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("id", [300, 65535])
 @pytest.mark.parametrize(("key", "name"), [(NOTES, "train/shard_00001.bin"), (CHATS, "train_tokens.bin")])
 def test_an_id_outside_the_vocabulary_is_never_served(cache_dir: Path, key: str, name: str, id: int) -> None:
@@ -335,9 +323,6 @@ def test_without_a_vocabulary_all_ids_are_served(cache_dir: Path) -> None:
     (cache_dir / NOTES / META_NAME).write_bytes(canonical_json({}))
     x, y = open_pretrain(cache_dir).get_batch(B=8, generator=torch.Generator().manual_seed(0))
     assert int(x.max()) == int(y.max()) == 65535
-
-
-# --- offsets files: nothing is allocated for what a header claims -----------------------------------------------------
 
 
 def npy(shape: str, *, descr: str = "'<i8'", version: bytes = b"\x01\x00", fortran: str = "False") -> bytes:

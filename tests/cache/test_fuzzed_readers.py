@@ -53,9 +53,6 @@ KINDS = ("pretrain", "sft")
 EXAMPLES = {"pretrain": 80, "sft": 80, "partial": 40, "tokenizer": 40, "stub": 20}
 
 
-# --- good caches ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> dict[str, Files]:
     """The files of a small cache of each kind, by name."""
@@ -157,9 +154,6 @@ def test_the_caches_are_good_before_they_are_damaged(good: dict[str, Files], kin
             draw(opening())
 
 
-# --- a meta.json with another value somewhere -------------------------------------------------------------------------
-
-
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yield (container, key) of every value inside a JSON value."""
     for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
@@ -243,9 +237,6 @@ def test_verify_passes_what_the_readers_open_and_these_give_good_ids(good: dict[
                     assert Path(os.path.realpath(path)).is_relative_to(folder) and path != folder
 
     every_edit()
-
-
-# --- what looks into a cache ----------------------------------------------------------------------------------------
 
 
 class AnyDecoder:

@@ -84,11 +84,8 @@ def test_the_file_is_canonical_json(caches: dict[str, Path], kind: str) -> None:
     assert content == spelled.encode() == canonical_json(json.loads(content))
 
 
-def test_canonical_json_is_these_bytes() -> None:
+def test_canonical_json_is_these_bytes_and_refuses_what_json_has_no_number_for() -> None:
     assert canonical_json({"b": [1, None], "a": "é"}) == '{\n  "a": "é",\n  "b": [\n    1,\n    null\n  ]\n}\n'.encode()
-
-
-def test_canonical_json_refuses_what_json_has_no_number_for() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         canonical_json({"share": float("nan")})
 
@@ -102,9 +99,6 @@ def test_what_write_meta_writes_read_meta_reads(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again.json", "meta.json"]
 
 
-# --- the CRC-32 of its own bytes --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("meta", [{}, {"z": 1}, {"a": "é", "z": [{"meta_crc32": "01234567"}]}, {"meta_crc32": "old"}])
 def test_meta_crc32_is_the_crc_32_of_the_bytes_with_its_digits_zeroed(meta: dict[str, Any]) -> None:
     raw = meta_bytes(meta)
@@ -115,14 +109,11 @@ def test_meta_crc32_is_the_crc_32_of_the_bytes_with_its_digits_zeroed(meta: dict
     assert meta_crc32(raw) == (int(digits, 16), int(digits, 16))
 
 
-def test_a_meta_json_without_the_key_has_no_stored_crc_32() -> None:
-    raw = canonical_json({"a": 1, "b": {"meta_crc32": "01234567"}, "c": '  "meta_crc32": "01234567",'})
-    assert meta_crc32(raw) == (None, zlib.crc32(raw))
-
-
 @pytest.mark.parametrize("digits", ["0123456G", "ABCDEF01", "12345 78", "ééé12"])
-def test_a_crc_32_that_is_no_hex_digits_equals_none(digits: str) -> None:
+def test_a_crc_32_that_is_absent_or_no_hex_digits_equals_none(digits: str) -> None:
     assert meta_crc32(canonical_json({"meta_crc32": digits}))[0] == -1
+    raw = canonical_json({"a": 1, "b": {"meta_crc32": "01234567"}, "c": f'  "meta_crc32": "{digits}",'})
+    assert meta_crc32(raw) == (None, zlib.crc32(raw))
 
 
 def test_each_flipped_bit_of_a_meta_json_is_refused_but_those_of_its_crc_32s_own_key(tmp_path: Path) -> None:
@@ -251,6 +242,9 @@ def test_utf8_bytes_are_those_of_the_texts_and_turns_without_what_is_cut_and_the
 def test_texts_with_sentencepieces_own_space_mark_are_counted_and_kept(tmp_path: Path) -> None:
     meta = build_texts(tmp_path / "c", ["a\u2581b", "\u2581\u2581", "plain", "é"])
     assert meta["noticed"] == {"texts_with_u2581": 2} and meta["docs"]["train"] == 4
+    chats = [chat("\u2581", "\udfff\u2581")]  # of chats each turn counts
+    meta = build_sft(chats, tmp_path / "s", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
+    assert meta["noticed"] == {"texts_with_lone_surrogates_replaced": 1, "texts_with_u2581": 2}
 
 
 def test_a_lone_surrogate_is_replaced_and_counted_and_two_halves_are_their_character(tmp_path: Path) -> None:
@@ -259,12 +253,6 @@ def test_a_lone_surrogate_is_replaced_and_counted_and_two_halves_are_their_chara
     build_texts(tmp_path / "d", ["\ud83d\ude42"])
     for name, text in (("c", "a\ufffdb"), ("d", "🙂")):
         assert ByteTokenizer().decode(np.fromfile(tmp_path / name / "train" / "shard_00000.bin", dtype="<u2")) == text
-
-
-def test_what_is_noticed_in_chats_is_counted_by_turn(tmp_path: Path) -> None:
-    chats = [chat("\u2581", "\udfff\u2581")]
-    meta = build_sft(chats, tmp_path / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
-    assert meta["noticed"] == {"texts_with_lone_surrogates_replaced": 1, "texts_with_u2581": 2}
 
 
 def test_a_vocabulary_that_does_not_fit_uint16_and_an_id_outside_it_are_refused(tmp_path: Path) -> None:

@@ -242,9 +242,6 @@ def test_the_targets_that_need_a_t_are_those_that_a_smaller_one_loses(examples: 
         assert whole[: T + 1].sum() == targets[[len(example) <= T + 1 for example in examples]].sum()
 
 
-# One call to open a split, and what a dataset says of itself.
-
-
 def test_a_split_is_opened_by_its_cache_and_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = built(tmp_path / "sft" / "chats", "a")
     eot_id = read_meta(str(folder / "meta.json"))["special_token_ids"]["eot"]

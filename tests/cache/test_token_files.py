@@ -395,9 +395,6 @@ def test_a_batch_on_cuda_is_the_batch_on_the_cpu(tmp_path: Path) -> None:
         assert theirs.is_cuda and theirs.is_contiguous() and torch.equal(mine, theirs.cpu())
 
 
-# --- fingerprints -----------------------------------------------------------------------------------------------------
-
-
 def test_a_fingerprint_is_what_meta_json_says_of_the_content(tmp_path: Path) -> None:
     build(tmp_path / "c", ["a" * 60], num_tokens=60)
     meta = json.loads((tmp_path / "c" / "meta.json").read_text())

@@ -26,17 +26,8 @@ def of_chat(path: Path, tokenizer: Any, *texts: str, num_tokens: int = 120) -> R
 
 def of_documents(path: Path, tokenizer: Any, texts: list[str], **arguments: Any) -> list[Row]:
     """Return the rows of a cache of some documents, all of them train."""
-    build_pretrain(
-        (("train", text) for text in texts),
-        path,
-        tokenizer=tokenizer,
-        max_train_tokens=None,
-        max_val_tokens=0,
-        shard_bytes=64,
-        seed=0,
-        shuffle_buffer=None,
-        append_eot=True,
-    )
+    fixed: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": 0, "shard_bytes": 64, "shuffle_buffer": None}
+    build_pretrain((("train", text) for text in texts), path, tokenizer=tokenizer, seed=0, append_eot=True, **fixed)
     return sample_texts(path, tokenizer, **arguments)
 
 
@@ -107,13 +98,10 @@ def test_equal_calls_give_equal_rows_of_both_splits(tmp_path: Path, tiny_tokeniz
     ]
 
 
-def test_a_stub_has_no_rows(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    build_stub(tmp_path / "s", tokenizer=tiny_tokenizer, source=Source(), seed=0, shard_bytes=20)
-    assert sample_texts(tmp_path / "s", tiny_tokenizer) == []
-
-
 def test_another_tokenizer_and_senseless_numbers_are_refused(tmp_path: Path, tiny_tokenizer: Any) -> None:
     of_documents(tmp_path / "own", tiny_tokenizer, [HERON])
+    build_stub(tmp_path / "s", tokenizer=tiny_tokenizer, source=Source(), seed=0, shard_bytes=20)
+    assert sample_texts(tmp_path / "s", tiny_tokenizer) == []
 
     class Other(ByteTokenizer):
         sha256 = "0" * 64

@@ -42,22 +42,16 @@ def obvious_count(ids: list[int], asst_id: int, eot_id: int) -> int:
     return count
 
 
-def test_lengths_of_documents_are_their_tokens(tmp_path: Path) -> None:
-    meta = build(tmp_path / "own", ["A", "BCD", "EF" * 6])  # shards of ten tokens
-    found = lengths((tmp_path / "own").resolve(), meta, "train")
-    assert found.dtype == np.int64 and found.tolist() == [1, 3, 12]
-
-
-def test_a_split_without_documents_has_no_lengths(tmp_path: Path) -> None:
-    meta = build(tmp_path / "own", ["A"])
-    found = lengths((tmp_path / "own").resolve(), meta, "val")
-    assert found.dtype == np.int64 and found.shape == (0,)
-
-
-def test_a_stub_has_no_lengths(tmp_path: Path) -> None:
+def test_lengths_of_documents_are_their_tokens_and_of_none_there_are_none(tmp_path: Path) -> None:
+    meta, cache = build(tmp_path / "own", ["A", "BCD", "EF" * 6]), (tmp_path / "own").resolve()  # shards of ten tokens
+    for split, expected in (("train", [1, 3, 12]), ("val", [])):
+        found = lengths(cache, meta, split)
+        assert found.dtype == np.int64 and found.shape == (len(expected),) and found.tolist() == expected
     meta = build_stub(tmp_path / "s", tokenizer=ByteTokenizer(), source=Source(), seed=0, shard_bytes=20)
     assert not (tmp_path / "s" / "index").exists()
     assert [len(lengths((tmp_path / "s").resolve(), meta, split)) for split in ("train", "val")] == [0, 0]
+    shown = dict(summary(tmp_path / "s"))
+    assert shown["cache"].endswith("(pretrain, not built)") and shown["train"] == shown["val"] == "empty"
 
 
 def test_an_index_that_does_not_end_with_the_tokens_is_an_error(tmp_path: Path) -> None:
@@ -79,10 +73,6 @@ def test_the_drawn_examples(tmp_path: Path) -> None:
     assert lengths(cache, meta, "train").tolist() == [6, 5, 13]
     found = supervised_counts(cache, meta, "train")
     assert found.dtype == np.int64 and found.tolist() == [2, 1, 5]
-
-
-def test_an_sft_split_without_examples_has_no_counts(tmp_path: Path) -> None:
-    cache, meta = sft(tmp_path / "sft", [chat("A", "B")])
     assert (cache / "val_tokens.bin").stat().st_size == 0
     for found in (lengths(cache, meta, "val"), supervised_counts(cache, meta, "val")):
         assert found.dtype == np.int64 and found.shape == (0,)
@@ -133,12 +123,6 @@ def test_the_summary_of_what_is_no_cache_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text('{"kind": "tokenizer"}')
     with pytest.raises(CacheError, match="kind is 'tokenizer', expected pretrain or sft"):
         summary(tmp_path)
-
-
-def test_the_summary_of_a_stub_has_empty_splits(tmp_path: Path) -> None:
-    build_stub(tmp_path / "c", tokenizer=ByteTokenizer(), source=Source(), seed=1, shard_bytes=100)
-    shown = dict(summary(tmp_path / "c"))
-    assert shown["cache"].endswith("(pretrain, not built)") and shown["train"] == shown["val"] == "empty"
 
 
 def test_inspection_never_loads_torch(tmp_path: Path) -> None:

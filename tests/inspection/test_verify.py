@@ -182,16 +182,13 @@ def test_a_budget_that_was_not_reached_is_a_problem(root: Path) -> None:
     assert problems(cache, "budget_reached") == []
 
 
-def test_a_cache_whose_source_lacks_a_split_says_which(root: Path) -> None:
+def test_a_cache_whose_source_lacks_a_split_says_which_and_a_stub_passes(root: Path) -> None:
     cache = build_notes(root, [("val", "b" * 10)], max_train_tokens=None, max_val_tokens=None, partial=True)
     problem = f"{cache}/meta.json: built is partial: the source lacks a split. Empty: train"
     assert all_problems(cache, deep=True) == {"budget_reached": [problem]}
-
-
-def test_a_stub_passes(root: Path) -> None:
-    cache, tokenizer = root / "pretrain" / "stub", SavedByteTokenizer(root)
-    build_stub(cache, tokenizer=tokenizer, source=Source(name="g"), seed=0, shard_bytes=20)
-    assert all_problems(cache, deep=True) == {}
+    stub = root / "pretrain" / "stub"
+    build_stub(stub, tokenizer=SavedByteTokenizer(root), source=Source(name="g"), seed=0, shard_bytes=20)
+    assert all_problems(stub, deep=True) == {}
 
 
 def test_dropped_documents_above_the_limit_are_a_problem_with_the_counts(root: Path) -> None:

@@ -86,9 +86,6 @@ def error_of(loaded: Any) -> tuple[type[Exception], str]:
     pytest.fail("a batch and no error")
 
 
-# torch's DataLoader.
-
-
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_the_order_does_not_depend_on_the_number_of_workers(make: Make, workers: int) -> None:
     assert taken(loader(make(), workers), 11) == told(islice(make(), 11))
@@ -228,9 +225,6 @@ def test_an_error_in_a_worker_reaches_the_training_loop(tmp_path: Path) -> None:
     assert error is CacheError and "shard_00002.bin" in message
 
 
-# A batch.
-
-
 @pytest.fixture
 def batch(folders: list[Path]) -> Batch:
     return next(iter(mixture(folders)))
@@ -262,9 +256,6 @@ def test_a_batch_moves_with_its_state(batch: Batch) -> None:
     meta = batch.to("meta")
     assert (meta.x.device.type, meta.y.device.type, meta.state) == ("meta", "meta", batch.state)
     assert batch.x.device.type == "cpu"
-
-
-# torchdata's StatefulDataLoader.
 
 
 def stateful(stream: Stream, workers: int) -> Any:

@@ -32,9 +32,6 @@ def stream_of(folder: Path) -> list[int]:
     return np.concatenate([np.fromfile(shard, dtype="<u2") for shard in sorted(folder.iterdir())]).tolist()
 
 
-# iter_eval.
-
-
 ON_PAPER: list[tuple[list[list[int]], int, int, list[Any]]] = [
     # targets 1-3, 4-6, 7-8, the last window padded
     (
@@ -118,9 +115,6 @@ def test_a_rebuild_does_not_disturb_a_pass(folder: Path) -> None:
     found = told([first, *batches])
     ids = [byte + 10 for byte in b"abcdefghijklmnop"]
     assert [id for _, y in found for id in y[0] if id != -100] == ids[1:]
-
-
-# bits_per_byte.
 
 
 def uniform_loss(folder: Path, vocab_size: int) -> float:

@@ -33,9 +33,6 @@ pytestmark = [
 ]
 
 
-# State.
-
-
 def test_a_state_has_the_weights_the_block_and_each_source(tmp_path: Path) -> None:
     one = mixture(sources(tmp_path, [5, 13]), [1, 2], G=4)
     for step, batch in enumerate(islice(one, 6)):
@@ -130,9 +127,6 @@ def test_what_is_no_state_at_all_is_refused(tmp_path: Path) -> None:
         refused(one, state)
 
 
-# Sources that end.
-
-
 def test_stop_ends_the_mixture_with_the_last_window_of_that_source(tmp_path: Path) -> None:
     """Source 0 has 7 windows, 5 a block: its last is somewhere in the second block, and no row follows it."""
     folders = sources(tmp_path, [7, 50])
@@ -210,28 +204,29 @@ def test_a_mixture_that_has_ended_says_so_and_a_state_of_its_end_gives_no_more(t
     assert run_mixture(folders, [1, 1], when_exhausted="stop", state=state) == []
 
 
-# What is refused.
+NEVER = ["halt", 0, -1, 1.5, True, None, ["stop"], ["stop", "stop", "stop"], ["stop", "no"]]
+TOO_MANY_EPOCHS = r"when_exhausted=\d+: expected at most \d+ epochs"
+NO_MIXTURES: list[tuple[list[float], dict[str, Any], str]] = [
+    ([1, -1], {}, "-1"),
+    ([1, float("nan")], {}, "nan"),
+    ([1, float("inf")], {}, "inf"),
+    ([0, 0], {}, "0"),
+    ([1, 0], {}, "0"),
+    ([1], {}, "2"),
+    ([1, 1, 1], {}, "3"),
+    ([1, 1e-10], {}, r"weights\[1\]=1e-10"),  # less than one sample in four billion: it would hardly be seen
+    ([1e306, 1], {}, "weights"),
+    ([1, 5e-324], {}, "weights"),
+    *(([1, 1], {"block_size": size}, str(size)) for size in (0, -1, 2**31)),
+    *(([1, 1], {"when_exhausted": when}, "when_exhausted") for when in NEVER),
+    *(([1, 1], {"when_exhausted": when}, TOO_MANY_EPOCHS) for when in (2**61, [1, 2**61])),
+]
 
 
-@pytest.mark.parametrize(
-    ("weights", "named"),
-    [
-        ([1, -1], "-1"),
-        ([1, float("nan")], "nan"),
-        ([1, float("inf")], "inf"),
-        ([0, 0], "0"),
-        ([1, 0], "0"),
-        ([1], "2"),
-        ([1, 1, 1], "3"),
-        ([1, 1e-10], r"weights\[1\]=1e-10"),
-        ([1e306, 1], "weights"),
-        ([1, 5e-324], "weights"),
-    ],
-)
-def test_weights_that_cannot_be_are_refused(tmp_path: Path, weights: list[float], named: str) -> None:
-    """The last has less than one sample in four billion: it would hardly be seen."""
+@pytest.mark.parametrize(("weights", "changed", "named"), NO_MIXTURES)
+def test_settings_that_cannot_be_are_refused(tmp_path: Path, weights: Any, changed: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        mixture(sources(tmp_path, [5, 5]), weights)
+        mixture(sources(tmp_path, [5, 5]), weights, **changed)
 
 
 def test_streams_must_be_a_sequence_of_streams(tmp_path: Path) -> None:
@@ -242,31 +237,11 @@ def test_streams_must_be_a_sequence_of_streams(tmp_path: Path) -> None:
         MixtureStream(EpochStream(folder, T=4, global_batch_size=2, seed=0), [1.0], seed=0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("block_size", [0, -1, 2**31])
-def test_a_block_without_a_place_or_with_too_many_is_refused(tmp_path: Path, block_size: int) -> None:
-    with pytest.raises(ValueError, match=f"{block_size}"):
-        mixture(sources(tmp_path, [5, 5]), [1, 1], block_size=block_size)
-
-
-@pytest.mark.parametrize("when", ["halt", 0, -1, 1.5, True, None, ["stop"], ["stop", "stop", "stop"], ["stop", "no"]])
-def test_what_cannot_happen_to_an_exhausted_source_is_refused(tmp_path: Path, when: Any) -> None:
-    with pytest.raises(ValueError, match="when_exhausted"):
-        mixture(sources(tmp_path, [5, 5]), [1, 1], when_exhausted=when)
-
-
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"T": 2}, "T"),
-        ({"global_batch_size": 8}, "global_batch_size"),
-        ({"rank": 1}, "rank"),
-        ({"world_size": 4}, "world_size"),
-    ],
-)
-def test_streams_that_differ_are_refused_by_name(tmp_path: Path, changed: dict[str, Any], named: str) -> None:
+@pytest.mark.parametrize(("named", "value"), [("T", 2), ("global_batch_size", 8), ("rank", 1), ("world_size", 4)])
+def test_streams_that_differ_are_refused_by_name(tmp_path: Path, named: str, value: int) -> None:
     first, second = sources(tmp_path, [5, 5])
     common: dict[str, Any] = {"T": 1, "global_batch_size": 4, "seed": 0, "rank": 0, "world_size": 2}
-    streams = [EpochStream(str(first), **common), EpochStream(str(second), **{**common, **changed})]
+    streams = [EpochStream(str(first), **common), EpochStream(str(second), **{**common, named: value})]
     with pytest.raises(ValueError, match=named):
         MixtureStream(streams, [1, 1], seed=0)
 
@@ -289,12 +264,6 @@ def test_whoever_changes_a_state_changes_no_mixture(tmp_path: Path) -> None:
         value["weights"].append(9)
         value["sources"][0]["seed"] = 7
     assert json.dumps(one.state_dict()) == before and one.weights == [1.0, 2.0]
-
-
-@pytest.mark.parametrize("when_exhausted", [2**61, [1, 2**61]])
-def test_more_epochs_than_can_be_counted_are_refused(tmp_path: Path, when_exhausted: Any) -> None:
-    with pytest.raises(ValueError, match=r"when_exhausted=\d+: expected at most \d+ epochs"):
-        mixture(sources(tmp_path, [6, 9]), [1, 1], when_exhausted=when_exhausted)
 
 
 def test_a_cache_with_a_known_vocabulary_mixes_with_one_of_another_tool(tmp_path: Path) -> None:

@@ -51,9 +51,6 @@ def plain_counts(weights: Sequence[float], samples: int) -> list[int]:
     return counts
 
 
-# Counts.
-
-
 def test_the_counts_of_a_block_are_the_weights_and_what_rounding_leaves_is_carried_over(tmp_path: Path) -> None:
     """Weights 5, 3 and 1: of 9 blocks of 10 exactly 50, 30 and 10; of each block 5.6, 3.3 and 1.1, up or down."""
     one = mixture(sources(tmp_path, [7, 7, 7]), [5, 3, 1])
@@ -130,9 +127,6 @@ def test_the_default_block_has_2048_samples(tmp_path: Path) -> None:
     folders = sources(tmp_path, [9, 9])
     streams = [EpochStream(str(folder), T=1, global_batch_size=4, seed=0) for folder in folders]
     assert MixtureStream(streams, [3, 1], seed=0).counts.tolist() == [1536, 512]
-
-
-# Order.
 
 
 def test_each_source_comes_exactly_once_an_epoch_of_its_own(tmp_path: Path) -> None:

@@ -48,9 +48,6 @@ def state_after(folder: Path, steps: int, **changed: Any) -> dict[str, Any]:
     return one.state_dict()
 
 
-# What a state is.
-
-
 def test_a_state_says_where_in_which_cache(cache: Path) -> None:
     """32 windows of T = 3; batches of 10: after four of them, eight samples into the second epoch."""
     meta = json.loads((cache.parent / "meta.json").read_text())
@@ -137,9 +134,6 @@ def test_whoever_changes_a_state_changes_no_stream(ten: Path) -> None:
     assert next(iter(one)).x[:, 0].tolist() == run_epochs(ten, 2)[1].firsts
 
 
-# Going on.
-
-
 @settings(derandomize=True, deadline=None, max_examples=20)
 @given(
     seed=st.integers(0, 2**63 - 1),
@@ -179,9 +173,6 @@ def test_a_copy_of_the_cache_elsewhere_goes_on(cache: Path, tmp_path: Path) -> N
     one = stream(elsewhere)
     one.load_state_dict(state)
     assert one.state_dict() == state
-
-
-# What is refused. A stream that refuses a state stays where it was.
 
 
 def refused(one: EpochStream, state: Any, error: type[Exception] = ValueError, **flags: Any) -> str:

@@ -128,9 +128,6 @@ def test_a_damaged_unfinished_build_is_started_from_scratch(
     assert carried_out(capsys.readouterr().err) == 0
 
 
-# --- caches that are there --------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def built(own: Path, flags: list[str], tmp_path: Path) -> Path:
     """A cache that was built with these flags, from 200 rows."""
