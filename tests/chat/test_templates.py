@@ -1,7 +1,5 @@
 """A chat template either tells exactly which characters are the assistant's, or is refused, before hours are spent."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +12,7 @@ from support.chat_tokenizers import CHAT, Messages, rows_of, supervised, turns
 
 from niels_gpt.chat import tokenizers
 from niels_gpt.chat.rows import NOT_DROPPED, ROWS, chat_rows
-from niels_gpt.chat.tokenizers import ChatTokenizer, open_tokenizer
+from niels_gpt.chat.tokenizers import open_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -25,49 +23,67 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(kinds.write_tokenizer(tmp_path_factory.mktemp("none"), template=None))
 
 
-IN_A_MACRO = "{% macro chat(messages) %}" + kinds.CHATML_MARKED + "{% endmacro %}{{ chat(messages) }}"
-IN_A_SET = "{% set all %}" + kinds.CHATML_MARKED + "{% endset %}{{ all }}"
-IN_A_BLOCK = "{% block chat %}" + kinds.CHATML_MARKED + "{% endblock %}"
-IN_A_FILTER = "{% filter trim %}  " + kinds.CHATML_MARKED + "{% endfilter %}{{ '\n' }}"
-TRIMMED_MARKS = kinds.CHATML_MARKED.replace("{% generation %}", "{%- generation -%}\n  ").replace(
-    "{% endg", "\n {%- endg"
-)
-
-
-@pytest.mark.parametrize("template", [IN_A_MACRO, IN_A_SET, IN_A_BLOCK, IN_A_FILTER, TRIMMED_MARKS])
-def test_marks_are_where_they_are_written_within_any_block(folder: str, template: str) -> None:
-    plain, other = (open_tokenizer(folder, chat_template=text) for text in (kinds.CHATML_MARKED, template))
-    for one, two in zip(rows_of(plain, CHAT, turns("a", "")), rows_of(other, CHAT, turns("a", "")), strict=True):
-        np.testing.assert_array_equal(one.input_ids, two.input_ids)
-        np.testing.assert_array_equal(one.loss_mask, two.loss_mask)
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for message in messages %}{% filter trim %}{% generation %} {{ message.content }} {% endgeneration %}"
-        "{% endfilter %}{% endfor %}",
-        "{% set all %}" + kinds.CHATML_MARKED + "{% endset %}{{ all | length }}{{ all }}",
-        "{% set all %}" + kinds.CHATML_MARKED + "{% endset %}{{ all | reverse }}",
-        "{% generation %}" + kinds.CHATML_MARKED + "{% endgeneration %}",
-        "{% set all %}{% generation %}{{ messages[1].content }}{% endgeneration %}{% endset %}"
-        "{{ raise_exception('no reply') if all[0] != messages[1].content[0] else all }}",
+HARMLESS = {
+    kinds.CHATML_MARKED: [
+        "{% macro chat(messages) %}" + kinds.CHATML_MARKED + "{% endmacro %}{{ chat(messages) }}",
+        "{% set all %}" + kinds.CHATML_MARKED + "{% endset %}{{ all }}",
+        "{% block chat %}" + kinds.CHATML_MARKED + "{% endblock %}",
+        "{% filter trim %}  " + kinds.CHATML_MARKED + "{% endfilter %}{{ '\n' }}",
+        kinds.CHATML_MARKED.replace("{% generation %}", "{%- generation -%}\n  ").replace("{% endg", "\n {%- endg"),
+        "{% generation %}{% endgeneration %}" + kinds.CHATML_MARKED,
     ],
+    kinds.CHATML: [
+        "{# put {% generation %} here #}" + kinds.CHATML,
+        "{# strftime_now('%d') #}" + kinds.CHATML,
+        "{{ '' if 'strftime_now' else '' }}" + kinds.CHATML,
+        "{% if strftime_now is defined %}{% endif %}" + kinds.CHATML,
+        "{% if strftime_now is not defined %}{% endif %}" + kinds.CHATML,
+    ],
+}
+"""Templates that say in other words what the key says: marks within any block or around nothing, no use of the date."""
+PRIVATE = "".join(map(chr, range(0xE000, 0xE010)))
+
+
+@pytest.mark.parametrize(("plain", "other"), [(key, each) for key, others in HARMLESS.items() for each in others])
+def test_other_words_for_a_template_give_the_same_rows(folder: str, plain: str, other: str) -> None:
+    one, two = (open_tokenizer(folder, chat_template=text) for text in (plain, other))
+    assert one.mask_by == two.mask_by == ("prefix" if plain == kinds.CHATML else "generation")
+    chats = CHAT, turns("a", ""), turns(PRIVATE, f"a{PRIVATE}b")
+    for left, right in zip(rows_of(one, *chats), rows_of(two, *chats), strict=True):
+        np.testing.assert_array_equal(left.input_ids, right.input_ids)
+        np.testing.assert_array_equal(left.loss_mask, right.loss_mask)
+    assert supervised(two, rows_of(two, chats[2])[0]) == [f"a{PRIVATE}b<|im_end|>"], "they are text"
+
+
+OWN_MARKS, DATED = (
+    r"own marks.*probe chat.*--chat-template FILE",
+    "asks for the date.*written out.*--chat-template FILE",
 )
-def test_a_template_that_works_on_its_own_marks_is_refused_before_a_chat_is_read(folder: str, template: str) -> None:
-    tokenizer = open_tokenizer(folder, chat_template=template)
-    with pytest.raises(ValueError, match=r"own marks.*probe chat.*--chat-template FILE"):
-        rows_of_none(tokenizer)
+UNREAD = {
+    "{% for message in messages %}{% filter trim %}{% generation %} {{ message.content }} {% endgeneration %}"
+    "{% endfilter %}{% endfor %}": OWN_MARKS,
+    "{% set all %}" + kinds.CHATML_MARKED + "{% endset %}{{ all | length }}{{ all }}": OWN_MARKS,
+    "{% set all %}" + kinds.CHATML_MARKED + "{% endset %}{{ all | reverse }}": OWN_MARKS,
+    "{% generation %}" + kinds.CHATML_MARKED + "{% endgeneration %}": OWN_MARKS,
+    "{% set all %}{% generation %}{{ messages[1].content }}{% endgeneration %}{% endset %}"
+    "{{ raise_exception('no reply') if all[0] != messages[1].content[0] else all }}": OWN_MARKS,
+    "{% if strftime_now is defined %}{% set day = strftime_now('%d') %}{% else %}{% set day = 6 %}{% endif %}": DATED,
+    "{% set now = strftime_now %}{{ now('%d') }}": DATED,
+    "{{ '%d' | map(strftime_now) }}": DATED,
+    kinds.ALWAYS_PROMPTS: r"'<\|eot\|><\|start_header\|>assistant.*after a reply.*--chat-template FILE",
+}
 
 
-def rows_of_none(tokenizer: ChatTokenizer) -> None:
-    """Ask for the rows of a source that must not be read."""
-
+@pytest.mark.parametrize("template", UNREAD)
+def test_a_template_that_can_be_told_before_a_chat_is_read_is_refused_then(folder: str, template: str) -> None:
     def never() -> Iterator[tuple[str, Messages]]:
         raise AssertionError("a chat was read")
         yield "", []
 
-    list(chat_rows(never(), tokenizer, seq_length=64, counters=Counter()))
+    dated = kinds.CHATML if UNREAD[template] == DATED else ""
+    tokenizer = open_tokenizer(folder, chat_template=template + dated)
+    with pytest.raises(ValueError, match=UNREAD[template]):
+        list(chat_rows(never(), tokenizer, seq_length=64, counters=Counter()))
 
 
 def test_a_filter_that_changes_marked_text_is_refused_with_the_chat_that_shows_it(folder: str) -> None:
@@ -78,33 +94,6 @@ def test_a_filter_that_changes_marked_text_is_refused_with_the_chat_that_shows_i
     assert supervised(tokenizer, rows_of(tokenizer, CHAT)[0]) == ["I am well.<|im_end|>", "It rained. 🦊<|im_end|>"]
     with pytest.raises(ValueError, match=r"own marks.*In chat 'chat 1' the text with marks"):
         rows_of(tokenizer, CHAT, turns("a", "  yes"))
-
-
-def test_private_characters_in_a_chat_are_text(folder: str) -> None:
-    private = "".join(map(chr, range(0xE000, 0xE010)))
-    plain, marked = (open_tokenizer(folder, chat_template=text) for text in (kinds.CHATML, kinds.CHATML_MARKED))
-    for tokenizer in (plain, marked):
-        row = rows_of(tokenizer, turns(private, f"a{private}b"))[0]
-        assert supervised(tokenizer, row) == [f"a{private}b<|im_end|>"]
-
-
-def test_marks_around_nothing_supervise_nothing(folder: str) -> None:
-    template = "He{% generation %}{% endgeneration %}llo" + kinds.CHATML_MARKED
-    tokenizer = open_tokenizer(folder, chat_template=template)
-    assert supervised(tokenizer, rows_of(tokenizer, CHAT)[0]) == ["I am well.<|im_end|>", "It rained. 🦊<|im_end|>"]
-
-
-def test_marks_in_a_comment_are_none(folder: str) -> None:
-    commented = "{# put {% generation %} here #}" + kinds.CHATML
-    assert open_tokenizer(folder, chat_template=commented).mask_by == "prefix"
-    assert open_tokenizer(folder, chat_template=kinds.CHATML_MARKED).mask_by == "generation"
-
-
-def test_a_template_that_always_prompts_is_refused_before_a_chat_is_read(folder: str) -> None:
-    tokenizer = open_tokenizer(folder, chat_template=kinds.ALWAYS_PROMPTS)
-    found = r"writes '<\|eot\|><\|start_header\|>assistant.*after a reply that ends a chat.*--chat-template FILE"
-    with pytest.raises(ValueError, match=found):
-        rows_of_none(tokenizer)
 
 
 def test_a_header_is_never_taken_for_the_beginning_of_a_reply(folder: str) -> None:
@@ -120,16 +109,12 @@ def test_a_reply_with_no_message_before_it_carries_no_loss(folder: str) -> None:
     assert [row.id for row in rows] == ["chat 0", "chat 2"]
     assert supervised(tokenizer, rows[0]) == ["It rained.<|eot|>"]
     assert counters == {"rows": 2, "leading_reply": 1, "no_supervised": 1}
+    needs_a_message = "{% if messages[0].role == 'system' %}{{ '' }}{% endif %}" + kinds.CHATML  # and is asked for none
+    tokenizer, counters = open_tokenizer(folder, chat_template=needs_a_message), Counter[str]()
+    assert supervised(tokenizer, rows_of(tokenizer, led, counters=counters)[0]) == ["It rained.<|im_end|>"]
+    assert counters == {"rows": 1, "leading_reply": 1}
     marked = open_tokenizer(folder, chat_template=kinds.CHATML_MARKED)
     assert supervised(marked, rows_of(marked, alone)[0]) == ["I am well.<|im_end|>"], "marks tell where it begins"
-
-
-def test_a_template_that_needs_a_message_is_not_asked_for_none(folder: str) -> None:
-    template = "{% if messages[0].role == 'system' %}{{ '' }}{% endif %}" + kinds.CHATML
-    tokenizer, counters = open_tokenizer(folder, chat_template=template), Counter[str]()
-    rows = rows_of(tokenizer, turns("I am well.", "Why?", "It rained.", first="assistant"), counters=counters)
-    assert supervised(tokenizer, rows[0]) == ["It rained.<|im_end|>"]
-    assert counters == {"rows": 1, "leading_reply": 1}
 
 
 def test_an_empty_reply_without_a_generation_prompt_carries_no_loss(folder: str) -> None:
@@ -139,35 +124,6 @@ def test_an_empty_reply_without_a_generation_prompt_carries_no_loss(folder: str)
     assert counters == {"rows": 1, "empty_reply": 1, "no_supervised": 1}
     prompted = open_tokenizer(folder, chat_template=kinds.CHATML)
     assert supervised(prompted, rows_of(prompted, turns("a", ""))[0]) == ["<|im_end|>"]
-
-
-@pytest.mark.parametrize(
-    "harmless",
-    [
-        "{# strftime_now('%d') #}",
-        "{{ '' if 'strftime_now' else '' }}",
-        "{% if strftime_now is defined %}{% endif %}",
-        "{% if strftime_now is not defined %}{% endif %}",
-    ],
-)
-def test_only_the_use_of_the_date_is_refused(folder: str, harmless: str) -> None:
-    tokenizer = open_tokenizer(folder, chat_template=harmless + kinds.CHATML)
-    plain = open_tokenizer(folder, chat_template=kinds.CHATML)
-    np.testing.assert_array_equal(rows_of(tokenizer, CHAT)[0].input_ids, rows_of(plain, CHAT)[0].input_ids)
-
-
-@pytest.mark.parametrize(
-    "dated",
-    [
-        "{% if strftime_now is defined %}{% set day = strftime_now('%d') %}{% else %}{% set day = '26' %}{% endif %}",
-        "{% set now = strftime_now %}{{ now('%d') }}",
-        "{{ '%d' | map(strftime_now) }}",
-    ],
-)
-def test_the_date_is_refused_even_with_a_fixed_one_beside_it(folder: str, dated: str) -> None:
-    tokenizer = open_tokenizer(folder, chat_template=dated + kinds.CHATML)
-    with pytest.raises(ValueError, match=r"asks for the date.*a date written out in it: --chat-template FILE"):
-        rows_of_none(tokenizer)
 
 
 def test_an_unstable_template_is_warned_of_and_refused_with_the_first_chat_that_shows_it(
@@ -186,25 +142,17 @@ def test_an_unstable_template_is_warned_of_and_refused_with_the_first_chat_that_
         rows_of(tokenizer, turns("Why?", "It rained."), CHAT)
 
 
-def test_a_stable_template_is_not_warned_of(folder: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stable_template_is_not_warned_of_and_one_that_could_not_be_tried_is(
+    folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
     for template in kinds.TEMPLATES.values():
         with caplog.at_level(logging.WARNING, logger="niels_gpt"):
             assert rows_of(open_tokenizer(folder, chat_template=template), CHAT)
     assert not caplog.records, "INST raises an error for a system message, which matters only to chats with one"
-
-
-def test_a_template_that_could_not_be_tried_is_warned_of(folder: str, caplog: pytest.LogCaptureFixture) -> None:
     picky = "{% if messages[0].content != 'Hello there.' %}{{ raise_exception('say hello') }}{% endif %}" + kinds.CHATML
     with caplog.at_level(logging.WARNING, logger="niels_gpt"):
         assert len(rows_of(open_tokenizer(folder, chat_template=picky), CHAT)) == 1
     assert "could not be tried. It raises an error for a probe chat of two turns: say hello" in caplog.text
-
-
-def test_an_error_in_what_a_template_computes_drops_the_chat(folder: str) -> None:
-    template = "{% if messages[0].content == 'a' %}{{ 1 + 'a' }}{% endif %}" + kinds.CHATML
-    counters: Counter[str] = Counter()
-    rows = rows_of(open_tokenizer(folder, chat_template=template), turns("a", "b"), CHAT, counters=counters)
-    assert ([row.id for row in rows], counters) == (["chat 1"], {"rows": 1, "refused_by_template": 1})
 
 
 LATER = ("Hello(?=[\\s\\S]*It rained)", "Assistant")

@@ -22,12 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from niels_gpt.eagle3.cache import (
-    CachedEagle3Dataset,
-    build_cached_eagle3_dataloader,
-    convert,
-    read_target_embeddings,
-)
+from niels_gpt.eagle3.cache import CachedEagle3Dataset, build_cached_eagle3_dataloader, convert, read_target_embeddings
 from niels_gpt.eagle3.format.plan import Plan, make_plan
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.produce.producer import produce
