@@ -57,7 +57,7 @@ def test_other_words_for_a_template_give_the_same_rows(folder: str, plain: str, 
 
 OWN_MARKS, DATED = (
     r"own marks.*probe chat.*--chat-template FILE",
-    "asks for the date.*written out.*--chat-template FILE",
+    "asks for the date.*written out.*FILE",
 )
 UNREAD = {
     "{% for message in messages %}{% filter trim %}{% generation %} {{ message.content }} {% endgeneration %}"

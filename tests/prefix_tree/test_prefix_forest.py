@@ -35,15 +35,6 @@ def test_a_prompt_and_two_completions_by_hand() -> None:
     assert repr(forest) == "PrefixForest(2 samples of 9 tokens in 7, 3 nodes)"
 
 
-def test_several_levels_a_duplicate_a_prefix_and_another_root_by_hand() -> None:
-    forest = PrefixForest.from_sequences([[1, 2, 3], [1, 2, 3], [1, 2], [1, 2, 4, 5], [7], [1]])
-    assert forest.input_ids.tolist() == [1, 2, 3, 4, 5, 7]
-    assert forest.position_ids.tolist() == [0, 1, 2, 2, 3, 0]
-    assert forest.subtree_end.tolist() == [5, 5, 3, 5, 5, 6]
-    assert forest.sample_ends.tolist() == [2, 2, 1, 3, 4, 0]
-    assert forest.loss_mask.all()
-
-
 @QUICK
 @given(SAMPLES)
 def test_rows_are_the_distinct_prefixes_in_pre_order_and_samples_come_back(samples: Samples) -> None:
@@ -126,17 +117,11 @@ def test_node_paths_in_any_order_are_put_into_pre_order() -> None:
     assert tensors.samples() == [[7, 8, 9]] and tensors.loss_mask.tolist() == [0, 0, 1]
 
 
-TREE = {
-    "message_tree_id": "t",
-    "prompt": {
-        "text": "p",
-        "role": "prompter",
-        "replies": [
-            {"text": "a", "role": "assistant", "replies": [{"text": "q", "role": "prompter", "replies": []}]},
-            {"text": "bb", "role": "assistant"},
-        ],
-    },
-}
+REPLIES = [
+    {"text": "a", "role": "assistant", "replies": [{"text": "q", "role": "prompter", "replies": []}]},
+    {"text": "bb", "role": "assistant"},
+]
+TREE = {"message_tree_id": "t", "prompt": {"text": "p", "role": "prompter", "replies": REPLIES}}
 
 
 def encode(message: dict[str, str]) -> tuple[list[int], list[int]]:
@@ -213,16 +198,19 @@ def test_bad_ids_are_named_with_their_place(samples: object, error: type[Excepti
 
 
 def test_bad_groups_masks_and_paths_are_named() -> None:
-    with pytest.raises(ValueError, match="no completion was given"):
-        PrefixForest.from_rollout_group([1], [])
-    with pytest.raises(ValueError, match="completion 1 is empty"):
-        PrefixForest.from_rollout_group([1], [[2], []])
-    with pytest.raises(ValueError, match="the prompt has the id -1 at 0"):
-        PrefixForest.from_rollout_group([-1], [[2]])
-    with pytest.raises(ValueError, match="there are 1 masks for 2 sequences"):
-        PrefixForest.from_sequences([[1], [2]], loss_mask=[[1]])
-    with pytest.raises(ValueError, match=r"the mask of sequence 1 has shape \[1\]; expected \[2\]"):
-        PrefixForest.from_sequences([[1], [2, 3]], loss_mask=[[1], [0]])
+    for prompt, group, words in [
+        ([1], [], "no completion was given"),
+        ([1], [[2], []], "completion 1 is empty"),
+        ([-1], [[2]], "the prompt has the id -1 at 0"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            PrefixForest.from_rollout_group(prompt, group)
+    for masks, words in [
+        ([[1]], "there are 1 masks for 2 sequences"),
+        ([[1], [0]], r"the mask of sequence 1 has shape \[1\]; expected \[2\]"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            PrefixForest.from_sequences([[1], [2, 3]], loss_mask=masks)
     for labels in ([-100, 5], [0.3, 1.0], [math.nan, 1.0], ["0", "1"]):
         with pytest.raises(ValueError, match=r"expected 0 and 1.*labels != -100"):
             PrefixForest.from_sequences([[4, 5]], loss_mask=[labels])

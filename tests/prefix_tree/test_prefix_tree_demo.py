@@ -1,7 +1,5 @@
 """python -m niels_gpt.prefix_tree.demo: folded and not folded agree, and what is wrong is found."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.causal_models import VOCAB, logprobs, tiny_model
 
 from niels_gpt.prefix_tree import demo
 from niels_gpt.prefix_tree.edges import LossEdges
@@ -84,46 +83,23 @@ def test_the_loss_of_the_demo_clips_and_its_old_log_probs_are_per_sample() -> No
     assert loss == pytest.approx(-(gains[0] + 2 * gains[1] + 4 * gains[2]))
 
 
-def test_the_duplicate_counts_as_a_sample_of_its_own() -> None:
-    prompt, completions = demo.random_group(6, 4, 4, 1)
-    edges = LossEdges.from_forest(PrefixForest.from_rollout_group(prompt, completions))
-    model = demo.tiny_llama("sdpa", 0)
+@pytest.mark.parametrize("model_type", ["llama", "granite"])
+def test_the_folded_side_may_be_copied_for_a_model_that_scales_its_logits(model_type: str) -> None:
+    model = tiny_model(model_type, **({"logits_scaling": 0.05} if model_type == "granite" else {}))
+    drawn, group = demo.random_group(6, 4, 4, 1)
+    prompt, *completions = [[token % VOCAB for token in ids] for ids in (drawn, *group)]
+    forest = PrefixForest.from_rollout_group(prompt, completions)
+    edges = LossEdges.from_forest(forest)
     with torch.no_grad():
-        forest = PrefixForest.from_rollout_group(prompt, completions)
         folded = demo.folded_logprobs(model, logits_head(model), forest, edges)
-        torch.testing.assert_close(folded, demo.unfolded_logprobs(model, (prompt, completions)), atol=1e-5, rtol=0)
-    assert len(folded) == sum(map(len, completions)) > edges.num_edges
+        plain = demo.folded_logprobs(model, model.lm_head, forest, edges)
+    alone = [logprobs(model, input_ids=torch.tensor([prompt + ids]))[5:-1] for ids in completions]
+    expected = [rows.gather(1, torch.tensor(ids)[:, None])[:, 0] for rows, ids in zip(alone, completions, strict=True)]
+    torch.testing.assert_close(folded, torch.cat(expected), atol=1e-5, rtol=1e-5)
+    assert ((plain - folded).abs().max() > 0.01) == (model_type == "granite")  # so the case can tell
+    assert len(folded) == sum(map(len, completions)) > edges.num_edges, "the duplicate is a sample of its own"
     size = len(completions[0])
     assert torch.equal(folded[:size], folded[size : 2 * size])
-
-
-def test_the_folded_side_may_be_copied_for_a_model_that_scales_its_logits() -> None:
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    torch.manual_seed(0)
-    config = GraniteConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        logits_scaling=0.05,
-        pad_token_id=None,
-    )
-    model = GraniteForCausalLM(config)
-    prompt, completions = [1, 2, 3], [[10, 11], [20, 21, 22]]
-    forest = PrefixForest.from_rollout_group(prompt, completions)
-    with torch.no_grad():
-        folded = demo.folded_logprobs(model, logits_head(model), forest, LossEdges.from_forest(forest))
-        expected = []
-        for completion in completions:
-            ids = torch.tensor([prompt + completion])
-            logp = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
-            expected.append(logp.gather(1, torch.tensor(completion)[:, None])[:, 0])
-        plain = demo.folded_logprobs(model, model.lm_head, forest, LossEdges.from_forest(forest))
-    torch.testing.assert_close(folded, torch.cat(expected), atol=1e-5, rtol=0)
-    assert (plain - folded).abs().max() > 0.01  # so the case can tell
 
 
 def test_the_demo_itself_takes_the_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,28 +124,6 @@ def test_a_finding_of_verify_fold_fails_the_demo_though_its_own_numbers_agree(
     assert found is not None and float(found.group(1)) < 1e-5 and "FAILED" in out
 
 
-def test_the_picture_of_the_mask_is_dark_where_a_query_sees_a_key() -> None:
-    pytest.importorskip("matplotlib", reason="the extra `pipelines` brings it")
-    png = plot_mask(PrefixForest.from_sequences([[1, 2, 10, 11], [1, 2, 20, 21, 22]]))
-    pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
-    blue = pixels[..., 2] - pixels[..., 0]  # 8 of the palest blue of the colour map, more of darker ones
-    drawn = (pixels == [247, 251, 255]).all(-1) | (blue > 100)
-    (top, *_, bottom), (left, *_, right) = (np.flatnonzero(drawn.sum(axis) > 50) for axis in (1, 0))
-    rows, columns = (
-        [int(a + (b - a) * (cell + 0.5) / 7) for cell in range(7)] for a, b in ((top, bottom), (left, right))
-    )
-    seen = ["".join("#" if blue[row, column] > 100 else "." for column in columns) for row in rows]
-    assert seen == [
-        "#......",  # the prompt, 1 2
-        "##.....",
-        "###....",  # 10 11
-        "####...",
-        "##..#..",  # 20 21 22 do not see 10 11
-        "##..##.",
-        "##..###",
-    ]
-
-
 @pytest.mark.parametrize(
     ("flags", "name", "said"),
     [
@@ -188,32 +142,37 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_picture_without_matplotlib_is_refused_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("module", "flags", "extra"),
+    [("matplotlib.figure", ["--plot", "mask.png"], "pipelines"), ("transformers", [], "eagle3")],
+)
+def test_without_a_library_it_says_what_to_install(
+    module: str, flags: list[str], extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert demo.main([*SMALL, "--plot", str(tmp_path / "mask.png")]) == 1
-    found = capsys.readouterr()
-    assert found.out == "" and "pip install 'niels_gpt[pipelines]'" in found.err
+    monkeypatch.setitem(sys.modules, module, None)
+    assert demo.main([*SMALL, *flags]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and f"pip install 'niels_gpt[{extra}]'" in said.err
 
 
-def test_the_mask_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_picture_of_the_mask_is_dark_where_a_query_sees_a_key(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `pipelines` brings it")
-    target = tmp_path / "mask.png"
-    assert demo.main([*SMALL, "--plot", str(target)]) == 0
-    with Image.open(target) as picture:
+    png = plot_mask(PrefixForest.from_sequences([[1, 2, 10, 11], [1, 2, 20, 21, 22]]))
+    pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
+    blue = pixels[..., 2] - pixels[..., 0]  # 8 of the palest blue of the colour map, more of darker ones
+    drawn = (pixels == [247, 251, 255]).all(-1) | (blue > 100)
+    (top, *_, bottom), (left, *_, right) = (np.flatnonzero(drawn.sum(axis) > 50) for axis in (1, 0))
+    rows, columns = (
+        [int(a + (b - a) * (cell + 0.5) / 7) for cell in range(7)] for a, b in ((top, bottom), (left, right))
+    )
+    seen = ["".join("#" if blue[row, column] > 100 else "." for column in columns) for row in rows]
+    # The prompt 1 2, then 10 11, and 20 21 22, which do not see 10 11.
+    assert seen == ["#......", "##.....", "###....", "####...", "##..#..", "##..##.", "##..###"]
+    assert demo.main([*SMALL, "--plot", str(tmp_path / "mask.png")]) == 0
+    with Image.open(tmp_path / "mask.png") as picture:
         assert picture.size == (600, 600)
     with pytest.raises(ValueError, match=r"2,049 tokens is not drawn"):
         plot_mask(PrefixForest.from_sequences([list(range(MOST_DRAWN + 1))]))
-
-
-def test_without_transformers_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert demo.main(SMALL) == 1
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("error: ") and "pip install 'niels_gpt[eagle3]'" in said.err
 
 
 @pytest.mark.parametrize("flags", [["--samples", "3"], ["--prompt", "0"], ["--attention", "flash_attention_2"]])

@@ -4,8 +4,6 @@ The other side of every comparison is the plain one: each sample alone, without 
 that know nothing of trees. In float64 throughout both sides agree to rounding; stock models agree to that of float32.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.float64_models import SIZES, VOCAB, float64_llama
-from support.prefix_trees import Samples
+from support.prefix_trees import Samples, grown
 from torch import Tensor
 from torch.nn import functional
 
@@ -48,24 +46,6 @@ def stock(name: str, implementation: str) -> Any:
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()
 
 
-def deep(seed: int, samples: int = 22) -> Samples:
-    """Return samples of a random tree of up to 6 levels with 3 roots, a duplicate, a prefix and a one-token sample."""
-    chance = random.Random(seed)
-
-    def ids(longest: int) -> list[int]:
-        return [chance.randrange(VOCAB) for _ in range(chance.randint(1, longest))]
-
-    nodes = [(ids(5), 1) for _ in range(3)]  # the tokens from the root to a node's end, and its level
-    while len(nodes) < 4 * samples:
-        above, level = chance.choice(nodes)
-        if level < 6:
-            nodes.append(([*above, *ids(5)], level + 1))
-    found = [path for path, _ in sorted(chance.sample(nodes[3:], samples - 3), key=lambda node: node[1])]
-    found += [list(found[-1]), found[-1][:-1], nodes[0][0][:1]]
-    chance.shuffle(found)
-    return found
-
-
 # --- the plain side ---------------------------------------------------------------------------------------------------
 
 
@@ -91,7 +71,8 @@ def clipped_policy_loss(logp: Sequence[Tensor], old: Sequence[Tensor], advantage
 
 def gradients(loss: Tensor, model: Any) -> dict[str, Tensor]:
     named = dict(model.named_parameters())
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True, materialize_grads=True)
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    found = torch.autograd.grad(loss, list(named.values()), **options)
     return dict(zip(named, found, strict=True))
 
 
@@ -115,7 +96,7 @@ def largest_difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> flo
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_clipped_policy_step_on_a_random_forest_is_that_of_its_samples(llama: Any, seed: int) -> None:
-    samples = deep(seed)
+    samples = grown(random.Random(seed))
     forest = PrefixForest.from_sequences(samples)
     edges = LossEdges.from_forest(forest)
     assert forest.num_tokens < len(forest.loss_mask) and (forest.node_parents < 0).sum() > 1
@@ -136,28 +117,16 @@ def test_a_clipped_policy_step_on_a_random_forest_is_that_of_its_samples(llama: 
         folded = sample_logprobs(edge_logp, edges).split(edges.sample_offsets.diff().tolist())
         assert largest_difference(folded, plain) < 1e-12, way
         assert largest_error(gradients(clipped_policy_loss(folded, old, advantages), llama), wanted) < 1e-12, way
-
-
-def test_fields_per_sample_and_token_reach_the_same_loss_without_a_loop(llama: Any) -> None:
-    samples = deep(3)
-    forest = PrefixForest.from_sequences(samples)
-    edges = LossEdges.from_forest(forest)
-    chance = torch.Generator().manual_seed(3)
-    advantages = torch.randn(len(samples), generator=chance, dtype=torch.float64)
-    plain = alone(llama, samples)
-    old = [part.detach() + torch.randn(len(part), generator=chance, dtype=torch.float64) * 0.3 for part in plain]
-    wanted = gradients(clipped_policy_loss(plain, old, advantages), llama)
-
-    logp = sample_logprobs(edge_logprobs(llama(**model_inputs(forest, llama)).logits, edges), edges)
-    ratio, advantage = (logp - edges.field(old)).exp(), edges.field(advantages)
-    objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    counts = edges.sample_offsets.diff()
-    loss = -(objective / counts[edges.sample]).sum() / (counts > 0).sum()
-    assert largest_error(gradients(loss, llama), wanted) < 1e-12
+        # Fields per sample and token reach the same loss without a loop.
+        ratio, advantage = (sample_logprobs(edge_logp, edges) - edges.field(old)).exp(), edges.field(advantages)
+        objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        counts = edges.sample_offsets.diff()
+        loss = -(objective / counts[edges.sample]).sum() / (counts > 0).sum()
+        assert largest_error(gradients(loss, llama), wanted) < 1e-12, way
 
 
 def test_weighted_edges_are_the_sum_over_the_samples_in_all_weightings(llama: Any) -> None:
-    samples = deep(4)
+    samples = grown(random.Random(4))
     masks = [[random.Random(4 + len(sample)).randint(0, 1) for _ in sample] for sample in samples]
     forest = PrefixForest.from_sequences(samples, loss_mask=masks)
     plain = alone(llama, samples)
@@ -169,13 +138,7 @@ def test_weighted_edges_are_the_sum_over_the_samples_in_all_weightings(llama: An
     for weighting, wanted in {"per_sample": sum(sums) / count, "sample_mean": torch.stack(means).mean()}.items():
         loss = folded_cross_entropy(logits, LossEdges.from_forest(forest, weighting=weighting))
         assert float((loss - wanted).detach()) == pytest.approx(0, abs=1e-13)
-        folded = {name: part.clone() for name, part in gradients_kept(loss, llama).items()}
-        assert largest_error(folded, gradients_kept(wanted, llama)) < 1e-12
-
-
-def gradients_kept(loss: Tensor, model: Any) -> dict[str, Tensor]:
-    named = dict(model.named_parameters())
-    return dict(zip(named, torch.autograd.grad(loss, list(named.values()), retain_graph=True), strict=True))
+        assert largest_error(gradients(loss, llama), gradients(wanted, llama)) < 1e-12
 
 
 # --- (e) padding, several groups --------------------------------------------------------------------------------------
@@ -204,7 +167,7 @@ def test_padded_groups_in_one_row_are_the_sum_of_the_groups(llama: Any) -> None:
 
 
 def test_unfolded_logits_are_those_of_the_samples(llama: Any) -> None:
-    samples = deep(7, samples=10)
+    samples = grown(random.Random(7), samples=10)
     forest = PrefixForest.from_sequences(samples).padded(8)
     with torch.no_grad():
         padded = unfold(llama(**model_inputs(forest, llama)).logits, forest, pad=0.0)
@@ -223,7 +186,7 @@ def test_unfolded_logits_are_those_of_the_samples(llama: Any) -> None:
 )
 def test_stock_models_agree_to_the_rounding_of_float32(name: str, implementation: str) -> None:
     model = stock(name, implementation)
-    samples = deep(8, samples=12)
+    samples = grown(random.Random(8))
     assert max(map(len, samples)) > 8  # more than the windows
     forest = PrefixForest.from_sequences(samples).padded(8)
     edges = LossEdges.from_forest(forest)
