@@ -232,6 +232,7 @@ def header(content: dict[str, Any]) -> bytes:
 
 SHARD, EMBEDDINGS, SAMPLES = "shard-000001.safetensors", "target_embeddings.safetensors", "sidecar/samples.safetensors"
 JSON_FILES = ("manifest.json", "meta.json", "sidecar/plan.json", "sidecar/shard-000001.json", "sidecar/embeddings.json")
+WRITERS = ("verify", "convert", "resume")
 NINETY_MB = 90_000_000
 BIG_SAMPLES = {
     "ids": {"dtype": "I32", "shape": [HUGE // 5], "data_offsets": [0, HUGE // 5 * 4]},
@@ -282,9 +283,10 @@ ATTACKS: dict[str, Attack] = {
         f"44 MB of {name}": Attack(file(name, lambda: b'{"a": [' + b"[]," * (14 << 20) + b"0]}"))
         for name in JSON_FILES[:4]
     },
-    **{f"pipe {name}": Attack(pipe(name)) for name in ALL_FILES},
+    **{f"pipe {name}": Attack(pipe(name), ("verify",), "regular file") for name in ALL_FILES},
     **{f"device {name}": Attack(device(name), ("resume",), "symbolic link") for name in ALL_FILES},
-    **{f"link {name}": Attack(linked(name), ("verify", "resume"), "symbolic link") for name in (*ALL_FILES, "sidecar")},
+    **{f"link {name}": Attack(linked(name), WRITERS, "symbolic link") for name in (*ALL_FILES, "sidecar")},
+    "link of the lock": Attack(linked("sidecar/lock"), WRITERS[1:], "symbolic link"),
 }
 VALUES: dict[str, Any] = {
     "null": None,

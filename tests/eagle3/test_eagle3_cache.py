@@ -1,7 +1,5 @@
 """The EAGLE-3 cache's names, forms and errors: what a reader of the published contract expects of them."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os
@@ -127,6 +125,12 @@ def test_a_top_k_cache_is_read_at_full_width_and_never_becomes_version_1(folder:
     assert item["target_probs"].shape == (4, 8)
     assert torch.equal(item["target_probs"].gather(-1, indices.long()), values)
     assert (item["target_probs"] != 0).sum() == (values != 0).sum()
+    fields = fields_of(2, topk=3)
+    fields["target_probs_indices"][1, 0, 0] = 8
+    write_shard(folder, 0, fields)
+    assert CachedEagle3Dataset(folder)[0]["target_probs"].shape == (4, 8)
+    with pytest.raises(CacheError, match=r"shard-000000\.safetensors: sample 1 of the shard: target_probs_indices"):
+        CachedEagle3Dataset(folder)[1]
     with pytest.raises(CacheError, match="target_probs_topk is 3"):
         convert(folder, 1)
     assert not convert(folder, 2)
@@ -169,18 +173,13 @@ def test_workers_of_any_start_method_read_what_the_parent_has_opened(folder: Pat
     assert torch.equal(read, written["aux_hidden_states"])
 
 
-def test_open_shards_are_bounded_and_a_view_outlives_its_handle(folder: Path) -> None:
-    written = write_cache(folder, samples=6, shard_size=1)
-    dataset = CachedEagle3Dataset(folder, max_open_shards=2)
-    items = [dataset[index] for index in range(6)]
-    assert sorted(dataset._shards._open) == [4, 5]
-    assert all(torch.equal(item["target_probs"], written["target_probs"][i]) for i, item in enumerate(items))
-    copy = pickle.loads(pickle.dumps(dataset))
-    assert torch.equal(copy[0]["input_ids"], written["input_ids"][0])
-
-
 def test_threads_share_a_dataset_that_opens_fewer_shards_than_they_read(folder: Path) -> None:
     written = write_cache(folder, samples=6, shard_size=1)
+    dataset = CachedEagle3Dataset(folder, max_open_shards=2)
+    items = [dataset[index] for index in range(6)]  # a view outlives its handle
+    assert sorted(dataset._shards._open) == [4, 5]
+    assert all(torch.equal(item["target_probs"], written["target_probs"][i]) for i, item in enumerate(items))
+    assert torch.equal(pickle.loads(pickle.dumps(dataset))[0]["input_ids"], written["input_ids"][0])
     dataset = CachedEagle3Dataset(folder, max_open_shards=1)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -205,33 +204,11 @@ def test_a_shard_that_is_replaced_by_another_form_after_the_open_is_refused(fold
         dataset[4]
 
 
-def test_a_draft_id_out_of_range_is_told_by_shard_and_sample(folder: Path) -> None:
-    fields = fields_of(2, topk=3)
-    fields["target_probs_indices"][1, 0, 0] = 8
-    write_shard(folder, 0, fields)
-    write_manifest(folder, manifest_of(samples=2, shard_size=2, topk=3))
-    dataset = CachedEagle3Dataset(folder)
-    assert dataset[0]["target_probs"].shape == (4, 8)
-    with pytest.raises(CacheError, match=r"shard-000000\.safetensors: sample 1 of the shard: target_probs_indices"):
-        dataset[1]
+WRONG = {"num_samples": [10**18, 5.0], "shard_size": [0, True], "seq_length": ["4"], "draft_vocab_size": [None, 8.0]}
+WRONG |= {"target_probs_topk": [[1]], "aux_hidden_dim": [{}], "dtype": [["fp32"]], "format_version": [2.0]}
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("num_samples", 10**18),
-        ("num_samples", 5.0),
-        ("shard_size", 0),
-        ("shard_size", True),
-        ("seq_length", "4"),
-        ("draft_vocab_size", None),
-        ("draft_vocab_size", 8.0),
-        ("target_probs_topk", [1]),
-        ("aux_hidden_dim", {}),
-        ("dtype", ["fp32"]),
-        ("format_version", 2.0),
-    ],
-)
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
 def test_a_value_of_a_wrong_type_in_the_manifest_is_named(folder: Path, key: str, value: Any) -> None:
     write_cache(folder, samples=5, shard_size=2)
     manifest = json.loads((folder / "manifest.json").read_text()) | {key: value}
@@ -244,14 +221,6 @@ def test_a_value_of_a_wrong_type_in_the_manifest_is_named(folder: Path, key: str
             opening(folder)
 
 
-def test_names_that_only_look_like_shards_are_passed_over(folder: Path) -> None:
-    write_cache(folder, samples=2, shard_size=2)
-    for name in ("shard-00000\u0661.safetensors", "shard-000001.safetensors\n", "shard-000001.safetensors.tmp"):
-        (folder / name).touch()
-    assert cache.existing_shard_indices(folder) == {0}
-    assert len(CachedEagle3Dataset(folder)) == 2
-
-
 def test_a_conversion_leaves_a_meta_json_of_another_tool_alone_and_waits_for_nobody(folder: Path) -> None:
     write_cache(folder, samples=2, shard_size=2)
     (folder / "meta.json").write_text('{"kind": "other"}')
@@ -261,75 +230,51 @@ def test_a_conversion_leaves_a_meta_json_of_another_tool_alone_and_waits_for_nob
         convert(folder, 1)
 
 
-def _missing(folder: Path) -> None:
-    os.remove(shard_path(folder, 1))
+def rewritten(**how: Any) -> Callable[[Path], Any]:
+    """Return what writes each shard again, in another form."""
+    return lambda folder: [write_shard(folder, index, fields_of(rows, **how)) for index, rows in enumerate((2, 2, 1))]
 
 
-def _gap(folder: Path) -> None:
-    os.rename(shard_path(folder, 2), shard_path(folder, 3))
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    r"5 samples \(3 shards\) but found 2 shard files \(shard indices \[0, 2\]\)": (
+        lambda folder: os.remove(shard_path(folder, 1))
+    ),
+    r"5 samples \(3 shards\) but found 3 shard files \(shard indices \[0, 1, 3\]\)": (
+        lambda folder: os.rename(shard_path(folder, 2), shard_path(folder, 3))
+    ),
+    r"shard-000001\.safetensors: 1 samples, expected 2 of the manifest's 5": lambda c: write_shard(c, 1, fields_of(1)),
+    r"shard-000002\.safetensors: .* as in shard 0": lambda folder: write_shard(folder, 2, fields_of(1, slots=5)),
+    r"shard-000000\.safetensors: aux_hidden_states is torch.bfloat16": rewritten(dtype=torch.bfloat16),
+    r"shard-000000\.safetensors: has no target_probs, but": rewritten(topk=3),
+    r"shard-000001\.safetensors: [\d,]+ bytes, expected .* its header states": (
+        lambda folder: os.truncate(shard_path(folder, 1), os.path.getsize(shard_path(folder, 1)) - 1)
+    ),
+    r"has format_version=3, expected 1 or 2\. Regenerate the cache": (
+        lambda folder: write_manifest(folder, manifest_of(samples=5, shard_size=2) | {"format_version": 3})
+    ),
+    r"manifest\.json: not JSON .*expected the manifest": lambda folder: (folder / "manifest.json").write_text("{"),
+}
 
 
-def _short(folder: Path) -> None:
-    write_shard(folder, 1, fields_of(1))
-
-
-def _wide(folder: Path) -> None:
-    write_shard(folder, 2, fields_of(1, slots=5))
-
-
-def _other_dtype(folder: Path) -> None:
-    for index, rows in enumerate((2, 2, 1)):
-        write_shard(folder, index, fields_of(rows, dtype=torch.bfloat16))
-
-
-def _other_form(folder: Path) -> None:
-    for index, rows in enumerate((2, 2, 1)):
-        write_shard(folder, index, fields_of(rows, topk=3))
-
-
-def _cut(folder: Path) -> None:
-    os.truncate(shard_path(folder, 1), os.path.getsize(shard_path(folder, 1)) - 1)
-
-
-def _other_version(folder: Path) -> None:
-    write_manifest(folder, manifest_of(samples=5, shard_size=2) | {"format_version": 3})
-
-
-def _no_json(folder: Path) -> None:
-    (folder / "manifest.json").write_text("{")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (_missing, r"declares 5 samples \(3 shards\) but found 2 shard files \(shard indices \[0, 2\]\)"),
-        (_gap, r"declares 5 samples \(3 shards\) but found 3 shard files \(shard indices \[0, 1, 3\]\)"),
-        (_short, r"shard-000001\.safetensors: 1 samples, expected 2 of the manifest's 5"),
-        (_wide, r"shard-000002\.safetensors: .* expected .* as in shard 0"),
-        (_other_dtype, r"shard-000000\.safetensors: aux_hidden_states is torch.bfloat16"),
-        (_other_form, r"shard-000000\.safetensors: has no target_probs, but"),
-        (_cut, r"shard-000001\.safetensors: [\d,]+ bytes, expected .* its header states"),
-        (_other_version, r"has format_version=3, expected 1 or 2\. Regenerate the cache"),
-        (_no_json, r"manifest\.json: not JSON .*expected the manifest of an EAGLE-3 cache"),
-    ],
-)
-def test_what_is_not_as_the_manifest_says_is_refused_when_the_cache_is_opened(
-    folder: Path, damage: Callable[[Path], None], message: str
-) -> None:
+@pytest.mark.parametrize("message", DAMAGES)
+def test_what_is_not_as_the_manifest_says_is_refused_when_the_cache_is_opened(folder: Path, message: str) -> None:
     write_cache(folder, samples=5, shard_size=2)
-    damage(folder)
+    DAMAGES[message](folder)
     with pytest.raises(CacheError, match=message):
         CachedEagle3Dataset(folder)
 
 
-def test_missing_files_are_named(folder: Path) -> None:
-    with pytest.raises(
-        FileNotFoundError, match=r"EAGLE-3 cache manifest not found at .*manifest\.json\. Was the cache"
-    ):
+def test_missing_files_are_named_and_names_that_only_look_like_shards_passed_over(folder: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"manifest not found at .*manifest\.json\. Was the cache"):
         CachedEagle3Dataset(folder)
     with pytest.raises(FileNotFoundError, match="must include the target embeddings so the draft can"):
         cache.read_target_embeddings(str(folder))
     assert cache.existing_shard_indices(str(folder / "nowhere")) == set()
+    write_cache(folder, samples=2, shard_size=2)
+    for name in ("shard-00000\u0661.safetensors", "shard-000001.safetensors\n", "shard-000001.safetensors.tmp"):
+        (folder / name).touch()
+    assert cache.existing_shard_indices(folder) == {0}
+    assert len(CachedEagle3Dataset(folder)) == 2
 
 
 def test_keys_that_came_later_and_keys_that_are_missing_do_no_harm(folder: Path) -> None:
@@ -350,10 +295,7 @@ def test_keys_that_came_later_and_keys_that_are_missing_do_no_harm(folder: Path)
         (lambda f: f.pop("loss_mask"), r"missing required cache fields: \['loss_mask'\]"),
         (lambda f: f.update(position_mask=f["position_mask"][:, :, 0]), "position_mask"),
         (lambda f: f.update(input_ids=f["input_ids"][0]), r"input_ids, aux_hidden_states and target_probs are \[4\]"),
-        (
-            lambda f: f.update(loss_mask=f["loss_mask"][:1]),
-            r"loss_mask is torch.int64 \[1, 4\], expected torch.int64 \[2, 4\]",
-        ),
+        (lambda f: f.update(loss_mask=f["loss_mask"][:1]), r"is torch.int64 \[1, 4\], expected torch.int64 \[2, 4\]"),
         (lambda f: f.update(loss_mask=f["loss_mask"].to(torch.float64)), "float64"),
     ],
 )
@@ -367,22 +309,18 @@ def test_a_shard_that_a_reader_would_refuse_is_not_written(
     assert not [name for name in os.listdir(folder) if "shard" in name]
 
 
-def test_embeddings_of_another_form_are_refused(folder: Path) -> None:
-    for weight in (torch.zeros(5, 3, dtype=torch.bfloat16), torch.zeros(5)):
-        save_file({"weight": weight}, folder / "target_embeddings.safetensors")
-        with pytest.raises(CacheError, match=r"expected weight \[V, H\] of torch.float32"):
-            cache.read_target_embeddings(folder)
-
-
-def test_embeddings_are_float32_whatever_they_were(folder: Path) -> None:
+def test_embeddings_are_float32_whatever_they_were_and_of_two_dimensions(folder: Path) -> None:
     weight = torch.randn(5, 3).to(torch.bfloat16).requires_grad_()
     path = cache.write_target_embeddings(str(folder), weight)
     assert path == str(folder / "target_embeddings.safetensors")
     read = cache.read_target_embeddings(str(folder))
-    assert read.dtype == torch.float32
-    assert torch.equal(read, weight.detach().float())
+    assert read.dtype == torch.float32 and torch.equal(read, weight.detach().float())
     save_file({"weight": weight.detach().float()}, folder / "theirs")
     assert (folder / "theirs").read_bytes() == Path(path).read_bytes()
+    for wrong in (torch.zeros(5, 3, dtype=torch.bfloat16), torch.zeros(5)):
+        save_file({"weight": wrong}, path)
+        with pytest.raises(CacheError, match=r"expected weight \[V, H\] of torch.float32"):
+            cache.read_target_embeddings(folder)
 
 
 def test_a_failed_write_leaves_what_was_there(folder: Path) -> None:

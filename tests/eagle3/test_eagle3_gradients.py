@@ -8,8 +8,6 @@ The draft is a minimal one, written here: embeddings that start from the target'
 one attention layer, a head over the draft's tokens, and test-time training of three steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.eagle3_runs import Row
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -27,8 +26,7 @@ from niels_gpt.eagle3.format.plan import Plan, make_plan
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.produce.producer import produce
 from niels_gpt.eagle3.produce.supervision import draft_distribution
-from niels_gpt.eagle3.target import HFEagle3TargetModel, load_target, write_small_target
-from niels_gpt.tokenizer import SentencePieceTokenizer
+from niels_gpt.eagle3.target import HFEagle3TargetModel, load_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the plan says: with another number sums differ
 
@@ -113,21 +111,13 @@ def assert_same(found: Learnt, expected: Learnt, *, within: float = 0.0) -> None
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> nn.Module:
-    folder = write_small_target(tmp_path_factory.mktemp("target") / "small", tiny_tokenizer)
-    return load_target(str(folder), revision=None, dtype=torch.float32, attention="sdpa", device="cpu")
+def llama(model: Path) -> nn.Module:
+    return load_target(str(model), revision=None, dtype=torch.float32, attention="sdpa", device="cpu")
 
 
 @pytest.fixture(scope="module")
 def samples() -> Samples:
     chance = np.random.default_rng(0)
-
-    @dataclass
-    class Row:
-        id: str
-        input_ids: Any
-        loss_mask: Any
-
     return Samples.of_rows(
         Row(f"chat-{n}", chance.integers(4, VOCAB, length), chance.integers(0, 4, length) > 0)
         for n, length in enumerate(LENGTHS)
@@ -149,15 +139,8 @@ def plan_of(samples: Samples, *, dtype: str = "fp32", **other: Any) -> Plan:
         "selected_token_ids": torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:DRAFT_VOCAB].tolist(),
         **other,
     }
-    run = {
-        "device": "cpu",
-        "processor": "any",
-        "compute_dtype": "fp32",
-        "attention": "sdpa",
-        "threads": 1,
-        "torch": torch.__version__,
-        "transformers": "any",
-    }
+    run = {"device": "cpu", "processor": "any", "compute_dtype": "fp32", "attention": "sdpa", "threads": 1}
+    run |= {"torch": torch.__version__, "transformers": "any"}
     return make_plan(
         manifest,
         samples,
@@ -171,31 +154,21 @@ def plan_of(samples: Samples, *, dtype: str = "fp32", **other: Any) -> Plan:
     )
 
 
-def padded(rows: Sequence[Any], width: int, value: int) -> Tensor:
-    return torch.stack(
-        [
-            functional.pad(torch.as_tensor(np.array(row), dtype=torch.int64), (0, width - len(row)), value=value)
-            for row in rows
-        ]
-    )
-
-
-def live(model: nn.Module, plan: Plan, samples: Samples, chosen: Sequence[int], width: int) -> Batch:
+def live(llama: nn.Module, plan: Plan, samples: Samples, chosen: Sequence[int], width: int) -> Batch:
     """Run the target over some samples; returns what a trainer takes, [B, width, ...]."""
     ids, masks = zip(*(samples.row(index) for index in chosen), strict=True)
-    attention = padded([np.ones_like(row) for row in ids], width, 0)
-    out = HFEagle3TargetModel(model, LAYERS).generate_batch(padded(ids, width, PAD), attention, padded(masks, width, 0))
+
+    def padded(rows: Sequence[Any], value: int = 0) -> Tensor:
+        wide = [np.pad(row.astype(np.int64), (0, width - len(row)), constant_values=value) for row in rows]
+        return torch.from_numpy(np.stack(wide))
+
+    given = padded(ids, PAD), padded([np.ones_like(row) for row in ids]), padded(masks)
+    out = HFEagle3TargetModel(llama, LAYERS).generate_batch(*given)
     selected = torch.tensor(plan.manifest["selected_token_ids"])
     known = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, selected, True)
     probs, position_mask = draft_distribution(out.logits, out.loss_mask, selected, known)
-    return {
-        "input_ids": out.input_ids,
-        "attention_mask": out.attention_mask,
-        "loss_mask": out.loss_mask,
-        "aux_hidden_states": out.aux_hidden_states,
-        "target_probs": probs,
-        "position_mask": position_mask,
-    }
+    kept = {name: value for name, value in vars(out).items() if name != "logits"}
+    return {**kept, "target_probs": probs, "position_mask": position_mask}
 
 
 def planned(plan: Plan) -> list[tuple[int, list[int]]]:
@@ -204,15 +177,11 @@ def planned(plan: Plan) -> list[tuple[int, list[int]]]:
     ]
 
 
-def to_all_slots(tensor: Tensor) -> Tensor:
-    return functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, SLOTS - tensor.shape[1]))
-
-
 def regrouped(batches: Sequence[tuple[list[int], Batch]]) -> list[Batch]:
     """Pad rows to all slots with zeros and give them out in the order of the samples, TRAINING_BATCH at a time."""
     rows: dict[int, Batch] = {}
     for chosen, batch in batches:
-        whole = {name: to_all_slots(tensor) for name, tensor in batch.items()}
+        whole = {n: functional.pad(t, (0, 0) * (t.dim() - 2) + (0, SLOTS - t.shape[1])) for n, t in batch.items()}
         rows |= {index: {name: tensor[row] for name, tensor in whole.items()} for row, index in enumerate(chosen)}
     ordered = [rows[index] for index in range(len(LENGTHS))]
     return [collated(ordered[begin : begin + TRAINING_BATCH]) for begin in range(0, len(ordered), TRAINING_BATCH)]
@@ -223,19 +192,19 @@ def collated(rows: Sequence[Batch]) -> Batch:
 
 
 @pytest.fixture(scope="module")
-def expected(model: nn.Module, samples: Samples) -> Learnt:
+def expected(llama: nn.Module, samples: Samples) -> Learnt:
     """What the draft learns from the live target, run in the planned batches."""
     plan = plan_of(samples)
     assert len({width for width, _ in planned(plan)}) > 2 and any(width < SLOTS for width, _ in planned(plan))
-    batches = [(rows, live(model, plan, samples, rows, width)) for width, rows in planned(plan)]
+    batches = [(rows, live(llama, plan, samples, rows, width)) for width, rows in planned(plan)]
     assert sum(int(batch["position_mask"].sum()) for _, batch in batches) > 30
-    return learnt(model.get_input_embeddings().weight, regrouped(batches))  # type: ignore[operator]
+    return learnt(llama.get_input_embeddings().weight, regrouped(batches))  # type: ignore[operator]
 
 
-def from_cache(folder: Path, plan: Plan, samples: Samples, model: nn.Module) -> Learnt:
+def from_cache(folder: Path, plan: Plan, samples: Samples, llama: nn.Module) -> Learnt:
     """Produce a cache, unless it is there, and train on it through the project's own loader."""
     if not folder.exists():
-        produce(folder, plan, samples, lambda device: model)
+        produce(folder, plan, samples, lambda device: llama)
     loader = build_cached_eagle3_dataloader(cache_dir=str(folder), batch_size=TRAINING_BATCH, shuffle=False)
     return learnt(read_target_embeddings(str(folder)), list(loader))
 
@@ -244,68 +213,58 @@ def from_cache(folder: Path, plan: Plan, samples: Samples, model: nn.Module) -> 
 
 
 def test_gradients_from_a_cache_of_version_1_and_2_are_those_of_the_live_target_bit_for_bit(
-    tmp_path: Path, model: nn.Module, samples: Samples, expected: Learnt
+    tmp_path: Path, llama: nn.Module, samples: Samples, expected: Learnt
 ) -> None:
     plan = plan_of(samples)
-    assert_same(from_cache(tmp_path / "cache", plan, samples, model), expected)
+    assert_same(from_cache(tmp_path / "cache", plan, samples, llama), expected)
     convert(str(tmp_path / "cache"), 2)
     assert CachedEagle3Dataset(str(tmp_path / "cache")).manifest["format_version"] == 2
-    assert_same(from_cache(tmp_path / "cache", plan, samples, model), expected)
+    assert_same(from_cache(tmp_path / "cache", plan, samples, llama), expected)
 
 
 def test_a_target_run_in_other_batches_gives_the_same_gradients_but_for_rounding(
-    tmp_path: Path, model: nn.Module, samples: Samples
+    tmp_path: Path, llama: nn.Module, samples: Samples
 ) -> None:
     plan = plan_of(samples)
-    alone = [([index], live(model, plan, samples, [index], length)) for index, length in enumerate(LENGTHS)]
-    by_itself = learnt(model.get_input_embeddings().weight, regrouped(alone))  # type: ignore[operator]
-    assert_same(from_cache(tmp_path / "cache", plan, samples, model), by_itself, within=1e-5)
+    alone = [([index], live(llama, plan, samples, [index], length)) for index, length in enumerate(LENGTHS)]
+    by_itself = learnt(llama.get_input_embeddings().weight, regrouped(alone))  # type: ignore[operator]
+    assert_same(from_cache(tmp_path / "cache", plan, samples, llama), by_itself, within=1e-5)
 
 
-def test_the_padding_of_the_cache_teaches_nothing(tmp_path: Path, model: nn.Module, samples: Samples) -> None:
+def test_the_padding_of_the_cache_teaches_nothing(tmp_path: Path, llama: nn.Module, samples: Samples) -> None:
     plan = plan_of(samples)
-    produce(tmp_path / "cache", plan, samples, lambda device: model)
+    produce(tmp_path / "cache", plan, samples, lambda device: llama)
     dataset = CachedEagle3Dataset(str(tmp_path / "cache"))
-    narrow = [live(model, plan, samples, rows, width) for width, rows in planned(plan)]
+    narrow = [live(llama, plan, samples, rows, width) for width, rows in planned(plan)]
     wide = [collated([dataset[index] for index in rows]) for _, rows in planned(plan)]
     embeddings = read_target_embeddings(str(tmp_path / "cache"))
     assert_same(learnt(embeddings, wide), learnt(embeddings, narrow), within=1e-6)
 
 
 def test_a_cache_in_bf16_gives_gradients_within_half_a_hundredth(
-    tmp_path: Path, model: nn.Module, samples: Samples, expected: Learnt
+    tmp_path: Path, llama: nn.Module, samples: Samples, expected: Learnt
 ) -> None:
-    found = from_cache(tmp_path / "cache", plan_of(samples, dtype="bf16"), samples, model)
+    found = from_cache(tmp_path / "cache", plan_of(samples, dtype="bf16"), samples, llama)
     assert_same(found, expected, within=5e-3)  # rounding to 8 bits, 1.2e-3 here
     with pytest.raises(AssertionError, match="the gradient of"):
         assert_same(found, expected, within=1e-5)
 
 
-def test_a_cache_of_the_layers_above_fails(
-    tmp_path: Path, model: nn.Module, samples: Samples, expected: Learnt
+@pytest.mark.parametrize("wrong", ["the layers above", "a loss mask that is not shifted", "draft ids in another order"])
+def test_a_cache_that_is_wrong_fails(
+    tmp_path: Path, llama: nn.Module, samples: Samples, expected: Learnt, wrong: str
 ) -> None:
-    shifted = plan_of(samples, aux_layer_ids=[layer + 1 for layer in LAYERS])
-    assert_fails(from_cache(tmp_path / "cache", shifted, samples, model), expected)
-
-
-def test_a_cache_whose_loss_mask_is_not_shifted_fails(
-    tmp_path: Path, model: nn.Module, samples: Samples, expected: Learnt
-) -> None:
-    late = np.concatenate([np.roll(samples.row(index)[1], 1) for index in range(len(samples))])
-    samples = replace(samples, loss_mask=late)  # shifted by the producer, they are where the raw masks were
-    assert_fails(from_cache(tmp_path / "cache", plan_of(samples), samples, model), expected)
-
-
-def test_a_cache_with_draft_ids_in_another_order_fails(
-    tmp_path: Path, model: nn.Module, samples: Samples, expected: Learnt
-) -> None:
-    order = plan_of(samples).manifest["selected_token_ids"]
-    permuted = plan_of(samples, selected_token_ids=[*order[1:], order[0]])
-    assert_fails(from_cache(tmp_path / "cache", permuted, samples, model), expected)
-
-
-def assert_fails(found: Learnt, expected: Learnt) -> None:
     """The check refuses it at twenty times what a bf16 cache is allowed; the losses differ by less than 0.1%."""
+    changed: dict[str, Any] = {}
+    if wrong == "the layers above":
+        changed = {"aux_layer_ids": [layer + 1 for layer in LAYERS]}
+    elif wrong == "draft ids in another order":
+        order = plan_of(samples).manifest["selected_token_ids"]
+        changed = {"selected_token_ids": [*order[1:], order[0]]}
+    else:
+        late = np.concatenate([np.roll(samples.row(index)[1], 1) for index in range(len(samples))])
+        samples = replace(samples, loss_mask=late)  # shifted by the producer, they are where the raw masks were
+    found = from_cache(tmp_path / "cache", plan_of(samples, **changed), samples, llama)
     with pytest.raises(AssertionError, match=r"the loss moved by .*, the gradient of .* allowed: 1e-01"):
         assert_same(found, expected, within=0.1)
     assert abs(found.loss - expected.loss) / expected.loss < 1e-3

@@ -1,7 +1,5 @@
 """Nothing outside the folder of an EAGLE-3 cache is read, written or removed: links are refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +7,12 @@ from pathlib import Path
 import pytest
 from support import eagle3_runs
 from support.eagle3_damage import copy_of
-from support.small_eagle3 import write_cache
+from support.small_eagle3 import fields_of
 
 from niels_gpt.commands.eagle3 import main
 from niels_gpt.eagle3.cache import (
     CachedEagle3Dataset,
     build_cached_eagle3_dataloader,
-    convert,
     read_manifest,
     read_target_embeddings,
     write_manifest,
@@ -61,43 +58,9 @@ def test_a_sidecar_that_is_a_link_is_neither_written_nor_cleaned(cache: Path, re
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in outside.iterdir()}
     with pytest.raises(CacheError, match=r"sidecar: a symbolic link"):
         eagle3_runs.run(cache, resume=resume)
+    with pytest.raises(CacheError, match="a symbolic link"):
+        write_shard(cache, 3, fields_of(2))
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in outside.iterdir()} == before
-
-
-FILES = ["manifest.json", "meta.json", "target_embeddings.safetensors", "shard-000001.safetensors"]
-IN_SIDECAR = ["plan.json", "samples.safetensors", "shard-000001.json", "embeddings.json", "lock"]
-
-
-@pytest.mark.parametrize("name", [*FILES, *(f"sidecar/{name}" for name in IN_SIDECAR)])
-def test_no_file_is_continued_through_a_link(cache: Path, name: str) -> None:
-    (cache / "sidecar" / "lock").touch()
-    outside = linked_elsewhere(cache, name)
-    before = outside.read_bytes()
-    with pytest.raises(CacheError, match=f"{Path(name).name}: a symbolic link"):
-        eagle3_runs.run(cache, resume=True)
-    with pytest.raises(CacheError, match="a symbolic link"):
-        convert(cache, 2)
-    assert outside.read_bytes() == before and (cache / name).is_symlink()
-
-
-def test_what_has_the_name_of_a_temporary_file_and_is_none_of_ours_stays(cache: Path) -> None:
-    (cache / ".notes.0123abcd.tmp").write_text("somebody's")
-    (cache / ".meta.json.0123abcd.tmp").mkdir()
-    (cache / ".meta.json.0123abcd.tmp" / "notes").write_text("somebody's")
-    (cache / ".meta.json.76543210.tmp").write_text("of a writer that was killed")
-    (cache / "meta.json").unlink()
-    eagle3_runs.run(cache, resume=True)
-    assert (cache / ".notes.0123abcd.tmp").is_file() and (cache / ".meta.json.0123abcd.tmp" / "notes").is_file()
-    assert not (cache / ".meta.json.76543210.tmp").exists()
-
-
-def test_a_shard_is_not_written_beside_a_linked_sidecar(tmp_path: Path) -> None:
-    fields = write_cache(tmp_path / "c", samples=2, shard_size=2)
-    outside = linked_elsewhere(tmp_path / "c", "sidecar")
-    before = {path: path.read_bytes() for path in outside.iterdir()}
-    with pytest.raises(CacheError, match="a symbolic link"):
-        write_shard(tmp_path / "c", 1, fields)
-    assert {path: path.read_bytes() for path in outside.iterdir()} == before
 
 
 READERS: dict[str, Callable[[Path, bool], object]] = {
@@ -119,28 +82,19 @@ def test_a_snapshot_of_the_hub_is_read_on_request_and_refused_else(
     assert str(found) == str(expected)
 
 
+def test_every_check_names_a_shard_that_is_a_link(cache: Path) -> None:
+    linked_elsewhere(cache, "shard-000001.safetensors")
+    for name in ("complete", "checksums", "finite", "ids_match", "distribution"):
+        (found,) = verify(cache, names=[name])[name].problems
+        assert f"{cache}/shard-000001.safetensors: a symbolic link" in found
+
+
 def test_verify_follows_links_on_request(snapshot: Path) -> None:
     found = verify(snapshot, follow_links=True)
     assert not [problem for verdict in found.values() for problem in verdict.problems]
     plan = json.loads((snapshot / "sidecar" / "plan.json").read_text())
     target = Target(plan["target"], eagle3_runs.load, plan["run"])
     assert recomputed(snapshot, target, k=2, follow_links=True).problems == []
-
-
-def test_verify_names_a_shard_that_is_a_link(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    linked_elsewhere(cache, "shard-000001.safetensors")
-    assert main(["verify", str(cache)]) == 1
-    assert f"{cache}/shard-000001.safetensors: a symbolic link" in capsys.readouterr().out
-    for name in ("complete", "checksums", "finite", "ids_match", "distribution"):
-        assert verify(cache, names=[name])[name].problems, name
-    assert main(["verify", str(cache), "--follow-links"]) == 0
-
-
-@pytest.mark.parametrize("name", ["sidecar", "sidecar/plan.json", "sidecar/samples.safetensors", "meta.json"])
-def test_verify_names_every_other_link(cache: Path, name: str) -> None:
-    linked_elsewhere(cache, name)
-    found = [problem for verdict in verify(cache).values() for problem in verdict.problems]
-    assert any("a symbolic link" in problem for problem in found)
 
 
 def test_every_command_reads_a_snapshot_on_request(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """python -m niels_gpt.eagle3: what is printed, and the exit statuses."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -17,36 +15,28 @@ from niels_gpt.commands import precompute
 from niels_gpt.commands.eagle3 import main
 from niels_gpt.eagle3.format.layout import shard_path
 from niels_gpt.eagle3.target import write_small_target
-from niels_gpt.tokenizer import load_tokenizer
+from niels_gpt.tokenizer import SentencePieceTokenizer
 
 WORDS = "The heron walks to the river and finds pebbles, for the mill is windy today."
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory, tiny_model_path: Path) -> Path:
-    """A small Llama with the tests' tokenizer."""
-    return write_small_target(tmp_path_factory.mktemp("target") / "small", load_tokenizer(tiny_model_path))
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     """A cache of nine chats in three shards, made by the command of the producer."""
     folder = tmp_path_factory.mktemp("made")
     with open(folder / "chats.jsonl", "w", encoding="utf-8") as file:
         for number in range(9):
-            turns = [
-                {"role": "user", "content": WORDS[: 9 + 7 * number]},
-                {"role": "assistant", "content": WORDS[number:]},
-            ]
+            said = {"user": WORDS[: 9 + 7 * number], "assistant": WORDS[number:]}
+            turns = [{"role": role, "content": text} for role, text in said.items()]
             file.write(json.dumps({"id": f"chat {number}", "messages": turns}) + "\n")
-    produce(target, folder, folder / "cache")
+    produce(model, folder, folder / "cache")
     return folder / "cache"
 
 
-def produce(target: Path, folder: Path, cache: Path, *flags: str) -> None:
+def produce(model: Path, folder: Path, cache: Path, *flags: str) -> None:
     """Make a cache of the chats in a folder, or what is missing of it."""
     form = ["--seq-length", "128", "--shard-size", "4", "--draft-vocab-size", "60", "--device", "cpu", "--threads", "1"]
-    paths = ["--target-model", str(target), "--input-data", str(folder / "chats.jsonl"), "--output-dir", str(cache)]
+    paths = ["--target-model", str(model), "--input-data", str(folder / "chats.jsonl"), "--output-dir", str(cache)]
     assert precompute.main([*paths, *form, *flags]) == 0
 
 
@@ -56,7 +46,12 @@ def cache(made: Path, tmp_path: Path) -> Path:
     return copy_of(made, tmp_path)
 
 
-def test_verify_says_what_was_checked_and_what_was_not(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_says_what_was_checked_and_what_was_not(
+    made: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(made), "--target", str(model), "-k", "3", "--seed", "5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recomputed"] == {"problems": [], "note": None, "remarks": [], "figures": ""}
     assert main(["verify", str(made)]) == 0
     said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
     assert list(said) == ["complete", "checksums", "finite", "ids_match", "distribution", "positions", "recomputed"]
@@ -64,15 +59,16 @@ def test_verify_says_what_was_checked_and_what_was_not(made: Path, capsys: pytes
     assert set(said.values()) == {"ok", "not made: name the target with --target"}
 
 
-def test_verify_with_the_target_runs_samples_through_it(
-    made: Path, target: Path, capsys: pytest.CaptureFixture[str]
+def test_verify_names_the_damage_and_exits_with_1_and_what_to_do_helps(
+    made: Path, cache: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["verify", str(made), "--target", str(target), "-k", "3", "--seed", "5", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["recomputed"] == {"problems": [], "note": None, "remarks": [], "figures": ""}
-
-
-def test_verify_names_the_damage_and_exits_with_1(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (cache / "sidecar" / "plan.json").unlink()
+    assert main(["verify", str(cache)]) == 1
+    assert "Run the same precompute command with --resume, which writes it again" in capsys.readouterr().out
+    produce(model, made.parent, cache, "--resume")
+    (cache / "sidecar" / "notes").touch()  # does not belong there and is no damage
+    assert main(["verify", str(cache)]) == 0
+    assert f"  complete      ok\n    note: {cache}/sidecar/notes: no file of a cache" in capsys.readouterr().out
     flip_bit(Path(shard_path(cache, 1)), -1 - 3 * 128)
     assert main(["verify", str(cache)]) == 1
     out = capsys.readouterr().out
@@ -83,9 +79,9 @@ def test_verify_names_the_damage_and_exits_with_1(cache: Path, capsys: pytest.Ca
 
 
 def test_verify_refuses_another_target(
-    made: Path, tmp_path: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+    made: Path, tmp_path: Path, tiny_tokenizer: SentencePieceTokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = write_small_target(tmp_path / "other", load_tokenizer(tiny_model_path), seed=1)
+    other = write_small_target(tmp_path / "other", tiny_tokenizer, seed=1)
     assert main(["verify", str(made), "--target", str(other)]) == 1
     out = capsys.readouterr().out
     assert "made from another target: weights_sha256 of " in out and str(other) in out
@@ -109,8 +105,8 @@ def test_inspect_prints_the_form_and_where_it_came_from(made: Path, capsys: pyte
     assert found["layout"]["target_probs"] == ["bfloat16", [128, 60]]
 
 
-def test_inspect_prints_the_slots_of_a_sample(made: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(made), "--sample", "5", "--tokenizer", str(target), "--slots", "100"]) == 0
+def test_inspect_prints_the_slots_of_a_sample(made: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(made), "--sample", "5", "--tokenizer", str(model), "--slots", "100"]) == 0
     heading, columns, *rows = capsys.readouterr().out.splitlines()
     assert heading.startswith("sample 5 (") and "chat 5" in heading
     assert columns.split("  ")[0] == "slot" and columns.endswith("norm 4")
@@ -138,14 +134,14 @@ def test_inspect_refuses_what_is_not_there(
 
 
 def test_convert_changes_the_manifest_alone_and_back(
-    cache: Path, target: Path, capsys: pytest.CaptureFixture[str]
+    cache: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
     assert main(["convert", str(cache), "--format-version", "2"]) == 0
     assert "now version 2: manifest.json was rewritten" in capsys.readouterr().out
     changed = {path.name for path, content in before.items() if path.read_bytes() != content}
     assert changed == {"manifest.json", "meta.json"}
-    assert main(["verify", str(cache), "--target", str(target), "-k", "1"]) == 0
+    assert main(["verify", str(cache), "--target", str(model), "-k", "1"]) == 0
     capsys.readouterr()
     assert main(["convert", str(cache), "--format-version", "2"]) == 0
     assert "is version 2 already; nothing was written" in capsys.readouterr().out
@@ -153,7 +149,9 @@ def test_convert_changes_the_manifest_alone_and_back(
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_stats_counts_and_draws(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_counts_and_draws(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["stats", str(made), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     meta = json.loads((made / "meta.json").read_text())
@@ -167,6 +165,11 @@ def test_stats_counts_and_draws(made: Path, tmp_path: Path, capsys: pytest.Captu
     assert found["entropy_nats"]["slots"] == meta["totals"]["positions"]
     assert 0 < found["entropy_nats"]["p0"] <= found["entropy_nats"]["p100"] < 4.1, "below the logarithm of 60"
     assert list(found["aux_norms"]) == ["1", "3", "4"]
+    assert main(["stats", str(made)]) == 0
+    said = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    sizes = [path.stat() for path in made.glob("shard-*.safetensors")]
+    assert said["bytes of the files"].startswith(f"{sum(size.st_size for size in sizes):,} (")
+    assert said["on disk, without holes"].startswith(f"{sum(size.st_blocks * 512 for size in sizes):,} (")
     picture = tmp_path / "stats.png"
     assert main(["stats", str(made), "--plot", str(picture)]) == 0
     assert "mass in the draft vocabulary" in capsys.readouterr().out
@@ -176,41 +179,11 @@ def test_stats_counts_and_draws(made: Path, tmp_path: Path, capsys: pytest.Captu
     assert main(["stats", str(made), "--plot", str(picture)]) == 0
     assert picture.read_bytes() == first
     assert main(["stats", str(made), "--plot", str(tmp_path / "stats.pdf")]) == 1
-
-
-def test_stats_tells_the_bytes_of_the_files_from_those_on_disk(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stats", str(made)]) == 0
-    said = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    sizes = [path.stat() for path in made.glob("shard-*.safetensors")]
-    assert said["bytes of the files"].startswith(f"{sum(size.st_size for size in sizes):,} (")
-    assert said["on disk, without holes"].startswith(f"{sum(size.st_blocks * 512 for size in sizes):,} (")
-
-
-def test_stats_looks_for_the_folder_of_its_picture_before_it_reads(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     monkeypatch.setattr("niels_gpt.eagle3.inspect.stats.stats", lambda *_, **__: pytest.fail("the cache was read"))
+    capsys.readouterr()
     picture = tmp_path / "none" / "x.png"
     assert main(["stats", str(made), "--plot", str(picture)]) == 1
     assert capsys.readouterr().err == f"error: {picture}: no folder {picture.parent} to draw it in. Make it first\n"
-
-
-def test_verify_prints_what_does_not_belong_there_and_is_no_damage(
-    cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (cache / "sidecar" / "notes").touch()
-    assert main(["verify", str(cache)]) == 0
-    assert f"  complete      ok\n    note: {cache}/sidecar/notes: no file of a cache" in capsys.readouterr().out
-
-
-def test_a_lost_plan_is_written_again_as_verify_says(
-    made: Path, cache: Path, target: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (cache / "sidecar" / "plan.json").unlink()
-    assert main(["verify", str(cache)]) == 1
-    assert "Run the same precompute command with --resume, which writes it again" in capsys.readouterr().out
-    produce(target, made.parent, cache, "--resume")
-    assert main(["verify", str(cache)]) == 0
 
 
 def test_a_folder_that_is_no_cache_is_an_error_and_a_wrong_flag_one_of_usage(

@@ -1,7 +1,5 @@
 """Target models by folder and by hub id: what is known before they are loaded, the loading, and the sample's own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -23,15 +21,10 @@ transformers = pytest.importorskip("transformers", reason="running a target need
 FILES = {"config.json", "model.safetensors", "spm.model"}
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> Path:
-    return write_small_target(tmp_path_factory.mktemp("target") / "small", tiny_tokenizer)
-
-
 @pytest.fixture
-def own(small: Path, tmp_path: Path) -> Path:
+def own(model: Path, tmp_path: Path) -> Path:
     """A copy that a test may damage."""
-    shutil.copytree(small, tmp_path / "own")
+    shutil.copytree(model, tmp_path / "own")
     return tmp_path / "own"
 
 
@@ -39,15 +32,10 @@ def opened(folder: Path | str, revision: str | None = None, dtype: torch.dtype =
     return load_target(str(folder), revision=revision, dtype=dtype, attention="sdpa", device="cpu")
 
 
-def change_config(folder: Path, **values: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
 # --- the small target -------------------------------------------------------------------------------------------------
 
 
-def test_the_small_target_has_the_same_bytes_in_every_process(small: Path, tmp_path: Path) -> None:
+def test_the_small_target_has_the_same_bytes_in_every_process(model: Path, tmp_path: Path) -> None:
     program = (
         "import sys, torch\n"
         "from niels_gpt.eagle3.target import write_small_target\n"
@@ -58,34 +46,33 @@ def test_the_small_target_has_the_same_bytes_in_every_process(small: Path, tmp_p
     )
     command = [sys.executable, "-c", program]
     for number in ("1", "2"):
-        subprocess.run([*command, str(tmp_path / number), str(small), number], check=True)
-        assert {path.name: path.read_bytes() for path in (tmp_path / number).iterdir()} == {
-            path.name: path.read_bytes() for path in small.iterdir()
-        }
+        subprocess.run([*command, str(tmp_path / number), str(model), number], check=True)
+        made, expected = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in (tmp_path / number, model))
+        assert made == expected
 
 
-def test_the_small_target_depends_on_its_seed_and_leaves_torchs_own_generator_alone(
-    small: Path, tmp_path: Path, tiny_tokenizer: SentencePieceTokenizer
+def test_the_small_target_is_a_frozen_llama_of_eight_layers_with_the_tokenizer_beside_it(
+    model: Path, tmp_path: Path, tiny_tokenizer: SentencePieceTokenizer
 ) -> None:
-    before = torch.get_rng_state()
-    write_small_target(tmp_path / "other", tiny_tokenizer, seed=1)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert sha256_file(tmp_path / "other" / "model.safetensors") != sha256_file(small / "model.safetensors")
-    assert sha256_file(tmp_path / "other" / "config.json") == sha256_file(small / "config.json")
-
-
-def test_the_small_target_is_a_llama_of_eight_layers_with_the_tokenizer_beside_it(
-    small: Path, tiny_tokenizer: SentencePieceTokenizer
-) -> None:
-    assert {path.name for path in small.iterdir()} == FILES
-    model = opened(small)
-    assert isinstance(model, transformers.LlamaForCausalLM) and model.config.vocab_size == tiny_tokenizer.vocab_size
-    assert HFEagle3TargetModel(model).aux_layer_ids == [1, 3, 4]
-    assert load_tokenizer(small).sha256 == tiny_tokenizer.sha256
-    assert model.state_dict().keys() == load_file(small / "model.safetensors").keys()
+    assert {path.name for path in model.iterdir()} == FILES
+    llama = opened(model)
+    assert isinstance(llama, transformers.LlamaForCausalLM) and llama.config.vocab_size == tiny_tokenizer.vocab_size
+    assert HFEagle3TargetModel(llama).aux_layer_ids == [1, 3, 4]
+    assert load_tokenizer(model).sha256 == tiny_tokenizer.sha256
+    assert llama.state_dict().keys() == load_file(model / "model.safetensors").keys()
     with torch.no_grad():
-        logits = model(torch.arange(20)[None]).logits[0]
+        logits = llama(torch.arange(20)[None]).logits[0]
     assert len(set(logits.argmax(-1).tolist())) > 5 and 0.5 < logits.std() < 2
+    before = torch.get_rng_state()
+    other = write_small_target(tmp_path / "other", tiny_tokenizer, seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert sha256_file(other / "model.safetensors") != sha256_file(model / "model.safetensors")
+    assert sha256_file(other / "config.json") == sha256_file(model / "config.json")
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = opened(model, dtype=dtype)
+        assert not loaded.training and not any(weight.requires_grad for weight in loaded.parameters())
+        assert {weight.dtype for weight in loaded.parameters()} == {dtype}
+        assert loaded.config._attn_implementation == "sdpa"
 
 
 def test_the_small_target_is_complete_or_absent(
@@ -127,31 +114,29 @@ def test_a_small_target_that_stands_is_kept_and_anything_else_is_not_overwritten
 # --- facts ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_facts_of_a_folder(small: Path) -> None:
-    facts = target_facts(str(small))
-    assert (facts.name, facts.revision, facts.model_type) == (str(small), None, "llama")
-    assert (facts.num_layers, facts.hidden_size, facts.vocab_size, facts.max_positions) == (8, 64, 389, 2048)
-    assert facts.config_sha256 == sha256_file(small / "config.json")
+TEXT = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 9, "max_position_embeddings": 32}
 
 
-def test_the_sizes_of_gpt2_have_names_of_their_own(tmp_path: Path) -> None:
-    config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=8, n_head=4, n_positions=64)
-    config.save_pretrained(tmp_path)
+def test_the_facts_of_a_folder_by_any_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = target_facts(str(model))
+    assert (facts.name, facts.revision, facts.model_type) == (str(model), None, "llama")
+    assert facts.config_sha256 == sha256_file(model / "config.json")
+    gpt2 = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=8, n_head=4, n_positions=64)  # has its own names
+    gemma = transformers.Gemma3Config(text_config={**TEXT, "num_attention_heads": 2})  # the sizes are those of its text
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
-    facts = target_facts(str(tmp_path))
-    assert (facts.num_layers, facts.hidden_size, facts.vocab_size, facts.max_positions) == (8, 16, 50, 64)
+    for config, sizes in ((None, (8, 64, 389, 2048)), (gpt2, (8, 16, 50, 64)), (gemma, (9, 16, 50, 32))):
+        if config is not None:
+            config.save_pretrained(tmp_path)
+            facts = target_facts(str(tmp_path))
+        assert (facts.num_layers, facts.hidden_size, facts.vocab_size, facts.max_positions) == sizes
+    monkeypatch.setenv("HOME", str(model.parent))
+    monkeypatch.chdir(model.parent)
+    for name in ("target", "./target", "~/target"):
+        assert target_facts(name).name == name and opened(name) is not None
 
 
-def test_the_sizes_of_a_multimodal_model_are_those_of_its_text(tmp_path: Path) -> None:
-    text = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 9, "max_position_embeddings": 32}
-    transformers.Gemma3Config(text_config={**text, "num_attention_heads": 2}).save_pretrained(tmp_path)
-    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
-    facts = target_facts(str(tmp_path))
-    assert (facts.num_layers, facts.hidden_size, facts.vocab_size, facts.max_positions) == (9, 16, 50, 32)
-
-
-def test_other_weights_are_another_target(own: Path, small: Path) -> None:
-    sums = [target_facts(str(folder)).weights_sha256 for folder in (small, own)]
+def test_other_weights_are_another_target(own: Path, model: Path) -> None:
+    sums = [target_facts(str(folder)).weights_sha256 for folder in (model, own)]
     assert sums[0] == sums[1]
     raw = bytearray((own / "model.safetensors").read_bytes())
     raw[-1] ^= 1
@@ -195,9 +180,9 @@ def test_a_config_of_something_else_is_named(config: str, said: str, own: Path) 
         target_facts(str(own))
 
 
-def test_without_transformers_it_says_what_to_install(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_it_says_what_to_install(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    for ask in (lambda: target_facts(str(small)), lambda: opened(small)):
+    for ask in (lambda: target_facts(str(model)), lambda: opened(model)):
         with pytest.raises(ImportError, match=r"pip install 'niels-gpt\[eagle3\]'"):
             ask()
 
@@ -215,21 +200,19 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_hub_model_is_known_by_its_commit_and_the_asked_revision_is_the_one_that_is_loaded(
-    offline: Path, small: Path, tmp_path: Path, tiny_tokenizer: SentencePieceTokenizer
+    offline: Path, model: Path, tmp_path: Path, tiny_tokenizer: SentencePieceTokenizer
 ) -> None:
     repository = offline / "models--somebody--small"
     commits = {"main": "a" * 40, "v1": "b" * 40}
-    shutil.copytree(small, repository / "snapshots" / commits["main"])
+    shutil.copytree(model, repository / "snapshots" / commits["main"])
     write_small_target(tmp_path / "older", tiny_tokenizer, seed=1)
     shutil.copytree(tmp_path / "older", repository / "snapshots" / commits["v1"])
     (repository / "refs").mkdir()
     for ref, commit in commits.items():
         (repository / "refs" / ref).write_text(commit)
-    for revision, commit, folder in (
-        (None, commits["main"], small),
-        ("v1", commits["v1"], tmp_path / "older"),
-        (commits["v1"], commits["v1"], tmp_path / "older"),
-    ):
+    older = tmp_path / "older"
+    for asked, ref, folder in ((None, "main", model), ("v1", "v1", older), (commits["v1"], "v1", older)):
+        revision, commit = asked, commits[ref]
         facts = target_facts("somebody/small", revision=revision)
         assert (facts.name, facts.revision, facts.weights_sha256) == ("somebody/small", commit, None)
         weights = opened("somebody/small", revision).state_dict()
@@ -240,26 +223,15 @@ def test_an_id_without_a_network_is_an_error_of_the_network(offline: Path) -> No
     for ask in (target_facts, opened):
         with pytest.raises(ConnectionError, match="somebody/unknown: no folder of that name, and the hub does not ans"):
             ask("somebody/unknown")
-
-
-def test_a_name_that_can_be_no_id_is_refused() -> None:
-    with pytest.raises(ValueError, match="a name!: no folder of that name"):
+    with pytest.raises(ValueError, match="a name!: no folder of that name"):  # it can be no id
         target_facts("a name!")
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_loaded_target_is_frozen_and_of_the_asked_dtype(small: Path, dtype: torch.dtype) -> None:
-    model = opened(small, dtype=dtype)
-    assert not model.training and not any(weight.requires_grad for weight in model.parameters())
-    assert {weight.dtype for weight in model.parameters()} == {dtype}
-    assert model.config._attn_implementation == "sdpa"
-
-
 def test_loading_prints_nothing_and_leaves_the_library_as_it_was(
-    small: Path, own: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    model: Path, own: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     from transformers.utils import logging
 
@@ -267,34 +239,33 @@ def test_loading_prints_nothing_and_leaves_the_library_as_it_was(
     weights = load_file(own / "model.safetensors")
     save_file({**weights, "left.over": torch.zeros(1)}, own / "model.safetensors", {"format": "pt"})
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    opened(small)
+    opened(model)
     opened(own)
     logging.remove_handler(caplog.handler)
     assert capfd.readouterr() == ("", "") and caplog.messages == []
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before == (logging.WARNING, True)
 
 
-def test_missing_weights_are_an_error_and_not_made_up(own: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "gone", "said"),
+    [
+        ({}, ["lm_head.weight", "model.layers.3.mlp.up_proj.weight"], "2 .* missing .such as lm_head.weight, model.l"),
+        ({"num_hidden_layers": 9}, [], r"9 of its weights are missing \(such as model.layers.8"),
+        ({"vocab_size": 390}, [], r"2 of its weights are of another shape \(such as lm_head.weight, model.e"),
+    ],
+)
+def test_weights_that_are_missing_or_of_another_shape_are_an_error_and_not_made_up(
+    own: Path, config: dict[str, int], gone: list[str], said: str
+) -> None:
     weights = load_file(own / "model.safetensors")
-    for name in ("lm_head.weight", "model.layers.3.mlp.up_proj.weight"):
-        del weights[name]
-    save_file(weights, own / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"own: 2 .* missing \(such as lm_head.weight, model.layers.3.mlp.up_proj"):
+    kept = {name: weight for name, weight in weights.items() if name not in gone}
+    save_file(kept, own / "model.safetensors", {"format": "pt"})
+    written = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps({**written, **config}))
+    with pytest.raises(ValueError, match=f"own: {said}"):
         opened(own)
-
-
-def test_more_layers_in_the_config_than_in_the_weights_are_an_error(own: Path) -> None:
-    change_config(own, num_hidden_layers=9)
-    with pytest.raises(ValueError, match=r"own: 9 of its weights are missing \(such as model.layers.8"):
-        opened(own)
-
-
-def test_weights_of_another_shape_are_an_error(own: Path) -> None:
-    change_config(own, vocab_size=390)
-    with pytest.raises(
-        ValueError, match=r"own: 2 of its weights are of another shape \(such as lm_head.weight, model.e"
-    ):
-        opened(own)
+    with pytest.raises(ValueError, match=r"its weights could not be loaded: .*of tomorrow"):
+        load_target(str(own), revision=None, dtype=torch.float32, attention="of tomorrow", device="cpu")
 
 
 @pytest.mark.parametrize("left", [0, 5, 2000, -1])
@@ -303,15 +274,3 @@ def test_a_file_of_weights_that_is_cut_off_is_an_error(left: int, own: Path) -> 
     path.write_bytes(path.read_bytes()[:left])
     with pytest.raises(ValueError, match="own: its weights could not be loaded"):
         opened(own)
-
-
-def test_an_attention_that_is_none_is_an_error(small: Path) -> None:
-    with pytest.raises(ValueError, match=r"its weights could not be loaded: .*of tomorrow"):
-        load_target(str(small), revision=None, dtype=torch.float32, attention="of tomorrow", device="cpu")
-
-
-def test_a_folder_is_named_from_here_and_from_home(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(small.parent))
-    monkeypatch.chdir(small.parent)
-    for name in ("small", "./small", "~/small", str(small)):
-        assert target_facts(name).name == name and opened(name) is not None

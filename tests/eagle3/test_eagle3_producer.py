@@ -244,16 +244,19 @@ def test_temporary_files_of_killed_writers_are_removed_and_nothing_else(tmp_path
     cache = tmp_path / "c"
     (cache / "sidecar").mkdir(parents=True)
     left = [cache / ".shard-000001.safetensors.0123abcd.tmp", cache / "sidecar" / ".shard-000000.json.89abcdef.tmp"]
-    mine = [cache / ".notes.tmp", cache / "shard.tmp", cache / "sidecar" / "notes"]
+    mine = [cache / ".notes.tmp", cache / ".notes.0123abcd.tmp", cache / "shard.tmp", cache / "sidecar" / "notes"]
     (cache / "sidecar" / "lock").touch()
     for path in left:
         path.write_bytes(b"x")
     run(cache)  # what a run leaves that had no plan yet is nothing
     for path in [*left, *mine]:
         path.write_bytes(b"x")
+    mine += [cache / ".meta.json.0123abcd.tmp" / "notes"]
+    mine[-1].parent.mkdir()
+    mine[-1].write_bytes(b"x")
     (cache / "meta.json").unlink()
     run(cache, resume=True)
-    assert not any(path.exists() for path in left) and all(path.exists() for path in mine)
+    assert not any(path.exists() for path in left) and all(path.is_file() for path in mine)
 
 
 # --- how it runs ------------------------------------------------------------------------------------------------------

@@ -1,8 +1,5 @@
 """The tokenized input of a cache is taken as it is meant, and refused where its files say something else."""
 
-from __future__ import annotations
-
-import os
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,16 +16,54 @@ from niels_gpt.storage.errors import CacheError
 IDS, MASK, STARTS = np.array([1, 2, 3], np.int32), np.array([0, 1, 1], np.uint8), np.array([0, 2, 3], np.int64)
 
 
+ODD = [Row("a\nb", [1, 2, 3], [0, 1, 1]), Row("", [4], [0]), Row("é\\n\ud800", [5, 6], [1, 0])]
+
+
 def put(folder: Path, names: bytes = b"a\nb\n", **changed: Any) -> None:
     tensors = {"ids": IDS, "loss_mask": MASK, "starts": STARTS, **changed}
     save_file(tensors, folder / "samples.safetensors")
     (folder / "ids.txt").write_bytes(names)
 
 
-def test_files_that_fit_together_are_read(tmp_path: Path) -> None:
-    put(tmp_path)
-    found = Samples.open(tmp_path)
-    assert [found.row(number)[0].tolist() for number in range(2)] == [[1, 2], [3]]
+def test_samples_come_back_as_they_were_written_and_only_equal_ones_have_an_equal_sha256(tmp_path: Path) -> None:
+    written = Samples.of_rows(ODD)
+    written.write(tmp_path)
+    read = Samples.open(tmp_path)
+    assert list(read.source_ids) == [sample.id for sample in ODD]
+    for number, sample in enumerate(ODD):
+        ids, mask = read.row(number)
+        assert (ids.tolist(), mask.tolist()) == (sample.input_ids, sample.loss_mask)
+    assert (len(read), read.lengths.tolist(), read.supervised) == (3, [3, 1, 2], 3)
+    assert (read.ids.dtype, read.loss_mask.dtype, read.starts.dtype) == (np.int32, np.uint8, np.int64)
+    assert read.checksums == written.checksums
+    assert (tmp_path / "ids.txt").read_bytes().count(b"\n") == 3
+    sums = [Samples.of_rows(rows).checksums for rows in (ODD, ODD[:2], [Row("x", [1, 2, 3], [0, 1, 1]), *ODD[1:]])]
+    assert len({tuple(found.values()) for found in sums}) == 3
+    for name in ("ids.txt", "samples.safetensors"):
+        whole = (tmp_path / name).read_bytes()
+        for wrong in (whole[:-1], b"", whole + b"x\n"):
+            (tmp_path / name).write_bytes(wrong)
+            with pytest.raises(CacheError, match=r"samples.safetensors: .*not the samples of a cache"):
+                Samples.open(tmp_path)
+        (tmp_path / name).unlink()
+        with pytest.raises(FileNotFoundError):
+            Samples.open(tmp_path)
+        (tmp_path / name).write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "said"),
+    [
+        ([1, 2], [1], r"'x': \[.*\] input_ids and \[.*\] loss_mask"),
+        ([], [], "'x': "),
+        ([[1]], [[1]], "'x': "),
+        ([-1, 2], [0, 1], "ids from 0 and loss_mask of 0 and 1"),
+        ([1, 2], [0, 2], "ids from 0 and loss_mask of 0 and 1"),
+    ],
+)
+def test_a_row_of_other_forms_or_values_is_refused(ids: Any, mask: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Samples.of_rows([Row("x", ids, mask)])
 
 
 @pytest.mark.parametrize(
@@ -60,21 +95,6 @@ def test_files_of_something_else_are_refused(changed: dict[str, Any], said: str,
     put(tmp_path, **changed)
     with pytest.raises(CacheError, match=rf"samples.safetensors: .*not the samples of a cache \(.*{said}"):
         Samples.open(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["samples.safetensors", "ids.txt"])
-def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
-    put(tmp_path)
-    (tmp_path / name).unlink()
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(CacheError, match=f"{name}: not a regular file"):
-        Samples.open(tmp_path)
-
-
-@pytest.mark.parametrize(("ids", "mask"), [([-1, 2], [0, 1]), ([1, 2], [0, 2])])
-def test_rows_of_other_values_are_refused(ids: list[int], mask: list[int]) -> None:
-    with pytest.raises(ValueError, match="expected ids from 0 and loss_mask of 0 and 1"):
-        Samples.of_rows([Row("x", ids, mask)])
 
 
 def test_rows_take_little_more_memory_than_their_bytes() -> None:

@@ -1,7 +1,5 @@
 """The target's outputs become the fields of the cache: on paper, and against a slow and plain version."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -55,13 +53,6 @@ def test_a_distribution_on_paper() -> None:
     assert not draft_distribution(logits, torch.tensor([[0, 0]]), selected, known)[1].any()
 
 
-def test_a_distribution_of_bf16_logits_is_made_in_float32() -> None:
-    batch = batch_of(dtype=torch.bfloat16)
-    probs, _ = draft_distribution(batch.logits, batch.loss_mask, SELECTED, KNOWN)
-    exact = torch.softmax(batch.logits.double()[..., SELECTED], -1)
-    assert probs.dtype == torch.float32 and torch.allclose(probs.double(), exact, atol=1e-6)
-
-
 # --- the fields -------------------------------------------------------------------------------------------------------
 
 
@@ -110,13 +101,6 @@ def test_fields_and_facts_are_those_of_a_slow_and_plain_version(topk: int, dtype
         assert facts[name] == pytest.approx(numbers, abs=1e-5), name
 
 
-def test_the_last_slot_is_uniform_and_what_follows_is_zero() -> None:
-    probs = fields_of(batch_of())[0]["target_probs"]
-    for row, length in enumerate(LENGTHS):
-        assert probs[row, length - 1].tolist() == [torch.tensor(0.1).item()] * 10
-        assert not probs[row, length:].any()
-
-
 @pytest.mark.parametrize("topk", [0, 3])
 def test_nothing_of_what_the_target_makes_of_padding_is_kept(topk: int) -> None:
     calm, calm_facts = fields_of(batch_of(), topk=topk)
@@ -134,19 +118,6 @@ def test_samples_of_one_token_have_no_position(topk: int) -> None:
     assert not fields["position_mask"].any() and facts["kept_mass"] == ([0, 0, 0] if topk else None)
 
 
-def test_a_k_that_keeps_everything_is_stored_whole() -> None:
-    fields, facts = fields_of(batch_of(), topk=10)
-    assert "target_probs" in fields and "target_probs_values" not in fields and facts["kept_mass"] is None
-
-
-def test_a_draft_that_knows_all_tokens_has_all_of_the_mass() -> None:
-    whole = torch.arange(VOCAB).flip(0)
-    _, facts = cache_fields(
-        batch_of(), LENGTHS, whole, torch.ones(VOCAB, dtype=torch.bool), topk=0, dtype=torch.float32
-    )
-    assert facts["draft_mass"] == facts["supervised"] == facts["positions"] != [0, 0, 0]
-
-
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("topk", [0, 3])
 def test_parts_of_any_size_give_the_same_bits(topk: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,19 +132,17 @@ def test_parts_of_any_size_give_the_same_bits(topk: int, slots: int, monkeypatch
     assert facts_again["draft_mass"] == pytest.approx(facts["draft_mass"], rel=1e-6)
     if topk:
         assert facts_again["kept_mass"] == pytest.approx(facts["kept_mass"], rel=1e-6)
+    exact = torch.softmax(batch.logits.double()[..., SELECTED], -1)
+    assert probs.dtype == torch.float32 and torch.allclose(probs.double(), exact, atol=1e-6), "of bf16 logits too"
     again_probs, again_mask = draft_distribution(batch.logits, batch.loss_mask, SELECTED, KNOWN)
     assert torch.equal(again_probs, probs) and torch.equal(again_mask, position_mask)
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3])
-def test_in_parts_too_every_place_that_is_not_finite_is_counted(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "PART_VALUES", slots * VOCAB)
-    batch = batch_of(garbage=math.nan)
-    batch.logits[0, 3:8, 1] = math.inf
-    batch.logits[1, 2, 3] = math.nan
-    batch.aux_hidden_states[0, 8, 4:] = -math.inf  # the last slot: two layers of three
-    with pytest.raises(NonFiniteError, match=r"^sample 'first', slot 3, logits: inf, .*; 8 such places in 2 of 3 samp"):
-        check_finite(batch, NAMES, LENGTHS, LAYERS)
+def test_a_draft_that_knows_all_tokens_has_all_of_the_mass_and_a_k_of_all_is_stored_whole() -> None:
+    whole, known = torch.arange(VOCAB).flip(0), torch.ones(VOCAB, dtype=torch.bool)
+    fields, facts = cache_fields(batch_of(), LENGTHS, whole, known, topk=VOCAB, dtype=torch.float32)
+    assert facts["draft_mass"] == facts["supervised"] == facts["positions"] != [0, 0, 0]
+    assert "target_probs" in fields and "target_probs_values" not in fields and facts["kept_mass"] is None
 
 
 def test_all_tokens_in_another_order_have_the_same_probabilities() -> None:
@@ -194,44 +163,35 @@ def test_lengths_fit_the_batch(lengths: Any) -> None:
 # --- numbers that are none --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("garbage", [0.0, math.inf, math.nan])
-def test_finite_outputs_pass_whatever_the_padding_is(garbage: float) -> None:
-    check_finite(batch_of(garbage=garbage), NAMES, LENGTHS, LAYERS)
-
-
-@pytest.mark.parametrize(("value", "said"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
-@pytest.mark.parametrize(("place", "layer"), [(0, 5), (3, 5), (4, 17), (11, 32)])
-def test_a_hidden_state_that_is_no_number_is_named_by_sample_and_block(
-    place: int, layer: int, value: float, said: str
-) -> None:
-    batch = batch_of(dtype=torch.bfloat16)
-    batch.aux_hidden_states[1, 3, place] = value  # the last slot of the second row
-    with pytest.raises(NonFiniteError, match=rf"^sample 'second', slot 3, block {layer}: {said}, .*1 such places in 1"):
-        check_finite(batch, NAMES, LENGTHS, LAYERS)
-
-
-def test_logits_that_are_no_numbers_are_named_and_counted() -> None:
-    batch = batch_of()
-    batch.logits[1, 2, 3] = math.inf
-    batch.logits[0, 4, :2] = math.nan
-    batch.aux_hidden_states[0, 5, 0] = math.nan
-    with pytest.raises(NonFiniteError, match=r"^sample 'first', slot 4, logits: nan, .*; 3 such places in 2 of 3 samp"):
-        check_finite(batch, NAMES, LENGTHS, LAYERS)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_logits_alone_may_be_what_is_no_number(value: float) -> None:
-    batch = batch_of()
-    batch.logits[1, 2, 3] = value
-    with pytest.raises(NonFiniteError, match=r"^sample 'second', slot 2, logits: .*; 1 such places in 1 of 3 samples"):
+@pytest.mark.parametrize(("place", "layer"), [(0, 5), (3, 5), (4, 17), (11, 32), (None, None)])
+def test_what_is_no_number_is_named_by_sample_and_block(place: int | None, layer: int | None, value: float) -> None:
+    batch = batch_of(dtype=torch.bfloat16)
+    if place is None:
+        batch.logits[1, 2, 3] = value
+        said = f"slot 2, logits: {value}"
+    else:
+        batch.aux_hidden_states[1, 3, place] = value  # the last slot of the second row
+        said = f"slot 3, block {layer}: {value}"
+    with pytest.raises(NonFiniteError, match=rf"^sample 'second', {said}, .*; 1 such places in 1 of 3 samples"):
         check_finite(batch, NAMES, LENGTHS, LAYERS)
 
 
-def test_the_logits_of_the_last_slot_are_not_stored_and_may_be_anything() -> None:
-    batch = batch_of()
-    batch.logits[1, 3] = math.nan
-    check_finite(batch, NAMES, LENGTHS, LAYERS)
-    assert fields_of(batch)[0]["target_probs"].isfinite().all()
+@pytest.mark.parametrize("slots", [1, 2, 3, 100])
+def test_every_place_that_is_not_finite_is_counted_and_padding_and_last_logits_may_be_anything(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "PART_VALUES", slots * VOCAB)
+    for garbage in (0.0, math.inf, math.nan):
+        batch = batch_of(garbage=garbage)
+        batch.logits[1, 3] = garbage  # the last slot: these are not stored
+        check_finite(batch, NAMES, LENGTHS, LAYERS)
+        assert fields_of(batch)[0]["target_probs"].isfinite().all()
+    batch.logits[0, 3:8, 1] = math.inf
+    batch.logits[1, 2, 3] = math.nan
+    batch.aux_hidden_states[0, 8, 4:] = -math.inf  # the last slot: two layers of three
+    with pytest.raises(NonFiniteError, match=r"^sample 'first', slot 3, logits: inf, .*; 8 such places in 2 of 3 samp"):
+        check_finite(batch, NAMES, LENGTHS, LAYERS)
 
 
 def test_a_hidden_state_that_the_stored_dtype_cannot_hold_is_named() -> None:

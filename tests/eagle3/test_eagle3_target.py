@@ -1,7 +1,5 @@
 """The target's hidden states and logits, captured and shifted: real models of each family, tiny and random."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -17,18 +15,9 @@ from niels_gpt.eagle3.target import (
 
 transformers = pytest.importorskip("transformers", reason="running a target needs the extra eagle3")
 
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 8, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 64}
+SIZES |= dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"])
 
 
 def config_of(family: str) -> Any:
@@ -61,11 +50,8 @@ def batch_of(lengths: tuple[int, ...] = (9, 4), width: int = 9) -> dict[str, tor
     chance = torch.Generator().manual_seed(0)
     present = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
     loss = torch.randint(2, present.shape, generator=chance) * present
-    return {
-        "input_ids": torch.randint(1, 49, present.shape, generator=chance),
-        "attention_mask": present,
-        "loss_mask": loss,
-    }
+    ids = torch.randint(1, 49, present.shape, generator=chance)
+    return {"input_ids": ids, "attention_mask": present, "loss_mask": loss}
 
 
 def hooks_of(model: nn.Module) -> int:
@@ -110,6 +96,7 @@ def test_what_is_captured_is_the_output_of_the_blocks_bit_for_bit(family: str) -
     assert torch.equal(batch.loss_mask[:, :-1], given["loss_mask"][:, 1:]) and not batch.loss_mask[:, -1].any()
     assert torch.equal(batch.attention_mask, given["attention_mask"])
     assert target.get_input_embeddings().weight.shape == (50, 16)
+    assert HFEagle3TargetModel(model).aux_layer_ids == [1, 3, 4], "the default ones"
 
 
 def test_a_batch_on_paper() -> None:
@@ -124,14 +111,6 @@ def test_a_batch_on_paper() -> None:
     # Slot 0: the hidden state of 5 and the id 6, from which a draft predicts what the target makes of 5 6.
     assert torch.allclose(batch.logits[0, 0], raw.logits[0, 1], atol=1e-6)
     assert torch.allclose(batch.aux_hidden_states[0, 0, :16], raw.hidden_states[2][0, 0], atol=1e-6)
-
-
-def test_a_shift_moves_slots_to_the_left_and_leaves_a_zero() -> None:
-    given = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    assert _shift_left_with_zero(given).tolist() == [[2, 3, 0], [5, 6, 0]]
-    assert given.tolist() == [[1, 2, 3], [4, 5, 6]]
-    assert _shift_left_with_zero(torch.ones(1, 2, 2)).tolist() == [[[1, 1], [0, 0]]]
-    assert _shift_left_with_zero(torch.tensor([[True]])).tolist() == [[False]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -208,17 +187,8 @@ def test_a_draft_can_train_on_a_batch_wherever_it_was_made(surroundings: Any) ->
 @pytest.mark.parametrize(("layers", "ids"), [(7, [1, 2, 3]), (8, [1, 3, 4]), (32, [1, 15, 28]), (36, [1, 17, 32])])
 def test_the_default_layers_are_low_middle_and_high(layers: int, ids: list[int]) -> None:
     assert default_eagle3_aux_layer_ids(layers) == ids
-
-
-@pytest.mark.parametrize("layers", range(7))
-def test_a_shallow_target_has_no_default_layers(layers: int) -> None:
-    with pytest.raises(ValueError, match=f"num_hidden_layers={layers} is too shallow .* Pass aux_layer_ids"):
-        default_eagle3_aux_layer_ids(layers)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "llava"])
-def test_without_layer_ids_the_default_ones_are_captured(family: str) -> None:
-    assert HFEagle3TargetModel(model_of(family)).aux_layer_ids == [1, 3, 4]
+    with pytest.raises(ValueError, match=f"num_hidden_layers={layers % 7} is too shallow .* Pass aux_layer_ids"):
+        default_eagle3_aux_layer_ids(layers % 7)
 
 
 @pytest.mark.parametrize(
@@ -240,16 +210,18 @@ def test_layer_ids_are_three_different_blocks(ids: list[int], said: str) -> None
 # --- models and batches that do not fit -------------------------------------------------------------------------------
 
 
-def test_a_model_whose_blocks_are_not_found_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Odd: unsupported model structure.*model\.layers"):
-        HFEagle3TargetModel(Odd()).generate_batch(**batch_of())
-
-
-def test_a_model_that_skips_a_block_is_an_error_and_keeps_no_hooks() -> None:
-    model = Odd(8)
-    with pytest.raises(RuntimeError, match=r"of the layers \[1, 3, 4\] only \[1, 4\] did"):
-        HFEagle3TargetModel(model).generate_batch(**batch_of())
-    assert hooks_of(model) == 0
+def test_models_that_do_not_fit_are_errors_and_keep_no_hooks() -> None:
+    given, llama, skips = batch_of(), model_of(), Odd(8)
+    beyond = {**given, "input_ids": given["input_ids"] + 50}
+    for model, batch, error, said in (
+        (Odd(), given, ValueError, r"Odd: unsupported model structure.*model\.layers"),
+        (Odd(4), given, ValueError, "layer 4 is out of bounds for a model with 4 layers"),  # its config promises more
+        (skips, given, RuntimeError, r"of the layers \[1, 3, 4\] only \[1, 4\] did"),
+        (llama, beyond, IndexError, "out of range"),
+    ):
+        with pytest.raises(error, match=said):
+            HFEagle3TargetModel(model).generate_batch(**batch)
+        assert hooks_of(model) == 0
 
 
 def test_blocks_in_a_dict_go_by_their_names_and_logits_may_come_alone() -> None:
@@ -259,31 +231,13 @@ def test_blocks_in_a_dict_go_by_their_names_and_logits_may_come_alone() -> None:
     assert torch.equal(batch.logits[:, :-1], ids[:, 1:].float() + 7)
 
 
-def test_a_config_that_promises_more_blocks_than_there_are_is_an_error() -> None:
-    with pytest.raises(ValueError, match="layer 4 is out of bounds for a model with 4 layers"):
-        HFEagle3TargetModel(Odd(4)).generate_batch(**batch_of())
-
-
-def test_hooks_are_removed_when_the_model_fails() -> None:
-    model = model_of()
-    target = HFEagle3TargetModel(model)
-    given = batch_of()
-    with pytest.raises(IndexError):
-        target.generate_batch(given["input_ids"] + 50, given["attention_mask"], given["loss_mask"])
-    assert hooks_of(model) == 0
-
-
 @pytest.mark.parametrize(("mask", "slot"), [([0, 0, 1, 1], 1), ([1, 0, 1, 1], 1), ([1, 1, 0, 1], 2)])
 def test_only_padding_on_the_right_is_taken(mask: list[int], slot: int) -> None:
     given = {name: tensor[:, :4] for name, tensor in batch_of((4, 4)).items()}
     given["attention_mask"] = torch.tensor([[1, 1, 1, 0], mask])
     with pytest.raises(ValueError, match=f"row 1: slot {slot} is 0 and slot {slot + 1} is 1.* Pad on the right"):
         HFEagle3TargetModel(model_of()).generate_batch(**given)
-
-
-@pytest.mark.parametrize("name", ["attention_mask", "loss_mask"])
-def test_masks_have_the_shape_of_the_ids(name: str) -> None:
-    given = batch_of()
-    given[name] = given[name][:, :-1]
-    with pytest.raises(ValueError, match=rf"{name} of shape \(2, 8\), input_ids of shape \(2, 9\)"):
-        HFEagle3TargetModel(model_of()).generate_batch(**given)
+    for name in ("attention_mask", "loss_mask"):  # of the shape of the ids
+        wrong = {**batch_of(), name: batch_of()[name][:, :-1]}
+        with pytest.raises(ValueError, match=rf"{name} of shape \(2, 8\), input_ids of shape \(2, 9\)"):
+            HFEagle3TargetModel(model_of()).generate_batch(**wrong)

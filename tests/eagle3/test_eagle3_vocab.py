@@ -1,7 +1,5 @@
 """Which of the target's tokens a draft knows: the choice worked out on paper, and saved, loaded and mapped."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess
@@ -44,21 +42,6 @@ def chosen(batches: Any, vocab: int, draft: int | None, special: Any = None) -> 
     return ids.tolist()
 
 
-def test_frequent_tokens_come_first_and_of_equally_frequent_ones_the_smaller() -> None:
-    assert chosen(ON_PAPER, 10, 3) == [2, 7, 5]
-    assert chosen(ON_PAPER, 10, 4) == [2, 7, 5, 9]
-
-
-def test_the_rest_is_filled_with_the_smallest_ids_that_are_left() -> None:
-    assert chosen(ON_PAPER, 10, 7) == [2, 7, 5, 9, 0, 1, 3]
-    assert chosen([], 10, 3) == [0, 1, 2]
-
-
-def test_special_tokens_come_before_all_and_always() -> None:
-    assert chosen(ON_PAPER, 10, 4, [8, None, 7, 8, -1, 10, 0]) == [8, 7, 0, 2]
-    assert chosen(ON_PAPER, 10, 2, [8, 6, 3]) == [8, 6]
-
-
 @pytest.mark.parametrize("draft", [None, 10, 11])
 def test_a_draft_that_knows_all_tokens_has_them_in_their_order_and_reads_nothing(draft: int | None) -> None:
     def never() -> Iterator[Any]:
@@ -77,6 +60,8 @@ def test_batches_may_be_arrays_that_cannot_be_written_to_and_are_read_once() -> 
                 array.flags.writeable = False
             yield arrays
 
+    with pytest.raises(ValueError, match=r"batch 1: input_ids of shape \(1, 2\), loss_mask of shape \(2,\)"):
+        chosen([*ON_PAPER[:1], batch([[1, 2]], [1, 1])], 10, 2)
     batches = once()
     assert chosen(batches, 10, 4) == [2, 7, 5, 9]
     assert next(batches, None) is None
@@ -93,12 +78,7 @@ def test_the_choice_is_that_of_a_slow_and_plain_one(batches: Any, special: Any, 
     for token in [*(s for s in special if s is not None), *sorted(counts, key=lambda t: (-counts[t], t)), *range(20)]:
         if 0 <= token < 20 and token not in plain:
             plain.append(token)
-    given_batches = [
-        {"input_ids": torch.tensor([token for token, _ in pairs], dtype=torch.int64), "loss_mask": torch.tensor(mask)}
-        for pairs in batches
-        for mask in [[mask for _, mask in pairs]]
-        if pairs
-    ]
+    given_batches = [batch(*map(list, zip(*pairs, strict=True))) for pairs in batches if pairs]
     assert chosen(given_batches, 20, draft, special) == (plain[:draft] if draft < 20 else list(range(20)))
 
 
@@ -110,11 +90,6 @@ def test_sizes_are_positive_integers(size: Any) -> None:
         build_eagle3_token_mapping([], target_vocab_size=size, draft_vocab_size=2)
     with pytest.raises(ValueError, match="target_vocab_size=None"):
         build_eagle3_token_mapping([], target_vocab_size=None, draft_vocab_size=2)  # type: ignore[arg-type]
-
-
-def test_ids_and_mask_have_one_shape() -> None:
-    with pytest.raises(ValueError, match=r"batch 1: input_ids of shape \(1, 2\), loss_mask of shape \(2,\)"):
-        chosen([*ON_PAPER[:1], batch([[1, 2]], [1, 1])], 10, 2)
 
 
 def test_processes_that_train_together_count_together(tmp_path: Path) -> None:
@@ -130,10 +105,8 @@ def test_processes_that_train_together_count_together(tmp_path: Path) -> None:
         "dist.destroy_process_group()\n"
     )
     command = [sys.executable, "-c", program]
-    running = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+    ranks = ([*command, str(rank), str(tmp_path / "store")] for rank in range(2))
+    running = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in ranks]
     assert [one.communicate(timeout=100)[0].strip() for one in running] == ["[5, 3, 6]"] * 2
 
 
@@ -181,12 +154,12 @@ def test_what_was_saved_is_loaded_and_equal_choices_give_equal_bytes(tmp_path: P
         assert mask.nonzero().flatten().tolist() == [0, 3, 5] and mask.shape == (7,)
     save_token_mapping(tmp_path / "again.pt", [5, 0, 3], 7)
     assert (tmp_path / "again.pt").read_bytes() == path.read_bytes()
-
-
-def test_the_file_is_the_published_one(tmp_path: Path) -> None:
-    whole = torch.arange(100)
-    save_token_mapping(tmp_path / "map.pt", whole[5:8], 100)
-    found = torch.load(tmp_path / "map.pt", weights_only=True)
+    (tmp_path / "link.pt").symlink_to("again.pt")  # is followed
+    assert load_token_mapping(tmp_path / "link.pt", target_vocab_size=7, draft_vocab_size=3)[0].tolist() == [5, 0, 3]
+    with pytest.raises(FileNotFoundError, match=r"gone\.pt: no such file"):
+        load_token_mapping(tmp_path / "gone.pt", target_vocab_size=7, draft_vocab_size=2)
+    save_token_mapping(path, torch.arange(100)[5:8], 100)
+    found = torch.load(path, weights_only=True)  # the published form
     assert found.keys() == {"selected_token_ids", "target_vocab_size"} and found["target_vocab_size"] == 100
     assert found["selected_token_ids"].tolist() == [5, 6, 7]
     assert found["selected_token_ids"].untyped_storage().nbytes() == 3 * 8, "the rest of the tensor was saved too"
@@ -274,14 +247,3 @@ def test_what_is_no_regular_file_is_an_error_and_not_waited_for(tmp_path: Path) 
     for name in ("pipe", "circle", "link"):
         with pytest.raises(CacheError, match=rf"{name}: not a regular file .* expected a file of save_token_mapping"):
             load_token_mapping(tmp_path / name, target_vocab_size=7, draft_vocab_size=2)
-
-
-def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
-    save_token_mapping(tmp_path / "map.pt", [5, 0], 7)
-    (tmp_path / "link.pt").symlink_to("map.pt")
-    assert load_token_mapping(tmp_path / "link.pt", target_vocab_size=7, draft_vocab_size=2)[0].tolist() == [5, 0]
-
-
-def test_a_file_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"map\.pt: no such file"):
-        load_token_mapping(tmp_path / "map.pt", target_vocab_size=7, draft_vocab_size=2)

@@ -53,23 +53,18 @@ def test_worked_examples(prompt: list[int], completions: list[list[int]], expect
     assert (prompt, completions) == (given_prompt, given_completions)
 
 
-@pytest.mark.parametrize("by_name", [True, False])
-def test_the_ignored_label_is_the_callers_choice(by_name: bool) -> None:
-    folded = (
-        fold_shared_prefix_rollouts([1], [[10, 11]], ignore_idx=-1)
-        if by_name
-        else fold_shared_prefix_rollouts([1], [[10, 11]], -1)
-    )
-    assert folded.labels == [-1, 11, -1]
-    assert CROSS_ENTROPY_IGNORE_IDX == torch.nn.CrossEntropyLoss().ignore_index == -100
-
-
 def test_the_result_is_a_plain_mutable_dataclass_of_lists() -> None:
     folded = fold_shared_prefix_rollouts((1,), ((2, 3),))
     assert list(vars(folded)) == ["input_ids", "labels", "position_ids", "node_lengths", "sample_paths"]
     assert all(type(value) is list for value in vars(folded).values())
     folded.labels[0] = 2
     assert folded != fold_shared_prefix_rollouts([1], [[2, 3]])
+    for ignored in (
+        fold_shared_prefix_rollouts([1], [[9, 8]], -1),
+        fold_shared_prefix_rollouts([1], [[9, 8]], ignore_idx=-1),
+    ):
+        assert ignored.labels == [-1, 8, -1]
+    assert CROSS_ENTROPY_IGNORE_IDX == torch.nn.CrossEntropyLoss().ignore_index == -100
 
 
 @settings(deadline=None, derandomize=True, max_examples=40)
@@ -106,25 +101,26 @@ def test_tuples_arrays_and_tensors_are_taken_as_lists(as_given: Any) -> None:
     folded = fold_shared_prefix_rollouts(as_given([1, 2]), [as_given([10, 11]), as_given([20])])
     assert folded == fold_shared_prefix_rollouts([1, 2], [[10, 11], [20]])
     assert {type(token) for value in vars(folded).values() for token in value} == {int, list}
-
-
-def test_rows_of_one_array_are_completions_and_an_empty_array_is_an_empty_prompt() -> None:
-    table = [[10, 11], [20, 21]]
+    table = [[10, 11], [20, 21]]  # rows of one array are completions, and an empty array is an empty prompt
     expected = fold_shared_prefix_rollouts([], table)
     assert fold_shared_prefix_rollouts(np.array([]), np.array(table)) == expected
     assert fold_shared_prefix_rollouts(torch.tensor([]), torch.tensor(table)) == expected
     assert fold_shared_prefix_rollouts(range(0), [range(10, 12), range(20, 22)]) == expected
 
 
-@pytest.mark.parametrize("completions", [[], (), np.zeros((0, 3), dtype=int), torch.zeros(0, 3)])
-def test_no_completion_is_an_error(completions: Any) -> None:
-    with pytest.raises(ValueError, match=r"^completions must be non-empty \(need at least one rollout\)\.$"):
-        fold_shared_prefix_rollouts([1], completions)
+NONE, EMPTY = (
+    r"^completions must be non-empty \(need at least one rollout\)\.$",
+    r"^every completion must be non-empty\.$",
+)
 
 
-@pytest.mark.parametrize("completions", [[[]], [[1], []], [(), (1,)], [np.array([])], torch.zeros(2, 0)])
-def test_an_empty_completion_is_an_error(completions: Any) -> None:
-    with pytest.raises(ValueError, match=r"^every completion must be non-empty\.$"):
+@pytest.mark.parametrize(
+    ("completions", "message"),
+    [(none, NONE) for none in ([], (), np.zeros((0, 3), dtype=int), torch.zeros(0, 3))]
+    + [(empty, EMPTY) for empty in ([[]], [[1], []], [(), (1,)], [np.array([])], torch.zeros(2, 0))],
+)
+def test_no_completion_and_an_empty_one_are_errors(completions: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         fold_shared_prefix_rollouts(1.5, completions)  # type: ignore[arg-type]  # before the prompt is looked at
 
 
@@ -161,34 +157,18 @@ def test_a_batch_is_three_rows_of_int64_and_the_structure() -> None:
     expected = {"input_ids": [1, 2, 10, 11, 20], "labels": [N, N, 11, N, N], "position_ids": [0, 1, 2, 3, 2]}
     for name, row in expected.items():
         assert batch[name].dtype == torch.int64 and batch[name].tolist() == [row]
-
-
-@pytest.mark.parametrize("groups", [0, 2, 3])
-def test_a_batch_is_of_one_group(groups: int) -> None:
-    with pytest.raises(
-        ValueError, match=rf"^prefix_tree_collate_fn supports local_batch_size=1 only, got {groups} groups\.$"
-    ):
-        prefix_tree_collate_fn([{"prompt_ids": [1], "completions": [[2]]}] * groups)
-
-
-@pytest.mark.parametrize("missing", ["prompt_ids", "completions"])
-def test_a_missing_key_is_named_beside_the_keys_that_are_there(missing: str) -> None:
-    group = {"prompt_ids": [1], "completions": [[2]], "reward": 1.0}
-    del group[missing]
-    with pytest.raises(KeyError, match=rf"the rollout group has no '{missing}'; its keys are \['.*', 'reward'\]"):
-        prefix_tree_collate_fn([group])
-
-
-def test_a_data_loader_takes_the_function() -> None:
-    groups = build_mock_rollout_dataset(num_groups=3, completions_per_group=2, prompt_len=4, completion_len=3)
-    loader = torch.utils.data.DataLoader(groups, batch_size=1, collate_fn=prefix_tree_collate_fn)  # type: ignore[arg-type]
-    assert [batch["input_ids"].shape for batch in loader] == [(1, 10)] * 3
+    for groups in (0, 2, 3):
+        with pytest.raises(ValueError, match=rf"^prefix_tree_collate_fn .*size=1 only, got {groups} groups\.$"):
+            prefix_tree_collate_fn([group] * groups)
+    for missing in ("prompt_ids", "completions"):
+        with pytest.raises(KeyError, match=rf"the rollout group has no '{missing}'; its keys are \['.*', 'reward'\]"):
+            prefix_tree_collate_fn([{key: value for key, value in group.items() if key != missing}])
 
 
 # --- mock data --------------------------------------------------------------------------------------------------------
 
 
-def test_mock_groups_come_from_pythons_generator_prompt_first() -> None:
+def test_mock_groups_come_from_pythons_generator_prompt_first_and_a_data_loader_takes_them() -> None:
     groups = build_mock_rollout_dataset(
         num_groups=2, completions_per_group=2, prompt_len=3, completion_len=2, vocab_size=10, seed=5
     )
@@ -196,16 +176,16 @@ def test_mock_groups_come_from_pythons_generator_prompt_first() -> None:
     flat = [token for group in groups for ids in (group["prompt_ids"], *group["completions"]) for token in ids]
     assert flat == [draws.randint(2, 9) for _ in range(2 * (3 + 2 * 2))]
     assert [len(group["prompt_ids"]) for group in groups] == [3, 3]
-
-
-def test_mock_defaults() -> None:
+    loader = torch.utils.data.DataLoader(groups, batch_size=1, collate_fn=prefix_tree_collate_fn)  # type: ignore[arg-type]
+    assert [batch["input_ids"].shape for batch in loader] == [(1, 7)] * 2
     groups = build_mock_rollout_dataset()
     assert groups == build_mock_rollout_dataset(seed=0) != build_mock_rollout_dataset(seed=1)
     assert len(groups) == 16
     for group in groups:
         assert len(group["prompt_ids"]) == 32 and [len(completion) for completion in group["completions"]] == [16] * 4
-    tokens = [token for group in groups for ids in (group["prompt_ids"], *group["completions"]) for token in ids]
-    assert min(tokens) >= 2 and max(tokens) < 1024
+    assert (
+        max(token for group in groups for ids in (group["prompt_ids"], *group["completions"]) for token in ids) < 1024
+    )
     with pytest.raises(TypeError):
         build_mock_rollout_dataset(2)  # type: ignore[misc]  # by name only
 

@@ -21,6 +21,8 @@ from niels_gpt.prefix_tree.verify import verify_fold
 
 T = len(FOREST.input_ids)
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
+SHORT, KINDS = {"max_position_embeddings": 12}, ["sliding_attention", "full_attention"]
+LONGEST = "dynamic rotary angles depend on the longest sample of the row: 20 tokens, more than the 12"
 Inputs = dict[str, Any]
 
 
@@ -53,26 +55,14 @@ def by_hand(model: Any, *, window: int | None = None) -> Inputs:
         ("doge", "sdpa", {"keep_window_size": 20}, "keeps the best 20 keys of the flat row, which has 32 tokens"),
         ("doge", "sdpa", {"is_moe": True}, "config.is_moe is set"),
         ("llama4_text", "sdpa", {"floor_scale": 4, "no_rope_layers": [1, 0]}, "its factor follows the flat row"),
-        (
-            "llama",
-            "sdpa",
-            {"rope_parameters": {**DYNAMIC, "original_max_position_embeddings": 64}, "max_position_embeddings": 12},
-            "dynamic rotary angles depend on the longest sample of the row: 20 tokens, more than the 12",
-        ),
-        (
-            "gemma3_text",
-            "sdpa",
-            {
-                "rope_parameters": {"sliding_attention": DYNAMIC, "full_attention": DYNAMIC},
-                "max_position_embeddings": 12,
-            }
-            | MIXED,
-            "dynamic rotary angles depend on the longest sample",
-        ),
+        ("llama", "sdpa", {"rope_parameters": {**DYNAMIC, "original_max_position_embeddings": 64}, **SHORT}, LONGEST),
+        ("gemma3_text", "sdpa", {"rope_parameters": dict.fromkeys(KINDS, DYNAMIC), **SHORT, **MIXED}, "dynamic rotary"),
     ],
 )
 def test_models_that_cannot_be_folded_are_refused(model_type: str, attn: str, changes: Inputs, message: str) -> None:
-    model = made(model_type, attn, changes)
+    if model_type == "gpt_neo":
+        changes = {**changes, "attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4}
+    model = tiny_model(model_type, attn, **changes)
     inputs = by_hand(model, window=WINDOW if model_type == "moshi" else None)
     for call in (lambda: model_inputs(FOREST, model), lambda: check_model_inputs(FOREST, model, inputs)):
         with pytest.raises(AttentionRouteError, match=f"cannot be folded: .*{message}.*Run its samples unfolded"):
@@ -83,11 +73,25 @@ def test_models_that_cannot_be_folded_are_refused(model_type: str, attn: str, ch
         assert error(model, FOREST, inputs) > 1e-3  # though the mask and the positions are right
 
 
-@pytest.mark.parametrize(("model_type", "name"), [("distilbert", "DistilBertModel"), ("albert", "AlbertModel")])
-def test_encoders_whose_config_says_nothing_of_it_are_refused(model_type: str, name: str) -> None:
-    model = getattr(transformers, name)._from_config(tiny_config(model_type), attn_implementation="sdpa").eval()
-    with pytest.raises(AttentionRouteError, match="none of its modules has is_causal"):
-        model_inputs(FOREST, model)
+SMALL_T5 = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        *(
+            (lambda kind=kind: getattr(transformers, f"{kind}Model")(tiny_config(kind.lower())), "has is_causal")
+            for kind in ("DistilBert", "Albert")  # encoders whose config says nothing of it
+        ),
+        (lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**SMALL_T5)), "cross-attention"),
+        (lambda: tiny_model("falcon", "eager", alibi=True), r"config\.alibi is set"),
+        (lambda: tiny_model("mixtral", output_router_logits=True), r"set config.output_router_logits = False"),
+        (lambda: nn.Linear(2, 2), r"Linear has no config._attn_implementation.*verify_fold"),
+    ],
+)
+def test_encoders_biases_losses_over_experts_and_models_of_other_libraries_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(AttentionRouteError, match=message):
+        model_inputs(FOREST, make().eval())
 
 
 def test_chunks_and_best_keys_are_taken_where_the_row_is_no_longer() -> None:
@@ -100,40 +104,12 @@ def test_chunks_and_best_keys_are_taken_where_the_row_is_no_longer() -> None:
         model_inputs(FOREST, tiny_model("llama4_text", attention_chunk_size=T - 1, **chunks))
 
 
-def made(model_type: str, attn: str, changes: Inputs) -> Any:
-    if model_type == "gpt_neo":
-        changes = {**changes, "attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4}
-    return tiny_model(model_type, attn, **changes)
-
-
-def test_a_bias_that_is_counted_along_the_row_is_refused() -> None:
-    model = tiny_model("falcon", "eager", alibi=True)
-    with pytest.raises(AttentionRouteError, match=r"config\.alibi is set"):
-        model_inputs(FOREST, model)
-    model = tiny_model("falcon", "eager")
-    assert error(model, FOREST, model_inputs(FOREST, model)) < 1e-5
-
-
-def test_a_loss_over_experts_is_refused() -> None:
-    model = tiny_model("mixtral", output_router_logits=True)
-    with pytest.raises(AttentionRouteError, match=r"set config.output_router_logits = False"):
-        model_inputs(FOREST, model)
-
-
-def test_encoder_decoders_and_models_of_other_libraries_are_refused() -> None:
-    small = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
-    with pytest.raises(AttentionRouteError, match="cross-attention"):
-        model_inputs(FOREST, transformers.T5ForConditionalGeneration(transformers.T5Config(**small)))
-    with pytest.raises(AttentionRouteError, match=r"Linear has no config._attn_implementation.*verify_fold"):
-        model_inputs(FOREST, nn.Linear(2, 2))
-
-
 def test_a_convolution_along_the_row_is_refused() -> None:
     model = tiny_model("llama")
     model.model.layers[0].short_convolution = nn.Conv1d(32, 32, 4)
     with pytest.raises(AttentionRouteError, match=r"model.layers.0.short_convolution is a convolution along the row"):
         model_inputs(FOREST, model)
-    for tower in ("vision_tower", "audio_tower"):  # an encoder of its own, which no row of ids passes
+    for tower in ("vision_tower", "audio_tower"):  # an encoder that no row of ids passes
         model = tiny_model("llama")
         model.add_module(tower, nn.Sequential(nn.Conv1d(32, 32, 4)))
         model_inputs(FOREST, model)
