@@ -7,8 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support import eagle3_runs as small
-from support.eagle3_runs import has_shard, never, run, samples_of, whole_tree
+from support.eagle3_runs import disk, has_shard, never, run, samples_of, whole_tree
 
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.format.shard_writer import ShardWriter
@@ -160,19 +158,6 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, whole: Tree) -> None:
 
 
 # --- room -------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def disk(folder: Path, size: str) -> Iterator[Path]:
-    """A file system in memory of a given size."""
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
-    if done.returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.mark.parametrize(("size", "taken"), [("1m", 0), ("128k", 108 << 10)], ids=["on the way", "from the beginning"])

@@ -1,7 +1,5 @@
 """Caches that other tools, or write_shard alone, wrote: what can be checked there is, and the rest says why not."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a target is run over: the project's chats, one's own, files of chats, or files of ids and masks."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

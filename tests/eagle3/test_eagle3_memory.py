@@ -1,7 +1,5 @@
 """A batch's logits are worked on in parts: no step makes another tensor of their size, which may be gigabytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

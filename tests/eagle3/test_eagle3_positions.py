@@ -1,7 +1,5 @@
 """A cache from which a draft can learn nothing is refused, one with little is warned of, and both shares are shown."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

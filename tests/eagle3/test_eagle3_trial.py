@@ -1,7 +1,5 @@
 """A target that cannot be loaded or run leaves the output folder as it was, and says what to do."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -65,8 +63,8 @@ def test_a_failing_target_leaves_a_folder_as_it_was_for_one_that_runs(tmp_path: 
 def test_an_attention_that_a_model_does_not_have_is_named_with_the_flag(tmp_path: Path) -> None:
     import transformers
 
-    config = transformers.BloomConfig(hidden_size=8, n_layer=8, n_head=2, vocab_size=40)
-    transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
+    bloom = transformers.BloomConfig(hidden_size=8, n_layer=8, n_head=2, vocab_size=40)
+    transformers.BloomForCausalLM(bloom).save_pretrained(tmp_path)
     how: dict[str, Any] = {"revision": None, "dtype": torch.float32, "device": "cpu"}
     with pytest.raises(ValueError, match=r"no attention 'sdpa'.*--attention eager"):
         load_target(str(tmp_path), attention="sdpa", **how)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from niels_gpt.eagle3.format.plan import Plan, make_plan
@@ -43,15 +46,9 @@ def load(device: torch.device, *, seed: int = 0) -> Any:
     """Return a Llama of 8 layers, always the same. Pickled by its name, and made once in each process."""
     import transformers
 
-    config = transformers.LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=24,
-        num_hidden_layers=8,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=VOCAB,
-        max_position_embeddings=64,
-    )
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 24, "num_hidden_layers": 8, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "vocab_size": VOCAB, "max_position_embeddings": 64}
+    config = transformers.LlamaConfig(**sizes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return transformers.LlamaForCausalLM(config).requires_grad_(False).eval().to(device)
@@ -124,3 +121,16 @@ def has_shard(cache: Path, shard: int) -> bool:
     """Return whether a shard and its receipt are there."""
     name = f"shard-{shard:06d}"
     return (cache / f"{name}.safetensors").exists() and (cache / "sidecar" / f"{name}.json").exists()
+
+
+@contextmanager
+def disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system in memory of a given size."""
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
