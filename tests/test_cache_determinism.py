@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,25 +29,10 @@ def digests(folder: Path) -> dict[str, str]:
 
 def build_both(folder: Path, tokenizer: SentencePieceTokenizer, seed: int = 42, num_threads: int = 1) -> dict[str, str]:
     """Build a small cache of each kind in a folder and return the sha256 of every file."""
-    build_pretrain_cache(
-        iter(TEXTS),
-        str(folder / "pretrain" / "notes"),
-        tokenizer=tokenizer,
-        max_train_tokens=600,
-        max_val_tokens=100,
-        shard_bytes=256,
-        seed=seed,
-        shuffle_buffer=16,
-        num_threads=num_threads,
-    )
-    build_sft_cache(
-        iter(CHATS),
-        str(folder / "sft" / "chats"),
-        tokenizer=tokenizer,
-        val_frac=0.1,
-        seed=seed,
-        num_threads=num_threads,
-    )
+    how: dict[str, Any] = {"tokenizer": tokenizer, "seed": seed, "num_threads": num_threads}
+    sizes = {"max_train_tokens": 600, "max_val_tokens": 100, "shard_bytes": 256}
+    build_pretrain_cache(iter(TEXTS), str(folder / "pretrain" / "notes"), shuffle_buffer=16, **sizes, **how)
+    build_sft_cache(iter(CHATS), str(folder / "sft" / "chats"), val_frac=0.1, **how)
     return {
         f"{kind}/{name}": digest
         for kind, cache in (("pretrain", "notes"), ("sft", "chats"))
@@ -65,23 +51,12 @@ def test_the_caches_have_the_files_of_the_spec(built: dict[str, str]) -> None:
     assert expected | {"pretrain/meta.json", "sft/meta.json"} <= built.keys()
 
 
-def test_another_folder_gives_the_same_bytes(
-    built: dict[str, str], tmp_path: Path, tiny_tokenizer: SentencePieceTokenizer
-) -> None:
-    assert build_both(tmp_path / "elsewhere", tiny_tokenizer) == built
-
-
-def test_a_second_build_in_the_same_place_gives_the_same_bytes(
+def test_another_folder_two_threads_and_a_second_build_in_the_same_place_give_the_same_bytes(
     built: dict[str, str], tmp_path: Path, tiny_tokenizer: SentencePieceTokenizer
 ) -> None:
     build_both(tmp_path, tiny_tokenizer, seed=7)
     assert build_both(tmp_path, tiny_tokenizer) == built
-
-
-def test_two_threads_give_the_same_bytes(
-    built: dict[str, str], tmp_path: Path, tiny_tokenizer: SentencePieceTokenizer
-) -> None:
-    assert build_both(tmp_path, tiny_tokenizer, num_threads=2) == built
+    assert build_both(tmp_path / "elsewhere", tiny_tokenizer, num_threads=2) == built
 
 
 def test_another_process_with_another_hash_seed_gives_the_same_bytes(

@@ -25,10 +25,7 @@ CHATS = [
     chat("Why?", "The moon.", "Only?", "And the sun."),
     chat("Hello", "", system="Be brief."),
     chat("naïve — 漢字 🙂", "  two spaces,\n\na line"),
-    chat("One", "1"),
-    chat("Two", "2"),
-    chat("Three", "3"),
-    chat("Four", "4"),
+    *(chat(word, str(number)) for number, word in enumerate(("One", "Two", "Three", "Four"), 1)),
 ]
 
 
@@ -84,20 +81,15 @@ def test_the_reader_gives_the_same_examples(cache: Path, tiny_tokenizer: Sentenc
         assert [dataset.example(row).tolist() for row in range(len(dataset))] == read_split(cache, split)
 
 
-def test_the_totals_are_those_of_the_files(cache: Path) -> None:
+def test_the_totals_are_those_of_the_files_and_supervised_tokens_the_targets(cache: Path) -> None:
     meta = read_meta(str(cache / "meta.json"))
+    special = meta["special_token_ids"]
     for split in ("train", "val"):
         examples = read_split(cache, split)
         assert meta["totals"][f"{split}_examples"] == meta[f"{split}_examples"] == len(examples)
         assert meta["totals"][f"{split}_tokens"] == meta[f"{split}_tokens"] == sum(map(len, examples))
-
-
-def test_supervised_tokens_are_the_targets_that_the_reader_finds(cache: Path) -> None:
-    meta = read_meta(str(cache / "meta.json"))
-    special = meta["special_token_ids"]
-    for split in ("train", "val"):
         targets = 0
-        for ids in read_split(cache, split):
+        for ids in examples:
             inside = False
             for token in ids:
                 targets += inside

@@ -43,22 +43,16 @@ def write_split(folder: Path, examples: list[list[int]]) -> Path:
     return folder
 
 
-def open_split(folder: Path, *, T: int, io: IO) -> SFTExampleDataset:
+def open_split(folder: Path, *, T: int, io: IO = "mmap", device: str = "cpu") -> SFTExampleDataset:
     files = (folder / "train_tokens.bin", folder / "train_idx.npy")
-    return SFTExampleDataset(*files, T=T, device="cpu", eot_id=EOT, asst_id=ASST, io=io)
+    return SFTExampleDataset(*files, T=T, device=device, eot_id=EOT, asst_id=ASST, io=io)
 
 
-def batch_of_one(example: list[int], T: int, *, has_target: bool = True) -> tuple[list[int], list[int], list[int]]:
-    """Return x, y and y_masked of a cache that holds one example; the dataset warns of one without a target."""
-    warns: AbstractContextManager[object] = nullcontext()
-    if not has_target:
-        warns = pytest.warns(UserWarning, match="1 of 1 rows have no target")
-    with tempfile.TemporaryDirectory() as name:
-        tokens, idx = Path(name, "train_tokens.bin"), Path(name, "train_idx.npy")
-        tokens.write_bytes(np.asarray(example, dtype="<u2").tobytes())
-        np.save(idx, np.zeros(1, dtype=np.int64))
-        with warns:
-            dataset = SFTExampleDataset(str(tokens), str(idx), T=T, device="cpu", eot_id=EOT, asst_id=ASST)
+def batch_of_one(example: list[int], T: int, warning: str | None = None) -> tuple[list[int], list[int], list[int]]:
+    """Return x, y and y_masked of a cache that holds one example; warning: what the dataset warns of, if it does."""
+    warns: AbstractContextManager[object] = pytest.warns(UserWarning, match=warning) if warning else nullcontext()
+    with tempfile.TemporaryDirectory() as name, warns:
+        dataset = open_split(write_split(Path(name), [example]), T=T)
         x, y, masked = dataset.get_batch(B=1, generator=torch.Generator().manual_seed(0))
     return x[0].tolist(), y[0].tolist(), masked[0].tolist()
 
@@ -69,73 +63,55 @@ def test_the_table_of_the_spec() -> None:
     assert [value != NO for value in masked] == [inside for _, _, inside, _ in SPEC_TABLE]
 
 
-def test_only_a_b_and_their_eot_are_targets_when_the_row_is_padded() -> None:
-    x, y, masked = batch_of_one([SYS, S, EOT, USR, U, EOT, ASST, A, B, EOT], T=12)
-    assert x[9:] == [EOT, EOT, EOT] and y[9:] == [EOT, EOT, EOT]
-    assert masked == [NO, NO, NO, NO, NO, NO, A, B, EOT, NO, NO, NO]
+CHAT = [SYS, S, EOT, USR, U, EOT, ASST, A, B, EOT]
+NO_TARGET = "1 of 1 rows have no target"
 
 
-def test_each_reply_of_several_turns_is_a_target_and_no_question_is() -> None:
-    _, _, masked = batch_of_one([USR, U, EOT, ASST, A, EOT, USR, U, EOT, ASST, B, EOT], T=11)
-    assert masked == [NO, NO, NO, A, EOT, NO, NO, NO, NO, B, EOT]
-
-
-def test_an_empty_reply_has_its_eot_as_only_target() -> None:
-    assert batch_of_one([USR, U, EOT, ASST, EOT], T=4)[2] == [NO, NO, NO, EOT]
-
-
-def test_a_reply_cut_by_t_keeps_the_targets_that_are_left() -> None:
-    with pytest.warns(UserWarning, match="T=5 loses 1 of 3 supervised tokens"):
-        assert batch_of_one([USR, U, EOT, ASST, A, B, EOT], T=5)[2] == [NO, NO, NO, A, B]
-
-
-def test_a_row_cut_before_the_reply_has_no_target() -> None:
-    batch = batch_of_one([USR, U, EOT, ASST, A, EOT], T=3, has_target=False)
-    assert batch == ([USR, U, EOT], [U, EOT, ASST], [NO, NO, NO])
-
-
-def test_padding_is_no_target_even_where_the_example_lacks_its_eot() -> None:
-    assert batch_of_one([ASST, A], T=4) == ([ASST, A, EOT, EOT], [A, EOT, EOT, EOT], [A, NO, NO, NO])
-
-
-def test_padding_after_a_bare_assistant_sentinel_is_no_target() -> None:
-    assert batch_of_one([USR, U, EOT, ASST], T=5, has_target=False)[2] == [NO, NO, NO, NO, NO]
-
-
-def test_a_chat_without_assistant_has_no_target() -> None:
-    assert batch_of_one([SYS, S, EOT, USR, U, EOT], T=6, has_target=False)[2] == [NO] * 6
+@pytest.mark.parametrize(
+    ("example", "T", "masked", "warning"),
+    [
+        (CHAT, 12, [NO] * 6 + [A, B, EOT, NO, NO, NO], None),  # padded
+        ([USR, U, EOT, ASST, A, EOT, USR, U, EOT, ASST, B, EOT], 11, [NO] * 3 + [A, EOT] + [NO] * 4 + [B, EOT], None),
+        ([USR, U, EOT, ASST, EOT], 4, [NO, NO, NO, EOT], None),  # an empty reply
+        ([USR, U, EOT, ASST, A, B, EOT], 5, [NO, NO, NO, A, B], "T=5 loses 1 of 3 supervised tokens"),
+        ([USR, U, EOT, ASST, A, EOT], 3, [NO] * 3, NO_TARGET),  # cut before the reply
+        ([USR, U, EOT, ASST], 5, [NO] * 5, NO_TARGET),  # padding after a bare sentinel
+        ([SYS, S, EOT, USR, U, EOT], 6, [NO] * 6, NO_TARGET),
+        ([ASST, A], 4, [A, NO, NO, NO], None),  # no end of turn but those of the padding
+    ],
+)
+def test_targets_are_what_follows_the_assistants_sentinel_up_to_its_end_of_turn(
+    example: list[int], T: int, masked: list[int], warning: str | None
+) -> None:
+    padded = (example + [EOT] * T)[: T + 1]
+    assert batch_of_one(example, T, warning) == (padded[:-1], padded[1:], masked)
 
 
 def test_rows_of_a_batch_do_not_leak_into_each_other(tmp_path: Path) -> None:
-    examples = [[ASST, A, A, A], [USR, U, EOT, USR]]  # an open reply first, then a row without one
-    (tmp_path / "t.bin").write_bytes(np.asarray([*examples[0], *examples[1]], dtype="<u2").tobytes())
-    np.save(tmp_path / "i.npy", np.array([0, 4]))
+    write_split(tmp_path, [[ASST, A, A, A], [USR, U, EOT, USR]])  # an open reply first, then a row without one
     with pytest.warns(UserWarning, match="1 of 2 rows have no target"):
-        dataset = SFTExampleDataset(tmp_path / "t.bin", tmp_path / "i.npy", T=3, device="cpu", eot_id=EOT, asst_id=ASST)
+        dataset = open_split(tmp_path, T=3)
     x, _, masked = dataset.get_batch(B=32, generator=torch.Generator().manual_seed(0))
     expected = {ASST: [A, A, A], USR: [NO, NO, NO]}
     assert {ASST, USR} == set(x[:, 0].tolist())
     assert all(row.tolist() == expected[int(first)] for first, row in zip(x[:, 0], masked, strict=True))
 
 
-def test_the_three_tensors_are_contiguous_int64_and_one_draw(tmp_path: Path) -> None:
-    (tmp_path / "t.bin").write_bytes(np.asarray([ASST, A, EOT, USR, U, EOT, ASST, B, EOT], dtype="<u2").tobytes())
-    np.save(tmp_path / "i.npy", np.array([0, 3]))
-    dataset = SFTExampleDataset(tmp_path / "t.bin", tmp_path / "i.npy", T=5, device="cpu", eot_id=EOT, asst_id=ASST)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_three_tensors_are_contiguous_int64_on_the_device_and_one_draw(tmp_path: Path, device: str) -> None:
+    dataset = open_split(write_split(tmp_path, [[ASST, A, EOT], [USR, U, EOT, ASST, B, EOT]]), T=7, device=device)
     generator, reference = (torch.Generator().manual_seed(5) for _ in range(2))
     batch = dataset.get_batch(B=7, generator=generator)
-    assert all(t.shape == (7, 5) and t.dtype == torch.int64 and t.is_contiguous() for t in batch)
-    x, y, masked = batch
-    assert torch.equal(y[:, :-1], x[:, 1:]) and torch.equal(masked[masked != NO], y[masked != NO])
-    drawn = torch.randint(2, (7,), generator=reference)
-    assert x[:, 0].tolist() == [(ASST, USR)[row] for row in drawn.tolist()]
+    assert all(t.shape == (7, 7) and t.dtype == torch.int64 and t.is_contiguous() for t in batch)
+    assert {t.device.type for t in batch} == {device}
+    torch.randint(2, (7,), generator=reference)
     assert torch.equal(generator.get_state(), reference.get_state())
 
 
 @pytest.mark.parametrize("T", [0, -3])
 def test_t_below_1_is_refused(tmp_path: Path, T: int) -> None:
     with pytest.raises(ValueError, match=f"T={T}"):
-        SFTExampleDataset(tmp_path / "t.bin", tmp_path / "i.npy", T=T, device="cpu", eot_id=EOT, asst_id=ASST)
+        open_split(tmp_path, T=T)
 
 
 def obvious_mask(ids: list[int], length: int) -> list[bool]:
@@ -237,17 +213,3 @@ def test_rows_of_nothing_have_no_target(shape: tuple[int, int]) -> None:
 def test_one_id_for_both_sentinels_gives_no_target() -> None:
     ids = np.array([[ASST, A, ASST, B]], dtype=np.uint16)
     assert not target_mask(ids, np.array([4]), asst_id=ASST, eot_id=ASST).any()
-
-
-def test_a_reply_longer_than_its_length_has_targets_up_to_it() -> None:
-    ids = np.array([[ASST, A, B, ASST, A], [A, ASST, A, EOT, ASST]], dtype=np.uint16)
-    mask = target_mask(ids, np.array([2, 5]), asst_id=ASST, eot_id=EOT)
-    assert mask.tolist() == [[False, True, False, False, False], [False, False, True, True, False]]
-
-
-def test_another_device_than_the_cpu_gets_the_same_shapes(tmp_path: Path) -> None:
-    (tmp_path / "t.bin").write_bytes(np.asarray([USR, U, EOT, ASST, A, EOT], dtype="<u2").tobytes())
-    np.save(tmp_path / "i.npy", np.zeros(1, dtype=np.int64))
-    dataset = SFTExampleDataset(tmp_path / "t.bin", tmp_path / "i.npy", T=7, device="meta", eot_id=EOT, asst_id=ASST)
-    batch = dataset.get_batch(B=3, generator=torch.Generator())
-    assert all(t.shape == (3, 7) and t.dtype == torch.int64 and t.device.type == "meta" for t in batch)

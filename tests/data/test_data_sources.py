@@ -1,7 +1,5 @@
 """Loaders: what each source yields, skips and counts."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from pathlib import Path
@@ -25,9 +23,6 @@ WEB, WIKI, DOLLY = "HuggingFaceFW/fineweb-edu", "Salesforce/wikitext", "databric
 
 def qa(instruction: Any = "Q", response: Any = "A", **more: Any) -> dict[str, Any]:
     return {"instruction": instruction, "context": "", "response": response, "category": "open_qa"} | more
-
-
-# --- FineWeb-Edu
 
 
 def test_the_text_is_the_first_of_text_content_document_that_is_a_string() -> None:
@@ -58,17 +53,8 @@ def test_take_ends_the_stream_early_without_reading_on(tmp_path: Path) -> None:
         iter_fineweb_edu(take=-1, source_root=tmp_path)
 
 
-def test_a_missing_source_is_reported_by_the_call_itself(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="fineweb-edu"):
-        iter_fineweb_edu(source_root=tmp_path)
-
-
-# --- WikiText
-
-
-def test_wikitext_lines_keep_their_newline_and_blank_ones_are_counted(tmp_path: Path) -> None:
+def test_wikitext_lines_keep_their_newline_and_blank_ones_are_counted(tmp_path: Path, counters: Counter[str]) -> None:
     write(tmp_path / WIKI / "validation.txt", " \n = Title = \n\n Text . \n")
-    counters: Counter[str] = Counter()
     lines = list(iter_wikitext(split="val", source_root=tmp_path, counters=counters))
     assert [(line.text, line.meta) for line in lines] == [(" = Title = \n", {"index": 1}), (" Text . \n", {"index": 3})]
     assert counters == {"blank": 2}
@@ -86,17 +72,13 @@ def test_load_wikitext_gives_three_lists() -> None:
     assert {name: len(lines) for name, lines in splits.items()} == {"train": 2, "val": 2, "test": 2}
 
 
-# --- Roam
-
-
 def test_notes_are_listed_by_relative_path_without_hidden_ones(tmp_path: Path) -> None:
     for name in ("b.md", "a/c.md", ".git/x.md", ".trash.md", "z.txt", "B.md", "é.md"):
         write(tmp_path / name, name)
     assert list_roam_paths(tmp_path) == [str(tmp_path / name) for name in ("B.md", "a/c.md", "b.md", "é.md")]
 
 
-def test_note_texts_stream_with_bad_bytes_replaced(tmp_path: Path) -> None:
-    counters: Counter[str] = Counter()
+def test_note_texts_stream_with_bad_bytes_replaced(tmp_path: Path, counters: Counter[str]) -> None:
     paths = [write(tmp_path / "a.md", b"caf\xe9"), write(tmp_path / "b.md", "b\r\n"), tmp_path / "absent.md"]
     texts = load_texts(paths, counters=counters)
     assert [next(texts), next(texts)] == ["caf\ufffd", "b\r\n"]
@@ -132,18 +114,12 @@ def test_the_notes_folder_depends_on_the_source_root(tmp_path: Path) -> None:
         roam_dir_of("hub", roam_dir=tmp_path / "absent")
 
 
-# --- Gutenberg
-
-
 def test_a_text_file_is_one_whole_book_and_a_table_has_one_a_row(tmp_path: Path) -> None:
     write(tmp_path / "gutenberg/1342-0.txt", "Line one\r\nLine two\r\n")
     write(tmp_path / "gutenberg/more.jsonl", lines({"content": "Book two", "title": "T"}))
     first, second = iter_gutenberg(source_root=tmp_path)
     assert first == PretrainSample("Line one\r\nLine two\r\n", "gutenberg", {"path": "1342-0.txt", "index": 0})
     assert second == PretrainSample("Book two", "gutenberg", {"title": "T", "index": 1})
-
-
-# --- Dolly
 
 
 def test_dolly_rows_become_a_user_and_an_assistant_turn(tmp_path: Path) -> None:
@@ -161,8 +137,7 @@ def test_a_context_follows_the_instruction_unless_blank(tmp_path: Path, context:
     assert chat.messages[1] == ChatMessage("user", user)
 
 
-def test_unusable_dolly_rows_are_counted_and_do_not_shift_the_index(tmp_path: Path) -> None:
-    counters: Counter[str] = Counter()
+def test_unusable_dolly_rows_are_counted_and_do_not_shift_the_index(tmp_path: Path, counters: Counter[str]) -> None:
     rows = [qa(response=" "), qa(instruction=None), {"response": "A"}, qa(context=["C"]), qa()]
     write(tmp_path / DOLLY / "a.jsonl", lines(*rows))
     (chat,) = iter_dolly_sft(shuffle=False, source_root=tmp_path, counters=counters)
@@ -182,9 +157,6 @@ def test_dolly_without_shuffle_streams_and_with_it_follows_torch(tmp_path: Path)
 def test_samples_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         PretrainSample("a", "b").text = "c"  # type: ignore[misc]
-
-
-# --- The real datasets library, offline: a folder stands for the hub's repository
 
 
 @pytest.fixture

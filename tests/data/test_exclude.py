@@ -1,19 +1,21 @@
 """What is to be left out: the file, what it matches, and what a build makes of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from niels_gpt.data import exclude
+from niels_gpt.data.dolly import iter_dolly_sft
+from niels_gpt.data.fineweb_edu import iter_fineweb_edu
+from niels_gpt.data.oasst1 import iter_oasst1_sft
 from niels_gpt.data.types import ChatMessage, ChatSample, PretrainSample
+from niels_gpt.data.wikitext import iter_wikitext
 from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.settings import Settings
 
@@ -96,35 +98,18 @@ def test_a_file_without_an_entry_is_an_error_that_names_it(tmp_path: Path, conte
         exclude.read_exclusion(tmp_path / "absent.txt")
 
 
-SOMETHING_OF = {
-    "pretrain/fineweb_edu": "text",
-    "pretrain/wikitext": "text",
-    "pretrain/roam": "path",
-    "pretrain/gutenberg": "path",
-    "sft/dolly15k": "text",
-    "sft/oasst1": "tree",
+def first_file(root: str, folder: str) -> str:
+    return min(path.relative_to(f"{root}/{folder}").as_posix() for path in Path(root, folder).rglob("*.*"))
+
+
+FIRST_ENTRIES: dict[str, Callable[[str], str]] = {  # what leaves out the first document of a source, by what it offers
+    "pretrain/fineweb_edu": lambda root: digest(next(iter_fineweb_edu(source_root=root)).text),
+    "pretrain/wikitext": lambda root: digest(next(iter_wikitext(split="train", source_root=root)).text),
+    "pretrain/roam": lambda root: first_file(root, "roam"),
+    "pretrain/gutenberg": lambda root: first_file(root, "gutenberg"),
+    "sft/dolly15k": lambda root: digest(next(iter_dolly_sft(source_root=root, shuffle=False)).messages[0].content),
+    "sft/oasst1": lambda root: next(iter_oasst1_sft(source_root=root, shuffle_trees=False)).meta["message_tree_id"],
 }
-
-
-def first_entry(settings: Settings, key: str) -> str:
-    """Return an entry that leaves out the first document of a source, by what the source offers."""
-    from niels_gpt.data import dolly, fineweb_edu, gutenberg, oasst1, wikitext
-
-    root = settings.source_root
-    if SOMETHING_OF[key] == "path":
-        folder = Path(root, key.split("/")[1])
-        return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*"))[0]
-    if key == "sft/oasst1":
-        chats: Iterator[ChatSample] = oasst1.iter_oasst1_sft(source_root=root, shuffle_trees=False)
-        return str(next(chats).meta["message_tree_id"])
-    if key == "sft/dolly15k":
-        return digest(next(dolly.iter_dolly_sft(source_root=root, shuffle=False)).messages[0].content)
-    samples = {
-        "pretrain/fineweb_edu": fineweb_edu.iter_fineweb_edu,
-        "pretrain/wikitext": lambda **root: wikitext.iter_wikitext(split="train", **root),
-        "pretrain/gutenberg": gutenberg.iter_gutenberg,
-    }
-    return digest(next(samples[key](source_root=root)).text)
 
 
 @pytest.mark.parametrize("key", RECIPES)
@@ -134,7 +119,7 @@ def test_a_build_leaves_out_counts_and_is_built_anew(settings: Settings, tmp_pat
         (root / "gutenberg" / "third.txt").write_text("It was a short book.\n" * 50)
         settings = dataclasses.replace(settings, source_root=str(root))
     whole = RECIPES[key](settings)
-    path = listed(tmp_path, first_entry(settings, key))
+    path = listed(tmp_path, FIRST_ENTRIES[key](settings.source_root))
     without = dataclasses.replace(settings, exclude=str(path))
     outcome = RECIPES[key](without)
     assert not outcome.reused and outcome.fingerprint != whole.fingerprint

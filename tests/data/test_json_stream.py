@@ -1,7 +1,5 @@
 """JSON files larger than memory: arrays, objects and lines give the same rows."""
 
-from __future__ import annotations
-
 import io
 import json
 import tracemalloc
@@ -27,9 +25,6 @@ def values_of(content: bytes) -> list[Any]:
 def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(json_stream, "BLOCK_BYTES", request.param)
     return int(request.param)
-
-
-# --- what a file may look like ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -77,9 +72,6 @@ def test_a_broken_first_line_does_no_harm_to_the_others(tmp_path: Path) -> None:
     assert len(problems) == 1 and problems[0].startswith(f"{path}, line 1: expected a JSON object")
 
 
-# --- what is broken ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
@@ -124,16 +116,14 @@ def test_bytes_that_are_not_utf8_are_replaced_in_an_array_as_in_lines(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
-def test_half_a_surrogate_pair_is_replaced_at_any_depth_and_counted_once_a_row(tmp_path: Path, name: str) -> None:
+def test_half_a_surrogate_pair_is_replaced_at_any_depth_and_counted_once_a_row(
+    tmp_path: Path, name: str, counters: Counter[str]
+) -> None:
     item = rb'{"a": [{"b": "x\ud83d", "c": "\ud83d\ude42"}], "\ude42": "\uD83D"}'
-    counters: Counter[str] = Counter()
     path = write(tmp_path / name, b"[" + item + b"]" if name == "a.json" else item)
     rows = list(iter_rows([path], counters=counters))
     assert rows == [{"a": [{"b": "x\ufffd", "c": "\U0001f642"}], "\ufffd": "\ufffd"}]
     assert counters == {"repaired_utf8": 1}
-
-
-# --- blocks -----------------------------------------------------------------------------------------------------------
 
 
 class LoggedFile(io.BytesIO):

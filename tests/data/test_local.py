@@ -1,7 +1,5 @@
 """User-defined sources of text: files found, rows read, documents streamed."""
 
-from __future__ import annotations
-
 import gzip
 import logging
 import os
@@ -39,15 +37,11 @@ def texts_of(pattern: str | Path, **more: Any) -> list[PretrainSample]:
     return list(iter_texts(find(str(pattern)), source="own", **more))
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_file_too_large_for_one_document_is_counted_and_named_with_the_way_to_cut_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, counters: Counter[str]
 ) -> None:
     for name in ("a.txt", "b.md.gz", "c.rst"):
         write(tmp_path / name, b"x" * (1_000 if name < "c" else 100))
-    counters: Counter[str] = Counter()
     assert [sample.text for sample in texts_of(tmp_path, counters=counters, max_document_bytes=999)] == ["x" * 100]
     assert counters == {"too_large": 2}
     (message,) = caplog.messages
@@ -199,22 +193,15 @@ def test_a_name_that_is_not_utf8_is_written_so_that_it_can_be_printed(tmp_path: 
     assert names(find(str(tmp_path))) == ["caf\ufffd.md"]
 
 
-# --- documents --------------------------------------------------------------------------------------------------------
-
-
-def test_a_text_file_is_a_document_as_it_is(tmp_path: Path) -> None:
-    write(tmp_path / "a.md", b" one\r\n\r\ntwo\n")
+@pytest.mark.parametrize("suffix", DOCUMENT_SUFFIXES)
+def test_a_text_file_is_a_document_as_it_is(tmp_path: Path, suffix: str) -> None:
+    text = " <p>one &amp; \r\n\r\ntwo\n"
+    write(tmp_path / f"a{suffix}", text)
     write(tmp_path / "b.txt")
     assert texts_of(tmp_path) == [
-        PretrainSample(" one\r\n\r\ntwo\n", "own", {"index": 0, "path": "a.md"}),
+        PretrainSample(text, "own", {"index": 0, "path": f"a{suffix}"}),
         PretrainSample("", "own", {"index": 1, "path": "b.txt"}),
     ]
-
-
-@pytest.mark.parametrize("name", [f"a{suffix}" for suffix in DOCUMENT_SUFFIXES])
-def test_every_kind_of_document_is_read_as_it_is(tmp_path: Path, name: str) -> None:
-    write(tmp_path / name, b"<p>one &amp; two</p>\n")
-    assert [sample.text for sample in texts_of(tmp_path)] == ["<p>one &amp; two</p>\n"]
 
 
 def test_a_row_is_a_document_with_its_place_and_id(tmp_path: Path) -> None:
@@ -231,8 +218,7 @@ def test_a_row_is_a_document_with_its_place_and_id(tmp_path: Path) -> None:
     ]
 
 
-def test_a_field_that_is_named_is_the_only_one(tmp_path: Path) -> None:
-    counters: Counter[str] = Counter()
+def test_a_field_that_is_named_is_the_only_one(tmp_path: Path, counters: Counter[str]) -> None:
     write(tmp_path / "a.jsonl", b'{"text": "t", "body": "b"}\n{"text": "t"}\n{"body": ["b"]}')
     assert [sample.text for sample in texts_of(tmp_path, field="body", counters=counters)] == ["b"]
     assert counters == {"missing_field": 2}
@@ -295,9 +281,8 @@ def test_files_without_rows_give_nothing(tmp_path: Path) -> None:
 
 
 def test_unreadable_rows_are_counted_and_the_first_of_each_file_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, counters: Counter[str]
 ) -> None:
-    counters: Counter[str] = Counter()
     write(tmp_path / "a.jsonl", b'{"text": "one"}\n{"text": "tw\nnull\n[1]\n{"text": "five"}')
     write(tmp_path / "b.json", b'[{"text": "one"}, null, [{"text": "x"}], 3, {"text": "five"}]')
     with caplog.at_level(logging.WARNING):

@@ -1,7 +1,5 @@
 """User-defined sources of chats: what a row may look like, and what is counted."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections import Counter
@@ -37,9 +35,6 @@ def reason(row: dict[str, Any]) -> str:
     with pytest.raises(NotAChatError) as refused:
         messages_of(row)
     return refused.value.reason
-
-
-# --- shapes -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -109,9 +104,6 @@ def test_a_system_field_is_the_first_turn(row: dict[str, Any], name: str) -> Non
 def test_a_system_turn_that_repeats_the_system_field_comes_once() -> None:
     row = {"system": "Be brief.", "messages": [{"role": "system", "content": "Be brief."}, *HELLO]}
     assert turns(row) == [("system", "Be brief."), ("user", "Hi"), ("assistant", "Yes?")]
-
-
-# --- turns ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "role"), ROLES.items())
@@ -187,9 +179,6 @@ def test_any_row_is_a_chat_or_refused_with_a_reason(row: dict[str, Any]) -> None
         assert messages and all(message.role in ("system", "user", "assistant") for message in messages)
 
 
-# --- streams ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_chat_has_its_place_and_id(tmp_path: Path) -> None:
     write(tmp_path / "a.json", json.dumps([{"conversations": HELLO, "id": "identity_0"}, {"messages": HELLO}]))
     write(tmp_path / "b/é.jsonl", b"\n" + lines({"prompt": "Hi", "response": "Yes?", "id": 12}))
@@ -201,9 +190,8 @@ def test_a_chat_has_its_place_and_id(tmp_path: Path) -> None:
 
 
 def test_what_is_dropped_is_counted_and_the_first_of_each_kind_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, counters: Counter[str]
 ) -> None:
-    counters: Counter[str] = Counter()
     tool = {"messages": [*HELLO, {"role": "tool", "content": "4"}]}
     other = {"conversations": [{"from": "function_call", "value": "{}"}]}
     rows = [tool, {"messages": HELLO}, tool, other, {"messages": []}, {"text": "x"}, {"text": "y"}, HELLO]
@@ -231,12 +219,11 @@ def test_rows_without_one_chat_are_an_error_that_names_fields_and_shapes(tmp_pat
     assert chats_of(tmp_path) == []  # no rows are no error
 
 
-def test_chats_in_parquet_are_read(tmp_path: Path) -> None:
+def test_chats_in_parquet_are_read(tmp_path: Path, counters: Counter[str]) -> None:
     write_parquet(tmp_path / "a.parquet", {"messages": [HELLO, [], HELLO], "id": ["x", "y", "z"]})
     shares = [[{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes?"}], None]
     two_shapes = {"conversations": shares, "prompt": [None, "Hi"], "response": [None, "Yes?"]}
     write_parquet(tmp_path / "b.parquet", two_shapes)
-    counters: Counter[str] = Counter()
     samples = chats_of(tmp_path, counters=counters)
     assert [sample.messages for sample in samples] == [EXPECTED] * 4
     places = [("a.parquet", 1, "x"), ("a.parquet", 3, "z"), ("b.parquet", 1, None), ("b.parquet", 2, None)]

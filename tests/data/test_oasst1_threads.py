@@ -1,7 +1,5 @@
 """OpenAssistant trees become chats, root to leaf."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A snapshot stands for the hub: the same builds, without any network."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

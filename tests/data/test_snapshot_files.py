@@ -1,7 +1,5 @@
 """A snapshot's files: appended only, resumed without a row lost or doubled, checked by sha256."""
 
-from __future__ import annotations
-
 import datetime
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Tiny models for a loopback hub. Each test has its own id, because the libraries keep what they have downloaded."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The hub: a dataset's card, one commit throughout, errors that no retry mends."""
 
-from __future__ import annotations
-
 import datetime
 import email.utils
 import logging

@@ -1,7 +1,5 @@
 """Builds from the hub: the revision is pinned and recorded, asked for, renewed; the card's licence is kept."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ from support import numbered_datasets
 from support.loopback_hub import LoopbackHub
 
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.commands import cache as cli
 from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
@@ -58,14 +55,6 @@ def test_a_revision_can_be_asked_for_by_commit_branch_or_tag(loopback_hub: Loopb
     assert source_of(tagged, refresh=True)["revision"] == fourth
 
 
-def test_the_command_line_asks_for_a_revision(loopback_hub: LoopbackHub, hub: Settings) -> None:
-    first = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20))
-    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20, start=100))
-    flags = ["--cache-dir", hub.cache_dir, "--tokenizer-model", str(hub.tokenizer_model)]
-    assert cli.main(["build", "dolly15k", "--revision", f"dolly15k={first}", *flags]) == 0
-    assert read_meta(f"{hub.cache_dir}/sft/dolly15k/meta.json")["source"]["revision"] == first
-
-
 @pytest.mark.parametrize("text", ["abc", "dolly15k", "dolly15k=", "roam=abc", "nobody=abc"])
 def test_a_revision_of_nothing_is_refused(hub: Settings, text: str) -> None:
     with pytest.raises(ValueError, match=r"--revision .*expected SOURCE=REVISION, SOURCE one of fineweb_edu"):
@@ -84,21 +73,16 @@ def test_a_cache_takes_the_revision_that_the_tokenizer_was_trained_on(
     assert source_of(trained)["revision"] == first
 
 
-def test_licence_and_attribution_come_from_the_dataset_card(
-    loopback_hub: LoopbackHub, hub: Settings, capsys: pytest.CaptureFixture[str]
+def test_licence_and_attribution_come_from_the_dataset_card_if_there_is_one(
+    loopback_hub: LoopbackHub, hub: Settings
 ) -> None:
-    loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20))
+    files = numbered_datasets.dolly(rows=20)
+    loopback_hub.add(DOLLY, files)
     source = source_of(hub)
     assert source["licence"] == "cc-by-sa-3.0"
     assert "databricks-dolly-15k" in source["attribution"] and DOLLY in source["attribution"]
-    assert cli.main(["stats", f"{hub.cache_dir}/sft/dolly15k"]) == 0
-    shown = capsys.readouterr().out
-    assert source["licence"] in shown and source["attribution"] in shown and source["revision"] in shown
-
-
-def test_a_users_dataset_without_a_card_has_no_licence(loopback_hub: LoopbackHub, hub: Settings) -> None:
-    rows = {name: content for name, content in numbered_datasets.dolly(rows=20).items() if name != "README.md"}
-    loopback_hub.add("me/mine", rows)
+    del files["README.md"]
+    loopback_hub.add("me/mine", files)
     source = source_of(dataclasses.replace(hub, dolly_dataset="me/mine"))
     assert source["licence"] == "not stated" and "me/mine" in source["attribution"]
 

@@ -2,8 +2,6 @@
 The hub, its faults and the libraries are real; only the waiting times are small.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

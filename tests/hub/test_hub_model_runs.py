@@ -1,7 +1,5 @@
 """A run of precompute with a target by hub id: it records and keeps one commit, and equals the run of the folder."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ The hub is loopback_hub.py; huggingface_hub and transformers are the real ones. 
 they keep what they have downloaded.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -58,9 +56,6 @@ ASKS: dict[str, Callable[..., Any]] = {"facts": target_facts, "weights": opened,
 
 def ask(what: str, name: str, revision: str | None = None) -> Any:
     return opened(name, revision) if what == "weights" else ASKS[what](name, revision=revision)
-
-
-# --- the same as from a folder ----------------------------------------------------------------------------------------
 
 
 def test_the_facts_have_the_commit_and_no_weights_are_asked_for(
@@ -157,8 +152,6 @@ def test_a_snapshot_that_somebody_else_downloaded_is_enough_with_hf_hub_offline(
         assert is_tokenizer(open_tokenizer(model_id, revision=commit), first)
     assert not loopback_hub.requests
 
-
-# --- errors -----------------------------------------------------------------------------------------------------------
 
 Hubs = Callable[[LoopbackHub, str, Path], object]
 

@@ -1,7 +1,5 @@
 """One run over everything, which several test files look at: its metadata, and copies of its history and caches."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 
 import dagster as dg
-from support.dagster_runs import metadata, run
+from support.dagster_runs import check_alone, metadata, run, verdicts
 
 from niels_gpt.inspection.verify import CHECKS
 from niels_gpt.recipes.plan import RECIPES
@@ -15,28 +15,12 @@ from niels_gpt.settings import Settings
 from pipelines.definitions import defs, niels_definitions
 
 
-def verdicts(result: dg.ExecuteInProcessResult) -> dict[str, tuple[bool, str]]:
-    """Return each check's verdict: name -> (passed, severity)."""
-    return {found.check_name: (found.passed, found.severity.value) for found in result.get_asset_check_evaluations()}
-
-
-def check_alone(instance: dg.DagsterInstance, settings: Settings, key: str, name: str) -> dg.ExecuteInProcessResult:
-    """Run one check as the UI's button does, without building its cache."""
-    wanted = dg.AssetCheckKey(dg.AssetKey(key.split("/")), name)
-    job = niels_definitions(settings=settings).resolve_implicit_global_asset_job_def()
-    subset = job.get_subset(asset_selection=set(), asset_check_selection={wanted})
-    return subset.execute_in_process(instance=instance, raise_on_error=False)
-
-
 def test_every_asset_has_the_checks_of_its_kind_and_they_say_what_they_look_at() -> None:
     graph = defs.resolve_asset_graph()
     for key in ("tokenizer", *RECIPES):
         rules = {rule.name: rule for rule in CHECKS[key.split("/")[0]]}
-        specs = {
-            spec.name: spec
-            for spec in map(graph.get_check_spec, graph.asset_check_keys)
-            if spec.asset_key.to_user_string() == key
-        }
+        all_specs = map(graph.get_check_spec, graph.asset_check_keys)
+        specs = {spec.name: spec for spec in all_specs if spec.asset_key.to_user_string() == key}
         assert specs.keys() == rules.keys()
         assert {name: spec.blocking for name, spec in specs.items()} == {n: r.blocking for n, r in rules.items()}
         assert all(spec.description for spec in specs.values())
@@ -47,15 +31,9 @@ def test_a_good_cache_passes_and_an_unmet_budget_is_a_warning_that_fails_no_run(
 ) -> None:
     result = run(instance, settings, "pretrain/fineweb_edu")
     assert result.success
-    assert verdicts(result) == {
-        "files_match_meta": (True, "ERROR"),
-        "ids_below_vocab_size": (True, "ERROR"),
-        "tokenizer_matches": (True, "ERROR"),
-        "readers_open": (True, "ERROR"),
-        "budget_reached": (False, "WARN"),
-        "dropped_share": (True, "WARN"),
-        "repaired_share": (True, "WARN"),
-    }
+    names = ("files_match_meta", "ids_below_vocab_size", "tokenizer_matches", "readers_open")
+    shares = dict.fromkeys(("dropped_share", "repaired_share"), (True, "WARN"))
+    assert verdicts(result) == {**dict.fromkeys(names, (True, "ERROR")), "budget_reached": (False, "WARN"), **shares}
 
 
 def test_a_share_of_drops_above_the_setting_is_a_warning(instance: dg.DagsterInstance, settings: Settings) -> None:
@@ -71,9 +49,7 @@ def test_a_flipped_bit_fails_the_deep_check_and_with_it_the_run(
 ) -> None:
     assert run(instance, settings, "sft/oasst1").success
     tokens = Path(settings.cache_dir, "sft", "oasst1", "train_tokens.bin")
-    content = bytearray(tokens.read_bytes())
-    content[0] ^= 1
-    tokens.write_bytes(bytes(content))
+    tokens.write_bytes(bytes([tokens.read_bytes()[0] ^ 1]) + tokens.read_bytes()[1:])
     quick = check_alone(instance, settings, "sft/oasst1", "files_match_meta")
     assert quick.success and verdicts(quick) == {"files_match_meta": (True, "ERROR")}
     deep = dataclasses.replace(settings, deep_checks=True)

@@ -14,6 +14,8 @@ import dagster as dg
 import pytest
 from click.testing import CliRunner
 from dagster._cli import cli
+from support import ROOT
+from support.data_files import write
 
 from niels_gpt.cache import PretrainTokenStreamDataset
 from niels_gpt.cache.meta import read_meta
@@ -21,8 +23,6 @@ from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.settings import Settings
 from niels_gpt.storage.locks import file_lock
 from niels_gpt.storage.versions import build_lock
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture
@@ -42,9 +42,8 @@ def environment(**more: str) -> dict[str, str]:
 
 def shell(home: Path, command: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a line of bash in `home`."""
-    return subprocess.run(
-        ["bash", "-c", command], cwd=home, env=environment(**more), capture_output=True, text=True, check=False
-    )
+    how: Any = {"cwd": home, "env": environment(**more), "capture_output": True, "text": True}
+    return subprocess.run(["bash", "-c", command], check=False, **how)
 
 
 def events(home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
@@ -137,26 +136,13 @@ def test_two_runs_with_pretrain_builds_take_turns(home: Path, monkeypatch: pytes
     assert first["time"] <= second["time"] - second["seconds"]
 
 
-@pytest.mark.slow
-def test_a_misspelled_setting_and_a_misspelled_op_end_the_command_with_an_error(home: Path) -> None:
-    begin = "dagster asset materialize -m pipelines.definitions --select sft/dolly15k --config-json "
-    field = shell(home, begin + """'{"resources": {"settings": {"config": {"sead": 7}}}}'""")
-    assert field.returncode != 0
-    assert "sead" in field.stderr + field.stdout
-    op = shell(home, begin + """'{"ops": {"sft__doly15k": {"config": {"seed": 7}}}}'""")
-    assert op.returncode != 0
-    assert "ops.sft__doly15k is read by nobody in this run" in op.stderr + op.stdout
-    assert not (home / "cache" / "sample" / "sft").exists()
-
-
 @pytest.mark.faults
 def test_a_step_killed_in_mid_build_leaves_the_version_before_and_the_next_run_completes(
     home: Path, monkeypatch: pytest.MonkeyPatch, tiny_model_path: Path
 ) -> None:
     notes = home / "mirror" / "roam"
-    notes.mkdir(parents=True)
-    (notes / "a.md").write_text("- a thought\n" * 9)
-    (notes / "b.md").write_text("- another one\n")
+    write(notes / "a.md", "- a thought\n" * 9)
+    write(notes / "b.md", "- another one\n")
     settings = Settings(
         source_root=str(home / "mirror"), cache_dir=str(home / "cache"), tokenizer_model=str(tiny_model_path), threads=1
     )

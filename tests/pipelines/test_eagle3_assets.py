@@ -3,7 +3,7 @@
 import base64
 import dataclasses
 import errno
-import json
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +11,9 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from support import numbered_datasets
-from support.dagster_runs import built, metadata, run, stale
+from support import dagster_runs, numbered_datasets
+from support.dagster_runs import built, check_alone, metadata, run, stale
+from support.data_files import lines, write
 from support.loopback_hub import LoopbackHub
 
 from niels_gpt.cache.meta import read_meta
@@ -49,15 +50,9 @@ def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def settings(settings: Settings, target: Path) -> Settings:
     """Settings for a cache of twelve chats of the mirror in three shards, which takes a tenth of a second."""
-    return dataclasses.replace(
-        settings,
-        eagle3_target=str(target),
-        eagle3_max_samples=12,
-        eagle3_seq_length=64,
-        eagle3_draft_vocab_size=40,
-        eagle3_shard_size=5,
-        eagle3_device="cpu",
-    )
+    small = {"max_samples": 12, "seq_length": 64, "draft_vocab_size": 40, "shard_size": 5, "device": "cpu"}
+    named = {f"eagle3_{name}": value for name, value in small.items()}
+    return dataclasses.replace(settings, eagle3_target=str(target), **named)
 
 
 def cache_of(settings: Settings) -> Path:
@@ -68,29 +63,18 @@ def flip(settings: Settings) -> None:
     """Change one bit of the first hidden state of SAMPLE."""
     path = Path(shard_path(cache_of(settings), SAMPLE // 5))
     fields, rows, header = read_header(path)
-    begin = len(header)
-    for name, form in fields.items():
-        if name == "aux_hidden_states":
-            break
-        begin += rows * row_bytes_of(form)
+    before = itertools.takewhile(lambda name: name != "aux_hidden_states", fields)
+    begin = len(header) + sum(rows * row_bytes_of(fields[name]) for name in before)
     content = bytearray(path.read_bytes())
     content[begin + SAMPLE % 5 * row_bytes_of(fields["aux_hidden_states"])] ^= 1
     path.write_bytes(content)
 
 
 def verdicts(result: dg.ExecuteInProcessResult) -> dict[str, bool]:
-    return {found.check_name: found.passed for found in result.get_asset_check_evaluations()}
+    return {name: passed for name, (passed, _) in dagster_runs.verdicts(result).items()}
 
 
-def check_alone(instance: dg.DagsterInstance, settings: Settings, *names: str) -> dg.ExecuteInProcessResult:
-    """Run some checks as the UI's button does, without building the cache."""
-    wanted = {dg.AssetCheckKey(dg.AssetKey(KEY.split("/")), name) for name in names or CHECKS}
-    job = niels_definitions(settings=settings).resolve_implicit_global_asset_job_def()
-    subset = job.get_subset(asset_selection=set(), asset_check_selection=wanted)
-    return subset.execute_in_process(instance=instance, raise_on_error=False)
-
-
-def test_it_is_built_checked_and_described(instance: dg.DagsterInstance, settings: Settings) -> None:
+def test_it_is_built_checked_described_and_reused(instance: dg.DagsterInstance, settings: Settings) -> None:
     result = run(instance, settings, KEY)
     assert result.success
     assert verdicts(result) == dict.fromkeys(CHECKS, True)
@@ -109,15 +93,9 @@ def test_it_is_built_checked_and_described(instance: dg.DagsterInstance, setting
     (event,) = result.get_asset_materialization_events()
     version = (event.step_materialization_data.materialization.tags or {})["dagster/data_version"]
     assert version == meta["content_sha256"]
-
-
-def test_a_second_run_reuses_it_and_touches_no_file(instance: dg.DagsterInstance, settings: Settings) -> None:
-    build_targets(settings)
-    folder = cache_of(settings).resolve()
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    again = metadata(run(instance, settings, KEY))[KEY]
-    assert again["run/state"].startswith("reused")
-    assert {path: path.stat().st_mtime_ns for path in cache_of(settings).resolve().rglob("*")} == before
+    before = {path: path.stat().st_mtime_ns for path in cache.resolve().rglob("*")}
+    assert metadata(run(instance, settings, KEY))[KEY]["run/state"].startswith("reused")
+    assert {path: path.stat().st_mtime_ns for path in cache.resolve().rglob("*")} == before
 
 
 def test_what_lies_before_it_are_the_chats_and_for_the_small_target_the_tokenizer(
@@ -139,14 +117,14 @@ def test_what_lies_before_it_are_the_chats_and_for_the_small_target_the_tokenize
 def test_a_flipped_bit_fails_the_checks_and_with_them_the_run(instance: dg.DagsterInstance, settings: Settings) -> None:
     build_targets(settings)
     flip(settings)
-    result = check_alone(instance, settings)
+    result = check_alone(instance, settings, KEY, *CHECKS)
     found = verdicts(result)
     assert not result.success
     assert not found["checksums"] and found["complete"] and found["ids_match"]
     (told,) = [each for each in result.get_asset_check_evaluations() if each.check_name == "checksums"]
     assert f"{cache_of(settings)}/shard-000001.safetensors: sample {SAMPLE - 5} of the shard" in str(told.description)
     assert f"It is sample {SAMPLE} (" in str(told.description)
-    assert verdicts(check_alone(instance, settings, "complete")) == {"complete": True}
+    assert verdicts(check_alone(instance, settings, KEY, "complete")) == {"complete": True}
 
 
 def test_the_target_is_run_once_more_for_as_many_samples_as_the_setting_says(
@@ -156,7 +134,7 @@ def test_the_target_is_run_once_more_for_as_many_samples_as_the_setting_says(
     flip(settings)
     for number, passed in ((12, False), (0, True)):
         changed = dataclasses.replace(settings, eagle3_check_samples=number)
-        assert verdicts(check_alone(instance, changed, "recomputed")) == {"recomputed": passed}
+        assert verdicts(check_alone(instance, changed, KEY, "recomputed")) == {"recomputed": passed}
 
 
 def test_a_setting_of_its_own_builds_it_anew_and_one_of_an_sft_cache_does_not(
@@ -196,15 +174,12 @@ def test_what_decides_bytes_makes_another_cache_and_the_rest_does_not(
 def test_new_chats_make_it_stale_and_are_built(
     instance: dg.DagsterInstance, settings: Settings, tmp_path: Path
 ) -> None:
-    path = tmp_path / "chats.jsonl"
-    lines = [
-        json.dumps({"messages": [turn("user", "Name a river."), turn("assistant", f"River {n}.")]}) for n in range(3)
-    ]
-    path.write_text("\n".join(lines) + "\n")
+    rows = [{"prompt": "Name a river.", "response": f"River {number}."} for number in range(3)]
+    path = write(tmp_path / "chats.jsonl", lines(*rows))
     settings = dataclasses.replace(settings, sft=f"own={path}", eagle3_source="own", eagle3_draft_vocab_size=10_000)
     run(instance, settings, "raw/own", KEY)
     assert KEY not in stale(instance, settings)
-    path.write_text("\n".join(reversed(lines)) + "\n")
+    write(path, lines(*reversed(rows)))
     run(instance, settings, "raw/own")
     assert KEY in stale(instance, settings)
     assert built(run(instance, settings, KEY)) == {KEY}
@@ -236,10 +211,6 @@ def test_a_revision_of_a_target_in_a_folder_is_refused(settings: Settings) -> No
     with pytest.raises(ValueError, match="--revision abc"):
         target_of(path, str(settings.eagle3_target), revision="abc")
     assert target_of(path, str(settings.eagle3_target)).facts["revision"] is None
-
-
-def turn(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
 
 
 def test_the_sample_has_a_target_of_its_own_and_real_text_needs_one(

@@ -23,6 +23,11 @@ def own(settings: Settings, mirror: Path, tmp_path: Path) -> Settings:
     return dataclasses.replace(settings, source_root=str(shutil.copytree(mirror, tmp_path / "own")))
 
 
+def with_another_tokenizer(settings: Settings, folder: Path) -> Settings:
+    other = write_tokenizer(train_tokenizer(["another text " * 50, "ein anderer Text"], vocab_size=300), folder / "t")
+    return dataclasses.replace(settings, tokenizer_model=str(other.model_path))
+
+
 def test_everything_twice_builds_nothing_the_second_time(
     first_run: Any, after_a_run: dg.DagsterInstance, settings: Settings
 ) -> None:
@@ -41,26 +46,23 @@ def test_everything_twice_builds_nothing_the_second_time(
         assert before["picture"] == after["picture"]
 
 
-def test_one_changed_sft_setting_rebuilds_that_asset_alone(after_a_run: dg.DagsterInstance, settings: Settings) -> None:
+@pytest.mark.parametrize("in_launchpad", [False, True])
+def test_one_changed_sft_setting_rebuilds_that_asset_alone(
+    after_a_run: dg.DagsterInstance, settings: Settings, in_launchpad: bool
+) -> None:
     changed = dataclasses.replace(settings, oasst1_max_messages=2)
     assert stale(after_a_run, changed) == {"sft/oasst1": "has a new code version"}
-    assert built(run(after_a_run, changed)) == {"sft/oasst1"}
-    assert stale(after_a_run, changed) == {}
-
-
-def test_a_setting_changed_in_the_launchpad_rebuilds_that_asset_alone(
-    after_a_run: dg.DagsterInstance, settings: Settings
-) -> None:
-    assert built(run(after_a_run, settings, config={"oasst1_max_messages": 2})) == {"sft/oasst1"}
+    how = {"config": {"oasst1_max_messages": 2}} if in_launchpad else {}
+    assert built(run(after_a_run, settings if in_launchpad else changed, **how)) == {"sft/oasst1"}
+    assert in_launchpad or stale(after_a_run, changed) == {}
 
 
 def test_a_new_tokenizer_makes_every_cache_stale_and_rebuilds_it(
     after_a_run: dg.DagsterInstance, settings: Settings, tmp_path: Path
 ) -> None:
-    other = write_tokenizer(train_tokenizer(["another text " * 50, "ein anderer Text"], vocab_size=300), tmp_path / "t")
-    run(after_a_run, settings, "tokenizer", config={"tokenizer_model": str(other.model_path)})
+    new = with_another_tokenizer(settings, tmp_path)
+    run(after_a_run, settings, "tokenizer", config={"tokenizer_model": new.tokenizer_model})
     assert stale(after_a_run, settings) == dict.fromkeys(RECIPES, "has a new dependency data version")
-    new = dataclasses.replace(settings, tokenizer_model=str(other.model_path))
     assert built(run(after_a_run, new)) == set(RECIPES)
     assert stale(after_a_run, new) == {}
 
@@ -104,8 +106,7 @@ def test_a_first_observation_makes_a_cache_stale_once_and_a_run_that_builds_noth
 def test_a_caches_run_that_replaces_the_tokenizer_makes_the_other_caches_stale(
     after_a_run: dg.DagsterInstance, settings: Settings, tmp_path: Path
 ) -> None:
-    other = write_tokenizer(train_tokenizer(["another text " * 50, "ein anderer Text"], vocab_size=300), tmp_path / "t")
-    new = dataclasses.replace(settings, tokenizer_model=str(other.model_path))
+    new = with_another_tokenizer(settings, tmp_path)
     run(after_a_run, new, "sft/oasst1")
     # Its own step began with the tokenizer before, so sft/oasst1 is among them until a run that does not build it.
     assert stale(after_a_run, new) == dict.fromkeys(RECIPES, "has a new dependency data version")

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_dagster_cli import ROOT, environment
+from support import ROOT
+from test_dagster_cli import environment
 
 pytestmark = pytest.mark.browser
 SECONDS = 120.0
@@ -48,14 +49,6 @@ def finished(address: str) -> list[dict[str, Any]]:
     return runs if all(run["status"] in ("SUCCESS", "FAILURE", "CANCELED") for run in runs) else []
 
 
-OWN = """
-[sft.support]
-files = "chats.json"
-licence = "CC BY 4.0"
-attribution = "The support team"
-"""
-
-
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
     """The address of a `dagster dev` on loopback, in a folder as a fresh clone is, with chats of one's own."""
@@ -63,7 +56,8 @@ def address(tmp_path: Path) -> Iterator[str]:
         shutil.copyfile(ROOT / name, tmp_path / name)
     chats = [{"prompt": f"What is {number} plus 1?", "response": f"{number + 1}."} for number in range(30)]
     (tmp_path / "chats.json").write_text(json.dumps(chats))
-    (tmp_path / "sources.toml").write_text(OWN)
+    toml = '[sft.support]\nfiles = "chats.json"\nlicence = "CC BY 4.0"\nattribution = "The support team"\n'
+    (tmp_path / "sources.toml").write_text(toml)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import ROOT
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.commands import cache as cli
-from niels_gpt.commands import eagle3, precompute, prefix_tree
+from niels_gpt.commands import eagle3, precompute, prefix_tree, train_tokenizer
 from niels_gpt.prefix_tree import demo
 from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.settings import Settings
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 
@@ -44,20 +44,16 @@ def test_every_command_of_a_document_parses(document: str) -> None:
 
 
 def test_every_flag_named_in_a_document_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    from niels_gpt.commands import train_tokenizer
-
-    for command in ["build-all", "build", "snapshot", "list", "stats", "show", "verify", "diff", "locate", "gc"]:
-        with pytest.raises(SystemExit):
-            cli.main([command, "--help"])
-    for main in (train_tokenizer.main, precompute.main, demo.main):
-        with pytest.raises(SystemExit):
-            main(["--help"])
-    for command in ["verify", "inspect", "convert", "stats"]:
-        with pytest.raises(SystemExit):
-            eagle3.main([command, "--help"])
-    for command in ["stats", "show"]:
-        with pytest.raises(SystemExit):
-            prefix_tree.main([command, "--help"])
+    of_caches = ("build-all", "build", "snapshot", "list", "stats", "show", "verify", "diff", "locate", "gc")
+    for main, commands in (
+        (cli.main, of_caches),
+        (eagle3.main, ("verify", "inspect", "convert", "stats")),
+        (prefix_tree.main, ("stats", "show")),
+        *((main, ("",)) for main in (train_tokenizer.main, precompute.main, demo.main)),
+    ):
+        for command in commands:
+            with pytest.raises(SystemExit):
+                main([*command.split(), "--help"])
     known = capsys.readouterr().out
     known += "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py"))
     for document in DOCUMENTS:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import byte_tokenizer
+from support import ROOT, byte_tokenizer
 from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.cache import CacheError, build_pretrain_cache, build_sft_cache
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*loses .* supervised tokens"),  # the small T cuts the replies
 ]
 
-EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "train_tiny_gpt.py"
+EXAMPLE = ROOT / "examples" / "train_tiny_gpt.py"
 SMALL = "--dim 32 --T 16 --global-batch-size 4 --pretrain-steps 12 --sft-steps 8"
 CONTROL = "--permute-tokens --dim 32 --T 4 --global-batch-size 64 --lr 1e-2 --pretrain-steps 200"
 NEVER_STOPPED = "--stop-at --world-sizes 1"
@@ -49,17 +49,10 @@ def example() -> Iterator[ModuleType]:
 
 def build_small(root: Path, tokenizer: SentencePieceTokenizer, texts: tuple[str, ...] = TINY_TEXTS) -> Path:
     """Build two pretrain caches and two of chats."""
+    sizes: dict[str, Any] = {"max_train_tokens": 100_000, "max_val_tokens": 200, "shard_bytes": 1000}
     for name, part in (("birds", texts[:40]), ("beasts", texts[40:])):
-        build_pretrain_cache(
-            part,
-            root / "pretrain" / name,
-            tokenizer=tokenizer,
-            max_train_tokens=100_000,
-            max_val_tokens=200,
-            shard_bytes=1000,
-            seed=0,
-            shuffle_buffer=None,
-        )
+        folder = root / "pretrain" / name
+        build_pretrain_cache(part, folder, tokenizer=tokenizer, seed=0, shuffle_buffer=None, **sizes)
         chats = [
             [{"role": "user", "content": f"Page {number}?"}, {"role": "assistant", "content": text[:40]}]
             for number, text in enumerate(part)
@@ -81,15 +74,16 @@ def flags(caches: Path, out: Path, *more: str, names: tuple[str, ...] = ("beasts
     return [*given, *" ".join(more).split()]
 
 
-def numbers(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())
-    return found
-
-
 def trained(example: ModuleType, caches: Path, out: Path, *more: str) -> dict[str, Any]:
     """Run the example; return its numbers."""
-    example.main(flags(caches, out, *more))
-    return numbers(out)
+    return numbers_of(example, flags(caches, out, *more))
+
+
+def numbers_of(example: ModuleType, arguments: list[str]) -> dict[str, Any]:
+    example.main(arguments)
+    out = Path(arguments[arguments.index("--out") + 1])
+    found: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +104,13 @@ def end(losses: list[float]) -> float:
     return statistics.fmean(losses[-len(losses) // 10 :])
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes")  # on a machine of one core
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_stop_does_not_show_in_the_losses(
-    example: ModuleType, caches: Path, straight: dict[str, Any], tmp_path: Path
+    example: ModuleType, caches: Path, straight: dict[str, Any], tmp_path: Path, workers: int
 ) -> None:
-    stopped = trained(example, caches, tmp_path / "loss.png", SMALL, "--stop-at 5 6 15 --world-sizes 1")
+    more = f"--stop-at 5 6 15 --world-sizes 1 --workers {workers}"
+    stopped = trained(example, caches, tmp_path / "loss.png", SMALL, more)
     assert stopped["jobs"] == [[5, 1], [6, 1], [15, 1], [20, 1]]
     assert len(stopped["losses"]) == 20 and stopped["losses"] == straight["losses"]
     assert stopped["evaluations"][-1] == straight["evaluations"][-1]
@@ -125,14 +122,6 @@ def test_a_change_of_world_size_at_a_stop_does_not_show_either(
     stopped = trained(example, caches, tmp_path / "loss.png", SMALL, "--stop-at 5 15 --world-sizes 1 2 1")
     assert stopped["jobs"] == [[5, 1], [15, 2], [20, 1]]  # the second stage begins in the job of two processes
     assert stopped["losses"] == pytest.approx(straight["losses"], rel=0, abs=1e-9)
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes")  # on a machine of one core
-def test_dataloader_workers_that_read_ahead_do_not_show(
-    example: ModuleType, caches: Path, straight: dict[str, Any], tmp_path: Path
-) -> None:
-    found = trained(example, caches, tmp_path / "loss.png", SMALL, "--workers 2 --stop-at 5 --world-sizes 1")
-    assert found["losses"] == straight["losses"]
 
 
 def test_another_seed_gives_other_losses(
@@ -211,6 +200,8 @@ def test_a_permutation_moves_all_tokens_of_a_batch_and_makes_no_new_ones(example
     assert not any(set(block[row].tolist()) == set(rows[row].tolist()) for row in range(4))  # rows are mixed
     next_x, _ = example.permuted(rows[:, :-1], rows[:, 1:], generator)
     assert not torch.equal(next_x, x)
+    with pytest.raises(RuntimeError, match="not one sequence"):
+        example.permuted(rows, rows, generator)  # y is not x one token later
 
 
 def test_the_control_is_the_same_on_every_rank(example: ModuleType, caches: Path, tmp_path: Path) -> None:
@@ -222,12 +213,6 @@ def test_the_control_is_the_same_on_every_rank(example: ModuleType, caches: Path
             parts[world_size, rank] = next(example.batches(options, dict(saved), generator, rank, world_size))
     for part in range(2):
         assert torch.equal(torch.cat([parts[2, rank][part] for rank in range(2)]), parts[1, 0][part])
-
-
-def test_a_batch_whose_y_is_not_x_one_token_later_is_not_permuted(example: ModuleType) -> None:
-    x = torch.arange(8).view(2, 4)
-    with pytest.raises(RuntimeError, match="not one sequence"):
-        example.permuted(x, x, torch.Generator())
 
 
 def started(example: ModuleType, caches: Path, out: Path, *more: str) -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -281,19 +266,14 @@ def test_a_cache_that_was_built_anew_between_two_jobs_is_refused(
     root = build_small(tmp_path / "cache", tiny_tokenizer)
     options, _ = started(example, root, tmp_path / "loss.png", SMALL)
     example.job(0, options, 6, 1)
-    example.job(0, argparse.Namespace(**{**vars(options), "out": copied_checkpoint(tmp_path)}), 15, 1)
+    shutil.copy(tmp_path / "loss.pt", tmp_path / "later.pt")
+    example.job(0, argparse.Namespace(**{**vars(options), "out": tmp_path / "later.png"}), 15, 1)
     build_small(root, tiny_tokenizer, TINY_TEXTS[::-1])
     with pytest.raises(CacheError, match=r"sources\[0\]: .*Open the version"):
         example.job(0, options, 12, 1)
     options.out = tmp_path / "later.png"
     with pytest.raises(CacheError, match=r"sft/.*birds.*: tokens is \d+, expected \d+"):
         example.job(0, options, 20, 1)
-
-
-def copied_checkpoint(folder: Path) -> Path:
-    """Copy the checkpoint; return the picture that the copy belongs to."""
-    shutil.copy(folder / "loss.pt", folder / "later.pt")
-    return folder / "later.png"
 
 
 @pytest.mark.parametrize(
@@ -307,13 +287,7 @@ def copied_checkpoint(folder: Path) -> Path:
     ],
 )
 def test_what_cannot_be_trained_is_said_before_the_first_step(
-    example: ModuleType,
-    caches: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    more: str,
-    error: type[Exception],
-    said: str,
+    example: ModuleType, caches: Path, tmp_path: Path, more: str, error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error) as raised:
         example.main(flags(caches, tmp_path / "loss.png", SMALL, more))
@@ -336,12 +310,6 @@ def test_without_matplotlib_the_extra_is_named_before_anything_is_done(
     with pytest.raises(SystemExit, match=r"needs matplotlib: pip install 'niels_gpt\[pipelines\]'"):
         example.main(flags(caches, tmp_path / "loss.png", SMALL))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_help(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        example.main(["--help"])
-    assert ended.value.code == 0 and "--permute-tokens" in capsys.readouterr().out
 
 
 @pytest.mark.real_text
@@ -367,8 +335,7 @@ def test_real_text_is_learned_and_permuted_real_text_is_not(
 
     def run(*last: str) -> dict[str, Any]:
         given = flags(root, out, more, *last, "--weights 0.9 0.1 --sft", names=("fineweb_edu", "roam"))
-        example.main([*given, str(root / "sft" / "dolly15k")])
-        return numbers(out)
+        return numbers_of(example, [*given, str(root / "sft" / "dolly15k")])
 
     straight = run(NEVER_STOPPED)
     entropy, begin = straight["unigram_entropy"], straight["pretrain_steps"]

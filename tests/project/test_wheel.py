@@ -7,10 +7,11 @@ import sys
 import sysconfig
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAM = """
 import sys, torch, niels_gpt
 from niels_gpt.cache import PretrainTokenStreamDataset
@@ -58,9 +59,8 @@ def test_a_wheel_in_an_empty_environment_builds_and_reads_a_cache(tmp_path: Path
     Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     work = tmp_path / "elsewhere"
     work.mkdir()
-    done = subprocess.run(
-        [python, "-c", PROGRAM], cwd=work, env=environment, capture_output=True, text=True, check=False
-    )
+    how: dict[str, Any] = {"cwd": work, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run([python, "-c", PROGRAM], check=False, **how)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith(str(tmp_path / "env"))
 

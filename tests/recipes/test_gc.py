@@ -64,9 +64,6 @@ def removed(lines: Iterator[str]) -> list[str]:
     return [Path(line.split(" (")[0].removeprefix("removed ")).name for line in found]
 
 
-# --- what is a version ---
-
-
 def four_versions(path: Path) -> list[str]:
     """Build four versions, of which gc removes the first two, and return their names."""
     return [pretrain(path, seed)["content_sha256"][:12] for seed in range(4)]
@@ -134,9 +131,6 @@ def test_what_has_not_the_name_and_the_files_of_a_version_is_left(folder: Path) 
     assert {name: after.get(name, "gone") for name in strangers} == strangers
 
 
-# --- links ------------------------------------------------------------------------------------------------------------
-
-
 def linked_versions_dir(folder: Path, other: Path) -> None:
     (folder / "cache").mkdir()
     (folder / "cache" / VERSIONS_DIR).symlink_to(other)
@@ -187,9 +181,6 @@ def test_the_version_of_a_link_of_another_name_stays(folder: Path, kind: str) ->
     assert whole_version(folder / "c") != content
 
 
-# --- gc that is killed ------------------------------------------------------------------------------------------------
-
-
 def with_unfinished_builds(path: Path) -> list[int]:
     """Leave old versions, a dead build, and one that was not recorded, which is the committed one."""
     for seed in (1, 2, 3):
@@ -226,9 +217,6 @@ def test_after_a_gc_that_was_killed_anywhere_every_build_goes_on_or_begins_anew(
         for seed in seeds:
             assert pretrain(left / "c", seed)["content_sha256"] == whole[seed] == whole_version(left / "c")
         shutil.rmtree(left)
-
-
-# --- the lock ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
@@ -329,8 +317,6 @@ def test_nobody_builds_or_takes_hold_while_a_version_is_removed(folder: Path, mo
     assert removed(collect(folder, dry_run=False)) == [old.name] and holds == [False]
     assert json.loads((folder / "c" / "meta.json").read_bytes())["seed"] == 2
 
-
-# --- versions that readers have open ----------------------------------------------------------------------------------
 
 READER = """
 import os, signal, sys
@@ -480,8 +466,6 @@ def test_without_locks_on_folders_a_version_is_read_and_removed_as_ever(
     assert not hold_version(old)
     assert removed(collect(folder, dry_run=False)) == [old.name]
 
-
-# --- what is not ours -------------------------------------------------------------------------------------------------
 
 NAMES = ("building", "damaged", "building-0123456789ab", "building-0123456789ab.journal", "0123456789ab", "adopted1")
 FOREIGN_METAS = ('{"version": 3}', '{"kind": "photo"}', '{"kind": "pretrain", "content_sha256": 7}', "[]", "no JSON")

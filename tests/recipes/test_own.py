@@ -1,7 +1,5 @@
 """The user's own sources: lines, sources.toml, and what is wrong with them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

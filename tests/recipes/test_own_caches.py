@@ -188,29 +188,25 @@ def test_files_of_another_encoding_are_warned_of_and_stats_shows_that_they_were_
     assert shown["noticed by the loader"] == "byte_order_mark 10, texts_with_nul 10"
 
 
-def test_kinds_that_are_not_read_are_a_warning_with_their_suffixes_until_they_are_named(
+def test_kinds_and_links_that_are_not_read_are_counted_and_a_warning_until_they_are_asked_for(
     home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("a.py", "b.PY", "c.tex", "d.rst", "e.html", "LICENCE"):
-        (home / "notes" / name).write_text(f"the text of {name}")
-    meta, said = built_notes(), caplog.text
+        write(home / "notes" / name, f"the text of {name}")
+    (home / "notes" / "c.md").symlink_to(write(home / "secret.md", "a secret"))
+    counted = []
+    for flags in ([], ["--as-text", ".py, .tex"], ["--follow-links"]):
+        meta = built_notes(*flags)
+        counted.append((meta["source"]["counters"], meta["documents_read"] - len(NOTES)))
+        if not flags:
+            said = caplog.text
     assert "notes: 5 files of kinds that are not read: 2 .py" in said and "1 .tex" in said and "--as-text" in said
-    assert (meta["source"]["counters"], meta["documents_read"]) == ({"other_files": 5}, len(NOTES) + 2)
-    meta = built_notes("--as-text", ".py, .tex")
-    assert (meta["source"]["counters"], meta["documents_read"]) == ({"other_files": 2}, len(NOTES) + 5)
-
-
-def test_links_in_text_of_ones_own_are_counted_and_read_on_request_only(
-    home: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (home / "secret.md").write_text("a secret")
-    (home / "notes" / "c.md").symlink_to(home / "secret.md")
-    meta = built_notes()
-    assert "c.md: a symbolic link, which is not followed; --follow-links" in caplog.text
-    assert meta["source"]["counters"] == {"links_not_followed": 1, "other_files": 1}
-    assert meta["documents_read"] == len(NOTES)
-    meta = built_notes("--follow-links")
-    assert (meta["source"]["counters"], meta["documents_read"]) == ({"other_files": 1}, len(NOTES) + 1)
+    assert "c.md: a symbolic link, which is not followed; --follow-links" in said
+    assert counted == [
+        ({"other_files": 5, "links_not_followed": 1}, 2),
+        ({"other_files": 2, "links_not_followed": 1}, 5),
+        ({"other_files": 5}, 3),
+    ]
 
 
 def test_a_large_document_is_left_out_counted_and_a_loss(home: Path, settings: Settings) -> None:

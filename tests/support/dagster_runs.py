@@ -60,3 +60,16 @@ def stale(instance: dg.DagsterInstance, settings: Settings) -> dict[str, str]:
         for key in graph.materializable_asset_keys
         if resolver.get_status(key).value == "STALE"
     }
+
+
+def verdicts(result: dg.ExecuteInProcessResult) -> dict[str, tuple[bool, str]]:
+    """Return each check's verdict: name -> (passed, severity)."""
+    return {found.check_name: (found.passed, found.severity.value) for found in result.get_asset_check_evaluations()}
+
+
+def check_alone(instance: dg.DagsterInstance, settings: Settings, key: str, *names: str) -> dg.ExecuteInProcessResult:
+    """Run checks of an asset as the UI's button does, without building it."""
+    wanted = {dg.AssetCheckKey(dg.AssetKey(key.split("/")), name) for name in names}
+    job = niels_definitions(settings=settings).resolve_implicit_global_asset_job_def()
+    subset = job.get_subset(asset_selection=set(), asset_check_selection=wanted)
+    return subset.execute_in_process(instance=instance, raise_on_error=False)

@@ -3,8 +3,6 @@
 The fake tokenizer writes each letter as its code, so every expectation can be worked out on paper.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

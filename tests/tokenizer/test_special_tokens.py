@@ -1,7 +1,5 @@
 """The sentinels are PR-03's, and the guard finds them in text and in ids."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

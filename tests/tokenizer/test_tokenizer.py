@@ -1,7 +1,5 @@
 """Texts survive, sentinels are single ids, wrong models are refused."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import pickle
@@ -33,9 +31,8 @@ def make_model(path: Path, **options: Any) -> Path:
     model = io.BytesIO()
     defaults: dict[str, Any] = {"vocab_size": 300, "hard_vocab_limit": False, "byte_fallback": True, "minloglevel": 3}
     texts = [f"line {number} of some text" for number in range(50)]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts), model_writer=model, **{**defaults, **options}
-    )
+    options = {**defaults, **options, "sentence_iterator": iter(texts), "model_writer": model}
+    sentencepiece.SentencePieceTrainer.train(**options)
     path.write_bytes(model.getvalue())
     return path
 
@@ -48,9 +45,6 @@ def make_model(path: Path, **options: Any) -> Path:
 @example(USR + "a" + EOT)
 def test_every_text_without_u2581_comes_back(tiny_tokenizer: SentencePieceTokenizer, text: str) -> None:
     assert tiny_tokenizer.decode(tiny_tokenizer.encode(text)) == text
-
-
-def test_u2581_is_the_character_that_comes_back_as_a_space(tiny_tokenizer: SentencePieceTokenizer) -> None:
     assert tiny_tokenizer.decode(tiny_tokenizer.encode("a\u2581b")) == "a b"
 
 
@@ -120,16 +114,15 @@ def test_half_a_surrogate_pair_is_refused_with_its_place(tiny_tokenizer: Sentenc
         tiny_tokenizer.encode_batch(["fine", "\ud83d"])
 
 
-def test_a_folder_and_its_model_file_open_the_same_tokenizer(tiny_model_path: Path) -> None:
+def test_a_folder_its_model_file_and_a_relative_path_open_the_same_tokenizer(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_model_path.parent)
     by_file, by_folder = load_tokenizer(tiny_model_path), load_tokenizer(tiny_model_path.parent)
     assert by_file.model_path == by_folder.model_path == str(tiny_model_path.absolute())
+    assert load_tokenizer("spm.model").model_path == by_file.model_path
     assert by_file.sha256 == hashlib.sha256(tiny_model_path.read_bytes()).hexdigest()
     assert TokenizerPaths.in_folder(tiny_model_path.parent).model_path == tiny_model_path
-
-
-def test_a_relative_path_is_kept_as_an_absolute_one(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tiny_model_path.parent)
-    assert load_tokenizer("spm.model").model_path == str(tiny_model_path)
 
 
 def test_a_pickled_tokenizer_opens_its_file_again_and_notices_another_one(
@@ -146,27 +139,29 @@ def test_a_pickled_tokenizer_opens_its_file_again_and_notices_another_one(
         pickle.loads(packed)
 
 
-def test_an_absent_model_says_what_to_run(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"spm\.model: there is no .*python -m niels_gpt\.train_tokenizer"):
+@pytest.mark.parametrize(
+    ("content", "error", "said"),
+    [
+        (None, FileNotFoundError, r"spm\.model: there is no .*python -m niels_gpt\.train_tokenizer"),
+        (b"", CacheError, r"spm\.model: is .*SentencePiece model"),
+        (b"no model", CacheError, r"spm\.model: is .*SentencePiece model"),
+        ({}, CacheError, r"has no piece '<\|ngpt_sys_"),
+        (
+            {"control_symbols": list(SPECIAL_TOKENS)},
+            CacheError,
+            r"encodes to \[.*, expected the one id 3\. Train a tokenizer",
+        ),
+    ],
+)
+def test_a_file_that_is_no_model_of_ours_is_refused(
+    tmp_path: Path, content: bytes | dict[str, Any] | None, error: type[Exception], said: str
+) -> None:
+    if isinstance(content, bytes):
+        (tmp_path / "spm.model").write_bytes(content)
+    elif content is not None:
+        make_model(tmp_path / "spm.model", **content)
+    with pytest.raises(error, match=said):
         load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"", b"no model"])
-def test_a_file_that_is_no_model_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "spm.model").write_bytes(content)
-    with pytest.raises(CacheError, match=r"spm\.model: is .*SentencePiece model"):
-        load_tokenizer(tmp_path)
-
-
-def test_a_model_without_the_sentinels_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CacheError, match=r"has no piece '<\|ngpt_sys_"):
-        load_tokenizer(make_model(tmp_path / "spm.model"))
-
-
-def test_a_model_that_has_them_as_control_symbols_is_refused(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "spm.model", control_symbols=list(SPECIAL_TOKENS))
-    with pytest.raises(CacheError, match=r"encodes to \[.*, expected the one id 3\. Train a tokenizer"):
-        load_tokenizer(model)
 
 
 def test_a_model_with_a_dummy_prefix_is_accepted(tmp_path: Path) -> None:

@@ -1,8 +1,5 @@
 """Training is reproducible and says what it left out."""
 
-from __future__ import annotations
-
-import gzip
 import hashlib
 import json
 import logging
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.data_files import lines, write
 
 from niels_gpt.commands.train_tokenizer import main
 from niels_gpt.special_tokens import SPECIAL_TOKENS, sentinel_lookup
@@ -30,14 +28,12 @@ TEXTS = [
 
 def write_corpus(folder: Path) -> Path:
     """60 texts as .txt, .md, .jsonl and .jsonl.gz, below `folder`."""
-    (folder / "deep" / "er").mkdir(parents=True)
     for number, text in enumerate(TEXTS[:20]):
-        (folder / "deep" / f"{number}.txt").write_bytes(text.encode())
-    (folder / "deep" / "er" / "note.md").write_bytes("".join(TEXTS[20:40]).encode())
-    rows = [json.dumps({"text": text, "other": 1}) + "\n" for text in TEXTS[40:]]
-    (folder / "rows.jsonl").write_text("".join(rows[:10]))
-    with gzip.open(folder / "rows.jsonl.gz", "wt") as file:
-        file.writelines(rows[10:])
+        write(folder / "deep" / f"{number}.txt", text)
+    write(folder / "deep" / "er" / "note.md", "".join(TEXTS[20:40]))
+    rows = [{"text": text, "other": 1} for text in TEXTS[40:]]
+    write(folder / "rows.jsonl", lines(*rows[:10]))
+    write(folder / "rows.jsonl.gz", lines(*rows[10:]))
     return folder
 
 
@@ -49,31 +45,24 @@ def run(folder: Path, out_dir: Path, *more: str) -> dict[str, Any]:
     return meta
 
 
-# --- pieces -----------------------------------------------------------------------------------------------------------
+LINE = "\n" + "x" * 999  # four of these are exactly 4,000 bytes
 
 
-def test_a_short_text_is_one_piece_and_an_empty_one_none() -> None:
-    assert list(training_pieces("a\nb\n")) == ["a\nb\n"]
-    assert list(training_pieces("")) == []
-
-
-def test_a_long_text_is_cut_before_the_last_line_feed_that_fits() -> None:
-    line = "\n" + "x" * 999  # four of these are exactly 4,000 bytes
-    assert list(training_pieces("abc" + line * 5)) == ["abc" + line * 3, line * 2]
-    assert list(training_pieces(line * 5)) == [line * 4, line]
-
-
-def test_a_line_feed_keeps_its_carriage_return() -> None:
-    pieces = list(training_pieces("x" * 3000 + "\r\n" + "y" * 3000))
-    assert pieces == ["x" * 3000, "\r\n" + "y" * 3000]
-
-
-def test_a_line_without_end_is_cut_between_characters() -> None:
-    assert list(training_pieces("\u20ac" * 2000)) == ["\u20ac" * 1333, "\u20ac" * 667]  # 3 bytes each; 3,999 fit
-
-
-def test_sentencepiece_skips_pieces_with_u2585_so_that_it_separates_them() -> None:
-    assert list(training_pieces("a\u2585\u2585b")) == ["a", "b"]
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("a\nb\n", ["a\nb\n"]),
+        ("", []),
+        ("abc" + LINE * 5, ["abc" + LINE * 3, LINE * 2]),  # before the last line feed that fits
+        (LINE * 5, [LINE * 4, LINE]),
+        ("x" * 3000 + "\r\n" + "y" * 3000, ["x" * 3000, "\r\n" + "y" * 3000]),
+        ("\u20ac" * 2000, ["\u20ac" * 1333, "\u20ac" * 667]),  # 3 bytes each; 3,999 fit
+        ("a\u2585\u2585b", ["a", "b"]),  # SentencePiece skips pieces that have it
+    ],
+    ids=lambda value: str(value)[:9],
+)
+def test_a_text_is_cut_into_pieces_at_line_feeds_and_between_characters(text: str, pieces: list[str]) -> None:
+    assert list(training_pieces(text)) == pieces
 
 
 @given(st.text(st.sampled_from("a\u20ac\U0001f600\n\r\u2585"), max_size=60), st.integers(1, 400))
@@ -81,9 +70,6 @@ def test_pieces_join_to_the_text_and_none_is_too_long(text: str, times: int) -> 
     pieces = list(training_pieces(text * times))
     assert "".join(pieces) == (text * times).replace("\u2585", "")
     assert all(0 < len(piece.encode()) <= MAX_PIECE_BYTES for piece in pieces)
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_same_texts_give_the_same_model_and_meta_whatever_the_seed() -> None:
@@ -176,28 +162,20 @@ def test_nothing_to_train_on_is_refused() -> None:
     for texts in ([], ["", "\n"], ["<|eot|>"]):
         with pytest.raises(ValueError, match=f"nothing to train a tokenizer on: {len(texts)} documents"):
             train_tokenizer(texts)
-
-
-def test_a_vocabulary_below_the_characters_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"vocab_size=263 is too small: .* need 30\d\."):
+    with pytest.raises(ValueError, match=r"vocab_size=263 is too small: .* need 30\d\."):  # fewer than characters
         train_tokenizer(TEXTS, vocab_size=263)
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("name", "value"),
     [
-        {"vocab_size": 65_537},
-        {"vocab_size": 0},
-        {"model_type": "word"},
-        {"normalization": "none"},
-        {"character_coverage": 0.0},
-        {"max_bytes": 0},
+        *(("vocab_size", 65_537), ("vocab_size", 0), ("model_type", "word"), ("normalization", "none")),
+        *(("character_coverage", 0.0), ("max_bytes", 0)),
     ],
 )
-def test_a_bad_argument_is_refused_by_name(wrong: dict[str, Any]) -> None:
-    ((name, value),) = wrong.items()
+def test_a_bad_argument_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"{name}={value!r}: expected"):
-        train_tokenizer(TEXTS, **wrong)
+        train_tokenizer(TEXTS, **{name: value})
 
 
 def test_nmt_nfkc_is_said_to_lose_text_and_lets_look_alikes_through(tmp_path: Path) -> None:
@@ -208,9 +186,6 @@ def test_nmt_nfkc_is_said_to_lose_text_and_lets_look_alikes_through(tmp_path: Pa
     look_alike = SPECIAL_TOKENS[3].translate({code: code + 0xFEE0 for code in range(0x21, 0x7F)})
     ids = tokenizer.encode(look_alike)
     assert sentinel_lookup(tokenizer.special_token_ids(), tokenizer.vocab_size)[ids].any()
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def test_the_same_files_in_another_folder_give_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,14 +203,11 @@ def test_the_same_files_in_another_folder_give_the_same_files(tmp_path: Path, mo
     assert json.loads((tmp_path / "c" / "tokenizer_meta.json").read_bytes()) == meta
 
 
-def test_a_file_that_two_patterns_match_is_read_once(tmp_path: Path) -> None:
+def test_the_report_tells_size_share_and_sha_and_a_file_that_two_patterns_match_is_read_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_corpus(tmp_path / "in")
-    meta = run(folder, tmp_path / "out", "--input_glob", f"{folder}/rows.jsonl")
-    assert meta["documents"] == 41
-
-
-def test_the_report_tells_size_share_and_sha(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    meta = run(write_corpus(tmp_path / "in"), tmp_path / "out", "--vocab_size", "9000")
+    meta = run(folder, tmp_path / "out", "--vocab_size", "9000", "--input_glob", f"{folder}/rows.jsonl")
     said = capsys.readouterr().out
     assert f"vocabulary: {meta['vocab_size']} ids, sha256 {meta['model_sha256']}" in said
     assert "smaller than the 9000 asked for" in said
