@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support import numbered_datasets
 from support.byte_tokenizer import ByteTokenizer
-from support.interrupted import KINDS, interrupt
+from support.fault_builds import KINDS, interrupt
 from support.loopback_hub import LoopbackHub
 from support.power_loss import tree_of
 from support.small_builds import BUILDERS, ITEMS, Counted, whole_version

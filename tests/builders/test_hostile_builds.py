@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.interrupted import KINDS, files_of, line, unfinished_tree, values_of
+from support.fault_builds import KINDS, files_of, line, unfinished_tree, values_of
 from support.json_values import JSON, SOME_SHA256
 from support.power_loss import Tree, put, tree_of
 from support.small_builds import BUILDERS, ITEMS, Counted, pretrain, quick_folder, sft, whole_version
@@ -327,7 +327,7 @@ import sys
 sys.path[:0] = [sys.argv[1]]
 from pathlib import Path
 from niels_gpt.builders import source
-from support.interrupted import interrupt
+from support.fault_builds import interrupt
 from support.small_builds import BATCH_ITEMS
 import test_hostile_builds as here
 source.BATCH_ITEMS = BATCH_ITEMS

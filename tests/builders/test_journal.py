@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from support.interrupted import KINDS, line, unfinished_tree, values_of
+from support.fault_builds import KINDS, line, unfinished_tree, values_of
 from support.json_values import JSON, SOME_SHA256
 from support.small_builds import quick_folder
 

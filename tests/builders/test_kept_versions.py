@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.byte_tokenizer import build, train_text
-from support.interrupted import interrupt
+from support.fault_builds import interrupt
 from support.power_loss import tree_of
 from support.small_builds import BUILDERS, pretrain, whole_version
 
@@ -67,24 +67,22 @@ def test_old_versions_dead_builds_and_leftovers_are_removable_each_with_its_reas
     assert removable(cache) == {} and train_text(cache) == "four"
 
 
-@pytest.mark.parametrize("committed", [0, 1, 2, 3])
-def test_the_committed_version_stays_however_old_it_is(tmp_path: Path, committed: int) -> None:
+@pytest.mark.parametrize("committed", [0, 1, 2, 3, None])
+def test_the_committed_version_stays_however_old_it_is_and_else_the_newest(
+    tmp_path: Path, committed: int | None
+) -> None:
     cache, texts = tmp_path / "c", ("one", "two", "three", "four")
     names = versions_of(cache, *texts)
     cache.unlink()
+    if committed is None:
+        assert names[3] not in removable(cache) and names[0] in removable(cache)
+        return
     cache.symlink_to(Path(".versions", "c", names[committed]))
     newest = next(name for name in reversed(names) if name != names[committed])  # it and one more are kept
     assert set(removable(cache)) == set(names) - {names[committed], newest}
     for entry, _ in versions.removable(cache):
         fileio.remove(entry)
     assert train_text(cache) == texts[committed]
-
-
-def test_without_a_committed_version_the_newest_is_kept(tmp_path: Path) -> None:
-    cache = tmp_path / "c"
-    names = versions_of(cache, "one", "two", "three")
-    cache.unlink()
-    assert names[2] not in removable(cache) and names[0] in removable(cache)
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "missing", "no meta.json", "meta.json cut"])

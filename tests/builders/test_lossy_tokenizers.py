@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import sentencepiece
 from support import small_builds
-from support.interrupted import interrupt
+from support.fault_builds import interrupt
 from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.builders import losses

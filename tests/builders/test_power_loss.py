@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.interrupted import KINDS
+from support.fault_builds import KINDS
 from support.power_loss import Disk, Tree, below, put, recorded_below, tree_of
 from support.small_builds import (
     BATCH_ITEMS,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from support import SUPPORT
-from support.interrupted import KINDS, checkpoints, interrupt, journals, killed_after, left, unfinished, uninterrupted
+from support.fault_builds import KINDS, checkpoints, interrupt, journals, killed_after, left, unfinished, uninterrupted
 from support.small_builds import BATCH_ITEMS, BUILDERS, ITEMS, Counted, counting, pretrain, sft, whole_version
 
 from niels_gpt.builders import resume, source

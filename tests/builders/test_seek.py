@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.byte_tokenizer import ByteTokenizer
-from support.interrupted import checkpoints, cut_off, left, line, unfinished, values_of
+from support.fault_builds import checkpoints, cut_off, left, line, unfinished, values_of
 
 from niels_gpt.builders import source
 from niels_gpt.builders.meta_keys import Source

@@ -1,7 +1,6 @@
 """Shards are one stream of ids cut at exact sizes, whatever the sizes of documents and batches."""
 
 import hashlib
-import os
 import tempfile
 import zlib
 from pathlib import Path
@@ -12,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.small_builds import documents, pretrain
+from support.splits import IN_MEMORY
 
 from niels_gpt.builders import source
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.writer import BLOCK_BYTES, HashedFile, npy_header, npy_parts
 from niels_gpt.cache import CacheError
 
-IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # hundreds of shards, and each of them is synced
 DOCUMENTS = st.lists(st.tuples(st.sampled_from(["train", "val"]), st.lists(st.integers(0, 65531), max_size=12)))
 
 

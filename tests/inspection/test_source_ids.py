@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-import os
 import tempfile
 import zlib
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_tokenizer import ByteTokenizer
+from support.splits import IN_MEMORY, SPLITS, stored
 
 from niels_gpt.builders import source
 from niels_gpt.builders.pretrain import build_pretrain
@@ -22,8 +21,6 @@ from niels_gpt.builders.sft import build_sft
 from niels_gpt.builders.writer import BLOCK_BYTES
 from niels_gpt.cache import build_pretrain_cache, build_sft_cache, read_meta
 
-SPLITS = ("train", "val")
-IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # many builds, and each of them syncs its files
 STRANGE = [
     "a/b.txt#7",
     "two\nlines",
@@ -69,27 +66,6 @@ def ids_of(cache: Path) -> dict[str, list[str]]:
     return found
 
 
-def texts_of(cache: Path) -> dict[str, list[str]]:
-    """Return the texts of a pretrain cache's documents."""
-    found = {}
-    for split in SPLITS:
-        shards = [np.fromfile(path, dtype="<u2") for path in sorted((cache / split).iterdir())]
-        ids = np.concatenate([np.zeros(0, "<u2"), *shards])
-        starts = np.load(cache / f"index/{split}_docs.npy")
-        found[split] = [ByteTokenizer().decode(ids[a:b]) for a, b in pairwise(starts)]
-    return found
-
-
-def test_each_document_has_the_line_of_its_id(tmp_path: Path) -> None:
-    names = [f"page {number}" for number in range(10)]
-    pretrain(tmp_path / "c", [(None, f"text of {name}", name) for name in names], max_train_tokens=900)
-    found, texts = ids_of(tmp_path / "c"), texts_of(tmp_path / "c")
-    assert found["train"] and found["val"]
-    for split in SPLITS:
-        pairs = zip(found[split], texts[split], strict=True)  # the text that fills val is cut
-        assert all(text and f"text of {name}".startswith(text) for name, text in pairs)
-
-
 def test_an_id_with_line_ends_backslashes_or_other_letters_is_one_line_of_ascii(tmp_path: Path) -> None:
     pretrain(tmp_path / "p", [("train", "x", name) for name in STRANGE], max_train_tokens=None, max_val_tokens=None)
     sft(tmp_path / "s", [(name, chat("x")) for name in STRANGE if name], val_frac=0)
@@ -114,16 +90,9 @@ def test_what_has_no_id_has_its_number_in_the_stream_whatever_is_dropped(tmp_pat
     documents = [("train", "a"), ("train", ""), ("val", "b"), ("train", "c<|eot|>"), ("train", "d", None)]
     pretrain(tmp_path / "p", documents, max_train_tokens=None, max_val_tokens=None)
     assert ids_of(tmp_path / "p") == {"train": ["0", "4"], "val": ["2"]}
-    build_pretrain_cache(
-        ["aa", "", "bb", "cc", "dd"],
-        tmp_path / "spec",
-        tokenizer=ByteTokenizer(),
-        max_train_tokens=5,
-        max_val_tokens=2,
-        shard_bytes=64,
-        seed=0,
-        shuffle_buffer=None,
-    )
+    fixed: dict[str, Any] = {"tokenizer": ByteTokenizer(), "shard_bytes": 64, "seed": 0, "shuffle_buffer": None}
+    texts = ["aa", "", "bb", "cc", "dd"]
+    build_pretrain_cache(texts, tmp_path / "spec", max_train_tokens=5, max_val_tokens=2, **fixed)
     assert ids_of(tmp_path / "spec") == {"train": ["0", "2", "3"], "val": ["4"]}  # "cc" is cut, and is there
 
 
@@ -133,7 +102,7 @@ def test_numbers_are_counted_before_the_shuffle(tmp_path: Path) -> None:
         cache = tmp_path / f"c{threads}"
         documents = [(None, text) for text in texts]
         pretrain(cache, documents, max_train_tokens=1000, max_val_tokens=100, shuffle_buffer=64, num_threads=threads)
-        numbers, found = ids_of(cache), texts_of(cache)
+        numbers, found = ids_of(cache), {split: stored(cache, split) for split in SPLITS}
         order = [int(number) for number in numbers["train"]]
         assert order != sorted(order) and numbers["val"]
         for split in SPLITS:  # the last one of a split may be cut
@@ -164,7 +133,7 @@ def test_lines_stay_with_documents_over_batches(tmp_path: Path, monkeypatch: pyt
         shares = ("val" if number % 3 == 0 else "train" for number in range(100))
         documents = [(split, text, f"id of {text}") for split, text in zip(shares, texts, strict=True)]
         pretrain(cache, documents, max_train_tokens=None, max_val_tokens=None)
-        found = texts_of(cache)
+        found = {split: stored(cache, split) for split in SPLITS}
     else:
         sft(cache, [(f"id of {text}", chat(text)) for text in texts])
         found = {}

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.byte_tokenizer import ByteTokenizer
+from support.small_caches import put_token
 
 from niels_gpt.builders.meta_keys import content_sha256
 from niels_gpt.builders.pretrain import build_pretrain
@@ -91,11 +92,10 @@ def flip(path: Path, byte: int, bit: int) -> None:
     path.write_bytes(content)
 
 
-def put_number(path: Path, place: int, value: int, dtype: str = "<u2") -> None:
-    """Write a number into a token file, or behind the header of an offsets file."""
-    content, size, header = bytearray(path.read_bytes()), np.dtype(dtype).itemsize, 128 if dtype == "<i8" else 0
-    content[header + place * size : header + (place + 1) * size] = np.array([value], dtype=dtype).tobytes()
-    path.write_bytes(content)
+def put_offset(path: Path, place: int, value: int) -> None:
+    offsets = np.load(path)
+    offsets[place] = value
+    np.save(path, offsets)
 
 
 def describe(folder: Path, *, old: bool = False, **keys: Any) -> None:
@@ -228,7 +228,7 @@ def test_a_cache_of_an_older_builder_is_judged_by_its_sha256_alone(pretrain: Pat
 
 def test_an_id_outside_the_vocabulary_is_named_with_its_token_and_bytes(pretrain: Path) -> None:
     name = "train/shard_00001.bin"
-    put_number(pretrain / name, 50, 300)
+    put_token(pretrain / name, 50, 300)
     describe(pretrain)
     (found,) = find_damage(pretrain, deep=True)
     assert found[:3] == (name, 100, 102) and found.problem.startswith("token 50 is id 300, expected ids below")
@@ -249,7 +249,7 @@ def test_a_sentinel_inside_a_document_and_an_end_without_one_are_found(
 ) -> None:
     folder, name = pretrain_of(tmp_path, texts, max_val_tokens=0, **arguments), f"train/shard_0000{shard}.bin"
     assert find_damage(folder, deep=True) == []
-    put_number(folder / name, place, id)
+    put_token(folder / name, place, id)
     describe(folder)
     assert find_damage(folder, deep=True) == [Damage(name, 2 * place, 2 * place + 2, problem)]
 
@@ -283,7 +283,7 @@ def test_an_example_that_is_not_role_ids_end_is_found(tmp_path: Path, place: int
     build_sft([CHAT] * 3, path, tokenizer=ByteTokenizer(), val_frac=0, seed=0)
     folder = path.resolve()
     assert find_damage(folder, deep=True) == []
-    put_number(folder / "train_tokens.bin", place, value)
+    put_token(folder / "train_tokens.bin", place, value)
     describe(folder)
     found = find_damage(folder, deep=True)[0]
     assert found.file == "train_tokens.bin" and found.problem.endswith(problem)
@@ -301,17 +301,17 @@ def test_a_wrong_number_of_tokens_with_loss_is_a_damage_of_meta_json(sft: Path) 
 def test_offsets_that_do_not_ascend_or_do_not_end_right_are_found_at_their_entry(pretrain: Path, sft: Path) -> None:
     index = pretrain / "index" / "train_docs.npy"
     before = int(np.load(index)[4])
-    put_number(index, 5, before, "<i8")
+    put_offset(index, 5, before)
     describe(pretrain)
     found = find_damage(pretrain, deep=True)[0]
     assert found == Damage("index/train_docs.npy", 168, 176, f"entry 5 is {before}, expected more than {before}")
-    put_number(sft / "val_idx.npy", 0, 1, "<i8")
+    put_offset(sft / "val_idx.npy", 0, 1)
     describe(sft)
     found = find_damage(sft, deep=True)[0]
     assert found == Damage("val_idx.npy", 128, 136, "entry 0 is 1, expected 0")
     last = len(np.load(sft / "train_idx.npy")) - 1
-    put_number(sft / "val_idx.npy", 0, 0, "<i8")
-    put_number(sft / "train_idx.npy", last, 10**9, "<i8")
+    put_offset(sft / "val_idx.npy", 0, 0)
+    put_offset(sft / "train_idx.npy", last, 10**9)
     describe(sft)
     found = find_damage(sft, deep=True)[0]
     assert found.offset == 128 + 8 * last and f"entry {last} is 1000000000, expected less than" in found.problem

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from support.data_files import write
-from support.interrupted import interrupt
+from support.fault_builds import interrupt
 from support.power_loss import MODELS, Disk, put, recorded_below, tree_of
 from support.small_builds import BATCH_ITEMS, documents, pretrain, whole_version
 

@@ -137,20 +137,20 @@ def test_the_parent_of_workers_has_no_state_and_says_where_one_is(make: Make) ->
     with pytest.raises(RuntimeError, match=r"batch\.state"):
         stream.state_dict()
     del iterator
+    with pytest.raises(RuntimeError, match="would give the same batches again"):
+        next(iter(stream))
     stream.load_state_dict(batch.state)
     assert stream.state_dict() == batch.state
+    assert next(iter(stream)).state["consumed_samples"] == 2 * batch.state["consumed_samples"]
 
 
-def test_without_workers_the_stream_has_the_state_of_the_last_batch(make: Make) -> None:
+def test_without_workers_the_stream_has_the_state_of_the_last_batch_and_the_next_loader_goes_on(make: Make) -> None:
     stream = make()
-    iterator = iter(loader(stream))
+    iterator, found = iter(loader(stream)), []
     for _ in range(5):
-        assert next(iterator).state == stream.state_dict()
-
-
-def test_loaders_of_a_stream_go_on_from_where_it_is(make: Make) -> None:
-    stream = make()
-    assert taken(loader(stream), 2) + taken(loader(stream), 3) == told(islice(make(), 5))
+        found.append(next(iterator))
+        assert found[-1].state == stream.state_dict()
+    assert told(found) + taken(loader(stream), 3) == told(islice(make(), 8))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -208,13 +208,10 @@ def test_a_second_pass_over_workers_does_not_silently_repeat_the_first(make: Mak
         assert again == told(islice(make(), 6))[3:] != first
 
 
-def test_cuda_in_a_worker_is_refused_with_a_reason(folders: list[Path]) -> None:
+def test_cuda_in_a_worker_is_refused_with_a_reason_and_so_are_batches_of_batches(folders: list[Path]) -> None:
     error, message = error_of(loader(epochs(folders, device="cuda"), 1))
     assert issubclass(error, (RuntimeError, ValueError))
     assert "device='cuda'" in message and "DataLoader worker" in message and "pin_memory" in message
-
-
-def test_a_loader_that_would_batch_the_batches_fails(folders: list[Path]) -> None:
     assert error_of(DataLoader(epochs(folders), batch_size=2))[0] is TypeError
 
 
@@ -265,8 +262,8 @@ def stateful(stream: Stream, workers: int) -> Any:
 
 
 def started(make: Make, workers: int, steps: int) -> tuple[list[Any], dict[str, Any]]:
-    """Take some steps; returns them and the loader's state."""
-    loaded = stateful(make(), workers)
+    """Take some steps of three epochs; returns them and the loader's state."""
+    loaded = stateful(make(epochs=3), workers)
     iterator: Iterator[Any] = iter(loaded)
     found = told(islice(iterator, steps))
     state = copy.deepcopy(loaded.state_dict())
@@ -275,34 +272,26 @@ def started(make: Make, workers: int, steps: int) -> tuple[list[Any], dict[str, 
 
 
 @pytest.mark.parametrize(("workers", "steps"), [(0, 1), (2, 0), (2, 4)])
-def test_a_stateful_loader_goes_on_with_exactly_the_rest(make: Make, workers: int, steps: int) -> None:
-    def three() -> Stream:
-        return make(epochs=3)
-
-    found, state = started(three, workers, steps)
-    again = stateful(three(), workers)
-    again.load_state_dict(state)
-    assert found + taken(again) == told(three())
-
-
-def test_a_stateful_loader_may_be_stopped_twice(make: Make) -> None:
-    _, state = started(make, 2, 3)
-    again = stateful(make(), 2)
-    again.load_state_dict(state)
-    iterator = iter(again)
-    list(islice(iterator, 2))
-    state = copy.deepcopy(again.state_dict())
+def test_a_stateful_loader_that_is_stopped_twice_goes_on_with_exactly_the_rest(
+    make: Make, workers: int, steps: int
+) -> None:
+    found, state = started(make, workers, steps)
+    second = stateful(make(epochs=3), workers)
+    second.load_state_dict(state)
+    iterator = iter(second)
+    found += told(islice(iterator, 2))
+    state = copy.deepcopy(second.state_dict())
     del iterator
-    third = stateful(make(), 2)
+    third = stateful(make(epochs=3), workers)
     third.load_state_dict(state)
-    assert taken(third, 4) == told(islice(make(), 9))[5:]
+    assert found + taken(third) == told(make(epochs=3))
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (2, 0), (0, 2)])
 def test_a_stateful_loader_with_another_number_of_workers_is_an_error(make: Make, before: int, after: int) -> None:
     """torchdata notices that there were none before, or are none now; the stream notices all else."""
     _, state = started(make, before, 3)
-    again = stateful(make(), after)
+    again = stateful(make(epochs=3), after)
     again.load_state_dict(state)
     error, message = error_of(again)
     assert error is (ValueError if before and after else AssertionError)  # torchdata's own has no message
@@ -325,28 +314,14 @@ def test_the_state_of_one_worker_is_refused_where_there_are_no_workers(make: Mak
     assert len(found) == 2
     for one in found:
         with pytest.raises(ValueError, match="worker"):
-            make().load_state_dict(one)
+            make(epochs=3).load_state_dict(one)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda stream: pickle.loads(pickle.dumps(stream))])
-def test_a_copy_of_a_stream_hears_of_its_own_workers(make: Make, copied: Any) -> None:
+def test_a_copy_of_a_stream_hears_of_its_own_workers_alone(make: Make, copied: Any) -> None:
     stream = copied(make())
+    other = copied(stream)
     taken(loader(stream, 2), 3)
     with pytest.raises(RuntimeError, match=r"batch\.state"):
         stream.state_dict()
-
-
-def test_a_copy_does_not_hear_of_the_workers_of_the_original(make: Make) -> None:
-    stream = make()
-    other = copy.deepcopy(stream)
-    taken(loader(stream, 2), 3)
     assert other.state_dict()["consumed_samples"] == 0 and len(taken(loader(other, 0), 3)) == 3
-
-
-def test_the_parent_does_not_repeat_what_its_workers_had(make: Make) -> None:
-    stream = make()
-    state = [batch.state for _, batch in zip(range(2), loader(stream, 2), strict=False)][-1]
-    with pytest.raises(RuntimeError, match="would give the same batches again"):
-        next(iter(stream))
-    stream.load_state_dict(state)
-    assert next(iter(stream)).state["consumed_samples"] == 3 * state["consumed_samples"] // 2

@@ -117,14 +117,10 @@ def test_every_block_has_its_counts(weights: list[float], block_size: int, seed:
     assert_in_epochs(taken, windows)
 
 
-def test_weights_need_not_sum_to_one(tmp_path: Path) -> None:
-    folders = sources(tmp_path, [5, 5])
+def test_weights_need_not_sum_to_one_and_a_block_has_2048_samples(tmp_path: Path) -> None:
+    folders = sources(tmp_path, [9, 9])
     one, other = (firsts(run_mixture(folders, weights, 20)) for weights in ([0.7, 0.3], [7000, 3000]))
     assert one == other
-
-
-def test_the_default_block_has_2048_samples(tmp_path: Path) -> None:
-    folders = sources(tmp_path, [9, 9])
     streams = [EpochStream(str(folder), T=1, global_batch_size=4, seed=0) for folder in folders]
     assert MixtureStream(streams, [3, 1], seed=0).counts.tolist() == [1536, 512]
 

@@ -1,7 +1,8 @@
-"""Builds that meet a fault of the disk, of rights or of a source: what they kept, and what their errors say of it."""
+"""Builds that meet a fault of the disk, of rights or of a source, or are interrupted or killed; what they leave."""
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -9,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ import pytest
 from niels_gpt.builders import resume
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
-from niels_gpt.storage import versions
+from niels_gpt.storage.fileio import Operation
+from niels_gpt.storage.versions import versions_dir
 from support.byte_tokenizer import ByteTokenizer, build
+from support.power_loss import Disk, Tree, put, recorded_below, tree_of
+from support.small_builds import BUILDERS, ITEMS, quick_folder
 
 TEXTS = [f"Document {number}. " + "abcdefgh " * 30 for number in range(40)]
 OLD = "the old text"
@@ -35,18 +39,6 @@ def build_new(path: Path, kind: str = "pretrain", texts: Any = TEXTS, **argument
         return build_sft(chats, path, val_frac=0.1, **{**common, **arguments})
     limits = {"max_train_tokens": 10**6, "max_val_tokens": 10**5, "shard_bytes": 8192, "shuffle_buffer": None}
     return build_pretrain(((None, text) for text in texts), path, **{**common, **limits, **arguments})
-
-
-def documents_in_journal(path: Path) -> int:
-    """Read the journal of the one unfinished build by its format; returns how many documents its last line has.
-
-    Every line but the last one, which may be cut, has the CRC-32 that it says.
-    """
-    (journal,) = versions.versions_dir(path).glob("building-*.journal/journal.jsonl")
-    lines = journal.read_bytes().split(b"\n")
-    whole = [line for line in lines[:-1] if line[:9] == b"%08x " % zlib.crc32(line[9:])]
-    assert len(whole) >= len(lines) - 2 and "journal_version" in json.loads(whole[0][9:])
-    return int(json.loads(whole[-1][9:])["documents"]) if len(whole) > 1 else 0
 
 
 def said_to_be_kept(error: BaseException) -> int:
@@ -117,3 +109,105 @@ def answer(actions: Mapping[str, Callable[..., Any]]) -> None:
     for line in sys.stdin:
         action, *arguments = json.loads(line)
         print(json.dumps(actions[action](*arguments)), flush=True)
+
+
+KINDS = pytest.mark.parametrize("kind", sorted(BUILDERS))
+
+
+def cut_off(items: Iterable[Any], at: int | None) -> Iterator[Any]:
+    """Yield items, and fail at item number `at` as a network does."""
+    for number, item in enumerate(items):
+        if number == at:
+            raise ConnectionError("upstream is gone")
+        yield item
+
+
+def interrupt(kind: str, path: Path, at: int, items: list[Any] | None = None, **changed: Any) -> None:
+    """Leave a build unfinished after `at` items of its source."""
+    with pytest.raises(ConnectionError, match="upstream is gone"):
+        BUILDERS[kind](path, items=cut_off(ITEMS[kind](0) if items is None else items, at), **changed)
+
+
+def files_of(root: Path) -> Tree:
+    """Return all that a folder holds, without locks and the counts of runs that gained nothing."""
+    return {name: content for name, content in tree_of(root).items() if not name.endswith(("/lock", "/attempts.json"))}
+
+
+def left(path: Path) -> Tree:
+    """Return all files beside a cache, its versions and unfinished builds included."""
+    return files_of(path.parent)
+
+
+def uninterrupted(kind: str, folder: Path, **changed: Any) -> Tree:
+    """Return what a build leaves that is not interrupted."""
+    BUILDERS[kind](folder / "whole" / "c", **changed)
+    return left(folder / "whole" / "c")
+
+
+def unfinished(path: Path, suffix: str = "") -> Path:
+    """Return the folder of the one unfinished build of a cache; suffix ".journal": the folder of its journal."""
+    (entry,) = (entry for entry in versions_dir(path).glob("building-*") if entry.suffix == suffix)
+    return entry
+
+
+def checkpoints(path: Path) -> list[dict[str, Any]]:
+    """Return the checkpoints of an unfinished build."""
+    raw = (unfinished(path, ".journal") / "journal.jsonl").read_bytes()
+    header, *found = values_of(raw)
+    assert "journal_version" in header and len(found) + 2 >= raw.count(b"\n") + 1  # the last line may be cut
+    return found
+
+
+def documents_in_journal(path: Path) -> int:
+    """Return how many documents the journal of the one unfinished build has."""
+    found = checkpoints(path)
+    return int(found[-1]["documents"]) if found else 0
+
+
+def killed_after(kind: str, folder: Path, is_last: Callable[[Operation], bool], **changed: Any) -> Path:
+    """Return the path of a cache whose build was killed after the first operation for which `is_last` is true."""
+    (folder / "recorded").mkdir()
+    trace = recorded_below(folder / "recorded", lambda: BUILDERS[kind](folder / "recorded" / "c", **changed))
+    disk = Disk({})
+    disk.apply(trace[: next(number for number, operation in enumerate(trace) if is_last(operation)) + 1])
+    put(disk.left("kill"), folder / "killed")
+    return folder / "killed" / "c"
+
+
+def journals(part: str) -> Callable[[Operation], bool]:
+    """Return a condition: the operation writes a line to the journal that holds `part`."""
+    return lambda operation: (
+        operation[0] == "write" and "journal.jsonl" in operation[1] and part.encode() in operation[3]
+    )
+
+
+def line(value: Any) -> bytes:
+    """Return a line of a journal as docs/formats.md has it."""
+    text = json.dumps(value, sort_keys=True).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def values_of(raw: Any) -> list[Any]:
+    """Return the objects of a journal, the header included; a line without the CRC-32 that it says is none."""
+    return [json.loads(text[9:]) for text in raw.splitlines() if text[:9] == b"%08x " % zlib.crc32(text[9:])]
+
+
+@functools.cache
+def unfinished_tree(kind: str, sealed: bool = False) -> tuple[Tree, str, str]:
+    """Return what an unfinished build left, the name of its journal, and the content sha256 that it would end with.
+
+    sealed: it has done everything but its last callback, and the version is committed. Call it with small batches.
+    """
+
+    def fail(meta: Any) -> None:
+        raise ConnectionError
+
+    with quick_folder() as path:
+        with pytest.raises(ConnectionError):
+            if sealed:
+                BUILDERS[kind](path / "c", committed=fail)
+            else:
+                BUILDERS[kind](path / "c", items=cut_off(ITEMS[kind](0), 34))
+        tree = files_of(path)
+        content = BUILDERS[kind](path / "other" / "c")["content_sha256"]
+    return tree, next(name for name in tree if name.endswith("journal.jsonl")), content
