@@ -29,28 +29,11 @@ def test_a_journal_is_a_header_and_a_line_for_each_checkpoint(tmp_path: Path) ->
     journal.append(Checkpoint(documents=2, files={"a.bin": (4, SOME_SHA256)}, state={"kept": 1}))
     journal.append(second)
     journal.close()
-    nothing: dict[str, Any] = dict.fromkeys(("generator", "sealed", "seek"))
-    values: list[Any] = [
-        {"identity": {"seed": 3}, "journal_version": 1},
-        {
-            **nothing,
-            "documents": 2,
-            "ended": False,
-            "files": {"a.bin": [4, SOME_SHA256]},
-            "finished": [],
-            "state": {"kept": 1},
-        },
-        {
-            "documents": 3,
-            "ended": True,
-            "files": {},
-            "finished": [record],
-            "generator": SOME_SHA256,
-            "sealed": SOME_SHA256,
-            "seek": None,
-            "state": {},
-        },
-    ]
+    of_first: dict[str, Any] = {"documents": 2, "ended": False, "files": {"a.bin": [4, SOME_SHA256]}, "finished": []}
+    of_first |= {"generator": None, "sealed": None, "seek": None, "state": {"kept": 1}}
+    of_second = {**of_first, "documents": 3, "ended": True, "files": {}, "finished": [record], "state": {}}
+    of_second |= {"generator": SOME_SHA256, "sealed": SOME_SHA256}
+    values: list[Any] = [{"identity": {"seed": 3}, "journal_version": 1}, of_first, of_second]
     assert (tmp_path / "journal.jsonl").read_bytes() == b"".join(map(line, values))
     again = Journal(tmp_path, {"seed": 3})
     assert again.last == second and again.finished == second.finished

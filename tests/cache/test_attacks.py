@@ -239,6 +239,12 @@ def untouched(root: Path) -> bool:
     return len(list((root / "work").rglob("precious.txt"))) in (0, 7)
 
 
+def counting(meta: dict[str, Any]) -> None:
+    """Let a meta.json claim 10**12 of everything."""
+    meta["totals"] = dict.fromkeys(meta.get("totals", {}), 10**12)
+    meta.update(num_shards=10**12, examples_read=10**12, docs={"train": 10**12, "val": 10**12}, vocab_size=65536)
+
+
 def bare(root: Path, key: str) -> None:
     (version(root, key) / META_NAME).unlink()
 
@@ -322,18 +328,7 @@ ATTACKS: dict[str, Attack] = {
     ),
     "wrong names and sizes of chats": Attack(copied(SFT, REFUSED[-6:]), ("reader sft*",), "6 of 7: "),
     "wrong numbers that readers do not use": Attack(copied(PRETRAIN, NOT_READ), ("verify*", "stats pretrain")),
-    "counts of 10**12": Attack(
-        every(
-            lambda meta: meta.update(
-                num_shards=10**12,
-                totals=dict.fromkeys(meta.get("totals", {}), 10**12),
-                docs={"train": 10**12, "val": 10**12},
-                examples_read=10**12,
-                vocab_size=65536,
-            )
-        ),
-        ("verify*",),
-    ),
+    "counts of 10**12": Attack(every(counting), ("verify*",)),
     "entries of 10**12": Attack(
         every(lambda meta: [record.update(entries=10**12) for record in meta.get("index", {}).values()]), ("verify*",)
     ),
@@ -356,22 +351,19 @@ ATTACKS: dict[str, Attack] = {
         lambda root, outside: deep_folder(root / "pretrain" / ".versions" / "notes" / "building" / "deep")
     ),
     "folders of another program": Attack(foreign_versions),
-    "a lock that is a file outside": Attack(
-        lambda root, outside: [
-            ((path / "lock").unlink(), os.link(outside / "raw" / "chats.jsonl", path / "lock"))
-            for path in (root / "pretrain" / ".versions" / "notes", root / ".versions" / "tokenizer")
-        ],
-        ("build",),
-    ),
     **{
         f"a lock that is {what}": Attack(
             lambda root, outside, how=how: [
-                ((path / "lock").unlink(), how(path / "lock"))
+                ((path / "lock").unlink(), how(path / "lock", outside))
                 for path in (root / "pretrain" / ".versions" / "notes", root / ".versions" / "tokenizer")
             ],
             ("build",),
         )
-        for what, how in {"a FIFO": os.mkfifo, "a folder": os.mkdir}.items()
+        for what, how in {
+            "a file outside": lambda path, outside: os.link(outside / "raw" / "chats.jsonl", path),
+            "a FIFO": lambda path, outside: os.mkfifo(path),
+            "a folder": lambda path, outside: path.mkdir(),
+        }.items()
     },
     **{
         f"{name} is {what}": Attack(

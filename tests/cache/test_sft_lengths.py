@@ -60,29 +60,26 @@ def rows_drawn(dataset: SFTExampleDataset) -> set[tuple[int, ...]]:
     return {(*row, *last) for row, last in zip(x.tolist(), y[:, -1:].tolist(), strict=True)}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "rows", "expected"),
-    [
-        ({}, EXAMPLES, {}),
-        (
-            {"require_targets": True},
-            [FITS, CUT, CUT_AFTER_THE_REPLY],
-            dict(rows_cut=2, rows_without_last_eot=1, rows_without_target=0, rows_left_out_without_target=2),
-        ),
-        ({"over_length": "drop"}, [FITS, NO_REPLY], {**DROPPED, "rows_without_target": 1}),
-        (
-            {"over_length": "drop", "require_targets": True},
-            [FITS],
-            {**DROPPED, "rows_without_target": 0, "rows_left_out_without_target": 1},
-        ),
-        # T = 7: all fit, and only the chat without a reply has no target.
-        (
-            {"T": 7, "over_length": "error"},
-            EXAMPLES,
-            dict(rows_cut=0, rows_without_last_eot=0, rows_without_target=1, supervised_tokens_lost=0),
-        ),
-    ],
-)
+LEFT_OUT = dict(rows_cut=2, rows_without_last_eot=1, rows_without_target=0, rows_left_out_without_target=2)
+ON_PAPER: list[tuple[dict[str, Any], list[list[int]], dict[str, int]]] = [
+    ({}, EXAMPLES, {}),
+    ({"require_targets": True}, [FITS, CUT, CUT_AFTER_THE_REPLY], LEFT_OUT),
+    ({"over_length": "drop"}, [FITS, NO_REPLY], {**DROPPED, "rows_without_target": 1}),
+    (
+        {"over_length": "drop", "require_targets": True},
+        [FITS],
+        {**DROPPED, "rows_without_target": 0, "rows_left_out_without_target": 1},
+    ),
+    # T = 7: all fit, and only the chat without a reply has no target.
+    (
+        {"T": 7, "over_length": "error"},
+        EXAMPLES,
+        {**DROPPED, "rows_dropped": 0, "rows_without_target": 1, "supervised_tokens_lost": 0},
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "rows", "expected"), ON_PAPER)
 def test_the_counts_and_the_rows_are_those_found_on_paper(
     tmp_path: Path, arguments: dict[str, Any], rows: list[list[int]], expected: dict[str, int]
 ) -> None:

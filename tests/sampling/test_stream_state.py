@@ -54,19 +54,10 @@ def test_a_state_says_where_in_which_cache(cache: Path) -> None:
     state = state_after(cache, 4, T=3, global_batch_size=10, seed=5)
     assert json.loads(json.dumps(state)) == state and len(json.dumps(state)) < 650
     assert re.fullmatch("[0-9a-f]{8}", state.pop("checksum"))
-    assert state == {
-        "stream": 1,
-        "seed": 5,
-        "key_check": f"{zlib.crc32(random_keys(5, ROUNDS).tobytes()):08x}",
-        "epoch": 1,
-        "consumed_samples": 40,
-        "T": 3,
-        "random_offset": False,
-        "split": "train",
-        "tokens": 100,
-        "content_sha256": meta["content_sha256"],
-        "tokenizer_sha256": "ab" * 32,
-    }
+    key_check = f"{zlib.crc32(random_keys(5, ROUNDS).tobytes()):08x}"
+    data = {"split": "train", "tokens": 100, "content_sha256": meta["content_sha256"], "tokenizer_sha256": "ab" * 32}
+    place = {"epoch": 1, "consumed_samples": 40, "T": 3, "random_offset": False}
+    assert state == {"stream": 1, "seed": 5, "key_check": key_check, **place, **data}
 
 
 def test_a_folder_of_another_tool_has_no_sha256_and_is_known_by_its_tokens(ten: Path, tmp_path: Path) -> None:
