@@ -212,16 +212,6 @@ def test_a_line_that_no_parser_takes_ends_the_journal(text: bytes) -> None:
     assert resumes("sft", tree, same_content=content)
 
 
-def planted(path: Path, where: str) -> None:
-    """Put a link to a folder or file outside in the place of one of a build."""
-    if path.is_dir():
-        shutil.rmtree(path)
-        path.symlink_to(where)
-    else:
-        path.unlink()
-        path.symlink_to(f"{where}/precious")
-
-
 @KINDS
 def test_nothing_is_opened_or_changed_behind_a_link(kind: str) -> None:
     tree, name, content = unfinished_tree(kind)
@@ -234,7 +224,10 @@ def test_nothing_is_opened_or_changed_behind_a_link(kind: str) -> None:
             put(tree, path / "cache")
             if place in extra:
                 (path / "cache" / place).mkdir(exist_ok=True)
-            planted(path / "cache" / place, str(path / "outside"))
+            link = path / "cache" / place
+            to, remove = ("outside", shutil.rmtree) if link.is_dir() else ("outside/precious", Path.unlink)
+            remove(link)
+            link.symlink_to(path / to)
             with watched(path / "outside"):
                 try:
                     BUILDERS[kind](path / "cache" / "c")

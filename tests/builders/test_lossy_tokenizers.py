@@ -29,16 +29,10 @@ USER = {"role": "user", "content": "Who walks to the mill?"}
 @pytest.fixture(scope="module")
 def lossy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model as T5 has it: nmt_nfkc, no bytes to spell what is unknown; with the sentinels."""
-    model = io.BytesIO()
-    options = {"normalization_rule_name": "nmt_nfkc", "hard_vocab_limit": False, "minloglevel": 3}
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TINY_TEXTS),
-        model_writer=model,
-        vocab_size=300,
-        user_defined_symbols=list(SPECIAL_TOKENS),
-        **options,
-    )
-    path = tmp_path_factory.mktemp("lossy") / "spm.model"
+    model, path = io.BytesIO(), tmp_path_factory.mktemp("lossy") / "spm.model"
+    options = {"normalization_rule_name": "nmt_nfkc", "hard_vocab_limit": False, "minloglevel": 3, "vocab_size": 300}
+    options |= {"sentence_iterator": iter(TINY_TEXTS), "user_defined_symbols": list(SPECIAL_TOKENS)}
+    sentencepiece.SentencePieceTrainer.train(model_writer=model, **options)
     path.write_bytes(model.getvalue())
     return path
 

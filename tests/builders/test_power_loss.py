@@ -5,7 +5,6 @@ Every operation of a build on the disk is recorded, the record is cut behind eac
 what is left then. power_loss.py says what is left, and the first tests here say it on paper.
 """
 
-import functools
 import json
 import shutil
 from pathlib import Path
@@ -159,16 +158,16 @@ def cut_everywhere(recorded: Recorded, folder: Path, models: dict[str, int], see
         disk.apply(recorded.trace[number : number + 1])
 
 
-@functools.cache
-def recorded_build(kind: str, over: str) -> Recorded:
-    with quick_folder() as folder:
-        return Recorded(folder, kind, over)
+RECORDS: dict[tuple[str, str], Recorded] = {}
 
 
 @pytest.fixture(params=["nothing", "another version", "the same version", "a damaged version"])
 def recorded(request: pytest.FixtureRequest, small_batches: None, kind: str) -> Recorded:
     """A record that the tests share, with the trees that they have checked."""
-    return recorded_build(kind, request.param)
+    if (kind, request.param) not in RECORDS:
+        with quick_folder() as folder:
+            RECORDS[kind, request.param] = Recorded(folder, kind, request.param)
+    return RECORDS[kind, request.param]
 
 
 @pytest.mark.parametrize(
@@ -213,16 +212,10 @@ def positions(trace: list[Operation], verb: str, path: str, end: int) -> list[in
     return [number for number in range(end) if trace[number][:2] == (verb, path)]
 
 
-def came_to_be(trace: list[Operation], path: str, end: int) -> int:
-    """Return the number of the operation that gave a file its name, the last one before `end`."""
-    made = positions(trace, "create", path, end)
-    moved = [number for number in range(end) if trace[number][0] == "rename" and trace[number][2] == path]
-    return max(made + moved)
-
-
 def assert_durable(trace: list[Operation], path: str, end: int) -> None:
     """Assert that before operation `end` a file was synced after its last write, and its folder after its naming."""
-    made = came_to_be(trace, path, end)
+    moved = [number for number in range(end) if trace[number][0] == "rename" and trace[number][2] == path]
+    made = max(positions(trace, "create", path, end) + moved)  # the last operation that gave the file its name
     names = {path} | ({trace[made][1]} if trace[made][0] == "rename" else set())
     writes = [number for name in names for number in positions(trace, "write", name, end)]
     syncs = [number for name in names for number in positions(trace, "fsync", name, end)]

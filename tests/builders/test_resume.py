@@ -195,21 +195,14 @@ def test_runs_killed_before_their_first_checkpoint_are_counted(folder: Path, cap
     assert "the last run of this build came no further than its start" in caplog.text
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
-
-
-DAMAGES: dict[str, Callable[[Path], None]] = {
-    "flipped": flip,
-    "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "missing": lambda path: path.unlink(),
-    "empty": lambda path: os.truncate(path, 0),
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "flipped": lambda content: bytes([content[0] ^ 4]) + content[1:],
+    "cut": lambda content: content[:-1],
+    "empty": lambda content: b"",
 }
 
 
-@pytest.mark.parametrize("damage", sorted(DAMAGES))
+@pytest.mark.parametrize("damage", [*DAMAGES, "missing"])
 @KINDS
 def test_a_damaged_unfinished_file_is_named_and_without_journal_all_is_new(
     folder: Path, kind: str, damage: str
@@ -227,7 +220,8 @@ def test_a_damaged_unfinished_file_is_named_and_without_journal_all_is_new(
     for number, name in enumerate(names):
         shutil.copytree(folder / "whole", folder / str(number))
         path = folder / str(number) / ".versions" / "c" / name
-        DAMAGES[damage](path)
+        content = path.read_bytes()
+        path.unlink() if damage == "missing" else path.write_bytes(DAMAGES[damage](content))
         with pytest.raises(CacheError) as error:
             BUILDERS[kind](folder / str(number) / "c")
         assert str(path) in str(error.value) and "To start this build from scratch: " in str(error.value)
@@ -252,16 +246,12 @@ def test_a_version_that_is_gone_between_commit_and_the_last_word_is_named(folder
         sft(path)
 
 
-def fail(meta: dict[str, Any]) -> None:
-    raise RuntimeError("no room for the record")
-
-
 @pytest.mark.parametrize("how", ["raises", "killed"])
 @KINDS
 def test_a_process_that_ends_in_the_last_callback_leaves_only_that_to_do(folder: Path, kind: str, how: str) -> None:
     if how == "raises":
-        with pytest.raises(RuntimeError, match="no room"):
-            BUILDERS[kind](folder / "c", committed=fail)
+        with pytest.raises(ZeroDivisionError):
+            BUILDERS[kind](folder / "c", committed=lambda meta: 1 / 0)
     elif (child := os.fork()) == 0:
         BUILDERS[kind](folder / "c", committed=lambda meta: os.kill(os.getpid(), signal.SIGKILL))
         os._exit(1)

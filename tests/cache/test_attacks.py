@@ -202,13 +202,6 @@ def commanding(meta: dict[str, Any]) -> None:
     meta[commands("x")] = {commands("x"): commands("x")}
 
 
-def commanding_names(root: Path, outside: Path) -> None:
-    for name in (commands("x"), "a\x1b[2J"):
-        shutil.copytree(version(root, PRETRAIN), root / "pretrain" / name)
-        (version(root, PRETRAIN) / name).write_bytes(b"x")
-        (root / "pretrain" / ".versions" / name).mkdir()
-
-
 def deep_folder(path: Path) -> None:
     """Make a folder so deep that its last one has no path."""
     path.mkdir(parents=True)
@@ -218,11 +211,6 @@ def deep_folder(path: Path) -> None:
         below = os.open("d", os.O_RDONLY, dir_fd=handle)
         os.close(handle)
         handle = below
-
-
-def old_version(root: Path) -> Path:
-    now = version(root, PRETRAIN)
-    return next(path for path in sorted(now.parent.glob("[0-9a-f]*")) if path != now)
 
 
 def foreign_versions(root: Path, outside: Path) -> None:
@@ -235,18 +223,10 @@ def foreign_versions(root: Path, outside: Path) -> None:
             (folder / META_NAME).write_text('{"version": 3}')
 
 
-def untouched(root: Path) -> bool:
-    return len(list((root / "work").rglob("precious.txt"))) in (0, 7)
-
-
 def counting(meta: dict[str, Any]) -> None:
     """Let a meta.json claim 10**12 of everything."""
     meta["totals"] = dict.fromkeys(meta.get("totals", {}), 10**12)
     meta.update(num_shards=10**12, examples_read=10**12, docs={"train": 10**12, "val": 10**12}, vocab_size=65536)
-
-
-def bare(root: Path, key: str) -> None:
-    (version(root, key) / META_NAME).unlink()
 
 
 PLACES = [
@@ -281,7 +261,10 @@ ATTACKS: dict[str, Attack] = {
     },
     **{
         f"a link out as {key}/{name} without meta.json": Attack(
-            lambda root, outside, key=key, name=name: (linked(key, name)(root, outside), bare(root, key)),
+            lambda root, outside, key=key, name=name: (
+                linked(key, name)(root, outside),
+                (version(root, key) / META_NAME).unlink(),
+            ),
             (f"reader {key.split('/')[0]}*",),
             "symbolic link.*cp -rL",
         )
@@ -343,8 +326,23 @@ ATTACKS: dict[str, Attack] = {
         ("verify*", "stats *"),
     ),
     "commands of a terminal in texts": Attack(every(commanding)),
-    "commands of a terminal in names": Attack(commanding_names),
-    "a deep old version": Attack(lambda root, outside: deep_folder(old_version(root) / "deep")),
+    "commands of a terminal in names": Attack(
+        lambda root, outside: [
+            (
+                shutil.copytree(version(root, PRETRAIN), root / "pretrain" / name),
+                (version(root, PRETRAIN) / name).write_bytes(b"x"),
+                (root / "pretrain" / ".versions" / name).mkdir(),
+            )
+            for name in (commands("x"), "a\x1b[2J")
+        ]
+    ),
+    "deep old versions": Attack(
+        lambda root, outside: [
+            deep_folder(path / "deep")
+            for path in version(root, PRETRAIN).parent.glob("[0-9a-f]*")
+            if path != version(root, PRETRAIN)
+        ]
+    ),
     "a deep version": Attack(lambda root, outside: deep_folder(version(root, PRETRAIN) / "deep")),
     "a deep folder": Attack(lambda root, outside: deep_folder(root / "pretrain" / "deep")),
     "a deep build": Attack(

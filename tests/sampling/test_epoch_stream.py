@@ -45,7 +45,6 @@ pytestmark = [
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=5)
 WORLDS = st.sampled_from([1, 2, 3, 8])
 SEEDS = st.integers(0, 2**63 - 1)
-Row = list[int]
 
 
 @pytest.fixture
