@@ -4,8 +4,6 @@ Each control breaks one thing. The model is a small transformer in float64, writ
 where a test wants it; a Llama of transformers stands beside it.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace
@@ -17,7 +15,7 @@ from support.prefix_trees import grown
 from support.small_transformer import GROUP, SEQUENCES, Transformer, group
 
 from niels_gpt.prefix_tree.edges import LossEdges
-from niels_gpt.prefix_tree.fold import FoldedRollouts, fold_shared_prefix_rollouts, prefix_tree_collate_fn
+from niels_gpt.prefix_tree.fold import fold_shared_prefix_rollouts, prefix_tree_collate_fn
 from niels_gpt.prefix_tree.fold_checks import ADVICE
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.verify import verify_fold
@@ -28,10 +26,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     return Transformer()
-
-
-def collated() -> dict[str, Any]:
-    return prefix_tree_collate_fn([{"prompt_ids": GROUP[0], "completions": GROUP[1]}])
 
 
 # --- right folds ------------------------------------------------------------------------------------------------------
@@ -121,6 +115,20 @@ def test_a_pair_of_weight_zero_is_none(model: Transformer) -> None:
     assert verify_fold(model, forest, edges=extra, loss_mask=masks).findings == ["extra targets", "gradients"]
 
 
+def test_weights_may_have_cancelled_out_or_passed_through_float32_but_not_more(model: Transformer) -> None:
+    forest = PrefixForest.from_rollout_group([1, 2], [[10, 11], [10, 12], [10, 13]])  # 10 is of all three
+    advantages = torch.tensor([0.1, 0.2, -0.3], dtype=torch.float64)  # 0.1 + 0.2 - 0.3 is 5.6e-17
+    edges = LossEdges.from_forest(forest, weighting=advantages)
+    chosen = edges.target != 10
+    left_out = replace(edges, row=edges.row[chosen], target=edges.target[chosen], weight=edges.weight[chosen])
+    for given in (edges, left_out, replace(edges, weight=edges.weight.masked_fill(~chosen, 3e-17))):
+        assert verify_fold(model, forest, edges=given, weighting=advantages).ok
+    for factor, findings in ((1 + 1e-3, ["weights"]), (1 + 1e-7, [])):
+        edges = LossEdges.from_forest(group())
+        edges.weight[1] *= factor
+        assert verify_fold(model, group(), edges=edges, tolerance=0.01).findings == findings
+
+
 def test_a_target_of_weight_zero_may_be_left_out(model: Transformer) -> None:
     forest, advantages = group(), torch.tensor([0.0, 1.0])  # the first sample has none
     edges = LossEdges.from_forest(forest)
@@ -134,25 +142,6 @@ def test_a_target_of_weight_zero_may_be_left_out(model: Transformer) -> None:
         assert verify_fold(model, forest, edges=other).findings == ["lost targets", "gradients"]
     report = verify_fold(model, forest, edges=edges, weighting=advantages)
     assert report.findings == ["weights", "gradients"] and (report.weight_errors, report.weight_error) == (2, math.inf)
-
-
-def test_advantages_that_cancel_out_leave_a_pair_without_a_weight(model: Transformer) -> None:
-    forest = PrefixForest.from_rollout_group([1, 2], [[10, 11], [10, 12], [10, 13]])  # 10 is of all three
-    advantages = torch.tensor([0.1, 0.2, -0.3], dtype=torch.float64)  # 0.1 + 0.2 - 0.3 is 5.6e-17
-    edges = LossEdges.from_forest(forest, weighting=advantages)
-    chosen = edges.target != 10
-    left_out = replace(edges, row=edges.row[chosen], target=edges.target[chosen], weight=edges.weight[chosen])
-    for given in (edges, left_out, replace(edges, weight=edges.weight.masked_fill(~chosen, 3e-17))):
-        assert verify_fold(model, forest, edges=given, weighting=advantages).ok
-
-
-@pytest.mark.parametrize(("factor", "findings"), [(1 + 1e-3, ["weights"]), (1 + 1e-7, [])])
-def test_weights_may_have_passed_through_float32_but_not_more(
-    model: Transformer, factor: float, findings: list[str]
-) -> None:
-    edges = LossEdges.from_forest(group())
-    edges.weight[1] *= factor
-    assert verify_fold(model, group(), edges=edges, tolerance=0.01).findings == findings
 
 
 # --- what a layout loses ----------------------------------------------------------------------------------------------
@@ -183,17 +172,40 @@ def test_one_label_per_row_loses_the_first_token_of_every_completion(
             assert str(report).splitlines()[-1] == f"What to do: {ADVICE['lost targets']}"
 
 
-def test_edges_repair_that_layout(model: Transformer) -> None:
-    folded = fold_shared_prefix_rollouts(*GROUP)
-    forest = PrefixForest.from_node_paths(folded.node_lengths, folded.sample_paths, folded.input_ids, loss_nodes=[1, 2])
-    assert verify_fold(model, folded, edges=LossEdges.from_forest(forest)).ok
+FOLDED, N = fold_shared_prefix_rollouts(*GROUP), -100
 
 
-def test_a_lost_target_inside_a_completion_is_no_first_token(model: Transformer) -> None:
-    folded = fold_shared_prefix_rollouts(*GROUP)
-    folded.labels[4] = -100  # 20 -> 21
-    report = verify_fold(model, folded)
-    assert (report.lost_targets, report.lost_first_tokens) == (3, 2)
+@pytest.mark.parametrize(
+    ("labels", "findings", "wrong", "extra", "lost", "lost_first"),
+    [
+        ({4: N}, ["lost targets", "gradients"], 0, 0, 3, 2),  # 20 -> 21, inside a completion: no first token
+        ({0: 2}, ["lost targets", "extra targets", "gradients"], 0, 1, 2, 2),  # the prompt
+        (  # for a loss that shifts: the row of a token has its own id
+            dict(enumerate([N, N, *FOLDED.input_ids[2:]])),
+            ["wrong targets", "lost targets", "gradients"],
+            *(5, 0, 5, 2),
+        ),
+    ],
+)
+def test_wrong_labels_are_counted(
+    model: Transformer, labels: dict[int, int], findings: list[str], wrong: int, extra: int, lost: int, lost_first: int
+) -> None:
+    report = verify_fold(model, replace(FOLDED, labels=[labels.get(row, own) for row, own in enumerate(FOLDED.labels)]))
+    assert report.findings == findings
+    assert (report.wrong_targets, report.extra_targets) == (wrong, extra)
+    assert (report.lost_targets, report.lost_first_tokens) == (lost, lost_first)
+
+
+def test_edges_repair_that_layout_and_labels_where_nothing_is_a_target_are_off_beyond_measure(
+    model: Transformer,
+) -> None:
+    paths = FOLDED.node_lengths, FOLDED.sample_paths, FOLDED.input_ids
+    edges = LossEdges.from_forest(PrefixForest.from_node_paths(*paths, loss_nodes=[1, 2]))
+    assert verify_fold(model, FOLDED, edges=edges).ok
+    report = verify_fold(model, FOLDED, loss_mask=[[0] * 4, [0] * 5])
+    assert report.findings == ["extra targets", "gradients"]
+    assert (report.extra_targets, report.gradient_error) == (3, math.inf)
+    assert verify_fold(model, fold_shared_prefix_rollouts([], GROUP[1], -1), ignore_idx=-1).ok
 
 
 def test_first_tokens_are_those_behind_a_branch_point_or_what_is_no_target(model: Transformer) -> None:
@@ -205,19 +217,6 @@ def test_first_tokens_are_those_behind_a_branch_point_or_what_is_no_target(model
     batch = {"input_ids": [1, 2, 10, 20], "position_ids": [0, 1, 2, 2], "labels": [2, -100, -100, -100]}
     report = verify_fold(model, {**batch, "prefix_tree": ([2, 1, 1], [[0, 1], [0, 2]])}, loss_mask=[[1, 1, 1]] * 2)
     assert (report.targets, report.unpredictable, report.lost_targets, report.lost_first_tokens) == (4, 2, 2, 2)
-
-
-def test_labels_where_nothing_is_a_target_are_off_beyond_measure(model: Transformer) -> None:
-    report = verify_fold(model, fold_shared_prefix_rollouts(*GROUP), loss_mask=[[0] * 4, [0] * 5])
-    assert report.findings == ["extra targets", "gradients"]
-    assert (report.extra_targets, report.gradient_error) == (3, math.inf)
-
-
-def test_another_ignored_label_can_be_given(model: Transformer) -> None:
-    folded = fold_shared_prefix_rollouts([], GROUP[1], -1)
-    assert verify_fold(model, folded, ignore_idx=-1).ok
-    with pytest.raises(ValueError, match=r"targets from -1; expected .* or the label ignore_idx=-100"):
-        verify_fold(model, folded)
 
 
 def test_labels_weigh_a_node_of_two_samples_once(model: Transformer) -> None:
@@ -249,21 +248,6 @@ def test_edges_without_multiplicity_are_found(model: Transformer) -> None:
 # --- broken batches ---------------------------------------------------------------------------------------------------
 
 
-def test_labels_shifted_once_too_few_are_wrong_targets(model: Transformer) -> None:
-    folded = fold_shared_prefix_rollouts(*GROUP)
-    own = [-100, -100, *folded.input_ids[2:]]  # for a loss that shifts: the row of a token has its own id
-    report = verify_fold(model, replace(folded, labels=own))
-    assert report.findings == ["wrong targets", "lost targets", "gradients"]
-    assert (report.wrong_targets, report.lost_targets, report.lost_first_tokens) == (5, 5, 2)
-
-
-def test_a_supervised_prompt_is_an_extra_target(model: Transformer) -> None:
-    folded = fold_shared_prefix_rollouts(*GROUP)
-    folded.labels[0] = 2
-    report = verify_fold(model, folded)
-    assert (report.extra_targets, report.wrong_targets, report.lost_targets) == (1, 0, 2)
-
-
 def test_positions_that_do_not_begin_again_are_counted(model: Transformer) -> None:
     forest = replace(group(), position_ids=torch.arange(7))
     report = verify_fold(model, forest)  # 1 2 10 11 are right; 20 21 22 stand at 4 5 6 instead of 2 3 4
@@ -272,33 +256,13 @@ def test_positions_that_do_not_begin_again_are_counted(model: Transformer) -> No
     assert report.logprob_where is not None and report.logprob_where[0] == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"labels": [1]}, "there are 7 input_ids, 7 position_ids, 1 labels; expected 7 of each"),
-        ({"node_lengths": [2, 2, 4]}, "expected 8 of each, the sum of node_lengths"),
-        ({"sample_paths": [[0, 1]]}, "on no path"),
-    ],
-)
-def test_a_batch_that_contradicts_itself_is_refused(model: Transformer, change: dict[str, Any], message: str) -> None:
-    folded: FoldedRollouts = replace(fold_shared_prefix_rollouts(*GROUP), **change)
-    with pytest.raises(ValueError, match=message):
-        verify_fold(model, folded)
-
-
-def test_a_tree_of_tensors_is_taken(model: Transformer) -> None:
-    batch = collated()
+def test_a_tree_of_tensors_is_taken_and_rows_behind_the_last_node_are_padding(model: Transformer) -> None:
+    batch = prefix_tree_collate_fn([{"prompt_ids": GROUP[0], "completions": GROUP[1]}])
     batch["prefix_tree"] = (torch.tensor([2, 2, 3]), torch.tensor([[0, 1], [0, 2]]))
     report = verify_fold(model, batch, samples=SEQUENCES)
     assert report.findings == ["lost targets", "gradients"] and report.lost_targets == 2
     batch["prefix_tree"] = (torch.tensor([2, 2, 3]), [torch.tensor([0, 1]), torch.tensor([0, 2])])
     assert str(verify_fold(model, batch, samples=SEQUENCES)) == str(report)
-    with pytest.raises(TypeError, match="float"):
-        verify_fold(model, {**batch, "prefix_tree": ([2.0, 2.0, 3.0], [[0, 1], [0, 2]])})
-
-
-def test_rows_behind_the_last_node_are_padding(model: Transformer) -> None:
-    batch = collated()
     for name, value in {"input_ids": 9, "position_ids": 0, "labels": -100}.items():
         batch[name] = torch.cat([batch[name], torch.tensor([[value]])], 1)
     report = verify_fold(model, batch, samples=SEQUENCES)
@@ -309,15 +273,34 @@ def test_rows_behind_the_last_node_are_padding(model: Transformer) -> None:
     assert verify_fold(model, batch).wrong_targets == 1
 
 
-def test_labels_are_not_asked_for_where_there_are_edges(model: Transformer) -> None:
-    batch = collated()
-    del batch["labels"]
-    assert verify_fold(model, batch, edges=LossEdges.from_forest(group()), samples=SEQUENCES).ok
-    with pytest.raises(ValueError, match="a dict, has no labels"):
-        verify_fold(model, batch)
-    del batch["prefix_tree"]  # as a backend pops it
-    with pytest.raises(ValueError, match="a dict, has no labels, prefix_tree; expected a PrefixForest"):
-        verify_fold(model, batch)
+def without(*names: str) -> dict[str, Any]:
+    batch = prefix_tree_collate_fn([{"prompt_ids": GROUP[0], "completions": GROUP[1]}])
+    return {name: value for name, value in batch.items() if name not in names}
+
+
+OTHER = LossEdges.from_forest(PrefixForest.from_sequences([list(range(20))]))
+
+
+@pytest.mark.parametrize(
+    ("batch", "how", "error", "message"),
+    [
+        (replace(FOLDED, labels=[1]), {}, ValueError, "there are 7 input_ids, 7 position_ids, 1 labels; expected 7 of"),
+        (replace(FOLDED, node_lengths=[2, 2, 4]), {}, ValueError, "expected 8 of each, the sum of node_lengths"),
+        (replace(FOLDED, sample_paths=[[0, 1]]), {}, ValueError, "on no path"),
+        (fold_shared_prefix_rollouts([], GROUP[1], -1), {}, ValueError, r"from -1; .* or the label ignore_idx=-100"),
+        ({**without(), "prefix_tree": ([2.0, 2.0, 3.0], [[0, 1], [0, 2]])}, {}, TypeError, "float"),
+        (without("labels"), {}, ValueError, "a dict, has no labels"),
+        (without("labels", "prefix_tree"), {}, ValueError, "has no labels, prefix_tree; expected a PrefixForest"),
+        (group(), {"edges": OTHER}, ValueError, r"supervision has rows of 0 to 18 .* expected rows of 0 to 6"),
+    ],
+)
+def test_a_batch_that_contradicts_itself_is_refused(
+    model: Transformer, batch: Any, how: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        verify_fold(model, batch, **how)
+    edges = LossEdges.from_forest(group())  # where there are edges, labels are not asked for
+    assert verify_fold(model, without("labels"), edges=edges, samples=SEQUENCES).ok
 
 
 # --- the samples that went in -----------------------------------------------------------------------------------------
@@ -352,9 +335,3 @@ def test_a_fold_that_lost_or_changed_a_sample_is_found_given_the_samples(
     alone = verify_fold(model, forest)
     assert alone.ok and alone.changed_samples is None  # the fold agrees with itself
     assert "-       samples: not compared: they were read from the fold; pass samples=" in str(alone)
-
-
-def test_edges_of_another_forest_are_refused(model: Transformer) -> None:
-    edges = LossEdges.from_forest(PrefixForest.from_sequences([list(range(20))]))
-    with pytest.raises(ValueError, match=r"supervision has rows of 0 to 18 .* expected rows of 0 to 6"):
-        verify_fold(model, group(), edges=edges)

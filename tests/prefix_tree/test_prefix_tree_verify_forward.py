@@ -1,7 +1,5 @@
 """verify_fold names what is wrong with a forward: leaks, blindness, noise, gradients, precision."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable
@@ -44,31 +42,40 @@ def test_a_dropped_mask_leaks(model: Transformer) -> None:
     assert str(report).splitlines()[-1] == f"What to do: {ADVICE['leaks']}"
 
 
-def test_one_probe_finds_a_dropped_mask_whatever_the_seed(model: Transformer) -> None:
+def test_one_probe_finds_a_dropped_mask_whatever_the_seed_and_a_future_that_is_seen(model: Transformer) -> None:
     for seed in range(10):
         report = verify_fold(lambda ids, at, mask: model(ids, at, causal(ids.shape[1])), group(), probes=1, seed=seed)
         assert report.probes == 1 and report.leak > 0
+    report = verify_fold(lambda ids, at, mask: model(ids, at, mask | mask.mT), PrefixForest.from_sequences([[1, 2, 3]]))
+    assert report.leak > 0 and report.leak_where is not None and report.leak_where[1] < report.leak_where[0]
 
 
 def test_probes_spread_over_nodes_and_follow_the_seed(model: Transformer) -> None:
     completions = [[10 * branch + step for step in range(5)] for branch in range(1, 9)]
     forest = PrefixForest.from_rollout_group([1, 2, 3], completions)
 
-    def probed(seed: int) -> list[int]:
+    def probed(seed: int, forest: PrefixForest = forest) -> list[int]:
         rows: list[int] = []
 
         def forward(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
             if ids.shape[1] == 43 and not torch.equal(ids, forest.input_ids[None]):
                 rows.append(int((ids[0] != forest.input_ids).nonzero()))
+            used.update(ids.unique().tolist())
             return model(ids, at, mask)
 
+        used.clear()
         assert verify_fold(forward, forest, probes=7, seed=seed).ok
         return rows
+
+    used: set[int] = set()
 
     nodes = [(row - 3) // 5 for row in probed(0)]
     assert sorted(nodes) == list(range(7))  # not in the prompt, which all see, nor in the last branch
     assert all((row - 3) % 5 < 4 for row in probed(0))  # and not the last of a branch, which nobody sees
     assert probed(0) == probed(0) != probed(1)
+    last = VOCAB - 1  # ids of the batch are used, and the next one where there is no other
+    assert probed(0, group()) == [] and used == {1, 2, 10, 11, 20, 21, 22}
+    assert probed(0, PrefixForest.from_sequences([[last, last]])) == [] and used == {last, 0}
 
 
 def test_a_leak_of_rounding_is_said_and_is_no_finding(model: Transformer) -> None:
@@ -89,11 +96,8 @@ def test_a_leak_of_rounding_is_said_and_is_no_finding(model: Transformer) -> Non
     report = verify_fold(leaking(100 * ulp), group())
     assert report.findings == ["leaks"] and "which is rounding" not in str(report)
     assert "which is rounding" not in str(verify_fold(model, group()))
-
-
-def test_a_mixture_of_experts_whose_matrices_change_size_does_not_leak() -> None:
-    experts = tiny_model("deepseek_v3")
-    report = verify_fold(hf_forward(experts), PrefixForest.from_sequences(grown(random.Random(1))), seed=1)
+    experts = hf_forward(tiny_model("deepseek_v3"))  # whose matrices change their size
+    report = verify_fold(experts, PrefixForest.from_sequences(grown(random.Random(1))), seed=1)
     assert report.ok and report.leak < 1e-5, report
 
 
@@ -112,48 +116,21 @@ def test_a_forward_that_writes_into_its_arguments_changes_no_batch(model: Transf
     assert forest.position_ids.tolist() == [0, 1, 2, 3, 2, 3, 4] == batch["position_ids"][0].tolist()
 
 
-def test_probes_use_ids_of_the_batch_and_the_next_one_where_there_is_no_other(model: Transformer) -> None:
-    def probed(forest: PrefixForest) -> set[int]:
-        used: set[int] = set()
-
-        def forward(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
-            used.update(ids.unique().tolist())
-            return model(ids, at, mask)
-
-        assert verify_fold(forward, forest).ok
-        return used
-
-    assert probed(group()) == {1, 2, 10, 11, 20, 21, 22}
-    last = VOCAB - 1
-    assert probed(PrefixForest.from_sequences([[last, last]])) == {last, 0}
-
-
-def test_a_future_that_is_seen_leaks_too(model: Transformer) -> None:
-    report = verify_fold(lambda ids, at, mask: model(ids, at, mask | mask.mT), PrefixForest.from_sequences([[1, 2, 3]]))
-    assert report.leak > 0 and report.leak_where is not None and report.leak_where[1] < report.leak_where[0]
-
-
-def test_a_mask_that_lets_nothing_through_is_blind(model: Transformer) -> None:
+def test_what_is_not_seen_is_no_leak_but_blind_or_a_difference(model: Transformer) -> None:
     alone = torch.eye(7, dtype=torch.bool)[None, None]
     report = verify_fold(lambda ids, at, mask: model(ids, at, alone if ids.shape[1] == 7 else mask), group())
     assert report.leak == 0 and report.blind_probes == 5  # all but 11 and 22, behind which nobody is
     assert report.findings == ["blind probes", "log-probs"]
-
-
-def test_a_forward_that_ignores_ids_is_blind(model: Transformer) -> None:
     report = verify_fold(lambda ids, at, mask: model(torch.zeros_like(ids), at, mask), group())
-    assert report.blind_probes == report.probes == 7
-    assert report.findings == ["blind probes"]
+    assert report.blind_probes == report.probes == 7 and report.findings == ["blind probes"]
 
-
-def test_a_branch_that_does_not_see_its_prompt_is_a_difference_not_a_leak(model: Transformer) -> None:
-    def forward(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+    def without_prompt(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
         mask = mask.clone()
         if ids.shape[1] == 7:
             mask[:, :, 2:, :2] = False
         return model(ids, at, mask)
 
-    report = verify_fold(forward, group())
+    report = verify_fold(without_prompt, group())
     assert report.leak == 0 and report.findings[-1] == "log-probs"
     assert report.logprob_where in {(0, 3), (1, 3), (1, 4)}  # tokens that a row of a branch predicts
 
@@ -175,23 +152,29 @@ def test_rows_that_are_not_finite_are_a_finding(model: Transformer) -> None:
     report = verify_fold(forward, group().padded(8))
     assert report.findings == ["finite logits"] and report.nonfinite_rows == 8
     assert verify_fold(forward, group()).ok
+    one = verify_fold(lambda *g: model(*g) * (math.nan if g[0].shape[1] == 5 else 1), group(), parameters=model)
+    assert one.findings == ["log-probs", "gradients"]  # a sample that is not finite alone
+    assert one.logprob_error == one.gradient_error == math.inf
+    assert one.logprob_where is not None and one.logprob_where[0] == 1
 
 
-def test_samples_that_are_not_finite_alone_differ(model: Transformer) -> None:
-    def forward(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
-        return model(ids, at, mask) * (math.nan if ids.shape[1] == 5 else 1)
-
-    report = verify_fold(forward, group(), parameters=model)
-    assert report.findings == ["log-probs", "gradients"]
-    assert report.logprob_error == report.gradient_error == math.inf
-    assert report.logprob_where is not None and report.logprob_where[0] == 1
-
-
-def test_logits_that_leave_out_an_id_by_minus_infinity_are_fine(model: Transformer) -> None:
-    def forward(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
-        return model(ids, at, mask).index_fill(-1, torch.tensor([90]), -math.inf)
-
-    assert verify_fold(forward, group(), parameters=model).ok
+def test_other_forms_of_a_right_forward_are_right(model: Transformer) -> None:
+    unused = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    shift = torch.zeros((), dtype=torch.float64, requires_grad=True)  # moves all logits alike: its gradient is rounding
+    grown_forest = PrefixForest.from_sequences(grown(random.Random(5)))
+    left_out = torch.tensor([90])
+    assert verify_fold(lambda *given: model(*given)[0], group(), parameters=model).ok  # no batch dimension
+    assert verify_fold(lambda *g: model(*g).index_fill(-1, left_out, -math.inf), group(), parameters=model).ok
+    assert verify_fold(model, group(), parameters=[*model.parameters(), unused]).ok
+    assert verify_fold(lambda *g: model(*g) + shift, grown_forest, parameters=[*model.parameters(), shift]).ok
+    report = verify_fold(lambda *given: model(*given).bfloat16(), group(), parameters=model)
+    assert report.ok and (report.dtype, report.tolerance) == (torch.bfloat16, 5e-2), report
+    own = Transformer()
+    for parameter in own.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    own.place.weight.requires_grad_(False)
+    assert verify_fold(own, group()).ok
+    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in own.parameters())
 
 
 def test_a_backward_pass_that_differs_is_found_by_gradients_alone(model: Transformer) -> None:
@@ -204,20 +187,6 @@ def test_a_backward_pass_that_differs_is_found_by_gradients_alone(model: Transfo
     report = verify_fold(forward, group(), parameters=model.named_parameters())
     assert report.findings == ["gradients"]
     assert report.gradient_error is not None and report.gradient_error > 0.1
-
-
-def test_a_gradient_that_is_zero_but_for_rounding_is_no_finding(model: Transformer) -> None:
-    shift = torch.zeros(
-        (), dtype=torch.float64, requires_grad=True
-    )  # moves all logits alike, as a key bias does scores
-
-    def forward(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
-        return model(ids, at, mask) + shift
-
-    report = verify_fold(
-        forward, PrefixForest.from_sequences(grown(random.Random(5))), parameters=[*model.parameters(), shift]
-    )
-    assert report.ok, report
 
 
 @pytest.mark.parametrize(
@@ -236,20 +205,7 @@ def test_a_forward_of_another_form_is_an_error(forward: Forward, message: str) -
         verify_fold(forward, group())
 
 
-def test_logits_may_come_without_the_batch_dimension(model: Transformer) -> None:
-    assert verify_fold(lambda *given: model(*given)[0], group(), parameters=model).ok
-
-
 # --- parameters -------------------------------------------------------------------------------------------------------
-
-
-def test_gradients_that_are_there_stay_as_they_are() -> None:
-    model = Transformer()
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    model.place.weight.requires_grad_(False)
-    assert verify_fold(model, group()).ok
-    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in model.parameters())
 
 
 def test_parameters_are_found_or_asked_for(model: Transformer) -> None:
@@ -284,11 +240,6 @@ def test_parameters_are_found_or_asked_for(model: Transformer) -> None:
     assert partly.findings == ["gradients"]
     frozen = compared(torch.no_grad()(model.__call__), model)
     assert frozen.gradient_error is None and frozen.ok
-
-
-def test_parameters_that_nothing_uses_are_no_difference(model: Transformer) -> None:
-    unused = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    assert verify_fold(model, group(), parameters=[*model.parameters(), unused]).ok
 
 
 def test_a_small_parameter_is_measured_by_its_own_gradient(model: Transformer) -> None:
@@ -330,11 +281,6 @@ def test_other_precisions_have_a_tolerance_that_rounding_keeps_and_an_error_does
     assert "log-probs" in wrong.findings and "half precision" in ADVICE["log-probs"].lower()
 
 
-def test_logits_coarser_than_the_parameters_set_the_tolerance(model: Transformer) -> None:
-    report = verify_fold(lambda *given: model(*given).bfloat16(), group(), parameters=model)
-    assert report.ok and (report.dtype, report.tolerance) == (torch.bfloat16, 5e-2), report
-
-
 # --- a model of transformers ------------------------------------------------------------------------------------------
 
 
@@ -350,7 +296,6 @@ def test_a_llama_is_right_on_its_routes_and_wrong_with_the_mask_of_another() -> 
 
     llama.set_attn_implementation("eager")
     assert verify_fold(hf_forward(llama), forest, parameters=llama, tolerance=1e-6).ok  # its softmax is float32
-    added = verify_fold(
-        lambda ids, at, mask: llama(input_ids=ids, position_ids=at, attention_mask=mask, use_cache=False).logits, forest
-    )
+    names = ("input_ids", "position_ids", "attention_mask")
+    added = verify_fold(lambda *g: llama(**dict(zip(names, g, strict=True)), use_cache=False).logits, forest)
     assert added.findings[0] == "leaks"  # a boolean mask is added to the scores as 0 and 1
