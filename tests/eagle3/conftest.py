@@ -1,13 +1,10 @@
 """Finished EAGLE-3 caches that may not be changed, and copies; the peers' processes; the command precompute."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.peer_automodel import Peer
@@ -77,9 +74,6 @@ def new() -> Iterator[Peer]:
     yield from running("0.7.0")
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> Path:
     """The folder of the small target."""
@@ -138,18 +132,10 @@ def run(arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str])
 @pytest.fixture
 def not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail where the input is tokenized."""
-
-    def prepare(*_: Any, **__: Any) -> Any:
-        raise AssertionError("the input was tokenized")
-
-    monkeypatch.setattr(precompute, "prepare", prepare)
+    monkeypatch.setattr(precompute, "prepare", lambda *_, **__: pytest.fail("the input was tokenized"))
 
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail where the target's weights are loaded."""
-
-    def load(*_: Any, **__: Any) -> Any:
-        raise AssertionError("the target was loaded")
-
-    monkeypatch.setattr(target, "load_target", load)
+    monkeypatch.setattr(target, "load_target", lambda *_, **__: pytest.fail("the target was loaded"))

@@ -3,8 +3,6 @@
 For its figures: python tests/support/attacks.py test_eagle3_attacks
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -137,57 +135,30 @@ PROBES = {
 Change = Callable[[dict[str, Any]], Any]
 
 
-def file(name: str, content: Callable[[], bytes]) -> Callable[[Path, Path], None]:
-    """Return what gives a file of the cache another content."""
-
-    def make(root: Path, _: Path) -> None:
-        (root / "c" / name).write_bytes(content())
-
-    return make
+Make = Callable[[Path, Path], Any]
 
 
-def sparse(name: str, size: int = HUGE, head: bytes = b"") -> Callable[[Path, Path], None]:
-    """Return what makes a file of the cache a large one that takes no disk."""
-
-    def make(root: Path, _: Path) -> None:
-        (root / "c" / name).write_bytes(head)
-        os.truncate(root / "c" / name, size)
-
-    return make
+def at(name: str, do: Callable[[Path, Path], Any]) -> Make:
+    """Return what does something to a file or folder of the cache; `do` takes its path, and that of the one outside."""
+    return lambda root, outside: do(root / "c" / name, outside / "c" / name)
 
 
-def linked(name: str) -> Callable[[Path, Path], None]:
-    """Return what makes a file or folder of the cache a link to one outside."""
-
-    def make(root: Path, outside: Path) -> None:
-        path = root / "c" / name
-        path.rename(root / "moved")
-        path.symlink_to(outside / "c" / name)
-
-    return make
+def file(name: str, content: Callable[[], bytes]) -> Make:
+    """Give a file another content."""
+    return at(name, lambda path, _: path.write_bytes(content()))
 
 
-def pipe(name: str) -> Callable[[Path, Path], None]:
-    """Return what puts a FIFO in the place of a file."""
-
-    def make(root: Path, _: Path) -> None:
-        (root / "c" / name).unlink()
-        os.mkfifo(root / "c" / name)
-
-    return make
+def sparse(name: str, head: bytes = b"") -> Make:
+    """Make a file a large one that takes no disk."""
+    return at(name, lambda path, _: (path.write_bytes(head), os.truncate(path, HUGE)))
 
 
-def device(name: str) -> Callable[[Path, Path], None]:
-    """Return what puts a link to /dev/zero in the place of a file."""
-
-    def make(root: Path, _: Path) -> None:
-        (root / "c" / name).unlink()
-        (root / "c" / name).symlink_to("/dev/zero")
-
-    return make
+def linked(name: str) -> Make:
+    """Put a link to one outside in the place of a file or folder."""
+    return at(name, lambda path, out: (path.rename(path.parents[name.count("/") + 1] / "moved"), path.symlink_to(out)))
 
 
-def changed(name: str, change: Change, cache: str = "c") -> Callable[[Path, Path], None]:
+def changed(name: str, change: Change, cache: str = "c") -> Make:
     """Return what changes a JSON file; a meta.json gets its checksum anew."""
 
     def make(root: Path, _: Path) -> None:
@@ -214,7 +185,7 @@ def put(keys: str, value: Any) -> Change:
     return change
 
 
-def all_of(*steps: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]:
+def all_of(*steps: Make) -> Make:
     """Return what does several things, one after the other."""
 
     def make(root: Path, outside: Path) -> None:
@@ -232,8 +203,14 @@ def header(content: dict[str, Any]) -> bytes:
 
 SHARD, EMBEDDINGS, SAMPLES = "shard-000001.safetensors", "target_embeddings.safetensors", "sidecar/samples.safetensors"
 JSON_FILES = ("manifest.json", "meta.json", "sidecar/plan.json", "sidecar/shard-000001.json", "sidecar/embeddings.json")
+DEVICE: Make = lambda path, _: (path.unlink(), path.symlink_to("/dev/zero"))  # noqa: E731
+MANY_SHARDS: Change = lambda value: value.update(num_samples=10**12, shard_size=1)  # noqa: E731
+MANY = all_of(*(changed("manifest.json", MANY_SHARDS, cache) for cache in ("c", "top")))
+FIFO: Make = lambda path, _: (path.unlink(), os.mkfifo(path))  # noqa: E731
+READ = ("dataset", "verify", "stats")
 WRITERS = ("verify", "convert", "resume")
 NINETY_MB = 90_000_000
+LONG = struct.pack("<Q", NINETY_MB)
 BIG_SAMPLES = {
     "ids": {"dtype": "I32", "shape": [HUGE // 5], "data_offsets": [0, HUGE // 5 * 4]},
     "loss_mask": {"dtype": "U8", "shape": [HUGE // 5], "data_offsets": [HUGE // 5 * 4, HUGE]},
@@ -241,32 +218,20 @@ BIG_SAMPLES = {
 ALL_FILES = (*JSON_FILES, "sidecar/batches.jsonl", "sidecar/ids.txt", SAMPLES, SHARD, EMBEDDINGS)
 
 ATTACKS: dict[str, Attack] = {
-    "10**12 shards": Attack(
-        all_of(
-            changed("manifest.json", lambda value: value.update(num_samples=10**12, shard_size=1)),
-            changed("manifest.json", lambda value: value.update(num_samples=10**12, shard_size=1), "top"),
-        ),
-        EVERY,
-        "1,000,000,000,000 shards",
-    ),
+    "10**12 shards": Attack(MANY, EVERY, "1,000,000,000,000 shards"),
     "a million shards": Attack(changed("manifest.json", put("shard_size", 10**3)), EVERY[:1], "shards|samples"),
     "a million samples a shard": Attack(changed("manifest.json", put("num_samples", 10**15)), ("dataset", "verify")),
     "sparse samples": Attack(sparse(SAMPLES, head=header(BIG_SAMPLES)), ("verify", "recompute"), "holes"),
     "sparse names": Attack(sparse("sidecar/ids.txt"), ("verify",), "holes"),
     "names of nothing": Attack(file("sidecar/ids.txt", lambda: b"\n" * (1 << 24)), ("verify",), "names"),
-    "sparse shard": Attack(sparse(SHARD), ("dataset", "verify", "stats"), "holes"),
+    "sparse shard": Attack(sparse(SHARD), READ, "holes"),
     "sparse embeddings": Attack(sparse(EMBEDDINGS), ("embeddings", "verify"), "holes"),
-    "long header": Attack(
-        all_of(file(SHARD, lambda: struct.pack("<Q", NINETY_MB) + b"[" * NINETY_MB)),
-        ("dataset", "verify", "stats"),
-        "header",
-    ),
-    "long header of the embeddings": Attack(
-        file(EMBEDDINGS, lambda: struct.pack("<Q", NINETY_MB) + b" " * NINETY_MB), ("embeddings", "verify"), "header"
-    ),
-    "long header of the samples": Attack(
-        file(SAMPLES, lambda: struct.pack("<Q", NINETY_MB) + b" " * NINETY_MB), ("verify", "recompute"), "header"
-    ),
+    **{
+        f"long header of {name}": Attack(
+            file(name, lambda: struct.pack("<Q", NINETY_MB) + b"[" * NINETY_MB), by, "header"
+        )
+        for name, by in ((SHARD, READ), (EMBEDDINGS, ("embeddings", "verify")), (SAMPLES, ("verify", "recompute")))
+    },
     "a vocabulary for the memory": Attack(
         changed("manifest.json", put("draft_vocab_size", 10**9), "top"), ("dataset",), "draft_vocab_size"
     ),
@@ -283,21 +248,16 @@ ATTACKS: dict[str, Attack] = {
         f"44 MB of {name}": Attack(file(name, lambda: b'{"a": [' + b"[]," * (14 << 20) + b"0]}"))
         for name in JSON_FILES[:4]
     },
-    **{f"pipe {name}": Attack(pipe(name), ("verify",), "regular file") for name in ALL_FILES},
-    **{f"device {name}": Attack(device(name), ("resume",), "symbolic link") for name in ALL_FILES},
+    **{
+        f"pipe {name}": Attack(at(name, lambda path, _: (path.unlink(), os.mkfifo(path))), ("verify",), "regular file")
+        for name in ALL_FILES
+    },
+    **{f"device {name}": Attack(at(name, DEVICE), ("resume",), "symbolic link") for name in ALL_FILES},
     **{f"link {name}": Attack(linked(name), WRITERS, "symbolic link") for name in (*ALL_FILES, "sidecar")},
     "link of the lock": Attack(linked("sidecar/lock"), WRITERS[1:], "symbolic link"),
 }
-VALUES: dict[str, Any] = {
-    "null": None,
-    "text": "x",
-    "bool": True,
-    "list": [1],
-    "object": {"a": 1},
-    "negative": -1,
-    "huge": 10**30,
-    "float": 0.5,
-}
+VALUES: dict[str, Any] = {"null": None, "text": "x", "bool": True, "list": [1], "object": {"a": 1}}
+VALUES |= {"negative": -1, "huge": 10**30, "float": 0.5}
 FIELDS = {
     "manifest.json": "format_version target_vocab_size draft_vocab_size seq_length dtype num_samples shard_size "
     "aux_hidden_dim aux_layer_ids selected_token_ids target_model",
@@ -308,7 +268,7 @@ FIELDS = {
 }
 
 
-def every_value(name: str, field: str) -> Callable[[Path, Path], None]:
+def every_value(name: str, field: str) -> Make:
     """Return what makes a cache for each wrong value of a field: c with the first, c-KIND with the others."""
 
     def make(root: Path, outside: Path) -> None:

@@ -25,8 +25,6 @@ from niels_gpt.storage.errors import CacheError
 Tree = dict[str, bytes]
 CPU = torch.device("cpu")
 
-# --- what goes wrong on the way ---------------------------------------------------------------------------------------
-
 
 def broken(device: torch.device) -> Any:
     """The target, which gives no numbers for token 13 from its block 3 on."""
@@ -155,9 +153,6 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, whole: Tree) -> None:
     assert not list((tmp_path / "c").rglob("*.tmp")) and not (tmp_path / "c" / "meta.json").exists()
     run(tmp_path / "c", resume=True)
     assert whole_tree(tmp_path / "c") == whole
-
-
-# --- room -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "taken"), [("1m", 0), ("128k", 108 << 10)], ids=["on the way", "from the beginning"])

@@ -40,9 +40,6 @@ STEPS = 3
 Batch = dict[str, Tensor]
 
 
-# --- the draft --------------------------------------------------------------------------------------------------------
-
-
 class Draft(nn.Module):
     def __init__(self, embeddings: Tensor) -> None:
         super().__init__()
@@ -105,9 +102,6 @@ def assert_same(found: Learnt, expected: Learnt, *, within: float = 0.0) -> None
     else:
         assert by_name[worst] <= within, report
         assert moved <= within, report
-
-
-# --- the target, live -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -207,9 +201,6 @@ def from_cache(folder: Path, plan: Plan, samples: Samples, llama: nn.Module) -> 
         produce(folder, plan, samples, lambda device: llama)
     loader = build_cached_eagle3_dataloader(cache_dir=str(folder), batch_size=TRAINING_BATCH, shuffle=False)
     return learnt(read_target_embeddings(str(folder)), list(loader))
-
-
-# --- what it shows ----------------------------------------------------------------------------------------------------
 
 
 def test_gradients_from_a_cache_of_version_1_and_2_are_those_of_the_live_target_bit_for_bit(

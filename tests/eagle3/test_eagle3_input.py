@@ -55,20 +55,19 @@ def test_the_projects_chats_are_input_by_their_name(settings: Settings, tokenize
 def test_facts_tell_what_was_read_and_have_no_path(settings: Settings) -> None:
     facts = input_facts(settings, "oasst1")
     assert facts.items() >= {"input_data": "oasst1", "form": "chats", "kind": "mirror", "revision": None}.items()
-    assert facts["settings"] == {
-        "max_document_bytes": 1 << 26,
-        "oasst1_dataset": "OpenAssistant/oasst1",
-        "oasst1_english_only": True,
-        "oasst1_max_messages": 32,
-    }
+    oasst1 = {"dataset": "OpenAssistant/oasst1", "english_only": True, "max_messages": 32}
+    named = {f"oasst1_{name}": value for name, value in oasst1.items()}
+    assert facts["settings"] == {"max_document_bytes": 1 << 26, **named}
     assert facts["fingerprint"] == resolve_source(settings, "oasst1").provenance(None)["fingerprint"]
     assert settings.source_root not in repr(facts)
-
-
-def test_a_recorded_revision_of_the_hub_is_kept(tokenizer: ChatTokenizer) -> None:
     recorded = {"fingerprint": "databricks/databricks-dolly-15k@abc", "revision": "abc", "licence": "x"}
-    facts = input_facts(Settings(), "dolly15k", recorded=recorded)  # nothing answers at HF_ENDPOINT
+    facts = input_facts(Settings(), "dolly15k", recorded=recorded)  # is kept: nothing answers at HF_ENDPOINT
     assert (facts["kind"], facts["revision"], facts["fingerprint"]) == ("hub", "abc", recorded["fingerprint"])
+    settings = replace(settings, sft="mine=a.jsonl", pretrain="notes=b.txt")
+    with pytest.raises(FileNotFoundError, match=r"--input-data nothing.*Or name a source: dolly15k, oasst1, mine"):
+        input_facts(settings, "nothing")
+    with pytest.raises(ValueError, match="--input-data notes: a source of text, expected chats"):
+        input_facts(settings, "notes")
 
 
 def test_rows_are_read_from_the_revision_in_the_facts(
@@ -119,15 +118,12 @@ def test_rows_with_ids_are_taken_as_they_are(settings: Settings, tokenizer: Chat
     assert [row.id for row in rows] == ["a.jsonl#1", "7", "p"]
     assert rows[2].input_ids.tolist() == [4, 5] and rows[2].loss_mask.tolist() == [0, 1]
     assert counters == {"rows": 3, "no_supervised": 1}
+    bare = open_tokenizer(str(kinds.write_tokenizer(tmp_path / "base", template=None)))  # they need no template
+    assert len(read(settings, "rows", bare)[0]) == 3
+    with pytest.raises(ValueError, match="no chat template"):
+        read(settings, write_lines(tmp_path / "d.jsonl", MESSAGES), bare)
     with pytest.raises(ValueError, match="row '7': token 2 of input_ids has id 3, expected 0 <= id < 3"):
         read(settings, write_lines(tmp_path / "c.jsonl", {**GIVEN, "id": "7"}), tokenizer, vocab_size=3)
-
-
-def test_rows_with_ids_need_no_template(settings: Settings, tmp_path: Path) -> None:
-    tokenizer = open_tokenizer(str(kinds.write_tokenizer(tmp_path / "base", template=None)))
-    assert len(read(settings, write_lines(tmp_path / "a.jsonl", GIVEN), tokenizer)[0]) == 1
-    with pytest.raises(ValueError, match="no chat template"):
-        read(settings, write_lines(tmp_path / "b.jsonl", MESSAGES), tokenizer)
 
 
 def test_chats_and_rows_do_not_mix(settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
@@ -150,6 +146,10 @@ def test_rows_that_cannot_be_used_are_counted(settings: Settings, tokenizer: Cha
     given, counters = read(settings, write_lines(tmp_path / "b.jsonl", "{broken", GIVEN, "[]"), tokenizer)
     assert [row.id for row in given] == ["b.jsonl#2"]
     assert counters == {"rows": 1, "unreadable_row": 2}
+    path = write_lines(tmp_path / "c.jsonl", {**PAIR, "output": "Yes<|im_end|>"}, PAIR)
+    assert read(settings, path, tokenizer)[1] == {"rows": 1, "special_text": 1}
+    with pytest.raises(ValueError, match="special token"):
+        read(replace(settings, on_special="raise"), path, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -177,21 +177,3 @@ def test_what_is_excluded_stays_out(settings: Settings, tokenizer: ChatTokenizer
     assert ([row.id for row in rows], counters["excluded"]) == (["r1", "r3"], 1)
     assert input_facts(listed, given)["exclude"]["entries"] == 2
     assert "exclude" not in input_facts(settings, given)
-
-
-def test_special_tokens_in_text_follow_the_setting(
-    settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path
-) -> None:
-    path = write_lines(tmp_path / "a.jsonl", {**PAIR, "output": "Yes<|im_end|>"}, PAIR)
-    rows, counters = read(settings, path, tokenizer)
-    assert ([row.id for row in rows], counters) == (["a.jsonl#2"], {"rows": 1, "special_text": 1})
-    with pytest.raises(ValueError, match="special token"):
-        read(replace(settings, on_special="raise"), path, tokenizer)
-
-
-def test_a_name_that_is_nothing_is_answered_with_what_there_is(settings: Settings, tmp_path: Path) -> None:
-    settings = replace(settings, sft="mine=a.jsonl", pretrain="notes=b.txt")
-    with pytest.raises(FileNotFoundError, match=r"--input-data nothing.*Or name a source: dolly15k, oasst1, mine"):
-        input_facts(settings, "nothing")
-    with pytest.raises(ValueError, match="--input-data notes: a source of text, expected chats"):
-        input_facts(settings, "notes")

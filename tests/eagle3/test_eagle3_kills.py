@@ -20,10 +20,6 @@ from support import eagle3_runs as small
 from support.eagle3_runs import run, samples_of, whole_tree
 from support.power_loss import MODELS, Disk, Tree, put, recorded_below, tree_of
 
-from niels_gpt.storage.fileio import Operation
-
-# --- cut anywhere -----------------------------------------------------------------------------------------------------
-
 
 class Recorded:
     """A run of three shards that was recorded from its first operation on the disk to its last."""
@@ -46,11 +42,9 @@ class Recorded:
             return
         self.seen.add(key)
         put(tree, scratch)
-        for shard in range(3):
-            receipt, name = tree.get(f"c/sidecar/shard-{shard:06d}.json"), f"c/shard-{shard:06d}.safetensors"
-            assert receipt is None or tree.get(name) == self.after[name], (
-                f"{where}: a receipt of a shard that is not whole"
-            )
+        for name in (f"c/shard-{shard:06d}.safetensors" for shard in range(3)):
+            receipt = tree.get(name.replace("c/", "c/sidecar/").replace("safetensors", "json"))
+            assert receipt is None or tree.get(name) == self.after[name], f"{where}: a receipt, but {name} is not whole"
         if "c/meta.json" in tree:
             assert without_lock(tree) == self.after, f"{where}: meta.json before everything else"
         self.run(scratch / "c")
@@ -101,13 +95,9 @@ def test_a_run_that_was_killed_may_lose_the_power_later(folder: Path) -> None:
         assert without_lock(disk.left("power")) == recorded.after
 
 
-def renamed_to(trace: list[Operation]) -> list[str]:
-    return [found[2] for found in trace if found[0] == "rename"]
-
-
 def test_the_plan_comes_first_and_meta_json_last(folder: Path) -> None:
     recorded = Recorded(folder)
-    names = renamed_to(recorded.trace)
+    names = [found[2] for found in recorded.trace if found[0] == "rename"]
     assert names[0] == "c/sidecar/plan.json" and names[-1] == "c/meta.json"
     order = ["c/manifest.json", "c/target_embeddings.safetensors", "c/sidecar/embeddings.json"]
     for shard in range(3):
@@ -117,38 +107,23 @@ def test_the_plan_comes_first_and_meta_json_last(folder: Path) -> None:
     assert Counter(found[0] for found in recorded.trace)["rmdir"] == 0
 
 
-# --- killed for good --------------------------------------------------------------------------------------------------
-
-
-def kill_runs(folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    program = [sys.executable, str(SUPPORT / "kill_eagle3.py"), str(folder), "--kills", str(kills), "--seed", str(seed)]
+@pytest.mark.parametrize(
+    ("kills", "more"),
+    [
+        (8, ["--seed", "1"]),
+        pytest.param(50, ["--seed", "0"], marks=pytest.mark.faults),
+        pytest.param(6, ["--command"], marks=pytest.mark.faults),  # the real command
+    ],
+)
+def test_killed_runs_end_with_the_same_bytes(tmp_path: Path, kills: int, more: list[str]) -> None:
+    program = [sys.executable, str(SUPPORT / "kill_eagle3.py"), str(tmp_path), "--kills", str(kills), *more]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    found = json.loads(done.stdout)
+    assert found["kills"] == kills and found["different"] == []
+    if kills == 50:
+        assert set(found["workers"]) == {"1", "2", "3"} and len(found["where"]) >= 3
 
-
-def test_killed_runs_end_with_the_same_bytes(tmp_path: Path) -> None:
-    found = kill_runs(tmp_path, 8, seed=1)
-    assert found["kills"] == 8 and found["different"] == []
-
-
-@pytest.mark.faults
-def test_fifty_kills_over_one_two_and_three_processes(tmp_path: Path) -> None:
-    found = kill_runs(tmp_path, 50, seed=0)
-    assert found["kills"] == 50 and found["different"] == []
-    assert set(found["workers"]) == {"1", "2", "3"} and len(found["where"]) >= 3
-
-
-@pytest.mark.faults
-def test_kills_of_the_real_command(tmp_path: Path) -> None:
-    program = [sys.executable, str(SUPPORT / "kill_eagle3.py"), str(tmp_path), "--kills", "6", "--command"]
-    done = subprocess.run(program, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout)["different"] == []
-
-
-# --- its processes ----------------------------------------------------------------------------------------------------
 
 PARENT = """
 import sys, time
@@ -179,18 +154,17 @@ def started(cache: Path) -> tuple[subprocess.Popen[str], list[int]]:
 
 
 def assert_gone(pids: list[int]) -> None:
+    def is_running(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
     for _ in range(600):
         if not any(is_running(pid) for pid in pids):
             return
         time.sleep(0.05)
     raise AssertionError(f"{pids}: still there")
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.slow

@@ -29,17 +29,16 @@ class NewTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        given = {leaf.untyped_storage().data_ptr() for leaf in _tensors((args, kwargs))}
-        for tensor in _tensors(made):
+        given, new = (
+            [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)] for tree in ((args, kwargs), made)
+        )
+        given = {leaf.untyped_storage().data_ptr() for leaf in given}
+        for tensor in new:
             storage = tensor.untyped_storage()
             self.seen += 1
             if storage.data_ptr() not in given and storage.nbytes() > 4 * PART:
                 self.large.append(storage.nbytes())
         return made
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @pytest.fixture(autouse=True)
@@ -59,31 +58,16 @@ def batch_of() -> Eagle3TargetBatch:
     )
 
 
-def draft_of(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = torch.arange(size)
-    return ids, torch.arange(VOCAB) < size
-
-
 @pytest.mark.parametrize("draft", [VOCAB, 900])
-def test_of_top_k_fields_nothing_large_is_made(draft: int) -> None:
-    batch = batch_of()
+def test_only_a_dense_field_or_distribution_itself_is_large(draft: int) -> None:
+    batch, ids, known = batch_of(), torch.arange(draft), torch.arange(VOCAB) < draft
+    for topk in (8, 0):
+        with NewTensors() as made:
+            fields, _ = cache_fields(batch, LENGTHS, ids, known, topk=topk, dtype=torch.bfloat16)
+        assert made.seen > 100 and made.large == ([] if topk else [fields["target_probs"].nbytes])
+    assert made.large == [ROWS * WIDTH * draft * 2]
     with NewTensors() as made:
-        cache_fields(batch, LENGTHS, *draft_of(draft), topk=8, dtype=torch.bfloat16)
-    assert made.seen > 100 and made.large == []
-
-
-@pytest.mark.parametrize("draft", [VOCAB, 900])
-def test_of_dense_fields_only_the_field_itself_is_large(draft: int) -> None:
-    batch = batch_of()
-    with NewTensors() as made:
-        fields, _ = cache_fields(batch, LENGTHS, *draft_of(draft), topk=0, dtype=torch.bfloat16)
-    assert made.large == [fields["target_probs"].nbytes] == [ROWS * WIDTH * draft * 2]
-
-
-def test_of_a_distribution_only_the_result_is_large() -> None:
-    batch = batch_of()
-    with NewTensors() as made:
-        probs, _ = draft_distribution(batch.logits, batch.loss_mask, *draft_of(VOCAB))
+        probs, _ = draft_distribution(batch.logits, batch.loss_mask, ids, known)
     assert made.large == [probs.nbytes]
 
 

@@ -32,9 +32,6 @@ def opened(folder: Path | str, revision: str | None = None, dtype: torch.dtype =
     return load_target(str(folder), revision=revision, dtype=dtype, attention="sdpa", device="cpu")
 
 
-# --- the small target -------------------------------------------------------------------------------------------------
-
-
 def test_the_small_target_has_the_same_bytes_in_every_process(model: Path, tmp_path: Path) -> None:
     program = (
         "import sys, torch\n"
@@ -111,9 +108,6 @@ def test_a_small_target_that_stands_is_kept_and_anything_else_is_not_overwritten
     assert {path: path.stat().st_mtime_ns for path in own.iterdir()} == before
 
 
-# --- facts ------------------------------------------------------------------------------------------------------------
-
-
 TEXT = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 9, "max_position_embeddings": 32}
 
 
@@ -187,9 +181,6 @@ def test_without_transformers_it_says_what_to_install(model: Path, monkeypatch: 
             ask()
 
 
-# --- the hub ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> Path:
     """No network, as HF_HUB_OFFLINE=1 has it; returns the folder of what was downloaded before."""
@@ -225,9 +216,6 @@ def test_an_id_without_a_network_is_an_error_of_the_network(offline: Path) -> No
             ask("somebody/unknown")
     with pytest.raises(ValueError, match="a name!: no folder of that name"):  # it can be no id
         target_facts("a name!")
-
-
-# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def test_loading_prints_nothing_and_leaves_the_library_as_it_was(

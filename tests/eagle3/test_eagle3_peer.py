@@ -4,10 +4,9 @@ Where its wheels lie unpacked in folders named 0.5.0 (it writes version 1) and 0
 names the folder above them. .ci/run makes it so; elsewhere these tests are left out.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,28 +42,6 @@ pytestmark = [
 DTYPES = pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 
 
-# --- caches of ours in the peer's hands ------------------------------------------------------------------------------
-
-
-@DTYPES
-def test_the_peer_reads_our_version_1_bit_for_bit(old: Peer, tmp_path: Path, dtype: str) -> None:
-    shards = write_ours(tmp_path / "c", 1, dtype)
-    read = old.call("", "read", str(tmp_path / "c"))
-    assert_same(read["items"], items_of(shards))
-    assert_same(read["manifest"], {**made_up(dtype)[0], "format_version": 1})
-    assert_same(read["embeddings"], made_up()[2].float())
-
-
-@DTYPES
-@pytest.mark.parametrize("topk", [0, K])
-def test_the_peer_reads_our_version_2_bit_for_bit(new: Peer, tmp_path: Path, dtype: str, topk: int) -> None:
-    shards = write_ours(tmp_path / "c", 2, dtype, topk)
-    read = new.call("", "read", str(tmp_path / "c"))
-    assert_same(read["items"], items_of(shards))
-    assert read["manifest"]["target_probs_topk"] == topk
-    assert_same(read["embeddings"], made_up()[2].float())
-
-
 def test_a_converted_cache_is_read_by_the_other_version_of_the_peer(old: Peer, new: Peer, tmp_path: Path) -> None:
     folder = tmp_path / "c"
     shards = write_ours(folder, 1, "bf16")
@@ -85,44 +62,11 @@ def test_the_peers_dataloader_gives_the_batches_that_ours_gives(new: Peer, tmp_p
     ours = list(cache.build_cached_eagle3_dataloader(str(tmp_path / "c"), **options))
     assert [len(batch["input_ids"]) for batch in theirs] == [3, 3, 3, 1]
     assert_same(ours, theirs)
-
-
-def test_workers_of_the_peers_dataloader_read_our_cache(old: Peer, tmp_path: Path) -> None:
-    shards = write_ours(tmp_path / "c", 1, "fp32")
-    theirs = old.call("", "batches", str(tmp_path / "c"), 0, batch_size=1, shuffle=False, num_workers=2)
-    assert_same([{name: t[0] for name, t in batch.items()} for batch in theirs], items_of(shards))
-
-
-# --- caches of the peer's in ours -------------------------------------------------------------------------------------
+    assert_same(new.call("", "batches", str(tmp_path / "c"), 7, num_workers=2, **options), theirs)
 
 
 @DTYPES
-def test_ours_reads_what_the_peer_wrote_in_version_1(old: Peer, tmp_path: Path, dtype: str) -> None:
-    manifest, shards, embeddings = made_up(dtype)
-    write_theirs(old, tmp_path, manifest, shards, embeddings)
-    assert_same(read_ours(tmp_path), items_of(shards))
-    assert_same(cache.read_manifest(str(tmp_path)), {**manifest, "format_version": 1})
-    assert_same(cache.read_target_embeddings(str(tmp_path)), embeddings.float())
-
-
-@DTYPES
-@pytest.mark.parametrize("topk", [0, K])
-@pytest.mark.parametrize("keys", [{}, {"target_probs_topk": None}, LATER_KEYS], ids=["none", "topk", "later"])
-def test_ours_reads_what_the_peer_wrote_in_version_2(
-    new: Peer, tmp_path: Path, dtype: str, topk: int, keys: dict[str, Any]
-) -> None:
-    manifest, shards, embeddings = made_up(dtype, topk)
-    if keys == {"target_probs_topk": None}:
-        keys = {"target_probs_topk": topk}
-    write_theirs(new, tmp_path, {**manifest, **keys}, shards, embeddings)
-    assert_same(read_ours(tmp_path), items_of(shards))
-    read = cache.read_manifest(str(tmp_path))
-    assert {name: read[name] for name in manifest} == manifest and read["format_version"] == 2
-    assert_same(cache.read_target_embeddings(str(tmp_path)), embeddings.float())
-
-
-@DTYPES
-def test_both_write_the_same_files(old: Peer, new: Peer, tmp_path: Path, dtype: str) -> None:
+def test_both_write_the_same_files_and_read_them_alike(old: Peer, new: Peer, tmp_path: Path, dtype: str) -> None:
     for peer, version, topk in ((old, 1, 0), (new, 2, 0), (new, 2, K)):
         manifest, shards, embeddings = made_up(dtype, topk)
         folder = tmp_path / f"{version}-{topk}"
@@ -133,12 +77,19 @@ def test_both_write_the_same_files(old: Peer, new: Peer, tmp_path: Path, dtype: 
         assert list(ours) == list(theirs) and len(ours) == 5
         for name, content in theirs.items():
             assert ours[name] == content, f"{name} of version {version}, top-k {topk}"
+        read = peer.call("", "read", str(folder / "ours"))  # and each reads the other's bit for bit
+        assert_same(read["items"], items_of(shards))
+        assert_same(read_ours(folder / "theirs"), items_of(shards))
+        assert_same(read["manifest"], {**manifest, **keys, "format_version": version})
+        assert_same(cache.read_manifest(str(folder / "theirs")), read["manifest"])
+        assert_same(cache.read_target_embeddings(str(folder / "theirs")), embeddings.float())
+        assert_same(read["embeddings"], embeddings.float())
 
 
 DENSE_EVEN_SO = [{"target_probs_topk": topk} for topk in (None, 0, D, D + 1)]
 
 
-@pytest.mark.parametrize("keys", [*DENSE_EVEN_SO, {"made_by": "somebody", "shard_size": SAMPLES + 1}], ids=str)
+@pytest.mark.parametrize("keys", [{}, *DENSE_EVEN_SO, {"made_by": "somebody", "shard_size": SAMPLES + 1}], ids=str)
 def test_odd_manifests_mean_the_same_to_both(new: Peer, tmp_path: Path, keys: dict[str, Any]) -> None:
     manifest, shards, embeddings = made_up()
     if "shard_size" in keys:
@@ -148,18 +99,16 @@ def test_odd_manifests_mean_the_same_to_both(new: Peer, tmp_path: Path, keys: di
     assert_same(read_ours(tmp_path), new.call("", "read", str(tmp_path))["items"])
 
 
-def test_version_1_needs_two_keys_and_knows_no_top_k(old: Peer, tmp_path: Path) -> None:
-    _, shards, embeddings = made_up()
+def test_version_1_needs_two_keys_and_knows_no_top_k_and_a_cache_may_be_empty(
+    old: Peer, new: Peer, tmp_path: Path
+) -> None:
+    made, shards, embeddings = made_up()
     manifest = {"num_samples": SAMPLES, "shard_size": SHARD_SIZE, "target_probs_topk": 3}
-    write_theirs(old, tmp_path, manifest, shards, embeddings)
-    assert_same(read_ours(tmp_path), items_of(shards))
-    assert_same(read_ours(tmp_path), old.call("", "read", str(tmp_path))["items"])
-
-
-def test_a_cache_without_samples_is_empty_to_both(new: Peer, tmp_path: Path) -> None:
-    manifest, _, embeddings = made_up()
-    write_theirs(new, tmp_path, {**manifest, "num_samples": 0}, [], embeddings)
-    assert read_ours(tmp_path) == new.call("", "read", str(tmp_path))["items"] == []
+    write_theirs(old, tmp_path / "1", manifest, shards, embeddings)
+    assert_same(read_ours(tmp_path / "1"), items_of(shards))
+    assert_same(read_ours(tmp_path / "1"), old.call("", "read", str(tmp_path / "1"))["items"])
+    write_theirs(new, tmp_path / "2", {**made, "num_samples": 0}, [], embeddings)
+    assert read_ours(tmp_path / "2") == new.call("", "read", str(tmp_path / "2"))["items"] == []
 
 
 def test_names_of_files_and_constants_are_the_peers(old: Peer, new: Peer, tmp_path: Path) -> None:
@@ -176,9 +125,6 @@ def test_names_of_files_and_constants_are_the_peers(old: Peer, new: Peer, tmp_pa
             assert (
                 peer.call(CACHE, "existing_shard_indices", str(folder)) == found == ({7} if folder.exists() else set())
             )
-
-
-# --- the functions ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -238,60 +184,42 @@ def test_both_make_the_same_draft_distribution(new: Peer, old: Peer) -> None:
             assert_same(ours, peer.call(CORE, "_compute_target_distribution", logits, ids, mask, loss_mask))
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
-
-
-def break_manifest(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
-
-
-def break_version(folder: Path) -> None:
-    manifest = json.loads((folder / "manifest.json").read_bytes())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"format_version": 9}))
-
-
-def break_embeddings(folder: Path) -> None:
-    (folder / "target_embeddings.safetensors").unlink()
-
-
-def break_last_shard(folder: Path) -> None:
-    (folder / "shard-000002.safetensors").unlink()
-
-
-def break_middle_shard(folder: Path) -> None:
-    (folder / "shard-000001.safetensors").unlink()
-
-
-def break_too_many(folder: Path) -> None:
-    shutil.copy(folder / "shard-000002.safetensors", folder / "shard-000003.safetensors")
-
-
-def ours_read(folder: str) -> None:
-    cache.read_manifest(folder)
-    cache.CachedEagle3Dataset(folder)
-    cache.read_target_embeddings(folder)
-
-
-FAULTS = {
-    break_manifest: ("FileNotFoundError", ["manifest not found", "{folder}/manifest.json"]),
-    break_version: ("ValueError", ["{folder}", "format_version=9"]),
-    break_embeddings: ("FileNotFoundError", ["{folder}/target_embeddings.safetensors not found"]),
-    break_last_shard: ("ValueError", ["{folder}", "declares 10 samples (3 shards) but found", "[0, 1]"]),
-    break_middle_shard: ("ValueError", ["{folder}", "declares 10 samples (3 shards) but found", "[0, 2]"]),
-    break_too_many: ("ValueError", ["{folder}", "declares 10 samples (3 shards) but found", "[0, 1, 2, 3]"]),
+MISSING, DECLARES = "FileNotFoundError", "declares 10 samples (3 shards) but found"
+SHARDS = [f"shard-{number:06d}.safetensors" for number in range(4)]
+FAULTS: dict[str, tuple[Callable[[Path], Any], str, list[str]]] = {
+    "manifest": (lambda c: (c / "manifest.json").unlink(), MISSING, ["manifest not found", "{folder}/manifest.json"]),
+    "version": (
+        lambda c: (c / "manifest.json").write_text(
+            json.dumps(json.loads((c / "manifest.json").read_bytes()) | {"format_version": 9})
+        ),
+        *("ValueError", ["{folder}", "format_version=9"]),
+    ),
+    "embeddings": (
+        lambda c: (c / "target_embeddings.safetensors").unlink(),
+        *(MISSING, ["{folder}/target_embeddings.safetensors not found"]),
+    ),
+    "last shard": (lambda c: (c / SHARDS[2]).unlink(), "ValueError", ["{folder}", DECLARES, "[0, 1]"]),
+    "middle shard": (lambda c: (c / SHARDS[1]).unlink(), "ValueError", ["{folder}", DECLARES, "[0, 2]"]),
+    "too many": (
+        lambda c: shutil.copy(c / SHARDS[2], c / SHARDS[3]),
+        "ValueError",
+        ["{folder}", DECLARES, "[0, 1, 2, 3]"],
+    ),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_broken_cache_gives_the_peers_error(new: Peer, tmp_path: Path, fault: Any) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_cache_gives_the_peers_error(new: Peer, tmp_path: Path, fault: str) -> None:
     folder = tmp_path / "c"
     write_ours(folder, 2, "bf16")
-    fault(folder)
-    expected, words = FAULTS[fault]
+    damage, expected, words = FAULTS[fault]
+    damage(folder)
     with pytest.raises(PeerError) as theirs:
         new.call("", "read", str(folder))
     with pytest.raises((ValueError, OSError)) as ours:
-        ours_read(str(folder))
+        cache.read_manifest(str(folder))
+        cache.CachedEagle3Dataset(str(folder))
+        cache.read_target_embeddings(str(folder))
     assert expected in theirs.value.classes and expected in [cls.__name__ for cls in type(ours.value).__mro__]
     for text in (theirs.value.text, str(ours.value)):
         assert [word for word in words if word.format(folder=folder) not in text] == []
@@ -317,12 +245,14 @@ def test_an_index_out_of_range_and_one_from_the_end(new: Peer, tmp_path: Path) -
         (["loss_mask", "input_ids"], ["missing required cache fields", "input_ids", "loss_mask"]),
         (["target_probs"], ["exactly one target_probs representation"]),
         (["target_probs", "loss_mask"], ["exactly one target_probs representation"]),
+        ([], ["exactly one target_probs representation"]),
     ],
 )
 def test_a_shard_without_its_fields_gives_the_peers_error(
     new: Peer, tmp_path: Path, drop: list[str], words: list[str]
 ) -> None:
     shard = {name: tensor for name, tensor in made_up()[1][0].items() if name not in drop}
+    shard |= {} if drop else made_up(topk=K)[1][0]
     with pytest.raises(PeerError) as theirs:
         new.call(CACHE, "write_shard", str(tmp_path), 0, shard)
     with pytest.raises(ValueError) as ours:
@@ -331,14 +261,6 @@ def test_a_shard_without_its_fields_gives_the_peers_error(
     for text in (theirs.value.text, str(ours.value)):
         assert [word for word in words if word not in text] == []
     assert list(tmp_path.glob("*.safetensors")) == []
-
-
-def test_a_shard_with_both_representations_gives_the_peers_error(new: Peer, tmp_path: Path) -> None:
-    both = made_up()[1][0] | made_up(topk=K)[1][0]
-    with pytest.raises(PeerError, match="exactly one target_probs representation"):
-        new.call(CACHE, "write_shard", str(tmp_path), 0, both)
-    with pytest.raises(ValueError, match="exactly one target_probs representation"):
-        cache.write_shard(str(tmp_path), 0, both)
 
 
 @pytest.mark.parametrize("sizes", [(0, 4), (-1, 4), (V, 0), (V, -1), (V, 2.5), ("50", 4)])

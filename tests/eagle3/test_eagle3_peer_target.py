@@ -3,8 +3,6 @@
 Where its wheels are is said in test_eagle3_peer.py.
 """
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -17,18 +15,14 @@ from support.peer_caches import H3, NO_PEERS, PEERS, K, S, V, assert_same, files
 
 from niels_gpt.eagle3.target import HFEagle3TargetModel, default_eagle3_aux_layer_ids
 from niels_gpt.eagle3.targets.loading import load_target
-from niels_gpt.eagle3.targets.small import write_small_target
 from niels_gpt.recipes.eagle3.options import Options
 from niels_gpt.recipes.eagle3.prepare import carry_out, prepare, resolve
 from niels_gpt.settings import Settings
-from niels_gpt.tokenizer import SentencePieceTokenizer
 
 pytestmark = [
     pytest.mark.skipif(PEERS is None, reason=NO_PEERS),
     pytest.mark.usefixtures("one_thread"),  # as in the peer's process: another number changes the last bits of sums
 ]
-
-# --- the target -------------------------------------------------------------------------------------------------------
 
 
 def tiny_target(kind: str, number: torch.dtype = torch.float32, layers: int = 8) -> Any:
@@ -36,13 +30,8 @@ def tiny_target(kind: str, number: torch.dtype = torch.float32, layers: int = 8)
     import transformers
 
     transformers.logging.set_verbosity_error()
-    sizes = {
-        "vocab_size": V,
-        "hidden_size": H3 // 3,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 2 * S,
-    }
+    sizes = {"vocab_size": V, "hidden_size": H3 // 3, "num_hidden_layers": layers, "num_attention_heads": 2}
+    sizes["max_position_embeddings"] = 2 * S
     if kind != "GPT2":
         sizes |= {"intermediate_size": 12, "num_key_value_heads": 1, "head_dim": 4}
     config = getattr(transformers, f"{kind}Config")(**sizes)
@@ -117,15 +106,7 @@ def test_the_default_layers_are_the_peers(new: Peer, count: int) -> None:
     assert layers(default_eagle3_aux_layer_ids) == layers(theirs)
 
 
-# --- the producer, and what a draft learns ----------------------------------------------------------------------------
-
 LENGTH, DRAFT, BATCH = 24, 90, 4  # samples of at most 24 tokens; 90 tokens that the draft knows; 4 rows a forward
-
-
-@pytest.fixture(scope="module")
-def small_target(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> Path:
-    """A Llama of random weights in a folder, with the tests' tiny tokenizer."""
-    return write_small_target(tmp_path_factory.mktemp("target") / "llama", tiny_tokenizer)
 
 
 class Made:
@@ -138,22 +119,12 @@ class Made:
         ids = torch.randint(4, vocab_size, (len(lengths), LENGTH), generator=generator)
         mask = torch.randint(2, ids.shape, generator=generator)
         mask[:, 1] = 1  # a row without any would be left out
-        lines = [
-            json.dumps({"input_ids": ids[row, :length].tolist(), "loss_mask": mask[row, :length].tolist()}) + "\n"
-            for row, length in enumerate(lengths)
-        ]
-        self.rows_path.write_text("".join(lines))
-        self.options = Options(
-            target_model=str(target),
-            input_data=str(self.rows_path),
-            output_dir=folder,
-            seq_length=LENGTH,
-            draft_vocab_size=DRAFT,
-            batch_size=BATCH,
-            threads=1,
-            device="cpu",
-            **options,
-        )
+        fields = {"input_ids": ids, "loss_mask": mask}
+        rows = ({name: of[row, :length].tolist() for name, of in fields.items()} for row, length in enumerate(lengths))
+        self.rows_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        paths = {"target_model": str(target), "input_data": str(self.rows_path), "output_dir": folder}
+        sizes = {"seq_length": LENGTH, "draft_vocab_size": DRAFT, "batch_size": BATCH, "threads": 1}
+        self.options = Options(**paths, **sizes, device="cpu", **options)
         resolved = resolve(self.options, Settings(source_root="sample"))
         carry_out(prepare(resolved), folder)
         names = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
@@ -190,10 +161,10 @@ class Made:
     ids=["1-fp32", "1-bf16", "2-fp16", "2-topk-bf16"],
 )
 def test_both_producers_write_the_same_files(
-    version: str, options: dict[str, Any], old: Peer, new: Peer, small_target: Path, tmp_path: Path
+    version: str, options: dict[str, Any], old: Peer, new: Peer, model: Path, tmp_path: Path
 ) -> None:
     """All samples as long as a row, so that there is no padding, and the batches are the same."""
-    made = Made(tmp_path / "ours", small_target, [LENGTH] * 10, shard_size=BATCH, **options)
+    made = Made(tmp_path / "ours", model, [LENGTH] * 10, shard_size=BATCH, **options)
     theirs = files_of(made.by_the_peer(old if version == old.version else new, tmp_path / "theirs"))
     ours = files_of(made.folder)
     assert list(ours) == list(theirs) and len(ours) == 5
@@ -201,15 +172,13 @@ def test_both_producers_write_the_same_files(
         assert ours[name] == content, name
 
 
-def test_both_producers_make_the_same_rows_of_samples_of_many_lengths(
-    old: Peer, small_target: Path, tmp_path: Path
-) -> None:
+def test_both_producers_make_the_same_rows_of_samples_of_many_lengths(old: Peer, model: Path, tmp_path: Path) -> None:
     """The longest sample of a batch fills its row, so the batches are the same; what ours adds is zeros in the padding.
 
     The slot of a sample's last token is followed by none: there the peer has what its target says of the padding.
     """
     lengths = [LENGTH, 17, 9, 3, LENGTH, LENGTH, 2, 2]
-    made = Made(tmp_path / "ours", small_target, lengths, shard_size=BATCH, dtype="fp32")
+    made = Made(tmp_path / "ours", model, lengths, shard_size=BATCH, dtype="fp32")
     theirs = old.call("", "read", str(made.by_the_peer(old, tmp_path / "theirs")))["items"]
     for length, item, other in zip(lengths, read_ours(made.folder), theirs, strict=True):
         for name in ("input_ids", "attention_mask", "loss_mask", "position_mask"):
@@ -220,8 +189,8 @@ def test_both_producers_make_the_same_rows_of_samples_of_many_lengths(
         assert_same(item["target_probs"][length - 1], torch.softmax(torch.zeros(DRAFT), 0))
 
 
-def test_the_peer_goes_on_with_a_cache_of_ours(new: Peer, small_target: Path, tmp_path: Path) -> None:
-    made = Made(tmp_path / "c", small_target, [LENGTH] * 10, shard_size=BATCH, format_version=2)
+def test_the_peer_goes_on_with_a_cache_of_ours(new: Peer, model: Path, tmp_path: Path) -> None:
+    made = Made(tmp_path / "c", model, [LENGTH] * 10, shard_size=BATCH, format_version=2)
     before = files_of(made.folder)
     with pytest.raises(PeerError, match=r"mismatched fields: \['shuffle_seed'\]"):
         made.by_the_peer(new, made.folder, "--resume", "--shuffle-seed", "7")
@@ -232,13 +201,13 @@ def test_the_peer_goes_on_with_a_cache_of_ours(new: Peer, small_target: Path, tm
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_draft_learns_the_same_from_our_cache_as_from_the_live_target(
-    old: Peer, new: Peer, small_target: Path, tmp_path: Path, version: int
+    old: Peer, new: Peer, model: Path, tmp_path: Path, version: int
 ) -> None:
     """The peer's draft and trainer, three steps deep: the loss and every gradient, bit for bit."""
     lengths = [LENGTH, 17, 9, 3]
-    made = Made(tmp_path / "c", small_target, lengths, shard_size=BATCH, dtype="fp32", format_version=version)
-    model = load_target(str(small_target), revision=None, dtype=torch.float32, attention="sdpa", device="cpu")
-    found = (old if version == 1 else new).call("", "train", str(made.folder), model, made.rows, [0, 1, 2, 3])
+    made = Made(tmp_path / "c", model, lengths, shard_size=BATCH, dtype="fp32", format_version=version)
+    live = load_target(str(model), revision=None, dtype=torch.float32, attention="sdpa", device="cpu")
+    found = (old if version == 1 else new).call("", "train", str(made.folder), live, made.rows, [0, 1, 2, 3])
     cached, live = found["cached"], found["live"]
     assert cached["valid"] > 10 and 1 < cached["loss"] < 20
     assert len(cached["gradients"]) >= 12 and all(gradient.any() for gradient in cached["gradients"].values())

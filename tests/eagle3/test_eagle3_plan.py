@@ -18,8 +18,6 @@ from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.produce.estimate import estimate, has_holes
 from niels_gpt.storage.errors import CacheError
 
-# --- batches ----------------------------------------------------------------------------------------------------------
-
 
 def batches(lengths: Sequence[int], batch_size: int, max_batch_tokens: int, seq_length: int = 24) -> Any:
     return plan_batches(lengths, batch_size, max_batch_tokens, seq_length=seq_length)
@@ -40,9 +38,6 @@ def test_each_row_is_in_one_batch_that_holds_it(lengths: list[int], size: int, t
         longest = max(lengths[row] for row in rows)
         assert longest <= width <= slots and (width == slots or (width - longest < 8 and width % 8 == 0))
         assert len(rows) <= size and (len(rows) == 1 or len(rows) * width <= tokens)
-
-
-# --- the plan ---------------------------------------------------------------------------------------------------------
 
 
 def test_equal_input_gives_an_equal_plan_and_any_change_another() -> None:
@@ -107,9 +102,6 @@ def test_differing_fields_are_named_by_their_path() -> None:
     right = {"a": 2, "b": {"c": 1, "d": {"e": [2]}, "f": 1}}
     assert differing_fields(left, right) == ["a", "b.d.e", "b.f", "g"]
     assert differing_fields(left, left) == []
-
-
-# --- the estimate -----------------------------------------------------------------------------------------------------
 
 
 def allocated(folder: Path) -> int:

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import eagle3_runs as small
+from support.eagle3_damage import flip_bit
 from support.eagle3_runs import HIDDEN, LENGTH, has_shard, never, run, samples_of, times, whole_tree
 
 from niels_gpt.eagle3.cache import CachedEagle3Dataset, reconstruct_target_probs, verify
@@ -24,13 +26,6 @@ from niels_gpt.eagle3.produce.resume_checks import leftovers
 Tree = dict[str, bytes]
 CPU, PAD = torch.device("cpu"), 5
 EMBEDDINGS = ("target_embeddings.safetensors", "sidecar/embeddings.json")
-FORMS: dict[str, dict[str, Any]] = {
-    "version 1": {},
-    "version 2": {"format_version": 2, "target_probs_topk": 0},
-    "top-k": small.TOPK,
-    "fp32": {"dtype": "fp32"},
-    "fp16": {"dtype": "fp16"},
-}
 
 
 # --- what is stored ---------------------------------------------------------------------------------------------------
@@ -85,6 +80,13 @@ def test_a_row_holds_what_the_target_says_of_its_sample(tmp_path: Path) -> None:
         "positions": sum(int(row["position_mask"].sum()) for row in rows),
     }
     assert 0 < meta["totals"]["positions"] < meta["totals"]["supervised_tokens"]
+    masses = []
+    for sample in samples:
+        mass = torch.softmax(outputs_of(list(sample.input_ids))[1], -1)[:, small.manifest()["selected_token_ids"]].sum(
+            -1
+        )
+        masses += [mass[slot].item() for slot in range(1, len(mass)) if sample.loss_mask[slot]]
+    assert meta["draft_mass"] == pytest.approx(sum(masses) / len(masses), rel=1e-5)
 
 
 def test_a_cache_of_top_k_keeps_the_largest_probabilities_and_says_how_much_they_are(tmp_path: Path) -> None:
@@ -105,24 +107,14 @@ def test_a_cache_of_top_k_keeps_the_largest_probabilities_and_says_how_much_they
     assert meta["manifest"]["target_probs_topk"] == 4 and meta["manifest"]["format_version"] == 2
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_shard_is_the_file_that_safetensors_writes(tmp_path: Path, form: str) -> None:
-    run(tmp_path / "c", given=small.plan(samples_of(), **FORMS[form]))
+@pytest.mark.parametrize("form", [{}, {"format_version": 2, "target_probs_topk": 0}, small.TOPK, {"dtype": "fp16"}])
+def test_a_shard_is_the_file_that_safetensors_writes(tmp_path: Path, form: dict[str, Any]) -> None:
+    run(tmp_path / "c", given=small.plan(samples_of(), **form))
     for shard in range(3):
         path = tmp_path / "c" / f"shard-{shard:06d}.safetensors"
         save_file(load_file(path), tmp_path / "again")
         assert (tmp_path / "again").read_bytes() == path.read_bytes()
     assert verify(str(tmp_path / "c")) == []
-
-
-def test_the_mass_of_the_draft_vocabulary_is_that_of_the_supervised_slots(tmp_path: Path) -> None:
-    meta = run(tmp_path / "c").meta
-    masses = []
-    for sample in small.rows():
-        _, logits = outputs_of(list(sample.input_ids))
-        mass = torch.softmax(logits.float(), -1)[:, small.manifest()["selected_token_ids"]].sum(-1)
-        masses += [mass[slot].item() for slot in range(1, len(mass)) if sample.loss_mask[slot]]
-    assert meta["draft_mass"] == pytest.approx(sum(masses) / len(masses), rel=1e-5)
 
 
 def test_the_padding_is_the_only_thing_that_another_pad_id_changes(tmp_path: Path) -> None:
@@ -171,48 +163,33 @@ def test_what_is_missing_is_made_and_what_is_there_stays(tmp_path: Path, seed: i
     assert {name: after[name] for name in kept} == {name: before[name] for name in kept} and len(kept) > 4
 
 
-def spoil(path: Path, how: str) -> None:
-    raw = path.read_bytes()
-    path.write_bytes(
-        {
-            "cut": raw[:-1],
-            "longer": raw + b"\0",
-            "empty": b"",
-            "other": raw.replace(b'"plan": "', b'"plan": "0'),
-            "flipped": raw[:-5] + bytes([raw[-5] ^ 1]) + raw[-4:],
-        }[how]
-    )
+SPOIL: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda raw: raw[:-1],
+    "longer": lambda raw: raw + b"\0",
+    "empty": lambda raw: b"",
+    "other": lambda raw: raw.replace(b'"plan": "', b'"plan": "0'),
+}
+NOT_WHOLE = {  # and how many shards are made again
+    "shard-000001.safetensors": (["cut", "longer", "empty"], 1),
+    "sidecar/shard-000001.json": (["cut", "empty", "other"], 1),
+    "target_embeddings.safetensors": (["cut"], 0),
+    "sidecar/embeddings.json": (["cut", "empty"], 0),
+    **{f"sidecar/{name}": (["cut", "empty"], 0) for name in ("samples.safetensors", "ids.txt", "batches.jsonl")},
+    "meta.json": (["cut"], 0),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("shard-000001.safetensors", "cut"),
-        ("shard-000001.safetensors", "longer"),
-        ("shard-000001.safetensors", "empty"),
-        ("sidecar/shard-000001.json", "cut"),
-        ("sidecar/shard-000001.json", "empty"),
-        ("sidecar/shard-000001.json", "other"),
-        ("target_embeddings.safetensors", "cut"),
-        ("target_embeddings.safetensors", "flipped"),
-        ("sidecar/embeddings.json", "cut"),
-        ("sidecar/embeddings.json", "empty"),
-        ("sidecar/samples.safetensors", "cut"),
-        ("sidecar/ids.txt", "empty"),
-        ("sidecar/batches.jsonl", "cut"),
-        ("meta.json", "cut"),
-    ],
-)
+@pytest.mark.parametrize(("name", "how"), [(name, how) for name, (hows, _) in NOT_WHOLE.items() for how in hows])
 def test_a_file_that_is_not_whole_is_written_again(cache: Path, whole: Tree, name: str, how: str) -> None:
-    spoil(cache / name, how)
-    run(cache, resume=True)
+    (cache / name).write_bytes(SPOIL[how]((cache / name).read_bytes()))
+    assert run(cache, resume=True).shards == NOT_WHOLE[name][1]
     assert whole_tree(cache) == whole
 
 
 def test_an_embedding_table_that_was_changed_is_written_again_by_a_run_that_has_nothing_else_to_do(
     cache: Path, whole: Tree
 ) -> None:
-    spoil(cache / "target_embeddings.safetensors", "flipped")
+    flip_bit(cache / "target_embeddings.safetensors", -5)
     loaded: list[torch.device] = []
 
     def noting(device: torch.device) -> Any:
@@ -224,20 +201,19 @@ def test_an_embedding_table_that_was_changed_is_written_again_by_a_run_that_has_
     assert "sidecar/embeddings.json" in [record["name"] for record in json.loads(whole["meta.json"])["files"]]
 
 
-def test_a_shard_is_made_again_only_where_it_or_its_receipt_is_not_whole(cache: Path) -> None:
-    spoil(cache / "shard-000002.safetensors", "cut")
-    assert run(cache, resume=True).shards == 1
-    (cache / "sidecar" / "ids.txt").unlink()
-    assert run(cache, resume=True, load=never).shards == 0
-
-
-def test_a_finished_cache_is_left_alone(cache: Path) -> None:
+def test_a_finished_cache_is_left_alone_and_holds_nothing_else(cache: Path) -> None:
+    shards = [f"shard-{shard:06d}.safetensors" for shard in range(3)]
+    names = sorted(path.name for path in cache.iterdir())
+    assert names == ["manifest.json", "meta.json", *shards, "sidecar", "target_embeddings.safetensors"]
+    assert leftovers(cache) == []
     before = times(cache / "sidecar"), times(cache)["meta.json"]
     again = run(cache, resume=True, load=never)
     assert (again.shards, again.meta) == (0, json.loads((cache / "meta.json").read_bytes()))
     after = times(cache / "sidecar"), times(cache)["meta.json"]
     before[0].pop("lock"), after[0].pop("lock")
     assert after == before
+    (cache / "sidecar" / "ids.txt").unlink()
+    assert run(cache, resume=True, load=never).shards == 0
 
 
 def test_temporary_files_of_killed_writers_are_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -323,23 +299,20 @@ def test_progress_begins_with_what_was_there_and_ends_with_all(tmp_path: Path) -
     assert many[-1] == told[-1] and many == sorted(many)
 
 
-def test_torch_has_the_threads_of_the_plan_meanwhile_and_its_own_afterwards(tmp_path: Path) -> None:
+def test_torch_has_the_threads_of_the_plan_meanwhile_and_its_own_afterwards_and_its_random_state(
+    tmp_path: Path,
+) -> None:
     seen: list[int] = []
 
     def noting(device: torch.device) -> Any:
         seen.append(torch.get_num_threads())
         return small.load(device)
 
-    before = torch.get_num_threads()
+    before, state = torch.get_num_threads(), torch.random.get_rng_state()
     torch.set_num_threads(2)
     run(tmp_path / "c", given=small.plan(samples_of(), run={"threads": 3}), load=noting)
     assert seen == [3] and torch.get_num_threads() == 2
     torch.set_num_threads(before)
-
-
-def test_the_global_random_state_is_left_alone(tmp_path: Path) -> None:
-    state = torch.random.get_rng_state()
-    run(tmp_path / "c")
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -356,10 +329,3 @@ def test_samples_that_are_there_are_not_put_together_again(cache: Path, monkeypa
     monkeypatch.setattr(Samples, "files", lambda self: calls.append(self))
     assert run(cache, samples=samples, given=plan, resume=True).shards == 1
     assert calls == []
-
-
-def test_the_folder_names_no_hidden_state(finished: Path) -> None:
-    names = sorted(path.name for path in finished.iterdir())
-    shards = [f"shard-{shard:06d}.safetensors" for shard in range(3)]
-    assert names == ["manifest.json", "meta.json", *shards, "sidecar", "target_embeddings.safetensors"]
-    assert leftovers(finished) == []

@@ -49,9 +49,6 @@ def jittered(device: torch.device) -> Any:
     return model
 
 
-# --- with the plan ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("k", [1, 4, 100])
 def test_samples_that_are_run_once_more_are_equal_bit_for_bit(
@@ -129,9 +126,6 @@ def test_a_converted_cache_passes_every_check(dense: Path) -> None:
         assert json.loads((dense / "manifest.json").read_text())["format_version"] == version
         assert all(verdict == GOOD for verdict in verify(dense).values())
         assert recomputed(dense, target(before), k=2) == GOOD
-
-
-# --- without plan and raw tokens, as other tools write a cache --------------------------------------------------------
 
 
 def chats(count: int = 12) -> list[eagle3_runs.Row]:

@@ -33,8 +33,6 @@ def leave_unfinished(cache: Path) -> None:
     (cache / "shard-000001.safetensors").unlink()
 
 
-# --- another plan -----------------------------------------------------------------------------------------------------
-
 CHANGES: dict[str, dict[str, Any]] = {
     "manifest.aux_layer_ids": {"aux_layer_ids": [1, 2, 3]},
     "manifest.dtype": {"dtype": "fp32"},
@@ -59,23 +57,17 @@ def test_another_plan_is_refused_by_its_fields(cache: Path, field: str, unfinish
     assert f"(mismatched fields: ['{field}'])" in error.found and "original settings" in error.remedy
 
 
-def test_all_fields_that_differ_are_named_in_order(cache: Path) -> None:
+def test_all_fields_that_differ_are_named_in_order_and_six_of_their_values(cache: Path) -> None:
     plan = small.plan(samples_of(), dtype="fp32", run={"threads": 2}, batch_size=1)
     error = refused(cache, "mismatched fields", given=plan, resume=True)
     fields = ["batches.batch_size", "batches.sha256", "manifest.dtype", "run.threads"]
     values = "batches.batch_size: 3, now 1; manifest.dtype: 'bf16', now 'fp32'; run.threads: 1, now 2"
     assert error.found.endswith(f"(mismatched fields: {fields}): {values}")  # what follows from these is left out
-
-
-def test_six_of_many_values_are_told(cache: Path) -> None:
-    plan = small.plan(samples_of(9), seq_length=32, dtype="fp32", run={"threads": 2, "torch": "1", "device": "cuda"})
+    samples = samples_of(9)
+    plan = small.plan(samples, seq_length=32, dtype="fp32", run={"threads": 2, "torch": "1", "device": "cuda"})
     plan = dataclasses.replace(plan, source={**plan.source, "limit": 9}, batch_size=2)
     error = refused(cache, "mismatched fields", given=plan, resume=True)
     assert error.found.count(", now ") == 6 and error.found.endswith("run.torch: None, now '1'; and 1 more")
-
-
-def test_the_limit_is_told_and_not_what_follows_from_it(cache: Path) -> None:
-    samples = samples_of(9)
     plan = small.plan(samples, source={"limit": 9}, dropped={"empty": 1})
     error = refused(cache, "'samples.count'", samples=samples, given=plan, resume=True)
     assert error.found.endswith("): source.limit: None, now 9")
@@ -99,9 +91,6 @@ def test_a_manifest_that_was_changed_since_is_refused(cache: Path) -> None:
     refused(cache, "manifest.dtype: 'fp16', now 'bf16'", resume=True)
 
 
-# --- what a run must not write into -----------------------------------------------------------------------------------
-
-
 def test_a_folder_that_holds_a_cache_is_refused_without_resume(cache: Path) -> None:
     refused(cache, "already has shards.*--resume")
     for shard in cache.glob("shard-*"):
@@ -109,6 +98,27 @@ def test_a_folder_that_holds_a_cache_is_refused_without_resume(cache: Path) -> N
     refused(cache, "already has a plan.*--resume")
     shutil.rmtree(cache / "sidecar")
     refused(cache, "already has a manifest.*--resume")
+
+
+def test_a_cache_that_is_not_of_this_plan_or_of_another_tool_is_not_continued(cache: Path) -> None:
+    more = shutil.copy(cache / "shard-000001.safetensors", cache / "shard-000003.safetensors")
+    refused(cache, r"shard-000003\.safetensors: the plan has 3 shards", resume=True)
+    Path(more).unlink()
+    (cache / "meta.json").unlink()
+    shutil.rmtree(cache / "sidecar")
+    refused(cache, r"it has no sidecar/plan\.json: another tool wrote it", resume=True)
+    (cache / "manifest.json").unlink()
+    refused(cache, "its manifest is missing", resume=True)
+    shutil.rmtree(cache)
+    cache.write_bytes(b"x")
+    with pytest.raises(CacheError, match="c: is no folder"):
+        run(cache, load=never)
+    assert cache.read_bytes() == b"x"
+    cache.unlink()
+    (cache / "sidecar").mkdir(parents=True)
+    (cache / "sidecar" / "plan.json").write_bytes(b"{")
+    refused(cache, r"its sidecar/plan\.json is damaged \(.*\), and nothing else names", resume=True)
+    refused(cache, "already has a plan.*--resume")
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -123,13 +133,6 @@ def test_a_folder_with_anything_of_others_is_refused(tmp_path: Path, name: str, 
         refused(tmp_path / "c", "holds 2 files", resume=resume)
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "c").write_bytes(b"x")
-    with pytest.raises(CacheError, match="c: is no folder"):
-        run(tmp_path / "c", load=never)
-    assert (tmp_path / "c").read_bytes() == b"x"
-
-
 def test_the_meta_json_of_another_cache_is_never_removed(cache: Path, tmp_path: Path) -> None:
     meta = cache / "meta.json"
     meta.write_text('{"kind": "sft"}')
@@ -140,11 +143,6 @@ def test_the_meta_json_of_another_cache_is_never_removed(cache: Path, tmp_path: 
     meta.rmdir()
     meta.symlink_to(tmp_path / "elsewhere")
     refused(cache, r"meta\.json: a symbolic link", resume=True)
-
-
-def test_a_shard_that_the_plan_does_not_have_is_refused(cache: Path) -> None:
-    shutil.copy(cache / "shard-000001.safetensors", cache / "shard-000003.safetensors")
-    refused(cache, r"shard-000003\.safetensors: the plan has 3 shards", resume=True)
 
 
 def test_a_folder_in_which_somebody_works_is_refused(cache: Path) -> None:
@@ -172,8 +170,6 @@ def test_a_run_that_was_overtaken_sees_it(tmp_path: Path, monkeypatch: pytest.Mo
     assert verify(str(tmp_path / "c")) == []
 
 
-# --- without a plan ---------------------------------------------------------------------------------------------------
-
 LOSSES: dict[str, Any] = {
     "lost": lambda path: path.unlink(),
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-9]),
@@ -190,35 +186,14 @@ def test_a_plan_that_is_lost_or_damaged_is_written_again_where_the_shards_are_of
     if unfinished:
         leave_unfinished(cache)
     LOSSES[how](cache / "sidecar" / "plan.json")
-    if how != "changed":
+    if how == "changed":
+        changed = small.plan(samples_of(), run={"threads": 7})
+        damaged = r"damaged \(its shards name another plan\).*original settings"
+        refused(cache, damaged, given=changed, resume=True)
+    else:
         given = small.plan(samples_of(), dtype="fp32")
         error = refused(cache, "these settings give another plan", given=given, resume=True)
         assert "original settings" in error.remedy
         assert ("plan.json is missing" if how == "lost" else "plan.json is damaged") in error.found
     made = run(cache, resume=True, load=small.load if unfinished else never).shards
     assert whole_tree(cache) == whole and made == unfinished
-
-
-def test_finished_shards_are_not_made_again_by_settings_of_a_plan_that_was_changed(
-    cache: Path, whole: dict[str, bytes]
-) -> None:
-    LOSSES["changed"](cache / "sidecar" / "plan.json")
-    changed = small.plan(samples_of(), run={"threads": 7})
-    refused(cache, r"damaged \(its shards name another plan\).*original settings", given=changed, resume=True)
-    assert run(cache, resume=True, load=never).shards == 0 and whole_tree(cache) == whole
-
-
-def test_a_damaged_plan_without_any_shard_is_refused(tmp_path: Path) -> None:
-    cache = tmp_path / "c"
-    (cache / "sidecar").mkdir(parents=True)
-    (cache / "sidecar" / "plan.json").write_bytes(b"{")
-    refused(cache, r"its sidecar/plan\.json is damaged \(.*\), and nothing else names", resume=True)
-    refused(cache, "already has a plan.*--resume")
-
-
-def test_a_cache_of_another_tool_is_not_continued(cache: Path) -> None:
-    (cache / "meta.json").unlink()
-    shutil.rmtree(cache / "sidecar")
-    refused(cache, r"it has no sidecar/plan\.json: another tool wrote it", resume=True)
-    (cache / "manifest.json").unlink()
-    refused(cache, "its manifest is missing", resume=True)

@@ -40,9 +40,6 @@ def fields_of(batch: Eagle3TargetBatch, **other: Any) -> tuple[dict[str, Tensor]
     return cache_fields(batch, LENGTHS, SELECTED, KNOWN, **{"topk": 0, "dtype": torch.float32, **other})
 
 
-# --- the distribution -------------------------------------------------------------------------------------------------
-
-
 def test_a_distribution_on_paper() -> None:
     logits = torch.tensor([[[0.0, math.log(2), math.log(6), math.log(9)], [0.0, math.log(3), 0.0, 0.0]]])
     selected, known = torch.tensor([2, 1]), torch.tensor([False, True, True, False])
@@ -51,9 +48,6 @@ def test_a_distribution_on_paper() -> None:
     # The first choice of slot 0 is token 3, which the draft does not know, though it is none of the selected logits.
     assert position_mask.tolist() == [[[False], [True]]] and position_mask.dtype == torch.bool
     assert not draft_distribution(logits, torch.tensor([[0, 0]]), selected, known)[1].any()
-
-
-# --- the fields -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("topk", [0, 3])
@@ -158,9 +152,6 @@ def test_all_tokens_in_another_order_have_the_same_probabilities() -> None:
 def test_lengths_fit_the_batch(lengths: Any) -> None:
     with pytest.raises(ValueError, match="expected one for each of 3 rows, each from 1 to the batch's width 9"):
         cache_fields(batch_of(), lengths, SELECTED, KNOWN, topk=0, dtype=torch.float32)
-
-
-# --- numbers that are none --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -75,9 +75,6 @@ class Odd(nn.Module):
         return hidden
 
 
-# --- what is captured -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_captured_is_the_output_of_the_blocks_bit_for_bit(family: str) -> None:
     model, given = model_of(family).train(), batch_of()
@@ -181,9 +178,6 @@ def test_a_draft_can_train_on_a_batch_wherever_it_was_made(surroundings: Any) ->
     assert weight.grad is not None and bool(weight.grad.any())
 
 
-# --- which layers -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("layers", "ids"), [(7, [1, 2, 3]), (8, [1, 3, 4]), (32, [1, 15, 28]), (36, [1, 17, 32])])
 def test_the_default_layers_are_low_middle_and_high(layers: int, ids: list[int]) -> None:
     assert default_eagle3_aux_layer_ids(layers) == ids
@@ -205,9 +199,6 @@ def test_the_default_layers_are_low_middle_and_high(layers: int, ids: list[int])
 def test_layer_ids_are_three_different_blocks(ids: list[int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         HFEagle3TargetModel(model_of(), ids)
-
-
-# --- models and batches that do not fit -------------------------------------------------------------------------------
 
 
 def test_models_that_do_not_fit_are_errors_and_keep_no_hooks() -> None:

@@ -110,9 +110,6 @@ def test_processes_that_train_together_count_together(tmp_path: Path) -> None:
     assert [one.communicate(timeout=100)[0].strip() for one in running] == ["[5, 3, 6]"] * 2
 
 
-# --- the two tables ---------------------------------------------------------------------------------------------------
-
-
 def test_the_tables_lead_from_a_draft_id_to_the_target_and_back() -> None:
     d2t, t2d = d2t_t2d(torch.tensor([5, 0, 3]), 7)
     assert d2t.tolist() == [5, -1, 1] and d2t.dtype == torch.int64
@@ -140,9 +137,6 @@ def test_ids_of_a_draft_are_different_ids_of_the_target(ids: Any, said: str, tmp
     torch.save({"selected_token_ids": torch.tensor(ids), "target_vocab_size": 7}, path)
     with pytest.raises(CacheError, match=f"foreign.pt: .*{said}"):
         load_token_mapping(path, target_vocab_size=7, draft_vocab_size=None)
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def test_what_was_saved_is_loaded_and_equal_choices_give_equal_bytes(tmp_path: Path) -> None:

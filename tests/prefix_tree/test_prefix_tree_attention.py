@@ -29,9 +29,6 @@ def as_text(mask: Tensor) -> list[str]:
     return ["".join("x" if seen else "." for seen in row) for row in mask.tolist()]
 
 
-# --- rectangles -------------------------------------------------------------------------------------------------------
-
-
 def test_a_prompt_of_four_and_two_completions_by_hand() -> None:
     spec, ranges = AttnMaskSpec.prefix_tree([4, 2, 3], [[0, 1], [0, 2]])
     assert spec.q_ranges == [[0, 4], [4, 6], [4, 6], [6, 9], [6, 9]]
@@ -109,9 +106,6 @@ def test_the_rectangles_of_a_tree_are_its_mask(samples: Samples) -> None:
     assert torch.equal(spec.dense(), by_definition(forest))
 
 
-# --- dense ------------------------------------------------------------------------------------------------------------
-
-
 @QUICK
 @given(SAMPLES, st.none() | st.integers(1, 8), st.integers(1, 9))
 def test_the_dense_mask_is_by_definition(samples: Samples, window: int | None, multiple_of: int) -> None:
@@ -119,9 +113,6 @@ def test_the_dense_mask_is_by_definition(samples: Samples, window: int | None, m
     deep = PrefixForest.from_sequences(grown(random.Random(multiple_of), samples=9))
     for row in (forest.padded(multiple_of), PrefixForest.joined([forest, deep]).padded(multiple_of)):
         assert torch.equal(dense_mask(row, window=window), by_definition(row, window))
-
-
-# --- in the form of transformers --------------------------------------------------------------------------------------
 
 
 def test_boolean_for_sdpa_and_additive_for_eager() -> None:

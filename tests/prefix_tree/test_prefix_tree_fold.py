@@ -146,9 +146,6 @@ def test_what_is_not_an_integer_is_refused_by_its_place(prompt: Any, completions
         fold_shared_prefix_rollouts(prompt, completions)
 
 
-# --- the batch --------------------------------------------------------------------------------------------------------
-
-
 def test_a_batch_is_three_rows_of_int64_and_the_structure() -> None:
     group = {"prompt_ids": [1, 2], "completions": [[10, 11], [20]], "reward": [0.5, 1.0]}
     batch = prefix_tree_collate_fn([group])
@@ -163,9 +160,6 @@ def test_a_batch_is_three_rows_of_int64_and_the_structure() -> None:
     for missing in ("prompt_ids", "completions"):
         with pytest.raises(KeyError, match=rf"the rollout group has no '{missing}'; its keys are \['.*', 'reward'\]"):
             prefix_tree_collate_fn([{key: value for key, value in group.items() if key != missing}])
-
-
-# --- mock data --------------------------------------------------------------------------------------------------------
 
 
 def test_mock_groups_come_from_pythons_generator_prompt_first_and_a_data_loader_takes_them() -> None:

@@ -46,9 +46,6 @@ def stock(name: str, implementation: str) -> Any:
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()
 
 
-# --- the plain side ---------------------------------------------------------------------------------------------------
-
-
 def alone(model: Any, samples: Samples) -> list[Tensor]:
     """Return the log-prob of every token but the first of each sample, run by itself."""
     found = []
@@ -89,9 +86,6 @@ def largest_difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> flo
     """Return the largest difference of two log-probs, relative to the largest log-prob."""
     wanted = torch.cat(list(wanted))
     return float((torch.cat(list(found)) - wanted).detach().abs().max() / wanted.detach().abs().max())
-
-
-# --- (a) float64 ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -141,9 +135,6 @@ def test_weighted_edges_are_the_sum_over_the_samples_in_all_weightings(llama: An
         assert largest_error(gradients(loss, llama), gradients(wanted, llama)) < 1e-12
 
 
-# --- (e) padding, several groups --------------------------------------------------------------------------------------
-
-
 def test_padded_groups_in_one_row_are_the_sum_of_the_groups(llama: Any) -> None:
     generator = random.Random(6)
     groups = []
@@ -176,9 +167,6 @@ def test_unfolded_logits_are_those_of_the_samples(llama: Any) -> None:
             plain = llama(input_ids=torch.tensor([sample]), use_cache=False).logits[0]
             assert float((logits[: len(sample)] - plain).abs().max()) < 1e-13
             assert not logits[len(sample) :].any()
-
-
-# --- (b), (c) stock models of transformers ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -231,9 +219,6 @@ def test_a_change_in_one_branch_moves_nothing_elsewhere_unless_the_mask_is_dropp
         return model(input_ids=ids, position_ids=positions, attention_mask=given, use_cache=False).logits
 
     assert "leaks" in verify_fold(without_mask, forest).findings
-
-
-# --- (d) what one label per row costs ---------------------------------------------------------------------------------
 
 
 def test_one_label_per_row_loses_most_of_a_short_answers_gradient(llama: Any) -> None:

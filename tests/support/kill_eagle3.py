@@ -128,11 +128,9 @@ def command(folder: Path) -> Callable[[int], Start]:
     from niels_gpt.eagle3.target import write_small_target
 
     target, chats = write_small_target(folder / "target", load_tokenizer(model)), folder / "chats.jsonl"
-    turns = [
-        [{"role": "user", "content": text}, {"role": "assistant", "content": text[page % 30 :]}]
-        for page, text in enumerate(texts)
-    ]
-    chats.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    turns = [{"user": text, "assistant": text[page % 30 :]} for page, text in enumerate(texts)]
+    chats_of = [[{"role": role, "content": text} for role, text in chat.items()] for chat in turns]
+    chats.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats_of))
     return lambda number: partial(commanded, target=target, chats=chats, topk=8 * (number % 2))
 
 
