@@ -31,13 +31,9 @@ def eagle3_caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(eagle3_caches: dict[str, Path]) -> Path:
     """The cache that `support.eagle3_runs.run` makes. Nothing may change it: `cache` is a copy."""
-    from support.eagle3_runs import run
-
-    folder = tmp_path_factory.mktemp("finished") / "c"
-    run(folder)
-    return folder
+    return eagle3_caches["dense"]
 
 
 @pytest.fixture(scope="session")

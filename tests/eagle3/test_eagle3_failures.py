@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 from support import eagle3_runs as small
-from support.eagle3_runs import disk, has_shard, never, run, samples_of, whole_tree
+from support.eagle3_runs import disk, has_shard, never, run, samples_of, times, whole_tree
+from torch import nn
 
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.format.shard_writer import ShardWriter
 from niels_gpt.eagle3.produce import producer
 from niels_gpt.eagle3.produce.supervision import NonFiniteError
+from niels_gpt.eagle3.targets.loading import load_target
 from niels_gpt.storage.errors import CacheError
 
 Tree = dict[str, bytes]
@@ -153,6 +155,65 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, whole: Tree) -> None:
     assert not list((tmp_path / "c").rglob("*.tmp")) and not (tmp_path / "c" / "meta.json").exists()
     run(tmp_path / "c", resume=True)
     assert whole_tree(tmp_path / "c") == whole
+
+
+def does_not_load(device: torch.device) -> Any:
+    raise ValueError("its weights are not there")
+
+
+class Broken(nn.Module):
+    """A block that does not run."""
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        raise NotImplementedError("sdpa cannot run this")
+
+
+def does_not_run(device: torch.device) -> Any:
+    model = copy.deepcopy(small.load(device))
+    model.model.layers[2] = Broken()
+    return model
+
+
+def has_fewer_tokens(device: torch.device) -> Any:
+    model = copy.deepcopy(small.load(device))
+    model.lm_head = nn.Linear(small.HIDDEN, small.VOCAB - 1, bias=False)
+    return model.requires_grad_(False)
+
+
+FAILING = {
+    "its weights are not there": does_not_load,
+    "sdpa cannot run this.*--attention eager": does_not_run,
+    "39 logits a token, expected 48 and 40": has_fewer_tokens,
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("said", FAILING)
+def test_a_failing_target_leaves_no_folder(tmp_path: Path, said: str, workers: int) -> None:
+    with pytest.raises(ValueError, match=said):
+        run(tmp_path / "c", load=FAILING[said], workers=workers, start="fork")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failing_target_leaves_a_folder_as_it_was_for_one_that_runs(tmp_path: Path) -> None:
+    run(tmp_path / "c")
+    (tmp_path / "c" / "shard-000001.safetensors").unlink()
+    before = times(tmp_path / "c")
+    with pytest.raises(ValueError, match="--attention eager"):
+        run(tmp_path / "c", load=does_not_run, resume=True)
+    assert times(tmp_path / "c") == before
+    assert run(tmp_path / "c", resume=True).shards == 1
+
+
+def test_an_attention_that_a_model_does_not_have_is_named_with_the_flag(tmp_path: Path) -> None:
+    import transformers
+
+    bloom = transformers.BloomConfig(hidden_size=8, n_layer=8, n_head=2, vocab_size=40)
+    transformers.BloomForCausalLM(bloom).save_pretrained(tmp_path)
+    how: dict[str, Any] = {"revision": None, "dtype": torch.float32, "device": "cpu"}
+    with pytest.raises(ValueError, match=r"no attention 'sdpa'.*--attention eager"):
+        load_target(str(tmp_path), attention="sdpa", **how)
+    load_target(str(tmp_path), attention="eager", **how)
 
 
 @pytest.mark.parametrize(("size", "taken"), [("1m", 0), ("128k", 108 << 10)], ids=["on the way", "from the beginning"])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from support import eagle3_runs
-from support.eagle3_damage import copy_of
 from support.small_eagle3 import fields_of
 
 from niels_gpt.commands.eagle3 import main
@@ -22,12 +21,6 @@ from niels_gpt.eagle3.cache import verify as verify_checksums
 from niels_gpt.eagle3.inspect.recompute import Target, recomputed
 from niels_gpt.eagle3.inspect.verify import verify
 from niels_gpt.storage.errors import CacheError
-
-
-@pytest.fixture
-def cache(eagle3_caches: dict[str, Path], tmp_path: Path) -> Path:
-    """A copy of a finished cache of ten samples in three shards."""
-    return copy_of(eagle3_caches["dense"], tmp_path)
 
 
 def linked_elsewhere(cache: Path, name: str) -> Path:

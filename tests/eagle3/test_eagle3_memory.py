@@ -29,10 +29,9 @@ class NewTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        given, new = (
-            [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)] for tree in ((args, kwargs), made)
-        )
-        given = {leaf.untyped_storage().data_ptr() for leaf in given}
+        trees = ((args, kwargs), made)
+        used, new = ([leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)] for tree in trees)
+        given = {leaf.untyped_storage().data_ptr() for leaf in used}
         for tensor in new:
             storage = tensor.untyped_storage()
             self.seen += 1

@@ -244,29 +244,6 @@ class TestFields:
             assert edges.field(old.tolist()).tolist() == [10, 11, 12, 21, 22]
             assert edges.target[edges.sample_edge].tolist() == [10, 11, 12, 21, 22]
 
-    def test_the_gradient_of_a_clipped_loss_is_that_of_the_samples_one_by_one(self) -> None:
-        """Masked first tokens: the ratios of the folded row have to meet the old log-probs of their own tokens."""
-        prompt, completions = [1, 2], [[10, 11, 12], [20, 21, 22], [10, 13, 14]]
-        mask = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 1]])
-        forest = PrefixForest.from_rollout_group(prompt, completions, completion_mask=mask.tolist())
-        edges = LossEdges.from_forest(forest)
-        generator = torch.Generator().manual_seed(0)
-        table = torch.randn(VOCAB, VOCAB, generator=generator, dtype=torch.float64, requires_grad=True)
-        old = torch.randn(3, 3, generator=generator, dtype=torch.float64) - 4.5
-        advantages = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
-
-        def clipped(logp: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-            ratio = (logp - old).exp()
-            return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-
-        logp = sample_logprobs(edge_logprobs(table[forest.input_ids], edges), edges)
-        folded = clipped(logp, edges.field(old, per="completion"), edges.field(advantages, per="sample")).sum()
-        rows = torch.tensor([prompt + completion for completion in completions])
-        alone = table[rows[:, 1:-1]].log_softmax(-1).gather(-1, rows[:, 2:, None])[..., 0]
-        unfolded = (clipped(alone, old, advantages[:, None]) * mask).sum()
-        (found,), (wanted,) = (torch.autograd.grad(loss, table, retain_graph=True) for loss in (folded, unfolded))
-        assert wanted.abs().max() > 0 and torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
-
     def test_where_completions_begin_is_never_guessed(self) -> None:
         masks = [[0, 0, 1, 1], [0, 0, 0, 1, 1]]
         samples = [[1, 2, 10, 11], [1, 2, 20, 21, 22]]

@@ -58,9 +58,6 @@ def found_in(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[s
     return found
 
 
-# --- stats ------------------------------------------------------------------------------------------------------------
-
-
 def test_stats_prints_the_numbers_that_two_groups_have_on_paper(two: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = found_in([two, *TINY], capsys)
     for counts, values in {
@@ -217,8 +214,6 @@ def test_plot_draws_a_picture(two: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert "the only kind of picture" in error_of(["stats", two, "--plot", "stats.svg"], capsys)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
-
 BAD = {
     "{": "not JSON",
     "[1]": "a JSON list",
@@ -296,9 +291,6 @@ def test_interrupted_is_130(two: str, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(cli, "count_savings", interrupted)
     assert main(["stats", two]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
-
-
-# --- show -------------------------------------------------------------------------------------------------------------
 
 
 def test_show_prints_the_tree_of_a_line_or_of_the_run_that_begins_there(

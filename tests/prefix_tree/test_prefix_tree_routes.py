@@ -25,9 +25,6 @@ T = len(FOREST.input_ids)
 Inputs = dict[str, Any]
 
 
-# --- right ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("attn", "model_type", "changes"),
     [  # the other architectures, on one route each, in test_prefix_tree_architectures.py
@@ -181,8 +178,6 @@ def test_a_rule_of_ours_that_is_wrong_is_seen_by_verify_fold(monkeypatch: pytest
     assert not report.ok and report.logprob_error is not None and report.logprob_error > 1e-3
     assert report.gradient_error is not None  # the parameters are found by forward.model
 
-
-# --- wrong inputs -----------------------------------------------------------------------------------------------------
 
 ADDED = hf_attention_mask(FOREST, "eager", torch.float32)
 CAUSAL = torch.ones(T, T, dtype=torch.bool).tril()[None, None]

@@ -28,9 +28,6 @@ def model() -> Transformer:
     return Transformer()
 
 
-# --- right folds ------------------------------------------------------------------------------------------------------
-
-
 def test_a_right_fold_has_no_finding_and_its_figures_are_of_rounding(model: Transformer) -> None:
     report = verify_fold(model, group(), samples=SEQUENCES)
     assert report.ok and report.findings == []
@@ -144,9 +141,6 @@ def test_a_target_of_weight_zero_may_be_left_out(model: Transformer) -> None:
     assert report.findings == ["weights", "gradients"] and (report.weight_errors, report.weight_error) == (2, math.inf)
 
 
-# --- what a layout loses ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("prompt", "completions", "targets", "lost"),
     [
@@ -245,9 +239,6 @@ def test_edges_without_multiplicity_are_found(model: Transformer) -> None:
     assert verify_fold(model, forest, edges=nothing).weight_errors == 4
 
 
-# --- broken batches ---------------------------------------------------------------------------------------------------
-
-
 def test_positions_that_do_not_begin_again_are_counted(model: Transformer) -> None:
     forest = replace(group(), position_ids=torch.arange(7))
     report = verify_fold(model, forest)  # 1 2 10 11 are right; 20 21 22 stand at 4 5 6 instead of 2 3 4
@@ -301,9 +292,6 @@ def test_a_batch_that_contradicts_itself_is_refused(
         verify_fold(model, batch, **how)
     edges = LossEdges.from_forest(group())  # where there are edges, labels are not asked for
     assert verify_fold(model, without("labels"), edges=edges, samples=SEQUENCES).ok
-
-
-# --- the samples that went in -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,6 @@ def model() -> Transformer:
     return Transformer()
 
 
-# --- broken forwards --------------------------------------------------------------------------------------------------
-
-
 def test_a_dropped_mask_leaks(model: Transformer) -> None:
     report = verify_fold(lambda ids, at, mask: model(ids, at, causal(ids.shape[1])), group(), parameters=model)
     assert report.findings == ["leaks", "log-probs", "gradients"]
@@ -205,9 +202,6 @@ def test_a_forward_of_another_form_is_an_error(forward: Forward, message: str) -
         verify_fold(forward, group())
 
 
-# --- parameters -------------------------------------------------------------------------------------------------------
-
-
 def test_parameters_are_found_or_asked_for(model: Transformer) -> None:
     class Wrapper:
         def __init__(self) -> None:
@@ -255,9 +249,6 @@ def test_a_small_parameter_is_measured_by_its_own_gradient(model: Transformer) -
     assert report.worst_parameter == ("bias", 1.0) and report.findings == ["gradients"]
 
 
-# --- precision --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
 def test_other_precisions_have_a_tolerance_that_rounding_keeps_and_an_error_does_not(
     dtype: torch.dtype, tolerance: float
@@ -279,9 +270,6 @@ def test_other_precisions_have_a_tolerance_that_rounding_keeps_and_an_error_does
     assert frozen.tolerance == tolerance  # what is not trained rounds too
     wrong = verify_fold(off(4 * tolerance), group(), parameters=model)
     assert "log-probs" in wrong.findings and "half precision" in ADVICE["log-probs"].lower()
-
-
-# --- a model of transformers ------------------------------------------------------------------------------------------
 
 
 def test_a_llama_is_right_on_its_routes_and_wrong_with_the_mask_of_another() -> None:
