@@ -75,20 +75,18 @@ def test_lossless_models_are_measured_too(
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_the_round_trip_is_bounded(lossy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "ROUNDTRIP_TEXTS", 3)
-    assert pretrain(tmp_path / "a", lossy, ["a  b"] * 9)["roundtrip"] == {"texts": 3, "differ": 3}
-    monkeypatch.setattr(losses, "ROUNDTRIP_BYTES", 5)
-    assert pretrain(tmp_path / "b", lossy, ["a  b"] * 9)["roundtrip"] == {"texts": 2, "differ": 2}
-
-
-def test_of_a_long_text_the_beginning_is_compared(
+def test_the_round_trip_is_bounded_and_of_a_long_text_the_beginning_is_compared(
     lossy: Any, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(losses, "_COMPARED_IDS", 4)
-    same = pretrain(tmp_path / "a", tiny_tokenizer, ["\u6f22\u5b57 and more", "The heron \ufffd walks to the mill."])
-    assert same["lossless"] is True
-    assert pretrain(tmp_path / "b", lossy, ["a\nb\nc d e f g h"])["lossless"] is False
+    with monkeypatch.context() as patched:
+        patched.setattr(losses, "_COMPARED_IDS", 4)
+        texts = ["\u6f22\u5b57 and more", "The heron \ufffd walks to the mill."]
+        assert pretrain(tmp_path / "a", tiny_tokenizer, texts)["lossless"] is True
+        assert pretrain(tmp_path / "b", lossy, ["a\nb\nc d e f g h"])["lossless"] is False
+    for name, most, expected in (("ROUNDTRIP_TEXTS", 3, 3), ("ROUNDTRIP_BYTES", 5, 2)):
+        monkeypatch.setattr(losses, name, most)
+        found = pretrain(tmp_path / name, lossy, ["a  b"] * 9)["roundtrip"]
+        assert found == {"texts": expected, "differ": expected}
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])
@@ -109,13 +107,10 @@ def test_the_counts_depend_on_no_thread_and_no_kill(kind: str, lossy: Any, folde
     assert raw[0] == raw[1] == raw[2]
 
 
-def test_the_first_difference_is_short_and_escaped() -> None:
+def test_probes_tell_a_lossy_model_and_the_first_difference_is_short(lossy: Any, tiny_tokenizer: Any) -> None:
     shown = first_difference("a\tb" * 50, "a b" * 50)
     assert shown.startswith(r"at character 1, 'a\tb") and len(shown) < 100
     assert "at character 3" in first_difference("abcd", "abc")
-
-
-def test_probes_tell_a_lossy_model(lossy: Any, tiny_tokenizer: Any) -> None:
     assert roundtrip(tiny_tokenizer) == {"texts": len(PROBES), "differ": 0}
     assert roundtrip(lossy)["differ"] > 10
 

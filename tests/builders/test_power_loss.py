@@ -80,9 +80,6 @@ def test_the_mixed_model_loses_any_of_what_is_not_durable_and_nothing_else() -> 
     contents = {tree["a"] for tree in found}
     assert contents == {b"12", b"1234", b"123456", b"12345", b"12\0\x0056", b"12\0\x005"}
     assert {("b" in tree, "c" in tree) for tree in found} == {(b, c) for b in (True, False) for c in (True, False)}
-
-
-def test_the_mixed_model_keeps_no_second_change_of_a_name_without_the_first() -> None:
     trace = [("create", "t"), ("rename", "t", "a"), ("rename", "a", "b")]
     assert {tuple(left(trace, "mixed", seed=seed)) for seed in range(100)} == {(), ("t",), ("a",), ("b",)}
 

@@ -84,13 +84,10 @@ def test_the_file_is_canonical_json(caches: dict[str, Path], kind: str) -> None:
     assert content == spelled.encode() == canonical_json(json.loads(content))
 
 
-def test_canonical_json_is_these_bytes_and_refuses_what_json_has_no_number_for() -> None:
+def test_canonical_json_is_these_bytes_and_what_write_meta_writes_read_meta_reads(tmp_path: Path) -> None:
     assert canonical_json({"b": [1, None], "a": "é"}) == '{\n  "a": "é",\n  "b": [\n    1,\n    null\n  ]\n}\n'.encode()
     with pytest.raises(ValueError, match="not JSON compliant"):
         canonical_json({"share": float("nan")})
-
-
-def test_what_write_meta_writes_read_meta_reads(tmp_path: Path) -> None:
     meta = {"name": "naïve 漢字", "share": 0.1, "none": None, "list": [1, {"deep": True}]}
     write_meta(str(tmp_path / "meta.json"), meta)
     write_meta(str(tmp_path / "again.json"), dict(reversed(meta.items())))
@@ -208,9 +205,12 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path) -
     assert read_meta(str(tmp_path / "good.json")) == {}
 
 
-def test_sha256_file_is_the_sha256_of_the_bytes(tmp_path: Path) -> None:
+def test_sha256_file_is_that_of_the_bytes_and_content_sha256_of_the_records_in_any_order(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"abc" * 1_000_000)
     assert sha256_file(str(tmp_path / "f")) == hashlib.sha256(b"abc" * 1_000_000).hexdigest()
+    records = [{"name": "b", "sha256": "2" * 64}, {"name": "a", "sha256": "1" * 64}]
+    expected = hashlib.sha256(f"{'1' * 64}  a\n{'2' * 64}  b\n".encode()).hexdigest()
+    assert content_sha256(records) == content_sha256(records[::-1]) == expected
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft", "stub"])
@@ -222,12 +222,6 @@ def test_content_sha256_is_the_hash_of_what_sha256sum_prints(caches: dict[str, P
     meta = read_meta(str(root / "meta.json"))
     assert meta["content_sha256"] == hashlib.sha256(lines.encode()).hexdigest()
     assert root.name == meta["content_sha256"][:12]
-
-
-def test_content_sha256_does_not_depend_on_the_order_of_the_records() -> None:
-    records = [{"name": "b", "sha256": "2" * 64}, {"name": "a", "sha256": "1" * 64}]
-    expected = hashlib.sha256(f"{'1' * 64}  a\n{'2' * 64}  b\n".encode()).hexdigest()
-    assert content_sha256(records) == content_sha256(records[::-1]) == expected
 
 
 def test_utf8_bytes_are_those_of_the_texts_and_turns_without_what_is_cut_and_the_end_of_texts(tmp_path: Path) -> None:

@@ -180,17 +180,18 @@ def test_a_long_example_is_counted_by_pieces_and_never_read_whole(tmp_path: Path
     assert sizes == [6, *[8] * 6, 3, 7, 6, 8, 7]  # and the beginnings again, for the T that would do
 
 
-@pytest.mark.parametrize("T", [True, 2.5, "5", None, -1, 0])
-def test_a_t_that_is_no_integer_of_1_or_more_is_refused_by_name(tmp_path: Path, T: Any) -> None:
-    with pytest.raises(ValueError, match=rf"^T={T!r}: expected an integer of 1 or more"):
-        opened(write_split(tmp_path, EXAMPLES), T=T)
+@pytest.mark.parametrize(
+    ("name", "value"), [*(("T", T) for T in (True, 2.5, "5", None, -1, 0)), ("over_length", "cut"), ("io", "read")]
+)
+def test_a_t_that_is_no_count_and_an_unknown_setting_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    said = (
+        rf"^T={value!r}: expected an integer of 1 or more"
+        if name == "T"
+        else "expected one of (truncate, drop, error|mmap, pread)"
+    )
+    with pytest.raises(ValueError, match=said):
+        opened(write_split(tmp_path, EXAMPLES), **{name: value})
     assert type(opened(tmp_path, T=np.int64(5)).T) is int
-
-
-@pytest.mark.parametrize("arguments", [{"over_length": "cut"}, {"io": "read"}])
-def test_an_unknown_setting_is_refused_with_the_known_ones(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"expected one of (truncate, drop, error|mmap, pread)"):
-        opened(write_split(tmp_path, EXAMPLES), **arguments)
 
 
 def test_rows_without_a_target_are_warned_of_once_where_the_dataset_is_made(tmp_path: Path) -> None:

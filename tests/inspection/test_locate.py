@@ -60,8 +60,17 @@ def test_every_token_of_a_pretrain_split_is_found_in_its_document(notes: Path) -
         assert found["shown"] == f"{text[:place]}[[{text[place]}]]{text[place + 1 :]}".strip()
 
 
-def test_source_ids_are_those_of_the_loader_and_else_the_number_of_the_text(notes: Path) -> None:
+def test_source_ids_are_those_of_the_loader_else_the_number_of_the_text_and_may_be_absent(notes: Path) -> None:
     assert [at(notes, position)["source id"] for position in (0, 8, 14)] == ["web/first", "a line\\nend, é", "2"]
+    (notes / "index" / "train_ids.txt").write_bytes(b"web/first\n")
+    with pytest.raises(CacheError, match=r"train_ids\.txt: has no line 2"):
+        at(notes, 20)
+    assert np.load(notes / "index" / "train_docs.npy").tolist() == [0, 8, 14, 27]
+    meta = json.loads((notes / "meta.json").read_bytes())
+    for name in ("ids", "checksums", "meta_crc32"):
+        del meta[name]
+    (notes / "meta.json").write_bytes(canonical_json(meta))
+    assert at(notes, 3)["source id"] == "not recorded by the builder of that time"
 
 
 def test_a_long_document_is_cut_around_the_token_and_says_so(notes: Path) -> None:
@@ -103,14 +112,6 @@ def test_without_a_tokenizer_ids_stand_in_the_place_of_text(notes: Path) -> None
     assert found["shown"] == "115 [[116]] 20" and found["token"].endswith("id 116")
 
 
-def test_a_cache_without_source_ids_says_so(notes: Path) -> None:
-    meta = json.loads((notes / "meta.json").read_bytes())
-    for name in ("ids", "checksums", "meta_crc32"):
-        del meta[name]
-    (notes / "meta.json").write_bytes(canonical_json(meta))
-    assert at(notes, 3)["source id"] == "not recorded by the builder of that time"
-
-
 @pytest.mark.parametrize("position", [-1, 27, 10**30])
 def test_a_position_out_of_range_is_an_error_that_gives_the_range(notes: Path, position: int) -> None:
     with pytest.raises(ValueError, match=r"notes/train has 27 tokens, expected 0 to 26"):
@@ -131,10 +132,3 @@ def test_empty_splits_stubs_and_what_is_no_cache_are_errors(notes: Path, tmp_pat
     (tmp_path / "t" / "meta.json").write_bytes(meta_bytes({"kind": "tokenizer"}))
     with pytest.raises(CacheError, match="kind is 'tokenizer', expected pretrain or sft"):
         at(tmp_path / "t", 0)
-
-
-def test_a_list_of_source_ids_that_is_too_short_is_an_error(notes: Path) -> None:
-    (notes / "index" / "train_ids.txt").write_bytes(b"web/first\n")
-    with pytest.raises(CacheError, match=r"train_ids\.txt: has no line 2"):
-        at(notes, 20)
-    assert np.load(notes / "index" / "train_docs.npy").tolist() == [0, 8, 14, 27]

@@ -64,9 +64,6 @@ def test_a_built_cache_and_its_version_have_one_picture(tmp_path: Path) -> None:
     build(tmp_path / "own", ["A", "BCD", "EF" * 6])
     assert plotted(tmp_path / "own") == (720, 280)
     assert module.plot(tmp_path / "own") == module.plot((tmp_path / "own").resolve())
-
-
-def test_a_built_sft_cache_is_drawn(tmp_path: Path) -> None:
     chats = [[{"role": "user", "content": "A"}, {"role": "assistant", "content": "B" * n}] for n in range(20)]
     build_sft_cache(chats, str(tmp_path / "sft"), tokenizer=ByteTokenizer(), val_frac=0.2, seed=0)
     assert plotted(tmp_path / "sft") == (720, 280)

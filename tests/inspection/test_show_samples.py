@@ -58,14 +58,13 @@ def test_each_message_of_a_long_example_is_cut_and_the_replies_stay_marked(tmp_p
     assert len(tiny_tokenizer.encode(shown)) + 8 <= 60
 
 
-def test_a_long_question_does_not_push_the_reply_out(tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_a_long_question_does_not_push_the_reply_out_and_after_it_a_chat_may_end(
+    tmp_path: Path, tiny_tokenizer: Any
+) -> None:
     row = of_chat(tmp_path / "sft", tiny_tokenizer, LONG, "Yes.", num_tokens=1)
     assert str(row["text"]).startswith("<|usr|>The heron")
     assert str(row["text"]).endswith(" …<|eot|><|asst|>[[Yes.<|eot|>]]")
-
-
-def test_after_the_first_reply_a_chat_of_many_turns_may_end(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    row = of_chat(tmp_path / "sft", tiny_tokenizer, *["Why?", "Yes."] * 15, num_tokens=30)
+    row = of_chat(tmp_path / "many", tiny_tokenizer, *["Why?", "Yes."] * 15, num_tokens=30)
     assert str(row["text"]).startswith("<|usr|>Why?<|eot|><|asst|>[[Yes.<|eot|>]]<|usr|>Why?<|eot|><|asst|>[[Yes.")
     assert str(row["text"]).endswith("<|asst|> …")
 

@@ -203,9 +203,6 @@ def test_dropped_documents_above_the_limit_are_a_problem_with_the_counts(root: P
     assert problems(cache, "dropped_share") == [
         f"{cache}/meta.json: 1 of 3 examples were dropped (33.33%), expected at most 5.00%: no_assistant_turn 1"
     ]
-
-
-def test_documents_for_a_split_that_is_full_are_not_lost(root: Path) -> None:
     texts = [("train", "a" * 30), ("train", "b" * 30), ("val", "c")]
     cache = build_notes(root, texts, max_val_tokens=1)
     assert read_meta(str(cache / "meta.json"))["dropped"] == {"split_full": 1}

@@ -85,11 +85,12 @@ def test_the_state_of_other_or_more_or_swapped_sources_is_refused(tmp_path: Path
     assert next(iter(one)).state["consumed_samples"] == 16
 
 
-def test_a_state_of_the_order_before_is_refused_and_says_why(tmp_path: Path) -> None:
-    """By the rules of version 1 the same number was another sample."""
+def test_what_is_no_state_is_refused_and_one_of_the_order_before_says_why(tmp_path: Path) -> None:
     one = mixture(sources(tmp_path, [5, 13]), [1, 2])
     old = {key: value for key, value in one.state_dict().items() if key != "checksum"} | {"stream": 1}
     assert "stream is 1" in (message := refused(one, old)) and "another release" in message
+    for state in (None, [], "state", 3, {}):
+        refused(one, state)
 
 
 def test_states_of_streams_and_mixtures_are_not_taken_for_each_other(tmp_path: Path) -> None:
@@ -121,12 +122,6 @@ def test_a_value_of_the_wrong_kind_or_a_missing_one_is_refused(tmp_path: Path, k
             refused(one, {**state, key: value}, allow_other_content=allowed)
 
 
-def test_what_is_no_state_at_all_is_refused(tmp_path: Path) -> None:
-    one = mixture(sources(tmp_path, [5, 13]), [1, 2])
-    for state in (None, [], "state", 3, {}):
-        refused(one, state)
-
-
 def test_stop_ends_the_mixture_with_the_last_window_of_that_source(tmp_path: Path) -> None:
     """Source 0 has 7 windows, 5 a block: its last is somewhere in the second block, and no row follows it."""
     folders = sources(tmp_path, [7, 50])
@@ -138,10 +133,13 @@ def test_stop_ends_the_mixture_with_the_last_window_of_that_source(tmp_path: Pat
     assert batches[-1].state["consumed_samples"] == len(taken)
 
 
-def test_a_mixture_of_stops_ends_with_the_first_source_that_is_through(tmp_path: Path) -> None:
-    taken = firsts(run_mixture(sources(tmp_path, [30, 6]), [1, 1], G=4, when_exhausted="stop"))
+def test_the_first_source_that_is_through_stops_a_mixture(tmp_path: Path) -> None:
+    taken = firsts(run_mixture(sources(tmp_path / "all", [30, 6]), [1, 1], G=4, when_exhausted="stop"))
     counts = Counter(first // APART for first in taken)
     assert counts[1] == 6 and taken[-1] >= APART and counts[0] < 30
+    taken = firsts(run_mixture(sources(tmp_path / "one", [4, 30]), [1, 1], G=4, when_exhausted=[1, "stop"]))
+    assert Counter(first // APART for first in taken) == {0: 4, 1: 30} and taken[-1] >= APART
+    assert len(set(taken)) == 34
 
 
 def test_a_cap_is_met_to_the_sample_and_the_others_fill_the_place(tmp_path: Path) -> None:
@@ -186,12 +184,6 @@ def test_caps_are_met_to_the_sample_whatever_the_stop(
         source * APART + window: caps[source] for source in range(count) for window in range(windows[source])
     }
     assert_in_epochs(firsts(whole), windows)
-
-
-def test_one_source_may_stop_a_mixture_in_which_another_is_capped(tmp_path: Path) -> None:
-    taken = firsts(run_mixture(sources(tmp_path, [4, 30]), [1, 1], G=4, when_exhausted=[1, "stop"]))
-    assert Counter(first // APART for first in taken) == {0: 4, 1: 30} and taken[-1] >= APART
-    assert len(set(taken)) == 34
 
 
 def test_a_mixture_that_has_ended_says_so_and_a_state_of_its_end_gives_no_more(tmp_path: Path) -> None:

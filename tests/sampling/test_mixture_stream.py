@@ -187,13 +187,6 @@ def test_the_places_of_seed_0_never_change() -> None:
     assert numbers.tolist() == [0, 0, 0, 1, 2, 1, 3, 4, 2, 5, 1, 3, 6, 7, 4, 8, 2, 5, 9, 10, 6, 11, 7, 3]
 
 
-def test_each_place_of_a_block_is_of_each_source_by_its_share(tmp_path: Path) -> None:
-    """500 blocks of 10, three of which are of source 0: at each place 150, give or take 10."""
-    taken = np.array(sources_of(run_mixture(sources(tmp_path, [9, 9]), [3, 7], 50, G=100))).reshape(500, 10)
-    firsts_of_0 = (taken == 0).sum(axis=0)
-    assert firsts_of_0.sum() == 1500 and firsts_of_0.min() > 100 and firsts_of_0.max() < 200
-
-
 @settings(derandomize=True, deadline=None, max_examples=12)
 @given(
     seed=st.integers(0, 2**32),

@@ -39,19 +39,20 @@ def test_other_names_are_good(tmp_path: Path, name: str) -> None:
     assert checked_name(name, "name", "meta.json") == name and path_inside(tmp_path, name) == tmp_path / name
 
 
-@pytest.mark.parametrize("part", ["bytes", "tokens", "entries", "block_bytes"])
-@pytest.mark.parametrize("number", BAD_COUNTS)
-def test_a_count_that_is_no_integer_from_0_to_2_63_is_refused(part: str, number: Any) -> None:
-    with pytest.raises(
-        CacheError, match=rf"^meta\.json: index\.train\.{part} is .{{1,80}}, expected an integer from 0"
-    ):
-        file_records({"index": {"train": record(**{part: number})}})
+BAD_PARTS = [
+    *(
+        (part, count, "an integer from 0")
+        for part in ("bytes", "tokens", "entries", "block_bytes")
+        for count in BAD_COUNTS
+    ),
+    *(("sha256", digest, "64 lower-case hex") for digest in BAD_DIGESTS),
+]
 
 
-@pytest.mark.parametrize("digest", BAD_DIGESTS)
-def test_a_sha256_that_is_not_64_lower_case_hex_digits_is_refused(digest: Any) -> None:
-    with pytest.raises(CacheError, match=r"^meta\.json: checksums\.sha256 is .{1,80}, expected 64 lower-case hex"):
-        file_records({"checksums": record(sha256=digest)})
+@pytest.mark.parametrize(("part", "value", "expected"), BAD_PARTS)
+def test_a_count_and_a_sha256_that_are_none_are_refused(part: str, value: Any, expected: str) -> None:
+    with pytest.raises(CacheError, match=rf"^meta\.json: index\.train\.{part} is .{{1,80}}, expected {expected}"):
+        file_records({"index": {"train": record(**{part: value})}})
 
 
 MALFORMED: list[tuple[Any, str]] = [
