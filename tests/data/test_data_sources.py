@@ -29,9 +29,6 @@ def test_the_text_is_the_first_of_text_content_document_that_is_a_string() -> No
     assert row_text({"document": "d", "content": "c", "text": "t"}) == "t"
     assert row_text({"document": "d", "content": "c"}) == "c"
     assert row_text({"text": None, "document": ""}) == ""
-
-
-def test_a_row_without_text_lists_its_keys() -> None:
     with pytest.raises(ValueError, match=r"found body \(str\), text \(int\)"):
         row_text({"body": "b", "text": 3})
 
@@ -98,12 +95,9 @@ def test_fewer_than_two_notes_or_no_share_leave_nothing_for_val() -> None:
     assert split_roam_paths([], seed=0) == ([], [])
     assert split_roam_paths(["a"], seed=0) == (["a"], [])
     assert split_roam_paths(["a", "b"], val_frac=0, seed=0) == (["a", "b"], [])
-
-
-@pytest.mark.parametrize("val_frac", [-0.1, 1.0, float("nan")])
-def test_a_share_outside_zero_to_one_is_refused(val_frac: float) -> None:
-    with pytest.raises(ValueError, match="expected at least 0 and less than 1"):
-        split_roam_paths(["a", "b"], val_frac=val_frac, seed=0)
+    for val_frac in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ValueError, match="expected at least 0 and less than 1"):
+            split_roam_paths(["a", "b"], val_frac=val_frac, seed=0)
 
 
 def test_the_notes_folder_depends_on_the_source_root(tmp_path: Path) -> None:
@@ -209,17 +203,14 @@ def test_fineweb_downloaded_whole_is_shuffled_by_seed_too(hub: Path) -> None:
     assert order(1) == order(1) != order(2)
 
 
-def test_wikitext_rows_from_the_hub_keep_their_newline(hub: Path) -> None:
+def test_books_and_lines_of_wikitext_with_their_newline_come_from_the_hub(hub: Path) -> None:
+    write(hub / "train.jsonl", lines({"text": "Book one", "title": "One"}))
+    (book,) = iter_gutenberg(dataset_id=str(hub))
+    assert book == PretrainSample("Book one", "gutenberg", {"title": "One", "index": 0})
     put_config(hub, "raw", "v.parquet", split="validation")
     write_parquet(hub / "v.parquet", {"text": ["", " = Title = \n"]})
     (line,) = iter_wikitext(config="raw", split="val", dataset_id=str(hub))
     assert (line.text, line.meta) == (" = Title = \n", {"index": 1})
-
-
-def test_gutenberg_streams_from_the_hub(hub: Path) -> None:
-    write(hub / "train.jsonl", lines({"text": "Book one", "title": "One"}))
-    (book,) = iter_gutenberg(dataset_id=str(hub))
-    assert book == PretrainSample("Book one", "gutenberg", {"title": "One", "index": 0})
 
 
 def test_dolly_from_the_hub_equals_dolly_from_a_mirror(hub: Path, tmp_path: Path) -> None:

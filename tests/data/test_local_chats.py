@@ -78,10 +78,22 @@ def test_a_row_of_two_shapes_is_read_as_the_first(first: dict[str, Any], second:
 
 
 @pytest.mark.parametrize(
-    "row", [{"text": "Hi"}, {}, {"prompt": "Hi"}, {"prompt": "Hi", "response": 5}, {"messages": "[]"}]
+    ("expected", "row"),
+    [
+        *(("missing_field", row) for row in ({"text": "Hi"}, {}, {"prompt": "Hi"}, {"prompt": "Hi", "response": 5})),
+        ("missing_field", {"messages": "[]"}),
+        *(
+            ("unknown_role", {"messages": [*HELLO, {"role": role, "content": None}]})
+            for role in ("tool", "function", "observation", "", "developer", "User1")
+        ),
+        *(
+            ("malformed", {"instruction": "Hi", "response": "Yes?", name: ["x"]})
+            for name in ("context", "input", "system", "system_prompt")
+        ),
+    ],
 )
-def test_a_row_of_no_known_shape_misses_a_field(row: dict[str, Any]) -> None:
-    assert reason(row) == "missing_field"
+def test_a_row_that_is_no_chat_is_refused_with_the_reason(expected: str, row: dict[str, Any]) -> None:
+    assert reason(row) == expected
 
 
 @pytest.mark.parametrize("name", ["context", "input"])
@@ -112,11 +124,6 @@ def test_roles_are_known_by_many_names_whatever_their_case(name: str, role: str)
         assert turns({"messages": [{"role": spelling, "content": "x"}]}) == [(role, "x")]
 
 
-@pytest.mark.parametrize("role", ["tool", "function", "observation", "", "developer", "User1"])
-def test_another_role_is_unknown(role: str) -> None:
-    assert reason({"messages": [*HELLO, {"role": role, "content": None}]}) == "unknown_role"
-
-
 @pytest.mark.parametrize(
     "messages",
     [
@@ -136,11 +143,6 @@ def test_another_role_is_unknown(role: str) -> None:
 def test_turns_that_are_no_texts_make_a_chat_malformed(messages: list[Any]) -> None:
     assert reason({"messages": messages}) == "malformed"
     assert reason({"prompt": messages, "completion": []}) == "malformed"
-
-
-@pytest.mark.parametrize("name", ["context", "input", "system", "system_prompt"])
-def test_a_field_beside_a_pair_that_is_no_text_makes_a_chat_malformed(name: str) -> None:
-    assert reason({"instruction": "Hi", "response": "Yes?", name: ["x"]}) == "malformed"
 
 
 def test_parts_of_text_are_joined() -> None:

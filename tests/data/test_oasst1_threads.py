@@ -86,13 +86,10 @@ def test_a_tree_gives_these_threads_and_counts_what_it_drops(name: str) -> None:
     assert threads(*records) == (expected, counters)
 
 
-def test_other_languages_are_kept_on_request() -> None:
+def test_other_languages_are_kept_on_request_and_a_path_is_cut_once_at_the_longest_length_allowed() -> None:
     records, _, _ = THREADS["another language ends the path above it"]
     assert threads(*records, english_only=False) == (["p a p2 a2"], {})
-
-
-def test_a_path_is_cut_once_at_the_longest_length_allowed() -> None:
-    tree = [message("p", None), message("a", "p"), message("p1", "a"), message("p2", "a"), message("a1", "p1")]
+    tree = [P, A, message("p1", "a"), message("p2", "a"), message("a1", "p1")]
     assert threads(*tree, max_messages=2) == (["p a"], {"over_max_messages": 3})
     with pytest.raises(ValueError, match="at least 1"):
         threads(*tree, max_messages=0)

@@ -70,11 +70,3 @@ def test_a_run_is_that_of_the_folder_but_for_what_it_says_of_its_target(
     shards = [f"shard-{number:06d}.safetensors" for number in range(3)]
     for name in (*shards, "target_embeddings.safetensors", "sidecar/samples.safetensors", "sidecar/batches.jsonl"):
         assert (tmp_path / "by_id" / name).read_bytes() == (tmp_path / "by_folder" / name).read_bytes()
-
-
-def test_a_run_of_an_unknown_id_leaves_no_folder(
-    loopback_hub: LoopbackHub, model_id: str, tmp_path: Path, run: Callable[..., Any]
-) -> None:
-    status, errors = run("c")
-    assert status == 1 and errors.startswith(f"error: {model_id}: no folder of that name, and the hub refuses")
-    assert not (tmp_path / "c").exists()

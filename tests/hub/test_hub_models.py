@@ -58,7 +58,7 @@ def ask(what: str, name: str, revision: str | None = None) -> Any:
     return opened(name, revision) if what == "weights" else ASKS[what](name, revision=revision)
 
 
-def test_the_facts_have_the_commit_and_no_weights_are_asked_for(
+def test_facts_and_a_tokenizer_have_the_commit_and_no_weights_are_asked_for(
     loopback_hub: LoopbackHub, model_id: str, first: Path
 ) -> None:
     commit = loopback_hub.add_model(model_id, first)
@@ -67,6 +67,9 @@ def test_the_facts_have_the_commit_and_no_weights_are_asked_for(
     assert facts.config_sha256 == sha256_file(first / "config.json")
     assert (facts.model_type, facts.num_layers, facts.hidden_size, facts.vocab_size) == ("llama", 8, 16, 400)
     assert {one.path.rpartition("/")[2] for one in loopback_hub.requests} == {"config.json"}
+    loopback_hub.requests.clear()
+    assert is_tokenizer(open_tokenizer(model_id, revision=commit), first)
+    assert loopback_hub.requests and all(commit in one.path for one in loopback_hub.requests)
 
 
 def test_a_target_in_shards_has_the_bits_of_the_folder(
@@ -86,14 +89,6 @@ def test_a_target_in_the_old_format_is_not_reported_to_a_converting_service(
     loopback_hub.add_model(model_id, own)
     assert is_target(opened(model_id), first)
     assert not loopback_hub.asked("/api/")
-
-
-def test_a_tokenizer_is_that_of_the_folder_and_all_of_one_commit(
-    loopback_hub: LoopbackHub, model_id: str, first: Path
-) -> None:
-    commit = loopback_hub.add_model(model_id, first)
-    assert is_tokenizer(open_tokenizer(model_id, revision=commit), first)
-    assert loopback_hub.requests and all(commit in one.path for one in loopback_hub.requests)
 
 
 def test_a_tokenizer_of_a_branch_stays_at_its_commit_while_the_branch_moves(

@@ -23,23 +23,11 @@ from niels_gpt.storage.versions import versions_dir
 from pipelines import assets
 
 
-class Answers(dict[str, str]):
-    """The commit that the hub answers with, under "sha"; while it is empty, the hub is down."""
-
-    def __init__(self, hub: LoopbackHub) -> None:
-        self.hub = hub
-        self.down = hub.fail(times=math.inf)
-
-    def __setitem__(self, key: str, sha: str) -> None:
-        super().__setitem__(key, sha)
-        self.down.times = 0
-        self.hub.repositories["OpenAssistant/oasst1"] = Repository({sha: {}}, {"main": sha})
-
-
 @pytest.fixture
-def hub(loopback_hub: LoopbackHub) -> dict[str, str]:
-    """A hub on loopback that answers with the commit of a dataset: {"sha": ...}; empty, it is down."""
-    return Answers(loopback_hub)
+def hub(loopback_hub: LoopbackHub) -> LoopbackHub:
+    """A hub that is down until its faults are cleared."""
+    loopback_hub.fail(times=math.inf)
+    return loopback_hub
 
 
 @pytest.fixture
@@ -61,18 +49,19 @@ def data_version(instance: dg.DagsterInstance, key: str) -> str | None:
 
 
 def test_an_observation_is_a_folders_fingerprint_or_the_hubs_newest_revision(
-    instance: dg.DagsterInstance, hub: dict[str, str], of_the_hub: Settings, settings: Settings
+    instance: dg.DagsterInstance, hub: LoopbackHub, of_the_hub: Settings, settings: Settings
 ) -> None:
     run(instance, settings, "raw/oasst1")
     facts, warning = observe(settings, "sft/oasst1")
     assert (data_version(instance, "raw/oasst1"), None) == (facts["fingerprint"], warning)
-    hub["sha"] = "bbb"
+    hub.faults.clear()
+    hub.repositories["OpenAssistant/oasst1"] = Repository({"bbb": {}}, {"main": "bbb"})
     run(instance, of_the_hub, "raw/oasst1")
     assert data_version(instance, "raw/oasst1") == "OpenAssistant/oasst1@bbb"
 
 
 def test_without_the_hub_the_recorded_revision_counts_with_a_warning(
-    instance: dg.DagsterInstance, hub: dict[str, str], of_the_hub: Settings
+    instance: dg.DagsterInstance, hub: LoopbackHub, of_the_hub: Settings
 ) -> None:
     assert run(instance, of_the_hub, "raw/oasst1").success
     assert data_version(instance, "raw/oasst1") == "OpenAssistant/oasst1@aaa"
@@ -80,7 +69,7 @@ def test_without_the_hub_the_recorded_revision_counts_with_a_warning(
     assert "the revision that the cache was built from" in str(record.asset_observation.metadata["warning"].value)
 
 
-def test_without_the_hub_and_without_a_cache_the_observation_fails(hub: dict[str, str], settings: Settings) -> None:
+def test_without_the_hub_and_without_a_cache_the_observation_fails(hub: LoopbackHub, settings: Settings) -> None:
     with pytest.raises(ConnectionError, match="could not ask the Hugging Face hub"):
         observe(dataclasses.replace(settings, source_root="hub"), "sft/oasst1")
 

@@ -239,19 +239,6 @@ def test_each_step_draws_other_chats_each_seed_others_and_the_ranks_share_them(
         assert torch.equal(torch.cat(parts), whole[step])
 
 
-def test_each_step_of_a_run_has_other_chats_also_after_a_stop(
-    example: ModuleType, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[torch.Tensor] = []
-    step = example.train_step
-    monkeypatch.setattr(
-        example, "train_step", lambda model, optimizer, x, y: (seen.append(x), step(model, optimizer, x, y))[1]
-    )
-    trained(example, caches, tmp_path / "loss.png", SMALL, "--stop-at 12 15 --world-sizes 1")
-    assert len(seen) == 20
-    assert not any(torch.equal(one, other) for one, other in itertools.combinations(seen, 2))
-
-
 def test_the_unigram_entropy_of_a_mixture_by_hand(example: ModuleType, tmp_path: Path) -> None:
     for name, text in (("a", "aaaaaaaa"), ("b", "bbbbbbbb")):
         byte_tokenizer.build(tmp_path / name, [text])
@@ -284,23 +271,21 @@ def test_a_cache_that_was_built_anew_between_two_jobs_is_refused(
         ("--pretrain fish", FileNotFoundError, "fish"),
         ("--sft fish", FileNotFoundError, "fish"),
         ("--T 5000", ValueError, "T + 1 = 5001"),
+        *((f"--stop-at {stops}", SystemExit, "steps between the first and the last") for stops in ("20", "6 5", "0")),
     ],
 )
 def test_what_cannot_be_trained_is_said_before_the_first_step(
-    example: ModuleType, caches: Path, tmp_path: Path, more: str, error: type[Exception], said: str
+    example: ModuleType,
+    caches: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: str,
+    error: type[BaseException],
+    said: str,
 ) -> None:
     with pytest.raises(error) as raised:
         example.main(flags(caches, tmp_path / "loss.png", SMALL, more))
-    assert said in str(raised.value) and list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("stops", ["20", "6 5", "0"])
-def test_stops_that_are_no_steps_of_the_run_are_refused(
-    example: ModuleType, caches: Path, capsys: pytest.CaptureFixture[str], stops: str
-) -> None:
-    with pytest.raises(SystemExit):
-        example.parse(flags(caches, Path("loss.png"), SMALL, "--stop-at", stops))
-    assert "expected steps between the first and the last, in order" in capsys.readouterr().err
+    assert said in str(raised.value) + capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
 def test_without_matplotlib_the_extra_is_named_before_anything_is_done(

@@ -4,16 +4,12 @@ It answers what huggingface_hub, datasets and transformers ask for to read a dat
 files with ranges, and the hub's own error headers. A test of this process uses the fixture `loopback_hub`: conftest.py
 has set HF_ENDPOINT to its port before any library was imported.
 
-    def test_something(loopback_hub: LoopbackHub) -> None:
-        sha = loopback_hub.add("HuggingFaceFW/fineweb-edu", numbered_datasets.fineweb_edu())
-        loopback_hub.add_model("somebody/tiny", tmp_path / "tiny")     # a folder written by save_pretrained
-        loopback_hub.cut("train-00001", after=10_000)      # the next answer about it ends there
-        ...
-        assert loopback_hub.asked("train-00001")           # the requests, with method, range and status
+    sha = loopback_hub.add("HuggingFaceFW/fineweb-edu", numbered_datasets.fineweb_edu())
+    loopback_hub.add_model("somebody/tiny", tmp_path / "tiny")  # a folder written by save_pretrained
+    loopback_hub.cut("train-00001", after=10_000)               # the next answer about it ends there
+    assert loopback_hub.asked("train-00001")                    # the requests, with method, range and status
 
-A subprocess inherits HF_ENDPOINT, or gets `hub.endpoint` and its own HF_HOME. Elsewhere:
-
-    with LoopbackHub() as hub: ...                         # on its own port: hub.endpoint
+A subprocess inherits HF_ENDPOINT, or gets `hub.endpoint` of a hub on its own port, and its own HF_HOME.
 
 `add` commits: the sha is made from id and content, and "main" points to it until the next `add`. The libraries cache by
 id and sha within a process, so two tests that expect the same requests need another id or content. A gated repository
@@ -216,15 +212,6 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # else each body waits 40 ms for the acknowledgement of its headers
     server: _Server
 
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self._answer()
-
     def log_message(self, format: str, *args: Any) -> None: ...
 
     def _answer(self) -> None:
@@ -245,6 +232,8 @@ class _Handler(BaseHTTPRequestHandler):
                 answer(self, *found.groups(), form={**form, **query})
                 return
         self._error(404, "EntryNotFound", f"no such page: {path}")
+
+    do_GET = do_HEAD = do_POST = _answer
 
     def _repository(self, repository_id: str, revision: str) -> tuple[Repository, str] | None:
         """Find a commit, or answer with the hub's error."""
@@ -403,7 +392,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _cut(self, body: bytes, fault: Fault) -> None:
         self.wfile.write(body[: fault.after])
-        if fault.after < len(body):
+        if fault.after < len(body) or fault.kind == "unsized":
             if fault.reset:
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 self.server.resetting.add(self.connection)
@@ -414,10 +403,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
         self.server.hub.closing.wait(fault.seconds)
         self.wfile.write(body[fault.after :])
-
-    def _unsized(self, body: bytes, fault: Fault) -> None:
-        self.wfile.write(body[: fault.after])
-        self.close_connection = True
 
     def _chunked(self, body: bytes, fault: Fault) -> None:
         part = body[: fault.after]
@@ -437,6 +422,6 @@ _ROUTES: list[tuple[str, Callable[..., None]]] = [
 _FAULTY_BODIES: dict[str, Callable[[_Handler, bytes, Fault], None]] = {
     "cut": _Handler._cut,
     "stall": _Handler._stalled,
-    "unsized": _Handler._unsized,
+    "unsized": _Handler._cut,
     "chunked": _Handler._chunked,
 }
