@@ -145,9 +145,3 @@ def test_a_cache_without_any_example_is_refused_and_not_written(tmp_path: Path, 
     with pytest.raises(ValueError, match="no example is left"):
         build(tmp_path / "c", examples)
     assert not (tmp_path / "c").exists()
-
-
-def test_examples_may_come_from_a_generator(tmp_path: Path) -> None:
-    lists = build(tmp_path / "list")
-    stream = build(tmp_path / "stream", (messages for messages in CHATS))
-    assert read_split(lists, "train") == read_split(stream, "train")

@@ -7,8 +7,6 @@ import pytest
 
 from niels_gpt.commands import cache as cli
 
-KEYS = ("pretrain/roam", "sft/oasst1", "tokenizer")
-
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory, tiny_model_path: Path) -> Path:

@@ -104,26 +104,27 @@ def test_a_broken_item_is_noticed_before_the_rest_is_read(monkeypatch: pytest.Mo
     assert file.tell() < 500
 
 
-def test_bytes_that_are_not_utf8_are_replaced_in_an_array_as_in_lines(tmp_path: Path) -> None:
-    item, other = b'{"a": "caf\xe9 \xe2\x82", "b": {"c": ["\xff"]}, "\xe9": "\\ud83d\\ude42"}', b'{"a": "\xc3\xa9"}'
-    for name, content in (("a.json", b"[" + item + b",\n" + other + b"]"), ("a.jsonl", item + b"\n" + other)):
-        counters: Counter[str] = Counter()
-        assert list(iter_rows([write(tmp_path / name, content)], counters=counters)) == [
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        (
+            b'{"a": "caf\xe9 \xe2\x82", "b": {"c": ["\xff"]}, "\xe9": "\\ud83d\\ude42"}',
             {"a": "caf\ufffd \ufffd", "b": {"c": ["\ufffd"]}, "\ufffd": "\U0001f642"},
-            {"a": "é"},
-        ]
-        assert counters == {"repaired_utf8": 1}
-
-
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
-def test_half_a_surrogate_pair_is_replaced_at_any_depth_and_counted_once_a_row(
-    tmp_path: Path, name: str, counters: Counter[str]
+        ),
+        (
+            rb'{"a": [{"b": "x\ud83d", "c": "\ud83d\ude42"}], "\ude42": "\uD83D"}',
+            {"a": [{"b": "x\ufffd", "c": "\U0001f642"}], "\ufffd": "\ufffd"},
+        ),
+    ],
+)
+def test_what_has_no_utf8_is_replaced_at_any_depth_and_counted_once_a_row(
+    tmp_path: Path, item: bytes, expected: dict[str, Any], counters: Counter[str]
 ) -> None:
-    item = rb'{"a": [{"b": "x\ud83d", "c": "\ud83d\ude42"}], "\ude42": "\uD83D"}'
-    path = write(tmp_path / name, b"[" + item + b"]" if name == "a.json" else item)
-    rows = list(iter_rows([path], counters=counters))
-    assert rows == [{"a": [{"b": "x\ufffd", "c": "\U0001f642"}], "\ufffd": "\ufffd"}]
-    assert counters == {"repaired_utf8": 1}
+    other = b'{"a": "\xc3\xa9"}'
+    for name, content in (("a.json", b"[" + item + b",\n" + other + b"]"), ("a.jsonl", item + b"\n" + other)):
+        counters.clear()
+        assert list(iter_rows([write(tmp_path / name, content)], counters=counters)) == [expected, {"a": "é"}]
+        assert counters == {"repaired_utf8": 1}
 
 
 class LoggedFile(io.BytesIO):

@@ -113,9 +113,11 @@ def test_a_system_field_is_the_first_turn(row: dict[str, Any], name: str) -> Non
     assert messages_of({**row, name: " "}) == EXPECTED
 
 
-def test_a_system_turn_that_repeats_the_system_field_comes_once() -> None:
+def test_a_system_turn_that_repeats_the_field_comes_once_and_parts_of_text_are_joined() -> None:
     row = {"system": "Be brief.", "messages": [{"role": "system", "content": "Be brief."}, *HELLO]}
     assert turns(row) == [("system", "Be brief."), ("user", "Hi"), ("assistant", "Yes?")]
+    parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "you", "image_url": None}]
+    assert turns({"messages": [{"role": "user", "content": parts, "tool_calls": None}]}) == [("user", "Hi you")]
 
 
 @pytest.mark.parametrize(("name", "role"), ROLES.items())
@@ -143,11 +145,6 @@ def test_roles_are_known_by_many_names_whatever_their_case(name: str, role: str)
 def test_turns_that_are_no_texts_make_a_chat_malformed(messages: list[Any]) -> None:
     assert reason({"messages": messages}) == "malformed"
     assert reason({"prompt": messages, "completion": []}) == "malformed"
-
-
-def test_parts_of_text_are_joined() -> None:
-    parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "you", "image_url": None}]
-    assert turns({"messages": [{"role": "user", "content": parts, "tool_calls": None}]}) == [("user", "Hi you")]
 
 
 def test_blank_turns_and_chats_without_an_answer_are_kept_as_they_are(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.data_files import invalid_utf8, write, write_parquet
@@ -128,18 +129,30 @@ def test_only_the_columns_asked_for_are_read_as_far_as_there_are_any(tmp_path: P
     assert list(numbered_rows(path, columns=("content",))) == [(1, {}), (2, {})]
 
 
-@pytest.mark.parametrize("coded", [True, False], ids=["the same text", "different texts"])
-def test_long_rows_of_parquet_are_read_a_few_at_a_time(tmp_path: Path, coded: bool) -> None:
+LONG = "x" * (1 << 18)
+SMALL_PAGES = {"row_group_size": 100, "data_page_size": 1, "write_batch_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "most"),
+    [
+        (["0" + LONG] * 200, SMALL_PAGES, 40 << 18),  # bytes: of 100 rows that a row group has
+        ([f"{number}{LONG}" for number in range(200)], SMALL_PAGES, 40 << 18),
+        (["small"] * 40 + ["x" * 1_000_000] * 150, {}, 3 * (64 << 20)),  # which the file has once
+    ],
+    ids=["the same text", "different texts", "a short text before long ones"],
+)
+def test_long_rows_of_parquet_are_read_a_few_at_a_time(
+    tmp_path: Path, texts: list[str], options: dict[str, Any], most: int
+) -> None:
     import pyarrow as pa
 
-    texts = [str(0 if coded else number) + "x" * (1 << 18) for number in range(200)]
-    write_parquet(tmp_path / "a.parquet", {"text": texts}, row_group_size=100, data_page_size=1, write_batch_size=1)
-    before = pa.total_allocated_bytes()
-    peak = 0
-    for text, row in zip(texts, iter_rows([tmp_path / "a.parquet"]), strict=True):
+    path = write_parquet(tmp_path / "a.parquet", {"text": texts}, **options)
+    before, peak = pa.total_allocated_bytes(), 0
+    for text, row in zip(texts, iter_rows([path]), strict=True):
         assert row["text"] == text
         peak = max(peak, pa.total_allocated_bytes() - before)
-    assert peak < 40 << 18  # bytes: of 100 rows that a row group has
+    assert peak < most
 
 
 def test_text_lines_keep_their_ends(tmp_path: Path) -> None:

@@ -144,13 +144,10 @@ def test_damage_is_named_and_a_damaged_snapshot_is_neither_finished_nor_made_lon
             take(tmp_path, max_text_bytes=bound)
 
 
-def test_another_order_of_rows_is_not_mixed_in(tmp_path: Path) -> None:
-    take(tmp_path, max_text_bytes=500)
+def test_another_order_of_rows_is_not_mixed_in_and_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    take(tmp_path / "shuffled", max_text_bytes=500)
     with pytest.raises(CacheError, match="a snapshot with shuffle"):
-        take(tmp_path, about={**ABOUT, "shuffle": None})
-
-
-def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+        take(tmp_path / "shuffled", about={**ABOUT, "shuffle": None})
     (tmp_path / "mine.jsonl").write_text("{}\n")
     with pytest.raises(CacheError, match=r"no snapshot has written \(such as mine\.jsonl\)"):
         take(tmp_path)

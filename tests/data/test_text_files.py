@@ -20,7 +20,7 @@ from support.data_files import lines, write, write_parquet
 from niels_gpt.data import local
 from niels_gpt.data.dolly import iter_dolly_sft
 from niels_gpt.data.files import json_stream
-from niels_gpt.data.files.rows import iter_rows, numbered_rows
+from niels_gpt.data.files.rows import numbered_rows
 from niels_gpt.data.files.text import lines_of, read_text
 from niels_gpt.data.fineweb_edu import iter_fineweb_edu
 from niels_gpt.data.gutenberg import iter_gutenberg
@@ -183,19 +183,6 @@ def test_a_document_takes_at_most_eight_times_its_size(tmp_path: Path, name: str
         write(path, {"a.txt": text, "a.json": b'[{"text": "%b"}]' % text}.get(name, b'{"text": "%b"}' % text))
     texts, counters, grown = measured(path, size + 100)
     assert (texts, counters) == (["x" * 9], {}) and grown < 8 * size + CONSTANT
-
-
-def test_a_text_that_a_parquet_file_writes_once_does_not_fill_the_memory_a_thousand_times(tmp_path: Path) -> None:
-    import pyarrow as pa
-
-    texts = ["small"] * 40 + ["x" * 1_000_000] * 150
-    write_parquet(tmp_path / "a.parquet", {"text": texts})
-    assert (tmp_path / "a.parquet").stat().st_size < 1 << 20
-    before, peak = pa.total_allocated_bytes(), 0
-    for text, row in zip(texts, iter_rows([tmp_path / "a.parquet"]), strict=True):
-        assert row["text"] == text
-        peak = max(peak, pa.total_allocated_bytes() - before)
-    assert peak < 3 * (64 << 20)
 
 
 @pytest.mark.parametrize("kind", ["list", "map"])

@@ -144,9 +144,6 @@ def test_a_folder_without_a_dot_is_told_of_the_dot(loopback_hub: LoopbackHub, tm
         numbers(name, config=None)
 
 
-# What no later attempt mends.
-
-
 UNKNOWN = "Repository not found.*check the name.*for a private one run `hf auth login`"
 TERMS = "is restricted.*accept its terms at https://huggingface.co/datasets/me/gated-since-.*, then run `hf auth login`"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [  # which dataset, what is asked for, what the error says
@@ -185,17 +182,11 @@ def test_what_the_hub_does_not_have_or_give_is_an_error_with_a_remedy(
     assert "config" not in asked or "auth" not in str(caught.value)
 
 
-def test_offline_mode_is_named_with_its_variable(loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_and_offline_the_error_says_what_works_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConnectionError, match=r"a/b at main: 4 attempts.*ConnectError.*--source-root sample"):
+        hub.card_of("a/b")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConnectionError, match=r"unset HF_HUB_OFFLINE"):
-        hub.card_of("a/b")
-
-
-# What a later attempt may mend.
-
-
-def test_without_a_network_the_error_says_what_works_instead() -> None:
-    with pytest.raises(ConnectionError, match=r"a/b at main: 4 attempts.*ConnectError.*--source-root sample"):
         hub.card_of("a/b")
 
 

@@ -205,9 +205,6 @@ def test_a_list_of_files_that_stalls_is_asked_for_again(
     assert [len(one) for one in stalled] == [len(peaceful) + 1] * len(peaceful)
 
 
-# The bound.
-
-
 def stream(loopback_hub: LoopbackHub, form: str = "parquet") -> tuple[int, Iterator[dict[str, Any]]]:
     start = next(STARTS)
     loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=36, form=form, start=start))

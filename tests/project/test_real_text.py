@@ -64,10 +64,6 @@ def stored_documents(cache: Path, meta: dict[str, Any], split: str) -> list[list
     return [stream[a:b].tolist() for a, b in itertools.pairwise(starts)]
 
 
-def upstream(settings: Settings, name: str) -> list[tuple[str | None, str]]:
-    return list(sources.documents(settings, resolve_source(settings, name), None, Counter[str]()))
-
-
 @pytest.mark.parametrize("name", ["fineweb_edu", "wikitext", "roam", "gutenberg"])
 def test_every_kept_document_decodes_to_itself(
     settings: Settings, metas: dict[str, dict[str, Any]], tokenizer: SentencePieceTokenizer, name: str
@@ -81,7 +77,8 @@ def test_every_kept_document_decodes_to_itself(
             body = ids[: len(ids) - len(eot)]
             assert not set(body) & set(tokenizer.special_token_ids().values())
             stored[tokenizer.decode(body)] += 1
-    given = Counter(text for _, text, _ in upstream(settings, name) if text and not find_reserved_literal(text))
+    read = sources.documents(settings, resolve_source(settings, name), None, Counter())
+    given = Counter(text for _, text, _ in read if text and not find_reserved_literal(text))
     assert stored == given
     assert meta["documents_read"] == sum(stored.values()) + sum(meta["dropped"].values())
     assert meta["cut"] == {"documents": 0, "tokens": 0}

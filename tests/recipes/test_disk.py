@@ -20,13 +20,11 @@ from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
 
-CODE = "".join(path.read_text() for path in sorted(Path(disk.__file__).parent.glob("*.py")))
 PROSE = (Path(__file__).parent.parent.parent / "README.md").read_text()
-TABLE = "\n".join(f"{n},{n * 7919 % 1009},{n / 7:.3f},x{n:04x}" for n in range(3_000))
 TEXTS = {
     "prose": PROSE,
-    "code": CODE,
-    "table": TABLE,
+    "code": "".join(path.read_text() for path in sorted(Path(disk.__file__).parent.glob("*.py"))),
+    "table": "\n".join(f"{n},{n * 7919 % 1009},{n / 7:.3f},x{n:04x}" for n in range(3_000)),
     "chinese": "".join(map(chr, random.Random(0).choices(range(0x4E00, 0x9000), k=8_000))),
 }
 

@@ -86,6 +86,7 @@ def test_the_committed_version_and_the_newest_other_stay_and_unfinished_builds_g
     assert {entry.name for entry in versions_dir(folder / "c").iterdir()} == {"lock", *contents[2:]}
     assert whole_version(folder / "c").startswith(contents[3])
     assert list(collect(folder, dry_run=False)) == []
+    assert cli.main(["gc", str(folder / "nowhere")]) == 1 and "no such folder" in capsys.readouterr().err
 
 
 def test_adopted_folders_are_versions_too(folder: Path) -> None:
@@ -275,11 +276,6 @@ def test_what_cannot_be_removed_stops_gc_for_its_own_cache_only_and_fails_it(
     assert [line.split()[0] for line in lines] == ["removed", "removed", "could", "removed"]
     assert "Operation not permitted" in lines[2] and str(expected[1][1]) in lines[2]
     assert [[path.exists() for path in paths] for paths in expected] == [[False], [False, True, True], [False]]
-
-
-def test_a_folder_that_is_not_there_is_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["gc", str(folder / "nowhere")]) == 1
-    assert "no such folder" in capsys.readouterr().err
 
 
 def test_nobody_builds_or_takes_hold_while_a_version_is_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,11 +42,6 @@ def test_chats_have_no_field(tmp_path: Path) -> None:
         assert (own.family, own.files, own.field) == ("sft", files, None)
 
 
-def test_lines_are_separated_by_semicolons() -> None:
-    found = user_sources(Settings(pretrain="a=x.md; b=y.md;", sft="c=z.json"))
-    assert [(own.family, own.name) for own in found.values()] == [("pretrain", "a"), ("pretrain", "b"), ("sft", "c")]
-
-
 TOML = """
 [pretrain]
 notes = "notes/**/*.md"
@@ -59,8 +54,10 @@ attribution = "The support team"
 """
 
 
-def test_the_same_lines_stand_in_sources_toml(tmp_path: Path) -> None:
+def test_lines_are_separated_by_semicolons_and_the_same_lines_stand_in_sources_toml(tmp_path: Path) -> None:
     assert user_sources(Settings()) == {}
+    found = user_sources(Settings(pretrain="a=x.md; b=y.md;", sft="c=z.json"))
+    assert [(own.family, own.name) for own in found.values()] == [("pretrain", "a"), ("pretrain", "b"), ("sft", "c")]
     (tmp_path / "sources.toml").write_text(TOML)
     found = user_sources(Settings(pretrain="more=x.md"))
     assert list(found) == ["notes", "papers", "support", "more"]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from niels_gpt.data.files import mirrors
@@ -96,12 +97,10 @@ def test_gutenberg_on_the_hub_is_a_stub_that_asks_nobody(settings: Settings) -> 
 
 
 def test_wikitext_lines_get_no_end_of_text_and_web_pages_do(settings: Settings) -> None:
-    import numpy as np
-
     for name, expected in (("wikitext", False), ("fineweb_edu", True)):
         outcome = RECIPES[f"pretrain/{name}"](settings)
         tokens = np.fromfile(outcome.path / "train" / "shard_00000.bin", dtype="<u2")
-        assert (outcome.meta["special_token_ids"]["eot"] in tokens.tolist()) is expected
+        assert (outcome.meta["special_token_ids"]["eot"] in tokens) is expected
 
 
 @pytest.mark.slow

@@ -175,9 +175,6 @@ def test_other_special_ids_than_a_cache_was_written_with_are_refused(tiny_model_
     assert SentencePieceTokenizer(tiny_model_path, expected_special_token_ids=ids).special_token_ids() == ids
     with pytest.raises(CacheError, match=r"its special ids are .*'eot': 6.*, expected .*'eot': 7"):
         SentencePieceTokenizer(tiny_model_path, expected_special_token_ids={**ids, "eot": 7})
-
-
-def test_special_tokens_are_four_different_ones(tiny_model_path: Path) -> None:
     for wrong in (SPECIAL_TOKENS[:3], (USR, USR, USR, EOT)):
         with pytest.raises(ValueError, match="expected four different ones"):
             SentencePieceTokenizer(tiny_model_path, special_tokens=wrong)
