@@ -98,8 +98,6 @@ def goes_on(caplog: pytest.LogCaptureFixture, settings: Settings, key: str, **ar
     return outcome
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
-
 CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("pretrain/notes", {"own_val_frac": 0.5}),
     ("pretrain/notes", {"seed": 7}),
@@ -162,8 +160,6 @@ def test_a_build_does_not_go_on_with_another_tokenizer_that_has_no_model(folder:
     assert BUILDERS[kind](folder / "c", tokenizer=tokenizer) == ours
     assert 0 < len(tokenizer.texts) < len(ITEMS[kind](0))
 
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 Change = Callable[[Path], Any]
 """Changes one of the files of a source, given the folder of all of them."""
@@ -259,9 +255,7 @@ def test_a_killed_build_goes_on_with_its_revision_when_main_has_moved(
     assert run(hub, "sft/dolly15k", refresh=True).meta["source"]["revision"] == second
 
 
-def test_a_killed_refresh_goes_on_with_its_revision_over_a_committed_older_one(
-    loopback_hub: LoopbackHub, hub: Settings, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_killed_refresh_goes_on(loopback_hub: LoopbackHub, hub: Settings, caplog: pytest.LogCaptureFixture) -> None:
     committed = add(loopback_hub, 2_000)
     assert run(hub, "sft/dolly15k").meta["source"]["revision"] == committed
     first = add(loopback_hub, 2_100)
@@ -282,26 +276,17 @@ def test_a_killed_build_of_other_settings_has_no_say_in_the_revision(loopback_hu
     assert run(hub, "sft/dolly15k").meta["source"]["revision"] == second
 
 
-def test_a_killed_build_of_a_revision_that_was_asked_for_goes_on_with_it_when_the_tag_has_moved(
-    loopback_hub: LoopbackHub, hub: Settings, caplog: pytest.LogCaptureFixture
+def test_a_killed_build_of_a_tag_goes_on_when_the_tag_the_card_and_the_version_of_datasets_have_moved(
+    loopback_hub: LoopbackHub, hub: Settings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=74_000), ref="v1")
     tagged = dataclasses.replace(hub, revision="dolly15k=v1")
     stop(tagged, "sft/dolly15k")
     loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=74_100), ref="v1")
-    source = goes_on(caplog, tagged, "sft/dolly15k").meta["source"]
-    assert (source["revision"], source["asked_revision"]) == (first, "v1")
-
-
-def test_the_version_of_datasets_and_the_card_are_no_part_of_the_key(
-    loopback_hub: LoopbackHub, hub: Settings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add(loopback_hub, 5_000)
-    stop(hub, "sft/dolly15k")
     monkeypatch.setattr(origins, "version", lambda name: "99.0")
-    said = dataclasses.replace(hub, licence="dolly15k=CC0 1.0", attribution="dolly15k=N. Obody")
+    said = dataclasses.replace(tagged, licence="dolly15k=CC0 1.0", attribution="dolly15k=N. Obody")
     source = goes_on(caplog, said, "sft/dolly15k").meta["source"]
-    assert source["datasets_version"] == "99.0"
+    assert (source["revision"], source["asked_revision"], source["datasets_version"]) == (first, "v1", "99.0")
     assert (source["licence"], source["attribution"]) == ("CC0 1.0", "N. Obody")
 
 

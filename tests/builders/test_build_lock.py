@@ -69,9 +69,7 @@ ELSEWHERE = ["unshare", "-ru", "sh", "-c", 'hostname elsewhere && exec "$0" "$@"
 @pytest.mark.parametrize(
     ("prefix", "host"), [([], socket.gethostname()), (ELSEWHERE, "elsewhere")], ids=["here", "elsewhere"]
 )
-def test_a_second_build_is_refused_by_name_and_host_and_a_killed_builder_holds_nothing(
-    tmp_path: Path, prefix: list[str], host: str
-) -> None:
+def test_a_second_build_is_refused_and_a_killed_one_holds_nothing(tmp_path: Path, prefix: list[str], host: str) -> None:
     if prefix:
         skip_unless("unshare", "-ru", "hostname", host)
     build(tmp_path / "c", [OLD])
@@ -201,9 +199,7 @@ def test_a_folder_that_may_not_be_written_is_named_with_the_user(shared: Path, n
 @pytest.mark.parametrize("mode", [0o700, 0o755])
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("lock_mode", [0o600, 0o644])
-def test_a_lock_of_another_user_is_named_as_such(
-    shared: Path, nobody: Ask, lock_mode: int, held: bool, mode: int
-) -> None:
+def test_a_lock_of_another_user_is_named(shared: Path, nobody: Ask, lock_mode: int, held: bool, mode: int) -> None:
     build(shared / "c", [OLD])
     folder = versions.versions_dir(shared / "c")
     (folder / "lock").chmod(lock_mode)

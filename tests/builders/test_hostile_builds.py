@@ -31,8 +31,6 @@ pytestmark = pytest.mark.usefixtures("small_batches")
 QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=60, derandomize=True)
 
 
-# --- hostile journals -------------------------------------------------------------------------------------------------
-
 outside_events: list[str] | None = None
 """While this is a list: the paths that were opened, renamed or removed, of all that Python tells of such things."""
 FOLLOWING = ("os.truncate", "os.chmod", "os.chown", "os.utime", "os.chdir")

@@ -68,9 +68,7 @@ def test_old_versions_dead_builds_and_leftovers_are_removable_each_with_its_reas
 
 
 @pytest.mark.parametrize("committed", [0, 1, 2, 3, None])
-def test_the_committed_version_stays_however_old_it_is_and_else_the_newest(
-    tmp_path: Path, committed: int | None
-) -> None:
+def test_the_committed_version_stays_however_old_it_is_else_the_newest(tmp_path: Path, committed: int | None) -> None:
     cache, texts = tmp_path / "c", ("one", "two", "three", "four")
     names = versions_of(cache, *texts)
     cache.unlink()

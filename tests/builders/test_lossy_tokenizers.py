@@ -66,9 +66,7 @@ def test_a_lossy_model_is_measured_warned_of_and_its_unknown_ids_are_those_in_th
     assert meta["unknown_ids"] == np.count_nonzero(ids == lossy.unk_id)  # none of those behind the cut
 
 
-def test_lossless_models_are_measured_too(
-    tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lossless_model_is_measured(tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     meta = pretrain(tmp_path / "c", tiny_tokenizer, [*PROBES, "a \u2581 mark", "half \ud800 a pair"])
     assert (meta["lossless"], meta["roundtrip"]) == (True, {"texts": len(PROBES), "differ": 0})
     assert (meta["unknown_ids"], meta["noticed"]["texts_with_u2581"]) == (0, 1)
@@ -130,9 +128,7 @@ def chats(*replies: str) -> list[list[dict[str, str]]]:
     return [[USER, {"role": "assistant", "content": reply}] for reply in replies]
 
 
-def test_empty_replies_are_counted_by_chat(
-    tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_empty_replies_are_counted(tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     several = [USER, {"role": "assistant", "content": ""}, USER, {"role": "assistant", "content": " \n"}]
     silent = [{"role": "system", "content": ""}, *chats("good")[0]]
     meta = build_sft(
@@ -146,9 +142,7 @@ def test_empty_replies_are_counted_by_chat(
     assert meta["noticed"] == {"empty_replies": 1} and not caplog.text
 
 
-def test_roles_that_drop_a_chat_are_named(
-    tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_roles_that_drop_chats_are_named(tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tool, developer = ([{"role": role, "content": "x"}, *chats("good")[0]] for role in ("tool", "developer"))
     meta = build_sft(
         [tool, developer, tool, *chats("a", "b")], tmp_path / "c", tokenizer=tiny_tokenizer, val_frac=0, seed=0
@@ -158,9 +152,7 @@ def test_roles_that_drop_a_chat_are_named(
     assert "'tool' 2, 'developer' 1" in caplog.text
 
 
-def test_stats_and_table_show_what_was_noticed(
-    lossy_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_noticed_is_shown(lossy_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [*chats("", "two  spaces \u6f22"), [{"role": "tool", "content": "4"}, *chats("x")[0]]]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     flags = ["--cache-dir", str(tmp_path / "c"), "--tokenizer-model", str(lossy_path)]

@@ -27,8 +27,6 @@ from support.small_builds import (
 from niels_gpt.storage import fileio
 from niels_gpt.storage.fileio import Operation
 
-# --- the model, on paper ----------------------------------------------------------------------------------------------
-
 WRITTEN: list[Operation] = [("create", "a"), ("write", "a", 0, b"12"), ("fsync", "a"), ("write", "a", 2, b"34")]
 
 

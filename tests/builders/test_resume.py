@@ -71,8 +71,6 @@ def test_a_build_that_was_killed_after_its_last_checkpoint_tokenizes_nothing(fol
     assert tokenizer.texts == [] and left(path) == uninterrupted(kind, folder)
 
 
-# --- the source is not what it was ------------------------------------------------------------------------------------
-
 CHANGES: dict[str, tuple[str, Callable[[list[Any]], Any], str]] = {
     "a text": ("pretrain", lambda items: items.__setitem__(7, (None, "other", "page\n7")), "has changed at"),
     "an id": ("pretrain", lambda items: items.__setitem__(0, (*items[0][:2], "x")), "has changed at"),
@@ -171,9 +169,7 @@ def test_runs_killed_while_they_reread_are_counted(folder: Path, kind: str, capl
     assert not list(folder.glob("**/attempts.json"))
 
 
-def test_a_replay_says_its_place(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_replay_says_where(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     interrupt("sft", folder / "c", 34)
     monkeypatch.setattr(resume, "_LOG_SECONDS", 0.0)
     told: list[int] = []
@@ -204,9 +200,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", [*DAMAGES, "missing"])
 @KINDS
-def test_a_damaged_unfinished_file_is_named_and_without_journal_all_is_new(
-    folder: Path, kind: str, damage: str
-) -> None:
+def test_a_damaged_file_of_an_unfinished_build_is_named(folder: Path, kind: str, damage: str) -> None:
     interrupt(kind, folder / "whole" / "c", 34)
     place, expected = folder / "whole" / ".versions" / "c", uninterrupted(kind, folder / "other")
     names = [

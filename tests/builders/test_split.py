@@ -261,9 +261,7 @@ def test_chats_and_budgets_warn_of_a_far_share_too(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.parametrize("key_", ["pretrain/roam", "sft/oasst1"])
-def test_a_cache_of_builder_2_is_read_and_replaced(
-    settings: Settings, key_: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_of_builder_2_is_replaced(settings: Settings, key_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, cache = recipes(settings)[key_], Path(settings.cache_dir) / key_
     with monkeypatch.context() as patch:
         for module in (describe, run_recipe):

@@ -54,8 +54,6 @@ def refusal(cache_dir: Path, key: str, error: type[Exception] = CacheError) -> s
     return str(caught.value)
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
 FILE_DAMAGE = [
     (NOTES, "train/shard_00001.bin", put(b""), "0 bytes, expected 20 by its meta.json"),
     (NOTES, "train/shard_00001.bin", cut(-1), "19 bytes, expected 20"),

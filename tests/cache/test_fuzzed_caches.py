@@ -367,8 +367,6 @@ def test_a_token_file_is_its_ids_or_a_cache_error(content: bytes, expected: int 
         assert found.tobytes() == content
 
 
-# --- JSON of anybody's text --------------------------------------------------------------------------------------
-
 VALUES = st.lists(JSON, max_size=4)
 
 

@@ -151,8 +151,6 @@ def test_write_meta_never_writes_a_wrong_crc_32_and_adds_none(tmp_path: Path) ->
     assert path.read_bytes() == canonical_json({"a": 1}) and read_meta(str(path)) == {"a": 1}
 
 
-# --- whatever lies there ----------------------------------------------------------------------------------------------
-
 NO_META: list[tuple[bytes, str]] = [
     (b"", "not JSON (Expecting value"),
     (b"{}{}", "not JSON (Extra data"),

@@ -47,7 +47,9 @@ def test_many_random_lengths_fit_into_a_small_png(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])
 @pytest.mark.parametrize("train", [[1], [7], [5, 5, 5], [1, 2], [1, 10**9]])
-def test_few_extreme_lengths_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, train: list[int]) -> None:
+def test_few_extreme_lengths_are_drawn(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, train: list[int]
+) -> None:
     assert plotted(pretend(monkeypatch, tmp_path / "own", kind, train=np.array(train))) == (720, 280)
 
 

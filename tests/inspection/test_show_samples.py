@@ -58,7 +58,7 @@ def test_each_message_of_a_long_example_is_cut_and_the_replies_stay_marked(tmp_p
     assert len(tiny_tokenizer.encode(shown)) + 8 <= 60
 
 
-def test_a_long_question_does_not_push_the_reply_out_and_after_it_a_chat_may_end(
+def test_a_long_question_does_not_push_the_reply_out_and_a_chat_may_end_there(
     tmp_path: Path, tiny_tokenizer: Any
 ) -> None:
     row = of_chat(tmp_path / "sft", tiny_tokenizer, LONG, "Yes.", num_tokens=1)

@@ -101,9 +101,10 @@ def test_an_id_of_no_vocabulary_is_found_by_place(root: Path, monkeypatch: pytes
     assert problems(cache, "ids_below_vocab_size") == []
     put_token(shard, 9, 65_535)
     put_token(shard, 5, 300)
-    assert problems(cache, "ids_below_vocab_size") == [
-        f"{shard}: token 5 is id 300, expected ids below vocab_size 300; 2 of 10 tokens are not. {again(cache)}"
-    ]
+    (problem,) = problems(cache, "ids_below_vocab_size")
+    assert (
+        problem.startswith(f"{shard}: token 5 is id 300, ") and "2 of 10 tokens" in problem and again(cache) in problem
+    )
     change_meta(cache, vocab_size=65_536)  # every uint16 is an id of it
     assert problems(cache, "ids_below_vocab_size") == []
 
@@ -125,14 +126,13 @@ def test_ids_of_another_tokenizer_than_the_one_beside_the_cache_are_a_problem(ro
     model.write_bytes(b"another")
     other = sha256_file(model)
     ours, theirs = f"{root / key}/meta.json", root / "tokenizer"
-    assert problems(root / key, "tokenizer_matches") == [
-        f"{model}: sha256 {other[:12]}, but {ours} has ids of tokenizer {real[:12]}. {again(theirs)}"
-    ]
+    wrong = f"{model}: sha256 {other[:12]}, but {ours} has ids of tokenizer {real[:12]}."
+    assert problems(root / key, "tokenizer_matches") == [f"{wrong} {again(theirs)}"]
     change_meta(theirs, tokenizer_sha256=other)
     build = f"Build the cache again: {rebuild_command(root / key)}"
     assert problems(root / key, "tokenizer_matches") == [
         f"{ours}: ids of tokenizer {real[:12]}, but {theirs}/meta.json is of tokenizer {other[:12]}. {build}",
-        f"{model}: sha256 {other[:12]}, but {ours} has ids of tokenizer {real[:12]}. {build}",
+        f"{wrong} {build}",
     ]
 
 
@@ -152,11 +152,11 @@ def test_a_tokenizer_that_is_not_there_is_a_problem(root: Path) -> None:
 def test_an_example_without_a_token_that_carries_loss_is_found_by_its_number(root: Path) -> None:
     cache = root / "sft" / "chats"
     put_token(cache / "train_tokens.bin", 6 + 3, 2)  # example 1: usr q eot usr a eot
-    assert problems(cache, "examples_supervised") == [
-        f"{cache}/train_tokens.bin: 1 of 3 examples have no token that carries loss, expected at least one in each. "
-        f"Examples: 1. {again(cache)}",
-        f"{cache}/meta.json: supervised_tokens.train is 6, but 4 tokens carry loss. {again(cache)}",
-    ]
+    first, second = problems(cache, "examples_supervised")
+    assert first.startswith(f"{cache}/train_tokens.bin: 1 of 3 examples have no") and "Examples: 1. " in first
+    assert (
+        second.startswith(f"{cache}/meta.json: supervised_tokens.train is 6, but 4 tokens") and again(cache) in second
+    )
 
 
 def test_only_the_first_examples_without_loss_are_named(root: Path) -> None:
@@ -174,10 +174,8 @@ def test_only_the_first_examples_without_loss_are_named(root: Path) -> None:
 
 def test_a_budget_that_was_not_reached_is_a_problem(root: Path) -> None:
     cache = build_notes(root, [(None, "a" * 1_030)], max_train_tokens=2_000)
-    assert problems(cache, "budget_reached") == [
-        f"{cache}/meta.json: train has 1,030 of 2,000 tokens: the source ended first. "
-        "Give it more text, or lower the budget"
-    ]
+    (problem,) = problems(cache, "budget_reached")
+    assert problem.startswith(f"{cache}/meta.json: train has 1,030 of 2,000 tokens") and "lower the budget" in problem
     cache = build_notes(root, [("train", "a"), ("val", "b")], max_train_tokens=None, max_val_tokens=None)  # no budget
     assert problems(cache, "budget_reached") == []
 
@@ -195,14 +193,10 @@ def test_dropped_documents_above_the_limit_are_a_problem_with_the_counts(root: P
     texts = ["", "<|asst|>", *["a"] * 18]  # 2 of 20
     cache = build_notes(root, [(None, text) for text in texts])
     assert problems(cache, "dropped_share", max_dropped_share=0.1) == []
-    assert problems(cache, "dropped_share") == [
-        f"{cache}/meta.json: 2 of 20 documents were dropped (10.00%), expected at most 5.00%: "
-        "empty 1, sentinel_in_text 1"
-    ]
-    cache = build_chats(root, [CHAT, CHAT, CHAT[:1]])
-    assert problems(cache, "dropped_share") == [
-        f"{cache}/meta.json: 1 of 3 examples were dropped (33.33%), expected at most 5.00%: no_assistant_turn 1"
-    ]
+    (problem,) = problems(cache, "dropped_share")
+    assert "2 of 20 documents were dropped (10.00%), expected at most 5.00%: empty 1, sentinel_in_text 1" in problem
+    (problem,) = problems(build_chats(root, [CHAT, CHAT, CHAT[:1]]), "dropped_share")
+    assert "1 of 3 examples were dropped (33.33%)" in problem and "no_assistant_turn 1" in problem
     texts = [("train", "a" * 30), ("train", "b" * 30), ("val", "c")]
     cache = build_notes(root, texts, max_val_tokens=1)
     assert read_meta(str(cache / "meta.json"))["dropped"] == {"split_full": 1}
@@ -326,13 +320,11 @@ def test_the_remedy_mends_what_a_second_build_would_reuse(settings: Settings) ->
 
 
 def test_no_check_loads_torch(root: Path) -> None:
-    program = f"""
-import sys
-from pathlib import Path
-from niels_gpt.inspection.verify import Limits, verify
-for key in ("tokenizer", "pretrain/notes", "sft/chats"):
-    assert not any(found.problems for found in verify(Path({str(root)!r}) / key, Limits(deep=True)).values())
-print(sorted({{"torch", "datasets", "matplotlib", "pyarrow", "transformers"}} & set(sys.modules)))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        "import sys; from pathlib import Path; from niels_gpt.inspection.verify import Limits, verify\n"
+        "for key in ('tokenizer', 'pretrain/notes', 'sft/chats'):\n"
+        "    assert not any(found.problems for found in verify(Path(sys.argv[1]) / key, Limits(deep=True)).values())\n"
+        "print(sorted({'torch', 'datasets', 'matplotlib', 'pyarrow', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(root)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

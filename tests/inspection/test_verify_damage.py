@@ -120,7 +120,9 @@ def describe(folder: Path, *, old: bool = False, **keys: Any) -> None:
 
 
 @pytest.mark.parametrize("read_bytes", [64, 4_096])
-def test_pieces_do_not_matter(pretrain: Path, sft: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int) -> None:
+def test_where_the_reading_is_cut_does_not_matter(
+    pretrain: Path, sft: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int
+) -> None:
     monkeypatch.setattr(file_checks, "_READ_BYTES", read_bytes)
     assert find_damage(pretrain, deep=True) == find_damage(sft, deep=True) == []
 

@@ -272,9 +272,7 @@ def started(make: Make, workers: int, steps: int) -> tuple[list[Any], dict[str, 
 
 
 @pytest.mark.parametrize(("workers", "steps"), [(0, 1), (2, 0), (2, 4)])
-def test_a_stateful_loader_that_is_stopped_twice_goes_on_with_exactly_the_rest(
-    make: Make, workers: int, steps: int
-) -> None:
+def test_a_stateful_loader_stopped_twice_goes_on_with_exactly_the_rest(make: Make, workers: int, steps: int) -> None:
     found, state = started(make, workers, steps)
     second = stateful(make(epochs=3), workers)
     second.load_state_dict(state)

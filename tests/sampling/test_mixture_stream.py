@@ -82,7 +82,7 @@ def test_a_source_of_little_weight_has_its_exact_share(tmp_path: Path) -> None:
     block_size=st.integers(1, 300),
     first=st.just(0) | st.integers(0, 10**12),
 )
-def test_the_counts_are_exact_never_fall_and_follow_from_the_number_of_the_block(
+def test_counts_are_exact_never_fall_and_follow_from_the_block(
     weights: list[float], block_size: int, first: int
 ) -> None:
     phase = Phase(0, 0, block_size, None, [0] * len(weights), whole_weights(list(map(float, weights))))

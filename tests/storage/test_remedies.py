@@ -173,9 +173,7 @@ def test_what_verify_finds_is_built_again_by_the_command_it_names(built: Path) -
     assert not any(verdict.problems for verdict in verify(built, Limits(deep=True)).values())
 
 
-def test_a_tokenizer_that_is_damaged_is_made_again_by_the_command_it_names(
-    built: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_tokenizer_is_made_again(built: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     model = built.parent.parent / "tokenizer" / "spm.model"
     shutil.copy(flags[-1], model)
     edit(model.parent, tokenizer_sha256="0" * 64)
