@@ -124,9 +124,11 @@ def test_maps_keep_no_file_open_and_go_with_the_dataset(tmp_path: Path) -> None:
     assert mapped(tmp_path) == set()
 
 
-def test_a_file_that_cannot_be_mapped_is_an_os_error_that_says_so() -> None:
+def test_a_file_that_cannot_be_mapped_and_another_way_to_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"Bad file descriptor: 10 bytes cannot be mapped"):
         _mapped_bytes(-1, 10)
+    with pytest.raises(ValueError, match=r"io='direct': expected one of mmap, pread"):
+        PretrainTokenStreamDataset(write_shards(tmp_path, [9]), T=4, device="cpu", io="direct")  # type: ignore[arg-type]
 
 
 def test_where_memory_cannot_be_mapped_the_error_names_the_limits_and_another_way(tmp_path: Path) -> None:
@@ -216,11 +218,6 @@ def test_a_window_that_is_not_inside_its_shard_is_an_index_error(tmp_path: Path,
     assert split.rows(np.array([1]), np.array([55]), 5).tolist() == [[105, 106, 107, 108, 109]]
     with pytest.raises(IndexError, match=rf"shard_0000{shard}\.bin: no window of 5 tokens at token {start}"):
         split.rows(np.array([0, shard]), np.array([0, start]), 5)
-
-
-def test_another_way_to_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"io='direct': expected one of mmap, pread"):
-        PretrainTokenStreamDataset(write_shards(tmp_path, [9]), T=4, device="cpu", io="direct")  # type: ignore[arg-type]
 
 
 CUT = (CacheError, r"shard_00000.bin: 20 bytes, expected 200")
@@ -411,9 +408,6 @@ def test_a_folder_of_another_tool_is_known_by_its_number_of_tokens(tmp_path: Pat
     assert kept == {"split": "a", "tokens": 18, "content_sha256": None, "tokenizer_sha256": None}
     with pytest.raises(CacheError, match="tokens is 19, expected 18"):
         PretrainSplit(write_shards(tmp_path / "a", [9, 10]), expect=kept)
-
-
-@pytest.mark.parametrize("expect", [{}, {"split": "train"}, [], "abc", 3])
-def test_an_expectation_that_is_no_fingerprint_is_refused(tmp_path: Path, expect: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected what fingerprint\(\) returned"):
-        PretrainSplit(write_shards(tmp_path, [9]), expect=expect)
+    for expect in ({}, {"split": "train"}, [], "abc", 3):
+        with pytest.raises(ValueError, match=r"expected what fingerprint\(\) returned"):
+            PretrainSplit(tmp_path / "a", expect=expect)

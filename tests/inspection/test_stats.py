@@ -54,11 +54,16 @@ def test_lengths_of_documents_are_their_tokens_and_of_none_there_are_none(tmp_pa
     assert shown["cache"].endswith("(pretrain, not built)") and shown["train"] == shown["val"] == "empty"
 
 
-def test_an_index_that_does_not_end_with_the_tokens_is_an_error(tmp_path: Path) -> None:
+def test_an_index_that_does_not_end_with_the_tokens_and_a_cut_token_file_are_errors(tmp_path: Path) -> None:
     meta = build(tmp_path / "own", ["A", "BCD"])
     np.save(tmp_path / "own" / "index" / "train_docs.npy", np.array([0, 2]))
     with pytest.raises(CacheError, match="ends at token 2, expected 4"):
         lengths((tmp_path / "own").resolve(), meta, "train")
+    cache, meta = sft(tmp_path / "sft", [chat("A", "B")])
+    (cache / "train_tokens.bin").write_bytes(b"\x02\0")
+    for function in (lengths, supervised_counts):
+        with pytest.raises(CacheError, match="2 bytes, expected 12"):
+            function(cache, meta, "train")
 
 
 def test_the_drawn_examples(tmp_path: Path) -> None:
@@ -95,14 +100,6 @@ def test_counts_are_those_of_a_walk_over_each_example(
         found = supervised_counts(cache, meta, split)
         assert found.tolist() == [obvious_count(row.tolist(), special["asst"], special["eot"]) for row in rows]
         assert len(found) == examples and found.sum() == meta["supervised_tokens"][split]
-
-
-def test_a_cut_token_file_is_an_error(tmp_path: Path) -> None:
-    cache, meta = sft(tmp_path / "sft", [chat("A", "B")])
-    (cache / "train_tokens.bin").write_bytes(b"\x02\0")
-    for function in (lengths, supervised_counts):
-        with pytest.raises(CacheError, match="2 bytes, expected 12"):
-            function(cache, meta, "train")
 
 
 def test_the_summary_says_what_a_cache_holds_on_paper(tmp_path: Path) -> None:

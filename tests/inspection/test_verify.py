@@ -205,6 +205,7 @@ def test_dropped_documents_above_the_limit_are_a_problem_with_the_counts(root: P
 
 MALFORMED: list[tuple[str, str, dict[str, Any]]] = [
     ("pretrain/notes", "files_match_meta", {"shards": 3}),
+    ("pretrain/notes", "files_match_meta", {"content_sha256": "f" * 64}),
     ("pretrain/notes", "files_match_meta", {"shards": {"train": [{"name": "train/shard_00000.bin"}]}}),
     ("pretrain/notes", "files_match_meta", {"index": {"train": {"name": 3, "bytes": 3}}}),
     ("pretrain/notes", "files_match_meta", {"index": {"train": {"name": "a\0b", "bytes": 3, "sha256": ""}}}),

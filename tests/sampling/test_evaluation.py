@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.byte_tokenizer import ByteTokenizer, build
+from support.byte_tokenizer import build
 from support.number_caches import number_cache, numbered, write_shards
 from support.small_builds import pretrain, sft
 
@@ -25,11 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*are shorter than T")
 
 def told(batches: Any) -> list[Any]:
     return [(x.tolist(), y.tolist()) for x, y in batches]
-
-
-def stream_of(folder: Path) -> list[int]:
-    """Return all ids of a split in order."""
-    return np.concatenate([np.fromfile(shard, dtype="<u2") for shard in sorted(folder.iterdir())]).tolist()
 
 
 ON_PAPER: list[tuple[list[list[int]], int, int, list[Any]]] = [
@@ -159,14 +153,6 @@ def test_the_bytes_are_those_of_the_texts_in_each_split(texts: list[str]) -> Non
         for split, num_bytes in (("train", size), ("val", 2 * size)):
             ids = num_bytes + len(texts)
             assert bits_per_byte((ids - 1) * math.log(2), path / split) == pytest.approx((ids - 1) / num_bytes)
-
-
-def test_a_document_that_was_cut_counts_with_the_bytes_that_are_in_the_cache(folder: Path) -> None:
-    """Eight tokens fit: "abcdef" and the first two of "ghijkl"."""
-    build(folder / "letters", ["abcdef", "ghijkl"], 8)
-    train = folder / "letters" / "train"
-    assert ByteTokenizer().decode(stream_of(train)) == "abcdefgh"
-    assert bits_per_byte(8 * math.log(2), str(train)) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(

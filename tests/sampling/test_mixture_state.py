@@ -91,12 +91,7 @@ def test_what_is_no_state_is_refused_and_one_of_the_order_before_says_why(tmp_pa
     assert "stream is 1" in (message := refused(one, old)) and "another release" in message
     for state in (None, [], "state", 3, {}):
         refused(one, state)
-
-
-def test_states_of_streams_and_mixtures_are_not_taken_for_each_other(tmp_path: Path) -> None:
-    (folder,) = sources(tmp_path, [5])
-    alone = EpochStream(str(folder), T=1, global_batch_size=4, seed=0)
-    one = mixture([folder], [1])
+    alone = EpochStream(str(one.streams[0].split.folder), T=1, global_batch_size=4, seed=0)
     refused(one, alone.state_dict())
     with pytest.raises(ValueError):
         alone.load_state_dict(one.state_dict())

@@ -145,13 +145,11 @@ def test_what_a_dead_stub_left_is_cleared_by_the_next(tmp_path: Path) -> None:
     assert not (tmp_path / "c" / "half").exists()
 
 
-def test_an_empty_folder_in_the_way_is_replaced(tmp_path: Path) -> None:
+def test_an_empty_folder_in_the_way_is_replaced_and_one_of_a_cache_becomes_a_version(tmp_path: Path) -> None:
     (tmp_path / "c" / "train").mkdir(parents=True)
     build(tmp_path / "c", ["a" * 30])
     assert (tmp_path / "c").is_symlink() and len(entries_of(tmp_path / "c")) == 1
-
-
-def test_a_real_folder_that_holds_only_a_cache_becomes_a_version(tmp_path: Path) -> None:
+    (tmp_path / "c").unlink()
     real_folder(tmp_path / "c", ["a" * 30])
     content = json.loads((tmp_path / "c" / "meta.json").read_bytes())["content_sha256"]
     build(tmp_path / "c", ["b" * 30])
