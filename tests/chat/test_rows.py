@@ -37,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("inst", "prefix", [" I am well.<|im_end|>", " It rained. 🦊<|im_end|>"]),
     ],
 )
-def test_the_replies_and_the_tokens_that_end_them_are_supervised(
+def test_replies_and_their_ends_are_supervised(
     folders: dict[str, str], kind: str, mask_by: str, expected: list[str]
 ) -> None:
     tokenizer = open_tokenizer(folders[kind])
@@ -117,9 +117,7 @@ def test_a_template_that_cuts_earlier_replies_is_refused_by_name(folders: dict[s
         (None, "no chat template"),
     ],
 )
-def test_a_template_that_tells_nothing_certain_is_refused(
-    folders: dict[str, str], template: str | None, found: str
-) -> None:
+def test_a_template_that_is_not_certain_is_refused(folders: dict[str, str], template: str | None, found: str) -> None:
     with pytest.raises(ValueError, match=re.escape(found)):
         rows_of(open_tokenizer(folders["none"], chat_template=template), CHAT)
 
@@ -344,9 +342,7 @@ def test_a_fault_in_a_given_row_is_named(wrong: dict[str, Any], found: str) -> N
         list(given_rows(rows, vocab_size=100, seq_length=8, counters=Counter()))
 
 
-def test_rows_are_shown_with_the_supervised_tokens_marked_and_cannot_command_the_terminal(
-    folders: dict[str, str],
-) -> None:
+def test_rows_are_shown_with_supervised_tokens_marked_and_cannot_command_the_terminal(folders: dict[str, str]) -> None:
     tokenizer, chat = open_tokenizer(folders["chatml"]), turns("a\x1b[31m", "b\tc")
     (whole,) = rows_of(tokenizer, chat)
     length, carried = len(whole.input_ids), int(whole.loss_mask.sum())

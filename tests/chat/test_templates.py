@@ -126,7 +126,7 @@ def test_an_empty_reply_without_a_generation_prompt_carries_no_loss(folder: str)
     assert supervised(prompted, rows_of(prompted, turns("a", ""))[0]) == ["<|im_end|>"]
 
 
-def test_an_unstable_template_is_warned_of_and_refused_with_the_first_chat_that_shows_it(
+def test_an_unstable_template_is_warned_of_and_refused_with_the_first_chat(
     folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = open_tokenizer(folder, chat_template=kinds.LAST_REPLY_THINKS)
@@ -142,9 +142,7 @@ def test_an_unstable_template_is_warned_of_and_refused_with_the_first_chat_that_
         rows_of(tokenizer, turns("Why?", "It rained."), CHAT)
 
 
-def test_a_stable_template_is_not_warned_of_and_one_that_could_not_be_tried_is(
-    folder: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_a_template_that_could_not_be_tried_is_warned_of(folder: str, caplog: pytest.LogCaptureFixture) -> None:
     for template in kinds.TEMPLATES.values():
         with caplog.at_level(logging.WARNING, logger="niels_gpt"):
             assert rows_of(open_tokenizer(folder, chat_template=template), CHAT)
@@ -171,9 +169,7 @@ def test_beginnings_with_other_tokens_than_the_chat_are_refused_by_name(tmp_path
     assert len(rows_of(marked, CHAT)) == 1, "marks need no beginnings"
 
 
-def test_beginnings_are_checked_for_the_first_chats_and_then_now_and_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beginnings_are_checked_at_first_and_then_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizers, "_ALL_CHECKED", 3)
     monkeypatch.setattr(tokenizers, "_CHECKED_EVERY", 4)
     folder = str(kinds.write_tokenizer(tmp_path, template=kinds.PLAIN, replaced=LATER))

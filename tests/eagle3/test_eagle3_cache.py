@@ -299,7 +299,7 @@ def test_keys_that_came_later_and_keys_that_are_missing_do_no_harm(folder: Path)
         (lambda f: f.update(loss_mask=f["loss_mask"].to(torch.float64)), "float64"),
     ],
 )
-def test_a_shard_that_a_reader_would_refuse_is_not_written(
+def test_a_shard_of_another_form_is_not_written(
     folder: Path, change: Callable[[dict[str, Any]], Any], message: str
 ) -> None:
     fields = fields_of(2)

@@ -87,9 +87,7 @@ def gone(job: Any, number: int, parent: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_worker_that_dies_before_its_answer_is_told_like_any_other(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_dies_before_its_answer_is_told_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for shard in (0, 1):
         (cache / f"shard-{shard:06d}.safetensors").unlink()
     monkeypatch.setattr(multiprocessing.get_context("fork"), "Process", Gone)

@@ -213,7 +213,7 @@ def test_gradients_from_a_cache_of_version_1_and_2_are_those_of_the_live_target_
     assert_same(from_cache(tmp_path / "cache", plan, samples, llama), expected)
 
 
-def test_a_target_run_in_other_batches_gives_the_same_gradients_but_for_rounding(
+def test_other_batches_give_the_same_gradients_but_for_rounding(
     tmp_path: Path, llama: nn.Module, samples: Samples
 ) -> None:
     plan = plan_of(samples)
@@ -242,9 +242,7 @@ def test_a_cache_in_bf16_gives_gradients_within_half_a_hundredth(
 
 
 @pytest.mark.parametrize("wrong", ["the layers above", "a loss mask that is not shifted", "draft ids in another order"])
-def test_a_cache_that_is_wrong_fails(
-    tmp_path: Path, llama: nn.Module, samples: Samples, expected: Learnt, wrong: str
-) -> None:
+def test_a_wrong_cache_fails(tmp_path: Path, llama: nn.Module, samples: Samples, expected: Learnt, wrong: str) -> None:
     """The check refuses it at twenty times what a bf16 cache is allowed; the losses differ by less than 0.1%."""
     changed: dict[str, Any] = {}
     if wrong == "the layers above":

@@ -70,7 +70,7 @@ def test_facts_tell_what_was_read_and_have_no_path(settings: Settings) -> None:
         input_facts(settings, "notes")
 
 
-def test_rows_are_read_from_the_revision_in_the_facts(
+def test_rows_are_of_the_recorded_revision(
     settings: Settings, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str | None] = []

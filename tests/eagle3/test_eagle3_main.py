@@ -46,9 +46,7 @@ def cache(made: Path, tmp_path: Path) -> Path:
     return copy_of(made, tmp_path)
 
 
-def test_verify_says_what_was_checked_and_what_was_not(
-    made: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_says_what_was_checked_and_what_not(made: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(made), "--target", str(model), "-k", "3", "--seed", "5", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["recomputed"] == {"problems": [], "note": None, "remarks": [], "figures": ""}
@@ -133,9 +131,7 @@ def test_inspect_refuses_what_is_not_there(
     assert said in capsys.readouterr().err
 
 
-def test_convert_changes_the_manifest_alone_and_back(
-    cache: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_changes_the_manifest_and_back(cache: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
     assert main(["convert", str(cache), "--format-version", "2"]) == 0
     assert "now version 2: manifest.json was rewritten" in capsys.readouterr().out
@@ -186,7 +182,7 @@ def test_stats_counts_and_draws(
     assert capsys.readouterr().err == f"error: {picture}: no folder {picture.parent} to draw it in. Make it first\n"
 
 
-def test_a_folder_that_is_no_cache_is_an_error_and_a_wrong_flag_one_of_usage(
+def test_what_is_no_cache_is_an_error_and_a_wrong_flag_of_usage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command in (["verify"], ["inspect"], ["stats"], ["convert", "--format-version", "2"]):

@@ -72,7 +72,7 @@ def test_the_small_target_is_a_frozen_llama_of_eight_layers_with_the_tokenizer_b
         assert loaded.config._attn_implementation == "sdpa"
 
 
-def test_the_small_target_is_complete_or_absent(
+def test_a_target_is_whole_or_absent(
     tmp_path: Path, tiny_tokenizer: SentencePieceTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace: list[fileio.Operation] = []

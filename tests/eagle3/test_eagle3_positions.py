@@ -59,9 +59,7 @@ def test_few_positions_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize(("positions", "status"), [(0, 1), (1, 0), (30, 0)])
-def test_verify_and_stats_show_both_shares(
-    tmp_path: Path, positions: int, status: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_shares_are_shown(tmp_path: Path, positions: int, status: int, capsys: pytest.CaptureFixture[str]) -> None:
     fields = fields_of(10, slots=9)
     fields["loss_mask"][:, :-2], fields["loss_mask"][:, -2:] = 1, 0  # 70 slots of 90 tokens
     fields["position_mask"][:] = False

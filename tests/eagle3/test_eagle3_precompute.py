@@ -69,7 +69,7 @@ def test_a_run_makes_a_cache_and_says_what_it_is(tmp_path: Path, run: Run, model
     assert meta["draft_mass"] == 1 and meta["kept_mass"] is None
 
 
-def test_a_run_with_top_k_or_of_version_2_has_all_of_its_keys(
+def test_top_k_and_version_2_have_all_of_their_keys(
     tmp_path: Path, run: Run, chats: Path, made: Path, made_2: Path
 ) -> None:
     assert read_manifest(str(made_2))["target_probs_topk"] == 0, "version 2 may be dense"
@@ -95,9 +95,7 @@ def test_rows_of_ids_and_masks_are_taken_as_they_are(tmp_path: Path, run: Run) -
 
 
 @pytest.mark.slow
-def test_the_real_command_with_two_processes_makes_the_same_bytes(
-    tmp_path: Path, made: Path, arguments: Callable[..., list[str]]
-) -> None:
+def test_the_real_command_makes_the_same_bytes(tmp_path: Path, made: Path, arguments: Callable[..., list[str]]) -> None:
     shutil.copytree(made, tmp_path / "c")
     for shard in (0, 2):
         (tmp_path / "c" / f"shard-{shard:06d}.safetensors").unlink()
@@ -113,9 +111,7 @@ def test_the_real_command_with_two_processes_makes_the_same_bytes(
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_a_dry_run_says_what_would_be_written_and_writes_nothing(
-    tmp_path: Path, run: Run, tiny_tokenizer: SentencePieceTokenizer
-) -> None:
+def test_a_dry_run_says_what_it_would_write(tmp_path: Path, run: Run, tiny_tokenizer: SentencePieceTokenizer) -> None:
     status, out, _ = run("--dry-run", "--show", "2", "--draft-vocab-size", "64")
     assert status == 0 and list(tmp_path.iterdir()) == [] and out.count("[[") == 2
     texts = ["10 samples, ", "% supervised", "mean length", "3 shards, ", " batches", "format version 1, bf16"]
@@ -199,9 +195,7 @@ def test_a_file_or_a_link_to_nowhere_where_a_folder_is_needed_is_named_at_once(
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_run_again_is_refused_without_resume_and_up_to_date_with_it(
-    tmp_path: Path, run: Run, made: Path
-) -> None:
+def test_the_same_run_is_refused_without_resume_and_up_to_date_with_it(tmp_path: Path, run: Run, made: Path) -> None:
     shutil.copytree(made, tmp_path / "c")
     before = whole_tree(tmp_path / "c")
     status, _, errors = run()
@@ -292,7 +286,7 @@ def test_the_dtype_that_the_target_calculates_in_is_recorded_and_kept(tmp_path: 
     assert "up to date" in run("--resume")[1]
 
 
-def test_a_finished_shard_stays_and_the_threads_are_those_of_the_first_run(
+def test_a_finished_shard_and_the_threads_of_the_first_run_stay(
     tmp_path: Path, run: Run, model: Path, chats: Path
 ) -> None:
     run("--threads", "3")
@@ -326,9 +320,7 @@ def test_a_draft_vocabulary_comes_from_a_file_or_from_another_cache_and_is_kept_
     assert status == 1 and "'manifest.draft_vocab_size', 'manifest.selected_token_ids'" in errors
 
 
-def test_the_most_frequent_supervised_tokens_are_chosen(
-    tmp_path: Path, run: Run, tiny_tokenizer: SentencePieceTokenizer
-) -> None:
+def test_the_most_frequent_targets_are_chosen(tmp_path: Path, run: Run, tiny_tokenizer: SentencePieceTokenizer) -> None:
     row = {"input_ids": [50, 50, 50, 60, 70, 70], "loss_mask": [0, 0, 0, 1, 1, 1]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     size = tiny_tokenizer.vocab_size - 1  # or the target's own choice is not among so few tokens

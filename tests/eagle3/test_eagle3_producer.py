@@ -186,7 +186,7 @@ def test_a_file_that_is_not_whole_is_written_again(cache: Path, whole: Tree, nam
     assert whole_tree(cache) == whole
 
 
-def test_an_embedding_table_that_was_changed_is_written_again_by_a_run_that_has_nothing_else_to_do(
+def test_a_changed_embedding_table_is_written_again_by_a_run_that_has_nothing_else_to_do(
     cache: Path, whole: Tree
 ) -> None:
     flip_bit(cache / "target_embeddings.safetensors", -5)
@@ -257,9 +257,7 @@ def test_a_shard_is_written_while_the_next_one_is_computed(tmp_path: Path, monke
     assert order == [True, True, True]
 
 
-def test_the_forward_waits_where_the_writer_is_two_batches_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_forward_waits_for_a_writer_two_batches_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     computed, written, ahead = [0], [0], []
     call, write = forward.PlannedForward.__call__, ShardWriter.write
     may_write = threading.Event()
@@ -299,9 +297,7 @@ def test_progress_begins_with_what_was_there_and_ends_with_all(tmp_path: Path) -
     assert many[-1] == told[-1] and many == sorted(many)
 
 
-def test_torch_has_the_threads_of_the_plan_meanwhile_and_its_own_afterwards_and_its_random_state(
-    tmp_path: Path,
-) -> None:
+def test_torch_has_the_threads_of_the_plan_meanwhile_and_its_own_and_its_random_state_after(tmp_path: Path) -> None:
     seen: list[int] = []
 
     def noting(device: torch.device) -> Any:

@@ -51,9 +51,7 @@ def jittered(device: torch.device) -> Any:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("k", [1, 4, 100])
-def test_samples_that_are_run_once_more_are_equal_bit_for_bit(
-    eagle3_caches: dict[str, Path], form: str, k: int
-) -> None:
+def test_samples_that_are_run_again_are_equal_bit_for_bit(eagle3_caches: dict[str, Path], form: str, k: int) -> None:
     threads, seen = torch.get_num_threads(), []
     there = target(open_plan(eagle3_caches[form]))
     assert recomputed(eagle3_caches[form], there, k=k, progress=lambda *given: seen.append(given)) == GOOD
@@ -74,7 +72,7 @@ def test_another_target_gives_other_numbers_which_are_told_by_field(eagle3_cache
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_in_another_environment_rounding_is_let_pass_and_nan_and_another_target_are_not(
+def test_elsewhere_rounding_is_let_pass_and_nan_and_another_target_are_not(
     eagle3_caches: dict[str, Path], form: str
 ) -> None:
     cache, plan = eagle3_caches[form], open_plan(eagle3_caches[form])
@@ -242,7 +240,7 @@ def test_a_cache_that_was_computed_in_another_precision_passes(foreign: Path) ->
 
 
 @pytest.mark.parametrize("foreign", ["dense"], indirect=True)
-def test_what_was_asked_for_and_cannot_be_checked_is_no_success(
+def test_what_was_asked_for_and_not_checked_fails(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     eagle3_runs.load(torch.device("cpu")).save_pretrained(tmp_path / "model")

@@ -59,9 +59,7 @@ def test_a_good_cache_passes_every_check(eagle3_caches: dict[str, Path], tmp_pat
     assert total is not None and 0.9 * total < seen[-1][1] <= total
 
 
-def test_the_names_of_samples_are_not_read_where_nothing_is_wrong(
-    eagle3_caches: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_good_samples_are_not_read(eagle3_caches: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Samples, "open", lambda folder: pytest.fail("the samples were read"))
     names = ["checksums", "finite", "distribution"]
     assert verify(eagle3_caches["dense"], names=names) == dict.fromkeys(names, GOOD)

@@ -180,9 +180,7 @@ class TestFields:
             (torch.tensor([1, 2, 3, 4]), "target", [1, 2, 3, 4]),
         ],
     )
-    def test_every_form_comes_into_the_order_of_supervised_tokens(
-        self, values: Any, per: str, wanted: list[float]
-    ) -> None:
+    def test_every_form_comes_into_the_order_of_targets(self, values: Any, per: str, wanted: list[float]) -> None:
         assert self.edges.field(values, per=per).tolist() == wanted
         if getattr(values, "ndim", 1) == 1:  # the sizes of these say it too
             assert self.edges.field(values).tolist() == wanted

@@ -42,9 +42,7 @@ def test_the_group_is_not_the_easy_case() -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_both_ways_agree_and_the_sizes_are_those_of_the_group(
-    attention: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_ways_agree_and_the_sizes_are_of_the_group(attention: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main([*SMALL, "--attention", attention]) == 0
     step, verdict = capsys.readouterr().out.split("\n\nverify_fold: ")
     said = dict(re.split(r"\s{2,}|(?<=backward) ", line, maxsplit=1) for line in step.splitlines())
@@ -61,9 +59,7 @@ def test_both_ways_agree_and_the_sizes_are_those_of_the_group(
     assert f"{before} tokens folded into {after} rows" in verdict and "FAILED" not in verdict
 
 
-def test_a_folded_step_without_its_mask_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_without_its_mask_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     right = demo.model_inputs
 
     def without_mask(forest: PrefixForest, model: Any) -> dict[str, Any]:

@@ -117,9 +117,7 @@ def lines_of(content: bytes) -> list[Rollouts]:
         return list(read_rollouts(["-"]))
 
 
-def test_unrelated_rows_are_counted_as_the_one_row_that_they_become(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unrelated_rows_are_counted_as_the_row_they_become(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"ids": [10 * number, 1, 2]} for number in range(40)]  # 40 trees of 3 tokens, side by side
     path = file_of(tmp_path / "rows.jsonl", rows)
     found = found_in([path, *TINY], capsys)
@@ -131,7 +129,7 @@ def test_unrelated_rows_are_counted_as_the_one_row_that_they_become(
     assert found_in([path, "--rows", "10"], capsys)["longest_row"]["tokens"] == 30
 
 
-def test_the_median_is_not_the_mean_and_an_empty_prompt_shares_nothing(
+def test_the_median_is_no_mean_and_an_empty_prompt_shares_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = file_of(tmp_path / "three.jsonl", [ALIKE, NOTHING, APART])  # 8/3, 1, 9/7: the mean is 1.65
@@ -236,9 +234,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("line", BAD, ids=BAD.values())
-def test_the_first_bad_line_is_an_error_that_names_it(
-    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_bad_line_is_named_as_an_error(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(APART) + "\n\n" + line + "\n" + json.dumps(ALIKE) + "\n", encoding="utf-8")
     said = error_of(["stats", str(path)], capsys)
@@ -246,9 +242,7 @@ def test_the_first_bad_line_is_an_error_that_names_it(
     assert len(said) < 400 + len(str(path))
 
 
-def test_files_without_lines_damaged_or_absent_are_errors(
-    two: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_empty_damaged_or_absent_files_are_errors(two: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty, cut, wrong, plain = (tmp_path / name for name in ("empty.jsonl", "cut.gz", "wrong.gz", "plain.gz"))
     empty.write_bytes(b"\n")
     good = gzip.compress(Path(two).read_bytes())
@@ -293,9 +287,7 @@ def test_interrupted_is_130(two: str, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert capsys.readouterr().err == "\ninterrupted\n"
 
 
-def test_show_prints_the_tree_of_a_line_or_of_the_run_that_begins_there(
-    two: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_prints_the_tree_of_a_line_or_run(two: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", two]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{two}:1: 2 samples, 3 nodes, 9 tokens before, 7 after",
@@ -319,9 +311,7 @@ def test_show_prints_the_tree_of_a_line_or_of_the_run_that_begins_there(
     ]
 
 
-def test_show_cuts_long_nodes_in_the_middle_and_deep_trees_in_their_indent(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_cuts_long_nodes_and_the_indent_of_deep_trees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chain = [{"ids": list(range(100, 120 + length))} for length in range(600)]  # each is a prefix of the next
     path = file_of(tmp_path / "chain.jsonl", chain)
     assert main(["show", path, "--rows", "0", "--nodes", "5000"]) == 0
@@ -336,9 +326,7 @@ def test_show_cuts_long_nodes_in_the_middle_and_deep_trees_in_their_indent(
     assert capsys.readouterr().out.splitlines()[-1] == "and 1 more node: see all with --nodes 600"
 
 
-def test_show_gives_the_text_of_the_ids(
-    tmp_path: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_gives_the_text_of_ids(tmp_path: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from niels_gpt.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(tiny_model_path)

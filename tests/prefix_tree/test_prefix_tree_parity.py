@@ -188,9 +188,7 @@ def test_stock_models_agree_to_the_rounding_of_float32(name: str, implementation
 
 
 @pytest.mark.parametrize(("name", "implementation"), [("Llama", "sdpa"), ("Mistral", "eager"), (TWO_WINDOWS, "sdpa")])
-def test_a_change_in_one_branch_moves_nothing_elsewhere_unless_the_mask_is_dropped(
-    name: str, implementation: str
-) -> None:
+def test_a_change_in_a_branch_moves_nothing_else_unless_the_mask_is_dropped(name: str, implementation: str) -> None:
     model = stock(name, implementation)
     forest = PrefixForest.from_rollout_group([1, 2, 3], [[10, 11, 12], [20, 21], [30]])
     prompt, first, siblings = slice(0, 3), slice(4, 6), slice(6, 9)  # 10 in row 3 is changed; 11 12 see it

@@ -210,9 +210,7 @@ def changed(**values: Any) -> Callable[[Inputs], Inputs]:
         ("eager", changed(attention_mask=ADDED + torch.arange(T)), "has 1, expected 0, as it"),  # as those of a bias
     ],
 )
-def test_inputs_that_would_be_silently_wrong_are_refused(
-    attn: str, change: Callable[[Inputs], Inputs], message: str
-) -> None:
+def test_inputs_that_are_silently_wrong_are_errors(attn: str, change: Callable[[Inputs], Inputs], message: str) -> None:
     model = tiny_model("llama", attn)
     inputs = change(model_inputs(FOREST, model))
     assert error(model, FOREST, inputs) > 1e-3  # no error, no warning, other values

@@ -190,9 +190,7 @@ def test_wrong_labels_are_counted(
     assert (report.lost_targets, report.lost_first_tokens) == (lost, lost_first)
 
 
-def test_edges_repair_that_layout_and_labels_where_nothing_is_a_target_are_off_beyond_measure(
-    model: Transformer,
-) -> None:
+def test_edges_repair_that_layout_and_labels_where_nothing_is_a_target_are_beyond_measure(model: Transformer) -> None:
     paths = FOLDED.node_lengths, FOLDED.sample_paths, FOLDED.input_ids
     edges = LossEdges.from_forest(PrefixForest.from_node_paths(*paths, loss_nodes=[1, 2]))
     assert verify_fold(model, FOLDED, edges=edges).ok

@@ -250,7 +250,7 @@ def test_a_small_parameter_is_measured_by_its_own_gradient(model: Transformer) -
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
-def test_other_precisions_have_a_tolerance_that_rounding_keeps_and_an_error_does_not(
+def test_other_precisions_have_a_tolerance_that_rounding_keeps_and_errors_do(
     dtype: torch.dtype, tolerance: float
 ) -> None:
     model = Transformer().to(dtype)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,31 @@ def train(cache_dir: str, model: Any, raw: dict[str, Any], rows: list[int]) -> d
     return found
 
 
+def plain(value: Any) -> Any:
+    """Return a value without the classes of either side."""
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    if hasattr(value, "fingerprint"):
+        return asdict(value), value.fingerprint()
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def answer(owners: list[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return ("ok", value) or ("raised", class, text) of a function, or a constant, of the first that has it."""
+    found = next(getattr(owner, name) for owner in owners if hasattr(owner, name))
+    try:
+        return ("ok", plain(found(*args, **kwargs)) if callable(found) else found)
+    except Exception as error:
+        return ("raised", type(error).__name__, str(error))
+
+
+def fold_answers(calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> list[tuple[Any, ...]]:
+    """Return the peer's answers to what is asked of its fold of a shared prefix and of its masks."""
+    names = ("components.datasets.llm.prefix_tree", "components.datasets.llm.mock_prefix_tree")
+    masks = peer_module("components.distributed.context_parallel.magi").AttnMaskSpec
+    return [answer([*map(peer_module, names), masks], *call) for call in calls]
+
+
 def peer_module(name: str) -> Any:
     """Import a module of the peer by its name below nemo_automodel."""
     import importlib
@@ -197,10 +223,10 @@ def serve() -> None:
             os._exit(0)  # at once: taking torch down in order takes seconds
         try:
             call = getattr(peer_module(module), name) if module else globals()[name]
-            answer = (True, call(*args, **kwargs))
+            told = (True, call(*args, **kwargs))
         except (Exception, SystemExit) as error:  # the latter of its command line
-            answer = (False, ([cls.__name__ for cls in type(error).__mro__], str(error)))
-        pickle.dump(answer, answers)
+            told = (False, ([cls.__name__ for cls in type(error).__mro__], str(error)))
+        pickle.dump(told, answers)
         answers.flush()
 
 
