@@ -115,6 +115,16 @@ def test_a_version_1_cache_becomes_one_of_version_2_and_back_by_its_manifest_alo
     assert Path(shard_path(folder, 0)).read_bytes() == shard
     with pytest.raises(ValueError, match="format_version 3"):
         convert(folder, 3)
+    (folder / "meta.json").write_text('{"kind": "other"}')  # of another tool
+    assert convert(folder, 2)
+    assert (folder / "meta.json").read_text() == '{"kind": "other"}'
+    with file_lock(folder / "sidecar" / "lock", "busy", wait=False), pytest.raises(CacheError, match="being written"):
+        convert(folder, 1)
+    later = {"input_data": "x", "split": None, "shuffle_seed": 42, "mask_reasoning_content": False, "new": 1}
+    minimal = {"num_samples": 3, "shard_size": 2}  # keys that came later and keys that are missing do no harm
+    for manifest in (manifest_of(samples=3, shard_size=2) | later, minimal, minimal | {"format_version": 2}):
+        write_manifest(folder, manifest)
+        assert torch.equal(CachedEagle3Dataset(folder)[1]["target_probs"], written["target_probs"][1])
 
 
 def test_a_top_k_cache_is_read_at_full_width_and_never_becomes_version_1(folder: Path) -> None:
@@ -221,15 +231,6 @@ def test_a_value_of_a_wrong_type_in_the_manifest_is_named(folder: Path, key: str
             opening(folder)
 
 
-def test_a_conversion_leaves_a_meta_json_of_another_tool_alone_and_waits_for_nobody(folder: Path) -> None:
-    write_cache(folder, samples=2, shard_size=2)
-    (folder / "meta.json").write_text('{"kind": "other"}')
-    assert convert(folder, 2)
-    assert (folder / "meta.json").read_text() == '{"kind": "other"}'
-    with file_lock(folder / "sidecar" / "lock", "busy", wait=False), pytest.raises(CacheError, match="being written"):
-        convert(folder, 1)
-
-
 def rewritten(**how: Any) -> Callable[[Path], Any]:
     """Return what writes each shard again, in another form."""
     return lambda folder: [write_shard(folder, index, fields_of(rows, **how)) for index, rows in enumerate((2, 2, 1))]
@@ -275,15 +276,6 @@ def test_missing_files_are_named_and_names_that_only_look_like_shards_passed_ove
         (folder / name).touch()
     assert cache.existing_shard_indices(folder) == {0}
     assert len(CachedEagle3Dataset(folder)) == 2
-
-
-def test_keys_that_came_later_and_keys_that_are_missing_do_no_harm(folder: Path) -> None:
-    written = write_cache(folder, samples=2, shard_size=2)
-    later = {"input_data": "x", "split": None, "shuffle_seed": 42, "mask_reasoning_content": False, "new": 1}
-    minimal = {"num_samples": 2, "shard_size": 2}
-    for manifest in (manifest_of(samples=2, shard_size=2) | later, minimal, minimal | {"format_version": 2}):
-        write_manifest(folder, manifest)
-        assert torch.equal(CachedEagle3Dataset(folder)[1]["target_probs"], written["target_probs"][1])
 
 
 @pytest.mark.parametrize(

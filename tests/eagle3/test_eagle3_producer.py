@@ -28,9 +28,6 @@ CPU, PAD = torch.device("cpu"), 5
 EMBEDDINGS = ("target_embeddings.safetensors", "sidecar/embeddings.json")
 
 
-# --- what is stored ---------------------------------------------------------------------------------------------------
-
-
 def outputs_of(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what the target says of one sample alone: captured hidden states [L, 3H] and logits [L, V]."""
     with torch.no_grad():
@@ -127,9 +124,6 @@ def test_the_padding_is_the_only_thing_that_another_pad_id_changes(tmp_path: Pat
         assert changed.any() and set(right["input_ids"][changed].tolist()) == {39}
         lengths = right["attention_mask"].sum(-1, keepdim=True)
         assert not (changed & (torch.arange(LENGTH) < lengths - 1)).any()
-
-
-# --- any number of processes, any subset of shards --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [2, 8])
@@ -233,9 +227,6 @@ def test_temporary_files_of_killed_writers_are_removed_and_nothing_else(tmp_path
     (cache / "meta.json").unlink()
     run(cache, resume=True)
     assert not any(path.exists() for path in left) and all(path.is_file() for path in mine)
-
-
-# --- how it runs ------------------------------------------------------------------------------------------------------
 
 
 def test_a_shard_is_written_while_the_next_one_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

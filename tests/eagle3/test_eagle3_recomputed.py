@@ -4,7 +4,8 @@ import copy
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,39 +186,41 @@ def test_other_layers_are_found(cache: Path, layers: list[int]) -> None:
     assert problems and all("slot" in problem and "sample" in problem for problem in problems)
 
 
-@pytest.mark.parametrize("names", [["loss_mask"], ["loss_mask", "position_mask"]])
-def test_a_mask_that_is_not_shifted_is_found(cache: Path, names: list[str]) -> None:
-    def unshift(tensors: Tensors, _: int) -> None:
-        for name in names:
-            tensors[name][1:] = tensors[name][:-1].clone()
-            tensors[name][0] = 0
+def unshift(tensors: Tensors, _: int, names: Sequence[str] = ("loss_mask", "position_mask")) -> None:
+    for name in names:
+        tensors[name][1:] = tensors[name][:-1].clone()
+        tensors[name][0] = 0
 
-    rewrite(cache, unshift)
+
+def shuffle(tensors: Tensors, length: int) -> None:
+    order = torch.randperm(length - 1, generator=torch.Generator().manual_seed(0))
+    tensors["input_ids"][: length - 1] = tensors["input_ids"][order]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (unshift, "loss_mask is not shifted"),
+        (partial(unshift, names=["loss_mask"]), "loss_mask is not shifted"),
+        (shuffle, "is not what the target gives"),  # ids that are not those of the states
+        (None, "is not what the target gives"),  # those of another sample
+    ],
+)
+def test_ids_and_masks_that_are_not_those_of_the_states_are_found(cache: Path, change: Any, said: str) -> None:
+    if change is not None:
+        rewrite(cache, change)
+    else:
+        tensors = load_file(shard_path(cache, 0))
+        for name in ("input_ids", "attention_mask", "loss_mask", "position_mask"):
+            tensors[name] = tensors[name].flip(0).contiguous()
+        save_file(tensors, shard_path(cache, 0))
     assert verify(cache, names=["complete", "finite"])["complete"].problems == []
-    assert any("loss_mask is not shifted" in problem for problem in recomputed(cache, small(), k=12).problems)
+    assert any(said in problem for problem in recomputed(cache, small(), k=12).problems)
 
 
 def test_a_mask_with_loss_behind_the_last_token_is_found_without_the_target(cache: Path) -> None:
     rewrite(cache, lambda tensors, length: tensors["loss_mask"][length - 1].fill_(1) and None)
     assert any("loss_mask is 1 at slot" in problem for problem in verify(cache)["distribution"].problems)
-
-
-def test_ids_that_are_not_those_of_the_states_are_found(cache: Path, tmp_path: Path) -> None:
-    (tmp_path / "between").mkdir()
-    between = copy_of(cache, tmp_path / "between")
-
-    def shuffle(tensors: Tensors, length: int) -> None:
-        order = torch.randperm(length - 1, generator=torch.Generator().manual_seed(0))
-        tensors["input_ids"][: length - 1] = tensors["input_ids"][order]
-
-    rewrite(cache, shuffle)
-    tensors = load_file(shard_path(between, 0))
-    for name in ("input_ids", "attention_mask", "loss_mask", "position_mask"):
-        tensors[name] = tensors[name].flip(0).contiguous()
-    save_file(tensors, shard_path(between, 0))
-    for wrong in (cache, between):
-        problems = recomputed(wrong, small(), k=12).problems
-        assert any("is not what the target gives" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("column", [0, 3])

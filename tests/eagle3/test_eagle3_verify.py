@@ -44,9 +44,6 @@ def problems(cache: Path, name: str) -> list[str]:
     return verify(cache, names=[name])[name].problems
 
 
-# --- a good cache -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_good_cache_passes_every_check(eagle3_caches: dict[str, Path], tmp_path: Path, form: str) -> None:
     seen: list[tuple[int, int, int | None]] = []
@@ -74,9 +71,6 @@ def test_the_tolerance_of_a_sum_holds_for_the_worst_of_many_distributions() -> N
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             off = (probs.to(dtype).sum(-1, dtype=torch.float32) - 1).abs().max()
             assert off < tolerance(dtype, 32_000) < 0.01
-
-
-# --- changed bytes ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -130,9 +124,6 @@ def test_any_changed_byte_of_any_file_is_told_and_nothing_else_is_raised(copied:
                 is_told |= look is verify
         assert is_told, (path, at)
         path.write_bytes(content)
-
-
-# --- wrong values -----------------------------------------------------------------------------------------------------
 
 
 def many(cache: Path, *numbers: tuple[str, int, int, int, float]) -> None:
@@ -226,9 +217,6 @@ def test_many_problems_end_with_and_more(tmp_path: Path) -> None:
         stored(tmp_path / "c", shard, "loss_mask")[:, 0, 0] ^= 2
     found = problems(tmp_path / "c", "ids_match")
     assert len(found) == 21 and found[-1] == "... and more"
-
-
-# --- files that do not fit --------------------------------------------------------------------------------------------
 
 
 def test_what_is_missing_or_too_much_is_told(copied: Copy) -> None:
