@@ -19,7 +19,6 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tokenizer without a template."""
     return str(kinds.write_tokenizer(tmp_path_factory.mktemp("none"), template=None))
 
 

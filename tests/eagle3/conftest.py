@@ -38,7 +38,6 @@ def finished(eagle3_caches: dict[str, Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def whole(finished: Path) -> dict[str, bytes]:
-    """The bytes of each of its files but the lock."""
     from support.eagle3_runs import whole_tree
 
     return whole_tree(finished)
@@ -46,7 +45,6 @@ def whole(finished: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def cache(finished: Path, tmp_path: Path) -> Path:
-    """A copy of the finished cache."""
     return shutil.copytree(finished, tmp_path / "c")
 
 

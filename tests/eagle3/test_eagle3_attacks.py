@@ -144,7 +144,6 @@ def at(name: str, do: Callable[[Path, Path], Any]) -> Make:
 
 
 def file(name: str, content: Callable[[], bytes]) -> Make:
-    """Give a file another content."""
     return at(name, lambda path, _: path.write_bytes(content()))
 
 
@@ -289,7 +288,6 @@ ATTACKS["manifest.json: aux_layer_ids is 5"] = Attack(
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """A process that has imported everything."""
     with serving("test_eagle3_attacks") as server:
         yield server
 

@@ -42,7 +42,6 @@ def produce(model: Path, folder: Path, cache: Path, *flags: str) -> None:
 
 @pytest.fixture
 def cache(made: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
     return copy_of(made, tmp_path)
 
 

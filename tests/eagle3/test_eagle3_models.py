@@ -23,7 +23,6 @@ FILES = {"config.json", "model.safetensors", "spm.model"}
 
 @pytest.fixture
 def own(model: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
     shutil.copytree(model, tmp_path / "own")
     return tmp_path / "own"
 

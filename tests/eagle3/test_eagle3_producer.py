@@ -17,7 +17,7 @@ from support import eagle3_runs as small
 from support.eagle3_damage import flip_bit
 from support.eagle3_runs import HIDDEN, LENGTH, has_shard, never, run, samples_of, times, whole_tree
 
-from niels_gpt.eagle3.cache import CachedEagle3Dataset, reconstruct_target_probs, verify
+from niels_gpt.eagle3.cache import CachedEagle3Dataset, verify
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.format.shard_writer import ShardWriter
 from niels_gpt.eagle3.produce import forward
@@ -90,11 +90,9 @@ def test_a_cache_of_top_k_keeps_the_largest_probabilities_and_says_how_much_they
     plan = small.plan(samples_of(), dtype="fp32", **small.TOPK)
     meta = run(tmp_path / "c", given=plan).meta
     rows = [expected_row(sample) for sample in small.rows()]
-    stored = [load_file(tmp_path / "c" / f"shard-{shard:06d}.safetensors") for shard in range(3)]
-    kept = []
+    dataset, kept = CachedEagle3Dataset(tmp_path / "c"), []
     for number, expected in enumerate(rows):
-        fields = {name: tensor[number % 4] for name, tensor in stored[number // 4].items()}
-        found = reconstruct_target_probs(fields["target_probs_values"], fields["target_probs_indices"], 12)
+        found = dataset[number]["target_probs"]
         values, indices = expected["target_probs"].topk(4, -1)
         right = torch.zeros(LENGTH, 12).scatter(-1, indices, values / values.sum(-1, keepdim=True).clamp_min(1e-9))
         inner = slice(0, len(small.rows()[number].input_ids) - 1)  # the last slot is uniform: any four

@@ -31,7 +31,6 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture
 def dense(eagle3_caches: dict[str, Path], tmp_path: Path) -> Path:
-    """A copy of a dense cache with its plan."""
     return copy_of(eagle3_caches["dense"], tmp_path)
 
 
@@ -151,7 +150,6 @@ def foreign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def cache(foreign: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
     return copy_of(foreign, tmp_path)
 
 

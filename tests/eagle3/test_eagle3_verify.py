@@ -35,12 +35,10 @@ Copy = Callable[..., Path]
 
 @pytest.fixture
 def copied(eagle3_caches: dict[str, Path], tmp_path: Path) -> Copy:
-    """Gives a copy of a cache to damage."""
     return lambda form="dense": copy_of(eagle3_caches[form], tmp_path)
 
 
 def problems(cache: Path, name: str) -> list[str]:
-    """Return what one check finds."""
     return verify(cache, names=[name])[name].problems
 
 
@@ -219,13 +217,21 @@ def test_many_problems_end_with_and_more(tmp_path: Path) -> None:
     assert len(found) == 21 and found[-1] == "... and more"
 
 
-def test_what_is_missing_or_too_much_is_told(copied: Copy) -> None:
+def test_what_is_missing_or_does_not_belong_there_is_told(copied: Copy) -> None:
     cache = copied()
+    names = (".shard-000001.safetensors.deadbeef.tmp", "sidecar/.ids.txt.deadbeef.tmp", "sidecar/notes")
+    for name in names:
+        (cache / name).write_bytes(b"x")
+    verdict = verify(cache)["complete"]
+    assert verdict.problems == [] and verdict.note is None
+    assert [remark.split(":")[0] for remark in verdict.remarks] == [f"{cache}/{name}" for name in names]
     Path(shard_path(cache, 1)).rename(shard_path(cache, 7))
-    missing, strange = problems(cache, "complete")
+    (cache / "sidecar" / "shard-000003.json").write_bytes(b"{}")
+    missing, strange, receipt = problems(cache, "complete")
     expected = f"{shard_path(cache, 1)}: no such file, expected 3 shards of 10 samples by manifest.json. "
     assert missing == f"{expected}{BEHIND}, or materialize eagle3/targets again"
-    assert strange.startswith(f"{shard_path(cache, 7)}: a shard too many, expected 3 shards")
+    assert strange.startswith(f"{shard_path(cache, 7)}: a shard too many, expected 3 shards of 10 samples")
+    assert receipt.startswith(f"{cache}/sidecar/shard-000003.json: a receipt too many")
     (cache / "meta.json").unlink()
     assert "production has not finished" in problems(cache, "complete")[0]
 
@@ -351,18 +357,3 @@ def test_a_damaged_list_of_names_is_read_once_and_told(copied: Copy, monkeypatch
     (found,) = verdicts["ids_match"].problems
     assert "not the samples of a cache" in found
     assert len(verdicts["finite"].problems) == 10
-
-
-def test_files_that_do_not_belong_there_are_told(copied: Copy) -> None:
-    cache = copied()
-    names = (".shard-000001.safetensors.deadbeef.tmp", "sidecar/.ids.txt.deadbeef.tmp", "sidecar/notes")
-    for name in names:
-        (cache / name).write_bytes(b"x")
-    verdict = verify(cache)["complete"]
-    assert verdict.problems == [] and verdict.note is None
-    assert [remark.split(":")[0] for remark in verdict.remarks] == [f"{cache}/{name}" for name in names]
-    (cache / "sidecar" / "shard-000003.json").write_bytes(b"{}")
-    shutil.copy(shard_path(cache, 2), shard_path(cache, 3))
-    shard, receipt = verify(cache)["complete"].problems
-    assert shard.startswith(f"{shard_path(cache, 3)}: a shard too many, expected 3 shards of 10 samples")
-    assert receipt.startswith(f"{cache}/sidecar/shard-000003.json: a receipt too many")

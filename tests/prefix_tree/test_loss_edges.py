@@ -94,18 +94,12 @@ def test_edges_are_the_targets_of_the_samples_and_their_weights_the_uses(samples
     if uses:
         mean = LossEdges.from_forest(forest, weighting="sample_mean").weight
         assert float(mean.sum()) == pytest.approx(sum(count > 0 for count in counts))
-
-
-@QUICK
-@given(SAMPLES, st.integers(0, 2**32 - 1))
-def test_weights_of_ones_own_add_up_by_edge(samples: Samples, seed: int) -> None:
-    forest, _ = masked(samples, seed)
     own = torch.rand(len(forest.loss_mask), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    edges = LossEdges.from_forest(forest, weighting=own)
     sums = [0.0] * edges.num_edges
     for edge, token in zip(edges.sample_edge.tolist(), edges.sample_token.tolist(), strict=True):
         sums[edge] += float(own[token])
-    assert edges.weight.tolist() == pytest.approx(sums, rel=1e-12)
+    weighted = LossEdges.from_forest(forest, weighting=own)  # weights of one's own add up by edge
+    assert weighted.weight.tolist() == pytest.approx(sums, rel=1e-12)
 
 
 @QUICK
@@ -121,6 +115,12 @@ def test_unfolding_gives_each_sample_its_values_and_padding_the_rest(samples: Sa
     assert padded.shape == (len(samples), longest, 2)
     assert [row[: len(sample), 0].tolist() for row, sample in zip(padded, samples, strict=True)] == samples
     assert int((padded[..., 0] == -1).sum()) == len(samples) * longest - len(wanted)
+    edges, ragged = LossEdges.from_forest(forest), torch.arange(len(wanted))  # a field of every form means the same
+    rows = [ragged[begin:end] for begin, end in pairwise(forest.sample_offsets.tolist())]
+    columns = torch.full((len(samples), longest), -1)
+    columns[padded[..., 0] != -1] = ragged
+    for values, per in ((rows, None), ([row[1:] for row in rows], None), (columns, "token")):
+        assert edges.field(values, per=per).tolist() == edges.sample_token.tolist()
 
 
 def logprobs(logits: Tensor, edges: LossEdges) -> list[float]:
@@ -258,20 +258,6 @@ class TestFields:
         for lengths in ([2], [2, 6], [-1, 2]):
             with pytest.raises(ValueError, match="prompt_lengths"):
                 PrefixForest.from_sequences(samples, prompt_lengths=lengths)
-
-
-@QUICK
-@given(SAMPLES)
-def test_a_field_of_every_form_means_the_same(samples: Samples) -> None:
-    forest = PrefixForest.from_sequences(samples)
-    edges = LossEdges.from_forest(forest)
-    ragged = torch.arange(len(forest.loss_mask))
-    rows = [ragged[begin:end] for begin, end in pairwise(forest.sample_offsets.tolist())]
-    assert edges.field(rows).tolist() == edges.sample_token.tolist()
-    assert edges.field([row[1:] for row in rows]).tolist() == edges.sample_token.tolist()
-    padded = unfold(torch.zeros(forest.num_tokens, dtype=torch.int64), forest, pad=-1)
-    padded[padded == 0] = ragged
-    assert edges.field(padded, per="token").tolist() == edges.sample_token.tolist()
 
 
 def test_what_is_not_of_this_row_is_refused() -> None:

@@ -126,18 +126,11 @@ def test_boolean_for_sdpa_and_additive_for_eager() -> None:
         assert added.dtype == dtype and added.tolist() == [[[[0, low, low], [0, 0, low], [0, low, 0]]]]
     windowed = hf_attention_mask(forest, "sdpa", torch.float32, window=1)
     assert torch.equal(windowed[0, 0], torch.eye(3, dtype=torch.bool))
-
-
-def test_a_sum_of_scores_and_the_additive_mask_gives_no_weight_to_hidden_tokens() -> None:
-    forest = PrefixForest.from_sequences([[1, 2], [1, 3]]).padded(4)
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+    forest = forest.padded(4)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):  # added to scores, it leaves hidden tokens no weight
         scores = torch.full((4, 4), -50.0, dtype=dtype).tril().add(50)  # the hidden ones are the highest
         weights = (scores + hf_attention_mask(forest, "eager", dtype)[0, 0]).softmax(-1, dtype=torch.float32)
         assert torch.equal(weights > 0, dense_mask(forest))
-
-
-def test_an_additive_mask_of_integers_is_refused() -> None:
-    forest = PrefixForest.from_sequences([[1]])
     with pytest.raises(AttentionRouteError, match=r"got torch.int64, expected the model's dtype"):
         hf_attention_mask(forest, "eager", torch.int64)
     with pytest.raises(AttentionRouteError, match="attn_implementation=None is not known here"):

@@ -3,7 +3,6 @@
 import io
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,8 @@ from niels_gpt.prefix_tree.savings.plot import MOST_DRAWN, plot_mask
 
 pytest.importorskip("transformers", reason="the extra `eagle3` brings it")
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # which gives back the threads that the demo sets
 SMALL = ["--prompt", "24", "--completion", "10", "--samples", "5"]
-
-
-@pytest.fixture(autouse=True)
-def same_threads() -> Iterator[None]:
-    """Give the other tests the threads back that the demo sets."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_the_group_is_not_the_easy_case() -> None:

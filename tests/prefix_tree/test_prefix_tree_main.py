@@ -31,7 +31,6 @@ TINY = ["--parameters", "10", "--layers", "1", "--d-model", "1"]
 
 
 def file_of(path: Path, rows: Sequence[Any]) -> str:
-    """Write rows as lines of JSON; returns the path."""
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return str(path)
@@ -39,7 +38,6 @@ def file_of(path: Path, rows: Sequence[Any]) -> str:
 
 @pytest.fixture
 def two(tmp_path: Path) -> str:
-    """A file of the two groups."""
     return file_of(tmp_path / "two.jsonl", [APART, ALIKE])
 
 
@@ -52,7 +50,6 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def found_in(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """Run stats --json; returns what it prints."""
     assert main(["stats", *arguments, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found

@@ -26,7 +26,6 @@ Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 def calls() -> list[Call]:
-    """Return what both are asked."""
     draw = random.Random(0)
 
     def ids(longest: int, shortest: int = 1) -> list[int]:
@@ -58,7 +57,6 @@ def calls() -> list[Call]:
 
 
 def path_of(node: int, parents: list[int | None]) -> list[int]:
-    """Return the nodes from the root to a node."""
     parent = parents[node]
     return [node] if parent is None else [*path_of(parent, parents), node]
 
