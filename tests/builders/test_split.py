@@ -1,4 +1,4 @@
-"""A document's split depends on its text and the seed alone; equal texts are in one split, and are counted (D5)."""
+"""A split follows from text and seed alone, equal texts are in one, and budgets cut what does not fit (D5)."""
 
 import hashlib
 import itertools
