@@ -13,16 +13,7 @@ from typing import Any
 import pytest
 from support.fault_builds import KINDS
 from support.power_loss import Disk, Tree, below, put, recorded_below, tree_of
-from support.small_builds import (
-    BATCH_ITEMS,
-    BUILDERS,
-    SHARD_BYTES,
-    Counted,
-    documents,
-    pretrain,
-    quick_folder,
-    whole_version,
-)
+from support.small_builds import BATCH_ITEMS, BUILDERS, ITEMS, SHARD_BYTES, Counted, quick_folder, whole_version
 
 from niels_gpt.storage import fileio
 from niels_gpt.storage.fileio import Operation
@@ -285,10 +276,10 @@ def test_a_killed_build_tokenizes_at_most_a_shard_again(folder: Path, seconds: f
     arguments: dict[str, Any] = {"max_val_tokens": 0, "checkpoint_seconds": seconds, "max_train_tokens": 420}
     (folder / "build").mkdir()
     with fileio.recorded(trace):
-        pretrain(folder / "build" / "c", tokenizer=Noting(), **arguments)
+        BUILDERS["pretrain"](folder / "build" / "c", tokenizer=Noting(), **arguments)
     ended = next(number for number, found in enumerate(trace) if found[0] == "unlink")  # the journal is no more
     disk = Disk({})
-    longest = max(len(text.encode(errors="replace")) + 1 for _, text, _ in documents(0))
+    longest = max(len(text.encode(errors="replace")) + 1 for _, text, _ in ITEMS["pretrain"](0))
     batch = 2 * BATCH_ITEMS * longest
     assert batch < SHARD_BYTES
     lost: list[int] = []
@@ -298,7 +289,7 @@ def test_a_killed_build_tokenizes_at_most_a_shard_again(folder: Path, seconds: f
             continue
         put(disk.left("kill"), folder / "scratch")
         tokenizer = Counted()
-        pretrain(folder / "scratch" / "c", tokenizer=tokenizer, **arguments)
+        BUILDERS["pretrain"](folder / "scratch" / "c", tokenizer=tokenizer, **arguments)
         shutil.rmtree(folder / "scratch")
         before = [text for when, text in asked if when <= number and text]
         again = [text for text in tokenizer.texts if text in before]

@@ -10,15 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.small_caches import (
-    CHAT,
-    SavedByteTokenizer,
-    build_caches,
-    build_chats,
-    build_notes,
-    change_meta,
-    put_token,
-)
+from support import small_caches
+from support.small_caches import CHAT, build_caches, build_chats, build_notes, change_meta, put_token
 
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_stub
@@ -185,7 +178,7 @@ def test_a_cache_whose_source_lacks_a_split_says_which_and_a_stub_passes(root: P
     problem = f"{cache}/meta.json: built is partial: the source lacks a split. Empty: train"
     assert all_problems(cache, deep=True) == {"budget_reached": [problem]}
     stub = root / "pretrain" / "stub"
-    build_stub(stub, tokenizer=SavedByteTokenizer(root), source=Source(name="g"), seed=0, shard_bytes=20)
+    build_stub(stub, tokenizer=small_caches.SavedByteTokenizer(root), source=Source(name="g"), seed=0, shard_bytes=20)
     assert all_problems(stub, deep=True) == {}
 
 

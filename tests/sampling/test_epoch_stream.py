@@ -18,16 +18,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.number_caches import (
-    GlobalBatch,
-    first_ids,
-    firsts,
-    number_cache,
-    numbered,
-    run_epochs,
-    with_vocabulary,
-    write_shards,
-)
+from support.number_caches import first_ids, firsts, number_cache, numbered, run_epochs, with_vocabulary, write_shards
 
 import niels_gpt.cache
 import niels_gpt.sampling
@@ -71,7 +62,7 @@ def test_every_window_comes_exactly_once_an_epoch_whatever_the_split_of_the_work
     changed: dict[str, Any] = {"T": T, "seed": seed, "epochs": 3, "random_offset": random_offset}
     with tempfile.TemporaryDirectory() as name:
         folder = numbered(Path(name), lengths)
-        batches: list[GlobalBatch] = []
+        batches: list[Any] = []
         for world, per_rank, steps in [*parts, (*last, None)]:
             state = batches[-1].state if batches else None
             batches += run_epochs(folder, steps, G=world * per_rank, world=world, state=state, **changed)

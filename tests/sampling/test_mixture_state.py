@@ -12,16 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support.number_caches import (
-    APART,
-    assert_in_epochs,
-    firsts,
-    mixture,
-    number_cache,
-    run_mixture,
-    sources,
-    sources_of,
-)
+from support.number_caches import APART, assert_in_epochs, firsts, mixture, number_cache, run_mixture, sources
 
 from niels_gpt.cache import CacheError
 from niels_gpt.cache.meta import write_meta
@@ -149,7 +140,10 @@ def test_a_cap_is_met_to_the_sample_and_the_others_fill_the_place(tmp_path: Path
 
 def test_the_place_of_a_capped_source_goes_to_all_others(tmp_path: Path) -> None:
     folders = sources(tmp_path, [5, 40, 40])
-    taken = sources_of(run_mixture(folders, [2, 1, 1], 100, G=4, when_exhausted=[1, "repeat", "repeat"]))
+    taken = [
+        first // APART
+        for first in firsts(run_mixture(folders, [2, 1, 1], 100, G=4, when_exhausted=[1, "repeat", "repeat"]))
+    ]
     assert taken.count(0) == 5
     rest = Counter(taken[40:])
     assert rest[1] + rest[2] == 360 and min(rest[1], rest[2]) > 120

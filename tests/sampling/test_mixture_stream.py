@@ -17,18 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.number_caches import (
-    APART,
-    WRAP,
-    GlobalBatch,
-    assert_in_epochs,
-    firsts,
-    mixture,
-    plain_mix,
-    run_mixture,
-    sources,
-    sources_of,
-)
+from support.number_caches import APART, assert_in_epochs, firsts, mixture, plain_mix, run_mixture, sources, sources_of
 
 from niels_gpt.sampling import EpochStream, MixtureStream
 from niels_gpt.sampling.permutation import random_keys
@@ -146,12 +135,12 @@ def test_the_order_of_a_block_is_another_in_the_next_and_with_another_seed(tmp_p
 
 def plain_drawn(places: int, counts: list[int], key: int, block: int) -> list[tuple[int, int]]:
     """Spell out whose each place of a block is, by docs/reading.md, and how many of its source come before it."""
-    salt = plain_mix((key + block) % WRAP)
+    salt = plain_mix((key + block) % 2**64)
 
     def run(node: int, size: int, counts: list[int]) -> list[int]:
         if size == 1:
             return [source for source, count in enumerate(counts) if count]
-        half, drawn = size // 2, plain_mix((salt + node) % WRAP) % size
+        half, drawn = size // 2, plain_mix((salt + node) % 2**64) % size
         upto = [(half * sum(counts[: source + 1]) + drawn) // size for source in range(len(counts))]
         left = [end - begin for begin, end in pairwise([0, *upto])]
         right = [count - one for count, one in zip(counts, left, strict=True)]
@@ -202,7 +191,7 @@ def test_no_split_of_the_work_and_no_stop_changes_the_order(
     with tempfile.TemporaryDirectory() as name:
         folders, weights = sources(Path(name), [5, 30, 12]), [1, 2.5, 1.5]
         undivided = run_mixture(folders, weights, 30, G=10, **changed)
-        batches: list[GlobalBatch] = []
+        batches: list[Any] = []
         for world, per_rank, steps in [*parts, (1, 1, 1)]:
             state = json.loads(json.dumps(batches[-1].state)) if batches else None
             batches += run_mixture(folders, weights, steps, G=world * per_rank, world=world, state=state, **changed)
