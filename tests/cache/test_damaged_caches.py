@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from support.byte_tokenizer import ByteTokenizer
-from support.small_caches import CHAT, Damage, build_caches, build_chats, change_meta, cut, put, put_token, save
+from support.power_loss import put as restore
+from support.small_caches import CHAT, Damage, build_chats, built_caches, change_meta, cut, put, put_token, save
 
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, SFTExampleDataset
 from niels_gpt.cache.meta import find_meta
@@ -23,15 +24,10 @@ from niels_gpt.storage.fileio import META_NAME, canonical_json, sha256_file
 NOTES, CHATS = "pretrain/notes", "sft/chats"
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_caches(tmp_path_factory.mktemp("good") / "cache")
-
-
 @pytest.fixture
-def cache_dir(built: Path, tmp_path: Path) -> Path:
-    """A copy of tokenizer/, pretrain/notes (train: 3 shards of 10 tokens, no val) and sft/chats (3 x 6 tokens)."""
-    shutil.copytree(built, tmp_path / "cache", symlinks=True)
+def cache_dir(tmp_path: Path) -> Path:
+    """Caches: tokenizer/, pretrain/notes (train: 3 shards of 10 tokens, no val) and sft/chats (3 x 6 tokens)."""
+    restore(built_caches(), tmp_path / "cache")
     return tmp_path / "cache"
 
 

@@ -27,14 +27,8 @@ from support.fuzzed import JSON, Files, damaged, fuzz, written
 
 from niels_gpt.builders.meta_keys import Source, content_sha256
 from niels_gpt.builders.pretrain import build_pretrain, build_stub
-from niels_gpt.cache import (
-    CacheError,
-    PretrainTokenStreamDataset,
-    SFTExampleDataset,
-    build_pretrain_cache,
-    build_sft_cache,
-    read_meta,
-)
+from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset, build_pretrain_cache, build_sft_cache
+from niels_gpt.cache.meta import read_meta
 from niels_gpt.cache.mmap import IO, load_idx, mmap_tokens
 from niels_gpt.commands.report import difference_lines
 from niels_gpt.data.files import json_stream
@@ -47,6 +41,7 @@ from niels_gpt.inspection.show import show
 from niels_gpt.inspection.stats import PositionError, summary
 from niels_gpt.inspection.verify import find_damage
 from niels_gpt.sampling import EpochStream, bits_per_byte, iter_eval
+from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
 from niels_gpt.storage.meta_json import file_records, meta_bytes, meta_crc32, parse_object, path_inside
 from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer

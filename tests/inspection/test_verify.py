@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support import small_caches
-from support.small_caches import CHAT, build_caches, build_chats, build_notes, change_meta, put_token
+from support.power_loss import put
+from support.small_caches import CHAT, build_chats, build_notes, built_caches, change_meta, put_token
 
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_stub
@@ -34,15 +35,10 @@ def again(folder: Path) -> str:
     return f"{remove} it again: {rebuild_command(folder)}"
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_caches(tmp_path_factory.mktemp("good") / "cache")
-
-
 @pytest.fixture
-def root(built: Path, tmp_path: Path) -> Path:
-    """A copy of tokenizer/, pretrain/notes (train: 3 shards of 10 tokens, no val) and sft/chats (3 examples)."""
-    shutil.copytree(built, tmp_path / "cache", symlinks=True)
+def root(tmp_path: Path) -> Path:
+    """Caches: tokenizer/, pretrain/notes (train: 3 shards of 10 tokens, no val) and sft/chats (3 examples)."""
+    put(built_caches(), tmp_path / "cache")
     return tmp_path / "cache"
 
 

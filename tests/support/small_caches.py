@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import write_meta
 from niels_gpt.storage.fileio import META_NAME, sha256_file
 from support.byte_tokenizer import ByteTokenizer
+from support.power_loss import Tree, tree_of
+from support.small_builds import quick_folder
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 """Six tokens: usr q eot asst a eot; the last two are supervised."""
@@ -40,6 +43,13 @@ def build_caches(root: Path) -> Path:
     build_notes(root)
     build_chats(root)
     return root
+
+
+@functools.cache
+def built_caches() -> Tree:
+    """Return what `build_caches` makes, which it does once."""
+    with quick_folder() as folder:
+        return tree_of(build_caches(folder / "cache"))
 
 
 def build_notes(root: Path, documents: Any = ((None, "a" * 30),), **arguments: Any) -> Path:
