@@ -237,13 +237,11 @@ def test_verify_passes_what_the_readers_open_and_these_give_good_ids(good: dict[
     every_edit()
 
 
-class AnyDecoder:
-    """Says that it is the tokenizer of any ids."""
+class OfAnyIds(ByteTokenizer):
+    """A decoder that says that it is the tokenizer of a cache."""
 
-    sha256 = "0" * 64
-
-    def decode(self, ids: Any, /) -> str:
-        return ByteTokenizer().decode(ids)
+    def __init__(self, files: Files) -> None:
+        self.sha256 = json.loads(files[META_NAME])["tokenizer_sha256"]
 
 
 def inspected(files: Files, whole: Files, deep: bool) -> None:
@@ -253,12 +251,13 @@ def inspected(files: Files, whole: Files, deep: bool) -> None:
         assert all(damage.problem and 0 <= damage.offset <= damage.end for damage in damages)
         if files == whole:
             assert not damages
+        decoder = OfAnyIds(whole)
         looks: list[Callable[[], Any]] = [
             lambda: summary(folder),
-            lambda: locate(folder, AnyDecoder(), split="train", position=3, num_tokens=9),
-            lambda: show(folder, AnyDecoder(), split="val", position=1, num_tokens=9, color=False),
-            lambda: diff(folder, other, tokenizers=(None, AnyDecoder()), limit=3),
-            lambda: diff(other, folder, tokenizers=(None, AnyDecoder()), limit=3),
+            lambda: locate(folder, decoder, split="train", position=3, num_tokens=9),
+            lambda: show(folder, decoder, split="val", position=1, num_tokens=9, color=False),
+            lambda: diff(folder, other, tokenizers=(None, decoder), limit=3),
+            lambda: diff(other, folder, tokenizers=(None, decoder), limit=3),
         ]
         for look in looks:
             try:

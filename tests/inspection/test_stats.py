@@ -120,6 +120,9 @@ def test_the_summary_of_what_is_no_cache_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text('{"kind": "tokenizer"}')
     with pytest.raises(CacheError, match="kind is 'tokenizer', expected pretrain or sft"):
         summary(tmp_path)
+    (tmp_path / "meta.json").write_text('{"kind": "pretrain", "built": 1}')
+    with pytest.raises(CacheError, match="built is 1, expected"):
+        summary(tmp_path)
 
 
 def test_inspection_never_loads_torch(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from niels_gpt.builders.pretrain import build_stub
 from niels_gpt.cache.meta import read_meta, write_meta
 from niels_gpt.commands import cache as cli
 from niels_gpt.inspection import file_checks
+from niels_gpt.inspection.readers import refusal
 from niels_gpt.inspection.verify import CHECKS, Limits, find_damage, verify
 from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.recipes.run_recipe import cache_root, restart
@@ -259,8 +260,11 @@ def test_what_readers_refuse_is_a_damage_and_is_listed(
     assert rows["tokenizer"]["refused"] is None
 
 
-def test_another_tokenizer_beside_a_cache_is_its_damage(root: Path) -> None:
+def test_a_lost_folder_is_refused_and_another_tokenizer_beside_a_cache_is_its_damage(root: Path) -> None:
     cache, tokenizer = root / "pretrain" / "notes", root / "tokenizer"
+    (cache / "train").rename(cache / "elsewhere")
+    assert refusal(cache) == "train: no such folder"
+    (cache / "elsewhere").rename(cache / "train")
     change_meta(tokenizer, tokenizer_sha256="e" * 64)
     (found,) = find_damage(cache, deep=False)
     assert "the readers refuse it" in found.problem and "expected tokenizer eeeeeeeeeeee" in found.problem

@@ -178,6 +178,8 @@ def test_every_bit_of_the_checksum_of_meta_json_and_of_its_line_is_found(tokeniz
             (found,) = find_damage(tokenizer, deep=False)
             assert found.file == "meta.json"
             flip(path, byte, bit)
+    describe(tokenizer, tokenizer_sha256="0" * 64)
+    assert "tokenizer_sha256 is not the sha256 of spm.model" in find_damage(tokenizer, deep=False)[0].problem
 
 
 def test_blocks_that_differ_are_byte_ranges_and_neighbours_are_one(tmp_path: Path) -> None:
@@ -331,6 +333,9 @@ def test_source_ids_are_as_many_as_documents_and_ascii(sft: Path) -> None:
     foreign, count = find_damage(sft, deep=True)
     assert (foreign.offset, foreign.problem) == (len(b"".join(lines[:3])), "not ASCII")
     assert f"{len(lines) - 1:,} lines, expected {len(lines):,}" in count.problem
+    path.write_bytes(b"".join(lines)[:-1])
+    describe(sft)
+    assert "the last line has no end" in find_damage(sft, deep=True)[0].problem
 
 
 ACCOUNTS: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
