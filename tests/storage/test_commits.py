@@ -159,11 +159,11 @@ def test_an_empty_folder_in_the_way_is_replaced_and_one_of_a_cache_becomes_a_ver
 
 @pytest.mark.parametrize("stranger", ["notes.md", "train/notes.md", "train/shard_00099.bin", "a link to a folder"])
 def test_a_folder_with_files_of_somebody_else_is_refused_and_not_touched(tmp_path: Path, stranger: str) -> None:
-    real_folder(tmp_path / "c", ["a" * 30])
-    if stranger == "a link to a folder":
-        (tmp_path / "c" / "val").rmdir()
+    if stranger == "a link to a folder":  # and no meta.json
+        (tmp_path / "c").mkdir()
         (tmp_path / "c" / "val").symlink_to(tmp_path)
     else:
+        real_folder(tmp_path / "c", ["a" * 30])
         (tmp_path / "c" / stranger).write_text("mine")
     before = tree(tmp_path)
     said = rf"\(such as {stranger}\)" if "link" not in stranger else ""
