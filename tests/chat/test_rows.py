@@ -315,6 +315,9 @@ def test_given_rows_are_taken_as_they_are() -> None:
     assert counters == {"rows": 2, "truncated": 1, "tokens_cut": 1, "empty": 1, "no_supervised": 2}
 
 
+NO_INTEGERS = ([1, 2, 2**70], [1.0, 2, 3], [True, False, True], [1, None, 3], [[1, 2], [3]], [[1, 2, 3]])
+
+
 @pytest.mark.parametrize(
     ("wrong", "found"),
     [
@@ -326,12 +329,7 @@ def test_given_rows_are_taken_as_they_are() -> None:
         ({"loss_mask": [0.0, 1.0, 1.0]}, "expected a list of 0 and 1"),
         ({"input_ids": [1, 2, 100]}, "token 2 of input_ids has id 100, expected 0 <= id < 100"),
         ({"input_ids": [1, -2, 3]}, "token 1 of input_ids has id -2"),
-        ({"input_ids": [1, 2, 2**70]}, "expected a list of integers"),
-        ({"input_ids": [1.0, 2, 3]}, "expected a list of integers"),
-        ({"input_ids": [True, False, True]}, "expected a list of integers"),
-        ({"input_ids": [1, None, 3]}, "expected a list of integers"),
-        ({"input_ids": [[1, 2], [3]]}, "expected a list of integers"),
-        ({"input_ids": [[1, 2, 3]]}, "expected a list of integers"),
+        *(({"input_ids": ids}, "expected a list of integers") for ids in NO_INTEGERS),
         ({"input_ids": "1 2 3"}, "input_ids is '1 2 3', expected a list of integers"),
     ],
 )

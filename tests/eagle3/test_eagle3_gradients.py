@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.eagle3_runs import Row
+from support import eagle3_runs
 from torch import Tensor, nn
 from torch.nn import functional
 
 from niels_gpt.eagle3.cache import CachedEagle3Dataset, build_cached_eagle3_dataloader, convert, read_target_embeddings
-from niels_gpt.eagle3.format.plan import Plan, make_plan
+from niels_gpt.eagle3.format.plan import Plan
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.produce.producer import produce
 from niels_gpt.eagle3.produce.supervision import draft_distribution
@@ -113,39 +113,18 @@ def llama(model: Path) -> nn.Module:
 def samples() -> Samples:
     chance = np.random.default_rng(0)
     return Samples.of_rows(
-        Row(f"chat-{n}", chance.integers(4, VOCAB, length), chance.integers(0, 4, length) > 0)
+        eagle3_runs.Row(f"chat-{n}", chance.integers(4, VOCAB, length), chance.integers(0, 4, length) > 0)
         for n, length in enumerate(LENGTHS)
     )
 
 
-def plan_of(samples: Samples, *, dtype: str = "fp32", **other: Any) -> Plan:
+def plan_of(samples: Samples, **other: Any) -> Plan:
     """Three shards of 4, 4 and 2 samples; batches of up to 3 rows sorted by length."""
-    manifest = {
-        "format_version": 1,
-        "target_model": "small",
-        "target_vocab_size": VOCAB,
-        "draft_vocab_size": DRAFT_VOCAB,
-        "seq_length": SLOTS,
-        "dtype": dtype,
-        "shard_size": 4,
-        "aux_hidden_dim": 3 * HIDDEN,
-        "aux_layer_ids": LAYERS,
-        "selected_token_ids": torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:DRAFT_VOCAB].tolist(),
-        **other,
-    }
-    run = {"device": "cpu", "processor": "any", "compute_dtype": "fp32", "attention": "sdpa", "threads": 1}
-    run |= {"torch": torch.__version__, "transformers": "any"}
-    return make_plan(
-        manifest,
-        samples,
-        target={"vocab_size": VOCAB, "hidden_size": HIDDEN},
-        tokenizer={"pad_id": PAD, "sha256": "0" * 64},
-        source={},
-        dropped={},
-        run=run,
-        batch_size=3,
-        max_batch_tokens=1000,
-    )
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:DRAFT_VOCAB].tolist()
+    form = {"target_vocab_size": VOCAB, "draft_vocab_size": DRAFT_VOCAB, "seq_length": SLOTS, "dtype": "fp32"}
+    form |= {"aux_hidden_dim": 3 * HIDDEN, "aux_layer_ids": LAYERS, "selected_token_ids": ids, **other}
+    target = {"vocab_size": VOCAB, "hidden_size": HIDDEN}
+    return eagle3_runs.plan(samples, max_batch_tokens=1000, target=target, tokenizer={"pad_id": PAD}, **form)
 
 
 def live(llama: nn.Module, plan: Plan, samples: Samples, chosen: Sequence[int], width: int) -> Batch:
