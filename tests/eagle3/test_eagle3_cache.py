@@ -29,7 +29,8 @@ from niels_gpt.eagle3.cache import (
     write_manifest,
     write_shard,
 )
-from niels_gpt.eagle3.format.layout import Layout
+from niels_gpt.eagle3.format.layout import Layout, header_bytes
+from niels_gpt.eagle3.format.shard_writer import ShardWriter, read_receipt
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.locks import file_lock
 
@@ -72,6 +73,15 @@ def test_an_item_is_what_the_trainer_takes_and_equals_what_was_written(folder: P
         for key in CACHE_KEYS:
             assert item[key].dtype == written[key].dtype
             assert torch.equal(item[key], written[key][index]), key
+    batches = list(build_cached_eagle3_dataloader(str(folder), 2, False))
+    named = list(build_cached_eagle3_dataloader(cache_dir=str(folder), batch_size=2, shuffle=False, num_workers=0))
+    assert [batch["input_ids"].shape[0] for batch in batches] == [2, 2, 1]
+    for key in CACHE_KEYS:
+        assert torch.equal(torch.cat([batch[key] for batch in batches]), written[key])
+        assert torch.equal(torch.cat([batch[key] for batch in named]), written[key])
+    torch.manual_seed(0)
+    shuffled = torch.cat([batch["input_ids"] for batch in build_cached_eagle3_dataloader(str(folder), 2, True)])
+    assert sorted(shuffled[:, 0].tolist()) == sorted(written["input_ids"][:, 0].tolist())
     for index in (5, -6):
         with pytest.raises(IndexError, match=str(index)):
             dataset[index]
@@ -156,19 +166,6 @@ def test_top_k_on_paper() -> None:
     values, indices = compress_target_probs(probs, 9)
     torch.testing.assert_close(reconstruct_target_probs(values, indices, 4), probs)
     assert [cache.is_compressed(k, 4) for k in (None, 0, 1, 3, 4, 5)] == [False, False, True, True, False, False]
-
-
-def test_a_batch_stacks_samples_and_the_loader_takes_positions_and_keywords(folder: Path) -> None:
-    written = write_cache(folder, samples=5, shard_size=2)
-    batches = list(build_cached_eagle3_dataloader(str(folder), 2, False))
-    named = list(build_cached_eagle3_dataloader(cache_dir=str(folder), batch_size=2, shuffle=False, num_workers=0))
-    assert [batch["input_ids"].shape[0] for batch in batches] == [2, 2, 1]
-    for key in CACHE_KEYS:
-        assert torch.equal(torch.cat([batch[key] for batch in batches]), written[key])
-        assert torch.equal(torch.cat([batch[key] for batch in named]), written[key])
-    torch.manual_seed(0)
-    shuffled = torch.cat([batch["input_ids"] for batch in build_cached_eagle3_dataloader(str(folder), 2, True)])
-    assert sorted(shuffled[:, 0].tolist()) == sorted(written["input_ids"][:, 0].tolist())
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -324,3 +321,77 @@ def test_a_failed_write_leaves_what_was_there(folder: Path) -> None:
     with pytest.raises(OSError, match="no space"):
         cache._atomic_write(str(folder / "file"), half)
     assert {path.name: path.read_text() for path in folder.iterdir()} == {"file": "old"}
+
+
+def test_rows_in_any_order_and_without_their_padding_give_the_same_bytes(folder: Path) -> None:
+    fields = fields_of(4, slots=8)
+    used = [3, 8, 1, 5]
+    for key in ("aux_hidden_states", "target_probs", "position_mask"):
+        for row, slots in enumerate(used):
+            fields[key][row, slots:] = 0
+    write_shard(folder / "whole", 0, fields)
+    layout = {key: (tensor.dtype, tuple(tensor.shape[1:])) for key, tensor in fields.items()}
+    writer = ShardWriter(folder / "rows", 0, layout, 4)
+    for rows in ([2, 0], [1], [3]):
+        width = max(used[row] for row in rows)
+        part = {key: fields[key][rows] for key in fields}
+        short = {k: t if k in cache._INT_KEYS else t[:, :width] for k, t in part.items()}
+        writer.write(rows, [used[row] for row in rows], short)
+    receipt = writer.commit({"tokens": 17})
+    assert Path(shard_path(folder / "rows", 0)).read_bytes() == Path(shard_path(folder / "whole", 0)).read_bytes()
+    assert receipt == read_receipt(folder / "rows", 0)
+    assert (receipt["slots"], receipt["facts"]) == (used, {"tokens": 17})
+    assert sorted(os.listdir(folder / "rows")) == ["shard-000000.safetensors", "sidecar"]
+
+
+def test_padding_takes_no_disk_where_files_have_holes_and_a_byte_in_it_is_found(folder: Path) -> None:
+    slots, width, used = 1024, 512, 4
+    layout = Layout(slots, width, 8, 0, "fp32")
+    fields = {
+        name: torch.ones(1, slots if name in cache._INT_KEYS else used, *shape[1:], dtype=dtype)
+        for name, (dtype, shape) in layout.fields.items()
+    }
+    writer = ShardWriter(folder, 0, layout.fields, 1)
+    writer.write([0], [used], fields)
+    writer.commit()
+    status = os.stat(shard_path(folder, 0))
+    assert status.st_size > 2_000_000 and status.st_blocks * 512 < 200_000
+    write_manifest(folder, {"num_samples": 1, "shard_size": 1})
+    assert cache.verify(folder) == []
+    with open(shard_path(folder, 0), "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\1")
+    assert "position_mask is not zero after its 4 slots" in cache.verify(folder)[0]
+
+
+def test_a_row_must_be_written_exactly_once(folder: Path) -> None:
+    fields = fields_of(2)
+    layout = {key: (tensor.dtype, tuple(tensor.shape[1:])) for key, tensor in fields.items()}
+    writer = ShardWriter(folder, 0, layout, 2)
+    one = {key: tensor[:1] for key, tensor in fields.items()}
+    writer.write([1], [4], one)
+    with pytest.raises(ValueError, match="row 1 was written already"):
+        writer.write([1], [4], one)
+    for rows, message in (([0, 0], "written already"), ([-1], "row -1, expected 0 <= row < 2"), ([2], "row 2")):
+        with pytest.raises(ValueError, match=message):
+            writer.write(rows, [4] * len(rows), {key: tensor[: len(rows)] for key, tensor in fields.items()})
+    with pytest.raises(ValueError, match="row 0 was not written"):
+        writer.commit()
+    writer.discard()
+    assert os.listdir(folder) == ["sidecar"]
+
+
+def test_every_flipped_byte_of_a_shard_is_found_and_the_sample_named(folder: Path) -> None:
+    write_cache(folder, samples=3, shard_size=2)
+    assert cache.verify(folder) == []
+    for index in (0, 1):
+        path = Path(shard_path(folder, index))
+        content = path.read_bytes()
+        fields = {key: (tensor.dtype, tuple(tensor.shape[1:])) for key, tensor in fields_of(1).items()}
+        tensors = len(header_bytes(fields, 2 - index))
+        for place in range(tensors, len(content), 7):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 64]) + content[place + 1 :])
+            (said,) = cache.verify(folder)
+            assert re.search(rf"shard-00000{index}\.safetensors: sample [01] of the shard", said)
+        path.write_bytes(content)
+    assert cache.verify(folder) == []

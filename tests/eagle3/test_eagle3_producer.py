@@ -1,9 +1,11 @@
 """A producer makes what its plan says: by any number of processes, after any interruption, or it says why not."""
 
+import copy
 import json
 import multiprocessing
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -16,12 +18,16 @@ from safetensors.torch import load_file, save_file
 from support import eagle3_runs as small
 from support.eagle3_damage import flip_bit
 from support.eagle3_runs import HIDDEN, LENGTH, has_shard, never, run, samples_of, times, whole_tree
+from support.small_eagle3 import fields_of, manifest_of
 
-from niels_gpt.eagle3.cache import CachedEagle3Dataset, verify
+from niels_gpt.commands.eagle3 import main
+from niels_gpt.eagle3.cache import CachedEagle3Dataset, verify, write_manifest, write_shard, write_target_embeddings
+from niels_gpt.eagle3.format.layout import shard_path
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.format.shard_writer import ShardWriter
 from niels_gpt.eagle3.produce import forward
 from niels_gpt.eagle3.produce.resume_checks import leftovers
+from niels_gpt.storage.errors import CacheError
 
 Tree = dict[str, bytes]
 CPU, PAD = torch.device("cpu"), 5
@@ -314,3 +320,67 @@ def test_samples_that_are_there_are_not_put_together_again(cache: Path, monkeypa
     monkeypatch.setattr(Samples, "files", lambda self: calls.append(self))
     assert run(cache, samples=samples, given=plan, resume=True).shards == 1
     assert calls == []
+
+
+SELECTED = small.manifest()["selected_token_ids"]
+
+
+def never_in_the_draft_vocabulary(device: torch.device) -> Any:
+    """Return a target whose most probable token is none of SELECTED."""
+    model = copy.deepcopy(small.load(device))
+    model.lm_head.weight[SELECTED] = 0
+    return model
+
+
+def test_a_target_that_never_chooses_a_draft_token_gives_no_cache(tmp_path: Path) -> None:
+    for resume in (False, True):  # the same command again says the same
+        with pytest.raises(CacheError, match=r"0 positions.*draft's vocabulary.*--draft-vocab-size"):
+            run(tmp_path, load=never_in_the_draft_vocabulary, resume=resume)
+        assert not (tmp_path / "meta.json").exists()
+
+
+def test_a_long_run_without_a_position_stops_before_its_first_shard_is_done(tmp_path: Path) -> None:
+    many = [small.Row(f"{number}", [number % 7] * 24, [1] * 24) for number in range(600)]
+    samples = Samples.of_rows(many)
+    plan = small.plan(samples, batch_size=64, max_batch_tokens=4096, shard_size=600)
+    with pytest.raises(CacheError, match="0 positions"):
+        run(tmp_path, samples=samples, given=plan, load=never_in_the_draft_vocabulary)
+    assert not list(tmp_path.glob("shard-*"))
+
+
+def test_few_positions_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    samples = samples_of(40)
+    everything = {"draft_vocab_size": small.VOCAB, "selected_token_ids": list(range(small.VOCAB))}
+    run(tmp_path / "all", samples=samples, given=small.plan(samples, **everything))
+    assert not caplog.records
+    chosen = torch.zeros(small.VOCAB, dtype=torch.int64)
+    for sample in CachedEagle3Dataset(tmp_path / "all"):
+        where = sample["position_mask"][:, 0]
+        chosen += torch.bincount(sample["target_probs"][where].argmax(-1), minlength=small.VOCAB)
+    rarest = int(torch.where(chosen > 0, chosen, 10**6).argmin())
+    assert 0 < chosen[rarest] < 0.05 * chosen.sum()
+    given = small.plan(samples, draft_vocab_size=1, selected_token_ids=[rarest])
+    run(tmp_path / "few", samples=samples, given=given)
+    assert "few positions" in caplog.text and f"{int(chosen[rarest]):,} of " in caplog.text
+
+
+@pytest.mark.parametrize(("positions", "status"), [(0, 1), (1, 0), (30, 0)])
+def test_both_shares_are_shown(tmp_path: Path, positions: int, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = fields_of(10, slots=9)
+    fields["loss_mask"][:, :-2], fields["loss_mask"][:, -2:] = 1, 0  # 70 slots of 90 tokens
+    fields["position_mask"][:] = False
+    fields["position_mask"].view(-1)[torch.arange(90).view(10, 9)[:, :-2].flatten()[:positions]] = True
+    write_shard(tmp_path, 0, fields)
+    write_manifest(tmp_path, manifest_of(samples=10, shard_size=10, slots=9))
+    write_target_embeddings(tmp_path, torch.randn(20, 2, generator=torch.Generator().manual_seed(0)))
+    assert main(["verify", str(tmp_path)]) == status
+    out = capsys.readouterr().out
+    if positions:
+        assert re.search(rf"positions +ok: 77\.8% of the tokens supervised, {positions / 70:.1%}", out)
+    else:
+        assert "0 positions" in out
+    assert ("few positions" in out) is (positions == 1)
+    assert main(["stats", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "77.8% of the tokens" in out and f"{positions} ({positions / 70:.1%} of those with loss)" in out
+    assert Path(shard_path(tmp_path, 0)).is_file()
