@@ -54,10 +54,7 @@ def test_other_words_for_a_template_give_the_same_rows(folder: str, plain: str, 
     assert supervised(two, rows_of(two, chats[2])[0]) == [f"a{PRIVATE}b<|im_end|>"], "they are text"
 
 
-OWN_MARKS, DATED = (
-    r"own marks.*probe chat.*--chat-template FILE",
-    "asks for the date.*written out.*FILE",
-)
+OWN_MARKS, DATED = r"own marks.*probe chat.*--chat-template FILE", r"asks for the date.*written out.*-template FILE"
 UNREAD = {
     "{% for message in messages %}{% filter trim %}{% generation %} {{ message.content }} {% endgeneration %}"
     "{% endfilter %}{% endfor %}": OWN_MARKS,

@@ -103,15 +103,6 @@ def test_nothing_of_what_the_target_makes_of_padding_is_kept(topk: int) -> None:
         assert all(torch.equal(calm[name], wild[name]) for name in calm) and calm_facts == wild_facts
 
 
-@pytest.mark.parametrize("topk", [0, 3])
-def test_samples_of_one_token_have_no_position(topk: int) -> None:
-    fields, facts = cache_fields(batch_of(), [1, 1, 1], SELECTED, KNOWN, topk=topk, dtype=torch.float32)
-    probs = fields["target_probs_values" if topk else "target_probs"]
-    assert torch.allclose(probs[:, 0], torch.tensor(1 / (topk or 10))) and not probs[:, 1:].any()
-    assert facts["supervised"] == facts["positions"] == facts["draft_mass"] == [0, 0, 0]
-    assert not fields["position_mask"].any() and facts["kept_mass"] == ([0, 0, 0] if topk else None)
-
-
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("topk", [0, 3])
 def test_parts_of_any_size_give_the_same_bits(topk: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,15 +128,6 @@ def test_a_draft_that_knows_all_tokens_has_all_of_the_mass_and_a_k_of_all_is_sto
     fields, facts = cache_fields(batch_of(), LENGTHS, whole, known, topk=VOCAB, dtype=torch.float32)
     assert facts["draft_mass"] == facts["supervised"] == facts["positions"] != [0, 0, 0]
     assert "target_probs" in fields and "target_probs_values" not in fields and facts["kept_mass"] is None
-
-
-def test_all_tokens_in_another_order_have_the_same_probabilities() -> None:
-    batch, order = batch_of(), torch.arange(VOCAB).flip(0)
-    known = torch.ones(VOCAB, dtype=torch.bool)
-    in_order, first_mask = draft_distribution(batch.logits, batch.loss_mask, torch.arange(VOCAB), known)
-    other, second_mask = draft_distribution(batch.logits, batch.loss_mask, order, known)
-    assert torch.allclose(other, in_order[..., order], atol=1e-6) and torch.equal(first_mask, second_mask)
-    assert not torch.allclose(other, in_order, atol=1e-2)
 
 
 @pytest.mark.parametrize("lengths", [[9, 4], [9, 4, 0], [10, 4, 1], [[9, 4, 1]]])

@@ -108,10 +108,7 @@ def test_tuples_arrays_and_tensors_are_taken_as_lists(as_given: Any) -> None:
     assert fold_shared_prefix_rollouts(range(0), [range(10, 12), range(20, 22)]) == expected
 
 
-NONE, EMPTY = (
-    r"^completions must be non-empty \(need at least one rollout\)\.$",
-    r"^every completion must be non-empty\.$",
-)
+NONE, EMPTY = r"^completions must be non-empty \(.* one rollout\)\.$", r"^every completion must be non-empty\.$"
 
 
 @pytest.mark.parametrize(

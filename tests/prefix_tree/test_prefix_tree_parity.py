@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from niels_gpt.prefix_tree.attention import guard, model_inputs
-from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, folded_cross_entropy, sample_logprobs, unfold
+from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, folded_cross_entropy, sample_logprobs
 from niels_gpt.prefix_tree.fold import CROSS_ENTROPY_IGNORE_IDX, fold_shared_prefix_rollouts
 from niels_gpt.prefix_tree.forest import PrefixForest
 
@@ -154,18 +154,6 @@ def test_padded_groups_in_one_row_are_the_sum_of_the_groups(llama: Any) -> None:
         loss = folded_cross_entropy(logits, LossEdges.from_forest(row), normalizer=1)
         assert float(((loss - wanted) / wanted).detach()) == pytest.approx(0, abs=1e-13)
         assert largest_error(gradients(loss, llama), wanted_gradients) < 1e-12
-
-
-def test_unfolded_logits_are_those_of_the_samples(llama: Any) -> None:
-    samples = grown(random.Random(7), samples=10)
-    forest = PrefixForest.from_sequences(samples).padded(8)
-    with torch.no_grad():
-        padded = unfold(llama(**model_inputs(forest, llama)).logits, forest, pad=0.0)
-        assert padded.shape == (len(samples), max(map(len, samples)), VOCAB)
-        for sample, logits in zip(samples, padded, strict=True):
-            plain = llama(input_ids=torch.tensor([sample]), use_cache=False).logits[0]
-            assert float((logits[: len(sample)] - plain).abs().max()) < 1e-13
-            assert not logits[len(sample) :].any()
 
 
 @pytest.mark.parametrize(
