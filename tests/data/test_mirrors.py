@@ -99,11 +99,15 @@ def test_parquet_text_that_is_not_utf8_is_replaced_and_counted_in_every_kind_of_
         "fixed": pa.FixedSizeListArray.from_arrays(texts, 1),
         "turns": pa.ListArray.from_arrays(ends, pa.StructArray.from_arrays([texts], ["content"])),
     }
-    rows = list(iter_rows([write_parquet(tmp_path / "a.parquet", columns)], counters=counters))
-    assert rows == [
-        {"plain": text, "view": text, "map": [("k", text)], "fixed": [text], "turns": [{"content": text}]}
-        for text in ("caf\ufffd", "ok", None)
-    ]
+    path = write_parquet(tmp_path / "a.parquet", columns)
+    assert (
+        list(iter_rows([path]))
+        == list(iter_rows([path], counters=counters))
+        == [
+            {"plain": text, "view": text, "map": [("k", text)], "fixed": [text], "turns": [{"content": text}]}
+            for text in ("caf\ufffd", "ok", None)
+        ]
+    )
     assert counters.keys() == {"repaired_utf8"}
     plain = write_parquet(tmp_path / "b.parquet", {"text": texts})
     counters.clear()

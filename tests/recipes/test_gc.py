@@ -263,10 +263,11 @@ def test_what_cannot_be_removed_stops_gc_for_its_own_cache_only_and_fails_it(
         pretrain(folder / "b", seed)
     expected = [[path for path, _ in removable(folder / name)] for name in "abc"]
 
-    def rmdir(path: Any, *arguments: Any, **given: Any) -> None:
-        if str(path) == str(expected[1][1]):
+    def rmdir(path: Any, *, dir_fd: int | None = None) -> None:
+        above = "" if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
+        if Path(above, path).is_relative_to(expected[1][1]):
             raise PermissionError(1, "Operation not permitted", str(path))
-        real(path, *arguments, **given)
+        real(path, dir_fd=dir_fd)
 
     real = os.rmdir
     with monkeypatch.context() as patched:
