@@ -110,10 +110,9 @@ def small_times(loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def anew(loopback_hub: LoopbackHub, name: str) -> int:
-    """Commit the files of a case, with a card that the library has not seen; returns its first number."""
+    """Commit the files of a case and return its first number."""
     start = next(STARTS)
-    files = CASES[name].files(start)
-    loopback_hub.add(CASES[name].dataset_id, {**files, "README.md": files["README.md"] + str(start).encode()})
+    loopback_hub.add(CASES[name].dataset_id, CASES[name].files(start))
     return start
 
 
@@ -203,6 +202,22 @@ def test_a_list_of_files_that_stalls_is_asked_for_again(
     *stalled, peaceful = asked
     assert "part-2" in peaceful
     assert [len(one) for one in stalled] == [len(peaceful) + 1] * len(peaceful)
+
+
+@pytest.mark.parametrize(
+    ("fault", "how"),
+    [("foreign", {"passing": 1}), ("end_early", {"after": 20}), ("cut", {"after": 20})],  # the first request is of HEAD
+    ids=str,
+)
+def test_a_dataset_card_that_does_not_come_is_asked_for_again(
+    loopback_hub: LoopbackHub, fault: str, how: dict[str, int]
+) -> None:
+    card = {"pretty_name": f"A card of {next(STARTS)}, which the library has not kept"}
+    rows = numbered_datasets.table([{"text": "Page number 1"}], "jsonl")
+    loopback_hub.add("a/b", {"README.md": numbered_datasets.readme(card), "train.jsonl": rows})
+    ordered = getattr(loopback_hub, fault)("README.md", **how)
+    assert len(list(hub.rows("a/b", split="train", streaming=True))) == 1
+    assert ordered.times == 0
 
 
 def stream(loopback_hub: LoopbackHub, form: str = "parquet") -> tuple[int, Iterator[dict[str, Any]]]:
