@@ -78,6 +78,8 @@ def test_every_check_names_a_shard_that_is_a_link(cache: Path) -> None:
     for name in ("complete", "checksums", "finite", "ids_match", "distribution"):
         (found,) = verify(cache, names=[name])[name].problems
         assert f"{cache}/shard-000001.safetensors: a symbolic link" in found
+    linked_elsewhere(cache, "sidecar")
+    assert any(f"{cache}/sidecar: a symbolic link" in found for found in verify(cache)["complete"].problems)
 
 
 def test_verify_follows_links_on_request(snapshot: Path) -> None:

@@ -23,6 +23,7 @@ from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.inspect.recompute import Target, recomputed
 from niels_gpt.eagle3.inspect.verify import verify
 from niels_gpt.storage.checks import Verdict
+from niels_gpt.storage.errors import CacheError
 
 GOOD = Verdict([])
 BOS, USER, ASSISTANT, END, NEWLINE = 33, 34, 35, 36, 37
@@ -124,6 +125,9 @@ def test_a_converted_cache_passes_every_check(dense: Path) -> None:
         assert json.loads((dense / "manifest.json").read_text())["format_version"] == version
         assert all(verdict == GOOD for verdict in verify(dense).values())
         assert recomputed(dense, target(before), k=2) == GOOD
+    (dense / "target_embeddings.safetensors").unlink()
+    with pytest.raises(CacheError, match=r"no such file.*--resume"):
+        convert(dense, 2)
 
 
 def chats(count: int = 12) -> list[eagle3_runs.Row]:
