@@ -245,6 +245,8 @@ def publish(version: Path, path: PathLike) -> None:
     folder = versions_dir(public)
     _make_way(public, folder)
     link = folder / LINK
+    if os.path.lexists(link) and not link.is_symlink():
+        raise CacheError(link, "somebody else's", "the link of a commit, or nothing", "Move it away")
     fileio.remove(link)
     fileio.symlink(Path(VERSIONS_DIR) / public.name / version.name, link)
     fileio.rename(link, public)

@@ -193,6 +193,18 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path, before: bool) -> None:
     assert (tmp_path / "c").read_text() == "mine"
 
 
+def test_a_folder_in_the_way_of_the_commits_link_is_refused_and_the_same_build_then_goes_on(tmp_path: Path) -> None:
+    stranger = versions.versions_dir(tmp_path / "c") / versions.LINK
+    stranger.mkdir(parents=True)
+    (stranger / "precious").write_text("precious")
+    with pytest.raises(CacheError, match=r"link: .*Move it away"):
+        build(tmp_path / "c", ["a" * 30])
+    stranger.rename(tmp_path / "moved")
+    assert (tmp_path / "moved" / "precious").read_text() == "precious"
+    build(tmp_path / "c", ["a" * 30])
+    assert train_text(tmp_path / "c") == "a" * 30
+
+
 def test_files_and_folders_honour_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
