@@ -45,6 +45,7 @@ from niels_gpt.inspection.file_checks import Damage
 from niels_gpt.inspection.verify import find_damage
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import resolved
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -196,8 +197,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _damage_of(cache: Path, *, deep: bool, progress: Progress | None) -> list[Damage]:
     """Return the damage of a cache of any kind. deep: read every file; else, of an EAGLE-3 cache, the headers."""
     meta: dict[str, Any] = {}
-    with contextlib.suppress(CacheError, OSError, RuntimeError):  # find_damage reports it
-        meta = find_meta(cache.resolve()) or {}
+    with contextlib.suppress(CacheError, OSError):  # find_damage reports it
+        meta = find_meta(resolved(cache)) or {}
     if meta.get("kind") != "eagle3":
         return find_damage(cache, deep=deep, progress=progress)
     from niels_gpt.eagle3.inspect.verify import verify

@@ -29,7 +29,7 @@ from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Check, Verdict, first_problems
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import path_inside, sha256_regular
+from niels_gpt.storage.meta_json import path_inside, resolved, sha256_regular
 from niels_gpt.storage.remedies import rebuild_command
 from niels_gpt.storage.versions import VERSION_DIGITS
 from niels_gpt.tokenizer import MODEL_NAME
@@ -60,7 +60,7 @@ def verify(cache: Path, limits: Limits, *, names: Collection[str] | None = None)
     Raises: FileNotFoundError and CacheError if meta.json cannot be read or is of an unknown kind; ValueError for a name
         that is no check of this kind. Damage to anything else is a problem of the checks that need it.
     """
-    folder = cache.resolve()
+    folder = resolved(cache)
     meta = read_meta(str(folder / META_NAME))
     kind = meta.get("kind")
     if not isinstance(kind, str) or kind not in CHECKS:
@@ -202,7 +202,7 @@ def _tokenizer_matches(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
         yield CacheError(files.folder, problem, f"tokenizer {expected[:12]}")
         return
     again = f"Build the cache again: {rebuild_command(files.folder)}"
-    version = tokenizer.resolve()  # one version of both files
+    version = resolved(tokenizer)  # one version of both files
     recorded = read_meta(str(version / META_NAME)).get("tokenizer_sha256")
     if recorded != expected:
         problem = f"ids of tokenizer {expected[:12]}, but {tokenizer / META_NAME} is of tokenizer {str(recorded)[:12]}"

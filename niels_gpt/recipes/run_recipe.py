@@ -180,7 +180,7 @@ def is_current(path: Path, fingerprint: str) -> bool:
     recipe, meta_path = recorded_recipe(path), path / META_NAME
     if recipe.get("fingerprint") != fingerprint or not meta_path.is_file():
         return False
-    version = path.resolve()
+    version = resolved(path)
     try:
         if sha256_regular(version / META_NAME) != recipe.get("meta_sha256"):
             return False  # damaged, or written by a builder that records no recipe

@@ -22,7 +22,7 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, write_bytes
-from niels_gpt.storage.meta_json import checked_sha256, meta_bytes, parse_object
+from niels_gpt.storage.meta_json import checked_sha256, meta_bytes, parse_object, resolved
 from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer, read_model
 from niels_gpt.tokenizer_training import MAX_VOCAB_SIZE
 
@@ -167,8 +167,8 @@ def _undamaged(version: Path) -> dict[str, Any] | None:
 def _trained_earlier(settings: Settings, path: Path) -> tuple[Path, dict[str, Any]] | None:
     """Return a version that these settings trained after the installed one, and that is not installed yet."""
     folder = versions.versions_dir(path)
-    installed = path.resolve()
-    if _meta_or_none(path) is None or installed.parent != folder.resolve():
+    installed = resolved(path)
+    if _meta_or_none(path) is None or installed.parent != resolved(folder):
         return None
     candidates = [version for version in folder.glob("[0-9a-f]" * versions.VERSION_DIGITS) if not version.is_symlink()]
     for version in sorted(candidates, key=lambda version: -version.stat().st_mtime_ns):

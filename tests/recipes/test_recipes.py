@@ -15,6 +15,7 @@ from niels_gpt.recipes.plan import RECIPES, plan
 from niels_gpt.recipes.run_recipe import Outcome
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 
 
@@ -104,6 +105,14 @@ def test_wikitext_lines_get_no_end_of_text_and_web_pages_do(settings: Settings) 
 
 
 @pytest.mark.slow
+def test_a_tokenizer_whose_link_leads_to_itself_is_refused(settings: Settings) -> None:
+    tokenizer = Path(settings.cache_dir, "tokenizer")
+    tokenizer.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.symlink_to("tokenizer")
+    with pytest.raises(CacheError, match=r"tokenizer: symbolic links in a circle"):
+        ensure_tokenizer(dataclasses.replace(settings, tokenizer_model=None))
+
+
 def test_two_builds_that_want_a_missing_tokenizer_at_once_train_it_once(mirror: Path, tmp_path: Path) -> None:
     flags = ["--source-root", str(mirror), "--cache-dir", str(tmp_path), "--vocab-size", "600"]
     command = [sys.executable, "-m", "niels_gpt.cache.cli", "build"]
