@@ -242,7 +242,7 @@ def test_a_chat_that_cannot_be_used_is_dropped_and_counted(
 
 def test_many_chats_give_the_rows_that_each_gives_alone(folders: dict[str, str]) -> None:
     tokenizer = open_tokenizer(folders["chatml"])
-    chats = [turns("<|pad|>" * (number % 7 == 3) + "Name a river.", f"River {number}." * 3) for number in range(300)]
+    chats = [turns("<|pad|>" * (number % 7 == 3) + "Name a river.", f"River {number}." * 3) for number in range(500)]
     rows = iter(rows_of(tokenizer, *chats))
     for number, chat in enumerate(chats):
         if number % 7 != 3:
