@@ -196,7 +196,9 @@ CHANGED_NUMBERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("what", sorted(CHANGED_NUMBERS))
 @KINDS
 def test_numbers_that_cannot_be_are_refused(kind: str, what: str) -> None:
-    values = values_of(unfinished_tree(kind)[0][unfinished_tree(kind)[1]])
+    tree, journal, content = unfinished_tree(kind)
+    assert resumes(kind, tree, same_content=content)
+    values = values_of(tree[journal])
     CHANGED_NUMBERS[what](values[-1])
     tree, _ = with_journal(kind, b"".join(map(line, values)))
     assert not resumes(kind, tree, same_content=None)

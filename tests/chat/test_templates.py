@@ -36,7 +36,6 @@ HARMLESS = {
         "{% block chat %}" + kinds.CHATML_MARKED + "{% endblock %}",
         "{% filter trim %}  " + kinds.CHATML_MARKED + "{% endfilter %}{{ '\n' }}",
         kinds.CHATML_MARKED.replace("{% generation %}", "{%- generation -%}\n  ").replace("{% endg", "\n {%- endg"),
-        "{% generation %}{% endgeneration %}" + kinds.CHATML_MARKED,
     ],
     kinds.CHATML: [
         "{# put {% generation %} here #}" + kinds.CHATML,
@@ -59,6 +58,12 @@ def test_other_words_for_a_template_give_the_same_rows(folder: str, plain: str, 
         np.testing.assert_array_equal(left.input_ids, right.input_ids)
         np.testing.assert_array_equal(left.loss_mask, right.loss_mask)
     assert supervised(two, rows_of(two, chats[2])[0]) == [f"a{PRIVATE}b<|im_end|>"], "they are text"
+
+
+def test_marks_around_nothing_supervise_nothing(folder: str) -> None:
+    template = "He{% generation %}{% endgeneration %}llo" + kinds.CHATML_MARKED
+    tokenizer = open_tokenizer(folder, chat_template=template)
+    assert supervised(tokenizer, rows_of(tokenizer, CHAT)[0]) == ["I am well.<|im_end|>", "It rained. 🦊<|im_end|>"]
 
 
 OWN_MARKS, DATED = r"own marks.*probe chat.*--chat-template FILE", r"asks for the date.*written out.*-template FILE"

@@ -277,12 +277,15 @@ def test_files_without_rows_give_nothing(tmp_path: Path) -> None:
 def test_unreadable_rows_are_counted_and_the_first_of_each_file_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, counters: Counter[str]
 ) -> None:
-    write(tmp_path / "a.jsonl", b'{"text": "one"}\n{"text": "tw\nnull\n[1]\n{"text": "five"}')
+    write(
+        tmp_path / "a.jsonl",
+        b'{"text": "one"}\n{"text": "tw\nnull\n[1]\n{"text": "five"}\n{"text": "six"} {"text": "seven"}',
+    )
     write(tmp_path / "b.json", b'[{"text": "one"}, null, [{"text": "x"}], 3, {"text": "five"}]')
     with caplog.at_level(logging.WARNING):
         found = [(sample.text, sample.meta["row"]) for sample in texts_of(tmp_path, counters=counters)]
     assert found == [("one", 1), ("five", 5)] * 2
-    assert counters == {"unreadable_row": 6}
+    assert counters == {"unreadable_row": 7}
     assert len(caplog.messages) == 2
     assert caplog.messages[0].startswith(f"{tmp_path}/a.jsonl, line 2: expected a JSON object (Invalid control")
     assert caplog.messages[1].startswith(f"{tmp_path}/b.json, item 2: expected a JSON object, found 'null'")

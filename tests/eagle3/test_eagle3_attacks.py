@@ -205,11 +205,9 @@ JSON_FILES = ("manifest.json", "meta.json", "sidecar/plan.json", "sidecar/shard-
 DEVICE: Make = lambda path, _: (path.unlink(), path.symlink_to("/dev/zero"))  # noqa: E731
 MANY_SHARDS: Change = lambda value: value.update(num_samples=10**12, shard_size=1)  # noqa: E731
 MANY = all_of(*(changed("manifest.json", MANY_SHARDS, cache) for cache in ("c", "top")))
-FIFO: Make = lambda path, _: (path.unlink(), os.mkfifo(path))  # noqa: E731
 READ = ("dataset", "verify", "stats")
 WRITERS = ("verify", "convert", "resume")
 NINETY_MB = 90_000_000
-LONG = struct.pack("<Q", NINETY_MB)
 BIG_SAMPLES = {
     "ids": {"dtype": "I32", "shape": [HUGE // 5], "data_offsets": [0, HUGE // 5 * 4]},
     "loss_mask": {"dtype": "U8", "shape": [HUGE // 5], "data_offsets": [HUGE // 5 * 4, HUGE]},

@@ -56,6 +56,27 @@ def test_a_number_that_is_not_finite_stops_the_run_by_sample_and_layer(tmp_path:
     assert whole_tree(tmp_path / "c") == whole_tree(tmp_path / "d")
 
 
+def large(device: torch.device) -> Any:
+    model = small.load(CPU).__class__(small.load(CPU).config).eval()
+    with torch.no_grad():
+        model.model.layers[3].mlp.down_proj.weight.mul_(1e9)
+    return model
+
+
+def test_a_hidden_state_that_fp16_cannot_hold_stops_the_run(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match=r"block 3: .*fits into torch\.float16"):
+        run(tmp_path / "c", given=small.plan(samples_of(), dtype="fp16"), load=large)
+    run(tmp_path / "d", given=small.plan(samples_of(), dtype="bf16"), load=large)
+
+
+def test_a_cache_that_is_mended_is_not_called_finished_meanwhile(cache: Path) -> None:
+    for shard in range(3):
+        (cache / f"shard-{shard:06d}.safetensors").unlink()
+    with pytest.raises(NonFiniteError):
+        run(cache, load=broken, resume=True)
+    assert not (cache / "meta.json").exists()
+
+
 def dies(device: torch.device) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -239,5 +260,6 @@ def test_a_finished_cache_is_up_to_date_on_a_full_disk(cache: Path, monkeypatch:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     assert run(cache, resume=True, load=never).shards == 0
     (cache / "meta.json").unlink()
+    (cache / "shard-000001.safetensors").unlink()
     with pytest.raises(CacheError, match="and 0 are free there"):
         run(cache, resume=True, load=never)

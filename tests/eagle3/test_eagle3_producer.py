@@ -218,6 +218,7 @@ def test_temporary_files_of_killed_writers_are_removed_and_nothing_else(tmp_path
     cache = tmp_path / "c"
     (cache / "sidecar").mkdir(parents=True)
     left = [cache / ".shard-000001.safetensors.0123abcd.tmp", cache / "sidecar" / ".shard-000000.json.89abcdef.tmp"]
+    left.append(cache / ".meta.json.76543210.tmp")
     mine = [cache / ".notes.tmp", cache / ".notes.0123abcd.tmp", cache / "shard.tmp", cache / "sidecar" / "notes"]
     (cache / "sidecar" / "lock").touch()
     for path in left:

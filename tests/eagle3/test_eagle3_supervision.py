@@ -128,6 +128,8 @@ def test_a_draft_that_knows_all_tokens_has_all_of_the_mass_and_a_k_of_all_is_sto
     fields, facts = cache_fields(batch_of(), LENGTHS, whole, known, topk=VOCAB, dtype=torch.float32)
     assert facts["draft_mass"] == facts["supervised"] == facts["positions"] != [0, 0, 0]
     assert "target_probs" in fields and "target_probs_values" not in fields and facts["kept_mass"] is None
+    in_that_order = batch_of().logits[0, :8].softmax(-1)[:, whole]
+    assert torch.allclose(fields["target_probs"][0, :8], in_that_order, atol=1e-6)
 
 
 @pytest.mark.parametrize("lengths", [[9, 4], [9, 4, 0], [10, 4, 1], [[9, 4, 1]]])

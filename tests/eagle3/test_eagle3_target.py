@@ -181,8 +181,9 @@ def test_a_draft_can_train_on_a_batch_wherever_it_was_made(surroundings: Any) ->
 @pytest.mark.parametrize(("layers", "ids"), [(7, [1, 2, 3]), (8, [1, 3, 4]), (32, [1, 15, 28]), (36, [1, 17, 32])])
 def test_the_default_layers_are_low_middle_and_high(layers: int, ids: list[int]) -> None:
     assert default_eagle3_aux_layer_ids(layers) == ids
-    with pytest.raises(ValueError, match=f"num_hidden_layers={layers % 7} is too shallow .* Pass aux_layer_ids"):
-        default_eagle3_aux_layer_ids(layers % 7)
+    for shallow in range(7):
+        with pytest.raises(ValueError, match=f"num_hidden_layers={shallow} is too shallow .* Pass aux_layer_ids"):
+            default_eagle3_aux_layer_ids(shallow)
 
 
 @pytest.mark.parametrize(

@@ -192,14 +192,14 @@ def test_without_a_network_and_offline_the_error_says_what_works_instead(monkeyp
 
 def test_each_retry_is_logged(loopback_hub: LoopbackHub, caplog: pytest.LogCaptureFixture) -> None:
     loopback_hub.add("a/b", readme(license="mit"))
-    loopback_hub.fail("a/b", status=503, times=2)
+    loopback_hub.fail("a/b", status=502, times=2)
     with caplog.at_level(logging.WARNING, logger="niels_gpt"):
         assert hub.card_of("a/b").licence == "mit"
     said = [one.getMessage() for one in caplog.records if one.name == retries.__name__]
     assert [one.split(" failed")[0] for one in said] == [
         f"the commit of a/b at main: attempt {number} of 4" for number in (1, 2)
     ]
-    assert all("503 Service Unavailable" in one and "again in" in one for one in said)
+    assert all("502 Bad Gateway" in one and "again in" in one for one in said)
 
 
 @pytest.fixture

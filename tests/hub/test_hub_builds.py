@@ -9,6 +9,7 @@ from support import numbered_datasets
 from support.loopback_hub import LoopbackHub
 
 from niels_gpt.cache.meta import read_meta
+from niels_gpt.commands import cache as cli
 from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
@@ -74,13 +75,15 @@ def test_a_cache_takes_the_revision_that_the_tokenizer_was_trained_on(
 
 
 def test_licence_and_attribution_come_from_the_dataset_card_if_there_is_one(
-    loopback_hub: LoopbackHub, hub: Settings
+    loopback_hub: LoopbackHub, hub: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = numbered_datasets.dolly(rows=20)
     loopback_hub.add(DOLLY, files)
     source = source_of(hub)
     assert source["licence"] == "cc-by-sa-3.0"
     assert "databricks-dolly-15k" in source["attribution"] and DOLLY in source["attribution"]
+    assert cli.main(["stats", f"{hub.cache_dir}/sft/dolly15k"]) == 0
+    assert source["revision"] in capsys.readouterr().out
     del files["README.md"]
     loopback_hub.add("me/mine", files)
     source = source_of(dataclasses.replace(hub, dolly_dataset="me/mine"))

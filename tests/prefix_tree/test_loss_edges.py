@@ -165,6 +165,11 @@ class TestFields:
     )
     edges = LossEdges.from_forest(forest)
 
+    def test_gradients_reach_a_field(self) -> None:
+        values = torch.zeros(2, requires_grad=True)
+        self.edges.field(values, per="sample").sum().backward()
+        assert values.grad is not None and values.grad.tolist() == [2, 2]
+
     @pytest.mark.parametrize(
         ("values", "per", "wanted"),
         [

@@ -104,7 +104,6 @@ def test_wikitext_lines_get_no_end_of_text_and_web_pages_do(settings: Settings) 
         assert (outcome.meta["special_token_ids"]["eot"] in tokens) is expected
 
 
-@pytest.mark.slow
 def test_a_tokenizer_whose_link_leads_to_itself_is_refused(settings: Settings) -> None:
     tokenizer = Path(settings.cache_dir, "tokenizer")
     tokenizer.parent.mkdir(parents=True, exist_ok=True)
@@ -113,6 +112,7 @@ def test_a_tokenizer_whose_link_leads_to_itself_is_refused(settings: Settings) -
         ensure_tokenizer(dataclasses.replace(settings, tokenizer_model=None))
 
 
+@pytest.mark.slow
 def test_two_builds_that_want_a_missing_tokenizer_at_once_train_it_once(mirror: Path, tmp_path: Path) -> None:
     flags = ["--source-root", str(mirror), "--cache-dir", str(tmp_path), "--vocab-size", "600"]
     command = [sys.executable, "-m", "niels_gpt.cache.cli", "build"]

@@ -99,6 +99,12 @@ def test_two_epochs_have_different_orders_and_two_seeds_too(tmp_path: Path) -> N
     assert max(len(one & other) for number, one in enumerate(pairs) for other in pairs[:number]) < 20
 
 
+def test_every_bit_of_a_seed_counts(ten: Path) -> None:
+    """A Mersenne Twister of torch reads the low 32 bits of its seed."""
+    orders = {tuple(firsts(run_epochs(ten, 2, G=10, seed=seed))) for seed in [0, *(1 << bit for bit in range(63))]}
+    assert len(orders) == 64
+
+
 def test_ranks_without_rows_still_take_part_in_the_last_batch(ten: Path) -> None:
     """10 samples in batches of 8 for 8 ranks: the last has 2, so that six ranks get none."""
     last = []

@@ -165,7 +165,8 @@ class _Writer:
             while kind is None and self._waiting:
                 self._waiting.popleft().result()
         finally:
-            self._pool.shutdown(cancel_futures=True)
+            # After an error of the target the complete shards are still written. Ctrl-C does not wait for them.
+            self._pool.shutdown(cancel_futures=kind is not None and not issubclass(kind, Exception))
             if self._shard is not None:
                 self._shard.discard()
 
