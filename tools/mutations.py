@@ -14,6 +14,7 @@ import ast
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -144,6 +145,8 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=600, metavar="SECONDS", help="for one run of tests")
     parser.add_argument("--list", action="store_true", help="print the mutations, and run nothing")
     arguments = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # a job in the background ignores them, and tests of signals would fail
     mutations = draw(ROOT, arguments.count, arguments.seed, arguments.only)
     counts: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as name:
