@@ -38,7 +38,7 @@ def logged(small_batches: None, caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.fixture
 def files(mirror: Path, folder: Path) -> Path:
-    """A mirror, and notes of one's own beside it, that a test may change."""
+    """A mirror, and user-defined notes beside it, that a test may change."""
     shutil.copytree(mirror, folder / "mirror")
     (folder / "notes").mkdir()
     for name, text in NOTES.items():
@@ -80,17 +80,17 @@ def unfinished(settings: Settings, key: str) -> dict[str, Any]:
     return {entry.name: tree_of(entry) for entry in folder.glob("building-*")}
 
 
-def anew(settings: Settings, key: str, **arguments: Any) -> dict[str, Any]:
+def from_scratch(settings: Settings, key: str, **arguments: Any) -> dict[str, Any]:
     """Return the meta of the same build in a cache folder of its own, to which nothing happens."""
-    elsewhere = dataclasses.replace(settings, cache_dir=f"{settings.cache_dir}-anew")
+    elsewhere = dataclasses.replace(settings, cache_dir=f"{settings.cache_dir}-from-scratch")
     try:
         return run(elsewhere, key, **arguments).meta
     finally:
         shutil.rmtree(elsewhere.cache_dir)
 
 
-def goes_on(caplog: pytest.LogCaptureFixture, settings: Settings, key: str, **arguments: Any) -> Outcome:
-    """Run a recipe that goes on with what was stopped."""
+def resumed(caplog: pytest.LogCaptureFixture, settings: Settings, key: str, **arguments: Any) -> Outcome:
+    """Run a recipe that resumes a stopped build."""
     caplog.clear()
     outcome = run(settings, key, **arguments)
     assert re.search(r"resuming after \d+ documents of an earlier run", caplog.text)
@@ -121,9 +121,9 @@ def test_another_setting_is_another_build_and_leaves_the_first_one(
     assert "an unfinished build that differs in " in caplog.text and "recipe" in caplog.text
     both = unfinished(given, key)
     assert len(both) == 2 * len(first) and both.items() >= first.items()
-    assert goes_on(caplog, changed, key).meta == anew(changed, key)
+    assert resumed(caplog, changed, key).meta == from_scratch(changed, key)
     assert unfinished(given, key) == first
-    assert goes_on(caplog, given, key).meta == anew(given, key)
+    assert resumed(caplog, given, key).meta == from_scratch(given, key)
     assert unfinished(given, key) == {}
 
 
@@ -131,7 +131,7 @@ def test_another_setting_is_another_build_and_leaves_the_first_one(
 def test_what_is_only_said_is_no_key(given: Settings, caplog: pytest.LogCaptureFixture, change: dict[str, Any]) -> None:
     stop(given, "pretrain/notes")
     changed = dataclasses.replace(given, **change)
-    assert goes_on(caplog, changed, "pretrain/notes").meta == anew(changed, "pretrain/notes")
+    assert resumed(caplog, changed, "pretrain/notes").meta == from_scratch(changed, "pretrain/notes")
     assert unfinished(given, "pretrain/notes") == {}
 
 
@@ -213,7 +213,7 @@ def test_files_that_change_under_a_killed_build_are_refused_until_they_are_put_b
 ) -> None:
     key, name, shuffle_buffer, change = CHANGED_FILES[what]
     settings, folder = dataclasses.replace(given, shuffle_buffer=shuffle_buffer), files / name
-    expected = anew(settings, key)
+    expected = from_scratch(settings, key)
     stop(settings, key)
     shutil.copytree(folder, files / "kept")
     before = unfinished(settings, key)
@@ -227,7 +227,7 @@ def test_files_that_change_under_a_killed_build_are_refused_until_they_are_put_b
     assert unfinished(settings, key) == refused
     shutil.rmtree(folder)
     (files / "kept").rename(folder)
-    assert goes_on(caplog, settings, key).meta == expected
+    assert resumed(caplog, settings, key).meta == expected
     assert unfinished(settings, key) == {}
 
 
@@ -246,10 +246,10 @@ def test_a_killed_build_goes_on_with_its_revision_when_main_has_moved(
     loopback_hub: LoopbackHub, hub: Settings, caplog: pytest.LogCaptureFixture, refresh: bool
 ) -> None:
     first = add(loopback_hub, 1_000)
-    expected = anew(hub, "sft/dolly15k")
+    expected = from_scratch(hub, "sft/dolly15k")
     stop(hub, "sft/dolly15k", refresh=refresh)
     second = add(loopback_hub, 1_100)
-    meta = goes_on(caplog, hub, "sft/dolly15k", refresh=refresh).meta
+    meta = resumed(caplog, hub, "sft/dolly15k", refresh=refresh).meta
     assert meta["source"]["revision"] == first and meta == expected
     assert run(hub, "sft/dolly15k").reused
     assert run(hub, "sft/dolly15k", refresh=True).meta["source"]["revision"] == second
@@ -263,7 +263,7 @@ def test_a_killed_refresh_goes_on(loopback_hub: LoopbackHub, hub: Settings, capl
     second = add(loopback_hub, 2_200)
     assert run(hub, "sft/dolly15k").reused
     assert read_meta(f"{hub.cache_dir}/sft/dolly15k/meta.json")["source"]["revision"] == committed
-    meta = goes_on(caplog, hub, "sft/dolly15k", refresh=True).meta
+    meta = resumed(caplog, hub, "sft/dolly15k", refresh=True).meta
     assert meta["source"]["revision"] == first and unfinished(hub, "sft/dolly15k") == {}
     assert meta["source"]["licence"] == "cc-by-sa-3.0"
     assert run(hub, "sft/dolly15k", refresh=True).meta["source"]["revision"] == second
@@ -285,7 +285,7 @@ def test_a_killed_build_of_a_tag_goes_on_when_the_tag_the_card_and_the_version_o
     loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=74_100), ref="v1")
     monkeypatch.setattr(origins, "version", lambda name: "99.0")
     said = dataclasses.replace(tagged, licence="dolly15k=CC0 1.0", attribution="dolly15k=N. Obody")
-    source = goes_on(caplog, said, "sft/dolly15k").meta["source"]
+    source = resumed(caplog, said, "sft/dolly15k").meta["source"]
     assert (source["revision"], source["asked_revision"], source["datasets_version"]) == (first, "v1", "99.0")
     assert (source["licence"], source["attribution"]) == ("CC0 1.0", "N. Obody")
 
@@ -334,7 +334,7 @@ def test_a_committed_build_whose_source_has_changed_since_is_done_with_and_a_new
     (files / "notes" / "n03.txt").write_text("another note")
     in_rows(ROWS, other_response)(files / "mirror")
     outcome = run(given, key)
-    assert outcome.meta == anew(given, key) != before
+    assert outcome.meta == from_scratch(given, key) != before
     assert whole_version(outcome.path) == outcome.meta["content_sha256"]
     assert recorded_recipe(outcome.path)["fingerprint"] == outcome.fingerprint
     assert unfinished(given, key) == {} and run(given, key).reused

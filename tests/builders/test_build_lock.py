@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from support.fault_builds import (
     build_new,
     documents_in_journal,
     error_of,
+    ready,
     skip_unless,
 )
 from support.power_loss import tree_of
@@ -51,16 +53,9 @@ with versions.build_lock(sys.argv[1]):
 """
 
 
-@contextlib.contextmanager
-def holding(path: Path, *prefix: str) -> Iterator[subprocess.Popen[str]]:
+def holding(path: Path, *prefix: str) -> AbstractContextManager[subprocess.Popen[str]]:
     """Let another process hold the lock of a cache; it is killed at the end."""
-    command = [*prefix, sys.executable, "-c", HOLD_THE_LOCK, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        try:
-            assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-            yield holder
-        finally:
-            holder.kill()
+    return ready([*prefix, sys.executable, "-c", HOLD_THE_LOCK, str(path)], "held")
 
 
 ELSEWHERE = ["unshare", "-ru", "sh", "-c", 'hostname elsewhere && exec "$0" "$@"']

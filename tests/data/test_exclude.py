@@ -1,4 +1,4 @@
-"""What is to be left out: the file, what it matches, and what a build makes of it."""
+"""What --exclude leaves out: its file, what it matches, and what a build makes of it."""
 
 import dataclasses
 import hashlib

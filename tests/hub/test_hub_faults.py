@@ -109,7 +109,7 @@ def small_times(loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("fsspec.spec.AbstractBufferedFile.DEFAULT_BLOCK_SIZE", 8_192)
 
 
-def anew(loopback_hub: LoopbackHub, name: str) -> int:
+def add_case(loopback_hub: LoopbackHub, name: str) -> int:
     """Commit the files of a case and return its first number."""
     start = next(STARTS)
     loopback_hub.add(CASES[name].dataset_id, CASES[name].files(start))
@@ -119,7 +119,7 @@ def anew(loopback_hub: LoopbackHub, name: str) -> int:
 def in_peace(loopback_hub: LoopbackHub, name: str) -> list[int]:
     """Return the numbers that a case reads, in order, where nothing fails: those of every document."""
     if name not in IN_PEACE:
-        numbers = IN_PEACE[name] = CASES[name].numbers(anew(loopback_hub, name))
+        numbers = IN_PEACE[name] = CASES[name].numbers(add_case(loopback_hub, name))
         assert set(numbers) == set(range(max(numbers) + 1))
         assert name == "oasst1" or len(numbers) == len(set(numbers))
     return IN_PEACE[name]
@@ -129,7 +129,7 @@ def in_peace(loopback_hub: LoopbackHub, name: str) -> list[int]:
 @pytest.mark.parametrize("name", CASES)
 def test_every_document_comes_once_and_in_order(loopback_hub: LoopbackHub, name: str, fault: str) -> None:
     expected = in_peace(loopback_hub, name)
-    start = anew(loopback_hub, name)
+    start = add_case(loopback_hub, name)
     ordered = FAULTS[fault](loopback_hub, CASES[name].shard)
     assert CASES[name].numbers(start) == expected
     assert ordered.times == 0, "the fault was not met"
@@ -138,7 +138,7 @@ def test_every_document_comes_once_and_in_order(loopback_hub: LoopbackHub, name:
 @pytest.mark.parametrize("name", CASES)
 def test_a_network_that_cuts_every_answer_is_slow_but_loses_nothing(loopback_hub: LoopbackHub, name: str) -> None:
     expected = in_peace(loopback_hub, name)
-    start = anew(loopback_hub, name)
+    start = add_case(loopback_hub, name)
     loopback_hub.cut(CASES[name].shard, after=1_000, times=math.inf)
     assert CASES[name].numbers(start) == expected
     answers = [one for one in loopback_hub.asked(CASES[name].shard, method="GET") if one.status == 206]
@@ -170,7 +170,7 @@ ANYWHERE: dict[str, Callable[[LoopbackHub, int], Fault]] = {
 def test_no_request_is_one_that_may_not_fail(loopback_hub: LoopbackHub, name: str, fault: str) -> None:
     expected = in_peace(loopback_hub, name)
     for passing in itertools.count():
-        start = anew(loopback_hub, name)
+        start = add_case(loopback_hub, name)
         ordered = ANYWHERE[fault](loopback_hub, passing)
         assert CASES[name].numbers(start) == expected, f"{fault} at request {passing}"
         loopback_hub.faults.clear()

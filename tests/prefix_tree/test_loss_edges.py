@@ -98,7 +98,7 @@ def test_edges_are_the_targets_of_the_samples_and_their_weights_the_uses(samples
     sums = [0.0] * edges.num_edges
     for edge, token in zip(edges.sample_edge.tolist(), edges.sample_token.tolist(), strict=True):
         sums[edge] += float(own[token])
-    weighted = LossEdges.from_forest(forest, weighting=own)  # weights of one's own add up by edge
+    weighted = LossEdges.from_forest(forest, weighting=own)  # given weights add up by edge
     assert weighted.weight.tolist() == pytest.approx(sums, rel=1e-12)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from support.data_files import write
-from support.fault_builds import interrupt
+from support.fault_builds import interrupt, ready
 from support.power_loss import MODELS, Disk, put, recorded_below, tree_of
 from support.small_builds import BATCH_ITEMS, documents, pretrain, whole_version
 
@@ -315,16 +315,9 @@ print("let go", flush=True)
 """
 
 
-@contextlib.contextmanager
-def reader(version: Path, how: str = "stays") -> Iterator[subprocess.Popen[str]]:
+def reader(version: Path, how: str = "stays") -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     """Run a process that holds a version until its stdin ends."""
-    command = [sys.executable, "-c", READER, str(version), how]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == "holds\n"
-            yield process
-        finally:
-            process.kill()
+    return ready([sys.executable, "-c", READER, str(version), how], "holds")
 
 
 def ended(process: subprocess.Popen[str]) -> None:

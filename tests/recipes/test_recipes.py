@@ -23,7 +23,7 @@ def build_all(settings: Settings) -> dict[str, Outcome]:
     return {key: recipe(settings) for key, recipe in RECIPES.items()}
 
 
-def anew(settings: Settings) -> list[str]:
+def built_keys(settings: Settings) -> list[str]:
     """Build everything and return the keys of what was not there already."""
     return [key for key, outcome in build_all(settings).items() if not outcome.reused]
 
@@ -47,17 +47,17 @@ def test_what_is_there_is_built_anew_only_where_something_that_it_reads_has_chan
 
     own = shutil.copytree(mirror, tmp_path / "own")
     settings = dataclasses.replace(settings, threads=1, source_root=str(own))
-    assert anew(settings) == []  # threads and folders decide nothing
-    assert anew(dataclasses.replace(settings, sft_val_frac=0.2)) == ["sft/dolly15k", "sft/oasst1"]
-    assert anew(settings) == ["sft/dolly15k", "sft/oasst1"]
+    assert built_keys(settings) == []  # threads and folders decide nothing
+    assert built_keys(dataclasses.replace(settings, sft_val_frac=0.2)) == ["sft/dolly15k", "sft/oasst1"]
+    assert built_keys(settings) == ["sft/dolly15k", "sft/oasst1"]
     next((own / "roam").rglob("*.md")).write_text("- another thought\n")
-    assert anew(settings) == ["pretrain/roam"]
+    assert built_keys(settings) == ["pretrain/roam"]
     shard = Path(settings.cache_dir, "pretrain/roam/train/shard_00000.bin")
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-2])
-    assert anew(settings) == ["pretrain/roam"] and shard.read_bytes() == whole
+    assert built_keys(settings) == ["pretrain/roam"] and shard.read_bytes() == whole
     write_tokenizer(train_tokenizer(["some other text " * 50, "ein anderer Text"], vocab_size=300), tmp_path)
-    assert anew(dataclasses.replace(settings, tokenizer_model=str(tmp_path / "spm.model"))) == list(RECIPES)
+    assert built_keys(dataclasses.replace(settings, tokenizer_model=str(tmp_path / "spm.model"))) == list(RECIPES)
 
 
 def test_documents_in_are_documents_kept_and_dropped_reason_by_reason(settings: Settings, mirror: Path) -> None:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,17 @@ def asking(*command: str, **options: Any) -> Iterator[Ask]:
             yield ask
         finally:
             process.communicate()
+
+
+@contextmanager
+def ready(command: Sequence[str], line: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a process that prints a line when it is ready; it is killed at the end."""
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == f"{line}\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def answer(actions: Mapping[str, Callable[..., Any]]) -> None:
