@@ -277,7 +277,7 @@ def main(argv: list[str] | None = None) -> None:
     """Train, draw the losses, and print the evaluations."""
     options = parse(argv)
     if importlib.util.find_spec("matplotlib") is None:  # fail before the training
-        sys.exit("train_tiny_gpt: the picture needs matplotlib: pip install 'niels_gpt[pipelines]'")
+        sys.exit("train_tiny_gpt: the picture needs matplotlib: pip install 'niels-gpt[plot]'")
     begin(options)
     for until, world_size in options.jobs:
         if world_size == 1:

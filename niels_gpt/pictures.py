@@ -29,7 +29,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ImportError("a picture needs matplotlib: pip install 'niels_gpt[pipelines]'") from error
+        raise ImportError("a picture needs matplotlib: pip install 'niels-gpt[plot]'") from error
 
 
 def new_figure(width: float, height: float, **style: Any) -> Figure:

@@ -82,7 +82,7 @@ def tiny_llama(attention: str, seed: int) -> Any:
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as error:
-        raise ImportError("the model of the demo needs transformers: pip install 'niels_gpt[eagle3]'") from error
+        raise ImportError("the model of the demo needs transformers: pip install 'niels-gpt[eagle3]'") from error
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,

@@ -14,7 +14,7 @@ from niels_gpt.builders.pretrain import build_stub
 from niels_gpt.cache import build_sft_cache, write_meta
 from niels_gpt.inspection import plot as module
 
-pytest.importorskip("matplotlib", reason="the extra `pipelines` brings it")
+pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
 
 MOST_BYTES = 14_000
 

@@ -123,7 +123,7 @@ def test_a_finding_of_verify_fold_fails_the_demo_though_its_own_numbers_agree(
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
     flags: list[str], name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib", reason="the extra `pipelines` brings it")
+    pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
     assert demo.main([*flags, "--plot", str(tmp_path / name)]) == 1
     found = capsys.readouterr()
     assert found.out == "" and found.err.startswith("error: ") and said in found.err
@@ -132,7 +132,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
 
 @pytest.mark.parametrize(
     ("module", "flags", "extra"),
-    [("matplotlib.figure", ["--plot", "mask.png"], "pipelines"), ("transformers", [], "eagle3")],
+    [("matplotlib.figure", ["--plot", "mask.png"], "plot"), ("transformers", [], "eagle3")],
 )
 def test_without_a_library_it_says_what_to_install(
     module: str, flags: list[str], extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -140,11 +140,11 @@ def test_without_a_library_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, module, None)
     assert demo.main([*SMALL, *flags]) == 1
     said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("error: ") and f"pip install 'niels_gpt[{extra}]'" in said.err
+    assert said.out == "" and said.err.startswith("error: ") and f"pip install 'niels-gpt[{extra}]'" in said.err
 
 
 def test_the_picture_of_the_mask_is_dark_where_a_query_sees_a_key(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra `pipelines` brings it")
+    pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
     png = plot_mask(PrefixForest.from_sequences([[1, 2, 10, 11], [1, 2, 20, 21, 22]]))
     pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
     blue = pixels[..., 2] - pixels[..., 0]  # 8 of the palest blue of the colour map, more of darker ones

@@ -139,7 +139,7 @@ def test_the_median_is_no_mean_and_an_empty_prompt_shares_none(
 
 
 def test_the_curve_falls_from_the_forest_that_gains_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib", reason="the extra `pipelines` brings it")
+    pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
     from niels_gpt.prefix_tree.savings import plot
 
     figures: list[Any] = []
@@ -199,7 +199,7 @@ def test_files_are_read_line_by_line_and_tell_how_far(tmp_path: Path) -> None:
 
 
 def test_plot_draws_a_picture(two: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib", reason="the extra `pipelines` brings it")
+    pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
     target = tmp_path / "stats.png"
     assert main(["stats", two, "--plot", str(target)]) == 0
     capsys.readouterr()

@@ -26,7 +26,7 @@ from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import SentencePieceTokenizer
 
-pytest.importorskip("matplotlib", reason="the extra `pipelines` brings it")
+pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.*loses .* supervised tokens"),  # the small T cuts the replies
@@ -292,7 +292,7 @@ def test_without_matplotlib_the_extra_is_named_before_anything_is_done(
     example: ModuleType, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit, match=r"needs matplotlib: pip install 'niels_gpt\[pipelines\]'"):
+    with pytest.raises(SystemExit, match=r"needs matplotlib: pip install 'niels-gpt\[plot\]'"):
         example.main(flags(caches, tmp_path / "loss.png", SMALL))
     assert list(tmp_path.iterdir()) == []
 
