@@ -3,7 +3,6 @@
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import ROOT
@@ -77,30 +76,6 @@ def test_formats_md_names_every_key_of_every_meta_json(tmp_path: Path, tiny_mode
         for name in read_meta(str(path / "meta.json")):
             plain = re.sub(r"^(train|val)_(tokens|examples)$", "train_tokens", name)
             assert f"`{plain}`" in formats, f"{key}: {name}"
-
-
-def names_after_the_python_of(document: str, blocks: int) -> dict[str, Any]:
-    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
-    found = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    assert len(found) == blocks
-    names: dict[str, Any] = {}
-    for block in found:  # each goes on where the one before it ended
-        exec(block, names)
-    return names
-
-
-def test_the_python_of_prefix_tree_md_runs() -> None:
-    names = names_after_the_python_of("prefix_tree.md", 3)
-    assert names["loss"].requires_grad and names["policy_loss"].isfinite() and names["report"].ok
-
-
-def test_the_python_of_reading_md_runs(tiny_model_path: Path) -> None:
-    settings = Settings(source_root="sample", cache_dir="cache", tokenizer_model=str(tiny_model_path))
-    for key in ("pretrain/fineweb_edu", "pretrain/wikitext", "pretrain/roam", "sft/oasst1"):
-        RECIPES[key](settings)
-    names = names_after_the_python_of("reading.md", 6)
-    assert names["resumed"].state_dict() == names["state"] and names["state"]["consumed_samples"] == 48
-    assert names["batch"].source.shape == (8,) and names["sft"].counts.rows > 0
 
 
 def test_every_rule_that_the_code_cites_stands_in_the_table_of_decisions() -> None:

@@ -1,0 +1,142 @@
+"""Every command and every Python block of README.md and docs/ runs, and prints what the page shows.
+
+    UPDATE_DOCUMENTS=1 python -m pytest -n 0 tests/project/test_documents_run.py -k small_gpt
+
+writes the output of the run into the page, where it differs. support/documents.py has the rules.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import ROOT
+from support.documents import RUN, Page, blocks_of, difference
+
+UPDATE = "UPDATE_DOCUMENTS" in os.environ
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+SLOW: set[str] = set()
+"""Pages that take more than some seconds."""
+LANGUAGES = {*RUN, "text", "toml", "json", "jsonl", "markdown", "mermaid"}
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture(scope="session")
+def sample_caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder `cache` that the demo makes, made once for all processes of a run."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = shared / "demo"
+    with (shared / "demo.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            (shared / "demo.new").mkdir()
+            command = [sys.executable, "-m", "niels_gpt.cache.cli", "build-all", "--source-root", "sample"]
+            subprocess.run(command, cwd=shared / "demo.new", check=True, capture_output=True)
+            (shared / "demo.new").rename(folder)
+    return folder / "cache"
+
+
+def with_blocks_that_run() -> list[object]:
+    found = [page for page in PAGES if any(each.language in RUN for each in blocks_of(page.read_text("utf-8")))]
+    return [pytest.param(page, marks=[pytest.mark.slow] * (name(page) in SLOW), id=name(page)) for page in found]
+
+
+@pytest.mark.parametrize("page", with_blocks_that_run())
+def test_a_page_runs_and_prints_what_it_shows(
+    page: Path, tmp_path: Path, request: pytest.FixtureRequest, one_thread: None
+) -> None:
+    text = page.read_text(encoding="utf-8")
+    if "<!-- needs: sample caches -->" in text:
+        shutil.copytree(request.getfixturevalue("sample_caches"), tmp_path / "cache", symlinks=True)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    run = Page(text, tmp_path)
+    run.run()
+    if UPDATE and run.rewritten != text:
+        page.write_text(run.rewritten, encoding="utf-8")
+    assert not run.differences, "\n\n".join(run.differences)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_block_of_a_page_escapes_the_test(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    blocks = blocks_of(text)
+    assert {each.language for each in blocks} <= LANGUAGES
+    assert 2 * len(blocks) == len(re.findall(r"^[ >]*```", text, re.MULTILINE)), (
+        "a fence is indented, or has no language"
+    )
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=name)
+def test_the_script_of_a_tutorial_is_its_python(page: Path) -> None:
+    script = (ROOT / "examples" / f"{page.stem}.py").read_text(encoding="utf-8")
+    docstring, code = script.split('"""\n', 1)
+    assert docstring.startswith('"""') and name(page) in docstring
+    python = "".join(each.body for each in blocks_of(page.read_text("utf-8")) if each.language == "python")
+    assert [line for line in code.splitlines() if line] == [line for line in python.splitlines() if line]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *TUTORIALS], ids=name)
+def test_no_sentence_is_longer_than_30_words(page: Path) -> None:
+    too_long = [each for each in sentences(page.read_text(encoding="utf-8")) if words(each) > 30]
+    assert not too_long, "\n\n".join(too_long)
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a page's prose, without its blocks, tables and comments."""
+    prose = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^    .*$|^\|.*$", "", prose, flags=re.MULTILINE)
+    prose = re.sub(r"\]\([^)]*\)", "]", prose)
+    return re.split(r"(?<=[.!?])[`*)]*\s+|\n\s*\n|\n(?:[-*]|\d+\.) ", prose)
+
+
+def words(sentence: str) -> int:
+    return len(re.findall(r"\w[\w'/.-]*", sentence))
+
+
+def test_the_longest_sentence_of_a_page_is_found() -> None:
+    page = "# A title\n\nOne two. `code` [three](four.md),\nfive.\n\n- six\n- seven\n\n```text\na b c d\n```\n\n    a b c d\n"
+    assert [words(each) for each in sentences(page) if words(each)] == [2, 2, 3, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("shown", "real", "equal"),
+    [
+        ("built 3 caches\n...\nend", "built 3 caches\na\nb\nend", True),
+        ("...\nend", "end", True),
+        ("built 3 caches", "built 4 caches", False),
+        ("loss 4.125", "loss 4.160", True),
+        ("loss 4.125", "loss 4.300", False),
+        ("took 1.5 s, 12,000 tokens/s", "took 31.25 s, 900 tokens/s", True),
+        ("state 0a1b2c3d4e5f of ...", "state 99bb2c3d4e5f of seed 3", True),
+        ("a   b", "a b", True),
+        ("a b", "a\nb", False),
+        ("version 1.2.3", "version 1.2.4", False),
+        ("", "more", False),
+    ],
+)
+def test_what_may_differ_between_a_page_and_a_run(shown: str, real: str, equal: bool) -> None:
+    assert (difference(shown.splitlines(), real.splitlines()) == "") is equal
+
+
+def test_a_page_that_is_wrong_fails_and_is_rewritten(tmp_path: Path) -> None:
+    text = (
+        '```markdown title="notes/a.md"\nhello\n```\n\n```console\n$ cat notes/a.md\nhi\n$ false\n$ echo $?\n0\n```\n\n'
+        "```python\nx = 2\nprint(x)\n```\n\n```text\n3\n```\n\n<!-- not run: no hub -->\n```console\n$ false\n```\n"
+    )
+    page = Page(text, tmp_path)
+    page.run()
+    assert len(page.differences) == 3
+    assert page.rewritten == text.replace("\nhi\n", "\nhello\n").replace("\n0\n", "\n1\n").replace("\n3\n", "\n2\n")
+    with pytest.raises(AssertionError, match="exit code 3"):
+        Page("```console\n$ (exit 3)\n```\n", tmp_path).run()
