@@ -8,7 +8,7 @@ PYTEST_WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_get
 # Dagster recommends its newer command line at every call of the one that people and CI use here.
 DAGSTER := PYTHONWARNINGS=ignore $(BIN)/dagster
 
-.PHONY: run dev test check bench
+.PHONY: run dev test check docs bench
 
 run: $(VENV)/.installed  ## materialize every cache from the bundled sample through Dagster and print what was built
 	NIELS_GPT_SOURCE_ROOT=sample NIELS_GPT_CACHE_DIR=cache $(DAGSTER) asset materialize -m pipelines.definitions --select '*'
@@ -28,6 +28,10 @@ check: $(VENV)/.installed  ## lint, format, types, and the plan of the code
 	$(BIN)/mypy
 	$(BIN)/python tools/structure.py
 
+docs: $(VENV)/.docs  ## the site, strictly: open site/index.html
+	$(BIN)/zensical build --clean --strict
+	$(BIN)/python tools/check_site.py
+
 bench: $(VENV)/.installed  ## speed as ratios to a limit and a peer
 	$(BIN)/python benchmarks/loaders.py
 	$(BIN)/python benchmarks/build.py
@@ -40,4 +44,8 @@ bench: $(VENV)/.installed  ## speed as ratios to a limit and a peer
 $(VENV)/.installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --config-settings editable_mode=compat --editable '.[$(EXTRAS)]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --config-settings editable_mode=compat --editable '.[$(EXTRAS),docs]'
 	touch $@

@@ -1,0 +1,54 @@
+"""The site: what is in its navigation, and that a strict build and its checks find what is wrong."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import ROOT
+
+from tools import check_site
+
+
+def test_every_page_of_docs_has_one_entry_in_the_navigation() -> None:
+    assert list(check_site.faults_of_navigation(ROOT)) == []
+
+
+def test_a_page_that_is_not_there_or_has_no_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "lost.md").write_text("# Lost\n")
+    (tmp_path / "zensical.toml").write_text('[project]\nnav = [{ "A" = ["gone.md"] }]\n')
+    assert list(check_site.faults_of_navigation(tmp_path)) == [
+        "zensical.toml: docs/gone.md is not there",
+        "zensical.toml: docs/lost.md has 0 entries in `nav`; expected one",
+    ]
+
+
+GOOD = '<h1 id="top">A</h1><a href="#top">up</a><a href="https://example.org">out</a><img src="a.png">'
+
+
+@pytest.mark.parametrize(
+    ("page", "css", "fault"),
+    [
+        (GOOD, "p { color: red }", None),
+        (GOOD + '<a href="b.html">b</a>', "", "index.html: b.html leads to no file of the site"),
+        (GOOD + '<a href="index.html#b">b</a>', "", "index.html: index.html#b leads to no anchor"),
+        (GOOD + '<img src="b.png">', "", "index.html: b.png leads to no file of the site"),
+        (GOOD + '<script src="//cdn.org/a.js"></script>', "", "index.html: loads //cdn.org/a.js from the network"),
+        (GOOD + '<p style="background: url(http://a.org/b)">', "", "index.html: loads http://a.org/b from the network"),
+        (GOOD, "@import 'https://a.org/b.css';", "a.css: loads https://a.org/b.css from the network"),
+    ],
+)
+def test_what_a_page_loads_and_links_to_is_checked(page: str, css: str, fault: str | None, tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text(page)
+    (tmp_path / "a.css").write_text(css)
+    (tmp_path / "a.png").touch()
+    assert list(check_site.faults(tmp_path)) == ([fault] if fault else [])
+
+
+@pytest.mark.parametrize("folder", ["niels_gpt", "pipelines"])
+def test_a_public_name_without_a_docstring_fails_the_checks(folder: str) -> None:
+    code = '"""A module."""\n\n\ndef public() -> None:\n    pass\n'
+    command = [sys.executable, "-m", "ruff", "check", "--output-format", "concise", "--stdin-filename"]
+    done = subprocess.run([*command, f"{folder}/a.py", "-"], input=code, text=True, capture_output=True, cwd=ROOT)
+    assert done.returncode == 1 and "D103" in done.stdout
