@@ -12,6 +12,8 @@ from typing import Any
 class UsageError(ValueError):
     """A setting or argument that asks for something that is not there: exit status 2 of a command."""
 
+    code = "E101"
+
 
 def _setting(default: Any, text: str, least: float | None = None, most: float | None = None) -> Any:
     return field(default=default, metadata={"help": text, "least": least, "most": most})

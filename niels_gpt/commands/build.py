@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from niels_gpt.commands.console import print_error, progress_bar
+from niels_gpt.commands.console import print_error, print_warning, progress_bar
 from niels_gpt.commands.report import checked, outcomes_table, plan_table, snapshot_lines
 from niels_gpt.commands.settings_flags import settings_of
 from niels_gpt.recipes import run_recipe
@@ -22,13 +22,14 @@ from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root
 from niels_gpt.recipes.tokenizer import stage_tokenizer
 from niels_gpt.recipes.user_sources import names_in_lines, stated_credit
 from niels_gpt.settings import Settings, UsageError
-from niels_gpt.storage.meta_json import printable
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 class UnknownSourceError(UsageError):
     """A source that was asked for does not exist, or none was asked for."""
+
+    code = "E103"
 
 
 def run_build(arguments: argparse.Namespace) -> int:
@@ -111,7 +112,7 @@ def build_each(
                     run_recipe.restart(settings, key)
                 outcome = known[key](settings, refresh=refresh, progress=progress)
                 for warning in checked(outcome, settings):
-                    print(f"warning: {key}: {printable(warning)}", file=sys.stderr)
+                    print_warning("W201", f"{key}: {warning}")
                 outcomes.append(outcome)
             except Exception as error:
                 failures[key] = error
@@ -124,7 +125,7 @@ def build_each(
 def print_failures(failures: dict[str, Exception]) -> int:
     """Print a line for each failed cache; returns the exit status."""
     for key, failure in failures.items():
-        print_error(f"{key}: {type(failure).__name__}: {failure}")
+        print_error(failure, of=f"{key}: {type(failure).__name__}: ")
     return 1 if failures else 0
 
 

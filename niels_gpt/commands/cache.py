@@ -182,7 +182,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     caches, errors = caches_of(arguments.paths)
     for error in errors.values():  # the others are looked at
         print_error(error)
-    found = {path: [Damage("", 0, 0, error)._asdict()] for path, error in errors.items()}
+    found = {path: [Damage("", 0, 0, str(error))._asdict()] for path, error in errors.items()}
     for cache in caches:
         with progress_bar(escaped(cache), unit="B", items="files") as progress:
             damages = _damage_of(cache, deep=arguments.deep, progress=progress)

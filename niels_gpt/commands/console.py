@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from niels_gpt.interrupts import interruptible, say_interrupted
 from niels_gpt.progress import Progress
 from niels_gpt.settings import UsageError
+from niels_gpt.storage.codes import code_of
 from niels_gpt.storage.meta_json import printable
 
 ERRORS = (ValueError, OSError, ImportError)
@@ -61,9 +62,14 @@ def is_unread(more: str = "") -> bool:
     return False
 
 
-def print_error(message: object) -> None:
-    """Print a line to stderr that begins with `error:`, control characters escaped."""
-    print(f"error: {escaped(message)}", file=sys.stderr)
+def print_error(error: BaseException, of: str = "") -> None:
+    """Print `error[CODE]: ` and an error to stderr, control characters escaped; of: what stands before it."""
+    print(f"error[{code_of(error)}]: {escaped(f'{of}{error}')}", file=sys.stderr)
+
+
+def print_warning(code: str, message: object) -> None:
+    """Print `warning[CODE]: ` and a message to stderr, control characters escaped."""
+    print(f"warning[{code}]: {escaped(message)}", file=sys.stderr)
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
@@ -77,7 +83,8 @@ def log_to_stderr(level: int = logging.INFO) -> None:
 
 class _EscapingFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return escaped(super().format(record))
+        code = getattr(record, "code", None)  # of this project's warnings, by `extra`
+        return escaped(("" if code is None else f"warning[{code}]: ") + super().format(record))
 
 
 def escaped(message: object) -> str:

@@ -38,15 +38,15 @@ def caches_below(path: Path) -> list[Path]:
     return caches
 
 
-def caches_of(paths: Iterable[Path]) -> tuple[list[Path], dict[str, str]]:
-    """Return the caches below several paths, each once, and the errors of paths without any: path -> message."""
+def caches_of(paths: Iterable[Path]) -> tuple[list[Path], dict[str, Exception]]:
+    """Return the caches below several paths, each once, and the errors of paths without any."""
     caches: list[Path] = []
-    errors: dict[str, str] = {}
+    errors: dict[str, Exception] = {}
     for path in paths:
         try:
             caches += caches_below(path)
         except (CacheError, OSError) as error:
-            errors[str(path)] = str(error)
+            errors[str(path)] = error
     return list(dict.fromkeys(caches)), errors
 
 

@@ -14,14 +14,23 @@ class CacheError(ValueError):
     """A cache is damaged, foreign, or does not match its use (D24, D30): "PATH: FOUND, expected EXPECTED. REMEDY".
 
     path: the file or folder. found: what is wrong with it. expected: the correct state, "" if `found` implies it.
-    remedy: what to do, as a sentence that ends in a command; REBUILD if building from scratch helps. All four are
-    attributes, and the message is made of them. A path alone is a whole message: what torch's DataLoader makes of an
-    error of a worker process.
+    remedy: what to do, as a sentence that ends in a command; REBUILD if building from scratch helps. code: a row of
+    `storage/codes.py`. All are attributes, and the message is made of the first four. A path alone is a whole message:
+    what torch's DataLoader makes of an error of a worker process.
     """
 
-    def __init__(self, path: str | os.PathLike[str], found: str = "", expected: str = "", remedy: str = "") -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        found: str = "",
+        expected: str = "",
+        remedy: str = "",
+        *,
+        code: str = "E201",
+    ) -> None:
         super().__init__(os.fspath(path), found, expected, remedy)  # the arguments of a pickled copy
         self.path, self.found, self.expected, self._remedy = os.fspath(path), found, expected, remedy
+        self.code = code
 
     @property
     def remedy(self) -> str:

@@ -73,7 +73,7 @@ def test_a_build_prints_the_warnings_of_its_checks_and_fails_where_one_blocks(
     flags: list[str], sample: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["build", "dolly15k", "--max-dropped-share", "0", *flags]) == 0
-    assert "warning: sft/dolly15k: " in capsys.readouterr().err
+    assert "warning[W201]: sft/dolly15k: " in capsys.readouterr().err
     tokens = sample / "sft" / "dolly15k" / "train_tokens.bin"
     content = bytearray(tokens.read_bytes())
     content[2] ^= 1  # of a word, not of a sentinel: only the sha256 tells
@@ -114,7 +114,7 @@ def test_a_number_that_nothing_can_be_built_with_is_refused_before_anything_is_d
 ) -> None:
     assert cli.main([*command, *flags, flag, value]) == 1
     out, err = capsys.readouterr()
-    said = rf"error: \w+ \({flag}\) is {float(value):g}, expected .*\n"
+    said = rf"error\[E102\]: \w+ \({flag}\) is {float(value):g}, expected .*\n"
     assert not out and re.fullmatch(said, err.replace(".0,", ","))
     assert not (tmp_path / "c").exists()
 

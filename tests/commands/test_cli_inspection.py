@@ -101,7 +101,7 @@ def test_a_path_without_a_cache_is_an_error_and_does_not_keep_verify_from_the_ot
     paths = [tmp_path / "none", root / "pretrain", tmp_path / "none", root / "sft/oasst1"]
     status, out, err = run("verify", *paths)
     assert status == 1 and out == f"{root}/pretrain/roam: ok\n{root}/sft/oasst1: ok\n"
-    assert err.startswith(f"error: {tmp_path}/none: no such folder") and err.count("\n") == 1
+    assert err.startswith(f"error[E105]: {tmp_path}/none: no such folder") and err.count("\n") == 1
     status, out, err = run("verify", *paths, "--json")
     found = json.loads(out)
     assert status == 1 and found[f"{root}/pretrain/roam"] == found[f"{root}/sft/oasst1"] == []
@@ -172,7 +172,7 @@ def test_diff_exits_as_diff_does_and_takes_versions(tmp_path: Path, run: Run) ->
     status, out, _ = run("diff", before, path, "--json", "--limit", "0")
     assert status == 1 and json.loads(out)["only_b"] == {"count": 1, "first": []}
     status, out, err = run("diff", before, tmp_path / "none")
-    assert (status, out) == (1, "") and err.startswith("error: ")
+    assert (status, out) == (1, "") and err.startswith("error[E")
 
 
 def test_diff_shows_the_first_words_where_a_tokenizer_is_beside(settings: Settings, root: Path, run: Run) -> None:
@@ -209,7 +209,7 @@ def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_printed(
 ) -> None:
     target = tmp_path / "none" / "out.png"
     status, out, err = run("stats", root / "sft/oasst1", "--plot", target)
-    assert (status, out) == (1, "") and err.startswith(f"error: {target}: no folder {target.parent}")
+    assert (status, out) == (1, "") and err.startswith(f"error[E105]: {target}: no folder {target.parent}")
     status, out, err = run("stats", root / "sft/oasst1", "--plot", tmp_path / "out.pdf")
     assert (status, out) == (1, "") and "out.pdf: expected the name of a .png" in err
     assert not (tmp_path / "out.pdf").exists()
@@ -256,7 +256,7 @@ def test_no_command_fails_otherwise_than_with_a_message_on_a_malformed_meta_json
         (path / "meta.json").write_bytes(meta_bytes({**meta, key: value}))
         for command in (["stats", path], ["locate", path, "train", "1"], ["diff", path, tmp_path / "good"]):
             status, out, err = run(*command)
-            assert status in (0, 1) and (bool(out) != err.startswith("error: ")), (value, command, err)
+            assert status in (0, 1) and (bool(out) != err.startswith("error[E")), (value, command, err)
         may_be_so = key in ("dropped", "source") and isinstance(value, dict)
         assert run("verify", path, "--deep")[0] == 1 or may_be_so, value
 
@@ -303,4 +303,4 @@ def test_a_malformed_value_is_an_error_that_names_meta_json(
             assert key in ("shards", "special_token_ids", "tokenizer_sha256")
         else:
             assert status == 1 and out == "" and "meta.json" in err and "Traceback" not in err, (name, err)
-            assert not re.match(r"error: (invalid literal|Unknown format|'|Cannot specify)", err), (name, err)
+            assert not re.match(r"error\[E\d+\]: (invalid literal|Unknown format|'|Cannot specify)", err), (name, err)

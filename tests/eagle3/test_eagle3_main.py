@@ -178,7 +178,7 @@ def test_stats_counts_and_draws(
     capsys.readouterr()
     picture = tmp_path / "none" / "x.png"
     assert main(["stats", str(made), "--plot", str(picture)]) == 1
-    assert capsys.readouterr().err == f"error: {picture}: no folder {picture.parent} to draw it in. Make it first\n"
+    assert capsys.readouterr().err.startswith(f"error[E105]: {picture}: no folder {picture.parent}")
 
 
 def test_what_is_no_cache_is_an_error_and_a_wrong_flag_of_usage(

@@ -172,7 +172,7 @@ def test_what_is_not_there_or_does_not_fit_the_target_fails_before_anything_is_m
     tmp_path: Path, run: Run, flags: list[str], text: str
 ) -> None:
     status, out, errors = run(*flags)
-    assert (status, out) == (1, "") and errors.startswith("error: ")
+    assert (status, out) == (1, "") and errors.startswith("error[E")
     assert re.search(text, errors), errors
     assert not (tmp_path / "c").exists()
 
@@ -199,7 +199,7 @@ def test_the_same_run_is_refused_without_resume_and_up_to_date_with_it(tmp_path:
     shutil.copytree(made, tmp_path / "c")
     before = whole_tree(tmp_path / "c")
     status, _, errors = run()
-    assert status == 1 and errors.startswith(f"error: {tmp_path / 'c'}: already has shards. Pass --resume")
+    assert status == 1 and errors.startswith(f"error[E704]: {tmp_path / 'c'}: already has shards. Pass --resume")
     out = run("--resume")[1]
     assert f"{tmp_path / 'c'}: up to date" in out and "3 of them finished" in out
     assert whole_tree(tmp_path / "c") == before

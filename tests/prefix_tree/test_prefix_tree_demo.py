@@ -126,7 +126,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
     pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
     assert demo.main([*flags, "--plot", str(tmp_path / name)]) == 1
     found = capsys.readouterr()
-    assert found.out == "" and found.err.startswith("error: ") and said in found.err
+    assert found.out == "" and found.err.startswith("error[E") and said in found.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -140,7 +140,7 @@ def test_without_a_library_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, module, None)
     assert demo.main([*SMALL, *flags]) == 1
     said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("error: ") and f"pip install 'niels-gpt[{extra}]'" in said.err
+    assert said.out == "" and said.err.startswith("error[E901]: ") and f"pip install 'niels-gpt[{extra}]'" in said.err
 
 
 def test_the_picture_of_the_mask_is_dark_where_a_query_sees_a_key(tmp_path: Path) -> None:

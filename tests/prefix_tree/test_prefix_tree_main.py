@@ -45,8 +45,8 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Run a command that must fail; returns the one line that it says, and checks that it prints nothing else."""
     assert main(arguments) == 1
     said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1 and said.err.startswith("error: ")
-    return said.err.removeprefix("error: ").rstrip("\n")
+    assert said.out == "" and said.err.count("\n") == 1 and said.err.startswith("error[E")
+    return said.err.partition("]: ")[2].rstrip("\n")
 
 
 def found_in(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
