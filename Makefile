@@ -8,7 +8,7 @@ PYTEST_WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_get
 # Dagster recommends its newer command line at every call of the one that people and CI use here.
 DAGSTER := PYTHONWARNINGS=ignore $(BIN)/dagster
 
-.PHONY: run dev test check docs bench
+.PHONY: run dev test check docs pictures bench
 
 run: $(VENV)/.installed  ## materialize every cache from the bundled sample through Dagster and print what was built
 	NIELS_GPT_SOURCE_ROOT=sample NIELS_GPT_CACHE_DIR=cache $(DAGSTER) asset materialize -m pipelines.definitions --select '*'
@@ -31,6 +31,9 @@ check: $(VENV)/.installed  ## lint, format, types, and the plan of the code
 docs: $(VENV)/.docs  ## the site, strictly: open site/index.html
 	$(BIN)/zensical build --clean --strict
 	$(BIN)/python tools/check_site.py
+
+pictures: $(VENV)/.installed  ## docs/images/ from real runs; dagster.png needs the extra browser and chromium
+	$(BIN)/python -m tools.pictures
 
 bench: $(VENV)/.installed  ## speed as ratios to a limit and a peer
 	$(BIN)/python benchmarks/loaders.py

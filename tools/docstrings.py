@@ -10,7 +10,7 @@ import ast
 import re
 from typing import Any
 
-from griffe import Attribute, Class, Docstring, Extension, Function, Module, Object
+from griffe import Attribute, Class, Docstring, Extension, Function, Object
 
 ENTRY = re.compile(r"(?P<indent> *)(?P<names>\*{0,2}[A-Za-z_][\w.]*(?:, \*{0,2}[A-Za-z_][\w.]*)*): (?P<text>.+)")
 SECTION = re.compile(r"(Args|Raises|Returns|Yields|Attributes):$")
@@ -66,6 +66,9 @@ class PlainDocstrings(Extension):
         """Give a field the comment of its line, and every docstring its form."""
         if isinstance(obj, Attribute) and isinstance(obj.parent, Class):
             described(obj)
+        init = obj.members.get("__init__") if isinstance(obj, Class) else None
+        for parameter in init.parameters if isinstance(init, Function) else ():
+            parameter.default = default_of(str(parameter.default)) if parameter.default else None
         if obj.docstring is None:
             return
         names: set[str] = set()
@@ -73,21 +76,21 @@ class PlainDocstrings(Extension):
             names = {parameter.name for parameter in obj.parameters}
         elif isinstance(obj, Class):
             names = {name for name, member in obj.members.items() if isinstance(member, Attribute)}
-            if "__init__" in obj.members and isinstance(obj.members["__init__"], Function):
-                names |= {parameter.name for parameter in obj.members["__init__"].parameters}
-        if not isinstance(obj, Module) or not obj.filepath or "_rewritten" not in obj.extra:
-            obj.docstring.value = markdown(obj.docstring.value, names)
+            names |= {parameter.name for parameter in init.parameters} if isinstance(init, Function) else set()
+        obj.docstring.value = markdown(obj.docstring.value, names)
+
+
+def default_of(value: str) -> str:
+    """Return the default of `_setting(default, text)`; another value is itself."""
+    return ast.unparse(ast.parse(value, mode="eval").body.args[0]) if value.startswith("_setting(") else value
 
 
 def described(field: Attribute) -> None:
     """Give a field of a dataclass without a docstring the comment behind it, or the help text of its setting."""
     value = str(field.value or "")
     if value.startswith("_setting("):
-        call = ast.parse(value, mode="eval").body
-        assert isinstance(call, ast.Call)
-        default, text = call.args[0], call.args[1]
-        field.value = ast.unparse(default)
-        field.docstring = Docstring(str(ast.literal_eval(text)), parent=field)
+        field.value = default_of(value)
+        field.docstring = Docstring(ast.literal_eval(ast.parse(value, mode="eval").body.args[1]), parent=field)
     elif field.docstring is None and field.lineno and field.lines:
         comment = re.search(r"  # (.+)$", field.lines[-1])
         if comment:

@@ -1,0 +1,34 @@
+"""Make the pictures of the site and the README from real runs.
+
+    python -m tools.pictures [NAME...]     all, or some: see PICTURES; into docs/images/
+
+All but dagster.png give the same bytes at every run. That one needs the extra `browser` and Debian's chromium.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tools.pictures import overview
+
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
+PICTURES: dict[str, Callable[[Path], None]] = {
+    "overview": overview.draw,
+}
+
+
+def main(names: list[str]) -> int:
+    """Draw the named pictures, or all."""
+    unknown = sorted(set(names) - set(PICTURES))
+    if unknown:
+        print(f"no picture {', '.join(unknown)}; expected some of {', '.join(PICTURES)}", file=sys.stderr)
+        return 2
+    IMAGES.mkdir(exist_ok=True)
+    for name in names or PICTURES:
+        PICTURES[name](IMAGES)
+        print(name)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
