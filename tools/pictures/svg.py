@@ -1,4 +1,4 @@
-"""A small writer of SVG pictures: a light card, so that they are readable on a dark page too. Coordinates are pixels."""
+"""A small writer of SVG pictures: a light card, readable on a dark page too. Coordinates are pixels."""
 
 from dataclasses import dataclass, field
 from html import escape
