@@ -115,7 +115,7 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.001)
     if "datasets" in sys.modules:
         # Up to 5 s at the end of a shuffled parquet stream, for an Arrow bug that does not occur here.
-        monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
+        monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0, raising=False)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def loopback_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
     import datasets.config
     import huggingface_hub.constants
 
-    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
+    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0, raising=False)
     assert os.environ["HF_ENDPOINT"] == huggingface_hub.constants.ENDPOINT, "a library was imported before conftest.py"
     with LoopbackHub(port=HUB_PORT) as running:
         yield running

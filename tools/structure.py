@@ -19,6 +19,7 @@ LEVELS: tuple[frozenset[str], ...] = (
             "data",
             "hub",
             "chat",
+            "display",
             "encoding",
             "tokenizer",
             "tokenizer_training",

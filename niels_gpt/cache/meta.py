@@ -5,6 +5,7 @@ It is the last file of a build, so a folder that has one is complete.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ from niels_gpt.storage.meta_json import (
     wrong_value,
 )
 from niels_gpt.storage.remedies import build_again
+from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 
 __all__ = [
     "META_NAME",
@@ -317,6 +319,33 @@ def role_ids(folder: Path, meta: dict[str, Any] | None) -> tuple[int, ...]:
     """Return the possible first ids of an example: of sys, usr and asst; () unless all of them are known."""
     ids = [_known_id(folder, meta, name) for name in ("sys", "usr", "asst")]
     return tuple(id for id in ids if id is not None) if None not in ids else ()
+
+
+def sentinel_names(folder: Path, meta: dict[str, Any] | None) -> dict[int, str]:
+    """Return the short name of each sentinel whose id is known, such as <|eot|>, by its id."""
+    ids = {name: _known_id(folder, meta, name) for name in SPECIAL_TOKEN_NAMES}
+    return {id: f"<|{name}|>" for name, id in ids.items() if id is not None}
+
+
+@functools.lru_cache(maxsize=4)
+def tokenizer_of(folder: Path, sha256: str | None) -> SentencePieceTokenizer:
+    """Open the model of the tokenizer/ beside or above a version; the last four stay open.
+
+    sha256: of the model that the ids are of; None: not known.
+    Raises: FileNotFoundError; CacheError for another model; ImportError without SentencePiece.
+    """
+    beside = tokenizer_above(folder)
+    if beside is None:
+        remedy = "Decode `ids` with the tokenizer that they are of"
+        raise FileNotFoundError(f"{folder}: ids have no text here: there is no tokenizer/ beside this cache. {remedy}")
+    try:
+        tokenizer = load_tokenizer(beside / MODEL_NAME, follow_links=False)
+    except ImportError as error:
+        raise ImportError(f"the text of ids needs SentencePiece ({error}): pip install sentencepiece") from error
+    if sha256 not in (None, tokenizer.sha256):
+        expected = f"tokenizer {str(sha256)[:12]}, of which the ids are"
+        raise CacheError(beside / MODEL_NAME, f"tokenizer {tokenizer.sha256[:12]}", expected, REBUILD)
+    return tokenizer
 
 
 def _known_id(folder: Path, meta: dict[str, Any] | None, name: str) -> int | None:

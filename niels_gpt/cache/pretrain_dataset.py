@@ -10,6 +10,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,18 @@ from niels_gpt.cache.meta import (
     fingerprint,
     open_version,
     reader_meta,
+    sentinel_names,
     split_shards,
+    tokenizer_of,
 )
-from niels_gpt.cache.mmap import IO, TokenFiles
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.cache.mmap import IO, TokenFiles, load_idx
+from niels_gpt.display.decoded import Decoded, DecodedItems
+from niels_gpt.display.tables import html_table
+from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_int, path_inside, resolved
 from niels_gpt.storage.remedies import build_again
-from niels_gpt.storage.versions import version_name
+from niels_gpt.storage.versions import public_path, version_name
 
 
 class PretrainSplit:
@@ -71,6 +76,7 @@ class PretrainSplit:
             remedy = "Give its source more text, then build it again"
             raise CacheError(self.folder, "this split has no shard", remedy=remedy)
         check_expected(self.fingerprint(), expect, str(self.folder))
+        self._documents: NDArray[np.int64] | None = None
 
     def __repr__(self) -> str:
         """Name the cache: `PretrainSplit(cache/pretrain/roam (version 0123456789ab), train: 2 shards, 900 tokens)`."""
@@ -78,6 +84,9 @@ class PretrainSplit:
         return (
             f"PretrainSplit({version_name(self.folder.parent)}, {self.folder.name}: {count} shards, {tokens:,} tokens)"
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_documents": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -108,10 +117,40 @@ class PretrainSplit:
             raise IndexError(f"{path}: no window of {width} tokens at token {start}: it has {length}")
         return gathered(self.files, self.vocab_size, shards, starts + self.files.first_tokens[shards], width)
 
+    @property
+    def documents(self) -> NDArray[np.int64]:
+        """Where each document starts and where the last one ends, in tokens of the split: int64 [documents + 1].
 
-class PretrainTokenStreamDataset:
+        The index file, mapped and checked at the first use. Raises: FileNotFoundError, CacheError.
+        """
+        if self._documents is None:
+            path, total = path_inside(self.folder.parent, f"index/{self.folder.name}_docs.npy"), int(self.lengths.sum())
+            starts = load_idx(path, num_tokens=np.iinfo(np.int64).max)
+            if starts[-1] != total:
+                raise CacheError(path, f"ends at token {starts[-1]}", f"{total}, the tokens of the shards", REBUILD)
+            self._documents = starts
+        return self._documents
+
+    def stream(self, start: int, end: int) -> NDArray[np.uint16]:
+        """Return tokens start to end - 1 of the split, which may lie in several shards: uint16 [end - start].
+
+        Raises: CacheError, naming file and place, for an id outside meta.json's vocab_size.
+        """
+        stops = np.cumsum(self.lengths)
+        parts = [np.zeros(0, dtype=np.uint16)]
+        for shard in range(int(stops.searchsorted(start, side="right")), len(stops)):
+            before = int(stops[shard] - self.lengths[shard])
+            first, last = max(start - before, 0), min(end, int(stops[shard])) - before
+            if first >= last:
+                break
+            parts.append(self.rows(np.array([shard]), np.array([first]), last - first)[0])
+        return np.concatenate(parts)
+
+
+class PretrainTokenStreamDataset(DecodedItems):
     """Draws windows of T + 1 tokens, all windows of all shards equally likely; none crosses two shards (PR-03, D13).
 
+    dataset[i] is document i, to look at: its ids and its text. Length and iteration are those of the documents too.
     Versions, forks and pickles: as `PretrainSplit`. For every window exactly once: `niels_gpt.sampling.EpochStream`.
     """
 
@@ -152,6 +191,27 @@ class PretrainTokenStreamDataset:
     def __repr__(self) -> str:
         """Name the cache and the form of a batch."""
         return f"PretrainTokenStreamDataset({self._split!r}, x, y: int64 [B, {self.T}] on {self.device})"
+
+    def _repr_html_(self) -> str:
+        split = self._split
+        rows = {
+            "cache": version_name(split.folder.parent),
+            "split": f"{split.folder.name}: {len(split.lengths):,} shards, {int(split.lengths.sum()):,} tokens",
+            "windows": f"{self.num_windows:,} of T + 1 = {self.T + 1} tokens",
+            "batch": f"x, y: int64 [B, {self.T}] on {self.device}",
+        }
+        return html_table("PretrainTokenStreamDataset", rows.items())
+
+    def __len__(self) -> int:
+        """Number of documents. Raises: FileNotFoundError, CacheError if the index of documents cannot be read."""
+        return len(self._split.documents) - 1
+
+    def _item(self, number: int) -> Decoded:
+        split = self._split
+        cache, (start, end) = split.folder.parent, split.documents[number : number + 2].tolist()
+        tokenizer = partial(tokenizer_of, cache, split.fingerprint()["tokenizer_sha256"])
+        name = f"document {number:,} of {(public_path(cache) or cache).name}, {split.folder.name}"
+        return Decoded(name, split.stream(start, end), None, sentinel_names(cache, split.meta), tokenizer)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the identity of these tokens for a checkpoint; `expect` compares it at open."""

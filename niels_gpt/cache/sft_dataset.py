@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,6 +26,7 @@ from niels_gpt.cache.formats import (
     TOKEN_NUMPY_DTYPE,
     batch_rows,
     example_targets,
+    target_mask,
     targets_by_t,
     targets_of_pieces,
 )
@@ -38,14 +40,18 @@ from niels_gpt.cache.meta import (
     reader_meta,
     recorded_bytes,
     role_ids,
+    sentinel_names,
     special_id,
+    tokenizer_of,
 )
 from niels_gpt.cache.mmap import IO, TokenFiles, check_starts, load_idx, mmap_tokens
 from niels_gpt.cache.pretrain_dataset import outside_vocabulary, split_rows
+from niels_gpt.display.decoded import Decoded, DecodedItems
+from niels_gpt.display.tables import html_table
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_int, resolved
-from niels_gpt.storage.versions import version_name
+from niels_gpt.storage.versions import public_path, version_name
 
 OverLength = Literal["truncate", "drop", "error"]
 """An example of more than T + 1 tokens is truncated (PR-03), dropped, or an error when the dataset is opened."""
@@ -70,13 +76,14 @@ class SFTCounts:
     supervised_tokens_lost: int  # those in no row: truncated, dropped or left out
 
 
-class SFTExampleDataset:
+class SFTExampleDataset(DecodedItems):
     """Draws examples, truncated or padded to T + 1 tokens (PR-03).
 
+    dataset[i] is the whole example i, to look at: its ids, its mask and its text.
     The files' folder is resolved to a version once, here: a rebuild does not change an open dataset, and gc keeps its
     version. Safe to fork and to pickle: a copy maps the files again, does not count again, and raises CacheError if the
     files were replaced. Never writes, and opens no file outside that version but the meta.json of the tokenizer beside
-    the cache.
+    the cache, and for a text its model.
     """
 
     def __init__(
@@ -169,6 +176,26 @@ class SFTExampleDataset:
         rows = f"{counts.rows:,} rows of {counts.examples:,} examples"
         batch = f"x, y, y_masked: int64 [B, {self.T}] on {self.device}"
         return f"SFTExampleDataset({version_name(self.tokens_path.parent)}, {split}: {rows}, {batch})"
+
+    def _repr_html_(self) -> str:
+        counts, split = self.counts, self.tokens_path.name.removesuffix("_tokens.bin")
+        lost = counts.supervised_tokens_lost
+        rows = {
+            "cache": f"{version_name(self.tokens_path.parent)}, {split}",
+            "examples": f"{counts.examples:,}",
+            "rows": f"{counts.rows:,}, {counts.rows_cut:,} of them truncated to T + 1 = {self.T + 1} tokens",
+            "supervised tokens": f"{counts.supervised_tokens:,}, {lost:,} of them in no row",
+            "batch": f"x, y, y_masked: int64 [B, {self.T}] on {self.device}",
+        }
+        return html_table("SFTExampleDataset", rows.items())
+
+    def _item(self, number: int) -> Decoded:
+        folder, ids = self.tokens_path.parent, self.example(number)
+        mask = target_mask(ids[None], np.array([len(ids)]), asst_id=self.asst_id, eot_id=self.eot_id)[0]
+        tokenizer = partial(tokenizer_of, folder, self.fingerprint()["tokenizer_sha256"])
+        split = self.tokens_path.name.removesuffix("_tokens.bin")
+        name = f"example {number:,} of {(public_path(folder) or folder).name}, {split}"
+        return Decoded(name, ids, mask, sentinel_names(folder, self.meta), tokenizer)
 
     def _warn(self, drop: bool) -> None:
         """Warn the caller of rows without a target, and of more than 5 % of the supervised tokens lost."""

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.mmap import mmap_tokens
-from niels_gpt.inspection.show import Decoder, plain, short_names
+from niels_gpt.display.decoded import Decoder, decoded_text
+from niels_gpt.inspection.show import short_names
 from niels_gpt.inspection.source_ids import id_lines, source_id
 from niels_gpt.inspection.stats import bounds, ids_at, meta_errors, open_version
 from niels_gpt.storage.errors import REBUILD, CacheError
@@ -229,7 +230,7 @@ def _words(side: _Side, split: str, number: int) -> str | None:
         return None
     start, end = bounds(side.folder, side.meta, split)[number : number + 2].tolist()
     ids = ids_at(side.folder, side.meta, split, start, min(end, start + _WORDS_TOKENS))
-    text = plain(ids, short_names(side.folder, side.meta), side.tokenizer)
+    text = decoded_text(ids, short_names(side.folder, side.meta), side.tokenizer)
     return " ".join(text.split())[:_WORDS_CHARS]
 
 

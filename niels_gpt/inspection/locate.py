@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS, TOKEN_BYTES
 from niels_gpt.cache.meta import check_tokenizer
-from niels_gpt.inspection.show import Decoder, plain, short_names
-from niels_gpt.inspection.source_ids import printable, shown, source_id
+from niels_gpt.display.decoded import Decoder, decoded_text
+from niels_gpt.display.tables import shown
+from niels_gpt.inspection.show import short_names
+from niels_gpt.inspection.source_ids import printable, source_id
 from niels_gpt.inspection.stats import PositionError, bounds, ids_at, meta_errors, open_version
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
@@ -63,7 +65,7 @@ def _located(
     token = int(ids_at(folder, meta, split, position, position + 1)[0])
     decode = None
     if tokenizer is not None:
-        decode = partial(plain, sentinels=short_names(folder, meta), tokenizer=tokenizer)
+        decode = partial(decoded_text, sentinels=short_names(folder, meta), tokenizer=tokenizer)
     piece = "" if decode is None else f" {decode(np.array([token]))!r}"
     name = source_id(folder, meta, split, number)
     rows = [

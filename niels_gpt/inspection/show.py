@@ -6,10 +6,10 @@ cuts the messages of an example to one length, and may end it after the first re
 
 from __future__ import annotations
 
-from itertools import groupby, pairwise
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import SPLITS, target_mask
 from niels_gpt.cache.meta import check_tokenizer, find_meta, read_meta, special_id, tokenizer_above
 from niels_gpt.cache.mmap import mmap_tokens
-from niels_gpt.inspection.source_ids import printable, shown
+from niels_gpt.display.decoded import Decoder, decoded_text, runs
+from niels_gpt.display.tables import shown
+from niels_gpt.inspection.source_ids import printable
 from niels_gpt.inspection.stats import PositionError, bounds, ids_at, meta_errors, open_version, tokens_of
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.storage.errors import REBUILD, CacheError
@@ -28,17 +30,6 @@ from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokeniz
 _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _MORE = " …"
 _LEAST_TOKENS = 8  # of a shortened message
-
-
-class Decoder(Protocol):
-    """Turns ids into text, and names its model."""
-
-    @property
-    def sha256(self) -> str:
-        """The sha256 of the model file."""
-
-    def decode(self, ids: Any, /) -> str:
-        """Return the text of a sequence of ids."""
 
 
 def tokenizer_of(cache: Path, model: str | None = None) -> SentencePieceTokenizer:
@@ -119,19 +110,13 @@ def _mask_of(cache: Path, meta: dict[str, Any], ids: NDArray[np.uint16]) -> NDAr
 
 def _marked(ids: NDArray[np.uint16], mask: NDArray[np.bool_], tokenizer: Decoder, color: bool) -> str:
     parts = []
-    for start, end in _runs(mask):
+    for start, end in runs(mask):
         text = shown(tokenizer.decode(ids[start:end].tolist()))
         if color:
             parts.append(f"{_GREEN if mask[start] else _DIM}{text}{_PLAIN}")
         else:
             parts.append(f"[[{text}]]" if mask[start] else text)
     return "".join(parts)
-
-
-def _runs(values: NDArray[Any]) -> list[tuple[int, int]]:
-    """Return start and end of each run of equal values."""
-    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
-    return list(pairwise(edges))
 
 
 def _check(position: int, total: int, what: str) -> None:
@@ -177,7 +162,9 @@ def _samples(
                 rows[-1] |= {"text": _short_example(ids, mask, sentinels, tokenizer, num_tokens)}
             else:
                 ids = ids_at(cache, meta, split, start, min(end, start + num_tokens))
-                rows[-1] |= {"text": plain(ids, sentinels, tokenizer) + (_MORE if len(ids) < end - start else "")}
+                rows[-1] |= {
+                    "text": decoded_text(ids, sentinels, tokenizer) + (_MORE if len(ids) < end - start else "")
+                }
     return rows
 
 
@@ -198,18 +185,18 @@ def _short_example(
     """Return an example in about `num_tokens` tokens: long messages are cut, and messages after the first reply may be
     left out."""
     is_sentinel = np.isin(ids, list(sentinels))
-    runs = _runs(2 * mask + is_sentinel)  # each is a message, or sentinels between two, with one mask value
+    pieces = runs(2 * mask + is_sentinel)  # each is a message, or sentinels between two, with one mask value
     room = num_tokens - int(is_sentinel.sum())
-    longest = _longest([end - start for start, end in runs if not is_sentinel[start]], room)
+    longest = _longest([end - start for start, end in pieces if not is_sentinel[start]], room)
     parts: list[tuple[bool, str]] = []
     shown = 0
-    for start, end in runs:
+    for start, end in pieces:
         stop = end if is_sentinel[start] else min(end, start + longest)
         if not is_sentinel[start] and shown >= num_tokens and mask[:start].any():
             parts.append((False, _MORE))
             break
         more = _MORE if stop < end else ""
-        parts.append((bool(mask[start]), plain(ids[start:stop], sentinels, tokenizer) + more))
+        parts.append((bool(mask[start]), decoded_text(ids[start:stop], sentinels, tokenizer) + more))
         shown += stop - start
     joined = [(marked, "".join(text for _, text in group)) for marked, group in groupby(parts, key=itemgetter(0))]
     return "".join(f"[[{text}]]" if marked else text for marked, text in joined)
@@ -223,16 +210,3 @@ def _longest(sizes: list[int], room: int) -> int:
         while longest > _LEAST_TOKENS and sum(min(size, longest) for size in sizes) > room:
             longest -= 1
     return longest
-
-
-def plain(ids: NDArray[np.uint16], sentinels: dict[int, str], tokenizer: Decoder) -> str:
-    """Decode ids, with the short names of sentinels from `short_names`: their literals are too long to read."""
-    if not len(ids):
-        return ""
-    is_sentinel = np.isin(ids, list(sentinels))
-    return "".join(
-        "".join(sentinels[id] for id in ids[start:end].tolist())
-        if is_sentinel[start]
-        else tokenizer.decode(ids[start:end].tolist())
-        for start, end in _runs(is_sentinel)
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ from niels_gpt.storage.meta_json import printable as printable  # imported from 
 
 _READ_BYTES = 1 << 20
 _MAX_ID_BYTES = 1 << 24
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0, DEL and C1
 
 
 def source_id(cache: Path, meta: dict[str, Any], split: str, number: int) -> str | None:
@@ -49,8 +47,3 @@ def id_lines(cache: Path, meta: dict[str, Any], split: str) -> Iterator[bytes]:
                 raise CacheError(path, f"a line of more than {_MAX_ID_BYTES:,} bytes", "a source id")
     if rest:
         yield rest
-
-
-def shown(text: str) -> str:
-    """Return a text for a terminal: control characters other than line ends and tabs are escaped."""
-    return _CONTROLS.sub(lambda found: ascii(found.group())[1:-1], text)

@@ -17,6 +17,7 @@ from niels_gpt.sampling.state import key_check, limited
 from niels_gpt.sampling.stream import STREAM_VERSION, Places, SampleStream
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import checked_int
+from niels_gpt.storage.versions import version_name
 
 
 class EpochStream(SampleStream):
@@ -91,6 +92,14 @@ class EpochStream(SampleStream):
         """Return the cache, the shape of a batch, the rank and the position."""
         epochs = "without end" if self.epochs is None else f"{self.epochs} epochs"
         return f"EpochStream({self.split!r}, {self.num_windows:,} windows, {epochs}, {self._described()})"
+
+    def _sources(self) -> dict[str, object]:
+        lengths = self.split.lengths
+        return {
+            "cache": version_name(self.split.folder.parent),
+            "split": f"{self.split.folder.name}: {len(lengths):,} shards, {int(lengths.sum()):,} tokens",
+            "windows": f"{self.num_windows:,} an epoch",
+        }
 
     def identity(self) -> dict[str, Any]:
         """Return what decides which window a sample is: the stream's arguments and the content of its split."""

@@ -132,11 +132,16 @@ class MixtureStream(SampleStream):
 
     def __repr__(self) -> str:
         """Return the caches and their weights, the shape of a batch, the rank and the position."""
-        parts = [
-            f"{weight} {version_name(stream.split.folder.parent)}, {stream.split.folder.name}"
-            for weight, stream in zip(self.weights, self.streams, strict=True)
-        ]
+        parts = [f"{weight} {name}" for weight, name in zip(self.weights, self._names(), strict=True)]
         return f"MixtureStream({'; '.join(parts)}; {self._described()})"
+
+    def _names(self) -> list[str]:
+        splits = [stream.split.folder for stream in self.streams]
+        return [f"{version_name(split.parent)}, {split.name}" for split in splits]
+
+    def _sources(self) -> dict[str, object]:
+        weights = zip(self.weights, self._names(), strict=True)
+        return {f"source {number}": f"weight {weight}: {name}" for number, (weight, name) in enumerate(weights)}
 
     def identity(self) -> dict[str, Any]:
         """Return what decides which window of which source a sample is: the arguments, and the streams' identities."""

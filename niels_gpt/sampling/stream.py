@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from niels_gpt.cache.mmap import TokenFiles
 from niels_gpt.cache.pretrain_dataset import gathered, split_rows
+from niels_gpt.display.tables import html_table
 from niels_gpt.sampling.state import check_checksum, check_identity, identity_crc, sealed, state_count
 from niels_gpt.storage.meta_json import checked_int, shortened
 
@@ -50,6 +51,11 @@ class Batch:
         source = "" if self.source is None else f"source: int64 {list(self.source.shape)}, "
         consumed = self.state.get("consumed_samples")
         return f"Batch(x, y: {dtype} {shape} on {self.x.device}, {source}consumed_samples={consumed})"
+
+    def _repr_html_(self) -> str:
+        tensors = {"x": self.x, "y": self.y, **({} if self.source is None else {"source": self.source})}
+        forms = {name: f"{str(each.dtype)[6:]} {list(each.shape)} on {each.device}" for name, each in tensors.items()}
+        return html_table("Batch", [*forms.items(), ("consumed samples", self.state.get("consumed_samples"))])
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter((self.x, self.y))
@@ -161,8 +167,22 @@ class SampleStream(IterableDataset[Batch], ABC):
             f"consumed_samples={self._consumed}"
         )
 
+    def _repr_html_(self) -> str:
+        rows = self.global_batch_size // self.world_size
+        end = "without end" if self.num_samples is None else f"of {self.num_samples:,}"
+        described = {
+            **self._sources(),
+            "batch": f"x, y: int64 [{rows}, {self.T}] on {self.device}, rank {self.rank} of {self.world_size}",
+            "samples": f"{self._consumed:,} consumed, {end}",
+        }
+        return html_table(type(self).__name__, described.items())
+
     def __bool__(self) -> bool:
         return True
+
+    @abstractmethod
+    def _sources(self) -> dict[str, object]:
+        """Return what the samples are drawn from, for a table: names and values."""
 
     @abstractmethod
     def locate(self, samples: NDArray[np.int64]) -> Places:

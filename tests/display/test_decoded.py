@@ -1,0 +1,194 @@
+"""What `dataset[i]` gives of documents and examples, and what a notebook shows of readers and batches."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from niels_gpt.builders.meta_keys import content_sha256
+from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, SFTExampleDataset, build_sft_cache, write_meta
+from niels_gpt.display.decoded import Decoded
+from niels_gpt.sampling import EpochStream, MixtureStream
+from niels_gpt.storage.fileio import META_NAME, sha256_file
+from niels_gpt.tokenizer import SentencePieceTokenizer
+
+TEXTS = ["The first text.\n", "<script>alert('x')</script> & \x1b[31m", "Third, of more words than a shard holds " * 4]
+CHATS = [
+    [{"role": "user", "content": "Two <b>and</b> two?"}, {"role": "assistant", "content": "Four."}],
+    [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y"},
+    ],
+]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> Path:
+    """A folder of caches: tokenizer/, pretrain/texts (several shards, all of it train) and sft/chats."""
+    root = tmp_path_factory.mktemp("decoded") / "cache"
+    model = root / "tokenizer" / "spm.model"
+    model.parent.mkdir(parents=True)
+    shutil.copyfile(tiny_tokenizer.model_path, model)
+    record = {"name": model.name, "bytes": model.stat().st_size, "sha256": sha256_file(model)}
+    about = {"kind": "tokenizer", "tokenizer_sha256": record["sha256"], "vocab_size": tiny_tokenizer.vocab_size}
+    about |= {"special_token_ids": tiny_tokenizer.special_token_ids(), "files": [record]}
+    write_meta(str(model.parent / META_NAME), about | {"content_sha256": content_sha256([record]), "meta_crc32": ""})
+    how: dict[str, Any] = {"tokenizer": SentencePieceTokenizer(model), "seed": 0}
+    limits: dict[str, Any] = {"max_train_tokens": 10_000, "max_val_tokens": 0, "shuffle_buffer": None}
+    texts = [(None, text) for text in TEXTS]
+    build_pretrain(texts, root / "pretrain" / "texts", shard_bytes=80, append_eot=True, **how, **limits)
+    build_sft_cache(CHATS, str(root / "sft" / "chats"), val_frac=0, **how)
+    return root
+
+
+def documents(cache: Path) -> PretrainTokenStreamDataset:
+    """Open the documents."""
+    return PretrainTokenStreamDataset(cache / "pretrain" / "texts" / "train", T=4, device="cpu")
+
+
+def examples(cache: Path) -> SFTExampleDataset:
+    """Open the examples."""
+    return SFTExampleDataset.open(cache / "sft" / "chats", "train", T=256)
+
+
+def test_a_document_has_its_ids_and_its_text_across_shards(cache: Path, tiny_tokenizer: SentencePieceTokenizer) -> None:
+    data = documents(cache)
+    assert len(data) == 3 and len(data._split.lengths) > 2
+    for number, text in enumerate(TEXTS):
+        expected = [*tiny_tokenizer.encode(text), tiny_tokenizer.special_token_ids()["eot"]]
+        assert data[number].ids.tolist() == expected and len(data[number]) == len(expected)
+        assert data[number].text == text + "<|eot|>" and data[number].mask is None
+    assert str(data[1]) == "<script>alert('x')</script> & \\x1b[31m<|eot|>", "a terminal gets no control character"
+
+
+def test_an_example_has_the_mask_of_its_batch(cache: Path) -> None:
+    data = examples(cache)
+    assert {str(item) for item in data} == {
+        "<|usr|>Two <b>and</b> two?<|eot|><|asst|>[[Four.<|eot|>]]",
+        "<|sys|>Be short.<|eot|><|usr|>x<|eot|><|asst|>[[y<|eot|>]]",
+    }
+    x, _, masked = data.get_batch(B=8, generator=torch.Generator().manual_seed(0))
+    for row, targets in zip(x.tolist(), masked.tolist(), strict=True):
+        item = next(item for item in data if item.ids.tolist() == row[: len(item)])
+        assert item.mask is not None
+        assert [id for id in targets if id != -100] == item.ids[item.mask].tolist()
+
+
+@pytest.mark.parametrize("opened", [documents, examples])
+def test_items_are_those_of_a_list(cache: Path, opened: Callable[[Path], Any]) -> None:
+    data = opened(cache)
+    texts = [item.text for item in data]
+    assert len(texts) == len(data) > 1 and data
+    assert data[-1].text == texts[-1] and data[np.int64(0)].text == texts[0]
+    for chosen in (slice(1, None), slice(None, None, -1), slice(5, 9), slice(-2, -1)):
+        assert [item.text for item in data[chosen]] == texts[chosen]
+    for index in (len(data), -len(data) - 1):
+        with pytest.raises(IndexError, match=rf"index {index}: expected {-len(data)} <= index < {len(data)}"):
+            data[index]
+    with pytest.raises(TypeError):
+        data["0"]
+
+
+@pytest.mark.parametrize("opened", [documents, examples])
+def test_a_copy_and_a_loader_give_the_same_items(cache: Path, opened: Callable[[Path], Any]) -> None:
+    data = opened(cache)
+    texts = [item.text for item in data]
+    assert [item.text for item in pickle.loads(pickle.dumps(data))] == texts
+    assert [pickle.loads(pickle.dumps(item)).text for item in data] == texts
+    loader = DataLoader(data, batch_size=None, num_workers=1)
+    assert [item.text for item in loader] == texts
+
+
+class Tags(HTMLParser):
+    """The tags and the text of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.words = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        """Keep a tag."""
+        self.tags.add(tag)
+
+    def handle_data(self, data: str) -> None:
+        """Keep a text."""
+        self.words += data
+
+
+def shown_objects(cache: Path) -> Iterator[Any]:
+    """Yield everything that has a table in a notebook."""
+    yield from (documents(cache), documents(cache)[1], examples(cache), examples(cache)[0])
+    stream = EpochStream(cache / "pretrain" / "texts" / "train", T=4, global_batch_size=2, seed=0)
+    mixture = MixtureStream([stream], weights=[1], seed=0)
+    yield from (stream, mixture, next(iter(mixture)), next(iter(stream)))
+
+
+def test_a_notebook_shows_text_as_text_and_a_repr_is_one_line(cache: Path) -> None:
+    for item in shown_objects(cache):
+        page = Tags(item._repr_html_())
+        assert page.tags <= {"table", "caption", "tr", "th", "td", "div", "b", "pre", "span"}
+        assert "\n" not in repr(item) and "\x1b" not in repr(item) + item._repr_html_()
+    assert "<script>alert('x')</script> & \\x1b[31m<|eot|>" in Tags(documents(cache)[1]._repr_html_()).words
+    assert "document 1 of texts, train" in repr(documents(cache)[1])
+    marked = re.findall(r"<span[^>]*>(.*?)</span>", examples(cache)[0]._repr_html_())
+    assert marked and f"[[{marked[0]}]]".replace("&lt;", "<").replace("&gt;", ">") in str(examples(cache)[0])
+
+
+def test_a_long_text_is_cut_where_it_is_only_a_glance(cache: Path) -> None:
+    item = documents(cache)[2]
+    long = Decoded(item.name, np.tile(item.ids, 100), None, item._sentinels, item._tokenizer)
+    assert len(repr(long)) < 150 and repr(long).endswith(" …>") and long._repr_html_().endswith(" …</pre></div>")
+    assert long.text == item.text * 100
+
+
+def test_ids_without_a_tokenizer_are_still_shown(cache: Path, tmp_path: Path) -> None:
+    alone = shutil.copytree(cache / "pretrain" / "texts", tmp_path / "texts")
+    item = PretrainTokenStreamDataset(alone / "train", T=4, device="cpu")[0]
+    assert " ".join(map(str, item.ids[:12].tolist())) in repr(item) and "no tokenizer/" in item._repr_html_()
+    with pytest.raises(FileNotFoundError, match="there is no tokenizer/ beside this cache"):
+        _ = item.text
+
+
+def test_without_sentencepiece_a_text_says_what_to_install(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    other = shutil.copytree(cache, cache.with_name("copy"), symlinks=True)  # no open tokenizer of these folders
+    with pytest.raises(ImportError, match="pip install sentencepiece"):
+        _ = examples(other)[0].text
+    assert examples(other)[0].ids.tolist() == examples(cache)[0].ids.tolist()
+
+
+def test_another_tokenizer_gives_no_text(cache: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(cache, tmp_path / "cache", symlinks=True)
+    data = documents(copy)
+    with open(copy / "tokenizer" / "spm.model", "ab") as model:
+        model.write(b"\x12\x00")  # an empty field: it opens, and is another file
+    with pytest.raises(CacheError, match=r"expected tokenizer .*, of which the ids are"):
+        _ = data[0].text
+
+
+def test_documents_need_an_index_that_fits(cache: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(cache / "pretrain" / "texts", tmp_path / "texts")
+    data = PretrainTokenStreamDataset(copy / "train", T=4, device="cpu")
+    index = copy / "index" / "train_docs.npy"
+    np.save(index, np.load(index)[:-1])
+    with pytest.raises(CacheError, match=r"train_docs\.npy: ends at token"):
+        len(data)
+    index.unlink()
+    with pytest.raises(FileNotFoundError, match=r"train_docs\.npy"):
+        _ = data[0]
+    assert data, "its truth needs no index"
