@@ -1,12 +1,16 @@
 """The command lines: arguments in, exit status and text out. Only they read argv and write to the terminal.
 
-console.py          what all commands share: exit status, Ctrl-C, log lines, progress bar, tables, JSON
-settings_flags.py   one flag for each field of Settings
-cache.py            python -m niels_gpt.cache.cli: all arguments; runs all but the builds; status 1 at Ctrl-C
-build.py            runs build, build-all and snapshot of the same command line: one cache after the other, each checked
+Each command is a click command that is defined once. `niels-gpt` has them all; `python -m niels_gpt.cache.cli` and the
+others have some, with exit codes of 0, 1 and 2.
+
+main.py             niels-gpt: every command, in groups
+console.py          what all commands share: --json, --strict, help, exit codes, Ctrl-C, log lines, bars, tables
+settings_flags.py   one option for each field of Settings, and which of them --help shows
+cache.py            build, snapshot, list, show, stats, locate, diff, verify, gc; python -m niels_gpt.cache.cli
+build.py            runs builds and snapshots: one cache after the other, each checked
 report.py           the text that list, build, --dry-run, snapshot, verify and diff print
-train_tokenizer.py  python -m niels_gpt.train_tokenizer
-precompute.py       python -m niels_gpt.eagle3.precompute: flags, the estimate and progress that it prints
-eagle3.py           python -m niels_gpt.eagle3: verify, inspect, convert, stats
-prefix_tree.py      python -m niels_gpt.prefix_tree: stats and show
+train_tokenizer.py  train-tokenizer; python -m niels_gpt.train_tokenizer
+precompute.py       eagle3 precompute, the estimate and progress that it prints; python -m niels_gpt.eagle3.precompute
+eagle3.py           eagle3 verify, inspect, convert, stats; python -m niels_gpt.eagle3
+prefix_tree.py      tree stats, show, demo; python -m niels_gpt.prefix_tree
 """

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import logging
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from niels_gpt.commands.console import print_error, print_warning, progress_bar
-from niels_gpt.commands.report import checked, outcomes_table, plan_table, snapshot_lines
-from niels_gpt.commands.settings_flags import settings_of
+from niels_gpt.commands.console import ExitCode, Result, exit_code_of, print_error, print_warning, progress_bar, say
+from niels_gpt.commands.report import checked, listed, outcomes_table, plan_table, snapshot_lines
 from niels_gpt.recipes import run_recipe
-from niels_gpt.recipes.disk import DiskNeed, needed_bytes, refuse_without_room, unfinished_bytes
+from niels_gpt.recipes.disk import DiskNeed, free_bytes, needed_bytes, refuse_without_room, unfinished_bytes
 from niels_gpt.recipes.plan import RECIPES, Plan, plan, recipes
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root
@@ -32,38 +33,58 @@ class UnknownSourceError(UsageError):
     code = "E103"
 
 
-def run_build(arguments: argparse.Namespace) -> int:
-    """The commands build and build-all: print what was built, or with --dry-run what would be."""
-    settings = settings_of(arguments)
-    chosen = chosen_keys(settings, arguments.sources)
-    if arguments.dry_run:
-        plans = plan(settings, chosen)
-        print(plan_table(plans, settings.cache_dir))
-        if settings.disk_check:
-            _refuse_plans_without_room(settings, plans)
-        return 1 if any(item.action.startswith("cannot") for item in plans) else 0
+def build_caches(
+    settings: Settings, sources: Sequence[str] | None, *, dry_run: bool, refresh: bool, restart: bool
+) -> Result:
+    """Build caches and print what was built, or with `dry_run` what would be. sources: None for all."""
+    chosen = chosen_keys(settings, sources)
+    if dry_run:
+        return _planned(settings, chosen)
     _return_large_blocks()
     outcomes: list[Outcome] = []
     failures: dict[str, Exception] = {}
-    flags = {"refresh": arguments.refresh, "restart": arguments.restart}
+    flags = {"refresh": refresh, "restart": restart}
     try:
         build_each(settings, chosen, outcomes, failures, bar=lambda key: progress_bar(key, items="documents"), **flags)
     finally:
         if outcomes or failures:
-            print(outcomes_table(outcomes, failures))
-    return print_failures(failures)
+            say(outcomes_table(outcomes, failures))
+    rows = listed(cache_root(settings), outcomes, failures)
+    return Result({"caches": rows}, print_failures(failures), _look(settings, outcomes))
 
 
-def run_snapshot(arguments: argparse.Namespace) -> int:
-    """The command snapshot: print what the snapshot holds and how to build from it; returns the exit status."""
+def _planned(settings: Settings, chosen: list[str]) -> Result:
+    plans = plan(settings, chosen)
+    say(plan_table(plans, settings.cache_dir))
+    if settings.disk_check:
+        _refuse_plans_without_room(settings, plans)
+    code = ExitCode.FAILED if any(item.action.startswith("cannot") for item in plans) else ExitCode.GOOD
+    return Result(
+        {"caches": [asdict(item) for item in plans], "free_bytes": free_bytes(Path(settings.cache_dir))}, code
+    )
+
+
+def _look(settings: Settings, outcomes: Sequence[Outcome]) -> str:
+    built = [outcome.key for outcome in outcomes if outcome.key != TOKENIZER_KEY and outcome.meta.get("built", True)]
+    return shlex.join(["niels-gpt", "show", str(cache_root(settings) / built[-1])]) if built else ""
+
+
+def print_failures(failures: Mapping[str, Exception]) -> ExitCode:
+    """Print a line for each failed cache; returns the exit code."""
+    for key, failure in failures.items():
+        print_error(failure, of=f"{key}: {type(failure).__name__}: ")
+    return max(map(exit_code_of, failures.values()), default=ExitCode.GOOD)
+
+
+def take(settings: Settings, source: str, dest: Path, tokens: int | None) -> Result:
+    """Take a snapshot, and print what it holds and how to build from it."""
     from niels_gpt.recipes.snapshot import take_snapshot
 
-    settings, where = settings_of(arguments), (arguments.source, arguments.dest)
     _return_large_blocks()
-    with progress_bar(f"snapshot {arguments.source}", unit="B", items="rows") as progress:
-        folder, manifest = take_snapshot(settings, *where, tokens=arguments.tokens, progress=progress)
-    print(snapshot_lines(settings, *where, arguments.tokens, folder, manifest))
-    return 0
+    with progress_bar(f"snapshot {source}", unit="B", items="rows") as progress:
+        folder, manifest = take_snapshot(settings, source, dest, tokens=tokens, progress=progress)
+    say(snapshot_lines(settings, source, dest, tokens, folder, manifest))
+    return Result({"folder": str(folder), **manifest})
 
 
 def chosen_keys(settings: Settings, sources: Sequence[str] | None) -> list[str]:
@@ -120,13 +141,6 @@ def build_each(
     installed = cache_root(settings) / TOKENIZER_KEY
     if tokenizer.path.resolve() != installed.resolve():
         print(f"{installed} stays as it was: no cache was built with the new tokenizer", file=sys.stderr)
-
-
-def print_failures(failures: dict[str, Exception]) -> int:
-    """Print a line for each failed cache; returns the exit status."""
-    for key, failure in failures.items():
-        print_error(failure, of=f"{key}: {type(failure).__name__}: ")
-    return 1 if failures else 0
 
 
 def _refuse_without_room(settings: Settings, chosen: Sequence[str]) -> None:

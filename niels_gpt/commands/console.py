@@ -1,4 +1,4 @@
-"""What every command shares: exit status and Ctrl-C, log lines, the progress bar, tables, JSON, numbers as text."""
+"""What every command shares: its flags --json and --strict, exit codes, Ctrl-C, help, log lines, bars, tables, JSON."""
 
 from __future__ import annotations
 
@@ -7,49 +7,273 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from textwrap import indent
+from typing import Any
+
+import click
+from rich.text import Text
+from rich_click import RichCommand, RichContext, RichGroup, RichHelpFormatter, RichOption
 
 from niels_gpt.interrupts import interruptible, say_interrupted
 from niels_gpt.progress import Progress
 from niels_gpt.settings import UsageError
-from niels_gpt.storage.codes import code_of
+from niels_gpt.storage.codes import CodedWarning, code_of, coded
 from niels_gpt.storage.meta_json import printable
 
 ERRORS = (ValueError, OSError, ImportError)
 """What a command reports as one line: a CacheError is a ValueError, a ConnectionError an OSError."""
 
 
+class ExitCode(IntEnum):
+    """How a command of niels-gpt ended."""
+
+    GOOD = 0
+    FAILED = 1
+    """Also: two caches differ; with --strict, a warning."""
+    USAGE = 2
+    DAMAGED = 3
+    NOT_INSTALLED = 4
+    INTERRUPTED = 130
+
+
+OF_FACES = {ExitCode.DAMAGED: 1, ExitCode.NOT_INSTALLED: 1}
+"""Exit codes of the `python -m` commands that differ from those of niels-gpt."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command found."""
+
+    data: object
+    """What --json prints."""
+    code: ExitCode = ExitCode.GOOD
+    next: str = ""
+    """The command that one would run next; printed as the last line."""
+
+
+_DAMAGE = frozenset(
+    ["E201", "E202", "E203", "E204", "E205", "E206", "E210", "E211", "E403", "E505", "E701", "E702", "E708"]
+)  # codes of damaged caches
+
+
+def exit_code_of(error: BaseException) -> ExitCode:
+    """Return the exit code of a command that this error ends."""
+    if isinstance(error, UsageError):
+        return ExitCode.USAGE
+    if isinstance(error, ImportError):
+        return ExitCode.NOT_INSTALLED
+    return ExitCode.DAMAGED if code_of(error) in _DAMAGE else ExitCode.FAILED
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+_HELP: dict[str, Any] = {
+    "theme": "default-slim",
+    "width": min(100, shutil.get_terminal_size((100, 24)).columns),
+    "max_width": 100,
+    "text_markup": None,
+    "style_options_table_padding": (0, 1, 0, 0),
+    "options_table_help_sections": ["help", "required", "default"],
+    "default_string": "\\[{}]",
+}
+_SETTINGS: dict[str, Any] = {
+    "help_option_names": ["-h", "--help"],
+    "show_default": True,
+    "rich_help_config": _HELP,
+    "token_normalize_func": lambda name: name.replace("_", "-"),  # --input_glob is --input-glob
+}
+
+
+class _Help(RichCommand):
+    """Prints examples as they are written, at the end of the help."""
+
+    examples = ""
+
+    def format_epilog(self, ctx: RichContext, formatter: RichHelpFormatter) -> None:  # type: ignore[override]
+        """Write the examples."""
+        if self.examples:
+            formatter.write(Text.assemble(("Examples:\n", "bold"), indent(self.examples, "  ")))
+
+
+class Command(_Help):
+    """A command with --json and --strict, whose callback returns a `Result`; its own result is the exit code.
+
+    errors: reported as one line. kept: said where the command was interrupted. unread: the exit code where nobody reads
+    the output. level: of the log lines on stderr. examples: lines of the help.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        errors: tuple[type[Exception], ...] = ERRORS,
+        kept: str = "",
+        unread: int = 0,
+        level: int = logging.INFO,
+        examples: str = "",
+        **how: Any,
+    ) -> None:
+        super().__init__(*args, context_settings=_SETTINGS, **how)
+        self.examples = examples
+        self._how: dict[str, Any] = {"errors": errors, "kept": kept, "unread": unread}
+        self._level = level
+        self.params += [
+            RichOption(["--json"], is_flag=True, help="print one JSON object instead of text", panel="Options"),
+            RichOption(["--strict"], is_flag=True, help="exit with 1 if there was a warning", panel="Options"),
+        ]
+
+    def invoke(self, ctx: click.Context) -> ExitCode:
+        """Run the command; returns its exit code."""
+        log_to_stderr(self._level)
+        is_strict, found = ctx.params.pop("strict"), ctx.params.pop("json")
+        ctx.meta[_JSON] = found
+        with _counted_warnings(ctx):
+            code = exit_status(lambda: _finish(super(Command, self).invoke(ctx), ctx), **self._how)
+        count = ctx.meta[_WARNINGS]
+        if not is_strict or not count or code is not ExitCode.GOOD:
+            return code
+        print(f"--strict: {count} warning{'' if count == 1 else 's'}, so the exit code is 1", file=sys.stderr)
+        return ExitCode.FAILED
+
+
+class Group(_Help, RichGroup):  # type: ignore[misc]  # as RichGroup itself
+    """A group of commands, each of which belongs to a panel of its help."""
+
+    def __init__(self, name: str, commands: Sequence[click.Command], *, examples: str = "", **how: Any) -> None:
+        super().__init__(name=name, context_settings=_SETTINGS, **how)
+        self.examples = examples
+        for command in commands:
+            self.add_command(command)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Print the help where no command is named."""
+        if not args and not ctx.resilient_parsing:
+            print(ctx.get_help())
+            ctx.exit(ExitCode.USAGE)
+        return super().parse_args(ctx, args)
+
+
+def command(name: str, text: str, **how: Any) -> Callable[[Callable[..., Result]], Command]:
+    """Return a decorator that makes a `Command` of a function; how: as `Command`."""
+    decorated: Callable[[Callable[..., Result]], Command] = click.command(name, cls=Command, help=text, **how)
+    return decorated
+
+
+def run(
+    command: click.Command, argv: Sequence[str] | None, program: str, codes: Mapping[ExitCode, int] = OF_FACES
+) -> int:
+    """Run a command or group with arguments, default those of the process; returns the exit status.
+
+    program: what it is called in its help. codes: exit codes that are other numbers for this program.
+    """
+    try:
+        code = command.main(None if argv is None else list(argv), program, standalone_mode=False)
+    except click.UsageError as error:
+        print_error(coded("E101", ValueError(error.format_message())))
+        if error.ctx is not None:
+            print(f"{error.ctx.get_usage().strip()}\nhelp: {error.ctx.command_path} --help", file=sys.stderr)
+        code = ExitCode.USAGE
+    except click.Abort:
+        code = ExitCode.INTERRUPTED
+    return codes.get(code, int(code))
+
+
+def say(text: object) -> None:
+    """Print a line of the result for people; with --json nothing."""
+    if not click.get_current_context().meta[_JSON]:
+        print(text, flush=True)
+
+
+_JSON, _WARNINGS = "niels_gpt.json", "niels_gpt.warnings"
+
+
+def _finish(result: Result, context: click.Context) -> ExitCode:
+    if context.meta[_JSON]:
+        print(as_json(result.data))
+    elif result.next and result.code is ExitCode.GOOD:
+        print(f"next: {result.next}")
+    return result.code
+
+
+@contextmanager
+def _counted_warnings(context: click.Context) -> Iterator[None]:
+    """Count the warnings of this package's loggers and of Python, for --strict; print those of Python as one line."""
+    context.meta[_WARNINGS] = 0
+    counter = _Counter(context.meta)
+    ours = logging.getLogger("niels_gpt")
+    ours.addHandler(counter)
+    before = warnings.showwarning
+    warnings.showwarning = _print_python_warning
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
+        ours.removeHandler(counter)
+
+
+def _print_python_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    if isinstance(message, CodedWarning):
+        print_warning(message.code, message.text)
+    else:
+        print_warning("", message)
+
+
+class _Counter(logging.Handler):
+    def __init__(self, counts: dict[str, Any]) -> None:
+        super().__init__(logging.WARNING)
+        self._counts = counts
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._counts[_WARNINGS] += 1
+
+
+def parsed(parse: Callable[[str], int]) -> Callable[[str | int], int]:
+    """Return a type of arguments that `parse` parses, whose ValueError is the message; a number is a default."""
+
+    def convert(text: str | int) -> int:
+        try:
+            return parse(text) if isinstance(text, str) else text
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return convert
+
+
+# --- exit status ------------------------------------------------------------------------------------------------------
+
+
 def exit_status(
-    command: Callable[[], int | None],
+    command: Callable[[], ExitCode],
     *,
     errors: tuple[type[Exception], ...] = ERRORS,
-    usage: type[Exception] = UsageError,
-    interrupted: int = 130,
     unread: int = 0,
     kept: str = "",
-) -> int:
-    """Run a command; returns its exit status, where None means 0.
+) -> ExitCode:
+    """Run a command; returns its exit code.
 
-    An error of the given kinds is printed as one line: status 2 for `usage`, 1 for the others. After Ctrl-C, SIGTERM or
-    SIGHUP the status is `interrupted`, and `kept` says what stays on disk. Where nobody reads the output any more, as
-    behind `| head -1`, the command ends with the status `unread`.
+    An error of the given kinds is printed as one line. After Ctrl-C, SIGTERM or SIGHUP `kept` says what stays on disk.
+    Where nobody reads the output any more, as behind `| head -1`, the command ends with the status `unread`.
     """
     try:
         with interruptible():
-            status = command()
+            code = command()
     except errors as error:
         if isinstance(error, BrokenPipeError) and is_unread("\n"):  # of stdout, and not of a connection
-            return unread
+            return ExitCode(unread)
         logging.getLogger(__name__).debug("", exc_info=True)
         print_error(error)
-        return 2 if isinstance(error, usage) else 1
+        return exit_code_of(error)
     except KeyboardInterrupt as error:
         say_interrupted(error, kept)
-        return interrupted
+        return ExitCode.INTERRUPTED
     is_unread()
-    return status or 0
+    return code
 
 
 def is_unread(more: str = "") -> bool:
@@ -68,8 +292,11 @@ def print_error(error: BaseException, of: str = "") -> None:
 
 
 def print_warning(code: str, message: object) -> None:
-    """Print `warning[CODE]: ` and a message to stderr, control characters escaped."""
-    print(f"warning[{code}]: {escaped(message)}", file=sys.stderr)
+    """Print `warning[CODE]: ` and a message to stderr, control characters escaped; --strict counts it."""
+    context = click.get_current_context(silent=True)
+    if context is not None:
+        context.meta[_WARNINGS] = context.meta.get(_WARNINGS, 0) + 1
+    print(f"warning[{code}]: {escaped(message)}" if code else f"warning: {escaped(message)}", file=sys.stderr)
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:

@@ -1,62 +1,88 @@
-"""Check an EAGLE-3 cache, look into it, convert it.
+"""Check an EAGLE-3 cache, look into it, convert it: the commands of python -m niels_gpt.eagle3.
 
-    python -m niels_gpt.eagle3 verify CACHE                              every damage, with its shard and sample
-    python -m niels_gpt.eagle3 verify CACHE --target MODEL -k 8          and run 8 samples through the target again
-    python -m niels_gpt.eagle3 inspect CACHE --sample 3 --tokenizer MODEL    its form, and the slots of a sample
-    python -m niels_gpt.eagle3 convert CACHE --format-version 2          a dense cache of version 1 becomes one of 2
-    python -m niels_gpt.eagle3 stats CACHE --plot stats.png              tokens, lengths, mass, entropy
-
-python -m niels_gpt.eagle3.precompute makes a cache. Caches of other tools in the same format are read too.
-
-Exit status: 0 good, 1 something failed or is damaged, 2 usage, 130 interrupted.
+python -m niels_gpt.eagle3.precompute (precompute.py) makes a cache. Caches of other tools in the same format are read.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.commands.console import ERRORS, as_json, exit_status, log_to_stderr, progress_bar, table
+import click
+from rich_click import argument, option
+
+from niels_gpt.commands.console import (
+    ERRORS,
+    Command,
+    ExitCode,
+    Group,
+    Result,
+    progress_bar,
+    run,
+    say,
+    table,
+)
+from niels_gpt.commands.console import command as any_command
 from niels_gpt.eagle3.inspect.checks import RECOMPUTED
 from niels_gpt.pictures import check_png
 from niels_gpt.storage.checks import Verdict
 
+command = partial(any_command, errors=(*ERRORS, RuntimeError), level=logging.WARNING)
+_PATH = click.Path(path_type=Path)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command with arguments, default those of the process; returns the exit status."""
-    arguments = _parser().parse_args(argv)
-    log_to_stderr(logging.WARNING)
-    return exit_status(lambda: arguments.run(arguments), errors=(*ERRORS, RuntimeError))
+    """Run python -m niels_gpt.eagle3 with arguments, default those of the process; returns the exit status."""
+    return run(FACE, argv, "python -m niels_gpt.eagle3")
 
 
-def _verify(arguments: argparse.Namespace) -> int:
+def _of_cache(function: Callable[..., Result]) -> Callable[..., Result]:
+    text = "read files that are links, as in a snapshot of the Hugging Face hub; refused otherwise"
+    function = option("--follow-links", is_flag=True, help=text)(function)
+    return argument("cache", type=_PATH, help="folder of a cache: with a manifest.json")(function)
+
+
+@command(
+    "verify",
+    "Report every damage of a cache with its shard and sample.",
+    examples="""niels-gpt eagle3 verify CACHE                        every damage, with its shard and sample
+niels-gpt eagle3 verify CACHE --target MODEL -k 8    and run 8 samples through the target again""",
+)
+@_of_cache
+@option("--target", metavar="MODEL", help="folder or hub id of the cache's target: run samples through it again")
+@option("--revision", metavar="REV", help="hub commit, tag or branch of the target; as in the plan if not given")
+@option("-k", "--samples", type=int, default=8, metavar="N", help="samples to run, drawn by the seed")
+@option("--seed", type=int, default=0, metavar="N", help="seed of the draw")
+@option("--device", type=click.Choice(["cpu", "cuda"]), help="where the target runs; as in the plan if not given")
+def verify(cache: Path, follow_links: bool, target: str | None, **how: Any) -> Result:
+    """Check a cache."""
     from niels_gpt.eagle3.inspect.verify import verify
 
-    path, is_asked = arguments.cache, arguments.target is not None
-    # The target comes first, so that a wrong one is reported before all of the cache is read.
-    recomputed = _recomputed(arguments) if is_asked else Verdict([], "not made: name the target with --target")
+    recomputed = Verdict([], "not made: name the target with --target")
+    if target is not None:  # first, so that a wrong one is reported before all of the cache is read
+        recomputed = _recomputed(cache, target, follow_links=follow_links, **how)
     with progress_bar("verify", "B") as progress:
-        verdicts = verify(path, progress=progress, follow_links=arguments.follow_links)
+        verdicts = verify(cache, progress=progress, follow_links=follow_links)
     verdicts[RECOMPUTED] = recomputed
-    if arguments.json:
-        print(as_json({name: vars(verdict) for name, verdict in verdicts.items()}))
-    else:
-        print(f"{path}:", *(_verdict_lines(name, verdict) for name, verdict in verdicts.items()), sep="\n")
-    is_not_made = is_asked and recomputed.note is not None
-    return 1 if is_not_made or any(verdict.problems for verdict in verdicts.values()) else 0
+    say("\n".join([f"{cache}:", *(_verdict_lines(name, verdict) for name, verdict in verdicts.items())]))
+    code = ExitCode.FAILED if target is not None and recomputed.note is not None else ExitCode.GOOD
+    if any(verdict.problems for verdict in verdicts.values()):
+        code = ExitCode.DAMAGED
+    return Result({name: vars(verdict) for name, verdict in verdicts.items()}, code)
 
 
-def _recomputed(arguments: argparse.Namespace) -> Verdict:
+def _recomputed(
+    path: Path, name: str, *, revision: str | None, samples: int, seed: int, device: str | None, follow_links: bool
+) -> Verdict:
     from niels_gpt.eagle3.inspect.recompute import recomputed
     from niels_gpt.recipes.eagle3.asset import target_of
 
-    path, links = arguments.cache, {"follow_links": arguments.follow_links}
-    target = target_of(path, arguments.target, revision=arguments.revision, device=arguments.device, **links)
+    target = target_of(path, name, revision=revision, device=device, follow_links=follow_links)
     with progress_bar("target", "batches") as progress:
-        return recomputed(path, target, k=arguments.samples, seed=arguments.seed, progress=progress, **links)
+        return recomputed(path, target, k=samples, seed=seed, progress=progress, follow_links=follow_links)
 
 
 def _verdict_lines(name: str, verdict: Verdict) -> str:
@@ -68,84 +94,77 @@ def _verdict_lines(name: str, verdict: Verdict) -> str:
     return "\n".join([*lines, *(f"    note: {remark}" for remark in verdict.remarks)])
 
 
-def _inspect(arguments: argparse.Namespace) -> None:
+@command(
+    "inspect",
+    "Print what a cache was made from and its form, or the slots of a sample.",
+    examples="niels-gpt eagle3 inspect CACHE --sample 3 --tokenizer MODEL",
+)
+@_of_cache
+@option("--sample", type=int, metavar="I", help="number of a sample of the cache, from 0")
+@option("--tokenizer", metavar="MODEL", help="folder or hub id, for the text of the ids; ids alone if not given")
+@option("--slot", type=int, metavar="P", default=0, help="first slot of the sample to print")
+@option("--slots", type=int, metavar="N", default=32, help="slots to print, at most")
+def inspect(
+    cache: Path, follow_links: bool, sample: int | None, tokenizer: str | None, slot: int, slots: int
+) -> Result:
+    """Print what is in a cache."""
     from niels_gpt.eagle3.inspect import show
 
-    path, number, links = arguments.cache, arguments.sample, {"follow_links": arguments.follow_links}
-    if arguments.json:
-        print(as_json(show.description(path, **links)))
-    elif number is None:
-        print(table(show.summary(path, **links)), table(show.shard_rows(path, **links)), sep="\n\n")
-    else:
-        tokenizer = None
-        if arguments.tokenizer is not None:
-            from niels_gpt.chat.tokenizers import open_tokenizer
+    links = {"follow_links": follow_links}
+    if sample is None:
+        say(f"{table(show.summary(cache, **links))}\n\n{table(show.shard_rows(cache, **links))}")
+        return Result(show.description(cache, **links))
+    opened = None
+    if tokenizer is not None:
+        from niels_gpt.chat.tokenizers import open_tokenizer
 
-            tokenizer = open_tokenizer(arguments.tokenizer)
-        rows = show.slot_rows(path, number, tokenizer, begin=arguments.slot, slots=arguments.slots, **links)
-        print(show.sample_heading(path, number, **links), table(rows), sep="\n")
+        opened = open_tokenizer(tokenizer)
+    rows = show.slot_rows(cache, sample, opened, begin=slot, slots=slots, **links)
+    say(f"{show.sample_heading(cache, sample, **links)}\n{table(rows)}")
+    return Result({"sample": sample, "slots": [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]})
 
 
-def _convert(arguments: argparse.Namespace) -> None:
+@command(
+    "convert",
+    "Convert a dense cache to the other version of the format; no shard is rewritten.",
+    examples="niels-gpt eagle3 convert CACHE --format-version 2",
+)
+@_of_cache
+@option("--format-version", type=click.Choice([1, 2]), required=True, help="version to convert to")
+def convert(cache: Path, follow_links: bool, format_version: int) -> Result:
+    """Convert a cache."""
     from niels_gpt.eagle3.cache import convert
 
-    version = arguments.format_version
-    is_changed = convert(arguments.cache, version, follow_links=arguments.follow_links)
-    changed = f"now version {version}: manifest.json was rewritten, no shard was changed"
-    print(f"{arguments.cache}: {changed if is_changed else f'is version {version} already; nothing was written'}")
+    is_changed = convert(cache, format_version, follow_links=follow_links)
+    changed = f"now version {format_version}: manifest.json was rewritten, no shard was changed"
+    say(f"{cache}: {changed if is_changed else f'is version {format_version} already; nothing was written'}")
+    return Result({"cache": str(cache), "format_version": format_version, "changed": is_changed})
 
 
-def _stats(arguments: argparse.Namespace) -> None:
+@command(
+    "stats",
+    "Print tokens, shares, lengths, mass, entropy and norms of a cache.",
+    examples="niels-gpt eagle3 stats CACHE --plot stats.png",
+)
+@_of_cache
+@option("--plot", type=_PATH, metavar="PNG", help="write a picture of lengths, entropy and mass there")
+@option("--seed", type=int, default=0, metavar="N", help="seed of the slots whose floats are read")
+def stats(cache: Path, follow_links: bool, plot: Path | None, seed: int) -> Result:
+    """Print the figures of a cache."""
     from niels_gpt.eagle3.inspect.stats import stats
 
-    picture: Path | None = arguments.plot
-    if picture is not None:
-        check_png(picture)  # fail before all of the cache is read
+    if plot is not None:
+        check_png(plot)  # fail before all of the cache is read
     with progress_bar("stats", "shards") as progress:
-        numbers = stats(arguments.cache, seed=arguments.seed, progress=progress, follow_links=arguments.follow_links)
-    if picture is not None:
-        from niels_gpt.eagle3.inspect.plot import plot
+        numbers = stats(cache, seed=seed, progress=progress, follow_links=follow_links)
+    if plot is not None:
+        from niels_gpt.eagle3.inspect.plot import plot as draw
         from niels_gpt.storage.fileio import write_bytes
 
-        write_bytes(picture, plot(numbers, arguments.cache.name))
-    print(as_json(numbers.as_json()) if arguments.json else table(numbers.rows()))
+        write_bytes(plot, draw(numbers, cache.name))
+    say(table(numbers.rows()))
+    return Result(numbers.as_json())
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m niels_gpt.eagle3", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(name: str, text: str, run: Callable[[argparse.Namespace], int | None]) -> Callable[..., Any]:
-        added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        added.set_defaults(run=run)
-        added.add_argument("cache", type=Path, metavar="CACHE", help="folder of a cache: with a manifest.json")
-        text = "read files that are links, as in a snapshot of the Hugging Face hub (default: refuse)"
-        added.add_argument("--follow-links", action="store_true", help=text)
-        if run is not _convert:
-            added.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-        return added.add_argument
-
-    _add_verify(command("verify", "report every damage of a cache with its shard and sample", _verify))
-    add = command("inspect", "print what a cache was made from and its form, or the slots of a sample", _inspect)
-    add("--sample", type=int, metavar="I", help="number of a sample of the cache, from 0")
-    add("--tokenizer", metavar="MODEL", help="folder or hub id, for the text of the ids (default: ids alone)")
-    add("--slot", type=int, metavar="P", default=0, help="first slot of the sample to print (default: 0)")
-    add("--slots", type=int, metavar="N", default=32, help="slots to print, at most (default: 32)")
-    add = command(
-        "convert", "convert a dense cache to the other version of the format; no shard is rewritten", _convert
-    )
-    add("--format-version", type=int, choices=(1, 2), required=True, help="version to convert to")
-    add = command("stats", "print tokens, shares, lengths, mass, entropy and norms of a cache", _stats)
-    add("--plot", type=Path, metavar="PNG", help="write a picture of lengths, entropy and mass there")
-    add("--seed", type=int, default=0, metavar="N", help="seed of the slots whose floats are read (default: 0)")
-    return parser
-
-
-def _add_verify(add: Callable[..., Any]) -> None:
-    add("--target", metavar="MODEL", help="folder or hub id of the cache's target: run samples through it again")
-    add("--revision", metavar="REV", help="hub commit, tag or branch of the target (default: as in the plan)")
-    add("-k", "--samples", type=int, default=8, metavar="N", help="samples to run, drawn by the seed (default: 8)")
-    add("--seed", type=int, default=0, metavar="N", help="seed of the draw (default: 0)")
-    add("--device", choices=("cpu", "cuda"), help="where the target runs (default: as in the plan)")
+COMMANDS: list[Command] = [verify, inspect, stats, convert]
+FACE = Group("eagle3", COMMANDS, help="Check an EAGLE-3 cache, look into it, convert it.")

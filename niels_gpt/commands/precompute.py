@@ -1,30 +1,24 @@
-"""Run a frozen target over chats once, and store what an EAGLE-3 draft is trained on.
+"""python -m niels_gpt.eagle3.precompute: run a frozen target over chats once, and store what a draft is trained on.
 
-    python -m niels_gpt.eagle3.precompute --target-model MODEL --input-data chats.jsonl --output-dir DIR --dry-run
-    python -m niels_gpt.eagle3.precompute --target-model MODEL --input-data chats.jsonl --output-dir DIR --show 3
-    python -m niels_gpt.eagle3.precompute --target-model MODEL --input-data chats.jsonl --output-dir DIR --resume
-
-MODEL is the folder of a transformers model or its id on the hub. The input is a source of chats of the project
-(dolly15k, oasst1, or a user-defined source by its name), or a file, folder or pattern of JSONL, JSON or parquet: chats,
-or rows of input_ids and loss_mask. --resume continues a run that was killed, with any number of workers: the bytes are
-those of a run without interruption.
-
-Exit status: 0 good, 1 failed or does not fit, 2 usage, 130 interrupted.
+Its flags are made of recipes/eagle3/options.py; here are the estimate and the progress that it prints.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from niels_gpt.commands.console import ERRORS, exit_status, log_to_stderr
+import click
+from rich_click import RichOption
+
+from niels_gpt.commands.console import ERRORS, Command, ExitCode, Result, run, say
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.options import GROUPS, Options, flag_name
 from niels_gpt.recipes.eagle3.prepare import Prepared, carry_out, prepare, resolve
@@ -37,33 +31,24 @@ _LINE_EVERY_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with arguments, default those of the process; returns the exit status."""
-    parser = _parser()
-    arguments = vars(parser.parse_args(argv))
-    log_to_stderr()
-    dry_run, settings = arguments.pop("dry_run"), Settings(source_root=arguments.pop("source_root"))
+    """Run python -m niels_gpt.eagle3.precompute with arguments; returns the exit status."""
+    return run(PRECOMPUTE, argv, "python -m niels_gpt.eagle3.precompute")
+
+
+def _precompute(source_root: str, dry_run: bool, **given: Any) -> Result:
     try:
-        options = _options(arguments)
+        options = _options(given)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
-    kept = "; finished shards stay: resume with the same command and --resume"
-    return exit_status(
-        lambda: _run(options, settings, dry_run=dry_run),
-        errors=(*ERRORS, RuntimeError),
-        usage=argparse.ArgumentError,  # raised by the parser alone: every other error has the status 1
-        kept=kept,
-        unread=1,
-    )
+        raise click.UsageError(str(error), click.get_current_context()) from error
+    return _run(options, Settings(source_root=source_root), dry_run=dry_run)
 
 
-def _options(arguments: dict[str, Any]) -> Options:
-    template, layers = arguments["chat_template"], arguments["aux_layer_ids"]
-    if template is not None:
-        arguments["chat_template"] = template.read_text(encoding="utf-8")
-    return Options(**{**arguments, "aux_layer_ids": None if layers is None else tuple(layers)})
+def _options(given: dict[str, Any]) -> Options:
+    template = given["chat_template"]
+    return Options(**{**given, "chat_template": None if template is None else template.read_text(encoding="utf-8")})
 
 
-def _run(options: Options, settings: Settings, *, dry_run: bool) -> int:
+def _run(options: Options, settings: Settings, *, dry_run: bool) -> Result:
     from niels_gpt.eagle3.produce.estimate import estimate, refuse_without_room
     from niels_gpt.eagle3.produce.resume_checks import finished_shards
 
@@ -75,17 +60,18 @@ def _run(options: Options, settings: Settings, *, dry_run: bool) -> int:
     if prepared.shown:
         from niels_gpt.chat.rows import show_rows
 
-        print(show_rows(prepared.shown, resolved.tokenizer, color=sys.stdout.isatty()), flush=True)
+        say(show_rows(prepared.shown, resolved.tokenizer, color=sys.stdout.isatty()))
     done = finished_shards(options.output_dir, prepared.plan, resume=options.resume)
     sizes = estimate(options.output_dir, prepared.plan, prepared.samples, done=done)
     _print_estimate(sizes, prepared, options.output_dir)
     if dry_run:
-        return 0 if sizes.fits else 1
+        return Result(asdict(sizes) | {"fits": sizes.fits}, ExitCode.GOOD if sizes.fits else ExitCode.FAILED)
     refuse_without_room(options.output_dir, sizes)
     with _progress("target", "tok") as show:
         produced = carry_out(prepared, options.output_dir, resume=options.resume, progress=show)
     _print_made(produced.meta, options.output_dir, produced.shards)
-    return 0
+    made = {"folder": str(options.output_dir), "shards": produced.shards, "totals": produced.meta["totals"]}
+    return Result(made, next=shlex.join(["niels-gpt", "eagle3", "verify", str(options.output_dir)]))
 
 
 def _hint_at_threads(workers: int, run: dict[str, Any]) -> None:
@@ -104,24 +90,23 @@ def _hint_at_threads(workers: int, run: dict[str, Any]) -> None:
 
 def _print_estimate(sizes: Estimate, prepared: Prepared, folder: Path) -> None:
     manifest = prepared.plan.manifest
-    print(
+    say(
         f"{sizes.samples:,} samples, {sizes.tokens:,} tokens, {sizes.supervised_share:.1%} supervised; "
         f"mean length {sizes.mean_length:.0f}, longest {sizes.max_length} of {manifest['seq_length']}"
     )
     for what, counts in (("left out", prepared.plan.dropped), ("altered", prepared.plan.altered)):
         if counts:
-            print(f"{what}: {', '.join(f'{reason} {number:,}' for reason, number in counts.items())}")
+            say(f"{what}: {', '.join(f'{reason} {number:,}' for reason, number in counts.items())}")
     draft = f"draft vocabulary {manifest['draft_vocab_size']:,} of {manifest['target_vocab_size']:,}"
     topk = manifest.get("target_probs_topk") or "all"
-    print(f"format version {manifest['format_version']}, {manifest['dtype']}, {draft}, probabilities kept: {topk}")
+    say(f"format version {manifest['format_version']}, {manifest['dtype']}, {draft}, probabilities kept: {topk}")
     finished = f", {sizes.shards_done:,} of them finished" if sizes.shards_done else ""
-    print(f"{sizes.shards:,} shards{finished}, {sizes.batches:,} batches")
+    say(f"{sizes.shards:,} shards{finished}, {sizes.batches:,} batches")
     holes = "padding is holes there" if sizes.has_holes else "no holes on that file system"
-    print(
+    say(
         f"{folder}: {prepared.plan.layout.token_bytes:,} bytes a token; {sizes.apparent_bytes:,} bytes of files with "
         f"padding and embeddings; to write {sizes.to_write_bytes:,} ({holes}), free {sizes.free_bytes:,}: "
-        f"{'fits' if sizes.fits else 'does not fit'}",
-        flush=True,
+        f"{'fits' if sizes.fits else 'does not fit'}"
     )
 
 
@@ -131,9 +116,9 @@ def _print_made(meta: dict[str, Any], folder: Path, shards: int) -> None:
 
     totals, token_bytes = meta["totals"], layout_of(meta["manifest"], folder).token_bytes
     on_disk = sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
-    print(f"{folder}: {'made ' + format(shards, ',') + ' shards' if shards else 'up to date'}")
+    say(f"{folder}: {'made ' + format(shards, ',') + ' shards' if shards else 'up to date'}")
     kept = "all" if meta["kept_mass"] is None else f"{meta['kept_mass']:.4f}"
-    print(
+    say(
         f"{totals['samples']:,} samples, {totals['tokens']:,} tokens, {Counts.of_meta(meta)}, "
         f"probability mass kept: {kept}\n"
         f"{token_bytes:,} bytes a token; {meta['disk_bytes']:,} bytes of files with padding and embeddings, "
@@ -218,31 +203,42 @@ class _Lines:
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each option that has a group."""
-    groups = {name: parser.add_argument_group(name) for name in GROUPS}
-    for each in fields(Options):
-        text, flag = each.metadata["help"], dict(each.metadata["flag"])
-        if each.default is False:
-            flag["action"] = "store_true"
-        elif each.default not in (None, MISSING):
-            text, flag["default"] = f"{text} (default: {each.default})", each.default
-        if each.metadata["least"] is not None:
-            flag.update(type=int, metavar="N")
-        if each.metadata["group"]:
-            groups[each.metadata["group"]].add_argument(flag_name(each.name), help=text, **flag)
+def _flags() -> list[click.Parameter]:
+    """Return an option for each field of Options that has a group, in the order of GROUPS."""
+    found = [_flag(each) for group in GROUPS for each in fields(Options) if each.metadata["group"] == group]
+    text = "hub, sample, or the folder of a mirror"
+    root = RichOption(["--source-root"], default=Settings().source_root, metavar="ROOT", help=text, panel=GROUPS[0])
+    text = "print sizes and free space, and stop; exit code 1 if it does not fit"
+    return [*found, root, RichOption(["--dry-run"], is_flag=True, help=text, panel=GROUPS[-1])]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m niels_gpt.eagle3.precompute",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_flags(parser)
-    root, text = Settings().source_root, "hub, sample, or the folder of a mirror"
-    parser.add_argument("--source-root", default=root, metavar="ROOT", help=f"{text} (default: {root})")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print sizes and free space, and stop; status 1 if it does not fit"
-    )
-    return parser
+def _flag(each: Field[Any]) -> RichOption:
+    how = dict(each.metadata["flag"])
+    if "choices" in how:
+        how["type"] = click.Choice(how.pop("choices"))
+    elif how.get("type") is Path:
+        how["type"] = click.Path(path_type=Path)
+    elif each.metadata["least"] is not None:
+        how.update(type=int, metavar="N")
+    if each.default is False:
+        how["is_flag"] = True
+    elif each.default not in (None, MISSING):
+        how["default"] = each.default
+    return RichOption([flag_name(each.name)], help=each.metadata["help"], panel=each.metadata["group"], **how)
+
+
+PRECOMPUTE = Command(
+    "precompute",
+    callback=_precompute,
+    params=_flags(),
+    help="Run a frozen target over chats once, and store what an EAGLE-3 draft is trained on.\n\n"
+    "MODEL is the folder of a transformers model or its id on the hub. SOURCE is a source of chats of the project "
+    "(dolly15k, oasst1, or yours by its name), or a file, folder or pattern of JSONL, JSON or parquet: chats, or rows "
+    "of input_ids and loss_mask. --resume continues a run that was killed, with any number of workers: the bytes are "
+    "those of a run without interruption.",
+    errors=(*ERRORS, RuntimeError),
+    kept="; finished shards stay: resume with the same command and --resume",
+    unread=1,
+    examples="""niels-gpt eagle3 precompute --target-model MODEL --input-data chats.jsonl --output-dir DIR --dry-run
+niels-gpt eagle3 precompute --target-model MODEL --input-data chats.jsonl --output-dir DIR --resume""",
+)

@@ -1,90 +1,135 @@
-"""python -m niels_gpt.prefix_tree: what folding would save on recorded rollouts, before it is integrated.
-
-    python -m niels_gpt.prefix_tree stats ROLLOUTS.jsonl [...]             tokens, attention pairs, FLOPs: before, after
-    python -m niels_gpt.prefix_tree stats ROLLOUTS.jsonl --plot stats.png    also draws a picture
-    python -m niels_gpt.prefix_tree show ROLLOUTS.jsonl --line 3         the tree of the group on that line
+"""What folding would save on recorded rollouts: the commands of python -m niels_gpt.prefix_tree, and its demo.
 
 A line is one group, {"prompt_ids": [...], "completions": [[...], ...]}, or one whole sequence, {"ids": [...]}; other
 keys are ignored. A group is folded by itself. Whole sequences are folded in runs of consecutive lines, since rollouts
-of one prompt are usually adjacent: --group-key names the key that identifies a group, --rows the length of a run. Files
-may end in .gz; - is the standard input. The first bad line is an error; no line is skipped.
-
-Exit status: 0 good, 1 a file cannot be read or has a bad line, 2 usage, 130 interrupted.
+of one prompt are usually adjacent. Files may end in .gz; - is the standard input. The first bad line is an error.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import dropwhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from niels_gpt.commands.console import exit_status, progress_bar, table
-from niels_gpt.prefix_tree.forest import ModelShape
-from niels_gpt.prefix_tree.savings.count import ROWS, SHAPE_7B, Folded, count_savings, forests, many
-from niels_gpt.prefix_tree.savings.rollouts import read_rollouts
+import click
+from rich_click import argument, option
+
+from niels_gpt.commands.console import Command, ExitCode, Group, Result, command, parsed, progress_bar, run, say, table
+from niels_gpt.prefix_tree.savings import MODEL_7B, ROWS
+
+if TYPE_CHECKING:
+    from niels_gpt.prefix_tree.savings.count import Folded
 
 _INDENTED = 24  # levels; deeper nodes are not indented further
 _FIRST_IDS, _LAST_IDS = 8, 4
 _CHARACTERS = 60
 _MOST = 10**15  # the largest number on the command line: FLOPs still fit into a float
+_PATH = click.Path(path_type=Path)
+_LINES = """A line is one group, {"prompt_ids": [...], "completions": [[...], ...]}, or one whole sequence,
+{"ids": [...]}; other keys are ignored. A group is folded by itself; whole sequences are folded in runs of consecutive
+lines. The first bad line is an error; no line is skipped."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command with arguments, default those of the process; returns the exit status."""
-    arguments = _parser().parse_args(argv)
-    return exit_status(lambda: arguments.run(arguments))
+    """Run python -m niels_gpt.prefix_tree with arguments, default those of the process; returns the exit status."""
+    return run(FACE, argv, "python -m niels_gpt.prefix_tree")
+
+
+def _number(least: int) -> Callable[[str | int], int]:
+    def number(text: str) -> int:
+        value = float(text)  # accepts 7e9
+        if not value.is_integer() or not least <= value <= _MOST:
+            raise ValueError(f"{text}: expected a whole number from {least} to {_MOST:g}")
+        return int(value)
+
+    return parsed(number)
+
+
+def _folding(function: Callable[..., Result]) -> Callable[..., Result]:
+    rows = "`ids` lines that are folded together; 0: all of the file"
+    function = option("--rows", type=_number(0), metavar="N", default=ROWS, help=rows)(function)
+    key = "fold consecutive lines with the same value of this key together"
+    return option("--group-key", metavar="KEY", help=key)(function)
 
 
 # --- stats ------------------------------------------------------------------------------------------------------------
 
 
-def _stats(arguments: argparse.Namespace) -> None:
-    target: Path | None = arguments.plot
-    if target is not None:
+@command(
+    "stats",
+    f"Print what folding would save: tokens, attention pairs, FLOPs.\n\n{_LINES}",
+    examples="niels-gpt tree stats ROLLOUTS.jsonl --plot stats.png",
+)
+@argument("rollouts", nargs=-1, required=True, help=".jsonl or .jsonl.gz, or - for stdin")
+@_folding
+@option("--parameters", type=_number(1), metavar="N", default=MODEL_7B["parameters"], help="of the model")
+@option("--layers", type=_number(1), metavar="N", default=MODEL_7B["layers"], help="of the model")
+@option("--d-model", type=_number(1), metavar="N", default=MODEL_7B["d_model"], help="of the model")
+@option("--plot", type=_PATH, metavar="PNG", help="write a picture of the savings per forest and in total")
+def stats(rollouts: tuple[str, ...], group_key: str | None, rows: int, plot: Path | None, **model: int) -> Result:
+    """Print savings."""
+    from niels_gpt.prefix_tree.forest import ModelShape
+    from niels_gpt.prefix_tree.savings.count import count_savings, forests
+    from niels_gpt.prefix_tree.savings.rollouts import read_rollouts
+
+    if plot is not None:
         from niels_gpt.prefix_tree.savings.plot import check_picture
 
-        check_picture(target)
-    shape = ModelShape(arguments.parameters, arguments.layers, arguments.d_model)
+        check_picture(plot)
     with progress_bar("stats", "B") as progress:
-        lines = read_rollouts(arguments.rollouts, group_key=arguments.group_key, progress=progress)
-        savings = count_savings(forests(lines, rows=arguments.rows), shape)
-    if target is not None:
-        from niels_gpt.prefix_tree.savings.plot import plot
+        lines = read_rollouts(rollouts, group_key=group_key, progress=progress)
+        savings = count_savings(forests(lines, rows=rows), ModelShape(**model))
+    if plot is not None:
+        from niels_gpt.prefix_tree.savings.plot import plot as draw
         from niels_gpt.storage.fileio import write_bytes
 
-        names = [Path(path).name for path in arguments.rollouts]
-        write_bytes(target, plot(savings, names[0] if len(names) == 1 else f"{len(names)} files"))
-    if arguments.json:
-        print(json.dumps(savings.as_json(), indent=2))
-    else:
-        print(table(savings.rows()), savings.interpretation(), sep="\n\n")
+        names = [Path(path).name for path in rollouts]
+        write_bytes(plot, draw(savings, names[0] if len(names) == 1 else f"{len(names)} files"))
+    say(f"{table(savings.rows())}\n\n{savings.interpretation()}")
+    return Result(savings.as_json())
 
 
 # --- show -------------------------------------------------------------------------------------------------------------
 
 
-def _show(arguments: argparse.Namespace) -> None:
-    path, number = arguments.rollouts, arguments.line
-    lines = dropwhile(lambda line: line.line < number, read_rollouts([path], group_key=arguments.group_key))
-    folded = next(forests(lines, rows=arguments.rows), None)
-    if folded is None or folded.lines[0].line != number:
-        raise ValueError(f"{path}: has no rollouts on line {number}. Expected a line that has some, from 1")
+@command(
+    "show",
+    "Print the tree of a group, or of the run of rows that begins at a line.",
+    examples="niels-gpt tree show ROLLOUTS.jsonl --line 3",
+)
+@argument("rollouts", help=".jsonl or .jsonl.gz, or - for stdin")
+@_folding
+@option("--line", type=_number(1), metavar="N", default=1, help="line of the file, from 1")
+@option("--tokenizer", metavar="MODEL", help="folder or hub id, to print text; ids if not given")
+@option("--nodes", type=_number(1), metavar="N", default=200, help="at most so many nodes")
+def show(rollouts: str, group_key: str | None, rows: int, line: int, tokenizer: str | None, nodes: int) -> Result:
+    """Print a tree."""
+    from niels_gpt.prefix_tree.savings.count import forests, many
+    from niels_gpt.prefix_tree.savings.rollouts import read_rollouts
+
+    lines = dropwhile(lambda found: found.line < line, read_rollouts([rollouts], group_key=group_key))
+    folded = next(forests(lines, rows=rows), None)
+    if folded is None or folded.lines[0].line != line:
+        raise ValueError(f"{rollouts}: has no rollouts on line {line}. Expected a line that has some, from 1")
     largest = int(folded.forest.input_ids.max())
-    text_of = _ids_text if arguments.tokenizer is None else _decoder(arguments.tokenizer, largest)
+    text_of = _ids_text if tokenizer is None else _decoder(tokenizer, largest)
     stats = folded.forest.stats()
-    print(
+    say(
         f"{_lines_of(folded)}: {many(stats.samples, 'sample')}, {many(stats.nodes, 'node')}, "
         f"{many(stats.tokens_before, 'token')} before, {stats.tokens_after:,} after"
     )
-    for line in _tree(folded, text_of, arguments.nodes):
-        print(line)
+    found = list(_tree(folded, text_of, nodes))
+    say("\n".join(found))
+    counts = {"samples": stats.samples, "nodes": stats.nodes}
+    tokens = {"tokens_before": stats.tokens_before, "tokens_after": stats.tokens_after}
+    return Result({"line": line, **counts, **tokens, "tree": found})
 
 
 def _tree(folded: Folded, text_of: Callable[[list[int]], str], most: int) -> Iterator[str]:
     """Yield a line for each of the first `most` nodes: rows, tokens, samples through it, samples that end, content."""
+    from niels_gpt.prefix_tree.savings.count import many
+
     forest = folded.forest
     starts, lengths = forest.node_starts.tolist(), forest.node_lengths.tolist()
     ending: dict[int, list[int]] = {}
@@ -146,45 +191,36 @@ def _decoder(name: str, largest: int) -> Callable[[list[int]], str]:
     return text_of
 
 
-# --- arguments --------------------------------------------------------------------------------------------------------
+# --- demo -------------------------------------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m niels_gpt.prefix_tree",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def demo_command(load: Callable[[], Callable[..., dict[str, Any]]]) -> Command:
+    """Return the command that runs the step of niels_gpt/prefix_tree/demo.py.
+
+    load: returns the function `run` of that module, which loads torch.
+    """
+
+    @command(
+        "demo",
+        "Run one policy-gradient step (GRPO) on a group of rollouts, folded and unfolded, and print the differences.",
+        examples="niels-gpt tree demo --prompt 1024 --completion 32 --samples 8 --plot mask.png",
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    @option("--prompt", type=int, metavar="N", default=256, help="tokens of the prompt")
+    @option("--completion", type=int, metavar="N", default=64, help="tokens of a completion, at most")
+    @option("--samples", type=int, metavar="N", default=8, help="completions of the group")
+    @option("--seed", type=int, metavar="N", default=0, help="of the rollouts and of the model's weights")
+    @option("--threads", type=int, metavar="N", default=1, help="of torch")
+    @option("--attention", type=click.Choice(["sdpa", "eager"]), default="sdpa", help="how attention is computed")
+    @option("--plot", type=_PATH, metavar="PNG", help="write a picture of the mask")
+    def demo(prompt: int, completion: int, samples: int, threads: int, **how: Any) -> Result:
+        if samples < 4 or min(prompt, completion, threads) < 1:
+            text = "expected at least 4 samples, and a prompt, a completion and threads of at least 1"
+            raise click.UsageError(text, click.get_current_context())
+        found = load()(prompt=prompt, completion=completion, samples=samples, threads=threads, say=say, **how)
+        return Result(found, ExitCode.GOOD if found["ok"] else ExitCode.FAILED)
 
-    def command(name: str, text: str, run: Callable[[argparse.Namespace], None], **files: Any) -> Callable[..., Any]:
-        added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        added.set_defaults(run=run)
-        added.add_argument("rollouts", metavar="ROLLOUTS", help=".jsonl or .jsonl.gz, or - for stdin", **files)
-        add = added.add_argument
-        add("--group-key", metavar="KEY", help="fold consecutive lines with the same value of this key together")
-        rows = f"`ids` lines in a run (default: {ROWS}; 0: the file)"
-        add("--rows", type=_number(0), metavar="N", default=ROWS, help=rows)
-        return add
-
-    add = command("stats", "print what folding would save: tokens, attention pairs, FLOPs", _stats, nargs="+")
-    for name, value in vars(SHAPE_7B).items():
-        flag, text = f"--{name.replace('_', '-')}", f"of the model (default: {value:g})"
-        add(flag, type=_number(1), metavar="N", default=value, help=text)
-    add("--json", action="store_true", help="print one JSON object instead of text")
-    add("--plot", type=Path, metavar="PNG", help="write a picture of the savings per forest and in total")
-    add = command("show", "print the tree of a group, or of the run of rows that begins at a line", _show)
-    add("--line", type=_number(1), metavar="N", default=1, help="line of the file, from 1 (default: 1)")
-    add("--tokenizer", metavar="MODEL", help="folder or hub id, to print text (default: ids)")
-    add("--nodes", type=_number(1), metavar="N", default=200, help="at most so many nodes (default: 200)")
-    return parser
+    return demo
 
 
-def _number(least: int) -> Callable[[str], int]:
-    def parsed(text: str) -> int:
-        number = float(text)  # accepts 7e9
-        if not number.is_integer() or not least <= number <= _MOST:
-            raise argparse.ArgumentTypeError(f"{text}: expected a whole number from {least} to {_MOST:g}")
-        return int(number)
-
-    return parsed
+COMMANDS: list[Command] = [stats, show]
+FACE = Group("prefix_tree", COMMANDS, help="What folding would save on recorded rollouts, before it is integrated.")

@@ -1,38 +1,97 @@
-"""The settings as flags: one for each field of Settings, with its help, type and default."""
+"""The settings as options: one for each field of Settings, with its help, type and default; which ones --help shows."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from typing import Any, get_type_hints
 
+import click
+from rich_click import RichOption
+
 from niels_gpt.settings import Settings
 
+COMMON = {
+    "Where text comes from": ("source_root", "pretrain", "sft", "exclude", "revision"),
+    "Size": (
+        "fineweb_edu_train_tokens",
+        "fineweb_edu_val_tokens",
+        "gutenberg_train_tokens",
+        "gutenberg_val_tokens",
+        "own_val_frac",
+    ),
+    "Tokenizer": ("tokenizer_model", "vocab_size"),
+    "Build": ("cache_dir", "seed", "threads"),
+}
+"""The settings that --help shows, by their panel; the others are under --help-all."""
+_LINES = ("pretrain", "sft", "licence", "attribution")
+"""Settings of several entries, each a flag."""
 
-def add_settings_flags(parser: argparse.ArgumentParser, *, only: Sequence[str] | None = None) -> None:
-    """Give a parser one flag for each field of Settings, so that every default can be overridden; or for some."""
-    group = parser.add_argument_group("settings")
+
+def settings_options(command: click.Command, *, only: Collection[str] | None = None) -> click.Command:
+    """Give a command an option for each field of Settings, or for some, and --help-all where it hides one.
+
+    The callback gets them all as keywords: `settings_of` makes Settings of these. eagle3_* are the settings of the
+    Dagster asset, and no option.
+    """
+    panels = {name: panel for panel, names in COMMON.items() for name in names}
     types = get_type_hints(Settings)
-    for field in fields(Settings):
-        if field.name.startswith("eagle3_") if only is None else field.name not in only:  # eagle3/targets: the asset's
-            continue
-        text = field.metadata["help"].replace("%", "%%") + f" (default: {field.default})"
-        flag = "--" + field.name.replace("_", "-")
-        if field.name in ("pretrain", "sft", "licence", "attribution"):
-            group.add_argument(flag, action="append", metavar="LINE", help=text + "; may be given several times")
-        elif types[field.name] is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default, help=text)
-        else:
-            kind = types[field.name] if types[field.name] in (int, float) else str
-            choices = ("drop", "raise") if field.name == "on_special" else None
-            metavar = None if choices else kind.__name__.upper()
-            group.add_argument(flag, type=kind, default=field.default, help=text, choices=choices, metavar=metavar)
+    options = [
+        _option(field, types[field.name], panels.get(field.name), is_hidden=only is None and field.name not in panels)
+        for field in fields(Settings)
+        if (not field.name.startswith("eagle3_") if only is None else field.name in only)
+    ]
+    order = list(panels)
+    options.sort(key=lambda option: order.index(str(option.name)) if option.name in order else len(order))
+    command.params[:0] = [each for each in command.params if isinstance(each, click.Argument)] + list(options)
+    command.params[:] = list(dict.fromkeys(command.params))
+    if any(option.hidden for option in options):
+        text = "show every option, with those that few need"
+        callback: Callable[..., Any] = _show_all
+        flag: dict[str, Any] = {
+            "is_flag": True,
+            "is_eager": True,
+            "expose_value": False,
+            "callback": callback,
+            "panel": "Options",
+        }
+        command.params.append(RichOption(["--help-all"], help=text, **flag))
+    return command
 
 
-def settings_of(arguments: argparse.Namespace) -> Settings:
-    """Return the Settings that the flags spell."""
-    given: dict[str, Any] = {field.name: vars(arguments).get(field.name, field.default) for field in fields(Settings)}
-    for name, value in given.items():
-        given[name] = ";".join(value) if isinstance(value, list) else value  # several lines of a flag are one setting
-    return Settings(**given)
+def _option(field: Any, kind: Any, panel: str | None, *, is_hidden: bool) -> RichOption:
+    flag, text = "--" + field.name.replace("_", "-"), field.metadata["help"]
+    how: dict[str, Any] = {
+        "help": text,
+        "default": field.default,
+        "hidden": is_hidden,
+        "panel": panel or "More settings",
+    }
+    if field.name in _LINES:
+        how.update(multiple=True, default=None, metavar="LINE", help=text + "; may be given several times")
+    elif kind is bool:
+        flag = f"{flag}/--no-{flag[2:]}"
+    elif field.name == "on_special":
+        how["type"] = click.Choice(["drop", "raise"])
+    else:
+        how["type"] = kind if kind in (int, float) else str
+        how["metavar"] = {int: "N", float: "X"}.get(kind, "TEXT")
+    return RichOption([flag], **how)
+
+
+def _show_all(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        for param in ctx.command.params:
+            if isinstance(param, click.Option):
+                param.hidden = False
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+
+def settings_of(given: Mapping[str, Any]) -> Settings:
+    """Return the Settings that the options of a command spell. Raises: ValueError as Settings."""
+    values: dict[str, Any] = {field.name: given.get(field.name, field.default) for field in fields(Settings)}
+    for name, value in values.items():
+        if isinstance(value, tuple):  # several lines of an option are one setting
+            values[name] = ";".join(value) or None
+    return Settings(**values)

@@ -1,21 +1,20 @@
-"""python -m niels_gpt.train_tokenizer: train a tokenizer on files (PR-01).
-
-    python -m niels_gpt.train_tokenizer --input_glob 'texts/**/*.md' --input_glob 'more/*.jsonl.gz' --out_dir DIR
-
-Exit codes: 0 written; 1 nothing matched or the training failed, with the reason on stderr; 2 usage; 130 interrupted.
-"""
+"""Train a tokenizer on files (PR-01): python -m niels_gpt.train_tokenizer."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from niels_gpt.commands.console import exit_status
+import click
+from rich_click import option
+
+from niels_gpt.commands.console import Result, command, run, say
 from niels_gpt.data.files.rows import TABLE_SUFFIXES, iter_rows
 from niels_gpt.data.files.text import read_text
 from niels_gpt.data.local import expand, in_order
@@ -28,31 +27,48 @@ _NO_LIMIT = 1 << 62  # of a document: a corpus may be one file, and is cut at li
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with arguments, default those of the process; returns the exit code."""
-    options = _parser().parse_args(argv)
-    logging.basicConfig(format="%(levelname)s: %(message)s")
-    return exit_status(lambda: _train(options), errors=(OSError, ValueError), unread=1)
+    """Run python -m niels_gpt.train_tokenizer with arguments, default those of the process; returns the exit status."""
+    return run(train, argv, "python -m niels_gpt.train_tokenizer")
 
 
-def _train(options: argparse.Namespace) -> None:
-    files, base = input_files(options.input_glob)
+@command(
+    "train-tokenizer",
+    "Train a tokenizer on files.\n\nFlags may be written with underscores too: --input_glob.",
+    errors=(OSError, ValueError),
+    unread=1,
+    level=logging.WARNING,
+    examples="niels-gpt train-tokenizer --input-glob 'texts/**/*.md' --input-glob 'more/*.jsonl.gz' --out-dir DIR",
+)
+@option("--input-glob", multiple=True, required=True, metavar="GLOB", help="files to read; may be given repeatedly")
+@option(
+    "--out-dir",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_TOKENIZER_PATH.parent,
+    metavar="DIR",
+    help="folder of spm.model",
+    show_default="artifacts/tokenizer of the project",
+)
+@option("--vocab-size", type=int, default=16_000, metavar="N", help="ids, the four sentinels included")
+@option("--seed", type=int, default=42, metavar="N", help="recorded; the training draws no random number")
+@option("--model-type", type=click.Choice(MODEL_TYPES), default="unigram", help="of SentencePiece")
+@option("--normalization", type=click.Choice(NORMALIZATIONS), default="identity", help="only identity is lossless")
+@option("--character-coverage", type=float, default=0.9999, metavar="X", help="share of characters that get a piece")
+@option("--max-bytes", type=int, metavar="N", help="read at most so many bytes of text; all if not given")
+@option("--text-field", default="text", metavar="NAME", help="of jsonl and parquet rows")
+def train(input_glob: tuple[str, ...], out_dir: Path, text_field: str, **how: Any) -> Result:
+    """Train and write a tokenizer."""
+    files, base = input_files(input_glob)
     with ended_at_once():
-        trained = train_tokenizer(
-            _texts(files, options.text_field),
-            vocab_size=options.vocab_size,
-            seed=options.seed,
-            model_type=options.model_type,
-            normalization=options.normalization,
-            character_coverage=options.character_coverage,
-            max_bytes=options.max_bytes,
-            trained_on="files",
-        )
+        trained = train_tokenizer(_texts(files, text_field), trained_on="files", **how)
     where = {
-        "input_globs": [_glob_below(pattern, base) for pattern in options.input_glob],
+        "input_globs": [_glob_below(pattern, base) for pattern in input_glob],
         "input_files": [path.relative_to(base).as_posix() for path in files],
     }
     trained = dataclasses.replace(trained, meta={**trained.meta, **where})
-    _report(trained, write_tokenizer(trained, options.out_dir))
+    paths = write_tokenizer(trained, out_dir)
+    _report(trained, paths)
+    model = shlex.quote(str(paths.model_path))
+    return Result(trained.meta, next=f"niels-gpt build --all --tokenizer-model {model}")
 
 
 def input_files(patterns: Sequence[str]) -> tuple[list[Path], Path]:
@@ -65,7 +81,7 @@ def input_files(patterns: Sequence[str]) -> tuple[list[Path], Path]:
     for pattern in patterns:
         files = expand(pattern)
         if not files:
-            raise FileNotFoundError(f"no file matches --input_glob {pattern!r}. Check the pattern, and quote it")
+            raise FileNotFoundError(f"no file matches --input-glob {pattern!r}. Check the pattern, and quote it")
         found += files
     return in_order(found)
 
@@ -93,28 +109,13 @@ def _glob_below(pattern: str, base: Path) -> str:
 
 def _report(trained: TrainedTokenizer, paths: TokenizerPaths) -> None:
     meta = trained.meta
-    print(f"wrote {paths.model_path} and {paths.meta_path.name}")
-    print(f"vocabulary: {meta['vocab_size']} ids, sha256 {meta['model_sha256']}")
+    say(f"wrote {paths.model_path} and {paths.meta_path.name}")
+    say(f"vocabulary: {meta['vocab_size']} ids, sha256 {meta['model_sha256']}")
     if meta["vocab_size"] < meta["requested_vocab_size"]:
-        print(f"  smaller than the {meta['requested_vocab_size']} asked for: the texts allow no more")
-    print(
+        say(f"  smaller than the {meta['requested_vocab_size']} asked for: the texts allow no more")
+    say(
         f"trained on {meta['documents']} documents from {len(meta['input_files'])} files in {meta['pieces']} pieces; "
         f"{meta['share_seen']:.2%} of {meta['bytes_given']:,} bytes seen"
     )
     if meta["documents_with_reserved_literal"]:
-        print(f"  left out for a reserved literal: {meta['documents_with_reserved_literal']} documents")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m niels_gpt.train_tokenizer", description="Train a tokenizer.")
-    add = parser.add_argument
-    add("--input_glob", action="append", required=True, metavar="GLOB", help="files to read; may be given repeatedly")
-    add("--out_dir", type=Path, default=DEFAULT_TOKENIZER_PATH.parent, help="default: %(default)s")
-    add("--vocab_size", type=int, default=16_000, help="ids, the four sentinels included (default: %(default)s)")
-    add("--seed", type=int, default=42, help="recorded; the training draws no random number (default: %(default)s)")
-    add("--model_type", choices=MODEL_TYPES, default="unigram", help="default: %(default)s")
-    add("--normalization", choices=NORMALIZATIONS, default="identity", help="only identity is lossless, the default")
-    add("--character_coverage", type=float, default=0.9999, help="share of characters (default: %(default)s)")
-    add("--max_bytes", type=int, default=None, help="read at most so many bytes of text (default: all)")
-    add("--text-field", "--text_field", default="text", help="of jsonl and parquet rows (default: %(default)s)")
-    return parser
+        say(f"  left out for a reserved literal: {meta['documents_with_reserved_literal']} documents")

@@ -10,7 +10,6 @@ is dense, and the padding of the unfolded batch. --plot needs the extra `pipelin
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -22,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from niels_gpt.commands.console import exit_status
+from niels_gpt.commands.console import run as run_command
+from niels_gpt.commands.prefix_tree import demo_command
 from niels_gpt.prefix_tree.attention import hf_forward, model_inputs
 from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, sample_logprobs
 from niels_gpt.prefix_tree.fold import CROSS_ENTROPY_IGNORE_IDX, fold_shared_prefix_rollouts
@@ -114,16 +114,26 @@ def median_seconds(steps: dict[str, Step], model: Any) -> list[float]:
     return [statistics.median(times) for times in seconds.values()]
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the step both ways and print the differences; returns 1 if they exceed TOLERANCE."""
-    torch.set_num_threads(arguments.threads)
-    group = random_group(arguments.prompt, arguments.completion, arguments.samples, arguments.seed)
+def run(
+    *,
+    prompt: int,
+    completion: int,
+    samples: int,
+    seed: int,
+    threads: int,
+    attention: str,
+    plot: Path | None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Run the step both ways and say the differences; returns them, and whether they are within TOLERANCE: `ok`."""
+    torch.set_num_threads(threads)
+    group = random_group(prompt, completion, samples, seed)
     forest = PrefixForest.from_rollout_group(*group)
-    if arguments.plot is not None:
+    if plot is not None:
         from niels_gpt.prefix_tree.savings.plot import check_picture, plot_mask
 
-        check_picture(arguments.plot, forest.num_tokens)
-    model = tiny_llama(arguments.attention, arguments.seed)
+        check_picture(plot, forest.num_tokens)
+    model = tiny_llama(attention, seed)
     head = logits_head(model)  # model.lm_head, and the scale or cap that some models add
     edges = LossEdges.from_forest(forest)
     ways: dict[str, Step] = {
@@ -131,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
         "folded": lambda: folded_logprobs(model, head, forest, edges),
     }
 
-    draw = torch.Generator().manual_seed(arguments.seed)
+    draw = torch.Generator().manual_seed(seed)
     rewards = torch.rand(len(group[1]), generator=draw)
     advantages = edges.field((rewards - rewards.mean()) / (rewards.std() + 1e-6))
     lengths = torch.tensor([len(completion) for completion in group[1]])
@@ -144,54 +154,41 @@ def run(arguments: argparse.Namespace) -> int:
         return lambda: policy_loss(logprobs(), old, advantages, weights)
 
     steps = {name: step(way) for name, way in ways.items()}
-    print_sizes(group, forest, edges)
+    say(sizes(group, forest, edges))
     unfolded, folded = median_seconds(steps, model)
-    print(f"forward+backward {unfolded:.3f} s unfolded, {folded:.3f} s folded: {unfolded / folded:.2f}x")
+    say(f"forward+backward {unfolded:.3f} s unfolded, {folded:.3f} s folded: {unfolded / folded:.2f}x")
     gradient, other = (gradients(model, step()) for step in steps.values())
     apart, off = (now[0] - now[1]).abs().max(), (gradient - other).abs().max() / gradient.abs().max()
-    print(f"log-probs        differ by {apart:.1e} at most")
-    print(f"gradients        differ by {off:.1e} of the largest one at most")
-    samples = [group[0] + completion for completion in group[1]]
-    report = verify_fold(hf_forward(model), forest, samples=samples, seed=arguments.seed)
-    print(f"\nverify_fold: {report}")
-    if arguments.plot is not None:
-        write_bytes(arguments.plot, plot_mask(forest))
-    return 0 if report.ok and max(apart, off) < TOLERANCE else 1
+    say(f"log-probs        differ by {apart:.1e} at most")
+    say(f"gradients        differ by {off:.1e} of the largest one at most")
+    whole = [group[0] + completion for completion in group[1]]
+    report = verify_fold(hf_forward(model), forest, samples=whole, seed=seed)
+    say(f"\nverify_fold: {report}")
+    if plot is not None:
+        write_bytes(plot, plot_mask(forest))
+    ok = bool(report.ok and max(apart, off) < TOLERANCE)
+    seconds = {"seconds_unfolded": unfolded, "seconds_folded": folded}
+    return {"ok": ok, **seconds, "logprobs_differ": float(apart), "gradients_differ": float(off)}
 
 
-def print_sizes(group: Group, forest: PrefixForest, edges: LossEdges) -> None:
-    """Print the tokens, attention pairs and supervised tokens of both."""
+def sizes(group: Group, forest: PrefixForest, edges: LossEdges) -> str:
+    """Return the tokens, attention pairs and supervised tokens of both."""
     stats = forest.stats()
     labels = fold_shared_prefix_rollouts(*group).labels
     labelled = sum(label != CROSS_ENTROPY_IGNORE_IDX for label in labels)
     before, after = stats.tokens_before, stats.tokens_after
-    print(f"tokens           {before:,} unfolded, {after:,} folded: {before / after:.2f}x")
-    print(f"attention pairs  {stats.pairs_before:,} unfolded, {stats.pairs_after:,} folded", end=": ")
-    print(f"{stats.pairs_before / stats.pairs_after:.2f}x (a dense mask computes {after**2:,})")
-    print(
+    return (
+        f"tokens           {before:,} unfolded, {after:,} folded: {before / after:.2f}x\n"
+        f"attention pairs  {stats.pairs_before:,} unfolded, {stats.pairs_after:,} folded: "
+        f"{stats.pairs_before / stats.pairs_after:.2f}x (a dense mask computes {after**2:,})\n"
         f"supervised       {edges.num_loss_tokens:,} tokens by LossEdges, {labelled:,} by one label a row: "
         f"that loses the first token of each of {len(group[1])} completions"
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m niels_gpt.prefix_tree.demo", description=str(__doc__).partition("\n")[0]
-    )
-    sizes = {"prompt": 256, "completion": 64, "samples": 8, "seed": 0, "threads": 1}
-    for name, value in sizes.items():
-        parser.add_argument(f"--{name}", type=int, metavar="N", default=value, help=f"default: {value}")
-    parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa", help="default: sdpa")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="write a picture of the mask")
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run with arguments, default those of the process; returns the exit status."""
-    arguments = _parser().parse_args(argv)
-    if arguments.samples < 4 or min(arguments.prompt, arguments.completion, arguments.threads) < 1:
-        _parser().error("expected at least 4 samples, and a prompt, a completion and threads of at least 1")
-    return exit_status(lambda: run(arguments))
+    """Run the command with arguments, default those of the process; returns the exit status."""
+    return run_command(demo_command(lambda: run), argv, "python -m niels_gpt.prefix_tree.demo")
 
 
 if __name__ == "__main__":

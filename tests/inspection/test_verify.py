@@ -255,7 +255,7 @@ def test_what_readers_refuse_is_a_damage_and_is_listed(
     (bad,) = [line for line in lines if line.startswith("pretrain/notes")]
     assert f"refused: meta.json: {problem}"[:40] in bad
     assert cli.main(["list", "--json", str(root)]) == 1
-    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)}
+    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)["caches"]}
     assert problem in rows["pretrain/notes"]["refused"] and rows["pretrain/notes"]["state"] == "refused"
     assert rows["tokenizer"]["refused"] is None
 

@@ -4,13 +4,15 @@ import re
 import shlex
 from pathlib import Path
 
+import click
 import pytest
 from support import ROOT
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.commands import cache as cli
 from niels_gpt.commands import eagle3, precompute, prefix_tree, train_tokenizer
-from niels_gpt.prefix_tree import demo
+from niels_gpt.commands.main import ROOT as ROOT_COMMAND
+from niels_gpt.commands.main import TREE
 from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.settings import Settings
 
@@ -23,42 +25,50 @@ def test_every_link_leads_to_a_file(document: Path) -> None:
         assert (document.parent / target).exists(), target
 
 
-PARSERS = {
-    "cache.cli": cli._parser,
-    "eagle3": eagle3._parser,
-    "eagle3.precompute": precompute._parser,
-    "prefix_tree": prefix_tree._parser,
-    "prefix_tree.demo": demo._parser,
+FACES: dict[str, click.Command] = {
+    "cache.cli": cli.FACE,
+    "eagle3": eagle3.FACE,
+    "eagle3.precompute": precompute.PRECOMPUTE,
+    "prefix_tree": prefix_tree.FACE,
+    "prefix_tree.demo": TREE.commands["demo"],
+    "train_tokenizer": train_tokenizer.train,
 }
+
+
+def parse(command: click.Command, arguments: list[str]) -> None:
+    """Parse arguments as the command does that they name, without running it."""
+    while isinstance(command, click.Group):
+        command, arguments = command.commands[arguments[0]], arguments[1:]
+    command.make_context(command.name, arguments)
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/own_data.md", "docs/eagle3.md", "docs/prefix_tree.md"])
 def test_every_command_of_a_document_parses(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
-    commands = re.findall(r"^    python -m niels_gpt\.(\S+) ?(.*?)(?:  +#.*)?$", text, flags=re.MULTILINE)
-    found = [(PARSERS[module](), arguments) for module, arguments in commands if module in PARSERS]
+    commands = re.findall(r"^(?:    |\$ )python -m niels_gpt\.(\S+) ?(.*?)(?:  +#.*)?$", text, flags=re.MULTILINE)
+    found = [(FACES[module], arguments) for module, arguments in commands if module in FACES]
+    found += [
+        (ROOT_COMMAND, line) for line in re.findall(r"^(?:    |\$ )niels-gpt (.*?)(?:  +#.*)?$", text, re.MULTILINE)
+    ]
     assert len(found) >= 5
-    for parser, arguments in found:
-        parser.parse_args(shlex.split(arguments))
+    for command, arguments in found:
+        parse(command, shlex.split(arguments))
 
 
-def test_every_flag_named_in_a_document_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    of_caches = ("build-all", "build", "snapshot", "list", "stats", "show", "verify", "diff", "locate", "gc")
-    for main, commands in (
-        (cli.main, of_caches),
-        (eagle3.main, ("verify", "inspect", "convert", "stats")),
-        (prefix_tree.main, ("stats", "show")),
-        *((main, ("",)) for main in (train_tokenizer.main, precompute.main, demo.main)),
-    ):
-        for command in commands:
-            with pytest.raises(SystemExit):
-                main([*command.split(), "--help"])
-    known = capsys.readouterr().out
-    known += "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py"))
+def flags_below(command: click.Command) -> set[str]:
+    """Return every flag of a command and its commands."""
+    found = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}
+    below = command.commands.values() if isinstance(command, click.Group) else ()
+    return found.union(*map(flags_below, below))
+
+
+def test_every_flag_named_in_a_document_exists() -> None:
+    known = flags_below(ROOT_COMMAND) | {"--help"}
+    written = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py"))
     for document in DOCUMENTS:
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", document.read_text(encoding="utf-8")):
-            if flag not in ("--strict", "--fix", "--select", "--config-json", "--config-settings"):  # of other tools
-                assert flag in known, f"{document.name}: {flag}"
+            if flag not in ("--fix", "--select", "--config-json", "--config-settings"):  # of other tools
+                assert flag.replace("_", "-") in known or flag in written, f"{document.name}: {flag}"
 
 
 def test_every_make_target_named_in_a_document_exists() -> None:

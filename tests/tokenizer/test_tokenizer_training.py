@@ -216,7 +216,7 @@ def test_the_report_tells_size_share_and_sha_and_a_file_that_two_patterns_match_
 
 def test_a_pattern_without_match_fails_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--input_glob", f"{tmp_path}/*.txt", "--out_dir", str(tmp_path / "out")]) == 1
-    assert "no file matches --input_glob" in capsys.readouterr().err
+    assert "no file matches --input-glob" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -235,6 +235,4 @@ def test_bytes_that_are_no_utf8_are_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["--input_glob", "x", "--vocab_size", "many"], ["--no_such_flag"]])
 def test_usage_errors_exit_with_2(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code == 2
+    assert main(arguments) == 2

@@ -4,3 +4,8 @@ rollouts.py   which lines a file may have, and what is wrong with a bad one
 count.py      which lines are folded together; every figure of `stats`, as a table and as JSON
 plot.py       the picture of `stats --plot`, and the mask of one forest
 """
+
+ROWS = 1000
+"""Consecutive `ids` rows that are folded together where no group key is given."""
+MODEL_7B = {"parameters": 7_000_000_000, "layers": 32, "d_model": 4096}
+"""The sizes of a model of 7 billion parameters: the arguments of `forest.ModelShape`."""

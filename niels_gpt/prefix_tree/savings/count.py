@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from niels_gpt.prefix_tree.forest import ForestStats, ModelShape, PrefixForest
+from niels_gpt.prefix_tree.savings import MODEL_7B, ROWS
 from niels_gpt.prefix_tree.savings.rollouts import Rollouts
 
-SHAPE_7B = ModelShape(parameters=7_000_000_000, layers=32, d_model=4096)
-ROWS = 1000
-"""Consecutive `ids` rows that are folded together where no group key is given."""
+SHAPE_7B = ModelShape(**MODEL_7B)
 LITTLE = 1.3
 """A smaller factor of FLOPs is called little: a prompt of 256 tokens with 8 completions of 1,024 gives 1.21."""
 
