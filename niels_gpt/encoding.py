@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.special_tokens import find_reserved_literal, sentinel_lookup
+from niels_gpt.storage.codes import coded
 from niels_gpt.storage.fileio import sha256_file
 
 TOKEN_DTYPE: Final[np.dtype[np.uint16]] = np.dtype("<u2")
@@ -164,7 +165,9 @@ class TextEncoder:
         Raises: ValueError for a text with a sentinel if on_special is "raise".
         """
         if problem is not None and self.on_special == "raise":
-            raise ValueError(f"{problem[1]}. Remove it from the source, or drop such texts: on_special=drop")
+            raise coded(
+                "E305", ValueError(f"{problem[1]}. Remove it from the source, or drop such texts: on_special=drop")
+            )
         return None if problem is None else problem[0]
 
     def _raw_ids(self, texts: list[str]) -> list[NDArray[Any]]:
@@ -186,7 +189,9 @@ class TextEncoder:
         lowest, highest = int(ids.min()), int(ids.max())
         if lowest < 0 or highest >= self.vocab_size:
             wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"the tokenizer gave id {wrong}, expected ids below vocab_size={self.vocab_size}")
+            raise coded(
+                "E409", ValueError(f"the tokenizer gave id {wrong}, expected ids below vocab_size={self.vocab_size}")
+            )
         return ids.astype(TOKEN_DTYPE), len(full) * len(end)
 
 

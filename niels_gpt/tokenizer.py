@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
+from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import NotRegularError, open_for_reading
 from niels_gpt.storage.meta_json import open_regular
@@ -93,7 +94,7 @@ class SentencePieceTokenizer:
         expected = None if expected_special_token_ids is None else dict(expected_special_token_ids)
         if expected is not None and expected != self._special_ids:
             found, remedy = f"its special ids are {self._special_ids}", "Use the model that the data was encoded with"
-            raise CacheError(self.model_path, found, str(expected), remedy)
+            raise CacheError(self.model_path, found, str(expected), remedy, code="E404")
 
     @property
     def sha256(self) -> str:
@@ -159,7 +160,7 @@ class SentencePieceTokenizer:
         size = self.vocab_size
         wrong = next((value for value in values if not 0 <= value < size), None)
         if wrong is not None:
-            raise ValueError(f"id {wrong}: expected 0 <= id < vocab_size={size} of {self.model_path}")
+            raise coded("E409", ValueError(f"id {wrong}: expected 0 <= id < vocab_size={size} of {self.model_path}"))
         return str(self._processor.decode([int(value) for value in values]))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -189,15 +190,15 @@ def _sentinel_id(processor: Any, token: str, *, where: str) -> int:
     remedy = f"Train a tokenizer that has it as a user-defined symbol: {TRAIN_COMMAND}"
     token_id = int(processor.piece_to_id(token))
     if token_id == processor.unk_id():
-        raise CacheError(where, f"has no piece {token!r}", remedy=remedy)
+        raise CacheError(where, f"has no piece {token!r}", remedy=remedy, code="E404")
     ids = list(processor.encode(token))
     # With a dummy prefix, SentencePiece's default, a space piece is before any text.
     alone = ids[1:] if ids and processor.id_to_piece(ids[0]) == _SPACE else ids
     if alone != [token_id]:
-        raise CacheError(where, f"{token!r} encodes to {ids}", f"the one id {token_id}", remedy)
+        raise CacheError(where, f"{token!r} encodes to {ids}", f"the one id {token_id}", remedy, code="E404")
     text = processor.decode([token_id])
     if text != token:
-        raise CacheError(where, f"id {token_id} decodes to {text!r}", repr(token), remedy)
+        raise CacheError(where, f"id {token_id} decodes to {text!r}", repr(token), remedy, code="E404")
     return token_id
 
 
@@ -211,7 +212,7 @@ def read_model(path: str | os.PathLike[str], *, follow_links: bool = True) -> by
     try:
         handle = open_for_reading(name, follow_links=True) if follow_links else open_regular(name)
     except FileNotFoundError:
-        raise FileNotFoundError(f"{name}: there is no tokenizer model. {_TRAIN}") from None
+        raise coded("E401", FileNotFoundError(f"{name}: there is no tokenizer model. {_TRAIN}")) from None
     except NotRegularError as error:
         raise _no_model(name, "is not a regular file") from error
     with open(handle, "rb") as file:
@@ -220,7 +221,9 @@ def read_model(path: str | os.PathLike[str], *, follow_links: bool = True) -> by
             kind = "a Hugging Face tokenizer (JSON)" if any(key in beginning for key in _JSON_KEYS) else "a JSON file"
             raise _no_model(name, f"is {kind}")
         if size > MAX_MODEL_BYTES:
-            raise CacheError(name, f"{size:,} bytes", f"a SentencePiece model of {MAX_MODEL_BYTES:,} at most")
+            raise CacheError(
+                name, f"{size:,} bytes", f"a SentencePiece model of {MAX_MODEL_BYTES:,} at most", code="E206"
+            )
         return beginning + file.read(size)
 
 
@@ -230,7 +233,7 @@ _TRAIN = f"Train one: {TRAIN_COMMAND}"
 
 
 def _no_model(where: str, found: str) -> CacheError:
-    return CacheError(where, found, f"a SentencePiece model ({MODEL_NAME}) that has the sentinels", _TRAIN)
+    return CacheError(where, found, f"a SentencePiece model ({MODEL_NAME}) that has the sentinels", _TRAIN, code="E403")
 
 
 def _open_model(model: bytes, *, where: str) -> Any:
@@ -254,7 +257,7 @@ def _reopen(
     if tokenizer.sha256 != sha256:
         expected = f"{sha256[:12]}... as when this tokenizer was pickled"
         remedy = "Do not change the model during a run, and start again"
-        raise CacheError(path, f"its sha256 is {tokenizer.sha256[:12]}...", expected, remedy)
+        raise CacheError(path, f"its sha256 is {tokenizer.sha256[:12]}...", expected, remedy, code="E402")
     return tokenizer
 
 
@@ -263,9 +266,12 @@ def _refuse_surrogates(texts: list[str], error: Exception) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as bad:
-            raise ValueError(
-                f"text {index}, character {bad.start}: lone surrogate {text[bad.start]!a}, which utf-8 cannot hold. "
-                "Replace it first, for instance by U+FFFD"
+            raise coded(
+                "E304",
+                ValueError(
+                    f"text {index}, character {bad.start}: lone surrogate {text[bad.start]!a}, which utf-8 cannot "
+                    "hold. Replace it first, for instance by U+FFFD"
+                ),
             ) from error
 
 

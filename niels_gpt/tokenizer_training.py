@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from niels_gpt.progress import Progress
 from niels_gpt.special_tokens import SPECIAL_TOKENS, find_reserved_literal
+from niels_gpt.storage.codes import coded
 from niels_gpt.storage.fileio import canonical_json, write_bytes
 from niels_gpt.tokenizer import TokenizerPaths, sentinel_ids
 
@@ -220,7 +221,7 @@ def _run(feed: _Feed, options: dict[str, Any]) -> bytes:
     except RuntimeError as error:
         if feed.error is not None:
             raise feed.error from None
-        raise _explained(error, feed, options) from error
+        raise coded("E406", _explained(error, feed, options)) from error
     return model.getvalue()
 
 
@@ -247,7 +248,9 @@ def _describe_model(model: bytes, requested: int) -> dict[str, Any]:
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     size = int(processor.vocab_size())
     if size < requested:
-        LOG.warning("the texts allow a vocabulary of %d ids only, %d were asked for", size, requested)
+        LOG.warning(
+            "the texts allow a vocabulary of %d ids only, %d were asked for", size, requested, extra={"code": "W408"}
+        )
     return {
         "vocab_size": size,
         "special_tokens": list(SPECIAL_TOKENS),

@@ -109,7 +109,9 @@ class Build:
         fileio.fsync_dir(self.work)  # a killed run may have made folders in it
         if self.last.documents:
             if set(self.last.files) != set(self._places):
-                raise CacheError(self.folder, "its journal names other files than this build has", remedy=self.remedy)
+                raise CacheError(
+                    self.folder, "its journal names other files than this build has", remedy=self.remedy, code="E505"
+                )
             self.expect(TEXTS, self.last.documents * DIGEST_BYTES)
             self._take_back()
         self._remove_unknown({record["name"] for record in self.finished})
@@ -151,14 +153,16 @@ class Build:
         for key, form in initial.items():
             same = isinstance(state.get(key), dict) == isinstance(form, dict) and key in state
             if not same or (isinstance(form, dict) and form and set(form) != set(state[key])):
-                raise CacheError(self.folder, f"its journal has no good {key!r}", remedy=self.remedy)
+                raise CacheError(self.folder, f"its journal has no good {key!r}", remedy=self.remedy, code="E505")
         return state
 
     def expect(self, name: str, num_bytes: int) -> None:
         """Raise CacheError if the journal gives a file another size than the builder's numbers do."""
         size = self.last.files.get(name, (0, ""))[0]
         if size != num_bytes:
-            raise CacheError(self.folder / name, f"{size} bytes by its journal", str(num_bytes), self.remedy)
+            raise CacheError(
+                self.folder / name, f"{size} bytes by its journal", str(num_bytes), self.remedy, code="E505"
+            )
 
     def checkpoint(self, state: Mapping[str, Any], *, ended: bool = False) -> None:
         """Take a checkpoint, if one is due: a shard was finished, the time has passed, or the source has `ended`.
@@ -231,7 +235,7 @@ class Build:
         with self._remedied(path):
             meta = parse_object(read_regular(path))
         if meta.get("content_sha256") != self.last.sealed or not isinstance(meta.get("source"), dict):
-            raise CacheError(path, "another content_sha256 than its build had", remedy=self.remedy)
+            raise CacheError(path, "another content_sha256 than its build had", remedy=self.remedy, code="E505")
         return meta
 
     def seal(self, content_sha256: str) -> None:
@@ -255,11 +259,11 @@ class Build:
         try:
             yield
         except FileNotFoundError as error:
-            raise CacheError(path, "no such file", "one by the journal", self.remedy) from error
+            raise CacheError(path, "no such file", "one by the journal", self.remedy, code="E505") from error
         except CacheError as error:
-            raise CacheError(error.path, error.found, error.expected, self.remedy) from error
+            raise CacheError(error.path, error.found, error.expected, self.remedy, code=error.code) from error
         except ValueError as error:
-            raise CacheError(path, str(error), remedy=self.remedy) from error
+            raise CacheError(path, str(error), remedy=self.remedy, code="E505") from error
 
     def _check_names(self) -> None:
         """Raise CacheError unless the journal's shards are those of this build, in order and not empty."""
@@ -267,7 +271,9 @@ class Build:
         for record in self.finished:
             place = next((p for p in self._places.values() if p and record["name"] == p.format(seen[p])), None)
             if place is None or not record["bytes"]:
-                raise CacheError(self.folder, f"its journal names {record['name']!r} out of turn", remedy=self.remedy)
+                raise CacheError(
+                    self.folder, f"its journal names {record['name']!r} out of turn", remedy=self.remedy, code="E505"
+                )
             seen[place] += 1
 
     def _take_back(self) -> None:

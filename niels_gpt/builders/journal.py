@@ -100,16 +100,18 @@ class Journal:
         with open(open_regular(path_inside(self.path.parent, self.path.name)), "rb") as file:
             while (value := _parsed(line := file.readline(_MAX_LINE))) is not None:
                 if keep == 0 and value != self._header:
-                    raise CacheError(self.path, "a journal of another build", remedy=remedy)
+                    raise CacheError(self.path, "a journal of another build", remedy=remedy, code="E505")
                 if keep:
                     self.last = _checkpoint(value, self.path, keep, remedy)
                     self.finished += self.last.finished
                 keep += len(line)
             if any(_parsed(later) is not None for later in iter(lambda: file.readline(_MAX_LINE), b"")):
                 resume = f"{remedy}; to resume from the checkpoint before the damage: truncate -s {keep} {self.path}"
-                raise CacheError(self.path, f"damaged at byte {keep}, and good lines follow", remedy=resume)
+                raise CacheError(
+                    self.path, f"damaged at byte {keep}, and good lines follow", remedy=resume, code="E505"
+                )
         if keep == 0:
-            raise CacheError(self.path, "its first line is damaged", remedy=remedy)
+            raise CacheError(self.path, "its first line is damaged", remedy=remedy, code="E505")
         return keep
 
 
@@ -136,6 +138,7 @@ class Attempts:
                 self._cache,
                 "run of this build came" if before == 1 else f"{before} runs of this build came",
                 f"{documents:,} documents" if documents else "its start",
+                extra={"code": "W502"},
             )
         self._write({"build": key, "documents": documents, "runs": before + 1})
 
@@ -149,7 +152,12 @@ class Attempts:
     def interrupted(self, documents: int) -> None:
         """Warn if this run, which was interrupted, has gained nothing."""
         if not self.gained(documents):
-            logger.warning("%s: this run has gained nothing: %s documents are done, as before", self._cache, documents)
+            logger.warning(
+                "%s: this run has gained nothing: %s documents are done, as before",
+                self._cache,
+                documents,
+                extra={"code": "W502"},
+            )
 
     def forget(self) -> None:
         """Count from 0 again: the build has ended, or its error says what to do."""
@@ -254,4 +262,6 @@ def _checkpoint(value: Any, path: Path, byte: int, remedy: str) -> Checkpoint:
         seek = Seek.parsed(value.get("seek"), where)
         return Checkpoint(documents, generator, files, finished, state, value["ended"], sealed, seek)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CacheError(path, f"byte {byte}: no checkpoint of a build ({error!r:.200})", remedy=remedy) from error
+        raise CacheError(
+            path, f"byte {byte}: no checkpoint of a build ({error!r:.200})", remedy=remedy, code="E505"
+        ) from error

@@ -102,6 +102,7 @@ class Losses:
                 trip["differ"],
                 trip["texts"],
                 f"; {self._changed}" if self._changed else "",
+                extra={"code": "W401"},
             )
         if unknown:
             logger.warning(
@@ -109,6 +110,7 @@ class Losses:
                 where,
                 unknown,
                 self._unknown,
+                extra={"code": "W402"},
             )
         if meta["kind"] == "sft":
             _warn_of_chats(where, meta)
@@ -167,6 +169,7 @@ def _warn_of_chats(where: str | os.PathLike[str], meta: Mapping[str, Any]) -> No
             where,
             empty,
             examples,
+            extra={"code": "W309"},
         )
     roles = Counter(roles_of(meta["noticed"])) + Counter(roles_of(meta["source"]["counters"]))
     if roles:
@@ -176,4 +179,5 @@ def _warn_of_chats(where: str | os.PathLike[str], meta: Mapping[str, Any]) -> No
             where,
             roles.total(),
             ", ".join(f"{role!a} {number}" for role, number in roles.most_common()),
+            extra={"code": "W310"},
         )

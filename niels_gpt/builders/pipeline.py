@@ -168,6 +168,7 @@ class InOrder(Generic[T, R]):
             len(submitted),
             submitted[0][0],
             str(error) or type(error).__name__,
+            extra={"code": "W503"},
         )
         self._replace()
         while submitted:

@@ -172,4 +172,11 @@ def _shortage(shards: Shards, source: Source) -> str:
 def _warn_of_unmet_budgets(out_dir: str | os.PathLike[str], budget: TokenBudget) -> None:
     for split, limit in budget.limits.items():
         if limit is not None and not budget.full(split):
-            logger.warning("%s: %s ended at %d of %d tokens: no more text", out_dir, split, budget.used[split], limit)
+            logger.warning(
+                "%s: %s ended at %d of %d tokens: no more text",
+                out_dir,
+                split,
+                budget.used[split],
+                limit,
+                extra={"code": "W306"},
+            )

@@ -37,6 +37,8 @@ _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO
 class NoTextError(ValueError):
     """A source has ended, and nothing of it can be in a cache."""
 
+    code = "E303"
+
 
 @contextmanager
 def open_build(
@@ -147,6 +149,7 @@ def _compare_last(build: Build, documents: Iterator[tuple[T, SourceState]], kind
             build.folder,
             f"the place in the source that its journal names is not that of document {count - 1}",
             remedy=f"If the files are changing now, run the same command when they no longer do. {build.remedy}",
+            code="E306",
         )
     message = "%s: resuming after %d documents of an earlier run, which are not read again: the files are the same"
     logger.info(message, build.public, count)
@@ -182,4 +185,5 @@ def _raise_changed(build: Build, change: str) -> None:
         build.public,
         f"its source {change}, since a build of it was interrupted",
         remedy=f"Restore the source and run the same command again. {build.remedy}",
+        code="E306",
     )

@@ -127,6 +127,7 @@ class Shards:
                     self._build.folder,
                     "the source changed after the documents that had been read, so that another one is nearest to val",
                     remedy=self._build.remedy,
+                    code="E306",
                 )
             yield document
 

@@ -129,6 +129,7 @@ def warn_of_share(out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> N
             f"{sum(tokens):,}",
             100 * share,
             100 * asked,
+            extra={"code": "W307"},
         )
 
 

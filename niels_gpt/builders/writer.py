@@ -103,7 +103,7 @@ class HashedFile:
                 position += len(content)
         if position < keep or self.sha256 != sha256:
             expected = f"{keep} of sha256 {str(sha256)[:12]} by the journal"
-            raise CacheError(self.path, f"{position} bytes of sha256 {self.sha256[:12]}", expected)
+            raise CacheError(self.path, f"{position} bytes of sha256 {self.sha256[:12]}", expected, code="E505")
 
 
 def checksums_of(path: Path, num_bytes: int, sha256: str) -> bytes:

@@ -71,7 +71,7 @@ def read_meta(path: str) -> dict[str, Any]:
     path = os.path.expanduser(path)
     if os.path.isdir(path):
         file = os.path.join(path, META_NAME)
-        raise CacheError(path, "a folder", f"the {META_NAME} of a cache: read_meta({file!r})")
+        raise CacheError(path, "a folder", f"the {META_NAME} of a cache: read_meta({file!r})", code="E209")
     try:
         raw = read_regular(path)
     except FileNotFoundError:
@@ -80,12 +80,12 @@ def read_meta(path: str) -> dict[str, Any]:
     try:
         meta = parse_object(raw)
     except ValueError as error:
-        raise CacheError(path, str(error), "a cache's meta.json", REBUILD) from error
+        raise CacheError(path, str(error), "a cache's meta.json", REBUILD, code="E202") from error
     if "meta_crc32" in meta:
         stored, computed = meta_crc32(raw)
         if stored != computed:
             found = f"damaged: its bytes have the CRC-32 {computed:08x}"
-            raise CacheError(path, found, f"{shortened(meta['meta_crc32'])}, its meta_crc32", REBUILD)
+            raise CacheError(path, found, f"{shortened(meta['meta_crc32'])}, its meta_crc32", REBUILD, code="E202")
     return meta
 
 
@@ -109,7 +109,7 @@ def reader_meta(folder: Path, kind: str | None = None) -> dict[str, Any] | None:
     where = str(folder / META_NAME)
     checked_meta(meta, where, kind)
     if meta.get("built") is False:
-        raise CacheError(where, "built is false, so there is nothing to read", remedy=REBUILD)
+        raise CacheError(where, "built is false, so there is nothing to read", remedy=REBUILD, code="E207")
     return meta
 
 
@@ -157,7 +157,9 @@ def checked_meta(meta: dict[str, Any], where: str, kind: str | None = None) -> N
     if vocab_size is not None and _integer(vocab_size, 1, _MAX_VOCAB_SIZE + 1) is None:
         raise wrong_value(where, "vocab_size", vocab_size, f"an integer from 1 to {_MAX_VOCAB_SIZE}")
     if "tokenizer_sha256" not in meta and meta.get("kind") in KINDS:
-        raise CacheError(where, "tokenizer_sha256 is absent", "the sha256 of the model of the ids", REBUILD)
+        raise CacheError(
+            where, "tokenizer_sha256 is absent", "the sha256 of the model of the ids", REBUILD, code="E202"
+        )
     _tokenizer_sha256(meta, where)
     for name in SPECIAL_TOKEN_NAMES:
         _special_id(meta, name, where)
@@ -194,11 +196,11 @@ def split_shards(folder: Path, meta: dict[str, Any] | None, split: str) -> list[
         names = sorted(path.name for path in (folder / split).glob(SHARD_GLOB))
         return [(path_inside(folder, f"{split}/{name}"), None) for name in names]
     if split not in meta["shards"]:
-        raise CacheError(folder / META_NAME, f"no list of shards for split {split}")
+        raise CacheError(folder / META_NAME, f"no list of shards for split {split}", code="E202")
     records = meta["shards"][split]
     outside = [record["name"] for record in records if not record["name"].startswith(f"{split}/")]
     if outside:
-        raise CacheError(folder / META_NAME, f"split {split} names {outside[0]}", f"files below {split}/")
+        raise CacheError(folder / META_NAME, f"split {split} names {outside[0]}", f"files below {split}/", code="E202")
     return [(path_inside(folder, record["name"]), record["bytes"]) for record in records]
 
 
@@ -209,10 +211,10 @@ def text_bytes(folder: Path, meta: dict[str, Any] | None, split: str) -> int:
     if keys.get("kind", "pretrain") != "pretrain" or not isinstance(by_split, dict) or split not in by_split:
         expected = "the folder of a split of a pretrain cache that this project built"
         remedy = "Bits per byte need the length of the text"
-        raise CacheError(where, f"no utf8_bytes of a pretrain split {split}", expected, remedy)
+        raise CacheError(where, f"no utf8_bytes of a pretrain split {split}", expected, remedy, code="E208")
     num_bytes = checked_count(by_split[split], f"utf8_bytes.{split}", where)
     if num_bytes == 0:
-        raise CacheError(where, f"utf8_bytes.{split} is 0", "text")
+        raise CacheError(where, f"utf8_bytes.{split} is 0", "text", code="E202")
     return num_bytes
 
 
@@ -226,12 +228,14 @@ def check_pair(tokens_path: Path, idx_path: Path, meta: dict[str, Any] | None) -
     if tokens_path.parent != idx_path.parent:
         if any("shards" in keys or "index" in keys for keys in (meta or {}, find_meta(idx_path.parent) or {})):
             found += ", which are in another cache"
-            raise CacheError(idx_path, found, remedy="Pass two files of one split of one cache")
+            raise CacheError(idx_path, found, remedy="Pass two files of one split of one cache", code="E209")
         return
     groups = ((tokens_path, "shards", "_tokens.bin"), (idx_path, "index", "_idx.npy"))
     of_tokens, of_idx = (_split_of(path.name, (meta or {}).get(group, {}), end) for path, group, end in groups)
     if None not in (of_tokens, of_idx) and of_tokens != of_idx:
-        raise CacheError(idx_path, f"{found}: of {of_idx}, not {of_tokens}", remedy="Pass two files of one split")
+        raise CacheError(
+            idx_path, f"{found}: of {of_idx}, not {of_tokens}", remedy="Pass two files of one split", code="E209"
+        )
 
 
 def recorded_bytes(folder: Path, meta: dict[str, Any] | None, path: Path) -> int | None:
@@ -244,7 +248,7 @@ def recorded_bytes(folder: Path, meta: dict[str, Any] | None, path: Path) -> int
         return None
     path_inside(folder, path.name)
     if path.name not in sizes:
-        raise CacheError(folder / META_NAME, f"does not name {path.name}, which lies beside it")
+        raise CacheError(folder / META_NAME, f"does not name {path.name}, which lies beside it", code="E209")
     return sizes[path.name]
 
 
@@ -266,7 +270,7 @@ def check_tokenizer(folder: Path, meta: dict[str, Any] | None, expected_sha256: 
         expected_sha256 = _tokenizer_sha256(*_tokenizer_meta_above(folder))
     if actual is not None and expected_sha256 is not None and actual != expected_sha256:
         found, expected = f"ids of tokenizer {actual[:12]}", f"tokenizer {expected_sha256[:12]}"
-        raise CacheError(folder / META_NAME, found, expected, REBUILD)
+        raise CacheError(folder / META_NAME, found, expected, REBUILD, code="E402")
 
 
 def fingerprint(folder: Path, meta: dict[str, Any] | None, *, split: str, tokens: int) -> dict[str, Any]:
@@ -299,7 +303,7 @@ def check_expected(actual: dict[str, Any], expect: Mapping[str, Any] | None, whe
         if expect[key] != value or type(expect[key]) is not type(value):
             expected = f"{shortened(expect[key])}: not the data that was used before"
             remedy = "Open the version of that time, or build it again with its settings"
-            raise CacheError(where, f"{key} is {shortened(value)}", expected, remedy)
+            raise CacheError(where, f"{key} is {shortened(value)}", expected, remedy, code="E213")
 
 
 def special_id(folder: Path, meta: dict[str, Any] | None, name: str) -> int:
@@ -312,7 +316,7 @@ def special_id(folder: Path, meta: dict[str, Any] | None, name: str) -> int:
         return value
     places = f"{folder / META_NAME} or the cache's tokenizer/{META_NAME}"
     remedy = f"Pass {name}_id=..., or put special_token_ids into {places}"
-    raise CacheError(folder, f"no id of the {name} sentinel is known", remedy=remedy)
+    raise CacheError(folder, f"no id of the {name} sentinel is known", remedy=remedy, code="E404")
 
 
 def role_ids(folder: Path, meta: dict[str, Any] | None) -> tuple[int, ...]:
@@ -379,7 +383,7 @@ def _refuse_link_out(folder: Path) -> Path:
         if not target.is_relative_to(beside):
             remedy = f"If the link is yours, replace it by a copy of its target (cp -rL). {build_again(folder)}"
             expected = f"one to a version below {beside}: nothing outside the folder of the caches is read"
-            raise CacheError(folder, f"a symbolic link to {target}", expected, remedy)
+            raise CacheError(folder, f"a symbolic link to {target}", expected, remedy, code="E205")
     return folder
 
 

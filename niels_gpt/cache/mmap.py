@@ -59,15 +59,17 @@ def _checked_size(path: PathLike, size: int, expected_bytes: int | None) -> int:
     """Return the size of a token file. Raises: CacheError unless it is as expected, not 0, and of whole tokens."""
     _check_size(path, size, expected_bytes)
     if size == 0:
-        raise CacheError(path, "an empty file: this split has no token, or it was truncated", remedy=REBUILD)
+        raise CacheError(
+            path, "an empty file: this split has no token, or it was truncated", remedy=REBUILD, code="E203"
+        )
     if size % TOKEN_BYTES:
-        raise CacheError(path, f"{size} bytes", f"a multiple of {TOKEN_BYTES} (uint16)", REBUILD)
+        raise CacheError(path, f"{size} bytes", f"a multiple of {TOKEN_BYTES} (uint16)", REBUILD, code="E203")
     return size
 
 
 def _check_size(path: PathLike, size: int, expected_bytes: int | None) -> None:
     if expected_bytes is not None and size != expected_bytes:
-        raise CacheError(path, f"{size} bytes", f"{expected_bytes} by its meta.json", REBUILD)
+        raise CacheError(path, f"{size} bytes", f"{expected_bytes} by its meta.json", REBUILD, code="E203")
 
 
 IO = Literal["mmap", "pread"]
@@ -166,7 +168,7 @@ class TokenFiles:
                 at, rest = at + read, rest[read:]  # a network file system may return less than requested
             if rest:
                 expected = f"{self._sizes[file]}: it was truncated while it was read"
-                raise CacheError(self.paths[file], f"ends after {at} bytes", expected, REBUILD)
+                raise CacheError(self.paths[file], f"ends after {at} bytes", expected, REBUILD, code="E203")
         return rows
 
     def _descriptor(self, file: int) -> _Descriptor:
@@ -188,7 +190,7 @@ class TokenFiles:
             _checked_size(path, status.st_size, expected.size)
             if _identity(status) != expected.identity:
                 found = "another file than when it was opened: the cache was replaced"
-                raise CacheError(path, found, remedy="Open it again")
+                raise CacheError(path, found, remedy="Open it again", code="E210")
         except CacheError:
             os.close(handle)
             raise
@@ -236,18 +238,20 @@ def load_idx(path: PathLike, *, num_tokens: int, expected_bytes: int | None = No
     """
     offsets = _mapped_npy(path, expected_bytes)
     if len(offsets) == 0:
-        raise CacheError(path, "no example in this split, or it was truncated", remedy=REBUILD)
+        raise CacheError(path, "no example in this split, or it was truncated", remedy=REBUILD, code="E203")
     if offsets[0] != 0:
-        raise CacheError(path, f"begins at {offsets[0]}", "0", REBUILD)
+        raise CacheError(path, f"begins at {offsets[0]}", "0", REBUILD, code="E201")
     for start in range(0, len(offsets) - 1, _CHUNK):
         some = offsets[start : start + _CHUNK + 1]
         falling = np.flatnonzero(some[1:] <= some[:-1])  # no differences: those of hostile numbers overflow
         if len(falling):
-            raise CacheError(path, f"offsets do not ascend at entry {start + falling[0] + 1}", remedy=REBUILD)
+            raise CacheError(
+                path, f"offsets do not ascend at entry {start + falling[0] + 1}", remedy=REBUILD, code="E201"
+            )
     if offsets[-1] >= num_tokens:
         tokens = Path(path).name.replace("_idx.npy", "_tokens.bin")
         found = f"offset {offsets[-1]} lies beyond the {num_tokens} tokens of {tokens}"
-        raise CacheError(path, found, remedy=REBUILD)
+        raise CacheError(path, found, remedy=REBUILD, code="E203")
     return offsets
 
 
@@ -276,7 +280,7 @@ def check_starts(
         expected = f"the sentinel of a role ({', '.join(map(str, roles))})"
         why = "The offsets are of other tokens, or one of both files is damaged"
         found = f"token {starts[wrong]}, {begins}, is id {firsts[wrong]}"
-        raise CacheError(tokens_path, found, expected, f"{why}. {build_again(tokens_path)}")
+        raise CacheError(tokens_path, found, expected, f"{why}. {build_again(tokens_path)}", code="E203")
 
 
 def _mapped_npy(path: PathLike, expected_bytes: int | None) -> NDArray[np.int64]:
@@ -288,7 +292,7 @@ def _mapped_npy(path: PathLike, expected_bytes: int | None) -> NDArray[np.int64]
         start, count = _header(os.fspath(path), os.pread(handle, _MAX_HEADER, 0))
         if size != start + count * _OFFSET_BYTES:
             expected = f"{start + count * _OFFSET_BYTES} by its own header, which has {count} entries"
-            raise CacheError(path, f"{size} bytes", expected, REBUILD)
+            raise CacheError(path, f"{size} bytes", expected, REBUILD, code="E203")
         return _mapped_bytes(handle, size)[start:].view(OFFSET_DTYPE)
     finally:
         os.close(handle)
@@ -301,11 +305,11 @@ def _header(path: str, begin: bytes) -> tuple[int, int]:
     header = _NPY_HEADER.fullmatch(begin[8 + width : start])
     if not width or start > len(begin) or header is None:
         found = f"not a .npy file of plain numbers: it begins {shortened(begin[:60])}"
-        raise CacheError(path, found, remedy=REBUILD)
+        raise CacheError(path, found, remedy=REBUILD, code="E203")
     descr, shape = header.group(1).decode(errors="replace"), header.group(2).decode()
     count = re.fullmatch(r"(\d{1,19}),", shape)
     if descr != np.dtype(OFFSET_DTYPE).str or count is None:
-        raise CacheError(path, f"{descr} of shape ({shape})", "int64 [examples]", REBUILD)
+        raise CacheError(path, f"{descr} of shape ({shape})", "int64 [examples]", REBUILD, code="E201")
     return start, int(count.group(1))
 
 

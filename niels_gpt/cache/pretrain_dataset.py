@@ -32,6 +32,7 @@ from niels_gpt.cache.meta import (
 from niels_gpt.cache.mmap import IO, TokenFiles, load_idx
 from niels_gpt.display.decoded import Decoded, DecodedItems
 from niels_gpt.display.tables import html_table
+from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_int, path_inside, resolved
@@ -71,10 +72,12 @@ class PretrainSplit:
         shards = split_shards(cache, self.meta, self.folder.name)
         self.files = TokenFiles(shards, io=io, in_order=in_order)
         if not self.files.paths and (self.folder / META_NAME).exists():
-            raise CacheError(self.folder, "a whole cache", "the folder of a split of a pretrain cache in it")
+            raise CacheError(
+                self.folder, "a whole cache", "the folder of a split of a pretrain cache in it", code="E209"
+            )
         if not self.files.paths:
             remedy = "Give its source more text, then build it again"
-            raise CacheError(self.folder, "this split has no shard", remedy=remedy)
+            raise CacheError(self.folder, "this split has no shard", remedy=remedy, code="E204")
         check_expected(self.fingerprint(), expect, str(self.folder))
         self._documents: NDArray[np.int64] | None = None
 
@@ -174,7 +177,9 @@ class PretrainTokenStreamDataset(DecodedItems):
         lengths = self._split.lengths
         self.skipped_shards, self.skipped_tokens = int((lengths <= T).sum()), int(lengths[lengths <= T].sum())
         if self.skipped_shards == len(lengths):
-            raise CacheError(self.shards_dir, f"the longest shard has {lengths.max()} tokens", f"T + 1 = {T + 1}")
+            raise CacheError(
+                self.shards_dir, f"the longest shard has {lengths.max()} tokens", f"T + 1 = {T + 1}", code="E107"
+            )
         # Window w of all is window w - begins[s] of shard s, the first shard with w < ends[s].
         counts = np.maximum(lengths - T, 0)
         self._ends: NDArray[np.int64] = np.cumsum(counts)
@@ -182,11 +187,10 @@ class PretrainTokenStreamDataset(DecodedItems):
         self.num_windows = int(self._ends[-1])
         """Number of different windows."""
         if self.skipped_shards:
-            warnings.warn(
-                f"{self.shards_dir}: {self.skipped_shards} shards ({self.skipped_tokens} tokens) are shorter than "
-                f"T + 1 = {T + 1} tokens and are left out",
-                stacklevel=2,
+            found = (
+                f"{self.skipped_shards} shards ({self.skipped_tokens} tokens) are shorter than T + 1 = {T + 1} tokens"
             )
+            warnings.warn(CodedWarning("W202", f"{self.shards_dir}: {found} and are left out"), stacklevel=2)
 
     def __repr__(self) -> str:
         """Name the cache and the form of a batch."""
@@ -308,7 +312,7 @@ def outside_vocabulary(path: Path, token: int, id: int, vocab_size: int) -> Cach
     """Return the error of token number `token` of a file, whose id has no embedding in a model of that vocabulary."""
     found = f"token {token} at byte {token * TOKEN_BYTES} is id {id}"
     remedy = f"The file is damaged, or its meta.json belongs to another cache. {build_again(path)}"
-    return CacheError(path, found, f"ids below vocab_size {vocab_size}", remedy)
+    return CacheError(path, found, f"ids below vocab_size {vocab_size}", remedy, code="E409")
 
 
 def resolved_split(shards_dir: Path) -> Path:

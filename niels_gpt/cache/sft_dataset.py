@@ -48,6 +48,7 @@ from niels_gpt.cache.mmap import IO, TokenFiles, check_starts, load_idx, mmap_to
 from niels_gpt.cache.pretrain_dataset import outside_vocabulary, split_rows
 from niels_gpt.display.decoded import Decoded, DecodedItems
 from niels_gpt.display.tables import html_table
+from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_int, resolved
@@ -216,7 +217,8 @@ class SFTExampleDataset(DecodedItems):
                 f"them, T={every} all"
             )
         if messages:
-            warnings.warn(f"{self.tokens_path}: {'. '.join(messages)}", stacklevel=_levels_to_caller())
+            said = CodedWarning("W203", f"{self.tokens_path}: {'. '.join(messages)}")
+            warnings.warn(said, stacklevel=_levels_to_caller())
 
     def _kept_by_t(self, drop: bool) -> NDArray[np.int64]:
         """Return how many supervised tokens each T from 0 on keeps: int64 [T]. drop: of whole examples only."""
@@ -239,7 +241,7 @@ class SFTExampleDataset(DecodedItems):
         for name, given in (("eot", self.eot_id), ("asst", assistant)):
             if known.get(name, given) != given:
                 found = f"the {name} sentinel has id {known[name]}, but {name}_id={given} was given"
-                raise CacheError(folder / META_NAME, found)
+                raise CacheError(folder / META_NAME, found, code="E404")
         return assistant
 
     def _open(self) -> None:
@@ -339,7 +341,9 @@ class SFTExampleDataset(DecodedItems):
         if too_long:
             found = f"{too_long} of {len(self)} examples are longer than T + 1 = {self.T + 1} tokens, the longest is"
             remedy = f'Pass T={lengths[longest] - 1}, or over_length="truncate" or "drop"'
-            raise CacheError(self.tokens_path, f"{found} example {longest} with {lengths[longest]}", remedy=remedy)
+            raise CacheError(
+                self.tokens_path, f"{found} example {longest} with {lengths[longest]}", remedy=remedy, code="E107"
+            )
 
     def _count(self, drop: bool, require_targets: bool) -> tuple[SFTCounts, NDArray[np.int64] | None]:
         """Return the counts, and the numbers of the examples that become rows; None: all of them."""
@@ -356,7 +360,7 @@ class SFTExampleDataset(DecodedItems):
                 f"{self.T + 1} tokens (over_length), and {counts.rows_left_out_without_target} have no target in them "
                 "(require_targets)"
             )
-            raise CacheError(self.tokens_path, found, remedy="Pass a larger T, or other settings")
+            raise CacheError(self.tokens_path, found, remedy="Pass a larger T, or other settings", code="E107")
         return counts, None if counts.rows == counts.examples else np.concatenate(kept).nonzero()[0]
 
     def _blocks(self) -> Iterator[tuple[int, int]]:

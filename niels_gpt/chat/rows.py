@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from niels_gpt.chat.template_process import Messages
 from niels_gpt.chat.templates import EMPTY_REPLY, LEADING_REPLY, RefusedChat
 from niels_gpt.chat.tokenizers import SPECIAL_TEXT, ChatTokenizer
+from niels_gpt.storage.codes import coded
 
 ROWS = "rows"
 EMPTY, NO_SUPERVISED = "empty", "no_supervised"
@@ -78,7 +79,9 @@ def chat_rows(
         for (name, _), encoded in zip(kept, tokenizer.encode_chats(kept), strict=True):
             if isinstance(encoded, RefusedChat):
                 if encoded.reason == SPECIAL_TEXT and on_special == "raise":
-                    raise ValueError(f"{encoded.found}. Remove it from the source, or have such chats dropped")
+                    raise coded(
+                        "E305", ValueError(f"{encoded.found}. Remove it from the source, or have such chats dropped")
+                    )
                 builder.drop(encoded.reason, encoded.found)
                 continue
             row = builder.row(name, np.asarray(encoded.ids, np.int64), np.asarray(encoded.mask, np.uint8))
@@ -180,9 +183,12 @@ class _RowBuilder:
         reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(self._dropped.items()))
         why = f"all {self._dropped.total()} were dropped: {reasons}" if reasons else "none was read"
         first = f". The first: {self._first_problem}" if self._first_problem else ""
-        raise ValueError(
-            f"not one {self._kind} is left for the target; {why}{first}. Expected at least one with a token of an "
-            f"assistant's reply among its first {self._seq_length}"
+        raise coded(
+            "E709",
+            ValueError(
+                f"not one {self._kind} is left for the target; {why}{first}. Expected at least one with a token of an "
+                f"assistant's reply among its first {self._seq_length}"
+            ),
         )
 
 

@@ -38,6 +38,8 @@ _MAX_CHARS = 1 << 22, 16  # of a text: four million, or sixteen times the chat a
 class TemplateLimitError(ValueError):
     """A template used more time or memory than it may. The message continues the template's name."""
 
+    code = "E407"
+
 
 class TemplateProcess:
     """The process, started on demand. Threads may share it; a forked child starts its own."""

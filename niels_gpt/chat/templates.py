@@ -139,11 +139,16 @@ class ChatTemplate:
             try:
                 self._try(probe, [{"role": role, "content": _WORDS[role]} for role in roles])
             except _UnstableError as error:
-                logger.warning("%s. The first chat that shows it ends the run", error)
+                logger.warning("%s. The first chat that shows it ends the run", error, extra={"code": "W409"})
             except jinja2.TemplateError as error:
                 raised.append(f"for {probe}: {error}")
         if len(raised) == len(_PROBES):  # a template may refuse system messages; one that refuses both is unknown
-            logger.warning("%s: its chat template could not be tried. It raises an error %s", self.name, raised[0])
+            logger.warning(
+                "%s: its chat template could not be tried. It raises an error %s",
+                self.name,
+                raised[0],
+                extra={"code": "W409"},
+            )
 
     def _try(self, probe: str, messages: Messages) -> None:
         if self.mask_by == "generation":

@@ -17,6 +17,7 @@ from rich_click import argument, option
 
 from niels_gpt.commands.console import Command, ExitCode, Group, Result, command, parsed, progress_bar, run, say, table
 from niels_gpt.prefix_tree.savings import MODEL_7B, ROWS
+from niels_gpt.storage.codes import coded
 
 if TYPE_CHECKING:
     from niels_gpt.prefix_tree.savings.count import Folded
@@ -111,7 +112,8 @@ def show(rollouts: str, group_key: str | None, rows: int, line: int, tokenizer: 
     lines = dropwhile(lambda found: found.line < line, read_rollouts([rollouts], group_key=group_key))
     folded = next(forests(lines, rows=rows), None)
     if folded is None or folded.lines[0].line != line:
-        raise ValueError(f"{rollouts}: has no rollouts on line {line}. Expected a line that has some, from 1")
+        text = f"{rollouts}: has no rollouts on line {line}. Expected a line that has some, from 1"
+        raise coded("E804", ValueError(text))
     largest = int(folded.forest.input_ids.max())
     text_of = _ids_text if tokenizer is None else _decoder(tokenizer, largest)
     stats = folded.forest.stats()

@@ -142,7 +142,7 @@ def checked(outcome: Outcome, settings: Settings) -> list[str]:
     for check in CHECKS[outcome.meta["kind"]]:
         found[check.blocking] += verdicts[check.name].problems
     if found[True]:
-        raise CacheError(outcome.path, "\n".join(["it fails its checks", *found[True]]))
+        raise CacheError(outcome.path, "\n".join(["it fails its checks", *found[True]]), code="E211")
     return found[False]
 
 

@@ -20,6 +20,7 @@ from niels_gpt.data.files.text import read_text
 from niels_gpt.data.local import expand, in_order
 from niels_gpt.interrupts import ended_at_once
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
+from niels_gpt.storage.codes import coded
 from niels_gpt.tokenizer import TokenizerPaths
 from niels_gpt.tokenizer_training import MODEL_TYPES, NORMALIZATIONS, TrainedTokenizer, train_tokenizer, write_tokenizer
 
@@ -95,9 +96,12 @@ def _texts(files: Sequence[Path], field: str) -> Iterator[str]:
         for number, row in enumerate(iter_rows([path], counters=counters, max_document_bytes=_NO_LIMIT), 1):
             text = row.get(field)
             if not isinstance(text, str):
-                raise ValueError(
-                    f"{path}, row {number}: expected text in the field {field!r}, found {type(text).__name__}; "
-                    f"its fields are {', '.join(sorted(row))}. Name the right one with --text-field"
+                raise coded(
+                    "E304",
+                    ValueError(
+                        f"{path}, row {number}: expected text in the field {field!r}, found {type(text).__name__}; "
+                        f"its fields are {', '.join(sorted(row))}. Name the right one with --text-field"
+                    ),
                 )
             yield text
 

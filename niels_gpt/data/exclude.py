@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from niels_gpt.data.types import ChatSample, PretrainSample
+from niels_gpt.storage.codes import coded
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def _read(path: Path, mtime_ns: int, size: int) -> Exclusion:
     lines = path.read_text(encoding="utf-8-sig").split("\n")
     entries = [line.strip() for line in lines if line.strip() and not re.match(r"\s*#(\s|$)", line)]
     if not entries:
-        raise ValueError(f"{path}: no entry in it, expected ids or sha256 of texts, one a line")
+        raise coded("E303", ValueError(f"{path}: no entry in it, expected ids or sha256 of texts, one a line"))
     return Exclusion(frozenset(found[1].lower() if (found := _DIGEST.fullmatch(entry)) else entry for entry in entries))
 
 

@@ -25,6 +25,7 @@ from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, MISSING_FIELD, TOO_LAR
 from niels_gpt.data.files.walk import first_link, once_each, walk_folders
 from niels_gpt.data.types import ChatSample, PretrainSample
 from niels_gpt.data.upstream_rows import TEXT_FIELDS
+from niels_gpt.storage.codes import coded
 
 logger = logging.getLogger(__name__)
 
@@ -303,7 +304,7 @@ class _Reader:
             reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(self._dropped.items()))
             first = f"{self._first}. Expected {expected}" if self._first else self._problem
             rows = f"{self._dropped.total()} rows below {self._found.root} ({reasons})"
-            raise ValueError(f"{problem} in {rows}; the first: {first}")
+            raise coded("E303", ValueError(f"{problem} in {rows}; the first: {first}"))
 
     def _drop_problem(self, reason: str, kind: str | None, problem: str, number: int = 1) -> None:
         self._problem = self._problem or problem
@@ -314,7 +315,7 @@ class _Reader:
         count(self._counters, reason, number)
         if (reason, kind) not in self._logged:
             self._logged.add((reason, kind))
-            logger.warning("%s. Counted as %s; more like it are counted only", problem, reason)
+            logger.warning("%s. Counted as %s; more like it are counted only", problem, reason, extra={"code": "W305"})
 
     def _fields(self) -> str:
         path, _, row = self._row

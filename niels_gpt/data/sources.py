@@ -25,6 +25,7 @@ from niels_gpt.data.files.walk import note_links
 from niels_gpt.data.local import LocalFiles
 from niels_gpt.data.types import ChatSample, PretrainSample
 from niels_gpt.settings import Settings
+from niels_gpt.storage.codes import coded
 
 _HUB = "https://huggingface.co/datasets/"
 _COMMON_SETTINGS = {
@@ -168,7 +169,7 @@ class SourceSpec:
 def credit_of(source: str, source_root: str | os.PathLike[str]) -> Credit:
     """Return the credit of a built-in source's text; the sample is MIT throughout, written for this project."""
     if source not in SOURCES:
-        raise ValueError(f"unknown source {source!r}; expected one of {', '.join(SOURCES)}")
+        raise coded("E103", ValueError(f"unknown source {source!r}; expected one of {', '.join(SOURCES)}"))
     return Credit("MIT", "the niels_gpt project") if str(source_root) == "sample" else SOURCES[source].credit
 
 

@@ -15,6 +15,7 @@ from niels_gpt.data.files.rows import TABLE_SUFFIXES, Position, numbered_rows
 from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, MISSING_FIELD, TOO_LARGE, Problem, TooLarge, note, read_text
 from niels_gpt.data.types import PretrainSample
 from niels_gpt.hub import datasets as hub
+from niels_gpt.storage.codes import coded
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -152,7 +153,10 @@ class UpstreamRows:
         """Raise ValueError, at the end of the rows, if rows were dropped and none was kept."""
         if self._dropped and not kept and not self._resumed:
             reasons = ", ".join(f"{reason} {number:,}" for reason, number in sorted(self._dropped.items()))
-            raise ValueError(f"{self.source}: not one row can be used ({reasons}); the first: {self._first_problem}")
+            raise coded(
+                "E303",
+                ValueError(f"{self.source}: not one row can be used ({reasons}); the first: {self._first_problem}"),
+            )
 
     def _is_too_large(self, row: Row) -> bool:
         if _num_chars(row) * _MAX_ESCAPED_BYTES < self._limit:
@@ -205,7 +209,10 @@ def row_text(sample: Mapping[str, Any]) -> str:
         if isinstance(sample.get(key), str):
             return str(sample[key])
     fields = ", ".join(f"{key} ({type(value).__name__})" for key, value in sample.items()) or "no keys"
-    raise ValueError(f"row without a text; expected a string under one of {', '.join(TEXT_FIELDS)}, found {fields}")
+    raise coded(
+        "E304",
+        ValueError(f"row without a text; expected a string under one of {', '.join(TEXT_FIELDS)}, found {fields}"),
+    )
 
 
 def check_take(take: int | None) -> None:

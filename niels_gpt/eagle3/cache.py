@@ -199,7 +199,7 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
                 sample["target_probs"] = reconstruct_target_probs(values, indices, size)
             except RuntimeError as error:
                 found = f"sample {row} of the shard: target_probs_indices: {error}"
-                raise CacheError(shard_path(self.cache_dir, shard), found, f"0 <= id < {size}") from error
+                raise CacheError(shard_path(self.cache_dir, shard), found, f"0 <= id < {size}", code="E701") from error
         return sample
 
     def _handle(self, shard_index: int) -> Any:

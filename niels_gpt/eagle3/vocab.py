@@ -143,7 +143,7 @@ def load_token_mapping(
             raise ValueError(f"it has {len(checked)} ids, expected draft_vocab_size={draft_vocab_size}")
     except (ValueError, TypeError, RuntimeError) as error:  # torch raises any of them for what is no tensor
         raise CacheError(
-            where, f"no choice of draft tokens for this run: {error}", remedy="Name another one"
+            where, f"no choice of draft tokens for this run: {error}", remedy="Name another one", code="E707"
         ) from error
     return checked, _mask(checked, target_vocab_size)
 
@@ -153,16 +153,16 @@ def _read_file(where: str) -> dict[str, Any]:
         content = read_regular(os.path.realpath(where))  # links are followed
     except CacheError as error:
         found, expected = f"not a regular file of at most {MAX_JSON_BYTES:,} bytes", f"{_EXPECTED} or a cache folder"
-        raise CacheError(where, found, expected, f"Name another one, {_COUNT}") from error
+        raise CacheError(where, found, expected, f"Name another one, {_COUNT}", code="E707") from error
     except FileNotFoundError:
         raise FileNotFoundError(f"{where}: no such file. Name {_EXPECTED} or a cache folder, {_COUNT}") from None
     try:
         mapping = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # pickle's, zipfile's or torch's, depending on the damage
         found = f"{len(content):,} bytes that are no file of torch.save ({type(error).__name__})"
-        raise CacheError(where, found, remedy=f"Write it again, {_COUNT}") from error
+        raise CacheError(where, found, remedy=f"Write it again, {_COUNT}", code="E707") from error
     if not isinstance(mapping, dict):
-        raise CacheError(where, f"holds a {type(mapping).__name__}", "a dict of save_token_mapping")
+        raise CacheError(where, f"holds a {type(mapping).__name__}", "a dict of save_token_mapping", code="E707")
     return mapping
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from niels_gpt.hub.retries import COMMIT_SHA, causes, is_network, reason_of, remedy_of
+from niels_gpt.storage.codes import coded
 
 CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order in which transformers looks for them
@@ -76,7 +77,9 @@ def hub_file(name: str, filename: str, revision: str | None) -> Path | None:
     except errors.RemoteEntryNotFoundError:
         return None
     except errors.HFValidationError as error:
-        raise ValueError(f"{name}: no folder of that name, and no id that the hub could have ({error})") from error
+        raise coded(
+            "E602", ValueError(f"{name}: no folder of that name, and no id that the hub could have ({error})")
+        ) from error
     except Exception as error:
         chain = [one for one in causes(error) if not isinstance(one, errors.LocalEntryNotFoundError)]  # says nothing
         problem = f"{name}: no folder of that name, and the hub %s its {filename} ({reason_of([*chain, error][0])})"
@@ -87,7 +90,7 @@ def hub_file(name: str, filename: str, revision: str | None) -> Path | None:
             remedy = "Run it again later, name the folder of a model, or use downloaded files: HF_HUB_OFFLINE=1"
             raise ConnectionError(f"{problem % 'does not answer for'}. {remedy}") from error
         if refused := remedy_of(error, f"{constants.ENDPOINT}/{name}"):
-            raise ValueError(f"{problem % 'refuses'}; {refused}") from error
+            raise coded("E602", ValueError(f"{problem % 'refuses'}; {refused}")) from error
         raise
 
 

@@ -41,6 +41,8 @@ class GaveUp(ConnectionError):
 class BrokenAnswer(ConnectionError):
     """The hub, or a proxy in between, answered with something other than what was asked for."""
 
+    code = "E603"
+
 
 class Backoff:
     """Counts failures since the last progress, waits twice as long after each, and gives up after `attempts`.
@@ -81,6 +83,7 @@ class Backoff:
             self.attempts,
             reason,
             seconds,
+            extra={"code": "W601"},
         )
         time.sleep(seconds)
 

@@ -30,7 +30,9 @@ def caches_below(path: Path) -> list[Path]:
     Raises: FileNotFoundError where there is none; CacheError for the folders of a build in progress.
     """
     if _is_in_versions(path) and path.name.startswith(BUILDING):
-        raise CacheError(path, "a build in progress or unfinished, not a cache", remedy=f"Its cache is {_public(path)}")
+        raise CacheError(
+            path, "a build in progress or unfinished, not a cache", remedy=f"Its cache is {_public(path)}", code="E212"
+        )
     caches = [path] if _is_cache(path) else list(_below(path, _MAX_DEPTH))
     if not caches:
         what = "no cache there" if path.is_dir() else "no such folder"

@@ -190,7 +190,7 @@ def _id_digests(side: _Side, split: str, num_bytes: int) -> Iterator[bytes]:
         yield hashlib.blake2b(line, digest_size=num_bytes).digest()
     if number != documents:
         path, lines = side.folder / side.meta["ids"][split]["name"], "more" if number > documents else number
-        raise CacheError(path, f"{lines} lines", f"{documents}, one for each document", REBUILD)
+        raise CacheError(path, f"{lines} lines", f"{documents}, one for each document", REBUILD, code="E201")
 
 
 def _token_digests(side: _Side, split: str) -> Iterator[bytes]:
@@ -209,7 +209,7 @@ def _token_digests(side: _Side, split: str) -> Iterator[bytes]:
         position = last
     if position != (total := side.meta["totals"][f"{split}_tokens"]):
         problem = f"its shards of {split} hold {position} tokens, its totals say {total}"
-        raise CacheError(side.folder / META_NAME, problem, remedy=REBUILD)
+        raise CacheError(side.folder / META_NAME, problem, remedy=REBUILD, code="E202")
 
 
 def _numbers(values: NDArray[np.int64]) -> Iterator[int]:

@@ -91,7 +91,9 @@ def _file(folder: Path, meta: dict[str, Any], split: str, position: int) -> str:
             start = TOKEN_BYTES * position
             return f"{record['name']}, bytes {start:,} to {start + TOKEN_BYTES:,}"
         position -= record["tokens"]
-    raise CacheError(folder / META_NAME, f"its shards of {split} hold fewer tokens than its totals say", remedy=REBUILD)
+    raise CacheError(
+        folder / META_NAME, f"its shards of {split} hold fewer tokens than its totals say", remedy=REBUILD, code="E201"
+    )
 
 
 def _marked(ids: NDArray[np.uint16], place: int, decode: Callable[[NDArray[Any]], str] | None) -> str:

@@ -47,21 +47,21 @@ def refusals(folder: Path, *, models: bool = True) -> Iterator[CacheError | OSEr
     try:
         meta = find_meta(folder)
         if meta is None:
-            raise CacheError(where, "no such file", "the description of a cache")
+            raise CacheError(where, "no such file", "the description of a cache", code="E204")
         checked_meta(meta, where)
         kind = meta.get("kind", _OTHER_KINDS[0])
         if not isinstance(kind, str) or kind not in (*_READERS, *_OTHER_KINDS):
             raise wrong_value(where, "kind", kind, f"one of {', '.join(_READERS)}")
         if meta.get("built") is False:
             if any(record["bytes"] for record in file_records(meta, where)):
-                raise CacheError(where, "built is false, but it names files that hold something")
+                raise CacheError(where, "built is false, but it names files that hold something", code="E202")
             return
         for step in _READERS[kind](folder, meta, models) if kind in _READERS else ():
             step()
     except (CacheError, OSError) as error:
         yield error
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-        yield CacheError(where, f"not as docs/formats.md describes it ({error!r})")
+        yield CacheError(where, f"not as docs/formats.md describes it ({error!r})", code="E202")
 
 
 def refusal(cache: Path) -> str | None:
@@ -99,7 +99,7 @@ def _is_empty(meta: Meta, split: str) -> bool:
 
 def _open_split(folder: Path, meta: Meta, split: str) -> None:
     if not path_inside(folder, split).is_dir():
-        raise CacheError(folder / split, "no such folder", remedy=REBUILD)
+        raise CacheError(folder / split, "no such folder", remedy=REBUILD, code="E204")
     TokenFiles(split_shards(folder, meta, split))
     text_bytes(folder, meta, split)
 
@@ -134,7 +134,9 @@ def _open_model(folder: Path, meta: Meta, models: bool) -> None:
         return
     vocab_size = SentencePieceTokenizer(path, expected_special_token_ids=ids).vocab_size
     if meta.get("vocab_size", vocab_size) != vocab_size:
-        raise CacheError(path, f"has {vocab_size} ids, but vocab_size is {meta['vocab_size']} in {META_NAME}")
+        raise CacheError(
+            path, f"has {vocab_size} ids, but vocab_size is {meta['vocab_size']} in {META_NAME}", code="E402"
+        )
 
 
 _OTHER_KINDS = ("", "eagle3")  # of other tools, and of eagle3/, which has its own readers and checks

@@ -64,7 +64,7 @@ def show(cache: Path, tokenizer: Decoder, *, split: str, position: int, num_toke
         raise ValueError(f"num_tokens={num_tokens}: expected at least 1")
     cache, meta = _open_with(cache, tokenizer)
     if meta.get("built") is False:
-        raise CacheError(cache / META_NAME, "built is false, so there is nothing to show")
+        raise CacheError(cache / META_NAME, "built is false, so there is nothing to show", code="E207")
     with meta_errors(cache):
         if meta.get("kind") == "sft":
             return _example(cache, meta, tokenizer, split, position, num_tokens, color)
@@ -88,7 +88,9 @@ def _window(cache: Path, meta: dict[str, Any], tokenizer: Decoder, split: str, p
             head = f"{cache}/{split}: tokens {position} to {position + len(ids)} of {total}, in {record['name']}"
             return f"{printable(head)}\n{shown(tokenizer.decode(ids.tolist()))}"
         before += record["tokens"]
-    raise CacheError(cache / META_NAME, f"its shards hold {before} tokens, its totals say {total}", remedy=REBUILD)
+    raise CacheError(
+        cache / META_NAME, f"its shards hold {before} tokens, its totals say {total}", remedy=REBUILD, code="E201"
+    )
 
 
 def _example(

@@ -27,7 +27,7 @@ def source_id(cache: Path, meta: dict[str, Any], split: str, number: int) -> str
     line = next(itertools.islice(id_lines(cache, meta, split), number, None), None)
     if line is None:
         path = cache / meta["ids"][split]["name"]
-        raise CacheError(path, f"has no line {number}", "one for each document", REBUILD)
+        raise CacheError(path, f"has no line {number}", "one for each document", REBUILD, code="E201")
     with warnings.catch_warnings():  # about a damaged line
         warnings.simplefilter("ignore")
         return id_of_line(line, "replace")
@@ -44,6 +44,6 @@ def id_lines(cache: Path, meta: dict[str, Any], split: str) -> Iterator[bytes]:
             *lines, rest = (rest + content).split(b"\n")
             yield from lines
             if len(rest) > _MAX_ID_BYTES:
-                raise CacheError(path, f"a line of more than {_MAX_ID_BYTES:,} bytes", "a source id")
+                raise CacheError(path, f"a line of more than {_MAX_ID_BYTES:,} bytes", "a source id", code="E201")
     if rest:
         yield rest

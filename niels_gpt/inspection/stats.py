@@ -33,6 +33,8 @@ _BATCH_TOKENS = 2**16  # padding included; its masks fit a core's cache: 2**21 t
 class PositionError(ValueError):
     """The caller asked for a position that does not exist; the cache is not damaged."""
 
+    code = "E106"
+
 
 @contextmanager
 def meta_errors(cache: Path) -> Iterator[None]:
@@ -43,7 +45,7 @@ def meta_errors(cache: Path) -> Iterator[None]:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         problem, remedy = f"not as docs/formats.md describes it ({error!r})", f"Look at it: {PROGRAM} verify {cache}"
-        raise CacheError(cache / META_NAME, problem, remedy=remedy) from error
+        raise CacheError(cache / META_NAME, problem, remedy=remedy, code="E202") from error
 
 
 def open_version(cache: Path, kinds: Sequence[str] = ("pretrain", "sft")) -> tuple[Path, dict[str, Any]]:
@@ -57,7 +59,7 @@ def open_version(cache: Path, kinds: Sequence[str] = ("pretrain", "sft")) -> tup
     meta = read_meta(str(folder / META_NAME))
     file_records(meta, where)
     if meta.get("kind") not in kinds:
-        raise CacheError(where, f"kind is {shortened(meta.get('kind'))}", " or ".join(kinds))
+        raise CacheError(where, f"kind is {shortened(meta.get('kind'))}", " or ".join(kinds), code="E208")
     built, totals = meta.get("built", True), meta.get("totals", {})
     if not any(built is value for value in (True, False)) and built != "partial":
         raise wrong_value(where, "built", built, 'true, false or "partial"')
@@ -84,7 +86,7 @@ def bounds(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
     path = path_inside(cache, f"index/{split}_docs.npy")
     starts = load_idx(path, num_tokens=np.iinfo(OFFSET_DTYPE).max)
     if starts[-1] != total:
-        raise CacheError(path, f"ends at token {starts[-1]}", f"{total} by {META_NAME}", REBUILD)
+        raise CacheError(path, f"ends at token {starts[-1]}", f"{total} by {META_NAME}", REBUILD, code="E201")
     return starts
 
 

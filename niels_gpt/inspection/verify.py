@@ -64,7 +64,7 @@ def verify(cache: Path, limits: Limits, *, names: Collection[str] | None = None)
     meta = read_meta(str(folder / META_NAME))
     kind = meta.get("kind")
     if not isinstance(kind, str) or kind not in CHECKS:
-        raise CacheError(cache / META_NAME, f"kind is {kind!r}", f"one of {', '.join(CHECKS)}")
+        raise CacheError(cache / META_NAME, f"kind is {kind!r}", f"one of {', '.join(CHECKS)}", code="E208")
     known = [check.name for check in CHECKS[kind]]
     if unknown := [name for name in names or () if name not in known]:
         raise ValueError(f"there is no check {unknown[0]!r} of kind {kind}, expected some of {', '.join(known)}")
@@ -89,7 +89,7 @@ def _sentences(cache: Path, folder: Path, findings: Iterable[Finding]) -> Iterat
     remedy = _remove_first(cache) if cache.name == "tokenizer" else REBUILD
     for finding in findings:
         if isinstance(finding, Damage):
-            finding = CacheError(cache / finding.file, finding.problem, remedy=remedy)
+            finding = CacheError(cache / finding.file, finding.problem, remedy=remedy, code="E201")
         yield str(finding).replace(str(folder), str(cache))
 
 
@@ -199,20 +199,20 @@ def _tokenizer_matches(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
         return
     if tokenizer is None:
         problem = f"no tokenizer/{META_NAME} beside or above it"
-        yield CacheError(files.folder, problem, f"tokenizer {expected[:12]}")
+        yield CacheError(files.folder, problem, f"tokenizer {expected[:12]}", code="E401")
         return
     again = f"Build the cache again: {rebuild_command(files.folder)}"
     version = resolved(tokenizer)  # one version of both files
     recorded = read_meta(str(version / META_NAME)).get("tokenizer_sha256")
     if recorded != expected:
         problem = f"ids of tokenizer {expected[:12]}, but {tokenizer / META_NAME} is of tokenizer {str(recorded)[:12]}"
-        yield CacheError(where, problem, remedy=again)
+        yield CacheError(where, problem, remedy=again, code="E402")
     model = tokenizer / MODEL_NAME
     if not os.path.lexists(version / MODEL_NAME):
-        yield CacheError(model, "no such file", f"tokenizer {expected[:12]}", _remove_first(tokenizer))
+        yield CacheError(model, "no such file", f"tokenizer {expected[:12]}", _remove_first(tokenizer), code="E401")
     elif (sha256 := sha256_regular(path_inside(version, MODEL_NAME))) != expected:
         problem = f"sha256 {sha256[:12]}, but {where} has ids of tokenizer {expected[:12]}"
-        yield CacheError(model, problem, remedy=again if sha256 == recorded else _remove_first(tokenizer))
+        yield CacheError(model, problem, remedy=again if sha256 == recorded else _remove_first(tokenizer), code="E402")
 
 
 def _examples_supervised(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
@@ -225,7 +225,7 @@ def _warning(problems: Callable[[dict[str, Any], Limits], Iterator[str]]) -> Rul
 
     def rule(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
         for problem in problems(files.meta, limits):
-            yield CacheError(files.folder / META_NAME, problem)
+            yield CacheError(files.folder / META_NAME, problem, code="W201")
 
     return rule
 

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from niels_gpt.storage.codes import CodedWarning
+
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 _STATEFUL_NAMES = ("mamba", "rwkv", "xlstm", "retnet", "hyena", "recurrent", "linear_attention")
 _WINDOW_BY_ROUTE = ("moshi", "kyutai_speech_to_text")
@@ -30,6 +32,8 @@ _WRAPPERS = ("_orig_mod", "module", "pretrained_model")  # torch.compile; DataPa
 
 class AttentionRouteError(ValueError):
     """This model, or this way to run it, would silently give a folded row other values than its samples have."""
+
+    code = "E802"
 
 
 @dataclass(frozen=True)
@@ -204,12 +208,12 @@ def _warn_of_dropout(model: nn.Module) -> None:
     drawn = [name for name, rate in rates.items() if _is_rate(rate) and not name.startswith(_OF_OTHER_HEADS)]
     drawn += [name for name, part in model.named_modules() if isinstance(part, nn.Dropout) and part.training and part.p]
     if drawn and any(module.training for module in model.modules()):
-        warnings.warn(
+        text = (
             f"dropout or other noise is active ({', '.join(drawn[:3])}): a token that several samples share gets one "
             "draw, but one for each sample when unfolded. The values agree in expectation only; call model.eval() or "
-            "set the rates to 0 to compare them",
-            stacklevel=4,
+            "set the rates to 0 to compare them"
         )
+        warnings.warn(CodedWarning("W801", text), stacklevel=4)
 
 
 def _is_rate(value: Any) -> bool:

@@ -38,6 +38,8 @@ _MIN_HUB_DOCUMENT_TOKENS = 200  # on average; fineweb-edu has about a thousand
 class NoRoomError(OSError):
     """A build would not fit on its disk."""
 
+    code = "E501"
+
 
 @dataclass(frozen=True)
 class DiskNeed:
@@ -107,7 +109,12 @@ def refuse_without_room(settings: Settings, cache_dir: Path, needs: dict[str, Di
             f"without this check: {build_command(settings, list(needs), '--no-disk-check')}"
         )
     if most > room:
-        logger.warning("%s are needed, %s are free: it may not fit. A full disk loses nothing", need, f"{room:,}")
+        logger.warning(
+            "%s are needed, %s are free: it may not fit. A full disk loses nothing",
+            need,
+            f"{room:,}",
+            extra={"code": "W501"},
+        )
 
 
 def _text_size(path: Path) -> tuple[int, int, int]:

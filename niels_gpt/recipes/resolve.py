@@ -16,6 +16,7 @@ from niels_gpt.data.sources import SOURCES, Credit, SourceSpec, credit_of
 from niels_gpt.hub import datasets as hub
 from niels_gpt.recipes.user_sources import UNSTATED, UserSource, user_sources
 from niels_gpt.settings import Settings
+from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import canonical_json
 
@@ -137,7 +138,9 @@ def resolve_source(settings: Settings, name: str) -> ResolvedSource:
         return resolve_user_source(user, user.find(settings))
     if name not in SOURCES:
         known = ", ".join(SOURCES)
-        raise ValueError(f"no source is called {name!r}, expected one of {known} or a user-defined source")
+        raise coded(
+            "E103", ValueError(f"no source is called {name!r}, expected one of {known} or a user-defined source")
+        )
     spec = SOURCES[name]
     dataset = getattr(settings, spec.dataset) if spec.dataset else name
     config = getattr(settings, spec.config) if spec.config else None
@@ -215,6 +218,7 @@ def _stands_for(manifest: Mapping[str, Any], on_hub: ResolvedSource, folder: Pat
             f"a snapshot of revision {manifest['revision']}",
             f"{on_hub.asked_revision}, the revision in the settings",
             "Take another snapshot with that --revision, or leave it out",
+            code="E307",
         )
     found = (manifest["dataset"], manifest["config"], manifest["shuffle"])
     return found == (on_hub.dataset, on_hub.config, on_hub.shuffle)

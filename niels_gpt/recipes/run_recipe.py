@@ -414,12 +414,14 @@ def _checked_tokenizer(settings: Settings, key: str, source: ResolvedSource, fol
             "this tokenizer was trained on the bundled sample",
             "one that may encode real text",
             f"Name another one with --tokenizer-model, or train one: {again}",
+            code="E405",
         )
     if source.user is None and meta.get("trained_on") == "own":
         logger.warning(
             "%s: trained on user-defined sources only, and used for %s. Remove it to train one on all sources",
             folder,
             source.source,
+            extra={"code": "W407"},
         )
     tokenizer = load_tokenizer(folder / MODEL_NAME, follow_links=False)
     if tokenizer.sha256 != meta.get("tokenizer_sha256"):
@@ -428,5 +430,6 @@ def _checked_tokenizer(settings: Settings, key: str, source: ResolvedSource, fol
             f"its sha256 is {tokenizer.sha256[:12]}",
             f"{str(meta.get('tokenizer_sha256'))[:12]}, as in its {META_NAME}",
             f"Make another one: {again}",
+            code="E403",
         )
     return tokenizer

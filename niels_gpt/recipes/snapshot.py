@@ -14,6 +14,7 @@ from niels_gpt.hub import datasets as hub
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.resolve import ResolvedSource, mirror_folder, resolve_source
 from niels_gpt.settings import Settings
+from niels_gpt.storage.codes import coded
 
 _HUB_SPECS = [spec for spec in SOURCES.values() if spec.hub_splits]
 SPLITS = {spec.name: spec.hub_splits for spec in _HUB_SPECS}
@@ -44,9 +45,12 @@ def take_snapshot(
     Raises: ValueError for a source that is not on the hub; ConnectionError; CacheError as snapshot.take.
     """
     if name not in SPLITS:
-        raise ValueError(
-            f"{name} is not on the hub, expected one of {', '.join(SPLITS)}. Notes and user-defined sources are files "
-            "already: copy their folder"
+        raise coded(
+            "E103",
+            ValueError(
+                f"{name} is not on the hub, expected one of {', '.join(SPLITS)}. Notes and user-defined sources are "
+                "files already: copy their folder"
+            ),
         )
     spec = SOURCES[name]
     from_hub: dict[str, Any] = {spec.from_hub: True} if spec.from_hub else {}

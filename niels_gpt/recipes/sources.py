@@ -23,6 +23,8 @@ Chats = Iterator[tuple[str, list[dict[str, str]]]]
 class SnapshotTooShort(ValueError):
     """All rows of a snapshot were read, and its dataset has more."""
 
+    code = "E307"
+
 
 def documents(
     settings: Settings,

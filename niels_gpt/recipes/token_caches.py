@@ -84,7 +84,7 @@ def _build_documents(
     )
     if spec.split_rule is None and meta["val_frac"] and not meta["val_tokens"]:
         distinct = meta["docs"]["train"] - meta["duplicates"]["train"]
-        logger.warning("%s: val is empty: the documents have %d distinct texts", path, distinct)
+        logger.warning("%s: val is empty: the documents have %d distinct texts", path, distinct, extra={"code": "W308"})
     return meta
 
 
@@ -118,4 +118,6 @@ def _is_partial(source: ResolvedSource) -> bool:
 def _warn_if_partial(source: ResolvedSource) -> None:
     if _is_partial(source):
         there = " and ".join(source.splits) or "test"
-        logger.warning("%s: upstream here has only %s: the cache is marked partial", source.source, there)
+        logger.warning(
+            "%s: upstream here has only %s: the cache is marked partial", source.source, there, extra={"code": "W301"}
+        )

@@ -20,6 +20,7 @@ from niels_gpt.recipes.tokenizer_texts import train, was_trained_by
 from niels_gpt.roundtrip import roundtrip
 from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
+from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.meta_json import checked_sha256, meta_bytes, parse_object, resolved
@@ -114,7 +115,7 @@ def _installed_for(settings: Settings, path: Path) -> dict[str, Any] | None:
         if meta is not None:
             checked_sha256(meta.get("tokenizer_sha256"), "tokenizer_sha256", str(path / META_NAME))
     except CacheError as error:
-        logger.warning("tokenizer: it is made again: %s", error)
+        logger.warning("tokenizer: it is made again: %s", error, extra={"code": "W403"})
         return None
     if meta is None or not (path / MODEL_NAME).is_file():
         return None
@@ -192,9 +193,12 @@ def _read_named(model: str | Path) -> bytes:
     try:
         return read_model(os.path.expanduser(model))
     except OSError as error:
-        raise FileNotFoundError(
-            f"{model}: no tokenizer model can be read there ({error.strerror or 'there is none'}). Name a "
-            "SentencePiece model, or leave --tokenizer-model out to have one trained"
+        raise coded(
+            "E401",
+            FileNotFoundError(
+                f"{model}: no tokenizer model can be read there ({error.strerror or 'there is none'}). Name a "
+                "SentencePiece model, or leave --tokenizer-model out to have one trained"
+            ),
         ) from None
 
 
@@ -207,6 +211,7 @@ def _copy(settings: Settings, model: Path) -> tuple[bytes, dict[str, Any]]:
             model,
             f"a vocabulary of {tokenizer.vocab_size:,} ids",
             f"at most {MAX_VOCAB_SIZE:,}: a cache has tokens of 16 bits",
+            code="E409",
         )
     known: dict[str, Any] = {}
     for name in ("tokenizer_meta.json", META_NAME):
@@ -220,6 +225,7 @@ def _copy(settings: Settings, model: Path) -> tuple[bytes, dict[str, Any]]:
             "this tokenizer was trained on the bundled sample",
             "one that may encode real text",
             "Name another one with --tokenizer-model, or leave that out",
+            code="E405",
         )
     about: dict[str, Any] = {key: known[key] for key in ("trained_on", "normalization", "model_type") if key in known}
     return content, {"trained_on": "unknown", **about, "origin": "copied"}

@@ -40,11 +40,14 @@ def warn_of_older_caches(settings: Settings, meta: Mapping[str, Any]) -> None:
         before[:12],
         ", ".join(older),
         _command(settings, list(older)),
+        extra={"code": "W404"},
     )
     back = versions.versions_dir(root / TOKENIZER_KEY) / str(installed.get("content_sha256"))[: versions.VERSION_DIGITS]
     same = [key for key, sha256 in older.items() if sha256 == before]
     if same:
-        logger.warning("to go back: %s", _command(settings, same, tokenizer_model=str(back / MODEL_NAME)))
+        logger.warning(
+            "to go back: %s", _command(settings, same, tokenizer_model=str(back / MODEL_NAME)), extra={"code": "W404"}
+        )
 
 
 def log_unseen_source(settings: Settings, meta: Mapping[str, Any], key: str) -> None:
@@ -78,6 +81,7 @@ def warn_of_little_text(meta: Mapping[str, Any], num_bytes: Mapping[str, int | s
             f"{meta['bytes_seen']:,}",
             ", ".join(_sources_with_text(num_bytes)),
             f"{meta['vocab_size']:,}",
+            extra={"code": "W405"},
         )
 
 

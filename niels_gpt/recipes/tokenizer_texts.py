@@ -108,11 +108,15 @@ def _texts(
                 yield text
             num_bytes[name] = used
         except sources.SnapshotTooShort as error:
-            logger.warning("tokenizer: trained on less text than from the hub, so it is another one: %s", error)
+            logger.warning(
+                "tokenizer: trained on less text than from the hub, so it is another one: %s",
+                error,
+                extra={"code": "W406"},
+            )
             num_bytes[name] = used
             del fingerprints[name]
         except (FileNotFoundError, ValueError) as error:
-            logger.warning("tokenizer: trained without %s: %s", name, error)
+            logger.warning("tokenizer: trained without %s: %s", name, error, extra={"code": "W406"})
             missing.append(f"{name}: {error}")
             num_bytes[name] = "absent" if isinstance(error, FileNotFoundError) else _FAILED
         left -= used

@@ -27,6 +27,7 @@ from niels_gpt.data.files.text import count
 from niels_gpt.data.files.walk import note_links
 from niels_gpt.data.sources import SOURCES, Credit, LoadRequest, Part, SourceSpec
 from niels_gpt.settings import Settings, UsageError
+from niels_gpt.storage.codes import coded
 from niels_gpt.storage.fileio import open_for_reading
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,14 @@ class UserSource:
         if found.other_files:
             kinds = ", ".join(f"{number:,} {kind}" for kind, number in found.other_kinds[:_MAX_KINDS])
             more = ". --as-text .SUFFIX,... reads more kinds as text" if self.family == "pretrain" else ""
-            logger.warning("%s: %d files of kinds that are not read: %s%s", self.name, found.other_files, kinds, more)
+            logger.warning(
+                "%s: %d files of kinds that are not read: %s%s",
+                self.name,
+                found.other_files,
+                kinds,
+                more,
+                extra={"code": "W302"},
+            )
             count(counters, "other_files", found.other_files)
         how: dict[str, Any] = {
             "source": self.name,
@@ -160,7 +168,10 @@ def stated_credit(settings: Settings, source: str) -> dict[str, str]:
             about, equals, text = (part.strip() for part in line.partition("="))
             known = [*SOURCES, *user_sources(settings)]
             if not (equals and text) or about not in known:
-                raise UsageError(f"--{name} {line.strip()}: expected SOURCE=TEXT, SOURCE one of {', '.join(known)}")
+                raise coded(
+                    "E104",
+                    UsageError(f"--{name} {line.strip()}: expected SOURCE=TEXT, SOURCE one of {', '.join(known)}"),
+                )
             if about == source:
                 stated[name] = text
     return stated
@@ -173,7 +184,9 @@ def _of_lines(settings: Settings) -> Iterator[UserSource]:
                 named_in = f"--{family} {line.strip()}"
                 name, equals, files = line.partition("=")
                 if not (equals and name.strip() and files.strip()):
-                    raise UsageError(f"{named_in}: expected NAME=GLOB" + "[:FIELD]" * (family == "pretrain"))
+                    raise coded(
+                        "E104", UsageError(f"{named_in}: expected NAME=GLOB" + "[:FIELD]" * (family == "pretrain"))
+                    )
                 yield _user_source(family, name.strip(), files.strip(), Path.cwd(), named_in)
 
 
@@ -214,7 +227,7 @@ def _of_entry(family: str, name: str, entry: Any, path: Path) -> UserSource:
 
 
 def _error(named_in: str, message: str) -> ValueError:
-    return UsageError(message) if named_in.startswith("--") else ValueError(message)
+    return coded("E104", UsageError(message) if named_in.startswith("--") else ValueError(message))
 
 
 def _is_text(value: Any) -> bool:

@@ -46,7 +46,7 @@ def iter_eval(
     ends = np.cumsum(split.lengths)
     total = int(ends[-1])
     if total < 2:
-        raise CacheError(split.folder, "1 token", "at least 2, one to predict the other")
+        raise CacheError(split.folder, "1 token", "at least 2, one to predict the other", code="E107")
     return (_window_batch(split, ends, first, B, T, device) for first in range(0, total - 1, B * T))
 
 

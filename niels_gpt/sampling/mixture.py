@@ -118,6 +118,7 @@ class MixtureStream(SampleStream):
                     f"ids of tokenizer {str(mine[0])[:12]} (vocab_size {mine[1]})",
                     f"tokenizer {str(theirs[0])[:12]} (vocab_size {theirs[1]}) as in {other.split.folder}",
                     REBUILD,
+                    code="E402",
                 )
 
     def _limits(self) -> list[int | None]:

@@ -128,7 +128,7 @@ def _refuse(key: str, given: Any, value: Any, where: str, allow_other_content: b
     elif not isinstance(given, str | None):
         raise ValueError(f"{message}, of the kind that state_dict() returns")
     if key == "tokenizer_sha256" and None not in (given, value):
-        raise CacheError(where, found, expected, "Its ids mean other text: open the cache of the state")
+        raise CacheError(where, found, expected, "Its ids mean other text: open the cache of the state", code="E108")
     if not allow_other_content:
         remedy = "Open the version that was read, or continue in this text with allow_other_content=True"
-        raise CacheError(where, found, expected, remedy)
+        raise CacheError(where, found, expected, remedy, code="E108")

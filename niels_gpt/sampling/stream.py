@@ -23,6 +23,7 @@ from niels_gpt.cache.mmap import TokenFiles
 from niels_gpt.cache.pretrain_dataset import gathered, split_rows
 from niels_gpt.display.tables import html_table
 from niels_gpt.sampling.state import check_checksum, check_identity, identity_crc, sealed, state_count
+from niels_gpt.storage.codes import CodedWarning, coded
 from niels_gpt.storage.meta_json import checked_int, shortened
 
 STREAM_VERSION = 1
@@ -144,12 +145,12 @@ class SampleStream(IterableDataset[Batch], ABC):
             )
         if short % self.world_size and not self.drop_last:
             rows = short // self.world_size
-            warnings.warn(
-                f"the last batch has {short} of {self.global_batch_size} rows, so that some of {self.world_size} ranks "
-                f"get {rows} rows and others {rows + 1}; a mean over 0 rows is nan, and an average of the ranks' means "
-                "is wrong. Pass drop_last=True, or sum the losses and divide by the number of all targets",
-                stacklevel=3,
+            text = (
+                f"the last batch has {short} of {self.global_batch_size} rows, so some of {self.world_size} ranks get "
+                f"{rows} rows and others {rows + 1}; a mean over 0 rows is nan, and an average of the ranks' means is "
+                "wrong. Pass drop_last=True, or sum the losses and divide by the number of all targets"
             )
+            warnings.warn(CodedWarning("W101", text), stacklevel=3)
 
     def __len__(self) -> int:
         """Return the number of batches from the first sample to the end, the same on every rank.
@@ -306,15 +307,23 @@ class SampleStream(IterableDataset[Batch], ABC):
         consumed = state_count(state, "consumed_samples")
         for key, value in self._progress(consumed).items():
             if state_count(state, key) != value and not allow_other_content:
-                raise ValueError(f"state: {key} is {state[key]}, expected {value} after {consumed} samples")
+                raise coded(
+                    "E108", ValueError(f"state: {key} is {state[key]}, expected {value} after {consumed} samples")
+                )
         if self.num_samples is not None and consumed > self.num_samples:
-            raise ValueError(f"state: consumed_samples is {consumed}, but this stream ends after {self.num_samples}")
+            raise coded(
+                "E108",
+                ValueError(f"state: consumed_samples is {consumed}, but this stream ends after {self.num_samples}"),
+            )
         info = get_worker_info()
         worker = None if info is None else [info.id, info.num_workers, self.global_batch_size]
         if "worker" in state and state["worker"] != worker:
-            raise ValueError(
-                f"state: of the DataLoader's [worker, workers, global_batch_size] {shortened(state['worker'])}, "
-                f"expected {worker}. Only batch.state can be resumed with another number of workers"
+            raise coded(
+                "E108",
+                ValueError(
+                    f"state: of the DataLoader's [worker, workers, global_batch_size] {shortened(state['worker'])}, "
+                    f"expected {worker}. Only batch.state can be resumed with another number of workers"
+                ),
             )
         check_checksum(state, identity, self._progress(consumed))
         self._consumed, self._worker_base, self._iterator = consumed, None, None

@@ -1,13 +1,14 @@
 """Codes of errors and warnings: which one an error has, and the text that explains one.
 
-An error has its code as an attribute `code`, set by its class, by its constructor (CacheError) or by `coded`. An error
-that Python or a library raised gets one by its class and, for errors of the system, its number. A record of logging has
-its code in `extra`, a warning of Python is a `CodedWarning`.
+An error has its code as an attribute `code`, set by its class, by its constructor (CacheError) or by `coded`. A plain
+error gets one where it is printed: by its number (errors of the system), by the module that raised it, or by its class.
+A record of logging has its code in `extra`, a warning of Python is a `CodedWarning`.
 """
 
 from __future__ import annotations
 
 import errno
+from traceback import walk_tb
 from typing import TypeVar
 
 from niels_gpt.storage.error_codes import ERRORS, Code
@@ -30,16 +31,68 @@ _BY_CLASS: tuple[tuple[type[BaseException], str], ...] = (
     (TypeError, "E102"),
     (LookupError, "E102"),
 )
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+_BY_PLACE: tuple[tuple[str, tuple[type[Exception], ...], str], ...] = (
+    ("builders.build", (RuntimeError,), "E508"),
+    ("builders.pipeline", (RuntimeError,), "E506"),
+    ("cache", _ABSENT, "E204"),
+    ("cache", (IndexError,), "E106"),
+    ("chat.rows", (ValueError,), "E709"),
+    ("chat.template_process", (RuntimeError,), "E506"),
+    ("chat.templates", (ValueError,), "E407"),
+    ("chat.tokenizers", (ValueError, *_ABSENT), "E408"),
+    ("commands.train_tokenizer", _ABSENT, "E301"),
+    ("data", _ABSENT, "E301"),
+    ("data.exclude", (ValueError,), "E302"),
+    ("data.files", (ValueError,), "E302"),
+    ("eagle3.format", _ABSENT, "E702"),
+    ("eagle3.produce.workers", (RuntimeError,), "E506"),
+    ("eagle3.target", (ValueError, RuntimeError), "E705"),
+    ("eagle3.targets", (ValueError, *_ABSENT), "E705"),
+    ("eagle3.vocab", (ValueError, *_ABSENT), "E707"),
+    ("hub.datasets", (ValueError,), "E602"),
+    ("hub.models", (ValueError,), "E603"),
+    ("prefix_tree", (ValueError, TypeError), "E801"),
+    ("prefix_tree.fold_checks", (ValueError,), "E803"),
+    ("prefix_tree.savings.rollouts", (ValueError,), "E804"),
+    ("prefix_tree.verify", (ValueError,), "E803"),
+    ("recipes.eagle3.input", (ValueError, *_ABSENT), "E709"),
+    ("recipes.snapshot", (ValueError,), "E307"),
+    ("recipes.tokenizer_texts", (ValueError,), "E406"),
+    ("recipes.user_sources", (ValueError, *_ABSENT), "E104"),
+    ("sampling.evaluation", _ABSENT, "E204"),
+    ("sampling.state", (ValueError,), "E108"),
+    ("sampling.stream", (RuntimeError, TypeError), "E109"),
+)
+"""A package or module, classes, and the code of a plain error of these classes that was raised there."""
 _Error = TypeVar("_Error", bound=BaseException)
 
 
 def code_of(error: BaseException) -> str:
-    """Return the code of any error: its own, or the one of its class; E902 of a class that has none."""
+    """Return the code of any error: its own, that of the place where it was raised, or that of its class.
+
+    E902 where there is none of them.
+    """
     own = getattr(error, "code", None)
     if isinstance(own, str) and own in CODES:  # an error of another library may have a code of its own kind
         return own
     by_number = _BY_ERRNO.get(error.errno or 0) if isinstance(error, OSError) else None
-    return by_number or next((code for kind, code in _BY_CLASS if isinstance(error, kind)), "E902")
+    by_class = next((code for kind, code in _BY_CLASS if isinstance(error, kind)), "E902")
+    return by_number or _code_of_place(error) or by_class
+
+
+def _code_of_place(error: BaseException) -> str | None:
+    """Return the code that _BY_PLACE has for the innermost frame of the error it names, by its longest entry."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    for module in reversed(modules):
+        found = [
+            (len(place), code)
+            for place, kinds, code in _BY_PLACE
+            if isinstance(error, kinds) and f"{module}.".startswith(f"niels_gpt.{place}.")
+        ]
+        if found:
+            return max(found)[1]
+    return None
 
 
 def coded(code: str, error: _Error) -> _Error:

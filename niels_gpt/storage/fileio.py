@@ -30,6 +30,8 @@ def canonical_json(value: Any) -> bytes:
 class NotRegularError(ValueError):
     """A path that should be a regular file is a link, a folder, a pipe, a device or a socket."""
 
+    code = "E205"
+
     def __init__(self, path: PathLike, is_link: bool = False) -> None:
         super().__init__(os.fspath(path), is_link)  # the arguments of a pickled copy
         self.path, self.is_link = os.fspath(path), is_link

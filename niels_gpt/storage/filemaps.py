@@ -28,6 +28,8 @@ _MADV_RANDOM = 1
 class MapError(OSError):
     """Memory could not be mapped."""
 
+    code = "E507"
+
 
 class FileMaps:
     """The bytes of several files, read-only, for `numpy.asarray`: a uint8 array that keeps the maps alive.

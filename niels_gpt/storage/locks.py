@@ -77,7 +77,7 @@ def _refuse_other_files(handle: int, path: Path) -> None:
     os.close(handle)
     is_file = stat.S_ISREG(status.st_mode)
     kind = f"a file with {status.st_nlink} names (hard links)" if is_file else "not a regular file"
-    raise CacheError(path, kind, "a lock file with one name", f"Remove it: rm -r {path}")
+    raise CacheError(path, kind, "a lock file with one name", f"Remove it: rm -r {path}", code="E504")
 
 
 def refuse_if_held(path: Path, locked: PathLike, state: str = "is in use") -> None:
@@ -100,7 +100,9 @@ def refuse_if_held(path: Path, locked: PathLike, state: str = "is in use") -> No
 
 
 def _in_use(handle: int, path: Path, locked: PathLike, state: str) -> CacheError:
-    return CacheError(locked, f"{state} by {_holder(handle)}", remedy=f"Wait for it, or stop that process ({path})")
+    return CacheError(
+        locked, f"{state} by {_holder(handle)}", remedy=f"Wait for it, or stop that process ({path})", code="E503"
+    )
 
 
 def _holder(handle: int) -> str:

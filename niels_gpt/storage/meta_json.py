@@ -73,7 +73,9 @@ def open_regular(path: PathLike, *, holes: bool = False) -> int:
     try:
         handle = open_for_reading(path)
     except NotRegularError as error:
-        raise _link_error(path) if error.is_link else CacheError(path, "not a regular file", remedy=REBUILD) from error
+        raise (
+            _link_error(path) if error.is_link else CacheError(path, "not a regular file", remedy=REBUILD, code="E205")
+        ) from error
     try:
         if not holes:
             refuse_holes(path, handle)
@@ -99,7 +101,7 @@ def refuse_holes(path: PathLike, handle: int) -> None:
         return
     if hole < status.st_size:
         size = f"{status.st_size:,} bytes, of which {512 * status.st_blocks:,} are on the disk"
-        raise CacheError(path, f"{size}: a sparse file", "a file without holes", REBUILD)
+        raise CacheError(path, f"{size}: a sparse file", "a file without holes", REBUILD, code="E203")
 
 
 def is_sparse(status: os.stat_result) -> bool:
@@ -112,7 +114,7 @@ def read_regular(path: PathLike, max_bytes: int = MAX_JSON_BYTES) -> bytes:
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
-            raise CacheError(path, f"{size:,} bytes", f"at most {max_bytes:,}", REBUILD)
+            raise CacheError(path, f"{size:,} bytes", f"at most {max_bytes:,}", REBUILD, code="E206")
         return file.read(size)
 
 
@@ -198,12 +200,16 @@ def resolved(path: Path) -> Path:
     try:
         return path.resolve()
     except RuntimeError as error:
-        raise CacheError(path, "symbolic links in a circle", remedy=f"Remove them. {build_again(path)}") from error
+        raise CacheError(
+            path, "symbolic links in a circle", remedy=f"Remove them. {build_again(path)}", code="E205"
+        ) from error
 
 
 def _link_error(path: PathLike) -> CacheError:
     remedy = f"If the link is yours, replace it by a copy of its target (cp -rL). {build_again(path)}"
-    return CacheError(path, "a symbolic link", "a file or folder inside the cache: links are not followed", remedy)
+    return CacheError(
+        path, "a symbolic link", "a file or folder inside the cache: links are not followed", remedy, code="E205"
+    )
 
 
 # --- untrusted values -------------------------------------------------------------------------------------------------
@@ -225,7 +231,7 @@ _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxdict, _REPR.maxlist = 
 
 def wrong_value(where: str, key: str, value: Any, expected: str) -> CacheError:
     """Return the error of a wrong value in the file `where`: "WHERE: shards.train[3].name is '..', expected ..."."""
-    return CacheError(where, f"{printable(key)} is {shortened(value)}", expected, REBUILD)
+    return CacheError(where, f"{printable(key)} is {shortened(value)}", expected, REBUILD, code="E202")
 
 
 def checked_name(value: Any, key: str, where: str) -> str:

@@ -76,7 +76,9 @@ def build_lock(path: PathLike, *, wait: bool = False) -> Iterator[Path]:
     folder = versions_dir(path)
     for link in (folder.parent, folder):
         if link.is_symlink():
-            raise CacheError(link, "a symbolic link", "a folder: nothing is written through links", "Remove it")
+            raise CacheError(
+                link, "a symbolic link", "a folder: nothing is written through links", "Remove it", code="E205"
+            )
     with file_lock(folder / "lock", path, _BUILT, wait=wait):
         yield folder
 
@@ -121,7 +123,7 @@ def resumable(path: PathLike, key: str) -> Iterator[tuple[Path, Path]]:
         journal = work.with_name(work.name + JOURNAL_SUFFIX)
         for path_of in (work, journal):
             if path_of.is_symlink():
-                raise CacheError(path_of, "a symbolic link", "the folder of a build", "Remove it")
+                raise CacheError(path_of, "a symbolic link", "the folder of a build", "Remove it", code="E205")
         if not (journal / JOURNAL_NAME).is_file():  # killed before the first checkpoint, or to be built from scratch
             _remove_build(work, journal)
         process = os.getpid()
@@ -220,7 +222,7 @@ def store(work: Path, path: PathLike, content_sha256: str) -> Path:
     public = Path(os.path.abspath(path))
     folder = versions_dir(public)
     if not _SHA256.fullmatch(content_sha256):
-        raise CacheError(work / META_NAME, f"content_sha256 is {content_sha256!r:.80}", "64 hex digits")
+        raise CacheError(work / META_NAME, f"content_sha256 is {content_sha256!r:.80}", "64 hex digits", code="E202")
     version = folder / content_sha256[:VERSION_DIGITS]
     refuse_foreign(public)  # again: files may have appeared during a long build
     if work.is_dir():
@@ -246,7 +248,7 @@ def publish(version: Path, path: PathLike) -> None:
     _make_way(public, folder)
     link = folder / LINK
     if os.path.lexists(link) and not link.is_symlink():
-        raise CacheError(link, "somebody else's", "the link of a commit, or nothing", "Move it away")
+        raise CacheError(link, "somebody else's", "the link of a commit, or nothing", "Move it away", code="E504")
     fileio.remove(link)
     fileio.symlink(Path(VERSIONS_DIR) / public.name / version.name, link)
     fileio.rename(link, public)
@@ -386,14 +388,16 @@ def refuse_foreign(path: PathLike) -> None:
     if public.is_symlink() or not public.exists():
         return
     if not public.is_dir():
-        raise CacheError(public, "is a file", "a cache folder or nothing", "Move it away, then build again")
+        raise CacheError(
+            public, "is a file", "a cache folder or nothing", "Move it away, then build again", code="E504"
+        )
     names = _names_below(public)
     if not names:
         return
     foreign = sorted(names - _named_files(public))
     if foreign:
         found = f"contains {len(foreign)} files that do not belong to a cache (such as {foreign[0]})"
-        raise CacheError(public, found, remedy="Move the folder away, then build again")
+        raise CacheError(public, found, remedy="Move the folder away, then build again", code="E504")
 
 
 def _named_files(public: Path) -> set[str]:
@@ -404,7 +408,7 @@ def _named_files(public: Path) -> set[str]:
         return set()
     except ValueError as error:
         found = f"is not a cache's meta.json ({error})"
-        raise CacheError(public / META_NAME, found, remedy="Move the folder away") from error
+        raise CacheError(public / META_NAME, found, remedy="Move the folder away", code="E504") from error
 
 
 def _make_way(public: Path, folder: Path) -> None:

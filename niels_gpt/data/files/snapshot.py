@@ -56,7 +56,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise CacheError(path, f"not a snapshot's manifest ({error!r})", remedy=_again(folder)) from None
+        raise CacheError(path, f"not a snapshot's manifest ({error!r})", remedy=_again(folder), code="E307") from None
     return manifest
 
 
@@ -70,11 +70,12 @@ def check_files(folder: Path, manifest: Mapping[str, Any], files: Sequence[Path]
             folder / MANIFEST_NAME,
             f"this snapshot was interrupted after {_rows_of(manifest):,} rows",
             remedy="Finish it: run the same snapshot command again",
+            code="E307",
         )
     names = {path.relative_to(folder).as_posix() for path in files}
     if differing := names ^ {file["name"] for file in manifest["files"]}:
         problem = f"{MANIFEST_NAME} and the files there differ: {', '.join(sorted(differing))}"
-        raise CacheError(folder, problem, remedy=_again(folder))
+        raise CacheError(folder, problem, remedy=_again(folder), code="E307")
     _check_kept(folder, manifest)
 
 
@@ -82,9 +83,11 @@ def _check_kept(folder: Path, manifest: Mapping[str, Any]) -> None:
     for file in manifest["files"]:
         path = folder / file["name"]
         if not path.is_file():
-            raise CacheError(path, "no such file", f"the file that {MANIFEST_NAME} names", _again(folder))
+            raise CacheError(path, "no such file", f"the file that {MANIFEST_NAME} names", _again(folder), code="E307")
         if sha256_file(path) != file["sha256"]:
-            raise CacheError(path, f"damaged: its sha256 is not that in {MANIFEST_NAME}", remedy=_again(folder))
+            raise CacheError(
+                path, f"damaged: its sha256 is not that in {MANIFEST_NAME}", remedy=_again(folder), code="E307"
+            )
 
 
 def _again(folder: Path) -> str:
@@ -121,6 +124,7 @@ def take(
                     f"a snapshot with {key} {manifest[key]}",
                     str(about[key]),
                     "Choose another folder, or the same settings",
+                    code="E307",
                 )
         _check_kept(folder, manifest)
         _remove_unrecorded(folder, manifest)
@@ -141,7 +145,7 @@ def _new(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     others = sorted(path.name for path in folder.iterdir() if path.name != ".lock" and not path.name.endswith(".part"))
     if others:
         problem = f"{len(others)} files that no snapshot has written (such as {others[0]})"
-        raise CacheError(folder, problem, remedy="Choose another folder, or move them away")
+        raise CacheError(folder, problem, remedy="Choose another folder, or move them away", code="E307")
     return {**about, "format_version": FORMAT_VERSION, "files": [], "text_bytes": 0, "finished": False, "ended": False}
 
 

@@ -72,7 +72,7 @@ def note(counters: Counter[str] | None, reason: str, problem: str, number: int =
     if counters is None:
         return
     if not counters[reason]:
-        logger.warning("%s. Counted as %s; more like it are counted only", problem, reason)
+        logger.warning("%s. Counted as %s; more like it are counted only", problem, reason, extra={"code": "W305"})
     counters[reason] += number
 
 

@@ -104,6 +104,7 @@ def note_links(counters: Counter[str] | None, links: Sequence[Path]) -> None:
             min(links),
             LINKS,
             counters[LINKS],
+            extra={"code": "W303"},
         )
 
 
@@ -117,13 +118,13 @@ def _names_in(folder: Path) -> list[str]:
 def _is_regular(path: Path) -> bool:
     if os.path.isfile(path):
         return True
-    logger.warning("%s: a pipe, a device or a broken link, expected a file; skipped", path)
+    logger.warning("%s: a pipe, a device or a broken link, expected a file; skipped", path, extra={"code": "W304"})
     return False
 
 
 def _warn_of(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError | NotADirectoryError):  # the caller raises these
-        logger.warning("%s: cannot be read, skipped: %s", error.filename, error.strerror)
+        logger.warning("%s: cannot be read, skipped: %s", error.filename, error.strerror, extra={"code": "W304"})
 
 
 def files_fingerprint(root: Path, paths: Iterable[Path]) -> str:

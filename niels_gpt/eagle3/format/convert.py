@@ -49,7 +49,7 @@ def convert(cache_dir: PathLike, format_version: int, *, follow_links: bool = Fa
         raise ValueError(f"format_version {format_version}, expected 1 or 2")
     folder = Path(cache_dir)
     if VERSIONS_DIR in folder.resolve().parts:
-        raise CacheError(folder, "a committed version is never changed", remedy="Convert a copy: cp -rL")
+        raise CacheError(folder, "a committed version is never changed", remedy="Convert a copy: cp -rL", code="E710")
     if not follow_links or (folder / SIDECAR).is_symlink():
         refuse_links(folder)
     if not (folder / SIDECAR).is_dir():
@@ -70,6 +70,7 @@ def _convert(folder: Path, format_version: int, follow_links: bool) -> bool:
                 manifest_path(folder),
                 f"target_probs_topk is {topk}, and version 1 holds all probabilities",
                 remedy="Produce the cache again with --target-probs-topk 0",
+                code="E710",
             )
         manifest["format_version"] = format_version
         manifest.pop("target_probs_topk", None)
@@ -99,7 +100,7 @@ def file_sha256(path: Path, *, follow_links: bool = False) -> str:
             refuse_sparse(file.fileno(), str(path), *SPARSE)
             return hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError as error:
-        raise CacheError(path, "no such file", "one of the cache", "Run: precompute --resume") from error
+        raise CacheError(path, "no such file", "one of the cache", "Run: precompute --resume", code="E702") from error
 
 
 def _eagle3_meta(folder: Path, follow_links: bool) -> dict[str, Any] | None:
@@ -111,7 +112,7 @@ def _eagle3_meta(folder: Path, follow_links: bool) -> dict[str, Any] | None:
     try:
         meta = parse_object(raw)
     except ValueError as error:
-        raise CacheError(path, str(error), "the meta.json of a cache", "Move it away") from error
+        raise CacheError(path, str(error), "the meta.json of a cache", "Move it away", code="E704") from error
     if meta.get("kind") != "eagle3":
         return None
     file_records(meta, str(path))

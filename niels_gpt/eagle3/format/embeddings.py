@@ -56,7 +56,7 @@ def read_target_embeddings(cache_dir: PathLike, *, follow_links: bool = False) -
     dtype, shape = fields.get("weight", (None, ()))
     if dtype != torch.float32 or len(shape) != 1:
         tensors = ", ".join(f"{shortened(name)} {each[0]}" for name, each in fields.items())
-        raise CacheError(path, f"holds {tensors}", "weight [V, H] of torch.float32", PRODUCE_AGAIN)
+        raise CacheError(path, f"holds {tensors}", "weight [V, H] of torch.float32", PRODUCE_AGAIN, code="E701")
     _, safe_open = load_safetensors()
     with safe_open(path, framework="pt") as handle:
         table: torch.Tensor = handle.get_tensor("weight")

@@ -202,7 +202,7 @@ def open_file(path: PathLike, *, follow_links: bool = False) -> int:
     except NotRegularError as error:
         if error.is_link:
             raise _link_refused(where) from error
-        raise CacheError(where, "not a regular file", "one of an EAGLE-3 cache") from error
+        raise CacheError(where, "not a regular file", "one of an EAGLE-3 cache", code="E205") from error
     except OSError as error:
         if isinstance(error, FileNotFoundError) and error.filename is None:  # the parent is no folder
             raise FileNotFoundError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), where) from error
@@ -218,6 +218,7 @@ def _link_refused(where: str) -> CacheError:
         "a file or folder inside the cache, as nothing outside of it is read or written",
         "Copy what it points to to its place (cp -rL), or, in a snapshot of the Hugging Face hub, read it with "
         "--follow-links, in Python follow_links=True",
+        code="E205",
     )
 
 
@@ -226,7 +227,7 @@ def read_file(path: PathLike, max_bytes: int = MAX_JSON_BYTES, *, follow_links: 
     with open(open_file(path, follow_links=follow_links), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
-            raise CacheError(path, f"{size:,} bytes", f"at most {max_bytes:,}")
+            raise CacheError(path, f"{size:,} bytes", f"at most {max_bytes:,}", code="E206")
         return file.read(size)
 
 
@@ -252,7 +253,7 @@ def refuse_sparse(handle: int, where: str, least: int, share: int) -> None:
     on_disk = status.st_blocks * 512
     if status.st_size >= least and on_disk * share < status.st_size:
         found = f"{status.st_size:,} bytes, of which {on_disk:,} are on disk: almost all of it is holes"
-        raise CacheError(where, found, "a file that was written", "Produce it again: precompute --resume")
+        raise CacheError(where, found, "a file that was written", "Produce it again: precompute --resume", code="E203")
 
 
 def refuse_links(cache_dir: PathLike) -> None:
@@ -285,4 +286,4 @@ def row_bytes_of(field: tuple[torch.dtype, tuple[int, ...]]) -> int:
 
 
 def _damaged(where: str, found: str, expected: str = "") -> CacheError:
-    return CacheError(where, found, expected, "Remove the shard and produce it again: precompute --resume")
+    return CacheError(where, found, expected, "Remove the shard and produce it again: precompute --resume", code="E701")

@@ -116,19 +116,21 @@ def read_manifest(cache_dir: PathLike, *, follow_links: bool = False) -> dict[st
     except CacheError:
         raise
     except ValueError as error:
-        raise CacheError(path, str(error), "the manifest of an EAGLE-3 cache", PRODUCE_AGAIN) from error
+        raise CacheError(path, str(error), "the manifest of an EAGLE-3 cache", PRODUCE_AGAIN, code="E701") from error
     version = manifest.get("format_version")
     if type(version) is not int or version not in VERSIONS:
         found, remedy = (
             f"has format_version={shortened(version)}",
             "Regenerate the cache with the current precompute_eagle3",
         )
-        raise CacheError(cache_dir, found, "1 or 2", remedy)
+        raise CacheError(cache_dir, found, "1 or 2", remedy, code="E208")
     _refuse_wrong_types(manifest, cache_dir)
     size, samples = manifest.get("shard_size"), manifest.get("num_samples")
     if size and samples and -(-samples // size) > _MAX_SHARDS:
         found = f"{samples:,} samples, {size:,} a shard, are {-(-samples // size):,} shards"
-        raise CacheError(path, found, f"{_MAX_SHARDS:,} at most, as a shard's name has six digits", PRODUCE_AGAIN)
+        raise CacheError(
+            path, found, f"{_MAX_SHARDS:,} at most, as a shard's name has six digits", PRODUCE_AGAIN, code="E701"
+        )
     return manifest
 
 
@@ -141,21 +143,23 @@ def _refuse_wrong_types(manifest: dict[str, Any], where: PathLike) -> None:
     for key in _TEXTS:
         value = manifest.get(key, "")
         if not isinstance(value, str) and (value is not None or key in _TEXTS[:2]):
-            raise CacheError(path, f"{key} is {shortened(value)}", "a text", PRODUCE_AGAIN)
+            raise CacheError(path, f"{key} is {shortened(value)}", "a text", PRODUCE_AGAIN, code="E701")
     for key in _LISTS:
         value = [] if manifest.get(key) is None else manifest[key]
         if not isinstance(value, list) or not all(type(number) is int and 0 <= number < 2**31 for number in value):
-            raise CacheError(path, f"{key} is {shortened(value)}", "a list of ids from 0", PRODUCE_AGAIN)
+            raise CacheError(path, f"{key} is {shortened(value)}", "a list of ids from 0", PRODUCE_AGAIN, code="E701")
 
 
 def number_in(manifest: dict[str, Any], key: str, where: PathLike, least: int = 0) -> int:
     """Return an integer of a manifest. Raises: CacheError if it is missing, no integer, or below `least`."""
     path = manifest_path(where)
     if key not in manifest:
-        raise CacheError(path, f"{key} is missing", remedy=PRODUCE_AGAIN)
+        raise CacheError(path, f"{key} is missing", remedy=PRODUCE_AGAIN, code="E701")
     value = manifest[key]
     if type(value) is not int or not least <= value < 2**63:
-        raise CacheError(path, f"{key} is {shortened(value)}", f"an integer of {least} or more", PRODUCE_AGAIN)
+        raise CacheError(
+            path, f"{key} is {shortened(value)}", f"an integer of {least} or more", PRODUCE_AGAIN, code="E701"
+        )
     return value
 
 
@@ -163,7 +167,9 @@ def layout_of(manifest: dict[str, Any], where: PathLike) -> Layout:
     """Return the layout of the shards of a manifest that has all its keys. Raises: CacheError naming the key."""
     dtype = manifest.get("dtype")
     if dtype not in DTYPES:
-        raise CacheError(manifest_path(where), f"dtype is {shortened(dtype)}", f"one of {', '.join(DTYPES)}")
+        raise CacheError(
+            manifest_path(where), f"dtype is {shortened(dtype)}", f"one of {', '.join(DTYPES)}", code="E701"
+        )
     slots, aux, vocab = (
         number_in(manifest, key, where, 1) for key in ("seq_length", "aux_hidden_dim", "draft_vocab_size")
     )

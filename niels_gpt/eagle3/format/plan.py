@@ -255,9 +255,13 @@ def open_plan(cache_dir: PathLike, *, follow_links: bool = False) -> Plan:
     except FileNotFoundError:
         raise
     except (ValueError, LookupError, TypeError) as error:
-        raise CacheError(path, f"together with {PLAN_NAME} not the plan of a cache ({error!r:.300})") from error
+        raise CacheError(
+            path, f"together with {PLAN_NAME} not the plan of a cache ({error!r:.300})", code="E701"
+        ) from error
     if wrong := [name for name in wrong if name not in CONVERTED]:
-        raise CacheError(_sidecar(cache_dir), f"{PLAN_NAME} does not fit the files beside it: {', '.join(wrong)}")
+        raise CacheError(
+            _sidecar(cache_dir), f"{PLAN_NAME} does not fit the files beside it: {', '.join(wrong)}", code="E701"
+        )
     return plan
 
 
@@ -296,14 +300,16 @@ def read_record(cache_dir: PathLike, *, follow_links: bool = False) -> dict[str,
     except CacheError:
         raise
     except ValueError as error:
-        raise CacheError(path, f"not the plan of a cache ({error})", remedy=_FRESH) from error
+        raise CacheError(path, f"not the plan of a cache ({error})", remedy=_FRESH, code="E701") from error
     if record.get("kind") != "eagle3" or record.get("format_version") != SIDECAR_VERSION:
         found = f"kind {shortened(record.get('kind'))}, format_version {shortened(record.get('format_version'))}"
-        raise CacheError(path, found, f"'eagle3' and {SIDECAR_VERSION}", _FRESH)
+        raise CacheError(path, found, f"'eagle3' and {SIDECAR_VERSION}", _FRESH, code="E208")
     for name, value in _parts_of(record):
         kind, good = _PARTS[name]
         if not isinstance(value, kind) or isinstance(value, bool) or not good(value):
-            raise CacheError(path, f"{name} is {shortened(value)}, not as a producer writes it", remedy=_FRESH)
+            raise CacheError(
+                path, f"{name} is {shortened(value)}, not as a producer writes it", remedy=_FRESH, code="E701"
+            )
     return record
 
 

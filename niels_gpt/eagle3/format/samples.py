@@ -98,7 +98,9 @@ class Samples:
             samples = cls(tensors["ids"], tensors["loss_mask"], tensors["starts"], source_ids)
             samples._check()
         except (SafetensorError, ValueError, LookupError) as error:
-            raise CacheError(path, f"together with {names.name} not the samples of a cache ({error})") from error
+            raise CacheError(
+                path, f"together with {names.name} not the samples of a cache ({error})", code="E701"
+            ) from error
         return samples
 
     def _check(self) -> None:

@@ -86,13 +86,13 @@ class ShardSet:
             handle = load_safetensors()[1](path, framework="pt")
             return handle, {key: handle.get_tensor(key) for key in self._keys}
         except SafetensorError as error:
-            raise CacheError(path, f"safetensors cannot read it: {error}") from error
+            raise CacheError(path, f"safetensors cannot read it: {error}", code="E701") from error
 
     def _check_vocabulary(self) -> None:
         size, selected = self.manifest["draft_vocab_size"], self.manifest.get("selected_token_ids")
         if selected is not None and len(selected) != size:
             found, expected = f"draft_vocab_size is {size}", f"{len(selected)}, the length of selected_token_ids"
-            raise CacheError(manifest_path(self.cache_dir), found, expected)
+            raise CacheError(manifest_path(self.cache_dir), found, expected, code="E701")
 
     def _check(self) -> None:
         indices = existing_shard_indices(self.cache_dir)
@@ -104,6 +104,7 @@ class ShardSet:
                 f"EAGLE-3 cache declares {self.num_samples} samples ({self.num_shards} shards) but found "
                 f"{len(indices)} shard files (shard indices [{first}]{more})",
                 remedy="Produce the rest: precompute --resume",
+                code="E702",
             )
         for index in range(self.num_shards):
             self._check_shard(index)
@@ -113,12 +114,12 @@ class ShardSet:
         fields, rows, _ = read_header(path, follow_links=self._follow_links)
         expected = min(self.shard_size, self.num_samples - shard_index * self.shard_size)
         if rows != expected:
-            raise CacheError(path, f"{rows} samples", f"{expected} of the manifest's {self.num_samples}")
+            raise CacheError(path, f"{rows} samples", f"{expected} of the manifest's {self.num_samples}", code="E701")
         if not self._fields:
             self._check_fields(path, fields)
             self._fields = fields
         elif fields != self._fields:
-            raise CacheError(path, _described(fields), f"{_described(self._fields)} as in shard 0")
+            raise CacheError(path, _described(fields), f"{_described(self._fields)} as in shard 0", code="E701")
 
     def _check_fields(self, path: str, fields: Fields) -> None:
         """Compare the first shard with the manifest; any value fits a key that the manifest lacks."""
@@ -135,7 +136,9 @@ class ShardSet:
         }
         for key, (dtype, shape) in expected.items():
             if key not in fields:
-                raise CacheError(path, f"has no {key}, but {', '.join(map(shortened, fields))}", f"it by {where}")
+                raise CacheError(
+                    path, f"has no {key}, but {', '.join(map(shortened, fields))}", f"it by {where}", code="E701"
+                )
             its_dtype, its_shape = fields[key]
             same = len(shape) == len(its_shape) and all(a in (None, b) for a, b in zip(shape, its_shape, strict=True))
             if its_dtype != dtype or its_dtype is None or not same:
@@ -144,6 +147,7 @@ class ShardSet:
                     path,
                     f"{key} is {its_dtype} of shape {list(its_shape)} a sample",
                     f"{dtype} of {wanted} by {where} (dtype {shortened(manifest.get('dtype'))})",
+                    code="E701",
                 )
 
 

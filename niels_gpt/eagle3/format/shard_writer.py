@@ -205,7 +205,9 @@ def read_receipt(cache_dir: PathLike, shard_index: int, *, follow_links: bool = 
             raise ValueError(f"receipt_version {shortened(receipt['receipt_version'])}, expected {_RECEIPT_VERSION}")
     except (ValueError, LookupError, TypeError) as error:
         remedy = "Remove it and produce the shard again: precompute --resume"
-        raise CacheError(path, f"no receipt of shard {shard_index} ({error!r:.300})", remedy=remedy) from error
+        raise CacheError(
+            path, f"no receipt of shard {shard_index} ({error!r:.300})", remedy=remedy, code="E701"
+        ) from error
     return receipt
 
 
@@ -224,7 +226,7 @@ def shard_damage(
     path = shard_path(cache_dir, shard_index)
     receipt = read_receipt(cache_dir, shard_index, follow_links=follow_links)
     if receipt is None:
-        raise CacheError(receipt_path(cache_dir, shard_index), "no such file: the shard has no checksums")
+        raise CacheError(receipt_path(cache_dir, shard_index), "no such file: the shard has no checksums", code="E702")
     try:
         fields, rows, header = read_header(path, follow_links=follow_links)
     except FileNotFoundError:

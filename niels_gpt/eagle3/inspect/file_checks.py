@@ -44,18 +44,18 @@ def incomplete(cache: OpenCache) -> Iterator[CacheError]:
     for shard in (shard for shard in range(cache.num_shards) if shard not in found):
         yield cache.missing(Path(shard_path(folder, shard)), declared)
     for shard in sorted(shard for shard in found if shard >= cache.num_shards):
-        yield CacheError(shard_path(folder, shard), "a shard too many", declared, "Move it away")
+        yield CacheError(shard_path(folder, shard), "a shard too many", declared, "Move it away", code="E701")
     for path in _files(folder / SIDECAR):
         receipt = _RECEIPT.fullmatch(path.name)
         if receipt and not (_INDEX.fullmatch(receipt[1]) and int(receipt[1]) < cache.num_shards):
-            yield CacheError(path, "a receipt too many", declared, "Move it away")
+            yield CacheError(path, "a receipt too many", declared, "Move it away", code="E701")
     for shard in cache.shards:
         yield from cache.wrong_form(shard)
     yield from _wrong_vocabulary(cache)
     yield from _wrong_embeddings(cache)
     if cache.is_planned and len(cache.samples) != cache.num_samples:
         expected = f"{cache.num_samples} by {MANIFEST_NAME}"
-        yield CacheError(folder / SIDECAR, f"{len(cache.samples)} samples", expected)
+        yield CacheError(folder / SIDECAR, f"{len(cache.samples)} samples", expected, code="E701")
 
 
 def _missing_parts(cache: OpenCache) -> Iterator[CacheError]:
@@ -65,7 +65,7 @@ def _missing_parts(cache: OpenCache) -> Iterator[CacheError]:
         path = cache.folder / META_NAME
         if not os.path.lexists(path):
             remedy = "Resume it: precompute --resume"
-            yield CacheError(path, "no such file: production has not finished", remedy=remedy)
+            yield CacheError(path, "no such file: production has not finished", remedy=remedy, code="E702")
         for name in PLANNED:
             path = cache.folder / SIDECAR / name
             if not os.path.lexists(path):
@@ -80,11 +80,13 @@ def unused_files(cache: OpenCache) -> Iterator[CacheError]:
     for folder in (cache.folder, cache.folder / SIDECAR):
         for path in _files(folder):
             if path.name.startswith(".") and path.suffix == ".tmp":
-                yield CacheError(path, "left by a writer that was killed. It is not read; --resume removes it")
+                yield CacheError(
+                    path, "left by a writer that was killed. It is not read; --resume removes it", code="E701"
+                )
             elif (
                 folder != cache.folder and path.name not in (*PLANNED, LOCK_NAME) and not _RECEIPT.fullmatch(path.name)
             ):
-                yield CacheError(path, "no file of a cache. It is not read")
+                yield CacheError(path, "no file of a cache. It is not read", code="E701")
 
 
 def _files(folder: Path) -> list[Path]:
@@ -98,7 +100,9 @@ def _wrong_vocabulary(cache: OpenCache) -> Iterator[CacheError]:
     where, selected = cache.folder / MANIFEST_NAME, cache.manifest.get("selected_token_ids")
     size, vocab = cache.layout.draft_vocab_size, number_in(cache.manifest, "target_vocab_size", cache.folder, 1)
     if not isinstance(selected, list) or not all(type(token) is int for token in selected):
-        yield CacheError(where, f"selected_token_ids is {shortened(selected)}", f"a list of {size:,} token ids")
+        yield CacheError(
+            where, f"selected_token_ids is {shortened(selected)}", f"a list of {size:,} token ids", code="E701"
+        )
         return
     outside, distinct = [token for token in selected if not 0 <= token < vocab], len(set(selected))
     if len(selected) != size or distinct != size or outside:
@@ -107,6 +111,7 @@ def _wrong_vocabulary(cache: OpenCache) -> Iterator[CacheError]:
             f"selected_token_ids has {len(selected):,} ids, {distinct:,} different ones and {len(outside):,} beyond "
             f"the target's {vocab:,}",
             f"{size:,} different ones",
+            code="E701",
         )
 
 
@@ -119,7 +124,7 @@ def _wrong_embeddings(cache: OpenCache) -> Iterator[CacheError]:
     weight = (torch.float32, (cache.layout.aux_hidden_dim // 3,))
     if fields != {"weight": weight} or rows != vocab:
         found = ", ".join(f"{name} {form_text(form)}" for name, form in fields.items())
-        yield CacheError(path, f"{rows:,} rows of {found}", f"{vocab} rows of weight {form_text(weight)}")
+        yield CacheError(path, f"{rows:,} rows of {found}", f"{vocab} rows of weight {form_text(weight)}", code="E701")
 
 
 # --- checksums --------------------------------------------------------------------------------------------------------
@@ -135,7 +140,9 @@ def wrong_checksums(cache: OpenCache) -> Iterator[CacheError]:
     raw = read_meta_bytes(cache.folder, follow_links=cache.follow_links)
     recorded, computed = meta_crc32(raw)
     if recorded != computed:
-        yield CacheError(path, "meta_crc32 is not that of its content: it was changed", remedy=cache.remedy())
+        yield CacheError(
+            path, "meta_crc32 is not that of its content: it was changed", remedy=cache.remedy(), code="E701"
+        )
     meta = parse_object(raw)
     is_whole = len(existing_shard_indices(cache.folder)) == cache.num_shards == len(cache.shards)
     for record in file_records(meta, str(path)):
@@ -147,7 +154,7 @@ def wrong_checksums(cache: OpenCache) -> Iterator[CacheError]:
         "content_sha256"
     ):
         found = f"content_sha256 is {shortened(meta.get('content_sha256'))[:14]}, but the files give {content[:12]}"
-        yield CacheError(path, found, remedy=cache.remedy())
+        yield CacheError(path, found, remedy=cache.remedy(), code="E701")
 
 
 def _wrong_file(cache: OpenCache, name: str, size: int, sha256: str) -> Iterator[CacheError]:
@@ -165,7 +172,7 @@ def _wrong_file(cache: OpenCache, name: str, size: int, sha256: str) -> Iterator
     elif (computed := file_sha256(path, follow_links=cache.follow_links)) != sha256:
         found, expected = f"sha256 {computed[:12]}", f"{sha256[:12]} by {META_NAME}"
     if found:
-        yield CacheError(path, found, expected, cache.remedy(path.name))
+        yield CacheError(path, found, expected, cache.remedy(path.name), code="E701")
 
 
 def wrong_shard_checksums(cache: OpenCache, shard: int) -> Iterator[CacheError | str]:

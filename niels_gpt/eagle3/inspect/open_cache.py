@@ -180,7 +180,9 @@ class OpenCache:
         try:
             record = read_record(self.folder, follow_links=self.follow_links)
         except CacheError as error:  # its remedy is for a run that is about to start
-            raise CacheError(error.path, error.found, error.expected, self.remedy(PLAN_NAME)) from error
+            raise CacheError(
+                error.path, error.found, error.expected, self.remedy(PLAN_NAME), code=error.code
+            ) from error
         assert record is not None
         return record
 
@@ -208,7 +210,7 @@ class OpenCache:
     def missing(self, path: Path, expected: str) -> CacheError:
         """Return the error for a file that does not exist, with what to run."""
         remedy = self._resume(path.name) if self.is_planned else "Write it again, or produce the cache again"
-        return CacheError(path, "no such file", expected, remedy)
+        return CacheError(path, "no such file", expected, remedy, code="E702")
 
     @staticmethod
     def _resume(name: str) -> str:
@@ -242,7 +244,7 @@ class OpenCache:
         except OSError:
             raise
         except Exception as error:  # safetensors raises its own error, a direct subclass of Exception
-            raise CacheError(path, f"safetensors refuses it ({error})", "", self.remedy()) from error
+            raise CacheError(path, f"safetensors refuses it ({error})", "", self.remedy(), code="E701") from error
 
     def wrong_form(self, shard: int) -> Iterator[CacheError]:
         """Yield where a shard's header differs from the manifest."""
@@ -257,12 +259,14 @@ class OpenCache:
             return
         if rows != self.rows_of(shard):
             expected = f"{self.rows_of(shard)} of the manifest's {self.num_samples}"
-            yield CacheError(path, f"{rows} samples", expected, self.remedy())
+            yield CacheError(path, f"{rows} samples", expected, self.remedy(), code="E701")
         declared = self.layout.fields
         for name in sorted({*fields, *declared}):
             if fields.get(name) != declared.get(name):
                 found, expected = form_text(fields.get(name)), form_text(declared.get(name))
-                yield CacheError(path, f"{name} is {found}", f"{expected} by {MANIFEST_NAME}", self.remedy())
+                yield CacheError(
+                    path, f"{name} is {found}", f"{expected} by {MANIFEST_NAME}", self.remedy(), code="E701"
+                )
 
     @cached_property
     def counts(self) -> Counts:
@@ -303,7 +307,7 @@ class Row:
     def problem(self, found: str, expected: str = "") -> CacheError:
         """Return an error that names the shard's file, the sample's number and its id."""
         path = shard_path(self.cache.folder, self.number // self.cache.shard_size)
-        return CacheError(path, f"{self.cache.name(self.number)}: {found}", expected)
+        return CacheError(path, f"{self.cache.name(self.number)}: {found}", expected, code="E701")
 
     @property
     def length(self) -> int:
@@ -351,6 +355,7 @@ def refuse_malformed(look: Callable[Concatenate[Path, _P], _R]) -> Callable[Conc
                 cache,
                 f"not as docs/formats.md describes it ({error!r})",
                 remedy=f"Look at it: python -m niels_gpt.eagle3 verify {cache}",
+                code="E701",
             ) from error
 
     return refusing

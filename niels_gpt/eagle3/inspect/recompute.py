@@ -89,7 +89,7 @@ def _with_plan(cache: OpenCache, target: Target, k: int, seed: int, progress: Pr
     if other:
         of_plan, given = plan.target.get("name"), target.facts.get("name")
         found = f"made from another target: {', '.join(other)} of {of_plan} in the plan differ from those of {given}"
-        yield CacheError(cache.folder, found, remedy="Name the target that the cache was made from")
+        yield CacheError(cache.folder, found, remedy="Name the target that the cache was made from", code="E706")
         return
     changed = differing_fields(plan.run, target.run)
     device = torch.device(target.run["device"])
@@ -102,7 +102,7 @@ def _with_plan(cache: OpenCache, target: Target, k: int, seed: int, progress: Pr
             try:
                 tensors, _ = forward(shard, batch)
             except NonFiniteError as error:
-                yield CacheError(cache.folder, f"run again, {error}")
+                yield CacheError(cache.folder, f"run again, {error}", code="E706")
                 continue
             tables = cache.tables(shard)
             for row in rows:
@@ -131,7 +131,9 @@ def _other_embeddings(cache: OpenCache, module: torch.nn.Module, *, is_rounded: 
         return
     stored = read_target_embeddings(cache.folder, follow_links=cache.follow_links)
     if stored.shape != weight.shape:
-        yield CacheError(path, f"weight is {list(stored.shape)}, the target's {list(weight.shape)}", "", cache.remedy())
+        yield CacheError(
+            path, f"weight is {list(stored.shape)}, the target's {list(weight.shape)}", "", cache.remedy(), code="E706"
+        )
         return
     wrong: list[int] = []
     for start in range(0, len(stored), _CHUNK_TOKENS):
@@ -143,7 +145,9 @@ def _other_embeddings(cache: OpenCache, module: torch.nn.Module, *, is_rounded: 
         wrong += (start + differs.nonzero()[:, 0]).tolist()
     if wrong:
         found = f"the embedding of token {wrong[0]} is not the target's"
-        yield CacheError(path, found, f"equal bits; wrong for {len(wrong):,} of {len(stored):,} tokens", cache.remedy())
+        yield CacheError(
+            path, found, f"equal bits; wrong for {len(wrong):,} of {len(stored):,} tokens", cache.remedy(), code="E706"
+        )
 
 
 def _drawn(plan: Plan, k: int, seed: int) -> list[tuple[int, Batch, list[int]]]:

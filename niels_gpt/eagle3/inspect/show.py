@@ -21,6 +21,7 @@ from niels_gpt.eagle3.inspect.open_cache import (
     open_cache,
     refuse_malformed,
 )
+from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import shortened
@@ -168,7 +169,9 @@ def slot_rows(
     """
     row = _row(open_cache(path, follow_links=follow_links), number)
     if not 0 <= begin < max(1, row.length):
-        raise ValueError(f"slot {begin}: sample {number} has {row.length} tokens, expected 0 to {row.length - 1}")
+        raise coded(
+            "E106", ValueError(f"slot {begin}: sample {number} has {row.length} tokens, expected 0 to {row.length - 1}")
+        )
     layers = [f"norm {layer}" for layer in row.cache.aux_layer_ids]
     rows: Table = [("slot", "id", "text", "loss", "position", "likeliest draft tokens", *layers)]
     for slot in range(begin, min(row.length, begin + slots)):
@@ -183,7 +186,9 @@ def slot_rows(
 
 def _row(cache: OpenCache, number: int) -> Row:
     if not 0 <= number < cache.num_samples:
-        raise ValueError(f"sample {number}: there are {cache.num_samples}, expected 0 to {cache.num_samples - 1}")
+        raise coded(
+            "E106", ValueError(f"sample {number}: there are {cache.num_samples}, expected 0 to {cache.num_samples - 1}")
+        )
     return cache.row(number)
 
 
@@ -198,7 +203,7 @@ def _likeliest(row: Row, fields: dict[str, Tensor], tokenizer: Decoder | None) -
     for value, index in zip(values.tolist(), indices.tolist(), strict=True):
         if not 0 <= index < len(selected):
             remedy = f"Look at it: python -m niels_gpt.eagle3 verify {row.cache.path}"
-            raise CacheError(row.cache.path, f"draft id {index}", f"0 to {len(selected) - 1}", remedy)
+            raise CacheError(row.cache.path, f"draft id {index}", f"0 to {len(selected) - 1}", remedy, code="E701")
         text = f" {_text(selected[index], tokenizer)}" if tokenizer else ""
         parts.append(f"{selected[index]}{text} {value:.3f}")
     return ", ".join(parts)

@@ -46,7 +46,7 @@ def differences(
     recorded = number_in(cache.manifest, "target_vocab_size", cache.folder, 1)
     if again.vocab_size != recorded:
         found = f"target_vocab_size is {recorded}, and the target has {again.vocab_size} tokens"
-        yield CacheError(cache.folder, found)
+        yield CacheError(cache.folder, found, code="E701")
         return
     order = torch.randperm(cache.num_samples, generator=torch.Generator().manual_seed(seed))
     rows = [row for number in sorted(order[:k].tolist()) if (row := cache.row(number)).length]
@@ -187,4 +187,5 @@ def _unshifted(cache: OpenCache) -> Iterator[CacheError]:
             f"loss_mask is not shifted as input_ids are: in {far:,} of {replies:,} replies token {token} stands two "
             "slots before the first slot with loss, and what stands between varies, as the first token of a reply does",
             remedy="Slot p must have the mask of token p+1",
+            code="E701",
         )

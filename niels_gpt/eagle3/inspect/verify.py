@@ -131,7 +131,7 @@ class Report:
         except _MALFORMED as error:
             found = f"not as docs/formats.md describes it ({error!r})"
             remedy = "See what the other checks report, or produce the cache again"
-            self._problems[str(CacheError(self._cache.folder, found, remedy=remedy))] = None
+            self._problems[str(CacheError(self._cache.folder, found, remedy=remedy, code="E701"))] = None
 
     def ask_once(self, questions: _Questions) -> None:
         """Ask what is asked once in a cache. Where remarks and figures cannot be told, the problems say why."""
@@ -164,7 +164,7 @@ def _embeddings_not_finite(cache: OpenCache) -> Problems:
         wrong = (~torch.isfinite(table[start : start + _EMBEDDING_ROWS])).any(dim=-1).nonzero()
         if len(wrong):
             found = f"the embedding of token {start + int(wrong[0])} is not finite"
-            yield CacheError(cache.folder / EMBEDDINGS_NAME, found, "numbers")
+            yield CacheError(cache.folder / EMBEDDINGS_NAME, found, "numbers", code="E701")
             return
 
 
@@ -177,17 +177,18 @@ def _other_samples(cache: OpenCache) -> Problems:
                 f"sha256 {computed[:12]}",
                 f"{str(planned[key])[:12]} by the plan: these are not the rows that the target was run on",
                 cache.remedy(name),
+                code="E701",
             )
 
 
 def _no_positions(cache: OpenCache) -> Problems:
     if problem := cache.counts.problem:
-        yield CacheError(cache.folder, problem)
+        yield CacheError(cache.folder, problem, code="E709")
 
 
 def _few_positions(cache: OpenCache) -> Problems:
     if warning := cache.counts.warning:
-        yield CacheError(cache.folder, warning)
+        yield CacheError(cache.folder, warning, code="W703")
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,7 @@ def refuse_unusable(folder: Path) -> None:
                 f"is in the way of --output-dir {folder}",
                 "a folder",
                 "Move it away, or name another --output-dir",
+                code="E704",
             )
     has_holes(next(path for path in above if path.is_dir()))  # makes a file that has no name
 
@@ -133,6 +134,7 @@ def refuse_without_room(cache_dir: PathLike, sizes: Estimate) -> None:
             f"this run writes {sizes.to_write_bytes:,} bytes, and {sizes.free_bytes:,} are free there",
             remedy="Make room, name another --output-dir, or ask for less: --limit, --seq-length, --draft-vocab-size, "
             "--target-probs-topk",
+            code="E501",
         )
 
 

@@ -33,7 +33,7 @@ def finish(folder: Path, plan: Plan) -> dict[str, Any]:
     """
     meta = describe(folder, plan)
     if problem := Counts.of_meta(meta).problem:
-        raise CacheError(folder, problem)
+        raise CacheError(folder, problem, code="E709")
     write_bytes(folder / META_NAME, meta_bytes(meta))
     return parse_object(meta_bytes(meta))
 
@@ -87,5 +87,7 @@ def describe(folder: Path, plan: Plan) -> dict[str, Any]:
 def _receipt(folder: Path, shard: int) -> dict[str, Any]:
     receipt = read_receipt(folder, shard)
     if receipt is None:
-        raise CacheError(receipt_path(folder, shard), "no such file", remedy="Run the same command with --resume")
+        raise CacheError(
+            receipt_path(folder, shard), "no such file", remedy="Run the same command with --resume", code="E702"
+        )
     return receipt

@@ -20,6 +20,7 @@ from niels_gpt.eagle3.format.shard_writer import ShardWriter
 from niels_gpt.eagle3.produce.positions import ENOUGH, Counts
 from niels_gpt.eagle3.produce.supervision import cache_fields, check_finite
 from niels_gpt.eagle3.target import HFEagle3TargetModel, _shift_left_with_zero
+from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
 
 _AHEAD = 2  # batches given to the writer: one that is being written, and one that waits
@@ -92,16 +93,22 @@ def try_target(plan: Plan, samples: Samples, model: Any, device: torch.device) -
         raise
     except Exception as error:  # of the model's code, torch, or a library
         advice = "" if plan.run.get("attention") == "eager" else ". If its attention is why: --attention eager"
-        raise ValueError(
-            f"{plan.target.get('name')}: the target was loaded, and could not be run over {ids.shape[1]} tokens "
-            f"({type(error).__name__}: {error}){advice}. Nothing was written"
+        raise coded(
+            "E705",
+            ValueError(
+                f"{plan.target.get('name')}: the target was loaded, and could not be run over {ids.shape[1]} tokens "
+                f"({type(error).__name__}: {error}){advice}. Nothing was written"
+            ),
         ) from error
     sizes = outputs.aux_hidden_states.shape[-1], outputs.logits.shape[-1]
     expected = plan.manifest["aux_hidden_dim"], plan.manifest["target_vocab_size"]
     if sizes != expected:
-        raise ValueError(
-            f"{plan.target.get('name')}: it gives {sizes[0]} hidden states and {sizes[1]} logits a token, expected "
-            f"{expected[0]} and {expected[1]} by its config. Nothing was written"
+        raise coded(
+            "E705",
+            ValueError(
+                f"{plan.target.get('name')}: it gives {sizes[0]} hidden states and {sizes[1]} logits a token, expected "
+                f"{expected[0]} and {expected[1]} by its config. Nothing was written"
+            ),
         )
 
 
@@ -123,7 +130,7 @@ def make_shards(
                 _add(sums, {"tokens": lengths, **facts})
                 supervised, positions = supervised + sum(facts["supervised"]), positions + sum(facts["positions"])
                 if not positions and supervised >= ENOUGH:
-                    raise CacheError(cache_dir, Counts(supervised, supervised, 0).problem or "")
+                    raise CacheError(cache_dir, Counts(supervised, supervised, 0).problem or "", code="E709")
                 writer.write(shard, batch[1], lengths, tensors)
                 written(*writer.written())
             counts = {name: int(sums[name]) for name in _COUNTS}

@@ -79,7 +79,7 @@ def produce(
         if meta is None:
             meta = _make(folder, plan, samples, load, left, workers=workers, progress=progress, start=start)
         if warning := Counts.of_meta(meta).warning:
-            logger.warning("%s: %s", folder, warning)
+            logger.warning("%s: %s", folder, warning, extra={"code": "W703"})
         return Produced(meta, len(left))
 
 

@@ -64,7 +64,10 @@ def finished_shards(cache_dir: PathLike, plan: Plan, *, resume: bool) -> set[int
     _refuse_foreign_meta(cache_dir)
     if extra := sorted(shard for shard in shards if shard >= plan.num_shards):
         raise CacheError(
-            shard_path(cache_dir, extra[0]), f"the plan has {plan.num_shards} shards", remedy="Move it away"
+            shard_path(cache_dir, extra[0]),
+            f"the plan has {plan.num_shards} shards",
+            remedy="Move it away",
+            code="E704",
         )
     done = {shard for shard in shards if is_finished(cache_dir, plan, shard)}
     made_by = set() if done else _plans_named(cache_dir, shards)
@@ -107,7 +110,12 @@ def _is_of_plan(cache_dir: PathLike, plan: Plan, shards: set[int]) -> bool:
         made_by = _plans_named(cache_dir, shards)
         if made_by == {plan.sha256}:
             state = damage or ("is not that of the shards" if in_plan else "is missing")
-            logger.warning("%s: %s; it is written again", os.path.join(cache_dir, SIDECAR, PLAN_NAME), state)
+            logger.warning(
+                "%s: %s; it is written again",
+                os.path.join(cache_dir, SIDECAR, PLAN_NAME),
+                state,
+                extra={"code": "W701"},
+            )
             in_plan = []
         elif record is None:
             if not (made_by or shards or has_manifest or damage):
@@ -157,7 +165,7 @@ def _refuse_without_plan(cache_dir: PathLike, plan: Plan, made_by: set[str], dam
         problem = f"it has no {name}: another tool wrote it, so it cannot be continued"
     else:
         problem = "its manifest is missing, so the shards in it cannot be compared with this run"
-    raise CacheError(cache_dir, f"--resume was requested, but {problem}", remedy=remedy)
+    raise CacheError(cache_dir, f"--resume was requested, but {problem}", remedy=remedy, code="E703")
 
 
 def _refuse_other(
@@ -187,6 +195,7 @@ def _refuse_other(
         "--resume was requested, but the recorded plan does not match the current run configuration "
         f"(mismatched fields: {names}): {differences}",
         remedy=remedy,
+        code="E703",
     )
 
 
@@ -217,7 +226,7 @@ def refuse_existing(cache_dir: PathLike) -> None:
     what = "shards" if existing_shard_indices(cache_dir) else "a plan" if os.path.lexists(plan) else "a manifest"
     if what != "a manifest" or os.path.lexists(manifest_path(cache_dir)):
         raise CacheError(
-            cache_dir, f"already has {what}", remedy="Pass --resume to continue it, or name a fresh folder"
+            cache_dir, f"already has {what}", remedy="Pass --resume to continue it, or name a fresh folder", code="E704"
         )
     _refuse_foreign(cache_dir)
 
@@ -228,7 +237,7 @@ def _refuse_foreign(cache_dir: PathLike) -> None:
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
-        raise CacheError(folder, "is no folder", "one for the cache", "Name a fresh folder")
+        raise CacheError(folder, "is no folder", "one for the cache", "Name a fresh folder", code="E704")
     paths = [path for path in folder.iterdir() if path != sidecar]
     if sidecar.is_dir() and not sidecar.is_symlink():
         paths += [path for path in sidecar.iterdir() if path.name != LOCK_NAME]
@@ -239,7 +248,10 @@ def _refuse_foreign(cache_dir: PathLike) -> None:
         files = f"{len(foreign)} files" if len(foreign) > 1 else "a file"
         example = shortened(min(foreign))[1:-1]
         raise CacheError(
-            folder, f"holds {files} that no EAGLE-3 cache put there (such as {example})", remedy="Name a fresh folder"
+            folder,
+            f"holds {files} that no EAGLE-3 cache put there (such as {example})",
+            remedy="Name a fresh folder",
+            code="E704",
         )
 
 
@@ -249,13 +261,15 @@ def _refuse_foreign_meta(cache_dir: PathLike) -> None:
     if not os.path.lexists(path):
         return
     if path.is_symlink() or not path.is_file():
-        raise CacheError(path, "not a regular file", "the meta.json of this cache", "Move it away")
+        raise CacheError(path, "not a regular file", "the meta.json of this cache", "Move it away", code="E704")
     try:
         kind = parse_object(read_meta_bytes(cache_dir)).get("kind")
     except ValueError:
         return
     if kind != "eagle3":
-        raise CacheError(path, f"kind {shortened(kind)}", "'eagle3': it is another cache's", "Move it away")
+        raise CacheError(
+            path, f"kind {shortened(kind)}", "'eagle3': it is another cache's", "Move it away", code="E704"
+        )
 
 
 # --- what is finished -------------------------------------------------------------------------------------------------
@@ -270,7 +284,7 @@ def is_finished(cache_dir: PathLike, plan: Plan, shard: int) -> bool:
     except FileNotFoundError:
         return False
     except CacheError as error:
-        logger.warning("%s; the shard is made again", error)
+        logger.warning("%s; the shard is made again", error, extra={"code": "W702"})
         return False
     if receipt is None or raw != canonical_json(receipt) or receipt["facts"].get("plan") != plan.sha256:
         return False

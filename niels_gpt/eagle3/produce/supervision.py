@@ -24,6 +24,8 @@ from niels_gpt.eagle3.target import PART_VALUES, Eagle3TargetBatch
 class NonFiniteError(RuntimeError):
     """The target's output has a number that is not finite, or that the cache's dtype cannot hold."""
 
+    code = "E708"
+
 
 def draft_distribution(
     logits: Tensor, loss_mask: Tensor, selected_token_ids: Tensor, selected_token_mask: Tensor

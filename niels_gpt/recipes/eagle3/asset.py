@@ -25,6 +25,7 @@ from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.checks import Verdict
+from niels_gpt.storage.codes import coded
 from niels_gpt.storage.fileio import META_NAME, canonical_json
 
 if TYPE_CHECKING:
@@ -93,9 +94,12 @@ def target_name(settings: Settings) -> str:
     if settings.eagle3_target is not None:
         return settings.eagle3_target
     if settings.source_root != "sample":
-        raise ValueError(
-            f"{KEY}: no target is named, and the small random Llama stands in for one in the sample only. Name the "
-            "folder or the hub id of a model: the setting eagle3_target, NIELS_GPT_EAGLE3_TARGET"
+        raise coded(
+            "E705",
+            ValueError(
+                f"{KEY}: no target is named, and the small random Llama stands in for one in the sample only. Name the "
+                "folder or the hub id of a model: the setting eagle3_target, NIELS_GPT_EAGLE3_TARGET"
+            ),
         )
     from niels_gpt.eagle3.target import write_small_target
     from niels_gpt.tokenizer import load_tokenizer

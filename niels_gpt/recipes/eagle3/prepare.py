@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from niels_gpt.chat_template import roles_counted
 from niels_gpt.recipes.eagle3.options import Options
 from niels_gpt.settings import Settings
+from niels_gpt.storage.codes import coded
 
 if TYPE_CHECKING:
     import torch
@@ -111,8 +112,11 @@ def resolve(options: Options, settings: Settings, *, plan_from: Path | None = No
     recorded = recorded_plan(options.output_dir if plan_from is None and options.resume else plan_from)
     target = target_facts(options.target_model, revision=_revision(options, recorded.get("target", {})))
     if target.max_positions is not None and options.seq_length > target.max_positions:
-        raise ValueError(
-            f"--seq-length is {options.seq_length}, and {options.target_model} has {target.max_positions} positions"
+        raise coded(
+            "E705",
+            ValueError(
+                f"--seq-length is {options.seq_length}, and {options.target_model} has {target.max_positions} positions"
+            ),
         )
     try:
         layers = checked_aux_layer_ids(options.aux_layer_ids, target.num_layers)
