@@ -348,7 +348,7 @@ def tokenizer_of(folder: Path, sha256: str | None) -> SentencePieceTokenizer:
         raise ImportError(f"the text of ids needs SentencePiece ({error}): pip install sentencepiece") from error
     if sha256 not in (None, tokenizer.sha256):
         expected = f"tokenizer {str(sha256)[:12]}, of which the ids are"
-        raise CacheError(beside / MODEL_NAME, f"tokenizer {tokenizer.sha256[:12]}", expected, REBUILD)
+        raise CacheError(beside / MODEL_NAME, f"tokenizer {tokenizer.sha256[:12]}", expected, REBUILD, code="E402")
     return tokenizer
 
 

@@ -130,7 +130,8 @@ class PretrainSplit:
             path, total = path_inside(self.folder.parent, f"index/{self.folder.name}_docs.npy"), int(self.lengths.sum())
             starts = load_idx(path, num_tokens=np.iinfo(np.int64).max)
             if starts[-1] != total:
-                raise CacheError(path, f"ends at token {starts[-1]}", f"{total}, the tokens of the shards", REBUILD)
+                expected = f"{total}, the tokens of the shards"
+                raise CacheError(path, f"ends at token {starts[-1]}", expected, REBUILD, code="E201")
             self._documents = starts
         return self._documents
 

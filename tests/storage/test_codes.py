@@ -38,7 +38,7 @@ def uncoded(source: str) -> Iterator[str]:
             code = ast.unparse(call.args[0])
         else:
             continue
-        if code not in ("error.code", "code") and code.strip("'") not in CODES:
+        if code not in ("error.code", "message.code", "code", "''") and code.strip("'") not in CODES:
             yield f"{call.lineno}: {ast.unparse(call)[:80]}"
 
 
