@@ -9,11 +9,19 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tools.pictures import overview
+from tools.pictures import concepts, dagster_page, masks, overview, plan
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 PICTURES: dict[str, Callable[[Path], None]] = {
     "overview": overview.draw,
+    "loss_mask": masks.draw_loss,
+    "folded_mask": masks.draw_folded,
+    "versions": concepts.draw_versions,
+    "splits": concepts.draw_splits,
+    "resume": concepts.draw_resume,
+    "exactly_once": concepts.draw_exactly_once,
+    "plan": plan.draw,
+    "dagster": dagster_page.draw,
 }
 
 
