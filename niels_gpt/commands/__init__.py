@@ -12,5 +12,7 @@ report.py           the text that list, build, --dry-run, snapshot, verify and d
 train_tokenizer.py  train-tokenizer; python -m niels_gpt.train_tokenizer
 precompute.py       eagle3 precompute, the estimate and progress that it prints; python -m niels_gpt.eagle3.precompute
 eagle3.py           eagle3 verify, inspect, convert, stats; python -m niels_gpt.eagle3
+demo.py             demo: every cache of the bundled sample
+doctor.py           doctor and explain: what is installed, which caches need care; what a code means
 prefix_tree.py      tree stats, show, demo; python -m niels_gpt.prefix_tree
 """

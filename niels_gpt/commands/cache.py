@@ -6,8 +6,6 @@ The builds themselves are in build.py. Heavy modules are imported by the functio
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from niels_gpt.commands.console import (
     Result,
     command,
     escaped,
+    is_color_wanted,
     number_of_tokens,
     parsed,
     print_error,
@@ -196,7 +195,7 @@ def show(cache: Path, split: str, at: int, color: str, tokens: int, tokenizer: s
     """Print a piece of a cache."""
     from niels_gpt.inspection import show as inspection
 
-    is_colored = color == "always" or (color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+    is_colored = color == "always" or (color == "auto" and is_color_wanted())
     model = inspection.tokenizer_of(cache, tokenizer)
     text = inspection.show(cache, model, split=split, position=at, num_tokens=tokens, color=is_colored)
     say(text)
@@ -265,7 +264,7 @@ def verify(path: tuple[Path, ...], deep: bool) -> Result:
     is_damaged = False
     for cache in caches:
         with progress_bar(escaped(cache), unit="B", items="files") as progress:
-            damages = _damage_of(cache, deep=deep, progress=progress)
+            damages = damage_of(cache, deep=deep, progress=progress)
         found[str(cache)] = [damage._asdict() for damage in damages]
         is_damaged |= bool(damages)
         say(damage_lines(cache, damages))
@@ -274,7 +273,7 @@ def verify(path: tuple[Path, ...], deep: bool) -> Result:
     return Result(found, ExitCode.FAILED if errors else ExitCode.GOOD)
 
 
-def _damage_of(cache: Path, *, deep: bool, progress: Progress | None) -> list[Any]:
+def damage_of(cache: Path, *, deep: bool, progress: Progress | None) -> list[Any]:
     """Return the damage of a cache of any kind. deep: read every file; else, of an EAGLE-3 cache, the headers."""
     from niels_gpt.cache.meta import find_meta
     from niels_gpt.inspection.file_checks import Damage

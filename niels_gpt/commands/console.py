@@ -65,7 +65,7 @@ _DAMAGE = frozenset(
 
 def exit_code_of(error: BaseException) -> ExitCode:
     """Return the exit code of a command that this error ends."""
-    if isinstance(error, UsageError):
+    if isinstance(error, UsageError) or code_of(error) == "E101":
         return ExitCode.USAGE
     if isinstance(error, ImportError):
         return ExitCode.NOT_INSTALLED
@@ -133,7 +133,7 @@ class Command(_Help):
         log_to_stderr(self._level)
         is_strict, found = ctx.params.pop("strict"), ctx.params.pop("json")
         ctx.meta[_JSON] = found
-        with _counted_warnings(ctx):
+        with _counted_warnings(ctx, max(self._level, logging.WARNING)):
             code = exit_status(lambda: _finish(super(Command, self).invoke(ctx), ctx), **self._how)
         count = ctx.meta[_WARNINGS]
         if not is_strict or not count or code is not ExitCode.GOOD:
@@ -184,6 +184,11 @@ def run(
     return codes.get(code, int(code))
 
 
+def is_color_wanted() -> bool:
+    """Whether results may be coloured: on a terminal, unless NO_COLOR is set."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
 def say(text: object) -> None:
     """Print a line of the result for people; with --json nothing."""
     if not click.get_current_context().meta[_JSON]:
@@ -202,10 +207,13 @@ def _finish(result: Result, context: click.Context) -> ExitCode:
 
 
 @contextmanager
-def _counted_warnings(context: click.Context) -> Iterator[None]:
-    """Count the warnings of this package's loggers and of Python, for --strict; print those of Python as one line."""
+def _counted_warnings(context: click.Context, level: int) -> Iterator[None]:
+    """Count the warnings of this package's loggers and of Python, for --strict; print those of Python as one line.
+
+    level: of the log records that are printed; others do not count.
+    """
     context.meta[_WARNINGS] = 0
-    counter = _Counter(context.meta)
+    counter = _Counter(context.meta, level)
     ours = logging.getLogger("niels_gpt")
     ours.addHandler(counter)
     before = warnings.showwarning
@@ -225,8 +233,8 @@ def _print_python_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 class _Counter(logging.Handler):
-    def __init__(self, counts: dict[str, Any]) -> None:
-        super().__init__(logging.WARNING)
+    def __init__(self, counts: dict[str, Any], level: int) -> None:
+        super().__init__(level)
         self._counts = counts
 
     def emit(self, record: logging.LogRecord) -> None:

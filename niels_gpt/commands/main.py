@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import click
-from rich_click import RichCommandPanel, argument
+from rich_click import RichCommandPanel
 
 from niels_gpt import __version__
-from niels_gpt.commands import cache, eagle3, precompute, prefix_tree, train_tokenizer
-from niels_gpt.commands.console import Group, Result, command, run, say
-from niels_gpt.storage.codes import CODES, explained
+from niels_gpt.commands import cache, demo, doctor, eagle3, precompute, prefix_tree, train_tokenizer
+from niels_gpt.commands.console import Group, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,16 +24,6 @@ def _fold_demo() -> Callable[..., dict[str, Any]]:
     return run
 
 
-@command(
-    "explain", "Print what a code of an error or a warning means, and what to do.", examples="niels-gpt explain E503"
-)
-@argument("code", help="such as E503 or W203")
-def explain(code: str) -> Result:
-    """Print the row of a code."""
-    say(explained(code))
-    return Result(asdict(CODES[code.upper()]))
-
-
 EAGLE3 = Group(
     "eagle3",
     [precompute.PRECOMPUTE, *eagle3.COMMANDS],
@@ -47,9 +35,9 @@ TREE = Group(
     help="What folding shared prefixes saves on recorded rollouts.",
 )
 _PANELS: dict[str, list[click.Command]] = {
-    "Build": [cache.build, cache.snapshot, train_tokenizer.train],
+    "Build": [cache.build, cache.snapshot, train_tokenizer.train, demo.demo],
     "Look inside": [cache.list_caches, cache.show, cache.stats, cache.locate, cache.diff],
-    "Care": [cache.verify, cache.gc, explain],
+    "Care": [cache.verify, cache.gc, doctor.doctor, doctor.explain],
     "More caches": [EAGLE3, TREE],
 }
 ROOT = Group(
@@ -60,7 +48,8 @@ ROOT = Group(
 niels-gpt show cache/sample/sft/oasst1          an example, with its loss mask
 niels-gpt verify cache --deep                   every damage, with its file and bytes""",
     panels=[
-        RichCommandPanel(title, commands=[str(each.name) for each in commands]) for title, commands in _PANELS.items()
+        RichCommandPanel(title, commands=[str(command.name) for command in commands])
+        for title, commands in _PANELS.items()
     ],
 )
 ROOT = click.version_option(__version__, message="%(prog)s %(version)s")(ROOT)

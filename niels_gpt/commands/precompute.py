@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich_click import RichOption
 
-from niels_gpt.commands.console import ERRORS, Command, ExitCode, Result, run, say
+from niels_gpt.commands.console import ERRORS, Command, ExitCode, Result, is_color_wanted, run, say
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.options import GROUPS, Options, flag_name
 from niels_gpt.recipes.eagle3.prepare import Prepared, carry_out, prepare, resolve
@@ -60,7 +60,7 @@ def _run(options: Options, settings: Settings, *, dry_run: bool) -> Result:
     if prepared.shown:
         from niels_gpt.chat.rows import show_rows
 
-        say(show_rows(prepared.shown, resolved.tokenizer, color=sys.stdout.isatty()))
+        say(show_rows(prepared.shown, resolved.tokenizer, color=is_color_wanted()))
     done = finished_shards(options.output_dir, prepared.plan, resume=options.resume)
     sizes = estimate(options.output_dir, prepared.plan, prepared.samples, done=done)
     _print_estimate(sizes, prepared, options.output_dir)

@@ -1,0 +1,97 @@
+"""niels-gpt demo: every cache of the bundled sample, in one folder, and what to try with them."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+import tempfile
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich_click import argument
+
+from niels_gpt.commands.console import ExitCode, Result, command, is_color_wanted, progress_bar, say
+from niels_gpt.settings import Settings
+
+if TYPE_CHECKING:
+    from niels_gpt.recipes.run_recipe import Outcome
+
+_SHOWN = "sft/oasst1"
+_TOKENS = 120  # of the example
+
+
+@command(
+    "demo",
+    "Build every cache from the bundled sample, and print what to try next.\n\n"
+    "The caches are those of `make run`: FOLDER/sample/pretrain/..., FOLDER/sample/sft/... Without FOLDER a new folder "
+    "for temporary files is made and kept. eagle3/targets needs the extra eagle3.",
+    kept=". What was finished is kept; the same command resumes",
+    level=logging.ERROR,  # the sample has odd rows on purpose; the table counts them
+    examples="niels-gpt demo          in a new temporary folder\nniels-gpt demo cache    in cache/sample",
+)
+@argument(
+    "folder", type=click.Path(path_type=Path), required=False, help="folder for the caches; a new one if not given"
+)
+def demo(folder: Path | None) -> Result:
+    """Build the sample."""
+    from niels_gpt.commands.build import build_each, chosen_keys, print_failures
+    from niels_gpt.commands.report import listed, outcomes_table
+    from niels_gpt.inspection.show import show, tokenizer_of
+    from niels_gpt.recipes.run_recipe import cache_root
+
+    start = time.monotonic()
+    place = Path(tempfile.mkdtemp(prefix="niels-gpt-demo-")) if folder is None else folder
+    settings = Settings(source_root="sample", cache_dir=str(place))
+    root, outcomes, failures = cache_root(settings), list["Outcome"](), dict[str, Exception]()
+    print(f"Building the caches of the bundled sample in {root} ...", file=sys.stderr)
+    build_each(settings, chosen_keys(settings, None), outcomes, failures, refresh=False, bar=_bar)
+    missing = _add_targets(settings, outcomes, failures)
+    say(outcomes_table(outcomes, failures))
+    say(f"{missing}{len(outcomes)} caches in {root}, in {time.monotonic() - start:.0f} s")
+    code = print_failures(failures)
+    if code is ExitCode.GOOD:
+        tokenizer = tokenizer_of(root / _SHOWN, None)
+        piece: dict[str, Any] = {"split": "train", "position": 0, "num_tokens": _TOKENS, "color": is_color_wanted()}
+        text = show(root / _SHOWN, tokenizer, **piece)
+        say(f"\nA chat of {_SHOWN}. Only marked tokens carry loss:\n\n{text}\n\n{_next(root, outcomes)}")
+    return Result({"folder": str(root), "caches": listed(root, outcomes, failures)}, code)
+
+
+def _bar(key: str) -> AbstractContextManager[Any]:
+    return progress_bar(key, items="documents")
+
+
+def _add_targets(settings: Settings, outcomes: list[Outcome], failures: dict[str, Exception]) -> str:
+    """Build eagle3/targets; returns why it was left out, as a line, or nothing."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        return "eagle3/targets was left out: it needs transformers. pip install 'niels-gpt[eagle3]'\n"
+    from niels_gpt.recipes.eagle3.asset import KEY, build_targets
+
+    with progress_bar(KEY) as progress:
+        try:
+            outcomes.append(build_targets(settings, progress=progress))
+        except (ValueError, OSError, RuntimeError) as error:
+            failures[KEY] = error
+    return ""
+
+
+def _next(root: Path, outcomes: list[Outcome]) -> str:
+    """Return what to try, as lines that work as they are printed."""
+    tries = [
+        (["show", f"{root}/{_SHOWN}", "--split", "val"], "another chat, with its loss mask"),
+        (["stats", f"{root}/pretrain/wikitext"], "lengths, drops, source and licence"),
+        (["locate", f"{root}/pretrain/wikitext", "train", "1_000"], "the document at a token"),
+        (["verify", f"{root}", "--deep"], "every byte against its checksum"),
+    ]
+    if outcomes[-1].key.startswith("eagle3"):
+        tries.append((["eagle3", "stats", f"{root}/eagle3/targets"], "what a draft is trained on"))
+    lines = [(shlex.join(["niels-gpt", *words]), why) for words, why in tries]
+    lines.append(("niels-gpt build --pretrain notes='NOTES/**/*.md'", "a cache of your own text"))
+    width = max(len(line) for line, _ in lines)
+    return "\n".join(["Try next:", *(f"  {line.ljust(width)}  {why}" for line, why in lines)])

@@ -1,0 +1,207 @@
+"""niels-gpt doctor: what is installed and what needs care. niels-gpt explain: what a code of an error means."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import click
+from rich_click import argument
+
+from niels_gpt import __version__
+from niels_gpt.commands.console import ExitCode, Result, command, say, table
+from niels_gpt.settings import Settings
+from niels_gpt.storage.codes import CODES, explained
+from niels_gpt.storage.errors import CacheError
+
+EXTRAS = {
+    "dagster": ("dagster", "caches as Dagster assets, its UI and schedules"),
+    "eagle3": ("transformers", "target models and chat templates of the Hugging Face hub; eagle3 precompute"),
+    "plot": ("matplotlib", "pictures: stats --plot, tree stats --plot"),
+    "docs": ("zensical", "the site: make docs"),
+    "browser": ("playwright", "the browser tests"),
+    "dev": ("pytest", "tests and checks"),
+}
+"""Of each extra the package that shows that it is installed, and what it is for."""
+COMPLETION = {
+    "bash": 'eval "$(_NIELS_GPT_COMPLETE=bash_source niels-gpt)"',
+    "zsh": 'eval "$(_NIELS_GPT_COMPLETE=zsh_source niels-gpt)"',
+    "fish": "_NIELS_GPT_COMPLETE=fish_source niels-gpt | source",
+}
+"""The line of a shell's start file that makes it complete commands, sources and codes."""
+
+
+@dataclass(frozen=True)
+class Care:
+    """What a cache needs."""
+
+    cache: str
+    problem: str
+    command: str
+    """That helps."""
+    is_damage: bool = False
+
+
+@command(
+    "doctor",
+    "Print what is installed, the room there is, and which caches need care.",
+    examples="niels-gpt doctor\nniels-gpt doctor /data/caches --json",
+)
+@argument("cache_dir", type=click.Path(path_type=Path), default=Settings().cache_dir, help="folder of the caches")
+def doctor(cache_dir: Path) -> Result:
+    """Look at the installation and the caches."""
+    machine, extras = _machine(cache_dir), _extras()
+    say(table(machine))
+    say("\nextras")
+    say(
+        table(
+            [("  " + name, found or "not installed", what, command) for name, (found, what, command) in extras.items()]
+        )
+    )
+    say(f"\ncaches in {cache_dir}")
+    tokenizer, caches, cares = _caches(cache_dir)
+    number = len({care.cache for care in cares}) or "none"
+    say(f"  tokenizer: {tokenizer}\n  {len(caches)} caches, {number} of them in need of care")
+    for care in cares:
+        say(f"  {care.cache}: {care.problem}\n    {care.command}")
+    line = COMPLETION.get(Path(os.environ.get("SHELL", "")).name, COMPLETION["bash"])
+    say(f"\nTo complete commands with Tab, add to the start file of your shell:\n  {line}")
+    data = {
+        "machine": dict(machine),
+        "extras": {
+            name: {"version": found, "for": what, "install": command} for name, (found, what, command) in extras.items()
+        },
+        "tokenizer": tokenizer,
+        "caches": [str(cache) for cache in caches],
+        "care": [asdict(care) for care in cares],
+    }
+    return Result(data, ExitCode.DAMAGED if any(care.is_damage for care in cares) else ExitCode.GOOD)
+
+
+def _machine(cache_dir: Path) -> list[tuple[str, str]]:
+    from niels_gpt.recipes.disk import free_bytes, size_text
+    from niels_gpt.recipes.run_recipe import num_threads
+
+    memory = "not known"
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        memory = size_text(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return [
+        ("niels-gpt", __version__),
+        ("Python", f"{platform.python_version()}, {sys.executable}"),
+        ("cores", f"{num_threads(Settings())} usable"),
+        ("memory", memory),
+        ("disk", f"{size_text(free_bytes(cache_dir))} free at {cache_dir}"),
+        *((name, _version(name) or "not installed") for name in ("torch", "datasets", "sentencepiece")),
+    ]
+
+
+def _extras() -> dict[str, tuple[str | None, str, str]]:
+    """Return of each extra the package and version that is installed, what it is for, and how to install it."""
+    found = {}
+    for name, (package, what) in EXTRAS.items():
+        installed = _version(package)
+        how = "" if installed else f"pip install 'niels-gpt[{name}]'"
+        found[name] = (installed and f"{package} {installed}", what, how)
+    return found
+
+
+def _version(package: str) -> str | None:
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
+# --- caches -----------------------------------------------------------------------------------------------------------
+
+
+def _caches(folder: Path) -> tuple[str, list[Path], list[Care]]:
+    """Return the tokenizer in a folder of caches, the caches, and what they need."""
+    from niels_gpt.inspection.caches import caches_below
+    from niels_gpt.storage.versions import versions_below
+
+    try:
+        caches = caches_below(folder)
+    except (CacheError, FileNotFoundError):  # no folder yet, or none in it
+        caches = []
+    cares = [care for cache in caches for care in _of_content(cache)]
+    for versions in versions_below(folder) if folder.is_dir() else ():
+        cares += _of_versions(folder, versions.parent.parent / versions.name)
+    return _tokenizer(caches), [cache for cache in caches if cache.name != "tokenizer"], cares
+
+
+def _tokenizer(caches: list[Path]) -> str:
+    from niels_gpt.cache.meta import find_meta
+    from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
+
+    for cache in caches:
+        if cache.name == "tokenizer":
+            with contextlib.suppress(CacheError, OSError):
+                return f"{cache}, {(find_meta(cache) or {}).get('vocab_size')} ids"
+            return f"{cache}, damaged"
+    if DEFAULT_TOKENIZER_PATH.exists():
+        return f"{DEFAULT_TOKENIZER_PATH}, which the next build copies"
+    return "none; the first build trains one"
+
+
+def _of_content(cache: Path) -> Iterator[Care]:
+    from niels_gpt.builders.meta_keys import BUILDER_VERSION
+    from niels_gpt.cache.meta import find_meta
+    from niels_gpt.commands.cache import damage_of
+    from niels_gpt.inspection.readers import refusal
+    from niels_gpt.storage.remedies import rebuild_command
+
+    reason = refusal(cache)
+    if reason is not None:
+        yield Care(str(cache), f"readers refuse it: {reason}", shlex.join(["niels-gpt", "verify", str(cache)]), True)
+        return
+    meta: dict[str, Any] = find_meta(cache) or {}
+    if meta.get("kind") == "eagle3":
+        for damage in damage_of(cache, deep=False, progress=None)[:1]:
+            yield Care(str(cache), damage.problem, shlex.join(["niels-gpt", "eagle3", "verify", str(cache)]), True)
+    elif meta.get("kind") in ("pretrain", "sft") and meta.get("builder_version", 0) < BUILDER_VERSION:
+        yield Care(str(cache), f"made by builder version {meta.get('builder_version')}", rebuild_command(cache))
+
+
+def _of_versions(folder: Path, cache: Path) -> Iterator[Care]:
+    """Yield what stands beside the versions of a cache: unfinished builds, and what gc would remove."""
+    from niels_gpt.builders.journal import unfinished_builds
+    from niels_gpt.storage.versions import refuse_if_building, removable
+
+    gc = shlex.join(["niels-gpt", "gc", str(folder)])
+    try:
+        refuse_if_building(cache)
+        unfinished, pieces = len(unfinished_builds(cache)), removable(cache)
+    except (CacheError, OSError):  # it is being built
+        return
+    if unfinished:
+        yield Care(str(cache), "an unfinished build; the same build command resumes it, and this removes it", gc)
+    elif pieces:
+        number = len(pieces)
+        yield Care(
+            str(cache), f"{number} old version{'' if number == 1 else 's'} or rest{'' if number == 1 else 's'}", gc
+        )
+
+
+# --- explain ----------------------------------------------------------------------------------------------------------
+
+
+def _codes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[click.shell_completion.CompletionItem]:
+    found = [row for row in CODES.values() if row.code.startswith(incomplete.upper())]
+    return [click.shell_completion.CompletionItem(row.code, help=row.name) for row in found]
+
+
+@command("explain", "Explain the code of an error or a warning.", examples="niels-gpt explain E203")
+@argument("code", shell_complete=_codes, help="as in error[E203]")
+def explain(code: str) -> Result:
+    """Print what a code means and what to do."""
+    text = explained(code)
+    say(text)
+    return Result(asdict(CODES[code.upper()]))
