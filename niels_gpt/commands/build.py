@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.commands.console import ExitCode, Result, exit_code_of, print_error, print_warning, progress_bar, say
-from niels_gpt.commands.report import checked, listed, outcomes_table, plan_table, snapshot_lines
+from niels_gpt.commands.report import checked, ids_text, listed, notices, outcomes_table, plan_table, snapshot_lines
 from niels_gpt.recipes import run_recipe
 from niels_gpt.recipes.disk import DiskNeed, free_bytes, needed_bytes, refuse_without_room, unfinished_bytes
 from niels_gpt.recipes.plan import RECIPES, Plan, plan, recipes
@@ -48,7 +48,7 @@ def build_caches(
         build_each(settings, chosen, outcomes, failures, bar=lambda key: progress_bar(key, items="documents"), **flags)
     finally:
         if outcomes or failures:
-            say(outcomes_table(outcomes, failures))
+            say(_built(outcomes, failures))
     rows = listed(cache_root(settings), outcomes, failures)
     return Result({"caches": rows}, print_failures(failures), _look(settings, outcomes))
 
@@ -62,6 +62,33 @@ def _planned(settings: Settings, chosen: list[str]) -> Result:
     return Result(
         {"caches": [asdict(item) for item in plans], "free_bytes": free_bytes(Path(settings.cache_dir))}, code
     )
+
+
+def _built(outcomes: Sequence[Outcome], failures: Mapping[str, Exception]) -> str:
+    """Return a table; of one cache a line, after that of a new tokenizer."""
+    caches = [outcome for outcome in outcomes if outcome.key != TOKENIZER_KEY]
+    if failures or len(caches) != 1:
+        return outcomes_table(outcomes, failures)
+    new = [outcome for outcome in outcomes if outcome in caches or not outcome.reused]
+    return "\n".join([*map(_line, new), *filter(None, map(notices, new))])
+
+
+def _line(outcome: Outcome) -> str:
+    """Return what was built in one line: "pretrain/notes: 1,204 documents, 5,812,345 tokens, in 3.2 s"."""
+    meta, totals = outcome.meta, outcome.meta.get("totals", {})
+    if outcome.key == TOKENIZER_KEY:
+        what = ids_text(meta)
+    elif meta.get("built") is False:
+        what = "not built, a stub"
+    elif meta["kind"] == "sft":
+        what = f"{_sum(totals, 'examples'):,} chats, {_sum(totals, 'tokens'):,} tokens"
+    else:
+        what = f"{sum(meta['docs'].values()):,} documents, {_sum(totals, 'tokens'):,} tokens"
+    return f"{outcome.key}: {what}, {'up to date' if outcome.reused else f'in {outcome.seconds:.1f} s'}"
+
+
+def _sum(totals: Mapping[str, int], unit: str) -> int:
+    return sum(totals[f"{split}_{unit}"] for split in ("train", "val"))
 
 
 def _look(settings: Settings, outcomes: Sequence[Outcome]) -> str:

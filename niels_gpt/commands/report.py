@@ -43,10 +43,10 @@ def outcomes_table(
             reason = reason or _malformed(error)
         rows.append((outcome.key, _state(outcome) if reason is None else f"refused: {reason}", *cells))
     rows += [(key, f"refused: {refused[key]}" if key in refused else "FAILED", *["-"] * 6) for key in failures]
-    return "\n".join([table(rows), *filter(None, map(_notices, outcomes))])
+    return "\n".join([table(rows), *filter(None, map(notices, outcomes))])
 
 
-def _notices(outcome: Outcome) -> str:
+def notices(outcome: Outcome) -> str:
     """Return a line of what is lost or odd in a cache; "" where nothing is."""
     found = loss_table(outcome.meta)
     if outcome.meta.get("lossless") is not False:
@@ -66,7 +66,7 @@ def _cells(outcome: Outcome) -> list[str]:
     peak = "-" if outcome.peak_bytes is None else size_text(outcome.peak_bytes)
     counts = [_count(totals, split) for split in ("train", "val")]
     if outcome.key == TOKENIZER_KEY:
-        counts = [_ids(outcome.meta), "-"]
+        counts = [ids_text(outcome.meta), "-"]
     elif outcome.meta.get("kind") == "eagle3":  # of one piece
         counts = [f"{totals['samples']:,} samples, {totals['tokens']:,} tokens", "-"]
     seconds = f"{outcome.seconds:.2f}".replace("nan", "-")
@@ -217,7 +217,8 @@ def _state(outcome: Outcome) -> str:
     return f"{built}, up to date" if outcome.reused else built
 
 
-def _ids(meta: Mapping[str, Any]) -> str:
+def ids_text(meta: Mapping[str, Any]) -> str:
+    """Return the size of a tokenizer, and the one that was asked for where the text allows no more."""
     asked = meta.get("requested_vocab_size")
     less = isinstance(asked, int) and asked > meta["vocab_size"]
     return f"{meta['vocab_size']:,} ids" + (f" of {asked:,} asked for" if less else "")

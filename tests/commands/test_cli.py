@@ -199,7 +199,7 @@ def test_ctrl_c_in_a_command_that_builds_nothing_speaks_of_no_build(
 
 def test_a_source_named_twice_is_built_once(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["build", "roam", "pretrain/roam", *flags]) == 0
-    assert capsys.readouterr().out.count("\npretrain/roam ") == 1
+    assert capsys.readouterr().out.count("pretrain/roam: 42 documents") == 1
     assert cli.main(["build", "sft/roam", *flags]) == 2
 
 
