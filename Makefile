@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev,dagster,eagle3
 # Processes of `make test`: one for each core that it may use, four at most; 0 is the one of pytest itself.
-PYTEST_WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_getaffinity(0))))")
+PYTEST_WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()))")
 
 # Dagster recommends its newer command line at every call of the one that people and CI use here.
 DAGSTER := PYTHONWARNINGS=ignore $(BIN)/dagster

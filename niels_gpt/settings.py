@@ -5,8 +5,14 @@ A field's `metadata["help"]` gives its unit, its meaning and its source; it is t
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use; where the system cannot tell, how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class UsageError(ValueError):

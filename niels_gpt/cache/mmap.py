@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_NUMPY_DTYPE
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import PathLike
-from niels_gpt.storage.filemaps import FileMaps, MapError, memory_bytes, page_starts
+from niels_gpt.storage.filemaps import HAS_FILE_MAPS, FileMaps, MapError, mapped_file, memory_bytes, page_starts
 from niels_gpt.storage.meta_json import is_sparse, open_regular, shortened
 from niels_gpt.storage.remedies import build_again
 from niels_gpt.storage.versions import public_path
@@ -43,16 +43,9 @@ def mmap_tokens(path: PathLike, *, expected_bytes: int | None = None) -> NDArray
     handle = _opened(path, "token file")
     try:
         size = _checked_size(path, os.fstat(handle).st_size, expected_bytes)
-        return _mapped_bytes(handle, size).view(TOKEN_NUMPY_DTYPE)
+        return mapped_file(handle, size).view(TOKEN_NUMPY_DTYPE)
     finally:
         os.close(handle)
-
-
-def _mapped_bytes(handle: int, size: int) -> NDArray[np.uint8]:
-    """Map one file: uint8 [size], read-only."""
-    maps = FileMaps([size])
-    maps.add(0, handle)
-    return np.asarray(maps)
 
 
 def _checked_size(path: PathLike, size: int, expected_bytes: int | None) -> int:
@@ -73,7 +66,10 @@ def _check_size(path: PathLike, size: int, expected_bytes: int | None) -> None:
 
 
 IO = Literal["mmap", "pread"]
-"""How windows are read: from a memory map, or by one positioned read each, which is faster on network file systems."""
+"""How windows are read: from a memory map, or by one positioned read each, which is faster on network file systems.
+
+On systems other than Linux windows of shards are always read by positioned reads.
+"""
 
 
 class TokenFiles:
@@ -127,7 +123,7 @@ class TokenFiles:
         files, places: [B]. The caller ensures that all tokens are inside the file: memory beside it is not mapped.
         Raises: FileNotFoundError; CacheError for a file that was replaced or truncated; OSError if it cannot be mapped.
         """
-        if self.io == "pread":
+        if self.io == "pread" or not HAS_FILE_MAPS:
             return self._read(files, places - self.first_tokens[files], width)
         if self._num_unmapped and (self._maps is None or not self._is_mapped[files].all()):
             self._map(np.unique(files[~self._is_mapped[files]]))
@@ -293,7 +289,7 @@ def _mapped_npy(path: PathLike, expected_bytes: int | None) -> NDArray[np.int64]
         if size != start + count * _OFFSET_BYTES:
             expected = f"{start + count * _OFFSET_BYTES} by its own header, which has {count} entries"
             raise CacheError(path, f"{size} bytes", expected, REBUILD, code="E203")
-        return _mapped_bytes(handle, size)[start:].view(OFFSET_DTYPE)
+        return mapped_file(handle, size)[start:].view(OFFSET_DTYPE)
     finally:
         os.close(handle)
 

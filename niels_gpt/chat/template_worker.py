@@ -1,4 +1,4 @@
-"""The process that renders chat templates, with limits on its memory and on the CPU time of each request.
+"""The process that renders chat templates, with limits on its memory (on Linux) and on the CPU time of each request.
 
 A template comes with a target, so anybody may have written it. transformers renders it in jinja's sandbox, which keeps
 it from files and from Python's internals, but not from `'x' * 4000000000` or from loops within loops.
@@ -59,8 +59,11 @@ def _outcome(render: Any, template_error: type[Exception], request: Any, job: An
 
 
 def _limit_memory() -> None:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+    except FileNotFoundError:  # not Linux: there the kernel does not limit memory either
+        return
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
 
 

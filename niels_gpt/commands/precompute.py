@@ -5,7 +5,6 @@ Its flags are made of recipes/eagle3/options.py; here are the estimate and the p
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import time
@@ -22,7 +21,7 @@ from niels_gpt.commands.console import ERRORS, Command, ExitCode, Result, is_col
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.options import GROUPS, Options, flag_name
 from niels_gpt.recipes.eagle3.prepare import Prepared, carry_out, prepare, resolve
-from niels_gpt.settings import Settings
+from niels_gpt.settings import Settings, usable_cores
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.produce.estimate import Estimate
@@ -76,7 +75,7 @@ def _run(options: Options, settings: Settings, *, dry_run: bool) -> Result:
 
 def _hint_at_threads(workers: int, run: dict[str, Any]) -> None:
     """Print a hint where workers share cores; the number of threads decides the bytes, so it is not changed here."""
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     if workers > 1 and run["device"] == "cpu" and workers * run["threads"] > cores:
         print(
             f"hint: {workers} workers of {run['threads']} threads each share {cores} cores and slow each other down; "

@@ -26,7 +26,7 @@ from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.recipes.disk import needed_bytes, refuse_without_room, unfinished_bytes
 from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.recipes.user_sources import stated_credit
-from niels_gpt.settings import Settings
+from niels_gpt.settings import Settings, usable_cores
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
 from niels_gpt.storage.meta_json import (
@@ -142,7 +142,7 @@ def cache_root(settings: Settings) -> Path:
 
 def num_threads(settings: Settings) -> int:
     """Return the number of tokenizer threads: the setting, or one per usable core."""
-    return settings.threads or len(os.sched_getaffinity(0))
+    return settings.threads or usable_cores()
 
 
 def recipe_fingerprint(settings: Settings, key: str, reads: tuple[str, ...], tokenizer: str, source: str) -> str:

@@ -1,7 +1,8 @@
 """Many files mapped as one array: side by side in one address range, each when it is needed.
 
 Python's mmap cannot do this, and before 3.13 keeps a descriptor for each map: a process may have 1,024 by default, and
-a cache may have more shards.
+a cache may have more shards. The calls and their constants are Linux's. On other systems `HAS_FILE_MAPS` is false,
+`mapped_file` is Python's map, and windows are read by positioned reads.
 """
 
 from __future__ import annotations
@@ -9,15 +10,24 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+import numpy as np
+from numpy.typing import NDArray
+
+HAS_FILE_MAPS: bool = sys.platform == "linux"
+"""Whether `FileMaps` may be used."""
+_libc: Any = None
+if HAS_FILE_MAPS:
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _libc.mmap.restype = ctypes.c_void_p
+    _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_munmap = _libc.munmap if HAS_FILE_MAPS else None
 _FAILED = ctypes.c_void_p(-1).value
 # Constants of Linux; Python's module lacks MAP_FIXED.
 _PROT_NONE, _PROT_READ = 0, 1
@@ -61,9 +71,21 @@ class FileMaps:
         if random:
             _libc.madvise(address, size, _MADV_RANDOM)  # advice only: a failure does no harm
 
-    def __del__(self, munmap: Callable[[int, int], int] = _libc.munmap) -> None:
-        if self._num_bytes:
+    def __del__(self, munmap: Callable[[int, int], int] | None = _munmap) -> None:
+        if self._num_bytes and munmap is not None:
             munmap(self._address, self._num_bytes)
+
+
+def mapped_file(handle: int, size: int) -> NDArray[np.uint8]:
+    """Map one file from its open descriptor, which may be closed afterwards: uint8 [size], read-only.
+
+    size: above 0. Raises: OSError.
+    """
+    if not HAS_FILE_MAPS:
+        return np.frombuffer(mmap.mmap(handle, size, access=mmap.ACCESS_READ), dtype=np.uint8)
+    maps = FileMaps([size])
+    maps.add(0, handle)
+    return np.asarray(maps)
 
 
 def page_starts(sizes: Sequence[int]) -> list[int]:

@@ -1,16 +1,19 @@
 """Locks: one builder for each cache, and readers that keep their version from gc. The kernel drops them with a process.
 
-A builder locks a file, whose text names the holder. A reader locks the folder of its version.
+A builder locks a file, whose text names the holder. A reader locks the folder of its version. Where flock is not
+offered, a builder takes a record lock (fcntl) instead, and a reader holds nothing.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import getpass
 import logging
 import os
 import socket
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,17 +33,21 @@ def file_lock(path: Path, locked: PathLike, state: str = "is in use", *, wait: b
     Raises: CacheError that names user, host and pid of the holder, unless `wait`; CacheError if `path` is not a regular
         file, or has hard links: the holder's name would overwrite their text.
     """
+    while (holder := _record_lock_here(path)) is not None:
+        if not wait:
+            raise _in_use(holder, path, locked, state)
+        time.sleep(_POLL_SECONDS)
     handle = _open(path, locked, state)
     _refuse_other_files(handle, path)
     _held.add(handle)
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if not wait:
                 raise _in_use(handle, path, locked, state) from None
             logger.info("%s: %s by %s; waiting", os.fspath(locked), state, _holder(handle))
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            _lock(handle, fcntl.LOCK_EX)
         except OSError as error:
             why = f"{error.strerror}: this file system has no locks. Name another folder for the caches"
             raise OSError(error.errno, why, str(path)) from error
@@ -55,7 +62,39 @@ def file_lock(path: Path, locked: PathLike, state: str = "is in use", *, wait: b
     finally:
         if handle in _held:
             _held.discard(handle)
+            _record_locked.discard(handle)
             os.close(handle)
+
+
+def _lock(handle: int, how: int) -> None:
+    """Take a lock by flock, or where that is not offered a record lock, which has no say within one process.
+
+    Raises: BlockingIOError if another process has it; OSError without locks.
+    """
+    try:
+        fcntl.flock(handle, how)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno not in _NOT_OFFERED:
+            raise
+        try:
+            fcntl.lockf(handle, how)
+        except PermissionError as taken:  # some systems say EACCES
+            raise BlockingIOError(*taken.args) from None
+        _record_locked.add(handle)
+
+
+def _record_lock_here(path: Path) -> int | None:
+    """Return the descriptor with which this process holds a record lock on a file; None without one.
+
+    To open and close that file once more would drop the lock.
+    """
+    for handle in list(_record_locked):
+        with suppress(OSError):  # no such file, or another thread has just closed it
+            if os.path.samestat(os.fstat(handle), os.lstat(path)):
+                return handle
+    return None
 
 
 def _open(path: Path, locked: PathLike, state: str) -> int:
@@ -85,17 +124,20 @@ def refuse_if_held(path: Path, locked: PathLike, state: str = "is in use") -> No
 
     locked, state: as for `file_lock`. Works without write permission.
     """
+    if (holder := _record_lock_here(path)) is not None:
+        raise _in_use(holder, path, locked, state)
     try:
         handle = os.open(path, os.O_RDONLY | NO_LINK)
     except OSError:
         return
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        _lock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         raise _in_use(handle, path, locked, state) from None
     except OSError:
         return
     finally:
+        _record_locked.discard(handle)
         os.close(handle)
 
 
@@ -110,10 +152,14 @@ def _holder(handle: int) -> str:
 
 
 _held: set[int] = set()
+_record_locked: set[int] = set()
+_NOT_OFFERED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+_POLL_SECONDS = 0.05
 
 
 def _release_in_child() -> None:
     # A forked child shares the lock; without this it would still hold it after its parent's death.
+    _record_locked.clear()  # those are the parent's alone
     while _held:
         os.close(_held.pop())
 

@@ -97,7 +97,7 @@ def refuse_holes(path: PathLike, handle: int) -> None:
     try:
         hole = os.lseek(handle, 0, os.SEEK_HOLE)
         os.lseek(handle, 0, os.SEEK_SET)
-    except OSError:  # the file system does not report holes
+    except (OSError, AttributeError):  # the file system or the operating system does not report holes
         return
     if hole < status.st_size:
         size = f"{status.st_size:,} bytes, of which {512 * status.st_blocks:,} are on the disk"

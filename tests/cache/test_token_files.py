@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from support.byte_tokenizer import build
 
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset
-from niels_gpt.cache.mmap import TokenFiles, _mapped_bytes, mmap_tokens
+from niels_gpt.cache.mmap import TokenFiles, mmap_tokens
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, split_rows
 from niels_gpt.sampling import EpochStream, iter_eval
-from niels_gpt.storage.filemaps import FileMaps
+from niels_gpt.storage.filemaps import FileMaps, mapped_file
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -126,7 +126,7 @@ def test_maps_keep_no_file_open_and_go_with_the_dataset(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_mapped_and_another_way_to_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"Bad file descriptor: 10 bytes cannot be mapped"):
-        _mapped_bytes(-1, 10)
+        mapped_file(-1, 10)
     with pytest.raises(ValueError, match=r"io='direct': expected one of mmap, pread"):
         PretrainTokenStreamDataset(write_shards(tmp_path, [9]), T=4, device="cpu", io="direct")  # type: ignore[arg-type]
 

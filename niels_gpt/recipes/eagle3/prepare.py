@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from niels_gpt.chat_template import roles_counted
 from niels_gpt.recipes.eagle3.options import Options
-from niels_gpt.settings import Settings
+from niels_gpt.settings import Settings, usable_cores
 from niels_gpt.storage.codes import coded
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def run_facts(options: Options, recorded: dict[str, Any]) -> dict[str, Any]:
     from niels_gpt.eagle3.format.plan import Run
 
     device, threads = options.device or recorded.get("device"), options.threads or recorded.get("threads")
-    run = Run.here(device, attention=options.attention, threads=threads or len(os.sched_getaffinity(0)))
+    run = Run.here(device, attention=options.attention, threads=threads or usable_cores())
     dtype = recorded.get("compute_dtype") if run.device == recorded.get("device") else None
     return {**asdict(run), "compute_dtype": options.compute_dtype or dtype or run.compute_dtype}
 

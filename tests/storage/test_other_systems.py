@@ -1,0 +1,158 @@
+"""Away from Linux: without its maps, its flock, /proc and the names that os lacks there, caches have equal bytes.
+
+The programs below run in processes of their own, where these are taken away before niels_gpt is imported.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ROOT
+from support.power_loss import tree_of
+from support.small_caches import built_caches
+
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.locks import file_lock, refuse_if_held
+
+ELSEWHERE = """
+import concurrent.futures.process, ctypes, errno, fcntl, multiprocessing.spawn, os, platform, runpy, sys
+import datasets, pyarrow.parquet, sentencepiece, torch.utils.data, tqdm, xxhash
+platform.system()  # libraries ask once
+
+def refused(*arguments, **options):
+    raise OSError(errno.ENOTSUP, "not offered here")
+
+def audit(event, arguments):
+    if event == "open" and str(arguments[0]).startswith(("/proc/", "/sys/")):
+        raise FileNotFoundError(errno.ENOENT, "no such file", arguments[0])
+
+for name in ("sched_getaffinity", "SEEK_HOLE", "SEEK_DATA", "posix_fadvise", "posix_fallocate", "copy_file_range"):
+    delattr(os, name)
+if sys.argv[1] == "record locks":
+    fcntl.flock = refused
+ctypes.CDLL = refused
+sys.addaudithook(audit)
+sys.platform = "darwin"
+sys.argv = sys.argv[1:]
+"""
+SMALL = """
+import json
+from pathlib import Path
+import numpy as np
+from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset
+from niels_gpt.sampling import EpochStream
+from niels_gpt.storage.filemaps import HAS_FILE_MAPS
+from support.small_caches import build_caches
+
+root = Path(sys.argv[1])
+assert HAS_FILE_MAPS is (sys.platform == "linux")
+build_caches(root)
+train = root / "pretrain/notes/train"
+data, generator = PretrainTokenStreamDataset(train, T=4, device="cpu"), torch.Generator().manual_seed(0)
+chats = SFTExampleDataset.open(root / "sft/chats", "train", T=8)
+stream = EpochStream(train, T=3, global_batch_size=2, seed=0, epochs=1)
+batches = [*data.get_batch(B=9, generator=generator), *chats.get_batch(B=5, generator=generator)]
+batches += [tensor for batch in stream for tensor in batch]
+print(json.dumps([[batch.tolist() for batch in batches], data[0].ids.tolist(), chats[-1].mask.tolist()]))
+"""
+
+
+def output(program: str, *arguments: str | Path) -> str:
+    """Run a program in a process of its own; returns what it printed."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("locks", ["flock", "record locks"])
+def test_small_caches_have_equal_bytes_and_batches(tmp_path: Path, locks: str) -> None:
+    here = output("import sys, torch" + SMALL, tmp_path / "here")
+    there = output(ELSEWHERE + SMALL, locks, tmp_path / "there")
+    assert json.loads(there) == json.loads(here)
+    assert tree_of(tmp_path / "there") == tree_of(tmp_path / "here") == built_caches()
+
+
+@pytest.mark.slow
+def test_commands_build_verify_and_clean_up_equal_caches(tmp_path: Path) -> None:
+    run = "\nimport runpy\nrunpy.run_module('niels_gpt.cache.cli', run_name='__main__', alter_sys=True)"
+    for place, prelude, *first in (("here", ""), ("there", ELSEWHERE, "record locks")):
+        caches = tmp_path / place
+        for source in ("roam", "oasst1"):
+            small = ["--source-root", "sample", "--vocab-size", "600", "--cache-dir", caches]
+            output(prelude + run, *first, "build", source, *small)
+        output(prelude + run, *first, "verify", caches / "sample/sft/oasst1")
+        output(prelude + run, *first, "gc", caches / "sample")
+    here, there = (
+        {name: content for name, content in tree_of(tmp_path / place).items() if "/.runs/" not in name}
+        for place in ("here", "there")
+    )
+    assert there == here and len(here) > 20
+
+
+class NoFlock:
+    """Take flock away in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fcntl, "flock", self.refused)
+
+    def refused(self, *_: Any) -> None:
+        """Refuse as a system without flock."""
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+
+HOLD = """
+import sys, pathlib
+from niels_gpt.storage.locks import file_lock
+with file_lock(pathlib.Path(sys.argv[2]), "c", "is being built", wait=False):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_record_lock_keeps_another_process_out_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    NoFlock(monkeypatch)
+    path = tmp_path / "lock"
+    command = [sys.executable, "-c", ELSEWHERE.replace("sys.argv = sys.argv[1:]", "") + HOLD, "record locks", path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        for attempt in (lambda: refuse_if_held(path, "c"), lambda: file_lock(path, "c", wait=False).__enter__()):
+            with pytest.raises(CacheError, match=rf"^c: is in use by user .*, pid {holder.pid}\. Wait for it"):
+                attempt()
+        holder.kill()
+    with file_lock(path, "c", wait=False):
+        assert str(os.getpid()) in path.read_text()
+
+
+def test_a_record_lock_is_one_within_a_process_and_survives_a_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    NoFlock(monkeypatch)
+    path, order = tmp_path / "lock", []
+
+    def second() -> None:
+        with file_lock(path, "c", wait=True):
+            order.append("second")
+
+    with file_lock(path, "c", wait=False):
+        for attempt in (lambda: refuse_if_held(path, "c"), lambda: file_lock(path, "c", wait=False).__enter__()):
+            with pytest.raises(CacheError, match=rf"pid {os.getpid()}"):
+                attempt()
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        other = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        tried = subprocess.run([sys.executable, "-c", other, path], capture_output=True, text=True, check=False)
+        assert "BlockingIOError" in tried.stderr, "looking at the lock has dropped it"
+        order.append("first")
+    waiting.join()
+    assert order == ["first", "second"]
+    refuse_if_held(path, "c")
