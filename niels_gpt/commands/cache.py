@@ -80,10 +80,8 @@ niels-gpt build oasst1 wikitext --seed 7               two caches, from the hub
 niels-gpt build --pretrain notes='notes/**/*.md'       a cache of your own text: pretrain/notes
 niels-gpt build --all --source-root MIRROR --dry-run   what would be built, and the disk it needs""",
 )
-@argument("source", nargs=-1, shell_complete=_source_names, help=f"{', '.join(SOURCES)}, or yours")
-@option(
-    "--all", "is_all", is_flag=True, help="every cache of tokens; eagle3/targets is built by Dagster", panel="Build"
-)
+@argument("source", nargs=-1, shell_complete=_source_names, panel="What", help=f"{', '.join(SOURCES)}, or yours")
+@option("--all", "is_all", is_flag=True, help="every cache of tokens; eagle3/targets is built by Dagster", panel="What")
 @_how_to_build
 def build(source: tuple[str, ...], is_all: bool, dry_run: bool, refresh: bool, restart: bool, **given: Any) -> Result:
     """Build what was named."""
@@ -204,7 +202,7 @@ def show(cache: Path, split: str, at: int, color: str, tokens: int, tokenizer: s
 
 @command(
     "diff",
-    "Print the settings and documents in which two caches differ; the exit code is 1 if they do.",
+    "Print in what two caches differ: settings and documents.\n\nThe exit code is 1 if they do.",
     examples="niels-gpt diff cache/sft/oasst1 OTHER/sft/oasst1",
 )
 @argument("a", type=FOLDER, help="folder of a cache, or of one of its versions")

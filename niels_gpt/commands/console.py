@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 from rich.text import Text
-from rich_click import RichCommand, RichContext, RichGroup, RichHelpFormatter, RichOption
+from rich_click import RichCommand, RichCommandPanel, RichContext, RichGroup, RichHelpFormatter, RichOption
 
 from niels_gpt.interrupts import interruptible, say_interrupted
 from niels_gpt.progress import Progress
@@ -79,6 +79,7 @@ _HELP: dict[str, Any] = {
     "width": min(100, shutil.get_terminal_size((100, 24)).columns),
     "max_width": 100,
     "text_markup": None,
+    "commands_before_options": True,
     "style_options_table_padding": (0, 1, 0, 0),
     "options_table_help_sections": ["help", "required", "default"],
     "default_string": "\\[{}]",
@@ -92,14 +93,21 @@ _SETTINGS: dict[str, Any] = {
 
 
 class _Help(RichCommand):
-    """Prints examples as they are written, at the end of the help."""
+    """Writes examples as they are, at the end of the help."""
 
     examples = ""
+    closing = ""
 
     def format_epilog(self, ctx: RichContext, formatter: RichHelpFormatter) -> None:  # type: ignore[override]
-        """Write the examples."""
+        """Write the examples, and what closes the help."""
         if self.examples:
-            formatter.write(Text.assemble(("Examples:\n", "bold"), indent(self.examples, "  ")))
+            formatter.write(Text.assemble(("Examples:\n", "bold"), indent(self.examples, "  "), "\n"))
+        if self.closing:
+            formatter.write(Text(f"{self.closing}\n"))
+
+    def get_help(self, ctx: click.Context) -> str:
+        """Return the help without the spaces that fill its lines."""
+        return "\n".join(line.rstrip() for line in super().get_help(ctx).rstrip().split("\n"))
 
 
 class Command(_Help):
@@ -145,9 +153,12 @@ class Command(_Help):
 class Group(_Help, RichGroup):  # type: ignore[misc]  # as RichGroup itself
     """A group of commands, each of which belongs to a panel of its help."""
 
-    def __init__(self, name: str, commands: Sequence[click.Command], *, examples: str = "", **how: Any) -> None:
+    def __init__(
+        self, name: str, commands: Sequence[click.Command], *, examples: str = "", closing: str = "", **how: Any
+    ) -> None:
         super().__init__(name=name, context_settings=_SETTINGS, **how)
-        self.examples = examples
+        self.examples, self.closing = examples, closing
+        self.panels = self.panels or [RichCommandPanel("Commands", commands=[str(each.name) for each in commands])]
         for command in commands:
             self.add_command(command)
 

@@ -92,6 +92,6 @@ def _next(root: Path, outcomes: list[Outcome]) -> str:
     if outcomes[-1].key.startswith("eagle3"):
         tries.append((["eagle3", "stats", f"{root}/eagle3/targets"], "what a draft is trained on"))
     lines = [(shlex.join(["niels-gpt", *words]), why) for words, why in tries]
-    lines.append(("niels-gpt build --pretrain notes='NOTES/**/*.md'", "a cache of your own text"))
+    lines.append(("niels-gpt build --help", "caches of the hub's datasets, and of your own text and chats"))
     width = max(len(line) for line, _ in lines)
     return "\n".join(["Try next:", *(f"  {line.ljust(width)}  {why}" for line, why in lines)])

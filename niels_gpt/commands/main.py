@@ -44,9 +44,11 @@ ROOT = Group(
     "niels-gpt",
     [each for commands in _PANELS.values() for each in commands],
     help="Reproducible, verifiable training-data caches for language models.",
-    examples="""niels-gpt build --all --source-root sample      every cache, from the bundled sample
-niels-gpt show cache/sample/sft/oasst1          an example, with its loss mask
-niels-gpt verify cache --deep                   every damage, with its file and bytes""",
+    examples="""niels-gpt demo cache                           every cache, from the bundled sample
+niels-gpt show cache/sample/sft/oasst1         an example, with its loss mask
+niels-gpt verify cache --deep                  every damage, with its file and bytes""",
+    closing="Every command has --help, --json and --strict. Documentation: docs/index.md\n"
+    "Exit codes: 0 good, 1 failed, 2 usage, 3 damage found, 4 not installed, 130 interrupted",
     panels=[
         RichCommandPanel(title, commands=[str(command.name) for command in commands])
         for title, commands in _PANELS.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from typing import Any, get_type_hints
@@ -60,7 +61,7 @@ def settings_options(command: click.Command, *, only: Collection[str] | None = N
 
 
 def _option(field: Any, kind: Any, panel: str | None, *, is_hidden: bool) -> RichOption:
-    flag, text = "--" + field.name.replace("_", "-"), field.metadata["help"]
+    flag, text = "--" + field.name.replace("_", "-"), re.sub(r" \(PR-\d\d[^)]*\)", "", field.metadata["help"])
     how: dict[str, Any] = {
         "help": text,
         "default": field.default,
@@ -68,7 +69,12 @@ def _option(field: Any, kind: Any, panel: str | None, *, is_hidden: bool) -> Ric
         "panel": panel or "More settings",
     }
     if field.name in _LINES:
-        how.update(multiple=True, default=None, metavar="LINE", help=text + "; may be given several times")
+        how.update(
+            multiple=True,
+            default=None,
+            metavar="LINE",
+            help=text.partition("; several")[0] + "; may be given several times",
+        )
     elif kind is bool:
         flag = f"{flag}/--no-{flag[2:]}"
     elif field.name == "on_special":

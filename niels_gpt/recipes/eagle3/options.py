@@ -13,7 +13,7 @@ from typing import Any
 from niels_gpt.hub.models import is_local
 from niels_gpt.settings import Settings
 
-GROUPS = ("what", "the cache's form", "how")
+GROUPS = ("What", "Form of the cache", "How")
 """The groups of flags in the help of the command."""
 _WHAT, _FORM, _HOW = GROUPS
 _SETTINGS = {each.name: each for each in fields(Settings)}

@@ -1,0 +1,38 @@
+"""niels-gpt demo: every cache of the sample, and commands that work as they are printed."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from niels_gpt.commands.main import main
+from niels_gpt.recipes.plan import RECIPES
+
+
+def test_the_demo_builds_every_cache_and_what_it_says_to_try_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "cache"]) == 0
+    out = capsys.readouterr().out
+    for key in ("tokenizer", *RECIPES, "eagle3/targets"):
+        assert (tmp_path / "cache" / "sample" / key / "meta.json").is_file()
+    assert "[[" in out, "no loss mask"
+    tries = re.findall(r"^  niels-gpt (.*?)  ", out.partition("Try next:")[2], re.MULTILINE)
+    assert len(tries) >= 5
+    for line in tries:
+        assert main(shlex.split(line)) == 0, line
+
+
+def test_without_transformers_the_demo_names_the_extra_and_keeps_its_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["demo"]) == 0
+    out = capsys.readouterr().out
+    (folder,) = tmp_path.glob("niels-gpt-demo-*")
+    assert "pip install 'niels-gpt[eagle3]'" in out and f"niels-gpt show {folder}/sample/sft/oasst1" in out
+    assert not (folder / "sample" / "eagle3").exists()

@@ -1,0 +1,62 @@
+"""niels-gpt doctor: what is installed, and which caches need care."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ROOT
+
+from niels_gpt.commands import doctor
+from niels_gpt.commands.main import main
+from niels_gpt.storage.meta_json import meta_bytes
+
+
+@pytest.fixture
+def examine(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return a function that gives the exit code of doctor for a folder, and what --json prints."""
+
+    def run(folder: Path) -> tuple[int, Any]:
+        capsys.readouterr()
+        return main(["doctor", str(folder), "--json"]), json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_every_extra_is_explained() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert doctor.EXTRAS.keys() == project["optional-dependencies"].keys() - {"all", "pipelines"}
+
+
+def test_a_missing_extra_is_named_with_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(doctor.EXTRAS, "eagle3", ("no_such_package", "drafts"))
+    assert main(["doctor", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "pip install 'niels-gpt[eagle3]'" in out and "none; the first build trains one" in out
+
+
+def test_caches_that_are_good_need_no_care(root: Path, examine: Any) -> None:
+    code, found = examine(root)
+    assert (code, found["care"]) == (0, [])
+    assert found["caches"] == [f"{root}/pretrain/roam", f"{root}/sft/oasst1"] and str(root) in found["tokenizer"]
+
+
+def test_each_cache_that_needs_care_is_named_with_a_command(root: Path, examine: Any) -> None:
+    chats, pages = root / "sft" / "oasst1", root / "pretrain" / "roam"
+    (root / "pretrain" / ".versions" / "roam" / "building").mkdir()
+    code, found = examine(root)
+    assert code == 0 and [care["cache"] for care in found["care"]] == [str(pages)]
+    assert found["care"][0]["command"] == f"niels-gpt gc {root}"
+    meta = json.loads((pages / "meta.json").read_text())
+    del meta["meta_crc32"]
+    (pages / "meta.json").write_bytes(meta_bytes({**meta, "builder_version": 2}))
+    with open(chats / "val_tokens.bin", "ab") as file:
+        file.write(b"more")
+    code, found = examine(root)
+    cares = {(care["cache"], care["is_damage"]): care for care in found["care"] if "gc" not in care["command"]}
+    assert code == 3 and cares.keys() == {(str(chats), True), (str(pages), False)}
+    assert cares[str(chats), True]["command"] == f"niels-gpt verify {chats}"
+    assert "--restart" in cares[str(pages), False]["command"]
