@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tools.pictures import concepts, dagster_page, masks, overview, plan
+from tools.pictures import charts, concepts, dagster_page, masks, overview, plan
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 PICTURES: dict[str, Callable[[Path], None]] = {
     "overview": overview.draw,
+    "benchmarks": charts.draw,
     "loss_mask": masks.draw_loss,
     "folded_mask": masks.draw_folded,
     "versions": concepts.draw_versions,
