@@ -44,18 +44,7 @@ forest = PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4]])
 assert forest.num_tokens == 4 and int(dense_mask(forest).sum()) == 9 and LossEdges.from_forest(forest)
 print(sorted({name.partition(".")[0] for name in sys.modules} & set(sys.argv[2:])))
 """
-MISSING = "datasets pyarrow sentencepiece safetensors tqdm xxhash click rich transformers dagster".split()  # noqa: SIM905
-    "datasets",
-    "pyarrow",
-    "sentencepiece",
-    "safetensors",
-    "tqdm",
-    "xxhash",
-    "click",
-    "rich",
-    "transformers",
-    "dagster",
-]
+MISSING = ["click", "dagster", "datasets", "pyarrow", "rich", "safetensors", "sentencepiece", "tqdm", "xxhash"]
 
 
 def requirements(*names: str) -> dict[str, metadata.Distribution]:
