@@ -1,28 +1,25 @@
 """A wheel works away from the checkout, and an editable install shows its types."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
+import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import ROOT
 
+import niels_gpt
+
 PROGRAM = """
-import sys, torch, niels_gpt
-from niels_gpt.cache import PretrainTokenStreamDataset
-from niels_gpt.commands.cache import main
+import pathlib, sys, niels_gpt, pipelines.definitions
 from niels_gpt.paths import REPO_ROOT
-import pathlib
 assert REPO_ROOT == pathlib.Path.cwd(), REPO_ROOT
-assert main(["build", "roam", "--source-root", "sample", "--cache-dir", "c", "--vocab-size", "600"]) == 0
-data = PretrainTokenStreamDataset("c/sample/pretrain/roam/train", T=16, device="cpu")
-x, y = data.get_batch(B=2, generator=torch.Generator().manual_seed(0))
-assert x.shape == y.shape == (2, 16)
 print(niels_gpt.__file__)
 """
 
@@ -33,36 +30,100 @@ reveal_type(PretrainTokenStreamDataset.get_batch)
 """
 
 
+MADE = {".git", ".venv", ".peers", ".dagster", ".hypothesis", "artifacts", "build", "dist", "site"}
+"""Folders of a checkout that are not tracked, beside what `cache/` holds and caches of tools."""
+
+
 def copied(folder: Path) -> Path:
-    """Copy what is packaged: setuptools leaves folders behind, whose stale files would go into the next wheel."""
-    shutil.copytree(ROOT / "niels_gpt", folder / "niels_gpt", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copyfile(ROOT / name, folder / name)
+    """Copy the checkout without what is not tracked: setuptools leaves folders whose stale files would be packaged."""
+
+    def untracked(place: str, names: list[str]) -> set[str]:
+        if Path(place) == ROOT / "cache":
+            return set(names) - {"README.md"}
+        ends = (".egg-info", "_cache", "__pycache__")
+        return {name for name in names if name.endswith(ends) or (Path(place) == ROOT and name in MADE)}
+
+    shutil.copytree(ROOT, folder, ignore=untracked)
     return folder
 
 
-@pytest.mark.slow
-def test_a_wheel_in_an_empty_environment_builds_and_reads_a_cache(tmp_path: Path) -> None:
-    copy = copied(tmp_path / "copy")
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+def files_of(folder: Path) -> set[str]:
+    """Return the paths of all files below a folder."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
-    def run(*command: str | Path) -> str:
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", tmp_path / "dist", copy)
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
-    venv.create(tmp_path / "env", with_pip=True)
-    python = tmp_path / "env" / "bin" / "python"
-    run(python, "-m", "pip", "install", "--quiet", "--no-deps", wheel)
-    # The dependencies (gigabytes of torch) come from this environment; the package itself must come from the wheel.
+def environment() -> dict[str, str]:
+    """Return the environment without this checkout's packages."""
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    """Run a command that succeeds; returns what it printed."""
+    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[str]]:
+    """The wheel, the source distribution that it was built from, and the files of the checkout."""
+    folder = tmp_path_factory.mktemp("built")
+    copy = copied(folder / "copy")
+    files = files_of(copy)
+    run(sys.executable, "-m", "build", "--no-isolation", "-o", folder / "dist", copy)
+    (wheel,), (sdist,) = ((folder / "dist").glob(pattern) for pattern in ("*.whl", "*.tar.gz"))
+    return wheel, sdist, files
+
+
+@pytest.fixture(scope="module")
+def installed(built: tuple[Path, Path, set[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin/ of an environment with the wheel. Its dependencies, gigabytes with torch, are this environment's."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", built[0])
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    work = tmp_path / "elsewhere"
-    work.mkdir()
-    how: dict[str, Any] = {"cwd": work, "env": environment, "capture_output": True, "text": True}
-    done = subprocess.run([python, "-c", PROGRAM], check=False, **how)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith(str(tmp_path / "env"))
+    return python.parent
+
+
+@pytest.mark.slow
+def test_the_source_distribution_is_the_checkout_and_the_wheel_has_both_packages(
+    built: tuple[Path, Path, set[str]],
+) -> None:
+    wheel, sdist, files = built
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames() if not archive.getmember(name).isdir()}
+    assert files - packed == set()
+    assert {name for name in packed - files if ".egg-info/" not in name} == {"PKG-INFO", "setup.cfg"}
+    with zipfile.ZipFile(wheel) as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    about = {name.partition("/")[2]: content.pop(name) for name in list(content) if ".dist-info/" in name}
+    assert set(content) == {name for name in files if name.startswith(("niels_gpt/", "pipelines/"))}
+    assert "niels_gpt/py.typed" in content and any(name.startswith("niels_gpt/data/sample/") for name in content)
+    assert b"niels-gpt = niels_gpt.commands.main:main" in about["entry_points.txt"]
+    assert about["licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    extras = set(re.findall(r"^Provides-Extra: (\S+)$", about["METADATA"].decode(), re.MULTILINE))
+    assert extras >= {"dagster", "pipelines", "eagle3", "plot", "all", "docs", "dev", "browser"}
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_builds_the_demo_and_runs_the_readmes_first_python(installed: Path, tmp_path: Path) -> None:
+    where = run(installed / "python", "-c", PROGRAM, cwd=tmp_path)
+    assert where.strip().startswith(str(installed.parent))
+    run(installed / "niels-gpt", "demo", "cache", cwd=tmp_path)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    run(
+        installed / "python", "-W", "ignore", "-c", readme.partition("```python\n")[2].partition("```")[0], cwd=tmp_path
+    )
+    for command in ("list", "verify"):
+        run(installed / "niels-gpt", command, "cache/sample", cwd=tmp_path)
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("pyproject.toml", "CITATION.cff")}
+    found = {name: re.findall(r'^version(?: =|:) "?([^"\n]+)"?$', text, re.MULTILINE) for name, text in texts.items()}
+    assert set(map(tuple, found.values())) == {(niels_gpt.__version__,)}
 
 
 def test_every_editable_install_is_one_whose_types_are_seen() -> None:
@@ -79,13 +140,6 @@ def test_every_editable_install_is_one_whose_types_are_seen() -> None:
 def test_a_type_checker_in_another_folder_sees_the_types_of_an_editable_install(tmp_path: Path) -> None:
     venv.create(tmp_path / "env")
     python, work = tmp_path / "env" / "bin" / "python", tmp_path / "elsewhere"
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-
-    def run(*command: str | Path) -> str:
-        done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
     work.mkdir()
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     Path(site, "zz_dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -94,5 +148,5 @@ def test_a_type_checker_in_another_folder_sees_the_types_of_an_editable_install(
     (work / "uses.py").write_text(TYPED)
     # The types of torch would take a minute, and are not what is looked for.
     (work / "mypy.ini").write_text("[mypy]\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n")
-    found = run(python, "-m", "mypy", "--cache-dir", tmp_path / "mypy", "uses.py")
+    found = run(python, "-m", "mypy", "--cache-dir", tmp_path / "mypy", "uses.py", cwd=work)
     assert "PretrainTokenStreamDataset, *, B: int, generator: Any) -> tuple[" in found, found
