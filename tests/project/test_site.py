@@ -1,13 +1,16 @@
 """The site: what is in its navigation, and that a strict build and its checks find what is wrong."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from support import ROOT
 
 from tools import check_site
+from tools.pictures.__main__ import PICTURES
 
 
 def test_every_page_of_docs_has_one_entry_in_the_navigation() -> None:
@@ -52,3 +55,24 @@ def test_a_public_name_without_a_docstring_fails_the_checks(folder: str) -> None
     command = [sys.executable, "-m", "ruff", "check", "--output-format", "concise", "--stdin-filename"]
     done = subprocess.run([*command, f"{folder}/a.py", "-"], input=code, text=True, capture_output=True, cwd=ROOT)
     assert done.returncode == 1 and "D103" in done.stdout
+
+
+def named_pictures() -> set[str]:
+    """Return the files of docs/images/ that README and the pages show."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    return {name for page in pages for name in re.findall(r"images/([\w.]+)", page.read_text(encoding="utf-8"))}
+
+
+def test_every_picture_is_shown_and_every_picture_shown_is_there() -> None:
+    assert {path.name for path in (ROOT / "docs" / "images").iterdir()} == named_pictures()
+
+
+@pytest.mark.parametrize("name", sorted(set(PICTURES) - {"dagster"}))  # that one is made by the browser test
+def test_the_script_of_a_picture_draws_it(name: str, tmp_path: Path) -> None:
+    PICTURES[name](tmp_path)
+    (drawn,) = tmp_path.iterdir()
+    picture, committed = (ElementTree.parse(path).getroot() for path in (drawn, ROOT / "docs" / "images" / drawn.name))
+    title = "{http://www.w3.org/2000/svg}title"
+    assert picture.findtext(title) == committed.findtext(title) != ""
+    outside = [box.attrib for box in picture.iter() if float(box.get("x", 0)) + float(box.get("width", 0)) > 801]
+    assert outside == []
