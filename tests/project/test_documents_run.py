@@ -10,21 +10,26 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from support import ROOT
 from support.documents import RUN, Page, blocks_of, difference
 
+from niels_gpt.commands import main as command_line
+
 UPDATE = "UPDATE_DOCUMENTS" in os.environ
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
-SLOW: set[str] = set()
+SLOW = {"docs/tutorials/dagster.md", "docs/tutorials/eagle3.md"}
 """Pages that take more than some seconds."""
-LANGUAGES = {*RUN, "text", "toml", "json", "jsonl", "markdown", "mermaid"}
+LANGUAGES = {*RUN, "text", "toml", "json", "yaml", "markdown", "mermaid"}
+SCRIPTS = {"dagster": "dagster_location"}  # examples/dagster.py would hide Dagster
 
 
 def name(page: Path) -> str:
@@ -41,8 +46,8 @@ def sample_caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             (shared / "demo.new").mkdir()
-            command = [sys.executable, "-m", "niels_gpt.cache.cli", "build-all", "--source-root", "sample"]
-            subprocess.run(command, cwd=shared / "demo.new", check=True, capture_output=True)
+            command = [sys.executable, "-c", "from niels_gpt.commands.main import main; main()"]
+            subprocess.run([*command, "demo", "cache"], cwd=shared / "demo.new", check=True, capture_output=True)
             (shared / "demo.new").rename(folder)
     return folder / "cache"
 
@@ -62,8 +67,13 @@ def test_a_page_runs_and_prints_what_it_shows(
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     run = Page(text, tmp_path)
     run.run()
-    if UPDATE and run.rewritten != text:
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text) if page in TUTORIALS else []
+    for picture in pictures:  # a tutorial shows what it makes
+        assert (tmp_path / Path(picture).name).is_file()
+    if UPDATE:
         page.write_text(run.rewritten, encoding="utf-8")
+        for picture in pictures:
+            shutil.copyfile(tmp_path / Path(picture).name, page.parent / picture)
     assert not run.differences, "\n\n".join(run.differences)
 
 
@@ -77,12 +87,32 @@ def test_no_block_of_a_page_escapes_the_test(page: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_the_commands_of_a_page_that_are_not_run_parse(page: Path) -> None:
+    blocks = blocks_of(page.read_text(encoding="utf-8"))
+    for command in [
+        each for block in blocks if block.why_not_run and block.language == "console" for each in block.commands
+    ]:
+        words = shlex.split(command.text, comments=True)
+        if words[0] == "niels-gpt":
+            parse(command_line.ROOT, words[1:])
+
+
+def parse(command: click.Command, arguments: list[str]) -> None:
+    """Parse arguments as the command does that they name, without running it."""
+    while isinstance(command, click.Group):
+        command, arguments = command.commands[arguments[0]], arguments[1:]
+    command.make_context(command.name, arguments)
+
+
 @pytest.mark.parametrize("page", TUTORIALS, ids=name)
 def test_the_script_of_a_tutorial_is_its_python(page: Path) -> None:
-    script = (ROOT / "examples" / f"{page.stem}.py").read_text(encoding="utf-8")
-    docstring, code = script.split('"""\n', 1)
+    script = SCRIPTS.get(page.stem, page.stem) + ".py"
+    docstring, code = (ROOT / "examples" / script).read_text(encoding="utf-8").split('"""\n', 1)
     assert docstring.startswith('"""') and name(page) in docstring
-    python = "".join(each.body for each in blocks_of(page.read_text("utf-8")) if each.language == "python")
+    blocks = [each for each in blocks_of(page.read_text(encoding="utf-8")) if each.language == "python"]
+    saved = [each for each in blocks if each.title == script]
+    python = "".join(each.body for each in saved or blocks)
     assert [line for line in code.splitlines() if line] == [line for line in python.splitlines() if line]
 
 
