@@ -74,7 +74,7 @@ def test_every_flag_named_in_a_document_exists() -> None:
 def test_every_make_target_named_in_a_document_exists() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for document in DOCUMENTS:
-        for target in re.findall(r"(?:`|    |\$ )make ([a-z]+)", document.read_text(encoding="utf-8"), re.MULTILINE):
+        for target in re.findall(r"(?:`|^    |^\$ )make ([a-z]+)", document.read_text(encoding="utf-8"), re.MULTILINE):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{document.name}: make {target}"
 
 
