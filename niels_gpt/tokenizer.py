@@ -41,7 +41,7 @@ __all__ = [
 
 MODEL_NAME = "spm.model"
 TOKENIZER_META_NAME = "tokenizer_meta.json"
-TRAIN_COMMAND = "python -m niels_gpt.train_tokenizer --input_glob 'FOLDER/**/*.txt'"
+TRAIN_COMMAND = "niels-gpt train-tokenizer --input-glob 'FOLDER/**/*.txt'"
 
 MAX_MODEL_BYTES = 1 << 24
 """Larger files are refused: 16 MiB. A vocabulary of 262,144 pieces takes 4.7 MB."""

@@ -110,8 +110,9 @@ def take(settings: Settings, source: str, dest: Path, tokens: int | None) -> Res
     _return_large_blocks()
     with progress_bar(f"snapshot {source}", unit="B", items="rows") as progress:
         folder, manifest = take_snapshot(settings, source, dest, tokens=tokens, progress=progress)
-    say(snapshot_lines(settings, source, dest, tokens, folder, manifest))
-    return Result({"folder": str(folder), **manifest})
+    line, build_from_it = snapshot_lines(settings, source, dest, tokens, folder, manifest)
+    say(line)
+    return Result({"folder": str(folder), **manifest}, next=build_from_it)
 
 
 def chosen_keys(settings: Settings, sources: Sequence[str] | None) -> list[str]:

@@ -25,6 +25,7 @@ from niels_gpt.recipes.snapshot import ORDER_SETTINGS
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import shortened
+from niels_gpt.storage.remedies import PROGRAM
 
 
 def outcomes_table(
@@ -111,7 +112,7 @@ def plan_table(plans: Sequence[Plan], cache_dir: str) -> str:
 
 def snapshot_lines(
     settings: Settings, source: str, dest: Path, tokens: int | None, folder: Path, manifest: Mapping[str, Any]
-) -> str:
+) -> tuple[str, str]:
     """Return what a snapshot holds, and the command that builds from it: its settings are those of the snapshot."""
     root = f"./{dest}" if str(dest) in ("hub", "sample") else str(dest)
     given: dict[str, Any] = {"source_root": root}
@@ -124,13 +125,13 @@ def snapshot_lines(
         if tokens < sum(wanted.values()):  # as much as it is for, in the same proportion
             given[names["val"]] = tokens * wanted["val"] // sum(wanted.values())
             given[names["train"]] = tokens - given[names["val"]]
-    flags = " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given.items())
+    flags = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     files = manifest["files"]
     part = "all of the dataset" if manifest["ended"] else "the beginning of the stream"
     return (
         f"{folder}: {sum(file['rows'] for file in files):,} rows in {len(files)} files, "
-        f"{size_text(sum(file['bytes'] for file in files))}, revision {manifest['revision']}, {part}\n"
-        f"build from it: python -m niels_gpt.cache.cli build {source} {flags}"
+        f"{size_text(sum(file['bytes'] for file in files))}, revision {manifest['revision']}, {part}",
+        shlex.join([PROGRAM, "build", source, *flags]),
     )
 
 

@@ -100,6 +100,6 @@ def _whole(source: ResolvedSource, samples: Iterable[Sample]) -> Iterator[Sample
     if source.manifest is not None and source.streaming and not source.manifest["ended"]:
         raise SnapshotTooShort(
             f"{source.root}: this snapshot of {source.source} ends after {source.manifest['text_bytes']:,} bytes of "
-            "text, and the dataset has more. Make it longer: python -m niels_gpt.cache.cli snapshot "
+            "text, and the dataset has more. Make it longer: niels-gpt snapshot "
             f"{source.source} {source.root} --tokens N, or lower the token budgets"
         )

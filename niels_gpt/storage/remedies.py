@@ -13,8 +13,8 @@ from typing import Any, get_type_hints
 from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import open_for_reading
 
-PROGRAM = "python -m niels_gpt.cache.cli"
-BUILD_ALL = f"{PROGRAM} build-all"
+PROGRAM = "niels-gpt"
+BUILD_ALL = f"{PROGRAM} build --all"
 _FAMILIES = ("pretrain", "sft")
 _LINES = (*_FAMILIES, "licence", "attribution")  # settings of several entries, each a flag
 _TOKENIZER = "tokenizer"
@@ -26,12 +26,12 @@ _MOST_TEXT = 4096  # characters of a setting
 def build_command(settings: Settings, keys: str | Sequence[str], *more: str) -> str:
     """Return the command that builds the caches `keys` with these settings; `more`: further flags.
 
-    For the tokenizer it is build-all: every build makes a missing one. Settings with their default value and entries
+    For the tokenizer it builds all: every build makes a missing one. Settings with their default value and entries
     of other sources are left out.
     """
     names = [key.rpartition("/")[2] for key in ([keys] if isinstance(keys, str) else keys)]
     of_all = names == [_TOKENIZER]
-    words = [*PROGRAM.split(), *(["build-all"] if of_all else ["build", *names]), *more]
+    words = [PROGRAM, "build", *(["--all"] if of_all else names), *more]
     types = get_type_hints(Settings)
     for field in fields(settings):
         value = getattr(settings, field.name)
@@ -52,7 +52,7 @@ def rebuild_command(path: str | os.PathLike[str]) -> str:
     """Return the command that builds a cache from scratch; `path`: any file or folder of the cache.
 
     It has the settings of the last recorded build, but uses the tokenizer that is in the folder of caches now. It is
-    `build-all` for a path outside of all folders of caches, and for a cache that was never built.
+    `build --all` for a path outside of all folders of caches, and for a cache that was never built.
     """
     try:
         place = None if "\n" in os.fspath(path) else _place_of(Path(os.path.abspath(path)))

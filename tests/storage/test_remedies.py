@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,12 +15,12 @@ import torch
 
 from niels_gpt.cache import PretrainTokenStreamDataset, read_meta, write_meta
 from niels_gpt.commands import cache as cli
+from niels_gpt.commands.main import main
 from niels_gpt.inspection.verify import Limits, verify
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.remedies import build_command, rebuild_command
+from niels_gpt.storage.remedies import PROGRAM, build_command, rebuild_command
 
-PYTHON = ["python", "-m", "niels_gpt.cache.cli"]
 ROWS = 8_000  # more than are read ahead, so that a source that fails later leaves an unfinished build
 
 
@@ -44,16 +45,16 @@ def flags(tmp_path: Path, own: Path, tiny_model_path: Path) -> list[str]:
 def carried_out(message: str) -> int:
     """Run the command that a message ends in; returns its exit status."""
     words = shlex.split(message.strip().splitlines()[-1].rpartition(": ")[2])
-    if words[:3] != PYTHON:
+    if words[0] != PROGRAM:
         return subprocess.run(words, check=False).returncode
-    return cli.main(words[3:])
+    return main(words[1:])
 
 
 def test_the_command_of_a_build_has_every_flag_that_matters_to_it(tmp_path: Path) -> None:
     given = {"pretrain": "a=x;b=y z", "sft": "c=w", "licence": "b=CC0;a=MIT", "append_eot": False, "vocab_size": 300}
     settings = Settings(source_root="the mirror", **given)  # type: ignore[arg-type]
     words = shlex.split(build_command(settings, "pretrain/b", "--restart"))
-    assert words[:3] == PYTHON and words[3:] == [
+    assert words[0] == PROGRAM and words[1:] == [
         *["build", "b", "--restart", "--source-root", "the mirror", "--vocab-size", "300", "--no-append-eot"],
         *["--pretrain", "b=y z", "--licence", "b=CC0"],
     ]
@@ -180,7 +181,7 @@ def test_a_damaged_tokenizer_is_made_again(built: Path, flags: list[str], capsys
     capsys.readouterr()
     assert cli.main(["build", *flags[:-2]]) == 1
     message = capsys.readouterr().err.strip().splitlines()[-1]
-    command = message[message.index(": rm ") + 2 :].replace("python ", f"{sys.executable} ", 1)
+    command = message[message.index(": rm ") + 2 :].replace(PROGRAM, f"{sys.executable} -m niels_gpt.cache.cli", 1)
     assert subprocess.run(f"{command} --vocab-size 300", shell=True, check=False).returncode == 0
     assert cli.main(["build", *flags[:-2], "--vocab-size", "300"]) == 0
 
@@ -191,7 +192,7 @@ def test_a_record_of_a_strangers_folder_gives_no_other_command(built: Path) -> N
     runs.write_text(json.dumps({"settings": {**hostile, "revision": "'; rm -r x #"}}) + "\n")
     words = shlex.split(str(rebuild_command(built)))
     where = ["--cache-dir", str(built.parent.parent)]
-    assert words == [*PYTHON, "build", "notes", "--restart", *where, "--revision", "'; rm -r x #"]
+    assert words == [PROGRAM, "build", "notes", "--restart", *where, "--revision", "'; rm -r x #"]
     for content in (b"", b"[" * 100_000, b"[]", b'{"settings": 3}', b"\xff"):
         runs.write_bytes(content)
         assert rebuild_command(built) is not None

@@ -142,7 +142,7 @@ def test_a_pickled_tokenizer_opens_its_file_again_and_notices_another_one(
 @pytest.mark.parametrize(
     ("content", "error", "said"),
     [
-        (None, FileNotFoundError, r"spm\.model: there is no .*python -m niels_gpt\.train_tokenizer"),
+        (None, FileNotFoundError, r"spm\.model: there is no .*niels-gpt train-tokenizer"),
         (b"", CacheError, r"spm\.model: is .*SentencePiece model"),
         (b"no model", CacheError, r"spm\.model: is .*SentencePiece model"),
         ({}, CacheError, r"has no piece '<\|ngpt_sys_"),
@@ -185,7 +185,7 @@ def test_the_default_tokenizer_is_opened_once_and_on_demand(
 ) -> None:
     tokenizer_module.get_default_tokenizer.cache_clear()
     monkeypatch.setattr(tokenizer_module, "DEFAULT_TOKENIZER_PATH", tmp_path / "spm.model")
-    with pytest.raises(FileNotFoundError, match="python -m niels_gpt"):
+    with pytest.raises(FileNotFoundError, match="niels-gpt train-tokenizer"):
         tokenizer_module.encode("x")
     monkeypatch.setattr(tokenizer_module, "DEFAULT_TOKENIZER_PATH", tiny_model_path)
     try:

@@ -91,7 +91,7 @@ def _check_kept(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _again(folder: Path) -> str:
-    return f"Remove {folder}, then take it again: python -m niels_gpt.cache.cli snapshot SOURCE DEST"
+    return f"Remove {folder}, then take it again: niels-gpt snapshot SOURCE DEST"
 
 
 def take(

@@ -29,7 +29,7 @@ _NUMBERS = (
 _TEXTS = ("target_model", "dtype", "input_data", "split")
 _LISTS = ("aux_layer_ids", "selected_token_ids")
 _MAX_SHARDS = 1_000_000  # of six digits
-PRODUCE_AGAIN = "Produce the cache again: python -m niels_gpt.eagle3.precompute"
+PRODUCE_AGAIN = "Produce the cache again: niels-gpt eagle3 precompute"
 
 
 def load_safetensors() -> tuple[Any, Any]:

@@ -354,7 +354,7 @@ def refuse_malformed(look: Callable[Concatenate[Path, _P], _R]) -> Callable[Conc
             raise CacheError(
                 cache,
                 f"not as docs/formats.md describes it ({error!r})",
-                remedy=f"Look at it: python -m niels_gpt.eagle3 verify {cache}",
+                remedy=f"Look at it: niels-gpt eagle3 verify {cache}",
                 code="E701",
             ) from error
 

@@ -202,7 +202,7 @@ def _likeliest(row: Row, fields: dict[str, Tensor], tokenizer: Decoder | None) -
     parts = []
     for value, index in zip(values.tolist(), indices.tolist(), strict=True):
         if not 0 <= index < len(selected):
-            remedy = f"Look at it: python -m niels_gpt.eagle3 verify {row.cache.path}"
+            remedy = f"Look at it: niels-gpt eagle3 verify {row.cache.path}"
             raise CacheError(row.cache.path, f"draft id {index}", f"0 to {len(selected) - 1}", remedy, code="E701")
         text = f" {_text(selected[index], tokenizer)}" if tokenizer else ""
         parts.append(f"{selected[index]}{text} {value:.3f}")
