@@ -12,7 +12,7 @@ Data goes from top to bottom. Each package's docstring lists its modules.
     special_tokens.py      the four sentinels, and how text that contains one is recognized
     chat_template.py       how this project turns a chat into ids
     chat/                  chat templates of other models: ids, and which tokens carry loss
-    display/               how people look at data: decoded with its loss mask; tables for notebooks
+    display/               how people look at data: decoded with its loss mask; tables, a bar
     roundtrip.py           whether a tokenizer is lossless, measured on probe texts
     builders/              iterables of texts or chats to token files: shuffle, split, encode, write, resume
     cache/                 the public builders and readers of token caches (PR-03)

@@ -21,6 +21,7 @@ import click
 from rich.text import Text
 from rich_click import RichCommand, RichCommandPanel, RichContext, RichGroup, RichHelpFormatter, RichOption
 
+from niels_gpt.display import bar
 from niels_gpt.interrupts import interruptible, say_interrupted
 from niels_gpt.progress import Progress
 from niels_gpt.settings import UsageError
@@ -347,17 +348,8 @@ def progress_bar(title: str, unit: str = "tok", items: str = "") -> Iterator[Pro
     if not sys.stderr.isatty():
         yield None
         return
-    from tqdm import tqdm
-
-    with tqdm(desc=title, unit=unit, unit_scale=unit in ("B", "tok"), leave=False) as bar:
-
-        def show(finished: int, done: int, total: int | None) -> None:
-            bar.total = total
-            if items:
-                bar.set_postfix({items: finished}, refresh=False)
-            bar.update(done - bar.n)
-
-        yield show
+    with bar.progress_bar(title, unit, items) as progress:
+        yield progress
 
 
 def as_json(value: object) -> str:
