@@ -23,6 +23,7 @@ from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root
 from niels_gpt.recipes.tokenizer import stage_tokenizer
 from niels_gpt.recipes.user_sources import names_in_lines, stated_credit
 from niels_gpt.settings import Settings, UsageError
+from niels_gpt.storage.codes import code_of
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
@@ -49,8 +50,20 @@ def build_caches(
     finally:
         if outcomes or failures:
             say(_built(outcomes, failures))
-    rows = listed(cache_root(settings), outcomes, failures)
-    return Result({"caches": rows}, print_failures(failures), _look(settings, outcomes))
+    return Result(
+        {"caches": built_rows(settings, outcomes, failures)}, print_failures(failures), _look(settings, outcomes)
+    )
+
+
+def built_rows(
+    settings: Settings, outcomes: Sequence[Outcome], failures: Mapping[str, Exception]
+) -> list[dict[str, Any]]:
+    """Return a row for each cache, ready for JSON: those of `listed`, and the error of each that failed."""
+    failed = [
+        {"key": key, "state": "failed", "error": {"code": code_of(error), "message": str(error)}}
+        for key, error in failures.items()
+    ]
+    return [*listed(cache_root(settings), outcomes, {}), *failed]
 
 
 def _planned(settings: Settings, chosen: list[str]) -> Result:

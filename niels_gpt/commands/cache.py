@@ -144,19 +144,25 @@ def _most_tokens(default: int) -> Callable[..., Any]:
 @command(
     "list", "Print a table of the caches, and of those that readers refuse.", examples="niels-gpt list cache/sample"
 )
-@argument("cache_dir", type=FOLDER, help="folder of the caches, such as cache or cache/sample")
+@argument("cache_dir", type=FOLDER, default="cache", help="folder of the caches, such as cache or cache/sample")
 def list_caches(cache_dir: Path) -> Result:
     """Print what is there."""
     from niels_gpt.commands.build import print_failures
     from niels_gpt.commands.report import listed, outcomes_table
     from niels_gpt.recipes.run_recipe import recorded_outcomes
 
-    outcomes, damaged = recorded_outcomes(cache_dir)
+    try:
+        outcomes, damaged = recorded_outcomes(cache_dir)
+    except FileNotFoundError:
+        if not (cache_dir / "sample").is_dir():
+            raise
+        cache_dir = cache_dir / "sample"  # nothing is built but the sample's caches
+        outcomes, damaged = recorded_outcomes(cache_dir)
     rows = listed(cache_dir, outcomes, damaged)
     refused = {row["key"]: row["refused"] for row in rows if row["refused"]}
     say(outcomes_table(outcomes, damaged, refused))
     print_failures(damaged)
-    return Result({"caches": rows}, ExitCode.DAMAGED if damaged or refused else ExitCode.GOOD)
+    return Result({"folder": str(cache_dir), "caches": rows}, ExitCode.DAMAGED if damaged or refused else ExitCode.GOOD)
 
 
 @command(

@@ -143,12 +143,26 @@ class Command(_Help):
         is_strict, found = ctx.params.pop("strict"), ctx.params.pop("json")
         ctx.meta[_JSON] = found
         with _counted_warnings(ctx, max(self._level, logging.WARNING)):
-            code = exit_status(lambda: _finish(super(Command, self).invoke(ctx), ctx), **self._how)
+            code = exit_status(lambda: self._finish(ctx), **self._how)
         count = ctx.meta[_WARNINGS]
         if not is_strict or not count or code is not ExitCode.GOOD:
             return code
         print(f"--strict: {count} warning{'' if count == 1 else 's'}, so the exit code is 1", file=sys.stderr)
         return ExitCode.FAILED
+
+    def _finish(self, ctx: click.Context) -> ExitCode:
+        """Call the function and print what --json prints, or what to do next; returns the exit code."""
+        try:
+            result: Result = super().invoke(ctx)
+        except self._how["errors"] as error:
+            if ctx.meta[_JSON] and not isinstance(error, BrokenPipeError):
+                print(as_json({"error": {"code": code_of(error), "message": str(error)}}))
+            raise
+        if ctx.meta[_JSON]:
+            print(as_json(result.data))
+        elif result.next and result.code is ExitCode.GOOD:
+            print(f"next: {result.next}")
+        return result.code
 
 
 class Group(_Help, RichGroup):  # type: ignore[misc]  # as RichGroup itself
@@ -208,14 +222,6 @@ def say(text: object) -> None:
 
 
 _JSON, _WARNINGS = "niels_gpt.json", "niels_gpt.warnings"
-
-
-def _finish(result: Result, context: click.Context) -> ExitCode:
-    if context.meta[_JSON]:
-        print(as_json(result.data))
-    elif result.next and result.code is ExitCode.GOOD:
-        print(f"next: {result.next}")
-    return result.code
 
 
 @contextmanager

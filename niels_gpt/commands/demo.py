@@ -38,8 +38,8 @@ _TOKENS = 120  # of the example
 )
 def demo(folder: Path | None) -> Result:
     """Build the sample."""
-    from niels_gpt.commands.build import build_each, chosen_keys, print_failures
-    from niels_gpt.commands.report import listed, outcomes_table
+    from niels_gpt.commands.build import build_each, built_rows, chosen_keys, print_failures
+    from niels_gpt.commands.report import outcomes_table
     from niels_gpt.inspection.show import show, tokenizer_of
     from niels_gpt.recipes.run_recipe import cache_root
 
@@ -58,7 +58,7 @@ def demo(folder: Path | None) -> Result:
         piece: dict[str, Any] = {"split": "train", "position": 0, "num_tokens": _TOKENS, "color": is_color_wanted()}
         text = show(root / _SHOWN, tokenizer, **piece)
         say(f"\nA chat of {_SHOWN}. Only marked tokens carry loss:\n\n{text}\n\n{_next(root, outcomes)}")
-    return Result({"folder": str(root), "caches": listed(root, outcomes, failures)}, code)
+    return Result({"folder": str(root), "caches": built_rows(settings, outcomes, failures)}, code)
 
 
 def _bar(key: str) -> AbstractContextManager[Any]:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import fcntl
+import json
 import os
 import pty
 import re
@@ -47,6 +48,18 @@ def test_one_failing_source_does_not_stop_the_others(
     rows = [line.split()[:2] for line in out.splitlines()[2:]]
     assert rows == [["pretrain/wikitext", "built"], ["pretrain/roam", "FAILED"]]
     assert (blocked / "holiday.jpg").read_bytes() == b"mine"
+
+
+def test_json_names_what_failed_and_what_was_built(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocked = tmp_path / "c" / "sample" / "pretrain" / "roam"
+    blocked.mkdir(parents=True)
+    (blocked / "holiday.jpg").write_bytes(b"mine")
+    assert cli.main(["build", "roam", "wikitext", *flags, "--json"]) == 1
+    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)["caches"]}
+    assert rows["pretrain/wikitext"]["state"] == "built" and rows["pretrain/roam"]["state"] == "failed"
+    assert "holiday.jpg" in rows["pretrain/roam"]["error"]["message"]
 
 
 def test_list_prints_each_cache_with_the_time_of_its_build(

@@ -204,6 +204,20 @@ def test_json_of_every_command_is_one_object(
     assert words.keys() | elsewhere == COMMANDS.keys()
 
 
+def test_an_error_is_an_object_too_and_its_code_is_that_of_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["list", str(tmp_path), "--json"]) == 1
+    out, err = capsys.readouterr()
+    found = json.loads(out)["error"]
+    assert err == f"error[{found['code']}]: {found['message']}\n" and "no cache there" in err
+
+
+def test_list_finds_the_sample_where_nothing_else_is_built(sample: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", str(sample.parent), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["folder"] == str(sample)
+
+
 # --- completion -------------------------------------------------------------------------------------------------------
 
 

@@ -111,7 +111,7 @@ def test_the_command_that_a_snapshot_prints_builds_from_it(
 ) -> None:
     for dest in ("my mirror", "hub"):
         assert cli.main(["snapshot", "fineweb_edu", dest, "--tokens", "4k", "--seed", "7"]) == 0
-        *_, command = capsys.readouterr().out.splitlines()  # the build before printed one, too
+        command = capsys.readouterr().out.splitlines()[-1]
         arguments = shlex.split(command.partition("niels-gpt ")[2])
         assert cli.main([*arguments, "--cache-dir", dest + " cache", "--tokenizer-model", str(tiny_model_path)]) == 0
         meta = read_meta(f"{dest} cache/pretrain/fineweb_edu/meta.json")

@@ -140,7 +140,9 @@ def test_convert_changes_the_manifest_and_back(cache: Path, model: Path, capsys:
     capsys.readouterr()
     assert main(["convert", str(cache), "--format-version", "2"]) == 0
     assert "is version 2 already; nothing was written" in capsys.readouterr().out
-    assert main(["convert", str(cache), "--format-version", "1"]) == 0
+    capsys.readouterr()
+    assert main(["convert", str(cache), "--format-version", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["changed"] is True
     assert {path: path.read_bytes() for path in before} == before
 
 

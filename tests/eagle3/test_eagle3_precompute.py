@@ -87,6 +87,13 @@ def test_top_k_and_version_2_have_all_of_their_keys(
     assert 0 < meta["kept_mass"] < 1 and 0 < meta["draft_mass"] < 1
 
 
+def test_json_is_the_sizes_of_a_dry_run_and_what_was_made(run: Run) -> None:
+    status, out, _ = run("--dry-run", "--json")
+    sizes = json.loads(out)
+    assert status == 0 and sizes["fits"] is True and sizes["samples"] == 10
+    assert json.loads(run("--json")[1])["shards"] == sizes["shards"] == 3
+
+
 def test_rows_of_ids_and_masks_are_taken_as_they_are(tmp_path: Path, run: Run) -> None:
     rows = [{"id": f"row {number}", "input_ids": [5, 6, 7 + number], "loss_mask": [0, 1, 1]} for number in range(3)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,6 +1,7 @@
 """python -m niels_gpt.prefix_tree.demo: folded and not folded agree, and what is wrong is found."""
 
 import io
+import json
 import re
 import sys
 from pathlib import Path
@@ -58,9 +59,9 @@ def test_a_step_without_its_mask_fails(monkeypatch: pytest.MonkeyPatch, capsys: 
         return {**right(forest, model), "attention_mask": None}
 
     monkeypatch.setattr(demo, "model_inputs", without_mask)
-    assert demo.main(SMALL) == 1
-    found = re.search(r"log-probs +differ by (\S+)", capsys.readouterr().out)
-    assert found is not None and float(found.group(1)) > 1e-2
+    assert demo.main([*SMALL, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False and found["logprobs_differ"] > 1e-2
 
 
 def test_the_loss_of_the_demo_clips_and_its_old_log_probs_are_per_sample() -> None:
