@@ -20,7 +20,9 @@ KNOWN = {"Raises", "Returns", "Yields"}
 def plain(text: str) -> str:
     """Escape what Markdown would take for emphasis or HTML, outside of `code`."""
     parts = re.split(r"(`[^`]*`)", text)
-    return "".join(part if part.startswith("`") else re.sub(r"([*_<|])", r"\\\1", part) for part in parts)
+    return "".join(
+        part if part.startswith("`") else re.sub(r"([*_|])", r"\\\1", part).replace("<", "&lt;") for part in parts
+    )
 
 
 def markdown(docstring: str, names: set[str]) -> str:
