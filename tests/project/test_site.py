@@ -4,11 +4,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
 from support import ROOT
 
+from niels_gpt import cache, sampling
 from tools import check_site
 from tools.pictures.__main__ import PICTURES
 
@@ -76,3 +78,10 @@ def test_the_script_of_a_picture_draws_it(name: str, tmp_path: Path) -> None:
     assert picture.findtext(title) == committed.findtext(title) != ""
     outside = [box.attrib for box in picture.iter() if float(box.get("x", 0)) + float(box.get("width", 0)) > 801]
     assert outside == []
+
+
+@pytest.mark.parametrize("package", [cache, sampling], ids=lambda package: package.__name__)
+def test_every_public_name_of_a_package_is_on_an_api_page(package: ModuleType) -> None:
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
+    shown = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", pages, re.MULTILINE)}
+    assert set(package.__all__) <= shown
