@@ -379,7 +379,10 @@ def recorded_outcomes(root: Path) -> tuple[list[Outcome], dict[str, Exception]]:
             about = (run.get("seconds", math.nan), run.get("peak_bytes"), run.get("fingerprint", ""))
             outcomes.append(Outcome(key, path, meta, False, *about))
     if not outcomes and not damaged:
-        raise FileNotFoundError(f"{root}: no cache there. Name the folder that holds pretrain/ and sft/, or build some")
+        raise FileNotFoundError(
+            f"{root}: no cache there. Name the folder that holds pretrain/ and sft/, or build the sample's caches: "
+            "niels-gpt demo cache"
+        )
     return outcomes, damaged
 
 
