@@ -326,12 +326,12 @@ def print_warning(code: str, message: object) -> None:
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
-    """Send log records to stderr as plain lines, control characters escaped, without the lines of HTTP clients."""
+    """Send log records to stderr as plain lines, control characters escaped, without the chatter of libraries."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_EscapingFormatter("%(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
-    for client in ("httpx", "httpx2"):  # a line for each request to the hub
-        logging.getLogger(client).setLevel(logging.WARNING)
+    for library in ("httpx", "httpx2", "matplotlib"):  # a line for each request to the hub, and for a list of fonts
+        logging.getLogger(library).setLevel(logging.WARNING)
 
 
 class _EscapingFormatter(logging.Formatter):

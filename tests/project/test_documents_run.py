@@ -93,7 +93,7 @@ def test_the_commands_of_a_page_that_are_not_run_parse(page: Path) -> None:
     for command in [
         each for block in blocks if block.why_not_run and block.language == "console" for each in block.commands
     ]:
-        words = shlex.split(command.text, comments=True)
+        words = shlex.split(command.text.replace("\\\n", ""), comments=True)
         if words[0] == "niels-gpt":
             parse(command_line.ROOT, words[1:])
 
