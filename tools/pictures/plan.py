@@ -12,17 +12,18 @@ TOGETHER = {
     **dict.fromkeys(
         ("encoding", "tokenizer", "tokenizer_training", "roundtrip", "chat_template", "special_tokens"), TEXT
     ),
+    "pictures": "display",
     "train_tokenizer": "commands",
 }
 """Modules beside the packages that are drawn as one box."""
-OTHERS = {0: "progress, ...", 1: "pictures, ...", 5: "commands"}
+OTHERS = {0: "progress, ...", 1: "display", 5: "commands"}
 """The box of every other module beside the packages, by its level."""
 LEVELS = (
     ("commands and Dagster", ("commands", "pipelines"), VIOLET),
     ("source + tokenizer + builder", ("recipes",), ORANGE),
     ("finished caches", ("inspection", "sampling", "eagle3", "prefix_tree"), GREEN),
     ("build and read", ("builders", "cache"), BLUE),
-    ("text, chats, models", ("data", "hub", "chat", TEXT, "pictures, ..."), MUTED),
+    ("text, chats, models", ("data", "hub", "chat", TEXT, "display"), MUTED),
     ("files, settings", ("storage", "settings", "progress, ..."), MUTED),
 )
 
