@@ -51,7 +51,9 @@ def build_caches(
         if outcomes or failures:
             say(_built(outcomes, failures))
     return Result(
-        {"caches": built_rows(settings, outcomes, failures)}, print_failures(failures), _look(settings, outcomes)
+        {"caches": built_rows(settings, outcomes, failures)},
+        print_failures(failures),
+        "" if failures else _look(settings, outcomes),
     )
 
 

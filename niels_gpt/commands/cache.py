@@ -6,6 +6,7 @@ The builds themselves are in build.py. Heavy modules are imported by the functio
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,10 @@ def list_caches(cache_dir: Path) -> Result:
     refused = {row["key"]: row["refused"] for row in rows if row["refused"]}
     say(outcomes_table(outcomes, damaged, refused))
     print_failures(damaged)
-    return Result({"folder": str(cache_dir), "caches": rows}, ExitCode.DAMAGED if damaged or refused else ExitCode.GOOD)
+    data = {"folder": str(cache_dir), "caches": rows}
+    if not damaged and not refused:
+        return Result(data)
+    return Result(data, ExitCode.DAMAGED, shlex.join(["niels-gpt", "verify", str(cache_dir)]))
 
 
 @command(
@@ -265,16 +269,24 @@ def verify(path: tuple[Path, ...], deep: bool) -> Result:
     for error in errors.values():  # the others are looked at
         print_error(error)
     found = {name: [{"file": "", "offset": 0, "end": 0, "problem": str(error)}] for name, error in errors.items()}
-    is_damaged = False
+    damaged: list[Path] = []
     for cache in caches:
         with progress_bar(escaped(cache), unit="B", items="files") as progress:
             damages = damage_of(cache, deep=deep, progress=progress)
         found[str(cache)] = [damage._asdict() for damage in damages]
-        is_damaged |= bool(damages)
+        damaged += [cache] if damages else []
         say(damage_lines(cache, damages))
-    if is_damaged:
-        return Result(found, ExitCode.DAMAGED)
+    if damaged:
+        return Result(found, ExitCode.DAMAGED, _remedy(damaged[0]))
     return Result(found, ExitCode.FAILED if errors else ExitCode.GOOD)
+
+
+def _remedy(cache: Path) -> str:
+    """Return the command that builds a damaged cache again; of one that another program made, nothing."""
+    from niels_gpt.storage.remedies import rebuild_command
+
+    is_ours = cache.parent.name in ("pretrain", "sft") or cache.name == "tokenizer"
+    return rebuild_command(cache) if is_ours else ""
 
 
 def damage_of(cache: Path, *, deep: bool, progress: Progress | None) -> list[Any]:
@@ -314,7 +326,12 @@ def gc(cache_dir: Path, dry_run: bool) -> Result:
         say(escaped(line))
         lines.append(line)
     failed = any(line.startswith(FAILED) for line in lines)
-    return Result({"lines": lines}, ExitCode.FAILED if failed else ExitCode.GOOD)
+    again = (
+        shlex.join(["niels-gpt", "gc", str(cache_dir)])
+        if any(line.startswith("would remove") for line in lines)
+        else ""
+    )
+    return Result({"lines": lines}, ExitCode.FAILED if failed else ExitCode.GOOD, again)
 
 
 BUILDERS: list[Command] = [build, snapshot]

@@ -160,7 +160,7 @@ class Command(_Help):
             raise
         if ctx.meta[_JSON]:
             print(as_json(result.data))
-        elif result.next and result.code is ExitCode.GOOD:
+        elif result.next:
             print(f"next: {result.next}")
         return result.code
 

@@ -111,6 +111,9 @@ def test_damage_is_3_and_1_for_python_m(sample: Path, capsys: pytest.CaptureFixt
     for words in (["verify", str(chats)], ["list", str(sample)], ["stats", str(chats)], ["doctor", str(sample)]):
         assert main(words) == ExitCode.DAMAGED, words
         assert words[0] == "doctor" or cli.main(words) == 1
+    capsys.readouterr()
+    assert main(["verify", str(sample)]) == ExitCode.DAMAGED
+    assert capsys.readouterr().out.splitlines()[-1].startswith("next: niels-gpt build oasst1 --restart ")
     (chats / "meta.json").write_text("{")
     assert main(["show", str(chats)]) == ExitCode.DAMAGED and cli.main(["show", str(chats)]) == 1
     assert "error[E202]" in capsys.readouterr().err

@@ -79,7 +79,8 @@ def test_the_committed_version_and_the_newest_other_stay_and_unfinished_builds_g
     before = tree_of(folder)
     assert cli.main(["gc", str(folder), "--dry-run"]) == 0
     assert tree_of(folder) == before
-    said = capsys.readouterr().out
+    said, _, after = capsys.readouterr().out.partition("next: ")
+    assert after == f"niels-gpt gc {folder}\n"
     assert cli.main(["gc", str(folder)]) == 0
     assert capsys.readouterr().out == said.replace("would remove", "removed")
     assert removed(iter(said.replace("would remove", "removed").splitlines())) == [dead.name, dead.stem, *contents[:2]]
