@@ -70,7 +70,7 @@ def faults(site: Path) -> Iterator[str]:
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path.resolve()
             target = target / "index.html" if target.is_dir() else target
-            if not target.is_file():
+            if not target.is_file() or not target.is_relative_to(site.resolve()):
                 yield f"{where}: {address} leads to no file of the site"
             elif parts.fragment and target.suffix == ".html":
                 anchors = pages[site / target.relative_to(site.resolve())].anchors

@@ -39,16 +39,20 @@ GOOD = '<h1 id="top">A</h1><a href="#top">up</a><a href="https://example.org">ou
         (GOOD + '<a href="b.html">b</a>', "", "index.html: b.html leads to no file of the site"),
         (GOOD + '<a href="index.html#b">b</a>', "", "index.html: index.html#b leads to no anchor"),
         (GOOD + '<img src="b.png">', "", "index.html: b.png leads to no file of the site"),
+        (GOOD + '<a href="../out.txt">b</a>', "", "index.html: ../out.txt leads to no file of the site"),
         (GOOD + '<script src="//cdn.org/a.js"></script>', "", "index.html: loads //cdn.org/a.js from the network"),
         (GOOD + '<p style="background: url(http://a.org/b)">', "", "index.html: loads http://a.org/b from the network"),
         (GOOD, "@import 'https://a.org/b.css';", "a.css: loads https://a.org/b.css from the network"),
     ],
 )
 def test_what_a_page_loads_and_links_to_is_checked(page: str, css: str, fault: str | None, tmp_path: Path) -> None:
-    (tmp_path / "index.html").write_text(page)
-    (tmp_path / "a.css").write_text(css)
-    (tmp_path / "a.png").touch()
-    assert list(check_site.faults(tmp_path)) == ([fault] if fault else [])
+    site = tmp_path / "site"
+    site.mkdir()
+    (tmp_path / "out.txt").touch()
+    (site / "index.html").write_text(page)
+    (site / "a.css").write_text(css)
+    (site / "a.png").touch()
+    assert list(check_site.faults(site)) == ([fault] if fault else [])
 
 
 @pytest.mark.parametrize("folder", ["niels_gpt", "pipelines"])
