@@ -13,7 +13,7 @@ CACHES = Settings(source_root="sample", cache_dir="cache", sft="workshop=chats.j
 
 
 @dg.asset(deps=[dg.AssetKey(["llm", "sft", "workshop"])])
-def training() -> dg.MaterializeResult:
+def training() -> dg.MaterializeResult[None]:
     """Stands for your training: it reads the cache."""
     chats = SFTExampleDataset.open("cache/sample/sft/workshop", "train", T=64)
     return dg.MaterializeResult(metadata={"tokens with loss": chats.counts.supervised_tokens})

@@ -35,28 +35,21 @@ print("prompt:", len(prompt), "tokens; completions:", [len(each) for each in com
 
 forest = PrefixForest.from_rollout_group(prompt, completions)
 print(forest)
-stats = forest.stats()
-print(f"{stats.tokens_before} tokens unfolded, {stats.tokens_after} folded")
+_ = Path("folded_step.png").write_bytes(plot_mask(forest))
 
 
 small = PrefixForest.from_rollout_group([1, 2], [[5, 6], [5, 7], [8]])
 print("ids      ", small.input_ids.tolist())
 print("positions", small.position_ids.tolist())
 print(dense_mask(small).int())
-
-
-Path("folded_step.png").write_bytes(plot_mask(forest))
-
-
 edges = LossEdges.from_forest(small)
-print(list(zip(edges.row.tolist(), edges.target.tolist(), edges.weight.tolist(), strict=True)))
-edges = LossEdges.from_forest(forest)
-print(f"{edges.num_loss_tokens} supervised tokens, {edges.num_edges} edges")
+print("edges", list(zip(edges.row.tolist(), edges.target.tolist(), edges.weight.tolist(), strict=True)))
 
 
 torch.manual_seed(0)
 config = LlamaConfig(vocab_size=tokenizer.vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
 model = LlamaForCausalLM(config)
+edges = LossEdges.from_forest(forest)
 head = logits_head(model)  # model.lm_head, and what some models do behind it
 
 

@@ -9,7 +9,6 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from niels_gpt.cache import read_meta
 from niels_gpt.sampling import EpochStream, MixtureStream, bits_per_byte, iter_eval
 from niels_gpt.tokenizer import load_tokenizer
 
@@ -24,11 +23,11 @@ def open_mixture() -> MixtureStream:
     return MixtureStream(streams, list(CACHES.values()), seed=0)
 
 
-tokenizer = load_tokenizer("cache/sample/tokenizer/spm.model")
+tokenizer = load_tokenizer("cache/sample/tokenizer")
 x, y = next(iter(open_mixture()))
 print(tuple(x.shape), x.dtype)
-print(repr(tokenizer.decode(x[0, :16].tolist())))
-print(repr(tokenizer.decode(y[0, :16].tolist())))
+for part in (x, y):
+    print(repr(tokenizer.decode(part[0, :16].tolist())))
 
 
 class SmallGPT(nn.Module):
@@ -39,8 +38,8 @@ class SmallGPT(nn.Module):
             width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
         self.blocks = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
-        for embedding in (self.tokens, self.places):
-            nn.init.normal_(embedding.weight, std=0.02)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.places.weight, std=0.02)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:  # int64 [B, T] each; returns nats, summed over all targets
         causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
@@ -50,9 +49,8 @@ class SmallGPT(nn.Module):
 
 
 torch.manual_seed(0)
-model = SmallGPT(read_meta("cache/sample/pretrain/roam/meta.json")["vocab_size"])
+model = SmallGPT(tokenizer.vocab_size)
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-print(f"{sum(each.numel() for each in model.parameters()):,} weights")
 
 
 @torch.no_grad()
@@ -81,7 +79,6 @@ for step, batch in enumerate(itertools.islice(open_mixture(), STEPS), start=1):
     if step % 50 == 0:
         print(f"step {step}: loss {sum(losses[-50:]) / 50:.2f}")
 print("bits per byte after:", evaluate())
-
 
 figure = Figure(figsize=(7, 3), layout="constrained")
 axes = figure.subplots()
