@@ -4,7 +4,9 @@ It wants Debian's chromium and the extras `browser` and `docs`. Run: pytest -m b
 """
 
 import functools
+import html
 import http.server
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +20,15 @@ from support import ROOT
 from tools import check_site
 
 pytestmark = pytest.mark.browser
-PAGES = ("index", "formats", "concepts/folding", "api/prefix_tree", "api/settings", "decisions/0009-the-read-side")
+PAGES = (
+    "index",
+    "tutorials/small_gpt",
+    "formats",
+    "concepts/folding",
+    "api/prefix_tree",
+    "api/settings",
+    "decisions/0009-the-read-side",
+)
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -50,6 +60,24 @@ def address(site: Path) -> Iterator[str]:
 
 def test_every_link_and_file_of_the_built_site_is_there(site: Path) -> None:
     assert list(check_site.faults(site)) == []
+
+
+def prose(page: Path) -> str:
+    """Return what a page says, on one line, without its signatures."""
+    article = page.read_text(encoding="utf-8").partition("<article")[2].partition("</article>")[0]
+    article = re.sub(r"<pre>.*?</pre>", "", article, flags=re.DOTALL)
+    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<(?!li>)[^>]*>", "", article)).replace("<li> ", "<li>"))
+
+
+def test_docstrings_are_lists_and_fields_have_their_comments(site: Path) -> None:
+    assert "<li>shuffle_buffer: documents in the shuffle buffer; None: the order" in prose(site / "api" / "cache.html")
+    folding = prose(site / "api" / "prefix_tree.html")
+    assert "int64 [T], tokens above this one in every sample through it" in folding
+    assert "where k <= q < subtree_end[k]" in folding
+    settings = (site / "api" / "settings.html").read_text(encoding="utf-8")
+    assert "_setting(" not in re.sub(r"<[^>]*>", "", settings)
+    assert "seed of every split and shuffle" in prose(site / "api" / "settings.html")
+    assert [page.name for page in (site / "api").glob("*.html") if "\\" in prose(page)] == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
