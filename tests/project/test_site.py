@@ -74,14 +74,16 @@ def test_every_picture_is_shown_and_every_picture_shown_is_there() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(PICTURES) - {"dagster"}))  # that one is made by the browser test
-def test_the_script_of_a_picture_draws_it(name: str, tmp_path: Path) -> None:
+def test_a_picture_is_what_its_script_draws(name: str, tmp_path: Path) -> None:
     PICTURES[name](tmp_path)
     (drawn,) = tmp_path.iterdir()
-    picture, committed = (ElementTree.parse(path).getroot() for path in (drawn, ROOT / "docs" / "images" / drawn.name))
-    title = "{http://www.w3.org/2000/svg}title"
-    assert picture.findtext(title) == committed.findtext(title) != ""
+    picture = ElementTree.parse(drawn).getroot()
     outside = [box.attrib for box in picture.iter() if float(box.get("x", 0)) + float(box.get("width", 0)) > 801]
     assert outside == []
+    if name != "plan":  # which changes with every module
+        assert drawn.read_text() == (ROOT / "docs" / "images" / drawn.name).read_text(), (
+            f"python -m tools.pictures {name}"
+        )
 
 
 @pytest.mark.parametrize("package", [cache, sampling], ids=lambda package: package.__name__)
