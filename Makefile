@@ -8,7 +8,7 @@ PYTEST_WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_get
 # Dagster recommends its newer command line at every call of the one that people and CI use here.
 DAGSTER := PYTHONWARNINGS=ignore $(BIN)/dagster
 
-.PHONY: run dev test check docs pictures bench
+.PHONY: run dev test check docs pictures bench oldest
 
 run: $(VENV)/.installed  ## materialize every cache from the bundled sample through Dagster and print what was built
 	NIELS_GPT_SOURCE_ROOT=sample NIELS_GPT_CACHE_DIR=cache $(DAGSTER) asset materialize -m pipelines.definitions --select '*'
@@ -41,6 +41,20 @@ bench: $(VENV)/.installed  ## speed as ratios to a limit and a peer
 	$(BIN)/python benchmarks/dagster_commands.py
 	$(BIN)/python benchmarks/eagle3.py
 	$(BIN)/python benchmarks/prefix_tree.py
+
+# The oldest versions that pyproject.toml allows, the extras of Dagster aside. That torch brings CUDA's libraries: 6 GB.
+OLDEST := .oldest
+OLDEST_TESTS ?= $(addprefix tests/,builders cache chat data display eagle3 hub inspection prefix_tree sampling storage tokenizer) \
+	$(wildcard tests/test_*.py)
+oldest:  ## the tests with the oldest dependencies that are allowed
+	$(PYTHON) -m venv $(OLDEST)/uv
+	$(OLDEST)/uv/bin/python -m pip install --quiet uv
+	$(OLDEST)/uv/bin/uv venv --quiet --clear --python $(PYTHON) $(OLDEST)/env
+	$(OLDEST)/uv/bin/uv pip compile --quiet --resolution lowest-direct --python $(OLDEST)/env --extra eagle3 --extra plot \
+		--output-file $(OLDEST)/requirements.txt pyproject.toml
+	$(OLDEST)/uv/bin/uv pip install --quiet --python $(OLDEST)/env --requirements $(OLDEST)/requirements.txt \
+		hypothesis pytest pytest-xdist torchdata
+	$(OLDEST)/env/bin/python -m pytest -n $(PYTEST_WORKERS) -m "not slow and not real_text and not faults" $(OLDEST_TESTS)
 
 # In compat mode the checkout's own folder is on the path. By default an import hook finds the packages, which type checkers
 # do not run: they would see no types.
