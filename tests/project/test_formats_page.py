@@ -62,6 +62,8 @@ def test_the_bytes_of_the_worked_pretrain_cache_are_the_real_ones(pretrain: Path
     }
     assert files == {*shown, "meta.json"}
     assert f"content_sha256  {meta['content_sha256']}\n" in PAGE
+    (shown_meta,) = re.findall(r"^```json\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert json.loads(shown_meta).items() <= meta.items()
 
 
 def test_the_bytes_of_the_worked_sft_cache_are_the_real_ones(tmp_path: Path) -> None:
