@@ -76,7 +76,7 @@ def train_tokenizer(
     options = _options(vocab_size, model_type, normalization, character_coverage)
     model = _run(feed, options)
     meta = {
-        **_describe_model(model, vocab_size),
+        **_describe_model(model),
         **feed.counts,
         "share_seen": feed.counts["bytes_seen"] / feed.counts["bytes_given"],
         "inputs_sha256": feed.digest.hexdigest(),
@@ -89,6 +89,9 @@ def train_tokenizer(
         "max_bytes": max_bytes,
         "trained_on": trained_on if trained_on is None or isinstance(trained_on, str) else list(trained_on),
     }
+    if meta["vocab_size"] < vocab_size and trained_on != "sample":  # which is small on purpose
+        text = "the texts allow a vocabulary of %d ids only, %d were asked for"
+        LOG.warning(text, meta["vocab_size"], vocab_size, extra={"code": "W408"})
     return TrainedTokenizer(model, meta)
 
 
@@ -242,17 +245,12 @@ def _explained(error: RuntimeError, feed: _Feed, options: dict[str, Any]) -> Exc
     return ValueError(f"SentencePiece could not train on {counts['pieces']} pieces of text: {error}")
 
 
-def _describe_model(model: bytes, requested: int) -> dict[str, Any]:
+def _describe_model(model: bytes) -> dict[str, Any]:
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    size = int(processor.vocab_size())
-    if size < requested:
-        LOG.warning(
-            "the texts allow a vocabulary of %d ids only, %d were asked for", size, requested, extra={"code": "W408"}
-        )
     return {
-        "vocab_size": size,
+        "vocab_size": int(processor.vocab_size()),
         "special_tokens": list(SPECIAL_TOKENS),
         "special_token_ids": sentinel_ids(processor, special_tokens=SPECIAL_TOKENS, where="the trained model"),
         "model_sha256": hashlib.sha256(model).hexdigest(),

@@ -94,7 +94,7 @@ def build_pretrain(
         counters = source.counters if exhausted else build.state.counters
         meta = describe_and_commit(build, out_dir, shards.described, committed, counters=counters, **known)
     shards.losses.warn(out_dir, meta)
-    _warn_of_unmet_budgets(out_dir, budget)
+    _warn_of_unmet_budgets(out_dir, budget, source)
     return meta
 
 
@@ -169,9 +169,10 @@ def _shortage(shards: Shards, source: Source) -> str:
     )
 
 
-def _warn_of_unmet_budgets(out_dir: str | os.PathLike[str], budget: TokenBudget) -> None:
+def _warn_of_unmet_budgets(out_dir: str | os.PathLike[str], budget: TokenBudget, source: Source) -> None:
+    is_small_on_purpose = source.provenance.get("kind") == "sample"
     for split, limit in budget.limits.items():
-        if limit is not None and not budget.full(split):
+        if limit is not None and not budget.full(split) and not is_small_on_purpose:
             logger.warning(
                 "%s: %s ended at %d of %d tokens: no more text",
                 out_dir,

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.commands.console import ExitCode, Result, exit_code_of, print_error, print_warning, progress_bar, say
-from niels_gpt.commands.report import checked, ids_text, listed, notices, outcomes_table, plan_table, snapshot_lines
+from niels_gpt.commands.report import checked, listed, notices, outcomes_table, plan_table, snapshot_lines
+from niels_gpt.display.numbers import number_of
 from niels_gpt.recipes import run_recipe
 from niels_gpt.recipes.disk import DiskNeed, free_bytes, needed_bytes, refuse_without_room, unfinished_bytes
 from niels_gpt.recipes.plan import RECIPES, Plan, plan, recipes
@@ -89,16 +90,16 @@ def _built(outcomes: Sequence[Outcome], failures: Mapping[str, Exception]) -> st
 
 
 def _line(outcome: Outcome) -> str:
-    """Return what was built in one line: "pretrain/notes: 1,204 documents, 5,812,345 tokens, in 3.2 s"."""
+    """Return what was built in one line: "pretrain/notes: 1,204 documents, 5.81M tokens, in 3.2 s"."""
     meta, totals = outcome.meta, outcome.meta.get("totals", {})
     if outcome.key == TOKENIZER_KEY:
-        what = ids_text(meta)
+        what = number_of(meta["vocab_size"], "id")
     elif meta.get("built") is False:
         what = "not built, a stub"
     elif meta["kind"] == "sft":
-        what = f"{_sum(totals, 'examples'):,} chats, {_sum(totals, 'tokens'):,} tokens"
+        what = f"{number_of(_sum(totals, 'examples'), 'chat')}, {number_of(_sum(totals, 'tokens'), 'token')}"
     else:
-        what = f"{sum(meta['docs'].values()):,} documents, {_sum(totals, 'tokens'):,} tokens"
+        what = f"{number_of(sum(meta['docs'].values()), 'document')}, {number_of(_sum(totals, 'tokens'), 'token')}"
     return f"{outcome.key}: {what}, {'up to date' if outcome.reused else f'in {outcome.seconds:.1f} s'}"
 
 

@@ -30,7 +30,6 @@ from niels_gpt.commands.console import (
     progress_bar,
     run,
     say,
-    table,
     token_position,
 )
 from niels_gpt.commands.settings_flags import settings_of, settings_options
@@ -161,7 +160,7 @@ def list_caches(cache_dir: Path) -> Result:
         outcomes, damaged = recorded_outcomes(cache_dir)
     rows = listed(cache_dir, outcomes, damaged)
     refused = {row["key"]: row["refused"] for row in rows if row["refused"]}
-    say(outcomes_table(outcomes, damaged, refused))
+    say(outcomes_table(outcomes, damaged, refused, timed=False))
     print_failures(damaged)
     data = {"folder": str(cache_dir), "caches": rows}
     if not damaged and not refused:
@@ -178,13 +177,13 @@ def list_caches(cache_dir: Path) -> Result:
 @option("--plot", type=FOLDER, metavar="PNG", help="draw the lengths, and the share with loss, there")
 def stats(cache: Path, plot: Path | None) -> Result:
     """Print the figures of a cache."""
+    from niels_gpt.inspection import stats as inspection
     from niels_gpt.inspection.plot import write_plot
-    from niels_gpt.inspection.stats import summary
 
     if plot is not None:
         write_plot(cache, plot)
-    rows = summary(cache)
-    say(table(rows))
+    rows = inspection.stats(cache)
+    say(rows)
     return Result(dict(rows), ExitCode.DAMAGED if "refused" in dict(rows) else ExitCode.GOOD)
 
 

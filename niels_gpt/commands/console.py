@@ -364,15 +364,6 @@ def as_json(value: object) -> str:
     return re.sub("[\x7f-\x9f]", lambda char: f"\\u{ord(char.group()):04x}", text)
 
 
-def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return rows as aligned columns, two spaces apart; control characters in them are escaped."""
-    rows = [tuple(map(printable, row)) for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
 def number_of_tokens(text: str) -> int:
     """Parse a number of tokens: 205M, 1.5G, 300_000. Raises: ValueError."""
     scale = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}.get(text[-1:].lower())

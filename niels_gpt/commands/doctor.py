@@ -17,7 +17,9 @@ import click
 from rich_click import argument
 
 from niels_gpt import __version__
-from niels_gpt.commands.console import ExitCode, Result, command, say, table
+from niels_gpt.commands.console import ExitCode, Result, command, say
+from niels_gpt.display.numbers import size_text
+from niels_gpt.display.tables import table
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import CODES, explained
 from niels_gpt.storage.errors import CacheError
@@ -87,7 +89,7 @@ def doctor(cache_dir: Path) -> Result:
 
 
 def _machine(cache_dir: Path) -> list[tuple[str, str]]:
-    from niels_gpt.recipes.disk import free_bytes, size_text
+    from niels_gpt.recipes.disk import free_bytes
     from niels_gpt.recipes.run_recipe import num_threads
 
     memory = "not known"

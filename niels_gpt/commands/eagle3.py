@@ -23,9 +23,9 @@ from niels_gpt.commands.console import (
     progress_bar,
     run,
     say,
-    table,
 )
 from niels_gpt.commands.console import command as any_command
+from niels_gpt.display.tables import folded, table
 from niels_gpt.eagle3.inspect.checks import RECOMPUTED
 from niels_gpt.pictures import check_png
 from niels_gpt.storage.checks import Verdict
@@ -90,7 +90,7 @@ def _verdict_lines(name: str, verdict: Verdict) -> str:
     outcome = verdict.note or ("ok" if not verdict.figures else f"ok: {verdict.figures}")
     if count:
         outcome = f"{count} problem{'' if count == 1 else 's'}"
-    lines = [f"  {name:<14}{outcome}", *(f"    {problem}" for problem in verdict.problems)]
+    lines = [*folded(f"  {name:<14}{outcome}", indent=" " * 16), *(f"    {problem}" for problem in verdict.problems)]
     return "\n".join([*lines, *(f"    note: {remark}" for remark in verdict.remarks)])
 
 

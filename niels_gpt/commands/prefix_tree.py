@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich_click import argument, option
 
-from niels_gpt.commands.console import Command, ExitCode, Group, Result, command, parsed, progress_bar, run, say, table
+from niels_gpt.commands.console import Command, ExitCode, Group, Result, command, parsed, progress_bar, run, say
+from niels_gpt.display.tables import table
 from niels_gpt.prefix_tree.savings import MODEL_7B, ROWS
 from niels_gpt.storage.codes import coded
 

@@ -8,17 +8,19 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from string import hexdigits
 from types import MappingProxyType
 from typing import Any
 
 from niels_gpt.builders.losses import loss_table
-from niels_gpt.commands.console import table
+from niels_gpt.display.numbers import count_text, number_of, size_text
+from niels_gpt.display.tables import folded, table
 from niels_gpt.inspection.diff import PARTS, is_equal
 from niels_gpt.inspection.file_checks import Damage
 from niels_gpt.inspection.readers import in_short, refusal
 from niels_gpt.inspection.source_ids import printable
 from niels_gpt.inspection.verify import CHECKS, Limits, verify
-from niels_gpt.recipes.disk import free_bytes, size_text
+from niels_gpt.recipes.disk import free_bytes
 from niels_gpt.recipes.plan import Plan
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
 from niels_gpt.recipes.snapshot import ORDER_SETTINGS
@@ -29,56 +31,74 @@ from niels_gpt.storage.remedies import PROGRAM
 
 
 def outcomes_table(
-    outcomes: Sequence[Outcome], failures: Mapping[str, Exception], refused: Mapping[str, str] = MappingProxyType({})
+    outcomes: Sequence[Outcome],
+    failures: Mapping[str, Exception],
+    refused: Mapping[str, str] = MappingProxyType({}),
+    *,
+    timed: bool = True,
 ) -> str:
-    """Return a line for each cache: what was done, its size, its speed; failures stand at the end.
+    """Return a line for each cache: what was done and what it holds; failures, losses and refusals stand at the end.
 
-    refused: by a cache's key why its readers refuse it: the state of its line.
+    refused: by a cache's key why its readers refuse it. timed: whether a run just made them.
     """
-    rows: list[tuple[str, ...]] = [("cache", "state", "train", "val", "seconds", "tokens/s", "peak memory", "on disk")]
+    rows: list[tuple[str, ...]] = [("cache", "state", "holds", "train tokens", "val tokens", "on disk", "seconds")]
+    reasons = dict(refused)
     for outcome in outcomes:
-        reason, cells = refused.get(outcome.key), ["-"] * 6
+        cells = ["-"] * 5
         try:
             cells = _cells(outcome)
         except _MALFORMED as error:  # a meta.json that anybody may have written costs its own line only
-            reason = reason or _malformed(error)
-        rows.append((outcome.key, _state(outcome) if reason is None else f"refused: {reason}", *cells))
-    rows += [(key, f"refused: {refused[key]}" if key in refused else "FAILED", *["-"] * 6) for key in failures]
-    return "\n".join([table(rows), *filter(None, map(notices, outcomes))])
+            reasons.setdefault(outcome.key, _malformed(error))
+        rows.append((outcome.key, "refused" if outcome.key in reasons else _state(outcome), *cells))
+    rows += [(key, "refused" if key in reasons else "FAILED", *["-"] * 5) for key in failures]
+    refusals = (f"{key}: refused: {reason}" for key, reason in reasons.items())
+    lines = [table([row if timed else row[:-1] for row in rows]), *map(notices, outcomes), *map(_noted, refusals)]
+    return "\n".join(filter(None, lines))
 
 
 def notices(outcome: Outcome) -> str:
-    """Return a line of what is lost or odd in a cache; "" where nothing is."""
+    """Return what is lost in a cache, on a line of its own or on several; "" where nothing is."""
     found = loss_table(outcome.meta)
+    asked = outcome.meta.get("requested_vocab_size")
+    if isinstance(asked, int) and asked > outcome.meta["vocab_size"] and outcome.meta.get("trained_on") != "sample":
+        found["vocabulary"] = f"{outcome.meta['vocab_size']:,} ids of {asked:,} asked for: more text would give more"
+    found.pop("noticed", None)  # no loss: `stats` prints it
     if outcome.meta.get("lossless") is not False:
         found.pop("round trip", None)
     if not outcome.meta.get("unknown_ids"):
         found.pop("unknown ids", None)
     said = "; ".join(f"{name}: {value}" for name, value in found.items())
-    return f"{outcome.key}: {printable(said)}" if said else ""
+    return _noted(f"{outcome.key}: {said}") if said else ""
+
+
+def _noted(text: str) -> str:
+    return "\n".join(folded(printable(text), indent="  "))
 
 
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError)
 
 
 def _cells(outcome: Outcome) -> list[str]:
-    totals = outcome.meta.get("totals") or {}
-    speed = "-" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}"
-    peak = "-" if outcome.peak_bytes is None else size_text(outcome.peak_bytes)
-    counts = [_count(totals, split) for split in ("train", "val")]
+    """Return what a cache holds, the tokens of train and val, the size on disk and the seconds of its build."""
+    totals, kind = outcome.meta.get("totals") or {}, outcome.meta.get("kind")
+    counts = [count_text(totals.get(f"{split}_tokens", 0)) for split in ("train", "val")]
     if outcome.key == TOKENIZER_KEY:
-        counts = [ids_text(outcome.meta), "-"]
-    elif outcome.meta.get("kind") == "eagle3":  # of one piece
-        counts = [f"{totals['samples']:,} samples, {totals['tokens']:,} tokens", "-"]
-    seconds = f"{outcome.seconds:.2f}".replace("nan", "-")
-    return [*counts, seconds, speed, peak, size_text(outcome.disk_bytes)]
+        holds, counts = number_of(outcome.meta["vocab_size"], "id"), ["-", "-"]
+    elif kind == "eagle3":  # of one piece
+        holds, counts = number_of(totals["samples"], "sample"), [count_text(totals["tokens"]), "-"]
+    elif kind == "sft":
+        holds = number_of(totals["train_examples"] + totals["val_examples"], "example")
+    else:  # a stub counts none
+        holds = number_of(sum(outcome.meta.get("docs", {}).values()), "document")
+    return [holds, *counts, size_text(outcome.disk_bytes), f"{outcome.seconds:.2f}".replace("nan", "-")]
 
 
 def listed(root: Path, outcomes: Sequence[Outcome], damaged: Mapping[str, Exception]) -> list[dict[str, Any]]:
     """Return a row for each cache below a folder, ready for JSON.
 
-    key; state: built, partial, not built, or refused; refused: why the readers refuse it, in a few words, or null. Of a
-    cache whose meta.json can be read also totals, disk_bytes, and seconds of the run that made it (null: not known).
+    key; state: built, up to date, partial, not built, or refused; refused: why the readers refuse it, in a few words,
+    or null. Of a cache whose meta.json can be read also totals, disk_bytes, and of the run that made it seconds,
+    tokens_per_second and peak_bytes of memory (null: not known).
     """
     rows: list[dict[str, Any]] = []
     for outcome in outcomes:
@@ -88,6 +108,7 @@ def listed(root: Path, outcomes: Sequence[Outcome], damaged: Mapping[str, Except
             _cells(outcome)
             seconds = None if math.isnan(outcome.seconds) else outcome.seconds
             found = {"totals": outcome.meta.get("totals"), "disk_bytes": outcome.disk_bytes, "seconds": seconds}
+            found |= {"tokens_per_second": outcome.tokens_per_second, "peak_bytes": outcome.peak_bytes}
         except _MALFORMED as error:
             reason = reason or _malformed(error)
         state = _state(outcome) if reason is None else "refused"
@@ -104,9 +125,9 @@ def _malformed(error: Exception) -> str:
 def plan_table(plans: Sequence[Plan], cache_dir: str) -> str:
     """Return a line for each cache: what a run would do; and the disk that is free."""
     rows = [
-        (item.key, item.action, item.source, size_text(item.least_bytes), size_text(item.disk_bytes)) for item in plans
+        (item.key, item.action, size_text(item.least_bytes), size_text(item.disk_bytes), item.source) for item in plans
     ]
-    lines = table([("what", "would be", "from", "disk at least", "at most"), *rows])
+    lines = table([("what", "would be", "at least", "at most", "from"), *rows])
     return f"{lines}\ndisk free at {cache_dir}: {size_text(free_bytes(Path(cache_dir)))}"
 
 
@@ -167,7 +188,7 @@ def difference_lines(found: Mapping[str, Any]) -> str:
         lines.append(f"content_sha256: A {said['a']}, B {said['b']}")
     for key, values in found["settings"].items():
         shown = [_shown(values[side]) if side in values else "absent" for side in ("a", "b")]
-        lines.append(f"{printable(key)}: A {shown[0]}, B {shown[1]}")
+        lines += folded(f"{printable(key)}: A {shown[0]}, B {shown[1]}", indent="  ")
     if not found["compared"]:
         return "\n".join([*lines, f"documents were not compared: {found['why_not_tokens']}"])
     counts = [", ".join(f"{number:,} {split}" for split, number in found["documents"][side].items()) for side in "ab"]
@@ -178,7 +199,7 @@ def difference_lines(found: Mapping[str, Any]) -> str:
         if not count:
             continue
         lines.append(f"{_PARTS[part]}: {_number(count, 'document')}")
-        lines += [f"  {_document(document)}" for document in first]
+        lines += [line for document in first for line in folded(f"  {_document(document)}", indent="    ")]
         lines += [f"  and {count - len(first):,} more"] * (len(first) < count)
     return "\n".join(lines)
 
@@ -192,10 +213,10 @@ _PARTS = {
 
 def _document(document: Mapping[str, Any]) -> str:
     parts = [f"{document['split']} {document['document']}"]
-    if document["source_id"] is not None:
-        parts.append(f"source id {printable(document['source_id'])}")
     if document["words"] is not None:
         parts.append(repr(document["words"]))
+    if document["source_id"] is not None:
+        parts.append(f"source id {printable(document['source_id'])}")
     if "in_b" in document:
         in_b = document["in_b"]
         parts.append(f"in B {in_b['split']} {in_b['document']}")
@@ -205,6 +226,8 @@ def _document(document: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any, width: int = 80) -> str:
+    if isinstance(value, str) and len(value) == 64 and set(value) <= set(hexdigits):
+        return value[:12]  # a sha256
     text = printable(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= width else text[: width - 1] + "…"
 
@@ -215,17 +238,4 @@ def _number(count: int, what: str) -> str:
 
 def _state(outcome: Outcome) -> str:
     built = {"partial": "partial", False: "not built"}.get(outcome.meta.get("built"), "built")
-    return f"{built}, up to date" if outcome.reused else built
-
-
-def ids_text(meta: Mapping[str, Any]) -> str:
-    """Return the size of a tokenizer, and the one that was asked for where the text allows no more."""
-    asked = meta.get("requested_vocab_size")
-    less = isinstance(asked, int) and asked > meta["vocab_size"]
-    return f"{meta['vocab_size']:,} ids" + (f" of {asked:,} asked for" if less else "")
-
-
-def _count(totals: Mapping[str, int], split: str) -> str:
-    if f"{split}_examples" in totals:
-        return f"{totals[f'{split}_examples']:,} examples, {totals[f'{split}_tokens']:,} tokens"
-    return f"{totals.get(f'{split}_tokens', 0):,} tokens"
+    return "up to date" if outcome.reused and built == "built" else built

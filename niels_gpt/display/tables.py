@@ -1,12 +1,45 @@
-"""Small HTML tables for notebooks, and text that is safe to show: every value is escaped, and there are no scripts."""
+"""Tables of text and small HTML tables for notebooks; every value is escaped, and there are no scripts.
+
+Decides how wide what commands print may be: 100 columns; the last column of a table continues on more lines.
+"""
 
 from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from niels_gpt.storage.meta_json import printable
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0, DEL and C1
+
+WIDTH = 100
+"""Columns of what commands print."""
+_LEAST_ROOM = 30  # columns of a last column that is folded
+
+
+def table(rows: Sequence[tuple[str, ...]], width: int = WIDTH) -> str:
+    """Return rows as aligned columns, two spaces apart; control characters are escaped.
+
+    The last column is folded at spaces where a line would be wider than `width`.
+    """
+    rows = [tuple(map(printable, row)) for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    start = sum(widths[:-1]) + 2 * (len(widths) - 1)
+    lines = []
+    for *cells, last in rows:
+        left = "".join(cell.ljust(size + 2) for cell, size in zip(cells, widths[:-1], strict=True))
+        first, *more = folded(last, max(_LEAST_ROOM, width - start))
+        lines += [(left + first).rstrip(), *(" " * start + part for part in more)]
+    return "\n".join(lines)
+
+
+def folded(text: str, width: int = WIDTH, indent: str = "") -> list[str]:
+    """Return a text as lines of at most `width` columns, cut at spaces; the lines after the first are indented."""
+    if len(text) <= width:
+        return [text]
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def html_table(title: str, rows: Iterable[tuple[str, object]]) -> str:

@@ -17,7 +17,7 @@ from niels_gpt.cache.formats import SPLITS, TOKEN_BYTES
 from niels_gpt.cache.meta import check_tokenizer
 from niels_gpt.display.decoded import Decoder, decoded_text
 from niels_gpt.display.tables import shown
-from niels_gpt.inspection.show import short_names
+from niels_gpt.inspection.show import short_names, turn_names
 from niels_gpt.inspection.source_ids import printable, source_id
 from niels_gpt.inspection.stats import PositionError, bounds, ids_at, meta_errors, open_version
 from niels_gpt.storage.errors import REBUILD, CacheError
@@ -63,10 +63,10 @@ def _located(
     start, end = starts[number : number + 2].tolist()
     unit = "example" if meta["kind"] == "sft" else "document"
     token = int(ids_at(folder, meta, split, position, position + 1)[0])
-    decode = None
+    decode, piece = None, ""
     if tokenizer is not None:
-        decode = partial(decoded_text, sentinels=short_names(folder, meta), tokenizer=tokenizer)
-    piece = "" if decode is None else f" {decode(np.array([token]))!r}"
+        decode = partial(decoded_text, sentinels=turn_names(folder, meta), tokenizer=tokenizer)
+        piece = f" {decoded_text(np.array([token]), short_names(folder, meta), tokenizer)!r}"
     name = source_id(folder, meta, split, number)
     rows = [
         ("token", f"{position:,} of {total:,} of {cache}/{split}: id {token}{piece}"),
@@ -81,8 +81,10 @@ def _located(
     cut = f", tokens {first - start:,} to {last - start:,} of its {end - start:,}" if last - first < end - start else ""
     rows.append(("text" if decode is not None else "ids", f"the token in [[ ]]{cut}"))
     ids = ids_at(folder, meta, split, first, last)
+    text = _marked(ids, position - first, decode)
+    text = text.removeprefix("\n") if text.startswith(("\n<|", "\n[[<|")) else text
     lines = [f"{label + ':':14}{printable(value)}" for label, value in rows]
-    return "\n".join([*lines, "", shown(_marked(ids, position - first, decode))])
+    return "\n".join([*lines, "", shown(text)])
 
 
 def _file(folder: Path, meta: dict[str, Any], split: str, position: int) -> str:
@@ -104,7 +106,7 @@ def _marked(ids: NDArray[np.uint16], place: int, decode: Callable[[NDArray[Any]]
     for length in range(1, _MAX_MARKED + 1):
         for first in range(max(0, place - length + 1), min(place, len(ids) - length) + 1):
             parts = [decode(part) for part in np.split(ids, [first, first + length])]
-            choices.append("{}[[{}]]{}".format(*parts))
+            choices.append("{}[[{}]]{}".format(*parts).replace("[[\n<|", "\n[[<|"))  # a turn begins a line
             if "".join(parts) == whole:
                 return choices[-1]
     return choices[0]

@@ -27,7 +27,9 @@ from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import path_inside, resolved
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 
-_GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+_SUPERVISED, _REST, _SENTINEL, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[36m", "\x1b[0m"  # green, dim, cyan
+_LEGEND = f"{_SUPERVISED}supervised{_PLAIN}  {_REST}not supervised{_PLAIN}  {_SENTINEL}<|sentinel|>{_PLAIN}"
+_LEGEND_PLAIN = "supervised tokens are in [[ ]]"
 _MORE = " …"
 _LEAST_TOKENS = 8  # of a shortened message
 
@@ -54,21 +56,25 @@ def tokenizer_beside(cache: Path) -> SentencePieceTokenizer | None:
 def show(cache: Path, tokenizer: Decoder, *, split: str, position: int, num_tokens: int, color: bool) -> str:
     """Return a heading and the text at `position`: a token of a pretrain split, or the number of an sft example.
 
-    In an example, supervised tokens are green and the others dim; without color, supervised tokens are in [[ ]].
-    num_tokens: the most tokens shown.
+    Sentinels have their short names, such as <|eot|>. In an example each turn begins a line; supervised tokens are
+    green, the others dim, sentinels cyan; without color, supervised tokens are in [[ ]]. num_tokens: the most tokens.
     Raises: FileNotFoundError, CacheError; ValueError for a split or a position that does not exist.
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
     if num_tokens < 1:
         raise ValueError(f"num_tokens={num_tokens}: expected at least 1")
-    cache, meta = _open_with(cache, tokenizer)
+    folder, meta = _open_with(cache, tokenizer)
     if meta.get("built") is False:
         raise CacheError(cache / META_NAME, "built is false, so there is nothing to show", code="E207")
     with meta_errors(cache):
         if meta.get("kind") == "sft":
-            return _example(cache, meta, tokenizer, split, position, num_tokens, color)
-        return _window(cache, meta, tokenizer, split, position, num_tokens)
+            ids, mask, head = _example(folder, meta, split, position)
+            text = _chat(ids[:num_tokens], mask[:num_tokens], turn_names(folder, meta), tokenizer, color)
+        else:
+            ids, head = _window(folder, meta, split, position, num_tokens)
+            text = shown(decoded_text(ids, short_names(folder, meta), tokenizer))
+    return f"{printable(f'{cache}/{split}: {head}')}\n{text}"
 
 
 def _open_with(cache: Path, tokenizer: Decoder) -> tuple[Path, dict[str, Any]]:
@@ -77,31 +83,31 @@ def _open_with(cache: Path, tokenizer: Decoder) -> tuple[Path, dict[str, Any]]:
     return cache, meta
 
 
-def _window(cache: Path, meta: dict[str, Any], tokenizer: Decoder, split: str, position: int, num_tokens: int) -> str:
+def _window(
+    folder: Path, meta: dict[str, Any], split: str, position: int, num_tokens: int
+) -> tuple[NDArray[np.uint16], str]:
     total = int(meta["totals"][f"{split}_tokens"])
-    _check(position, total, f"tokens in {cache}/{split}")
+    _check(position, total, f"tokens in {split}")
     before = 0
     for record in meta["shards"][split]:
         if position < before + record["tokens"]:
-            tokens = mmap_tokens(path_inside(cache, record["name"]), expected_bytes=record["bytes"])
+            tokens = mmap_tokens(path_inside(folder, record["name"]), expected_bytes=record["bytes"])
             ids = tokens[position - before :][:num_tokens]
-            head = f"{cache}/{split}: tokens {position} to {position + len(ids)} of {total}, in {record['name']}"
-            return f"{printable(head)}\n{shown(tokenizer.decode(ids.tolist()))}"
+            return ids, f"tokens {position:,} to {position + len(ids):,} of {total:,}, in {record['name']}"
         before += record["tokens"]
     raise CacheError(
-        cache / META_NAME, f"its shards hold {before} tokens, its totals say {total}", remedy=REBUILD, code="E201"
+        folder / META_NAME, f"its shards hold {before} tokens, its totals say {total}", remedy=REBUILD, code="E201"
     )
 
 
 def _example(
-    cache: Path, meta: dict[str, Any], tokenizer: Decoder, split: str, row: int, num_tokens: int, color: bool
-) -> str:
-    starts = bounds(cache, meta, split)
-    _check(row, len(starts) - 1, f"examples in {cache}/{split}")
-    ids = tokens_of(cache, meta, split)[starts[row] : starts[row + 1]]
-    mask = _mask_of(cache, meta, ids)
-    head = f"{cache}/{split}: example {row} of {len(starts) - 1}, {len(ids)} tokens, {int(mask.sum())} with loss"
-    return printable(head) + "\n" + _marked(ids[:num_tokens], mask[:num_tokens], tokenizer, color)
+    folder: Path, meta: dict[str, Any], split: str, row: int
+) -> tuple[NDArray[np.uint16], NDArray[np.bool_], str]:
+    starts = bounds(folder, meta, split)
+    _check(row, len(starts) - 1, f"examples in {split}")
+    ids = tokens_of(folder, meta, split)[starts[row] : starts[row + 1]]
+    mask = _mask_of(folder, meta, ids)
+    return ids, mask, f"example {row:,} of {len(starts) - 1:,}, {len(ids):,} tokens, {int(mask.sum()):,} supervised"
 
 
 def _mask_of(cache: Path, meta: dict[str, Any], ids: NDArray[np.uint16]) -> NDArray[np.bool_]:
@@ -110,20 +116,25 @@ def _mask_of(cache: Path, meta: dict[str, Any], ids: NDArray[np.uint16]) -> NDAr
     return mask.reshape(-1)
 
 
-def _marked(ids: NDArray[np.uint16], mask: NDArray[np.bool_], tokenizer: Decoder, color: bool) -> str:
+def _chat(
+    ids: NDArray[np.uint16], mask: NDArray[np.bool_], names: dict[int, str], tokenizer: Decoder, color: bool
+) -> str:
+    """Return a legend and an example with its supervised tokens marked. names: as `turn_names`."""
+    is_sentinel = np.isin(ids, list(names))
     parts = []
-    for start, end in runs(mask):
-        text = shown(tokenizer.decode(ids[start:end].tolist()))
+    for start, end in runs(2 * mask + is_sentinel) if color else runs(mask):
+        text = shown(decoded_text(ids[start:end], names, tokenizer))
         if color:
-            parts.append(f"{_GREEN if mask[start] else _DIM}{text}{_PLAIN}")
+            style = _SENTINEL if is_sentinel[start] else _SUPERVISED if mask[start] else _REST
+            parts.append(f"{style}{text}{_PLAIN}")
         else:
             parts.append(f"[[{text}]]" if mask[start] else text)
-    return "".join(parts)
+    return (_LEGEND if color else _LEGEND_PLAIN) + "\n" + "".join(parts).replace("\n", "", 1)
 
 
 def _check(position: int, total: int, what: str) -> None:
     if not 0 <= position < total:
-        raise PositionError(f"position {position}: there are {total} {what}, expected 0 <= position < {total}")
+        raise PositionError(f"position {position:,}: there are {total:,} {what}, expected 0 to {total - 1:,}")
 
 
 def sample_texts(
@@ -173,6 +184,11 @@ def _samples(
 def short_names(cache: Path, meta: dict[str, Any]) -> dict[int, str]:
     """Return the name of each sentinel by its id, such as <|eot|>. Raises: CacheError where an id is not known."""
     return {special_id(cache, meta, name): f"<|{name}|>" for name in SPECIAL_TOKEN_NAMES}
+
+
+def turn_names(cache: Path, meta: dict[str, Any]) -> dict[int, str]:
+    """Return the short names with a line end before those of roles, so that each turn begins a line."""
+    return {token: name if name == "<|eot|>" else f"\n{name}" for token, name in short_names(cache, meta).items()}
 
 
 def _spread(count: int, wanted: int) -> list[int]:

@@ -1,10 +1,11 @@
-"""How long documents are, how many tokens of each sft example are supervised, and the summary that `stats` prints.
+"""How long documents are, how many tokens of each sft example are supervised, and the table that `stats` prints.
 
 `cache` is the folder of one version, resolved; `meta` is its meta.json. A document of an sft cache is an example.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,8 @@ from niels_gpt.builders.split import asked_share
 from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, TOKEN_NUMPY_DTYPE, target_mask
 from niels_gpt.cache.meta import read_meta, special_id, tokenizer_above
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
+from niels_gpt.display.numbers import count_text, number_of, size_text
+from niels_gpt.display.tables import html_table, table
 from niels_gpt.inspection.readers import refusal
 from niels_gpt.inspection.source_ids import printable
 from niels_gpt.storage.errors import REBUILD, CacheError
@@ -138,17 +141,30 @@ def supervised_counts(cache: Path, meta: dict[str, Any], split: str) -> NDArray[
     return counts
 
 
-def summary(cache: Path) -> list[tuple[str, str]]:
+class Stats(list[tuple[str, str]]):
+    """Pairs of a name and a value, printed as a small table, in notebooks as HTML. dict(...) looks one up."""
+
+    def __str__(self) -> str:
+        return table(self)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html_table("", self)
+
+
+def stats(cache: str | os.PathLike[str]) -> Stats:
     """Return what a cache holds, and its source and licence, as pairs of a name and a printable value.
 
     cache: the public folder, such as cache/sft/oasst1. Raises as `bounds`; CacheError for a folder that is no cache.
     """
-    folder, meta = open_version(cache)
-    with meta_errors(cache):
-        return [(name, printable(str(value))) for name, value in _summary(cache, folder, meta)]
+    path = Path(cache)
+    folder, meta = open_version(path)
+    with meta_errors(path):
+        return Stats((name, printable(str(value))) for name, value in _rows(path, folder, meta))
 
 
-def _summary(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str, str]]:
+def _rows(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str, str]]:
     source, unknown, reason = meta["source"], "not stated", refusal(folder)
     rows = [
         ("cache", f"{cache} ({meta['kind']}, {_BUILT[meta['built']]})"),
@@ -182,7 +198,8 @@ def _asked(folder: Path, meta: dict[str, Any]) -> str:
     asked, seen = about.get("requested_vocab_size"), about.get("bytes_seen")
     if about.get("tokenizer_sha256") != meta["tokenizer_sha256"] or not isinstance(asked, int):
         return ""
-    return f" of {asked:,} asked for" + (f", trained on {seen:,} bytes" if isinstance(seen, int) else "")
+    less = "" if about.get("trained_on") == "sample" else f" of {count_text(asked)} asked for"
+    return less + (f", trained on {size_text(seen)}" if isinstance(seen, int) else "")
 
 
 _BUILT = {True: "built", False: "not built", "partial": "partial"}
@@ -192,16 +209,16 @@ def _split_line(folder: Path, meta: dict[str, Any], split: str) -> str:
     tokens, sizes = meta["totals"][f"{split}_tokens"], lengths(folder, meta, split)
     if not len(sizes):
         return "empty"
-    unit = "examples" if meta["kind"] == "sft" else "documents"
+    unit = "example" if meta["kind"] == "sft" else "document"
     least, middle, most, longest = np.percentile(sizes, [0, 50, 95, 100])
     parts = [
-        f"{tokens:,} tokens in {len(sizes):,} {unit} "
+        f"{number_of(tokens, 'token')} in {number_of(len(sizes), unit)} "
         f"({least:,.0f} to {longest:,.0f}, median {middle:,.0f}, 95% below {most:,.0f})"
     ]
     if "utf8_bytes" in meta:
         parts.append(f"{meta['utf8_bytes'][split] / tokens:.2f} bytes per token")
     if "supervised_tokens" in meta:
-        parts.append(f"{meta['supervised_tokens'][split] / tokens:.0%} with loss")
+        parts.append(f"{meta['supervised_tokens'][split] / tokens:.0%} supervised")
     parts.append(f"{tokens / sum(meta['totals'][f'{name}_tokens'] for name in SPLITS):.1%} of all tokens")
     asked = asked_share(meta) if split == "val" else None
     return ", ".join(parts) + (f" ({float(asked):.1%} asked for)" if asked is not None else "")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from niels_gpt.builders.writer import TOKEN_BYTES
+from niels_gpt.display.numbers import size_text
 from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import META_NAME, walked
@@ -70,11 +71,6 @@ def needed_bytes(settings: Settings, source: ResolvedSource) -> DiskNeed:
     return DiskNeed(TOKEN_BYTES * least_tokens * copies, most + most // 1000 + _FIXED)
 
 
-def size_text(num_bytes: int) -> str:
-    """Return a number of bytes in MiB or KiB, for messages."""
-    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
-
-
 def bytes_below(path: Path) -> int:
     """Return the bytes of a file or link, or of all files in a folder. Links are not followed."""
     if path.is_dir() and not path.is_symlink():
@@ -102,17 +98,17 @@ def refuse_without_room(settings: Settings, cache_dir: Path, needs: dict[str, Di
     """
     room = free_bytes(cache_dir) + written
     least, most = (sum(getattr(need, name) for need in needs.values()) for name in ("least", "most"))
-    need = f"{cache_dir}: {', '.join(needs)}: at least {least:,} and at most {most:,} bytes of disk"
+    need = f"{cache_dir}: {', '.join(needs)}: at least {size_text(least)} and at most {size_text(most)} of disk"
     if least > room:
         raise NoRoomError(
-            f"{need} are needed, {room:,} are free. Make room, name another --cache-dir, ask for less text, or build "
-            f"without this check: {build_command(settings, list(needs), '--no-disk-check')}"
+            f"{need} are needed, {size_text(room)} are free. Make room, name another --cache-dir, ask for less text, "
+            f"or build without this check: {build_command(settings, list(needs), '--no-disk-check')}"
         )
     if most > room:
         logger.warning(
             "%s are needed, %s are free: it may not fit. A full disk loses nothing",
             need,
-            f"{room:,}",
+            size_text(room),
             extra={"code": "W501"},
         )
 

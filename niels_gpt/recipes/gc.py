@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from niels_gpt.recipes.disk import bytes_below, size_text
+from niels_gpt.display.numbers import size_text
+from niels_gpt.recipes.disk import bytes_below
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.locks import unless_held
 from niels_gpt.storage.versions import (
@@ -15,6 +16,7 @@ from niels_gpt.storage.versions import (
     leftovers,
     refuse_if_building,
     removable,
+    version_name,
     versions_below,
 )
 
@@ -58,10 +60,10 @@ def _remove(piece: Leftover, dry_run: bool) -> str:
     path = piece.path
     if not piece.is_ours:
         return f"left alone {path}: no cache has put it there, by what it holds"
-    num_bytes = bytes_below(path)
+    num_bytes, name = bytes_below(path), version_name(path)
     with unless_held(path) as free:
         if not free:
-            return f"kept {path} ({size_text(num_bytes)}): open in a reader"
+            return f"kept {name} ({size_text(num_bytes)}): open in a reader"
         if not dry_run:
             discard(path)
-    return f"{'would remove' if dry_run else 'removed'} {path} ({size_text(num_bytes)}): {piece.why}"
+    return f"{'would remove' if dry_run else 'removed'} {name} ({size_text(num_bytes)}): {piece.why}"

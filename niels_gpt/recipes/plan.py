@@ -12,6 +12,7 @@ from typing import Any
 
 from niels_gpt.cache.meta import find_meta
 from niels_gpt.data.sources import SOURCES
+from niels_gpt.display.numbers import number_of
 from niels_gpt.recipes.disk import needed_bytes
 from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions, resolve_source
 from niels_gpt.recipes.run_recipe import (
@@ -125,7 +126,7 @@ def _plan_of(settings: Settings, key: str, tokenizer: str) -> Plan:
     except (FileNotFoundError, CacheError) as error:
         user = user_sources(settings).get(name)
         return Plan(key, f"cannot be built: {error}", user.files if user else settings.source_root, 0)
-    where = f"{source.kind}: {source.dataset}" + (f", {len(source.files)} files" if source.files else "")
+    where = f"{source.kind}: {source.dataset}" + (f", {number_of(len(source.files), 'file')}" if source.files else "")
     if current:
         return Plan(key, "up to date", where, 0)
     if source.stub:

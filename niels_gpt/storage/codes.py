@@ -11,6 +11,7 @@ import errno
 from traceback import walk_tb
 from typing import TypeVar
 
+from niels_gpt.settings import UsageError
 from niels_gpt.storage.error_codes import ERRORS, Code
 from niels_gpt.storage.warning_codes import WARNINGS
 
@@ -113,11 +114,11 @@ class CodedWarning(UserWarning):
 
 
 def explained(code: str) -> str:
-    """Return what a code means and what to do. Raises: ValueError for a code that does not exist."""
+    """Return what a code means and what to do. Raises: UsageError for a code that does not exist."""
     row = CODES.get(code.upper())
     if row is None:
         subject = [known for known in CODES if known[:2] == code[:2].upper()]
-        raise coded("E101", ValueError(f"no code is called {code!r}, expected one of {', '.join(subject or CODES)}"))
+        raise UsageError(f"no code is called {code!r}, expected one of {', '.join(subject or CODES)}")
     kind = "error" if row.code.startswith("E") else "warning"
     lines = [f"{row.code} {row.name}", row.meaning, f"What to do: {row.remedy}"]
     if row.example:

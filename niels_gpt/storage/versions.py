@@ -67,7 +67,8 @@ def public_path(version: Path) -> Path | None:
 def version_name(folder: Path) -> str:
     """Return the public path and the version of a version's folder, for messages; of another folder its path."""
     public = public_path(folder)
-    return str(folder) if public is None else f"{public} (version {folder.name})"
+    kind = "" if folder.name.startswith(BUILDING) else "version "
+    return str(folder) if public is None else f"{public} ({kind}{folder.name})"
 
 
 @contextmanager

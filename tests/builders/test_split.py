@@ -28,7 +28,7 @@ from niels_gpt.builders.sft import build_sft
 from niels_gpt.builders.split import TextSplit, count_duplicates
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, SFTExampleDataset, read_meta
 from niels_gpt.data.roam import list_roam_paths, split_roam_paths
-from niels_gpt.inspection.stats import summary
+from niels_gpt.inspection.stats import stats
 from niels_gpt.inspection.verify import Limits, find_damage, verify
 from niels_gpt.recipes import run_recipe
 from niels_gpt.recipes.plan import recipes
@@ -194,7 +194,7 @@ def test_duplicates_of_upstreams_own_splits_are_counted_and_stay(tmp_path: Path)
     lines = [("train", "a"), ("train", "a"), ("train", "b"), ("val", "a"), ("val", "c"), ("val", "c")]
     meta = build(tmp_path / "c", lines, None, None)
     assert meta["duplicates"] == {"train": 1, "val": 1} and meta["docs"] == {"train": 3, "val": 3}
-    assert dict(summary(tmp_path / "c"))["duplicates"] == "train 1, val 1"
+    assert dict(stats(tmp_path / "c"))["duplicates"] == "train 1, val 1"
 
 
 def test_verify_looks_at_the_number_of_duplicates(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_share_of_tokens_far_from_what_was_asked_is_a_warning(
     assert len(said) == far
     share = meta["val_tokens"] / sum(meta["totals"].values())
     assert all(f"{100 * share:.1f} %" in line and "10.0 %" in line for line in said)
-    assert f"{share:.1%} of all tokens (10.0% asked for)" in dict(summary(tmp_path / "c"))["val"]
+    assert f"{share:.1%} of all tokens (10.0% asked for)" in dict(stats(tmp_path / "c"))["val"]
 
 
 def test_chats_and_budgets_warn_of_a_far_share_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -267,7 +267,7 @@ def test_a_cache_of_builder_2_is_replaced(settings: Settings, key_: str, monkeyp
     verdicts = verify(cache, Limits(deep=True))
     verdicts.pop("repaired_share")  # of the sample's note that is not UTF-8
     assert not any(verdict.problems for verdict in verdicts.values())
-    assert dict(summary(cache))["duplicates"] == "not counted"
+    assert dict(stats(cache))["duplicates"] == "not counted"
     if meta["kind"] == "pretrain":
         data: Any = PretrainTokenStreamDataset(str(cache / "train"), T=2, device="cpu")
     else:

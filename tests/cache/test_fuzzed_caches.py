@@ -38,7 +38,7 @@ from niels_gpt.inspection.file_checks import Damage
 from niels_gpt.inspection.locate import locate
 from niels_gpt.inspection.readers import refusal
 from niels_gpt.inspection.show import show
-from niels_gpt.inspection.stats import PositionError, summary
+from niels_gpt.inspection.stats import PositionError, stats
 from niels_gpt.inspection.verify import find_damage
 from niels_gpt.sampling import EpochStream, bits_per_byte, iter_eval
 from niels_gpt.storage.errors import CacheError
@@ -253,7 +253,7 @@ def inspected(files: Files, whole: Files, deep: bool) -> None:
             assert not damages
         decoder = OfAnyIds(whole)
         looks: list[Callable[[], Any]] = [
-            lambda: summary(folder),
+            lambda: stats(folder),
             lambda: locate(folder, decoder, split="train", position=3, num_tokens=9),
             lambda: show(folder, decoder, split="val", position=1, num_tokens=9, color=False),
             lambda: diff(folder, other, tokenizers=(None, decoder), limit=3),

@@ -13,6 +13,7 @@ from support.eagle3_damage import copy_of, flip_bit
 
 from niels_gpt.commands import precompute
 from niels_gpt.commands.eagle3 import main
+from niels_gpt.display.numbers import size_text
 from niels_gpt.eagle3.format.layout import shard_path
 from niels_gpt.eagle3.target import write_small_target
 from niels_gpt.tokenizer import SentencePieceTokenizer
@@ -50,7 +51,8 @@ def test_verify_says_what_was_checked_and_what_not(made: Path, model: Path, caps
     found = json.loads(capsys.readouterr().out)
     assert found["recomputed"] == {"problems": [], "note": None, "remarks": [], "figures": ""}
     assert main(["verify", str(made)]) == 0
-    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
+    lines = re.sub(r"\n {16}", " ", capsys.readouterr().out).splitlines()[1:]
+    said = dict(line.split(maxsplit=1) for line in lines)
     assert list(said) == ["complete", "checksums", "finite", "ids_match", "distribution", "positions", "recomputed"]
     assert "of the tokens supervised" in said["positions"] and "draft vocabulary" in said.pop("positions")
     assert set(said.values()) == {"ok", "not made: name the target with --target"}
@@ -89,12 +91,12 @@ def test_verify_refuses_another_target(
 def test_inspect_prints_the_form_and_where_it_came_from(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(made)]) == 0
     out = capsys.readouterr().out
-    assert f"{made} (complete)" in out
+    assert f"{made} (complete)" in " ".join(out.split())
     for said in ("version 1, bf16, all probabilities", "60 of ", "blocks 1, 3, 4", "loss mask by sentinels"):
         assert said in out
     assert out.count("\n") < 40, "the ids of the draft's vocabulary are not all printed"
     table = [line.split() for line in out.split("\n\n")[1].splitlines()]
-    assert table[0] == ["shard", "samples", "bytes", "tokens", "with", "loss", "positions"]
+    assert table[0] == ["shard", "samples", "size", "tokens", "supervised", "positions"]
     assert [row[1] for row in table[1:]] == ["4", "4", "1"]
     assert main(["inspect", str(made), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -104,14 +106,14 @@ def test_inspect_prints_the_form_and_where_it_came_from(made: Path, capsys: pyte
 
 def test_inspect_prints_the_slots_of_a_sample(made: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(made), "--sample", "5", "--tokenizer", str(model), "--slots", "100"]) == 0
-    heading, columns, *rows = capsys.readouterr().out.splitlines()
+    heading, _, _, columns, *rows = re.sub(r"\n {20,}", " ", capsys.readouterr().out).splitlines()
     assert heading.startswith("sample 5 (") and "chat 5" in heading
-    assert columns.split("  ")[0] == "slot" and columns.endswith("norm 4")
+    assert columns.split("  ")[0] == "slot" and columns.endswith("norm 4  likeliest draft tokens")
     assert sum(" yes " in row for row in rows) == int(heading.split(" tokens, ")[1].split()[0])
     texts = "".join(ast.literal_eval(re.split(r"  +", row)[2]) for row in rows)
     assert "finds pebbles, for the mill is windy today.<|eot|>" in texts
     assert main(["inspect", str(made), "--sample", "5", "--slots", "2", "--slot", "4"]) == 0
-    assert [row.split()[:3:2] for row in capsys.readouterr().out.splitlines()[2:]] == [["4", "-"], ["5", "-"]]
+    assert [row.split()[:3:2] for row in capsys.readouterr().out.splitlines()[4:]] == [["4", "-"], ["5", "-"]]
 
 
 @pytest.mark.parametrize(
@@ -163,10 +165,12 @@ def test_stats_counts_and_draws(
     assert 0 < found["entropy_nats"]["p0"] <= found["entropy_nats"]["p100"] < 4.1, "below the logarithm of 60"
     assert list(found["aux_norms"]) == ["1", "3", "4"]
     assert main(["stats", str(made)]) == 0
-    said = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    lines = re.sub(r"\n {20,}", " ", capsys.readouterr().out).splitlines()
+    said = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in lines)
     sizes = [path.stat() for path in made.glob("shard-*.safetensors")]
-    assert said["bytes of the files"].startswith(f"{sum(size.st_size for size in sizes):,} (")
-    assert said["on disk, without holes"].startswith(f"{sum(size.st_blocks * 512 for size in sizes):,} (")
+    assert found["shard_bytes"] == sum(size.st_size for size in sizes)
+    assert said["size of the shards"].startswith(f"{size_text(found['shard_bytes'])}, ")
+    assert said["on disk"].startswith(f"{size_text(sum(size.st_blocks * 512 for size in sizes))}: ")
     picture = tmp_path / "stats.png"
     assert main(["stats", str(made), "--plot", str(picture)]) == 0
     assert "mass in the draft vocabulary" in capsys.readouterr().out

@@ -90,7 +90,7 @@ def test_an_example_is_found_with_its_sentinels_by_their_short_names(tmp_path: P
     found = at(tmp_path / "sft" / "c", 7 + 3 + 1)  # usr b eot asst A b eot | usr c c eot asst ...
     assert found["example"] == "1 of 3, 9 tokens" and found["source id"] == "tree/2"
     assert found["file"] == "train_tokens.bin, bytes 22 to 24" and found["token"].endswith("id 3 '<|asst|>'")
-    assert found["shown"] == "<|usr|>cc<|eot|>[[<|asst|>]]Acc<|eot|>"
+    assert found["shown"] == "<|usr|>cc<|eot|>\n[[<|asst|>]]Acc<|eot|>"
 
 
 def test_a_token_that_is_half_a_character_is_marked_with_the_other_half(tmp_path: Path, tiny_tokenizer: Any) -> None:

@@ -13,8 +13,8 @@ from support.byte_tokenizer import ByteTokenizer, build
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_stub
 from niels_gpt.cache import CacheError, build_sft_cache, read_meta
-from niels_gpt.inspection import stats
-from niels_gpt.inspection.stats import lengths, summary, supervised_counts
+from niels_gpt.inspection import stats as module
+from niels_gpt.inspection.stats import lengths, stats, supervised_counts
 
 SYS, USR, ASST, EOT = 1, 2, 3, 4
 A, B = 75, 76
@@ -50,7 +50,7 @@ def test_lengths_of_documents_are_their_tokens_and_of_none_there_are_none(tmp_pa
     meta = build_stub(tmp_path / "s", tokenizer=ByteTokenizer(), source=Source(), seed=0, shard_bytes=20)
     assert not (tmp_path / "s" / "index").exists()
     assert [len(lengths((tmp_path / "s").resolve(), meta, split)) for split in ("train", "val")] == [0, 0]
-    shown = dict(summary(tmp_path / "s"))
+    shown = dict(stats(tmp_path / "s"))
     assert shown["cache"].endswith("(pretrain, not built)") and shown["train"] == shown["val"] == "empty"
 
 
@@ -88,7 +88,7 @@ def test_counts_are_those_of_a_walk_over_each_example(
     tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, batch_tokens: int
 ) -> None:
     """Batches of one example, of some, and of all give the same; meta.json, which the builder counted, agrees."""
-    monkeypatch.setattr(stats, "_BATCH_TOKENS", batch_tokens)
+    monkeypatch.setattr(module, "_BATCH_TOKENS", batch_tokens)
     words = ["the", "heron", "walks", "to", "the", "river", "and", "finds", "three", "letters"]
     chats = [chat(*(" ".join(words[: (7 * row + turn) % 11]) for turn in range(2 + row % 4))) for row in range(60)]
     cache, meta = sft(tmp_path / "sft", chats, tiny_tokenizer, val_frac=0.2)
@@ -104,11 +104,11 @@ def test_counts_are_those_of_a_walk_over_each_example(
 
 def test_the_summary_says_what_a_cache_holds_on_paper(tmp_path: Path) -> None:
     cache, _ = sft(tmp_path / "sft", [chat("A", "B"), chat("CC", "DDDD"), chat("E", "FF")], val_frac=0.4)
-    shown = dict(summary(cache))
+    shown = dict(stats(cache))
     assert shown["cache"] == f"{cache} (sft, built)"
     assert shown["licence"] == shown["attribution"] == shown["source"] == "not stated"
     assert shown["dropped"] == shown["left out by the loader"] == "none"
-    examples = [int(re.findall(r"([0-9]+) examples", shown[split])[0]) for split in ("train", "val")]
+    examples = [int(re.findall(r"([0-9]+) example", shown[split])[0]) for split in ("train", "val")]
     assert examples == [2, 1]
     tokens = [int(shown[split].split()[0]) for split in ("train", "val")]
     assert sum(tokens) == 3 * 4 + len("ABCCDDDDEFF")  # each chat has two roles and two end-of-texts
@@ -116,13 +116,13 @@ def test_the_summary_says_what_a_cache_holds_on_paper(tmp_path: Path) -> None:
 
 def test_the_summary_of_what_is_no_cache_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"meta\.json"):
-        summary(tmp_path)
+        stats(tmp_path)
     (tmp_path / "meta.json").write_text('{"kind": "tokenizer"}')
     with pytest.raises(CacheError, match="kind is 'tokenizer', expected pretrain or sft"):
-        summary(tmp_path)
+        stats(tmp_path)
     (tmp_path / "meta.json").write_text('{"kind": "pretrain", "built": 1}')
     with pytest.raises(CacheError, match="built is 1, expected"):
-        summary(tmp_path)
+        stats(tmp_path)
 
 
 def test_inspection_never_loads_torch(tmp_path: Path) -> None:

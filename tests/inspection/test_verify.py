@@ -252,8 +252,8 @@ def test_what_readers_refuse_is_a_damage_and_is_listed(
         assert found.file == "meta.json" and problem in found.problem
     assert cli.main(["list", str(root)]) == 1
     _, *lines = capsys.readouterr().out.splitlines()
-    (bad,) = [line for line in lines if line.startswith("pretrain/notes")]
-    assert f"refused: meta.json: {problem}"[:40] in bad
+    row, reason = [line for line in lines if line.startswith("pretrain/notes")]
+    assert row.split()[1] == "refused" and f"refused: meta.json: {problem}"[:40] in reason
     assert cli.main(["list", "--json", str(root)]) == 1
     rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)["caches"]}
     assert problem in rows["pretrain/notes"]["refused"] and rows["pretrain/notes"]["state"] == "refused"

@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused_before_the_first_byte_unless_asked_for(
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage._replace(free=len(PROSE) // 8))
     for more in ([], ["--dry-run"]):
         assert cli.main(["build", *flags, *more]) == 1
-        assert "bytes of disk" in capsys.readouterr().err
+        assert " of disk are needed" in capsys.readouterr().err
         assert not (tmp_path / "c").exists()
     assert cli.main(["build", *flags]) == 1
     command = shlex.split(capsys.readouterr().err.strip().rpartition(": ")[2])

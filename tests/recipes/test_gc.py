@@ -29,7 +29,7 @@ from niels_gpt.recipes import gc as garbage
 from niels_gpt.recipes.gc import collect
 from niels_gpt.storage import locks
 from niels_gpt.storage.locks import hold_version
-from niels_gpt.storage.versions import VERSIONS_DIR, build_lock, removable, versions_dir
+from niels_gpt.storage.versions import VERSIONS_DIR, build_lock, removable, version_name, versions_dir
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def removed(lines: Iterator[str]) -> list[str]:
     """Return the names of what some lines say was removed, after a look that nothing else of ours is there."""
     found = [line for line in lines if not line.endswith("no cache has put it there, by what it holds")]
     assert all(line.startswith("removed ") for line in found), found
-    return [Path(line.split(" (")[0].removeprefix("removed ")).name for line in found]
+    return [Path(re.split(r" \((?:version )?|\)", line.removeprefix("removed "))[1]).name for line in found]
 
 
 def four_versions(path: Path) -> list[str]:
@@ -335,7 +335,7 @@ def three_versions(path: Path) -> list[Path]:
 
 def says_kept(lines: Iterator[str], version: Path) -> bool:
     (line,) = lines
-    return line.startswith(f"kept {version} (") and line.endswith("): open in a reader")
+    return line.startswith(f"kept {version_name(version)} (") and line.endswith("): open in a reader")
 
 
 def test_a_version_that_another_process_has_open_stays_until_that_ends(folder: Path) -> None:
@@ -344,10 +344,16 @@ def test_a_version_that_another_process_has_open_stays_until_that_ends(folder: P
     before = without_locks(folder)
     with reader(second) as process:
         lines = list(collect(folder, dry_run=True))
-        assert [line.split(" (")[0] for line in lines] == [f"would remove {first}", f"kept {second}"]
+        assert [line.rpartition(" (")[0] for line in lines] == [
+            f"would remove {version_name(first)}",
+            f"kept {version_name(second)}",
+        ]
         assert without_locks(folder) == before
         lines = list(collect(folder, dry_run=False))
-        assert [line.split(" (")[0] for line in lines] == [f"removed {first}", f"kept {second}"]
+        assert [line.rpartition(" (")[0] for line in lines] == [
+            f"removed {version_name(first)}",
+            f"kept {version_name(second)}",
+        ]
         assert second.exists() and not first.exists()
         ended(process)
     assert removed(collect(folder, dry_run=False)) == [second.name]

@@ -19,7 +19,7 @@ from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.commands import cache as cli
-from niels_gpt.inspection.stats import summary
+from niels_gpt.inspection.stats import stats
 from niels_gpt.inspection.verify import Limits, verify
 from niels_gpt.recipes.plan import plan, recipes
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
@@ -182,7 +182,7 @@ def test_files_of_another_encoding_are_warned_of_and_stats_shows_that_they_were_
     assert meta["documents_read"] == len(NOTES) + 30
     expected = {"other_files": 1, "repaired_utf8": 20, "byte_order_mark": 10, "texts_with_nul": 10}
     assert meta["source"]["counters"] == expected
-    shown = dict(summary(Path("cache/pretrain/notes")))
+    shown = dict(stats(Path("cache/pretrain/notes")))
     assert shown["left out by the loader"] == "other_files 1"
     assert shown["repaired by the loader"] == "repaired_utf8 20"
     assert shown["noticed by the loader"] == "byte_order_mark 10, texts_with_nul 10"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from niels_gpt.display.numbers import count_text, size_text
 from niels_gpt.eagle3.format.layout import SIDECAR
 from niels_gpt.eagle3.format.plan import PLAN_NAME
 from niels_gpt.eagle3.inspect.open_cache import (
@@ -90,8 +90,8 @@ def summary(path: Path, *, follow_links: bool = False) -> Table:
             f"{', '.join(map(str, selected['first']))}, ...",
         ),
         ("samples", f"{manifest['num_samples']:,} of {slots:,} slots, {manifest['shard_size']:,} a shard"),
-        ("shards", f"{about['shards_found']:,} of {about['num_shards']:,}, {about['shard_bytes']:,} bytes"),
-        ("a sample", f"{about['sample_bytes']:,} bytes, {about['sample_bytes'] / slots:,.0f} a slot"),
+        ("shards", f"{about['shards_found']:,} of {about['num_shards']:,}, {size_text(about['shard_bytes'])}"),
+        ("a sample", f"{size_text(about['sample_bytes'])}, {size_text(about['sample_bytes'] // slots)} a slot"),
     ]
     rows += [(name, f"{shape} {dtype}") for name, (dtype, shape) in about["layout"].items()]
     return [*rows, *(_plan_rows(plan) if plan else [("sidecar", sidecar)])]
@@ -115,24 +115,35 @@ def _plan_rows(plan: dict[str, Any]) -> Table:
         "made from": f"{target.get('name')}, {revision}, config {str(target.get('config_sha256'))[:_DIGITS]}",
         "tokenizer": f"{str(tokenizer['sha256'])[:_DIGITS]}, loss mask by {tokenizer['mask_by']}, pad id "
         f"{tokenizer['pad_id']}",
-        "source": json.dumps(plan["source"], ensure_ascii=False),
+        "source": _flat(plan["source"]),
         "dropped or truncated": lost or "nothing",
-        "tokens": f"{samples['tokens']:,}, {samples['supervised_tokens']:,} of them with loss",
+        "tokens": f"{count_text(samples['tokens'])}, {count_text(samples['supervised_tokens'])} of them supervised",
         "run": ", ".join(f"{name} {value}" for name, value in plan["run"].items()),
     }
     return [(name, _printable(value)) for name, value in values.items()]
+
+
+def _flat(values: dict[str, Any], of: str = "") -> str:
+    """Return the values of nested objects on one line; sha256 are shortened, what is null is left out."""
+    parts = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            parts.append(_flat(value, f"{of}{name}."))
+        elif value is not None:
+            parts.append(f"{of}{name} {str(value)[:_DIGITS] if name == 'fingerprint' else value}")
+    return ", ".join(filter(None, parts))
 
 
 @refuse_malformed
 def shard_rows(path: Path, *, first: int = 5, follow_links: bool = False) -> Table:
     """Return a table of the first shards: samples, bytes, tokens, slots with loss, positions, by their receipts."""
     cache = open_cache(path, follow_links=follow_links)
-    rows: Table = [("shard", "samples", "bytes", "tokens", "with loss", "positions")]
+    rows: Table = [("shard", "samples", "size", "tokens", "supervised", "positions")]
     for shard in cache.shards[:first]:
         counts = (cache.receipt(shard) or {"facts": {}})["facts"]
         columns = [f"{counts[name]:,}" if name in counts else "-" for name in ("tokens", "supervised", "positions")]
         samples = cache.rows_of(shard)
-        rows.append((f"{shard:06d}", f"{samples:,}", f"{cache.layout.shard_bytes(samples):,}", *columns))
+        rows.append((f"{shard:06d}", f"{samples:,}", size_text(cache.layout.shard_bytes(samples)), *columns))
     if len(cache.shards) > first:
         rows.append((f"and {len(cache.shards) - first:,} more", *[""] * 5))
     return rows
@@ -147,8 +158,8 @@ def sample_heading(path: Path, number: int, *, follow_links: bool = False) -> st
     row = _row(open_cache(path, follow_links=follow_links), number)
     positions, supervised = int(row.fields["position_mask"].sum()), int((row.fields["loss_mask"] == 1).sum())
     return (
-        f"{row.cache.name(number)}: {row.length:,} tokens, {supervised:,} slots with loss, {positions:,} positions. "
-        "Slot p has the hidden states of token p, the id of token p+1, and the target's distribution of token p+2"
+        f"{row.cache.name(number)}: {row.length:,} tokens, {supervised:,} supervised slots, {positions:,} positions\n"
+        "Slot p has the hidden states of token p, the id of token p+1,\nand the target's distribution of token p+2."
     )
 
 
@@ -173,14 +184,14 @@ def slot_rows(
             "E106", ValueError(f"slot {begin}: sample {number} has {row.length} tokens, expected 0 to {row.length - 1}")
         )
     layers = [f"norm {layer}" for layer in row.cache.aux_layer_ids]
-    rows: Table = [("slot", "id", "text", "loss", "position", "likeliest draft tokens", *layers)]
+    rows: Table = [("slot", "id", "text", "loss", "position", *layers, "likeliest draft tokens")]
     for slot in range(begin, min(row.length, begin + slots)):
         fields = {name: tensor[slot] for name, tensor in row.fields.items()}
         token = int(fields["input_ids"])
         masks = [("-", "yes")[int(bool(fields[name].any()))] for name in ("loss_mask", "position_mask")]
         norms = fields[AUX].float().view(max(1, len(layers)), -1).norm(dim=-1).tolist()
         likeliest = _likeliest(row, fields, tokenizer)
-        rows.append((str(slot), str(token), _text(token, tokenizer), *masks, likeliest, *(f"{n:.3g}" for n in norms)))
+        rows.append((str(slot), str(token), _text(token, tokenizer), *masks, *(f"{n:.3g}" for n in norms), likeliest))
     return rows
 
 
@@ -204,8 +215,9 @@ def _likeliest(row: Row, fields: dict[str, Tensor], tokenizer: Decoder | None) -
         if not 0 <= index < len(selected):
             remedy = f"Look at it: niels-gpt eagle3 verify {row.cache.path}"
             raise CacheError(row.cache.path, f"draft id {index}", f"0 to {len(selected) - 1}", remedy, code="E701")
-        text = f" {_text(selected[index], tokenizer)}" if tokenizer else ""
-        parts.append(f"{selected[index]}{text} {value:.3f}")
+        parts.append(
+            f"{_text(selected[index], tokenizer) if tokenizer else selected[index]} {f'{value:.3f}'.removeprefix('0')}"
+        )
     return ", ".join(parts)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from niels_gpt.display.numbers import count_text, number_of, size_text
 from niels_gpt.eagle3.format.layout import shard_path
 from niels_gpt.eagle3.inspect.open_cache import AUX, PROBS, VALUES, OpenCache, open_cache, refuse_malformed
 from niels_gpt.progress import Progress
@@ -100,17 +101,20 @@ class Stats:
         draft, kept = (f"{mass.mean:.4f}" if mass else "not known" for mass in (self.draft_mass, self.kept_mass))
         norms = ", ".join(f"block {layer} {norm:.3g}" for layer, norm in self.norms.items()) or "none"
         return [
-            ("samples", f"{values['samples']:,} in {self.num_shards:,} shards"),
-            ("tokens", f"{self.tokens:,} ({values['padding_share']:.1%} of the slots are padding)"),
-            ("with loss", f"{values['supervised_tokens']:,} ({values['supervised_share']:.1%} of the tokens)"),
-            ("positions", f"{values['positions']:,} ({values['positions_of_supervised']:.1%} of those with loss)"),
-            ("bytes of a token", f"{self.token_bytes:,}, without padding and embeddings"),
-            ("bytes of the files", f"{self.shard_bytes:,} (of the shards, padding included)"),
-            ("on disk, without holes", f"{self.disk_bytes:,} (of the shards)"),
+            ("samples", f"{count_text(values['samples'])} in {number_of(self.num_shards, 'shard')}"),
+            ("tokens", f"{count_text(self.tokens)} ({values['padding_share']:.1%} of the slots are padding)"),
+            ("supervised", f"{count_text(self.supervised.sum())} ({values['supervised_share']:.1%} of the tokens)"),
+            ("positions", f"{count_text(values['positions'])} ({values['positions_of_supervised']:.1%} of those)"),
+            ("size of a token", f"{size_text(self.token_bytes)}, without padding and embeddings"),
+            ("size of the shards", f"{size_text(self.shard_bytes)}, padding included"),
+            ("on disk", f"{size_text(self.disk_bytes)}: holes take no room"),
             ("tokens of a sample", _spread(values["lengths"], ",.0f")),
             ("mass in the draft vocabulary", draft),
             ("mass kept by top k", "all of it" if self.is_dense else kept),
-            (f"entropy at {len(self.entropy):,} positions, nats", _spread(percentiles(self.entropy), ".3f")),
+            (
+                "entropy, nats",
+                f"{_spread(percentiles(self.entropy), '.3f')}; of {number_of(len(self.entropy), 'position')}",
+            ),
             ("mean norm of the hidden states", norms),
         ]
 
