@@ -16,7 +16,7 @@ import click
 from rich_click import argument, option
 
 from niels_gpt.commands.console import Command, ExitCode, Group, Result, command, parsed, progress_bar, run, say
-from niels_gpt.display.tables import table
+from niels_gpt.display.tables import folded, table
 from niels_gpt.prefix_tree.savings import MODEL_7B, ROWS
 from niels_gpt.storage.codes import coded
 
@@ -88,7 +88,7 @@ def stats(rollouts: tuple[str, ...], group_key: str | None, rows: int, plot: Pat
 
         names = [Path(path).name for path in rollouts]
         write_bytes(plot, draw(savings, names[0] if len(names) == 1 else f"{len(names)} files"))
-    say(f"{table(savings.rows())}\n\n{savings.interpretation()}")
+    say(f"{table(savings.rows())}\n\n{chr(10).join(folded(savings.interpretation()))}")
     return Result(savings.as_json())
 
 

@@ -21,6 +21,7 @@ from niels_gpt.commands import prefix_tree
 from niels_gpt.commands.console import ExitCode
 from niels_gpt.commands.main import ROOT, main
 from niels_gpt.data.sources import SOURCES
+from niels_gpt.inspection.stats import Stats
 from niels_gpt.storage.codes import CODES, CodedWarning
 
 PROGRAM = [sys.executable, "-c", "import sys; from niels_gpt.commands.main import main; sys.exit(main())"]
@@ -136,7 +137,7 @@ def test_interrupted_is_130(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("niels_gpt.inspection.stats.summary", stop)
+    monkeypatch.setattr("niels_gpt.inspection.stats.stats", stop)
     assert main(["stats", str(rollouts)]) == 130 and cli.main(["stats", str(rollouts)]) == 1
     assert capsys.readouterr().err == "\ninterrupted\n" * 2
 
@@ -156,11 +157,11 @@ def _warn() -> None:
 def test_a_warning_fails_with_strict_alone(
     sample: Path, odd: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def summary(*_: object) -> list[tuple[str, str]]:
+    def stats(*_: object) -> Stats:
         odd()
-        return [("key", "value")]
+        return Stats([("key", "value")])
 
-    monkeypatch.setattr("niels_gpt.inspection.stats.summary", summary)
+    monkeypatch.setattr("niels_gpt.inspection.stats.stats", stats)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         assert main(["stats", str(sample)]) == 0

@@ -82,7 +82,7 @@ MALFORMED: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("meta", "message"), MALFORMED)
 def test_records_of_another_shape_are_refused_by_a_short_message(meta: Any, message: str) -> None:
-    with pytest.raises(CacheError, match=r"^w: .*, expected .*\. Build it again: python -m") as caught:
+    with pytest.raises(CacheError, match=r"^w: .*, expected .*\. Build it again: niels-gpt") as caught:
         file_records(meta, "w")
     assert message in str(caught.value) and len(str(caught.value)) < 320
 

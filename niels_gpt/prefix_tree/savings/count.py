@@ -159,7 +159,7 @@ class Savings:
         share = f"{1 - self.sums.flop_ratio:.1%} of the training FLOPs"
         if 1 / self.sums.flop_ratio < LITTLE:
             return f"Folding saves little: {share}. The samples share few tokens, or their rows are not side by side."
-        return f"Folding saves {share}, if a batch holds whole forests and attention skips masked pairs."
+        return f"Folding saves {share} where a batch holds whole forests and the attention skips what the mask forbids."
 
 
 def _number(record: tuple[float, str]) -> float:
