@@ -18,7 +18,7 @@ from support import ROOT as CHECKOUT
 
 from niels_gpt.commands import cache as cli
 from niels_gpt.commands import prefix_tree
-from niels_gpt.commands.console import ExitCode
+from niels_gpt.commands.console import ExitCode, is_color_wanted
 from niels_gpt.commands.main import ROOT, main
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.inspection.stats import Stats
@@ -220,6 +220,15 @@ def test_an_error_is_an_object_too_and_its_code_is_that_of_stderr(
 def test_list_finds_the_sample_where_nothing_else_is_built(sample: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", str(sample.parent), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["folder"] == str(sample)
+
+
+def test_results_are_coloured_on_a_terminal_unless_no_color_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert not is_color_wanted()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert is_color_wanted()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not is_color_wanted()
 
 
 # --- completion -------------------------------------------------------------------------------------------------------
