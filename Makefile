@@ -54,7 +54,7 @@ oldest:  ## the tests with the oldest dependencies that are allowed
 		--output-file $(OLDEST)/requirements.txt pyproject.toml
 	$(OLDEST)/uv/bin/uv pip install --quiet --python $(OLDEST)/env --requirements $(OLDEST)/requirements.txt \
 		hypothesis pytest pytest-xdist torchdata
-	$(OLDEST)/env/bin/python -m pytest -n $(PYTEST_WORKERS) -m "not slow and not real_text and not faults" $(OLDEST_TESTS)
+	PYTHONPATH=$(CURDIR) $(OLDEST)/env/bin/python -m pytest -n $(PYTEST_WORKERS) -m "not slow and not real_text and not faults" $(OLDEST_TESTS)
 
 # In compat mode the checkout's own folder is on the path. By default an import hook finds the packages, which type checkers
 # do not run: they would see no types.

@@ -131,7 +131,7 @@ def test_a_key_of_the_wrong_type_is_refused_by_its_name(cache_dir: Path, key: st
     for value in WRONG_TYPES[name]:
         change_meta(cache_dir / key, **{name: value})
         message = refusal(cache_dir, key)
-        assert f"{META_NAME}: {name}" in message and "expected" in message and "python -m" in message, value
+        assert f"{META_NAME}: {name}" in message and "expected" in message and "niels-gpt" in message, value
 
 
 def test_a_sentinel_id_that_is_none_of_the_vocabulary_is_refused(cache_dir: Path) -> None:
