@@ -18,5 +18,5 @@ for x, _ in notes:  # int64 [2, 24]; the second one is x one token later
 
 chats = SFTExampleDataset.open("cache/sft/workshop", "train", T=80)
 x, y, y_masked = chats.get_batch(B=2, generator=torch.Generator().manual_seed(0))  # int64 [2, 80] each
-learned = y_masked[0] != -100
-print(tokenizer.decode(y_masked[0, learned].tolist()))
+print(int((y_masked != -100).sum()), "of", y.numel(), "targets carry loss")
+print(chats[0])
