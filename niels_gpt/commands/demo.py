@@ -57,7 +57,7 @@ def demo(folder: Path | None) -> Result:
         tokenizer = tokenizer_of(root / _SHOWN, None)
         piece: dict[str, Any] = {"split": "train", "position": 0, "num_tokens": _TOKENS, "color": is_color_wanted()}
         text = show(root / _SHOWN, tokenizer, **piece)
-        say(f"\nA chat of {_SHOWN}. Only marked tokens carry loss:\n\n{text}\n\n{_next(root, outcomes)}")
+        say(f"\nA chat of {_SHOWN}, and which of its tokens carry loss:\n\n{text}\n\n{_next(root, outcomes)}")
     return Result({"folder": str(root), "caches": built_rows(settings, outcomes, failures)}, code)
 
 
