@@ -31,6 +31,7 @@ from niels_gpt.cache.meta import (
 )
 from niels_gpt.cache.mmap import IO, TokenFiles, load_idx
 from niels_gpt.display.decoded import Decoded, DecodedItems
+from niels_gpt.display.numbers import number_of
 from niels_gpt.display.tables import html_table
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.errors import REBUILD, CacheError
@@ -198,10 +199,10 @@ class PretrainTokenStreamDataset(DecodedItems):
         return f"PretrainTokenStreamDataset({self._split!r}, x, y: int64 [B, {self.T}] on {self.device})"
 
     def _repr_html_(self) -> str:
-        split = self._split
+        split, tokens = self._split, int(self._split.lengths.sum())
         rows = {
             "cache": version_name(split.folder.parent),
-            "split": f"{split.folder.name}: {len(split.lengths):,} shards, {int(split.lengths.sum()):,} tokens",
+            "split": f"{split.folder.name}: {number_of(len(split.lengths), 'shard')}, {tokens:,} tokens",
             "windows": f"{self.num_windows:,} of T + 1 = {self.T + 1} tokens",
             "batch": f"x, y: int64 [B, {self.T}] on {self.device}",
         }

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.mmap import IO
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
+from niels_gpt.display.numbers import number_of
 from niels_gpt.sampling.permutation import ROUNDS, mix, permute, random_keys
 from niels_gpt.sampling.state import key_check, limited
 from niels_gpt.sampling.stream import STREAM_VERSION, Places, SampleStream
@@ -96,7 +97,7 @@ class EpochStream(SampleStream):
         lengths = self.split.lengths
         return {
             "cache": version_name(self.split.folder.parent),
-            "split": f"{self.split.folder.name}: {len(lengths):,} shards, {int(lengths.sum()):,} tokens",
+            "split": f"{self.split.folder.name}: {number_of(len(lengths), 'shard')}, {int(lengths.sum()):,} tokens",
             "windows": f"{self.num_windows:,} an epoch",
         }
 
