@@ -27,7 +27,7 @@ def _setting(default: Any, text: str, least: float | None = None, most: float | 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a recipe may be told. What decides bytes is part of a recipe's fingerprint; places and threads are not."""
+    """The settings of all recipes. A recipe's fingerprint has those that decide bytes, not places and threads."""
 
     seed: int = _setting(42, "seed of every split and shuffle (PR-03)")
     source_root: str = _setting("hub", "where text comes from: hub, sample, or the folder of a mirror")
@@ -51,7 +51,7 @@ class Settings:
     model_type: str = _setting("unigram", "SentencePiece model type of a tokenizer trained here (PR-01)")
     normalization: str = _setting("identity", "SentencePiece normalization rule; identity keeps every text as it is")
     character_coverage: float = _setting(
-        0.9999, "share of characters that get a piece; the rest are spelled in bytes", least=0, most=1
+        0.9999, "share of characters that get a piece; the others are encoded as bytes", least=0, most=1
     )
     tokenizer_max_bytes: int = _setting(
         100_000_000, "utf-8 bytes of text that a tokenizer is trained on, at most", least=1
@@ -95,7 +95,7 @@ class Settings:
     )
     sft: str | None = _setting(None, "chats of your own, NAME=GLOB: makes the cache sft/NAME; several: as pretrain")
     as_text: str | None = _setting(
-        None, "suffixes of more files to read as text of your own, as they are: .py,.tex; several: separated by ','"
+        None, "suffixes of more files to read as plain text of your own, separated by ',': .py,.tex"
     )
     sources_file: str = _setting("sources.toml", "file that names more of your own text and chats, if it is there")
     licence: str | None = _setting(
@@ -124,14 +124,14 @@ class Settings:
     eagle3_dtype: str = _setting("bf16", "dtype of the stored hidden states and probabilities: bf16, fp16 or fp32")
     eagle3_batch_size: int = _setting(4, "samples of a forward pass of the target, at most", least=1)
     eagle3_device: str | None = _setting(
-        None, "where the target runs: cpu or cuda; none: cuda where there is one. Never a reason to build anew"
+        None, "where the target runs: cpu or cuda; none: cuda where there is one. It never causes a rebuild"
     )
     eagle3_check_samples: int = _setting(
         2, "samples that the check of eagle3/targets runs through the target once more; 0: none", least=0
     )
 
-    disk_check: bool = _setting(True, "refuse, before it starts, a build that does not fit on the disk")
-    deep_checks: bool = _setting(False, "check the sha256 of every file too, when a finished cache is checked")
+    disk_check: bool = _setting(True, "refuse a build that does not fit on the disk, before it starts")
+    deep_checks: bool = _setting(False, "also check the sha256 of every file of a finished cache")
     max_dropped_share: float = _setting(
         0.05, "warn where a larger share of the documents or examples was dropped", least=0, most=1
     )

@@ -153,7 +153,7 @@ class Build:
         for key, form in initial.items():
             same = isinstance(state.get(key), dict) == isinstance(form, dict) and key in state
             if not same or (isinstance(form, dict) and form and set(form) != set(state[key])):
-                raise CacheError(self.folder, f"its journal has no good {key!r}", remedy=self.remedy, code="E505")
+                raise CacheError(self.folder, f"its journal has no valid {key!r}", remedy=self.remedy, code="E505")
         return state
 
     def expect(self, name: str, num_bytes: int) -> None:

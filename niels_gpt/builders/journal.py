@@ -133,8 +133,8 @@ class Attempts:
         before = self._runs_before(key)
         if before:
             logger.warning(
-                "%s: the last %s no further than %s. A run first reads those again, so a short one gains nothing: "
-                "give this one more time",
+                "%s: the last %s no further than %s. A run first reads those again, so a short one makes no progress: "
+                "let this one run longer",
                 self._cache,
                 "run of this build came" if before == 1 else f"{before} runs of this build came",
                 f"{documents:,} documents" if documents else "its start",
@@ -153,7 +153,7 @@ class Attempts:
         """Warn if this run, which was interrupted, has gained nothing."""
         if not self.gained(documents):
             logger.warning(
-                "%s: this run has gained nothing: %s documents are done, as before",
+                "%s: this run made no progress: %s documents are done, as before",
                 self._cache,
                 documents,
                 extra={"code": "W502"},

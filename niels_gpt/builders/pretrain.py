@@ -174,10 +174,10 @@ def _warn_of_unmet_budgets(out_dir: str | os.PathLike[str], budget: TokenBudget,
     for split, limit in budget.limits.items():
         if limit is not None and not budget.full(split) and not is_small_on_purpose:
             logger.warning(
-                "%s: %s ended at %d of %d tokens: no more text",
+                "%s: %s has %s of %s tokens: the source ended first",
                 out_dir,
                 split,
-                budget.used[split],
-                limit,
+                f"{budget.used[split]:,}",
+                f"{limit:,}",
                 extra={"code": "W306"},
             )

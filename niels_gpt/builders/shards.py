@@ -125,7 +125,7 @@ class Shards:
             if number == 0 and self._known_bound not in (None, self._bound()):
                 raise CacheError(
                     self._build.folder,
-                    "the source changed after the documents that had been read, so that another one is nearest to val",
+                    "the source changed during the build, and now another document is nearest to val",
                     remedy=self._build.remedy,
                     code="E306",
                 )

@@ -71,7 +71,7 @@ def _located(
     rows = [
         ("token", f"{position:,} of {total:,} of {cache}/{split}: id {token}{piece}"),
         (unit, f"{number:,} of {len(starts) - 1:,}, {end - start:,} tokens"),
-        ("source id", "not recorded by the builder of that time" if name is None else printable(name)),
+        ("source id", "not recorded" if name is None else printable(name)),
         ("offset in it", f"{position - start:,} tokens"),
         ("file", _file(folder, meta, split, position)),
     ]

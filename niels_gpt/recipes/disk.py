@@ -106,7 +106,7 @@ def refuse_without_room(settings: Settings, cache_dir: Path, needs: dict[str, Di
         )
     if most > room:
         logger.warning(
-            "%s are needed, %s are free: it may not fit. A full disk loses nothing",
+            "%s are needed, %s are free: the build may not fit. It can be resumed after the disk is full",
             need,
             size_text(room),
             extra={"code": "W501"},

@@ -84,7 +84,7 @@ def _build_documents(
     )
     if spec.split_rule is None and meta["val_frac"] and not meta["val_tokens"]:
         distinct = meta["docs"]["train"] - meta["duplicates"]["train"]
-        logger.warning("%s: val is empty: the documents have %d distinct texts", path, distinct, extra={"code": "W308"})
+        logger.warning("%s: val is empty: too few distinct texts (%d)", path, distinct, extra={"code": "W308"})
     return meta
 
 
@@ -119,5 +119,8 @@ def _warn_if_partial(source: ResolvedSource) -> None:
     if _is_partial(source):
         there = " and ".join(source.splits) or "test"
         logger.warning(
-            "%s: upstream here has only %s: the cache is marked partial", source.source, there, extra={"code": "W301"}
+            "%s: the source has only %s here: the cache is partial",
+            source.source,
+            there,
+            extra={"code": "W301"},
         )

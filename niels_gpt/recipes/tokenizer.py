@@ -115,7 +115,7 @@ def _installed_for(settings: Settings, path: Path) -> dict[str, Any] | None:
         if meta is not None:
             checked_sha256(meta.get("tokenizer_sha256"), "tokenizer_sha256", str(path / META_NAME))
     except CacheError as error:
-        logger.warning("tokenizer: it is made again: %s", error, extra={"code": "W403"})
+        logger.warning("tokenizer: made again: %s", error, extra={"code": "W403"})
         return None
     if meta is None or not (path / MODEL_NAME).is_file():
         return None

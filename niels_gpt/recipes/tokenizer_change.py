@@ -46,7 +46,9 @@ def warn_of_older_caches(settings: Settings, meta: Mapping[str, Any]) -> None:
     same = [key for key, sha256 in older.items() if sha256 == before]
     if same:
         logger.warning(
-            "to go back: %s", _command(settings, same, tokenizer_model=str(back / MODEL_NAME)), extra={"code": "W404"}
+            "for the old one: %s",
+            _command(settings, same, tokenizer_model=str(back / MODEL_NAME)),
+            extra={"code": "W404"},
         )
 
 

@@ -249,7 +249,7 @@ def publish(version: Path, path: PathLike) -> None:
     _make_way(public, folder)
     link = folder / LINK
     if os.path.lexists(link) and not link.is_symlink():
-        raise CacheError(link, "somebody else's", "the link of a commit, or nothing", "Move it away", code="E504")
+        raise CacheError(link, "not made by a commit", "the link of a commit, or nothing", "Move it away", code="E504")
     fileio.remove(link)
     fileio.symlink(Path(VERSIONS_DIR) / public.name / version.name, link)
     fileio.rename(link, public)

@@ -113,7 +113,7 @@ def test_a_single_document_goes_to_train_and_an_empty_val_is_a_warning(
 ) -> None:
     settings = own(home, pretrain="book=notes/n00.md")
     assert recipes(settings)["pretrain/book"](settings).meta["docs"] == {"train": 1, "val": 0}
-    assert "val is empty: the documents have 1 distinct texts" in caplog.text
+    assert "val is empty: too few distinct texts (1)" in caplog.text
 
 
 def test_what_its_user_says_stands_in_meta_and_in_stats(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
