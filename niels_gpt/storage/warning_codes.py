@@ -9,14 +9,20 @@ W101 short-last-batch
 The last batch has fewer rows than the others, so some ranks get fewer rows or none. A mean over their rows is then
 wrong.
 > Pass `drop_last=True`, or sum the losses and divide by the number of all targets.
+= the last batch has 4 of 6 rows, so some of 3 ranks get 1 rows and others 2; a mean over 0 rows is nan, and an
+average of the ranks' means is wrong
 
 W102 fixed-windows
 `random_offset` moves none of some windows, because the length of their shard leaves no room.
 > Take another T, such as the one that the message names.
+= cache/pretrain/notes: random_offset moves none of 4 of 9 windows: their shards have n tokens with (n - 1) % T == 0.
+Take another T, such as 4
 
 W201 failed-check
 The cache was built, and a check that does not block its use failed.
 > Read the check in the message. If it is expected, raise the limit, for instance `--max-dropped-share`.
+= sft/dolly15k: cache/sft/dolly15k/meta.json: 1 of 199 examples were dropped (0.50%), expected at most 0.00%:
+sentinel_in_text 1
 
 W202 short-shards
 Some shards are shorter than T + 1 tokens. No window fits into them, so their tokens are not read.
@@ -25,6 +31,8 @@ Some shards are shorter than T + 1 tokens. No window fits into them, so their to
 W203 long-examples
 Some examples are longer than T. They are truncated or left out, as `over_length` says.
 > Take a larger T, or pass `over_length` to choose.
+= cache/sft/chats/train_tokens.bin: T=1 loses 13 of 15 supervised tokens (86.7%). T=1 or more keeps 99 % of them, T=1
+or more all
 
 W301 partial-source
 The place that the source is read from has only some of its splits, so the cache is marked partial.
@@ -33,39 +41,54 @@ The place that the source is read from has only some of its splits, so the cache
 W302 other-files
 The folder holds files of kinds that are not read. They are not part of the cache.
 > Name their suffixes with `--as-text` if they are text; otherwise nothing is to be done.
+= notes: 2 files of kinds that are not read: 1 without a suffix, 1 .png. --as-text .SUFFIX,... reads more kinds as
+text
 
 W303 skipped-link
 Symbolic links in a source are not followed. Their targets are not part of the cache.
 > Pass `--follow-links` if they may be followed.
+= mirror/gutenberg/loop: a symbolic link, which is not followed; --follow-links reads its target. Counted as
+links_not_followed: 3
 
 W304 skipped-file
 A file or folder of a source cannot be read, or is a pipe, a device or a broken link. It was skipped.
 > Change its permissions or remove it, and build again.
+= notes/gone.md: a pipe, a device or a broken link, expected a file; skipped
 
 W305 dropped-rows
 A row or document cannot be used and was left out. The first one is named; the others are counted in meta.json.
 > Correct the rows if there are many: `niels-gpt stats CACHE` prints the counts by reason.
+= roam/old encoding.md: not UTF-8 at byte 30; kept, with U+FFFD in place of what cannot be decoded. Counted as
+repaired_utf8; more like it are counted only
 
 W306 budget-not-reached
 The source ended before the number of tokens that was asked for. The cache holds all of the source.
 > Nothing, or add text, or ask for fewer tokens.
+= cache/pretrain/fineweb_edu: train has 14,225 of 200,000,000 tokens: the source ended first
 
 W307 val-share
 The share of val differs from the one that was asked for. Documents go to one split as a whole, so a few long ones
 decide.
 > Cut long documents into parts, or take another seed.
+= cache/pretrain/gutenberg: val has 6,322 of 7,223 tokens, 87.5 %, and 2.4 % were asked for. Documents are split
+whole, so a few long ones decide the share: cut them into parts, or use another seed
 
 W308 empty-val
 The split val is empty: there are too few distinct texts.
 > Add documents, or evaluate on another cache.
+= cache/pretrain/notes: val is empty: too few distinct texts (1)
 
 W309 empty-replies
 Some chats have an empty reply of the assistant and are kept. A model learns from them to end its turn at once.
 > Remove them from the source, or list their ids in a file for `--exclude`.
+= cache/sft/chats: 4 of 300 examples have an empty reply of the assistant, and are kept: a model learns from them to
+end its turn at once
 
 W310 unknown-roles
 Chats with a message of another role than system, user and assistant were left out.
 > Give these messages one of the three roles, or remove them from the chats.
+= cache/sft/workshop: 1 chats are left out, for a message of another role than system, user and assistant: 'moderator'
+1
 
 W401 lossy-tokenizer
 Encoding and decoding changes some texts, so the cache does not hold them exactly.
@@ -74,6 +97,8 @@ Encoding and decoding changes some texts, so the cache does not hold them exactl
 W402 unknown-ids
 Some characters have no piece in the tokenizer, and became the unknown id.
 > Take a tokenizer with byte fallback: one trained here has it.
+= cache/pretrain/notes: 615 ids are the unknown id: the tokenizer has no piece for a character, such as '\\xe9', and no
+bytes to spell it
 
 W403 tokenizer-made-again
 The installed tokenizer could not be used, so it is made again.
@@ -87,23 +112,29 @@ with the new one.
 W405 little-text
 The tokenizer was trained on little text, and every cache of the folder is encoded with it.
 > Give the first build more sources, or name a model with `--tokenizer-model`.
+= tokenizer: trained on little text, 26,382 bytes of fineweb_edu, for 400 ids; every cache of this folder is encoded
+with it
 
 W406 fewer-sources
 The tokenizer was trained without some of the sources, because they cannot be read here. It differs from one that is
 trained on all.
 > Complete the sources, remove the tokenizer and build again; or keep it, and use it everywhere.
+= tokenizer: trained without gutenberg: gutenberg is a stub here
 
 W407 user-tokenizer
 The tokenizer was trained on user-defined sources only, and is used for a built-in one.
 > Remove the tokenizer to train one on all sources.
+= cache/tokenizer: trained on user-defined sources only, and used for roam. Remove it to train one on all sources
 
 W408 small-vocabulary
 The texts allow fewer pieces than were asked for, so the vocabulary is smaller.
 > Nothing, or train on more text.
+= the texts allow a vocabulary of 2061 ids only, 16000 were asked for
 
 W409 unproven-template
 The chat template could not be tried before the build, or failed in the trial. A chat that shows it ends the run.
 > Name a file with another template if the run ends: `--chat-template FILE`.
+= my-model: its chat template could not be tried. It raises an error for a probe chat of two turns: say hello
 
 W501 little-room
 The build may not fit on the disk. A full disk loses nothing: the build stops and can be resumed.
@@ -112,10 +143,13 @@ The build may not fit on the disk. A full disk loses nothing: the build stops an
 W502 no-progress
 Earlier runs of this build ended before their next checkpoint, so each one starts from the same place.
 > Give one run more time.
+= cache/pretrain/notes: this run made no progress: 0 documents are done, as before
 
 W503 worker-retried
 A worker process died. Its batches are encoded once more, each alone.
 > Nothing. If it happens again, give the machine more memory or use fewer workers.
+= a worker died while 2 batches were in work, from documents 0 to 8 on (A child process terminated abruptly); each of
+them is tried once more, alone
 
 W601 hub-retry
 A request to the Hugging Face hub failed and is repeated after a pause.
@@ -124,6 +158,7 @@ A request to the Hugging Face hub failed and is repeated after a pause.
 W701 plan-rewritten
 The plan of an EAGLE-3 cache was missing or damaged, and was written again from the options.
 > Nothing.
+= targets/sidecar/plan.json: is missing; it is written again
 
 W702 shard-made-again
 A shard of an EAGLE-3 cache was damaged, and was produced again.
@@ -137,5 +172,7 @@ W801 active-dropout
 Dropout or other noise is active. A token that several samples share gets one draw when folded, and one for each
 sample when unfolded.
 > Call `model.eval()` or set the rates to 0 to compare folded and unfolded values.
+= dropout or other noise is active (attention_dropout): a token that several samples share gets one draw, but one for
+each sample when unfolded
 """)
 """Every warning."""
