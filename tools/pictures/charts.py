@@ -59,4 +59,6 @@ def draw_panel(picture: Picture, panel: Panel, left: float, top: float) -> None:
         picture.text(left, y + 12, name, size=12, bold=is_ours, fill=BLUE if is_ours else INK)
         fill, stroke = (BLUE, BLUE) if is_ours else (PALE[MUTED], MUTED)
         picture.box(left + NAMES, y, width, 15, fill=fill, stroke=stroke, radius=2)
-        picture.text(left + NAMES + width + 6, y + 12, f"{value:g}", size=11.5, fill=MUTED)
+        inside = width > 40
+        x, colour = left + NAMES + width + (-6 if inside else 6), "#ffffff" if inside and is_ours else MUTED
+        picture.text(x, y + 12, f"{value:.2f}", size=11.5, fill=colour, anchor="end" if inside else "start")
