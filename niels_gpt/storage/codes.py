@@ -8,6 +8,7 @@ A record of logging has its code in `extra`, a warning of Python is a `CodedWarn
 from __future__ import annotations
 
 import errno
+from textwrap import fill, wrap
 from traceback import walk_tb
 from typing import TypeVar
 
@@ -66,6 +67,7 @@ _BY_PLACE: tuple[tuple[str, tuple[type[Exception], ...], str], ...] = (
     ("sampling.stream", (RuntimeError, TypeError), "E109"),
 )
 """A package or module, classes, and the code of a plain error of these classes that was raised there."""
+_WIDTH = 100  # columns
 _Error = TypeVar("_Error", bound=BaseException)
 
 
@@ -120,7 +122,9 @@ def explained(code: str) -> str:
         subject = [known for known in CODES if known[:2] == code[:2].upper()]
         raise UsageError(f"no code is called {code!r}, expected one of {', '.join(subject or CODES)}")
     kind = "error" if row.code.startswith("E") else "warning"
-    lines = [f"{row.code} {row.name}", row.meaning, f"What to do: {row.remedy}"]
+    parts = [f"{row.code} {row.name}", row.meaning, f"What to do: {row.remedy}"]
+    parts = [fill(part, _WIDTH, break_long_words=False, break_on_hyphens=False) for part in parts]
     if row.example:
-        lines.append(f"For example:\n\n    {kind}[{row.code}]: {row.example}")
-    return "\n\n".join(lines)
+        shown = wrap(f"{kind}[{row.code}]: {row.example}", _WIDTH - 4, break_long_words=False, break_on_hyphens=False)
+        parts.append("\n".join(["For example:", "", *(f"    {line}" for line in shown)]))
+    return "\n\n".join(parts)

@@ -30,7 +30,7 @@ def caches(sample: Path) -> Path:
         "verify .",
         "tree stats rollouts.jsonl",
         "tree show rollouts.jsonl",
-        "explain E503",
+        "explain E106",
     ],
 )
 def test_what_a_command_prints_fits_100_columns_and_names_public_folders(

@@ -141,7 +141,8 @@ def test_a_warning_of_python_ends_in_its_code() -> None:
 def test_explain_prints_the_row_and_refuses_what_is_no_code() -> None:
     row = CODES["E503"]
     text = explained("e503")
-    assert row.name in text and row.meaning in text and row.remedy in text
+    words = " ".join(text.split())
+    assert row.name in text and row.meaning in words and row.remedy in words and row.example in words
     with pytest.raises(ValueError, match="E501, E502") as refused:
         explained("E599")
     assert code_of(refused.value) == "E101"
