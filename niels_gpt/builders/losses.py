@@ -174,10 +174,9 @@ def _warn_of_chats(where: str | os.PathLike[str], meta: Mapping[str, Any]) -> No
     roles = Counter(roles_of(meta["noticed"])) + Counter(roles_of(meta["source"]["counters"]))
     if roles:
         logger.warning(
-            "%s: %d chats are left out, for a message of another role than system, user and assistant: %s. Give these "
+            "%s: chats are left out, for a message of another role than system, user and assistant: %s. Give these "
             "messages one of the three roles, or remove them from the chats, and build again",
             where,
-            roles.total(),
             ", ".join(f"{role!a} {number}" for role, number in roles.most_common()),
             extra={"code": "W310"},
         )

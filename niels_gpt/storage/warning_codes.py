@@ -87,7 +87,7 @@ end its turn at once
 W310 unknown-roles
 Chats with a message of another role than system, user and assistant were left out.
 > Give these messages one of the three roles, or remove them from the chats.
-= cache/sft/workshop: 1 chats are left out, for a message of another role than system, user and assistant: 'moderator'
+= cache/sft/workshop: chats are left out, for a message of another role than system, user and assistant: 'moderator'
 1
 
 W401 lossy-tokenizer

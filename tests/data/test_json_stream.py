@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.data_files import write
 
 from niels_gpt.data.files import json_stream, mirrors
-from niels_gpt.data.files.rows import TABLE_SUFFIXES, iter_rows, numbered_rows
+from niels_gpt.data.files.rows import TABLE_SUFFIXES, Problem, iter_rows, numbered_rows
 from niels_gpt.data.local import LocalFiles, iter_texts
 
 
@@ -94,6 +94,17 @@ def test_a_broken_array_is_an_error_that_names_the_place(tmp_path: Path, content
     assert next(rows) == (1, {"n": 1})
     with pytest.raises(ValueError, match=rf"a\.json, {complaint}"):
         list(rows)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+@pytest.mark.parametrize("levels", [200, 201])
+def test_a_row_of_201_levels_is_not_read_whatever_python_could(tmp_path: Path, name: str, levels: int) -> None:
+    row = b'{"n": ' + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
+    content = b'[{"n": 1}, ' + row + b"]" if name == "a.json" else b'{"n": 1}\n' + row + b"\n"
+    problems: list[Problem] = []
+    rows = list(numbered_rows(write(tmp_path / name, content), unreadable=problems.append))
+    assert [number for number, _ in rows] == [1, 2][: 1 + (levels == 200)]
+    assert [("more than 200 levels" in problem) for problem in problems] == [True] * (levels == 201)
 
 
 def test_a_broken_item_is_noticed_before_the_rest_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

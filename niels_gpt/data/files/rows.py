@@ -16,6 +16,9 @@ from niels_gpt.data.files.parquet import iter_parquet
 from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, REPAIRED, Problem, decode, lines_of, note, opened_text
 
 TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
+_MAX_DEPTH = 200
+"""Levels of a row of JSON. Python's own limit is 994 or more, according to its release."""
+_TOO_DEEP = f"nested in more than {_MAX_DEPTH} levels"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -124,9 +127,12 @@ def _json_rows(
 def _json_object(line: bytes, where: str, counters: Counter[str] | None) -> dict[str, Any] | Problem:
     try:
         row = json.loads(decode(line, counters=counters, where=where))
-        if isinstance(row, dict):
+        if _is_too_deep(row, line.count(b"[") + line.count(b"{")):
+            reason = f" ({_TOO_DEEP})"
+        elif isinstance(row, dict):
             return _without_surrogates(row, counters, where) if b"\\ud" in line or b"\\uD" in line else row
-        reason = ""
+        else:
+            reason = ""
     except (ValueError, RecursionError) as error:  # RecursionError: [[[[...
         reason = f" ({error})"
     return Problem(f"{where}: expected a JSON object{reason}, found {line[:60]!r}")
@@ -145,12 +151,25 @@ def _json_item(value: Any, text: str, where: str, counters: Counter[str] | None)
         text.encode()
     except UnicodeEncodeError:  # contains bytes that are not UTF-8
         return _json_object(text.encode("utf-8", "surrogateescape"), where, counters)
-    if not isinstance(value, dict):
-        return Problem(f"{where}: expected a JSON object, found {text[:60]!r}")
-    try:
-        return _without_surrogates(value, counters, where) if "\\ud" in text or "\\uD" in text else value
-    except RecursionError:  # the JSON decoder reads deeper nesting than Python's functions
-        return Problem(f"{where}: expected a JSON object, found one that is nested too deeply, {text[:60]!r}")
+    is_too_deep = _is_too_deep(value, text.count("[") + text.count("{"))
+    if is_too_deep or not isinstance(value, dict):
+        reason = f" ({_TOO_DEEP})" if is_too_deep else ""
+        return Problem(f"{where}: expected a JSON object{reason}, found {text[:60]!r}")
+    return _without_surrogates(value, counters, where) if "\\ud" in text or "\\uD" in text else value
+
+
+def _is_too_deep(value: Any, brackets: int) -> bool:
+    """Return whether a value has more than _MAX_DEPTH levels. brackets: of its JSON, at least as many as levels.
+
+    Without this limit, which rows are read would depend on the release of Python.
+    """
+    if brackets <= _MAX_DEPTH:
+        return False
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        items = (item for each in level for item in (each.values() if isinstance(each, dict) else each))
+        level = [item for item in items if isinstance(item, dict | list)]
+    return bool(level)
 
 
 def _without_surrogates(row: dict[str, Any], counters: Counter[str] | None, where: str) -> dict[str, Any]:
