@@ -44,8 +44,7 @@ bench: $(VENV)/.installed  ## speed as ratios to a limit and a peer
 
 # The oldest versions that pyproject.toml allows, the extras of Dagster aside. That torch brings CUDA's libraries: 6 GB.
 OLDEST := .oldest
-OLDEST_TESTS ?= $(addprefix tests/,builders cache chat data display eagle3 hub inspection prefix_tree sampling storage tokenizer) \
-	$(wildcard tests/test_*.py)
+OLDEST_TESTS ?= $(addprefix tests/,display sampling storage) $(wildcard tests/test_*.py)
 oldest:  ## the tests with the oldest dependencies that are allowed
 	$(PYTHON) -m venv $(OLDEST)/uv
 	$(OLDEST)/uv/bin/python -m pip install --quiet uv

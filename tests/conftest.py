@@ -47,6 +47,7 @@ if _has_room and "PYTEST_DEBUG_TEMPROOT" not in os.environ:  # workers inherit i
     os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix="niels_gpt-tests-", dir=_SHM)
     atexit.register(shutil.rmtree, os.environ["PYTEST_DEBUG_TEMPROOT"], ignore_errors=True)
 os.environ.update(
+    COLUMNS="100",  # of the terminal, for the widths of help and tables
     HF_ENDPOINT=f"http://127.0.0.1:{HUB_PORT}",
     HF_HOME=HUB_HOME,
     HF_HUB_DISABLE_TELEMETRY="1",
