@@ -30,7 +30,9 @@ def progress_bar(title: str, unit: str = "tok", items: str = "") -> Iterator[Pro
     with tqdm(desc=title, unit=unit, unit_scale=unit in ("B", "tok"), leave=is_notebook, disable=disable) as bar:
 
         def show(finished: int, done: int, total: int | None) -> None:
-            bar.total = total
+            if total != bar.total:
+                bar.reset(total)  # a widget learns its maximum from this alone
+                bar.total = total  # also where it is None
             if items:
                 bar.set_postfix({items: finished}, refresh=False)
             bar.update(done - bar.n)

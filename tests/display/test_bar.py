@@ -1,8 +1,10 @@
-"""The bar of a build from Python: text in a notebook without widgets, nothing where nobody looks."""
+"""The bar of a build from Python: a widget in a notebook, or text without widgets; nothing where nobody looks."""
 
 import sys
+import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from support.byte_tokenizer import ByteTokenizer
@@ -28,6 +30,34 @@ def test_a_notebook_sees_a_build_advance(
             progress=progress,
         )
     assert "notes: 100%" in (drawn := capsys.readouterr().err) and "300/300" in drawn and "docs=10" in drawn
+
+
+class Widget(SimpleNamespace):
+    """What tqdm uses of a widget of ipywidgets."""
+
+    def __init__(self, **given: Any) -> None:
+        parts = {"layout": SimpleNamespace(), "style": SimpleNamespace()}
+        super().__init__(**{"value": 0.0, "bar_style": "", **parts, **given})
+
+
+def test_a_widget_shows_the_share_that_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tqdm import auto, notebook
+
+    shown: list[Widget] = []
+    for name in ("IProgress", "HTML", "TqdmHBox"):
+        monkeypatch.setattr(notebook, name, Widget, raising=False)
+    monkeypatch.setattr(notebook, "display", shown.append, raising=False)
+    monkeypatch.setattr(auto, "tqdm", notebook.tqdm)
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    with progress_bar("notes") as progress:
+        _, bar, text = shown[0].children
+        progress(0, 5, 20)  # resumed
+        assert (bar.max, bar.bar_style) == (20, "")
+        time.sleep(0.15)  # tqdm draws ten times a second
+        progress(1, 10, 20)
+        assert (bar.value, bar.max) == (10, 20) and "10.0/20.0" in text.value
+        progress(2, 20, 20)
+    assert (bar.value, bar.max, bar.bar_style) == (20, 20, "success")
 
 
 def test_nothing_is_drawn_where_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
