@@ -26,12 +26,15 @@ there. docs/formats.md describes every file.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
+from niels_gpt.display.numbers import number_of
+from niels_gpt.display.tables import html_table
 from niels_gpt.eagle3.format.convert import convert
 from niels_gpt.eagle3.format.embeddings import read_target_embeddings, write_target_embeddings
 from niels_gpt.eagle3.format.layout import (
@@ -59,6 +62,8 @@ from niels_gpt.eagle3.format.manifest import (
 from niels_gpt.eagle3.format.shard_reader import COMMON_FIELDS, ShardSet
 from niels_gpt.eagle3.format.shard_writer import ShardWriter, shard_damage
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import shortened
+from niels_gpt.storage.versions import version_name
 
 __all__ = [
     "CACHE_KEYS",
@@ -174,12 +179,32 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
         """max_open_shards: the kernel allows a process about 65,000 maps.
 
         follow_links: read files that are links, as in a snapshot of the Hugging Face hub; otherwise they are refused.
-        Raises: FileNotFoundError; CacheError (a ValueError) naming a file that does not fit the manifest.
+        Raises: FileNotFoundError; CacheError (a ValueError) naming a file that does not fit the manifest; ImportError
+            without safetensors.
         """
         self._shards = ShardSet(cache_dir, max_open_shards, follow_links=follow_links)
         self.cache_dir, self.manifest = self._shards.cache_dir, self._shards.manifest
         self.shard_size, self.num_samples = self._shards.shard_size, self._shards.num_samples
         self.num_shards, self.compressed = self._shards.num_shards, self._shards.compressed
+
+    def __repr__(self) -> str:
+        """Name the cache, its samples and their form."""
+        return f"CachedEagle3Dataset({version_name(Path(self.cache_dir))}, {', '.join(self._described().values())})"
+
+    def _repr_html_(self) -> str:
+        rows = {"cache": version_name(Path(self.cache_dir)), **self._described()}
+        return html_table("CachedEagle3Dataset", rows.items())
+
+    def _described(self) -> dict[str, str]:
+        """Return what is shown beside the path; manifests of other tools may lack some of it."""
+        sizes = {"slots": "seq_length", "aux values": "aux_hidden_dim", "draft ids": "draft_vocab_size"}
+        form = [f"{self.manifest[key]:,} {name}" for name, key in sizes.items() if self.manifest.get(key) is not None]
+        form += [f"top {self.manifest['target_probs_topk']:,}"] * self.compressed
+        form += [dtype for dtype in DTYPES if dtype == self.manifest.get("dtype")]
+        samples = f"{number_of(self.num_samples, 'sample')} in {number_of(self.num_shards, 'shard')}"
+        target = self.manifest.get("target_model")
+        rows = {"samples": samples, "a sample": ", ".join(form), "target": shortened(target) * bool(target)}
+        return {name: text for name, text in rows.items() if text}
 
     def __len__(self) -> int:
         """Return the number of samples."""

@@ -87,6 +87,20 @@ def test_an_item_is_what_the_trainer_takes_and_equals_what_was_written(folder: P
             dataset[index]
 
 
+def test_a_cache_is_shown_by_its_path_its_samples_and_their_form(folder: Path) -> None:
+    write_cache(folder, samples=5, shard_size=2, topk=3)
+    dataset = CachedEagle3Dataset(folder)
+    form = "4 slots, 6 aux values, 8 draft ids, top 3, fp32"
+    assert repr(dataset) == f"CachedEagle3Dataset({folder}, 5 samples in 3 shards, {form}, 'tiny')"
+    table = dataset._repr_html_()
+    assert f"<td>{folder}</td>" in table and "<th>a sample</th>" in table and "&#x27;tiny&#x27;" in table
+    bare = {
+        key: dataset.manifest[key] for key in ("num_samples", "shard_size", "draft_vocab_size", "target_probs_topk")
+    }
+    write_manifest(folder, {**bare, "format_version": 2})
+    assert repr(CachedEagle3Dataset(folder)).endswith(", 5 samples in 3 shards, 8 draft ids, top 3)")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("topk", [0, 3])
 def test_a_shard_has_the_bytes_that_safetensors_writes(folder: Path, dtype: torch.dtype, topk: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 from support import ROOT
 from support.power_loss import put
 from support.small_caches import built_caches
+from support.small_eagle3 import write_cache
 
 PROGRAM = """
 import sys
@@ -42,9 +43,19 @@ except ImportError as error:
     print(error)
 forest = PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4]])
 assert forest.num_tokens == 4 and int(dense_mask(forest).sum()) == 9 and LossEdges.from_forest(forest)
-print(sorted({name.partition(".")[0] for name in sys.modules} & set(sys.argv[2:])))
 """
-MISSING = ["click", "dagster", "datasets", "pyarrow", "rich", "safetensors", "sentencepiece", "tqdm", "xxhash"]
+EAGLE3 = """
+import sys
+from niels_gpt.eagle3.cache import CachedEagle3Dataset, build_cached_eagle3_dataloader, read_target_embeddings
+
+try:
+    data = CachedEagle3Dataset(sys.argv[1])
+except ImportError as error:
+    sys.exit(str(error))
+batches = build_cached_eagle3_dataloader(sys.argv[1], 2, shuffle=False)
+print(len(data), repr(data).count("3 samples"), [len(batch["input_ids"]) for batch in batches])
+print(data[0]["target_probs"].sum(-1).round().tolist(), list(read_target_embeddings(sys.argv[1]).shape))
+"""
 
 
 def requirements(*names: str) -> dict[str, metadata.Distribution]:
@@ -62,23 +73,42 @@ def requirements(*names: str) -> dict[str, metadata.Distribution]:
     return found
 
 
+def link(site: Path, *names: str) -> None:
+    """Link distributions, with what they require, into a folder of packages."""
+    for found in requirements(*names).values():
+        for name in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            if not (site / name).exists():
+                (site / name).symlink_to(Path(str(found.locate_file(name))))
+
+
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     """A folder of packages that has numpy and torch with what they require, as links, and nothing else."""
     site = tmp_path / "site"
     site.mkdir()
-    for found in requirements("numpy", "torch").values():
-        for name in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
-            if not (site / name).exists():
-                (site / name).symlink_to(Path(str(found.locate_file(name))))
+    link(site, "numpy", "torch")
     return site
+
+
+def run(site: Path, program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program with the packages of a folder alone."""
+    environment = {"PYTHONPATH": f"{site}:{ROOT}", "HOME": str(site.parent)}
+    command = [sys.executable, "-S", "-c", program, folder]  # -S: no site-packages
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_readers_samplers_and_folds_need_only_numpy_and_torch(tmp_path: Path, site: Path) -> None:
     put(built_caches(), tmp_path / "cache")
-    command = [sys.executable, "-S", "-c", PROGRAM, tmp_path / "cache", *MISSING]  # -S: no site-packages
-    environment = {"PYTHONPATH": f"{site}:{ROOT}", "HOME": str(tmp_path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run(site, PROGRAM, tmp_path / "cache")
     assert done.returncode == 0, done.stderr
-    message, loaded = done.stdout.splitlines()
-    assert "pip install sentencepiece" in message and loaded == "[]"
+    assert "pip install sentencepiece" in done.stdout
+
+
+def test_the_eagle3_reader_needs_safetensors_too_and_says_so(tmp_path: Path, site: Path) -> None:
+    write_cache(tmp_path / "cache", samples=3, shard_size=2, topk=3)
+    without = run(site, EAGLE3, tmp_path / "cache")
+    assert "pip install safetensors" in without.stderr and "Traceback" not in without.stderr
+    link(site, "safetensors")
+    done = run(site, EAGLE3, tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "3 1 [2, 1]\n[1.0, 1.0, 1.0, 1.0] [20, 2]\n"

@@ -43,6 +43,7 @@ class ShardSet:
 
         Raises: as CachedEagle3Dataset; ValueError for max_open < 1.
         """
+        load_safetensors()  # ImportError here, and not at the first sample
         if max_open < 1:
             raise ValueError(f"max_open_shards={max_open}: expected 1 or more")
         self.cache_dir = os.fspath(cache_dir)

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 
 from niels_gpt.eagle3.format.layout import (
@@ -174,6 +173,10 @@ def _pieces(
 
 def _digest(pieces: list[NDArray[np.uint8]]) -> str:
     """Return the XXH3-128 of a row: it detects damage, and sha256 would take as long as writing the row."""
+    try:
+        import xxhash  # here, because readers do without
+    except ImportError as error:
+        raise ImportError("checksums of shards need xxhash: pip install xxhash") from error
     digest = xxhash.xxh3_128()
     for piece in pieces:
         digest.update(piece.data)
