@@ -146,9 +146,9 @@ def loss_table(meta: Mapping[str, Any]) -> dict[str, str]:
     if kept:
         rows["noticed"] = ", ".join(f"{name} {number:,}" for name, number in sorted(kept.items()))
     if isinstance(trip, Mapping) and _numbers(trip).get("texts"):
-        of = "the probe texts" if meta.get("kind") == "tokenizer" else "the first"
         texts, differ = _numbers(trip)["texts"], _numbers(trip).get("differ", 0)
-        rows["round trip"] = f"lossy: {differ:,} of {of} {texts:,} differ" if differ else f"{texts:,} texts come back"
+        of = f"{texts:,} probe texts" if meta.get("kind") == "tokenizer" else f"the first {texts:,}"
+        rows["round trip"] = f"lossy: {differ:,} of {of} differ" if differ else f"{texts:,} texts come back"
     if "unknown_ids" in meta:
         rows["unknown ids"] = f"{_numbers(meta).get('unknown_ids', 0):,}"
     return rows

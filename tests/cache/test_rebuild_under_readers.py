@@ -100,12 +100,14 @@ def test_a_version_that_a_dataset_reads_outlives_two_rebuilds_and_gc_until_its_p
     reader = context.Process(target=_read_on, args=(str(tmp_path / "c"), theirs), daemon=True)
     reader.start()
     theirs.close()
-    version = ours.recv()
+    version = Path(ours.recv())
+    public = f"{tmp_path / 'c'} (version {version.name})"
     for text in texts[1:]:
         build(tmp_path / "c", [text])
     for dry_run in (True, False):
         (line,) = collect(tmp_path, dry_run=dry_run)
-        assert line.startswith(f"kept {version} (") and line.endswith("): open in a reader")
+        assert line.startswith(f"kept {public} (")
+        assert line.endswith(": open in a reader")
     ours.send("as a copy")
     assert ours.recv() == [id + 10 for id in b"abc"]
     (line,) = collect(tmp_path, dry_run=False)
@@ -113,7 +115,7 @@ def test_a_version_that_a_dataset_reads_outlives_two_rebuilds_and_gc_until_its_p
     ours.send("end")
     reader.join()
     (line,) = collect(tmp_path, dry_run=False)
-    assert line.startswith(f"removed {version} (") and not Path(version).exists()
+    assert line.startswith(f"removed {public} (") and not version.exists()
 
 
 def test_a_reader_whose_version_was_removed_says_which_one_it_was_and_what_to_open(tmp_path: Path) -> None:

@@ -383,5 +383,5 @@ def test_both_shares_are_shown(tmp_path: Path, positions: int, status: int, caps
     assert ("few positions" in out) is (positions == 1)
     assert main(["stats", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "77.8% of the tokens" in out and f"{positions} ({positions / 70:.1%} of those with loss)" in out
+    assert "77.8% of the tokens" in out and f"{positions} ({positions / 70:.1%} of those)" in out
     assert Path(shard_path(tmp_path, 0)).is_file()

@@ -54,6 +54,7 @@ def draw_panel(picture: Picture, panel: Panel, left: float, top: float) -> None:
     longest = max(1, *(value for _, value, _ in panel.bars))
     one, bottom = left + NAMES + SCALE / longest, top + HEAD + BAR * len(panel.bars)
     picture.path(f"M{one:g} {top + HEAD - 4:g}V{bottom:g}", stroke=MUTED, weight=1, dash=True)
+    picture.text(one, top + HEAD - 7, "1", size=11, fill=MUTED, anchor="middle")
     for number, (name, value, is_ours) in enumerate(panel.bars):
         y, width = top + HEAD + number * BAR, max(1.5, value / longest * SCALE)
         picture.text(left, y + 12, name, size=12, bold=is_ours, fill=BLUE if is_ours else INK)

@@ -102,7 +102,7 @@ def draw_splits(target: Path) -> None:
     picture.text(
         24,
         234,
-        "The text alone decides: not its place, its neighbours or the tokenizer. Equal texts are one point.",
+        "The text and the seed decide: not its place, its neighbours or the tokenizer. Equal texts are one point.",
         size=12.5,
     )
     picture.write(target / "splits.svg")
@@ -179,7 +179,7 @@ def draw_exactly_once(target: Path) -> None:
     picture.text(x, 212, "checkpoint: 12 samples consumed", size=12.5, anchor="middle", bold=True)
     words = [
         "Sample k is window p(k mod 24) of epoch k div 24, where p is a permutation that seed and epoch give.",
-        "So the number of consumed samples is the whole state: the run resumes with other ranks, workers or",
+        "One count says where the run is: it resumes with other ranks, workers or",
         "batch sizes, at the next window of the same order. Every window comes exactly once an epoch.",
     ]
     picture.lines(24, 250, words, size=12.5, step=21)
