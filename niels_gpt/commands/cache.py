@@ -205,7 +205,7 @@ def show(cache: Path, split: str, at: int, color: str, tokens: int, tokenizer: s
     is_colored = color == "always" or (color == "auto" and is_color_wanted())
     model = inspection.tokenizer_of(cache, tokenizer)
     text = inspection.show(cache, model, split=split, position=at, num_tokens=tokens, color=is_colored)
-    say(text)
+    say(text, is_safe=True)
     return Result({"cache": str(cache), "split": split, "at": at, "text": text})
 
 
@@ -245,7 +245,7 @@ def locate(cache: Path, split: str, position: int, tokens: int, tokenizer: str |
 
     model = tokenizer_of(cache, tokenizer) if tokenizer else tokenizer_beside(cache)
     text = locate(cache, model, split=split, position=position, num_tokens=tokens)
-    say(text)
+    say(text, is_safe=True)
     return Result({"cache": str(cache), "split": split, "position": position, "text": text})
 
 

@@ -89,7 +89,6 @@ _SETTINGS: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
     "show_default": True,
     "rich_help_config": _HELP,
-    "token_normalize_func": lambda name: name.replace("_", "-"),  # --input_glob is --input-glob
 }
 
 
@@ -137,6 +136,10 @@ class Command(_Help):
             RichOption(["--strict"], is_flag=True, help="exit with 1 if there was a warning", panel="Options"),
         ]
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; --input_glob is --input-glob."""
+        return super().parse_args(ctx, [re.sub("^--[^=]+", _with_hyphens, each) for each in args])
+
     def invoke(self, ctx: click.Context) -> ExitCode:
         """Run the command; returns its exit code."""
         log_to_stderr(self._level)
@@ -144,6 +147,8 @@ class Command(_Help):
         ctx.meta[_JSON] = found
         with _counted_warnings(ctx, max(self._level, logging.WARNING)):
             code = exit_status(lambda: self._finish(ctx), **self._how)
+        if code is ExitCode.INTERRUPTED and found:
+            print(_error_as_json(None, "interrupted"))
         count = ctx.meta[_WARNINGS]
         if not is_strict or not count or code is not ExitCode.GOOD:
             return code
@@ -156,13 +161,21 @@ class Command(_Help):
             result: Result = super().invoke(ctx)
         except self._how["errors"] as error:
             if ctx.meta[_JSON] and not isinstance(error, BrokenPipeError):
-                print(as_json({"error": {"code": code_of(error), "message": str(error)}}))
+                print(_error_as_json(code_of(error), str(error)))
             raise
         if ctx.meta[_JSON]:
             print(as_json(result.data))
         elif result.next:
-            print(f"next: {result.next}")
+            print(f"next: {escaped(result.next)}")
         return result.code
+
+
+def _with_hyphens(flag: re.Match[str]) -> str:
+    return flag[0].replace("_", "-")
+
+
+def _error_as_json(code: str | None, message: str) -> str:
+    return as_json({"error": {"code": code, "message": message}})
 
 
 class Group(_Help, RichGroup):  # type: ignore[misc]  # as RichGroup itself
@@ -198,27 +211,37 @@ def run(
 
     program: what it is called in its help. codes: exit codes that are other numbers for this program.
     """
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
-        code = command.main(None if argv is None else list(argv), program, standalone_mode=False)
+        code = command.main(words, program, standalone_mode=False)
     except click.UsageError as error:
+        if "--json" in words:
+            print(_error_as_json("E101", error.format_message()))
         print_error(coded("E101", ValueError(error.format_message())))
         if error.ctx is not None:
             print(f"{error.ctx.get_usage().strip()}\nhelp: {error.ctx.command_path} --help", file=sys.stderr)
         code = ExitCode.USAGE
     except click.Abort:
         code = ExitCode.INTERRUPTED
+    except SystemExit:  # of click, where nobody reads the help any more
+        code = ExitCode.GOOD
     return codes.get(code, int(code))
 
 
 def is_color_wanted() -> bool:
-    """Whether results may be coloured: on a terminal, unless NO_COLOR is set."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    """Whether results may be coloured: on a terminal that can, unless NO_COLOR is set; never with --json."""
+    context = click.get_current_context(silent=True)
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not is_plain and not (context and context.meta.get(_JSON))
 
 
-def say(text: object) -> None:
-    """Print a line of the result for people; with --json nothing."""
+def say(text: object, *, is_safe: bool = False) -> None:
+    """Print a part of the result for people, control characters escaped; with --json nothing.
+
+    is_safe: whether they are escaped already, where the text has colours.
+    """
     if not click.get_current_context().meta[_JSON]:
-        print(text, flush=True)
+        print(text if is_safe else escaped(text), flush=True)
 
 
 _JSON, _WARNINGS = "niels_gpt.json", "niels_gpt.warnings"
@@ -232,6 +255,7 @@ def _counted_warnings(context: click.Context, level: int) -> Iterator[None]:
     """
     context.meta[_WARNINGS] = 0
     counter = _Counter(context.meta, level)
+    counter.addFilter(_Once())
     ours = logging.getLogger("niels_gpt")
     ours.addHandler(counter)
     before = warnings.showwarning
@@ -248,6 +272,21 @@ def _print_python_warning(message: Warning | str, *_: Any, **__: Any) -> None:
         print_warning(message.code, message.text)
     else:
         print_warning("", message)
+
+
+class _Once(logging.Filter):
+    """Lets each warning with a code through once: a source may be read by two passes, with the same warnings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[tuple[str | None, str]] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is new."""
+        key = getattr(record, "code", None), record.getMessage()
+        is_new = key[0] is None or key not in self._seen
+        self._seen.add(key)
+        return is_new
 
 
 class _Counter(logging.Handler):
@@ -329,6 +368,7 @@ def log_to_stderr(level: int = logging.INFO) -> None:
     """Send log records to stderr as plain lines, control characters escaped, without the chatter of libraries."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_EscapingFormatter("%(message)s"))
+    handler.addFilter(_Once())
     logging.basicConfig(level=level, handlers=[handler])
     for library in ("httpx", "httpx2", "matplotlib"):  # a line for each request to the hub, and for a list of fonts
         logging.getLogger(library).setLevel(logging.WARNING)
@@ -361,7 +401,7 @@ def progress_bar(title: str, unit: str = "tok", items: str = "") -> Iterator[Pro
 def as_json(value: object) -> str:
     """Return JSON for people and machines, without characters that command a terminal."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
-    return re.sub("[\x7f-\x9f]", lambda char: f"\\u{ord(char.group()):04x}", text)
+    return re.sub("[\x7f-\x9f\ud800-\udfff]", lambda char: f"\\u{ord(char.group()):04x}", text)
 
 
 def number_of_tokens(text: str) -> int:

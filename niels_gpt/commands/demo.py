@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich_click import argument
 
-from niels_gpt.commands.console import ExitCode, Result, command, is_color_wanted, progress_bar, say
+from niels_gpt.commands.console import ExitCode, Result, command, escaped, is_color_wanted, progress_bar, say
 from niels_gpt.settings import Settings
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def demo(folder: Path | None) -> Result:
     place = Path(tempfile.mkdtemp(prefix="niels-gpt-demo-")) if folder is None else folder
     settings = Settings(source_root="sample", cache_dir=str(place))
     root, outcomes, failures = cache_root(settings), list["Outcome"](), dict[str, Exception]()
-    print(f"Building the caches of the bundled sample in {root} ...", file=sys.stderr)
+    print(f"Building the caches of the bundled sample in {escaped(root)} ...", file=sys.stderr)
     build_each(settings, chosen_keys(settings, None), outcomes, failures, refresh=False, bar=_bar)
     missing = _add_targets(settings, outcomes, failures)
     say(outcomes_table(outcomes, failures))
@@ -57,7 +57,9 @@ def demo(folder: Path | None) -> Result:
         tokenizer = tokenizer_of(root / _SHOWN, None)
         piece: dict[str, Any] = {"split": "train", "position": 0, "num_tokens": _TOKENS, "color": is_color_wanted()}
         text = show(root / _SHOWN, tokenizer, **piece)
-        say(f"\nA chat of {_SHOWN}, and which of its tokens carry loss:\n\n{text}\n\n{_next(root, outcomes)}")
+        say(f"\nA chat of {_SHOWN}, and which of its tokens carry loss:\n")
+        say(text, is_safe=True)
+        say(f"\n{_next(root, outcomes)}")
     return Result({"folder": str(root), "caches": built_rows(settings, outcomes, failures)}, code)
 
 

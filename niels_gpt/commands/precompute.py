@@ -59,7 +59,7 @@ def _run(options: Options, settings: Settings, *, dry_run: bool) -> Result:
     if prepared.shown:
         from niels_gpt.chat.rows import show_rows
 
-        say(show_rows(prepared.shown, resolved.tokenizer, color=is_color_wanted()))
+        say(show_rows(prepared.shown, resolved.tokenizer, color=is_color_wanted()), is_safe=True)
     done = finished_shards(options.output_dir, prepared.plan, resume=options.resume)
     sizes = estimate(options.output_dir, prepared.plan, prepared.samples, done=done)
     _print_estimate(sizes, prepared, options.output_dir)

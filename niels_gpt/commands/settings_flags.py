@@ -87,10 +87,12 @@ def _option(field: Any, kind: Any, panel: str | None, *, is_hidden: bool) -> Ric
 
 def _show_all(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
     if is_asked:
-        for param in ctx.command.params:
-            if isinstance(param, click.Option):
-                param.hidden = False
+        hidden = [param for param in ctx.command.params if isinstance(param, click.Option) and param.hidden]
+        for param in hidden:
+            param.hidden = False
         click.echo(ctx.get_help())
+        for param in hidden:
+            param.hidden = True
         ctx.exit()
 
 

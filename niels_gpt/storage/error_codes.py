@@ -41,8 +41,7 @@ E101 usage
 The command line asks for something that does not exist, or for two things that exclude each other. Nothing was read
 or written.
 > Compare the command with its help: add `--help` to it.
-= no source is named, expected some of fineweb_edu, wikitext, roam, gutenberg, dolly15k, oasst1, or --pretrain or
---sft
+= No such option '--sedd'. Did you mean '--seed'?
 
 E102 bad-value
 An argument or a setting has a value of the wrong type or outside of its limits. The message names the argument, its

@@ -18,7 +18,7 @@ from support import ROOT as CHECKOUT
 
 from niels_gpt.commands import cache as cli
 from niels_gpt.commands import prefix_tree
-from niels_gpt.commands.console import ExitCode, is_color_wanted
+from niels_gpt.commands.console import ExitCode, _Once, is_color_wanted
 from niels_gpt.commands.main import ROOT, main
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.inspection.stats import Stats
@@ -224,9 +224,13 @@ def test_list_finds_the_sample_where_nothing_else_is_built(sample: Path, capsys:
 
 def test_results_are_coloured_on_a_terminal_unless_no_color_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     assert not is_color_wanted()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert is_color_wanted()
+    monkeypatch.setenv("TERM", "dumb")
+    assert not is_color_wanted()
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     assert not is_color_wanted()
 
@@ -264,3 +268,39 @@ def test_the_line_that_doctor_names_turns_completion_on(tmp_path: Path) -> None:
     lines = f"{told.stdout.splitlines()[-1].strip()}\ncomplete -p niels-gpt"
     done = subprocess.run(["bash", "-c", lines], env=environment, capture_output=True, text=True, check=True)
     assert "niels-gpt" in done.stdout, done.stderr
+
+
+def test_names_of_folders_reach_no_terminal_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "a\x1b]0;title\x07"
+    cache = folder / "sft" / "b\x1b[2J"
+    cache.mkdir(parents=True)
+    (cache / "meta.json").write_text("{")
+    commands = [[name, str(where)] for name in ("list", "doctor", "verify", "gc") for where in (folder, cache)]
+    commands += [[*name, str(cache)] for name in (["stats"], ["show"], ["eagle3", "stats"], ["tree", "stats"])]
+    for command in commands:
+        main(command)
+        printed = capsys.readouterr()
+        assert "\x1b" not in printed.out + printed.err, command
+
+
+@pytest.mark.parametrize("arguments", [["verify"], ["build", "--all", "roam"], ["show", "c", "--split", "x"]])
+def test_a_wrong_command_line_is_an_object_too(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "E101"
+
+
+def test_help_all_does_not_change_the_help_of_the_next_call(capsys: pytest.CaptureFixture[str]) -> None:
+    helps = []
+    for flag in ("--help", "--help-all", "--help"):
+        assert main(["build", flag]) == 0
+        helps.append(capsys.readouterr().out)
+    assert helps[0] == helps[2] != helps[1]
+
+
+def test_a_warning_of_two_passes_counts_once(caplog: pytest.LogCaptureFixture) -> None:
+    once, kept = _Once(), []
+    for code, text in (("W302", "a"), ("W302", "a"), ("W302", "b"), (None, "a"), (None, "a")):
+        record = logging.LogRecord("niels_gpt", logging.WARNING, "", 0, text, None, None)
+        record.code = code
+        kept.append(once.filter(record))
+    assert kept == [True, False, True, True, True]
