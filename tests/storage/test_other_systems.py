@@ -42,6 +42,7 @@ if sys.argv[1] == "record locks":
 ctypes.CDLL = refused
 sys.addaudithook(audit)
 sys.platform = "darwin"
+multiprocessing.set_start_method("spawn")  # as there: what was imported above has Linux's
 sys.argv = sys.argv[1:]
 """
 SMALL = """
@@ -60,8 +61,9 @@ train = root / "pretrain/notes/train"
 data, generator = PretrainTokenStreamDataset(train, T=4, device="cpu"), torch.Generator().manual_seed(0)
 chats = SFTExampleDataset.open(root / "sft/chats", "train", T=8)
 stream = EpochStream(train, T=3, global_batch_size=2, seed=0, epochs=1)
+in_worker = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=1)
 batches = [*data.get_batch(B=9, generator=generator), *chats.get_batch(B=5, generator=generator)]
-batches += [tensor for batch in stream for tensor in batch]
+batches += [tensor for batch in in_worker for tensor in batch]
 print(json.dumps([[batch.tolist() for batch in batches], data[0].ids.tolist(), chats[-1].mask.tolist()]))
 """
 
