@@ -112,3 +112,9 @@ def test_the_eagle3_reader_needs_safetensors_too_and_says_so(tmp_path: Path, sit
     done = run(site, EAGLE3, tmp_path / "cache")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "3 1 [2, 1]\n[1.0, 1.0, 1.0, 1.0] [20, 2]\n"
+
+
+def test_the_commands_say_in_one_line_that_their_packages_are_missing(tmp_path: Path, site: Path) -> None:
+    done = run(site, "from niels_gpt.commands import start; raise SystemExit(start())", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (4, "", 1)
+    assert "error[E901]: No module named 'click'. " in done.stderr and "pip install niels-gpt" in done.stderr

@@ -1,5 +1,6 @@
 """A wheel works away from the checkout, and an editable install shows its types."""
 
+import ast
 import os
 import re
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -47,6 +49,16 @@ def copied(folder: Path) -> Path:
     return folder
 
 
+UNTRACKED = [
+    *(".env", "secrets.json", "cache/notes.txt", "docs/page.md~", "docs/.DS_Store", "docs/page.html", "tests/run.log"),
+    *("tests/.env.local", "tests/old.egg-info/PKG-INFO", "tools/.mypy_cache/3.11/cache.json", "examples/loss.pt"),
+    *("niels_gpt/.env", "niels_gpt/notes.txt", "niels_gpt/storage/run.log", "niels_gpt/cache/__pycache__/meta.pyc"),
+    *("niels_gpt/data/sample/.env", "niels_gpt/data/sample/roam/Maps.md~", "niels_gpt/data/sample/roam/.DS_Store"),
+    *("pipelines/.env", "pipelines/.dagster/run.db", "docs/.ipynb_checkpoints/page.md"),
+]
+"""Files that may lie in a checkout and belong in no distribution."""
+
+
 def files_of(folder: Path) -> set[str]:
     """Return the paths of all files below a folder."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
@@ -70,6 +82,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[str
     folder = tmp_path_factory.mktemp("built")
     copy = copied(folder / "copy")
     files = files_of(copy)
+    for name in UNTRACKED:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_text("untracked")
     run(sys.executable, "-m", "build", "--no-isolation", "-o", folder / "dist", copy)
     (wheel,), (sdist,) = ((folder / "dist").glob(pattern) for pattern in ("*.whl", "*.tar.gz"))
     return wheel, sdist, files
@@ -99,9 +114,10 @@ def test_the_source_distribution_is_the_checkout_and_the_wheel_has_both_packages
     with zipfile.ZipFile(wheel) as archive:
         content = {name: archive.read(name) for name in archive.namelist()}
     about = {name.partition("/")[2]: content.pop(name) for name in list(content) if ".dist-info/" in name}
-    assert set(content) == {name for name in files if name.startswith(("niels_gpt/", "pipelines/"))}
+    ours = {name for name in files if name.startswith(("niels_gpt/", "pipelines/"))}
+    assert set(content) == ours - {"niels_gpt/data/sample/.gitattributes"}
     assert "niels_gpt/py.typed" in content and any(name.startswith("niels_gpt/data/sample/") for name in content)
-    assert b"niels-gpt = niels_gpt.commands.main:main" in about["entry_points.txt"]
+    assert b"niels-gpt = niels_gpt.commands:start" in about["entry_points.txt"]
     assert about["licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
     extras = set(re.findall(r"^Provides-Extra: (\S+)$", about["METADATA"].decode(), re.MULTILINE))
     assert extras >= {"dagster", "pipelines", "eagle3", "plot", "all", "docs", "dev", "browser"}
@@ -118,6 +134,30 @@ def test_the_installed_wheel_builds_the_demo_and_runs_the_readmes_first_python(i
     )
     for command in ("list", "verify"):
         run(installed / "niels-gpt", command, "cache/sample", cwd=tmp_path)
+
+
+def normalized(name: str) -> str:
+    """Return the name of a distribution as package indices compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    needed = [*project["dependencies"], *extras["dagster"], *extras["eagle3"], *extras["plot"]]
+    declared = {normalized(re.split(r"[^\w.-]", line)[0]) for line in needed}
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    assert declared - {"niels-gpt"} <= {normalized(line.partition("==")[0]) for line in pins}
+    imported: dict[str, str] = {}
+    for path in (path for folder in ("niels_gpt", "pipelines") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            imported |= {name.partition(".")[0]: str(path.relative_to(ROOT)) for name in names}
+    ours = {"niels_gpt", "pipelines", *sys.stdlib_module_names}
+    distributions = {name: normalized({"PIL": "pillow"}.get(name, name)) for name in imported.keys() - ours}
+    assert {name: imported[name] for name, found in distributions.items() if found not in declared} == {}
 
 
 def test_the_version_is_the_same_everywhere() -> None:
