@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 from niels_gpt.display.numbers import size_text
 from niels_gpt.recipes.disk import bytes_below
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.locks import unless_held
+from niels_gpt.storage.locks import OPEN, unless_held
 from niels_gpt.storage.versions import (
+    BUILDING,
     Leftover,
     build_lock,
     discard,
@@ -28,7 +30,8 @@ def collect(cache_dir: Path, *, dry_run: bool) -> Iterator[str]:
     """Remove what the caches in a folder no longer need; yields a line for each piece, with its size and the reason.
 
     dry_run: remove nothing, and write nothing. A cache that is being built is left alone, and its line names the
-    builder; a version that a reader has open is kept; files that no cache wrote (`storage.versions.leftovers`) are left
+    builder; a version that a reader has open is kept, and
+    every version where the file system has no locks; files that no cache wrote (`storage.versions.leftovers`) are left
     alone. Links are not followed. A piece that cannot be removed has a line that begins with FAILED; the other caches
     are still processed.
     Raises: FileNotFoundError if the folder does not exist.
@@ -61,9 +64,10 @@ def _remove(piece: Leftover, dry_run: bool) -> str:
     if not piece.is_ours:
         return f"left alone {path}: no cache has put it there, by what it holds"
     num_bytes, name = bytes_below(path), version_name(path)
-    with unless_held(path) as free:
-        if not free:
-            return f"kept {name} ({size_text(num_bytes)}): open in a reader"
+    with unless_held(path) as why:
+        if why and not path.name.startswith(BUILDING):  # nobody reads an unfinished build
+            remedy = "" if why == OPEN else f". When no reader runs: {shlex.join(['rm', '-r', str(path)])}"
+            return f"kept {name} ({size_text(num_bytes)}): {why}{remedy}"
         if not dry_run:
             discard(path)
     return f"{'would remove' if dry_run else 'removed'} {name} ({size_text(num_bytes)}): {piece.why}"

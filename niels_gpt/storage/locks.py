@@ -1,7 +1,7 @@
 """Locks: one builder for each cache, and readers that keep their version from gc. The kernel drops them with a process.
 
 A builder locks a file, whose text names the holder. A reader locks the folder of its version. Where flock is not
-offered, a builder takes a record lock (fcntl) instead, and a reader holds nothing.
+offered, a builder takes a record lock (fcntl) instead, a reader holds nothing, and gc removes no version.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,28 +30,26 @@ def file_lock(path: Path, locked: PathLike, state: str = "is in use", *, wait: b
     """Hold a lock file, which is made if it is absent.
 
     locked, state: what the lock protects, and what its holder does, for the message "LOCKED: STATE by user ...".
-    wait: wait for the lock, without a limit, if another process holds it.
+    wait: wait for the lock, without a limit, if another process or thread holds it.
+    Where flock is not offered, a process must not open and close the lock file elsewhere: to close any descriptor of it
+    drops the record lock.
     Raises: CacheError that names user, host and pid of the holder, unless `wait`; CacheError if `path` is not a regular
         file, or has hard links: the holder's name would overwrite their text.
     """
-    while (holder := _record_lock_here(path)) is not None:
-        if not wait:
-            raise _in_use(holder, path, locked, state)
-        time.sleep(_POLL_SECONDS)
-    handle = _open(path, locked, state)
-    _refuse_other_files(handle, path)
-    _held.add(handle)
+    handle, holder = _attempt(path, locked, state)
     try:
-        try:
-            _lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if holder:
             if not wait:
-                raise _in_use(handle, path, locked, state) from None
-            logger.info("%s: %s by %s; waiting", os.fspath(locked), state, _holder(handle))
-            _lock(handle, fcntl.LOCK_EX)
-        except OSError as error:
-            why = f"{error.strerror}: this file system has no locks. Name another folder for the caches"
-            raise OSError(error.errno, why, str(path)) from error
+                raise _in_use(holder, path, locked, state)
+            logger.info("%s: %s by %s; waiting", os.fspath(locked), state, holder)
+        while holder:
+            if handle is None:
+                time.sleep(_POLL_SECONDS)
+                handle, holder = _attempt(path, locked, state)
+            else:
+                fcntl.flock(handle, fcntl.LOCK_EX)
+                holder = ""
+        assert handle is not None
         with suppress(OSError):  # a full disk: the lock holds without its text
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"user {_user()}, host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
@@ -60,16 +59,57 @@ def file_lock(path: Path, locked: PathLike, state: str = "is in use", *, wait: b
             if handle in _held:  # not in a forked child, where the number may be another file's by now
                 os.ftruncate(handle, 0)  # no name of a user or host stays in the folder
     finally:
-        if handle in _held:
+        if handle is not None:
+            _release(handle)
+
+
+def _attempt(path: Path, locked: PathLike, state: str) -> tuple[int | None, str]:
+    """Try once to lock a file; returns a descriptor, and the holder if there is one.
+
+    (7, ""): locked. (7, "user ..."): locked by another; flock can wait for it. (None, "user ..."): another holds a
+    record lock, perhaps a thread of this process.
+    """
+    with _guard:
+        here = _record_lock_here(path)
+        if here is not None:
+            return None, _holder(here)
+        handle = _open(path, locked, state)
+        _refuse_other_files(handle, path)
+        _held.add(handle)
+        try:
+            _lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle, ""
+        except _RecordLockedError:
+            holder = _holder(handle)
+            _release(handle)
+            return None, holder
+        except BlockingIOError:
+            return handle, _holder(handle)
+        except OSError as error:
+            _release(handle)
+            why = f"{error.strerror}: this file system has no locks. Name another folder for the caches"
+            raise OSError(error.errno, why, str(path)) from error
+        except BaseException:
+            _release(handle)
+            raise
+
+
+def _release(handle: int) -> None:
+    with _guard:
+        if handle in _held:  # not in a forked child
             _held.discard(handle)
             _record_locked.discard(handle)
             os.close(handle)
 
 
+class _RecordLockedError(BlockingIOError):
+    """Another process has a record lock."""
+
+
 def _lock(handle: int, how: int) -> None:
     """Take a lock by flock, or where that is not offered a record lock, which has no say within one process.
 
-    Raises: BlockingIOError if another process has it; OSError without locks.
+    Raises: BlockingIOError if another has it, _RecordLockedError where it is a record lock; OSError without locks.
     """
     try:
         fcntl.flock(handle, how)
@@ -80,18 +120,18 @@ def _lock(handle: int, how: int) -> None:
             raise
         try:
             fcntl.lockf(handle, how)
-        except PermissionError as taken:  # some systems say EACCES
-            raise BlockingIOError(*taken.args) from None
+        except (BlockingIOError, PermissionError) as taken:  # some systems say EACCES
+            raise _RecordLockedError(*taken.args) from None
         _record_locked.add(handle)
 
 
 def _record_lock_here(path: Path) -> int | None:
-    """Return the descriptor with which this process holds a record lock on a file; None without one.
+    """Return the descriptor with which this process holds a record lock on a file; None without one. Under `_guard`.
 
     To open and close that file once more would drop the lock.
     """
-    for handle in list(_record_locked):
-        with suppress(OSError):  # no such file, or another thread has just closed it
+    for handle in _record_locked:
+        with suppress(OSError):  # no such file
             if os.path.samestat(os.fstat(handle), os.lstat(path)):
                 return handle
     return None
@@ -124,41 +164,48 @@ def refuse_if_held(path: Path, locked: PathLike, state: str = "is in use") -> No
 
     locked, state: as for `file_lock`. Works without write permission.
     """
-    if (holder := _record_lock_here(path)) is not None:
-        raise _in_use(holder, path, locked, state)
-    try:
-        handle = os.open(path, os.O_RDONLY | NO_LINK)
-    except OSError:
-        return
-    try:
-        _lock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise _in_use(handle, path, locked, state) from None
-    except OSError:
-        return
-    finally:
-        _record_locked.discard(handle)
-        os.close(handle)
+    with _guard:
+        if (here := _record_lock_here(path)) is not None:
+            raise _in_use(_holder(here), path, locked, state)
+        try:
+            handle = os.open(path, os.O_RDONLY | NO_LINK)
+        except OSError:
+            return
+        try:
+            _lock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _in_use(_holder(handle), path, locked, state) from None
+        except OSError:
+            return
+        finally:
+            _record_locked.discard(handle)
+            os.close(handle)
 
 
-def _in_use(handle: int, path: Path, locked: PathLike, state: str) -> CacheError:
-    return CacheError(
-        locked, f"{state} by {_holder(handle)}", remedy=f"Wait for it, or stop that process ({path})", code="E503"
-    )
+def _in_use(holder: str, path: Path, locked: PathLike, state: str) -> CacheError:
+    return CacheError(locked, f"{state} by {holder}", remedy=f"Wait for it, or stop that process ({path})", code="E503")
 
 
 def _holder(handle: int) -> str:
     return os.pread(handle, 4096, 0).decode(errors="replace").strip() or "a process that has just started"
 
 
+# Held while a lock file is looked at, opened, locked or closed, never while one waits: a record lock has no say between
+# two threads, and to close another descriptor of its file drops it.
+_guard = threading.RLock()
 _held: set[int] = set()
 _record_locked: set[int] = set()
 _NOT_OFFERED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+_NO_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 _POLL_SECONDS = 0.05
+OPEN = "open in a reader"
+"""Why `unless_held` keeps a version: the only reason that is certain."""
 
 
 def _release_in_child() -> None:
     # A forked child shares the lock; without this it would still hold it after its parent's death.
+    global _guard
+    _guard = threading.RLock()  # another thread of the parent may have had it
     _record_locked.clear()  # those are the parent's alone
     while _held:
         os.close(_held.pop())
@@ -217,23 +264,30 @@ def hold_version(folder: Path) -> VersionHold:
 
 
 @contextmanager
-def unless_held(folder: Path) -> Iterator[bool]:
-    """Yield whether no reader holds a version; if so, no reader can take a hold within the block.
+def unless_held(folder: Path) -> Iterator[str]:
+    """Yield why a version may have a reader, "" if it has none; then no reader can take a hold within the block.
 
-    Also true where that is not known: no folder, or no locks on its file system.
+    Without locks on its file system a version always may have one. A path that is no folder has none.
     """
     handle = None
     try:
         try:
             handle = _open_folder(folder)
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            free = True
+            why = ""
+        except BlockingIOError:
+            why = OPEN
         except OSError as error:
-            free = not isinstance(error, BlockingIOError)
-        yield free
+            why = "" if error.errno in _NO_FOLDER else _unknown(error)
+        yield why
     finally:
         if handle is not None:
             os.close(handle)
+
+
+def _unknown(error: OSError) -> str:
+    what = "this file system has no locks" if error.errno in _NOT_OFFERED else f"it cannot be locked ({error.strerror})"
+    return f"{what}, so nobody can know whether a reader has it open"
 
 
 def _open_folder(folder: Path) -> int:

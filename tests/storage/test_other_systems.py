@@ -12,14 +12,20 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import ROOT
+from support.byte_tokenizer import build
 from support.power_loss import tree_of
 from support.small_caches import built_caches
 
+from niels_gpt.cache import PretrainTokenStreamDataset
+from niels_gpt.recipes.gc import collect
+from niels_gpt.storage import locks
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.locks import file_lock, refuse_if_held
 
@@ -158,3 +164,55 @@ def test_a_record_lock_is_one_within_a_process_and_survives_a_look(
     waiting.join()
     assert order == ["first", "second"]
     refuse_if_held(path, "c")
+
+
+def test_two_threads_that_wait_get_a_record_lock_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    NoFlock(monkeypatch)
+    path, said = tmp_path / "lock", []
+    monkeypatch.setattr(locks.logger, "info", lambda text, *about: said.append(text % about))
+    inside, most, errors = [], [], []
+
+    def work(name: str) -> None:
+        with file_lock(path, "c", wait=True):
+            inside.append(name)
+            other = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+            tried = subprocess.run([sys.executable, "-c", other, path], capture_output=True, text=True, check=False)
+            errors.append(tried.stderr)
+            most.append(len(inside))
+            inside.remove(name)
+
+    command = [sys.executable, "-c", ELSEWHERE.replace("sys.argv = sys.argv[1:]", "") + HOLD, "record locks", path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        threads = [threading.Thread(target=work, args=(name,)) for name in ("first", "second")]
+        for thread in threads:
+            thread.start()
+        while len(said) < 2:
+            time.sleep(0.01)
+        time.sleep(0.2)  # some more looks, which are not logged
+        holder.kill()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1] and all("BlockingIOError" in error for error in errors)
+    assert len(said) == 2 and all(f"pid {holder.pid}; waiting" in line for line in said)
+
+
+def test_without_flock_gc_keeps_versions_and_removes_unfinished_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    NoFlock(monkeypatch)
+    first = tmp_path / ".versions" / "c" / build(tmp_path / "c", ["old text, " * 9])["content_sha256"][:12]
+    data = PretrainTokenStreamDataset(first / "train", T=4, device="cpu")
+    for text in ("a second", "a third"):
+        build(tmp_path / "c", [text])
+    unfinished = first.with_name("building-0123456789ab")
+    unfinished.mkdir()
+    for dry_run in (True, False):
+        lines = "\n".join(collect(tmp_path, dry_run=dry_run))
+        assert "this file system has no locks, so nobody can know whether a reader has it open" in lines
+        assert f"When no reader runs: rm -r {first}" in lines and "left alone" not in lines
+        assert first.is_dir() and unfinished.is_dir() == dry_run
+    x, _ = data.get_batch(B=2, generator=torch.Generator().manual_seed(0))
+    assert x.shape == (2, 4)
