@@ -30,6 +30,7 @@ from niels_gpt.storage.meta_json import (
     wrong_value,
 )
 from niels_gpt.storage.remedies import build_again
+from niels_gpt.storage.versions import version_name
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 
 __all__ = [
@@ -331,17 +332,35 @@ def sentinel_names(folder: Path, meta: dict[str, Any] | None) -> dict[int, str]:
     return {id: f"<|{name}|>" for name, id in ids.items() if id is not None}
 
 
-@functools.lru_cache(maxsize=4)
 def tokenizer_of(folder: Path, sha256: str | None) -> SentencePieceTokenizer:
     """Open the model of the tokenizer/ beside or above a version; the last four stay open.
 
     sha256: of the model that the ids are of; None: not known.
     Raises: FileNotFoundError; CacheError for another model; ImportError without SentencePiece.
     """
+    return _open_tokenizer(folder, sha256, _model_file(folder) if sha256 is None else ())
+
+
+def _model_file(folder: Path) -> tuple[int, ...]:
+    """Return what changes when the model beside or above a version is replaced; () without one."""
+    beside = tokenizer_above(folder)
+    if beside is None:
+        return ()
+    try:
+        about = os.stat(beside / MODEL_NAME)
+    except OSError:
+        return ()
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+
+
+@functools.lru_cache(maxsize=4)
+def _open_tokenizer(folder: Path, sha256: str | None, _file: tuple[int, ...]) -> SentencePieceTokenizer:
     beside = tokenizer_above(folder)
     if beside is None:
         remedy = "Decode `ids` with the tokenizer that they are of"
-        raise FileNotFoundError(f"{folder}: ids have no text here: there is no tokenizer/ beside this cache. {remedy}")
+        raise FileNotFoundError(
+            f"{version_name(folder)}: ids have no text here: there is no tokenizer/ beside this cache. {remedy}"
+        )
     try:
         tokenizer = load_tokenizer(beside / MODEL_NAME, follow_links=False)
     except ImportError as error:

@@ -316,6 +316,18 @@ def _opened(path: PathLike, what: str) -> int:
         raise FileNotFoundError(f"{os.fspath(path)}: no such {what}. {_removed(path) or build_again(path)}") from None
 
 
+def public_file(path: Path) -> Path:
+    """Return the path of a file or folder of a version under the public name of its cache, for messages.
+
+    Of another path, and of a version that the public name does not point to, it is `path`.
+    """
+    for folder in (path, *path.parents):
+        public = public_path(folder)
+        if public is not None and os.path.realpath(public) == str(folder):
+            return public / path.relative_to(folder)
+    return path
+
+
 def _removed(path: PathLike) -> str:
     """Return the remedy if the version of a file is gone, as for a reader that was pickled before gc ran; else ""."""
     for folder in Path(path).parents:

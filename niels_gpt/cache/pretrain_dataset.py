@@ -29,14 +29,14 @@ from niels_gpt.cache.meta import (
     split_shards,
     tokenizer_of,
 )
-from niels_gpt.cache.mmap import IO, TokenFiles, load_idx
+from niels_gpt.cache.mmap import IO, TokenFiles, load_idx, public_file
 from niels_gpt.display.decoded import Decoded, DecodedItems
 from niels_gpt.display.numbers import number_of
 from niels_gpt.display.tables import html_table
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import checked_int, path_inside, resolved
+from niels_gpt.storage.meta_json import checked_int, path_inside, printable, resolved
 from niels_gpt.storage.remedies import build_again
 from niels_gpt.storage.versions import public_path, version_name
 
@@ -48,6 +48,8 @@ class PretrainSplit:
     version. Sizes are checked at once; a shard is opened at its first read. Safe to fork and to pickle. Never writes,
     and opens no file outside that version but the meta.json of the tokenizer beside the cache.
     """
+
+    _documents: NDArray[np.int64] | None = None  # of the class: readers pickled by earlier releases have none
 
     def __init__(
         self,
@@ -80,14 +82,12 @@ class PretrainSplit:
             remedy = "Give its source more text, then build it again"
             raise CacheError(self.folder, "this split has no shard", remedy=remedy, code="E204")
         check_expected(self.fingerprint(), expect, str(self.folder))
-        self._documents: NDArray[np.int64] | None = None
 
     def __repr__(self) -> str:
         """Name the cache: `PretrainSplit(cache/pretrain/roam (version 0123456789ab), train: 2 shards, 900 tokens)`."""
         count, tokens = len(self.lengths), int(self.lengths.sum())
-        return (
-            f"PretrainSplit({version_name(self.folder.parent)}, {self.folder.name}: {count} shards, {tokens:,} tokens)"
-        )
+        name = f"{version_name(self.folder.parent)}, {printable(self.folder.name)}"
+        return f"PretrainSplit({name}: {count} shards, {tokens:,} tokens)"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_documents": None}
@@ -180,7 +180,10 @@ class PretrainTokenStreamDataset(DecodedItems):
         self.skipped_shards, self.skipped_tokens = int((lengths <= T).sum()), int(lengths[lengths <= T].sum())
         if self.skipped_shards == len(lengths):
             raise CacheError(
-                self.shards_dir, f"the longest shard has {lengths.max()} tokens", f"T + 1 = {T + 1}", code="E107"
+                public_file(self.shards_dir),
+                f"the longest shard has {lengths.max()} tokens",
+                f"T + 1 = {T + 1}",
+                code="E107",
             )
         # Window w of all is window w - begins[s] of shard s, the first shard with w < ends[s].
         counts = np.maximum(lengths - T, 0)
@@ -189,10 +192,11 @@ class PretrainTokenStreamDataset(DecodedItems):
         self.num_windows = int(self._ends[-1])
         """Number of different windows."""
         if self.skipped_shards:
+            where = printable(str(public_file(self.shards_dir)))
             found = (
                 f"{self.skipped_shards} shards ({self.skipped_tokens} tokens) are shorter than T + 1 = {T + 1} tokens"
             )
-            warnings.warn(CodedWarning("W202", f"{self.shards_dir}: {found} and are left out"), stacklevel=2)
+            warnings.warn(CodedWarning("W202", f"{where}: {found} and are left out"), stacklevel=2)
 
     def __repr__(self) -> str:
         """Name the cache and the form of a batch."""

@@ -44,14 +44,14 @@ from niels_gpt.cache.meta import (
     special_id,
     tokenizer_of,
 )
-from niels_gpt.cache.mmap import IO, TokenFiles, check_starts, load_idx, mmap_tokens
+from niels_gpt.cache.mmap import IO, TokenFiles, check_starts, load_idx, mmap_tokens, public_file
 from niels_gpt.cache.pretrain_dataset import outside_vocabulary, split_rows
 from niels_gpt.display.decoded import Decoded, DecodedItems
 from niels_gpt.display.tables import html_table
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import checked_int, resolved
+from niels_gpt.storage.meta_json import checked_int, printable, resolved
 from niels_gpt.storage.versions import public_path, version_name
 
 OverLength = Literal["truncate", "drop", "error"]
@@ -176,7 +176,7 @@ class SFTExampleDataset(DecodedItems):
         counts, split = self.counts, self.tokens_path.name.removesuffix("_tokens.bin")
         rows = f"{counts.rows:,} rows of {counts.examples:,} examples"
         batch = f"x, y, y_masked: int64 [B, {self.T}] on {self.device}"
-        return f"SFTExampleDataset({version_name(self.tokens_path.parent)}, {split}: {rows}, {batch})"
+        return f"SFTExampleDataset({version_name(self.tokens_path.parent)}, {printable(split)}: {rows}, {batch})"
 
     def _repr_html_(self) -> str:
         counts, split = self.counts, self.tokens_path.name.removesuffix("_tokens.bin")
@@ -217,7 +217,7 @@ class SFTExampleDataset(DecodedItems):
                 f"them, T={every} all"
             )
         if messages:
-            said = CodedWarning("W203", f"{self.tokens_path}: {'. '.join(messages)}")
+            said = CodedWarning("W203", f"{printable(str(public_file(self.tokens_path)))}: {'. '.join(messages)}")
             warnings.warn(said, stacklevel=_levels_to_caller())
 
     def _kept_by_t(self, drop: bool) -> NDArray[np.int64]:
@@ -342,7 +342,10 @@ class SFTExampleDataset(DecodedItems):
             found = f"{too_long} of {len(self)} examples are longer than T + 1 = {self.T + 1} tokens, the longest is"
             remedy = f'Pass T={lengths[longest] - 1}, or over_length="truncate" or "drop"'
             raise CacheError(
-                self.tokens_path, f"{found} example {longest} with {lengths[longest]}", remedy=remedy, code="E107"
+                public_file(self.tokens_path),
+                f"{found} example {longest} with {lengths[longest]}",
+                remedy=remedy,
+                code="E107",
             )
 
     def _count(self, drop: bool, require_targets: bool) -> tuple[SFTCounts, NDArray[np.int64] | None]:
@@ -360,7 +363,8 @@ class SFTExampleDataset(DecodedItems):
                 f"{self.T + 1} tokens (over_length), and {counts.rows_left_out_without_target} have no target in them "
                 "(require_targets)"
             )
-            raise CacheError(self.tokens_path, found, remedy="Pass a larger T, or other settings", code="E107")
+            remedy = "Pass a larger T, or other settings"
+            raise CacheError(public_file(self.tokens_path), found, remedy=remedy, code="E107")
         return counts, None if counts.rows == counts.examples else np.concatenate(kept).nonzero()[0]
 
     def _blocks(self) -> Iterator[tuple[int, int]]:

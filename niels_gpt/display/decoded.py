@@ -20,7 +20,8 @@ from niels_gpt.storage.meta_json import printable
 
 _MORE = " …"
 _REPR_CHARACTERS = 60
-_HTML_TOKENS = 2_000  # a notebook keeps what it shows
+_HTML_TOKENS, _HTML_CHARACTERS = 2_000, 20_000  # a notebook keeps what it shows
+_NO_TEXT = (ImportError, LookupError, OSError, RuntimeError, ValueError)  # the second and fourth are of SentencePiece
 _SUPERVISED = "color:#1a7f37;font-weight:600"
 
 
@@ -38,7 +39,7 @@ class Decoder(Protocol):
 class Decoded:
     """A document of a pretrain cache, or an example of an sft cache.
 
-    ids: uint16 [tokens], read-only where they are a view of the file. mask: bool [tokens], true where a token is
+    ids: uint16 [tokens], read-only. mask: bool [tokens], true where a token is
     supervised; None in a document, where every token is. `str` gives the text with supervised tokens in [[ ]].
     """
 
@@ -51,7 +52,9 @@ class Decoded:
         tokenizer: Callable[[], Decoder],
     ) -> None:
         """name: of cache, split and number. sentinels: short names by id. tokenizer: called for every text."""
-        self.name, self.ids, self.mask, self._sentinels, self._tokenizer = name, ids, mask, dict(sentinels), tokenizer
+        self.name, self.mask, self._sentinels, self._tokenizer = name, mask, dict(sentinels), tokenizer
+        self.ids = ids.view()
+        self.ids.flags.writeable = False
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -73,10 +76,11 @@ class Decoded:
         """Return name, sizes and the beginning, on one line; without a tokenizer the first ids."""
         try:
             parts = self._parts(_REPR_CHARACTERS)
-        except (ImportError, OSError, ValueError):
+        except _NO_TEXT:
             beginning = " ".join(map(str, self.ids[:12].tolist())) + (_MORE if len(self) > 12 else "")
         else:
-            whole = printable("".join(f"[[{text}]]" if is_target else text for is_target, text in parts))
+            text = "".join(f"[[{text}]]" if is_target else text for is_target, text in parts)
+            whole = printable(text[: _REPR_CHARACTERS + 1])
             is_cut = len(whole) > _REPR_CHARACTERS or len(self) > _REPR_CHARACTERS
             beginning = whole[:_REPR_CHARACTERS] + (_MORE if is_cut else "")
         return f"<{self._head()}: {beginning}>"
@@ -84,10 +88,13 @@ class Decoded:
     def _repr_html_(self) -> str:
         try:
             parts = self._parts(_HTML_TOKENS)
-        except (ImportError, OSError, ValueError) as error:
+        except _NO_TEXT as error:
             parts = [(False, f"{self.ids}\n{error}")]
-        pieces = (escaped_html(text, _SUPERVISED if is_target else "") for is_target, text in parts)
-        more = _MORE if len(self) > _HTML_TOKENS else ""
+        pieces, left = [], _HTML_CHARACTERS
+        for is_target, text in parts:
+            pieces.append(escaped_html(text[: max(left, 0)], _SUPERVISED if is_target else ""))
+            left -= len(text)
+        more = _MORE if len(self) > _HTML_TOKENS or left < 0 else ""
         head = escaped_html(self._head())
         return f'<div><b>{head}</b><pre style="white-space:pre-wrap">{"".join(pieces)}{more}</pre></div>'
 

@@ -12,7 +12,12 @@ from collections.abc import Iterable, Sequence
 
 from niels_gpt.storage.meta_json import printable
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0, DEL and C1
+# C0, DEL and C1; what is not seen but changes what is: bidi controls, line separators, tags; lone surrogates. The
+# joiners U+200C and U+200D stay: scripts and emoji need them.
+_CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff"
+    r"\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
 
 WIDTH = 100
 """Columns of what commands print."""
@@ -25,6 +30,8 @@ def table(rows: Sequence[tuple[str, ...]], width: int = WIDTH) -> str:
     The last column is folded at spaces where a line would be wider than `width`.
     """
     rows = [tuple(map(printable, row)) for row in rows]
+    if not rows:
+        return ""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     start = sum(widths[:-1]) + 2 * (len(widths) - 1)
     lines = []
@@ -44,18 +51,21 @@ def folded(text: str, width: int = WIDTH, indent: str = "") -> list[str]:
 
 def html_table(title: str, rows: Iterable[tuple[str, object]]) -> str:
     """Return a table of names and values."""
-    cells = [(escaped_html(name), escaped_html(str(value))) for name, value in rows]
-    cells = [(escaped_html(name), escaped_html(str(value))) for name, value in rows]
+    cells = [(_cell(name), _cell(str(value))) for name, value in rows]
     lines = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in cells)
-    return f"<table><caption>{escaped_html(title)}</caption>{lines}</table>"
+    return f"<table><caption>{_cell(title)}</caption>{lines}</table>"
+
+
+def _cell(text: str) -> str:
+    return html.escape(printable(text))
 
 
 def escaped_html(text: str, style: str = "") -> str:
-    """Return a text as HTML, its control characters escaped as well. style: CSS of a span around it."""
+    """Return a text as HTML, its control characters escaped as in `shown`. style: CSS of a span around it."""
     escaped = html.escape(shown(text))
     return f'<span style="{style}">{escaped}</span>' if style else escaped
 
 
 def shown(text: str) -> str:
-    """Return a text for a terminal: control characters other than line ends and tabs are escaped."""
+    """Return a text for a terminal: control and format characters other than line ends and tabs are escaped."""
     return _CONTROLS.sub(lambda found: ascii(found.group())[1:-1], text)

@@ -145,7 +145,7 @@ class Stats(list[tuple[str, str]]):
     """Pairs of a name and a value, printed as a small table, in notebooks as HTML. dict(...) looks one up."""
 
     def __str__(self) -> str:
-        return table(self)
+        return table(self) if self else "Stats([])"
 
     __repr__ = __str__
 

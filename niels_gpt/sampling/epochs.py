@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.cache.mmap import IO
+from niels_gpt.cache.mmap import IO, public_file
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
 from niels_gpt.display.numbers import number_of
 from niels_gpt.sampling.permutation import ROUNDS, mix, permute, random_keys
@@ -18,7 +18,7 @@ from niels_gpt.sampling.state import key_check, limited
 from niels_gpt.sampling.stream import STREAM_VERSION, Places, SampleStream
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.meta_json import checked_int
+from niels_gpt.storage.meta_json import checked_int, printable
 from niels_gpt.storage.versions import version_name
 
 
@@ -79,12 +79,13 @@ class EpochStream(SampleStream):
         """Tokens after the last windows of the shards: not used in an epoch without offsets."""
         if not self.num_windows:
             found = f"the longest shard has {lengths.max()} tokens"
-            raise CacheError(self.split.folder, found, f"T + 1 = {T + 1}", "Take a smaller T", code="E107")
+            raise CacheError(public_file(self.split.folder), found, f"T + 1 = {T + 1}", "Take a smaller T", code="E107")
         self.num_samples = None if self.epochs is None else limited("epochs", self.epochs, self.num_windows)
         self._check_last_batch()
         fixed = int(counts[self._remainders == 0].sum())
         if random_offset and 20 * fixed > self.num_windows:
-            found = f"{self.split.folder}: random_offset moves none of {fixed} of {self.num_windows} windows"
+            where = printable(str(public_file(self.split.folder)))
+            found = f"{where}: random_offset moves none of {fixed} of {self.num_windows} windows"
             why = f"their shards have n tokens with (n - 1) % T == 0. Take another T, such as {T - 1 or T + 1}"
             warnings.warn(CodedWarning("W102", f"{found}: {why}"), stacklevel=2)
 

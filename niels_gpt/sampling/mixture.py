@@ -15,7 +15,7 @@ from niels_gpt.sampling.shares import MAX_BLOCK, phases, whole_weights
 from niels_gpt.sampling.state import key_check, limited
 from niels_gpt.sampling.stream import Places, SampleStream
 from niels_gpt.storage.errors import REBUILD, CacheError
-from niels_gpt.storage.meta_json import checked_int
+from niels_gpt.storage.meta_json import checked_int, printable
 from niels_gpt.storage.versions import version_name
 
 WhenExhausted = Literal["repeat", "stop"] | int
@@ -138,7 +138,7 @@ class MixtureStream(SampleStream):
 
     def _names(self) -> list[str]:
         splits = [stream.split.folder for stream in self.streams]
-        return [f"{version_name(split.parent)}, {split.name}" for split in splits]
+        return [f"{version_name(split.parent)}, {printable(split.name)}" for split in splits]
 
     def _sources(self) -> dict[str, object]:
         weights = zip(self.weights, self._names(), strict=True)

@@ -216,7 +216,7 @@ def _link_error(path: PathLike) -> CacheError:
 
 
 def printable(text: str) -> str:
-    """Return an untrusted text on one line, with its control characters escaped."""
+    """Return an untrusted text on one line, with its control and format characters escaped, bidi controls too."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 

@@ -29,7 +29,14 @@ from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, PathLike, write_bytes
 from niels_gpt.storage.locks import file_lock, refuse_if_held
-from niels_gpt.storage.meta_json import file_records, open_regular, parse_object, read_regular, sha256_regular
+from niels_gpt.storage.meta_json import (
+    file_records,
+    open_regular,
+    parse_object,
+    printable,
+    read_regular,
+    sha256_regular,
+)
 
 _BUILT = "is being built"  # the state of a locked cache
 VERSIONS_DIR = ".versions"
@@ -65,10 +72,13 @@ def public_path(version: Path) -> Path | None:
 
 
 def version_name(folder: Path) -> str:
-    """Return the public path and the version of a version's folder, for messages; of another folder its path."""
+    """Return the public path and the version of a version's folder, for messages; of another folder its path.
+
+    On one line, as `printable`.
+    """
     public = public_path(folder)
     kind = "" if folder.name.startswith(BUILDING) else "version "
-    return str(folder) if public is None else f"{public} ({kind}{folder.name})"
+    return printable(str(folder) if public is None else f"{public} ({kind}{folder.name})")
 
 
 @contextmanager

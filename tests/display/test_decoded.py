@@ -19,9 +19,14 @@ from torch.utils.data import DataLoader
 from niels_gpt.builders.meta_keys import content_sha256
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, SFTExampleDataset, build_sft_cache, write_meta
+from niels_gpt.cache.meta import tokenizer_of
+from niels_gpt.cache.mmap import public_file
 from niels_gpt.display.decoded import Decoded
+from niels_gpt.display.tables import escaped_html, html_table, shown, table
+from niels_gpt.inspection.stats import Stats
 from niels_gpt.sampling import EpochStream, MixtureStream
 from niels_gpt.storage.fileio import META_NAME, sha256_file
+from niels_gpt.storage.versions import version_name
 from niels_gpt.tokenizer import SentencePieceTokenizer
 
 TEXTS = ["The first text.\n", "<script>alert('x')</script> & \x1b[31m", "Third, of more words than a shard holds " * 4]
@@ -192,3 +197,95 @@ def test_documents_need_an_index_that_fits(cache: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"train_docs\.npy"):
         _ = data[0]
     assert data, "its truth needs no index"
+
+
+HOSTILE = "a\x1b[31m\nb\u202ec\u2028d"
+
+
+def test_the_name_of_a_folder_changes_no_terminal_and_no_page(cache: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(cache, tmp_path / HOSTILE, symlinks=True)
+    for item in shown_objects(copy):
+        assert not set("\x1b\n\u202e\u2028") & set(repr(item)), repr(item)
+        assert not set("\x1b\u202e\u2028") & set(item._repr_html_())
+    assert r"a\x1b[31m\nb\u202ec\u2028d" in repr(documents(copy)) and "\n" not in documents(copy)._repr_html_()
+    for name in (version_name((copy / "sft" / "chats").resolve()), repr(examples(copy))):
+        assert name.isprintable()
+    alone = shutil.copytree(cache / "pretrain", tmp_path / "x" / HOSTILE / "pretrain", symlinks=True).parent
+    with pytest.raises(FileNotFoundError, match="no tokenizer/") as raised:
+        _ = documents(alone)[0].text
+    assert str(raised.value).isprintable() and ".versions" not in str(raised.value)
+
+
+def test_text_with_bidi_controls_is_escaped_and_joined_emoji_are_not() -> None:
+    text = "".join(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x2028, 0x2029, 0x61C)))
+    assert shown(text).isascii() and escaped_html(text).isascii()
+    kept = "a\tb\n\u0645\u200c\u0647 \U0001f469\u200d\U0001f680"
+    assert shown(kept) == kept
+    page = html_table("a\nb", ((name, name) for name in ("x\n\u202e",)))
+    assert r"<caption>a\nb</caption><tr><th>x\n\u202e</th><td>x\n\u202e</td></tr>" in page
+    assert table([]) == "" and str(Stats()) == repr(Stats()) == "Stats([])" and "<table>" in Stats()._repr_html_()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, IndexError])
+def test_a_tokenizer_that_fails_does_not_fail_a_repr(error: type[Exception]) -> None:
+    class Broken:
+        sha256 = "0" * 64
+
+        def decode(self, _: Any, /) -> str:
+            raise error("no such id <b>")
+
+    item = Decoded("a document", np.arange(3, dtype=np.uint16), None, {}, Broken)
+    assert repr(item) == "<a document: 3 tokens: 0 1 2>" and "no such id &lt;b&gt;" in item._repr_html_()
+
+
+def test_a_page_has_no_more_than_twenty_thousand_characters_of_text() -> None:
+    class Wordy:
+        sha256 = "0" * 64
+
+        def decode(self, ids: Any, /) -> str:
+            return "\x00" * 15_000 * len(ids)
+
+    item = Decoded("a document", np.arange(3, dtype=np.uint16), np.array([True, False, True]), {}, Wordy)
+    assert item._repr_html_().count("\\x00") == 20_000 and item._repr_html_().endswith(" …</pre></div>")
+    assert len(repr(item)) < 150
+
+
+def test_ids_are_read_only_and_a_reader_of_an_earlier_release_opens(cache: Path) -> None:
+    for data in (
+        documents(cache),
+        examples(cache),
+        SFTExampleDataset.open(cache / "sft/chats", "train", T=256, io="pread"),
+    ):
+        with pytest.raises(ValueError, match="read-only"):
+            data[0].ids[0] = 1
+    data = documents(cache)
+    data._split.__dict__.pop("_documents", None)
+    assert len(data) == 3
+
+
+def test_without_a_known_sha256_a_replaced_model_gives_its_own_text(cache: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(cache, tmp_path / "cache", symlinks=True)
+    folder = (copy / "pretrain" / "texts").resolve()
+    first, known = tokenizer_of(folder, None), tokenizer_of(folder, sha256_file(copy / "tokenizer" / "spm.model"))
+    assert tokenizer_of(folder, None) is first
+    with open(copy / "tokenizer" / "spm.model", "ab") as model:
+        model.write(b"\x12\x00")
+    assert tokenizer_of(folder, None).sha256 != first.sha256 and tokenizer_of(folder, known.sha256) is known
+
+
+def test_messages_name_the_public_folder(cache: Path, tmp_path: Path) -> None:
+    train, chats = cache / "pretrain" / "texts" / "train", cache / "sft" / "chats"
+    with pytest.warns(UserWarning, match=rf"^{re.escape(str(train))}: .* are shorter than T \+ 1"):
+        PretrainTokenStreamDataset(train, T=33, device="cpu")
+    with pytest.warns(UserWarning, match=rf"^{re.escape(str(chats))}/train_tokens\.bin: .*T=8 loses"):
+        SFTExampleDataset.open(chats, "train", T=8)
+    for opened in (
+        lambda: PretrainTokenStreamDataset(train, T=10**6, device="cpu"),
+        lambda: EpochStream(train, T=10**6, global_batch_size=1, seed=0),
+        lambda: SFTExampleDataset.open(chats, "train", T=1, over_length="error"),
+    ):
+        with pytest.raises(CacheError) as raised:
+            opened()
+        assert raised.value.path.startswith(str(cache)) and ".versions" not in str(raised.value)
+    old = train.resolve().parent.with_name("0" * 12) / "train"
+    assert public_file(old) == old, "not the version of that name"
