@@ -5,10 +5,12 @@ import io
 import itertools
 import json
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from PIL import Image
 
 from niels_gpt.commands import prefix_tree as cli
 from niels_gpt.commands.prefix_tree import main
+from niels_gpt.prefix_tree import savings as constants
 from niels_gpt.prefix_tree.forest import ModelShape
 from niels_gpt.prefix_tree.savings import count as savings
 from niels_gpt.prefix_tree.savings.count import count_savings, forests
@@ -264,11 +267,14 @@ def test_the_largest_numbers_are_counted_with_and_the_defaults_are_those_of_the_
     flags = [word for flag in ("--parameters", "--layers", "--d-model", "--rows") for word in (flag, "1e15")]
     assert found_in([two, *flags], capsys)["flop_factor"] == pytest.approx(40 / 28)  # the pairs decide
 
-    def defaults() -> tuple[int, ModelShape]:
-        found = cli.stats.make_context("stats", ["x.jsonl"]).params
+    def defaults(module: Any) -> tuple[int, ModelShape]:
+        found = module.stats.make_context("stats", ["x.jsonl"]).params
         return found["rows"], ModelShape(found["parameters"], found["layers"], found["d_model"])
 
-    assert defaults() == (savings.ROWS, savings.SHAPE_7B) == (1000, ModelShape(7 * 10**9, 32, 4096))
+    assert defaults(cli) == (savings.ROWS, savings.SHAPE_7B) == (1000, ModelShape(7 * 10**9, 32, 4096))
+    monkeypatch.setattr(constants, "ROWS", 7)  # the commands have no literal of their own
+    monkeypatch.setattr(constants, "MODEL_7B", {"parameters": 1, "layers": 2, "d_model": 3})
+    assert defaults(SimpleNamespace(**runpy.run_path(str(cli.__file__)))) == (7, ModelShape(1, 2, 3))
 
 
 def test_interrupted_is_130(two: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
