@@ -201,8 +201,10 @@ def stats(cache: Path, plot: Path | None) -> Result:
 def show(cache: Path, split: str, at: int, color: str, tokens: int, tokenizer: str | None) -> Result:
     """Print a piece of a cache."""
     from niels_gpt.inspection import show as inspection
+    from niels_gpt.inspection.stats import open_version
 
     is_colored = color == "always" or (color == "auto" and is_color_wanted())
+    open_version(cache)  # a wrong path is reported before a missing tokenizer
     model = inspection.tokenizer_of(cache, tokenizer)
     text = inspection.show(cache, model, split=split, position=at, num_tokens=tokens, color=is_colored)
     say(text, is_safe=True)
@@ -242,7 +244,9 @@ def locate(cache: Path, split: str, position: int, tokens: int, tokenizer: str |
     """Print a document."""
     from niels_gpt.inspection.locate import locate
     from niels_gpt.inspection.show import tokenizer_beside, tokenizer_of
+    from niels_gpt.inspection.stats import open_version
 
+    open_version(cache)
     model = tokenizer_of(cache, tokenizer) if tokenizer else tokenizer_beside(cache)
     text = locate(cache, model, split=split, position=position, num_tokens=tokens)
     say(text, is_safe=True)
@@ -276,16 +280,19 @@ def verify(path: tuple[Path, ...], deep: bool) -> Result:
         damaged += [cache] if damages else []
         say(damage_lines(cache, damages))
     if damaged:
-        return Result(found, ExitCode.DAMAGED, _remedy(damaged[0]))
+        first = next((cache for cache in damaged if cache.name == "tokenizer"), damaged[0])  # what builds need
+        return Result(found, ExitCode.DAMAGED, _remedy(first))
     return Result(found, ExitCode.FAILED if errors else ExitCode.GOOD)
 
 
 def _remedy(cache: Path) -> str:
     """Return the command that builds a damaged cache again; of one that another program made, nothing."""
+    from niels_gpt.inspection.readers import remake_command
     from niels_gpt.storage.remedies import rebuild_command
 
-    is_ours = cache.parent.name in ("pretrain", "sft") or cache.name == "tokenizer"
-    return rebuild_command(cache) if is_ours else ""
+    if cache.name == "tokenizer":
+        return remake_command(cache)
+    return rebuild_command(cache) if cache.parent.name in ("pretrain", "sft") else ""
 
 
 def damage_of(cache: Path, *, deep: bool, progress: Progress | None) -> list[Any]:
@@ -308,7 +315,8 @@ def damage_of(cache: Path, *, deep: bool, progress: Progress | None) -> list[Any
         return [Damage("", 0, 0, str(error))]
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         return [Damage("", 0, 0, f"not as docs/formats.md describes it ({error!r})")]
-    return [Damage("", 0, 0, problem) for verdict in verdicts.values() for problem in verdict.problems]
+    problems = (problem for verdict in verdicts.values() for problem in verdict.problems)
+    return [Damage("", 0, 0, problem) for problem in dict.fromkeys(problems)]  # several checks need one file
 
 
 @command("gc", "Remove old versions and dead builds.", examples="niels-gpt gc cache --dry-run")

@@ -18,7 +18,7 @@ from rich_click import argument
 
 from niels_gpt import __version__
 from niels_gpt.commands.console import ExitCode, Result, command, say
-from niels_gpt.display.numbers import size_text
+from niels_gpt.display.numbers import number_of, size_text
 from niels_gpt.display.tables import table
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import CODES, explained
@@ -70,8 +70,13 @@ def doctor(cache_dir: Path) -> Result:
     )
     say(f"\ncaches in {cache_dir}")
     tokenizer, caches, cares = _caches(cache_dir)
-    number = len({care.cache for care in cares}) or "none"
-    say(f"  tokenizer: {tokenizer}\n  {len(caches)} caches, {number} of them in need of care")
+    problem = None if cache_dir.is_dir() else "not a folder" if cache_dir.exists() else "no such folder"
+    if problem:
+        say(f"  {problem}")
+    else:
+        number = len({care.cache for care in cares})
+        need = f"{number} in need of care" if number else "none in need of care"
+        say(f"  tokenizer: {tokenizer}\n  {number_of(len(caches), 'cache')}; {need}")
     for care in cares:
         say(f"  {care.cache}: {care.problem}\n    {care.command}")
     line = COMPLETION.get(Path(os.environ.get("SHELL", "")).name, COMPLETION["bash"])
@@ -82,9 +87,12 @@ def doctor(cache_dir: Path) -> Result:
             name: {"version": found, "for": what, "install": command} for name, (found, what, command) in extras.items()
         },
         "tokenizer": tokenizer,
+        "problem": problem,
         "caches": [str(cache) for cache in caches],
         "care": [asdict(care) for care in cares],
     }
+    if problem and str(cache_dir) != Settings().cache_dir:  # before the first build that one does not exist
+        return Result(data, ExitCode.FAILED)
     return Result(data, ExitCode.DAMAGED if any(care.is_damage for care in cares) else ExitCode.GOOD)
 
 

@@ -172,10 +172,9 @@ def checked(outcome: Outcome, settings: Settings) -> list[str]:
 def damage_lines(cache: Path, damages: Sequence[Damage]) -> str:
     """Return a line for a cache, and one for each of its damages."""
     lines = [f"{printable(str(cache))}: {_number(len(damages), 'damage') if damages else 'ok'}"]
-    lines += [
-        f"  {printable(found.file)}, bytes {found.offset:,} to {found.end:,}: {printable(found.problem)}"
-        for found in damages
-    ]
+    for found in damages:
+        place = f"{printable(found.file)}, bytes {found.offset:,} to {found.end:,}: " if found.file else ""
+        lines.append(f"  {place}{printable(found.problem)}")
     return "\n".join(lines)
 
 

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from niels_gpt.cache.formats import SPLITS
+from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.remedies import PROGRAM
 from niels_gpt.storage.versions import BUILDING, VERSIONS_DIR, versions_below
 
 _MAX_DEPTH = 4  # sample/pretrain/NAME, and one more
@@ -52,6 +54,29 @@ def caches_of(paths: Iterable[Path]) -> tuple[list[Path], dict[str, Exception]]:
     return list(dict.fromkeys(caches)), errors
 
 
+def refuse_unless_cache(path: Path) -> None:
+    """Raise an error for a path that is no cache at all, which is a wrong argument and no damage.
+
+    A damaged cache passes: its meta.json cannot be read, or is missing beside its tokens, or its version is gone.
+    Raises: FileNotFoundError for no such folder, and one without a cache; CacheError for a part of a cache, and for an
+        EAGLE-3 cache without a meta.json.
+    """
+    if _is_cache(path):
+        return
+    whole = next((above for above in list(path.absolute().parents)[:2] if _has_meta(above)), None)
+    if whole is not None and os.path.lexists(path):
+        raise CacheError(path, "a part of a cache", f"the whole cache, {whole}", code="E209")
+    if os.path.lexists(path / "manifest.json"):
+        remedy = f"Take {PROGRAM} eagle3 inspect, stats or verify"
+        raise CacheError(path, "an EAGLE-3 cache", "one of tokens", remedy, code="E208")
+    what = "no cache" if path.is_dir() else "not a folder" if path.exists() else "no such folder"
+    raise coded("E105", FileNotFoundError(f"{path}: {what}. Name the folder of one cache, such as cache/sft/oasst1"))
+
+
+def _has_meta(path: Path) -> bool:
+    return os.path.lexists(path / META_NAME)
+
+
 def refuse_without_caches(folder: Path) -> None:
     """Raise FileNotFoundError for a folder that holds neither caches nor unfinished builds."""
     if not folder.is_dir() or versions_below(folder):
@@ -74,7 +99,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 def _is_cache(path: Path) -> bool:
     if _is_in_versions(path):
         return path.is_dir() and not path.name.startswith(BUILDING)
-    if os.path.lexists(path / META_NAME) or (not path.is_symlink() and _holds_tokens(path)):
+    if _has_meta(path) or (not path.is_symlink() and _holds_tokens(path)):
         return True
     return path.is_symlink() and Path(os.readlink(path)).parent.parent.name == VERSIONS_DIR
 

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shlex
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,6 +30,7 @@ from niels_gpt.inspection.source_ids import printable
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import file_records, path_inside, read_regular, resolved, wrong_value
+from niels_gpt.storage.remedies import rebuild_command
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer
 
 _CHUNK = 1 << 20  # examples whose first ids are checked at a time
@@ -49,7 +53,7 @@ def refusals(folder: Path, *, models: bool = True) -> Iterator[CacheError | OSEr
         if meta is None:
             raise CacheError(where, "no such file", "the description of a cache", code="E204")
         checked_meta(meta, where)
-        kind = meta.get("kind", _OTHER_KINDS[0])
+        kind = meta.get("kind")
         if not isinstance(kind, str) or kind not in (*_READERS, *_OTHER_KINDS):
             raise wrong_value(where, "kind", kind, f"one of {', '.join(_READERS)}")
         if meta.get("built") is False:
@@ -130,7 +134,7 @@ def _tokenizer(folder: Path, meta: Meta, models: bool) -> Iterator[Step]:
 def _open_model(folder: Path, meta: Meta, models: bool) -> None:
     path, ids = path_inside(folder, MODEL_NAME), meta.get("special_token_ids")
     if not models:
-        read_regular(path, _MAX_MODEL)
+        check_model(folder, meta)
         return
     vocab_size = SentencePieceTokenizer(path, expected_special_token_ids=ids).vocab_size
     if meta.get("vocab_size", vocab_size) != vocab_size:
@@ -139,7 +143,25 @@ def _open_model(folder: Path, meta: Meta, models: bool) -> None:
         )
 
 
-_OTHER_KINDS = ("", "eagle3")  # of other tools, and of eagle3/, which has its own readers and checks
+def check_model(tokenizer: Path, meta: Meta) -> None:
+    """Raise CacheError unless the model of a tokenizer's folder is the one of its meta.json."""
+    path, expected = tokenizer / MODEL_NAME, meta.get("tokenizer_sha256")
+    remedy = f"Make another one: {remake_command(tokenizer)}"
+    if not os.path.lexists(path):
+        raise CacheError(path, "no such file", "the model of the ids", remedy, code="E204")
+    actual = hashlib.sha256(read_regular(path_inside(tokenizer, MODEL_NAME), _MAX_MODEL)).hexdigest()
+    if expected not in (None, actual):
+        found = f"its sha256 is {actual[:12]}"
+        raise CacheError(path, found, f"{str(expected)[:12]}, as in its {META_NAME}", remedy, code="E403")
+
+
+def remake_command(tokenizer: Path) -> str:
+    """Return the command that replaces a damaged tokenizer: a build does not replace one that exists."""
+    remove = shlex.join(["rm", *([] if tokenizer.is_symlink() else ["-r"]), str(tokenizer)])
+    return f"{remove} && {rebuild_command(tokenizer)}"
+
+
+_OTHER_KINDS = ("eagle3",)  # has its own readers and checks
 _READERS: dict[str, Callable[[Path, Meta, bool], Iterator[Step]]] = {
     "pretrain": _pretrain,
     "sft": _sft,

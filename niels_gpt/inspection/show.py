@@ -19,6 +19,7 @@ from niels_gpt.cache.meta import check_tokenizer, find_meta, read_meta, special_
 from niels_gpt.cache.mmap import mmap_tokens
 from niels_gpt.display.decoded import Decoder, decoded_text, runs
 from niels_gpt.display.tables import shown
+from niels_gpt.inspection.readers import check_model
 from niels_gpt.inspection.source_ids import printable
 from niels_gpt.inspection.stats import PositionError, bounds, ids_at, meta_errors, open_version, tokens_of
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
@@ -35,11 +36,15 @@ _LEAST_TOKENS = 8  # of a shortened message
 
 
 def tokenizer_of(cache: Path, model: str | None = None) -> SentencePieceTokenizer:
-    """Open a named model, or the one beside or above a cache. Raises: FileNotFoundError, CacheError."""
+    """Open a named model, or the one beside or above a cache.
+
+    Raises: FileNotFoundError; CacheError, also for a model that is not the one of its meta.json.
+    """
     if model:
         return load_tokenizer(model)
     beside = tokenizer_above(resolved(cache)) or cache.absolute().parent.parent / "tokenizer"
-    find_meta(beside)  # refuses a link out of the folder of caches
+    if about := find_meta(beside):  # refuses a link out of the folder of caches
+        check_model(beside, about)
     return load_tokenizer(beside / MODEL_NAME, follow_links=False)
 
 

@@ -21,6 +21,7 @@ from niels_gpt.cache.meta import read_meta, special_id, tokenizer_above
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
 from niels_gpt.display.numbers import count_text, number_of, size_text
 from niels_gpt.display.tables import html_table, table
+from niels_gpt.inspection.caches import refuse_unless_cache
 from niels_gpt.inspection.readers import refusal
 from niels_gpt.inspection.source_ids import printable
 from niels_gpt.storage.errors import REBUILD, CacheError
@@ -56,9 +57,12 @@ def open_version(cache: Path, kinds: Sequence[str] = ("pretrain", "sft")) -> tup
 
     The records of files are checked, and `totals`, `vocab_size` and `built` where they are given; the caller looks at
     other keys inside `meta_errors`.
-    Raises: FileNotFoundError; CacheError if meta.json is damaged or is of another kind.
+    Raises: FileNotFoundError for no cache; CacheError if meta.json is damaged, missing or of another kind.
     """
+    refuse_unless_cache(cache)
     folder, where = resolved(cache), str(cache / META_NAME)
+    if not os.path.lexists(folder / META_NAME):
+        raise CacheError(where, "no such file", "the description of a cache", REBUILD, code="E204")
     meta = read_meta(str(folder / META_NAME))
     file_records(meta, where)
     if meta.get("kind") not in kinds:

@@ -24,7 +24,7 @@ from niels_gpt.cache.meta import read_meta, tokenizer_above
 from niels_gpt.inspection import meta_checks
 from niels_gpt.inspection.contents import content_damages, id_damages, supervised_damages
 from niels_gpt.inspection.file_checks import CacheFiles, Damage
-from niels_gpt.inspection.readers import refusals
+from niels_gpt.inspection.readers import refusals, remake_command
 from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Check, Verdict, first_problems
 from niels_gpt.storage.errors import REBUILD, CacheError
@@ -95,7 +95,7 @@ def _sentences(cache: Path, folder: Path, findings: Iterable[Finding]) -> Iterat
 
 def _remove_first(tokenizer: Path) -> str:
     """Return the remedy of a damaged tokenizer, which a build does not replace by itself."""
-    return f"Remove {tokenizer}, then build it again: {rebuild_command(tokenizer)}"
+    return f"Make another one: {remake_command(tokenizer)}"
 
 
 # --- every damage, with its bytes -------------------------------------------------------------------------------------

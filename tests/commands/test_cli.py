@@ -186,8 +186,8 @@ def test_show_refuses_what_it_cannot_show(
     for arguments, message in (
         ([chats, "--tokens", "0"], "expected at least 1"),
         ([str(sample / "pretrain/roam"), "--at", "999999999"], "expected 0 to"),
-        (["/nope", "--tokenizer", model], "no such file"),
-        (["/nope"], "spm.model"),
+        (["/nope", "--tokenizer", model], "no such folder"),
+        (["/nope"], "no such folder"),
     ):
         assert cli.main(["show", *arguments]) == 1
         assert message in capsys.readouterr().err

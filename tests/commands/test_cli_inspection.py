@@ -3,7 +3,10 @@
 import dataclasses
 import json
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +19,10 @@ from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
 from niels_gpt.commands import cache as cli
+from niels_gpt.commands import main as program
+from niels_gpt.commands.report import damage_lines
 from niels_gpt.inspection.caches import caches_below
+from niels_gpt.inspection.file_checks import Damage
 from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
@@ -303,3 +309,55 @@ def test_a_malformed_value_is_an_error_that_names_meta_json(
         else:
             assert status == 1 and out == "" and "meta.json" in err and "Traceback" not in err, (name, err)
             assert not re.match(r"error\[E\d+\]: (invalid literal|Unknown format|'|Cannot specify)", err), (name, err)
+
+
+def test_a_wrong_path_is_no_damage(sample: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache, nowhere, part = sample / "sft/oasst1", sample / "nowhere", sample / "pretrain/wikitext/train"
+    cases = [(path, "E105", "no ") for path in (nowhere, sample, sample / "sft")]
+    cases += [(part, "E209", str(part.parent)), (part.parent / "meta.json", "E209", str(part.parent))]
+    cases += [(sample / "tokenizer", "E208", "kind is 'tokenizer'")]
+    for path, code, said in cases:
+        for command in (["stats", path], ["show", path], ["locate", path, "train", "0"]):
+            assert program.main([str(word) for word in command]) == 1
+            error = capsys.readouterr().err
+            assert error.startswith(f"error[{code}]: ") and said in error and "build" not in error
+    for command in (["diff", cache, nowhere], ["diff", part, cache]):
+        assert program.main([str(word) for word in command]) == 1
+        assert capsys.readouterr().err.startswith(("error[E105]", "error[E209]"))
+    for path, code in ((nowhere, "E105"), (sample, "E105"), (cache, "E208")):
+        assert program.main(["eagle3", "verify", str(path)]) == 1
+        assert capsys.readouterr().err.startswith(f"error[{code}]: EAGLE-3 cache manifest not found")
+    (nowhere / "deep").mkdir(parents=True)
+    (nowhere / "deep" / "shard-000000.safetensors").touch()
+    assert program.main(["eagle3", "verify", str(nowhere / "deep")]) == 3, "a cache was begun there"
+    (cache / "meta.json").unlink()
+    capsys.readouterr()
+    assert program.main(["stats", str(cache)]) == 3, "tokens without a meta.json are damage"
+    assert "error[E204]" in capsys.readouterr().err
+
+
+def test_the_command_printed_for_a_damaged_tokenizer_mends_it(sample: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (sample / "tokenizer" / "spm.model").write_bytes(b"no model")
+    for command in (["list", sample], ["doctor", sample], ["verify", sample], ["show", sample / "sft/oasst1"]):
+        capsys.readouterr()
+        assert program.main([str(word) for word in command]) == 3, command
+    error = capsys.readouterr().err
+    assert error.startswith("error[E403]: ")
+    program.main(["verify", str(sample)])
+    printed = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ")
+    assert printed.startswith("rm ") and error.rstrip().endswith(printed)
+    ours = f"{shlex.quote(sys.executable)} -c 'from niels_gpt.commands.main import main; raise SystemExit(main())' "
+    subprocess.run(printed.replace("niels-gpt ", ours), shell=True, check=True, capture_output=True)
+    assert program.main(["verify", str(sample)]) == 0
+    assert program.main(["show", str(sample / "sft/oasst1")]) == 0
+
+
+def test_a_description_without_a_kind_is_refused_by_list_and_doctor(sample: Path) -> None:
+    (sample / "sft/oasst1/meta.json").write_text("{}")
+    assert program.main(["list", str(sample)]) == program.main(["doctor", str(sample)]) == 3
+
+
+def test_damage_without_a_file_has_no_bytes() -> None:
+    assert damage_lines(Path("c"), [Damage("", 0, 0, "gone"), Damage("a", 0, 2, "bad")]) == (
+        "c: 2 damages\n  gone\n  a, bytes 0 to 2: bad"
+    )

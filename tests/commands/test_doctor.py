@@ -38,6 +38,14 @@ def test_a_missing_extra_is_named_with_its_command(
     assert "pip install 'niels-gpt[eagle3]'" in " ".join(out.split()) and "none; the first build trains one" in out
 
 
+def test_no_folder_is_not_called_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for name, problem in (("nowhere", "no such folder"), ("file", "not a folder")):
+        assert main(["doctor", str(tmp_path / name)]) == 1
+        out = capsys.readouterr().out
+        assert f"\n  {problem}\n" in out and "in need of care" not in out
+
+
 def test_caches_that_are_good_need_no_care(root: Path, examine: Any) -> None:
     code, found = examine(root)
     assert (code, found["care"]) == (0, [])

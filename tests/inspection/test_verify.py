@@ -32,8 +32,9 @@ from niels_gpt.storage.remedies import rebuild_command
 
 def again(folder: Path) -> str:
     """Return the remedy of a damaged cache, or of its tokenizer."""
-    remove = f"Remove {folder}, then build" if folder.name == "tokenizer" else "Build"
-    return f"{remove} it again: {rebuild_command(folder)}"
+    if folder.name == "tokenizer":
+        return f"Make another one: rm -r {folder} && {rebuild_command(folder)}"
+    return f"Build it again: {rebuild_command(folder)}"
 
 
 @pytest.fixture

@@ -9,10 +9,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.eagle3.format.layout import DTYPES, MANIFEST_NAME, SHARD_NAME, Layout, PathLike, read_file, shard_path
+from niels_gpt.eagle3.format.layout import (
+    DTYPES,
+    EMBEDDINGS_NAME,
+    MANIFEST_NAME,
+    SHARD_NAME,
+    SIDECAR,
+    Layout,
+    PathLike,
+    read_file,
+    shard_path,
+)
 from niels_gpt.storage import fileio
+from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.fileio import write_bytes
+from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.meta_json import parse_object, shortened
 
 FORMAT_VERSION = 1
@@ -28,6 +39,7 @@ _NUMBERS = (
 )
 _TEXTS = ("target_model", "dtype", "input_data", "split")
 _LISTS = ("aux_layer_ids", "selected_token_ids")
+_OF_A_CACHE = (SIDECAR, EMBEDDINGS_NAME)
 _MAX_SHARDS = 1_000_000  # of six digits
 PRODUCE_AGAIN = "Produce the cache again: niels-gpt eagle3 precompute"
 
@@ -112,7 +124,7 @@ def read_manifest(cache_dir: PathLike, *, follow_links: bool = False) -> dict[st
     try:
         manifest = parse_object(read_file(path, follow_links=follow_links))
     except FileNotFoundError:
-        raise FileNotFoundError(f"EAGLE-3 cache manifest not found at {path}. Was the cache fully written?") from None
+        raise _no_manifest(path) from None
     except CacheError:
         raise
     except ValueError as error:
@@ -132,6 +144,19 @@ def read_manifest(cache_dir: PathLike, *, follow_links: bool = False) -> dict[st
             path, found, f"{_MAX_SHARDS:,} at most, as a shard's name has six digits", PRODUCE_AGAIN, code="E701"
         )
     return manifest
+
+
+def _no_manifest(path: str) -> FileNotFoundError:
+    """Return the error for a cache without its manifest; a folder without anything of a cache is a wrong argument."""
+    folder = os.path.dirname(path) or "."
+    begun = existing_shard_indices(folder) or any(os.path.lexists(os.path.join(folder, name)) for name in _OF_A_CACHE)
+    code, more = "E702", ""
+    if not begun and os.path.lexists(os.path.join(folder, META_NAME)):
+        code, more = "E208", " It is a cache of another kind"
+    elif not begun:
+        code, more = "E105", f" There is no {'EAGLE-3 cache in this' if os.path.isdir(folder) else 'such'} folder"
+    found = f"EAGLE-3 cache manifest not found at {path}. Was the cache fully written?{more}"
+    return coded(code, FileNotFoundError(found))
 
 
 def _refuse_wrong_types(manifest: dict[str, Any], where: PathLike) -> None:
