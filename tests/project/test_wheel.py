@@ -32,7 +32,7 @@ reveal_type(PretrainTokenStreamDataset.get_batch)
 """
 
 
-MADE = {".git", ".venv", ".peers", ".oldest", ".dagster", ".hypothesis", "artifacts", "build", "dist", "site"}
+MADE = {".cache", ".git", ".venv", ".peers", ".oldest", ".dagster", ".hypothesis", "artifacts", "build", "dist", "site"}
 """Folders of a checkout that are not tracked, beside what `cache/` holds and caches of tools."""
 
 
