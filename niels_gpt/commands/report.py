@@ -62,7 +62,8 @@ def notices(outcome: Outcome) -> str:
     asked = outcome.meta.get("requested_vocab_size")
     if isinstance(asked, int) and asked > outcome.meta["vocab_size"] and outcome.meta.get("trained_on") != "sample":
         found["vocabulary"] = f"{outcome.meta['vocab_size']:,} ids of {asked:,} asked for: more text would give more"
-    if (outcome.meta.get("source") or {}).get("kind") == "sample":  # odd texts on purpose; `stats` prints them
+    source = outcome.meta.get("source")
+    if isinstance(source, Mapping) and source.get("kind") == "sample":  # odd texts on purpose; `stats` prints them
         found.pop("noticed", None)
     if outcome.meta.get("lossless") is not False:
         found.pop("round trip", None)

@@ -41,7 +41,7 @@ E101 usage
 The command line asks for something that does not exist, or for two things that exclude each other. Nothing was read
 or written.
 > Compare the command with its help: add `--help` to it.
-= No such option '--sedd'. Did you mean '--seed'?
+= No such command 'stat'. Did you mean 'stats'?
 
 E102 bad-value
 An argument or a setting has a value of the wrong type or outside of its limits. The message names the argument, its
