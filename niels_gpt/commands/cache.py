@@ -330,7 +330,7 @@ def gc(cache_dir: Path, dry_run: bool) -> Result:
     refuse_without_caches(cache_dir)
     lines: list[str] = []
     for line in collect(cache_dir, dry_run=dry_run):
-        say(escaped(line))
+        say(line)
         lines.append(line)
     failed = any(line.startswith(FAILED) for line in lines)
     again = (

@@ -16,6 +16,7 @@ import click
 from rich_click import argument, option
 
 from niels_gpt.commands.console import Command, ExitCode, Group, Result, command, parsed, progress_bar, run, say
+from niels_gpt.display.numbers import many
 from niels_gpt.display.tables import folded, table
 from niels_gpt.prefix_tree.savings import MODEL_7B, ROWS
 from niels_gpt.storage.codes import coded
@@ -107,7 +108,7 @@ def stats(rollouts: tuple[str, ...], group_key: str | None, rows: int, plot: Pat
 @option("--nodes", type=_number(1), metavar="N", default=200, help="at most so many nodes")
 def show(rollouts: str, group_key: str | None, rows: int, line: int, tokenizer: str | None, nodes: int) -> Result:
     """Print a tree."""
-    from niels_gpt.prefix_tree.savings.count import forests, many
+    from niels_gpt.prefix_tree.savings.count import forests
     from niels_gpt.prefix_tree.savings.rollouts import read_rollouts
 
     lines = dropwhile(lambda found: found.line < line, read_rollouts([rollouts], group_key=group_key))
@@ -131,8 +132,6 @@ def show(rollouts: str, group_key: str | None, rows: int, line: int, tokenizer: 
 
 def _tree(folded: Folded, text_of: Callable[[list[int]], str], most: int) -> Iterator[str]:
     """Yield a line for each of the first `most` nodes: rows, tokens, samples through it, samples that end, content."""
-    from niels_gpt.prefix_tree.savings.count import many
-
     forest = folded.forest
     starts, lengths = forest.node_starts.tolist(), forest.node_lengths.tolist()
     ending: dict[int, list[int]] = {}

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from niels_gpt.builders.losses import loss_table
-from niels_gpt.display.numbers import count_text, number_of, size_text
+from niels_gpt.display.numbers import count_text, many, number_of, size_text
 from niels_gpt.display.tables import folded, table
 from niels_gpt.inspection.diff import PARTS, is_equal
 from niels_gpt.inspection.file_checks import Damage
@@ -172,7 +172,7 @@ def checked(outcome: Outcome, settings: Settings) -> list[str]:
 
 def damage_lines(cache: Path, damages: Sequence[Damage]) -> str:
     """Return a line for a cache, and one for each of its damages."""
-    lines = [f"{printable(str(cache))}: {_number(len(damages), 'damage') if damages else 'ok'}"]
+    lines = [f"{printable(str(cache))}: {many(len(damages), 'damage') if damages else 'ok'}"]
     for found in damages:
         place = f"{printable(found.file)}, bytes {found.offset:,} to {found.end:,}: " if found.file else ""
         lines.append(f"  {place}{printable(found.problem)}")
@@ -199,7 +199,7 @@ def difference_lines(found: Mapping[str, Any]) -> str:
         count, first = found[part]["count"], found[part]["first"]
         if not count:
             continue
-        lines.append(f"{_PARTS[part]}: {_number(count, 'document')}")
+        lines.append(f"{_PARTS[part]}: {many(count, 'document')}")
         lines += [line for document in first for line in folded(f"  {_document(document)}", indent="    ")]
         lines += [f"  and {count - len(first):,} more"] * (len(first) < count)
     return "\n".join(lines)
@@ -231,10 +231,6 @@ def _shown(value: Any, width: int = 80) -> str:
         return value[:12]  # a sha256
     text = printable(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _state(outcome: Outcome) -> str:

@@ -20,6 +20,11 @@ def number_of(count: int, thing: str) -> str:
     return f"{count_text(count)} {thing}{'' if count == 1 else 's'}"
 
 
+def many(count: int, thing: str) -> str:
+    """Return as `number_of`, but with every digit: "1 node", "250,000 nodes"."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
 def size_text(num_bytes: int) -> str:
     """Return a number of bytes with a unit, 1,024 of each to the next, and one decimal where it is not 0."""
     size, unit = float(num_bytes), 0

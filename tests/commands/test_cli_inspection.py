@@ -329,7 +329,7 @@ def test_a_wrong_path_is_no_damage(sample: Path, capsys: pytest.CaptureFixture[s
         assert capsys.readouterr().err.startswith(f"error[{code}]: EAGLE-3 cache manifest not found")
     (nowhere / "deep").mkdir(parents=True)
     (nowhere / "deep" / "shard-000000.safetensors").touch()
-    assert program.main(["eagle3", "verify", str(nowhere / "deep")]) == 3, "a cache was begun there"
+    assert program.main(["eagle3", "verify", str(nowhere / "deep")]) == 3, "a cache was started there"
     (cache / "meta.json").unlink()
     capsys.readouterr()
     assert program.main(["stats", str(cache)]) == 3, "tokens without a meta.json are damage"

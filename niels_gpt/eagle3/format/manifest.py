@@ -149,11 +149,11 @@ def read_manifest(cache_dir: PathLike, *, follow_links: bool = False) -> dict[st
 def _no_manifest(path: str) -> FileNotFoundError:
     """Return the error for a cache without its manifest; a folder without anything of a cache is a wrong argument."""
     folder = os.path.dirname(path) or "."
-    begun = existing_shard_indices(folder) or any(os.path.lexists(os.path.join(folder, name)) for name in _OF_A_CACHE)
+    parts = existing_shard_indices(folder) or any(os.path.lexists(os.path.join(folder, name)) for name in _OF_A_CACHE)
     code, more = "E702", ""
-    if not begun and os.path.lexists(os.path.join(folder, META_NAME)):
+    if not parts and os.path.lexists(os.path.join(folder, META_NAME)):
         code, more = "E208", " It is a cache of another kind"
-    elif not begun:
+    elif not parts:
         code, more = "E105", f" There is no {'EAGLE-3 cache in this' if os.path.isdir(folder) else 'such'} folder"
     found = f"EAGLE-3 cache manifest not found at {path}. Was the cache fully written?{more}"
     return coded(code, FileNotFoundError(found))

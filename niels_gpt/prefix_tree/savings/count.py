@@ -172,11 +172,6 @@ def _shown(figure: float | str) -> str:
     return figure if isinstance(figure, str) else f"{figure:.4g}"
 
 
-def many(count: int, one: str) -> str:
-    """Return a count and its noun: "1 node", "2 nodes"."""
-    return f"{count:,} {one}{'' if count == 1 else 's'}"
-
-
 def count_savings(folded: Iterable[Folded], shape: ModelShape = SHAPE_7B) -> Savings:
     """Return what folding saves on some forests. Raises: ValueError if there is none; what reading them raises."""
     savings = Savings(shape)
