@@ -8,12 +8,13 @@ Data goes from top to bottom. Each package's docstring lists its modules.
     tokenizer.py           SentencePiece: text to ids and back; which models are accepted
     tokenizer_training.py  how a SentencePiece model is trained reproducibly
     train_tokenizer.py     python -m niels_gpt.train_tokenizer
+    tokenizers/            tokenizers of any kind behind one protocol
+    documents.py           documents as columns: what a loader of files gives a builder
     encoding.py            how texts are encoded in batches, with checks of what a tokenizer returns
     special_tokens.py      the four sentinels, and how text that contains one is recognized
     chat_template.py       how this project turns a chat into ids
     chat/                  chat templates of other models: ids, and which tokens carry loss
     display/               how people look at data: decoded with its loss mask; tables, a bar
-    roundtrip.py           whether a tokenizer is lossless, measured on probe texts
     builders/              iterables of texts or chats to token files: shuffle, split, encode, write, resume
     cache/                 the public builders and readers of token caches (PR-03)
     inspection/            a finished token cache: verify, stats, show, diff, locate

@@ -8,57 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.special_tokens import find_reserved_literal, sentinel_lookup
 from niels_gpt.storage.codes import coded
-from niels_gpt.storage.fileio import sha256_file
+from niels_gpt.tokenizers.protocol import Tokenizer
 
 TOKEN_DTYPE: Final[np.dtype[np.uint16]] = np.dtype("<u2")
 DIGEST_BYTES = 8
 """First bytes of a sha256 that stand for a text."""
 SENTINEL_TEXT = "sentinel_in_text"
-PROBE = "The quick brown fox jumps over 13 lazy dogs; (naïve) {code} = [0x7F]\n\tДа, 漢字 🦊!"
 SURROGATES = "texts_with_lone_surrogates_replaced"
-
-
-class Tokenizer(Protocol):
-    """What a builder needs of a tokenizer. `encode_batch`, `model_path`, `decode`, `unk_id` are optional."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids."""
-
-    def encode(self, text: str, /) -> list[int]:
-        """Return the ids of a text, without BOS or EOS."""
-
-    def special_token_ids(self) -> dict[str, int]:
-        """Return the ids of the sentinels by sys, usr, asst and eot."""
-
-
-def tokenizer_sha256(tokenizer: Tokenizer) -> str | None:
-    """Return the sha256 of the model that a tokenizer opened; None for a tokenizer without a model.
-
-    Call it before a build: the file at `model_path` may be replaced later.
-    """
-    known: str | None = getattr(tokenizer, "sha256", None)
-    path = getattr(tokenizer, "model_path", None)
-    return known if known is not None or path is None else sha256_file(path)
-
-
-def tokenizer_identity(tokenizer: Tokenizer) -> str:
-    """Return what identifies a tokenizer: its model's sha256, or without a model the sha256 of PROBE's ids."""
-    known = tokenizer_sha256(tokenizer)
-    if known is not None:
-        return known
-    try:
-        identity = repr(list(tokenizer.encode(PROBE)))
-    except Exception as error:  # a tokenizer that cannot encode PROBE is identified by its type
-        identity = f"{type(tokenizer)} {type(error)}"
-    return sha256(identity.encode()).hexdigest()
 
 
 def split_keys(texts: Iterable[bytes], seed: int) -> NDArray[np.uint64]:

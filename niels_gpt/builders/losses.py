@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.chat_template import roles_counted, roles_of
 from niels_gpt.encoding import EncodedTexts, TextEncoder
-from niels_gpt.roundtrip import first_difference
+from niels_gpt.tokenizers.roundtrip import first_difference
 
 logger = logging.getLogger(__name__)
 

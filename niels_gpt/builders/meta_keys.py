@@ -16,10 +16,10 @@ from typing import Any
 from niels_gpt.builders.build import Build
 from niels_gpt.builders.split import warn_of_share
 from niels_gpt.builders.writer import TOKEN_DTYPE_NAME
-from niels_gpt.encoding import Tokenizer, tokenizer_identity, tokenizer_sha256
 from niels_gpt.storage import versions
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.meta_json import file_records, meta_bytes, parse_object
+from niels_gpt.tokenizers.protocol import Tokenizer, tokenizer_identity, tokenizer_sha256
 
 FORMAT_VERSION = 1
 BUILDER_VERSION = 3  # raised when the same input gives other bytes

@@ -19,9 +19,10 @@ from niels_gpt.builders.shards import FILES, Shards, with_ids
 from niels_gpt.builders.source import SHUFFLE_ALGORITHM, Shuffled
 from niels_gpt.builders.split import SPLITS, TextSplit, TokenBudget, asked_share
 from niels_gpt.builders.writer import TOKEN_BYTES
-from niels_gpt.encoding import TextEncoder, Tokenizer
+from niels_gpt.encoding import TextEncoder
 from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio, versions
+from niels_gpt.tokenizers.protocol import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,10 @@ from niels_gpt.builders.source import Batch, ItemKind, first_number, item_digest
 from niels_gpt.builders.split import SPLITS, num_duplicates
 from niels_gpt.builders.writer import OFFSET_DTYPE, TOKEN_BYTES, npy_header
 from niels_gpt.chat_template import ROLE_TO_NAME, UNKNOWN_ROLE, count_role
-from niels_gpt.encoding import TOKEN_DTYPE, EncodedTexts, TextEncoder, Tokenizer
+from niels_gpt.encoding import TOKEN_DTYPE, EncodedTexts, TextEncoder
 from niels_gpt.progress import Progress
 from niels_gpt.storage.fileio import id_lines
+from niels_gpt.tokenizers.protocol import Tokenizer
 
 SPLIT_RULE = (
     "by example: of n distinct kept examples (roles and contents) in order of first appearance, the first "

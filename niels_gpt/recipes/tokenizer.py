@@ -17,7 +17,6 @@ from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Measurement, Outcome, cache_root, finish, run_recipe
 from niels_gpt.recipes.tokenizer_change import log_unseen_source, warn_of_older_caches
 from niels_gpt.recipes.tokenizer_texts import train, was_trained_by
-from niels_gpt.roundtrip import roundtrip
 from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
 from niels_gpt.storage.codes import coded
@@ -26,6 +25,7 @@ from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.meta_json import checked_sha256, meta_bytes, parse_object, resolved
 from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer, read_model
 from niels_gpt.tokenizer_training import MAX_VOCAB_SIZE
+from niels_gpt.tokenizers.roundtrip import roundtrip
 
 logger = logging.getLogger(__name__)
 

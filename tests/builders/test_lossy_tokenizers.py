@@ -18,10 +18,10 @@ from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
 from niels_gpt.commands import cache as cli
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
-from niels_gpt.roundtrip import PROBES, first_difference, roundtrip
 from niels_gpt.settings import Settings
 from niels_gpt.special_tokens import SPECIAL_TOKENS
 from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
+from niels_gpt.tokenizers.roundtrip import PROBES, first_difference, roundtrip
 
 USER = {"role": "user", "content": "Who walks to the mill?"}
 

@@ -15,8 +15,8 @@ from typing import Any
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
-from niels_gpt.encoding import PROBE
 from niels_gpt.storage.meta_json import file_records
+from niels_gpt.tokenizers.protocol import PROBE
 from support.byte_tokenizer import ByteTokenizer
 
 Item = tuple[Any, ...]
