@@ -43,7 +43,7 @@ def multiply(mirror: Path, target: Path, times: int) -> None:
 def measure(mirror: Path, model: str, source: str, shuffle_buffer: int) -> tuple[float, int]:
     """Build one cache in a new process; return its peak resident MiB and its tokens."""
     with tempfile.TemporaryDirectory() as cache:
-        where = ["--source-root", str(mirror), "--cache-dir", cache, "--tokenizer-model", model]
+        where = ["--source-root", str(mirror), "--cache-dir", cache, "--tokenizer", model]
         command = [sys.executable, "-m", "niels_gpt.cache.cli", "build", source, *where]
         subprocess.run([*command, "--shuffle-buffer", str(shuffle_buffer)], check=True, capture_output=True)
         (record,) = [path for path in Path(cache, ".runs").iterdir() if source in path.name]

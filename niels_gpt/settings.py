@@ -44,7 +44,12 @@ class Settings:
     )
     threads: int = _setting(0, "tokenizer threads; 0: one per usable core. Never changes the output", least=0)
 
-    tokenizer_model: str | None = _setting(None, "SentencePiece model to use instead of training one")
+    tokenizer: str | None = _setting(
+        None, "tokenizer to use instead of training one: a folder, a tokenizer.json, a SentencePiece model, a hub id"
+    )
+    engine: str = _setting(
+        "auto", "what encodes: auto, gigatoken, or reference, the tokenizer's own library. Never changes the output"
+    )
     vocab_size: int = _setting(
         16_000, "pieces of a tokenizer trained here, the four sentinels included (PR-03: ~16k)", least=1
     )
@@ -59,8 +64,14 @@ class Settings:
 
     shard_bytes: int = _setting(2**27, "bytes of a pretrain shard: 128 MiB (PR-03)", least=2)
     shuffle_buffer: int = _setting(10_000, "documents in the shuffle buffer of fineweb_edu; 0: none (PR-03)", least=0)
-    append_eot: bool = _setting(True, "end-of-text after each document of fineweb_edu, roam and gutenberg")
-    on_special: str = _setting("drop", "text that holds a sentinel: drop (counted) or raise")
+    document_end: str = _setting(
+        "auto",
+        "token after each document but wikitext's lines: auto (the end-of-text sentinel, without it the tokenizer's "
+        "eos), eot, eos, none, or a token such as <|endoftext|>",
+    )
+    on_special: str = _setting(
+        "drop", "text that holds a special token: drop (counted), raise, or text (encoded as plain text, counted)"
+    )
 
     fineweb_edu_dataset: str = _setting("HuggingFaceFW/fineweb-edu", "dataset id (PR-03)")
     fineweb_edu_config: str = _setting("CC-MAIN-2024-10", "dataset config (PR-03)")

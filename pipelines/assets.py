@@ -125,7 +125,7 @@ with warnings.catch_warnings():  # Dagster calls observables beta; docs/decision
 
 @dg.asset(group_name="tokenizer", kinds={"sentencepiece"}, retry_policy=NETWORK_RETRIES)
 def tokenizer(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
-    """SentencePiece model of all caches: `tokenizer_model`, else what is there, else one trained on the sources."""
+    """SentencePiece model of all caches: `tokenizer`, else what is there, else one trained on the sources."""
     core = settings.of_run(context)
     with _clear_errors():
         return _result(context, ensure_tokenizer(core))

@@ -92,7 +92,7 @@ def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def settings(mirror: Path, tiny_model_path: Path, tmp_path: Path) -> Settings:
     """Settings that build from the mirror with the tiny tokenizer."""
-    return Settings(source_root=str(mirror), cache_dir=str(tmp_path / "cache"), tokenizer_model=str(tiny_model_path))
+    return Settings(source_root=str(mirror), cache_dir=str(tmp_path / "cache"), tokenizer=str(tiny_model_path))
 
 
 @pytest.fixture(autouse=True)

@@ -21,12 +21,13 @@ COMMON = {
         "gutenberg_val_tokens",
         "own_val_frac",
     ),
-    "Tokenizer": ("tokenizer_model", "vocab_size"),
+    "Tokenizer": ("tokenizer", "vocab_size", "document_end"),
     "Build": ("cache_dir", "seed", "threads"),
 }
 """The settings that --help shows, by their panel; the others are under --help-all."""
 _LINES = ("pretrain", "sft", "licence", "attribution")
 """Settings of several entries, each a flag."""
+_CHOICES = {"on_special": ["drop", "raise", "text"], "engine": ["auto", "gigatoken", "reference"]}
 
 
 def settings_options(command: click.Command, *, only: Collection[str] | None = None) -> click.Command:
@@ -46,6 +47,7 @@ def settings_options(command: click.Command, *, only: Collection[str] | None = N
     options.sort(key=lambda option: order.index(str(option.name)) if option.name in order else len(order))
     command.params[:0] = [each for each in command.params if isinstance(each, click.Argument)] + list(options)
     command.params[:] = list(dict.fromkeys(command.params))
+    command.context_settings = {**command.context_settings, "token_normalize_func": _current_name}
     if any(option.hidden for option in options):
         text = "show every option, with those that few need"
         callback: Callable[..., Any] = _show_all
@@ -58,6 +60,11 @@ def settings_options(command: click.Command, *, only: Collection[str] | None = N
         }
         command.params.append(RichOption(["--help-all"], help=text, **flag))
     return command
+
+
+def _current_name(name: str) -> str:
+    """Return the name of an option; the earlier one of --tokenizer is accepted, and not shown."""
+    return "tokenizer" if name == "tokenizer-model" else name
 
 
 def _option(field: Any, kind: Any, panel: str | None, *, is_hidden: bool) -> RichOption:
@@ -77,8 +84,8 @@ def _option(field: Any, kind: Any, panel: str | None, *, is_hidden: bool) -> Ric
         )
     elif kind is bool:
         flag = f"{flag}/--no-{flag[2:]}"
-    elif field.name == "on_special":
-        how["type"] = click.Choice(["drop", "raise"])
+    elif field.name in _CHOICES:
+        how["type"] = click.Choice(_CHOICES[field.name])
     else:
         how["type"] = kind if kind in (int, float) else str
         how["metavar"] = {int: "N", float: "X"}.get(kind, "TEXT")

@@ -69,7 +69,7 @@ def train(input_glob: tuple[str, ...], out_dir: Path, text_field: str, **how: An
     paths = write_tokenizer(trained, out_dir)
     _report(trained, paths)
     model = shlex.quote(str(paths.model_path))
-    return Result(trained.meta, next=f"niels-gpt build --all --tokenizer-model {model}")
+    return Result(trained.meta, next=f"niels-gpt build --all --tokenizer {model}")
 
 
 def input_files(patterns: Sequence[str]) -> tuple[list[Path], Path]:

@@ -120,8 +120,8 @@ class SourceSpec:
     """The setting that holds the share of val."""
     budgets: bool = False
     """Whether the settings NAME_train_tokens and NAME_val_tokens bound the cache."""
-    append_eot: bool = True
-    """Whether the setting append_eot applies: an end-of-text after each document."""
+    has_document_end: bool = True
+    """Whether the setting document_end applies: a token after each document."""
 
     training_rank: int = 0
     """A tokenizer is trained on sources of lower rank first. Each takes at most an equal part of the bytes that are
@@ -156,9 +156,9 @@ class SourceSpec:
     @property
     def own_settings(self) -> tuple[str, ...]:
         """The settings that decide the bytes of this source's cache and are not common to its family."""
-        append = ("append_eot",) if self.family == "pretrain" and self.append_eot else ()
+        end = ("document_end",) if self.family == "pretrain" and self.has_document_end else ()
         named = (self.shuffle_buffer, self.dataset, self.config, self.from_hub, self.val_frac)
-        return (*append, *filter(None, named), *self.budget_settings, *self.reads)
+        return (*end, *filter(None, named), *self.budget_settings, *self.reads)
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -366,7 +366,7 @@ _BUILT_IN = (
         hub_splits=("train", "validation", "test"),
         splits={"train": "train", "val": "validation"},
         split_rule="upstream's own splits; val is upstream's validation",
-        append_eot=False,
+        has_document_end=False,
         training_rank=2,
         hub_text_bytes=550_000_000,
         hub_rows=1_900_000,

@@ -63,7 +63,7 @@ def recipes(settings: Settings) -> dict[str, Recipe]:
 def plan(settings: Settings, keys: list[str]) -> list[Plan]:
     """Return what a run over `keys` would do. Reads files to fingerprint them; never asks the hub; writes nothing."""
     state = tokenizer_state(settings)
-    model = settings.tokenizer_model or ("sources" if state == "train" else "")
+    model = settings.tokenizer or ("sources" if state == "train" else "")
     tokenizer = Plan(TOKENIZER_KEY, state, model, 0 if state == "up to date" else 1_000_000)
     return [tokenizer, *(_plan_of(settings, key, state) for key in keys)]
 
@@ -89,7 +89,7 @@ def settings_fingerprint(settings: Settings, key: str) -> str:
 def _reads(settings: Settings, key: str) -> tuple[str, ...]:
     """Return the settings that decide the bytes of `key`."""
     if key == TOKENIZER_KEY:
-        return ("tokenizer_model", *TRAINING_SETTINGS)
+        return ("tokenizer", *TRAINING_SETTINGS)
     name = key.rpartition("/")[2]
     return SOURCES[name].settings if name in SOURCES else user_sources(settings)[name].spec.settings
 

@@ -416,7 +416,7 @@ def _checked_tokenizer(settings: Settings, key: str, source: ResolvedSource, fol
             folder / META_NAME,
             "this tokenizer was trained on the bundled sample",
             "one that may encode real text",
-            f"Name another one with --tokenizer-model, or train one: {again}",
+            f"Name another one with --tokenizer, or train one: {again}",
             code="E405",
         )
     if source.user is None and meta.get("trained_on") == "own":

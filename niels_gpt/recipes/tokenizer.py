@@ -70,7 +70,7 @@ def stage_tokenizer(settings: Settings, *, user_sources_only: bool = False, anno
     user_sources_only: train a missing one on user-defined sources alone, so that their caches need no network.
     announce: warn of the caches that a new one makes unreadable even if an earlier call made it.
 
-    A named model (`tokenizer_model`) replaces another one. A model trained here is trained again when its settings
+    A named model (`tokenizer`) replaces another one. A model trained here is trained again when its settings
     change, or when a source that failed at that time has changed; other changes of the text do not count.
     Raises: FileNotFoundError for a named model that is absent; CacheError for one that cannot be used: no SentencePiece
         model, without the sentinels, of more than 65,536 ids, or trained on the sample where the text is not;
@@ -119,8 +119,8 @@ def _installed_for(settings: Settings, path: Path) -> dict[str, Any] | None:
         return None
     if meta is None or not (path / MODEL_NAME).is_file():
         return None
-    if settings.tokenizer_model is not None:
-        digest = hashlib.sha256(_read_named(settings.tokenizer_model)).hexdigest()
+    if settings.tokenizer is not None:
+        digest = hashlib.sha256(_read_named(settings.tokenizer)).hexdigest()
         return meta if digest == meta.get("tokenizer_sha256") else None
     if meta.get("origin") == "trained":
         return meta if was_trained_by(settings, meta) else None
@@ -182,8 +182,8 @@ def _trained_earlier(settings: Settings, path: Path) -> tuple[Path, dict[str, An
 
 
 def _model_to_copy(settings: Settings) -> Path | None:
-    if settings.tokenizer_model is not None:
-        return Path(settings.tokenizer_model)
+    if settings.tokenizer is not None:
+        return Path(settings.tokenizer)
     if settings.source_root != "sample" and DEFAULT_TOKENIZER_PATH.is_file():
         return DEFAULT_TOKENIZER_PATH
     return None
@@ -197,7 +197,7 @@ def _read_named(model: str | Path) -> bytes:
             "E401",
             FileNotFoundError(
                 f"{model}: no tokenizer model can be read there ({error.strerror or 'there is none'}). Name a "
-                "SentencePiece model, or leave --tokenizer-model out to have one trained"
+                "SentencePiece model, or leave --tokenizer out to have one trained"
             ),
         ) from None
 
@@ -224,7 +224,7 @@ def _copy(settings: Settings, model: Path) -> tuple[bytes, dict[str, Any]]:
             model,
             "this tokenizer was trained on the bundled sample",
             "one that may encode real text",
-            "Name another one with --tokenizer-model, or leave that out",
+            "Name another one with --tokenizer, or leave that out",
             code="E405",
         )
     about: dict[str, Any] = {key: known[key] for key in ("trained_on", "normalization", "model_type") if key in known}

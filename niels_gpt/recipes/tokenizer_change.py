@@ -47,7 +47,7 @@ def warn_of_older_caches(settings: Settings, meta: Mapping[str, Any]) -> None:
     if same:
         logger.warning(
             "for the old one: %s",
-            _command(settings, same, tokenizer_model=str(back / MODEL_NAME)),
+            _command(settings, same, tokenizer=str(back / MODEL_NAME)),
             extra={"code": "W404"},
         )
 
@@ -79,7 +79,7 @@ def warn_of_little_text(meta: Mapping[str, Any], num_bytes: Mapping[str, int | s
     if meta["bytes_seen"] < LITTLE_TEXT:
         logger.warning(
             "tokenizer: trained on little text, %s bytes of %s, for %s ids; every cache of this folder is encoded with "
-            "it. Give the first build more sources, or name a model with --tokenizer-model",
+            "it. Give the first build more sources, or name a model with --tokenizer",
             f"{meta['bytes_seen']:,}",
             ", ".join(_sources_with_text(num_bytes)),
             f"{meta['vocab_size']:,}",

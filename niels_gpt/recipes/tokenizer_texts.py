@@ -122,7 +122,7 @@ def _texts(
         left -= used
     if missing and not any(isinstance(size, int) and size for size in num_bytes.values()):
         raise ValueError(
-            "no tokenizer, and no text to train one on. Name one with --tokenizer-model, or see to:\n  "
+            "no tokenizer, and no text to train one on. Name one with --tokenizer, or see to:\n  "
             + "\n  ".join(missing)
         )
 

@@ -208,7 +208,7 @@ The folder of a snapshot is unfinished, damaged, or was made with other settings
 
 E401 tokenizer-missing
 There is no tokenizer at the path, and none beside the cache.
-> Name one with `--tokenizer` or `--tokenizer-model`. A build without a tokenizer trains one.
+> Name one with `--tokenizer`. A build without a tokenizer trains one.
 = cache/tokenizer/spm.model: there is no tokenizer model. Train one: niels-gpt train-tokenizer --input-glob
 'FOLDER/**/*.txt'
 
@@ -231,9 +231,9 @@ The tokenizer, or the cache, does not have the four special tokens that mark the
 
 E405 sample-tokenizer
 The tokenizer was trained on the bundled sample, which is a few kilobytes. Real text would become far too many tokens.
-> Name another one with `--tokenizer-model`, or leave that out to train one on the real text.
+> Name another one with `--tokenizer`, or leave that out to train one on the real text.
 = spm.model: this tokenizer was trained on the bundled sample, expected one that may encode real text. Name another
-one with --tokenizer-model, or leave that out
+one with --tokenizer, or leave that out
 
 E406 tokenizer-training
 No tokenizer could be trained: there is no text, or the settings ask for a vocabulary that the text does not allow.

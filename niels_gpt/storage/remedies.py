@@ -69,7 +69,7 @@ def rebuild_command(path: str | os.PathLike[str]) -> str:
     if key == _TOKENIZER:
         return build_command(settings, key)
     if (root / _TOKENIZER).exists():
-        settings = replace(settings, tokenizer_model=None)
+        settings = replace(settings, tokenizer=None)
     return build_command(settings, key, "--restart")
 
 
@@ -104,6 +104,8 @@ def recorded_settings(root: Path, key: str) -> Settings:
     try:
         found = json.loads(_last_line(root / _RUNS_DIR / f"{key.replace('/', '.')}.jsonl"))["settings"]
         types, known = get_type_hints(Settings), asdict(Settings())
+        if found.get("append_eot") is False:  # an earlier setting
+            found["document_end"] = "none"
         good = {name: value for name, value in found.items() if name in known and _is_good(value, types[name])}
         return Settings(**good)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):

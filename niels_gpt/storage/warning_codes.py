@@ -111,7 +111,7 @@ with the new one.
 
 W405 little-text
 The tokenizer was trained on little text, and every cache of the folder is encoded with it.
-> Give the first build more sources, or name a model with `--tokenizer-model`.
+> Give the first build more sources, or name a model with `--tokenizer`.
 = tokenizer: trained on little text, 26,382 bytes of fineweb_edu, for 400 ids; every cache of this folder is encoded
 with it
 

@@ -240,7 +240,7 @@ def test_a_file_of_a_mirror_that_is_removed_in_mid_build_is_named_and_the_recipe
     caplog.set_level(logging.INFO)
     last, away = mirror_of(key, tmp_path / "m"), tmp_path / "away"
     # No note at the end of the list may be of val, which is read behind train.
-    common: dict[str, Any] = {"tokenizer_model": str(tiny_model_path), "shuffle_buffer": 0, "roam_val_frac": 0}
+    common: dict[str, Any] = {"tokenizer": str(tiny_model_path), "shuffle_buffer": 0, "roam_val_frac": 0}
     settings = Settings(source_root=str(tmp_path / "m"), threads=1, cache_dir=str(tmp_path / "found"), **common)
 
     def progress(documents: int, tokens: int, expected: int | None) -> None:

@@ -50,7 +50,7 @@ def files(mirror: Path, folder: Path) -> Path:
 def given(files: Path, tiny_model_path: Path) -> Settings:
     """Settings that build from them. One thread: the order in which a build comes forward is always the same."""
     places = {"source_root": str(files / "mirror"), "pretrain": f"notes={files / 'notes'}"}
-    return Settings(cache_dir=str(files / "cache"), tokenizer_model=str(tiny_model_path), threads=1, **places)
+    return Settings(cache_dir=str(files / "cache"), tokenizer=str(tiny_model_path), threads=1, **places)
 
 
 class Stopped(Exception):
@@ -234,7 +234,7 @@ def test_files_that_change_under_a_killed_build_are_refused_until_they_are_put_b
 @pytest.fixture
 def hub(folder: Path, tiny_model_path: Path, quick_retries: None) -> Settings:
     """Settings of the hub."""
-    return Settings(cache_dir=str(folder / "cache"), tokenizer_model=str(tiny_model_path), threads=1)
+    return Settings(cache_dir=str(folder / "cache"), tokenizer=str(tiny_model_path), threads=1)
 
 
 def add(loopback_hub: LoopbackHub, start: int) -> str:

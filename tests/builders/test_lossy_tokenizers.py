@@ -119,7 +119,7 @@ def test_what_is_said_beside_a_copied_model_is_not_believed(lossy_path: Path, mi
     model.write_bytes(lossy_path.read_bytes())
     said = {"model_sha256": load_tokenizer(model).sha256, "lossless": True, "trained_on": "books"}
     (model.parent / "tokenizer_meta.json").write_text(json.dumps(said))
-    meta = ensure_tokenizer(Settings(source_root=str(mirror), cache_dir="c", tokenizer_model=str(model))).meta
+    meta = ensure_tokenizer(Settings(source_root=str(mirror), cache_dir="c", tokenizer=str(model))).meta
     assert (meta["trained_on"], meta["lossless"]) == ("books", False)
     assert meta["roundtrip"]["texts"] == len(PROBES)
 
@@ -155,7 +155,7 @@ def test_roles_that_drop_chats_are_named(tiny_tokenizer: Any, tmp_path: Path, ca
 def test_what_was_noticed_is_shown(lossy_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [*chats("", "two  spaces \u6f22"), [{"role": "tool", "content": "4"}, *chats("x")[0]]]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    flags = ["--cache-dir", str(tmp_path / "c"), "--tokenizer-model", str(lossy_path)]
+    flags = ["--cache-dir", str(tmp_path / "c"), "--tokenizer", str(lossy_path)]
     assert cli.main(["build", "--sft", f"support={tmp_path}/chats.jsonl", *flags]) == 0
     built = capsys.readouterr().out
     assert cli.main(["stats", str(tmp_path / "c" / "sft" / "support")]) == 0

@@ -12,7 +12,7 @@ from niels_gpt.commands import cache as cli
 def built(tmp_path_factory: pytest.TempPathFactory, tiny_model_path: Path) -> Path:
     """A cache folder that was built from the sample: four caches and the tokenizer."""
     folder = tmp_path_factory.mktemp("built") / "c"
-    flags = ["--source-root", "sample", "--cache-dir", str(folder), "--tokenizer-model", str(tiny_model_path)]
+    flags = ["--source-root", "sample", "--cache-dir", str(folder), "--tokenizer", str(tiny_model_path)]
     assert cli.main(["build", "roam", "wikitext", "dolly15k", "oasst1", *flags]) == 0
     return folder
 
@@ -20,7 +20,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, tiny_model_path: Path) -> Pa
 @pytest.fixture
 def flags(tmp_path: Path, tiny_model_path: Path) -> list[str]:
     """Flags that build the sample with the tiny tokenizer below tmp_path."""
-    return ["--source-root", "sample", "--cache-dir", str(tmp_path / "c"), "--tokenizer-model", str(tiny_model_path)]
+    return ["--source-root", "sample", "--cache-dir", str(tmp_path / "c"), "--tokenizer", str(tiny_model_path)]
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ def caches(sample: Path) -> Path:
     "command",
     [
         "list sample",
-        "build --all --source-root sample --cache-dir . --tokenizer-model sample/tokenizer/spm.model",
-        "build --all --source-root sample --cache-dir . --tokenizer-model sample/tokenizer/spm.model --dry-run",
+        "build --all --source-root sample --cache-dir . --tokenizer sample/tokenizer/spm.model",
+        "build --all --source-root sample --cache-dir . --tokenizer sample/tokenizer/spm.model --dry-run",
         "build --all --source-root sample --cache-dir none --dry-run",
         "stats sample/sft/oasst1",
         "stats sample/pretrain/roam",

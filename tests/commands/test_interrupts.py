@@ -24,7 +24,7 @@ def command(tmp_path: Path, tiny_model_path: Path) -> list[str]:
     (tmp_path / "short.txt").write_text("some words\n" * 9)
     sources = [f"--pretrain={file.partition('.')[0]}={tmp_path / file}" for file in ("short.txt", "long.jsonl")]
     build = ["build", *sources, "--cache-dir", str(tmp_path / "c")]
-    return [sys.executable, "-m", "niels_gpt.cache.cli", *build, "--tokenizer-model", str(tiny_model_path)]
+    return [sys.executable, "-m", "niels_gpt.cache.cli", *build, "--tokenizer", str(tiny_model_path)]
 
 
 def started(command: list[str], tmp_path: Path) -> subprocess.Popen[str]:
@@ -77,7 +77,7 @@ def test_an_ignored_signal_stays_ignored_and_a_forked_child_dies_of_one(tmp_path
 
 def test_the_training_of_a_tokenizer_ends_at_once(command: list[str], tmp_path: Path) -> None:
     """Minutes in C++, in which no Python runs: the signal itself ends it, and the next run starts clean."""
-    command = [*command[: command.index("--tokenizer-model")], "--vocab-size", "300"]
+    command = [*command[: command.index("--tokenizer")], "--vocab-size", "300"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     while "training" not in process.stderr.readline():

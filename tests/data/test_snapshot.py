@@ -45,7 +45,7 @@ def full_hub(loopback_hub: LoopbackHub, quick_retries: None) -> dict[str, str]:
 @pytest.fixture
 def hub(tmp_path: Path, tiny_model_path: Path) -> Settings:
     """Settings of the hub."""
-    return Settings(cache_dir=str(tmp_path / "hub"), tokenizer_model=str(tiny_model_path), **BUDGETS)
+    return Settings(cache_dir=str(tmp_path / "hub"), tokenizer=str(tiny_model_path), **BUDGETS)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_the_command_that_a_snapshot_prints_builds_from_it(
         assert cli.main(["snapshot", "fineweb_edu", dest, "--tokens", "4k", "--seed", "7"]) == 0
         command = capsys.readouterr().out.splitlines()[-1]
         arguments = shlex.split(command.partition("niels-gpt ")[2])
-        assert cli.main([*arguments, "--cache-dir", dest + " cache", "--tokenizer-model", str(tiny_model_path)]) == 0
+        assert cli.main([*arguments, "--cache-dir", dest + " cache", "--tokenizer", str(tiny_model_path)]) == 0
         meta = read_meta(f"{dest} cache/pretrain/fineweb_edu/meta.json")
         assert (meta["train_tokens"] + meta["val_tokens"], meta["seed"], meta["source"]["kind"]) == (4_000, 7, "hub")
 
@@ -149,7 +149,7 @@ def test_a_tokenizer_that_has_seen_less_than_the_hub_has_says_so(
     full_hub: dict[str, str], hub: Settings, tmp_path: Path, short: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=5_000)
-    trained = {"tokenizer_model": None, "vocab_size": 400, "source_root": str(tmp_path / "m")}
+    trained = {"tokenizer": None, "vocab_size": 400, "source_root": str(tmp_path / "m")}
     meta = ensure_tokenizer(dataclasses.replace(hub, **trained)).meta
     assert meta["trained_on"] == "mirror" and meta["trained_on_sources"] == {}
     assert "trained on less text than from the hub" in caplog.text

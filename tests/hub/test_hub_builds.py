@@ -20,7 +20,7 @@ DOLLY = "databricks/databricks-dolly-15k"
 @pytest.fixture
 def hub(tmp_path: Path, tiny_model_path: Path, quick_retries: None) -> Settings:
     """Settings of the hub."""
-    return Settings(cache_dir=str(tmp_path / "cache"), tokenizer_model=str(tiny_model_path))
+    return Settings(cache_dir=str(tmp_path / "cache"), tokenizer=str(tiny_model_path))
 
 
 def source_of(settings: Settings, **given: Any) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def test_a_cache_takes_the_revision_that_the_tokenizer_was_trained_on(
 ) -> None:
     monkeypatch.setattr("niels_gpt.recipes.tokenizer_texts.training_order", lambda: ["dolly15k"])
     first = loopback_hub.add(DOLLY, numbered_datasets.dolly())
-    trained = dataclasses.replace(hub, tokenizer_model=None, vocab_size=400)
+    trained = dataclasses.replace(hub, tokenizer=None, vocab_size=400)
     meta = ensure_tokenizer(trained).meta
     assert meta["trained_on_sources"] == {"dolly15k": f"{DOLLY}@{first}"}
     loopback_hub.add(DOLLY, numbered_datasets.dolly(start=100))

@@ -30,9 +30,7 @@ def first_run(mirror: Path, tiny_model_path: Path) -> Iterator[FirstRun]:
     """A run over everything from the mirror with the tiny tokenizer."""
     with quick_folder() as folder, contextlib.chdir(folder):  # not in the checkout, where a sources.toml may be
         (folder / "home").mkdir()
-        settings = Settings(
-            source_root=str(mirror), cache_dir=str(folder / "cache"), tokenizer_model=str(tiny_model_path)
-        )
+        settings = Settings(source_root=str(mirror), cache_dir=str(folder / "cache"), tokenizer=str(tiny_model_path))
         with dg.instance_for_test(temp_dir=str(folder / "home")) as instance:
             shown = metadata(run(instance, settings))
         yield FirstRun(folder, shown)

@@ -144,7 +144,7 @@ def test_a_step_killed_in_mid_build_leaves_the_version_before_and_the_next_run_c
     write(notes / "a.md", "- a thought\n" * 9)
     write(notes / "b.md", "- another one\n")
     settings = Settings(
-        source_root=str(home / "mirror"), cache_dir=str(home / "cache"), tokenizer_model=str(tiny_model_path), threads=1
+        source_root=str(home / "mirror"), cache_dir=str(home / "cache"), tokenizer=str(tiny_model_path), threads=1
     )
     cache = build_token_cache(settings, "roam").path
     before = read_meta(str(cache / "meta.json"))
@@ -152,7 +152,7 @@ def test_a_step_killed_in_mid_build_leaves_the_version_before_and_the_next_run_c
     for number in range(40):  # 40 MB: seconds of one thread
         (notes / f"long{number}.md").write_text("- the heron walks to the river and finds pebbles\n" * 20_000)
     command = "exec dagster asset materialize -m pipelines.definitions --select pretrain/roam"
-    names = ("source_root", "tokenizer_model", "threads")
+    names = ("source_root", "tokenizer", "threads")
     given = {f"NIELS_GPT_{name.upper()}": str(getattr(settings, name)) for name in names}
     run = subprocess.Popen(["bash", "-c", command], cwd=home, env=environment(**given), start_new_session=True)
     try:

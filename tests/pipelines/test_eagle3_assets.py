@@ -234,7 +234,7 @@ def test_another_tokenizer_gives_the_sample_another_target(settings: Settings, t
     first = build_targets(sample).meta
     trained = train_tokenizer(["the heron and the otter walk " * 9] * 9, vocab_size=300, trained_on="a test")
     other = write_tokenizer(trained, tmp_path / "other").model_path
-    second = build_targets(dataclasses.replace(sample, tokenizer_model=str(other))).meta
+    second = build_targets(dataclasses.replace(sample, tokenizer=str(other))).meta
     assert first["target"]["weights_sha256"] != second["target"]["weights_sha256"]
     assert first["content_sha256"] != second["content_sha256"]
 

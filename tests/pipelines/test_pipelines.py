@@ -44,8 +44,8 @@ def test_the_form_has_the_settings_of_the_core_name_by_name() -> None:
 
 def test_the_environment_fills_the_settings_and_the_sample_is_the_default() -> None:
     assert settings_from_environment({}) == Settings(source_root="sample")
-    given = {"NIELS_GPT_SEED": "7", "NIELS_GPT_APPEND_EOT": "false", "NIELS_GPT_SOURCE_ROOT": "hub", "HOME": "/"}
-    assert settings_from_environment(given) == Settings(seed=7, append_eot=False)
+    given = {"NIELS_GPT_SEED": "7", "NIELS_GPT_DOCUMENT_END": "none", "NIELS_GPT_SOURCE_ROOT": "hub", "HOME": "/"}
+    assert settings_from_environment(given) == Settings(seed=7, document_end="none")
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_environment_fills_the_settings_and_the_sample_is_the_default() -> N
     [
         ("NIELS_GPT_SEEED", "7", "NIELS_GPT_SEEED: there is no setting of this name. There are NIELS_GPT_SEED, "),
         ("NIELS_GPT_SEED", "seven", "NIELS_GPT_SEED: Input should be a valid integer"),
-        ("NIELS_GPT_APPEND_EOT", "perhaps", "NIELS_GPT_APPEND_EOT: Input should be a valid boolean"),
+        ("NIELS_GPT_DISK_CHECK", "perhaps", "NIELS_GPT_DISK_CHECK: Input should be a valid boolean"),
     ],
 )
 def test_a_variable_that_names_no_setting_or_no_value_is_an_error(name: str, text: str, message: str) -> None:

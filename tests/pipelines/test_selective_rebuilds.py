@@ -25,7 +25,7 @@ def own(settings: Settings, mirror: Path, tmp_path: Path) -> Settings:
 
 def with_another_tokenizer(settings: Settings, folder: Path) -> Settings:
     other = write_tokenizer(train_tokenizer(["another text " * 50, "ein anderer Text"], vocab_size=300), folder / "t")
-    return dataclasses.replace(settings, tokenizer_model=str(other.model_path))
+    return dataclasses.replace(settings, tokenizer=str(other.model_path))
 
 
 def test_everything_twice_builds_nothing_the_second_time(
@@ -61,7 +61,7 @@ def test_a_new_tokenizer_makes_every_cache_stale_and_rebuilds_it(
     after_a_run: dg.DagsterInstance, settings: Settings, tmp_path: Path
 ) -> None:
     new = with_another_tokenizer(settings, tmp_path)
-    run(after_a_run, settings, "tokenizer", config={"tokenizer_model": new.tokenizer_model})
+    run(after_a_run, settings, "tokenizer", config={"tokenizer": new.tokenizer})
     assert stale(after_a_run, settings) == dict.fromkeys(RECIPES, "has a new dependency data version")
     assert built(run(after_a_run, new)) == set(RECIPES)
     assert stale(after_a_run, new) == {}

@@ -81,7 +81,7 @@ def test_every_make_target_named_in_a_document_exists() -> None:
 
 def test_formats_md_names_every_key_of_every_meta_json(tmp_path: Path, tiny_model_path: Path) -> None:
     formats = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
-    settings = Settings(source_root="sample", cache_dir=str(tmp_path), tokenizer_model=str(tiny_model_path))
+    settings = Settings(source_root="sample", cache_dir=str(tmp_path), tokenizer=str(tiny_model_path))
     for key, recipe in RECIPES.items():
         path = recipe(settings).path
         for name in read_meta(str(path / "meta.json")):

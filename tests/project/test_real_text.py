@@ -107,7 +107,7 @@ def test_the_mirrors_files_as_sources_of_ones_own_give_the_same_documents(
     own = dataclasses.replace(
         settings,
         cache_dir=str(tmp_path),
-        tokenizer_model=str(cache / "tokenizer" / "spm.model"),
+        tokenizer=str(cache / "tokenizer" / "spm.model"),
         pretrain=f"notes={root / 'roam'}",
         sft=f"mine={root / settings.dolly_dataset}",
     )

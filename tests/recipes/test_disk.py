@@ -73,7 +73,7 @@ def test_a_build_takes_no_more_and_no_less_than_was_said(tmp_path: Path, tiny_mo
         folder.mkdir()
         write(folder / form, TEXTS[kind])
         settings = Settings(
-            pretrain=f"own={folder / form}", cache_dir=str(tmp_path / f"{form}-c"), tokenizer_model=str(tiny_model_path)
+            pretrain=f"own={folder / form}", cache_dir=str(tmp_path / f"{form}-c"), tokenizer=str(tiny_model_path)
         )
         need = needed_bytes(settings, resolve_source(settings, "own"))
         ensure_tokenizer(settings)
@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_refused_before_the_first_byte_unless_asked_for(
 ) -> None:
     own = tmp_path / "own.txt"
     own.write_text(PROSE)
-    flags = ["--pretrain", f"own={own}", "--cache-dir", str(tmp_path / "c"), "--tokenizer-model", str(tiny_model_path)]
+    flags = ["--pretrain", f"own={own}", "--cache-dir", str(tmp_path / "c"), "--tokenizer", str(tiny_model_path)]
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage._replace(free=len(PROSE) // 8))
     for more in ([], ["--dry-run"]):

@@ -62,7 +62,7 @@ def test_a_row_of_the_table_is_a_cache_of_the_command_line_and_an_asset(
     for number in range(20):
         (tmp_path / "m" / "poems" / f"{number:02}.txt").write_text(f"Poem {number}: the heron and the river.\n" * 9)
     (tmp_path / "poems.py").write_text(MODULE)
-    given = {"source_root": f"{tmp_path}/m", "tokenizer_model": str(tiny_model_path), "cache_dir": f"{tmp_path}/c"}
+    given = {"source_root": f"{tmp_path}/m", "tokenizer": str(tiny_model_path), "cache_dir": f"{tmp_path}/c"}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(given), str(tmp_path / "d")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -98,7 +98,7 @@ def test_the_split_is_by_hash_on_paper(home: Path, tiny_model_path: Path) -> Non
     texts = [f"{number} " + "x" * (number % 7) ** 4 for number in range(400)]
     shares = [int(hashlib.sha256(f"42\n{text}".encode()).hexdigest()[:16], 16) / 2**64 for text in texts]
     write(home / "rows.jsonl", lines(*({"text": text, "id": text[:4]} for text in texts)))
-    settings = own(home, pretrain="rows=rows.jsonl", tokenizer_model=str(tiny_model_path))
+    settings = own(home, pretrain="rows=rows.jsonl", tokenizer=str(tiny_model_path))
     meta = recipes(settings)["pretrain/rows"](settings).meta
     in_val = Path(settings.cache_dir, "pretrain/rows/index/val_ids.txt").read_text().splitlines()
     assert in_val == [text[:4] for text, share in zip(texts, shares, strict=True) if share < 0.1]
@@ -248,7 +248,7 @@ def test_what_is_wrong_is_said_with_the_status(
 def test_a_tokenizer_of_ones_own_sources_alone_is_named_where_others_use_it(
     home: Path, settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = dataclasses.replace(settings, tokenizer_model=None, vocab_size=400, pretrain="notes=notes")
+    settings = dataclasses.replace(settings, tokenizer=None, vocab_size=400, pretrain="notes=notes")
     recipes(settings)["pretrain/notes"](settings)
     assert not caplog.records or "user-defined sources only" not in caplog.text
     recipes(settings)["pretrain/roam"](settings)
@@ -258,7 +258,7 @@ def test_a_tokenizer_of_ones_own_sources_alone_is_named_where_others_use_it(
 def test_a_broken_line_that_goes_leaves_the_tokenizer_and_the_other_caches_alone(
     home: Path, settings: Settings
 ) -> None:
-    settings = dataclasses.replace(settings, tokenizer_model=None, vocab_size=400)
+    settings = dataclasses.replace(settings, tokenizer=None, vocab_size=400)
     (home / "broken.json").write_text("[{")
     both = dataclasses.replace(settings, pretrain="good=notes;broken=broken.json")
     before = ensure_tokenizer(both).meta
@@ -269,7 +269,7 @@ def test_a_broken_line_that_goes_leaves_the_tokenizer_and_the_other_caches_alone
 
 
 def test_a_tokenizer_of_all_sources_is_never_replaced_by_one_of_ones_own(home: Path, settings: Settings) -> None:
-    settings = dataclasses.replace(settings, tokenizer_model=None, vocab_size=400, pretrain="notes=notes")
+    settings = dataclasses.replace(settings, tokenizer=None, vocab_size=400, pretrain="notes=notes")
     assert ensure_tokenizer(settings).meta["trained_on"] == "mirror"
     other = dataclasses.replace(settings, vocab_size=380)
     recipes(other)["pretrain/notes"](other)
@@ -291,7 +291,7 @@ attribution = "The support team"
 def with_file(home: Path, tiny_model_path: Path, mirror: Path) -> Settings:
     """Settings with a sources.toml that names both."""
     (home / "sources.toml").write_text(SOURCES)
-    return own(home, tokenizer_model=str(tiny_model_path), source_root=str(mirror))
+    return own(home, tokenizer=str(tiny_model_path), source_root=str(mirror))
 
 
 def test_sources_toml_makes_two_assets_and_what_changes_in_a_source_is_stale(

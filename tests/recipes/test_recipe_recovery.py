@@ -142,13 +142,13 @@ def test_a_new_tokenizer_says_which_caches_wait_for_their_rebuild(
 ) -> None:
     RECIPES["pretrain/roam"](settings)
     RECIPES["sft/oasst1"](settings)
-    RECIPES["pretrain/roam"](dataclasses.replace(settings, tokenizer_model=None, vocab_size=600))
+    RECIPES["pretrain/roam"](dataclasses.replace(settings, tokenizer=None, vocab_size=600))
     assert "readers" not in caplog.text.lower()  # a copied model stays until one is named
     other = Path(settings.cache_dir).parent / "other"
     trained = ensure_tokenizer(Settings(source_root="sample", cache_dir=str(other), vocab_size=600))
     meta = read_meta(str(trained.path / "meta.json"))
     write_meta(str(trained.path / "meta.json"), {**meta, "trained_on": "mirror"})
-    RECIPES["pretrain/roam"](dataclasses.replace(settings, tokenizer_model=str(trained.path / "spm.model")))
+    RECIPES["pretrain/roam"](dataclasses.replace(settings, tokenizer=str(trained.path / "spm.model")))
     assert "Readers then refuse pretrain/roam, sft/oasst1 until" in caplog.text
 
 

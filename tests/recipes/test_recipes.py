@@ -57,7 +57,7 @@ def test_what_is_there_is_built_anew_only_where_something_that_it_reads_has_chan
     shard.write_bytes(whole[:-2])
     assert built_keys(settings) == ["pretrain/roam"] and shard.read_bytes() == whole
     write_tokenizer(train_tokenizer(["some other text " * 50, "ein anderer Text"], vocab_size=300), tmp_path)
-    assert built_keys(dataclasses.replace(settings, tokenizer_model=str(tmp_path / "spm.model"))) == list(RECIPES)
+    assert built_keys(dataclasses.replace(settings, tokenizer=str(tmp_path / "spm.model"))) == list(RECIPES)
 
 
 def test_documents_in_are_documents_kept_and_dropped_reason_by_reason(settings: Settings, mirror: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_tokenizer_whose_link_leads_to_itself_is_refused(settings: Settings) -
     tokenizer.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.symlink_to("tokenizer")
     with pytest.raises(CacheError, match=r"tokenizer: symbolic links in a circle"):
-        ensure_tokenizer(dataclasses.replace(settings, tokenizer_model=None))
+        ensure_tokenizer(dataclasses.replace(settings, tokenizer=None))
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def built(settings: Settings) -> Settings:
     """Settings that name no model, and a folder with pretrain/roam and sft/oasst1 in it."""
     for key in ("pretrain/roam", "sft/oasst1"):
         RECIPES[key](settings)
-    return dataclasses.replace(settings, tokenizer_model=None)
+    return dataclasses.replace(settings, tokenizer=None)
 
 
 def is_as_it_was(settings: Settings) -> bool:
@@ -84,7 +84,7 @@ def test_a_model_that_cannot_be_used_is_refused_before_anything_is_changed(
     for name, model in models(tmp_path).items():
         for more in ([], ["--dry-run"]):
             capfd.readouterr()
-            assert cli.main(["build", "roam", *flags_of(built), "--tokenizer-model", str(model), *more]) == 1
+            assert cli.main(["build", "roam", *flags_of(built), "--tokenizer", str(model), *more]) == 1
             errors = "".join(capfd.readouterr())
             assert said[name] in errors and str(model) in errors, errors
             assert "protobuf" not in errors and "building/" not in errors and ".cc(" not in errors
@@ -97,7 +97,7 @@ def test_a_refused_source_leaves_the_tokenizer_as_it_was(
     link = os.readlink(Path(built.cache_dir) / "tokenizer")
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"title": "no text"}\n')
-    command = ["build", "--pretrain", f"bad={bad}", *flags_of(built), "--tokenizer-model", str(other_model)]
+    command = ["build", "--pretrain", f"bad={bad}", *flags_of(built), "--tokenizer", str(other_model)]
     for _ in range(2):
         assert cli.main(command) == 1
         assert "stays as it was" in capsys.readouterr().err
@@ -110,7 +110,7 @@ def test_a_refused_source_leaves_the_tokenizer_as_it_was(
 def test_a_kill_before_the_first_cache_is_done_leaves_the_tokenizer_as_it_was(
     built: Settings, other_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named = dataclasses.replace(built, tokenizer_model=str(other_model), append_eot=False)
+    named = dataclasses.replace(built, tokenizer=str(other_model), document_end="none")
 
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -126,10 +126,10 @@ def test_a_new_tokenizer_is_announced_and_both_commands_work_as_printed(
     built: Settings, other_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = load_tokenizer(Path(built.cache_dir) / "tokenizer").sha256
-    assert cli.main(["build", "roam", *flags_of(built), "--tokenizer-model", str(other_model)]) == 0
+    assert cli.main(["build", "roam", *flags_of(built), "--tokenizer", str(other_model)]) == 0
     warned = [record.getMessage() for record in caplog.records if "niels-gpt build" in record.getMessage()]
     assert len(warned) == 2 and "pretrain/roam, sft/oasst1" in warned[0]
-    assert not is_as_it_was(dataclasses.replace(built, tokenizer_model=str(other_model)))
+    assert not is_as_it_was(dataclasses.replace(built, tokenizer=str(other_model)))
     again, back = (shlex.split(line[line.index("niels-gpt build") :]) for line in warned)
     assert again[0] == back[0] == "niels-gpt"
     assert cli.main(again[1:]) == 0 and is_as_it_was(built)

@@ -38,8 +38,8 @@ def own(tmp_path: Path) -> Path:
 @pytest.fixture
 def flags(tmp_path: Path, own: Path, tiny_model_path: Path) -> list[str]:
     """Flags that all differ from their defaults."""
-    lines = ["--pretrain", f"notes={own}", "--licence", "notes=CC0, or so", "--no-append-eot", "--seed", "7"]
-    return [*lines, "--cache-dir", str(tmp_path / "the cache"), "--tokenizer-model", str(tiny_model_path)]
+    lines = ["--pretrain", f"notes={own}", "--licence", "notes=CC0, or so", "--document-end", "none", "--seed", "7"]
+    return [*lines, "--cache-dir", str(tmp_path / "the cache"), "--tokenizer", str(tiny_model_path)]
 
 
 def carried_out(message: str) -> int:
@@ -51,11 +51,11 @@ def carried_out(message: str) -> int:
 
 
 def test_the_command_of_a_build_has_every_flag_that_matters_to_it(tmp_path: Path) -> None:
-    given = {"pretrain": "a=x;b=y z", "sft": "c=w", "licence": "b=CC0;a=MIT", "append_eot": False, "vocab_size": 300}
+    given = {"pretrain": "a=x;b=y z", "sft": "c=w", "licence": "b=CC0;a=MIT", "document_end": "none", "vocab_size": 300}
     settings = Settings(source_root="the mirror", **given)  # type: ignore[arg-type]
     words = shlex.split(build_command(settings, "pretrain/b", "--restart"))
     assert words[0] == PROGRAM and words[1:] == [
-        *["build", "b", "--restart", "--source-root", "the mirror", "--vocab-size", "300", "--no-append-eot"],
+        *["build", "b", "--restart", "--source-root", "the mirror", "--vocab-size", "300", "--document-end", "none"],
         *["--pretrain", "b=y z", "--licence", "b=CC0"],
     ]
 
@@ -97,7 +97,7 @@ def test_a_build_without_text_keeps_nothing_so_that_its_advice_works(
     own = tmp_path / "a.jsonl"
     row = {"text": "<|eot|>"} if family == "pretrain" else {"messages": [{"role": "assistant", "content": "<|eot|>"}]}
     own.write_text(json.dumps(row) + "\n")
-    flags = [f"--{family}", f"a={own}", "--cache-dir", str(tmp_path / "c"), "--tokenizer-model", str(tiny_model_path)]
+    flags = [f"--{family}", f"a={own}", "--cache-dir", str(tmp_path / "c"), "--tokenizer", str(tiny_model_path)]
     assert cli.main(["build", *flags]) == 1
     capsys.readouterr()
     assert not list(tmp_path.glob("c/*/.versions/a/building-*"))
