@@ -19,6 +19,13 @@ KINDS: Final = ("sentencepiece", "huggingface")
 PROBE = "The quick brown fox jumps over 13 lazy dogs; (naïve) {code} = [0x7F]\n\tДа, 漢字 🦊!"
 NARROW_IDS: Final = 1 << 16
 """Ids that fit uint16. A cache of a larger vocabulary has tokens of 32 bits (D18)."""
+MAX_VOCAB_SIZE: Final = 1 << 31
+"""The most ids of a cache's vocabulary: each then fits int32 too, which every device can cast."""
+TOKEN_DTYPES: Final[dict[str, np.dtype[Any]]] = {"uint16-le": np.dtype("<u2"), "uint32-le": np.dtype("<u4")}
+"""`token_dtype` in meta.json, and the dtype of the token files."""
+
+Ids = NDArray[np.unsignedinteger[Any]]
+"""Tokens of a cache: uint16 or uint32, as its meta.json says."""
 
 
 class Tokenizer(Protocol):
@@ -84,6 +91,12 @@ class FullTokenizer(Tokenizer, Protocol):
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return the dtype of a cache's tokens: uint16 little-endian, or uint32 for ids of 65,536 and more (D18)."""
     return np.dtype("<u2" if vocab_size <= NARROW_IDS else "<u4")
+
+
+def token_dtype_name(vocab_size: int) -> str:
+    """Return `token_dtype` of a cache's meta.json: "uint16-le", or "uint32-le" for ids of 65,536 and more (D18)."""
+    dtype = token_dtype(vocab_size)
+    return next(name for name, each in TOKEN_DTYPES.items() if each == dtype)
 
 
 def control_ids(tokenizer: Tokenizer) -> frozenset[int]:
