@@ -258,6 +258,15 @@ A token id lies outside of the vocabulary. It would have no row in a model's emb
 > Use the tokenizer that the ids were made with. In a finished cache this is damage: build it again.
 = id 389: expected 0 <= id < vocab_size=389 of cache/tokenizer/spm.model
 
+E410 engine-difference
+The fast engine gave other ids for a text than the library that the tokenizer was made for. The build stopped before it
+used them.
+> Build with `--engine reference`, which is slower. Finished documents of the interrupted build are kept.
+
+E411 engine-unusable
+The fast engine was asked for, and it does not know this tokenizer or gives other ids in the test at its opening.
+> Leave `--engine` out: a build then takes the fast engine where it can.
+
 E501 no-room
 The disk is full, or what would be written does not fit. Finished caches were not touched.
 > Make room, name another folder, or ask for less. Run the same command again: a build resumes.

@@ -136,6 +136,10 @@ The chat template could not be tried before the build, or failed in the trial. A
 > Name a file with another template if the run ends: `--chat-template FILE`.
 = my-model: its chat template could not be tried. It raises an error for a probe chat of two turns: say hello
 
+W410 engine-refused
+The fast engine opened the tokenizer, but gives other ids than the reference for a test text. The reference encodes.
+> Nothing: the ids are right, and the build is slower.
+
 W501 little-room
 The build may not fit on the disk. A full disk loses nothing: the build stops and can be resumed.
 > Make room, or name another `--cache-dir`.

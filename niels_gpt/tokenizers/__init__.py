@@ -1,5 +1,6 @@
 """Tokenizers of any kind behind one protocol. The spec's public path for SentencePiece is niels_gpt/tokenizer.py.
 
 protocol.py    what builders and readers need of a tokenizer; what identifies it
+engine.py      what computes the ids of many texts at once; its comparison with the reference
 roundtrip.py   whether a tokenizer is lossless, measured on probe texts
 """
