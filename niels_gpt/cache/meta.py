@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.cache.formats import FORMAT_VERSION, SHARD_GLOB, SPLITS, TOKEN_DTYPE
+from niels_gpt.cache.formats import FORMAT_VERSION, SHARD_GLOB, SPLITS
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, sha256_file, write_bytes
@@ -32,6 +32,14 @@ from niels_gpt.storage.meta_json import (
 from niels_gpt.storage.remedies import build_again
 from niels_gpt.storage.versions import version_name
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
+from niels_gpt.tokenizers.protocol import TOKEN_DTYPES
+from niels_gpt.tokenizers.vocabulary import (
+    check_vocab_size,
+    end_of_documents,
+    integer,
+    special_id_in,
+    tokenizer_sha256_in,
+)
 
 __all__ = [
     "META_NAME",
@@ -50,7 +58,6 @@ __all__ = [
 KINDS = ("tokenizer", "pretrain", "sft")
 """`kind` of the caches that have these keys."""
 
-_MAX_VOCAB_SIZE = 1 << 16  # ids are uint16
 _LEVELS_TO_CACHE_DIR = 4  # from a version up: NAME, .versions, pretrain, the folder of the caches
 
 
@@ -141,29 +148,28 @@ def checked_meta(meta: dict[str, Any], where: str, kind: str | None = None) -> N
     """Check the keys of a meta.json that readers use; absent keys and those of other tools are accepted.
 
     kind: the expected one; None: any.
-    Raises: CacheError for a key of the wrong type, tokens other than uint16 ids of format version 1, another kind, and
-        a cache of this project without a tokenizer_sha256.
+    Raises: CacheError for a key of the wrong type, tokens of another dtype, another format version or kind, and a cache
+        of this project without a tokenizer_sha256.
     """
     actual = meta.get("kind", kind)
     if kind is not None and actual != kind:
         raise wrong_value(where, "kind", actual, f"{kind!r}, which this reader reads")
-    for key, allowed in (("built", (True, False, "partial")), ("token_dtype", (TOKEN_DTYPE,))):
+    for key, allowed in (("built", (True, False, "partial")), ("token_dtype", tuple(TOKEN_DTYPES))):
         # By type too: 1 == True, but no builder writes a number there.
         if key in meta and not any(type(meta[key]) is type(value) and meta[key] == value for value in allowed):
             raise wrong_value(where, key, meta[key], " or ".join(map(repr, allowed)))
     version = meta.get("format_version", FORMAT_VERSION)
-    if _integer(version, 0, 2**63) != FORMAT_VERSION:
+    if integer(version, 0, 2**63) != FORMAT_VERSION:
         raise wrong_value(where, "format_version", version, f"{FORMAT_VERSION}, which this reader knows")
-    vocab_size = meta.get("vocab_size")
-    if vocab_size is not None and _integer(vocab_size, 1, _MAX_VOCAB_SIZE + 1) is None:
-        raise wrong_value(where, "vocab_size", vocab_size, f"an integer from 1 to {_MAX_VOCAB_SIZE}")
+    check_vocab_size(meta, where)
     if "tokenizer_sha256" not in meta and meta.get("kind") in KINDS:
         raise CacheError(
             where, "tokenizer_sha256 is absent", "the sha256 of the model of the ids", REBUILD, code="E202"
         )
-    _tokenizer_sha256(meta, where)
+    tokenizer_sha256_in(meta, where)
     for name in SPECIAL_TOKEN_NAMES:
-        _special_id(meta, name, where)
+        special_id_in(meta, name, where)
+    end_of_documents(meta, where)
     if meta.get("content_sha256") is not None:
         checked_sha256(meta["content_sha256"], "content_sha256", where)
     file_records(meta, where)
@@ -266,9 +272,9 @@ def check_tokenizer(folder: Path, meta: dict[str, Any] | None, expected_sha256: 
 
     expected_sha256: of the caller's model; None: that of tokenizer/ beside the cache, if there is one.
     """
-    actual = _tokenizer_sha256(meta or {}, str(folder / META_NAME))
+    actual = tokenizer_sha256_in(meta or {}, str(folder / META_NAME))
     if expected_sha256 is None:
-        expected_sha256 = _tokenizer_sha256(*_tokenizer_meta_above(folder))
+        expected_sha256 = tokenizer_sha256_in(*_tokenizer_meta_above(folder))
     if actual is not None and expected_sha256 is not None and actual != expected_sha256:
         found, expected = f"ids of tokenizer {actual[:12]}", f"tokenizer {expected_sha256[:12]}"
         raise CacheError(folder / META_NAME, found, expected, REBUILD, code="E402")
@@ -286,7 +292,7 @@ def fingerprint(folder: Path, meta: dict[str, Any] | None, *, split: str, tokens
         "split": split,
         "tokens": tokens,
         "content_sha256": None if content is None else checked_sha256(content, "content_sha256", where),
-        "tokenizer_sha256": _tokenizer_sha256(keys, where),
+        "tokenizer_sha256": tokenizer_sha256_in(keys, where),
     }
 
 
@@ -373,11 +379,11 @@ def _open_tokenizer(folder: Path, sha256: str | None, _file: tuple[int, ...]) ->
 
 def _known_id(folder: Path, meta: dict[str, Any] | None, name: str) -> int | None:
     """Return the id of a sentinel from the cache's meta, else its tokenizer's; None if neither has it."""
-    known = _special_id(meta or {}, name, str(folder / META_NAME))
+    known = special_id_in(meta or {}, name, str(folder / META_NAME))
     if known is not None:
         return known
     above, where = _tokenizer_meta_above(folder)
-    return _special_id(above, name, where)
+    return special_id_in(above, name, where)
 
 
 def tokenizer_above(folder: Path) -> Path | None:
@@ -404,28 +410,3 @@ def _refuse_link_out(folder: Path) -> Path:
             expected = f"one to a version below {beside}: nothing outside the folder of the caches is read"
             raise CacheError(folder, f"a symbolic link to {target}", expected, remedy, code="E205")
     return folder
-
-
-def _tokenizer_sha256(meta: dict[str, Any], where: str) -> str | None:
-    sha256 = meta.get("tokenizer_sha256")
-    return None if sha256 is None else checked_sha256(sha256, "tokenizer_sha256", where)
-
-
-def _special_id(meta: dict[str, Any], name: str, where: str) -> int | None:
-    """Return the id of a sentinel in a meta; None without one."""
-    ids, vocab_size = meta.get("special_token_ids"), _integer(meta.get("vocab_size"), 1, _MAX_VOCAB_SIZE + 1)
-    if ids is None:
-        return None
-    if not isinstance(ids, dict):
-        raise wrong_value(where, "special_token_ids", ids, "an object")
-    if name not in ids:
-        return None
-    end = vocab_size or _MAX_VOCAB_SIZE
-    if _integer(ids[name], 0, end) is None:
-        raise wrong_value(where, f"special_token_ids.{name}", ids[name], f"an integer from 0 to {end - 1}")
-    return int(ids[name])
-
-
-def _integer(value: Any, start: int, end: int) -> int | None:
-    """Return `value` if it is an integer from start to end - 1, and no bool; None otherwise."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and start <= value < end else None

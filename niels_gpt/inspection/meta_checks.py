@@ -28,6 +28,7 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import meta_crc32, parse_object, read_regular, shortened
 from niels_gpt.tokenizer import MODEL_NAME
+from niels_gpt.tokenizers.protocol import MAX_VOCAB_SIZE, NARROW_IDS, TOKEN_DTYPES
 
 _CRC_KEY = "meta_crc32"
 _UNREAD = ("too_large", "unreadable_row")  # counters of every loader
@@ -137,8 +138,13 @@ def _compare(key: str, name: str, value: Any, expected: Any) -> Iterator[Problem
 
 def _vocabulary(meta: Meta) -> Iterator[Problem]:
     size, ids = meta.get("vocab_size"), meta.get("special_token_ids")
-    if not isinstance(size, int) or not 0 < size <= 1 << 16:
-        yield "vocab_size", f"vocab_size is {size!r}, expected 1 to 65,536"
+    dtype = TOKEN_DTYPES.get(meta.get("token_dtype", TOKEN_DTYPE_NAME))
+    most = NARROW_IDS if dtype is not None and dtype.itemsize == TOKEN_BYTES else MAX_VOCAB_SIZE
+    most = MAX_VOCAB_SIZE if meta["kind"] == "tokenizer" else most
+    if not isinstance(size, int) or not 0 < size <= most:
+        yield "vocab_size", f"vocab_size is {size!r}, expected 1 to {most:,}"
+    elif ids == {} and meta["kind"] != "sft":
+        pass  # of a tokenizer without the sentinels
     elif not isinstance(ids, dict) or not all(
         isinstance(ids.get(name), int) and 0 <= ids[name] < size for name in SPECIAL_TOKEN_NAMES
     ):

@@ -118,7 +118,7 @@ WRONG_TYPES = {
     "special_token_ids": [3, "eot", [1, 2, 3, 4], True],
     "tokenizer_sha256": [3, "f", True, ["f" * 64], "F" * 64],
     "built": [None, 1, 0, "true", [], {}, 0.0],
-    "token_dtype": [None, "uint32-le", "<u2", 2, []],
+    "token_dtype": [None, "uint64-le", "<u2", 2, []],
     "format_version": [None, 2, "1", True, 1.0, []],
     "shards": [None, 3, [], "train", {"train": None}, {"train": {}}, {"train": 3}, {"train": [{}]}],
     "index": [None, 3, []],

@@ -16,8 +16,11 @@ from niels_gpt.builders.meta_keys import Source, content_sha256
 from niels_gpt.builders.pretrain import build_pretrain, build_stub
 from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import CacheError, read_meta, sha256_file, write_meta
+from niels_gpt.cache.meta import checked_meta
+from niels_gpt.special_tokens import SPECIAL_TOKENS
 from niels_gpt.storage.fileio import canonical_json
 from niels_gpt.storage.meta_json import meta_bytes, meta_crc32
+from niels_gpt.tokenizers.vocabulary import end_of_documents, token_dtype_of
 
 COUNTERS = {"orphans": 2, "cycles": 0}
 SOURCE = Source("someone/notes", config="v1", streaming=True, provenance={"revision": "abc"}, counters=COUNTERS)
@@ -270,3 +273,49 @@ def test_a_text_beyond_the_budget_is_neither_noticed_nor_refused(tmp_path: Path)
     texts = ["ab", "\u2581", "<|eot|>"]
     meta = build_texts(tmp_path / "c", texts, max_train_tokens=2, on_special="raise")
     assert (meta["documents_read"], meta["noticed"], meta["dropped"]) == (1, {}, {})
+
+
+EOT = {"special_token_ids": {"sys": 1, "usr": 2, "asst": 3, "eot": 4}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "end"),
+    [
+        ({}, None),
+        ({"document_end": None, **EOT}, None),
+        ({"document_end": {"id": 7, "token": "</s>"}, **EOT}, (7, "</s>")),
+        ({"append_eot": True, **EOT}, (4, SPECIAL_TOKENS[3])),
+        ({"append_eot": False, **EOT}, None),
+        ({"append_eot": True, "special_token_ids": {}}, None),
+    ],
+)
+def test_what_ends_a_document_is_read_from_caches_of_before_too(keys: dict[str, Any], end: object) -> None:
+    assert end_of_documents(keys, "meta.json") == end
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"document_end": 4}, "document_end is 4, expected null, or the id and the token"),
+        ({"document_end": {"id": 4}}, "document_end is {'id': 4}"),
+        ({"document_end": {"id": 300, "token": "x"}, "vocab_size": 300}, "document_end.id is 300, .* from 0 to 299"),
+        ({"document_end": {"id": True, "token": "x"}}, "document_end.id is True"),
+        ({"vocab_size": 65_537}, "vocab_size is 65537, expected an integer from 1 to 65536"),
+        ({"vocab_size": 65_537, "token_dtype": "uint16-le"}, "vocab_size is 65537"),
+        ({"vocab_size": 2**31 + 1, "token_dtype": "uint32-le"}, "vocab_size is 2147483649"),
+        ({"token_dtype": "uint8"}, "token_dtype is 'uint8', expected 'uint16-le' or 'uint32-le'"),
+    ],
+)
+def test_keys_about_ids_that_no_reader_can_use_are_refused(keys: dict[str, Any], problem: str) -> None:
+    with pytest.raises(CacheError, match=problem):
+        checked_meta(keys, "meta.json")
+
+
+def test_ids_of_32_bits_may_be_of_a_large_vocabulary() -> None:
+    meta = {
+        "vocab_size": 151_936,
+        "token_dtype": "uint32-le",
+        "document_end": {"id": 151_643, "token": "<|endoftext|>"},
+    }
+    checked_meta(meta, "meta.json")
+    assert token_dtype_of(meta) == np.uint32 and token_dtype_of({}) == token_dtype_of(None) == np.uint16
