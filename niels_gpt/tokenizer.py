@@ -1,6 +1,6 @@
-"""SentencePiece tokenizers: text to ids and back, and which models are accepted.
+"""SentencePiece tokenizers: text to ids and back, and which models are accepted; opens tokenizers of any kind.
 
-tokenizer = load_tokenizer("artifacts/tokenizer")
+tokenizer = load_tokenizer("artifacts/tokenizer")    # spm.model or tokenizer.json
 ids = tokenizer.encode("a text")        # no BOS, no EOS
 tokenizer.decode(ids) == "a text"       # for a lossless model (see tokenizer_training)
 """
@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
@@ -21,15 +22,23 @@ from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import NotRegularError, open_for_reading
 from niels_gpt.storage.meta_json import open_regular
+from niels_gpt.tokenizers.files import MAX_MODEL_BYTES, MODEL_NAME, TRAIN_COMMAND, is_json, tokenizer_file
+from niels_gpt.tokenizers.inputs import checked_ids, refuse_surrogates
+from niels_gpt.tokenizers.sentencepiece_proto import CONTROL, with_types
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
 
+    from niels_gpt.tokenizers.protocol import FullTokenizer
+
 __all__ = [
     "DEFAULT_TOKENIZER_PATH",
+    "MAX_MODEL_BYTES",
+    "MODEL_NAME",
     "SPECIAL_TOKENS",
+    "TRAIN_COMMAND",
     "SentencePieceTokenizer",
     "TokenizerPaths",
     "decode",
@@ -39,12 +48,10 @@ __all__ = [
     "sentinel_ids",
 ]
 
-MODEL_NAME = "spm.model"
 TOKENIZER_META_NAME = "tokenizer_meta.json"
-TRAIN_COMMAND = "niels-gpt train-tokenizer --input-glob 'FOLDER/**/*.txt'"
 
-MAX_MODEL_BYTES = 1 << 24
-"""Larger files are refused: 16 MiB. A vocabulary of 262,144 pieces takes 4.7 MB."""
+Sentinels = Literal["required", "optional"]
+"""Whether a model without the four sentinels is refused."""
 
 _SPACE = "\u2581"  # SentencePiece's mark for a space; a piece of it alone is the dummy prefix
 
@@ -68,6 +75,8 @@ class SentencePieceTokenizer:
     Can be pickled, for worker processes: the copy opens the same file, and refuses it if it has changed.
     """
 
+    kind: str = "sentencepiece"
+
     def __init__(
         self,
         model_path: str | os.PathLike[str],
@@ -75,12 +84,14 @@ class SentencePieceTokenizer:
         special_tokens: Sequence[str] | None = None,
         expected_special_token_ids: Mapping[str, int] | None = None,
         follow_links: bool = True,
+        sentinels: Sentinels = "required",
     ) -> None:
         """Open a model.
 
         special_tokens: four literals in the order sys, usr, asst, eot; default SPECIAL_TOKENS.
         expected_special_token_ids: of a cache, keys sys, usr, asst, eot.
         follow_links: False for a model inside a cache, where symlinks are refused.
+        sentinels: "optional" opens a model without them too; special_token_ids() is {} then.
         Raises: FileNotFoundError; CacheError if the file is not a SentencePiece model, if a sentinel is missing, is not
             a single id or does not decode to itself, or if the ids differ from the expected ones.
         """
@@ -90,7 +101,14 @@ class SentencePieceTokenizer:
         model = read_model(self.model_path, follow_links=follow_links)
         self._sha256 = hashlib.sha256(model).hexdigest()
         self._processor = _open_model(model, where=self.model_path)
-        self._special_ids = sentinel_ids(self._processor, special_tokens=self.special_tokens, where=self.model_path)
+        self._sentinels: Sentinels = sentinels
+        self._special_ids = {}
+        if sentinels == "required" or any(self.token_id(token) is not None for token in self.special_tokens):
+            self._special_ids = sentinel_ids(self._processor, special_tokens=self.special_tokens, where=self.model_path)
+        is_control = self._processor.is_control(list(range(self.vocab_size)))
+        control = (token_id for token_id, each in enumerate(is_control) if each)
+        self._control_ids = frozenset([*control, *self._special_ids.values()])
+        self._plain: Any = None
         expected = None if expected_special_token_ids is None else dict(expected_special_token_ids)
         if expected is not None and expected != self._special_ids:
             found, remedy = f"its special ids are {self._special_ids}", "Use the model that the data was encoded with"
@@ -116,6 +134,17 @@ class SentencePieceTokenizer:
         unk_id = int(self._processor.unk_id())
         return unk_id if unk_id >= 0 else None
 
+    @property
+    def eos_id(self) -> int | None:
+        """The id of the piece that ends a text; None if the model has no such id."""
+        eos_id = int(self._processor.eos_id())
+        return eos_id if eos_id >= 0 else None
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """The ids of control pieces, which no text gives, and of the sentinels. User-defined pieces are text."""
+        return self._control_ids
+
     def encode(self, text: str, /) -> list[int]:
         """Return the ids of a text, without BOS or EOS.
 
@@ -126,22 +155,23 @@ class SentencePieceTokenizer:
         try:
             ids: list[int] = self._processor.encode(text)
         except (RuntimeError, TypeError) as error:  # one text, a list
-            _refuse_surrogates([text], error)
+            refuse_surrogates([text], error)
             raise
         return ids
 
     def encode_batch(self, texts: Sequence[str], /, *, num_threads: int = 1) -> list[NDArray[np.int32]]:
         """Return the ids of each text as int32 [tokens]; threads change the speed only. Raises as `encode`."""
-        batch = list(texts)
-        try:
-            # No persistent thread pool: a forked child would have the object without its threads, and hang.
-            arrays: list[NDArray[np.int32]] = self._processor.encode(
-                batch, return_type="numpy", num_threads=num_threads
-            )
-        except (RuntimeError, TypeError) as error:  # one text, a list
-            _refuse_surrogates(batch, error)
-            raise
-        return arrays
+        return _batch_ids(self._processor, list(texts), num_threads)
+
+    def encode_plain(self, texts: Sequence[str], /) -> list[NDArray[np.int32]]:
+        """Return the ids of each text as int32 [tokens], a sentinel's literal as text. Raises as `encode`."""
+        if self._plain is None:
+            model = read_model(self.model_path, follow_links=self._follow_links)
+            if hashlib.sha256(model).hexdigest() != self._sha256:
+                raise _changed(self.model_path, "it has another sha256", "the model that was opened")
+            plain = with_types(model, dict.fromkeys(self._special_ids.values(), CONTROL))
+            self._plain = _open_model(plain, where=self.model_path)
+        return _batch_ids(self._plain, list(texts), 1)
 
     def encode_torch(self, text: str, /, *, device: torch.device | str | None = None) -> torch.Tensor:
         """Return the ids of a text as int64 [tokens]. Raises as `encode`."""
@@ -154,18 +184,21 @@ class SentencePieceTokenizer:
 
         Raises: ValueError for an id outside the vocabulary, or for more than one dimension.
         """
-        values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        if not isinstance(values, list) or any(isinstance(value, list) for value in values):
-            raise ValueError(f"ids of shape {tuple(getattr(ids, 'shape', ()))}: expected one dimension")
-        size = self.vocab_size
-        wrong = next((value for value in values if not 0 <= value < size), None)
-        if wrong is not None:
-            raise coded("E409", ValueError(f"id {wrong}: expected 0 <= id < vocab_size={size} of {self.model_path}"))
-        return str(self._processor.decode([int(value) for value in values]))
+        return str(self._processor.decode(checked_ids(ids, self.vocab_size, self.model_path)))
+
+    def token_id(self, literal: str, /) -> int | None:
+        """Return the id of a piece by its text; None if there is none."""
+        token_id = int(self._processor.piece_to_id(literal))
+        return None if self._processor.is_unknown(token_id) and self.token(token_id) != literal else token_id
+
+    def token(self, token_id: int, /) -> str:
+        """Return the piece of an id: of a space U+2581, of a byte "<0x0A>"."""
+        return str(self._processor.id_to_piece(token_id))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a path and the checks to repeat, without the processor."""
-        return _reopen, (self.model_path, self.special_tokens, self._special_ids, self._sha256, self._follow_links)
+        state = (self._special_ids, self._sha256, self._follow_links, self._sentinels)
+        return _reopen, (self.model_path, self.special_tokens, *state)
 
     def __repr__(self) -> str:
         """Name the model, its size and the start of its sha256."""
@@ -217,7 +250,7 @@ def read_model(path: str | os.PathLike[str], *, follow_links: bool = True) -> by
         raise _no_model(name, "is not a regular file") from error
     with open(handle, "rb") as file:
         beginning, size = file.read(_BEGINNING), os.fstat(file.fileno()).st_size
-        if beginning.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
+        if is_json(beginning):
             kind = "a Hugging Face tokenizer (JSON)" if any(key in beginning for key in _JSON_KEYS) else "a JSON file"
             raise _no_model(name, f"is {kind}")
         if size > MAX_MODEL_BYTES:
@@ -248,42 +281,63 @@ def _open_model(model: bytes, *, where: str) -> Any:
         raise _no_model(where, "is no SentencePiece model, or a damaged one") from error
 
 
+def _batch_ids(processor: Any, texts: list[str], num_threads: int) -> list[NDArray[np.int32]]:
+    try:
+        # No persistent thread pool: a forked child would have the object without its threads, and hang.
+        arrays: list[NDArray[np.int32]] = processor.encode(texts, return_type="numpy", num_threads=num_threads)
+    except (RuntimeError, TypeError) as error:  # one text, a list
+        refuse_surrogates(texts, error)
+        raise
+    return arrays
+
+
 def _reopen(
-    path: str, special_tokens: tuple[str, ...], ids: dict[str, int], sha256: str, follow_links: bool
+    path: str,
+    special_tokens: tuple[str, ...],
+    ids: dict[str, int],
+    sha256: str,
+    follow_links: bool,
+    sentinels: Sentinels,
 ) -> SentencePieceTokenizer:
     tokenizer = SentencePieceTokenizer(
-        path, special_tokens=special_tokens, expected_special_token_ids=ids, follow_links=follow_links
+        path,
+        special_tokens=special_tokens,
+        expected_special_token_ids=ids,
+        follow_links=follow_links,
+        sentinels=sentinels,
     )
     if tokenizer.sha256 != sha256:
         expected = f"{sha256[:12]}... as when this tokenizer was pickled"
-        remedy = "Do not change the model during a run, and start again"
-        raise CacheError(path, f"its sha256 is {tokenizer.sha256[:12]}...", expected, remedy, code="E402")
+        raise _changed(path, f"its sha256 is {tokenizer.sha256[:12]}...", expected)
     return tokenizer
 
 
-def _refuse_surrogates(texts: list[str], error: Exception) -> None:
-    for index, text in enumerate(texts):
-        try:
-            text.encode()
-        except UnicodeEncodeError as bad:
-            raise coded(
-                "E304",
-                ValueError(
-                    f"text {index}, character {bad.start}: lone surrogate {text[bad.start]!a}, which utf-8 cannot "
-                    "hold. Replace it first, for instance by U+FFFD"
-                ),
-            ) from error
+def _changed(path: str, found: str, expected: str) -> CacheError:
+    return CacheError(path, found, expected, "Do not change the model during a run, and start again", code="E402")
 
 
-def load_tokenizer(path: str | os.PathLike[str], *, follow_links: bool = True) -> SentencePieceTokenizer:
-    """Open the tokenizer in a file, or in a folder that contains spm.model. Raises as SentencePieceTokenizer.
+def load_tokenizer(
+    path: str | os.PathLike[str], *, follow_links: bool | None = None, sentinels: Sentinels = "optional"
+) -> FullTokenizer:
+    """Open a tokenizer of any kind: a SentencePiece model, a tokenizer.json, or a folder that contains one.
 
-    follow_links: whether the file may be a link, as in a snapshot of the hub; spm.model in a folder, which may be an
-        untrusted cache, may not.
+    follow_links: whether the files may be links, as in a snapshot of the hub. None: a file that is named may, those in
+        a folder that is named, which may be an untrusted cache, may not.
+    sentinels: "required" refuses a tokenizer without the four sentinels.
+    Raises: FileNotFoundError; CacheError, as SentencePieceTokenizer and HuggingFaceTokenizer; CacheError for a folder
+        with both kinds whose meta.json names none.
     """
-    if os.path.isdir(path):
-        return SentencePieceTokenizer(os.path.join(path, MODEL_NAME), follow_links=False)
-    return SentencePieceTokenizer(path, follow_links=follow_links)
+    links = not os.path.isdir(path) if follow_links is None else follow_links
+    file, kind = tokenizer_file(path)
+    if kind == "sentencepiece":
+        return SentencePieceTokenizer(file, follow_links=links, sentinels=sentinels)
+    from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer  # not above: it imports numpy
+
+    tokenizer = HuggingFaceTokenizer(file, follow_links=links)
+    if sentinels == "required" and not tokenizer.special_token_ids():
+        remedy = f"Give it the sentinels: niels-gpt add-sentinels {shlex.quote(str(file))} OUT"
+        raise CacheError(file, "has none of the four sentinels", "all of them", remedy, code="E404")
+    return tokenizer
 
 
 @functools.cache
@@ -292,7 +346,7 @@ def get_default_tokenizer() -> SentencePieceTokenizer:
 
     Raises: FileNotFoundError with the command that trains one.
     """
-    return load_tokenizer(DEFAULT_TOKENIZER_PATH)
+    return SentencePieceTokenizer(DEFAULT_TOKENIZER_PATH)
 
 
 def encode(text: str, /) -> list[int]:

@@ -31,8 +31,8 @@ from niels_gpt.storage.meta_json import (
 )
 from niels_gpt.storage.remedies import build_again
 from niels_gpt.storage.versions import version_name
-from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
-from niels_gpt.tokenizers.protocol import TOKEN_DTYPES
+from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
+from niels_gpt.tokenizers.protocol import TOKEN_DTYPES, FullTokenizer
 from niels_gpt.tokenizers.vocabulary import (
     check_vocab_size,
     end_of_documents,
@@ -338,7 +338,7 @@ def sentinel_names(folder: Path, meta: dict[str, Any] | None) -> dict[int, str]:
     return {id: f"<|{name}|>" for name, id in ids.items() if id is not None}
 
 
-def tokenizer_of(folder: Path, sha256: str | None) -> SentencePieceTokenizer:
+def tokenizer_of(folder: Path, sha256: str | None) -> FullTokenizer:
     """Open the model of the tokenizer/ beside or above a version; the last four stay open.
 
     sha256: of the model that the ids are of; None: not known.
@@ -360,7 +360,7 @@ def _model_file(folder: Path) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=4)
-def _open_tokenizer(folder: Path, sha256: str | None, _file: tuple[int, ...]) -> SentencePieceTokenizer:
+def _open_tokenizer(folder: Path, sha256: str | None, _file: tuple[int, ...]) -> FullTokenizer:
     beside = tokenizer_above(folder)
     if beside is None:
         remedy = "Decode `ids` with the tokenizer that they are of"

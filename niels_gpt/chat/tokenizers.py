@@ -24,7 +24,7 @@ from niels_gpt.chat_template import ROLE_TO_NAME
 from niels_gpt.encoding import TextEncoder
 from niels_gpt.hub.models import hub_tokenizer, is_local, refuse_large
 from niels_gpt.hub.retries import is_network
-from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
+from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer
 
 SPECIAL_TEXT = "special_text"
 """Counter of chats in which a message holds the literal of a special token, which would become that token's id."""
@@ -93,7 +93,7 @@ def open_tokenizer(name: str, *, revision: str | None = None, chat_template: str
     if os.path.isfile(os.path.join(folder, MODEL_NAME)):
         if chat_template is not None:
             raise ValueError(f"{name}: has the project's own tokenizer and chat format; leave --chat-template out")
-        return ProjectTokenizer(load_tokenizer(folder), name)
+        return ProjectTokenizer(SentencePieceTokenizer(os.path.join(folder, MODEL_NAME), follow_links=False), name)
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

@@ -26,7 +26,8 @@ from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import path_inside, resolved
-from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
+from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
+from niels_gpt.tokenizers.protocol import FullTokenizer
 
 _SUPERVISED, _REST, _SENTINEL, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[36m", "\x1b[0m"  # green, dim, cyan
 _LEGEND = f"{_SUPERVISED}supervised{_PLAIN}  {_REST}not supervised{_PLAIN}  {_SENTINEL}<|sentinel|>{_PLAIN}"
@@ -35,7 +36,7 @@ _MORE = " …"
 _LEAST_TOKENS = 8  # of a shortened message
 
 
-def tokenizer_of(cache: Path, model: str | None = None) -> SentencePieceTokenizer:
+def tokenizer_of(cache: Path, model: str | None = None) -> FullTokenizer:
     """Open a named model, or the one beside or above a cache.
 
     Raises: FileNotFoundError; CacheError, also for a model that is not the one of its meta.json.
@@ -48,7 +49,7 @@ def tokenizer_of(cache: Path, model: str | None = None) -> SentencePieceTokenize
     return load_tokenizer(beside / MODEL_NAME, follow_links=False)
 
 
-def tokenizer_beside(cache: Path) -> SentencePieceTokenizer | None:
+def tokenizer_beside(cache: Path) -> FullTokenizer | None:
     """Open the model beside or above a cache; None where there is none, or its ids are not the cache's."""
     try:
         tokenizer = tokenizer_of(cache)

@@ -50,7 +50,8 @@ from niels_gpt.storage.versions import (
     discard_unfinished,
     versions_dir,
 )
-from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
+from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
+from niels_gpt.tokenizers.protocol import FullTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class Outcome:
 class BuildInputs:
     """What a recipe passes to its builder."""
 
-    tokenizer: SentencePieceTokenizer
+    tokenizer: FullTokenizer
     """The cache's tokenizer."""
     source: Source
     """For meta.json; its counters fill while the stream is read."""
@@ -406,7 +407,7 @@ def _runs_file(root: Path, key: str) -> Path:
     return root / RUNS_DIR / f"{key.replace('/', '.')}.jsonl"
 
 
-def _checked_tokenizer(settings: Settings, key: str, source: ResolvedSource, folder: Path) -> SentencePieceTokenizer:
+def _checked_tokenizer(settings: Settings, key: str, source: ResolvedSource, folder: Path) -> FullTokenizer:
     """Return the tokenizer of a folder. Raises: CacheError if it is damaged, or of the sample and the text is not."""
     remove = shlex.join(["rm", *([] if folder.is_symlink() else ["-r"]), str(folder)])
     again = f"{remove} && {build_command(settings, key)}"

@@ -205,7 +205,7 @@ def _read_named(model: str | Path) -> bytes:
 def _copy(settings: Settings, model: Path) -> tuple[bytes, dict[str, Any]]:
     """Return a model's bytes and its part of meta.json, also from the meta beside it."""
     content = _read_named(model)
-    tokenizer = load_tokenizer(os.path.expanduser(model))  # refuses a model without the sentinels
+    tokenizer = load_tokenizer(os.path.expanduser(model), sentinels="required")  # refuses a model without the sentinels
     if tokenizer.vocab_size > MAX_VOCAB_SIZE:
         raise CacheError(
             model,

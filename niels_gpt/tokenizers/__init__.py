@@ -1,7 +1,12 @@
 """Tokenizers of any kind behind one protocol. The spec's public path for SentencePiece is niels_gpt/tokenizer.py.
 
-protocol.py    what builders and readers need of a tokenizer; what identifies it
-engine.py      what computes the ids of many texts at once; its comparison with the reference
-roundtrip.py   whether a tokenizer is lossless, measured on probe texts
-vocabulary.py  the keys of a cache's meta.json about ids: vocabulary, dtype, special ids, what ends a document
+protocol.py            what builders and readers need of a tokenizer; what identifies it
+huggingface.py         the adapter of a tokenizer.json; that of SentencePiece is niels_gpt/tokenizer.py
+files.py               which files a tokenizer has, and how they are read
+inputs.py              what both adapters check of their arguments
+sentencepiece_proto.py the pieces in the bytes of a SentencePiece model
+document_end.py        the token that ends a document
+engine.py              what computes the ids of many texts at once; its comparison with the reference
+roundtrip.py           whether a tokenizer is lossless, measured on probe texts
+vocabulary.py          the keys of a cache's meta.json about ids: vocabulary, dtype, special ids, what ends a document
 """

@@ -161,7 +161,7 @@ def test_a_file_that_is_no_model_of_ours_is_refused(
     elif content is not None:
         make_model(tmp_path / "spm.model", **content)
     with pytest.raises(error, match=said):
-        load_tokenizer(tmp_path)
+        load_tokenizer(tmp_path, sentinels="required")
 
 
 def test_a_model_with_a_dummy_prefix_is_accepted(tmp_path: Path) -> None:

@@ -102,9 +102,9 @@ def target_name(settings: Settings) -> str:
             ),
         )
     from niels_gpt.eagle3.target import write_small_target
-    from niels_gpt.tokenizer import load_tokenizer
+    from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer
 
-    tokenizer = load_tokenizer(ensure_tokenizer(settings).path)
+    tokenizer = SentencePieceTokenizer(ensure_tokenizer(settings).path / MODEL_NAME, follow_links=False)
     folder = cache_root(settings) / "eagle3" / _TARGETS_DIR / tokenizer.sha256[:_DIGITS]
     return str(write_small_target(folder, tokenizer))
 

@@ -1,0 +1,124 @@
+"""The files of a tokenizer: which one decides its ids, which others belong to it, and how they are read.
+
+spm.model               SentencePiece: decides the ids
+tokenizer.json          Hugging Face: decides the ids
+tokenizer_config.json   Hugging Face: the end of a text, the chat template
+special_tokens_map.json Hugging Face: the end of a text
+chat_template.jinja     Hugging Face: the chat template
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME, NotRegularError, open_for_reading
+from niels_gpt.storage.meta_json import open_regular, parse_object, read_regular
+
+MODEL_NAME: Final = "spm.model"
+TOKENIZER_JSON: Final = "tokenizer.json"
+TRAIN_COMMAND: Final = "niels-gpt train-tokenizer --input-glob 'FOLDER/**/*.txt'"
+
+MAX_MODEL_BYTES: Final = 1 << 24
+"""Larger SentencePiece models are refused: 16 MiB. A vocabulary of 262,144 pieces takes 4.7 MB."""
+MAX_TOKENIZER_JSON_BYTES: Final = 1 << 27
+"""Larger tokenizer.json are refused: 128 MiB. One of 256,000 ids with its merges takes 34 MB."""
+
+CONFIG_NAME: Final = "tokenizer_config.json"
+TOKENS_MAP_NAME: Final = "special_tokens_map.json"
+COMPANIONS: Final = (CONFIG_NAME, TOKENS_MAP_NAME, "chat_template.jinja")
+"""Files beside a tokenizer.json that belong to it; they decide no id."""
+MAX_COMPANION_BYTES: Final = 1 << 23
+
+_KINDS = {MODEL_NAME: "sentencepiece", TOKENIZER_JSON: "huggingface"}
+_UPSTREAM_MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")  # SentencePiece, as on the hub
+_BEGINNING = 4096  # bytes of a file that tell JSON from a model
+_MARK = b"\xef\xbb\xbf"  # a byte order mark
+
+
+def is_json(beginning: bytes) -> bool:
+    """Whether a file with this beginning is JSON, and so no SentencePiece model."""
+    return beginning.removeprefix(_MARK).lstrip()[:1] in (b"{", b"[")
+
+
+def read_file(path: str | os.PathLike[str], max_bytes: int, what: str, *, follow_links: bool) -> bytes:
+    """Return the bytes of a regular file; does not block on a FIFO.
+
+    what: the file, for the error of one that is larger than `max_bytes`.
+    Raises: FileNotFoundError; CacheError for a larger file, and for a link unless `follow_links`; NotRegularError.
+    """
+    handle = open_for_reading(path, follow_links=True) if follow_links else open_regular(path)
+    with open(handle, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise CacheError(path, f"{size:,} bytes", f"{what} of {max_bytes:,} at most", code="E206")
+        return file.read(size)
+
+
+def tokenizer_file(path: str | os.PathLike[str]) -> tuple[Path, str]:
+    """Return the file that decides the ids of a tokenizer, and its kind, of KINDS in protocol.py.
+
+    path: this file or its folder. A folder that has both kinds is of the kind that its meta.json names; without one it
+        is refused. In a folder without spm.model and tokenizer.json, tokenizer.model, spiece.model and
+        sentencepiece.bpe.model count, in this order.
+    Raises: FileNotFoundError; CacheError.
+    """
+    if not os.path.isdir(path):
+        return Path(path), "huggingface" if _begins_as_json(path) else "sentencepiece"
+    folder = Path(path)
+    there = [name for name in _KINDS if os.path.lexists(folder / name)]
+    if len(there) == 2:
+        there = [name for name, kind in _KINDS.items() if kind == _kind_in_meta(folder)]
+        if not there:
+            found, expected = f"has both {MODEL_NAME} and {TOKENIZER_JSON}", "one of them"
+            raise CacheError(folder, found, expected, "Name the file itself instead of its folder", code="E403")
+    if not there:
+        upstream = next((name for name in _UPSTREAM_MODELS if os.path.lexists(folder / name)), None)
+        if upstream is None:
+            missing = f"{folder / MODEL_NAME}: there is no tokenizer model, and no {TOKENIZER_JSON} beside"
+            raise coded("E401", FileNotFoundError(f"{missing}. Train one: {TRAIN_COMMAND}"))
+        return folder / upstream, "sentencepiece"
+    return folder / there[0], _KINDS[there[0]]
+
+
+def tokenizer_files(path: str | os.PathLike[str], *, follow_links: bool = False) -> dict[str, bytes]:
+    """Return the files of a tokenizer by the names that they have in a cache: first the one that decides its ids.
+
+    path: a file or a folder, as for `tokenizer_file`. follow_links: True for a snapshot of the hub, False in a cache.
+    Raises: FileNotFoundError; CacheError for a file that is too large, and for a link unless `follow_links`.
+    """
+    file, kind = tokenizer_file(path)
+    if kind == "sentencepiece":
+        return {MODEL_NAME: read_file(file, MAX_MODEL_BYTES, "a SentencePiece model", follow_links=follow_links)}
+    files = {TOKENIZER_JSON: read_file(file, MAX_TOKENIZER_JSON_BYTES, TOKENIZER_JSON, follow_links=follow_links)}
+    for name in COMPANIONS:
+        if (raw := companion(file, name, follow_links=follow_links)) is not None:
+            files[name] = raw
+    return files
+
+
+def companion(file: Path, name: str, *, follow_links: bool) -> bytes | None:
+    """Return the file of COMPANIONS beside a tokenizer.json; None if there is none. Raises as `tokenizer_files`."""
+    try:
+        return read_file(file.parent / name, MAX_COMPANION_BYTES, name, follow_links=follow_links)
+    except FileNotFoundError:
+        return None
+
+
+def _begins_as_json(path: str | os.PathLike[str]) -> bool:
+    try:
+        with open(open_for_reading(path, follow_links=True), "rb") as file:
+            return is_json(file.read(_BEGINNING))
+    except (FileNotFoundError, NotRegularError):  # the adapter reports it
+        return Path(path).suffix == ".json"
+
+
+def _kind_in_meta(folder: Path) -> str | None:
+    try:
+        kind = parse_object(read_regular(folder / META_NAME)).get("tokenizer_kind")
+    except FileNotFoundError:
+        return None
+    return kind if isinstance(kind, str) else None

@@ -1,0 +1,285 @@
+"""Tokenizers of Hugging Face: a tokenizer.json, opened by the library `tokenizers`.
+
+Nothing else of such a tokenizer is used: no class of transformers and no code from the hub. The post-processor, which
+adds BOS and EOS, is not applied; truncation and padding are switched off, for a cache must not be cut silently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
+from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import NotRegularError
+from niels_gpt.storage.meta_json import parse_object
+from niels_gpt.tokenizers.files import (
+    CONFIG_NAME,
+    MAX_TOKENIZER_JSON_BYTES,
+    TOKENIZER_JSON,
+    TOKENS_MAP_NAME,
+    companion,
+    read_file,
+)
+from niels_gpt.tokenizers.inputs import checked_ids, refuse_surrogates
+
+MAX_VOCAB_SIZE: Final = 1 << 24
+"""A file with a larger id is refused: tables of one entry an id are made from it."""
+
+_EXPECTED = f"a {TOKENIZER_JSON} that the library tokenizers reads"
+_UNK_ID = re.compile(rb'"unk_id"\s*:\s*(\d{1,9})\b')
+_SHOWN = 200  # characters of an error of the library
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, with the end of a text that the files beside it name.
+
+    Can be pickled, for worker processes: the copy opens the same file, and refuses it if it has changed.
+    """
+
+    kind: str = "huggingface"
+
+    def __init__(self, path: str | os.PathLike[str], *, follow_links: bool | None = None) -> None:
+        """Open a tokenizer.json.
+
+        path: the file, or its folder. tokenizer_config.json and special_tokens_map.json beside it are read.
+        follow_links: whether the files may be links, as in a snapshot of the hub. None: a file that is named may, those
+            in a folder that is named may not.
+        Raises: FileNotFoundError; CacheError for a file that is too large, that the library refuses, that has ids of
+            MAX_VOCAB_SIZE or more, or whose added tokens would get other ids than it says.
+        """
+        in_folder = os.path.isdir(path)
+        self._follow_links = not in_folder if follow_links is None else follow_links
+        self.model_path: str = os.path.abspath(os.path.join(path, TOKENIZER_JSON) if in_folder else path)
+        raw = self._read()
+        self._sha256 = hashlib.sha256(raw).hexdigest()
+        self._tokenizer = _open(raw, self.model_path)
+        self._vocab_size = _vocab_size(self._tokenizer, self.model_path)
+        added = self._tokenizer.get_added_tokens_decoder()
+        _check_added_ids(raw, {token.content: token_id for token_id, token in added.items()}, self.model_path)
+        special = {token_id for token_id, token in added.items() if token.special}
+        self._unk_id = _unk_id(self._tokenizer, raw)
+        self.eos_token = self._eos_token()
+        self._eos_id = None if self.eos_token is None else self.token_id(self.eos_token)
+        self._sentinels = self._sentinel_ids(special)
+        ends = set() if self._eos_id is None else {self._eos_id}
+        self._control_ids = frozenset((special - {self._unk_id}) | ends | set(self._sentinels.values()))
+        self._plain: Any = None
+
+    @property
+    def sha256(self) -> str:
+        """The hex sha256 of the tokenizer.json when it was opened."""
+        return self._sha256
+
+    @property
+    def vocab_size(self) -> int:
+        """The largest id and 1, added tokens included. Ids below it may have no token."""
+        return self._vocab_size
+
+    @property
+    def unk_id(self) -> int | None:
+        """The id of characters without a token; None if the model has none, as byte-level ones."""
+        return self._unk_id
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id of `eos_token` in tokenizer_config.json or special_tokens_map.json; None if none is named there."""
+        return self._eos_id
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """The ids of special tokens, of eos and of the sentinels, without the unknown id.
+
+        Added tokens that are not special, such as <think>, are text.
+        """
+        return self._control_ids
+
+    def special_token_ids(self) -> dict[str, int]:
+        """Return the ids of the sentinels under sys, usr, asst and eot; {} without them."""
+        return dict(self._sentinels)
+
+    def encode(self, text: str, /) -> list[int]:
+        """Return the ids of a text, without BOS or EOS. The literal of an added token becomes its id.
+
+        Raises: ValueError for a lone surrogate, which utf-8 cannot encode, and for a text that the model cannot encode.
+        """
+        return self._ids_of([text])[0].tolist()  # type: ignore[no-any-return]
+
+    def encode_batch(self, texts: Sequence[str], /, *, num_threads: int = 1) -> list[NDArray[np.int32]]:
+        """Return the ids of each text as int32 [tokens]. Raises as `encode`.
+
+        num_threads: 1, or as many as the library takes: all cores, or RAYON_NUM_THREADS. The ids are the same.
+        """
+        return self._ids_of(list(texts), in_parallel=num_threads != 1)
+
+    def encode_plain(self, texts: Sequence[str], /) -> list[NDArray[np.int32]]:
+        """Return the ids of each text with the literals of special tokens as text. Raises as `encode`.
+
+        Raises: ValueError also for a model whose own vocabulary gives a special token's id for its literal.
+        """
+        if self._plain is None:
+            plain = _open(self._read(), self.model_path)
+            plain.encode_special_tokens = True
+            self._plain = plain
+        arrays = self._ids_of(list(texts), plain=True)
+        control = np.array(sorted(self._control_ids), np.int32)
+        for index, ids in enumerate(arrays):
+            if (found := np.isin(ids, control)).any():
+                token = self.token(int(ids[found][0]))
+                raise coded("E305", ValueError(f"text {index}: {self.model_path} has no plain encoding of {token!r}"))
+        return arrays
+
+    def decode(self, ids: Sequence[int] | NDArray[Any], /) -> str:
+        """Return the text of a 1-D sequence of ids, special tokens included.
+
+        Raises: ValueError for an id outside the vocabulary, or for more than one dimension.
+        """
+        values = checked_ids(ids, self._vocab_size, self.model_path)
+        return str(self._tokenizer.decode(values, skip_special_tokens=False))
+
+    def token_id(self, literal: str, /) -> int | None:
+        """Return the id of one token by its literal, such as "<|endoftext|>"; None if there is none."""
+        token_id: int | None = self._tokenizer.token_to_id(literal)
+        return token_id
+
+    def token(self, token_id: int, /) -> str:
+        """Return the token of an id as the vocabulary has it; "" for an id without a token."""
+        return str(self._tokenizer.id_to_token(token_id) or "")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a path and the sha256 to compare, without the library's object."""
+        return _reopen, (self.model_path, self._sha256, self._follow_links)
+
+    def __repr__(self) -> str:
+        """Name the file, its size and the start of its sha256."""
+        return f"HuggingFaceTokenizer({self.model_path!r}, vocab_size={self.vocab_size}, sha256={self._sha256[:12]})"
+
+    def _read(self) -> bytes:
+        what = f"a {TOKENIZER_JSON}"
+        try:
+            raw = read_file(self.model_path, MAX_TOKENIZER_JSON_BYTES, what, follow_links=self._follow_links)
+        except FileNotFoundError:
+            raise coded("E401", FileNotFoundError(f"{self.model_path}: there is no {TOKENIZER_JSON}")) from None
+        except NotRegularError as error:
+            raise CacheError(self.model_path, "is not a regular file", _EXPECTED, code="E403") from error
+        if getattr(self, "_sha256", None) not in (None, hashlib.sha256(raw).hexdigest()):
+            raise _changed(self.model_path)
+        return raw
+
+    def _ids_of(self, texts: list[str], *, in_parallel: bool = False, plain: bool = False) -> list[NDArray[np.int32]]:
+        tokenizer = self._plain if plain else self._tokenizer
+        try:
+            if in_parallel:
+                encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            else:  # without the library's threads, which a forked child would not have
+                encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        except TypeError as error:
+            refuse_surrogates(texts, error)
+            raise
+        except BaseException as error:
+            if not _is_of_library(error):
+                raise
+            why = f"{self.model_path}: cannot encode a text ({str(error)[:_SHOWN]!a})"
+            raise coded("E408", ValueError(why)) from error
+        return [np.array(each.ids, np.int32) for each in encoded]
+
+    def _eos_token(self) -> str | None:
+        for name in (CONFIG_NAME, TOKENS_MAP_NAME):
+            raw = companion(Path(self.model_path), name, follow_links=self._follow_links)
+            if raw is None:
+                continue
+            path = os.path.join(os.path.dirname(self.model_path), name)
+            try:
+                token = parse_object(raw).get("eos_token")
+            except ValueError as error:
+                raise CacheError(path, str(error), "a JSON object", code="E403") from error
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                return token
+        return None
+
+    def _sentinel_ids(self, special: set[int]) -> dict[str, int]:
+        ids = {name: self.token_id(token) for name, token in zip(SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS, strict=True)}
+        found = {name: token_id for name, token_id in ids.items() if token_id is not None}
+        if found and (len(found) < len(ids) or not special.issuperset(found.values())):
+            problem = f"has {len(found)} of the four sentinels, {len(special & set(found.values()))} of them special"
+            raise CacheError(self.model_path, problem, "four special ones, or none", code="E404")
+        return found
+
+
+def _open(raw: bytes, where: str) -> Any:
+    """Return the library's tokenizer, without truncation and padding."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_buffer(raw)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    except BaseException as error:
+        if not _is_of_library(error):
+            raise
+        found = f"is damaged, or of an unknown form ({str(error)[:_SHOWN]!a})"
+        raise CacheError(where, found, _EXPECTED, code="E403") from error
+    return tokenizer
+
+
+def _is_of_library(error: BaseException) -> bool:
+    """Whether the library raised an error, and not the user by Ctrl-C; its panics are no Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _vocab_size(tokenizer: Any, where: str) -> int:
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    if not 0 <= largest < MAX_VOCAB_SIZE:
+        found = f"its largest id is {largest:,}" if largest >= 0 else "has no token"
+        raise CacheError(where, found, f"1 to {MAX_VOCAB_SIZE:,} ids", code="E403")
+    return int(largest) + 1
+
+
+def _check_added_ids(raw: bytes, ids: dict[str, int], where: str) -> None:
+    """Refuse a file whose added tokens get other ids from the library than the file says.
+
+    The library numbers added tokens that are not in the model's vocabulary by itself.
+    """
+    at = re.search(rb'"added_tokens"\s*:\s*(?=\[)', raw)
+    if at is None:
+        return
+    try:
+        tokens, _ = json.JSONDecoder().raw_decode(raw[at.end() :].decode("utf-8", "replace"))
+        said = {token["content"]: token["id"] for token in tokens}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CacheError(where, "its added_tokens cannot be read", _EXPECTED, code="E403") from error
+    for content, token_id in said.items():
+        if ids.get(content, token_id) != token_id:
+            found = f"says that {content!a} has id {token_id}, but it would get {ids[content]}"
+            raise CacheError(where, found, "ids without a gap before the added tokens", code="E403")
+
+
+def _unk_id(tokenizer: Any, raw: bytes) -> int | None:
+    """Return the id of the unknown token; the library does not give that of a unigram model."""
+    if type(tokenizer.model).__name__ == "Unigram":
+        found = _UNK_ID.search(raw)
+        return None if found is None else int(found[1])
+    token = getattr(tokenizer.model, "unk_token", None)
+    return None if token is None else tokenizer.token_to_id(token)
+
+
+def _reopen(path: str, sha256: str, follow_links: bool) -> HuggingFaceTokenizer:
+    tokenizer = HuggingFaceTokenizer(path, follow_links=follow_links)
+    if tokenizer.sha256 != sha256:
+        raise _changed(path)
+    return tokenizer
+
+
+def _changed(path: str) -> CacheError:
+    remedy = "Do not change the tokenizer during a run, and start again"
+    return CacheError(path, "has changed since it was opened", remedy=remedy, code="E402")

@@ -1,0 +1,94 @@
+"""The pieces in the bytes of a SentencePiece model: read, given another type, or appended, without changing an id.
+
+A model is a protobuf message ModelProto, whose field 1, repeated, are its pieces in the order of their ids; of a piece
+field 1 is its text, 2 its score, 3 its type. The other fields are kept as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+CONTROL: Final = 3
+"""Type of a piece that no text gives."""
+USER_DEFINED: Final = 4
+"""Type of a piece that its literal in a text always gives."""
+
+_PIECE, _TEXT, _TYPE = 1, 1, 3  # numbers of fields
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
+
+
+def with_types(model: bytes, types: Mapping[int, int]) -> bytes:
+    """Return a model in which the pieces with these ids have these types. Raises: ValueError for a damaged model."""
+    out = bytearray()
+    token_id = 0
+    for number, start, value, end in _fields(model):
+        if number != _PIECE:
+            out += model[start:end]
+            continue
+        if token_id in types:
+            piece = model[value:end]
+            kept = b"".join(piece[at:stop] for field, at, _, stop in _fields(piece) if field != _TYPE)
+            out += _piece(kept, types[token_id])
+        else:
+            out += model[start:end]
+        token_id += 1
+    return bytes(out)
+
+
+def with_pieces(model: bytes, literals: Sequence[str]) -> bytes:
+    """Return a model with user-defined pieces after its own: their ids follow the largest one."""
+    pieces = ((_tag(_TEXT, _BYTES) + _length(literal.encode()) + literal.encode()) for literal in literals)
+    return model + b"".join(_piece(text, USER_DEFINED) for text in pieces)
+
+
+def _piece(fields: bytes, kind: int) -> bytes:
+    message = fields + _tag(_TYPE, _VARINT) + _varint(kind)
+    return _tag(_PIECE, _BYTES) + _length(message) + message
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int, int, int]]:
+    """Yield number, start, start of the value and end of each field. Raises: ValueError for a damaged message."""
+    at = 0
+    while at < len(message):
+        start = at
+        key, at = _read_varint(message, at)
+        number, wire, value = key >> 3, key & 7, at
+        if wire == _VARINT:
+            _, at = _read_varint(message, at)
+        elif wire == _BYTES:
+            size, value = _read_varint(message, at)
+            at = value + size
+        elif wire in (_FIXED64, _FIXED32):
+            at += 8 if wire == _FIXED64 else 4
+        else:
+            raise ValueError(f"byte {start}: no field of a SentencePiece model")
+        if at > len(message):
+            raise ValueError(f"byte {start}: a field beyond the end of a SentencePiece model")
+        yield number, start, value, at
+
+
+def _read_varint(message: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < len(message) and shift < 70:
+        byte = message[at]
+        value, shift, at = value | (byte & 0x7F) << shift, shift + 7, at + 1
+        if byte < 0x80:
+            return value, at
+    raise ValueError(f"byte {at}: no number of a SentencePiece model")
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def _tag(number: int, wire: int) -> bytes:
+    return _varint(number << 3 | wire)
+
+
+def _length(content: bytes) -> bytes:
+    return _varint(len(content))
