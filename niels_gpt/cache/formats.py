@@ -7,17 +7,16 @@ An sft cache:      train_tokens.bin train_idx.npy val_tokens.bin val_idx.npy met
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.builders.meta_keys import FORMAT_VERSION
 from niels_gpt.builders.split import SPLITS
-from niels_gpt.builders.writer import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_DTYPE_NAME
-from niels_gpt.encoding import TOKEN_DTYPE as TOKEN_NUMPY_DTYPE
-
-TOKEN_DTYPE = TOKEN_DTYPE_NAME
-"""`token_dtype` in meta.json (PR-03)."""
+from niels_gpt.builders.writer import OFFSET_DTYPE
+from niels_gpt.tokenizers.protocol import Ids
+from niels_gpt.tokenizers.vocabulary import NARROW, TokenDtype, token_dtype_of
 
 DEFAULT_SHARD_BYTES = 2**27
 """Default bytes of a pretrain shard: "128 MB" (PR-03)."""
@@ -30,22 +29,23 @@ __all__ = [
     "DEFAULT_SHARD_BYTES",
     "FORMAT_VERSION",
     "IGNORE_INDEX",
+    "NARROW",
     "OFFSET_DTYPE",
     "SHARD_GLOB",
     "SPLITS",
-    "TOKEN_BYTES",
-    "TOKEN_DTYPE",
-    "TOKEN_NUMPY_DTYPE",
+    "Ids",
+    "TokenDtype",
     "batch_rows",
     "example_targets",
     "reply_edges",
     "target_mask",
     "targets_by_t",
     "targets_of_pieces",
+    "token_dtype_of",
 ]
 
 
-def target_mask(ids: NDArray[np.uint16], lengths: NDArray[np.int64], *, asst_id: int, eot_id: int) -> NDArray[np.bool_]:
+def target_mask(ids: Ids, lengths: NDArray[np.int64], *, asst_id: int, eot_id: int) -> NDArray[np.bool_]:
     """Return which tokens carry loss: those after an assistant sentinel, up to and including the next EOT.
 
     ids [B, S], lengths [B]: tokens of each row before padding; returns bool [B, S].
@@ -70,7 +70,7 @@ def target_mask(ids: NDArray[np.uint16], lengths: NDArray[np.int64], *, asst_id:
 
 
 def reply_edges(
-    ids: NDArray[np.uint16], last: NDArray[np.int64], *, asst_id: int, eot_id: int
+    ids: Ids, last: NDArray[np.int64], *, asst_id: int, eot_id: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return where loss may begin or end in examples end to end: a sparse form of `target_mask`.
 
@@ -90,12 +90,12 @@ def reply_edges(
 
 
 def batch_rows(
-    ids: NDArray[np.uint16], lengths: NDArray[np.int64], width: int, *, asst_id: int, eot_id: int
-) -> tuple[NDArray[np.uint16], NDArray[np.bool_], NDArray[np.int64]]:
+    ids: Ids, lengths: NDArray[np.int64], width: int, *, asst_id: int, eot_id: int
+) -> tuple[Ids, NDArray[np.bool_], NDArray[np.int64]]:
     """Return examples as rows, and which targets carry loss, run-length encoded.
 
     ids [N]: the examples end to end, each truncated to at most `width` tokens; lengths [B]: their tokens.
-    Returns rows, uint16 [B, width], padded with eot_id; has_loss, bool [runs], and runs, int64 [runs]:
+    Returns rows [B, width], of the dtype of ids, padded with eot_id; has_loss, bool [runs], and runs, int64 [runs]:
     has_loss.repeat(runs) is bool [B * (width - 1)], of rows[:, 1:].
     """
     stops, B, T = np.cumsum(lengths), len(lengths), width - 1
@@ -110,20 +110,20 @@ def batch_rows(
     return _padded(ids, lengths, width, eot_id), has_loss, edges[1:] - edges[:-1]
 
 
-def _padded(ids: NDArray[np.uint16], lengths: NDArray[np.int64], width: int, eot_id: int) -> NDArray[np.uint16]:
+def _padded(ids: Ids, lengths: NDArray[np.int64], width: int, eot_id: int) -> Ids:
     if len(ids) < len(lengths) * width:
-        padding = np.full(width - lengths.min(), eot_id, dtype=TOKEN_NUMPY_DTYPE).data
+        padding = np.full(width - lengths.min(), eot_id, dtype=ids.dtype).data
         first = 0
         parts: list[memoryview] = []
         for length in lengths.tolist():
             parts += (ids.data[first : first + length], padding[: width - length])
             first += length
-        ids = np.frombuffer(bytearray().join(parts), dtype=TOKEN_NUMPY_DTYPE)  # half the time of numpy assignments
+        ids = np.frombuffer(bytearray().join(parts), dtype=ids.dtype)  # half the time of numpy assignments
     return ids.reshape(len(lengths), width)
 
 
 def example_targets(
-    ids: NDArray[np.uint16], ends: NDArray[np.int64], width: int, *, asst_id: int, eot_id: int
+    ids: Ids, ends: NDArray[np.int64], width: int, *, asst_id: int, eot_id: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
     """Return, for examples end to end, how many supervised tokens remain when they are truncated to `width` tokens.
 
@@ -144,14 +144,14 @@ def example_targets(
 
 
 def targets_of_pieces(
-    pieces: Iterable[NDArray[np.uint16]], width: int, *, asst_id: int, eot_id: int
+    pieces: Iterable[Ids], width: int, *, asst_id: int, eot_id: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
     """Return `example_targets` of one example in pieces, of which one at a time is in memory."""
     targets, left, lost_eot = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.bool_)
-    latest = np.array([eot_id], dtype=TOKEN_NUMPY_DTYPE)
+    latest: Any = [eot_id]
     for piece in pieces:
         # The latest sentinel before a piece tells whether it begins inside a reply. It is not a target, nor truncated.
-        ids = np.concatenate((latest, piece))
+        ids = np.concatenate((np.asarray(latest, dtype=piece.dtype), piece))
         end, rest = np.array([len(ids)]), max(width, 0) + 1
         in_piece = example_targets(ids, end, rest, asst_id=asst_id, eot_id=eot_id)
         targets, left, lost_eot = targets + in_piece[0], left + in_piece[1], lost_eot | in_piece[2]
@@ -161,7 +161,7 @@ def targets_of_pieces(
 
 
 def targets_by_t(
-    ids: NDArray[np.uint16], ends: NDArray[np.int64], size: int, *, drop: bool, asst_id: int, eot_id: int
+    ids: Ids, ends: NDArray[np.int64], size: int, *, drop: bool, asst_id: int, eot_id: int
 ) -> NDArray[np.int64]:
     """Return how many supervised tokens need T = t to be in a row of T + 1 tokens, for t below `size`: int64 [size].
 

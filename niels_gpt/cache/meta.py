@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.cache.formats import FORMAT_VERSION, SHARD_GLOB, SPLITS
+from niels_gpt.cache.formats import FORMAT_VERSION, SHARD_GLOB, SPLITS, token_dtype_of
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, sha256_file, write_bytes
@@ -24,6 +24,7 @@ from niels_gpt.storage.meta_json import (
     meta_crc32,
     parse_object,
     path_inside,
+    printable,
     read_regular,
     resolved,
     shortened,
@@ -32,7 +33,7 @@ from niels_gpt.storage.meta_json import (
 from niels_gpt.storage.remedies import build_again
 from niels_gpt.storage.versions import version_name
 from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
-from niels_gpt.tokenizers.protocol import TOKEN_DTYPES, FullTokenizer
+from niels_gpt.tokenizers.protocol import FullTokenizer
 from niels_gpt.tokenizers.vocabulary import (
     check_vocab_size,
     end_of_documents,
@@ -148,16 +149,15 @@ def checked_meta(meta: dict[str, Any], where: str, kind: str | None = None) -> N
     """Check the keys of a meta.json that readers use; absent keys and those of other tools are accepted.
 
     kind: the expected one; None: any.
-    Raises: CacheError for a key of the wrong type, tokens of another dtype, another format version or kind, and a cache
-        of this project without a tokenizer_sha256.
+    Raises: CacheError for a key of the wrong type, another format version or kind, a token_dtype that is not that of
+        vocab_size or of the sizes of the files, and a cache of this project without a tokenizer_sha256.
     """
     actual = meta.get("kind", kind)
     if kind is not None and actual != kind:
         raise wrong_value(where, "kind", actual, f"{kind!r}, which this reader reads")
-    for key, allowed in (("built", (True, False, "partial")), ("token_dtype", tuple(TOKEN_DTYPES))):
-        # By type too: 1 == True, but no builder writes a number there.
-        if key in meta and not any(type(meta[key]) is type(value) and meta[key] == value for value in allowed):
-            raise wrong_value(where, key, meta[key], " or ".join(map(repr, allowed)))
+    built = meta.get("built", True)
+    if not any(built is value for value in (True, False)) and built != "partial":  # 1 == True, but is not written
+        raise wrong_value(where, "built", built, "True or False or 'partial'")
     version = meta.get("format_version", FORMAT_VERSION)
     if integer(version, 0, 2**63) != FORMAT_VERSION:
         raise wrong_value(where, "format_version", version, f"{FORMAT_VERSION}, which this reader knows")
@@ -173,6 +173,17 @@ def checked_meta(meta: dict[str, Any], where: str, kind: str | None = None) -> N
     if meta.get("content_sha256") is not None:
         checked_sha256(meta["content_sha256"], "content_sha256", where)
     file_records(meta, where)
+    _check_token_sizes(meta, where)
+
+
+def _check_token_sizes(meta: dict[str, Any], where: str) -> None:
+    """Raise CacheError if the records of token files have sizes of another token_dtype: its ids would be nonsense."""
+    itemsize = token_dtype_of(meta, where).itemsize
+    for records in meta.get("shards", {}).values():
+        for record in records:
+            if "tokens" in record and record["bytes"] != itemsize * record["tokens"]:
+                found = f"{printable(record['name'])} has {record['tokens']} tokens in {record['bytes']} bytes"
+                raise CacheError(where, found, f"{itemsize} bytes for each, by token_dtype", REBUILD, code="E202")
 
 
 def listed_meta(folder: Path) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import TOKEN_BYTES
+from niels_gpt.cache.formats import Ids, TokenDtype, token_dtype_of
 from niels_gpt.cache.meta import (
     check_expected,
     existing_cache,
@@ -39,6 +39,7 @@ from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_int, path_inside, printable, resolved
 from niels_gpt.storage.remedies import build_again
 from niels_gpt.storage.versions import public_path, version_name
+from niels_gpt.tokenizers.protocol import MAX_VOCAB_SIZE
 
 
 class PretrainSplit:
@@ -58,6 +59,7 @@ class PretrainSplit:
         tokenizer_sha256: str | None = None,
         expect: Mapping[str, Any] | None = None,
         io: IO = "mmap",
+        dtype: TokenDtype | None = None,
         in_order: bool = False,
     ) -> None:
         """shards_dir: a split's folder, such as cache/pretrain/fineweb_edu/train; the meta.json above it is used.
@@ -65,15 +67,17 @@ class PretrainSplit:
         tokenizer_sha256: raise CacheError unless the cache was built with this model.
         expect: an earlier `fingerprint`; raise CacheError unless the split still has it.
         io: "mmap", or "pread" for network file systems.
+        dtype: "uint16" or "uint32", of token files without a meta.json; None: uint16. A meta.json must not contradict.
         in_order: windows will be read one after the other, not at random.
-        Raises: FileNotFoundError, CacheError (each names the file), ValueError for another io.
+        Raises: FileNotFoundError, CacheError (each names the file), ValueError for another io or dtype.
         """
         self.folder = existing_cache(resolved_split(Path(shards_dir)), shards_dir)
         cache = self.folder.parent
         self.meta: dict[str, Any] | None
         self._hold, self.meta, self.vocab_size = open_version(cache, "pretrain", tokenizer_sha256)
         shards = split_shards(cache, self.meta, self.folder.name)
-        self.files = TokenFiles(shards, io=io, in_order=in_order)
+        tokens = token_dtype_of(self.meta, cache / META_NAME, dtype)
+        self.files = TokenFiles(shards, io=io, in_order=in_order, dtype=tokens)
         if not self.files.paths and (self.folder / META_NAME).exists():
             raise CacheError(
                 self.folder, "a whole cache", "the folder of a split of a pretrain cache in it", code="E209"
@@ -108,8 +112,8 @@ class PretrainSplit:
         tokens = int(self.lengths.sum())
         return fingerprint(self.folder.parent, self.meta, split=self.folder.name, tokens=tokens)
 
-    def rows(self, shards: NDArray[np.int64], starts: NDArray[np.int64], width: int) -> NDArray[np.uint16]:
-        """Return uint16 [B, width]: `width` tokens of shard shards[b] from its token starts[b] on, all inside it.
+    def rows(self, shards: NDArray[np.int64], starts: NDArray[np.int64], width: int) -> Ids:
+        """Return ids [B, width]: `width` tokens of shard shards[b] from its token starts[b] on, all inside it.
 
         Raises: IndexError for a window that is not inside its shard; CacheError, naming file and place, for an id
             outside meta.json's vocab_size.
@@ -136,13 +140,13 @@ class PretrainSplit:
             self._documents = starts
         return self._documents
 
-    def stream(self, start: int, end: int) -> NDArray[np.uint16]:
-        """Return tokens start to end - 1 of the split, which may lie in several shards: uint16 [end - start].
+    def stream(self, start: int, end: int) -> Ids:
+        """Return tokens start to end - 1 of the split, which may lie in several shards: ids [end - start].
 
         Raises: CacheError, naming file and place, for an id outside meta.json's vocab_size.
         """
         stops = np.cumsum(self.lengths)
-        parts = [np.zeros(0, dtype=np.uint16)]
+        parts: list[Ids] = [np.zeros(0, dtype=self.files.dtype)]
         for shard in range(int(stops.searchsorted(start, side="right")), len(stops)):
             before = int(stops[shard] - self.lengths[shard])
             first, last = max(start - before, 0), min(end, int(stops[shard])) - before
@@ -168,13 +172,14 @@ class PretrainTokenStreamDataset(DecodedItems):
         tokenizer_sha256: str | None = None,
         expect: Mapping[str, Any] | None = None,
         io: IO = "mmap",
+        dtype: TokenDtype | None = None,
     ) -> None:
-        """shards_dir, tokenizer_sha256, expect, io: as for `PretrainSplit`.
+        """shards_dir, tokenizer_sha256, expect, io, dtype: as for `PretrainSplit`.
 
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for T < 1.
         """
         self.T, self.device = checked_int("T", T, 1), device
-        self._split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io)
+        self._split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io, dtype=dtype)
         self.shards_dir, self.meta, self.vocab_size = self._split.folder, self._split.meta, self._split.vocab_size
         lengths = self._split.lengths
         self.skipped_shards, self.skipped_tokens = int((lengths <= T).sum()), int(lengths[lengths <= T].sum())
@@ -245,22 +250,24 @@ class PretrainTokenStreamDataset(DecodedItems):
 
 def gathered(
     files: TokenFiles, vocab_size: int | None, shards: NDArray[np.int64], places: NDArray[np.int64], width: int
-) -> NDArray[np.uint16]:
+) -> Ids:
     """Return `files.gather(shards, places, width)`.
 
-    Raises: CacheError, naming file and place, for an id outside vocab_size; None: any id is accepted.
+    Raises: CacheError, naming file and place, for an id outside vocab_size; None: any id of a vocabulary is accepted.
     """
     rows = files.gather(shards, places, width)
+    if vocab_size is None and rows.itemsize > 2:
+        vocab_size = MAX_VOCAB_SIZE  # `split_rows` relies on it
     # numpy's argmax takes half the time of max.
     if vocab_size is not None and rows.size and rows.item(rows.argmax()) >= vocab_size:
         row, column = np.argwhere(rows >= vocab_size)[0].tolist()
-        token = int(places[row] - files.first_tokens[shards[row]]) + column
-        raise outside_vocabulary(files.paths[shards[row]], token, int(rows[row, column]), vocab_size)
+        token, file = int(places[row] - files.first_tokens[shards[row]]) + column, int(shards[row])
+        raise outside_vocabulary(files.paths[file], token, files.itemsize(file), int(rows[row, column]), vocab_size)
     return rows
 
 
-def split_rows(rows: NDArray[np.uint16], device: str | torch.device) -> tuple[Any, Any]:
-    """Return (rows[:, :-1], rows[:, 1:]) as contiguous int64 tensors on `device`; rows: uint16 [B, T + 1].
+def split_rows(rows: Ids, device: str | torch.device) -> tuple[Any, Any]:
+    """Return (rows[:, :-1], rows[:, 1:]) as contiguous int64 tensors on `device`; rows: uint16 or uint32 [B, T + 1].
 
     The narrow form is copied to another device once, and cast there; to CUDA through pinned memory, so that the call
     does not wait for the copy.
@@ -271,10 +278,15 @@ def split_rows(rows: NDArray[np.uint16], device: str | torch.device) -> tuple[An
         x, y = recycled_int64((2, rows.shape[0], rows.shape[1] - 1))
         x[...], y[...] = rows[:, :-1], rows[:, 1:]
         return torch.from_numpy(x), torch.from_numpy(y)
-    narrow = torch.from_numpy(rows)
+    narrow = torch.from_numpy(_known_to_torch(rows))
     on_cuda = torch.device(device).type == "cuda"
     moved = (narrow.pin_memory() if on_cuda else narrow).to(device, non_blocking=on_cuda)
     return moved[:, :-1].to(torch.int64).contiguous(), moved[:, 1:].to(torch.int64).contiguous()
+
+
+def _known_to_torch(rows: Ids) -> NDArray[Any]:
+    """Return uint32 rows as int32: the same numbers below 2 ** 31, and torch has few operations of uint32."""
+    return rows.view(np.int32) if rows.itemsize == 4 else rows
 
 
 _FRESH_TOKENS = 1 << 17  # 1 MiB as int64: below, malloc returns memory that the process has touched before
@@ -314,9 +326,9 @@ class _Lease:
         give_back(self._memory)
 
 
-def outside_vocabulary(path: Path, token: int, id: int, vocab_size: int) -> CacheError:
+def outside_vocabulary(path: Path, token: int, itemsize: int, id: int, vocab_size: int) -> CacheError:
     """Return the error of token number `token` of a file, whose id has no embedding in a model of that vocabulary."""
-    found = f"token {token} at byte {token * TOKEN_BYTES} is id {id}"
+    found = f"token {token} at byte {token * itemsize} is id {id}"
     remedy = f"The file is damaged, or its meta.json belongs to another cache. {build_again(path)}"
     return CacheError(path, found, f"ids below vocab_size {vocab_size}", remedy, code="E409")
 

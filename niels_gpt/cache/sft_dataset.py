@@ -22,13 +22,16 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import (
     IGNORE_INDEX,
+    NARROW,
     SPLITS,
-    TOKEN_NUMPY_DTYPE,
+    Ids,
+    TokenDtype,
     batch_rows,
     example_targets,
     target_mask,
     targets_by_t,
     targets_of_pieces,
+    token_dtype_of,
 )
 from niels_gpt.cache.meta import (
     check_expected,
@@ -53,13 +56,14 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_int, printable, resolved
 from niels_gpt.storage.versions import public_path, version_name
+from niels_gpt.tokenizers.protocol import MAX_VOCAB_SIZE
 
 OverLength = Literal["truncate", "drop", "error"]
 """An example of more than T + 1 tokens is truncated (PR-03), dropped, or an error when the dataset is opened."""
 
 _BLOCK_TOKENS = 1 << 20  # counted at once
 _WARN_SHARE = 0.05  # of the supervised tokens
-_ANY_ID = (1 << 16) - 1
+_ANY_ID = MAX_VOCAB_SIZE - 1
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ class SFTExampleDataset(DecodedItems):
     the cache, and for a text its model.
     """
 
+    _dtype: np.dtype[Any] = NARROW  # of the class: readers pickled by earlier releases have none
+
     def __init__(
         self,
         tokens_path: str | os.PathLike[str],
@@ -101,6 +107,7 @@ class SFTExampleDataset(DecodedItems):
         require_targets: bool = False,
         expect: Mapping[str, Any] | None = None,
         io: IO = "mmap",
+        dtype: TokenDtype | None = None,
     ) -> None:
         """tokens_path, idx_path: a split's token file and offsets, such as train_tokens.bin and train_idx.npy.
 
@@ -112,11 +119,13 @@ class SFTExampleDataset(DecodedItems):
         expect: an earlier `fingerprint`; raise CacheError unless the split still has it.
         io: "mmap", or "pread" for network file systems: each example is one positioned read, only offsets are mapped.
 
+        dtype: as for `PretrainSplit`.
+
         All tokens are read once, here, for `counts`. Warns of rows without a target and of lost supervised tokens.
         Tokens and offsets of two splits, caches or versions are refused: by meta.json, and, if the ids of the roles'
         sentinels are known, by an example that does not begin with one.
         Raises: FileNotFoundError; CacheError (each names the file; also if no example is left); ValueError for a T that
-            is not an integer of 1 or more, another over_length or io, and an eot_id or asst_id outside the vocabulary.
+            is not an integer of 1 or more, another over_length, io or dtype, and an id outside the vocabulary.
         """
         if over_length not in get_args(OverLength):
             raise ValueError(f"over_length={over_length!r}: expected one of {', '.join(get_args(OverLength))}")
@@ -127,6 +136,7 @@ class SFTExampleDataset(DecodedItems):
         self._hold, self.meta, self.vocab_size = open_version(folder, "sft", None)
         check_pair(self.tokens_path, self.idx_path, self.meta)
         check_tokenizer(folder, self.meta, tokenizer_sha256)
+        self._dtype = token_dtype_of(self.meta, folder / META_NAME, dtype)
         self.asst_id, self._roles = self._sentinels(asst_id), role_ids(folder, self.meta)
         self._open()
         check_expected(self.fingerprint(), expect, str(self.tokens_path))
@@ -148,6 +158,7 @@ class SFTExampleDataset(DecodedItems):
         require_targets: bool = False,
         expect: Mapping[str, Any] | None = None,
         io: IO = "mmap",
+        dtype: TokenDtype | None = None,
     ) -> SFTExampleDataset:
         """Open a split, "train" or "val", of an sft cache such as cache/sft/oasst1; its meta.json has the sentinels.
 
@@ -169,6 +180,7 @@ class SFTExampleDataset(DecodedItems):
             require_targets=require_targets,
             expect=expect,
             io=io,
+            dtype=dtype,
         )
 
     def __repr__(self) -> str:
@@ -232,7 +244,7 @@ class SFTExampleDataset(DecodedItems):
 
     def _sentinels(self, asst_id: int | None) -> int:
         """Return the id of the assistant sentinel; both ids are checked."""
-        folder, end = self.tokens_path.parent, self.vocab_size or 1 << 16
+        folder, end = self.tokens_path.parent, self.vocab_size or min(1 << 8 * self._dtype.itemsize, MAX_VOCAB_SIZE)
         for name, given in (("eot", self.eot_id), ("asst", asst_id)):
             if given is not None and not 0 <= given < end:
                 raise ValueError(f"{name}_id={given}: expected an id of the vocabulary, 0 to {end - 1}")
@@ -249,10 +261,10 @@ class SFTExampleDataset(DecodedItems):
         size, idx_size = (recorded_bytes(folder, self.meta, path) for path in paths)
         self._map: memoryview | None = None
         if self.io == "mmap":
-            self._map = mmap_tokens(self.tokens_path, expected_bytes=size).data
+            self._map = mmap_tokens(self.tokens_path, expected_bytes=size, dtype=self._dtype).data
             self._num_tokens = len(self._map)
         else:
-            self._file = TokenFiles([(self.tokens_path, size)], io=self.io)
+            self._file = TokenFiles([(self.tokens_path, size)], io=self.io, dtype=self._dtype)
             self._num_tokens = int(self._file.lengths[0])
         self._starts = load_idx(self.idx_path, num_tokens=self._num_tokens, expected_bytes=idx_size)
 
@@ -276,8 +288,8 @@ class SFTExampleDataset(DecodedItems):
         split = self.tokens_path.name.removesuffix("_tokens.bin")
         return fingerprint(self.tokens_path.parent, self.meta, split=split, tokens=self._num_tokens)
 
-    def example(self, row: int) -> NDArray[np.uint16]:
-        """Return the ids of one whole example: uint16 [tokens], a read-only view of the file (io="pread": a copy).
+    def example(self, row: int) -> Ids:
+        """Return the ids of one whole example: ids [tokens], a read-only view of the file (io="pread": a copy).
 
         Raises: IndexError; CacheError, naming file and place, for an id outside meta.json's vocab_size.
         """
@@ -304,7 +316,7 @@ class SFTExampleDataset(DecodedItems):
         # The examples end to end, unpadded: padding is neither searched for sentinels nor checked.
         pieces, tokens = zip(starts.tolist(), ends.tolist(), strict=True), self._map
         parts: list[Any] = [self._read(at, end) if tokens is None else tokens[at:end] for at, end in pieces]
-        ids = np.frombuffer(bytearray().join(parts), dtype=TOKEN_NUMPY_DTYPE)  # half the time of numpy assignments
+        ids = np.frombuffer(bytearray().join(parts), dtype=self._dtype)  # half the time of numpy assignments
         self._check(ids, starts, lengths)
         rows, has_loss, runs = batch_rows(ids, lengths, self.T + 1, asst_id=self.asst_id, eot_id=self.eot_id)
         x, y = split_rows(rows, self.device)
@@ -316,22 +328,22 @@ class SFTExampleDataset(DecodedItems):
         ends[examples == len(self._starts) - 1] = self._num_tokens
         return self._starts[examples], ends
 
-    def _read(self, start: int, end: int) -> NDArray[np.uint16]:
+    def _read(self, start: int, end: int) -> Ids:
         if self._map is not None:
-            return np.frombuffer(self._map[start:end], dtype=TOKEN_NUMPY_DTYPE)
-        ids: NDArray[np.uint16] = self._file.gather(np.zeros(1, np.int64), np.array([start]), end - start)[0]
+            return np.frombuffer(self._map[start:end], dtype=self._dtype)
+        ids: Ids = self._file.gather(np.zeros(1, np.int64), np.array([start]), end - start)[0]
         return ids
 
-    def _check(self, ids: NDArray[np.uint16], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+    def _check(self, ids: Ids, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
         """Raise unless all ids of pieces that begin at token `starts` of the file are of the vocabulary."""
         # numpy's argmax takes half the time of max.
         if self.vocab_size is not None and len(ids) and ids.item(ids.argmax()) >= self.vocab_size:
             place, stops = int(np.argmax(ids >= self.vocab_size)), np.cumsum(lengths)
             piece = int(stops.searchsorted(place, side="right"))
             token = int(starts[piece] + place - (stops - lengths)[piece])
-            raise outside_vocabulary(self.tokens_path, token, int(ids[place]), self.vocab_size)
+            raise outside_vocabulary(self.tokens_path, token, ids.itemsize, int(ids[place]), self.vocab_size)
 
-    def _check_starts(self, firsts: NDArray[np.uint16], starts: NDArray[np.int64], first: int) -> None:
+    def _check_starts(self, firsts: Ids, starts: NDArray[np.int64], first: int) -> None:
         paths = {"tokens_path": self.tokens_path, "idx_path": self.idx_path}
         check_starts(firsts, starts, self._roles, first=first, **paths)
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.display.tables import escaped_html, shown
 from niels_gpt.storage.meta_json import printable
+from niels_gpt.tokenizers.protocol import Ids
 
 _MORE = " …"
 _REPR_CHARACTERS = 60
@@ -39,14 +40,14 @@ class Decoder(Protocol):
 class Decoded:
     """A document of a pretrain cache, or an example of an sft cache.
 
-    ids: uint16 [tokens], read-only. mask: bool [tokens], true where a token is
+    ids: uint16 or uint32 [tokens], read-only. mask: bool [tokens], true where a token is
     supervised; None in a document, where every token is. `str` gives the text with supervised tokens in [[ ]].
     """
 
     def __init__(
         self,
         name: str,
-        ids: NDArray[np.uint16],
+        ids: Ids,
         mask: NDArray[np.bool_] | None,
         sentinels: Mapping[int, str],
         tokenizer: Callable[[], Decoder],
@@ -146,7 +147,7 @@ class DecodedItems(ABC):
         return map(self._item, range(len(self)))
 
 
-def decoded_text(ids: NDArray[np.uint16], sentinels: Mapping[int, str], tokenizer: Decoder) -> str:
+def decoded_text(ids: Ids, sentinels: Mapping[int, str], tokenizer: Decoder) -> str:
     """Return the text of ids, with short names for sentinels: their literals are too long to read."""
     is_sentinel = np.isin(ids, list(sentinels))
     return "".join(

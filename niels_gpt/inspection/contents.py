@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.builders.writer import OFFSET_DTYPE, TOKEN_BYTES
-from niels_gpt.cache.formats import SPLITS
-from niels_gpt.encoding import TOKEN_DTYPE
+from niels_gpt.builders.writer import OFFSET_DTYPE
+from niels_gpt.cache.formats import SPLITS, token_dtype_of
 from niels_gpt.inspection.file_checks import HEADER_BYTES, CacheFiles, Damage, Record, Scan
 from niels_gpt.inspection.stats import supervised_counts
 from niels_gpt.storage.errors import CacheError
@@ -42,7 +41,7 @@ def content_damages(files: CacheFiles) -> Iterator[Damage]:
         if index["name"] in files.sound and all(record["name"] in files.readable for record in shards):
             stream = SentinelScan(meta, _offsets(files, index))
         for record in shards:
-            yield from _scanned(files, record, IdScan(record["name"], meta["vocab_size"]), stream)
+            yield from _scanned(files, record, IdScan(record["name"], meta), stream)
         if stream is not None and all(record["name"] in files.sound for record in shards):
             yield from (damages := list(stream.damages()))
             if not pretrain and not damages:
@@ -77,16 +76,17 @@ def _offsets(files: CacheFiles, record: Record) -> NDArray[np.int64]:
 
 def id_damages(files: CacheFiles) -> Iterator[Damage]:
     """Yield the ids that are not in the vocabulary, and the token files that cannot be read."""
-    vocab_size, records = int(files.meta["vocab_size"]), files.records
+    itemsize, records = token_dtype_of(files.meta, files.folder / META_NAME).itemsize, files.records
     num_shards = sum(map(len, files.meta["shards"].values()))
     for record in records[:num_shards]:
         if (damage := files.size_damage(record)) is not None:
             yield damage
             continue
-        if record["bytes"] % TOKEN_BYTES:
-            yield Damage(record["name"], 0, record["bytes"], f"{record['bytes']} bytes, expected a multiple of 2")
+        if record["bytes"] % itemsize:
+            expected = f"{record['bytes']} bytes, expected a multiple of {itemsize}"
+            yield Damage(record["name"], 0, record["bytes"], expected)
             continue
-        scan = IdScan(record["name"], vocab_size)
+        scan = IdScan(record["name"], files.meta)
         try:
             for content in files.pieces(record):
                 scan.feed(content)
@@ -159,13 +159,13 @@ class OffsetsScan:
 class IdScan:
     """A token file: every id is below vocab_size."""
 
-    def __init__(self, name: str, vocab_size: int) -> None:
-        self._name, self._vocab_size = name, vocab_size
+    def __init__(self, name: str, meta: dict[str, Any]) -> None:
+        self._name, self._vocab_size, self._dtype = name, int(meta["vocab_size"]), token_dtype_of(meta, META_NAME)
         self._num_tokens = self._num_wrong = self._first = self._id = 0
 
     def feed(self, content: memoryview, /) -> None:
         """Take the next bytes."""
-        tokens = np.frombuffer(content, dtype=TOKEN_DTYPE)
+        tokens = np.frombuffer(content, dtype=self._dtype)
         if len(tokens) and int(tokens.max()) >= self._vocab_size:
             wrong = np.flatnonzero(tokens >= self._vocab_size)
             if not self._num_wrong:
@@ -180,7 +180,8 @@ class IdScan:
                 f"token {self._first} is id {self._id}, expected ids below vocab_size {self._vocab_size}; "
                 f"{self._num_wrong:,} of {self._num_tokens:,} tokens are not"
             )
-            yield Damage(self._name, TOKEN_BYTES * self._first, TOKEN_BYTES * (self._first + 1), problem)
+            size = self._dtype.itemsize
+            yield Damage(self._name, size * self._first, size * (self._first + 1), problem)
 
 
 class LinesScan:
@@ -221,6 +222,7 @@ class SentinelScan:
 
     def __init__(self, meta: dict[str, Any], bounds: NDArray[np.int64]) -> None:
         """bounds: where each document starts, in tokens, and in a pretrain split where the last one ends."""
+        self._dtype = token_dtype_of(meta, META_NAME)
         self._ids: dict[str, int] = dict(meta["special_token_ids"])
         self._names = {token: name for name, token in self._ids.items()}
         self._bounds, self._sft, self._append_eot = bounds, meta["kind"] == "sft", bool(meta.get("append_eot"))
@@ -237,7 +239,7 @@ class SentinelScan:
 
     def feed(self, content: memoryview, /) -> None:
         """Take the next bytes."""
-        tokens = np.frombuffer(content, dtype=TOKEN_DTYPE)
+        tokens = np.frombuffer(content, dtype=self._dtype)
         if self._damage is None:
             is_sentinel = np.zeros(len(tokens), dtype=np.bool_)
             for token in self._ids.values():
@@ -299,5 +301,5 @@ class SentinelScan:
         return int(np.searchsorted(self._bounds, place, side="right")) - 1
 
     def _keep(self, place: int, problem: str) -> None:
-        token = place - self._file_start
-        self._damage = Damage(self._name, TOKEN_BYTES * token, TOKEN_BYTES * (token + 1), f"token {token} {problem}")
+        token, size = place - self._file_start, self._dtype.itemsize
+        self._damage = Damage(self._name, size * token, size * (token + 1), f"token {token} {problem}")

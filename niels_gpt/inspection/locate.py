@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import SPLITS, TOKEN_BYTES
+from niels_gpt.cache.formats import SPLITS, Ids, token_dtype_of
 from niels_gpt.cache.meta import check_tokenizer
 from niels_gpt.display.decoded import Decoder, decoded_text
 from niels_gpt.display.tables import shown
@@ -90,15 +90,15 @@ def _located(
 def _file(folder: Path, meta: dict[str, Any], split: str, position: int) -> str:
     for record in meta["shards"][split]:
         if position < record["tokens"]:
-            start = TOKEN_BYTES * position
-            return f"{record['name']}, bytes {start:,} to {start + TOKEN_BYTES:,}"
+            size = token_dtype_of(meta, META_NAME).itemsize
+            return f"{record['name']}, bytes {size * position:,} to {size * (position + 1):,}"
         position -= record["tokens"]
     raise CacheError(
         folder / META_NAME, f"its shards of {split} hold fewer tokens than its totals say", remedy=REBUILD, code="E201"
     )
 
 
-def _marked(ids: NDArray[np.uint16], place: int, decode: Callable[[NDArray[Any]], str] | None) -> str:
+def _marked(ids: Ids, place: int, decode: Callable[[NDArray[Any]], str] | None) -> str:
     """Return text with [[ ]] around the token, or around the few tokens that together encode its character."""
     if decode is None:
         return " ".join(f"[[{token}]]" if number == place else str(token) for number, token in enumerate(ids.tolist()))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.builders.meta_keys import FORMAT_VERSION, content_sha256
-from niels_gpt.builders.writer import OFFSET_DTYPE, TOKEN_BYTES, TOKEN_DTYPE_NAME
-from niels_gpt.cache.formats import SPLITS
+from niels_gpt.builders.writer import OFFSET_DTYPE
+from niels_gpt.cache.formats import NARROW, SPLITS, token_dtype_of
 from niels_gpt.cache.meta import KINDS
 from niels_gpt.inspection.file_checks import (
     CRC_DTYPE,
@@ -28,7 +28,7 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import meta_crc32, parse_object, read_regular, shortened
 from niels_gpt.tokenizer import MODEL_NAME
-from niels_gpt.tokenizers.protocol import MAX_VOCAB_SIZE, NARROW_IDS, TOKEN_DTYPES
+from niels_gpt.tokenizers.protocol import MAX_VOCAB_SIZE, NARROW_IDS, token_dtype_name
 
 _CRC_KEY = "meta_crc32"
 _UNREAD = ("too_large", "unreadable_row")  # counters of every loader
@@ -138,9 +138,8 @@ def _compare(key: str, name: str, value: Any, expected: Any) -> Iterator[Problem
 
 def _vocabulary(meta: Meta) -> Iterator[Problem]:
     size, ids = meta.get("vocab_size"), meta.get("special_token_ids")
-    dtype = TOKEN_DTYPES.get(meta.get("token_dtype", TOKEN_DTYPE_NAME))
-    most = NARROW_IDS if dtype is not None and dtype.itemsize == TOKEN_BYTES else MAX_VOCAB_SIZE
-    most = MAX_VOCAB_SIZE if meta["kind"] == "tokenizer" else most
+    has_tokens = meta["kind"] != "tokenizer"
+    most = NARROW_IDS if has_tokens and token_dtype_of(meta, META_NAME) == NARROW else MAX_VOCAB_SIZE
     if not isinstance(size, int) or not 0 < size <= most:
         yield "vocab_size", f"vocab_size is {size!r}, expected 1 to {most:,}"
     elif ids == {} and meta["kind"] != "sft":
@@ -156,12 +155,14 @@ def _split_sums(meta: Meta, split: str) -> Iterator[Problem]:
     tokens = sum(record["tokens"] for record in shards)
     yield from _compare("totals", f"totals.{key}", meta["totals"][key], tokens)
     yield from _compare(key, key, meta.get(key, tokens), tokens)
-    yield from _compare("token_dtype", "token_dtype", meta.get("token_dtype", TOKEN_DTYPE_NAME), TOKEN_DTYPE_NAME)
+    expected = token_dtype_name(meta["vocab_size"])
+    yield from _compare("token_dtype", "token_dtype", meta.get("token_dtype", "uint16-le"), expected)
+    itemsize = token_dtype_of(meta, META_NAME).itemsize
     for number, record in enumerate(shards):
         name = f"shards.{split}[{number}]"
-        yield from _compare("shards", f"{name}.bytes", record["bytes"], TOKEN_BYTES * record["tokens"])
+        yield from _compare("shards", f"{name}.bytes", record["bytes"], itemsize * record["tokens"])
         if meta["kind"] == "pretrain" and number + 1 < len(shards):
-            yield from _compare("shards", f"{name}.tokens", record["tokens"], meta["shard_bytes"] // TOKEN_BYTES)
+            yield from _compare("shards", f"{name}.tokens", record["tokens"], meta["shard_bytes"] // itemsize)
     if meta.get("built") is False:
         return
     index = meta["index"][split]

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.formats import SPLITS, token_dtype_of
 from niels_gpt.cache.meta import (
     check_pair,
     check_tokenizer,
@@ -104,7 +104,7 @@ def _is_empty(meta: Meta, split: str) -> bool:
 def _open_split(folder: Path, meta: Meta, split: str) -> None:
     if not path_inside(folder, split).is_dir():
         raise CacheError(folder / split, "no such folder", remedy=REBUILD, code="E204")
-    TokenFiles(split_shards(folder, meta, split))
+    TokenFiles(split_shards(folder, meta, split), dtype=token_dtype_of(meta, folder / META_NAME))
     text_bytes(folder, meta, split)
 
 
@@ -119,7 +119,8 @@ def _sft(folder: Path, meta: Meta, models: bool) -> Iterator[Step]:
 def _open_examples(folder: Path, meta: Meta, split: str) -> None:
     tokens_path, idx_path = folder / f"{split}_tokens.bin", folder / f"{split}_idx.npy"
     check_pair(tokens_path, idx_path, meta)
-    tokens = mmap_tokens(tokens_path, expected_bytes=recorded_bytes(folder, meta, tokens_path))
+    size, dtype = recorded_bytes(folder, meta, tokens_path), token_dtype_of(meta, folder / META_NAME)
+    tokens = mmap_tokens(tokens_path, expected_bytes=size, dtype=dtype)
     idx_bytes = recorded_bytes(folder, meta, idx_path)
     starts, roles = load_idx(idx_path, num_tokens=len(tokens), expected_bytes=idx_bytes), role_ids(folder, meta)
     for first in range(0, len(starts), _CHUNK):

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import SPLITS, target_mask
+from niels_gpt.cache.formats import SPLITS, Ids, target_mask
 from niels_gpt.cache.meta import check_tokenizer, find_meta, read_meta, special_id, tokenizer_above
-from niels_gpt.cache.mmap import mmap_tokens
 from niels_gpt.display.decoded import Decoder, decoded_text, runs
 from niels_gpt.display.tables import shown
 from niels_gpt.inspection.readers import check_model
@@ -25,7 +24,7 @@ from niels_gpt.inspection.stats import PositionError, bounds, ids_at, meta_error
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import path_inside, resolved
+from niels_gpt.storage.meta_json import resolved
 from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
@@ -89,16 +88,14 @@ def _open_with(cache: Path, tokenizer: Decoder) -> tuple[Path, dict[str, Any]]:
     return cache, meta
 
 
-def _window(
-    folder: Path, meta: dict[str, Any], split: str, position: int, num_tokens: int
-) -> tuple[NDArray[np.uint16], str]:
+def _window(folder: Path, meta: dict[str, Any], split: str, position: int, num_tokens: int) -> tuple[Ids, str]:
     total = int(meta["totals"][f"{split}_tokens"])
     _check(position, total, f"tokens in {split}")
     before = 0
     for record in meta["shards"][split]:
         if position < before + record["tokens"]:
-            tokens = mmap_tokens(path_inside(folder, record["name"]), expected_bytes=record["bytes"])
-            ids = tokens[position - before :][:num_tokens]
+            end = min(position + num_tokens, before + record["tokens"])
+            ids = ids_at(folder, meta, split, position, end)
             return ids, f"tokens {position:,} to {position + len(ids):,} of {total:,}, in {record['name']}"
         before += record["tokens"]
     raise CacheError(
@@ -106,9 +103,7 @@ def _window(
     )
 
 
-def _example(
-    folder: Path, meta: dict[str, Any], split: str, row: int
-) -> tuple[NDArray[np.uint16], NDArray[np.bool_], str]:
+def _example(folder: Path, meta: dict[str, Any], split: str, row: int) -> tuple[Ids, NDArray[np.bool_], str]:
     starts = bounds(folder, meta, split)
     _check(row, len(starts) - 1, f"examples in {split}")
     ids = tokens_of(folder, meta, split)[starts[row] : starts[row + 1]]
@@ -116,15 +111,13 @@ def _example(
     return ids, mask, f"example {row:,} of {len(starts) - 1:,}, {len(ids):,} tokens, {int(mask.sum()):,} supervised"
 
 
-def _mask_of(cache: Path, meta: dict[str, Any], ids: NDArray[np.uint16]) -> NDArray[np.bool_]:
+def _mask_of(cache: Path, meta: dict[str, Any], ids: Ids) -> NDArray[np.bool_]:
     asst_id, eot_id = (special_id(cache, meta, name) for name in ("asst", "eot"))
     mask = target_mask(ids[None], np.array([len(ids)]), asst_id=asst_id, eot_id=eot_id)
     return mask.reshape(-1)
 
 
-def _chat(
-    ids: NDArray[np.uint16], mask: NDArray[np.bool_], names: dict[int, str], tokenizer: Decoder, color: bool
-) -> str:
+def _chat(ids: Ids, mask: NDArray[np.bool_], names: dict[int, str], tokenizer: Decoder, color: bool) -> str:
     """Return a legend and an example with its supervised tokens marked. names: as `turn_names`."""
     is_sentinel = np.isin(ids, list(names))
     parts = []
@@ -204,7 +197,7 @@ def _spread(count: int, wanted: int) -> list[int]:
 
 
 def _short_example(
-    ids: NDArray[np.uint16], mask: NDArray[np.bool_], sentinels: dict[int, str], tokenizer: Decoder, num_tokens: int
+    ids: Ids, mask: NDArray[np.bool_], sentinels: dict[int, str], tokenizer: Decoder, num_tokens: int
 ) -> str:
     """Return an example in about `num_tokens` tokens: long messages are cut, and messages after the first reply may be
     left out."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.builders.losses import loss_table
 from niels_gpt.builders.split import asked_share
-from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, TOKEN_NUMPY_DTYPE, target_mask
+from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, Ids, target_mask, token_dtype_of
 from niels_gpt.cache.meta import read_meta, special_id, tokenizer_above
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
 from niels_gpt.display.numbers import count_text, number_of, size_text
@@ -102,19 +102,21 @@ def lengths(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
     return np.diff(bounds(cache, meta, split))
 
 
-def tokens_of(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.uint16]:
-    """Map the token file of an sft split: uint16 [tokens]. Raises as `mmap_tokens`; an empty split is refused."""
-    return mmap_tokens(path_inside(cache, f"{split}_tokens.bin"), expected_bytes=meta["shards"][split][0]["bytes"])
+def tokens_of(cache: Path, meta: dict[str, Any], split: str) -> Ids:
+    """Map the token file of an sft split: its ids [tokens]. Raises as `mmap_tokens`; an empty split is refused."""
+    path, size = path_inside(cache, f"{split}_tokens.bin"), meta["shards"][split][0]["bytes"]
+    return mmap_tokens(path, expected_bytes=size, dtype=token_dtype_of(meta, cache / META_NAME))
 
 
-def ids_at(cache: Path, meta: dict[str, Any], split: str, start: int, end: int) -> NDArray[np.uint16]:
-    """Return tokens [start, end) of a split's stream, which may lie in several shards: uint16 [end - start]."""
-    parts, before = [np.zeros(0, dtype=TOKEN_NUMPY_DTYPE)], 0
+def ids_at(cache: Path, meta: dict[str, Any], split: str, start: int, end: int) -> Ids:
+    """Return tokens [start, end) of a split's stream, which may lie in several shards: the cache's dtype."""
+    dtype = token_dtype_of(meta, cache / META_NAME)
+    parts, before = [np.zeros(0, dtype=dtype)], 0
     for record in meta["shards"][split]:
         first, last = max(start - before, 0), min(end - before, record["tokens"])
         if first < last:
             path = path_inside(cache, record["name"])
-            parts.append(mmap_tokens(path, expected_bytes=record["bytes"])[first:last])
+            parts.append(mmap_tokens(path, expected_bytes=record["bytes"], dtype=dtype)[first:last])
         before += record["tokens"]
     return np.concatenate(parts)
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from niels_gpt.cache.formats import TokenDtype
 from niels_gpt.cache.mmap import IO, public_file
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
 from niels_gpt.display.numbers import number_of
@@ -46,8 +47,9 @@ class EpochStream(SampleStream):
         tokenizer_sha256: str | None = None,
         expect: Mapping[str, Any] | None = None,
         io: IO = "mmap",
+        dtype: TokenDtype | None = None,
     ) -> None:
-        """Open a split. shards_dir, tokenizer_sha256, expect, io: as for `PretrainSplit`.
+        """Open a split. shards_dir, tokenizer_sha256, expect, io, dtype: as for `PretrainSplit`.
 
         global_batch_size: rows of a batch over all ranks, a multiple of world_size; each rank gets an equal part.
         epochs: how many until the stream ends; None: never. The last batch may be short, and the part of a rank empty
@@ -67,7 +69,7 @@ class EpochStream(SampleStream):
         self.seed, self.random_offset = checked_int("seed", seed, -(2**63)), random_offset
         keys = random_keys(self.seed, ROUNDS + 1)
         self._keys, self._offset_key = keys[:ROUNDS], keys[ROUNDS]
-        self.split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io)
+        self.split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io, dtype=dtype)
         self.files, self.vocab_size = self.split.files, self.split.vocab_size
         lengths = self.split.lengths
         counts = (lengths - 1) // T

@@ -13,7 +13,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import IGNORE_INDEX, TOKEN_NUMPY_DTYPE
+from niels_gpt.cache.formats import IGNORE_INDEX, TokenDtype
 from niels_gpt.cache.meta import reader_meta, text_bytes
 from niels_gpt.cache.mmap import IO
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, resolved_split, split_rows
@@ -33,6 +33,7 @@ def iter_eval(
     tokenizer_sha256: str | None = None,
     expect: Mapping[str, Any] | None = None,
     io: IO = "mmap",
+    dtype: TokenDtype | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Return an iterator over x, y: int64 [b, T], b <= B, contiguous: the windows at stride T of a split's tokens.
 
@@ -42,7 +43,9 @@ def iter_eval(
     Raises, at the call: FileNotFoundError, CacheError, ValueError for B or T below 1; others as for `PretrainSplit`.
     """
     B, T = checked_int("B", B, 1), checked_int("T", T, 1)
-    split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io, in_order=True)
+    split = PretrainSplit(
+        shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io, dtype=dtype, in_order=True
+    )
     ends = np.cumsum(split.lengths)
     total = int(ends[-1])
     if total < 2:
@@ -56,7 +59,7 @@ def _window_batch(
     """Return at most B windows from token `first` of the split on; ends: of the shards, in tokens of the split."""
     targets = min(B * T, int(ends[-1]) - 1 - first)
     rows = -(-targets // T)
-    stream = np.zeros(rows * T + 1, dtype=TOKEN_NUMPY_DTYPE)
+    stream = np.zeros(rows * T + 1, dtype=split.files.dtype)
     place, last = first, first + targets + 1
     while place < last:
         shard = np.searchsorted(ends, [place], side="right")

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
+from niels_gpt.cache.formats import Ids
 from niels_gpt.cache.mmap import TokenFiles
 from niels_gpt.cache.pretrain_dataset import gathered, split_rows
 from niels_gpt.display.tables import html_table
@@ -189,8 +190,11 @@ class SampleStream(IterableDataset[Batch], ABC):
     def locate(self, samples: NDArray[np.int64]) -> Places:
         """Return where the samples with these numbers begin: [n]."""
 
-    def rows(self, places: Places) -> NDArray[np.uint16]:
-        """Return the tokens of samples: uint16 [n, T + 1]. Raises: CacheError for an id outside the vocabulary."""
+    def rows(self, places: Places) -> Ids:
+        """Return the tokens of samples, [n, T + 1], of the widest dtype of the files.
+
+        Raises: CacheError for an id outside the vocabulary.
+        """
         return gathered(self.files, self.vocab_size, places.shards, places.places, self.T + 1)
 
     @abstractmethod

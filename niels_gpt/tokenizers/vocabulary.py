@@ -6,28 +6,53 @@ Nothing is opened here; `where` names the meta.json in errors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import PathLike
 from niels_gpt.storage.meta_json import checked_sha256, wrong_value
 from niels_gpt.tokenizers.protocol import MAX_VOCAB_SIZE, NARROW_IDS, TOKEN_DTYPES
 
-_IDS_OF_16_BITS = np.dtype("<u2")
+TokenDtype = Literal["uint16", "uint32"]
+"""How callers name the dtype of token files without a meta.json."""
+NARROW: Final[np.dtype[Any]] = TOKEN_DTYPES["uint16-le"]
+"""The dtype of token files of which nothing is known: what the spec and most other tools write."""
 
 
-def token_dtype_of(meta: Mapping[str, Any] | None) -> np.dtype[Any]:
-    """Return the dtype of a cache's tokens by its checked meta; uint16 without a meta or the key `token_dtype`."""
-    return TOKEN_DTYPES[(meta or {}).get("token_dtype", "uint16-le")]
+def token_dtype_of(
+    meta: Mapping[str, Any] | None, where: PathLike, given: TokenDtype | None = None
+) -> np.dtype[np.unsignedinteger[Any]]:
+    """Return the dtype of a cache's tokens: `token_dtype` of its meta.json, else `given`, else uint16.
+
+    where: the meta.json, for errors. given: what the caller expects; None: nothing.
+    Raises: ValueError for another `given`; CacheError for another token_dtype, and where it contradicts `given`.
+    """
+    if given is not None and given not in get_args(TokenDtype):
+        raise ValueError(f"dtype={given!r}: expected one of {', '.join(get_args(TokenDtype))}")
+    asked = NARROW if given is None else np.dtype(given).newbyteorder("<")
+    if meta is None or "token_dtype" not in meta:
+        return asked
+    name = meta["token_dtype"]
+    if not isinstance(name, str) or name not in TOKEN_DTYPES:
+        raise wrong_value(str(where), "token_dtype", name, " or ".join(map(repr, TOKEN_DTYPES)))
+    if given is not None and asked != TOKEN_DTYPES[name]:
+        remedy = "Leave dtype out: it is for token files without a meta.json"
+        raise CacheError(where, f"token_dtype is {name!r}, but dtype={given!r} was given", remedy=remedy, code="E208")
+    return TOKEN_DTYPES[name]
 
 
 def check_vocab_size(meta: Mapping[str, Any], where: str) -> None:
-    """Raise CacheError for a `vocab_size` that is no number of ids, or whose ids do not fit the dtype of the tokens."""
-    value, has_tokens = meta.get("vocab_size"), meta.get("kind") != "tokenizer"
-    most = NARROW_IDS if has_tokens and token_dtype_of(meta) == _IDS_OF_16_BITS else MAX_VOCAB_SIZE
+    """Raise CacheError unless `vocab_size` is a number of ids, and `token_dtype` is the one for so many (D18)."""
+    value, dtype = meta.get("vocab_size"), token_dtype_of(meta, where)
+    is_narrow = meta.get("kind") != "tokenizer" and dtype == NARROW
+    most = NARROW_IDS if is_narrow else MAX_VOCAB_SIZE
     if value is not None and integer(value, 1, most + 1) is None:
         raise wrong_value(where, "vocab_size", value, f"an integer from 1 to {most}")
+    if value is not None and dtype != NARROW and value <= NARROW_IDS:
+        raise wrong_value(where, "token_dtype", meta["token_dtype"], f"'uint16-le' for vocab_size {value}")
 
 
 def tokenizer_sha256_in(meta: Mapping[str, Any], where: str) -> str | None:

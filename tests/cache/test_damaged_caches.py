@@ -114,7 +114,7 @@ def test_a_split_that_meta_json_does_not_list_is_refused(cache_dir: Path, key: s
 
 
 WRONG_TYPES = {
-    "vocab_size": [0, -1, 65537, 2**63, 10**90, True, 300.0, "300", [300], {}],
+    "vocab_size": [0, -1, 2**31 + 1, 2**63, 10**90, True, 300.0, "300", [300], {}],
     "special_token_ids": [3, "eot", [1, 2, 3, 4], True],
     "tokenizer_sha256": [3, "f", True, ["f" * 64], "F" * 64],
     "built": [None, 1, 0, "true", [], {}, 0.0],

@@ -318,4 +318,4 @@ def test_ids_of_32_bits_may_be_of_a_large_vocabulary() -> None:
         "document_end": {"id": 151_643, "token": "<|endoftext|>"},
     }
     checked_meta(meta, "meta.json")
-    assert token_dtype_of(meta) == np.uint32 and token_dtype_of({}) == token_dtype_of(None) == np.uint16
+    assert token_dtype_of(meta, "meta.json") == np.uint32
