@@ -1,8 +1,8 @@
 """User-defined sources: which files a pattern matches, and how their rows become texts or chats.
 
 A .txt, .md, .rst or .html file is one document, unchanged; in .jsonl, .json and .parquet files each row is a text or a
-chat. All but .parquet may be compressed, with .gz after the suffix. What gives no sample is counted: as too_large,
-unreadable_row, missing_field, malformed or unknown_role.
+chat. All but .parquet may be compressed, with .gz or .zst after the suffix. What gives no sample is counted: as
+too_large, unreadable_row, missing_field, malformed or unknown_role.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from niels_gpt.chat_template import count_role
 from niels_gpt.data import chat_shapes
 from niels_gpt.data.files.parquet import field_names
 from niels_gpt.data.files.rows import TABLE_SUFFIXES, Position, numbered_rows
-from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, MISSING_FIELD, TOO_LARGE, TooLarge, count, read_text
+from niels_gpt.data.files.text import (
+    MAX_DOCUMENT_BYTES,
+    MISSING_FIELD,
+    PACKED_SUFFIXES,
+    TOO_LARGE,
+    TooLarge,
+    count,
+    read_text,
+)
 from niels_gpt.data.files.walk import first_link, once_each, walk_folders
 from niels_gpt.data.types import ChatSample, PretrainSample
 from niels_gpt.data.upstream_rows import TEXT_FIELDS
@@ -30,7 +38,7 @@ from niels_gpt.storage.codes import coded
 logger = logging.getLogger(__name__)
 
 _PLAIN_SUFFIXES = (".txt", ".md", ".rst", ".html", ".htm")
-DOCUMENT_SUFFIXES = (*_PLAIN_SUFFIXES, *(f"{suffix}.gz" for suffix in _PLAIN_SUFFIXES))
+DOCUMENT_SUFFIXES = tuple(f"{suffix}{packed}" for packed in ("", *PACKED_SUFFIXES) for suffix in _PLAIN_SUFFIXES)
 CHAT_SUFFIXES = (".json", *TABLE_SUFFIXES)
 TEXT_SUFFIXES = (*DOCUMENT_SUFFIXES, *CHAT_SUFFIXES)
 _MOST_NAMES = 20  # in a message

@@ -7,16 +7,15 @@ of the upper one. Packed files count with their unpacked size, as far as the fil
 
 from __future__ import annotations
 
-import gzip
 import logging
 import os
 import shutil
 import stat
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from niels_gpt.builders.writer import TOKEN_BYTES
+from niels_gpt.data.files.text import opened_text
 from niels_gpt.display.numbers import size_text
 from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.settings import Settings
@@ -27,7 +26,7 @@ from niels_gpt.storage.versions import BUILDING, versions_dir
 logger = logging.getLogger(__name__)
 
 _MAX_TOKEN_TEXT = 8  # bytes of text that a token stands for
-_UNPACKED = 8  # bytes of text for a byte of .parquet, or of .gz in several parts, at most
+_UNPACKED = 8  # bytes of text for a byte of .parquet or .zst, or of .gz in several parts, at most
 _DOCUMENT_BYTES = 96  # its start, twice; its digest; its id, and an example's twice; three numbers of an example
 _PROBE_BYTES = 1 << 18  # read from a file to see how long its lines are
 _LONGER_ROWS = 2  # the rows after the probe may be shorter by this factor
@@ -123,6 +122,8 @@ def _text_size(path: Path) -> tuple[int, int, int]:
     least = text = size
     if name.endswith(".gz"):
         least, text = _unpacked_size(path, size)
+    elif name.endswith(".zst"):
+        text = size * _UNPACKED
     return least // 2, text, _rows(path, text)  # a row has more than its text: names, and fields that are not read
 
 
@@ -140,9 +141,9 @@ def _unpacked_size(path: Path, size: int) -> tuple[int, int]:
 
 def _rows(path: Path, text: int) -> int:
     try:
-        with gzip.open(path, "rb") if path.name.lower().endswith(".gz") else open(path, "rb") as file:
+        with opened_text(path) as file:
             begin = file.read(_PROBE_BYTES)
-    except (OSError, EOFError, zlib.error):  # the loader reports it
+    except (OSError, ValueError):  # the loader reports it
         return 0
     rows = begin.count(b"\n") + begin.count(b"},")
     return 1 + (rows if len(begin) < _PROBE_BYTES else _LONGER_ROWS * rows * text // len(begin))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.data import local
-from niels_gpt.data.files.text import count
+from niels_gpt.data.files.text import PACKED_SUFFIXES, count
 from niels_gpt.data.files.walk import note_links
 from niels_gpt.data.sources import SOURCES, Credit, LoadRequest, Part, SourceSpec
 from niels_gpt.settings import Settings, UsageError
@@ -140,7 +140,7 @@ def names_in_lines(settings: Settings) -> list[str]:
 
 
 def text_suffixes(settings: Settings) -> tuple[str, ...]:
-    """Return the suffixes that settings.as_text adds to those of user-defined text, each also with .gz.
+    """Return the suffixes that settings.as_text adds to those of user-defined text, each also with .gz and .zst.
 
     Raises: ValueError for a malformed suffix, and for one whose files hold rows.
     """
@@ -153,7 +153,7 @@ def text_suffixes(settings: Settings) -> tuple[str, ...]:
             raise ValueError(f"--as-text {item.strip()}: expected suffixes separated by commas, as in .py,.tex")
         if suffix.endswith(local.CHAT_SUFFIXES):
             raise ValueError(f"--as-text {suffix}: these files are read as rows. Copy them to files of another suffix")
-        suffixes += [suffix, f"{suffix}.gz"]
+        suffixes += [suffix, *(f"{suffix}{packed}" for packed in PACKED_SUFFIXES)]
     return tuple(suffixes)
 
 

@@ -245,7 +245,7 @@ def test_what_was_read_is_neither_opened_nor_decoded_again(folder: Path, monkeyp
 
     case = Case(*CASES["texts"], folder)
     meta = case.build(folder / "whole" / "c")
-    for module, name in ((rows, "_json_object"), (rows, "opened_text"), (parquet, "_rows_of"), (local, "read_text")):
+    for module, name in ((rows, "row_of_line"), (rows, "opened_text"), (parquet, "_rows_of"), (local, "read_text")):
         watched(module, name)
     case.build(folder / "other" / "c")
     at_all, path = Counter(decoded), folder / "again" / "c"
@@ -254,7 +254,7 @@ def test_what_was_read_is_neither_opened_nor_decoded_again(folder: Path, monkeyp
     assert case.build(path) == meta
     again = Counter(decoded)
     # files lie in this order: a, b, c, d, e.jsonl, then the documents
-    assert at_all["_json_object"] > 50 and at_all["opened_text"] == 5 and at_all["_rows_of"] > 3
+    assert at_all["row_of_line"] > 50 and at_all["opened_text"] == 5 and at_all["_rows_of"] > 3
     assert set(again) == {"read_text"} and again["read_text"] < at_all["read_text"]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.data_files import lines, write, write_parquet
+from support.data_files import lines, write, write_parquet, zstd
 
 from niels_gpt.data import local
 from niels_gpt.data.dolly import iter_dolly_sft
@@ -50,7 +50,7 @@ def with_mark(text: str, encoding: str) -> bytes:
 
 
 @pytest.mark.parametrize("encoding", MARKS)
-@pytest.mark.parametrize("name", ["a.txt", "a.md.gz", "a.jsonl", "a.json", "a.json.gz"])
+@pytest.mark.parametrize("name", ["a.txt", "a.md.gz", "a.md.zst", "a.jsonl", "a.json", "a.json.gz"])
 def test_a_byte_order_mark_says_the_encoding_and_is_no_text(
     tmp_path: Path, name: str, encoding: str, counters: Counter[str]
 ) -> None:
@@ -93,7 +93,9 @@ def test_a_line_over_the_limit_is_passed_over_and_no_other_one() -> None:
         assert [line for _, line in lines_of(io.BytesIO(content), 5)] == expected
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "lines.json", "a.parquet"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.json", "a.json.gz", "lines.json", "a.parquet"]
+)
 def test_a_row_over_the_limit_costs_that_row_alone(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture, counters: Counter[str]
 ) -> None:
@@ -153,6 +155,7 @@ CONSTANT = 8 << 20  # bytes: buffers, modules that load late
 BOMBS = {
     "a.jsonl.gz": (b'{"text": "before"}\n{"text": "', b'"}\n{"text": "after"}\n'),
     "a.json.gz": (b'[{"text": "before"}, {"text": "', b'"}, {"text": "after"}]'),
+    "a.jsonl.zst": (b'{"text": "before"}\n{"text": "', b'"}\n{"text": "after"}\n'),
     "a.parquet": (b"before", b"after"),
 }
 
@@ -165,7 +168,8 @@ def test_a_bomb_takes_memory_by_the_limit_and_not_by_its_size(tmp_path: Path, na
         texts = [first.decode(), "x" * size, last.decode()]
         write_parquet(path, {"text": texts}, row_group_size=1, compression="zstd")
     else:
-        with gzip.open(path, "wb", compresslevel=1) as file:
+        pack: Any = {".gz": partial(gzip.open, compresslevel=1), ".zst": zstd.open}[path.suffix]
+        with pack(path, "wb") as file:
             file.writelines([first, *[b"x" * (1 << 20)] * (size >> 20), last])
     assert path.stat().st_size < 1 << 20
     texts, counters, grown = measured(path, limit)

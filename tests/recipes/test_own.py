@@ -124,7 +124,10 @@ def test_an_entry_or_a_file_that_is_none_is_named(tmp_path: Path, content: str |
 
 def test_more_suffixes_are_text_also_compressed() -> None:
     assert text_suffixes(Settings()) == ()
-    assert text_suffixes(Settings(as_text=".py, .TeX,")) == (".py", ".py.gz", ".tex", ".tex.gz")
+    assert text_suffixes(Settings(as_text=".py, .TeX,")) == (
+        *(".py", ".py.gz", ".py.zst"),
+        *(".tex", ".tex.gz", ".tex.zst"),
+    )
     for none in ("py", "*.py", ".p y", ".", ".jsonl", ".py,.json.gz", ".a/b"):  # no suffix, or one of rows
         with pytest.raises(ValueError, match="--as-text"):
             text_suffixes(Settings(as_text=none))

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 
 def write(path: Path, content: bytes | str = b"") -> Path:
-    """Write a file and the folders above it; compressed if its name ends in .gz."""
+    """Write a file and the folders above it; compressed if its name ends in .gz or .zst."""
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(data) if path.name.endswith(".gz") else data)
+    pack = {".gz": gzip.compress, ".zst": zstd.compress}.get(path.suffix, bytes)
+    path.write_bytes(pack(data))
     return path
 
 

@@ -3,7 +3,7 @@
 A file that begins with a byte-order mark is decoded as it says (UTF-8, UTF-16, UTF-32), without the mark. Any other
 file is UTF-8; invalid bytes become U+FFFD, and the document or row counts as "repaired_utf8". A document or row of more
 than `max_document_bytes` is never held in memory: it is dropped and counts as "too_large". Compressed files are read as
-a stream, so they need no more memory than the limit.
+a stream, so they need no more memory than the limit and, for .zst, a window of at most 128 MiB.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import gzip
 import io
 import logging
 import os
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -32,6 +33,9 @@ REPAIRED, BYTE_ORDER_MARK, WITH_NUL = "repaired_utf8", "byte_order_mark", "texts
 TOO_LARGE, UNREADABLE_ROW, MISSING_FIELD = "too_large", "unreadable_row", "missing_field"
 LINKS = "links_not_followed"
 
+PACKED_SUFFIXES = (".gz", ".zst")
+"""Of compressed files, after the suffix that says what is in them."""
+
 _MARKS = (  # UTF-32 LE first: its mark begins with that of UTF-16 LE
     (codecs.BOM_UTF32_LE, "utf-32-le"),
     (codecs.BOM_UTF32_BE, "utf-32-be"),
@@ -41,6 +45,7 @@ _MARKS = (  # UTF-32 LE first: its mark begins with that of UTF-16 LE
 )
 _BLOCK_BYTES = 1 << 16
 _READ_BYTES = 1 << 20
+_ZSTD_WINDOW_LOG = 27  # 128 MiB, what zstd itself reads without --long
 _BROKEN = "niels_gpt.broken"
 # Invalid UTF-16 becomes a byte that is invalid UTF-8, which is replaced and counted with its document.
 codecs.register_error(_BROKEN, lambda error: ("\udcff", cast(UnicodeDecodeError, error).end))
@@ -95,9 +100,9 @@ def read_text(
     counters: Counter[str] | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> str:
-    """Read a whole file, decompressed if its name ends in .gz, newlines unchanged; see `decode`.
+    """Read a whole file, decompressed if it is of PACKED_SUFFIXES, newlines unchanged; see `decode`.
 
-    Raises: TooLarge, a ValueError, for more than `max_document_bytes` of UTF-8; ValueError for a damaged .gz file.
+    Raises: TooLarge, a ValueError, for more than `max_document_bytes` of UTF-8; ValueError for a damaged .gz or .zst.
     """
     blocks, size = [], 0
     with opened_text(Path(path), counters=counters) as file:  # block by block: a file may be a gzip bomb, or grow
@@ -107,7 +112,7 @@ def read_text(
     data = b"".join(blocks)
     blocks.clear()
     if len(data) > max_document_bytes:
-        name = Path(path).name.removesuffix(".gz")
+        name = unpacked_name(Path(path).name)
         cut = f"split -C 10M --additional-suffix {Path(name).suffix} {name} part-"
         raise TooLarge(
             f"{Problem.too_large(os.fspath(path), max_document_bytes)}. To keep it, cut it at line ends: {cut}"
@@ -119,34 +124,83 @@ class TooLarge(ValueError):
     """A file is too large to be a document. The message names the file and how to keep its text."""
 
 
+def unpacked_name(name: str) -> str:
+    """Return a file's name without the suffix of its compression, if it has one."""
+    return name[: -len(found)] if (found := packed_suffix(name)) else name
+
+
+def packed_suffix(name: str) -> str:
+    """Return which of PACKED_SUFFIXES a file's name ends in; "" for none."""
+    return next((suffix for suffix in PACKED_SUFFIXES if name.lower().endswith(suffix)), "")
+
+
 def lines_of(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
     """Yield each line with its number from 1 and its line end; None instead of a line of more than `limit` bytes."""
-    number = 0
-    while line := file.readline(limit + 1):
-        number += 1
-        if len(line) <= limit:
-            yield number, line
-            continue
-        while line and not line.endswith(b"\n"):
-            line = file.readline(_BLOCK_BYTES)
-        yield number, None
+    for first, lines in line_blocks(file, limit):
+        yield from enumerate(lines, first)
+
+
+def line_blocks(file: BinaryIO, limit: int) -> Iterator[tuple[int, list[bytes | None]]]:
+    """Yield the lines of `lines_of`, about a mebibyte at a time, with the number of the first of them."""
+    reader = cast(io.BufferedReader, file)
+    number, parts, size = 1, list[bytes](), 0  # parts: of a line without its end so far; none of one that is too large
+    while block := reader.read1(_READ_BYTES):  # what could be read before a damaged place is not lost
+        end = block.rfind(b"\n") + 1
+        if end:
+            lines: list[bytes | None] = list(io.BytesIO(b"".join([*parts, block[:end]])))
+            if size > limit:
+                lines[0] = None
+            if size + end > limit:
+                lines = [None if line is None or len(line) > limit else line for line in lines]
+            yield number, lines
+            number += len(lines)
+            parts, size = [], 0
+        size += len(block) - end
+        if size > limit:
+            parts = []
+        elif end < len(block):
+            parts.append(block[end:])
+    if size:
+        yield number, [b"".join(parts) if size <= limit else None]
 
 
 @contextmanager
 def opened_text(path: Path, *, counters: Counter[str] | None = None) -> Iterator[BinaryIO]:
     """Open a file and yield its text as UTF-8 without a byte-order mark, which is counted.
 
-    Raises: ValueError if it is no regular file, and inside the block for a damaged .gz file.
+    Raises: ValueError if it is no regular file, and inside the block for a damaged .gz or .zst file.
     """
+    packed = packed_suffix(path.name)
     with open(open_for_reading(path, follow_links=True), "rb") as raw:
-        if not path.name.lower().endswith(".gz"):
+        if packed == ".gz":
+            try:
+                with gzip.GzipFile(fileobj=raw, mode="rb") as unpacked:
+                    yield _as_utf8(cast(BinaryIO, unpacked), path, counters)
+            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+                raise ValueError(f"{path}: damaged gzip file ({error}); fetch it again") from error
+        elif packed == ".zst":
+            with _unpacked_zstd(raw, path) as file:
+                yield _as_utf8(file, path, counters)
+        else:
             yield _as_utf8(raw, path, counters)
-            return
-        try:
-            with gzip.GzipFile(fileobj=raw, mode="rb") as unpacked:
-                yield _as_utf8(cast(BinaryIO, unpacked), path, counters)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(f"{path}: damaged gzip file ({error}); fetch it again") from error
+
+
+@contextmanager
+def _unpacked_zstd(raw: BinaryIO, path: Path) -> Iterator[BinaryIO]:
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+    else:
+        from backports import zstd
+
+    options: dict[int, int] = {zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG}
+    try:
+        with zstd.ZstdFile(raw, "rb", options=options) as unpacked:
+            yield cast(BinaryIO, unpacked)
+    except (zstd.ZstdError, EOFError) as error:
+        if "too much memory" in str(error):
+            window = f"a window of more than {1 << _ZSTD_WINDOW_LOG:,} bytes (zstd --long)"
+            raise ValueError(f"{path}: {window}; compress it without --long") from error
+        raise ValueError(f"{path}: damaged zstd file ({error}); fetch it again") from error
 
 
 def _as_utf8(file: BinaryIO, path: Path, counters: Counter[str] | None) -> BinaryIO:

@@ -1,8 +1,8 @@
 """The input of a target: a source of chats, built-in or user-defined, or files of chats or of tokenized rows.
 
-dolly15k, oasst1, or a name from sources.toml's [sft] or --sft      the chats of its sft cache
-a file, a folder or a glob of .jsonl, .json, .parquet (or .gz)      chats in any of the shapes of data/chat_shapes.py
-the same, where the first row has the field input_ids               rows of input_ids and loss_mask, used unchanged
+dolly15k, oasst1, or a name from sources.toml's [sft] or --sft         the chats of its sft cache
+a file, a folder or a glob of .jsonl, .json (or .gz, .zst), .parquet   chats in any of the shapes of data/chat_shapes.py
+the same, where the first row has the field input_ids                  rows of input_ids and loss_mask, used unchanged
 """
 
 from __future__ import annotations
