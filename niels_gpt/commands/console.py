@@ -212,6 +212,7 @@ def run(
     program: what it is called in its help. codes: exit codes that are other numbers for this program.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # builds have their own threads, as many as are asked for
     try:
         code = command.main(words, program, standalone_mode=False)
     except click.UsageError as error:
