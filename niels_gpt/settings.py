@@ -40,7 +40,9 @@ class Settings:
     follow_links: bool = _setting(False, "follow symbolic links in mirrors, notes and text of your own")
     exclude: str | None = _setting(None, "file of ids or sha256 of texts, one a line, whose documents are left out")
     revision: str | None = _setting(
-        None, "hub revisions to build from, SOURCE=COMMIT_TAG_OR_BRANCH,...; others: as recorded, at first main"
+        None,
+        "hub revisions to build from, SOURCE=COMMIT_TAG_OR_BRANCH,...; others: as recorded, at first main. A source "
+        "may be `tokenizer`",
     )
     threads: int = _setting(0, "tokenizer threads; 0: one per usable core. Never changes the output", least=0)
 

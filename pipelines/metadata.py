@@ -10,7 +10,7 @@ from niels_gpt.inspection.plot import plot
 from niels_gpt.inspection.show import sample_texts
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
+from niels_gpt.tokenizer import load_tokenizer
 
 Metadata = dict[str, dg.MetadataValue[Any]]
 
@@ -144,7 +144,7 @@ def _to_look_at(outcome: Outcome) -> tuple[Metadata, Metadata]:
         return {}, {}
     try:
         png = base64.b64encode(plot(outcome.path)).decode()
-        tokenizer = load_tokenizer(outcome.path.parent.parent / TOKENIZER_KEY / MODEL_NAME, follow_links=False)
+        tokenizer = load_tokenizer(outcome.path.parent.parent / TOKENIZER_KEY, follow_links=False)
         rows = [] if outcome.meta["built"] is False else sample_texts(outcome.path, tokenizer)
     except (ValueError, OSError) as error:
         return {"picture": dg.MetadataValue.text(f"the cache cannot be read: {error}")}, {}

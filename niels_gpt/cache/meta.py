@@ -32,7 +32,8 @@ from niels_gpt.storage.meta_json import (
 )
 from niels_gpt.storage.remedies import build_again
 from niels_gpt.storage.versions import version_name
-from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
+from niels_gpt.tokenizer import load_tokenizer
+from niels_gpt.tokenizers.files import tokenizer_file
 from niels_gpt.tokenizers.protocol import FullTokenizer
 from niels_gpt.tokenizers.vocabulary import (
     check_vocab_size,
@@ -353,19 +354,19 @@ def tokenizer_of(folder: Path, sha256: str | None) -> FullTokenizer:
     """Open the model of the tokenizer/ beside or above a version; the last four stay open.
 
     sha256: of the model that the ids are of; None: not known.
-    Raises: FileNotFoundError; CacheError for another model; ImportError without SentencePiece.
+    Raises: FileNotFoundError; CacheError for another model; ImportError without its library.
     """
     return _open_tokenizer(folder, sha256, _model_file(folder) if sha256 is None else ())
 
 
 def _model_file(folder: Path) -> tuple[int, ...]:
-    """Return what changes when the model beside or above a version is replaced; () without one."""
+    """Return what changes when the tokenizer beside or above a version is replaced; () without one."""
     beside = tokenizer_above(folder)
     if beside is None:
         return ()
     try:
-        about = os.stat(beside / MODEL_NAME)
-    except OSError:
+        about = os.stat(tokenizer_file(beside)[0])
+    except (OSError, CacheError):
         return ()
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
 
@@ -379,12 +380,13 @@ def _open_tokenizer(folder: Path, sha256: str | None, _file: tuple[int, ...]) ->
             f"{version_name(folder)}: ids have no text here: there is no tokenizer/ beside this cache. {remedy}"
         )
     try:
-        tokenizer = load_tokenizer(beside / MODEL_NAME, follow_links=False)
+        tokenizer = load_tokenizer(beside, follow_links=False)
     except ImportError as error:
-        raise ImportError(f"the text of ids needs SentencePiece ({error}): pip install sentencepiece") from error
+        name = str(error.name).partition(".")[0]
+        raise ImportError(f"the text of ids needs {name} ({error}): pip install {name}") from error
     if sha256 not in (None, tokenizer.sha256):
         expected = f"tokenizer {str(sha256)[:12]}, of which the ids are"
-        raise CacheError(beside / MODEL_NAME, f"tokenizer {tokenizer.sha256[:12]}", expected, REBUILD, code="E402")
+        raise CacheError(tokenizer.model_path, f"tokenizer {tokenizer.sha256[:12]}", expected, REBUILD, code="E402")
     return tokenizer
 
 

@@ -134,6 +134,23 @@ def hub_tokenizer(name: str, revision: str | None) -> tuple[str | None, bool]:
     return commit, False
 
 
+def hub_tokenizer_file(name: str, revision: str | None, *, one_of: Sequence[str], beside: Sequence[str]) -> Path:
+    """Download the files of a tokenizer, and no others; return .../snapshots/COMMIT/FILE, the one that decides its ids.
+
+    one_of: the names it may have, the preferred one first. beside: files that are downloaded with the preferred one, if
+    they exist: all of them, or none is used.
+    Raises: as `hub_file`; ValueError for a repository without such a file.
+    """
+    found = next((path for filename in one_of if (path := _optional(name, filename, revision)) is not None), None)
+    if found is None:
+        hub_file(name, one_of[0], revision)  # raises OfflineError if the hub may not be asked
+        raise coded("E403", ValueError(f"{name}: the hub has no tokenizer there, expected one of {', '.join(one_of)}"))
+    if found.name == one_of[0]:
+        for filename in beside:
+            hub_file(name, filename, found.parent.name)
+    return found
+
+
 def _optional(name: str, filename: str, revision: str | None) -> Path | None:
     """Return as `hub_file`, but None instead of OfflineError."""
     try:

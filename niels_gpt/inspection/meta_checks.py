@@ -27,7 +27,7 @@ from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import meta_crc32, parse_object, read_regular, shortened
-from niels_gpt.tokenizer import MODEL_NAME
+from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON
 from niels_gpt.tokenizers.protocol import MAX_VOCAB_SIZE, NARROW_IDS, token_dtype_name
 
 _CRC_KEY = "meta_crc32"
@@ -115,9 +115,10 @@ def _sum_problems(meta: Meta, records: list[dict[str, Any]]) -> Iterator[Problem
         yield "content_sha256", problem
     yield from _vocabulary(meta)
     if meta["kind"] == "tokenizer":
-        models = [record["sha256"] for record in records if record["name"] == MODEL_NAME]
-        if models != [meta["tokenizer_sha256"]]:
-            yield "tokenizer_sha256", f"tokenizer_sha256 is not the sha256 of {MODEL_NAME}"
+        models = [record for record in records if record["name"] in (MODEL_NAME, TOKENIZER_JSON)]
+        if [record["sha256"] for record in models] != [meta["tokenizer_sha256"]]:
+            name = models[0]["name"] if models else MODEL_NAME
+            yield "tokenizer_sha256", f"tokenizer_sha256 is not the sha256 of {name}"
         return
     if meta.get("built") is False and any(record["bytes"] for record in records):
         yield "built", "built is false, but it names files that hold something"

@@ -29,13 +29,13 @@ from niels_gpt.cache.mmap import TokenFiles, check_starts, load_idx, mmap_tokens
 from niels_gpt.inspection.source_ids import printable
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import file_records, path_inside, read_regular, resolved, wrong_value
+from niels_gpt.storage.meta_json import file_records, path_inside, read_regular, resolved, shortened, wrong_value
 from niels_gpt.storage.remedies import rebuild_command
-from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer
+from niels_gpt.tokenizer import load_tokenizer
+from niels_gpt.tokenizers.files import COMPANIONS, MAX_TOKENIZER_JSON_BYTES, MODEL_NAME, TOKENIZER_JSON
 
 _CHUNK = 1 << 20  # examples whose first ids are checked at a time
 _MAX_REASON = 100  # characters in a table
-_MAX_MODEL = 1 << 30  # bytes of a model that is opened
 Meta = dict[str, Any]
 Step = Callable[[], object]
 """A part of what a reader does when it opens a cache; it may raise."""
@@ -45,7 +45,7 @@ def refusals(folder: Path, *, models: bool = True) -> Iterator[CacheError | OSEr
     """Yield the error with which readers refuse a version of a cache; nothing for one that they open.
 
     folder: of one version, resolved. Of a stub, and of a split without tokens, nothing is opened: nothing was built.
-    models: open a tokenizer's model too, which loads SentencePiece.
+    models: open a tokenizer's model too, which loads its library.
     """
     where = str(folder / META_NAME)
     try:
@@ -133,27 +133,41 @@ def _tokenizer(folder: Path, meta: Meta, models: bool) -> Iterator[Step]:
 
 
 def _open_model(folder: Path, meta: Meta, models: bool) -> None:
-    path, ids = path_inside(folder, MODEL_NAME), meta.get("special_token_ids")
+    check_model(folder, meta)
     if not models:
-        check_model(folder, meta)
         return
-    vocab_size = SentencePieceTokenizer(path, expected_special_token_ids=ids).vocab_size
-    if meta.get("vocab_size", vocab_size) != vocab_size:
-        raise CacheError(
-            path, f"has {vocab_size} ids, but vocab_size is {meta['vocab_size']} in {META_NAME}", code="E402"
-        )
+    tokenizer = load_tokenizer(folder, follow_links=False)
+    known = {
+        "tokenizer_kind": tokenizer.kind,
+        "vocab_size": tokenizer.vocab_size,
+        "special_token_ids": tokenizer.special_token_ids(),
+        "control_ids": sorted(tokenizer.control_ids),
+    }
+    for key, value in known.items():
+        if meta.get(key, value) != value:
+            found = f"its {key} is {shortened(value)}, but {shortened(meta[key])} in {META_NAME}"
+            raise CacheError(tokenizer.model_path, found, code="E402")
 
 
-def check_model(tokenizer: Path, meta: Meta) -> None:
-    """Raise CacheError unless the model of a tokenizer's folder is the one of its meta.json."""
-    path, expected = tokenizer / MODEL_NAME, meta.get("tokenizer_sha256")
-    remedy = f"Make another one: {remake_command(tokenizer)}"
-    if not os.path.lexists(path):
-        raise CacheError(path, "no such file", "the model of the ids", remedy, code="E204")
-    actual = hashlib.sha256(read_regular(path_inside(tokenizer, MODEL_NAME), _MAX_MODEL)).hexdigest()
-    if expected not in (None, actual):
-        found = f"its sha256 is {actual[:12]}"
-        raise CacheError(path, found, f"{str(expected)[:12]}, as in its {META_NAME}", remedy, code="E403")
+def check_model(tokenizer: Path, meta: Meta, remedy: str = "") -> None:
+    """Raise CacheError unless the files in a tokenizer's folder are those of its meta.json.
+
+    remedy: what to do; "": remove the tokenizer and build.
+    """
+    remedy = remedy or f"Make another one: {remake_command(tokenizer)}"
+    expected = {record["name"]: record["sha256"] for record in file_records(meta, str(tokenizer / META_NAME))}
+    name = next(iter(expected), MODEL_NAME)
+    expected[name] = meta.get("tokenizer_sha256")  # of the file that decides the ids; other tools may record no files
+    for name, sha256 in expected.items():
+        if not os.path.lexists(tokenizer / name):
+            raise CacheError(tokenizer / name, "no such file", "a file of the tokenizer", remedy, code="E204")
+        actual = hashlib.sha256(read_regular(path_inside(tokenizer, name), MAX_TOKENIZER_JSON_BYTES)).hexdigest()
+        if sha256 not in (None, actual):
+            found = f"its sha256 is {actual[:12]}"
+            raise CacheError(tokenizer / name, found, f"{sha256[:12]}, as in its {META_NAME}", remedy, code="E403")
+    for name in COMPANIONS if TOKENIZER_JSON in expected else ():
+        if name not in expected and os.path.lexists(tokenizer / name):  # it would change what ends a document
+            raise CacheError(tokenizer / name, f"is not in its {META_NAME}", remedy=remedy, code="E403")
 
 
 def remake_command(tokenizer: Path) -> str:

@@ -25,7 +25,7 @@ from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import resolved
-from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
+from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 _SUPERVISED, _REST, _SENTINEL, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[36m", "\x1b[0m"  # green, dim, cyan
@@ -45,7 +45,7 @@ def tokenizer_of(cache: Path, model: str | None = None) -> FullTokenizer:
     beside = tokenizer_above(resolved(cache)) or cache.absolute().parent.parent / "tokenizer"
     if about := find_meta(beside):  # refuses a link out of the folder of caches
         check_model(beside, about)
-    return load_tokenizer(beside / MODEL_NAME, follow_links=False)
+    return load_tokenizer(beside, follow_links=False)
 
 
 def tokenizer_beside(cache: Path) -> FullTokenizer | None:

@@ -32,8 +32,9 @@ from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import path_inside, resolved, sha256_regular
 from niels_gpt.storage.remedies import rebuild_command
 from niels_gpt.storage.versions import VERSION_DIGITS
-from niels_gpt.tokenizer import MODEL_NAME
+from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON
 
+_KINDS = {"sentencepiece": MODEL_NAME, "huggingface": TOKENIZER_JSON}
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
@@ -203,14 +204,16 @@ def _tokenizer_matches(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
         return
     again = f"Build the cache again: {rebuild_command(files.folder)}"
     version = resolved(tokenizer)  # one version of both files
-    recorded = read_meta(str(version / META_NAME)).get("tokenizer_sha256")
+    about = read_meta(str(version / META_NAME))
+    recorded = about.get("tokenizer_sha256")
     if recorded != expected:
         problem = f"ids of tokenizer {expected[:12]}, but {tokenizer / META_NAME} is of tokenizer {str(recorded)[:12]}"
         yield CacheError(where, problem, remedy=again, code="E402")
-    model = tokenizer / MODEL_NAME
-    if not os.path.lexists(version / MODEL_NAME):
+    name = _KINDS.get(str(about.get("tokenizer_kind")), MODEL_NAME)
+    model = tokenizer / name
+    if not os.path.lexists(version / name):
         yield CacheError(model, "no such file", f"tokenizer {expected[:12]}", _remove_first(tokenizer), code="E401")
-    elif (sha256 := sha256_regular(path_inside(version, MODEL_NAME))) != expected:
+    elif (sha256 := sha256_regular(path_inside(version, name))) != expected:
         problem = f"sha256 {sha256[:12]}, but {where} has ids of tokenizer {expected[:12]}"
         yield CacheError(model, problem, remedy=again if sha256 == recorded else _remove_first(tokenizer), code="E402")
 
@@ -254,7 +257,8 @@ _TOKENS = (
     ),
     Check(
         "tokenizer_matches",
-        "The tokenizer beside the cache, its spm.model and its meta.json, is the one that made the cache's ids.",
+        "The tokenizer beside the cache, its meta.json and its spm.model or tokenizer.json, is the one that made the "
+        "cache's ids.",
     ),
     Check(
         "readers_open",

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.cache.meta import find_meta
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.display.numbers import number_of
 from niels_gpt.recipes.disk import needed_bytes
@@ -24,13 +23,15 @@ from niels_gpt.recipes.run_recipe import (
     recorded_recipe,
 )
 from niels_gpt.recipes.token_caches import build_token_cache
-from niels_gpt.recipes.tokenizer import tokenizer_state
+from niels_gpt.recipes.tokenizer import NoSentinels, needs_sentinels, tokenizer_state, usable_tokenizer
 from niels_gpt.recipes.tokenizer_texts import TRAINING_SETTINGS
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import parse_object, read_regular
 from niels_gpt.storage.versions import BUILDING, JOURNAL_NAME, JOURNAL_SUFFIX, RECIPE_NAME, versions_dir
+from niels_gpt.tokenizers.document_end import document_end
+from niels_gpt.tokenizers.protocol import FullTokenizer
 
 Recipe = Callable[..., Outcome]
 RECIPES: dict[str, Recipe] = {spec.key: partial(build_token_cache, name=spec.name) for spec in SOURCES.values()}
@@ -45,7 +46,7 @@ class Plan:
     key: str
     """tokenizer, pretrain/NAME or sft/NAME."""
     action: str
-    """up to date, build (and how far an unfinished build is), stub, copy, train, or why it cannot be built."""
+    """up to date, build (and how far an unfinished one is), stub, copy, download, train, or why it cannot be built."""
     source: str
     """Where the text comes from."""
     disk_bytes: int
@@ -63,9 +64,10 @@ def recipes(settings: Settings) -> dict[str, Recipe]:
 def plan(settings: Settings, keys: list[str]) -> list[Plan]:
     """Return what a run over `keys` would do. Reads files to fingerprint them; never asks the hub; writes nothing."""
     state = tokenizer_state(settings)
+    opened = None if state.startswith("cannot") else usable_tokenizer(settings)
     model = settings.tokenizer or ("sources" if state == "train" else "")
     tokenizer = Plan(TOKENIZER_KEY, state, model, 0 if state == "up to date" else 1_000_000)
-    return [tokenizer, *(_plan_of(settings, key, state) for key in keys)]
+    return [tokenizer, *(_plan_of(settings, key, state, opened) for key in keys)]
 
 
 def settings_fingerprint(settings: Settings, key: str) -> str:
@@ -81,9 +83,9 @@ def settings_fingerprint(settings: Settings, key: str) -> str:
     else:
         source = asked_revisions(settings).get(name, "")
     try:
-        return recipe_fingerprint(settings, key, _reads(settings, key), "", source)[:12]
+        return recipe_fingerprint(settings, key, _reads(settings, key), None, source)[:12]
     except (OSError, ValueError):
-        return recipe_fingerprint(replace(settings, exclude=None), key, _reads(settings, key), "", source)[:12]
+        return recipe_fingerprint(replace(settings, exclude=None), key, _reads(settings, key), None, source)[:12]
 
 
 def _reads(settings: Settings, key: str) -> tuple[str, ...]:
@@ -118,11 +120,14 @@ def observe(settings: Settings, key: str) -> tuple[dict[str, Any], str | None]:
         return provenance, f"{key}: the revision that the cache was built from stands for the newest one: {error}"
 
 
-def _plan_of(settings: Settings, key: str, tokenizer: str) -> Plan:
+def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer | None) -> Plan:
+    """state, tokenizer: of the tokenizer; None for one that is not there yet."""
     name = key.split("/")[1]
     try:
         source = resolve_source(settings, name)
-        current = tokenizer == "up to date" and _is_current(settings, key, source)
+        if tokenizer is not None:
+            _check_tokenizer(settings, key, source, tokenizer)
+        current = tokenizer is not None and state == "up to date" and _is_current(settings, key, source, tokenizer)
     except (FileNotFoundError, CacheError) as error:
         user = user_sources(settings).get(name)
         return Plan(key, f"cannot be built: {error}", user.files if user else settings.source_root, 0)
@@ -135,6 +140,18 @@ def _plan_of(settings: Settings, key: str, tokenizer: str) -> Plan:
     action = f"build (an unfinished one is there: {documents:,} documents done)" if documents else "build"
     need = needed_bytes(settings, source)
     return Plan(key, action, where, need.most, need.least)
+
+
+def _check_tokenizer(settings: Settings, key: str, source: ResolvedSource, tokenizer: FullTokenizer) -> None:
+    """Raise CacheError for a tokenizer that this cache cannot be built with."""
+    path = Path(tokenizer.model_path)
+    if needs_sentinels(source.spec.family, tokenizer):
+        raise NoSentinels(settings, key, path)
+    if "document_end" in source.spec.settings:
+        try:
+            document_end(tokenizer, settings.document_end)
+        except ValueError as error:
+            raise CacheError(path, str(error).removeprefix(f"{path}: "), code="E102") from error
 
 
 def _unfinished_documents(path: Path) -> int:
@@ -161,11 +178,10 @@ def _documents(line: bytes) -> int | None:
     return documents if isinstance(documents, int) else None
 
 
-def _is_current(settings: Settings, key: str, source: ResolvedSource) -> bool:
+def _is_current(settings: Settings, key: str, source: ResolvedSource, tokenizer: FullTokenizer) -> bool:
     path = cache_root(settings) / key
     recorded: dict[str, Any] | None = recorded_recipe(path).get("source")
     if recorded is None:
         return False
-    tokenizer = str((find_meta(cache_root(settings) / TOKENIZER_KEY) or {}).get("tokenizer_sha256"))
     fingerprint = str(source.provenance(recorded, ask_hub=False)["fingerprint"])
     return is_current(path, recipe_fingerprint(settings, key, source.spec.settings, tokenizer, fingerprint))

@@ -188,7 +188,7 @@ def mirror_folder(spec: SourceSpec, dataset: str, config: str | None) -> str:
 
 def asked_revisions(settings: Settings) -> dict[str, str]:
     """Parse settings.revision: "SOURCE=REVISION,..." -> revision by source; ValueError for anything else."""
-    on_hub = [spec.name for spec in SOURCES.values() if spec.dataset]
+    on_hub = [*(spec.name for spec in SOURCES.values() if spec.dataset), "tokenizer"]
     revisions: dict[str, str] = {}
     for item in (settings.revision or "").split(","):
         source, equals, revision = (part.strip() for part in item.partition("="))

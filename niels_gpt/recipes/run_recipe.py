@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -50,7 +49,7 @@ from niels_gpt.storage.versions import (
     discard_unfinished,
     versions_dir,
 )
-from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer
+from niels_gpt.tokenizers.document_end import document_end
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 logger = logging.getLogger(__name__)
@@ -146,15 +145,22 @@ def num_threads(settings: Settings) -> int:
     return settings.threads or usable_cores()
 
 
-def recipe_fingerprint(settings: Settings, key: str, reads: tuple[str, ...], tokenizer: str, source: str) -> str:
+def recipe_fingerprint(
+    settings: Settings, key: str, reads: tuple[str, ...], tokenizer: FullTokenizer | None, source: str
+) -> str:
     """Return the sha256 of everything that a recipe's output depends on.
 
-    Raises: FileNotFoundError, ValueError if the file of --exclude cannot be read.
+    tokenizer: None: that it is unknown, and what ends a document too.
+    Raises: FileNotFoundError, ValueError if the file of --exclude cannot be read; ValueError for a document_end that
+        the tokenizer does not have.
     """
+    chosen = {name: getattr(settings, name) for name in reads}
+    if tokenizer is not None and "document_end" in chosen:
+        chosen |= _resolved_end(tokenizer, chosen.pop("document_end"))
     parts: dict[str, Any] = {
         "recipe": key,
-        "settings": {name: getattr(settings, name) for name in reads},
-        "tokenizer": tokenizer,
+        "settings": chosen,
+        "tokenizer": "" if tokenizer is None else tokenizer.sha256,
         "source": source,
         "versions": [FORMAT_VERSION, BUILDER_VERSION],
     }
@@ -163,6 +169,15 @@ def recipe_fingerprint(settings: Settings, key: str, reads: tuple[str, ...], tok
     if settings.exclude is not None:
         parts["exclude"] = read_exclusion(settings.exclude).facts["sha256"]
     return hashlib.sha256(canonical_json(parts)).hexdigest()
+
+
+def _resolved_end(tokenizer: FullTokenizer, choice: str) -> dict[str, Any]:
+    """Return what a fingerprint has of the end of documents: with the sentinel, or without a token, as before there
+    were others, so that older caches stay current."""
+    end = document_end(tokenizer, choice)
+    if end is None or end.id == tokenizer.special_token_ids().get("eot"):
+        return {"append_eot": end is not None}
+    return {"document_end": [end.id, end.token]}
 
 
 def recorded_recipe(path: Path) -> dict[str, Any]:
@@ -218,6 +233,7 @@ def run_recipe(
     build: Callable[[BuildInputs, Path], dict[str, Any]],
     refresh: bool,
     observed: str | None,
+    tokenizer: FullTokenizer,
     tokenizer_folder: Path,
 ) -> Outcome:
     """Run one recipe: reuse the committed cache if it is current, else build it and record the run.
@@ -226,18 +242,17 @@ def run_recipe(
     refresh: ask the hub for its newest revision instead of keeping the recorded one.
     observed: a fingerprint of the source from an observation newer than the cache; on the hub this revision is built.
         One of another dataset, or of files, is ignored.
-    tokenizer_folder: of the tokenizer to encode with.
+    tokenizer, tokenizer_folder: to encode with, and the folder that it was opened in.
     """
     path = cache_root(settings) / key
     with Measurement() as measurement:
-        tokenizer = _checked_tokenizer(settings, key, source, tokenizer_folder)
         recipe = {name: getattr(settings, name) for name in reads}
         unfinished = _unfinished_provenance(source, path, recipe)
         recorded = unfinished or None
         if not refresh:
             recorded = _recorded_provenance(tokenizer_folder, source, path, observed, unfinished)
         provenance = source.provenance(recorded)
-        fingerprint = recipe_fingerprint(settings, key, reads, tokenizer.sha256, str(provenance["fingerprint"]))
+        fingerprint = recipe_fingerprint(settings, key, reads, tokenizer, str(provenance["fingerprint"]))
         reused = is_current(path, fingerprint)
         if reused:
             meta = read_meta(str(path / META_NAME))
@@ -405,35 +420,3 @@ def _newest_run(root: Path, key: str) -> dict[str, Any]:
 
 def _runs_file(root: Path, key: str) -> Path:
     return root / RUNS_DIR / f"{key.replace('/', '.')}.jsonl"
-
-
-def _checked_tokenizer(settings: Settings, key: str, source: ResolvedSource, folder: Path) -> FullTokenizer:
-    """Return the tokenizer of a folder. Raises: CacheError if it is damaged, or of the sample and the text is not."""
-    remove = shlex.join(["rm", *([] if folder.is_symlink() else ["-r"]), str(folder)])
-    again = f"{remove} && {build_command(settings, key)}"
-    meta = read_meta(str(folder / META_NAME))
-    if settings.source_root != "sample" and meta.get("trained_on") == "sample":
-        raise CacheError(
-            folder / META_NAME,
-            "this tokenizer was trained on the bundled sample",
-            "one that may encode real text",
-            f"Name another one with --tokenizer, or train one: {again}",
-            code="E405",
-        )
-    if source.user is None and meta.get("trained_on") == "own":
-        logger.warning(
-            "%s: trained on user-defined sources only, and used for %s. Remove it to train one on all sources",
-            folder,
-            source.source,
-            extra={"code": "W407"},
-        )
-    tokenizer = load_tokenizer(folder / MODEL_NAME, follow_links=False)
-    if tokenizer.sha256 != meta.get("tokenizer_sha256"):
-        raise CacheError(
-            folder / MODEL_NAME,
-            f"its sha256 is {tokenizer.sha256[:12]}",
-            f"{str(meta.get('tokenizer_sha256'))[:12]}, as in its {META_NAME}",
-            f"Make another one: {again}",
-            code="E403",
-        )
-    return tokenizer

@@ -1,4 +1,4 @@
-"""Which tokenizer a cache is encoded with (D19): the installed one, a copy of a named model, or one trained here."""
+"""Which tokenizer a cache is encoded with (D19): the installed one, a copy of a named one, or one trained here."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import contextlib
 import hashlib
 import logging
 import os
+import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from niels_gpt.builders.meta_keys import FORMAT_VERSION, content_sha256
 from niels_gpt.cache.meta import find_meta, read_meta
+from niels_gpt.hub import models as hub
+from niels_gpt.inspection.readers import check_model
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
-from niels_gpt.recipes.resolve import ResolvedSource
+from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Measurement, Outcome, cache_root, finish, run_recipe
 from niels_gpt.recipes.tokenizer_change import log_unseen_source, warn_of_older_caches
 from niels_gpt.recipes.tokenizer_texts import train, was_trained_by
@@ -22,16 +26,20 @@ from niels_gpt.storage import versions
 from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, write_bytes
-from niels_gpt.storage.meta_json import checked_sha256, meta_bytes, parse_object, resolved
-from niels_gpt.tokenizer import MODEL_NAME, load_tokenizer, read_model
-from niels_gpt.tokenizer_training import MAX_VOCAB_SIZE
+from niels_gpt.storage.meta_json import checked_sha256, file_records, meta_bytes, parse_object, resolved
+from niels_gpt.storage.remedies import build_command
+from niels_gpt.tokenizer import load_tokenizer
+from niels_gpt.tokenizers.files import COMPANIONS, TOKENIZER_JSON, UPSTREAM_MODELS, tokenizer_file, tokenizer_files
+from niels_gpt.tokenizers.protocol import FullTokenizer
 from niels_gpt.tokenizers.roundtrip import roundtrip
 
 logger = logging.getLogger(__name__)
 
+_WITH_SENTINELS = "tokenizer_with_sentinels"  # a folder, in commands
+
 
 def ensure_tokenizer(settings: Settings, *, user_sources_only: bool = False) -> Outcome:
-    """Return <cache>/tokenizer (spm.model, meta.json); it is made and installed first if necessary.
+    """Return <cache>/tokenizer, its files and meta.json; it is made and installed first if necessary.
 
     Arguments and errors: see `stage_tokenizer`.
     """
@@ -53,40 +61,45 @@ def build_with_tokenizer(settings: Settings, source: ResolvedSource, key: str, *
 
     So a build that is refused leaves the tokenizer, and every cache that was built with it, unchanged.
     key, how: of the cache, and the other arguments of `run_recipe`.
+    Raises: NoSentinels for chats and a tokenizer without sentinels; as `stage_tokenizer` and `run_recipe`.
     """
-    staged = stage_tokenizer(settings, user_sources_only=source.user is not None)
-    outcome = run_recipe(settings, key, source=source, tokenizer_folder=staged.path, **how)
+    refresh = bool(how.get("refresh"))
+    staged = stage_tokenizer(settings, user_sources_only=source.user is not None, refresh=refresh)
+    tokenizer = _usable(settings, key, source, staged.path)
+    outcome = run_recipe(settings, key, source=source, tokenizer=tokenizer, tokenizer_folder=staged.path, **how)
     install_tokenizer(settings, staged)
     if not outcome.reused:
         log_unseen_source(settings, staged.meta, outcome.key)
     return outcome
 
 
-def stage_tokenizer(settings: Settings, *, user_sources_only: bool = False, announce: bool = False) -> Outcome:
+def stage_tokenizer(
+    settings: Settings, *, user_sources_only: bool = False, announce: bool = False, refresh: bool = False
+) -> Outcome:
     """Return the tokenizer of the settings. One that would replace another is checked and made, but not installed.
 
     Its `path` is <cache>/tokenizer, or the folder of a version for `install_tokenizer`. A tokenizer that is trained
     where there is none is installed.
     user_sources_only: train a missing one on user-defined sources alone, so that their caches need no network.
     announce: warn of the caches that a new one makes unreadable even if an earlier call made it.
+    refresh: ask the hub for the newest revision of a tokenizer that is named by its id; else the recorded one counts.
 
-    A named model (`tokenizer`) replaces another one. A model trained here is trained again when its settings
+    A named tokenizer (`tokenizer`) replaces another one. A model trained here is trained again when its settings
     change, or when a source that failed at that time has changed; other changes of the text do not count.
-    Raises: FileNotFoundError for a named model that is absent; CacheError for one that cannot be used: no SentencePiece
-        model, without the sentinels, of more than 65,536 ids, or trained on the sample where the text is not;
-        ConnectionError for a hub that cannot be reached: a tokenizer outlives an outage; ValueError where there is no
-        text to train on.
+    Raises: FileNotFoundError for a named tokenizer that is absent; CacheError for one that cannot be used: of no known
+        kind, damaged, or trained on the sample where the text is not; ConnectionError for a hub that cannot be reached:
+        a tokenizer outlives an outage; ValueError where there is no text to train on, and for what the hub refuses.
     """
     path = folder = cache_root(settings) / TOKENIZER_KEY
     with Measurement() as measurement:
-        meta = _installed_for(settings, path)
+        meta = _installed_for(settings, path, refresh)
         reused = meta is not None
         if reused:
             versions.clear_leftovers(path)
         if meta is None:
             # Of two caches that are built at once, one makes the tokenizer, and the other waits and finds it.
             with versions.building(path, wait=True) as work:
-                meta = _installed_for(settings, path)
+                meta = _installed_for(settings, path, refresh)
                 reused = meta is not None
                 if meta is None:
                     folder, meta, reused = _make(settings, work, path, user_sources_only)
@@ -95,55 +108,128 @@ def stage_tokenizer(settings: Settings, *, user_sources_only: bool = False, anno
     return finish(settings, TOKENIZER_KEY, folder, meta, reused, measurement, str(meta["tokenizer_sha256"]))
 
 
+def _usable(settings: Settings, key: str, source: ResolvedSource, folder: Path) -> FullTokenizer:
+    """Return the tokenizer of a folder. Raises: CacheError if it is damaged, or of the sample and the text is not."""
+    remove = shlex.join(["rm", *([] if folder.is_symlink() else ["-r"]), str(folder)])
+    again = f"{remove} && {build_command(settings, key)}"
+    meta = read_meta(str(folder / META_NAME))
+    if settings.source_root != "sample" and meta.get("trained_on") == "sample":
+        raise CacheError(
+            folder / META_NAME,
+            "this tokenizer was trained on the bundled sample",
+            "one that may encode real text",
+            f"Name another one with --tokenizer, or train one: {again}",
+            code="E405",
+        )
+    if source.user is None and meta.get("trained_on") == "own":
+        logger.warning(
+            "%s: trained on user-defined sources only, and used for %s. Remove it to train one on all sources",
+            folder,
+            source.source,
+            extra={"code": "W407"},
+        )
+    check_model(folder, meta, f"Make another one: {again}")
+    tokenizer = load_tokenizer(folder, follow_links=False)
+    if needs_sentinels(source.spec.family, tokenizer):
+        is_path = settings.tokenizer is not None and not _is_id(settings.tokenizer)
+        raise NoSentinels(settings, key, Path(str(settings.tokenizer)) if is_path else folder)
+    return tokenizer
+
+
+def needs_sentinels(family: str, tokenizer: FullTokenizer) -> bool:
+    """Whether the caches of a family cannot be built with a tokenizer: chats have their roles as sentinels."""
+    return family == "sft" and not tokenizer.special_token_ids()
+
+
+class NoSentinels(CacheError):
+    """A cache of chats needs the sentinels, and the tokenizer does not have them."""
+
+    def __init__(self, settings: Settings, key: str, tokenizer: Path) -> None:
+        """tokenizer: the folder or file that the sentinels are to be added to."""
+        remedy = shlex.join(["niels-gpt", "add-sentinels", str(tokenizer), _WITH_SENTINELS])
+        again = build_command(replace(settings, tokenizer=_WITH_SENTINELS), key)
+        expected = f"one that has them: {key} marks the turns of its chats by them"
+        super().__init__(
+            tokenizer, "the tokenizer has no sentinels", expected, f"Add them: {remedy} && {again}", code="E404"
+        )
+
+
 def tokenizer_state(settings: Settings) -> str:
-    """Return what `ensure_tokenizer` would do: "up to date", "copy", "train", or "cannot be used" and why."""
-    if _installed_for(settings, cache_root(settings) / TOKENIZER_KEY) is not None:
+    """Return what `ensure_tokenizer` would do: up to date, copy, download, train, or cannot be used and why.
+
+    The hub is not asked.
+    """
+    if _installed_for(settings, cache_root(settings) / TOKENIZER_KEY, refresh=False) is not None:
         return "up to date"
-    model = _model_to_copy(settings)
+    name = _name_of(settings)
+    if name is None or _is_id(name):
+        return "train" if name is None else "download"
     try:
-        if model is not None:
-            _copy(settings, model)
+        _checked(settings, _find(settings, name))
     except CacheError as error:
         return f"cannot be used: {error}"
-    return "copy" if model else "train"
+    return "copy"
 
 
-def _installed_for(settings: Settings, path: Path) -> dict[str, Any] | None:
+def usable_tokenizer(settings: Settings) -> FullTokenizer | None:
+    """Return the tokenizer that `ensure_tokenizer` would install; None for one to be trained or downloaded.
+
+    Raises: as `stage_tokenizer`.
+    """
+    path, name = cache_root(settings) / TOKENIZER_KEY, _name_of(settings)
+    if _installed_for(settings, path, refresh=False) is not None:
+        return load_tokenizer(path, follow_links=False)
+    return None if name is None or _is_id(name) else _checked(settings, _find(settings, name))
+
+
+def _installed_for(settings: Settings, path: Path, refresh: bool) -> dict[str, Any] | None:
     """Return the meta of the installed tokenizer if it is the one of these settings, else None."""
     try:
         meta = find_meta(path)
         if meta is not None:
             checked_sha256(meta.get("tokenizer_sha256"), "tokenizer_sha256", str(path / META_NAME))
+            there = all((path / record["name"]).is_file() for record in file_records(meta, str(path / META_NAME)))
     except CacheError as error:
         logger.warning("tokenizer: made again: %s", error, extra={"code": "W403"})
         return None
-    if meta is None or not (path / MODEL_NAME).is_file():
+    if meta is None or not there:
         return None
     if settings.tokenizer is not None:
-        digest = hashlib.sha256(_read_named(settings.tokenizer)).hexdigest()
-        return meta if digest == meta.get("tokenizer_sha256") else None
+        if _is_id(settings.tokenizer):
+            return meta if not refresh and _is_of_hub(settings, meta) else None
+        files = _find(settings, settings.tokenizer).files()
+        return meta if content_sha256(_records(files)) == meta.get("content_sha256") else None
     if meta.get("origin") == "trained":
         return meta if was_trained_by(settings, meta) else None
     return meta
 
 
+def _is_of_hub(settings: Settings, meta: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer was downloaded by the id of the settings, and at a revision that they allow."""
+    asked, known = asked_revisions(settings).get(TOKENIZER_KEY), meta.get("hub")
+    if not isinstance(known, dict) or known.get("id") != settings.tokenizer:
+        return False
+    return asked in (None, known.get("revision"), known.get("asked_revision"))
+
+
 def _make(settings: Settings, work: Path, path: Path, user_sources_only: bool) -> tuple[Path, dict[str, Any], bool]:
     """Return the folder of a tokenizer, its meta, and whether an earlier run made it."""
-    model_path = _model_to_copy(settings)
+    name = _name_of(settings)
     installed = _meta_or_none(path)
-    if model_path is not None:
-        model, about = _copy(settings, model_path)
-        folder = versions.versions_dir(path) / content_sha256([_record(model)])[: versions.VERSION_DIGITS]
-        if (known := _undamaged(folder)) is not None:
+    if name is not None:
+        found = _find(settings, name)
+        files, about = found.files(), _about(settings, found)
+        folder = versions.versions_dir(path) / content_sha256(_records(files))[: versions.VERSION_DIGITS]
+        if (known := _undamaged(folder)) is not None and known.get("hub") == about.get("hub"):
             return folder, known, True
     else:
         if (earlier := _trained_earlier(settings, path)) is not None:
             return *earlier, True
         only_user_sources = installed is None or installed.get("trained_on", "own") == "own"
-        model, about = train(settings, user_sources_only and only_user_sources)
-    meta = _write(model, about, work)
+        files, about = train(settings, user_sources_only and only_user_sources)
+    meta = _write(files, about, work)
     version = versions.store(work, path, str(meta["content_sha256"]))
-    if model_path is not None or installed is not None:
+    if name is not None or installed is not None:
         return version, meta, False
     versions.publish(version, path)  # it makes no cache unreadable, and training takes minutes
     return path, meta, False
@@ -160,8 +246,8 @@ def _undamaged(version: Path) -> dict[str, Any] | None:
     """Return the meta of a version of a tokenizer; None without one, or if it is damaged."""
     with contextlib.suppress(CacheError, OSError):
         meta = read_meta(str(version / META_NAME))
-        model = read_model(version / MODEL_NAME, follow_links=False)
-        return meta if hashlib.sha256(model).hexdigest() == meta.get("tokenizer_sha256") else None
+        records = _records(tokenizer_files(version))
+        return meta if records == file_records(meta) and content_sha256(records) == meta["content_sha256"] else None
     return None
 
 
@@ -181,65 +267,119 @@ def _trained_earlier(settings: Settings, path: Path) -> tuple[Path, dict[str, An
     return None
 
 
-def _model_to_copy(settings: Settings) -> Path | None:
+# --- a named one ------------------------------------------------------------------------------------------------------
+
+
+class _Named(NamedTuple):
+    """Where a tokenizer lies that the settings name."""
+
+    name: str
+    """As in the settings."""
+    path: Path
+    """The file that decides its ids."""
+    follow_links: bool
+    hub: dict[str, str] | None = None
+    """Of one of the hub: its id and its revision, for meta.json."""
+
+    def files(self) -> dict[str, bytes]:
+        """Return its files by their names in a cache. Raises: as `tokenizer_files`."""
+        try:
+            return tokenizer_files(self.path, follow_links=self.follow_links)
+        except OSError as error:
+            raise _absent(self.name, error) from None
+
+
+def _name_of(settings: Settings) -> str | None:
+    """Return the path or id of the tokenizer to copy; None if one has to be trained."""
     if settings.tokenizer is not None:
-        return Path(settings.tokenizer)
-    if settings.source_root != "sample" and DEFAULT_TOKENIZER_PATH.is_file():
-        return DEFAULT_TOKENIZER_PATH
-    return None
+        return settings.tokenizer
+    is_default = settings.source_root != "sample" and DEFAULT_TOKENIZER_PATH.is_file()
+    return str(DEFAULT_TOKENIZER_PATH) if is_default else None
 
 
-def _read_named(model: str | Path) -> bytes:
+def _is_id(name: str) -> bool:
+    """Whether a name is an id of the hub: not that of a file or folder, and not written like one."""
+    path = os.path.expanduser(name)
+    return not (hub.is_local(name) or os.path.lexists(path) or name.endswith((".model", ".json")))
+
+
+def _find(settings: Settings, name: str) -> _Named:
+    """Return where a named tokenizer lies; of one of the hub, its files are downloaded first.
+
+    Links in a named folder are followed by `follow_links` only: it may be from strangers, and its files are copied.
+    Raises: FileNotFoundError, CacheError; as `hub_tokenizer_file`.
+    """
+    if _is_id(name):
+        asked = asked_revisions(settings).get(TOKENIZER_KEY)
+        path = hub.hub_tokenizer_file(name, asked, one_of=(TOKENIZER_JSON, *UPSTREAM_MODELS), beside=COMPANIONS)
+        revision = {"id": name, "revision": path.parent.name, **({"asked_revision": asked} if asked else {})}
+        return _Named(name, path, True, revision)
+    path = Path(os.path.expanduser(name))
     try:
-        return read_model(os.path.expanduser(model))
+        return _Named(name, tokenizer_file(path)[0], settings.follow_links or not path.is_dir())
     except OSError as error:
-        raise coded(
-            "E401",
-            FileNotFoundError(
-                f"{model}: no tokenizer model can be read there ({error.strerror or 'there is none'}). Name a "
-                "SentencePiece model, or leave --tokenizer out to have one trained"
-            ),
-        ) from None
+        raise _absent(name, error) from None
 
 
-def _copy(settings: Settings, model: Path) -> tuple[bytes, dict[str, Any]]:
-    """Return a model's bytes and its part of meta.json, also from the meta beside it."""
-    content = _read_named(model)
-    tokenizer = load_tokenizer(os.path.expanduser(model), sentinels="required")  # refuses a model without the sentinels
-    if tokenizer.vocab_size > MAX_VOCAB_SIZE:
-        raise CacheError(
-            model,
-            f"a vocabulary of {tokenizer.vocab_size:,} ids",
-            f"at most {MAX_VOCAB_SIZE:,}: a cache has tokens of 16 bits",
-            code="E409",
-        )
+def _absent(name: str, error: OSError) -> FileNotFoundError:
+    why = error.strerror or ("there is none" if not os.path.isdir(os.path.expanduser(name)) else str(error))
+    return coded(
+        "E401",
+        FileNotFoundError(
+            f"{name}: no tokenizer can be read there ({why}). Name a SentencePiece model, a tokenizer.json, a folder "
+            "with one of them or an id of the hub, or leave --tokenizer out to have one trained"
+        ),
+    )
+
+
+def _checked(settings: Settings, found: _Named) -> FullTokenizer:
+    """Open a named tokenizer. Raises: CacheError if it cannot be used, or was trained on the sample and the text is
+    not."""
+    found.files()
+    tokenizer = load_tokenizer(found.path, follow_links=found.follow_links)
+    _about(settings, found, tokenizer)
+    return tokenizer
+
+
+def _about(settings: Settings, found: _Named, tokenizer: FullTokenizer | None = None) -> dict[str, Any]:
+    """Return what meta.json says of a named tokenizer, also from the meta beside it. Raises: as `_checked`."""
+    if tokenizer is None:
+        tokenizer = load_tokenizer(found.path, follow_links=found.follow_links)
     known: dict[str, Any] = {}
     for name in ("tokenizer_meta.json", META_NAME):
         with contextlib.suppress(CacheError, OSError):
-            beside = read_meta(str(model.parent / name))
+            beside = read_meta(str(found.path.parent / name))
             if tokenizer.sha256 in (beside.get("tokenizer_sha256"), beside.get("model_sha256")):
                 known = beside
     if settings.source_root != "sample" and known.get("trained_on") == "sample":
         raise CacheError(
-            model,
+            found.name,
             "this tokenizer was trained on the bundled sample",
             "one that may encode real text",
             "Name another one with --tokenizer, or leave that out",
             code="E405",
         )
     about: dict[str, Any] = {key: known[key] for key in ("trained_on", "normalization", "model_type") if key in known}
-    return content, {"trained_on": "unknown", **about, "origin": "copied"}
+    return {"trained_on": "unknown", **about, "origin": "copied", **({"hub": found.hub} if found.hub else {})}
 
 
-def _record(model: bytes) -> dict[str, Any]:
-    return {"name": MODEL_NAME, "bytes": len(model), "sha256": hashlib.sha256(model).hexdigest()}
+# --- its folder -------------------------------------------------------------------------------------------------------
 
 
-def _write(model: bytes, about: dict[str, Any], work: Path) -> dict[str, Any]:
-    """Write both files of a tokenizer; returns its meta."""
-    write_bytes(work / MODEL_NAME, model)
-    tokenizer = load_tokenizer(work / MODEL_NAME)
-    record, trip = _record(model), roundtrip(tokenizer)
+def _records(files: Mapping[str, bytes]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in files.items()
+    ]
+
+
+def _write(files: Mapping[str, bytes], about: dict[str, Any], work: Path) -> dict[str, Any]:
+    """Write all files of a tokenizer; returns its meta."""
+    for name, content in files.items():
+        write_bytes(work / name, content)
+    tokenizer = load_tokenizer(work, follow_links=False)
+    records, trip = _records(files), roundtrip(tokenizer)
+    eos = None if tokenizer.eos_id is None else {"id": tokenizer.eos_id, "token": tokenizer.token(tokenizer.eos_id)}
     meta = {
         **{key: value for key, value in about.items() if key != "model_sha256"},
         "lossless": trip["differ"] == 0,
@@ -247,11 +387,14 @@ def _write(model: bytes, about: dict[str, Any], work: Path) -> dict[str, Any]:
         "format_version": FORMAT_VERSION,
         "kind": "tokenizer",
         "built": True,
+        "tokenizer_kind": tokenizer.kind,
         "tokenizer_sha256": tokenizer.sha256,
         "vocab_size": tokenizer.vocab_size,
         "special_token_ids": tokenizer.special_token_ids(),
-        "files": [record],
-        "content_sha256": content_sha256([record]),
+        "control_ids": sorted(tokenizer.control_ids),
+        "eos": eos,
+        "files": records,
+        "content_sha256": content_sha256(records),
     }
     write_bytes(work / META_NAME, raw := meta_bytes(meta))
     return parse_object(raw)

@@ -18,7 +18,6 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.remedies import build_command, recorded_settings, source_of
-from niels_gpt.tokenizer import MODEL_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ def warn_of_older_caches(settings: Settings, meta: Mapping[str, Any]) -> None:
     if same:
         logger.warning(
             "for the old one: %s",
-            _command(settings, same, tokenizer=str(back / MODEL_NAME)),
+            _command(settings, same, tokenizer=str(back)),
             extra={"code": "W404"},
         )
 

@@ -15,6 +15,7 @@ from niels_gpt.recipes.tokenizer_change import warn_of_little_text
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer_training import train_tokenizer
+from niels_gpt.tokenizers.files import MODEL_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ def training_order() -> list[str]:
     return sorted(SOURCES, key=lambda name: SOURCES[name].training_rank)
 
 
-def train(settings: Settings, user_sources_only: bool) -> tuple[bytes, dict[str, Any]]:
-    """Train a tokenizer on the sources; returns the model and its meta. Raises: ValueError without text."""
+def train(settings: Settings, user_sources_only: bool) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Train a tokenizer on the sources; returns its files and its meta. Raises: ValueError without text."""
     num_bytes: dict[str, int | str] = {}
     fingerprints: dict[str, str] = {}
     names = [*user_sources(settings), *([] if user_sources_only else training_order())]
@@ -67,7 +68,7 @@ def train(settings: Settings, user_sources_only: bool) -> tuple[bytes, dict[str,
     }
     if kind != "sample":
         warn_of_little_text(trained.meta, num_bytes)
-    return trained.model, {**trained.meta, **about, "origin": "trained"}
+    return {MODEL_NAME: trained.model}, {**trained.meta, **about, "origin": "trained"}
 
 
 def was_trained_by(settings: Settings, meta: Mapping[str, Any]) -> bool:

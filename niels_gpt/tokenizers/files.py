@@ -34,7 +34,7 @@ COMPANIONS: Final = (CONFIG_NAME, TOKENS_MAP_NAME, "chat_template.jinja")
 MAX_COMPANION_BYTES: Final = 1 << 23
 
 _KINDS = {MODEL_NAME: "sentencepiece", TOKENIZER_JSON: "huggingface"}
-_UPSTREAM_MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")  # SentencePiece, as on the hub
+UPSTREAM_MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")  # SentencePiece, as on the hub
 _BEGINNING = 4096  # bytes of a file that tell JSON from a model
 _MARK = b"\xef\xbb\xbf"  # a byte order mark
 
@@ -76,7 +76,7 @@ def tokenizer_file(path: str | os.PathLike[str]) -> tuple[Path, str]:
             found, expected = f"has both {MODEL_NAME} and {TOKENIZER_JSON}", "one of them"
             raise CacheError(folder, found, expected, "Name the file itself instead of its folder", code="E403")
     if not there:
-        upstream = next((name for name in _UPSTREAM_MODELS if os.path.lexists(folder / name)), None)
+        upstream = next((name for name in UPSTREAM_MODELS if os.path.lexists(folder / name)), None)
         if upstream is None:
             missing = f"{folder / MODEL_NAME}: there is no tokenizer model, and no {TOKENIZER_JSON} beside"
             raise coded("E401", FileNotFoundError(f"{missing}. Train one: {TRAIN_COMMAND}"))

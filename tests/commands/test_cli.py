@@ -99,6 +99,9 @@ def test_a_build_prints_the_warnings_of_its_checks_and_fails_where_one_blocks(
     assert f"{tokens}: sha256 " in capsys.readouterr().err
 
 
+CHOSEN = {"on_special": "text", "engine": "reference"}
+
+
 def test_every_setting_of_a_build_has_a_flag_that_reaches_it() -> None:
     for field in dataclasses.fields(Settings):
         flag = "--" + field.name.replace("_", "-")
@@ -107,14 +110,19 @@ def test_every_setting_of_a_build_has_a_flag_that_reaches_it() -> None:
             continue
         if isinstance(field.default, bool):
             given, value = [flag if not field.default else "--no-" + flag[2:]], not field.default
-        elif field.name == "on_special":
-            given, value = [flag, "raise"], "raise"
+        elif field.name in CHOSEN:
+            given, value = [flag, CHOSEN[field.name]], CHOSEN[field.name]
         else:
             kind = type(field.default) if isinstance(field.default, int | float) else str
             text = "0.75" if kind is float else "7"
             given, value = [flag, text], kind(text)
         settings = settings_of(cli.build_all.make_context("build-all", given).params)
         assert settings == dataclasses.replace(Settings(), **{field.name: value})
+
+
+def test_the_earlier_name_of_a_flag_is_still_accepted() -> None:
+    given = cli.build_all.make_context("build-all", ["--tokenizer-model", "spm.model"]).params
+    assert settings_of(given) == Settings(tokenizer="spm.model")
 
 
 WRONG = "threads -1, shard-bytes 1, shuffle-buffer -1, gutenberg-shuffle-buffer -2, vocab-size 0, sft-val-frac 1.5, "
