@@ -37,6 +37,7 @@ MAX_VOCAB_SIZE: Final = 1 << 24
 
 _EXPECTED = f"a {TOKENIZER_JSON} that the library tokenizers reads"
 _UNK_ID = re.compile(rb'"unk_id"\s*:\s*(\d{1,9})\b')
+_UNUSED = "\ufdd0"  # no character, by Unicode: no text should have it
 _SHOWN = 200  # characters of an error of the library
 
 
@@ -74,6 +75,7 @@ class HuggingFaceTokenizer:
         ends = set() if self._eos_id is None else {self._eos_id}
         self._control_ids = frozenset((special - {self._unk_id}) | ends | set(self._sentinels.values()))
         self._plain: Any = None
+        self._is_renamed = False
 
     @property
     def sha256(self) -> str:
@@ -124,18 +126,18 @@ class HuggingFaceTokenizer:
     def encode_plain(self, texts: Sequence[str], /) -> list[NDArray[np.int32]]:
         """Return the ids of each text with the literals of special tokens as text. Raises as `encode`.
 
-        Raises: ValueError also for a model whose own vocabulary gives a special token's id for its literal.
+        Raises: ValueError also for a text that has no such encoding.
         """
+        batch = list(texts)
         if self._plain is None:
-            plain = _open(self._read(), self.model_path)
-            plain.encode_special_tokens = True
-            self._plain = plain
-        arrays = self._ids_of(list(texts), plain=True)
-        control = np.array(sorted(self._control_ids), np.int32)
-        for index, ids in enumerate(arrays):
-            if (found := np.isin(ids, control)).any():
-                token = self.token(int(ids[found][0]))
-                raise coded("E305", ValueError(f"text {index}: {self.model_path} has no plain encoding of {token!r}"))
+            self._plain = _plain(self._read(), self.model_path)
+        arrays = self._ids_of(batch, plain=True)
+        if not self._is_renamed and self._first_control_id(arrays):  # a unigram model's own pieces, such as </s>
+            self._plain, self._is_renamed = self._renamed(), True
+            arrays = self._ids_of(batch, plain=True)
+        if found := self._first_control_id(arrays):
+            index, token = found
+            raise coded("E305", ValueError(f"text {index}: {self.model_path} has no plain encoding of {token!a}"))
         return arrays
 
     def decode(self, ids: Sequence[int] | NDArray[Any], /) -> str:
@@ -190,6 +192,34 @@ class HuggingFaceTokenizer:
             raise coded("E408", ValueError(why)) from error
         return [np.array(each.ids, np.int32) for each in encoded]
 
+    def _first_control_id(self, arrays: list[NDArray[np.int32]]) -> tuple[int, str] | None:
+        control = np.array(sorted(self._control_ids), np.int32)
+        for index, ids in enumerate(arrays):
+            if (found := np.isin(ids, control)).any():
+                return index, self.token(int(ids[found][0]))
+        return None
+
+    def _renamed(self) -> Any:
+        """Return a tokenizer with the ids of this one, but other names for the control tokens in its vocabulary."""
+        content = json.loads(self._read())
+        vocab = content["model"]["vocab"]
+        names = {self.token(token_id): f"{_UNUSED}{token_id}{_UNUSED}" for token_id in self._control_ids}
+        if isinstance(vocab, dict):
+            content["model"]["vocab"] = {names.get(token, token): token_id for token, token_id in vocab.items()}
+        else:
+            content["model"]["vocab"] = [[names.get(token, token), score] for token, score in vocab]
+        there = self._tokenizer.model.token_to_id
+        content["added_tokens"] = [
+            token
+            for token in content["added_tokens"]
+            if token["content"] not in names or there(token["content"]) is None
+        ]
+        plain = _plain(json.dumps(content).encode(), self.model_path)
+        text = {token.content: token_id for token_id, token in plain.get_added_tokens_decoder().items()}
+        if any(self.token_id(token) != token_id for token, token_id in text.items() if token not in names):
+            raise coded("E305", ValueError(f"{self.model_path}: has no plain encoding of its special tokens"))
+        return plain
+
     def _eos_token(self) -> str | None:
         for name in (CONFIG_NAME, TOKENS_MAP_NAME):
             raw = companion(Path(self.model_path), name, follow_links=self._follow_links)
@@ -215,18 +245,25 @@ class HuggingFaceTokenizer:
 
 
 def _open(raw: bytes, where: str) -> Any:
-    """Return the library's tokenizer, without truncation and padding."""
+    """Return the library's tokenizer, without truncation, padding and post-processor."""
     from tokenizers import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_buffer(raw)
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        tokenizer.post_processor = None  # even without its special tokens, one could leave out or repeat a text
     except BaseException as error:
         if not _is_of_library(error):
             raise
         found = f"is damaged, or of an unknown form ({str(error)[:_SHOWN]!a})"
         raise CacheError(where, found, _EXPECTED, code="E403") from error
+    return tokenizer
+
+
+def _plain(raw: bytes, where: str) -> Any:
+    tokenizer = _open(raw, where)
+    tokenizer.encode_special_tokens = True
     return tokenizer
 
 
@@ -236,10 +273,13 @@ def _is_of_library(error: BaseException) -> bool:
 
 
 def _vocab_size(tokenizer: Any, where: str) -> int:
-    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    ids = tokenizer.get_vocab(with_added_tokens=True).values()
+    largest = max(ids, default=-1)
     if not 0 <= largest < MAX_VOCAB_SIZE:
         found = f"its largest id is {largest:,}" if largest >= 0 else "has no token"
         raise CacheError(where, found, f"1 to {MAX_VOCAB_SIZE:,} ids", code="E403")
+    if len(set(ids)) < len(ids):
+        raise CacheError(where, "two of its tokens have the same id", "another id for each token", code="E403")
     return int(largest) + 1
 
 

@@ -1,0 +1,353 @@
+"""Tokenizers of Hugging Face: ids as the library's, texts come back, control tokens stay out of plain text."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.made_tokenizers import MADE, REAL, SIZES, any_tokenizer, made_tokenizer, sample_texts, write_tokenizer
+
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.tokenizer import load_tokenizer
+from niels_gpt.tokenizers.document_end import document_end
+from niels_gpt.tokenizers.files import tokenizer_files
+from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
+from niels_gpt.tokenizers.protocol import KINDS, FullTokenizer, tokenizer_sha256
+
+EVERY = (*REAL, *MADE)
+ENDS = {"gpt2": "<|endoftext|>", "neox": "<|endoftext|>", "llama3": "<|end_of_text|>", "qwen2": "<|endoftext|>"}
+ENDS |= {"gemma": "<eos>", "t5": "</s>"}
+MARKED = "a<|endoftext|>b <|im_start|>c</s> <eos> <|eot_id|><bos>\n<|end_of_text|> d <pad><|extra_4|>"
+TEXTS = (
+    "",
+    " ",
+    "one\n",
+    "two  spaces,   three and        many\t\ttabs \n\n\n ends \r\n",
+    "1 12 123 1234 12345 3.14159 2026-11-22",
+    "don't DON'T we'll I'm they've it'S",
+    "NUL \0 and \0\0, control \x01\x1f\x7f",
+    "emoji \U0001f98a \U0001f469\u200d\U0001f4bb \U0001f1e9\U0001f1ea, \u6f22\u5b57, \u041f\u0440\u0438\u0432",
+    "<0x0A> <0x41>\ufdd0 \ufffd \U0010ffff",
+    *sample_texts()[:20],
+)
+
+
+@pytest.fixture(scope="module", params=EVERY)
+def name(request: pytest.FixtureRequest) -> str:
+    """The name of each tokenizer; skips those that are not here."""
+    any_tokenizer(request.param)
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(name: str) -> FullTokenizer:
+    return load_tokenizer(any_tokenizer(name))
+
+
+def reference(name: str) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(any_tokenizer(name) / "tokenizer.json"))
+
+
+def test_ids_are_those_of_the_library_and_texts_come_back(name: str, tokenizer: FullTokenizer) -> None:
+    texts = [*TEXTS, MARKED]
+    expected = [each.ids for each in reference(name).encode_batch(texts, add_special_tokens=False)]
+    assert [tokenizer.encode(text) for text in texts] == expected
+    for num_threads in (1, 2):
+        arrays = tokenizer.encode_batch(texts, num_threads=num_threads)
+        assert [ids.tolist() for ids in arrays] == expected
+        assert all(ids.dtype == np.int32 for ids in arrays)
+    assert [tokenizer.decode(ids) for ids in expected] == texts
+
+
+def test_a_marked_text_has_control_ids_and_its_plain_encoding_none(name: str, tokenizer: FullTokenizer) -> None:
+    control = tokenizer.control_ids
+    assert control.intersection(tokenizer.encode(MARKED))
+    literals = [tokenizer.token(token_id) for token_id in sorted(control)]
+    texts = [MARKED, *literals, *(f"x{literal}{literal} y" for literal in literals)]
+    for text, ids in zip(texts, tokenizer.encode_plain(texts), strict=True):
+        assert not control.intersection(ids.tolist()), text
+        assert tokenizer.decode(ids.tolist()) == text
+
+
+def test_texts_without_control_tokens_have_the_same_ids_in_a_plain_encoding(tokenizer: FullTokenizer) -> None:
+    expected = [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)]
+    assert [ids.tolist() for ids in tokenizer.encode_plain(TEXTS)] == expected
+    tokenizer.encode_plain([MARKED])  # which may open the model in another way
+    assert [ids.tolist() for ids in tokenizer.encode_plain(TEXTS)] == expected
+
+
+def test_what_a_tokenizer_says_of_itself(name: str, tokenizer: FullTokenizer) -> None:
+    vocab = reference(name).get_vocab(with_added_tokens=True)
+    assert tokenizer.kind == "huggingface" and tokenizer.kind in KINDS
+    assert tokenizer.vocab_size == max(vocab.values()) + 1 == SIZES.get(name, tokenizer.vocab_size)
+    assert tokenizer.special_token_ids() == {}
+    assert tokenizer_sha256(tokenizer) == tokenizer.sha256
+    end = document_end(tokenizer, ENDS[name])
+    assert (
+        end is not None
+        and end.id == vocab[ENDS[name]] == tokenizer.token_id(end.token)
+        and end.id in tokenizer.control_ids
+    )
+    assert tokenizer.unk_id == {"gemma": 3, "t5": 2}.get(name)
+    assert tokenizer.unk_id not in tokenizer.control_ids
+    if name != "neox":  # which is a tokenizer.json alone
+        assert document_end(tokenizer) == end == document_end(tokenizer, "eos")
+    assert document_end(tokenizer, "none") is None
+    with pytest.raises(ValueError, match=r"no sentinels.*--document-end"):
+        document_end(tokenizer, "eot")
+    with pytest.raises(ValueError, match=r"no token '\\x1b\[31m'"):
+        document_end(tokenizer, "\x1b[31m")
+
+
+def test_a_lone_surrogate_names_its_text(tokenizer: FullTokenizer) -> None:
+    for call in (
+        tokenizer.encode_batch,
+        tokenizer.encode_plain,
+        lambda texts: [tokenizer.encode(text) for text in texts],
+    ):
+        with pytest.raises(ValueError, match=r"character 2: lone surrogate '\\ud83d'") as caught:
+            call(["fine", "ab\ud83d"])
+        assert caught.value.code == "E304"  # type: ignore[attr-defined]
+
+
+def test_ids_outside_the_vocabulary_are_refused(tokenizer: FullTokenizer) -> None:
+    for ids in ([-1], [0, tokenizer.vocab_size], np.array([1 << 40])):
+        with pytest.raises(ValueError, match="expected 0 <= id"):
+            tokenizer.decode(ids)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one dimension"):
+        tokenizer.decode(np.zeros((2, 2), np.int64))  # type: ignore[arg-type]
+    assert tokenizer.decode(np.array(tokenizer.encode("a b"))) == "a b"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("made", MADE)
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=("Cs",)), max_size=40))
+def test_any_text_comes_back(made: str, text: str) -> None:
+    tokenizer = _opened(made)
+    expected = text if made in ("llama3", "qwen2") else text.replace("\u2581", " ")  # which stands for a space
+    expected = unicodedata.normalize("NFC", text) if made == "qwen2" else expected
+    assert tokenizer.decode(tokenizer.encode(text)) == expected
+    ids = tokenizer.encode_plain([text])[0].tolist()
+    assert not tokenizer.control_ids.intersection(ids)
+
+
+_OPEN: dict[str, FullTokenizer] = {}
+
+
+def _opened(made: str) -> FullTokenizer:
+    if made not in _OPEN:
+        _OPEN[made] = load_tokenizer(made_tokenizer(made))
+    return _OPEN[made]
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pickled_copy_opens_the_same_file_and_refuses_a_changed_one(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "t", "t5")
+    tokenizer = load_tokenizer(folder)
+    packed = pickle.dumps(tokenizer)
+    assert len(packed) < 1_000
+    copy = pickle.loads(packed)
+    assert copy.encode("a text") == tokenizer.encode("a text") and copy.eos_id == tokenizer.eos_id
+    path = folder / "tokenizer.json"
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(CacheError, match="changed") as caught:
+        pickle.loads(packed)
+    assert caught.value.code == "E402"
+    with pytest.raises(CacheError, match="changed"):  # opened for the first time by this call
+        tokenizer.encode_plain(["a text"])
+
+
+def test_the_files_of_a_tokenizer(tmp_path: Path, tiny_model_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "t", "t5")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    files = tokenizer_files(folder)
+    assert list(files) == ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+    assert files == tokenizer_files(folder / "tokenizer.json")
+    assert files["tokenizer.json"] == (folder / "tokenizer.json").read_bytes()
+    assert tokenizer_files(tiny_model_path) == {"spm.model": tiny_model_path.read_bytes()}
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
+        tokenizer_files(tmp_path)
+
+
+def test_links_are_for_snapshots_of_the_hub(tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for path in made_tokenizer("t5").iterdir():
+        (snapshot / path.name).symlink_to(path)
+    for call in (load_tokenizer, tokenizer_files):
+        with pytest.raises(CacheError, match="link"):
+            call(snapshot)
+    assert load_tokenizer(snapshot, follow_links=True).eos_id == 1
+    assert load_tokenizer(snapshot / "tokenizer.json").eos_id == 1
+    with pytest.raises(CacheError, match="link"):
+        load_tokenizer(snapshot / "tokenizer.json", follow_links=False)
+    assert len(tokenizer_files(snapshot, follow_links=True)) == 2
+
+
+def test_a_folder_of_both_kinds_needs_its_meta(tmp_path: Path, tiny_model_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "t", "t5")
+    shutil.copy(tiny_model_path, folder / "spm.model")
+    with pytest.raises(CacheError, match="has both"):
+        load_tokenizer(folder)
+    for kind in KINDS:
+        (folder / "meta.json").write_text(json.dumps({"tokenizer_kind": kind}))
+        assert load_tokenizer(folder).kind == kind
+
+
+@pytest.mark.parametrize("file", ["tokenizer.model", "spiece.model"])
+def test_a_model_with_the_name_that_it_has_on_the_hub(tmp_path: Path, tiny_model_path: Path, file: str) -> None:
+    shutil.copy(tiny_model_path, tmp_path / file)
+    assert load_tokenizer(tmp_path).sha256 == load_tokenizer(tiny_model_path).sha256
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens_map", "eos"),
+    [
+        (None, None, None),
+        ({}, {"eos_token": "</s>"}, 1),
+        ({"eos_token": None}, {"eos_token": {"content": "<pad>"}}, 0),
+        ({"eos_token": {"content": "</s>"}}, {"eos_token": "<pad>"}, 1),
+        ({"eos_token": "not a token"}, None, None),
+        ({"eos_token": 7}, None, None),
+    ],
+)
+def test_the_end_of_a_text(tmp_path: Path, config: Any, tokens_map: Any, eos: int | None) -> None:
+    folder = write_tokenizer(tmp_path / "t", "t5")
+    (folder / "tokenizer_config.json").unlink()
+    for file, content in (("tokenizer_config.json", config), ("special_tokens_map.json", tokens_map)):
+        if content is not None:
+            (folder / file).write_text(json.dumps(content))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_id == eos
+    if eos is None:
+        with pytest.raises(ValueError, match=r"Pass --document-end '?</s>'? for this token, or --document-end none"):
+            document_end(tokenizer)
+
+
+def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
+    cut = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    pad = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+    bos = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "</s>", "type_id": 0}}], "pair": []}
+    bos["special_tokens"] = {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}}
+    folder = write_tokenizer(
+        tmp_path / "t", "t5", truncation=cut, padding={**pad, "pad_token": "<pad>"}, post_processor=bos
+    )
+    tokenizer, plain = load_tokenizer(folder), load_tokenizer(made_tokenizer("t5"))
+    for text in ("a", "a longer text of several words, one after the other"):
+        assert tokenizer.encode(text) == plain.encode(text) == tokenizer.encode_plain([text])[0].tolist()
+
+
+def test_an_added_token_that_is_not_special_is_text() -> None:
+    tokenizer = load_tokenizer(made_tokenizer("qwen2"))
+    token_id = tokenizer.token_id("<tool_call>")
+    assert (
+        token_id in tokenizer.encode("a <tool_call> b") and token_id in tokenizer.encode_plain(["a <tool_call> b"])[0]
+    )
+    assert token_id not in tokenizer.control_ids
+    assert tokenizer.token_id("no token") is None
+
+
+# --- damaged and hostile files ----------------------------------------------------------------------------------------
+
+
+def _with(at: str, value: Any) -> Any:
+    """Return a function that sets a value, by its path with dots, in a tokenizer.json."""
+
+    def change(content: dict[str, Any]) -> None:
+        *path, last = at.split(".")
+        inner: Any = content
+        for key in path:
+            inner = inner[int(key)] if isinstance(inner, list) else inner[key]
+        if isinstance(inner, list):
+            inner[int(last)] = value
+        else:
+            inner[last] = value
+
+    return change
+
+
+HOSTILE: dict[str, Any] = {
+    "empty": b"",
+    "no json": b"no model",
+    "truncated": b'{"version": "1.0", "added_tok',
+    "an array": b"[1, 2]",
+    "another object": b'{"a": 1}',
+    "nested deeply": b'{"added_tokens":' + b"[" * 100_000,
+    "no model": _with("model", None),
+    "a model of another type": _with("model.type", "\x1b[31mX"),
+    "vocabulary empty": _with("model.vocab", []),
+    "vocabulary of numbers": _with("model.vocab", [1, 2]),
+    "vocabulary huge id": _with("model", {"type": "BPE", "vocab": {"a": 0, "b": 1 << 31}, "merges": []}),
+    "vocabulary negative id": _with("model", {"type": "BPE", "vocab": {"a": -1}, "merges": []}),
+    "merges of nothing": _with("model", {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}),
+    "unknown id outside": _with("model.unk_id", 1 << 30),
+    "two pieces of one id": _with("model", {"type": "BPE", "vocab": {"a": 0, "b": 0}, "merges": []}),
+    "added huge id": _with("added_tokens.3.id", 1 << 31),
+    "added after a gap": _with("added_tokens.3", {"content": "<new>", "id": 5_000, "special": True}),
+    "added without an id": _with("added_tokens.3", {"content": "<new>"}),
+    "added is a number": _with("added_tokens.3", 7),
+    "added are an object": _with("added_tokens", {}),
+    "normalizer": _with("normalizer", {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}),
+    "charsmap": _with("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+    "eos file": None,
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_damaged_or_hostile_file_is_refused(tmp_path: Path, case: str) -> None:
+    folder = write_tokenizer(tmp_path / "t", "t5")
+    path, change = folder / "tokenizer.json", HOSTILE[case]
+    if isinstance(change, bytes):
+        path.write_bytes(change)
+    elif change is None:
+        (folder / "tokenizer_config.json").write_bytes(b"[" * 100_000)
+    else:
+        content = json.loads(path.read_text())
+        for token in content["added_tokens"]:
+            token.update(dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False))
+        change(content)
+        path.write_text(json.dumps(content))
+    with pytest.raises(CacheError) as caught:
+        HuggingFaceTokenizer(folder)
+    assert caught.value.code == "E403"
+    assert str(caught.value).isprintable(), "what a file holds must not reach a terminal unescaped"
+
+
+def test_files_that_are_too_large_or_no_files_are_refused(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "t", "t5")
+    os.truncate(folder / "tokenizer_config.json", 1 << 24)
+    with pytest.raises(CacheError) as caught:
+        load_tokenizer(folder, follow_links=True)
+    assert caught.value.code == "E206"
+    os.truncate(folder / "tokenizer.json", 1 << 28)
+    with pytest.raises(CacheError) as caught:
+        load_tokenizer(folder / "tokenizer.json")
+    assert caught.value.code == "E206"
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
+    with pytest.raises(CacheError, match="regular file"):  # and does not wait for a writer
+        load_tokenizer(folder / "tokenizer.json")
+    with pytest.raises(FileNotFoundError, match="no tokenizer"):
+        load_tokenizer(tmp_path / "none")
+
+
+def test_a_text_that_a_model_cannot_encode_is_an_error_with_a_code(tmp_path: Path) -> None:
+    model = {"type": "Unigram", "unk_id": None, "vocab": [["a", 0.0]], "byte_fallback": False}
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", "t5", model=model, added_tokens=[]))
+    with pytest.raises(ValueError, match="cannot encode") as caught:
+        tokenizer.encode("b")
+    assert caught.value.code == "E408"  # type: ignore[attr-defined]
+    assert tokenizer.encode("a") == [0]
