@@ -11,7 +11,8 @@ from pydantic import Field, ValidationError, create_model
 from niels_gpt.settings import Settings
 
 ENVIRONMENT_PREFIX = "NIELS_GPT_"
-_NOT_SETTINGS = {"NIELS_GPT_TEST_DATA", "NIELS_GPT_PEERS"}  # where the tests find real text, and other tools
+# Where the tests find real text, real tokenizers and other tools.
+_NOT_SETTINGS = {"NIELS_GPT_TEST_DATA", "NIELS_GPT_TEST_MODELS", "NIELS_GPT_PEERS"}
 _CORE = {field.name: field for field in fields(Settings)}
 _TYPES = get_type_hints(Settings)
 
