@@ -5,6 +5,7 @@ import tempfile
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -37,8 +38,8 @@ SPEC_TABLE = [
 ]
 
 
-def write_split(folder: Path, examples: list[list[int]]) -> Path:
-    (folder / "train_tokens.bin").write_bytes(np.concatenate(examples).astype("<u2").tobytes())
+def write_split(folder: Path, examples: list[list[int]], dtype: str = "<u2") -> Path:
+    (folder / "train_tokens.bin").write_bytes(np.concatenate(examples).astype(dtype).tobytes())
     np.save(folder / "train_idx.npy", np.cumsum([0, *map(len, examples[:-1])], dtype=np.int64))
     return folder
 
@@ -156,15 +157,20 @@ ids_of_any_kind = st.one_of(st.sampled_from([USR, ASST, EOT, 298, 299, 300, 65_5
     io=st.sampled_from(["mmap", "pread"]),
     for_any_device=st.booleans(),
     seed=st.integers(0, 9),
+    beyond=st.sampled_from([0, 1_000_000]),
 )
 def test_a_batch_is_what_a_walk_over_the_tokens_of_its_examples_finds(
-    examples: list[list[int]], T: int, io: IO, for_any_device: bool, seed: int
+    examples: list[list[int]], T: int, io: IO, for_any_device: bool, seed: int, beyond: int
 ) -> None:
+    """beyond: added to every id of a split of 32 bits."""
+    files, dtype = ("train_tokens.bin", "train_idx.npy"), "uint32" if beyond else "uint16"
+    opening: dict[str, Any] = {"eot_id": EOT + beyond, "asst_id": ASST + beyond, "dtype": dtype, "io": io}
     # A device that is not the CPU has its own way to the same values; on the CPU it gives them too.
     way = mock.patch.object(sft_dataset, "_masked_by_limit", sft_dataset._masked_by_choice)
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings(), way if for_any_device else nullcontext():
         warnings.simplefilter("ignore", UserWarning)
-        dataset = open_split(write_split(Path(name), examples), T=T, io=io)
+        folder = write_split(Path(name), [[id + beyond for id in example] for example in examples], dtype)
+        dataset = SFTExampleDataset(*(folder / file for file in files), T=T, device="cpu", **opening)
         generator, reference = (torch.Generator().manual_seed(seed) for _ in range(2))
         batch = dataset.get_batch(B=6, generator=generator)
     for number, *row in zip(torch.randint(len(examples), (6,), generator=reference).tolist(), *batch, strict=True):
@@ -172,7 +178,8 @@ def test_a_batch_is_what_a_walk_over_the_tokens_of_its_examples_finds(
         padded = (example + [EOT] * T)[: T + 1]
         has_loss = obvious_mask(padded, len(example))[1:]
         masked = [target if counts else NO for target, counts in zip(padded[1:], has_loss, strict=True)]
-        assert [t.tolist() for t in row] == [padded[:-1], padded[1:], masked]
+        expected = [padded[:-1], padded[1:], masked]
+        assert [t.tolist() for t in row] == [[id + beyond * (id != NO) for id in ids] for ids in expected]
 
 
 @pytest.mark.parametrize("io", ["mmap", "pread"])

@@ -39,8 +39,8 @@ TRUNCATED = SFTCounts(examples=5, rows_left_out_without_target=0, **_ROWS, **_TO
 DROPPED = dict(rows_cut=0, rows_dropped=3, rows_without_last_eot=0, supervised_tokens_lost=7)
 
 
-def write_split(folder: Path, examples: Sequence[Sequence[int]]) -> Path:
-    np.concatenate([np.asarray(example, dtype="<u2") for example in examples]).tofile(folder / "train_tokens.bin")
+def write_split(folder: Path, examples: Sequence[Sequence[int]], dtype: str = "<u2") -> Path:
+    np.concatenate([np.asarray(example, dtype=dtype) for example in examples]).tofile(folder / "train_tokens.bin")
     np.save(folder / "train_idx.npy", np.cumsum([0, *map(len, examples[:-1])], dtype=np.int64))
     return folder
 
@@ -126,15 +126,18 @@ def slow_counts(examples: list[list[int]], T: int, *, drop: bool, require_target
     require_targets=st.booleans(),
     io=st.sampled_from(["mmap", "pread"]),
     block=st.sampled_from([1, 7, 20, 1 << 20]),
+    beyond=st.sampled_from([0, 1_000_000]),
 )
 def test_the_counts_are_what_a_walk_over_all_tokens_finds_however_they_are_read(
-    examples: list[list[int]], T: int, drop: bool, require_targets: bool, io: str, block: int
+    examples: list[list[int]], T: int, drop: bool, require_targets: bool, io: str, block: int, beyond: int
 ) -> None:
+    """beyond: added to every id of a split of 32 bits."""
     expected = slow_counts(examples, T, drop=drop, require_targets=require_targets)
     over_length = "drop" if drop else "truncate"
     arguments: dict[str, Any] = {"T": T, "over_length": over_length, "require_targets": require_targets, "io": io}
+    arguments |= {"eot_id": EOT + beyond, "asst_id": ASST + beyond, "dtype": "uint32" if beyond else "uint16"}
     with tempfile.TemporaryDirectory() as name, mock.patch.object(sft_dataset, "_BLOCK_TOKENS", block):
-        folder = write_split(Path(name), examples)
+        folder = write_split(Path(name), [[id + beyond for id in ids] for ids in examples], arguments["dtype"])
         if expected.rows:
             dataset = opened(folder, **arguments)
             assert dataset.counts == expected

@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_tokenizer import build
+from support.number_caches import BEYOND, DTYPES
 
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset
 from niels_gpt.cache.mmap import TokenFiles, mmap_tokens
@@ -31,11 +32,13 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def write_shards(folder: Path, lengths: list[int]) -> Path:
-    """Write shards whose ids count through the whole stream."""
+def write_shards(folder: Path, lengths: list[int], dtypes: list[str] | None = None) -> Path:
+    """Write shards whose ids count through the whole stream; those of 32 bits from BEYOND."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, (length, end) in enumerate(zip(lengths, np.cumsum(lengths).tolist(), strict=True)):
-        (np.arange(end - length, end) % 2**16).astype("<u2").tofile(folder / f"shard_{number:05d}.bin")
+        is_wide = dtypes is not None and dtypes[number] == "uint32"
+        ids = np.arange(end - length, end) + BEYOND * is_wide
+        ids.astype("<u4" if is_wide else "<u2").tofile(folder / f"shard_{number:05d}.bin")
     return folder
 
 
@@ -67,20 +70,22 @@ def test_a_thousand_shards_are_sized_and_one_is_opened_when_a_window_of_it_is_dr
 def test_both_ways_to_read_gather_what_slices_of_the_files_hold(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], data: st.DataObject
 ) -> None:
-    folder = write_shards(tmp_path_factory.mktemp("shards"), lengths)
+    dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=len(lengths), max_size=len(lengths)))
+    folder = write_shards(tmp_path_factory.mktemp("shards"), lengths, dtypes)
     width = data.draw(st.integers(1, min(lengths)))
     places = st.integers(0, len(lengths) - 1).flatmap(
         lambda shard: st.tuples(st.just(shard), st.integers(0, lengths[shard] - width))
     )
     drawn = data.draw(st.lists(places, max_size=6))
     shards, starts = ([place[i] for place in drawn] for i in (0, 1))
-    begins = np.cumsum([0, *lengths])
+    begins = np.cumsum([0, *lengths])[:-1] + [BEYOND * (dtype == "uint32") for dtype in dtypes]
     expected = [list(range(begins[shard] + start, begins[shard] + start + width)) for shard, start in drawn]
+    each = [np.dtype(dtype) for dtype in dtypes]
     for io in ("mmap", "pread"):
-        files = TokenFiles([(path, None) for path in sorted(folder.iterdir())], io=io)  # type: ignore[arg-type]
+        files = TokenFiles([(path, None) for path in sorted(folder.iterdir())], io=io, dtype=each)
         for copy in (files, pickle.loads(pickle.dumps(files))):
             found = gather(copy, shards, starts, width)
-            assert (found.shape, found.dtype, found.tolist()) == ((len(drawn), width), np.uint16, expected)
+            assert (found.shape, found.dtype, found.tolist()) == ((len(drawn), width), max(each), expected)
 
 
 def test_a_thread_that_maps_while_another_does_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,12 +285,29 @@ def test_anonymous_memory_does_not_grow_with_the_batches_served(tmp_path: Path, 
     assert anonymous_bytes() - before < 4 * 2**20
 
 
-def test_split_rows_are_the_row_and_its_shift_on_any_device() -> None:
-    rows = np.array([[1, 65535, 3]], dtype=np.uint16)
-    x, y = split_rows(rows, "cpu")
-    assert (x.tolist(), y.tolist()) == ([[1, 65535]], [[65535, 3]])
-    for tensor in (x, y, *split_rows(rows, "meta")):
-        assert tensor.shape == (1, 2) and tensor.dtype == torch.int64 and tensor.is_contiguous()
+@pytest.mark.parametrize(("dtype", "largest"), [(np.uint16, 2**16 - 1), (np.uint32, 2**31 - 1)])
+def test_split_rows_are_the_row_and_its_shift_on_any_device(dtype: Any, largest: int) -> None:
+    rows = np.array([[1, largest, 3]], dtype=dtype)
+    # "cpu:0" takes the way of another device.
+    for device in ("cpu", "cpu:0", *(["cuda"] if torch.cuda.is_available() else [])):
+        x, y = split_rows(rows, device)
+        assert (x.tolist(), y.tolist()) == ([[1, largest]], [[largest, 3]])
+        for tensor in (x, y, *split_rows(rows, "meta")):
+            assert tensor.shape == (1, 2) and tensor.dtype == torch.int64 and tensor.is_contiguous()
+
+
+def test_files_of_different_dtypes_are_joined_by_tokens_and_rows_are_of_the_wider_one(tmp_path: Path) -> None:
+    """The last file is an odd number of 16-bit ids: no whole number of 32-bit ones."""
+    narrow = TokenFiles([(write_shards(tmp_path / "a", [7]) / "shard_00000.bin", None)])
+    wide = TokenFiles(
+        [(write_shards(tmp_path / "b", [5], ["uint32"]) / "shard_00000.bin", None)], dtype=np.dtype("<u4")
+    )
+    for parts in ([narrow, wide], [wide, narrow]):
+        files, first = TokenFiles.joined(parts), parts.index(narrow)
+        found = gather(files, [first, 1 - first, first], [5, 0, 0], 2)
+        assert found.dtype == np.uint32 and found.tolist() == [[5, 6], [BEYOND, BEYOND + 1], [0, 1]]
+        assert gather(files, [first], [0], 7).tolist() == [[0, 1, 2, 3, 4, 5, 6]]
+        assert files.lengths.tolist() == [len_of[0] for len_of in (parts[0].lengths, parts[1].lengths)]
 
 
 SEEN: list[Callable[[torch.Tensor, torch.Tensor], Any]] = [

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.number_caches import firsts, joined, number_cache, numbered, run_epochs, with_vocabulary
+from support.number_caches import DTYPES, firsts, joined, number_cache, numbered, run_epochs, with_vocabulary
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.collate import default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -34,9 +34,9 @@ def loader(stream: Stream, workers: int = 0, **changed: Any) -> DataLoader[Any]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two splits of 10 and 23 windows of T = 4."""
+    """Two splits of 10 and 23 windows of T = 4; the second of 32 bits."""
     folder = tmp_path_factory.mktemp("streams")
-    return [numbered(folder / "ten", [26, 17]), numbered(folder / "more", [93])]
+    return [numbered(folder / "ten", [26, 17]), numbered(folder / "more", [93], "uint32")]
 
 
 def epochs(folders: list[Path], **changed: Any) -> EpochStream:
@@ -45,7 +45,7 @@ def epochs(folders: list[Path], **changed: Any) -> EpochStream:
 
 def mixture(folders: list[Path], *, epochs: int | None = None, **changed: Any) -> MixtureStream:
     common = {"T": 4, "global_batch_size": 4, "seed": 0, **changed}
-    streams = [EpochStream(str(folder), **common) for folder in folders]
+    streams = [EpochStream(str(folder), dtype=dtype, **common) for folder, dtype in zip(folders, DTYPES, strict=True)]
     return MixtureStream(streams, [1, 2], seed=3, block_size=9, when_exhausted=epochs or "repeat")
 
 

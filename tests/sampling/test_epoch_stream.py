@@ -18,7 +18,16 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.number_caches import first_ids, firsts, number_cache, numbered, run_epochs, with_vocabulary, write_shards
+from support.number_caches import (
+    DTYPES,
+    first_ids,
+    firsts,
+    number_cache,
+    numbered,
+    run_epochs,
+    with_vocabulary,
+    write_shards,
+)
 
 import niels_gpt.cache
 import niels_gpt.sampling
@@ -52,16 +61,24 @@ def ten(tmp_path: Path) -> Path:
     parts=st.lists(st.tuples(WORLDS, st.integers(1, 3), st.integers(0, 4)), max_size=3),
     last=st.tuples(WORLDS, st.integers(1, 3)),
     random_offset=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
 )
 def test_every_window_comes_exactly_once_an_epoch_whatever_the_split_of_the_work(
-    lengths: list[int], T: int, seed: int, parts: list[tuple[int, int, int]], last: tuple[int, int], random_offset: bool
+    lengths: list[int],
+    T: int,
+    seed: int,
+    parts: list[tuple[int, int, int]],
+    last: tuple[int, int],
+    random_offset: bool,
+    dtype: str,
 ) -> None:
     """Parts of a run of three epochs: world size, rows of a rank, steps until the next part begins."""
     expected = first_ids(lengths, T)
     assume(expected)
     changed: dict[str, Any] = {"T": T, "seed": seed, "epochs": 3, "random_offset": random_offset}
+    changed["dtype"] = dtype
     with tempfile.TemporaryDirectory() as name:
-        folder = numbered(Path(name), lengths)
+        folder = numbered(Path(name), lengths, dtype)
         batches: list[Any] = []
         for world, per_rank, steps in [*parts, (*last, None)]:
             state = batches[-1].state if batches else None

@@ -12,11 +12,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.byte_tokenizer import build
-from support.number_caches import number_cache, numbered, write_shards
+from support.number_caches import BEYOND, DTYPES, number_cache, numbered, write_shards
 from support.small_builds import pretrain, sft
 
 from niels_gpt.cache import CacheError
+from niels_gpt.cache.formats import TokenDtype
 from niels_gpt.cache.meta import read_meta, write_meta
+from niels_gpt.cache.mmap import IO
 from niels_gpt.sampling import bits_per_byte, iter_eval
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*are shorter than T")
@@ -51,12 +53,16 @@ def test_the_windows_of_a_split(tmp_path: Path, shards: list[list[int]], B: int,
     B=st.integers(1, 6),
     T=st.integers(1, 30),
     io=st.sampled_from(["mmap", "pread"]),
+    dtype=st.sampled_from(DTYPES),
 )
-def test_every_token_but_the_first_is_a_target_exactly_once(lengths: list[int], B: int, T: int, io: str) -> None:
+def test_every_token_but_the_first_is_a_target_exactly_once(
+    lengths: list[int], B: int, T: int, io: IO, dtype: TokenDtype
+) -> None:
     assume(sum(lengths) > 1)
     with tempfile.TemporaryDirectory() as name:
-        batches = list(iter_eval(str(numbered(Path(name), lengths)), B=B, T=T, io=io))
-    tokens = list(range(sum(lengths)))
+        batches = list(iter_eval(str(numbered(Path(name), lengths, dtype)), B=B, T=T, io=io, dtype=dtype))
+    first = BEYOND * (dtype == "uint32")
+    tokens = list(range(first, first + sum(lengths)))
     for x, y in batches:
         assert x.shape == y.shape == (len(x), T) and x.dtype == y.dtype == torch.int64
         assert x.is_contiguous() and y.is_contiguous()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.number_caches import firsts, number_cache, numbered, run_epochs
+from support.number_caches import DTYPES, firsts, number_cache, numbered, run_epochs
 
 from niels_gpt.cache import CacheError
 from niels_gpt.sampling import EpochStream
@@ -124,15 +124,16 @@ def test_whoever_changes_a_state_changes_no_stream(ten: Path) -> None:
     per_rank=st.integers(1, 3),
     again=st.integers(0, 3),
     random_offset=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
 )
 def test_a_run_that_is_stopped_at_any_step_goes_on_as_one_never_stopped(
-    seed: int, step: int, world: int, per_rank: int, again: int, random_offset: bool
+    seed: int, step: int, world: int, per_rank: int, again: int, random_offset: bool, dtype: str
 ) -> None:
     """48 samples a batch, 77 windows; then another world of the same batch; then the first world again."""
     G = 24 * per_rank
-    changed: dict[str, Any] = {"G": G, "T": 2, "seed": seed, "random_offset": random_offset}
+    changed: dict[str, Any] = {"G": G, "T": 2, "seed": seed, "random_offset": random_offset, "dtype": dtype}
     with tempfile.TemporaryDirectory() as name:
-        folder = numbered(Path(name), [100, 20, 38])
+        folder = numbered(Path(name), [100, 20, 38], dtype)
         expected = run_epochs(folder, step + again + 4, world=1, **changed)
         first = run_epochs(folder, step, world=8, **changed)
         state = json.loads(json.dumps(first[-1].state)) if first else None

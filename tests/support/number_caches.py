@@ -12,19 +12,24 @@ import numpy as np
 import torch
 
 from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.cache.formats import TokenDtype
 from niels_gpt.cache.meta import read_meta, write_meta
 from niels_gpt.sampling import EpochStream, MixtureStream
 from support.byte_tokenizer import ByteTokenizer
 
 APART = 10_000
 """Source s of a mixture has the ids from APART * s."""
+BEYOND = 1_000_000
+"""Added to the ids of shards of 32 bits; not by a number that is lost in 16 bits."""
+DTYPES: tuple[TokenDtype, ...] = ("uint16", "uint32")
 
 
-def write_shards(folder: Path, shards: Sequence[Sequence[int]]) -> Path:
+def write_shards(folder: Path, shards: Sequence[Sequence[int]], dtype: str = "uint16") -> Path:
     """Write shards as another tool would: token files and no meta.json."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, ids in enumerate(shards):
-        (folder / f"shard_{number:05d}.bin").write_bytes(np.asarray(ids, dtype="<u2").tobytes())
+        tokens = np.asarray(ids, dtype=np.int64) + BEYOND * (dtype == "uint32")
+        (folder / f"shard_{number:05d}.bin").write_bytes(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
     return folder
 
 
@@ -34,9 +39,9 @@ def numbered_shards(lengths: Sequence[int]) -> list[list[int]]:
     return [list(range(start, start + length)) for start, length in zip(starts.tolist(), lengths, strict=False)]
 
 
-def numbered(folder: Path, lengths: Sequence[int]) -> Path:
-    """Write a train split of numbered shards."""
-    return write_shards(folder / "train", numbered_shards(lengths))
+def numbered(folder: Path, lengths: Sequence[int], dtype: str = "uint16") -> Path:
+    """Write a train split of numbered shards; of 32 bits they count from BEYOND."""
+    return write_shards(folder / "train", numbered_shards(lengths), dtype)
 
 
 def first_ids(lengths: Sequence[int], T: int) -> list[int]:
@@ -82,7 +87,7 @@ def with_vocabulary(folder: Path, vocab_size: int) -> Path:
 
 @dataclass
 class GlobalBatch:
-    """The rows of all ranks in order, T + 1 ids each, and the state that every rank has after them."""
+    """The rows of all ranks in order, T + 1 ids each, without BEYOND, and the state that every rank has after them."""
 
     rows: list[list[int]]
     state: dict[str, Any]
@@ -104,7 +109,9 @@ def joined(ranks: Sequence[Sequence[Any]]) -> list[GlobalBatch]:
             assert x.is_contiguous() and y.is_contiguous()
             assert torch.equal(x[:, 1:], y[:, :-1]), "y is not x one token later"
         assert all(batch.state == batches[0].state for batch in batches), "ranks differ in their state"
-        rows = [row for batch in batches for row in torch.cat([batch.x, batch.y[:, -1:]], dim=1).tolist()]
+        rows = [
+            row for batch in batches for row in torch.cat([batch.x, batch.y[:, -1:]], dim=1).remainder(BEYOND).tolist()
+        ]
         sources = None if batches[0].source is None else [int(index) for batch in batches for index in batch.source]
         found.append(GlobalBatch(rows, batches[0].state, sources))
     return found
@@ -129,10 +136,14 @@ def run_epochs(
     return joined(ranks)
 
 
-def sources(folder: Path, windows: Sequence[int]) -> list[Path]:
+def sources(folder: Path, windows: Sequence[int], dtypes: Sequence[str] = ()) -> list[Path]:
     """Write a split for each source, of so many windows of T = 1."""
     return [
-        write_shards(folder / f"source_{source}" / "train", [range(source * APART, source * APART + count + 1)])
+        write_shards(
+            folder / f"source_{source}" / "train",
+            [range(source * APART, source * APART + count + 1)],
+            dtypes[source] if dtypes else "uint16",
+        )
         for source, count in enumerate(windows)
     ]
 
@@ -146,13 +157,16 @@ def mixture(
     world: int = 1,
     seed: int = 0,
     streams: dict[str, Any] | None = None,
+    dtypes: Sequence[TokenDtype] = (),
     **changed: Any,
 ) -> MixtureStream:
     """Open a mixture in blocks of 10 samples."""
     common = {"T": 1, "global_batch_size": G, "rank": rank, "world_size": world, "seed": 0, **(streams or {})}
-    return MixtureStream(
-        [EpochStream(str(folder), **common) for folder in folders], weights, seed=seed, **{"block_size": 10, **changed}
-    )
+    opened = [
+        EpochStream(str(folder), dtype=dtypes[number] if dtypes else None, **common)
+        for number, folder in enumerate(folders)
+    ]
+    return MixtureStream(opened, weights, seed=seed, **{"block_size": 10, **changed})
 
 
 def run_mixture(
