@@ -34,7 +34,7 @@ from niels_gpt.storage.remedies import build_again
 from niels_gpt.storage.versions import version_name
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.files import tokenizer_file
-from niels_gpt.tokenizers.protocol import FullTokenizer
+from niels_gpt.tokenizers.protocol import MAX_VOCAB_SIZE, FullTokenizer
 from niels_gpt.tokenizers.vocabulary import (
     check_vocab_size,
     end_of_documents,
@@ -336,6 +336,18 @@ def special_id(folder: Path, meta: dict[str, Any] | None, name: str) -> int:
     places = f"{folder / META_NAME} or the cache's tokenizer/{META_NAME}"
     remedy = f"Pass {name}_id=..., or put special_token_ids into {places}"
     raise CacheError(folder, f"no id of the {name} sentinel is known", remedy=remedy, code="E404")
+
+
+def control_ids_of(folder: Path, meta: dict[str, Any]) -> frozenset[int]:
+    """Return ids that no text of a cache has: those of the sentinels, and the other special tokens of its tokenizer.
+
+    The others are known by the tokenizer beside or above a version, if it made the ids. Raises: CacheError.
+    """
+    above, where = _tokenizer_meta_above(folder)
+    known = above.get("control_ids", []) if above.get("tokenizer_sha256") == meta.get("tokenizer_sha256") else []
+    if not isinstance(known, list) or not all(integer(each, 0, MAX_VOCAB_SIZE) is not None for each in known):
+        raise wrong_value(where, "control_ids", known, "a list of ids")
+    return frozenset([*known, *sentinel_names(folder, meta)])
 
 
 def role_ids(folder: Path, meta: dict[str, Any] | None) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, Protocol, overload
 
@@ -27,7 +27,7 @@ _SUPERVISED = "color:#1a7f37;font-weight:600"
 
 
 class Decoder(Protocol):
-    """Turns ids into text, and names its model."""
+    """Turns ids into text, and names its model. One with `control_ids` and `token` shows special tokens too."""
 
     @property
     def sha256(self) -> str:
@@ -148,15 +148,24 @@ class DecodedItems(ABC):
 
 
 def decoded_text(ids: Ids, sentinels: Mapping[int, str], tokenizer: Decoder) -> str:
-    """Return the text of ids, with short names for sentinels: their literals are too long to read."""
-    is_sentinel = np.isin(ids, list(sentinels))
+    """Return the text of ids, with short names for sentinels: their literals are too long to read.
+
+    Other special tokens have their literals, which SentencePiece would leave out.
+    """
+    is_special, literal = is_special_token(ids, sentinels, tokenizer), getattr(tokenizer, "token", str)
     return "".join(
-        "".join(sentinels[id] for id in ids[start:end].tolist())
-        if is_sentinel[start]
+        "".join(sentinels.get(id) or literal(id) for id in ids[start:end].tolist())
+        if is_special[start]
         else tokenizer.decode(ids[start:end].tolist())
-        for start, end in runs(is_sentinel)
+        for start, end in runs(is_special)
         if start < end
     )
+
+
+def is_special_token(ids: Ids, sentinels: Mapping[int, str], tokenizer: Decoder) -> NDArray[np.bool_]:
+    """Return which ids are sentinels or other tokens that no text has: bool [tokens]."""
+    control: Collection[int] = getattr(tokenizer, "control_ids", ())
+    return np.isin(ids, [*sentinels, *control])
 
 
 def runs(values: NDArray[Any]) -> list[tuple[int, int]]:

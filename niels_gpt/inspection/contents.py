@@ -5,7 +5,7 @@ Decides what a valid token stream is: which sentinels stand where in a document 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,17 @@ from numpy.typing import NDArray
 
 from niels_gpt.builders.writer import OFFSET_DTYPE
 from niels_gpt.cache.formats import SPLITS, token_dtype_of
+from niels_gpt.cache.meta import control_ids_of
 from niels_gpt.inspection.file_checks import HEADER_BYTES, CacheFiles, Damage, Record, Scan
 from niels_gpt.inspection.stats import supervised_counts
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.tokenizers.protocol import Ids
+from niels_gpt.tokenizers.vocabulary import end_of_documents
 
 _OFFSET_BYTES = OFFSET_DTYPE.itemsize
 _MAX_EXAMPLES = 5  # named in one problem
+_FEW_IDS = 8  # compared one by one, which is faster then
 
 
 def content_damages(files: CacheFiles) -> Iterator[Damage]:
@@ -39,7 +43,7 @@ def content_damages(files: CacheFiles) -> Iterator[Damage]:
             yield from _scanned(files, ids, LinesScan(ids["name"], index["entries"] - pretrain))
         stream = None
         if index["name"] in files.sound and all(record["name"] in files.readable for record in shards):
-            stream = SentinelScan(meta, _offsets(files, index))
+            stream = SentinelScan(meta, _offsets(files, index), control_ids_of(files.folder, meta))
         for record in shards:
             yield from _scanned(files, record, IdScan(record["name"], meta), stream)
         if stream is not None and all(record["name"] in files.sound for record in shards):
@@ -212,21 +216,37 @@ class LinesScan:
             yield Damage(self._name, 0, self._num_bytes, problem)
 
 
-class SentinelScan:
-    """The sentinels of a split's token stream, which may span several files.
+def _is_one_of(tokens: Ids, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+    if len(ids) > _FEW_IDS:
+        return np.isin(tokens, ids)
+    found = np.zeros(len(tokens), dtype=np.bool_)
+    for token in ids.tolist():
+        found |= tokens == token
+    return found
 
-    Pretrain: an end-of-text ends each document if the cache has them, and there is no other sentinel.
+
+class SentinelScan:
+    """The special tokens of a split's token stream, which may span several files.
+
+    Pretrain: each document ends with the token of `document_end`, if there is one, and no document has a special token.
     Sft: each example begins with a role; a role is followed by ids and an end-of-text, and that by the next role.
     Only the first wrong token is kept.
     """
 
-    def __init__(self, meta: dict[str, Any], bounds: NDArray[np.int64]) -> None:
-        """bounds: where each document starts, in tokens, and in a pretrain split where the last one ends."""
+    def __init__(self, meta: dict[str, Any], bounds: NDArray[np.int64], control: Collection[int] = ()) -> None:
+        """bounds: where each document starts, in tokens, and in a pretrain split where the last one ends.
+
+        control: ids that no text has, the sentinels among them or not.
+        """
         self._dtype = token_dtype_of(meta, META_NAME)
         self._ids: dict[str, int] = dict(meta["special_token_ids"])
         self._names = {token: name for name, token in self._ids.items()}
-        self._bounds, self._sft, self._append_eot = bounds, meta["kind"] == "sft", bool(meta.get("append_eot"))
-        self._last_is_cut = meta.get("cut", {}).get("documents", 0) > 0  # it may lack its end-of-text
+        self._bounds, self._sft = bounds, meta["kind"] == "sft"
+        end, self._end_token = end_of_documents(meta, META_NAME) or (None, "")
+        self._end_id = end
+        self._control = np.array(sorted({*self._ids.values(), *(() if self._sft else control)}), dtype=np.int64)
+        self._marked = np.union1d(self._control, [] if end is None else [end]).astype(np.int64)
+        self._last_is_cut = meta.get("cut", {}).get("documents", 0) > 0  # it may lack the token that ends it
         self._num_tokens = self._file_start = 0
         self._name = ""
         self._role: tuple[int, int] | None = None  # position and id of the role whose message has not ended
@@ -241,10 +261,7 @@ class SentinelScan:
         """Take the next bytes."""
         tokens = np.frombuffer(content, dtype=self._dtype)
         if self._damage is None:
-            is_sentinel = np.zeros(len(tokens), dtype=np.bool_)
-            for token in self._ids.values():
-                is_sentinel |= tokens == token
-            places = np.flatnonzero(is_sentinel)
+            places = np.flatnonzero(_is_one_of(tokens, self._marked))
             sentinels = (places + self._num_tokens, tokens[places].astype(np.int64))
             (self._check_examples if self._sft else self._check_documents)(*sentinels, self._num_tokens + len(tokens))
         self._num_tokens += len(tokens)
@@ -257,21 +274,24 @@ class SentinelScan:
             yield self._damage
 
     def _check_documents(self, places: NDArray[np.int64], ids: NDArray[np.int64], end: int) -> None:
-        """places, ids: positions and ids of the sentinels among the next tokens, which end at position `end`."""
+        """places, ids: positions and ids of the special tokens among the next tokens, which end at position `end`."""
         first, last = np.searchsorted(self._bounds, [self._num_tokens, end], side="right")
-        ends = self._bounds[first:last] - 1 if self._append_eot else self._bounds[:0]
-        is_eot = ids == self._ids["eot"]
-        if np.array_equal(places, ends) and bool(np.all(is_eot)):
+        ends = self._bounds[first:last] - 1 if self._end_id is not None else self._bounds[:0]
+        is_end = ids == (-1 if self._end_id is None else self._end_id)
+        if np.array_equal(places, ends) and bool(np.all(is_end)):
             return
-        missing = np.setdiff1d(ends, places[is_eot])
+        missing = np.setdiff1d(ends, places[is_end])
         if self._last_is_cut and len(missing) and missing[-1] == self._bounds[-1] - 1:
             missing = missing[:-1]
-        stray = ~np.isin(places, ends) | ~is_eot
+        # A token that ends documents may be one that texts have too, such as a line end.
+        stray = (~np.isin(places, ends) | ~is_end) & np.isin(ids, self._control)
         if stray.any() and not (len(missing) and missing[0] < places[np.argmax(stray)]):
-            place, name = int(places[np.argmax(stray)]), self._names[int(ids[np.argmax(stray)])]
-            self._keep(place, f"is the sentinel {name} inside document {self._document(place)}")
+            place, token = int(places[np.argmax(stray)]), int(ids[np.argmax(stray)])
+            name = f"sentinel {self._names[token]}" if token in self._names else f"special token {token}"
+            self._keep(place, f"is the {name} inside document {self._document(place)}")
         elif len(missing):
-            self._keep(int(missing[0]), f"ends document {self._document(int(missing[0]))}, expected an end-of-text")
+            expected = "an end-of-text" if self._end_id in self._names else f"{self._end_token!a} ({self._end_id})"
+            self._keep(int(missing[0]), f"ends document {self._document(int(missing[0]))}, expected {expected}")
 
     def _check_examples(self, places: NDArray[np.int64], ids: NDArray[np.int64], end: int) -> None:
         """As `_check_documents`, for examples."""

@@ -15,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS, Ids, target_mask
-from niels_gpt.cache.meta import check_tokenizer, find_meta, read_meta, special_id, tokenizer_above
-from niels_gpt.display.decoded import Decoder, decoded_text, runs
+from niels_gpt.cache.meta import check_tokenizer, find_meta, read_meta, sentinel_names, special_id, tokenizer_above
+from niels_gpt.display.decoded import Decoder, decoded_text, is_special_token, runs
 from niels_gpt.display.tables import shown
 from niels_gpt.inspection.readers import check_model
 from niels_gpt.inspection.source_ids import printable
 from niels_gpt.inspection.stats import PositionError, bounds, ids_at, meta_errors, open_version, tokens_of
-from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import resolved
@@ -61,8 +60,9 @@ def tokenizer_beside(cache: Path) -> FullTokenizer | None:
 def show(cache: Path, tokenizer: Decoder, *, split: str, position: int, num_tokens: int, color: bool) -> str:
     """Return a heading and the text at `position`: a token of a pretrain split, or the number of an sft example.
 
-    Sentinels have their short names, such as <|eot|>. In an example each turn begins a line; supervised tokens are
-    green, the others dim, sentinels cyan; without color, supervised tokens are in [[ ]]. num_tokens: the most tokens.
+    Sentinels have their short names, such as <|eot|>, and other special tokens their literals; both are cyan. In an
+    example each turn begins a line; supervised tokens are green, the others dim; without color, supervised tokens are
+    in [[ ]]. num_tokens: the most tokens.
     Raises: FileNotFoundError, CacheError; ValueError for a split or a position that does not exist.
     """
     if split not in SPLITS:
@@ -78,7 +78,7 @@ def show(cache: Path, tokenizer: Decoder, *, split: str, position: int, num_toke
             text = _chat(ids[:num_tokens], mask[:num_tokens], turn_names(folder, meta), tokenizer, color)
         else:
             ids, head = _window(folder, meta, split, position, num_tokens)
-            text = shown(decoded_text(ids, short_names(folder, meta), tokenizer))
+            text = _document(ids, short_names(folder, meta), tokenizer, color)
     return f"{printable(f'{cache}/{split}: {head}')}\n{text}"
 
 
@@ -115,6 +115,16 @@ def _mask_of(cache: Path, meta: dict[str, Any], ids: Ids) -> NDArray[np.bool_]:
     asst_id, eot_id = (special_id(cache, meta, name) for name in ("asst", "eot"))
     mask = target_mask(ids[None], np.array([len(ids)]), asst_id=asst_id, eot_id=eot_id)
     return mask.reshape(-1)
+
+
+def _document(ids: Ids, names: dict[int, str], tokenizer: Decoder, color: bool) -> str:
+    is_special = is_special_token(ids, names, tokenizer) & color
+    parts = [
+        (bool(is_special[start]), shown(decoded_text(ids[start:end], names, tokenizer)))
+        for start, end in runs(is_special)
+        if start < end
+    ]
+    return "".join(f"{_SENTINEL}{text}{_PLAIN}" if marked else text for marked, text in parts)
 
 
 def _chat(ids: Ids, mask: NDArray[np.bool_], names: dict[int, str], tokenizer: Decoder, color: bool) -> str:
@@ -181,8 +191,8 @@ def _samples(
 
 
 def short_names(cache: Path, meta: dict[str, Any]) -> dict[int, str]:
-    """Return the name of each sentinel by its id, such as <|eot|>. Raises: CacheError where an id is not known."""
-    return {special_id(cache, meta, name): f"<|{name}|>" for name in SPECIAL_TOKEN_NAMES}
+    """Return the name of each sentinel by its id, such as <|eot|>; {} of a tokenizer without sentinels."""
+    return sentinel_names(cache, meta)
 
 
 def turn_names(cache: Path, meta: dict[str, Any]) -> dict[int, str]:
