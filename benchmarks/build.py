@@ -121,7 +121,7 @@ def build(
         shard_bytes=shard_bytes,
         seed=0,
         shuffle_buffer=None,
-        append_eot=True,
+        document_end="eot",
         num_threads=num_threads,
         executor=executor,
     )

@@ -1,11 +1,11 @@
-"""Texts -> uint16 ids, a batch at a time, with the guards that a cache needs (D6, D16, D18).
+"""Texts -> ids in a cache's dtype, a batch at a time, with the guards that a cache needs (D6, D16, D18).
 
-Decides what the ids of a text are, which texts are dropped for a sentinel, and what counts as repaired or odd.
+Decides what the ids of a text are, which texts are dropped for a special token, and what counts as repaired or odd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Final
@@ -13,15 +13,24 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.special_tokens import find_reserved_literal, sentinel_lookup
+from niels_gpt.special_tokens import find_reserved_literal
 from niels_gpt.storage.codes import coded
-from niels_gpt.tokenizers.protocol import Tokenizer
+from niels_gpt.tokenizers.engine import Engine, open_engine
+from niels_gpt.tokenizers.protocol import Tokenizer, control_ids, token_dtype
 
 TOKEN_DTYPE: Final[np.dtype[np.uint16]] = np.dtype("<u2")
 DIGEST_BYTES = 8
-"""First bytes of a sha256 that stand for a text."""
+"""Bytes of a sha256 that stand for a text."""
+DIGEST_DTYPE: Final[np.dtype[np.uint64]] = np.dtype("<u8")
+ON_SPECIAL = ("drop", "raise", "text")
 SENTINEL_TEXT = "sentinel_in_text"
+SPECIAL_TEXT = "special_in_text"
+AS_TEXT = "special_as_text"
 SURROGATES = "texts_with_lone_surrogates_replaced"
+U2581 = "texts_with_u2581"
+"""U+2581, SentencePiece's mark for a space, is the one character that does not survive a round trip (D7)."""
+
+_SHOWN = 80  # characters of a text in a message
 
 
 def split_keys(texts: Iterable[bytes], seed: int) -> NDArray[np.uint64]:
@@ -29,32 +38,35 @@ def split_keys(texts: Iterable[bytes], seed: int) -> NDArray[np.uint64]:
 
     texts: utf-8 with the "surrogatepass" error handler. Returns uint64 [texts].
     """
-    start = sha256(f"{seed}\n".encode())
-    digests = []
+    return _hashes(texts, seed)[0]
+
+
+def _hashes(texts: Iterable[bytes], seed: int | None) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Return the split keys of texts, none without a seed, and their digests: uint64 [texts]. Each is hashed once."""
+    if seed is None:
+        plain = b"".join([sha256(text).digest() for text in texts])
+        return np.empty(0, dtype=np.uint64), np.frombuffer(plain, dtype=DIGEST_DTYPE).reshape(-1, 4)[:, 0].copy()
+    copy, digests = sha256(f"{seed}\n".encode()).copy, []
     for text in texts:
-        state = start.copy()
+        state = copy()
         state.update(text)
-        digests.append(state.digest()[:8])
-    return np.frombuffer(b"".join(digests), dtype=">u8").astype(np.uint64)
-
-
-def text_digest(text: str) -> bytes:
-    """Return the first 8 bytes of the sha256 of a text's utf-8."""
-    return sha256(text.encode(errors="surrogatepass")).digest()[:DIGEST_BYTES]
+        digests.append(state.digest())
+    words = np.frombuffer(b"".join(digests), dtype=DIGEST_DTYPE).reshape(-1, 4)
+    return words[:, 0].byteswap(), words[:, 1].copy()
 
 
 @dataclass(frozen=True)
 class EncodedTexts:
     """The ids of a batch of texts, and the findings that decide whether each may enter a cache."""
 
-    ids: NDArray[np.uint16]
-    """uint16 [tokens] of all texts in order; a text with a problem has none."""
+    ids: NDArray[Any]
+    """[tokens] in the cache's dtype, of all texts in order; a text with a problem has none."""
     lengths: NDArray[np.int64]
     """int64 [texts]: tokens of each text, the appended id included."""
     utf8_bytes: NDArray[np.int64]
     """int64 [texts]: length of each text in utf-8."""
-    digests: list[bytes]
-    """`text_digest` of each text, before any repair."""
+    digests: NDArray[np.uint64]
+    """uint64 [texts]: what tells whether two texts are equal, before any repair (`TextEncoder.hashes`)."""
     keys: NDArray[np.uint64]
     """uint64 [texts], `split_keys`; [0] without a split seed."""
     problems: dict[int, tuple[str, str]]
@@ -72,60 +84,85 @@ class TextEncoder:
 
     tokenizer: Tokenizer
     on_special: str = "drop"
-    """What `accept` does with a text that holds a sentinel: "drop" names the counter, "raise" raises ValueError."""
+    """For a text that holds a special token: "drop": `accept` names the counter; "raise": `accept` raises ValueError;
+    "text": it is encoded as plain text, without the special id."""
     append: int | None = None
     """An id to append to each text that has tokens."""
     split_seed: int | None = None
     """The seed of `split_keys`; None: no keys."""
+    engine: Engine | None = None
+    """What encodes; None: what `open_engine` chooses."""
 
     def __post_init__(self) -> None:
-        """Refuse a vocabulary whose ids do not fit uint16 (D18), before a build writes anything."""
-        if self.on_special not in ("drop", "raise"):
-            raise ValueError(f"on_special={self.on_special!r}: expected 'drop' or 'raise'")
-        if self.vocab_size > 1 << 16:
-            raise ValueError(f"a vocabulary of {self.vocab_size} ids does not fit uint16 tokens: at most 65536 do")
+        """Refuse settings before a build writes anything."""
+        if self.on_special not in ON_SPECIAL:
+            raise ValueError(f"on_special={self.on_special!r}: expected 'drop', 'raise' or 'text'")
+        if self.on_special == "text" and getattr(self.tokenizer, "encode_plain", None) is None:
+            raise ValueError(
+                f"on_special='text': the tokenizer ({type(self.tokenizer).__name__}) has no encode_plain, which "
+                "encodes special tokens as plain text"
+            )
+        _is_control(self.tokenizer)
+        if self.engine is None:
+            object.__setattr__(self, "engine", open_engine(self.tokenizer))
 
     @property
     def vocab_size(self) -> int:
         """Number of ids."""
         return int(self.tokenizer.vocab_size)
 
-    def encode(self, texts: Sequence[str]) -> EncodedTexts:
-        """Encode texts in order, in the calling thread."""
-        raw = [text.encode(errors="surrogatepass") for text in texts]
-        repaired = [_repaired(text) for text in texts]
-        problems: dict[int, tuple[str, str]] = {}
-        for number, (text, _) in enumerate(repaired):
-            literal = find_reserved_literal(text)
-            if literal is not None:
-                problems[number] = (SENTINEL_TEXT, _problem_text(text, literal))
-        arrays = self._raw_ids(["" if number in problems else text for number, (text, _) in enumerate(repaired)])
-        ids, num_ends = self._joined(arrays)
-        is_sentinel = _sentinel_test(self.tokenizer.special_token_ids(), self.vocab_size)
-        if np.count_nonzero(is_sentinel(ids)) != num_ends:  # normalization produced a sentinel
-            for number, of_text in enumerate(arrays):
-                if is_sentinel(of_text.astype(TOKEN_DTYPE)).any():
-                    problems[number] = (
-                        SENTINEL_TEXT,
-                        _problem_text(repaired[number][0], "sentinel after normalization"),
-                    )
-                    arrays[number] = of_text[:0]
-            ids, num_ends = self._joined(arrays)
-        lengths = np.fromiter(map(len, arrays), dtype=np.int64, count=len(arrays))
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the ids."""
+        return token_dtype(self.vocab_size)
+
+    def hashes(self, texts: Sequence[bytes | str]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Return the split keys and the digests of texts, before any repair: uint64 [texts] each.
+
+        The digest is of the same sha256 as the key: bytes 8 to 16 of it; its first 8 bytes without a split seed.
+        """
+        return _hashes([_utf8(text) for text in texts], self.split_seed)
+
+    def encode(self, texts: Sequence[bytes | str], first: int = 0) -> EncodedTexts:
+        """Encode texts in order, in the calling thread. texts: valid utf-8, or str, where lone surrogates are replaced.
+
+        first: the number of the first one in the stream.
+        """
+        raw = [_utf8(text) for text in texts]
+        clean, notes = _repaired(raw, texts)
+        problems = self._literals(clean)
+        assert self.engine is not None
+        safe = [b"" if number in problems else text for number, text in enumerate(clean)] if problems else clean
+        ids, lengths = self.engine.encode(safe, first=first)
+        self._check_range(ids)
+        is_control = _is_control(self.tokenizer)(ids)
+        if is_control.any():
+            ends = np.cumsum(lengths)
+            for number in np.unique(ends.searchsorted(is_control.nonzero()[0], side="right")).tolist():
+                of_text = ids[ends[number] - lengths[number] : ends[number]]
+                problems[number] = self._problem(clean[number], of_text)
+            ids, lengths = _replaced(ids, lengths, {number: ids[:0] for number in problems})
+        if problems and self.on_special == "text":
+            ids, lengths = self._as_text(ids, lengths, clean, sorted(problems))
+            for number in problems:
+                notes[number] = (*notes.get(number, ()), AS_TEXT)
+            problems = {}
+        ids, lengths = self._ended(ids.astype(self.dtype, copy=False), lengths)
+        keys, digests = _hashes(raw, self.split_seed)
         return EncodedTexts(
             ids=ids,
-            lengths=lengths if self.append is None else lengths + (lengths > 0),
-            utf8_bytes=np.fromiter(map(_utf8_length, repaired, raw), dtype=np.int64, count=len(raw)),
-            digests=[sha256(text).digest()[:DIGEST_BYTES] for text in raw],
-            keys=split_keys([] if self.split_seed is None else raw, self.split_seed or 0),
+            lengths=lengths,
+            utf8_bytes=np.fromiter(map(len, clean), dtype=np.int64, count=len(clean)),
+            digests=digests,
+            keys=keys,
             problems=problems,
-            notes={number: notes for number, (_, notes) in enumerate(repaired) if notes and number not in problems},
+            notes={number: found for number, found in notes.items() if number not in problems},
         )
 
     def accept(self, problem: tuple[str, str] | None) -> str | None:
         """Return the counter under which a text is dropped; None for a text that is kept.
 
-        Raises: ValueError for a text with a sentinel if on_special is "raise".
+        Raises: ValueError for a text with a special token if on_special is "raise".
         """
         if problem is not None and self.on_special == "raise":
             raise coded(
@@ -133,57 +170,122 @@ class TextEncoder:
             )
         return None if problem is None else problem[0]
 
-    def _raw_ids(self, texts: list[str]) -> list[NDArray[Any]]:
-        batch: Callable[..., list[NDArray[Any]]] | None = getattr(self.tokenizer, "encode_batch", None)
-        if batch is not None:
-            return batch(texts, num_threads=1)
-        return [np.asarray(self.tokenizer.encode(text), dtype=np.int64) for text in texts]
+    def drops(self, text: bytes | str) -> bool:
+        """Whether a text is dropped for a reserved literal."""
+        return self.on_special != "text" and bool(self._literals([_utf8(text)]))
 
-    def _joined(self, arrays: list[NDArray[Any]]) -> tuple[NDArray[np.uint16], int]:
-        """Return all ids, each text's followed by `append`, and the number of appended ids.
+    def _literals(self, texts: list[bytes]) -> dict[int, tuple[str, str]]:
+        """Return the problem of each text with a reserved literal; no literal is reserved without the sentinels."""
+        if not self.tokenizer.special_token_ids():
+            return {}
+        found = {}
+        # Nearly no text has one; searching one character is much faster.
+        for number in [number for number, text in enumerate(texts) if b"|" in text and b"<|" in text]:
+            text = texts[number].decode(errors="replace")
+            if (literal := find_reserved_literal(text)) is not None:
+                found[number] = (SENTINEL_TEXT, _problem_text(text, f"reserved {literal}"))
+        return found
 
-        Raises: ValueError for an id outside the vocabulary.
-        """
-        full = [of_text for of_text in arrays if len(of_text)]
-        if not full:
-            return np.empty(0, dtype=TOKEN_DTYPE), 0
-        end = np.array([self.append] if self.append is not None else [], dtype=full[0].dtype)
-        ids = np.concatenate([part for of_text in full for part in (of_text, end)] if len(end) else full)
-        lowest, highest = int(ids.min()), int(ids.max())
+    def _problem(self, text: bytes, ids: NDArray[Any]) -> tuple[str, str]:
+        """Describe a text whose ids hold a special one."""
+        shown = text.decode(errors="replace")
+        if np.isin(ids, list(self.tokenizer.special_token_ids().values())).any():
+            return SENTINEL_TEXT, _problem_text(shown, "reserved sentinel after normalization")
+        special = int(ids[_is_control(self.tokenizer)(ids)][0])
+        name = getattr(self.tokenizer, "token", None)
+        return SPECIAL_TEXT, _problem_text(shown, f"special token {name(special)!r}" if name else f"id {special}")
+
+    def _as_text(
+        self, ids: NDArray[Any], lengths: NDArray[np.int64], texts: list[bytes], numbers: list[int]
+    ) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Give some texts the ids that they have as plain text. Raises: ValueError if a special id is among them."""
+        encode_plain: Callable[[list[str]], list[NDArray[Any]]] = self.tokenizer.encode_plain  # type: ignore[attr-defined]
+        plain = encode_plain([texts[number].decode() for number in numbers])
+        for number, of_text in zip(numbers, plain, strict=True):
+            self._check_range(of_text)
+            if _is_control(self.tokenizer)(of_text).any():
+                problem = self._problem(texts[number], of_text)[1]
+                raise coded("E305", ValueError(f"{problem}, even as plain text. Drop such texts: on_special=drop"))
+        return _replaced(ids, lengths, dict(zip(numbers, plain, strict=True)))
+
+    def _check_range(self, ids: NDArray[Any]) -> None:
+        """Raise ValueError for an id outside the vocabulary."""
+        if not len(ids):
+            return
+        lowest, highest = int(ids.min()) if ids.dtype.kind == "i" else 0, int(ids.max())
         if lowest < 0 or highest >= self.vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise coded(
                 "E409", ValueError(f"the tokenizer gave id {wrong}, expected ids below vocab_size={self.vocab_size}")
             )
-        return ids.astype(TOKEN_DTYPE), len(full) * len(end)
+
+    def _ended(self, ids: NDArray[Any], lengths: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Append an id to each text that has tokens, if there is one to append."""
+        if self.append is None or not len(ids):
+            return ids, lengths
+        end, view = np.array([self.append], dtype=ids.dtype).data, np.ascontiguousarray(ids).data
+        parts: list[memoryview] = []
+        start = 0
+        for stop in np.cumsum(lengths[lengths > 0]).tolist():
+            parts += (view[start:stop], end)
+            start = stop
+        return np.frombuffer(bytearray().join(parts), dtype=ids.dtype), lengths + (lengths > 0)
 
 
-def _sentinel_test(special_ids: Mapping[str, int], vocab_size: int) -> Callable[[NDArray[np.uint16]], Any]:
-    """Return a function that finds sentinels among ids; comparing a range is three times as fast as a lookup."""
-    first, last = min(special_ids.values()), max(special_ids.values())
-    if last - first + 1 == len(set(special_ids.values())):
-        return lambda ids: (ids - np.uint16(first)) <= last - first  # uint16: ids below `first` wrap around
-    table = sentinel_lookup(special_ids, vocab_size)
+def _is_control(tokenizer: Tokenizer) -> Callable[[NDArray[Any]], NDArray[np.bool_]]:
+    """Return a function that finds special ids among ids; comparing a range is three times as fast as a lookup.
+
+    Raises: ValueError for a special id outside the vocabulary.
+    """
+    special = sorted(control_ids(tokenizer))
+    if special and not 0 <= special[0] <= special[-1] < tokenizer.vocab_size:
+        wrong = special[0] if special[0] < 0 else special[-1]
+        raise ValueError(f"special id {wrong}: expected 0 <= id < vocab_size={tokenizer.vocab_size}")
+    if not special:
+        return lambda ids: np.zeros(len(ids), dtype=np.bool_)
+    if special[-1] == tokenizer.vocab_size - 1 and len(special) == special[-1] - special[0] + 1:
+        return lambda ids: ids >= special[0]
+    if len(special) == special[-1] - special[0] + 1:
+        return lambda ids: (ids >= special[0]) & (ids <= special[-1])
+    table = np.zeros(tokenizer.vocab_size, dtype=np.bool_)
+    table[special] = True
     return lambda ids: table[ids]
 
 
+def _replaced(
+    ids: NDArray[Any], lengths: NDArray[np.int64], by: dict[int, NDArray[Any]]
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return the ids and lengths with some texts' ids replaced."""
+    parts: list[NDArray[Any]] = []
+    ends, done = np.cumsum(lengths), 0
+    lengths = lengths.copy()
+    for number in sorted(by):
+        parts += (ids[done : ends[number] - lengths[number]], np.asarray(by[number]).astype(ids.dtype))
+        done, lengths[number] = int(ends[number]), len(by[number])
+    return np.concatenate([*parts, ids[done:]]), lengths
+
+
 def _problem_text(text: str, what: str) -> str:
-    return f"a text holds the reserved {what}: {text[:80]!r}..."
+    return f"a text holds the {what}: {text[:_SHOWN]!r}..."
 
 
-def _utf8_length(repaired: tuple[str, tuple[str, ...]], raw: bytes) -> int:
-    return len(repaired[0].encode()) if SURROGATES in repaired[1] else len(raw)
+def _utf8(text: bytes | str) -> bytes:
+    return text if type(text) is bytes else text.encode(errors="surrogatepass")  # type: ignore[union-attr]
 
 
-def _repaired(text: str) -> tuple[str, tuple[str, ...]]:
-    """Return the text without lone surrogates, and the counters of what is odd about it."""
-    if text.isascii():
-        return text, ()
-    # U+2581, SentencePiece's mark for a space, is the one character that does not survive a round trip (D7).
-    notes = ("texts_with_u2581",) if "\u2581" in text else ()
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON can hold half a surrogate pair, utf-8 cannot
-        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        notes = (*notes, SURROGATES)
-    return text, notes
+def _repaired(raw: list[bytes], texts: Sequence[bytes | str]) -> tuple[list[bytes], dict[int, tuple[str, ...]]]:
+    """Return texts without lone surrogates, and the counters of what is odd about a text, by its number."""
+    clean = list(raw)
+    notes: dict[int, tuple[str, ...]] = {}
+    for number in [number for number, text in enumerate(raw) if not text.isascii()]:
+        text = raw[number]
+        found: tuple[str, ...] = (U2581,) if b"\xe2\x96\x81" in text else ()
+        if b"\xed" in text and not isinstance(texts[number], bytes):  # it may begin a surrogate
+            try:
+                text.decode()
+            except UnicodeDecodeError:  # JSON can hold half a surrogate pair, utf-8 cannot
+                halves = text.decode(errors="surrogatepass").encode("utf-16-le", "surrogatepass")
+                clean[number], found = halves.decode("utf-16-le", "replace").encode(), (*found, SURROGATES)
+        if found:
+            notes[number] = found
+    return clean, notes

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from niels_gpt.chat_template import roles_counted, roles_of
 from niels_gpt.encoding import EncodedTexts, TextEncoder
+from niels_gpt.tokenizers.protocol import Ids
 from niels_gpt.tokenizers.roundtrip import first_difference
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Losses:
     def _compared_enough(self) -> bool:
         return self._warnings[_TEXTS] >= ROUNDTRIP_TEXTS or self._warnings[_BYTES] >= ROUNDTRIP_BYTES
 
-    def _compare(self, text: str, ids: NDArray[np.uint16]) -> None:
+    def _compare(self, text: str, ids: Ids) -> None:
         assert self._decode is not None
         decoded = self._decode(ids[:_COMPARED_IDS])
         if len(ids) > _COMPARED_IDS:

@@ -15,14 +15,16 @@ from typing import Any
 
 from niels_gpt.builders.build import Build
 from niels_gpt.builders.split import warn_of_share
-from niels_gpt.builders.writer import TOKEN_DTYPE_NAME
 from niels_gpt.storage import versions
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.meta_json import file_records, meta_bytes, parse_object
-from niels_gpt.tokenizers.protocol import Tokenizer, tokenizer_identity, tokenizer_sha256
+from niels_gpt.tokenizers.protocol import Tokenizer, token_dtype_name, tokenizer_identity, tokenizer_sha256
 
 FORMAT_VERSION = 1
 BUILDER_VERSION = 3  # raised when the same input gives other bytes
+
+
+_DIGESTS = 2  # raised when the digests of documents in a journal are made otherwise
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,11 @@ def content_sha256(records: list[dict[str, Any]]) -> str:
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the keys of meta.json that identify the tokenizer. Call it before a build: the model may be replaced."""
+    """Return the keys of meta.json that the tokenizer decides. Call it before a build: the model may be replaced."""
     return {
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
         "vocab_size": int(tokenizer.vocab_size),
+        "token_dtype": token_dtype_name(tokenizer.vocab_size),
         "special_token_ids": dict(tokenizer.special_token_ids()),
     }
 
@@ -71,13 +74,18 @@ def build_identity(source: Source, tokenizer: Tokenizer, **settings: Any) -> dic
     """
     asked = {key: source.provenance.get(key) for key in ("revision", "asked_revision", "exclude")}
     return {
-        "versions": {"format": FORMAT_VERSION, "builder": BUILDER_VERSION, "sentencepiece": version("sentencepiece")},
+        "versions": {"format": FORMAT_VERSION, "builder": BUILDER_VERSION, "digests": _DIGESTS, **_library(tokenizer)},
         "source": {"name": source.name, "config": source.config, "streaming": source.streaming, **asked},
         "recipe": dict(source.recipe),
         **vocabulary_of(tokenizer),
         "tokenizer": tokenizer_identity(tokenizer),
         **settings,
     }
+
+
+def _library(tokenizer: Tokenizer) -> dict[str, str]:
+    name = "tokenizers" if getattr(tokenizer, "kind", "") == "huggingface" else "sentencepiece"
+    return {name: version(name)}
 
 
 def write_description(
@@ -105,7 +113,6 @@ def write_description(
         "streaming": source.streaming,
         "source": {**source.provenance, "counters": dict(sorted(counters.items()))},
         "seed": seed,
-        "token_dtype": TOKEN_DTYPE_NAME,
         **vocabulary,
         "shards": shards,
         "index": index,

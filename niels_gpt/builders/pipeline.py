@@ -54,7 +54,7 @@ def encoded(
     settled: passes the items on; it may read ahead before it yields the first one.
     """
     documents = settled(_checked_for_forks(build, source.with_states(items, counters, build.position)))
-    compare_consumed(build, documents, kind, report)
+    compare_consumed(build, documents, kind, encoder, report)
     if build.last.ended:
         if exhausted and build.compares:
             check_ended(build, documents, kind)

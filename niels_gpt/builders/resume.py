@@ -20,7 +20,7 @@ from niels_gpt.builders.build import TEXTS, Build
 from niels_gpt.builders.journal import Attempts, identity_of
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.source import ItemKind, SourceState
-from niels_gpt.encoding import DIGEST_BYTES
+from niels_gpt.encoding import DIGEST_BYTES, TextEncoder
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import canonical_json
@@ -118,7 +118,11 @@ def seek(build: Build, source: Source) -> None:
 
 
 def compare_consumed(
-    build: Build, documents: Iterator[tuple[T, SourceState]], kind: ItemKind[T], report: Callable[[int], None]
+    build: Build,
+    documents: Iterator[tuple[T, SourceState]],
+    kind: ItemKind[T],
+    encoder: TextEncoder,
+    report: Callable[[int], None],
 ) -> None:
     """Read again what was consumed at the last checkpoint, or only its last document after a seek, and compare it.
 
@@ -126,9 +130,9 @@ def compare_consumed(
     that has changed.
     """
     if build.sought:
-        _compare_last(build, documents, kind)
+        _compare_last(build, documents, kind, encoder)
     elif build.compares:
-        _compare_all(build, documents, kind, report)
+        _compare_all(build, documents, kind, encoder, report)
 
 
 def check_ended(build: Build, documents: Iterator[tuple[T, SourceState]], kind: ItemKind[T]) -> None:
@@ -137,14 +141,16 @@ def check_ended(build: Build, documents: Iterator[tuple[T, SourceState]], kind: 
         _raise_changed(build, f"had ended, and has one more document, {kind.described(document[0])}")
 
 
-def _compare_last(build: Build, documents: Iterator[tuple[T, SourceState]], kind: ItemKind[T]) -> None:
+def _compare_last(
+    build: Build, documents: Iterator[tuple[T, SourceState]], kind: ItemKind[T], encoder: TextEncoder
+) -> None:
     count, known = build.last.documents, build.last.seek
     assert known is not None
     with open(build.folder / TEXTS, "rb") as file:
         file.seek((count - 1) * DIGEST_BYTES)
         expected = file.read(DIGEST_BYTES)
     document, build.state = next(documents, (None, build.previous_state))
-    if document is None or kind.digest(document) != expected or not known.leads_to(build.state):
+    if document is None or kind.digest(document, encoder) != expected or not known.leads_to(build.state):
         raise CacheError(
             build.folder,
             f"the place in the source that its journal names is not that of document {count - 1}",
@@ -156,7 +162,11 @@ def _compare_last(build: Build, documents: Iterator[tuple[T, SourceState]], kind
 
 
 def _compare_all(
-    build: Build, documents: Iterator[tuple[T, SourceState]], kind: ItemKind[T], report: Callable[[int], None]
+    build: Build,
+    documents: Iterator[tuple[T, SourceState]],
+    kind: ItemKind[T],
+    encoder: TextEncoder,
+    report: Callable[[int], None],
 ) -> None:
     count = build.last.documents
     if count and build.committed is None:
@@ -169,7 +179,7 @@ def _compare_all(
             document, build.state = next(documents, (None, build.state))
             if document is None:
                 _raise_changed(build, f"ends after {number} documents, and {count} had been read")
-            elif kind.digest(document) != file.read(DIGEST_BYTES):
+            elif kind.digest(document, encoder) != file.read(DIGEST_BYTES):
                 _raise_changed(build, f"has changed at {kind.described(document)}")
             if number % _REPORT_EVERY == 0:
                 report(number)

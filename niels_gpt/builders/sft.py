@@ -22,14 +22,15 @@ from niels_gpt.builders.build import CHECKPOINT_SECONDS, Build
 from niels_gpt.builders.losses import Losses, count_blank, loss_keys
 from niels_gpt.builders.meta_keys import Source, build_identity, describe_and_commit, vocabulary_of
 from niels_gpt.builders.resume import NoTextError, open_build, seek
-from niels_gpt.builders.source import Batch, ItemKind, first_number, item_digest
+from niels_gpt.builders.source import Batch, ItemKind, digest_list, first_number, item_digest
 from niels_gpt.builders.split import SPLITS, num_duplicates
-from niels_gpt.builders.writer import OFFSET_DTYPE, TOKEN_BYTES, npy_header
+from niels_gpt.builders.writer import OFFSET_DTYPE, npy_header
 from niels_gpt.chat_template import ROLE_TO_NAME, UNKNOWN_ROLE, count_role
-from niels_gpt.encoding import TOKEN_DTYPE, EncodedTexts, TextEncoder
+from niels_gpt.encoding import EncodedTexts, TextEncoder
 from niels_gpt.progress import Progress
 from niels_gpt.storage.fileio import id_lines
-from niels_gpt.tokenizers.protocol import Tokenizer
+from niels_gpt.tokenizers.engine import open_engine
+from niels_gpt.tokenizers.protocol import Ids, Tokenizer
 
 SPLIT_RULE = (
     "by example: of n distinct kept examples (roles and contents) in order of first appearance, the first "
@@ -67,6 +68,7 @@ def build_sft(
     on_special: str = "drop",
     num_threads: int = 1,
     executor: Executor | None = None,
+    engine: str = "auto",
     source: Source | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     committed: Callable[[dict[str, Any]], None] | None = None,
@@ -75,7 +77,7 @@ def build_sft(
     """Build the cache and commit it at `out_dir`; returns its meta. A killed build resumes.
 
     examples: lists of {"role": system|user|assistant, "content": text}, or pairs (id, list); the id of an example
-        without one is its number in the stream. An example with a sentinel in its text, an unknown role, a content
+        without one is its number in the stream. An example with a special token in its text, an unknown role, a content
         that is no text, or no assistant turn is dropped and counted in meta `dropped`.
     The other arguments are those of `build_pretrain`; progress does not know the tokens to expect.
     Raises: ValueError for bad arguments and if no example is left; CacheError and RuntimeError as `build_pretrain`.
@@ -83,7 +85,7 @@ def build_sft(
     if not 0 <= val_frac < 1:
         raise ValueError(f"val_frac={val_frac}: expected 0 <= val_frac < 1")
     source = source or Source()
-    encoder = TextEncoder(tokenizer, on_special=on_special)
+    encoder = TextEncoder(tokenizer, on_special=on_special, engine=open_engine(tokenizer, engine))
     settings: dict[str, Any] = {"kind": "sft", "built": True, "val_frac": val_frac, "on_special": on_special}
     settings["split_rule"] = SPLIT_RULE
     vocabulary = vocabulary_of(tokenizer)
@@ -173,7 +175,7 @@ class _Buffer:
         self.counts, self.warnings = Counter(state["counts"]), Counter(state["noticed"])
         self.kept, self._tokens = int(state["kept"]), int(state["tokens"])
         self.losses = Losses(encoder, self.warnings)
-        build.expect("tokens.bin", self._tokens * TOKEN_BYTES)
+        build.expect("tokens.bin", self._tokens * encoder.dtype.itemsize)
         build.expect("examples.bin", self.kept * _COLUMNS * OFFSET_DTYPE.itemsize)
 
     def state(self) -> dict[str, Any]:
@@ -209,16 +211,16 @@ class _Buffer:
         contents: list[bytes] = []
         firsts: list[int] = []
         is_kept = np.ones(len(encoded.lengths), dtype=np.bool_)
-        first = 0
+        first, text_digests = 0, digest_list(encoded.digests)
         for example in batch.items:
             last = first + len(example.texts)
-            digests.append(item_digest(_EXAMPLES.label(example), encoded.digests[first:last]))
+            digests.append(item_digest(_EXAMPLES.label(example), text_digests[first:last]))
             problem = example.problem
             if problem is None and encoded.problems:
                 problem = self._refused(encoded, range(first, last))
             if problem is None:
                 kept.append(example)
-                contents.append(item_digest(example.roles, encoded.digests[first:last]))
+                contents.append(item_digest(example.roles, text_digests[first:last]))
                 firsts.append(first)
                 if not all(map(str.strip, example.texts)):
                     count_blank(self.warnings, example.roles.split(_JOINT), example.texts)
@@ -255,7 +257,7 @@ class _Buffer:
         ids = encoded.ids if is_kept.all() else encoded.ids[np.repeat(is_kept, encoded.lengths)]
         ends = np.cumsum(lengths + 2)
         roles = "".join(example.roles for example in examples).split(_JOINT)[:-1]
-        tokens = np.full(int(ends[-1]), self._special["eot"], dtype=TOKEN_DTYPE)
+        tokens = np.full(int(ends[-1]), self._special["eot"], dtype=self._encoder.dtype)
         is_text = np.ones(len(tokens), dtype=np.bool_)
         is_text[ends - 1] = is_text[ends - lengths - 2] = False
         tokens[is_text] = ids
@@ -308,11 +310,11 @@ class _Buffer:
             **loss_keys(self.warnings),
         }
 
-    def _tokens_of(self, lengths: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Iterator[NDArray[np.uint16]]:
+    def _tokens_of(self, lengths: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Iterator[Ids]:
         with open(self._build.folder / "tokens.bin", "rb") as file:
             for start in range(0, len(lengths), _COPIED):
                 some = lengths[start : start + _COPIED]
-                ids = np.fromfile(file, dtype=TOKEN_DTYPE, count=int(some.sum()))
+                ids = np.fromfile(file, dtype=self._encoder.dtype, count=int(some.sum()))
                 yield ids[np.repeat(chosen[start : start + _COPIED], some)]
 
     def _ids_of(self, chosen: NDArray[np.bool_]) -> Iterator[bytes]:

@@ -18,14 +18,15 @@ from niels_gpt.builders.build import Build
 from niels_gpt.builders.losses import Losses, loss_keys
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.resume import seek
-from niels_gpt.builders.source import Batch, ItemKind, Shuffled, SourceState, first_number, item_digest
+from niels_gpt.builders.source import Batch, ItemKind, Shuffled, SourceState, digest_list, first_number, item_digest
 from niels_gpt.builders.split import SPLITS, Document, TextSplit, TokenBudget, count_duplicates
-from niels_gpt.builders.writer import OFFSET_DTYPE, TOKEN_BYTES, npy_parts
+from niels_gpt.builders.writer import OFFSET_DTYPE, npy_parts
 from niels_gpt.encoding import DIGEST_BYTES, EncodedTexts, TextEncoder
 from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import id_lines
+from niels_gpt.tokenizers.protocol import Ids
 
 _NOT_DROPS = {"documents_read", "cut_documents", "cut_tokens"}
 FILES = {
@@ -72,7 +73,8 @@ class Shards:
         progress: Progress | None,
     ) -> None:
         self._build, self._budget, self._rule, self._encoder, self._progress = build, budget, rule, encoder, progress
-        self._shard_bytes = shard_bytes // TOKEN_BYTES * TOKEN_BYTES
+        self._token_bytes = encoder.dtype.itemsize
+        self._shard_bytes = shard_bytes // self._token_bytes * self._token_bytes
         zero = dict.fromkeys(SPLITS, 0)
         numbers = {key: zero for key in ("docs", "tokens", "utf8_bytes")}
         state = build.restored({"counts": {}, "noticed": {}, **numbers, "bound": self._bound()})
@@ -82,7 +84,7 @@ class Shards:
         self.docs, self.tokens, self.utf8_bytes = (dict(state[key]) for key in ("docs", "tokens", "utf8_bytes"))
         for split in SPLITS:
             finished = sum(record["bytes"] for record in build.finished if record["name"].startswith(f"{split}/"))
-            build.expect(f"{split}.bin", self.tokens[split] * TOKEN_BYTES - finished)
+            build.expect(f"{split}.bin", self.tokens[split] * self._token_bytes - finished)
             build.expect(f"{split}_docs.bin", self.docs[split] * OFFSET_DTYPE.itemsize)
             build.expect(f"{split}_texts.bin", self.docs[split] * DIGEST_BYTES)
         budget.used = self.tokens
@@ -120,7 +122,9 @@ class Shards:
 
     def _settled(self, documents: Iterator[tuple[Document, SourceState]]) -> Iterator[tuple[Document, SourceState]]:
         """Yield documents. Raises: CacheError if the split's bound is another one than at the last checkpoint."""
-        settled = documents if self._build.sought else self._rule.settled(documents, self._build.folder)
+        settled = (
+            documents if self._build.sought else self._rule.settled(documents, self._build.folder, self._encoder.drops)
+        )
         for number, document in enumerate(settled):
             if number == 0 and self._known_bound not in (None, self._bound()):
                 raise CacheError(
@@ -148,7 +152,7 @@ class Shards:
         shards: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
         for record in build.finished:
             of_split = shards[record["name"].partition("/")[0]]
-            of_split.append({**record, "tokens": record["bytes"] // TOKEN_BYTES})
+            of_split.append({**record, "tokens": record["bytes"] // self._token_bytes})
         files = {"shards": shards, "index": index, "ids": ids, "checksums": build.add_checksums(shards, index, ids)}
         return {**files, **self._counts()}
 
@@ -180,7 +184,7 @@ class Shards:
         return self._budget.full("train") and self._budget.full("val")
 
     def _digests(self, batch: Batch[Document], encoded: EncodedTexts, consumed: int) -> list[bytes]:
-        pairs = zip(batch.items[:consumed], encoded.digests, strict=False)
+        pairs = zip(batch.items[:consumed], digest_list(encoded.digests), strict=False)
         return [item_digest(_DOCUMENTS.label(document), [digest]) for document, digest in pairs]
 
     def _add(self, batch: Batch[Document], encoded: EncodedTexts) -> int:
@@ -215,7 +219,7 @@ class Shards:
                 self._write(split, _ids_of(encoded, numbers)[: int(kept.sum())], kept)
                 names = (batch.items[number][2] for number in numbers)
                 self._build.files[f"{split}_ids.txt"].write(id_lines(names))
-                self._build.files[f"{split}_texts.bin"].write(b"".join(encoded.digests[number] for number in numbers))
+                self._build.files[f"{split}_texts.bin"].write(encoded.digests[numbers])
                 utf8_bytes = encoded.utf8_bytes[numbers].tolist()
                 sizes = (truncated_bytes.get(number, size) for number, size in zip(numbers, utf8_bytes, strict=True))
                 self.utf8_bytes[split] += sum(sizes)
@@ -244,14 +248,14 @@ class Shards:
             return whole * len(kept) // of_text
         return min(len(decode(kept).encode(errors="replace")), whole)
 
-    def _write(self, split: str, ids: NDArray[np.uint16], lengths: NDArray[np.int64]) -> None:
+    def _write(self, split: str, ids: Ids, lengths: NDArray[np.int64]) -> None:
         """Append documents of a split; self.tokens includes them already."""
         ends = self.tokens[split] - int(lengths.sum()) + np.cumsum(lengths)
         self._build.files[f"{split}_docs.bin"].write((ends - lengths).astype(OFFSET_DTYPE))
         self.docs[split] += len(lengths)
         while len(ids):
             filling = self._build.files[f"{split}.bin"]
-            room = (self._shard_bytes - filling.num_bytes) // TOKEN_BYTES
+            room = (self._shard_bytes - filling.num_bytes) // self._token_bytes
             filling.write(ids[:room])
             ids = ids[room:]
             if filling.num_bytes == self._shard_bytes:
@@ -265,7 +269,7 @@ class Shards:
             self._progress(documents, sum(self.tokens.values()), self._expected)
 
 
-def _ids_of(encoded: EncodedTexts, numbers: list[int]) -> NDArray[np.uint16]:
+def _ids_of(encoded: EncodedTexts, numbers: list[int]) -> Ids:
     """Return the ids of some texts of a batch, concatenated. numbers: ascending."""
     if len(numbers) == len(encoded.lengths):
         return encoded.ids

@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from niels_gpt.encoding import DIGEST_BYTES, text_digest
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.encoding import DIGEST_BYTES, TextEncoder
 from niels_gpt.storage.meta_json import checked_count
 
 T = TypeVar("T")
@@ -158,14 +161,20 @@ class ItemKind(Generic[T]):
     name: Callable[[T], str]
     """The item's id in its source."""
 
-    def digest(self, item: T) -> bytes:
+    def digest(self, item: T, encoder: TextEncoder) -> bytes:
         """Return the digest that tells whether an item has changed."""
-        return item_digest(self.label(item), map(text_digest, self.texts(item)))
+        return item_digest(self.label(item), digest_list(encoder.hashes(self.texts(item))[1]))
 
     def described(self, item: T) -> str:
         """Return the item's id and the beginning of its text, for messages."""
         begin = next((text[:80] for text in self.texts(item) if text), "")
         return f"{self.name(item)!r} (it begins {begin!r})"
+
+
+def digest_list(digests: NDArray[np.uint64]) -> list[bytes]:
+    """Return digests of texts as bytes."""
+    raw = digests.tobytes()
+    return [raw[start : start + DIGEST_BYTES] for start in range(0, len(raw), DIGEST_BYTES)]
 
 
 def item_digest(label: str, text_digests: Iterable[bytes]) -> bytes:

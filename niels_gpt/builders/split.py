@@ -7,7 +7,7 @@ import math
 import os
 import pickle
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from niels_gpt.builders.source import SourceState
 from niels_gpt.encoding import split_keys
-from niels_gpt.special_tokens import find_reserved_literal
 
 logger = logging.getLogger(__name__)
 
@@ -58,19 +57,20 @@ class TextSplit:
         return "val" if key < self.bound else "train"
 
     def settled(
-        self, documents: Iterator[tuple[Document, SourceState]], folder: Path
+        self, documents: Iterator[tuple[Document, SourceState]], folder: Path, drops: Callable[[str], bool]
     ) -> Iterator[tuple[Document, SourceState]]:
         """Yield documents once `bound` is final: when both splits have a document, or the stream has ended.
 
         Documents wait in an unnamed file in `folder`: at most 1 GiB, 100,000 documents, and 20 times as many as give
         each split one on average. After that, or at a document that names its split, `bound` stays as it is.
+        drops: whether a text enters no split.
         """
         if self.share is None or not 0 < self.bound < _KEYS:
             yield from documents
             return
         limit = min(math.ceil(_HELD_CHANCES / min(self.share, 1 - self.share)), _HELD_DOCUMENTS)
         with tempfile.SpooledTemporaryFile(_HELD_IN_MEMORY, mode="w+b", dir=os.fspath(folder)) as held:
-            count = self._hold(documents, held, limit)
+            count = self._hold(documents, held, limit, drops)
             held.seek(0)
             for _ in range(count):
                 yield pickle.load(held)
@@ -81,6 +81,7 @@ class TextSplit:
         documents: Iterator[tuple[Document, SourceState]],
         held: tempfile.SpooledTemporaryFile[bytes],
         limit: int,
+        drops: Callable[[str], bool],
     ) -> int:
         """Write documents until the bound is known, and set it; returns their number."""
         count, lowest, highest = 0, _KEYS, -1
@@ -90,7 +91,7 @@ class TextSplit:
             split, text, _ = document
             if split is not None:
                 return count
-            if text and find_reserved_literal(text) is None:  # others are dropped
+            if text and not drops(text):  # others are dropped
                 key = int(split_keys([text.encode(errors="surrogatepass")], self.seed)[0])
                 lowest, highest = min(lowest, key), max(highest, key)
             if lowest < self.bound <= highest or count == limit or held.tell() >= _HELD_BYTES:

@@ -1,7 +1,7 @@
 """Writes a cache's files as streams and hashes them: token files, .npy offsets, lines of source ids.
 
-Token files are headerless little-endian uint16. Arrays of offsets are .npy files (version 1.0) of little-endian int64.
-docs/formats.md gives both byte by byte.
+Token files are headerless little-endian uint16 or uint32. Arrays of offsets are .npy files (version 1.0) of
+little-endian int64. docs/formats.md gives both byte by byte.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def build_pretrain_cache(
     source_name: str | None = None,
     source_config: str | None = None,
     streaming: bool = False,
-    append_eot: bool = False,
+    document_end: str = "none",
     on_special: str = "drop",
     num_threads: int = 1,
     executor: Executor | None = None,
@@ -38,13 +38,15 @@ def build_pretrain_cache(
 ) -> None:
     """Write out_dir/{train,val}/shard_*.bin, out_dir/index/{train,val}_docs.npy and out_dir/meta.json.
 
-    Tokens are little-endian uint16. The same texts in the same order, seed and tokenizer give the same bytes.
+    Tokens are little-endian uint16, or uint32 for more than 65,536 ids. The same texts in the same order, seed and
+    tokenizer give the same bytes.
     texts: one document each; by default the shards are exactly the concatenated `tokenizer.encode(text)` (D4).
     max_train_tokens, max_val_tokens: tokens; a hash of seed and text decides the split, and the share of val is
         max_val_tokens / both (D5).
     shuffle_buffer: documents in the shuffle buffer; None: the order of the stream.
-    append_eot: add the end-of-text id to each document.
-    on_special: a text that contains a sentinel is dropped and counted ("drop"), or a ValueError ("raise").
+    document_end: the token that ends each document, as for `build_pretrain`; "eot" is the end-of-text sentinel.
+    on_special: a text that holds a special token is dropped and counted ("drop"), a ValueError ("raise"), or encoded as
+        plain text ("text").
     num_threads: threads that encode; 0: the caller's thread. executor: any concurrent.futures.Executor to encode
         instead. Neither changes the output.
     A killed build resumes when it is called again with the same texts and arguments.
@@ -59,7 +61,7 @@ def build_pretrain_cache(
         shard_bytes=shard_bytes,
         seed=seed,
         shuffle_buffer=shuffle_buffer,
-        append_eot=append_eot,
+        document_end=document_end,
         on_special=on_special,
         num_threads=num_threads,
         executor=executor,

@@ -74,7 +74,7 @@ def _build_documents(
         shuffle_buffer=buffer,
         split_rule=spec.split_rule or (FRACTION_RULE if spec.val_frac else BUDGET_RULE),
         val_frac=getattr(settings, spec.val_frac) if spec.val_frac else None,
-        append_eot=spec.has_document_end and settings.document_end != "none",
+        document_end=settings.document_end if spec.has_document_end else "none",
         partial=_is_partial(source),
         on_special=settings.on_special,
         num_threads=num_threads(settings),

@@ -343,7 +343,7 @@ def test_a_share_is_compared_exactly() -> None:
 
 def test_an_end_of_text_counts_as_a_token_and_may_be_cut(tmp_path: Path) -> None:
     in_val, in_train = sorted(["aaa", "bbb"], key=key)
-    meta = build(tmp_path / "c", [in_val, in_train], train=4, val=3, append_eot=True)
+    meta = build(tmp_path / "c", [in_val, in_train], train=4, val=3, document_end="eot")
     assert meta["totals"] == {"train_tokens": 4, "val_tokens": 3}
     ids = [np.fromfile(tmp_path / "c" / split / "shard_00000.bin", dtype="<u2").tolist() for split in SPLITS]
     assert ids == [[*ByteTokenizer().encode(in_train), 4], ByteTokenizer().encode(in_val)]

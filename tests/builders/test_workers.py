@@ -37,7 +37,12 @@ def many_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build_text(path: Path, texts: Any, *, tokenizer: Any, **arguments: Any) -> dict[str, Any]:
-    common: dict[str, Any] = {"max_train_tokens": 9000, "max_val_tokens": 700, "shuffle_buffer": 20, "append_eot": True}
+    common: dict[str, Any] = {
+        "max_train_tokens": 9000,
+        "max_val_tokens": 700,
+        "shuffle_buffer": 20,
+        "document_end": "eot",
+    }
     documents = ((None, text) for text in texts)
     return build_pretrain(documents, path, tokenizer=tokenizer, shard_bytes=2048, seed=1, **{**common, **arguments})
 

@@ -19,6 +19,7 @@ from niels_gpt.builders.pretrain import BUDGET_RULE
 from niels_gpt.builders.sft import SPLIT_RULE
 from niels_gpt.builders.writer import npy_header
 from niels_gpt.cache import build_pretrain_cache, build_sft_cache
+from niels_gpt.special_tokens import SPECIAL_TOKENS
 
 # Magic, version 1.0, a header of 0x76 = 118 bytes: 10 + 118 = 128. `shape` follows, then spaces and a line end.
 NPY_BEGINS = b"\x93NUMPY\x01\x00\x76\x00{'descr': '<i8', 'fortran_order': False, 'shape': "
@@ -122,7 +123,7 @@ def crc32_of_the_rest(meta: Path) -> str:
 @pytest.fixture(scope="module")
 def pretrain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = tmp_path_factory.mktemp("pretrain") / "cache"
-    budget: dict[str, Any] = {"max_train_tokens": 3, "max_val_tokens": 2, "shard_bytes": 4, "append_eot": True}
+    budget: dict[str, Any] = {"max_train_tokens": 3, "max_val_tokens": 2, "shard_bytes": 4, "document_end": "eot"}
     fixed: dict[str, Any] = {"tokenizer": ByteTokenizer(), "seed": 0, "shuffle_buffer": None}
     build_pretrain_cache(["A", "bc"], str(cache), source_name="by hand", source_config="tiny", **budget, **fixed)
     return cache
@@ -159,7 +160,7 @@ def test_a_pretrain_meta_json_says_this(pretrain: Path) -> None:
         "max_val_tokens": 2,
         "val_frac": None,
         "budget_reached": {"train": True, "val": True},
-        "append_eot": True,
+        "document_end": {"id": 4, "token": SPECIAL_TOKENS[3]},
         "shuffle": {"algorithm": None, "buffer": 0},
         "docs": {"train": 1, "val": 1},
         "documents_read": 2,

@@ -164,7 +164,7 @@ READ_KEYS = ("shards", "index", "ids", "checksums", "vocab_size", "special_token
 INSPECTED_KEYS = (
     *READ_KEYS,
     *("totals", "source", "dropped", "supervised_tokens", "utf8_bytes", "docs", "kind", "content_sha256", "cut"),
-    *("documents_read", "examples_read", "shard_bytes", "append_eot", "dataset_name", "train_tokens"),
+    *("documents_read", "examples_read", "shard_bytes", "document_end", "dataset_name", "train_tokens"),
 )
 
 

@@ -226,7 +226,7 @@ def test_content_sha256_is_the_hash_of_what_sha256sum_prints(caches: dict[str, P
 
 
 def test_utf8_bytes_are_those_of_the_texts_and_turns_without_what_is_cut_and_the_end_of_texts(tmp_path: Path) -> None:
-    meta = build_texts(tmp_path / "c", ["aé", "漢", "", "b"], append_eot=True)  # 3, 3, 0 and 1 bytes
+    meta = build_texts(tmp_path / "c", ["aé", "漢", "", "b"], document_end="eot")  # 3, 3, 0 and 1 bytes
     assert meta["utf8_bytes"] == {"train": 7, "val": 0} and meta["totals"]["train_tokens"] == 7 + 3
     meta = build_texts(tmp_path / "d", ["ab", "aébc"], max_train_tokens=5)  # ab, then 3 of 5 bytes: aé
     assert meta["utf8_bytes"]["train"] == 5 and meta["cut"] == {"documents": 1, "tokens": 2}
@@ -250,15 +250,15 @@ def test_a_lone_surrogate_is_replaced_and_counted_and_two_halves_are_their_chara
         assert ByteTokenizer().decode(np.fromfile(tmp_path / name / "train" / "shard_00000.bin", dtype="<u2")) == text
 
 
-def test_a_vocabulary_that_does_not_fit_uint16_and_an_id_outside_it_are_refused(tmp_path: Path) -> None:
+def test_an_id_outside_the_vocabulary_is_refused_and_one_above_65535_has_32_bits(tmp_path: Path) -> None:
     tokenizer = ByteTokenizer()
     tokenizer.encode = lambda text: [300]
     with pytest.raises(ValueError, match="gave id 300, expected ids below vocab_size=300"):
         build_texts(tmp_path / "c", ["a"], tokenizer)
-    tokenizer.vocab_size = 65537
-    with pytest.raises(ValueError, match="65537 ids does not fit uint16"):
-        build_texts(tmp_path / "other" / "c", ["a"], tokenizer)
-    assert not (tmp_path / "other").exists()  # refused before anything is written
+    tokenizer.vocab_size, tokenizer.encode = 65537, lambda text: [65536, 3 + 10]
+    meta = build_texts(tmp_path / "d", ["a"], tokenizer)
+    assert (meta["token_dtype"], meta["totals"]["train_tokens"]) == ("uint32-le", 2)
+    assert (tmp_path / "d" / "train" / "shard_00000.bin").read_bytes() == b"\0\0\1\0" + b"\x0d\0\0\0"
 
 
 def test_a_sentinel_that_only_the_ids_show_is_found_too(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePiec
     how: dict[str, Any] = {"tokenizer": SentencePieceTokenizer(model), "seed": 0}
     limits: dict[str, Any] = {"max_train_tokens": 10_000, "max_val_tokens": 0, "shuffle_buffer": None}
     texts = [(None, text) for text in TEXTS]
-    build_pretrain(texts, root / "pretrain" / "texts", shard_bytes=80, append_eot=True, **how, **limits)
+    build_pretrain(texts, root / "pretrain" / "texts", shard_bytes=80, document_end="eot", **how, **limits)
     build_sft_cache(CHATS, str(root / "sft" / "chats"), val_frac=0, **how)
     return root
 

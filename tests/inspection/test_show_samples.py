@@ -27,7 +27,7 @@ def of_chat(path: Path, tokenizer: Any, *texts: str, num_tokens: int = 120) -> R
 def of_documents(path: Path, tokenizer: Any, texts: list[str], **arguments: Any) -> list[Row]:
     """Return the rows of a cache of some documents, all of them train."""
     fixed: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": 0, "shard_bytes": 64, "shuffle_buffer": None}
-    build_pretrain((("train", text) for text in texts), path, tokenizer=tokenizer, seed=0, append_eot=True, **fixed)
+    build_pretrain((("train", text) for text in texts), path, tokenizer=tokenizer, seed=0, document_end="eot", **fixed)
     return sample_texts(path, tokenizer, **arguments)
 
 

@@ -59,7 +59,7 @@ def sft(copied: Path) -> Path:
 
 def pretrain_of(root: Path, texts: list[str], **arguments: Any) -> Path:
     path = root / "pretrain" / "notes"
-    chosen = {"max_train_tokens": 80_000, "max_val_tokens": 8_000, "shard_bytes": 140_000, "append_eot": True}
+    chosen = {"max_train_tokens": 80_000, "max_val_tokens": 8_000, "shard_bytes": 140_000, "document_end": "eot"}
     fixed = {"tokenizer": ByteTokenizer(), "seed": 0, "shuffle_buffer": None}
     build_pretrain(((None, text) for text in texts), path, **fixed, **{**chosen, **arguments})
     return path.resolve()
@@ -244,7 +244,7 @@ IN_ORDER: list[tuple[list[str], dict[str, Any], int, int, int, str]] = [
     # a a a a eot b b b | b eot c c c c eot
     (["aaaa", "bbbb", "cccc"], {"shard_bytes": 16}, 0, 6, ASST, "token 6 is the sentinel asst inside document 1"),
     (["aaaa", "bbbb", "cccc"], {"shard_bytes": 16}, 1, 1, 75, "token 1 ends document 1, expected an end-of-text"),
-    (["aaaa", "bbbb"], {"append_eot": False}, 0, 3, EOT, "token 3 is the sentinel eot inside document 0"),
+    (["aaaa", "bbbb"], {"document_end": "none"}, 0, 3, EOT, "token 3 is the sentinel eot inside document 0"),
 ]
 
 

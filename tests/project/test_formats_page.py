@@ -48,7 +48,7 @@ def pretrain(tmp_path: Path) -> Path:
         shard_bytes=8,
         seed=0,
         shuffle_buffer=None,
-        append_eot=True,
+        document_end="eot",
     )
     return tmp_path / "pretrain"
 

@@ -69,7 +69,7 @@ def test_every_kept_document_decodes_to_itself(
     settings: Settings, metas: dict[str, dict[str, Any]], tokenizer: SentencePieceTokenizer, name: str
 ) -> None:
     meta, cache = metas[f"pretrain/{name}"], Path(settings.cache_dir) / "pretrain" / name
-    eot = [tokenizer.special_token_ids()["eot"]] if meta["append_eot"] else []
+    eot = [meta["document_end"]["id"]] if meta["document_end"] else []
     stored: Counter[str] = Counter()
     for split in ("train", "val"):
         for ids in stored_documents(cache, meta, split):

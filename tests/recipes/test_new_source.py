@@ -67,7 +67,11 @@ def test_a_row_of_the_table_is_a_cache_of_the_command_line_and_an_asset(
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     meta = json.loads((tmp_path / "c" / "pretrain" / "poems" / "meta.json").read_bytes())
-    assert (meta["documents_read"], meta["val_frac"], meta["append_eot"]) == (20, 0.1, True)
+    assert (meta["documents_read"], meta["val_frac"], meta["document_end"]["id"]) == (
+        20,
+        0.1,
+        meta["special_token_ids"]["eot"],
+    )
     assert (meta["source"]["licence"], meta["source"]["attribution"]) == ("CC0", "nobody")
     assert json.loads(done.stdout.strip().rpartition("\n")[2]) == ["built", meta["content_sha256"]]
     assert re.search(r"^pretrain/poems +up to date", done.stdout, re.M)  # in the plan of build-all

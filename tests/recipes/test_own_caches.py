@@ -77,7 +77,8 @@ def test_one_command_makes_a_cache_of_a_folder_of_notes_and_one_of_a_file_of_cha
     meta = read_meta("cache/pretrain/notes/meta.json")
     assert (meta["documents_read"], meta["docs"]["train"] + meta["docs"]["val"]) == (len(NOTES), len(NOTES))
     assert meta["source"]["counters"] == {"other_files": 1}
-    assert (meta["source"]["kind"], meta["append_eot"], meta["dataset_name"]) == ("own", True, "notes")
+    assert (meta["source"]["kind"], meta["dataset_name"]) == ("own", "notes")
+    assert meta["document_end"]["id"] == meta["special_token_ids"]["eot"]
     tokenizer = load_tokenizer("cache/tokenizer/spm.model")
     ids = [np.fromfile(f"cache/pretrain/notes/{split}/shard_00000.bin", dtype="<u2") for split in ("train", "val")]
     eot = tokenizer.special_token_ids()["eot"]
