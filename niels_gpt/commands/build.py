@@ -21,7 +21,7 @@ from niels_gpt.recipes.disk import DiskNeed, free_bytes, needed_bytes, refuse_wi
 from niels_gpt.recipes.plan import RECIPES, Plan, plan, recipes
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root
-from niels_gpt.recipes.tokenizer import stage_tokenizer
+from niels_gpt.recipes.tokenizer import expected_vocab_size, stage_tokenizer, usable_tokenizer
 from niels_gpt.recipes.user_sources import names_in_lines, stated_credit
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.codes import code_of
@@ -190,10 +190,14 @@ def build_each(
 def _refuse_without_room(settings: Settings, chosen: Sequence[str]) -> None:
     """Refuse before the first byte is written what does not fit together: the caches that do not exist yet."""
     root, needs, left = cache_root(settings), {}, 0
+    tokenizer = None
+    with contextlib.suppress(OSError, ValueError):  # the build of the tokenizer reports it
+        tokenizer = usable_tokenizer(settings)
+    num_ids = expected_vocab_size(settings, tokenizer)
     for key in chosen:
         with contextlib.suppress(OSError, ValueError):  # the build of that source reports it
             if not (root / key).is_symlink():
-                needs[key] = needed_bytes(settings, resolve_source(settings, key.split("/")[1]))
+                needs[key] = needed_bytes(settings, resolve_source(settings, key.split("/")[1]), num_ids)
                 left += unfinished_bytes(root / key)
     refuse_without_room(settings, root, needs, left)
 

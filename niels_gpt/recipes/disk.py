@@ -1,8 +1,9 @@
 """Disk space: what a build needs at least and at most, what is free, and when a build is refused for lack of it.
 
-The bounds come from the sizes of files and from token budgets. A token takes two bytes. It stands for at least one byte
-of text and hardly ever for more than eight, so the bounds hold for prose, code and tables; prose takes about a quarter
-of the upper one. Packed files count with their unpacked size, as far as the file states it.
+The bounds come from the sizes of files and from token budgets. A token takes two bytes, in a vocabulary of more than
+65,536 ids four. It stands for at least one byte of text and hardly ever for more than eight, so the bounds hold for
+prose, code and tables; prose takes about a quarter of the upper one. Packed files count with their unpacked size, as
+far as the file states it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from niels_gpt.builders.writer import TOKEN_BYTES
 from niels_gpt.data.files.text import opened_text
 from niels_gpt.display.numbers import size_text
 from niels_gpt.recipes.resolve import ResolvedSource
@@ -22,6 +22,7 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import META_NAME, walked
 from niels_gpt.storage.remedies import build_command
 from niels_gpt.storage.versions import BUILDING, versions_dir
+from niels_gpt.tokenizers.protocol import MAX_VOCAB_SIZE, token_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +50,11 @@ class DiskNeed:
     most: int = 0
 
 
-def needed_bytes(settings: Settings, source: ResolvedSource) -> DiskNeed:
-    """Return what a build of the source's cache takes. Reads the beginnings of its files; never asks the hub."""
+def needed_bytes(settings: Settings, source: ResolvedSource, vocab_size: int | None) -> DiskNeed:
+    """Return what a build of the source's cache takes. Reads the beginnings of its files; never asks the hub.
+
+    vocab_size: of the tokenizer; None: not known, so that a token has two or four bytes.
+    """
     if source.stub:
         return DiskNeed()
     spec = source.spec
@@ -66,8 +70,9 @@ def needed_bytes(settings: Settings, source: ResolvedSource) -> DiskNeed:
             tokens, least_tokens = min(tokens, budget), min(least_tokens, budget)
         else:
             tokens, least_tokens, rows = budget, budget, budget // _MIN_HUB_DOCUMENT_TOKENS
-    most = TOKEN_BYTES * tokens * copies + _DOCUMENT_BYTES * rows
-    return DiskNeed(TOKEN_BYTES * least_tokens * copies, most + most // 1000 + _FIXED)
+    narrow, wide = (token_dtype(vocab_size or ids).itemsize for ids in (1, MAX_VOCAB_SIZE))
+    most = wide * tokens * copies + _DOCUMENT_BYTES * rows
+    return DiskNeed(narrow * least_tokens * copies, most + most // 1000 + _FIXED)
 
 
 def bytes_below(path: Path) -> int:

@@ -23,7 +23,13 @@ from niels_gpt.recipes.run_recipe import (
     recorded_recipe,
 )
 from niels_gpt.recipes.token_caches import build_token_cache
-from niels_gpt.recipes.tokenizer import NoSentinels, needs_sentinels, tokenizer_state, usable_tokenizer
+from niels_gpt.recipes.tokenizer import (
+    NoSentinels,
+    expected_vocab_size,
+    needs_sentinels,
+    tokenizer_state,
+    usable_tokenizer,
+)
 from niels_gpt.recipes.tokenizer_texts import TRAINING_SETTINGS
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
@@ -138,7 +144,7 @@ def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer 
         return Plan(key, "stub", where, 0)
     documents = _unfinished_documents(cache_root(settings) / key)
     action = f"build (an unfinished one is there: {documents:,} documents done)" if documents else "build"
-    need = needed_bytes(settings, source)
+    need = needed_bytes(settings, source, expected_vocab_size(settings, tokenizer))
     return Plan(key, action, where, need.most, need.least)
 
 

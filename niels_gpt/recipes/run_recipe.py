@@ -259,7 +259,7 @@ def run_recipe(
             _clear_finished_builds(path)
         else:
             if settings.disk_check:
-                needs = {key: needed_bytes(settings, source)}
+                needs = {key: needed_bytes(settings, source, tokenizer.vocab_size)}
                 refuse_without_room(settings, cache_root(settings), needs, unfinished_bytes(path))
             described = _described(settings, key, source, provenance, recipe)
             counters = described.counters

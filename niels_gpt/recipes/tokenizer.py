@@ -182,6 +182,13 @@ def usable_tokenizer(settings: Settings) -> FullTokenizer | None:
     return None if name is None or _is_id(name) else _checked(settings, _find(settings, name))
 
 
+def expected_vocab_size(settings: Settings, tokenizer: FullTokenizer | None) -> int | None:
+    """Return the most ids of a build with `usable_tokenizer`; None for a tokenizer that is to be downloaded."""
+    if tokenizer is not None:
+        return tokenizer.vocab_size
+    return settings.vocab_size if _name_of(settings) is None else None
+
+
 def _installed_for(settings: Settings, path: Path, refresh: bool) -> dict[str, Any] | None:
     """Return the meta of the installed tokenizer if it is the one of these settings, else None."""
     try:

@@ -75,15 +75,25 @@ def test_a_build_takes_no_more_and_no_less_than_was_said(tmp_path: Path, tiny_mo
         settings = Settings(
             pretrain=f"own={folder / form}", cache_dir=str(tmp_path / f"{form}-c"), tokenizer=str(tiny_model_path)
         )
-        need = needed_bytes(settings, resolve_source(settings, "own"))
+        need = needed_bytes(settings, resolve_source(settings, "own"), None)
         ensure_tokenizer(settings)
         taken = most_on_disk(Path(settings.cache_dir), lambda of=settings: recipes(of)["pretrain/own"](of))
         assert need.least <= taken <= need.most, (form, need, taken)
 
 
+def test_a_token_takes_two_bytes_or_four_by_the_vocabulary_and_either_where_it_is_not_known(tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_text(PROSE)
+    settings = Settings(pretrain=f"own={tmp_path / 'own.txt'}", cache_dir=str(tmp_path / "c"))
+    source = resolve_source(settings, "own")
+    narrow, wide, unknown = (needed_bytes(settings, source, size) for size in (65_536, 65_537, None))
+    assert narrow.least == len(PROSE) // 8 * 2 and wide.least == 2 * narrow.least
+    assert wide.most - narrow.most == pytest.approx(2 * (len(PROSE) + 2), rel=0.01)
+    assert (unknown.least, unknown.most) == (narrow.least, wide.most)
+
+
 @pytest.mark.parametrize("key", sorted(RECIPES))
 def test_the_projects_caches_take_no_more_and_no_less_than_was_said(settings: Settings, key: str) -> None:
-    need = needed_bytes(settings, resolve_source(settings, key.split("/")[1]))
+    need = needed_bytes(settings, resolve_source(settings, key.split("/")[1]), settings.vocab_size)
     ensure_tokenizer(settings)
     taken = most_on_disk(Path(settings.cache_dir), lambda: RECIPES[key](settings))
     assert need.least <= taken <= need.most <= 40 * taken, (need, taken)
@@ -110,7 +120,7 @@ def test_what_does_not_fit_is_refused_before_the_first_byte_unless_asked_for(
 def test_what_may_not_fit_is_built_with_a_warning(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    need = needed_bytes(settings, resolve_source(settings, "roam"))
+    need = needed_bytes(settings, resolve_source(settings, "roam"), settings.vocab_size)
     usage = shutil.disk_usage(settings.source_root)
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage._replace(free=(need.least + need.most) // 2))
     assert not RECIPES["pretrain/roam"](settings).reused
