@@ -18,7 +18,7 @@ from niels_gpt.recipes.eagle3.asset import SMALL_TARGET, build_targets, raw_sour
 from niels_gpt.recipes.plan import built_at, observe, settings_fingerprint
 from niels_gpt.recipes.run_recipe import RUNS_DIR, TOKENIZER_KEY, Outcome, cache_root
 from niels_gpt.recipes.token_caches import build_token_cache
-from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.recipes.tokenizer import NoSentinels, ensure_tokenizer
 from niels_gpt.settings import Settings
 from niels_gpt.storage.locks import file_lock
 from pipelines.metadata import materialize_result, targets_result
@@ -84,17 +84,22 @@ def _cache(spec: SourceSpec, prefix: Sequence[str] = ()) -> dg.AssetsDefinition:
         group_name=spec.family,
         kinds={"numpy"},
         retry_policy=NETWORK_RETRIES,
+        output_required=False,  # a tokenizer without sentinels builds no chats: _leave_out
         **_BY_FAMILY[spec.family],
     )
-    def cache(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
+    def cache(context: dg.AssetExecutionContext, settings: SettingsResource) -> Iterator[dg.MaterializeResult[None]]:
         # Dagster's staleness is advisory: the recipe decides whether there is anything to do.
         core, (*before, family, name) = settings.of_run(context), context.asset_key.path
         observed = _newer_observation(context, raw_key(name, before), built_at(core, f"{family}/{name}"))
         with _clear_errors(), _turn(core) if family == "pretrain" else nullcontext():
-            outcome = build_token_cache(core, name, observed=observed, progress=_progress_log(context))
+            try:
+                outcome = build_token_cache(core, name, observed=observed, progress=_progress_log(context))
+            except NoSentinels as error:
+                _leave_out(context, error)
+                return
             result = _result(context, outcome)
             _report_tokenizer(context, dg.AssetKey([*before, TOKENIZER_KEY]), core)
-        return result
+        yield result
 
     asset: dg.AssetsDefinition = cache
     return asset
@@ -123,9 +128,9 @@ with warnings.catch_warnings():  # Dagster calls observables beta; docs/decision
         yield dg.ObserveResult(asset_key=context.asset_key, data_version=dg.DataVersion("root"))
 
 
-@dg.asset(group_name="tokenizer", kinds={"sentencepiece"}, retry_policy=NETWORK_RETRIES)
+@dg.asset(group_name="tokenizer", kinds={"tokenizer"}, retry_policy=NETWORK_RETRIES)
 def tokenizer(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
-    """SentencePiece model of all caches: `tokenizer`, else what is there, else one trained on the sources."""
+    """Tokenizer of all caches: the one that the settings name, else what is there, else one trained on the sources."""
     core = settings.of_run(context)
     with _clear_errors():
         return _result(context, ensure_tokenizer(core))
@@ -182,6 +187,17 @@ def _result(
 ) -> dg.MaterializeResult[None]:
     context.log.info(f"{outcome.key}: {'reused' if outcome.reused else 'built'} in {outcome.seconds:.1f} s")
     return described(outcome)
+
+
+def _leave_out(context: dg.AssetExecutionContext, error: NoSentinels) -> None:
+    """Log why an asset is not materialized, so that its step is skipped; raise `error` in a run of such assets alone.
+
+    A run of all assets with a tokenizer without sentinels materializes those that it can.
+    """
+    selected = {key.path[-2] for key in context.job_def.asset_layer.selected_asset_keys if len(key.path) > 1}
+    if not selected - {"sft", "eagle3", "raw"}:
+        raise error
+    context.log.warning(f"left out [W411]: {error}")
 
 
 def _turn(settings: Settings) -> AbstractContextManager[None]:

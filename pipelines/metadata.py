@@ -120,6 +120,8 @@ def _of_the_run(outcome: Outcome) -> Metadata:
     for name in ("licence", "attribution", "revision"):
         if (fact := (meta.get("source") or {}).get(name)) is not None:
             found[name] = value.text(str(fact))
+    if outcome.engine is not None:
+        found["run/engine"] = value.text(outcome.engine)
     if outcome.peak_bytes is not None:
         found["run/peak_memory_mib"] = value.float(round(outcome.peak_bytes / _MIB, 1))
     if outcome.tokens_per_second is not None:

@@ -21,7 +21,13 @@ from niels_gpt.recipes.disk import DiskNeed, free_bytes, needed_bytes, refuse_wi
 from niels_gpt.recipes.plan import RECIPES, Plan, plan, recipes
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root
-from niels_gpt.recipes.tokenizer import expected_vocab_size, stage_tokenizer, usable_tokenizer
+from niels_gpt.recipes.tokenizer import (
+    expected_vocab_size,
+    needs_sentinels,
+    no_sentinels,
+    stage_tokenizer,
+    usable_tokenizer,
+)
 from niels_gpt.recipes.user_sources import names_in_lines, stated_credit
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.codes import code_of
@@ -41,11 +47,11 @@ def build_caches(
     """Build caches and print what was built, or with `dry_run` what would be. sources: None for all."""
     chosen = chosen_keys(settings, sources)
     if dry_run:
-        return _planned(settings, chosen)
+        return _planned(settings, chosen, of_all=sources is None)
     _return_large_blocks()
     outcomes: list[Outcome] = []
     failures: dict[str, Exception] = {}
-    flags = {"refresh": refresh, "restart": restart}
+    flags = {"refresh": refresh, "restart": restart, "of_all": sources is None}
     try:
         build_each(settings, chosen, outcomes, failures, bar=lambda key: progress_bar(key, items="documents"), **flags)
     finally:
@@ -69,12 +75,13 @@ def built_rows(
     return [*listed(cache_root(settings), outcomes, {}), *failed]
 
 
-def _planned(settings: Settings, chosen: list[str]) -> Result:
+def _planned(settings: Settings, chosen: list[str], *, of_all: bool) -> Result:
     plans = plan(settings, chosen)
     say(plan_table(plans, settings.cache_dir))
     if settings.disk_check:
         _refuse_plans_without_room(settings, plans)
-    code = ExitCode.FAILED if any(item.action.startswith("cannot") for item in plans) else ExitCode.GOOD
+    failing = ("cannot",) if of_all else ("cannot", "left out")
+    code = ExitCode.FAILED if any(item.action.startswith(failing) for item in plans) else ExitCode.GOOD
     return Result(
         {"caches": [asdict(item) for item in plans], "free_bytes": free_bytes(Path(settings.cache_dir))}, code
     )
@@ -155,22 +162,31 @@ def build_each(
     *,
     refresh: bool,
     restart: bool = False,
+    of_all: bool = False,
     bar: Callable[[str], AbstractContextManager[Any]],
 ) -> None:
     """Build the tokenizer and then each cache, and check it. Warnings go to stderr.
 
     outcomes: receives what was built, the tokenizer included. failures: receives the errors by a cache's key; one
         failing source does not stop the others.
-    refresh: ask the hub for its newest revisions. restart: build each from scratch.
+    refresh: ask the hub for its newest revisions. restart: build each from scratch. of_all: leave out, with a warning,
+        the caches of chats that the tokenizer has no sentinels for; else each of them fails.
     bar: gives a progress callback, or None, for the time of one build.
     Raises: as `stage_tokenizer`.
     """
     if settings.disk_check:
         _refuse_without_room(settings, chosen)
-    tokenizer = stage_tokenizer(settings, user_sources_only=not set(chosen) & set(RECIPES), announce=True)
+    tokenizer = stage_tokenizer(
+        settings, user_sources_only=not set(chosen) & set(RECIPES), announce=True, refresh=refresh
+    )
     outcomes.append(tokenizer)
     known = recipes(settings)
-    for key in chosen:
+    special_ids = tokenizer.meta["special_token_ids"]
+    left_out = [key for key in chosen if of_all and needs_sentinels(key.split("/")[0], special_ids)]
+    if left_out:
+        reason = no_sentinels(settings, left_out, tokenizer.path)
+        print_warning("W411", f"{', '.join(left_out)} left out: {reason}")
+    for key in (key for key in chosen if key not in left_out):
         with bar(key) as progress:
             try:
                 if restart:

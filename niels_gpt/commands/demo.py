@@ -48,7 +48,7 @@ def demo(folder: Path | None) -> Result:
     settings = Settings(source_root="sample", cache_dir=str(place))
     root, outcomes, failures = cache_root(settings), list["Outcome"](), dict[str, Exception]()
     print(f"Building the caches of the bundled sample in {escaped(root)} ...", file=sys.stderr)
-    build_each(settings, chosen_keys(settings, None), outcomes, failures, refresh=False, bar=_bar)
+    build_each(settings, chosen_keys(settings, None), outcomes, failures, refresh=False, of_all=True, bar=_bar)
     missing = _add_targets(settings, outcomes, failures)
     say(outcomes_table(outcomes, failures))
     say(f"{missing}{len(outcomes)} caches in {root}, in {time.monotonic() - start:.0f} s")

@@ -27,6 +27,7 @@ from niels_gpt.recipes.tokenizer import (
     NoSentinels,
     expected_vocab_size,
     needs_sentinels,
+    no_sentinels,
     tokenizer_state,
     usable_tokenizer,
 )
@@ -52,7 +53,8 @@ class Plan:
     key: str
     """tokenizer, pretrain/NAME or sft/NAME."""
     action: str
-    """up to date, build (and how far an unfinished one is), stub, copy, download, train, or why it cannot be built."""
+    """up to date, build (and how far an unfinished one is), stub, copy, download, train, or why it is left out by a
+    build of all, or cannot be built."""
     source: str
     """Where the text comes from."""
     disk_bytes: int
@@ -134,6 +136,8 @@ def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer 
         if tokenizer is not None:
             _check_tokenizer(settings, key, source, tokenizer)
         current = tokenizer is not None and state == "up to date" and _is_current(settings, key, source, tokenizer)
+    except NoSentinels as error:
+        return Plan(key, f"left out: {error}", source.dataset, 0)
     except (FileNotFoundError, CacheError) as error:
         user = user_sources(settings).get(name)
         return Plan(key, f"cannot be built: {error}", user.files if user else settings.source_root, 0)
@@ -151,8 +155,8 @@ def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer 
 def _check_tokenizer(settings: Settings, key: str, source: ResolvedSource, tokenizer: FullTokenizer) -> None:
     """Raise CacheError for a tokenizer that this cache cannot be built with."""
     path = Path(tokenizer.model_path)
-    if needs_sentinels(source.spec.family, tokenizer):
-        raise NoSentinels(settings, key, path)
+    if needs_sentinels(source.spec.family, tokenizer.special_token_ids()):
+        raise no_sentinels(settings, [key], path)
     if "document_end" in source.spec.settings:
         try:
             document_end(tokenizer, settings.document_end)

@@ -50,6 +50,7 @@ from niels_gpt.storage.versions import (
     versions_dir,
 )
 from niels_gpt.tokenizers.document_end import document_end
+from niels_gpt.tokenizers.engine import open_engine
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,8 @@ class Outcome:
     """Peak resident memory of this process during the recipe; None where the system does not report it."""
     fingerprint: str
     """Of the recipe: settings read, tokenizer, source, format."""
+    engine: str | None = None
+    """What encoded, of Engine.name; None for a tokenizer and where nothing was built."""
 
     @property
     def tokens(self) -> int:
@@ -266,7 +269,8 @@ def run_recipe(
             assert isinstance(counters, Counter)
             record = partial(record_recipe, path, fingerprint, provenance)
             meta = build(BuildInputs(tokenizer, described, counters, provenance["revision"], record), path)
-    return finish(settings, key, path, meta, reused, measurement, fingerprint)
+    engine = None if reused else open_engine(tokenizer, settings.engine).name
+    return finish(settings, key, path, meta, reused, measurement, fingerprint, engine)
 
 
 def _described(
@@ -348,9 +352,10 @@ def finish(
     reused: bool,
     measurement: Measurement,
     fingerprint: str,
+    engine: str | None = None,
 ) -> Outcome:
     """Return the outcome of a recipe; a build is appended to <cache>/.runs/KEY.jsonl."""
-    outcome = Outcome(key, path, meta, reused, measurement.seconds, measurement.peak_bytes, fingerprint)
+    outcome = Outcome(key, path, meta, reused, measurement.seconds, measurement.peak_bytes, fingerprint, engine)
     if reused:
         return outcome
     runs = _runs_file(cache_root(settings), key)
@@ -362,6 +367,7 @@ def finish(
         "seconds": round(measurement.seconds, 3),
         "peak_bytes": measurement.peak_bytes,
         "fingerprint": fingerprint,
+        "engine": engine,
         "content_sha256": meta.get("content_sha256"),
         "totals": meta.get("totals"),
         "settings": asdict(settings),

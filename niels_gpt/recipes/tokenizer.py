@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,28 +130,31 @@ def _usable(settings: Settings, key: str, source: ResolvedSource, folder: Path) 
         )
     check_model(folder, meta, f"Make another one: {again}")
     tokenizer = load_tokenizer(folder, follow_links=False)
-    if needs_sentinels(source.spec.family, tokenizer):
-        is_path = settings.tokenizer is not None and not _is_id(settings.tokenizer)
-        raise NoSentinels(settings, key, Path(str(settings.tokenizer)) if is_path else folder)
+    if needs_sentinels(source.spec.family, tokenizer.special_token_ids()):
+        raise no_sentinels(settings, [key], folder)
     return tokenizer
 
 
-def needs_sentinels(family: str, tokenizer: FullTokenizer) -> bool:
-    """Whether the caches of a family cannot be built with a tokenizer: chats have their roles as sentinels."""
-    return family == "sft" and not tokenizer.special_token_ids()
-
-
 class NoSentinels(CacheError):
-    """A cache of chats needs the sentinels, and the tokenizer does not have them."""
+    """A cache of chats needs the sentinels, and the tokenizer does not have them: see `no_sentinels`."""
 
-    def __init__(self, settings: Settings, key: str, tokenizer: Path) -> None:
-        """tokenizer: the folder or file that the sentinels are to be added to."""
-        remedy = shlex.join(["niels-gpt", "add-sentinels", str(tokenizer), _WITH_SENTINELS])
-        again = build_command(replace(settings, tokenizer=_WITH_SENTINELS), key)
-        expected = f"one that has them: {key} marks the turns of its chats by them"
-        super().__init__(
-            tokenizer, "the tokenizer has no sentinels", expected, f"Add them: {remedy} && {again}", code="E404"
-        )
+
+def needs_sentinels(family: str, special_token_ids: Mapping[str, int]) -> bool:
+    """Whether the caches of a family cannot be built with a tokenizer: chats have their roles as sentinels."""
+    return family == "sft" and not special_token_ids
+
+
+def no_sentinels(settings: Settings, keys: Sequence[str], tokenizer: Path) -> NoSentinels:
+    """Return the error of some caches of chats; its remedy adds the sentinels and builds these caches.
+
+    tokenizer: the folder or file that is opened; the one of the settings is named if it is a path.
+    """
+    is_path = settings.tokenizer is not None and not _is_id(settings.tokenizer)
+    source = str(settings.tokenizer) if is_path else str(tokenizer)
+    add = shlex.join(["niels-gpt", "add-sentinels", source, _WITH_SENTINELS])
+    build = build_command(replace(settings, tokenizer=_WITH_SENTINELS), keys)
+    expected = f"one that has them: {', '.join(keys)} marks the turns of its chats by them"
+    return NoSentinels(source, "the tokenizer has no sentinels", expected, f"Add them: {add} && {build}", code="E404")
 
 
 def tokenizer_state(settings: Settings) -> str:

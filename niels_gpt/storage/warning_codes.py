@@ -140,6 +140,13 @@ W410 engine-refused
 The fast engine opened the tokenizer, but gives other ids than the reference for a test text. The reference encodes.
 > Nothing: the ids are right, and the build is slower.
 
+W411 chats-left-out
+A build of all caches left out those of chats, because the tokenizer does not have the sentinels that mark their turns.
+> Add the sentinels, as the message says, and build with that tokenizer. The ids of all other tokens stay.
+= sft/dolly15k left out: gpt2: the tokenizer has no sentinels, expected one that has them: sft/dolly15k marks the turns
+of its chats by them. Add them: niels-gpt add-sentinels gpt2 tokenizer_with_sentinels && niels-gpt build dolly15k
+--tokenizer tokenizer_with_sentinels
+
 W501 little-room
 The build may not fit on the disk. A full disk loses nothing: the build stops and can be resumed.
 > Make room, or name another `--cache-dir`.
