@@ -160,21 +160,27 @@ def eagle3_targets(chosen: Settings, prefix: Sequence[str]) -> dg.AssetsDefiniti
         group_name="eagle3",
         kinds={"torch", "safetensors"},
         retry_policy=NETWORK_RETRIES,
+        output_required=False,  # as of chats
         description=f"EAGLE-3 cache of {chosen.eagle3_source} by the target {chosen.eagle3_target or SMALL_TARGET}: "
         "for each token three hidden states and the distribution of what comes next, for a draft to be trained without "
         "the target. Made from the chats themselves by the target's own tokenizer and template; needs the extra eagle3."
         "\n\nRead it with niels_gpt.eagle3.cache.CachedEagle3Dataset.",
     )
-    def targets(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
+    def targets(context: dg.AssetExecutionContext, settings: SettingsResource) -> Iterator[dg.MaterializeResult[None]]:
         core = settings.of_run(context)
         observed, source = None, raw_source(core)
         if source is not None:
             observed = _newer_observation(context, raw_key(source, prefix), built_at(core, EAGLE3_KEY))
         with _clear_errors():
-            outcome = build_targets(core, observed=observed, progress=_target_log(context))
+            try:
+                outcome = build_targets(core, observed=observed, progress=_target_log(context))
+            except NoSentinels as error:
+                _leave_out(context, error)
+                return
             if core.eagle3_target is None:
                 _report_tokenizer(context, dg.AssetKey([*prefix, TOKENIZER_KEY]), core)
-            return _result(context, outcome, targets_result)
+            result = _result(context, outcome, targets_result)
+        yield result
 
     made: dg.AssetsDefinition = targets
     return made

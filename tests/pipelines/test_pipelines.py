@@ -163,7 +163,7 @@ def test_only_what_time_may_mend_is_tried_again(error: Exception, again: bool) -
 
 
 def test_an_asset_may_be_called_as_a_function(settings: Settings) -> None:
-    result = assets.CACHES[4](dg.build_asset_context(), settings=SettingsResource.of(settings))
+    (result,) = assets.CACHES[4](dg.build_asset_context(), settings=SettingsResource.of(settings))
     meta = read_meta(str(Path(settings.cache_dir, "sft/dolly15k/meta.json")))
     assert result.data_version.value == meta["content_sha256"]
 
