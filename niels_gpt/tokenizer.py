@@ -22,7 +22,14 @@ from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import NotRegularError, open_for_reading
 from niels_gpt.storage.meta_json import open_regular
-from niels_gpt.tokenizers.files import MAX_MODEL_BYTES, MODEL_NAME, TRAIN_COMMAND, is_json, tokenizer_file
+from niels_gpt.tokenizers.files import (
+    MAX_MODEL_BYTES,
+    MODEL_NAME,
+    TOKENIZER_JSON,
+    TRAIN_COMMAND,
+    is_json,
+    tokenizer_file,
+)
 from niels_gpt.tokenizers.inputs import checked_ids, refuse_surrogates
 from niels_gpt.tokenizers.sentencepiece_proto import CONTROL, with_types
 
@@ -64,9 +71,10 @@ class TokenizerPaths:
     meta_path: Path
 
     @classmethod
-    def in_folder(cls, folder: str | os.PathLike[str]) -> TokenizerPaths:
-        """Return the paths of a tokenizer in a folder; they need not exist."""
-        return cls(Path(folder) / MODEL_NAME, Path(folder) / TOKENIZER_META_NAME)
+    def in_folder(cls, folder: str | os.PathLike[str], kind: str = "sentencepiece") -> TokenizerPaths:
+        """Return the paths of a tokenizer in a folder, of a kind of tokenizers/protocol.py; they need not exist."""
+        model = TOKENIZER_JSON if kind == "huggingface" else MODEL_NAME
+        return cls(Path(folder) / model, Path(folder) / TOKENIZER_META_NAME)
 
 
 class SentencePieceTokenizer:

@@ -9,7 +9,7 @@ settings_flags.py   one option for each field of Settings, and which of them --h
 cache.py            build, snapshot, list, show, stats, locate, diff, verify, gc; python -m niels_gpt.cache.cli
 build.py            runs builds and snapshots: one cache after the other, each checked
 report.py           the text that list, build, --dry-run, snapshot, verify and diff print
-train_tokenizer.py  train-tokenizer; python -m niels_gpt.train_tokenizer
+train_tokenizer.py  train-tokenizer, add-sentinels; python -m niels_gpt.train_tokenizer
 precompute.py       eagle3 precompute, the estimate and progress that it prints; python -m niels_gpt.eagle3.precompute
 eagle3.py           eagle3 verify, inspect, convert, stats; python -m niels_gpt.eagle3
 demo.py             demo: every cache of the bundled sample

@@ -35,7 +35,7 @@ TREE = Group(
     help="What folding shared prefixes saves on recorded rollouts.",
 )
 _PANELS: dict[str, list[click.Command]] = {
-    "Build": [cache.build, cache.snapshot, train_tokenizer.train, demo.demo],
+    "Build": [cache.build, cache.snapshot, train_tokenizer.train, train_tokenizer.sentinels, demo.demo],
     "Look inside": [cache.list_caches, cache.show, cache.stats, cache.locate, cache.diff],
     "Care": [cache.verify, cache.gc, doctor.doctor, doctor.explain],
     "More caches": [EAGLE3, TREE],

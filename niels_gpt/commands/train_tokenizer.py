@@ -1,4 +1,4 @@
-"""Train a tokenizer on files (PR-01): python -m niels_gpt.train_tokenizer."""
+"""Train a tokenizer on files (PR-01): python -m niels_gpt.train_tokenizer. Give one the sentinels: add-sentinels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich_click import option
+from rich_click import argument, option
 
 from niels_gpt.commands.console import Result, command, run, say
 from niels_gpt.data.files.rows import TABLE_SUFFIXES, iter_rows
@@ -22,7 +22,14 @@ from niels_gpt.interrupts import ended_at_once
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.storage.codes import coded
 from niels_gpt.tokenizer import TokenizerPaths
-from niels_gpt.tokenizer_training import MODEL_TYPES, NORMALIZATIONS, TrainedTokenizer, train_tokenizer, write_tokenizer
+from niels_gpt.tokenizer_training import (
+    KINDS,
+    MODEL_TYPES,
+    NORMALIZATIONS,
+    TrainedTokenizer,
+    train_tokenizer,
+    write_tokenizer,
+)
 
 _NO_LIMIT = 1 << 62  # of a document: a corpus may be one file, and is cut at line ends
 
@@ -46,9 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     type=click.Path(path_type=Path),
     default=DEFAULT_TOKENIZER_PATH.parent,
     metavar="DIR",
-    help="folder of spm.model",
+    help="folder of spm.model or tokenizer.json",
     show_default="artifacts/tokenizer of the project",
 )
+@option("--kind", type=click.Choice(KINDS), default="sentencepiece", help="bpe: a byte-level tokenizer.json")
 @option("--vocab-size", type=int, default=16_000, metavar="N", help="ids, the four sentinels included")
 @option("--seed", type=int, default=42, metavar="N", help="recorded; the training draws no random number")
 @option("--model-type", type=click.Choice(MODEL_TYPES), default="unigram", help="of SentencePiece")
@@ -68,8 +76,30 @@ def train(input_glob: tuple[str, ...], out_dir: Path, text_field: str, **how: An
     trained = dataclasses.replace(trained, meta={**trained.meta, **where})
     paths = write_tokenizer(trained, out_dir)
     _report(trained, paths)
-    model = shlex.quote(str(paths.model_path))
-    return Result(trained.meta, next=f"niels-gpt build --all --tokenizer {model}")
+    return Result(trained.meta, next=f"niels-gpt build --all --tokenizer {shlex.quote(str(paths.model_path))}")
+
+
+@command(
+    "add-sentinels",
+    "Give a tokenizer the four sentinels.\n\nThey are the tokens that mark the turns of a chat; sft caches need them. "
+    "OUT is a copy with four more ids; the ids of all other tokens stay.",
+    examples="niels-gpt add-sentinels models/gpt2 models/gpt2-chat",
+)
+@argument("model", help="a SentencePiece model, a tokenizer.json, or a folder with one")
+@argument("out", type=click.Path(path_type=Path), help="the new folder")
+def sentinels(model: str, out: Path) -> Result:
+    """Write a tokenizer with the sentinels."""
+    from niels_gpt.tokenizers.protocol import NARROW_IDS
+    from niels_gpt.tokenizers.sentinels import add_sentinels
+
+    made = add_sentinels(os.path.expanduser(model), out)
+    say(f"wrote {made.model_path}, sha256 {made.tokenizer_sha256}")
+    say(f"added {', '.join(f'{name} = {token_id}' for name, token_id in made.special_token_ids.items())}")
+    say(f"vocabulary: {made.vocab_size_before:,} ids before, {made.vocab_size:,} now")
+    if made.vocab_size_before <= NARROW_IDS < made.vocab_size:
+        say(f"  more than {NARROW_IDS:,}: the tokens of its caches take 32 bits instead of 16")
+    folder = os.path.dirname(made.model_path)
+    return Result(dataclasses.asdict(made), next=f"niels-gpt build --all --tokenizer {shlex.quote(folder)}")
 
 
 def input_files(patterns: Sequence[str]) -> tuple[list[Path], Path]:

@@ -25,9 +25,14 @@ from niels_gpt.tokenizers.sentencepiece_proto import with_pieces
 class Extended:
     """A tokenizer with the sentinels, and what it was before."""
 
-    folder: Path
-    """With the same names of files as in a cache."""
-    tokenizer: FullTokenizer
+    model_path: str
+    """spm.model or tokenizer.json in the new folder."""
+    tokenizer_kind: str
+    """Of KINDS in protocol.py."""
+    tokenizer_sha256: str
+    special_token_ids: dict[str, int]
+    """Of the sentinels, by sys, usr, asst and eot."""
+    vocab_size: int
     vocab_size_before: int
 
 
@@ -62,12 +67,14 @@ def add_sentinels(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
         fileio.make_dir(temporary)
         for each, content in files.items():
             fileio.write_bytes(temporary / each, content)
-        _check(before, load_tokenizer(temporary, sentinels="required"), source)
+        after = load_tokenizer(temporary, sentinels="required")
+        _check(before, after, source)
         fileio.rename(temporary, final)
     except BaseException:
         fileio.remove(temporary)
         raise
-    return Extended(final, load_tokenizer(final), before.vocab_size)
+    ids, sizes = after.special_token_ids(), (after.vocab_size, before.vocab_size)
+    return Extended(str(final / name), kind, after.sha256, ids, *sizes)
 
 
 def _with_added_tokens(raw: bytes, first: int) -> bytes:
@@ -77,7 +84,7 @@ def _with_added_tokens(raw: bytes, first: int) -> bytes:
         *(content.get("added_tokens") or []),
         *({"id": first + at, "content": token, **flags, "special": True} for at, token in enumerate(SPECIAL_TOKENS)),
     ]
-    return json.dumps(content, ensure_ascii=False, indent=2).encode() + b"\n"
+    return json.dumps(content, ensure_ascii=False).encode() + b"\n"
 
 
 def _check(before: FullTokenizer, after: FullTokenizer, source: Path) -> None:
