@@ -28,6 +28,7 @@ from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_count, file_records, path_inside, resolved, shortened, wrong_value
 from niels_gpt.storage.remedies import PROGRAM
+from niels_gpt.tokenizers.vocabulary import end_of_documents
 
 REPAIRED = ("repaired_utf8", "undecodable_utf8")  # counters of repaired documents; the second of earlier builders
 UNCHANGED = ("byte_order_mark", "texts_with_nul")  # counters of odd documents that are kept unchanged
@@ -191,6 +192,9 @@ def _rows(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str, st
         counts = {reason: number for reason, number in counters.items() if reason in reasons}
         rows.append((f"{name} by the loader", _counted(counts)))
     rows += loss_table(meta).items()
+    if meta["kind"] == "pretrain" and meta["built"]:
+        end = end_of_documents(meta, META_NAME)
+        rows.append(("document end", "none" if end is None else f"{end[1]} (id {end[0]})"))
     ids = f"{meta['vocab_size']:,} ids{_asked(folder, meta)}"
     return [*rows, ("tokenizer", f"{str(meta['tokenizer_sha256'])[:12]}, {ids}")]
 

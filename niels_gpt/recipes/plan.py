@@ -137,7 +137,7 @@ def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer 
             _check_tokenizer(settings, key, source, tokenizer)
         current = tokenizer is not None and state == "up to date" and _is_current(settings, key, source, tokenizer)
     except NoSentinels as error:
-        return Plan(key, f"left out: {error}", source.dataset, 0)
+        return Plan(key, f"left out: {error.found}", source.dataset, 0)
     except (FileNotFoundError, CacheError) as error:
         user = user_sources(settings).get(name)
         return Plan(key, f"cannot be built: {error}", user.files if user else settings.source_root, 0)

@@ -1,0 +1,207 @@
+"""Whole builds with tokenizers of Hugging Face: every command and reader takes their caches like any others."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.made_tokenizers import any_tokenizer, made_tokenizer
+
+from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, read_meta
+from niels_gpt.commands import cache as cli
+from niels_gpt.inspection.verify import Limits, find_damage, verify
+from niels_gpt.recipes.plan import RECIPES, plan
+from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.recipes.tokenizer import NoSentinels, ensure_tokenizer
+from niels_gpt.settings import Settings
+from niels_gpt.tokenizer import load_tokenizer
+
+ENDS = {
+    "gpt2": "<|endoftext|>",
+    "llama3": "<|end_of_text|>",
+    "t5": "</s>",
+}
+TEXTS = [
+    "A heron stands in the shallow water.\n\nIt waits.",
+    "def f(x):\n\treturn [1,  2]\n",
+    "na\u00efve caf\u00e9 \u6f22\u5b57 \U0001f98a",
+    "the last one, which is in train or in val",
+] + [f"text number {number} of a few more" for number in range(12)]
+SPECIAL = ["ends <|endoftext|> here", "<|im_start|>user\nhello<|im_end|>"]
+
+
+def own(folder: Path, tokenizer: Path | str, texts: list[str] = TEXTS, **changed: Any) -> Settings:
+    """Return settings of a source of texts of one's own."""
+    rows = "".join(json.dumps({"text": text, "id": f"row {number}"}) + "\n" for number, text in enumerate(texts))
+    (folder / "rows.jsonl").write_text(rows)
+    return Settings(
+        pretrain=f"own={folder / 'rows.jsonl'}", cache_dir=str(folder / "cache"), tokenizer=str(tokenizer), **changed
+    )
+
+
+def decoded(settings: Settings) -> list[str]:
+    """Return the texts of a cache, sorted, without what ends a document."""
+    folder = Path(settings.cache_dir) / "pretrain" / "own"
+    end = (read_meta(str(folder / "meta.json")).get("document_end") or {}).get("token", "").replace("\u2581", " ")
+    splits = [PretrainTokenStreamDataset(str(folder / split), T=4, device="cpu") for split in ("train", "val")]
+    return sorted(document.text.removesuffix(end) for split in splits for document in split)
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_cache_of_any_tokenizer_is_built_read_checked_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    settings = own(tmp_path, any_tokenizer(name))
+    assert build_token_cache(settings, "own").engine in ("tokenizers", "gigatoken")
+    cache, tokenizer = Path(settings.cache_dir) / "pretrain" / "own", load_tokenizer(any_tokenizer(name))
+    meta = read_meta(str(cache / "meta.json"))
+    assert meta["document_end"] == {"id": tokenizer.eos_id, "token": ENDS[name]}
+    assert (meta["special_token_ids"], meta["vocab_size"]) == ({}, tokenizer.vocab_size)
+    assert meta["token_dtype"] == ("uint32-le" if tokenizer.vocab_size > 65_536 else "uint16-le")
+    assert decoded(settings) == sorted(tokenizer.decode(tokenizer.encode(text)) for text in TEXTS)
+    if name != "t5":  # its normalizer changes texts
+        assert decoded(settings) == sorted(TEXTS)
+
+    inputs, _ = PretrainTokenStreamDataset(str(cache / "train"), T=8, device="cpu").get_batch(
+        B=4, generator=torch.Generator().manual_seed(0)
+    )
+    assert inputs.dtype == torch.int64 and int(inputs.max()) < tokenizer.vocab_size
+    for path in (cache, cache.parent.parent / "tokenizer"):
+        assert not find_damage(path, deep=True)
+        assert not [each.problems for each in verify(path, Limits(deep=True)).values() if each.problems]
+    for command in (["list", settings.cache_dir], ["stats", str(cache)], ["show", str(cache), "--tokens", "500"]):
+        assert cli.main(command) == 0
+    shown = capsys.readouterr().out
+    assert ENDS[name] in shown and f"{ENDS[name]} (id {tokenizer.eos_id})" in shown
+    length = meta["shards"]["train"][0]["tokens"]
+    assert cli.main(["locate", str(cache), "train", str(length - 1)]) == 0
+    assert f"[[{ENDS[name]}]]" in capsys.readouterr().out
+
+
+def test_back_and_forth_between_tokenizers_of_both_kinds(
+    tmp_path: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = own(tmp_path, made_tokenizer("t5")), own(tmp_path, tiny_model_path)
+    before = build_token_cache(first, "own").meta
+    shutil.copytree(tmp_path / "cache", tmp_path / "before")
+    assert not build_token_cache(second, "own").reused
+    left, right = tmp_path / "before" / "pretrain" / "own", tmp_path / "cache" / "pretrain" / "own"
+    assert cli.main(["diff", str(left), str(right)]) == 1
+    assert "their tokenizers differ" in capsys.readouterr().out
+    again = build_token_cache(first, "own")
+    assert not again.reused and again.meta == before
+    assert build_token_cache(first, "own").reused
+    assert [item.action for item in plan(first, ["pretrain/own"])] == ["up to date"] * 2
+    assert [item.action for item in plan(second, ["pretrain/own"])] == ["copy", "build"]
+
+
+@pytest.mark.parametrize("choice", ["none", "eos", "<extra_id_0>", "\u2581the"])
+def test_what_ends_a_document_is_a_setting_and_decides_what_is_built_again(tmp_path: Path, choice: str) -> None:
+    settings = own(tmp_path, made_tokenizer("t5"))
+    before = build_token_cache(settings, "own").meta
+    before_texts = decoded(settings)
+    changed = dataclasses.replace(settings, document_end=choice)
+    built = build_token_cache(changed, "own")
+    assert built.reused is (choice == "eos") and decoded(changed) == before_texts
+    cache = Path(settings.cache_dir) / "pretrain" / "own"
+    assert not find_damage(cache, deep=True)
+    lost = len(TEXTS) if choice == "none" else 0
+    totals = [sum(meta["totals"].values()) for meta in (before, built.meta)]
+    assert totals[0] - totals[1] == lost
+
+
+@pytest.mark.parametrize(("choice", "said"), [("eot", "it has no sentinels"), ("<nope>", "it has no token '<nope>'")])
+def test_an_end_that_the_tokenizer_does_not_have_is_refused_by_plan_and_build(
+    tmp_path: Path, choice: str, said: str
+) -> None:
+    settings = own(tmp_path, made_tokenizer("t5"), document_end=choice)
+    (_, planned) = plan(settings, ["pretrain/own"])
+    assert planned.action.startswith("cannot be built") and said in planned.action
+    with pytest.raises(ValueError, match=said):
+        build_token_cache(settings, "own")
+
+
+def test_a_config_of_another_eos_replaces_the_tokenizer_and_the_caches_that_it_changes(tmp_path: Path) -> None:
+    folder = shutil.copytree(made_tokenizer("t5"), tmp_path / "tokenizer")
+    settings = own(tmp_path, folder)
+    without = dataclasses.replace(settings, document_end="none")
+    build_token_cache(settings, "own")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<extra_id_0>"}))
+    built = build_token_cache(settings, "own")
+    assert not built.reused and built.meta["document_end"]["token"] == "<extra_id_0>"
+    build_token_cache(without, "own")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert build_token_cache(without, "own").reused
+    assert ensure_tokenizer(settings).meta["eos"]["token"] == "</s>"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+def test_special_tokens_in_texts_are_dropped_refused_or_text_and_never_the_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    tokenizer = load_tokenizer(any_tokenizer(name))
+    special = [text for text in SPECIAL if set(tokenizer.encode(text)) & tokenizer.control_ids]
+    assert len(special) == (2 if name == "qwen2" else 1)
+    settings = own(tmp_path, any_tokenizer(name), [*TEXTS, *SPECIAL], document_end="none")
+    meta = build_token_cache(settings, "own").meta
+    assert meta["dropped"]["special_in_text"] == len(special)
+    assert decoded(settings) == sorted({*TEXTS, *SPECIAL} - set(special))
+
+    as_text = dataclasses.replace(settings, on_special="text")
+    built = build_token_cache(as_text, "own").meta
+    assert built["noticed"]["special_as_text"] == len(special) and not sum(built["dropped"].values())
+    assert decoded(as_text) == sorted([*TEXTS, *SPECIAL])
+    cache = Path(settings.cache_dir) / "pretrain" / "own"
+    ids = [
+        token
+        for split in ("train", "val")
+        for document in PretrainTokenStreamDataset(str(cache / split), T=4, device="cpu")
+        for token in document.ids.tolist()
+    ]
+    assert not tokenizer.control_ids & set(ids) and not find_damage(cache, deep=True)
+    assert cli.main(["stats", str(cache)]) == 0
+    assert f"special_as_text {len(special)}" in capsys.readouterr().out
+
+    with pytest.raises(ValueError, match="holds the special token"):
+        build_token_cache(dataclasses.replace(settings, on_special="raise"), "own")
+
+
+def test_a_build_of_all_leaves_out_chats_without_sentinels_and_one_that_names_them_fails(
+    mirror: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = Settings(source_root=str(mirror), cache_dir=str(tmp_path / "c"), tokenizer=str(made_tokenizer("t5")))
+    flags = ["--source-root", str(mirror), "--cache-dir", settings.cache_dir, "--tokenizer", str(settings.tokenizer)]
+    assert cli.main(["build", "--all", *flags, "--dry-run"]) == 0
+    assert "left out: the tokenizer has no sentinels" in capsys.readouterr().out
+    assert cli.main(["build", "--all", *flags]) == 0
+    out, err = capsys.readouterr()
+    assert "warning[W411]: sft/dolly15k, sft/oasst1 left out" in err and "pretrain/wikitext" in out
+    assert not (tmp_path / "c" / "sft").exists()
+    assert cli.main(["build", "dolly15k", *flags, "--dry-run"]) == cli.main(["build", "dolly15k", *flags]) == 1
+    error = capsys.readouterr().err
+    assert "error[E404]" in error and "niels-gpt add-sentinels" in error and "niels-gpt build dolly15k" in error
+    with pytest.raises(NoSentinels):
+        RECIPES["sft/oasst1"](settings)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_changed_file_of_the_installed_tokenizer_is_damage_and_no_build_uses_it(tmp_path: Path, name: str) -> None:
+    settings = own(tmp_path, made_tokenizer("t5"))
+    build_token_cache(settings, "own")
+    installed = tmp_path / "cache" / "tokenizer"
+    (installed / name).write_bytes((installed / name).read_bytes() + b" ")
+    assert name in {damage.file for damage in find_damage(installed, deep=False)}
+    with pytest.raises(CacheError, match=name):
+        build_token_cache(dataclasses.replace(settings, tokenizer=None, own_val_frac=0.2), "own")
+
+
+def test_a_file_that_the_meta_does_not_name_changes_nothing_unseen(tmp_path: Path) -> None:
+    settings = own(tmp_path, made_tokenizer("t5"))
+    build_token_cache(settings, "own")
+    (tmp_path / "cache" / "tokenizer" / "special_tokens_map.json").write_text('{"eos_token": "<pad>"}')
+    with pytest.raises(CacheError, match=r"special_tokens_map.json: is not in its meta.json"):
+        build_token_cache(dataclasses.replace(settings, tokenizer=None, own_val_frac=0.2), "own")
