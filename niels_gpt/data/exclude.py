@@ -55,7 +55,8 @@ class Exclusion:
     def matching(self, sample: PretrainSample | ChatSample) -> frozenset[str]:
         """Return the entries that name a document or chat; it is left out if there is one."""
         names = [str(sample.meta[key]) for key in _ID_FIELDS if key in sample.meta]
-        names += sample.meta.get("message_ids", ())
+        ids = sample.meta.get("message_ids")
+        names += ids if isinstance(ids, list) else ()  # a file's row may hold anything there
         if self._has_digests:
             names += [name.lower() for name in names if _DIGEST.fullmatch(name)]
             texts = [sample.text] if isinstance(sample, PretrainSample) else [turn.content for turn in sample.messages]

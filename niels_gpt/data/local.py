@@ -15,12 +15,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from niels_gpt.chat_template import count_role
 from niels_gpt.data import chat_shapes
+from niels_gpt.data.files.columns import Columns, Reading, rows_or_columns
 from niels_gpt.data.files.parquet import field_names
-from niels_gpt.data.files.rows import TABLE_SUFFIXES, Position, numbered_rows
+from niels_gpt.data.files.rows import TABLE_SUFFIXES, Position
 from niels_gpt.data.files.text import (
     MAX_DOCUMENT_BYTES,
     MISSING_FIELD,
@@ -31,7 +32,7 @@ from niels_gpt.data.files.text import (
     read_text,
 )
 from niels_gpt.data.files.walk import first_link, once_each, walk_folders
-from niels_gpt.data.types import ChatSample, PretrainSample
+from niels_gpt.data.types import ChatSample, PretrainSample, TextBlock
 from niels_gpt.data.upstream_rows import TEXT_FIELDS
 from niels_gpt.storage.codes import coded
 
@@ -191,10 +192,35 @@ def iter_texts(
         from 1 (see rows.numbered_rows), and "id", if it is a string or an integer, as a string.
     Raises: ValueError for a damaged file, when it is reached, and at the end if there is no text at all.
     """
+    documents = iter_documents(
+        found,
+        source=source,
+        field=field,
+        counters=counters,
+        max_document_bytes=max_document_bytes,
+        position=position,
+        blocks=False,
+    )
+    return cast(Iterator[PretrainSample], documents)
+
+
+def iter_documents(
+    found: LocalFiles,
+    *,
+    source: str,
+    field: str | None,
+    counters: Counter[str] | None,
+    max_document_bytes: int,
+    position: dict[str, int] | None,
+    blocks: bool,
+) -> Iterator[PretrainSample | TextBlock]:
+    """Stream the documents of `iter_texts`, with their ids; blocks: as columns where rows are as usual."""
     wanted = TEXT_FIELDS if field is None else (field,)
-    reader = _Reader(found, counters, (*wanted, "id"), max_document_bytes, position)
+    reader = _Reader(found, counters, (*wanted, "id"), max_document_bytes, position, wanted if blocks else ())
     for item, where in reader.read():
-        if isinstance(item, str):
+        if isinstance(item, Columns):
+            yield TextBlock(source, item.texts, _ids_of(item, where["path"]), reader.place(item))
+        elif isinstance(item, str):
             yield PretrainSample(text=item, source=source, meta=reader.meta(where))
         elif texts := [item[name] for name in wanted if isinstance(item.get(name), str)]:
             yield PretrainSample(text=texts[0], source=source, meta=reader.meta(where))
@@ -203,6 +229,18 @@ def iter_texts(
             reader.drop(MISSING_FIELD, ", ".join(types))
     expected = f"a string in the field {' or '.join(wanted)}; name the one that holds the text: NAME=GLOB:FIELD"
     reader.check_any(f"{source}: not one text", expected)
+
+
+def _ids_of(rows: Columns, path: str) -> list[str]:
+    """Return what source_id returns for the samples of these rows."""
+    own = rows.fields.get("id") or [None] * len(rows.texts)
+    return [
+        str(value) if _is_id(value) else f"{path}#{number}" for value, number in zip(own, rows.numbers, strict=True)
+    ]
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, str | int) and not isinstance(value, bool)
 
 
 def iter_chats(
@@ -238,11 +276,14 @@ class _Reader:
         columns: Collection[str],
         max_document_bytes: int,
         position: dict[str, int] | None,
+        as_columns: Sequence[str] = (),
     ) -> None:
+        """as_columns: fields that may hold a row's text, where usual rows are wanted as columns."""
         self._found = found
         self._counters = Counter() if counters is None else counters
         self._columns = columns
         self._limit = max_document_bytes
+        self._as_columns = as_columns
         self._position = Position(position)
         self._index = self._position.number("index")  # of the next sample
         self._file = 0
@@ -253,7 +294,7 @@ class _Reader:
         self._logged: set[tuple[str, str | None]] = set()
 
     def read(self, *, rows_only: bool = False) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Yield each document's text or each row, with "path" and, for a row, "row" and "id"."""
+        """Yield each document's text, row or Columns, with "path" and, for a row, "row" and "id"."""
         for file, path in enumerate(self._found.files):
             if self._position.skips_file(file):
                 continue
@@ -269,6 +310,12 @@ class _Reader:
         self._position.set(self._file, where.get("row", 1), index=self._index)
         return {"index": self._index - 1, **where}
 
+    def place(self, rows: Columns) -> dict[str, list[int]]:
+        """Return the positions of the next samples, which these rows are, after they are recorded."""
+        begin = self._index + 1
+        self._index += len(rows.texts)
+        return self._position.set_all(self._file, rows.numbers, index=range(begin, self._index + 1))
+
     def _document(self, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             text = read_text(path, counters=self._counters, max_document_bytes=self._limit)
@@ -277,21 +324,26 @@ class _Reader:
         else:
             yield text, {"path": self._found.name_of(path)}
 
-    def _rows(self, path: Path, skip_to: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    def _rows(self, path: Path, skip_to: int) -> Iterator[tuple[Any, dict[str, Any]]]:
         name = self._found.name_of(path)
-        rows = numbered_rows(
-            path,
+        reading = Reading(
             counters=self._counters,
             columns=self._columns,
             unreadable=lambda problem: self._drop_problem(problem.reason, str(path), problem, problem.rows),
             max_document_bytes=self._limit,
             skip_to=skip_to,
+            texts=self._as_columns,
+            others=("id",),
         )
-        for number, row in rows:
+        for item in rows_or_columns(path, reading):
+            if isinstance(item, Columns):
+                yield item, {"path": name}
+                continue
+            number, row = item
             self._row = (path, number, row)
             self._first = self._first or f"{path}, row {number}, has {self._fields()}"
-            known = isinstance(row.get("id"), str | int) and not isinstance(row["id"], bool)
-            yield row, {"path": name, "row": number} | ({"id": str(row["id"])} if known else {})
+            known = {"id": str(row["id"])} if _is_id(row.get("id")) else {}
+            yield row, {"path": name, "row": number} | known
 
     def drop(self, reason: str, problem: str, *, role: str | None = None) -> None:
         """Count the current row as dropped, and log the first one of each reason and of each unknown role.

@@ -3,8 +3,7 @@
 A new source is a loader (a module beside this one) and a row in SOURCES. The commands, the recipes, the training of
 the tokenizer, snapshots, the disk estimate and the Dagster assets read the table. A source that needs a setting of its
 own, such as its dataset id, a token budget or a filter, also needs a field of that name in niels_gpt/settings.py, and
-its row names the field. Settings is a frozen dataclass; flags, environment variables and Dagster's form are made from
-it. Without a setting of its own, a source is built under those that all sources share.
+its row names the field; flags, environment variables and Dagster's form are made from it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from niels_gpt.data import dolly, fineweb_edu, gutenberg, oasst1, roam, wikitext
 from niels_gpt.data.files import mirrors
 from niels_gpt.data.files.walk import note_links
 from niels_gpt.data.local import LocalFiles
-from niels_gpt.data.types import ChatSample, PretrainSample
+from niels_gpt.data.types import ChatSample, PretrainSample, TextBlock
+from niels_gpt.data.upstream_rows import UpstreamRows, documents_of_pieces
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import coded
 
@@ -58,6 +58,8 @@ class LoadRequest:
     """Of a source with `SourceSpec.splits`: those that are there, with upstream's names."""
     position: dict[str, int] | None = None
     """Where to start, and receives where the loader is: see data.files.rows.Position. None: from the beginning."""
+    blocks: bool = False
+    """Whether documents of files may come as TextBlocks, many at a time."""
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -70,9 +72,16 @@ class LoadRequest:
             "follow_links": self.settings.follow_links,
         }
 
+    def documents(self, source: str, **how: Any) -> Iterator[PretrainSample | TextBlock]:
+        """Read a built-in source from its files; how: as UpstreamRows.of_files."""
+        assert self.found is not None
+        note_links(self.counters, self.found.links)
+        rows = UpstreamRows(source, self.counters, self.settings.max_document_bytes)
+        return documents_of_pieces(rows.of_files(self.found.files, blocks=self.blocks, **how), rows)
 
-Part = tuple[str | None, Iterator[PretrainSample] | Iterator[ChatSample]]
-"""Samples in order, and their split; split None leaves the choice to the builder."""
+
+Part = tuple[str | None, Iterator[PretrainSample | TextBlock] | Iterator[PretrainSample] | Iterator[ChatSample]]
+"""Samples in order, and their split; None leaves it to the builder."""
 Loader = Callable[[LoadRequest], Iterable[Part]]
 
 
@@ -175,18 +184,20 @@ def credit_of(source: str, source_root: str | os.PathLike[str]) -> Credit:
 
 def _mirror_files(settings: Settings, root: Path | None, folder: str, *, split: str = "all", **how: Any) -> LocalFiles:
     assert root is not None  # of a source on the hub
+    links = how["not_followed"] = list[Path]()
     files = mirrors.split_files(root, folder, split=split, follow_links=settings.follow_links, **how)
-    return LocalFiles(root, tuple(files), 0)
+    return LocalFiles(root, tuple(files), 0, links=tuple(links))
 
 
 def _fineweb_edu_files(settings: Settings, root: Path | None) -> LocalFiles:
-    config = settings.fineweb_edu_config
-    folders = (config, f"data/{config}")
+    folders = (settings.fineweb_edu_config, f"data/{settings.fineweb_edu_config}")
     return _mirror_files(settings, root, settings.fineweb_edu_dataset, split="train", folders=folders)
 
 
 def _load_fineweb_edu(request: LoadRequest) -> list[Part]:
     """The hub's stream is shuffled by `datasets` (D8); a mirror's rows are in file order."""
+    if request.found is not None:
+        return [(None, request.documents(fineweb_edu.SOURCE))]
     settings = request.settings
     samples = fineweb_edu.iter_fineweb_edu(
         name=settings.fineweb_edu_config,
@@ -264,16 +275,18 @@ def _load_roam(request: LoadRequest) -> Iterator[Part]:
 
 
 def _gutenberg_files(settings: Settings, root: Path | None) -> LocalFiles:
+    # All splits: in a folder of books a name that begins with "test", such as testament.txt, is no split.
     return _mirror_files(settings, root, gutenberg.FOLDER, suffixes=mirrors.KNOWN_SUFFIXES)
 
 
 def _load_gutenberg(request: LoadRequest) -> list[Part]:
     """Books, in the order that `_load_fineweb_edu` describes."""
+    if request.found is not None:
+        where = {"folder": request.found.root / gutenberg.FOLDER, "book_suffixes": gutenberg.BOOK_SUFFIXES}
+        return [(None, request.documents(gutenberg.SOURCE, **where))]
     settings = request.settings
     samples = gutenberg.iter_gutenberg(
         dataset_id=settings.gutenberg_dataset,
-        # In a folder of books a name that begins with "test", such as testament.txt, is no split.
-        split="train" if settings.source_root == "hub" else "all",
         shuffle=settings.gutenberg_shuffle_buffer > 0,
         shuffle_buffer_size=settings.gutenberg_shuffle_buffer,
         seed=settings.seed,

@@ -1,4 +1,4 @@
-"""What loaders yield: PretrainSample, ChatSample, and the id that a sample has in its source (PR-02)."""
+"""What loaders yield: PretrainSample, TextBlock, ChatSample, and the id that a sample has in its source (PR-02)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ class PretrainSample:
     text: str
     source: str
     meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TextBlock:
+    """Consecutive documents of one file as columns, in place of a PretrainSample for each."""
+
+    source: str
+    texts: list[bytes]
+    """Each document's text in valid UTF-8."""
+    ids: list[str]
+    """Each document's id in its source: see source_id."""
+    position: dict[str, list[int]] = field(default_factory=dict)
+    """Each document's position: see data.files.rows.Position; {} if nobody records it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,7 @@ def source_id(sample: PretrainSample | ChatSample) -> str:
     meta = sample.meta
     if meta.get("id") is not None:
         return str(meta["id"])
-    if meta.get("message_ids"):
+    if isinstance(meta.get("message_ids"), list) and meta["message_ids"]:
         return f"{meta.get('message_tree_id')}/{meta['message_ids'][-1]}"
     if "path" in meta:
         return f"{meta['path']}#{meta['row']}" if "row" in meta else str(meta["path"])

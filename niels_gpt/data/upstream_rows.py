@@ -6,14 +6,16 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from niels_gpt.data.files import mirrors
-from niels_gpt.data.files.rows import TABLE_SUFFIXES, Position, numbered_rows
+from niels_gpt.data.files.columns import Columns, Reading, rows_or_columns
+from niels_gpt.data.files.rows import TABLE_SUFFIXES, Position
 from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, MISSING_FIELD, TOO_LARGE, Problem, TooLarge, note, read_text
-from niels_gpt.data.types import PretrainSample
+from niels_gpt.data.types import PretrainSample, TextBlock, source_id
 from niels_gpt.hub import datasets as hub
 from niels_gpt.storage.codes import coded
 
@@ -22,8 +24,23 @@ Row = dict[str, Any]
 NumberedRows = Iterator[tuple[int, str, Row]]
 """The row's number from 0, counting dropped rows; its file and row, for messages; and the row."""
 TEXT_FIELDS = ("text", "content", "document")
+_ID_FIELDS = ("id", "message_ids", "message_tree_id", "path", "row")  # what source_id reads
 _MAX_META_CHARS = 1_000  # a URL fits, a second copy of the text does not
 _MAX_ESCAPED_BYTES = 6  # of one character in JSON: \u0000
+
+
+@dataclass(frozen=True)
+class NumberedColumns:
+    """Rows of a file as columns, in place of NumberedRows."""
+
+    first: int
+    """Number of the first row, from 0; the others follow one by one."""
+    rows: Columns
+    position: dict[str, list[int]]
+
+
+Pieces = Iterator[tuple[int, str, Row] | NumberedColumns] | NumberedRows
+"""NumberedRows, in which columns may stand for rows of a file."""
 
 
 class UpstreamRows:
@@ -92,9 +109,34 @@ class UpstreamRows:
             follow_links=follow_links,
             counters=self.counters,
         )
-        return self._of_books(root / folder, paths, book_suffixes) if book_suffixes else self._of_files(paths, position)
+        pieces = self.of_files(paths, folder=root / folder, book_suffixes=book_suffixes, position=position)
+        return cast(NumberedRows, pieces)
 
-    def _of_files(self, paths: Iterable[Path], shared: dict[str, int] | None = None) -> NumberedRows:
+    def of_files(
+        self,
+        paths: Iterable[Path],
+        *,
+        folder: Path | None = None,
+        book_suffixes: tuple[str, ...] = (),
+        position: dict[str, int] | None = None,
+        blocks: bool = False,
+    ) -> Pieces:
+        """Yield the rows of files in order. blocks: usual rows with a text as columns; the rest: as `read`.
+
+        folder: above the books, whose paths below it are their ids.
+        """
+        if not book_suffixes:
+            yield from self._of_tables(paths, position, blocks)
+            return
+        for path in paths:
+            if not path.name.endswith(book_suffixes):
+                yield from self._of_tables([path], None, blocks)
+                continue
+            self._num_read += 1
+            for text in self.document(path):
+                yield self._num_read - 1, str(path), {"text": text, "path": path.relative_to(folder or "").as_posix()}
+
+    def _of_tables(self, paths: Iterable[Path], shared: dict[str, int] | None, blocks: bool) -> Pieces:
         position = Position(shared)
         self._num_read += position.number("read")
         self._resumed = position.resumed
@@ -106,26 +148,25 @@ class UpstreamRows:
         for file, path in enumerate(paths):
             if position.skips_file(file):
                 continue
-            rows = numbered_rows(
-                path,
+            reading = Reading(
+                texts=TEXT_FIELDS if blocks else (),
+                others=_ID_FIELDS,
                 counters=self.counters,
                 unreadable=drop,
                 max_document_bytes=self._limit,
                 skip_to=position.last_skipped_row(file),
             )
-            for number, row in rows:
+            for item in rows_or_columns(path, reading):
+                if isinstance(item, Columns):
+                    first = self._num_read
+                    self._num_read += len(item.texts)
+                    places = position.set_all(file, item.numbers, read=range(first + 1, self._num_read + 1))
+                    yield NumberedColumns(first, item, places)
+                    continue
+                number, row = item
                 self._num_read += 1
                 position.set(file, number, read=self._num_read)
                 yield self._num_read - 1, f"{path}, row {number}", row
-
-    def _of_books(self, folder: Path, paths: Iterable[Path], suffixes: tuple[str, ...]) -> NumberedRows:
-        for path in paths:
-            if not path.name.endswith(suffixes):
-                yield from self._of_files([path])
-                continue
-            self._num_read += 1
-            for text in self.document(path):
-                yield self._num_read - 1, str(path), {"text": text, "path": path.relative_to(folder).as_posix()}
 
     def document(self, path: Path) -> Iterator[str]:
         """Yield the text of a file, or nothing if it is too large."""
@@ -175,15 +216,39 @@ def _num_chars(value: Any) -> int:
 
 def samples_of_rows(numbered: NumberedRows, rows: UpstreamRows) -> Iterator[PretrainSample]:
     """Turn rows into documents, as `texts_of_rows`; meta has the row's small scalar fields and "index"."""
-    for index, row, text in texts_of_rows(numbered, rows):
-        small = {
-            key: value
-            for key, value in row.items()
-            if key not in TEXT_FIELDS
-            and isinstance(value, str | int | float | bool)
-            and not (isinstance(value, str) and len(value) > _MAX_META_CHARS)
-        }
-        yield PretrainSample(text=text, source=rows.source, meta={**small, "index": index})
+    return cast(Iterator[PretrainSample], documents_of_pieces(numbered, rows))
+
+
+def documents_of_pieces(pieces: Pieces, rows: UpstreamRows) -> Iterator[PretrainSample | TextBlock]:
+    """Turn rows into documents as `samples_of_rows`, and columns into blocks of them."""
+    for piece in _with_texts(pieces, rows):
+        if isinstance(piece, NumberedColumns):
+            ids = list(_ids_of(piece, rows.source))
+            yield TextBlock(rows.source, piece.rows.texts, ids, piece.position)
+        else:
+            index, row, text = piece
+            yield PretrainSample(text=text, source=rows.source, meta={**_small_fields(row), "index": index})
+
+
+def _small_fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in row.items()
+        if key not in TEXT_FIELDS
+        and isinstance(value, str | int | float | bool)
+        and not (isinstance(value, str) and len(value) > _MAX_META_CHARS)
+    }
+
+
+def _ids_of(piece: NumberedColumns, source: str) -> Iterator[str]:
+    """Yield what source_id returns for the samples of these rows."""
+    fields = piece.rows.fields
+    for at in range(len(piece.rows.texts)):
+        row = {name: values[at] for name, values in fields.items()}
+        if type(own := row.get("id")) is str and len(own) <= _MAX_META_CHARS:
+            yield own
+        else:
+            yield source_id(PretrainSample("", source, {**_small_fields(row), "index": piece.first + at}))
 
 
 def texts_of_rows(numbered: NumberedRows, rows: UpstreamRows) -> Iterator[tuple[int, Mapping[str, Any], str]]:
@@ -191,8 +256,17 @@ def texts_of_rows(numbered: NumberedRows, rows: UpstreamRows) -> Iterator[tuple[
 
     A row without a text counts as "missing_field". Raises: ValueError at the end if no row has one.
     """
+    return cast(Iterator[tuple[int, Mapping[str, Any], str]], _with_texts(numbered, rows))
+
+
+def _with_texts(pieces: Pieces, rows: UpstreamRows) -> Iterator[tuple[int, Mapping[str, Any], str] | NumberedColumns]:
     kept = 0
-    for index, where, row in numbered:
+    for piece in pieces:
+        if isinstance(piece, NumberedColumns):
+            kept += len(piece.rows.texts)
+            yield piece
+            continue
+        index, where, row = piece
         try:
             text = row_text(row)
         except ValueError as error:

@@ -110,7 +110,7 @@ class UserSource:
         }
         if self.family == "sft":
             return [(None, local.iter_chats(found, **how))]
-        return [(None, local.iter_texts(found, field=self.field, **how))]
+        return [(None, local.iter_documents(found, field=self.field, blocks=request.blocks, **how))]
 
 
 def user_sources(settings: Settings) -> dict[str, UserSource]:

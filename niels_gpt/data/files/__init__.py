@@ -1,10 +1,12 @@
 """Rows and texts of files of any format: a mirror's, the sample's or the user's.
 
-mirrors.py      which files of a mirror folder belong to a source and a split
-walk.py         the files below a folder: their order, which links are followed, and their fingerprint
-rows.py         rows of a .jsonl, .json, .parquet or .txt file, and the position from which a resumed build reads on
-text.py         text of a file: its encoding, the largest document, and what is counted as repaired or dropped
-json_stream.py  items of a JSON array of any length, in bounded memory
-parquet.py      rows of a parquet file, in bounded memory
-snapshot.py     rows of a hub dataset kept as files of a mirror: how a snapshot is written, resumed and checked
+mirrors.py        which files of a mirror folder belong to a source and a split
+walk.py           the files below a folder: their order, which links are followed, and their fingerprint
+columns.py        texts of rows as columns, many at a time where rows are as usual
+rows.py           rows of a .jsonl, .json, .parquet or .txt file, and the position from which a resumed build reads on
+text.py           text of a file: its encoding, the largest document, and what is counted as repaired or dropped
+json_stream.py    items of a JSON array of any length, in bounded memory
+parquet.py        rows of a parquet file, in bounded memory
+parquet_pages.py  the pages of a parquet file by their headers
+snapshot.py       rows of a hub dataset kept as files of a mirror: how a snapshot is written, resumed and checked
 """

@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from niels_gpt.data.files.rows import TABLE_SUFFIXES
 from niels_gpt.data.files.walk import first_link, note_links, walk_files
@@ -41,10 +42,12 @@ def source_files(
     suffixes: Sequence[str] | None = None,
     follow_links: bool = False,
     counters: Counter[str] | None = None,
+    not_followed: list[Path] | None = None,
 ) -> list[Path]:
     """List a source's files in a mirror, in order of relative path; FileNotFoundError if there are none.
 
     follow_links: below `root`, which may itself be a link; otherwise links are counted and the first is logged.
+    not_followed: receives these links.
     """
     folder = root / dataset_id
     wanted = tuple(suffixes or KNOWN_SUFFIXES)
@@ -59,6 +62,8 @@ def source_files(
             "put them there, or use --source-root hub or --source-root sample"
         )
     note_links(counters, links)
+    if not_followed is not None:
+        not_followed += links
     return files
 
 
@@ -77,6 +82,7 @@ def split_files(
     folders: Sequence[str] = (),
     follow_links: bool = False,
     counters: Counter[str] | None = None,
+    not_followed: list[Path] | None = None,
 ) -> list[Path]:
     """List the files of one split; with "all" those of every split: train, validation, test. Links: as `source_files`.
 
@@ -86,7 +92,8 @@ def split_files(
     check_split(split, allow_all=True)
     inner = next((name for name in folders if (root / dataset_id / name).is_dir()), None)
     folder = dataset_id if inner is None else f"{dataset_id}/{inner}"
-    files = source_files(root, folder, suffixes=suffixes, follow_links=follow_links, counters=counters)
+    how: dict[str, Any] = {"follow_links": follow_links, "counters": counters, "not_followed": not_followed}
+    files = source_files(root, folder, suffixes=suffixes, **how)
     if split == "all":
         return sorted(files, key=lambda path: SPLITS.index(split_of(path)))  # stable: in path order within a split
     chosen = [path for path in files if split_of(path) == split]

@@ -6,15 +6,19 @@ page of more than twice that and a usual page is left out, and all its rows coun
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from niels_gpt.data.files.parquet_pages import CODES, Page, pages_of
 from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, Problem
 from niels_gpt.data.files.text import decode as decode_text
 from niels_gpt.storage.fileio import open_for_reading
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 BATCH_BYTES = 1 << 20  # target of a batch; a row group of fineweb-edu or of books has several hundred megabytes
 BATCH_ROWS = 1_000  # at most. Rows of 2 kB are equally fast within 10 % with 125 to 1,000; 32 take 1.3 times as long
@@ -35,14 +39,35 @@ def iter_parquet(
 ) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
     """Yield the rows in order, each with its number from 1; a `Problem` instead of rows that are too large.
 
-    Memory: about BATCH_BYTES of rows, or one row, and one page of each column read, compressed and uncompressed.
     decode: makes a text of invalid UTF-8 in a column of texts.
-    columns: the only ones to read, as far as the file has them; odd values in other columns then do no harm.
-    max_row_bytes: of a row's values in the columns read, as arrow holds them.
     skip_to: number of a row that was yielded before; the rows up to it are skipped. Rows are decoded in batches, so
         `decode` was already called for the rest of its batch, and is not called for these again.
+    The rest: as `iter_batches`.
     Raises: ValueError naming the file if it is not a whole parquet file, and with column and rows for a value that
         Python cannot represent, such as a date after the year 9999.
+    """
+    batches = iter_batches(path, columns=columns, max_row_bytes=max_row_bytes, skip_to=skip_to)
+    for first, batch in batches:
+        if isinstance(batch, Problem):
+            yield first, batch
+        else:
+            yield from rows_of_batch(batch, decode, path, first, skip_to)
+
+
+def iter_batches(
+    path: Path,
+    *,
+    columns: Collection[str] | None = None,
+    max_row_bytes: int = MAX_DOCUMENT_BYTES,
+    skip_to: int = 0,
+) -> Iterator[tuple[int, Any]]:
+    """Yield arrow record batches in order, each with the number of its first row; a `Problem` as in `iter_parquet`.
+
+    Memory: about BATCH_BYTES of rows, or one row, and one page of each column read, compressed and uncompressed.
+    columns: the only ones to read, as far as the file has them; odd values in other columns then do no harm.
+    max_row_bytes: of a row's values in the columns read, as arrow holds them.
+    skip_to: batches without a row behind this one are left out. Where batches end depends on the file alone.
+    Raises: ValueError naming the file if it is not a whole parquet file.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -53,8 +78,7 @@ def iter_parquet(
             pq.ParquetFile(file, buffer_size=_READ_BYTES) as table,
         ):
             names = [name for name in dict.fromkeys(table.schema_arrow.names) if columns is None or name in columns]
-            lists = _coded_lists(table, names)
-            coded = pq.ParquetFile(file, buffer_size=_READ_BYTES, read_dictionary=lists) if lists else None
+            read = _Groups(table, names, file, max_row_bytes)
             first = 1
             for group in range(table.num_row_groups):
                 group_rows = table.metadata.row_group(group).num_rows
@@ -69,11 +93,11 @@ def iter_parquet(
                     yield first, Problem.too_large(where, max_row_bytes, rows=group_rows, found=found)
                     first += group_rows
                     continue
-                for part in _parts(table, coded, group, names, chunks, max_row_bytes):
+                for part in read.parts(group, chunks):
                     if first > skip_to and part.num_rows == 1 and _size_of(part) > max_row_bytes:
                         yield first, Problem.too_large(f"{path}, row {first}", max_row_bytes)
-                    else:
-                        yield from _rows_after(skip_to, part, names, decode, path, first)
+                    elif first + part.num_rows - 1 > skip_to:
+                        yield first, part
                     first += part.num_rows
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
@@ -83,20 +107,100 @@ def iter_parquet(
         raise ValueError(f"{path}: not a whole parquet file ({error}); fetch it again") from error
 
 
-def _parts(
-    table: Any, coded: Any, group: int, names: list[str], chunks: list[_Chunk], max_row_bytes: int
-) -> Iterator[Any]:
-    """Yield the batches of a row group whole, or row by row if a row of the batch may be too large."""
-    rows = _batch_rows(table, group, names, chunks, max_row_bytes)
-    about: dict[str, Any] = {"batch_size": rows, "row_groups": [group], "columns": names}
-    reader = table
-    if coded is not None and any(_size_of(batch) > max_row_bytes for batch in coded.iter_batches(**about)):
-        reader = coded  # slower, but a text that a row repeats is expanded only if the row is small
-    for batch in reader.iter_batches(**about):
-        if batch.num_rows == 1 or _size_of(batch) <= max_row_bytes:
-            yield batch
+class _Groups:
+    """The row groups of a file, read in batches of bounded size."""
+
+    def __init__(self, table: Any, names: list[str], file: Any, max_row_bytes: int) -> None:
+        self._table, self._names, self._file, self._limit = table, names, file, max_row_bytes
+        self._lists = _coded_lists(table, names)
+        self._readers: dict[tuple[str, ...], Any] = {(): table}
+
+    def parts(self, group: int, chunks: list[_Chunk]) -> Iterator[Any]:
+        """Yield the batches of a row group whole, or row by row if a row of the batch may be too large."""
+        kinds = self._table.schema_arrow
+        at = {chunk.path: kinds.get_field_index(chunk.path) for chunk in chunks}  # -1 for lists, and for equal names
+        texts = [path for path, index in at.items() if index >= 0 and _is_text(kinds.field(index).type)]
+        in_codes = [chunk.path for chunk in chunks if chunk.path in texts and _is_better_in_codes(chunk, self._limit)]
+        if in_codes and not self._lists:
+            batches = self._in_codes(group, in_codes, [chunk for chunk in chunks if chunk.path not in in_codes])
         else:
-            yield from (batch.slice(row, 1) for row in range(batch.num_rows))
+            batches = self._dense(group, chunks)
+        for batch in batches:
+            if batch.num_rows == 1 or _size_of(batch) <= self._limit:
+                yield batch
+            else:
+                yield from (batch.slice(row, 1) for row in range(batch.num_rows))
+
+    def _dense(self, group: int, chunks: list[_Chunk]) -> Iterator[Any]:
+        rows = _batch_rows(self._table, group, self._names, chunks, self._limit)
+        about: dict[str, Any] = {"batch_size": rows, "row_groups": [group], "columns": self._names}
+        reader, coded = self._table, self._reader(self._lists)
+        if self._lists and any(_size_of(batch) > self._limit for batch in coded.iter_batches(**about)):
+            reader = coded  # slower, but a text that a row repeats is expanded only if the row is small
+        yield from reader.iter_batches(**about)
+
+    def _in_codes(self, group: int, coded: list[str], others: list[_Chunk]) -> Iterator[Any]:
+        """Yield batches of which some columns are read in codes: their texts are held once, and tell each row's size.
+
+        others: the chunks of the other columns.
+        """
+        import numpy as np
+
+        dense = [name for name in self._names if name not in coded]
+        rows = _batch_rows(self._table, group, dense, others, self._limit)
+        reader = self._reader(coded)
+        for batch in reader.iter_batches(batch_size=rows, row_groups=[group], columns=self._names):
+            usual = sum(_bytes_of(batch.column(name)) for name in dense) // max(batch.num_rows, 1)
+            sizes = np.full(batch.num_rows, usual)
+            for name in coded:
+                sizes += _lengths(batch.column(name)).fill_null(0).to_numpy(zero_copy_only=False)
+            for start, stop in _runs(sizes, min(BATCH_BYTES, self._limit)):
+                yield _expanded(batch.slice(start, stop - start), coded)
+
+    def _reader(self, in_codes: list[str]) -> Any:
+        import pyarrow.parquet as pq
+
+        key = tuple(in_codes)
+        if key not in self._readers:
+            self._readers[key] = pq.ParquetFile(self._file, buffer_size=_READ_BYTES, read_dictionary=in_codes)
+        return self._readers[key]
+
+
+def _is_better_in_codes(chunk: _Chunk, max_row_bytes: int) -> bool:
+    """Whether a column's texts are all dictionary-coded, and may be so large that only a few rows can be expanded.
+
+    A row group of 1,000 web pages, as `datasets` writes it, is such a column.
+    """
+    return chunk.is_coded and chunk.is_flat and _most_rows(chunk, max_row_bytes) < BATCH_ROWS
+
+
+def _runs(sizes: NDArray[np.int64], most: int) -> Iterator[tuple[int, int]]:
+    """Cut rows of these sizes into runs of at most `most` bytes, or of one row; yield each run's first row and end."""
+    import numpy as np
+
+    ends, start = np.cumsum(sizes), 0
+    while start < len(sizes):
+        before = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + most, "right")))
+        yield start, stop
+        start = stop
+
+
+def _expanded(batch: Any, coded: list[str]) -> Any:
+    import pyarrow as pa
+
+    names = batch.schema.names
+    columns = zip(names, batch.columns, strict=True)
+    values = [column.dictionary_decode() if name in coded else column for name, column in columns]
+    return pa.RecordBatch.from_arrays(values, names=names)
+
+
+def _lengths(column: Any) -> Any:
+    """Return the bytes of each text of a dictionary-coded column, as an arrow array."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    return pc.binary_length(column.dictionary).cast(pa.int64()).take(column.indices)
 
 
 def _size_of(batch: Any) -> int:
@@ -109,8 +213,7 @@ def _bytes_of(array: Any) -> int:
     import pyarrow.compute as pc
 
     if pa.types.is_dictionary(array.type) and _is_text(array.type.value_type):
-        lengths = pc.binary_length(array.dictionary)
-        return int(pc.sum(lengths.cast(pa.int64()).take(array.indices)).as_py() or 0)
+        return int(pc.sum(_lengths(array)).as_py() or 0)
     if pa.types.is_struct(array.type):
         return sum(map(_bytes_of, array.flatten()))
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
@@ -151,19 +254,19 @@ def _is_plain(chunk: Any) -> bool:
     return not chunk.has_dictionary_page and set(chunk.encodings) <= _PLAIN
 
 
-def _rows_after(
-    skip_to: int, batch: Any, names: list[str], decode: Callable[[bytes], str], path: Path, first: int
+def rows_of_batch(
+    batch: Any, decode: Callable[[bytes], str], path: Path, first: int, skip_to: int
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield as `_rows_of`, without the rows up to `skip_to`."""
+    """Yield the rows of a batch, whose first one has the number `first`; those up to `skip_to` are left out."""
     if first > skip_to:
-        yield from _rows_of(batch, names, decode, path, first)
-    elif first + batch.num_rows - 1 > skip_to:  # repairs in this batch were counted when its first row was read
-        again = _rows_of(batch, names, decode_text, path, first)
+        yield from _rows_of(batch, decode, path, first)
+    else:  # repairs in this batch were counted when its first row was read
+        again = _rows_of(batch, decode_text, path, first)
         yield from (row for row in again if row[0] > skip_to)
 
 
 def _rows_of(
-    batch: Any, names: list[str], decode: Callable[[bytes], str], path: Path, first: int
+    batch: Any, decode: Callable[[bytes], str], path: Path, first: int
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     where = f"{path}, rows {first} to {first + batch.num_rows - 1}"
     fields = batch.schema.names
@@ -186,11 +289,15 @@ def field_names(path: Path) -> list[str]:
 class _Chunk:
     """A column of a row group."""
 
+    path: str
+    """Its name; in a list or struct, with the names below it."""
     num_bytes: int
     """Uncompressed."""
     pages: list[Page]
     is_plain: bool
     """Whether no value is dictionary-coded, so that the values of a page are no larger than the page."""
+    is_coded: bool
+    """Whether every value is dictionary-coded."""
     is_flat: bool
     """Whether each row has one value, so that a page's values are rows."""
 
@@ -206,9 +313,10 @@ def _chunks(table: Any, group: int, names: list[str], handle: int) -> list[_Chun
         try:
             pages = list(pages_of(handle, start, start + chunk.total_compressed_size))
         except ValueError:  # damaged, which pyarrow reports better, or unusual: use the footer
-            pages = [Page(int(chunk.num_values), size, False)]
+            pages = [Page(int(chunk.num_values), size, False, -1)]
         is_flat = table.schema.column(number).max_repetition_level == 0
-        chunks.append(_Chunk(size, pages, _is_plain(chunk), is_flat))
+        is_coded = all(page.is_dictionary or page.encoding in CODES for page in pages)
+        chunks.append(_Chunk(chunk.path_in_schema, size, pages, _is_plain(chunk), is_coded, is_flat))
     return chunks
 
 
@@ -283,102 +391,3 @@ def _with_texts(value: Any, decode: Callable[[bytes], str]) -> Any:
     if isinstance(value, list | tuple):  # a map is a list of pairs
         return type(value)(_with_texts(item, decode) for item in value)
     return {key: _with_texts(item, decode) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-# The sizes of pages are read from the page headers, before anything is decompressed: the footer has sums of whole
-# column chunks only, and cannot tell a chunk of a thousand texts from a chunk with one text of 300 MB. A page header is
-# a struct of Thrift's compact protocol with these fields (parquet.thrift): 1 type (0 data, 2 dictionary, 3 data of
-# version 2); 2 uncompressed_page_size; 3 compressed_page_size; 5, 7, 8 the header of that type (field 1: num_values).
-
-_FIRST_READ, _MOST_READ = 1 << 9, 1 << 24  # bytes of a header: its statistics may hold two long texts
-_DICTIONARY = 2
-
-
-@dataclass(frozen=True)
-class Page:
-    """One page, by its header."""
-
-    num_values: int
-    """Values; in a column without lists these are rows."""
-    num_bytes: int
-    """Uncompressed: what a reader allocates."""
-    is_dictionary: bool
-
-
-def pages_of(handle: int, start: int, end: int) -> Iterator[Page]:
-    """Yield the pages of a column chunk: bytes `start` to `end` (exclusive) of the open file `handle`.
-
-    Raises: ValueError if there is no page header.
-    """
-    while start < end:
-        header, size = _header_at(handle, start, end)
-        kind, num_bytes, compressed = (_number(header, field) for field in (1, 2, 3))
-        if num_bytes < 0 or compressed < 0:
-            raise ValueError(f"no page header at byte {start}")
-        about = next((about for field in (5, 7, 8) if isinstance(about := header.get(field), dict)), {})
-        yield Page(_number(about, 1), num_bytes, kind == _DICTIONARY)
-        start += size + compressed
-
-
-def _number(fields: dict[int, object], field: int) -> int:
-    value = fields.get(field)
-    return value if isinstance(value, int) else -1
-
-
-def _header_at(handle: int, start: int, end: int) -> tuple[dict[int, object], int]:
-    read = _FIRST_READ
-    while True:
-        block = os.pread(handle, min(read, end - start), start)
-        try:
-            return _struct(block, 0, 0)
-        except IndexError:
-            if len(block) < read or read >= _MOST_READ:
-                raise ValueError(f"no page header at byte {start}") from None
-            read *= 8
-
-
-def _struct(block: bytes, at: int, depth: int) -> tuple[dict[int, object], int]:
-    """Return the fields of a struct by number, and its end; IndexError if the block ends first."""
-    if depth > 8:
-        raise ValueError("a page header nested too deeply")
-    fields: dict[int, object] = {}
-    number = 0
-    while (first := block[at]) != 0:
-        at += 1
-        if first >> 4:
-            number += first >> 4
-        else:
-            zigzag, at = _varint(block, at)
-            number = (zigzag >> 1) ^ -(zigzag & 1)
-        fields[number], at = _value(block, at, first & 15, depth)
-    return fields, at + 1
-
-
-def _value(block: bytes, at: int, kind: int, depth: int) -> tuple[object, int]:
-    if kind in (1, 2):  # true and false have no bytes
-        return kind == 1, at
-    if kind == 3:
-        return block[at], at + 1
-    if kind in (4, 5, 6):
-        zigzag, at = _varint(block, at)
-        return (zigzag >> 1) ^ -(zigzag & 1), at
-    if kind == 7:
-        return None, at + 8
-    if kind == 8:
-        size, at = _varint(block, at)
-        return None, at + size
-    if kind == 12:
-        return _struct(block, at, depth + 1)
-    raise ValueError(f"a page header with a value of type {kind}")  # page headers have no list, set or map
-
-
-def _varint(block: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = block[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if not byte & 128:
-            return value, at
-        if shift > 63:
-            raise ValueError("a number of more than 64 bits in a page header")

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -256,6 +256,7 @@ class Position:
 
     def __init__(self, shared: dict[str, int] | None) -> None:
         """shared: None if no builder wants it. Create this when the first row is wanted, not before."""
+        self._wanted = shared is not None
         self._shared = {} if shared is None else shared
         self._start = dict(self._shared)
         self.resumed = "file" in self._start
@@ -276,3 +277,13 @@ class Position:
     def set(self, file: int, row: int, **numbers: int) -> None:
         """Record the row that was read, before a sample is made of it."""
         self._shared.update(numbers, file=file, row=row)
+
+    def set_all(self, file: int, rows: Sequence[int], **numbers: Sequence[int]) -> dict[str, list[int]]:
+        """Record rows of a file that were read; return the position at each, which `set` would have left in the dict.
+
+        rows: their numbers. numbers: the loader's own numbers at each of them. Returns {} if no builder wants it.
+        """
+        columns = {"file": [file] * len(rows), "row": list(rows), **{name: list(own) for name, own in numbers.items()}}
+        columns = {**{name: [value] * len(rows) for name, value in self._shared.items()}, **columns}
+        self._shared.update({name: values[-1] for name, values in columns.items()})
+        return columns if self._wanted else {}
