@@ -18,7 +18,6 @@ from niels_gpt.storage.codes import coded
 from niels_gpt.tokenizers.engine import Engine, open_engine
 from niels_gpt.tokenizers.protocol import Tokenizer, control_ids, token_dtype
 
-TOKEN_DTYPE: Final[np.dtype[np.uint16]] = np.dtype("<u2")
 DIGEST_BYTES = 8
 """Bytes of a sha256 that stand for a text."""
 DIGEST_DTYPE: Final[np.dtype[np.uint64]] = np.dtype("<u8")

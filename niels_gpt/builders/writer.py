@@ -15,15 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from niels_gpt.encoding import TOKEN_DTYPE
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import OutputFile
 from niels_gpt.storage.meta_json import open_regular
 
 OFFSET_DTYPE: np.dtype[np.int64] = np.dtype("<i8")
-TOKEN_DTYPE_NAME = "uint16-le"
-TOKEN_BYTES = TOKEN_DTYPE.itemsize
 BLOCK_BYTES = 1 << 16
 """Bytes of a file that one CRC-32 of index/crc32.bin stands for."""
 _NPY_HEADER_BYTES = 128

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.formats import SPLITS, token_dtype_of
 from niels_gpt.cache.mmap import mmap_tokens
 from niels_gpt.display.decoded import Decoder, decoded_text
 from niels_gpt.inspection.show import short_names
@@ -196,10 +196,12 @@ def _id_digests(side: _Side, split: str, num_bytes: int) -> Iterator[bytes]:
 def _token_digests(side: _Side, split: str) -> Iterator[bytes]:
     ends = _numbers(bounds(side.folder, side.meta, split)[1:])
     digest, end, position = hashlib.blake2b(digest_size=_DIGEST_BYTES), next(ends, None), 0
+    dtype = token_dtype_of(side.meta, side.folder / META_NAME)
     for record in side.meta["shards"][split]:
         if not record["bytes"]:
             continue
-        tokens = mmap_tokens(path_inside(side.folder, record["name"]), expected_bytes=record["bytes"])
+        path = path_inside(side.folder, record["name"])
+        tokens = mmap_tokens(path, expected_bytes=record["bytes"], dtype=dtype)
         content, first, last = tokens.data, position, position + len(tokens)
         while end is not None and end <= last:
             digest.update(content[position - first : end - first])

@@ -28,8 +28,8 @@ ORDER_SETTINGS = tuple(
 READS = (*ORDER_SETTINGS, "revision", *(name for spec in _HUB_SPECS for name in spec.budget_settings))
 """The settings that decide what a snapshot keeps."""
 BYTES_PER_TOKEN = 5.0
-"""More than any vocabulary that fits uint16 reaches on text (4.2 measured on English web pages with 16,000 pieces), so
-that a snapshot of N tokens is enough for a build of N tokens whatever its tokenizer."""
+"""More than most vocabularies reach on text (4.2 measured on English web pages with 16,000 pieces), so that a snapshot
+of N tokens is enough for a build of N tokens. A build for whose tokenizer it is too short fails and says so."""
 READ_AHEAD_BYTES = 1 << 23
 """What a builder reads beyond what it writes, at most: two batches of 2**20 characters, of up to 4 bytes each."""
 

@@ -28,6 +28,22 @@ class ByteTokenizer:
         return bytes(id - 10 for id in ids if 10 <= id < 266).decode(errors="ignore")
 
 
+class WideByteTokenizer(ByteTokenizer):
+    """Every id of ByteTokenizer, and 100,000 more: ids of 32 bits, none of which is right in 16."""
+
+    more = 100_000
+    vocab_size = more + ByteTokenizer.vocab_size
+
+    def special_token_ids(self):
+        return {name: self.more + id for name, id in super().special_token_ids().items()}
+
+    def encode(self, text):
+        return [self.more + id for id in super().encode(text)]
+
+    def decode(self, ids):
+        return super().decode([id - self.more for id in ids])
+
+
 def build(path: Path, texts: Any, num_tokens: int = 30) -> dict[str, Any]:
     """Build a cache of some texts whose val split is empty."""
     return build_pretrain(

@@ -39,10 +39,13 @@ def written(files: Files, tokenizer: Files | None = None) -> Iterator[Path]:
 
 
 NUMBERS = st.sampled_from(
-    [0, 1, -1, 2, 4, 20, 300, 65535, 65536, 65537, 2**31, 2**53, 2**63 - 1, 2**63, -(2**63), 10**99]
+    [0, 1, -1, 2, 4, 20, 300, 65535, 65536, 65537, 100_300, 2**31, 2**53, 2**63 - 1, 2**63, -(2**63), 10**99]
 )
 TEXTS = st.sampled_from(
-    ["", "..", "../x", "/etc/passwd", "train", "train/", "val/shard_00000.bin", META_NAME, "\0", "f" * 64]
+    [
+        *("", "..", "../x", "/etc/passwd", "train", "train/", "val/shard_00000.bin", META_NAME, "\0", "f" * 64),
+        *("uint16-le", "uint32-le"),
+    ]
 )
 LEAVES = (
     st.none() | st.booleans() | NUMBERS | st.floats(allow_nan=False, allow_infinity=False) | TEXTS | st.text(max_size=9)
