@@ -1,0 +1,107 @@
+"""A tokenizer by its id on the hub: its files and no others, one recorded commit, and clear errors."""
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from support.loopback_hub import LoopbackHub
+from support.made_tokenizers import made_tokenizer
+
+from niels_gpt.commands import cache as cli
+from niels_gpt.recipes.plan import plan
+from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.settings import Settings
+
+pytestmark = pytest.mark.usefixtures("no_waiting")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """The files of a model: a tokenizer, and what is not fetched."""
+    folder = shutil.copytree(made_tokenizer("t5"), tmp_path / "repository")
+    for name in ("model.safetensors", "config.json", "tokenizer.model", "code.py"):
+        (folder / name).write_bytes(b"not fetched")
+    return folder
+
+
+@pytest.fixture
+def named(tmp_path: Path, model_id: str) -> Settings:
+    """Settings that name the tokenizer by its id, with a text."""
+    (tmp_path / "a.txt").write_text("a text of a few words")
+    return Settings(pretrain=f"own={tmp_path / 'a.txt'}", cache_dir=str(tmp_path / "cache"), tokenizer=model_id)
+
+
+def fetched(hub: LoopbackHub) -> set[str]:
+    return {request.path.rpartition("/")[2] for request in hub.requests}
+
+
+def test_only_the_files_of_a_tokenizer_are_fetched_and_the_hub_is_not_asked_again(
+    loopback_hub: LoopbackHub, repository: Path, named: Settings, model_id: str
+) -> None:
+    assert [item.action for item in plan(named, ["pretrain/own"])] == ["download", "build"]
+    assert not loopback_hub.requests
+    commit = loopback_hub.add_model(model_id, repository)
+    meta = ensure_tokenizer(named).meta
+    assert meta["hub"] == {"id": model_id, "revision": commit}
+    assert [record["name"] for record in meta["files"]] == ["tokenizer.json", "tokenizer_config.json"]
+    allowed = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"}
+    assert "tokenizer.json" in fetched(loopback_hub) <= allowed
+    loopback_hub.requests.clear()
+    assert build_token_cache(named, "own").meta["vocab_size"] == 1_100
+    assert [item.action for item in plan(named, ["pretrain/own"])] == ["up to date"] * 2
+    assert not loopback_hub.requests
+
+
+def test_a_newer_revision_is_taken_on_request_and_an_older_one_by_its_commit(
+    loopback_hub: LoopbackHub, repository: Path, named: Settings, model_id: str
+) -> None:
+    old = loopback_hub.add_model(model_id, repository)
+    build_token_cache(named, "own")
+    config = json.loads((repository / "tokenizer_config.json").read_text())
+    (repository / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<extra_id_0>"}))
+    new = loopback_hub.add_model(model_id, repository)
+    assert build_token_cache(named, "own").reused
+    refreshed = build_token_cache(named, "own", refresh=True)
+    assert not refreshed.reused and refreshed.meta["document_end"]["token"] == "<extra_id_0>"
+    assert ensure_tokenizer(named).meta["hub"]["revision"] == new
+    earlier = ensure_tokenizer(dataclasses.replace(named, revision=f"tokenizer={old}")).meta
+    assert earlier["hub"] == {"id": model_id, "revision": old, "asked_revision": old}
+    assert earlier["eos"]["token"] == "</s>"
+
+
+def test_a_sentencepiece_model_of_the_hub_is_one_file(
+    loopback_hub: LoopbackHub, named: Settings, model_id: str, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "r").mkdir()
+    shutil.copy(tiny_model_path, tmp_path / "r" / "tokenizer.model")
+    loopback_hub.add_model(model_id, tmp_path / "r")
+    meta = ensure_tokenizer(named).meta
+    assert (meta["tokenizer_kind"], [record["name"] for record in meta["files"]]) == ("sentencepiece", ["spm.model"])
+
+
+def test_what_the_hub_does_not_have_is_named_and_nothing_is_installed(
+    loopback_hub: LoopbackHub, named: Settings, model_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--pretrain", str(named.pretrain), "--cache-dir", named.cache_dir, "--tokenizer", model_id]
+    assert cli.main(["build", *flags]) == 1
+    assert model_id in (error := capsys.readouterr().err) and "error[E602]" in error
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.json").write_text("{}")
+    loopback_hub.add_model(model_id, tmp_path / "r")
+    assert cli.main(["build", *flags]) == 1
+    assert "the hub has no tokenizer there" in capsys.readouterr().err
+    assert not (tmp_path / "cache" / "tokenizer").exists()
+
+
+def test_without_the_hub_an_installed_tokenizer_is_enough(repository: Path, named: Settings, model_id: str) -> None:
+    with LoopbackHub(port=int(os.environ["HF_ENDPOINT"].rpartition(":")[2])) as hub:
+        hub.add_model(model_id, repository)
+        ensure_tokenizer(named)
+    assert not build_token_cache(named, "own").reused
+    elsewhere = dataclasses.replace(named, tokenizer=f"{model_id}-2", cache_dir=f"{named.cache_dir}2")
+    with pytest.raises(ConnectionError, match="the hub does not answer"):
+        ensure_tokenizer(elsewhere)
