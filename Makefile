@@ -13,8 +13,8 @@ DAGSTER := PYTHONWARNINGS=ignore $(BIN)/dagster
 run: $(VENV)/.installed  ## materialize every cache from the bundled sample through Dagster and print what was built
 	NIELS_GPT_SOURCE_ROOT=sample NIELS_GPT_CACHE_DIR=cache $(DAGSTER) asset materialize -m pipelines.definitions --select '*'
 	$(BIN)/niels-gpt list cache/sample
-	$(BIN)/niels-gpt show cache/sample/sft/oasst1 --split val
-	$(BIN)/niels-gpt eagle3 stats cache/sample/eagle3/targets
+	test ! -e cache/sample/sft/oasst1 || $(BIN)/niels-gpt show cache/sample/sft/oasst1 --split val
+	test ! -e cache/sample/eagle3/targets || $(BIN)/niels-gpt eagle3 stats cache/sample/eagle3/targets
 
 dev: $(VENV)/.installed  ## Dagster's UI on http://127.0.0.1:3000
 	$(DAGSTER) dev

@@ -52,6 +52,9 @@ class Settings:
     engine: str = _setting(
         "auto", "what encodes: auto, gigatoken, or reference, the tokenizer's own library. Never changes the output"
     )
+    tokenizer_kind: str = _setting(
+        "sentencepiece", "kind of a tokenizer trained here: sentencepiece, or bpe, a byte-level tokenizer.json"
+    )
     vocab_size: int = _setting(
         16_000, "pieces of a tokenizer trained here, the four sentinels included (PR-03: ~16k)", least=1
     )

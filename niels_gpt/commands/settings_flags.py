@@ -27,7 +27,11 @@ COMMON = {
 """The settings that --help shows, by their panel; the others are under --help-all."""
 _LINES = ("pretrain", "sft", "licence", "attribution")
 """Settings of several entries, each a flag."""
-_CHOICES = {"on_special": ["drop", "raise", "text"], "engine": ["auto", "gigatoken", "reference"]}
+_CHOICES = {
+    "on_special": ["drop", "raise", "text"],
+    "engine": ["auto", "gigatoken", "reference"],
+    "tokenizer_kind": ["sentencepiece", "bpe"],
+}
 
 
 def settings_options(command: click.Command, *, only: Collection[str] | None = None) -> click.Command:

@@ -99,7 +99,7 @@ def settings_fingerprint(settings: Settings, key: str) -> str:
 def _reads(settings: Settings, key: str) -> tuple[str, ...]:
     """Return the settings that decide the bytes of `key`."""
     if key == TOKENIZER_KEY:
-        return ("tokenizer", *TRAINING_SETTINGS)
+        return ("tokenizer", "tokenizer_kind", *TRAINING_SETTINGS)
     name = key.rpartition("/")[2]
     return SOURCES[name].settings if name in SOURCES else user_sources(settings)[name].spec.settings
 

@@ -15,7 +15,7 @@ from niels_gpt.recipes.tokenizer_change import warn_of_little_text
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer_training import train_tokenizer
-from niels_gpt.tokenizers.files import MODEL_NAME
+from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ TRAINING_SETTINGS = {
     "tokenizer_max_bytes": "max_bytes",
 }
 """The settings that decide a tokenizer trained here, and the keys of its meta.json that record them."""
+_OF_SENTENCEPIECE = ("model_type", "normalization", "character_coverage")
 _FAILED = "failed"
 
 
@@ -49,6 +50,7 @@ def train(settings: Settings, user_sources_only: bool) -> tuple[dict[str, bytes]
     with ended_at_once():
         trained = train_tokenizer(
             _texts(settings, names, num_bytes, fingerprints),
+            kind=settings.tokenizer_kind,
             vocab_size=settings.vocab_size,
             seed=settings.seed,
             model_type=settings.model_type,
@@ -68,12 +70,17 @@ def train(settings: Settings, user_sources_only: bool) -> tuple[dict[str, bytes]
     }
     if kind != "sample":
         warn_of_little_text(trained.meta, num_bytes)
-    return {MODEL_NAME: trained.model}, {**trained.meta, **about, "origin": "trained"}
+    name = TOKENIZER_JSON if settings.tokenizer_kind == "bpe" else MODEL_NAME
+    return {name: trained.model}, {**trained.meta, **about, "origin": "trained"}
 
 
 def was_trained_by(settings: Settings, meta: Mapping[str, Any]) -> bool:
     """Whether these settings would train the tokenizer with this meta again."""
-    same = all(meta.get(key) == getattr(settings, name) for name, key in TRAINING_SETTINGS.items())
+    kind = "bpe" if meta.get("tokenizer_kind") == "huggingface" else "sentencepiece"
+    read = {name: key for name, key in TRAINING_SETTINGS.items() if kind != "bpe" or name not in _OF_SENTENCEPIECE}
+    same = kind == settings.tokenizer_kind and all(
+        meta.get(key) == getattr(settings, name) for name, key in read.items()
+    )
     known = {*training_order(), *user_sources(settings)}
     failed = {name: state for name, state in meta.get("failed_sources", {}).items() if name in known}
     return same and all(source_state(settings, name) == state for name, state in failed.items())

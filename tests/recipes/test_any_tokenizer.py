@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from support.made_tokenizers import any_tokenizer, made_tokenizer
 
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, read_meta
 from niels_gpt.commands import cache as cli
+from niels_gpt.commands.main import main
 from niels_gpt.inspection.verify import Limits, find_damage, verify
 from niels_gpt.recipes.plan import RECIPES, plan
 from niels_gpt.recipes.token_caches import build_token_cache
@@ -47,7 +49,7 @@ def decoded(settings: Settings) -> list[str]:
     folder = Path(settings.cache_dir) / "pretrain" / "own"
     end = (read_meta(str(folder / "meta.json")).get("document_end") or {}).get("token", "").replace("\u2581", " ")
     splits = [PretrainTokenStreamDataset(str(folder / split), T=4, device="cpu") for split in ("train", "val")]
-    return sorted(document.text.removesuffix(end) for split in splits for document in split)
+    return sorted(document.text.removesuffix(end).removesuffix("<|eot|>") for split in splits for document in split)
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -186,6 +188,44 @@ def test_a_build_of_all_leaves_out_chats_without_sentinels_and_one_that_names_th
     assert "error[E404]" in error and "niels-gpt add-sentinels" in error and "niels-gpt build dolly15k" in error
     with pytest.raises(NoSentinels):
         RECIPES["sft/oasst1"](settings)
+
+
+def test_with_the_sentinels_added_as_printed_every_cache_is_built(
+    mirror: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--source-root", str(mirror), "--cache-dir", str(tmp_path / "c"), "--tokenizer", str(made_tokenizer("t5"))]
+    assert cli.main(["build", "dolly15k", *flags]) == 1
+    commands = capsys.readouterr().err.strip().rpartition("Add them: ")[2].split(" && ")
+    for command in commands:
+        assert main(shlex.split(command)[1:]) == 0
+    flags[-1] = "tokenizer_with_sentinels"
+    assert cli.main(["build", "--all", *flags]) == 0
+    captured = capsys.readouterr()
+    assert "W411" not in captured.err and "sft/dolly15k" in captured.out
+    meta = read_meta(str(tmp_path / "c" / "sft" / "oasst1" / "meta.json"))
+    assert meta["tokenizer_sha256"] == load_tokenizer("tokenizer_with_sentinels").sha256
+    roam = read_meta(str(tmp_path / "c" / "pretrain" / "roam" / "meta.json"))
+    assert roam["document_end"]["id"] == meta["special_token_ids"]["eot"]
+    for key in RECIPES:
+        assert not find_damage(tmp_path / "c" / key, deep=True)
+    assert cli.main(["show", str(tmp_path / "c" / "sft" / "oasst1")]) == 0
+    assert "<|asst|>" in capsys.readouterr().out
+
+
+def test_a_recipe_trains_a_byte_level_tokenizer_and_keeps_it(tmp_path: Path) -> None:
+    settings = own(tmp_path, "", tokenizer_kind="bpe", vocab_size=300)
+    settings = dataclasses.replace(settings, tokenizer=None)
+    built = build_token_cache(settings, "own")
+    tokenizer = load_tokenizer(tmp_path / "cache" / "tokenizer")
+    assert (tokenizer.kind, built.meta["special_token_ids"]) == (
+        "huggingface",
+        {"sys": 0, "usr": 1, "asst": 2, "eot": 3},
+    )
+    assert ensure_tokenizer(settings).reused and build_token_cache(settings, "own").reused
+    assert decoded(settings) == sorted(TEXTS)
+    other = dataclasses.replace(settings, tokenizer_kind="sentencepiece", vocab_size=290)
+    assert not build_token_cache(other, "own").reused
+    assert ensure_tokenizer(other).meta["tokenizer_kind"] == "sentencepiece"
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])

@@ -1,6 +1,8 @@
 """Recipes build what their settings say, once, and again only when something they read has changed."""
 
 import dataclasses
+import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -9,13 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from niels_gpt.builders.meta_keys import BUILDER_VERSION, FORMAT_VERSION
 from niels_gpt.data.files import mirrors
 from niels_gpt.data.files.rows import iter_rows
 from niels_gpt.recipes.plan import RECIPES, plan
-from niels_gpt.recipes.run_recipe import Outcome
+from niels_gpt.recipes.run_recipe import Outcome, recipe_fingerprint
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import canonical_json
+from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 
 
@@ -119,3 +124,25 @@ def test_two_builds_that_want_a_missing_tokenizer_at_once_train_it_once(mirror: 
     both = [subprocess.Popen([*command, name, *flags]) for name in ("dolly15k", "oasst1")]
     assert [build.wait() for build in both] == [0, 0]
     assert len((tmp_path / ".runs" / "tokenizer.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_cache_of_before_there_were_other_ends_of_documents_has_the_fingerprint_of_now(
+    settings: Settings, tiny_model_path: Path
+) -> None:
+    tokenizer, reads = load_tokenizer(tiny_model_path), ("seed", "document_end")
+    for choice, appended in (("auto", True), ("eot", True), ("none", False)):
+        now = recipe_fingerprint(dataclasses.replace(settings, document_end=choice), "k", reads, tokenizer, "s")
+        before = {"seed": settings.seed, "append_eot": appended}
+        parts = {"recipe": "k", "settings": before, "tokenizer": tokenizer.sha256, "source": "s"}
+        parts["versions"] = [FORMAT_VERSION, BUILDER_VERSION]
+        assert now == hashlib.sha256(canonical_json(parts)).hexdigest()
+    eos = recipe_fingerprint(dataclasses.replace(settings, document_end="eos"), "k", reads, tokenizer, "s")
+    assert eos not in (now, recipe_fingerprint(settings, "k", reads, tokenizer, "s"))
+
+
+def test_the_engine_never_causes_a_rebuild_and_is_in_the_record_of_the_run(settings: Settings) -> None:
+    built = RECIPES["pretrain/roam"](dataclasses.replace(settings, engine="reference"))
+    assert built.engine == "sentencepiece" and "engine" not in built.meta
+    line = (Path(settings.cache_dir) / ".runs" / "pretrain.roam.jsonl").read_text().splitlines()[-1]
+    assert json.loads(line)["engine"] == "sentencepiece"
+    assert RECIPES["pretrain/roam"](settings).reused
