@@ -219,14 +219,16 @@ The ids of the cache were made by another tokenizer than the one that is used. T
 niels-gpt build oasst1 --restart
 
 E403 tokenizer-damaged
-The file is no SentencePiece model, or is not the one that was installed.
-> Copy the model again, or train one: `niels-gpt train-tokenizer --help`.
+The file is neither a SentencePiece model nor a tokenizer.json that can be opened, its ids contradict each other, or it
+is not the one that was installed.
+> Copy the tokenizer again, or train one: `niels-gpt train-tokenizer --help`.
 = spm.model: is empty, expected a SentencePiece model (spm.model) that has the sentinels. Train one: niels-gpt
 train-tokenizer --input-glob 'FOLDER/**/*.txt'
 
 E404 sentinels
 The tokenizer, or the cache, does not have the four special tokens that mark the turns of a chat, each as one id.
-> Take a tokenizer that has them: those trained by this project do.
+> Take a tokenizer that has them, as those trained by this project, or give yours them: `niels-gpt add-sentinels MODEL
+OUT`.
 = cache/sft/chats/meta.json: the eot sentinel has id 4, but eot_id=5 was given
 
 E405 sample-tokenizer
@@ -248,8 +250,9 @@ assistant's.
 = my-model: its chat template is no jinja, line 1: Expected an expression, got 'end of statement block'
 
 E408 tokenizer-unusable
-The tokenizer of a model cannot be used here: it cannot be opened, or does not say which characters a token covers.
-> Take a fast tokenizer, with a tokenizer.json.
+The tokenizer of a model cannot be used here: it cannot be opened, does not say which characters a token covers, or has
+no id for a character of a text.
+> Take a fast tokenizer, with a tokenizer.json; for the last case one with a token for each byte.
 = /nowhere: no tokenizer can be opened there (there is no such folder). Expected a folder with tokenizer.json or
 spm.model, or the id of a model on the hub
 

@@ -1,0 +1,61 @@
+"""Texts of a mirror, with each tokenizer of Hugging Face: they come back from their ids, without a control id.
+
+Run: NIELS_GPT_TEST_DATA=MIRROR pytest -m real_text tests/tokenizer
+"""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+from support.made_tokenizers import MADE, REAL, any_tokenizer
+
+from niels_gpt.data.sources import SOURCES
+from niels_gpt.recipes.resolve import resolve_source
+from niels_gpt.recipes.sources import training_texts
+from niels_gpt.settings import Settings
+from niels_gpt.tokenizer import load_tokenizer
+
+pytestmark = [
+    pytest.mark.real_text,
+    pytest.mark.skipif("NIELS_GPT_TEST_DATA" not in os.environ, reason="NIELS_GPT_TEST_DATA names no mirror"),
+]
+NORMALIZED = {"neox": "NFC", "qwen2": "NFC", "gemma": "\u2581", "t5": "\u2581"}
+"""What a tokenizer changes before it encodes: a text becomes NFC; U+2581, which stands for a space, becomes one."""
+BATCH = 2_000
+EVERY = 4
+"""Each fourth text of a source."""
+
+
+def mirror_texts() -> Iterator[str]:
+    """Yield documents and messages of every source of the mirror."""
+    settings = Settings(source_root=os.environ["NIELS_GPT_TEST_DATA"])
+    for name in SOURCES:
+        source = resolve_source(settings, name)
+        if not source.stub:
+            yield from islice(training_texts(settings, source, None), 0, None, EVERY)
+
+
+@pytest.mark.parametrize("name", [*REAL, *MADE])
+def test_texts_come_back(name: str) -> None:
+    tokenizer = load_tokenizer(any_tokenizer(name))
+    control, texts, read = tokenizer.control_ids, mirror_texts(), 0
+    while batch := list(islice(texts, BATCH)):
+        arrays = tokenizer.encode_batch(batch, num_threads=2)
+        for text, ids in zip(batch, arrays, strict=True):
+            back = tokenizer.decode(ids.tolist())
+            assert back == text or back == _normalized(name, text), text[:200]
+            if not control.isdisjoint(ids.tolist()):
+                assert any(tokenizer.token(each) in text for each in control)
+                plain = tokenizer.encode_plain([text])[0].tolist()
+                assert control.isdisjoint(plain) and tokenizer.decode(plain) == back
+        read += len(batch)
+    assert read > 1_000
+
+
+def _normalized(name: str, text: str) -> str:
+    form = NORMALIZED.get(name)
+    return unicodedata.normalize("NFC", text) if form == "NFC" else text.replace(form or "\u2581", " ")
