@@ -50,7 +50,7 @@ from niels_gpt.storage.versions import (
     versions_dir,
 )
 from niels_gpt.tokenizers.document_end import document_end
-from niels_gpt.tokenizers.engine import open_engine
+from niels_gpt.tokenizers.engine import engine_name
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 logger = logging.getLogger(__name__)
@@ -269,7 +269,7 @@ def run_recipe(
             assert isinstance(counters, Counter)
             record = partial(record_recipe, path, fingerprint, provenance)
             meta = build(BuildInputs(tokenizer, described, counters, provenance["revision"], record), path)
-    engine = None if reused else open_engine(tokenizer, settings.engine).name
+    engine = None if reused else engine_name(tokenizer, settings.engine)
     return finish(settings, key, path, meta, reused, measurement, fingerprint, engine)
 
 

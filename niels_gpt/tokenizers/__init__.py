@@ -7,6 +7,7 @@ inputs.py              what both adapters check of their arguments
 sentencepiece_proto.py the pieces in the bytes of a SentencePiece model
 sentinels.py           gives an existing tokenizer the four sentinels
 document_end.py        the token that ends a document
+gigatoken/             the fast engine for BPE
 engine.py              what computes the ids of many texts at once; its comparison with the reference
 training_texts.py      the texts that a tokenizer is trained on
 bpe_training.py        trains a byte-level BPE tokenizer.json; SentencePiece: niels_gpt/tokenizer_training.py

@@ -8,17 +8,38 @@ The reference is the library that the tokenizer was made for. Another engine is 
 
 from __future__ import annotations
 
+import functools
+import logging
+import random
+import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, Final, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
+from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.tokenizers.protocol import Tokenizer
+from niels_gpt.tokenizers.gigatoken.encoder import GigatokenEngine
+from niels_gpt.tokenizers.gigatoken.models import INSTALL, UnusableError, is_bpe
+from niels_gpt.tokenizers.protocol import FullTokenizer, Tokenizer
+from niels_gpt.tokenizers.roundtrip import PROBES
+
+logger = logging.getLogger(__name__)
 
 CHOICES: Final = ("auto", "gigatoken", "reference")
 """Of the setting `engine`."""
+FIRST_COMPARED: Final = 1000
+"""Documents at the beginning of a stream that are all compared with the reference."""
+ONE_COMPARED_OF: Final = 100
+"""Of the others, one of so many is."""
+_AROUND = 6  # tokens before and after a difference that its message shows
+_LITERALS = 64  # tokens whose literals are in the test texts
 _NAMES: Final = {"sentencepiece": "sentencepiece", "huggingface": "tokenizers"}
 
 
@@ -79,11 +100,161 @@ class ReferenceEngine:
         return ReferenceEngine, (self._tokenizer,)
 
 
-def open_engine(tokenizer: Tokenizer, choice: str = "auto") -> Engine:
+class ComparedEngine:
+    """A fast engine, compared with the reference: the first documents of a stream, and a share of all others.
+
+    A text is in the share by its content and the seed, so threads and batches do not change which ones are.
+    """
+
+    def __init__(self, fast: GigatokenEngine, reference: Engine, tokenizer: FullTokenizer, *, seed: int = 0) -> None:
+        """fast and reference: engines of the same tokenizer. seed: of the share."""
+        self.name = fast.name
+        self._fast, self._reference, self._tokenizer = fast, reference, tokenizer
+        self._seed = seed
+        self._counting = threading.Lock()
+        self.num_compared = 0
+        """Documents that were compared."""
+        self.compare_seconds = 0.0
+        """Seconds of CPU that the reference took."""
+
+    def encode(self, texts: Sequence[bytes], *, first: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Return the ids and lengths of the fast engine, and of the reference for the few texts that need it."""
+        ids, lengths = self._fast.encode(texts, first=first)
+        others = [index for index, text in enumerate(texts) if self._fast.may_differ(text)]
+        if others:
+            ids, lengths = self._replaced(texts, ids, lengths, others, first)
+        chosen = [
+            index
+            for index, text in enumerate(texts)
+            if first + index < FIRST_COMPARED or xxh3_64_intdigest(text, self._seed) % ONE_COMPARED_OF == 0
+        ]
+        if chosen := sorted(set(chosen).difference(others)):
+            self._compare(texts, ids, lengths, np.array(chosen), first)
+        return ids, lengths
+
+    def _replaced(
+        self, texts: Sequence[bytes], ids: NDArray[Any], lengths: NDArray[np.int64], others: list[int], first: int
+    ) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Return ids and lengths with those of the reference for the texts with these numbers."""
+        theirs, their_lengths = self._reference.encode([texts[index] for index in others], first=first)
+        parts = np.split(ids, np.cumsum(lengths)[:-1])
+        for index, part in zip(others, np.split(theirs, np.cumsum(their_lengths)[:-1]), strict=True):
+            parts[index] = part.astype(ids.dtype)
+        replaced = lengths.copy()
+        replaced[others] = their_lengths
+        return np.concatenate(parts), replaced
+
+    def _compare(
+        self, texts: Sequence[bytes], ids: NDArray[Any], lengths: NDArray[np.int64], chosen: NDArray[Any], first: int
+    ) -> None:
+        start = time.thread_time()
+        expected, expected_lengths = self._reference.encode([texts[index] for index in chosen], first=first)
+        with self._counting:
+            self.num_compared += len(chosen)
+            self.compare_seconds += time.thread_time() - start
+        is_chosen = np.zeros(len(texts), dtype=bool)
+        is_chosen[chosen] = True
+        found = ids if is_chosen.all() else ids[np.repeat(is_chosen, lengths)]
+        if np.array_equal(lengths[chosen], expected_lengths) and np.array_equal(found, expected):
+            return
+        ends, expected_ends = np.cumsum(lengths[chosen])[:-1], np.cumsum(expected_lengths)[:-1]
+        pairs = zip(chosen, np.split(found, ends), np.split(expected, expected_ends), strict=True)
+        for index, of_fast, of_reference in pairs:
+            if not np.array_equal(of_fast, of_reference):
+                names = f"{self.name} and {self._reference.name}"
+                difference = _first_difference(self._tokenizer, names, of_fast.tolist(), of_reference.tolist())
+                raise EngineDifference(self._tokenizer.model_path, first + int(index), difference)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(ComparedEngine, seed=self._seed), (self._fast, self._reference, self._tokenizer)
+
+
+def _first_difference(tokenizer: FullTokenizer, names: str, found: list[int], expected: list[int]) -> str:
+    at = next((at for at, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), None)
+    at = min(len(found), len(expected)) if at is None else at
+    a, b = (f"{ids[at]} ({tokenizer.token(ids[at])!a})" if at < len(ids) else "no id" for ids in (found, expected))
+    around = tokenizer.decode(expected[max(0, at - _AROUND) : at + _AROUND])
+    return f"{names} differ at token {at}: {a} and {b}, in {around!a}"
+
+
+def open_engine(tokenizer: Tokenizer, choice: str = "auto", *, seed: int = 0) -> Engine:
     """Return the engine that encodes with a tokenizer.
 
-    choice: auto, gigatoken or reference. Raises: ValueError for another choice.
+    choice: "auto" takes gigatoken if it is installed and gives the reference's ids for the test texts, else the
+        reference; "gigatoken" and "reference" take that one. seed: of the share of documents that are compared.
+    Raises: ValueError for another choice; CacheError with the reason where `choice` is "gigatoken" and it cannot be
+        used, or where the tokenizer's file has changed.
     """
+    engine = _opened(tokenizer, choice, seed)
+    with suppress(TypeError):  # an object without weak references
+        _NAMES_BY_CHOICE.setdefault(tokenizer, {})[choice] = engine.name
+    return engine
+
+
+def engine_name(tokenizer: Tokenizer, choice: str = "auto") -> str:
+    """Return the name of the engine that `open_engine` returns; nothing is opened if it was called before."""
+    with suppress(TypeError):
+        if (name := _NAMES_BY_CHOICE.get(tokenizer, {}).get(choice)) is not None:
+            return name
+    return open_engine(tokenizer, choice).name
+
+
+_NAMES_BY_CHOICE: WeakKeyDictionary[Tokenizer, dict[str, str]] = WeakKeyDictionary()
+
+
+def _opened(tokenizer: Tokenizer, choice: str, seed: int) -> Engine:
     if choice not in CHOICES:
         raise ValueError(f"engine={choice!r}: expected one of {', '.join(CHOICES)}")
-    return ReferenceEngine(tokenizer)
+    reference = ReferenceEngine(tokenizer)
+    if choice == "reference" or (choice == "auto" and reference.name == "encode"):
+        return reference
+    if reference.name == "encode":
+        found = f"{type(tokenizer).__name__} is no tokenizer.json and no SentencePiece model"
+        raise coded("E411", ValueError(f"gigatoken cannot be used: {found}. Leave engine out, or name the reference"))
+    full = cast(FullTokenizer, tokenizer)
+    try:
+        fast = GigatokenEngine(full)
+        ComparedEngine(fast, reference, full).encode(test_texts(fast.literals), first=0)
+    except (UnusableError, EngineDifference) as error:
+        if choice == "gigatoken":
+            raise _refusal(full, error) from error
+        if isinstance(error, EngineDifference):
+            logger.warning("%s; %s encodes", error.difference, reference.name, extra={"code": "W410"})
+        elif error.code == "E901" and is_bpe(full):
+            logger.info("builds with this tokenizer are many times as fast with gigatoken: %s", INSTALL)
+        return reference
+    return ComparedEngine(fast, reference, full, seed=seed)
+
+
+def _refusal(tokenizer: FullTokenizer, error: UnusableError | EngineDifference) -> CacheError:
+    if isinstance(error, UnusableError):
+        remedy = error.remedy or "Leave --engine out, or name the reference: --engine reference"
+        return CacheError(
+            tokenizer.model_path, f"gigatoken cannot be used: {error.reason}", remedy=remedy, code=error.code
+        )
+    found = f"gigatoken cannot be used: on a test text {error.difference}"
+    return CacheError(tokenizer.model_path, found, remedy="Use the reference: --engine reference", code="E411")
+
+
+def test_texts(literals: Sequence[str]) -> list[bytes]:
+    """Return the texts that an engine is tested with when it is opened, with the literals of some tokens in them."""
+    sides = ((" ", " "), ("a", "b"), ("\n", "  "))
+    around = [f"{left}{literal}{right}" for literal in literals[:_LITERALS] for left, right in sides]
+    return [text.encode() for text in (*PROBES, *_odd_texts(), *around)]
+
+
+@functools.cache
+def _odd_texts() -> tuple[str, ...]:
+    generator = random.Random(0)
+    alphabets = (
+        " \n\t\r\u00a0\u3000ab1.",
+        "'sdtmlrveSDTMLRVE \u2019",
+        "0123456789\u0660\u0665\u00bd\u2167,. ",
+        "abcde  \u00e9\u00fc\u6f22\u5b57\u304b\u0301\u0308\u200d\U0001f98a\U0001f469\ufe0f\u2581\ufeff\0",
+        '(){}[]<>=+-*/_#|;:!?"`~^&%$@.,\\ \nxY',
+    )
+    texts = ["".join(generator.choices(alphabet, k=40)) for alphabet in alphabets for _ in range(24)]
+    for _ in range(60):
+        codes = (generator.randrange(0x110000 if generator.random() < 0.2 else 0x3000) for _ in range(40))
+        texts.append("".join(chr(code) for code in codes if not 0xD800 <= code < 0xE000))
+    return (*texts, "a" * 3000, " " * 3000, "ab" * 1500, "\n" * 300, "<unk> <s> </s> <0x41> <|endoftext|> <pad>")

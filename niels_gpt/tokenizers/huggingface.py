@@ -186,7 +186,7 @@ class HuggingFaceTokenizer:
             refuse_surrogates(texts, error)
             raise
         except BaseException as error:
-            if not _is_of_library(error):
+            if not is_of_library(error):
                 raise
             why = f"{self.model_path}: cannot encode a text ({str(error)[:_SHOWN]!a})"
             raise coded("E408", ValueError(why)) from error
@@ -254,7 +254,7 @@ def _open(raw: bytes, where: str) -> Any:
         tokenizer.no_padding()
         tokenizer.post_processor = None  # even without its special tokens, one could leave out or repeat a text
     except BaseException as error:
-        if not _is_of_library(error):
+        if not is_of_library(error):
             raise
         found = f"is damaged, or of an unknown form ({str(error)[:_SHOWN]!a})"
         raise CacheError(where, found, _EXPECTED, code="E403") from error
@@ -267,7 +267,7 @@ def _plain(raw: bytes, where: str) -> Any:
     return tokenizer
 
 
-def _is_of_library(error: BaseException) -> bool:
+def is_of_library(error: BaseException) -> bool:
     """Whether the library raised an error, and not the user by Ctrl-C; its panics are no Exception."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 

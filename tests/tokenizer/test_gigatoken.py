@@ -1,0 +1,424 @@
+"""gigatoken gives the ids of the library that a tokenizer was made for, in bounded memory; where it does not, a build
+stops and names the document. Needs the extra `fast`; real text is a mirror's, of NIELS_GPT_TEST_DATA."""
+
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.byte_tokenizer import ByteTokenizer
+from support.made_tokenizers import MADE, REAL, any_tokenizer, made_tokenizer, sample_texts, write_tokenizer
+from support.tiny_texts import TINY_TEXTS
+
+from niels_gpt.special_tokens import SPECIAL_TOKENS
+from niels_gpt.storage.codes import code_of
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
+from niels_gpt.tokenizer_training import train_tokenizer
+from niels_gpt.tokenizers.engine import (
+    FIRST_COMPARED,
+    ComparedEngine,
+    EngineDifference,
+    ReferenceEngine,
+    open_engine,
+)
+from niels_gpt.tokenizers.engine import (
+    test_texts as texts_of_opening,
+)
+from niels_gpt.tokenizers.gigatoken.encoder import GigatokenEngine
+from niels_gpt.tokenizers.gigatoken.memory import Memory, process_size
+from niels_gpt.tokenizers.protocol import FullTokenizer
+
+pytest.importorskip("gigatoken", reason="needs the extra fast")
+
+BPE = ("gpt2", "neox", *(name for name in MADE if name != "t5"))
+NEW_LETTERS = "\u088f \ua7ce \U00010940 \U000323b0"  # of Unicode 17
+UNORDERED_MARKS = "a\u1df6\u05a2 \u1ad3\u073b a\u0302\u0323 \u1100\u1161 \u212b"
+
+
+@pytest.fixture(scope="module", params=BPE)
+def tokenizer(request: pytest.FixtureRequest) -> FullTokenizer:
+    return load_tokenizer(any_tokenizer(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama() -> FullTokenizer:
+    return load_tokenizer(made_tokenizer("llama3"))
+
+
+def assert_ids_of_reference(tokenizer: FullTokenizer, texts: list[bytes]) -> None:
+    """Compare all texts; the engine itself compares a share of them only, from FIRST_COMPARED on."""
+    engine = open_engine(tokenizer, "gigatoken")
+    assert engine.name == "gigatoken"
+    for at in range(0, len(texts), 512):
+        part = texts[at : at + 512]
+        found, expected = engine.encode(part, first=FIRST_COMPARED), ReferenceEngine(tokenizer).encode(part, first=0)
+        assert all(map(np.array_equal, found, expected))
+        assert found[1].dtype == np.int64 and found[0].dtype.kind in "iu"
+
+
+def odd_texts(tokenizer: FullTokenizer, seed: int, number: int) -> Iterator[str]:
+    """Yield texts of few characters, of random code points, and of literals of the tokenizer's control tokens."""
+    generator = random.Random(seed)
+    literals = [tokenizer.token(token_id) for token_id in sorted(tokenizer.control_ids)[:8]]
+    alphabets = [
+        " \n\t\r\u00a0\u3000ab1.",
+        "'sdtmlrveSDTMLRVE \u2019",
+        "0123456789\u0660\u00bd\u2167,. ",
+        "e\u0301a\u0308\u200d\U0001f98a\u2581\ufeff\0\u0323\uac00\u11a8",
+        [*literals, "<", ">", " ", "a", "\n", *(literal[1:] for literal in literals), *SPECIAL_TOKENS],
+    ]
+    for index in range(number):
+        if index % 6 == 5:
+            codes = (generator.randrange(0x110000 if generator.random() < 0.3 else 0x3100) for _ in range(50))
+            yield "".join(chr(code) for code in codes if not 0xD800 <= code < 0xE000)
+        else:
+            yield "".join(generator.choices(alphabets[index % 6], k=generator.randrange(60)))
+
+
+# --- the same ids -----------------------------------------------------------------------------------------------------
+
+
+def test_odd_texts_have_the_references_ids(tokenizer: FullTokenizer) -> None:
+    texts = [*odd_texts(tokenizer, 1, 3000), NEW_LETTERS, UNORDERED_MARKS, "", "\0", "\ufffd" * 3, "x" * 20_000]
+    assert_ids_of_reference(tokenizer, [text.encode() for text in (*texts, *sample_texts())])
+
+
+def test_letters_of_a_newer_unicode_are_left_to_the_reference() -> None:
+    tokenizer = load_tokenizer(any_tokenizer("gpt2"))
+    texts = [f"{letter}'s{letter}'S ".encode() for letter in NEW_LETTERS.split()]
+    fast, reference = GigatokenEngine(tokenizer), ReferenceEngine(tokenizer)
+    assert not any(np.array_equal(fast.encode([text])[0], reference.encode([text], first=0)[0]) for text in texts)
+    assert all(fast.may_differ(text) for text in texts)
+    assert_ids_of_reference(tokenizer, texts)
+
+
+def test_marks_in_another_order_are_left_to_the_reference() -> None:
+    tokenizer = load_tokenizer(made_tokenizer("qwen2"))
+    assert all(GigatokenEngine(tokenizer).may_differ(f"a{pair}".encode()) for pair in UNORDERED_MARKS.split())
+    generator = random.Random(2)
+    marks = [chr(code) for code in (*range(0x300, 0x370), *range(0x1AB0, 0x1B00), *range(0x1DC0, 0x1E00), 0x5A2, 0x73B)]
+    assert_ids_of_reference(tokenizer, [f"a{''.join(generator.choices(marks, k=3))}".encode() for _ in range(1000)])
+
+
+@pytest.fixture(scope="module", params=["identity", "llama 2"])
+def sentencepiece_bpe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FullTokenizer:
+    import sentencepiece
+
+    path = tmp_path_factory.mktemp("bpe") / "spm.model"
+    if request.param == "identity":  # as this project trains them, with the sentinels
+        path.write_bytes(train_tokenizer(TINY_TEXTS, vocab_size=600, model_type="bpe").model)
+        return load_tokenizer(path)
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TINY_TEXTS),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=600,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        minloglevel=3,
+    )
+    path.write_bytes(model.getvalue())
+    return load_tokenizer(path, sentinels="optional")
+
+
+def test_sentencepiece_bpe_has_the_ids_of_sentencepiece(sentencepiece_bpe: FullTokenizer) -> None:
+    texts = [*odd_texts(sentencepiece_bpe, 3, 3000), "<s> </s> <unk> <0x41>", NEW_LETTERS, UNORDERED_MARKS, ""]
+    assert_ids_of_reference(sentencepiece_bpe, [text.encode() for text in (*texts, *TINY_TEXTS)])
+
+
+def documents_of_mirror(max_bytes: int) -> list[bytes]:
+    """Return documents of the mirror, some of each file until there are so many bytes."""
+    root = os.environ.get("NIELS_GPT_TEST_DATA")
+    if not root:
+        pytest.skip("NIELS_GPT_TEST_DATA names no mirror of real text")
+    paths = [path for path in sorted(Path(root).rglob("*")) if path.suffix in (".txt", ".md", ".jsonl", ".parquet")]
+    assert paths
+    found: list[bytes] = []
+    for path in paths:
+        left = max_bytes // len(paths)
+        for text in texts_of_file(path):
+            left -= len(text)
+            if left < 0:
+                break
+            found.append(text)
+    return found
+
+
+def texts_of_file(path: Path) -> Iterator[bytes]:
+    """Yield the texts of a file: strings in the rows of a table, the lines of another one."""
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        table = pyarrow.parquet.read_table(path)
+        names = [field.name for field in table.schema if pyarrow.types.is_string(field.type)]
+        yield from (text.encode() for name in names for text in table[name].to_pylist() if text)
+    else:
+        text = path.read_bytes().decode(errors="replace").encode()
+        yield from text.split(b"\n" if path.suffix == ".jsonl" else b"\n\n\n")
+
+
+def test_documents_of_the_mirror_have_the_references_ids(tokenizer: FullTokenizer) -> None:
+    assert_ids_of_reference(tokenizer, documents_of_mirror(1_000_000))
+
+
+@pytest.mark.real_text
+def test_every_document_of_the_mirror_has_the_references_ids(tokenizer: FullTokenizer) -> None:
+    assert_ids_of_reference(tokenizer, documents_of_mirror(1 << 40))
+
+
+@pytest.mark.slow
+def test_a_line_of_20_mb_has_the_references_ids(tokenizer: FullTokenizer) -> None:
+    texts = " ".join(sample_texts())
+    assert_ids_of_reference(tokenizer, [(texts * (20_000_000 // len(texts) + 1)).replace("\n", " ").encode()])
+
+
+# --- which tokenizers -------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_gigatoken_where_it_knows_the_model(llama: FullTokenizer) -> None:
+    assert open_engine(llama).name == "gigatoken"
+    assert open_engine(llama, "reference").name == "tokenizers"
+
+
+def unusable(name: str, folder: Path) -> Any:
+    """Return a tokenizer that gigatoken cannot encode with."""
+    if name == "own object":
+        return ByteTokenizer()
+    if name == "unigram model":
+        (folder / "spm.model").write_bytes(train_tokenizer(TINY_TEXTS, vocab_size=400).model)
+        return load_tokenizer(folder / "spm.model")
+    if name == "normalized model":
+        trained = train_tokenizer(TINY_TEXTS, vocab_size=400, model_type="bpe", normalization="nfkc")
+        (folder / "spm.model").write_bytes(trained.model)
+        return load_tokenizer(folder / "spm.model")
+    if name == "unigram json":
+        return load_tokenizer(made_tokenizer("t5"))
+    content = json.loads((made_tokenizer("llama3") / "tokenizer.json").read_text())
+    change: dict[str, Any] = {
+        "lower case": {"normalizer": {"type": "Lowercase"}},
+        "unknown pattern": {"pre_tokenizer": {"type": "Whitespace"}},
+        "suffix": {"model": {**content["model"], "end_of_word_suffix": "</w>"}},
+        "whole words": {"added_tokens": [{**content["added_tokens"][0], "single_word": True}]},
+        "other ids": {"pre_tokenizer": other_pattern(content["pre_tokenizer"])},
+    }[name]
+    if name == "whole words":
+        change["added_tokens"] += content["added_tokens"][1:]
+    return load_tokenizer(write_tokenizer(folder / "changed", "llama3", **change))
+
+
+def other_pattern(pre_tokenizer: dict[str, Any]) -> dict[str, Any]:
+    """Return a pre-tokenizer that gigatoken opens and takes for another one: it splits bytes by a second pattern."""
+    pattern, byte_level = pre_tokenizer["pretokenizers"]
+    return {"type": "Sequence", "pretokenizers": [pattern, {**byte_level, "use_regex": True}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("own object", "ByteTokenizer is no tokenizer.json"),
+        ("unigram model", "only BPE"),
+        ("normalized model", "normalizes text"),
+        ("unigram json", "'Unigram', not BPE"),
+        ("lower case", "normalizes text by 'Lowercase'"),
+        ("unknown pattern", "does not know it"),
+        ("suffix", "suffix"),
+        ("whole words", "single_word"),
+        ("other ids", "on a test text gigatoken and tokenizers differ"),
+    ],
+)
+def test_what_it_does_not_know_is_the_references_or_an_error_with_the_reason(
+    name: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = unusable(name, tmp_path)
+    assert open_engine(tokenizer).name in ("tokenizers", "sentencepiece", "encode")
+    assert ["W410"] * (name == "other ids") == [
+        r.code for r in caplog.records if r.levelname == "WARNING" and "engine" in r.name
+    ]  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=reason) as caught:
+        open_engine(tokenizer, "gigatoken")
+    assert code_of(caught.value) == "E411" and "reference" in str(caught.value)
+
+
+def test_without_the_extra_the_reference_encodes_and_the_error_says_what_to_install() -> None:
+    program = f"""
+import sys
+sys.modules["gigatoken"] = None
+from niels_gpt.tokenizer import load_tokenizer
+from niels_gpt.tokenizers.engine import open_engine
+tokenizer = load_tokenizer({str(made_tokenizer("llama3"))!r})
+print(open_engine(tokenizer).name)
+try:
+    open_engine(tokenizer, "gigatoken")
+except ValueError as error:
+    print(error.code, error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    name, refusal = done.stdout.splitlines()
+    assert name == "tokenizers"
+    assert refusal.startswith("E901 ") and "pip install 'niels-gpt[fast]'" in refusal
+
+
+def test_a_model_that_changed_since_it_was_opened_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(made_tokenizer("llama3"), tmp_path / "copy")
+    tokenizer = load_tokenizer(tmp_path / "copy")
+    with open(tmp_path / "copy" / "tokenizer.json", "a") as file:
+        file.write("\n")
+    with pytest.raises(CacheError, match="has changed"):
+        open_engine(tokenizer)
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def different(llama: FullTokenizer, tmp_path_factory: pytest.TempPathFactory) -> ComparedEngine:
+    """Return gigatoken with a model that lacks the reference's last merge, " tadpole" say, compared with it."""
+    content = json.loads(Path(llama.model_path).read_text())
+    merges = content["model"]["merges"]
+    folder = write_tokenizer(
+        tmp_path_factory.mktemp("other") / "llama3",
+        "llama3",
+        model={**content["model"], "merges": merges[:-1], "ignore_merges": False},
+    )
+    return ComparedEngine(GigatokenEngine(load_tokenizer(folder)), ReferenceEngine(llama), llama)
+
+
+@pytest.fixture(scope="module")
+def word(llama: FullTokenizer) -> str:
+    """Return the word of the last merge."""
+    left, right = json.loads(Path(llama.model_path).read_text())["model"]["merges"][-1]
+    return (left + right).replace("\u0120", " ")
+
+
+def test_a_difference_names_the_document_the_tokens_and_the_text(different: ComparedEngine, word: str) -> None:
+    texts = [b"A heron walks.", b"An otter.", f"One, two,{word} and more".encode(), f"Again{word}".encode()]
+    different.encode(texts[:2], first=0)
+    with pytest.raises(EngineDifference) as caught:
+        different.encode(texts, first=40)
+    assert caught.value.number == 42 and caught.value.code == "E410"
+    message = str(caught.value)
+    assert "gigatoken and tokenizers differ at token" in message and word.strip()[:4] in message
+    assert "--engine reference" in caught.value.remedy
+
+
+def test_the_first_thousand_and_a_share_of_the_others_are_compared(different: ComparedEngine, word: str) -> None:
+    texts = [f"{number}{word} and so on".encode() for number in range(4000)]
+
+    def stopped(first: int, part: list[bytes]) -> int | None:
+        try:
+            different.encode(part, first=first)
+        except EngineDifference as error:
+            return error.number
+        return None
+
+    assert stopped(FIRST_COMPARED - 1, texts[:1]) == FIRST_COMPARED - 1
+    one_by_one = [at for at, text in enumerate(texts) if stopped(FIRST_COMPARED + at, [text]) is not None]
+    assert 20 <= len(one_by_one) <= 60, "one of a hundred"
+    assert stopped(FIRST_COMPARED, texts) == FIRST_COMPARED + one_by_one[0], "batches do not change which ones"
+    with ThreadPoolExecutor(4) as threads:
+        numbers = threads.map(lambda at: stopped(5000 + at, texts[at : at + 100]), range(0, 4000, 100))
+        first_of_each = {number - 5000 for number in numbers if number is not None}
+    assert first_of_each == {
+        min(at for at in one_by_one if at // 100 == part) for part in {at // 100 for at in one_by_one}
+    }
+
+
+def test_the_texts_of_the_opening_do_not_depend_on_chance(llama: FullTokenizer) -> None:
+    program = "from niels_gpt.tokenizers.engine import test_texts; import hashlib; " + (
+        "print(hashlib.sha256(b'|'.join(test_texts(['<a>']))).hexdigest())"
+    )
+    run = [subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout for _ in range(2)]
+    assert run[0] == run[1] and len(texts_of_opening(["<a>"])) > 150
+
+
+# --- threads, processes, memory ---------------------------------------------------------------------------------------
+
+
+def encode_there(engine: ComparedEngine, texts: list[bytes]) -> list[int]:
+    ids: list[int] = engine.encode(texts, first=0)[0].tolist()
+    return ids
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_process_encodes_after_a_fork_and_after_pickling(llama: FullTokenizer, method: str) -> None:
+    engine = open_engine(llama, "gigatoken")
+    texts = [text.encode() for text in TINY_TEXTS]
+    here = engine.encode(texts, first=0)[0].tolist()
+    with ProcessPoolExecutor(1, mp_context=get_context(method)) as process:
+        assert process.submit(encode_there, engine, texts).result(timeout=60) == here
+    assert pickle.loads(pickle.dumps(engine)).encode(texts, first=0)[0].tolist() == here
+
+
+def test_threads_get_the_same_ids_while_it_is_opened_again_and_again(llama: FullTokenizer) -> None:
+    engine = GigatokenEngine(llama, max_growth=1 << 14)
+    generator = random.Random(0)
+    batches = [[generator.randbytes(300_000).hex().encode()] for _ in range(10)]
+    other = GigatokenEngine(llama)
+    expected = [other.encode(batch) for batch in batches]
+    with ThreadPoolExecutor(4) as threads:
+        for found, right in zip(threads.map(engine.encode, batches), expected, strict=True):
+            assert all(map(np.array_equal, found, right))
+    assert engine.times_reopened >= 2
+
+
+def test_memory_that_is_not_of_the_cache_makes_it_wait_longer_each_time() -> None:
+    memory = Memory(8 << 20)
+    kept = []
+    for _ in range(256):
+        kept.append(b"x" * (1 << 20))
+        memory.is_full(1 << 20)
+    assert 2 <= memory.times_reopened <= 6, "the allowed growth doubles"
+
+
+WORDS = """
+import random, resource, string, sys
+from niels_gpt.tokenizer import load_tokenizer
+from niels_gpt.tokenizers.gigatoken.encoder import GigatokenEngine
+engine = GigatokenEngine(load_tokenizer(sys.argv[1]))
+generator = random.Random(0)
+letters = string.ascii_lowercase if sys.argv[2] == "latin" else [chr(code) for code in range(0x4E00, 0x9000)]
+def text():
+    return " ".join("".join(generator.choices(letters, k=generator.randint(3, 9))) for _ in range(600)).encode()
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+engine.encode([text()])
+before, encoded = peak(), 0
+while encoded < int(sys.argv[3]):
+    texts = [text() for _ in range(50)]
+    encoded += sum(map(len, texts))
+    engine.encode(texts)
+print((peak() - before) // 1024, engine.times_reopened)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(process_size() is None, reason="a process cannot see its size here")
+@pytest.mark.parametrize("letters", ["latin", "chinese"])
+@pytest.mark.parametrize("name", REAL)
+def test_words_never_seen_before_take_150_mb_at_most(name: str, letters: str) -> None:
+    arguments = [str(any_tokenizer(name)), letters, str(100_000_000)]
+    done = subprocess.run([sys.executable, "-c", WORDS, *arguments], capture_output=True, text=True, check=True)
+    grown, reopened = map(int, done.stdout.split())
+    assert grown <= 150, "MiB"
+    assert reopened >= 3
+
+
+def test_a_sentencepiece_model_that_is_not_bpe_keeps_its_engine(tiny_tokenizer: SentencePieceTokenizer) -> None:
+    assert open_engine(tiny_tokenizer).name == "sentencepiece"
