@@ -274,17 +274,16 @@ def _utf8(text: bytes | str) -> bytes:
 
 def _repaired(raw: list[bytes], texts: Sequence[bytes | str]) -> tuple[list[bytes], dict[int, tuple[str, ...]]]:
     """Return texts without lone surrogates, and the counters of what is odd about a text, by its number."""
+    # Searching one byte is many times faster, and nearly no text has the last one of U+2581.
+    marked = [number for number, text in enumerate(raw) if b"\x81" in text and b"\xe2\x96\x81" in text]
+    notes: dict[int, tuple[str, ...]] = dict.fromkeys(marked, (U2581,))
     clean = list(raw)
-    notes: dict[int, tuple[str, ...]] = {}
-    for number in [number for number, text in enumerate(raw) if not text.isascii()]:
-        text = raw[number]
-        found: tuple[str, ...] = (U2581,) if b"\xe2\x96\x81" in text else ()
-        if b"\xed" in text and not isinstance(texts[number], bytes):  # it may begin a surrogate
+    for number, text in enumerate(texts):
+        if isinstance(text, str) and b"\xed" in raw[number]:  # it may begin a surrogate
             try:
-                text.decode()
+                raw[number].decode()
             except UnicodeDecodeError:  # JSON can hold half a surrogate pair, utf-8 cannot
-                halves = text.decode(errors="surrogatepass").encode("utf-16-le", "surrogatepass")
-                clean[number], found = halves.decode("utf-16-le", "replace").encode(), (*found, SURROGATES)
-        if found:
-            notes[number] = found
+                halves = text.encode("utf-16-le", "surrogatepass")
+                clean[number] = halves.decode("utf-16-le", "replace").encode()
+                notes[number] = (*notes.get(number, ()), SURROGATES)
     return clean, notes

@@ -6,7 +6,7 @@ sft.py        builds an sft cache: chats -> one token file a split; which chats 
 split.py      which document of a pretrain cache goes to val (D5; chats: sft.py), token budgets, what is a duplicate
 losses.py     what an encoding loses (no training loss): changed texts, unknown ids, empty replies, counted
 meta_keys.py  the keys of meta.json that every cache has; what must be equal for a build to resume; the commit
-source.py     the stream of documents: their shuffled order, the state to resume from, batches for the tokenizer
+source.py     the stream of documents in chunks: their shuffled order, the state to resume from, batches to encode
 pipeline.py   batches encoded in parallel and returned in order; what happens when a worker dies
 resume.py     starts or resumes a build: the lock, and which documents a resumed build reads again to compare them
 build.py      the files of one build: when a checkpoint is taken, and what a resumed build truncates

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.builders.journal import Checkpoint, Journal, remedy_of
-from niels_gpt.builders.source import Seek, SourceState
+from niels_gpt.builders.source import Chunk, Seek, SourceState
 from niels_gpt.builders.writer import BLOCK_BYTES, HashedFile, checksums_of
 from niels_gpt.encoding import DIGEST_BYTES
 from niels_gpt.storage import fileio
@@ -137,10 +137,12 @@ class Build:
                 "Let a forked child end by os._exit"
             )
 
-    def record_consumed(self, digests: Sequence[bytes], states: Sequence[SourceState]) -> None:
-        """Record that documents, one or more, were consumed from the source."""
+    def record_consumed(self, digests: Sequence[bytes], chunk: Chunk[Any]) -> None:
+        """Record that the first documents of a chunk, one for each digest and one or more, were consumed."""
         self.files[TEXTS].write(b"".join(digests))
-        self.previous_state, self.state = [self.state, *states][-2:]
+        last = len(digests) - 1
+        self.previous_state = chunk.state(last - 1) if last else self.state
+        self.state = chunk.state(last)
 
     def restored(self, initial: dict[str, Any]) -> dict[str, Any]:
         """Return the builder's numbers at the last checkpoint; `initial` if there is none.

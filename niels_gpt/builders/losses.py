@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from niels_gpt.chat_template import roles_counted, roles_of
 from niels_gpt.encoding import EncodedTexts, TextEncoder
@@ -46,22 +47,26 @@ class Losses:
         self._unknown = ""  # an example of an unknown character
 
     def look(
-        self, texts: Sequence[str], encoded: EncodedTexts, kept: Sequence[int], lengths: Sequence[int] | None = None
+        self,
+        texts: Sequence[bytes | str],
+        encoded: EncodedTexts,
+        kept: NDArray[np.int64],
+        lengths: NDArray[np.int64] | None = None,
     ) -> None:
         """Count the losses of a batch. texts: of the whole batch. kept: ascending numbers of those in the cache.
 
         lengths: how many tokens of each text enter the cache, if one of them is truncated.
         """
         if self._unk_id is not None and (encoded.ids == self._unk_id).any():
-            self._count_unknown(texts, encoded, kept, encoded.lengths.tolist() if lengths is None else lengths)
+            self._count_unknown(texts, encoded, kept, encoded.lengths if lengths is None else lengths)
         if self._decode is None or self._compared_enough():
             return
         ends = np.cumsum(encoded.lengths)
-        for number in kept:
+        for number in kept.tolist():
             if number in encoded.notes or not texts[number]:  # counted as lossy already, or nothing to lose
                 continue
             start, end = int(ends[number] - encoded.lengths[number]), int(ends[number]) - self._num_ends
-            self._compare(texts[number], encoded.ids[start:end])
+            self._compare(_string(texts[number]), encoded.ids[start:end])
             if self._compared_enough():
                 return
 
@@ -81,15 +86,16 @@ class Losses:
             self._changed = self._changed or first_difference(text, decoded)
 
     def _count_unknown(
-        self, texts: Sequence[str], encoded: EncodedTexts, kept: Sequence[int], lengths: Sequence[int]
+        self, texts: Sequence[bytes | str], encoded: EncodedTexts, kept: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> None:
         is_unknown, starts = encoded.ids == self._unk_id, np.cumsum(encoded.lengths) - encoded.lengths
-        for number in kept:
+        for number in kept.tolist():
             count = int(np.count_nonzero(is_unknown[starts[number] : starts[number] + lengths[number]]))
             self._warnings[UNKNOWN_IDS] += count
             if count and not self._unknown:
-                unknown = (character for character in texts[number] if self._unk_id in self._encode(character))
-                self._unknown = f", such as {next(unknown, texts[number][:20])!a}"
+                text = _string(texts[number])
+                unknown = (character for character in text if self._unk_id in self._encode(character))
+                self._unknown = f", such as {next(unknown, text[:20])!a}"
 
     def warn(self, where: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
         """Log what was counted in a cache that was just built, with an example if this run has seen one."""
@@ -114,6 +120,10 @@ class Losses:
             )
         if meta["kind"] == "sft":
             _warn_of_chats(where, meta)
+
+
+def _string(text: bytes | str) -> str:
+    return text if isinstance(text, str) else text.decode()
 
 
 def count_blank(warnings: Counter[str], roles: Sequence[str], texts: Sequence[str]) -> None:

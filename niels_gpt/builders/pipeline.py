@@ -13,13 +13,15 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Generic, TypeVar
 
 from niels_gpt.builders import source
 from niels_gpt.builders.build import Build
 from niels_gpt.builders.resume import check_ended, compare_consumed
-from niels_gpt.builders.source import Batch, ItemKind, SourceState
+from niels_gpt.builders.source import Batch, Chunk, ItemKind
 from niels_gpt.encoding import EncodedTexts, TextEncoder
+from niels_gpt.tokenizers.engine import EngineDifference
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ _AHEAD_PER_WORKER = 2  # batches: one in work, one waiting
 @contextmanager
 def encoded(
     build: Build,
-    items: Iterable[T],
+    items: Iterable[T | Chunk[T]],
     counters: Mapping[str, int],
     encoder: TextEncoder,
     kind: ItemKind[T],
@@ -43,7 +45,8 @@ def encoded(
     num_threads: int,
     executor: Executor | None,
     report: Callable[[int], None],
-    settled: Callable[[Iterator[tuple[T, SourceState]]], Iterator[tuple[T, SourceState]]] = iter,
+    shuffled: Callable[[Iterator[Chunk[T]], Mapping[str, int]], Iterator[Chunk[T]]] = lambda chunks, _: chunks,
+    settled: Callable[[Iterator[Chunk[T]]], Iterator[Chunk[T]]] = iter,
 ) -> Iterator[Iterator[tuple[Batch[T], EncodedTexts]]]:
     """Yield the batches after the last checkpoint of a build, in order; none if the build has ended.
 
@@ -51,10 +54,12 @@ def encoded(
     exhausted: True if the finished build stopped because the source ran out; then more documents are an error.
     num_threads: threads that encode; 0: the caller's own. executor: encodes instead; it is left open.
     report: called with the number of documents that were read again.
-    settled: passes the items on; it may read ahead before it yields the first one.
+    shuffled: passes the items on in another order. settled: passes them on; it may read ahead before it yields the
+        first one.
     """
-    documents = settled(_checked_for_forks(build, source.with_states(items, counters, build.position)))
-    compare_consumed(build, documents, kind, encoder, report)
+    read = source.chunked(items, counters, build.position, lambda item: sum(map(len, kind.texts(item))))
+    documents = settled(shuffled(_checked_for_forks(build, read), counters))
+    documents = compare_consumed(build, documents, kind, encoder, report)
     if build.last.ended:
         if exhausted and build.compares:
             check_ended(build, documents, kind)
@@ -67,21 +72,23 @@ def encoded(
         encode = encoder.encode
         if executor is not None and not isinstance(executor, ThreadPoolExecutor):
             encode = partial(_encode_elsewhere, pickle.dumps(encoder))
-        batches = source.batches(documents, texts=kind.texts, first=build.last.documents)
-        yield stack.enter_context(closing(InOrder[T, EncodedTexts](encode, executor)(batches)))
+        batches = source.batches(
+            documents, texts=lambda items: list(map(kind.texts, items)), first=build.last.documents
+        )
+        yield stack.enter_context(closing(InOrder[T, EncodedTexts](encode, executor, kind)(batches)))
 
 
 def _checked_for_forks(build: Build, documents: Iterable[T]) -> Iterator[T]:
-    """Yield documents; after each one, check that this process was not forked by the source."""
+    """Yield chunks of documents; after each one, check that this process was not forked by the source."""
     for document in documents:
         build.check_not_forked()
         yield document
     build.check_not_forked()
 
 
-def _encode_elsewhere(encoder: bytes, texts: list[str]) -> EncodedTexts:
+def _encode_elsewhere(encoder: bytes, texts: list[bytes | str], first: int) -> EncodedTexts:
     try:
-        return _unpickled(encoder).encode(texts)
+        return _unpickled(encoder).encode(texts, first)
     except Exception as error:
         try:
             pickle.loads(pickle.dumps(error))
@@ -98,14 +105,23 @@ def _unpickled(encoder: bytes) -> TextEncoder:
 
 
 class InOrder(Generic[T, R]):
-    """Yields (batch, work(batch.payload)) in the order of the batches, with any executor and number of workers.
+    """Yields (batch, work(batch.payload, batch.first)) in the order of the batches, with any executor.
 
     If a worker of a process pool dies, the pool breaks and loses its batches. This is logged, the pool is replaced, and
     each of those batches is tried once more, alone. So a second death is caused by the batch that the error names.
     """
 
-    def __init__(self, work: Callable[[list[str]], R], executor: Executor | None) -> None:
-        """executor: None works in the caller's thread. It is left open; its replacement is closed."""
+    def __init__(
+        self,
+        work: Callable[[list[bytes | str], int], R],
+        executor: Executor | None,
+        kind: ItemKind[T] | None = None,
+    ) -> None:
+        """executor: None works in the caller's thread. It is left open; its replacement is closed.
+
+        kind: names the document of an EngineDifference.
+        """
+        self._kind = kind
         self._work = work
         self._executor = executor
         self._replaced = False
@@ -115,7 +131,10 @@ class InOrder(Generic[T, R]):
     def __call__(self, batches: Iterable[Batch[T]]) -> Generator[tuple[Batch[T], R]]:
         """Submit as many batches ahead as memory allows, and yield each with its result."""
         if self._executor is None:
-            yield from ((batch, self._work(batch.payload)) for batch in batches)
+            for batch in batches:
+                with self._naming(batch):
+                    result = self._work(batch.payload, batch.first)
+                yield batch, result
             return
         stream = iter(batches)
         submitted: deque[tuple[Batch[T], Future[R]]] = deque()
@@ -127,7 +146,8 @@ class InOrder(Generic[T, R]):
                     return
                 batch, future = submitted[0]
                 try:
-                    result = future.result()
+                    with self._naming(batch):
+                        result = future.result()
                 except BrokenExecutor as error:
                     yield from self._retried(submitted, error)
                     continue
@@ -138,6 +158,19 @@ class InOrder(Generic[T, R]):
                 future.cancel()
             if self._replaced:
                 self._executor.shutdown(wait=True, cancel_futures=True)
+
+    @contextmanager
+    def _naming(self, batch: Batch[T]) -> Iterator[None]:
+        """Add the id and the beginning of its text to a document on which an engine differs from the reference."""
+        try:
+            yield
+        except EngineDifference as error:
+            if self._kind is None:
+                raise
+            place = error.number - batch.first  # of its text in the batch
+            ends = accumulate(len(self._kind.texts(item)) for item in batch.items)
+            item = next(item for item, end in zip(batch.items, ends, strict=True) if place < end)
+            raise error.named(self._kind.described(item)) from None
 
     def _fill(
         self, stream: Iterator[Batch[T]], waiting: list[Batch[T]], submitted: deque[tuple[Batch[T], Future[R]]]
@@ -154,7 +187,7 @@ class InOrder(Generic[T, R]):
     def _submit(self, batch: Batch[T]) -> Future[R]:
         assert self._executor is not None
         try:
-            return self._executor.submit(self._work, batch.payload)
+            return self._executor.submit(self._work, batch.payload, batch.first)
         except BrokenExecutor as error:  # handled when the result is asked for
             failed: Future[R] = Future()
             failed.set_exception(error)
@@ -175,7 +208,8 @@ class InOrder(Generic[T, R]):
             batch, before = submitted[0]
             done = before.done() and not before.cancelled() and before.exception() is None
             try:
-                result = before.result() if done else self._submit(batch).result()
+                with self._naming(batch):
+                    result = before.result() if done else self._submit(batch).result()
             except BrokenExecutor as second:
                 raise RuntimeError(
                     f"a worker died twice on {batch} ({str(second) or type(second).__name__}). Look for a text there "

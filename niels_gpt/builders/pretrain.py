@@ -18,6 +18,7 @@ from niels_gpt.builders.resume import NoTextError, open_build
 from niels_gpt.builders.shards import FILES, Shards, with_ids
 from niels_gpt.builders.source import SHUFFLE_ALGORITHM, Shuffled
 from niels_gpt.builders.split import SPLITS, TextSplit, TokenBudget, asked_share
+from niels_gpt.documents import DocumentBatch
 from niels_gpt.encoding import TextEncoder
 from niels_gpt.progress import Progress
 from niels_gpt.special_tokens import SPECIAL_TOKENS
@@ -41,7 +42,7 @@ FRACTION_RULE = _BY_TEXT.format("val_frac")
 
 
 def build_pretrain(
-    documents: Iterable[tuple[str | None, str] | tuple[str | None, str, str | None]],
+    documents: Iterable[DocumentBatch | tuple[str | None, str] | tuple[str | None, str, str | None]],
     out_dir: str | os.PathLike[str],
     *,
     tokenizer: Tokenizer,
@@ -65,7 +66,7 @@ def build_pretrain(
 ) -> dict[str, Any]:
     """Build the cache and commit it at `out_dir`; returns its meta. A killed build resumes.
 
-    documents: (split, text) or (split, text, id); split None: text and seed decide (D5); id: the number by default.
+    documents: batches, (split, text), or (split, text, id); split None: text and seed decide (D5); no id: its number.
     max_train_tokens, max_val_tokens: tokens, document ends included; None: no limit.
     val_frac: the share of val, 0 <= val_frac < 1, among documents that name no split; None: max_val_tokens / both. If
         documents name their split, the share to expect: a warning is logged if the tokens are far from it.
@@ -87,10 +88,10 @@ def build_pretrain(
     rule = TextSplit(asked_share(settings), seed)
     encoder = _encoder(tokenizer, settings, rule, engine)
     identity = build_identity(source, tokenizer, seed=seed, **settings)
-    shuffled = Shuffled(with_ids(documents, source.position), size=shuffle_buffer, seed=seed)
+    shuffled = Shuffled(shuffle_buffer, seed)
     with open_build(out_dir, identity, FILES, checkpoint_seconds, source) as build:
         shards = Shards(build, budget, rule, encoder, shard_bytes, progress)
-        exhausted = shards.fill(shuffled, source, num_threads, executor)
+        exhausted = shards.fill(with_ids(documents, source.position), shuffled, source, num_threads, executor)
         if not shards.tokens["train"] and not partial:
             raise NoTextError(f"{os.fspath(out_dir)}: no token for the train split: {_shortage(shards, source)}")
         build.checkpoint(shards.state(), ended=True)

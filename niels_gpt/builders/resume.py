@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from niels_gpt.builders.build import TEXTS, Build
 from niels_gpt.builders.journal import Attempts, identity_of
 from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.source import ItemKind, SourceState
+from niels_gpt.builders.source import Chunk, ItemKind
 from niels_gpt.encoding import DIGEST_BYTES, TextEncoder
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
@@ -30,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _LOG_SECONDS = 10.0  # between two log lines about documents that are read again
-_REPORT_EVERY = 1024  # documents that are read again
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 
 
@@ -119,38 +119,40 @@ def seek(build: Build, source: Source) -> None:
 
 def compare_consumed(
     build: Build,
-    documents: Iterator[tuple[T, SourceState]],
+    chunks: Iterator[Chunk[T]],
     kind: ItemKind[T],
     encoder: TextEncoder,
     report: Callable[[int], None],
-) -> None:
+) -> Iterator[Chunk[T]]:
     """Read again what was consumed at the last checkpoint, or only its last document after a seek, and compare it.
 
-    report: called now and then with the number of documents read again. Raises: CacheError naming the first document
-    that has changed.
+    report: called now and then with the number of documents read again. Returns what follows these documents.
+    Raises: CacheError naming the first document that has changed.
     """
     if build.sought:
-        _compare_last(build, documents, kind, encoder)
-    elif build.compares:
-        _compare_all(build, documents, kind, encoder, report)
+        return _compare_last(build, chunks, kind, encoder)
+    if build.compares:
+        return _compare_all(build, chunks, kind, encoder, report)
+    return chunks
 
 
-def check_ended(build: Build, documents: Iterator[tuple[T, SourceState]], kind: ItemKind[T]) -> None:
+def check_ended(build: Build, chunks: Iterator[Chunk[T]], kind: ItemKind[T]) -> None:
     """Raise CacheError if a source that had ended has more documents."""
-    if build.last.ended and (document := next(documents, None)) is not None:
-        _raise_changed(build, f"had ended, and has one more document, {kind.described(document[0])}")
+    if build.last.ended and (chunk := next(chunks, None)) is not None:
+        _raise_changed(build, f"had ended, and has one more document, {kind.described(chunk.items[0])}")
 
 
 def _compare_last(
-    build: Build, documents: Iterator[tuple[T, SourceState]], kind: ItemKind[T], encoder: TextEncoder
-) -> None:
+    build: Build, chunks: Iterator[Chunk[T]], kind: ItemKind[T], encoder: TextEncoder
+) -> Iterator[Chunk[T]]:
     count, known = build.last.documents, build.last.seek
     assert known is not None
     with open(build.folder / TEXTS, "rb") as file:
         file.seek((count - 1) * DIGEST_BYTES)
         expected = file.read(DIGEST_BYTES)
-    document, build.state = next(documents, (None, build.previous_state))
-    if document is None or kind.digest(document, encoder) != expected or not known.leads_to(build.state):
+    chunk = next(chunks, None)
+    build.state = build.previous_state if chunk is None else chunk.state(0)
+    if chunk is None or kind.digests(chunk.items[:1], encoder) != [expected] or not known.leads_to(build.state):
         raise CacheError(
             build.folder,
             f"the place in the source that its journal names is not that of document {count - 1}",
@@ -159,38 +161,49 @@ def _compare_last(
         )
     message = "%s: resuming after %d documents of an earlier run, which are not read again: the files are the same"
     logger.info(message, build.public, count)
+    return _after(chunk, 1, chunks)
 
 
 def _compare_all(
     build: Build,
-    documents: Iterator[tuple[T, SourceState]],
+    chunks: Iterator[Chunk[T]],
     kind: ItemKind[T],
     encoder: TextEncoder,
     report: Callable[[int], None],
-) -> None:
-    count = build.last.documents
+) -> Iterator[Chunk[T]]:
+    count, number = build.last.documents, 0
     if count and build.committed is None:
         message = "%s: resuming after %d documents of an earlier run, which are read again to compare them"
         logger.info(message, build.public, count)
     logged = time.monotonic()
     with open(build.folder / TEXTS, "rb") as file:
-        for number in range(count):
-            build.previous_state = build.state
-            document, build.state = next(documents, (None, build.state))
-            if document is None:
+        while number < count:
+            report(number)
+            if time.monotonic() - logged > _LOG_SECONDS:
+                logged = time.monotonic()
+                logger.info("%s: re-read %s of %s documents", build.public, f"{number:,}", f"{count:,}")
+            chunk = next(chunks, None)
+            if chunk is None:
                 _raise_changed(build, f"ends after {number} documents, and {count} had been read")
-            elif kind.digest(document, encoder) != file.read(DIGEST_BYTES):
-                _raise_changed(build, f"has changed at {kind.described(document)}")
-            if number % _REPORT_EVERY == 0:
-                report(number)
-                if time.monotonic() - logged > _LOG_SECONDS:
-                    logged = time.monotonic()
-                    logger.info("%s: re-read %s of %s documents", build.public, f"{number:,}", f"{count:,}")
+            some = chunk.items[: count - number]
+            for item, digest in zip(some, kind.digests(some, encoder), strict=True):
+                if digest != file.read(DIGEST_BYTES):
+                    _raise_changed(build, f"has changed at {kind.described(item)}")
+            number += len(some)
+            build.previous_state = chunk.state(len(some) - 2) if len(some) > 1 else build.state
+            build.state = chunk.state(len(some) - 1)
+            chunks = _after(chunk, len(some), chunks)
     if count and build.state.generator != build.last.generator:
         _raise_changed(build, "is shuffled differently, as by another version of torch")
+    return chunks
 
 
-def _raise_changed(build: Build, change: str) -> None:
+def _after(chunk: Chunk[T], number: int, chunks: Iterator[Chunk[T]]) -> Iterator[Chunk[T]]:
+    """Return chunks after the first items of one of them."""
+    return chunks if number == len(chunk.items) else chain([chunk.part(number, len(chunk.items))], chunks)
+
+
+def _raise_changed(build: Build, change: str) -> NoReturn:
     raise CacheError(
         build.public,
         f"its source {change}, since a build of it was interrupted",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import lru_cache
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,7 +158,7 @@ def _problem(roles: str) -> str | None:
 
 
 _EXAMPLES = ItemKind[Example](
-    texts=lambda example: example.texts,
+    texts=lambda example: cast(list[bytes | str], example.texts),
     label=lambda example: f"{example.name}{_JOINT}{example.roles}",
     name=lambda example: example.name,
 )
@@ -196,7 +196,7 @@ class _Buffer:
             report=self._report,
         ) as batches:
             for batch, encoded in batches:
-                self._build.record_consumed(self._add(batch, encoded), batch.states)
+                self._build.record_consumed(self._add(batch, encoded), batch.chunk)
                 self._build.checkpoint(self.state())
                 self._report(self.counts["examples_read"])
 
@@ -236,7 +236,7 @@ class _Buffer:
             if is_kept[text]:
                 self.warnings.update(notes)
         if kept:
-            self.losses.look(batch.payload, encoded, np.flatnonzero(is_kept).tolist())
+            self.losses.look(batch.payload, encoded, np.flatnonzero(is_kept))
             self._write(kept, contents, firsts, is_kept, encoded)
         return digests
 

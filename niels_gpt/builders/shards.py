@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
+from hashlib import sha256
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,10 @@ from niels_gpt.builders.build import Build
 from niels_gpt.builders.losses import Losses, loss_keys
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.resume import seek
-from niels_gpt.builders.source import Batch, ItemKind, Shuffled, SourceState, digest_list, first_number, item_digest
+from niels_gpt.builders.source import Batch, Change, Chunk, ItemKind, Shuffled, first_number
 from niels_gpt.builders.split import SPLITS, Document, TextSplit, TokenBudget, count_duplicates
 from niels_gpt.builders.writer import OFFSET_DTYPE, npy_parts
+from niels_gpt.documents import DocumentBatch
 from niels_gpt.encoding import DIGEST_BYTES, EncodedTexts, TextEncoder
 from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio
@@ -40,17 +43,42 @@ text digests of its documents.
 """
 
 
-def with_ids(documents: Iterable[Sequence[str | None]], position: dict[str, int] | None = None) -> Iterator[Document]:
-    """Give each document without an id its number in the stream. Raises: ValueError naming one that is no document.
+def with_ids(
+    documents: Iterable[Sequence[str | None] | DocumentBatch], position: dict[str, int] | None = None
+) -> Iterator[Document | Chunk[Document]]:
+    """Give each document without an id its number in the stream; a batch becomes a chunk.
 
     position: that of Source; a resumed build sets the number of the first document in it.
+    Raises: ValueError naming one that is no document.
     """
-    for number, (split, text, *rest) in enumerate(documents, first_number(position)):
+    number = first_number(position)
+    for document in documents:
+        if isinstance(document, DocumentBatch):
+            _check_split(number, document.split)
+            if len(document.texts) != len(document.ids):
+                raise ValueError(
+                    f"document {number}: its batch has {len(document.texts)} texts and {len(document.ids)} ids"
+                )
+            if document.texts:
+                yield _chunk(document)
+            number += len(document)
+            continue
+        split, text, *rest = document
         if not isinstance(text, str):
             raise ValueError(f"document {number}: its text is a {type(text).__name__}, expected a str")
-        if split not in (None, *SPLITS):
-            raise ValueError(f"document {number}: its split is {split!r}, expected 'train', 'val' or None")
+        _check_split(number, split)
         yield split, text, str(number) if not rest or rest[0] is None else rest[0]
+        number += 1
+
+
+def _check_split(number: int, split: str | None) -> None:
+    if split not in (None, *SPLITS):
+        raise ValueError(f"document {number}: its split is {split!r}, expected 'train', 'val' or None")
+
+
+def _chunk(batch: DocumentBatch) -> Chunk[Document]:
+    items: list[Document] = list(zip(repeat(batch.split), batch.texts, batch.ids))  # C speed: no step for a document
+    return Chunk(items, [Change(first, counts, None, batch.position, first) for first, counts in batch.counters])
 
 
 _DOCUMENTS = ItemKind[Document](
@@ -90,10 +118,17 @@ class Shards:
         budget.used = self.tokens
         self._expected = None if None in budget.limits.values() else sum(limit or 0 for limit in budget.limits.values())
 
-    def fill(self, documents: Shuffled[Document], source: Source, num_threads: int, executor: Executor | None) -> bool:
+    def fill(
+        self,
+        documents: Iterable[Document | Chunk[Document]],
+        shuffled: Shuffled,
+        source: Source,
+        num_threads: int,
+        executor: Executor | None,
+    ) -> bool:
         """Read documents until both budgets are full; returns whether the source has ended instead."""
         build = self._build
-        if documents.in_order:
+        if shuffled.in_order:
             self._seek(source)
         with pipeline.encoded(
             build,
@@ -105,12 +140,13 @@ class Shards:
             num_threads=num_threads,
             executor=executor,
             report=self._report,
+            shuffled=shuffled.of,
             settled=self._settled,
         ) as batches:
             while not self._full() and (encoded_batch := next(batches, None)) is not None:
                 batch, encoded = encoded_batch
                 consumed = self._add(batch, encoded)
-                build.record_consumed(self._digests(batch, encoded, consumed), batch.states[:consumed])
+                build.record_consumed(self._digests(batch, encoded, consumed), batch.chunk)
                 build.checkpoint(self.state())
                 self._report(self.counts["documents_read"])
         return not self._full()
@@ -120,8 +156,8 @@ class Shards:
         if self._known_bound in (None, self._bound()):
             seek(self._build, source)
 
-    def _settled(self, documents: Iterator[tuple[Document, SourceState]]) -> Iterator[tuple[Document, SourceState]]:
-        """Yield documents. Raises: CacheError if the split's bound is another one than at the last checkpoint."""
+    def _settled(self, documents: Iterator[Chunk[Document]]) -> Iterator[Chunk[Document]]:
+        """Yield chunks. Raises: CacheError if the split's bound is another one than at the last checkpoint."""
         settled = (
             documents if self._build.sought else self._rule.settled(documents, self._build.folder, self._encoder.drops)
         )
@@ -184,56 +220,115 @@ class Shards:
         return self._budget.full("train") and self._budget.full("val")
 
     def _digests(self, batch: Batch[Document], encoded: EncodedTexts, consumed: int) -> list[bytes]:
-        pairs = zip(batch.items[:consumed], digest_list(encoded.digests), strict=False)
-        return [item_digest(_DOCUMENTS.label(document), [digest]) for document, digest in pairs]
+        texts, end = encoded.digests.tobytes(), DIGEST_BYTES
+        labels = [f"{split}\0{name}\0".encode(errors="surrogatepass") for split, _, name in batch.items[:consumed]]
+        return [
+            sha256(label + texts[at : at + end]).digest()[:end]
+            for label, at in zip(labels, range(0, len(texts), end), strict=False)
+        ]
 
     def _add(self, batch: Batch[Document], encoded: EncodedTexts) -> int:
         """Write the documents of a batch, until both budgets are full; returns how many were consumed."""
-        chosen: dict[str, list[int]] = {split: [] for split in SPLITS}
-        lengths, keys = encoded.lengths.tolist(), encoded.keys.tolist()
-        truncated_bytes: dict[int, int] = {}
-        consumed, full = 0, self._full()
-        for number, document in enumerate(batch.items):
-            if full:  # the documents after it are not consumed
-                break
-            consumed += 1
-            split = document[0] or self._rule.of(keys[number] if keys else 0)
-            if self._is_dropped(split, lengths[number], encoded.problems.get(number)):
-                continue
-            room = self._budget.room(split)
-            if room is not None and lengths[number] >= room:
-                if lengths[number] > room:
-                    truncated_bytes[number] = self._truncate(encoded, number, lengths[number], room)
-                    lengths[number] = room
-                self.tokens[split] += lengths[number]
-                full = self._full()
-            else:
-                self.tokens[split] += lengths[number]
-            if encoded.notes:
-                self.warnings.update(encoded.notes.get(number, ()))
-            chosen[split].append(number)
-        self.losses.look(batch.payload, encoded, sorted(chosen["train"] + chosen["val"]), lengths)
+        lengths, count = encoded.lengths.copy(), len(batch.items)
+        in_val = self._in_val(batch.items, encoded.keys)
+        fits = lengths > 0
+        fits[list(encoded.problems)] = False
+        chosen, lasts = {}, {}
+        for split, is_in in zip(SPLITS, (~in_val, in_val), strict=True):
+            chosen[split], lasts[split] = self._within(split, np.flatnonzero(fits & is_in), lengths)
+        # The document that fills the second budget is the last one; those after it are not consumed.
+        consumed = min(max(lasts.values()) + 1, count)
+        self._check_named(batch.items[:consumed])
+        kept = np.concatenate(list(chosen.values()))
+        self._count_drops(encoded, fits[:consumed], len(kept))
+        truncated = {split: self._truncated(split, encoded, chosen[split], lengths) for split in SPLITS}
+        kept.sort()
+        if encoded.notes:
+            for number in set(kept.tolist()).intersection(encoded.notes):
+                self.warnings.update(encoded.notes[number])
+        self.losses.look(batch.payload, encoded, kept, lengths)
         for split, numbers in chosen.items():
-            if numbers:
-                kept = np.array([lengths[number] for number in numbers], dtype=np.int64)
-                self._write(split, _ids_of(encoded, numbers)[: int(kept.sum())], kept)
-                names = (batch.items[number][2] for number in numbers)
-                self._build.files[f"{split}_ids.txt"].write(id_lines(names))
-                self._build.files[f"{split}_texts.bin"].write(encoded.digests[numbers])
-                utf8_bytes = encoded.utf8_bytes[numbers].tolist()
-                sizes = (truncated_bytes.get(number, size) for number, size in zip(numbers, utf8_bytes, strict=True))
-                self.utf8_bytes[split] += sum(sizes)
+            if len(numbers):
+                self._append(split, batch.items, encoded, numbers, lengths)
+                self.utf8_bytes[split] += int(encoded.utf8_bytes[numbers].sum()) - truncated[split]
         self.counts["documents_read"] += consumed
         return consumed
 
-    def _is_dropped(self, split: str, length: int, problem: tuple[str, str] | None) -> bool:
-        """Return whether a document is dropped, and count it if so."""
-        reason = self._encoder.accept(problem) if problem else None if length else "empty"
-        if reason is None and self._budget.full(split):
-            reason = "split_full"
-        if reason is not None:
-            self.counts[reason] += 1
-        return reason is not None
+    def _in_val(self, items: list[Document], keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Return bool [items]: the document goes to val."""
+        splits = {item[0] for item in items}
+        if splits == {None}:
+            return self._rule.in_val(keys) if len(keys) else np.zeros(len(items), dtype=np.bool_)
+        named = np.array([item[0] == "val" for item in items], dtype=np.bool_)
+        if None not in splits or not len(keys):
+            return named
+        return np.where([item[0] is None for item in items], self._rule.in_val(keys), named)
+
+    def _check_named(self, items: list[Document]) -> None:
+        """Raise ValueError if a document names no split and no share of val is known."""
+        if self._rule.share is None and any(item[0] is None for item in items):
+            raise ValueError("a document names no split: expected val_frac, or a bound of the tokens of both splits")
+
+    def _within(
+        self, split: str, numbers: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], int]:
+        """Return which documents of a split are kept, and the number of the one that fills its budget.
+
+        The latter is -1 if it is full already, and beyond every number if it does not fill.
+        """
+        room = self._budget.room(split)
+        if room is None:
+            return numbers, len(lengths)
+        if room == 0:
+            return numbers[:0], -1
+        filling = int(np.cumsum(lengths[numbers]).searchsorted(room))
+        if filling == len(numbers):
+            return numbers, len(lengths)
+        return numbers[: filling + 1], int(numbers[filling])
+
+    def _count_drops(self, encoded: EncodedTexts, fits: NDArray[np.bool_], num_kept: int) -> None:
+        """Count the documents that are dropped. fits: of those consumed, which have tokens and no problem.
+
+        Raises: ValueError for one with a problem if the encoder refuses it.
+        """
+        found = Counter(
+            str(self._encoder.accept(encoded.problems[number]))
+            for number in sorted(encoded.problems)
+            if number < len(fits)
+        )
+        num_fit = int(np.count_nonzero(fits))
+        found["empty"] = len(fits) - num_fit - found.total()
+        found["split_full"] = num_fit - num_kept
+        self.counts.update({key: number for key, number in found.items() if number})
+
+    def _truncated(
+        self, split: str, encoded: EncodedTexts, numbers: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> int:
+        """Truncate the last of a split's documents in `lengths` if it exceeds the budget; returns the bytes lost."""
+        room = self._budget.room(split)
+        excess = 0 if room is None else int(lengths[numbers].sum()) - room
+        if excess <= 0:
+            return 0
+        number = int(numbers[-1])
+        length = int(lengths[number])
+        lengths[number] = length - excess
+        return int(encoded.utf8_bytes[number]) - self._truncate(encoded, number, length, length - excess)
+
+    def _append(
+        self,
+        split: str,
+        items: list[Document],
+        encoded: EncodedTexts,
+        numbers: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+    ) -> None:
+        """Write documents of a split, with their source ids and digests. numbers: ascending."""
+        kept = lengths[numbers]
+        total, files = int(kept.sum()), self._build.files
+        self.tokens[split] += total
+        self._write(split, _ids_of(encoded, numbers)[:total], kept)
+        files[f"{split}_ids.txt"].write(id_lines([items[number][2] for number in numbers.tolist()]))
+        files[f"{split}_texts.bin"].write(encoded.digests[numbers])
 
     def _truncate(self, encoded: EncodedTexts, number: int, length: int, room: int) -> int:
         """Count a truncated document; returns the utf-8 bytes of the ids that are kept."""
@@ -269,12 +364,11 @@ class Shards:
             self._progress(documents, sum(self.tokens.values()), self._expected)
 
 
-def _ids_of(encoded: EncodedTexts, numbers: list[int]) -> Ids:
-    """Return the ids of some texts of a batch, concatenated. numbers: ascending."""
-    if len(numbers) == len(encoded.lengths):
+def _ids_of(encoded: EncodedTexts, wanted: NDArray[np.int64]) -> Ids:
+    """Return the ids of some texts of a batch, concatenated. wanted: ascending numbers."""
+    if len(wanted) == len(encoded.lengths):
         return encoded.ids
     ends = np.cumsum(encoded.lengths)
-    wanted = np.asarray(numbers)
     breaks = np.flatnonzero(np.diff(wanted) != 1)
     firsts, lasts = wanted[[0, *(breaks + 1)]], wanted[[*breaks, -1]]
     runs = zip((ends[firsts] - encoded.lengths[firsts]).tolist(), ends[lasts].tolist(), strict=True)

@@ -1,13 +1,16 @@
-"""Reads a source: shuffles it in bounded memory, records its state at each document, and cuts it into batches.
+"""Reads a source in chunks: records its state at each document, shuffles it in bounded memory, cuts it into batches.
 
 Decides the order of documents (Shuffled), where one batch ends (batches), and where a resumed source begins (Seek).
+Documents pass in chunks, never one by one; sizes of chunks decide nothing but speed.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, islice, zip_longest
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -30,56 +33,6 @@ _DOCUMENTS = "documents"
 _NO_POSITION: Mapping[str, int] = {}
 
 
-class Shuffled(Generic[T]):
-    """Yields every item once, shuffled: `size` items are held, and each next item replaces a random one of them."""
-
-    def __init__(self, items: Iterable[T], *, size: int | None, seed: int) -> None:
-        """size: items held at once; None, 0 and 1 keep the order. seed: of the torch.Generator."""
-        if size is not None and size < 0:
-            raise ValueError(f"shuffle_buffer={size}: expected 0 or more documents")
-        import torch
-
-        self._items, self._size = items, size or 1
-        self._generator = torch.Generator().manual_seed(seed)
-        self.draws = 0
-        """Number of generator calls: the generator's state changes only when this number does."""
-
-    @property
-    def in_order(self) -> bool:
-        """Whether the items keep the order of the stream."""
-        return self._size == 1
-
-    def state_sha256(self) -> str | None:
-        """Return the sha256 of the generator's state; None if the items keep their order."""
-        if self._size == 1:
-            return None
-        return hashlib.sha256(self._generator.get_state().numpy().tobytes()).hexdigest()
-
-    def __iter__(self) -> Iterator[T]:
-        """Yield the items. Call it once."""
-        if self._size == 1:
-            yield from self._items
-            return
-        import torch
-
-        held: list[T] = []
-        drawn: list[int] = []
-        for item in self._items:
-            if len(held) < self._size:
-                held.append(item)
-                continue
-            if not drawn:
-                drawn = torch.randint(self._size, (_DRAWS,), generator=self._generator).tolist()
-                self.draws += 1
-            slot = drawn.pop()
-            yield held[slot]
-            held[slot] = item
-        order = torch.randperm(len(held), generator=self._generator).tolist()
-        self.draws += 1
-        for slot in order:
-            yield held[slot]
-
-
 class SourceState(NamedTuple):
     """A snapshot of a source as of one document; reading ahead does not affect it."""
 
@@ -91,24 +44,155 @@ class SourceState(NamedTuple):
     """The loader's position in its files; {} if it has none, or behind a shuffle."""
 
 
-def with_states(
-    items: Iterable[T], counters: Mapping[str, int], position: Mapping[str, int] | None = None
-) -> Iterator[tuple[T, SourceState]]:
-    """Yield each item with the state of its source; consecutive items share one SourceState while nothing changes.
+class Change(NamedTuple):
+    """The state of a source from one item of a chunk on, up to the next change."""
 
-    counters, position: updated by the loader as it is read.
+    first: int
+    """Number of that item in the chunk."""
+    counters: Mapping[str, int]
+    generator: str | None
+    positions: Sequence[Mapping[str, int]] | Mapping[str, Sequence[int]] = ()
+    """Of each item from number `offset` on: one mapping for each, or a column for each key; empty: no position."""
+    offset: int = 0
+
+
+@dataclass
+class Chunk(Generic[T]):
+    """Consecutive items of a source, with its state as of each."""
+
+    items: list[T]
+    changes: list[Change]
+    """In the order of `first`, which is 0 in the first one."""
+
+    def state(self, number: int) -> SourceState:
+        """Return the state as of one item."""
+        change = self.changes[bisect_right(self.changes, number, key=lambda change: change.first) - 1]
+        place, positions = change.offset + number - change.first, change.positions
+        if isinstance(positions, Mapping):
+            return SourceState(change.counters, change.generator, {k: int(v[place]) for k, v in positions.items()})
+        return SourceState(change.counters, change.generator, positions[place] if positions else _NO_POSITION)
+
+    def part(self, start: int, stop: int) -> Chunk[T]:
+        """Return the items from number `start` to `stop`, which is not below it."""
+        if start == 0 and stop >= len(self.items):
+            return self
+        changes = []
+        for change, after in zip_longest(self.changes, self.changes[1:]):
+            if change.first < max(stop, 1) and (after is None or after.first > start):
+                skipped = max(start - change.first, 0)
+                moved = max(change.first - start, 0)
+                changes.append(change._replace(first=moved, offset=change.offset + skipped))
+        return Chunk(self.items[start:stop], changes)
+
+    def extend(self, other: Chunk[T]) -> None:
+        """Append the items of another chunk."""
+        count = len(self.items)
+        self.items.extend(other.items)
+        self.changes += [change._replace(first=change.first + count) for change in other.changes]
+
+
+def chunked(
+    items: Iterable[T | Chunk[T]],
+    counters: Mapping[str, int],
+    position: Mapping[str, int] | None,
+    size: Callable[[T], int],
+) -> Iterator[Chunk[T]]:
+    """Group items into chunks of about a batch; a chunk among the items passes as it is.
+
+    counters, position: updated by the loader as it is read. size: characters of an item.
     """
-    shuffled = items if isinstance(items, Shuffled) else None
-    state, draws = SourceState({}, None), -1
+    held: list[T] = []
+    changes: list[Change] = []
+    positions: list[Mapping[str, int]] = []
+    total = 0
     for item in items:
-        if shuffled is not None and draws != shuffled.draws:
-            draws = shuffled.draws
-            state = SourceState(dict(counters), shuffled.state_sha256())
-        elif state.counters != counters:
-            state = SourceState(dict(counters), state.generator)
+        is_chunk = isinstance(item, Chunk)
+        if held and (is_chunk or len(held) >= BATCH_ITEMS or total >= BATCH_CHARS):
+            yield Chunk(held, changes)
+            held, changes, positions, total = [], [], [], 0
+        if isinstance(item, Chunk):
+            yield item
+            continue
+        if not changes or changes[-1].counters != counters or bool(position) != bool(changes[-1].positions):
+            positions = []
+            changes.append(Change(len(held), dict(counters), None, positions))
         if position:
-            state = SourceState(state.counters, state.generator, dict(position))
-        yield item, state
+            positions.append(dict(position))
+        held.append(item)
+        total += size(item)
+        if len(held) >= BATCH_ITEMS or total >= BATCH_CHARS:
+            yield Chunk(held, changes)
+            held, changes, positions, total = [], [], [], 0
+    if held:
+        yield Chunk(held, changes)
+
+
+class Shuffled:
+    """Yields every item once, shuffled: `size` items are held, and each next item replaces a random one of them."""
+
+    def __init__(self, size: int | None, seed: int) -> None:
+        """size: items held at once; None, 0 and 1 keep the order. seed: of the torch.Generator."""
+        if size is not None and size < 0:
+            raise ValueError(f"shuffle_buffer={size}: expected 0 or more documents")
+        import torch
+
+        self._size = size or 1
+        self._generator = torch.Generator().manual_seed(seed)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the items keep the order of the stream."""
+        return self._size == 1
+
+    def of(self, chunks: Iterable[Chunk[T]], counters: Mapping[str, int]) -> Iterator[Chunk[T]]:
+        """Yield the items in chunks; an item has the state of the one that replaces it. Call it once.
+
+        counters: the loader's; when the source has ended, the state of the items that are left.
+        """
+        if self._size == 1:
+            yield from chunks
+            return
+        import torch
+
+        held: list[T] = []
+        drawn: list[int] = []
+        generator = self._state_sha256()
+        for chunk in chunks:
+            start = min(self._size - len(held), len(chunk.items))
+            held += chunk.items[:start]
+            rest = chunk.part(start, len(chunk.items))
+            found: list[T] = []
+            drawn_at: list[tuple[int, str]] = [(0, generator)]
+            while len(found) < len(rest.items):
+                if not drawn:
+                    drawn = torch.randint(self._size, (_DRAWS,), generator=self._generator).tolist()
+                    generator = self._state_sha256()
+                    drawn_at.append((len(found), generator))
+                for item in rest.items[len(found) : len(found) + len(drawn)]:
+                    slot = drawn.pop()
+                    found.append(held[slot])
+                    held[slot] = item
+            if found:
+                yield Chunk(found, _with_generator(rest.changes, drawn_at))
+        order = torch.randperm(len(held), generator=self._generator).tolist()
+        left = Change(0, dict(counters), self._state_sha256())
+        for first in range(0, len(order), BATCH_ITEMS):
+            yield Chunk([held[slot] for slot in order[first : first + BATCH_ITEMS]], [left])
+
+    def _state_sha256(self) -> str:
+        return hashlib.sha256(self._generator.get_state().numpy().tobytes()).hexdigest()
+
+
+def _with_generator(changes: list[Change], drawn_at: list[tuple[int, str]]) -> list[Change]:
+    """Return changes with the states of a generator: (number of an item, the state from it on), the last one holds."""
+    states = dict(drawn_at)  # the later one of two at the same item
+    firsts = sorted({*states, *(change.first for change in changes)})
+    found, chunk = [], Chunk[Any]([], changes)
+    generator: str | None = None
+    for first in firsts:
+        generator = states.get(first, generator)
+        found.append(Change(first, chunk.state(first).counters, generator))
+    return found
 
 
 @dataclass
@@ -117,57 +201,80 @@ class Batch(Generic[T]):
 
     first: int
     """Number of the first item, counted from the beginning of the source."""
-    items: list[T] = field(default_factory=list)
-    states: list[SourceState] = field(default_factory=list)
-    """Of each item."""
-    payload: list[str] = field(default_factory=list)
+    chunk: Chunk[T]
+    payload: list[bytes | str]
     """Their texts: one for each document, one for each message of a chat."""
-    num_chars: int = 0
+    num_chars: int
     """Characters of these texts."""
+
+    @property
+    def items(self) -> list[T]:
+        """The items."""
+        return self.chunk.items
 
     def __str__(self) -> str:
         """Name the items, for a message."""
-        begin = next((text[:80] for text in self.payload if text), "")
+        begin = next((beginning(text) for text in self.payload if text), "")
         return f"documents {self.first} to {self.first + len(self.items) - 1} (the first begins {begin!r})"
 
 
 def batches(
-    items: Iterable[tuple[T, SourceState]], *, texts: Callable[[T], list[str]], first: int = 0
+    chunks: Iterable[Chunk[T]], *, texts: Callable[[list[T]], list[list[bytes | str]]], first: int = 0
 ) -> Iterator[Batch[T]]:
-    """Group items into batches of at most BATCH_ITEMS items and BATCH_CHARS characters; a longer item is alone."""
-    batch: Batch[T] = Batch(first)
-    for item, state in items:
-        item_texts = texts(item)
-        size = sum(map(len, item_texts))
-        if batch.items and (batch.num_chars + size > BATCH_CHARS or len(batch.items) >= BATCH_ITEMS):
+    """Group items into batches of at most BATCH_ITEMS items and BATCH_CHARS characters; a longer item is alone.
+
+    texts: returns the texts of each item. first: number of the first item.
+    """
+    batch: Batch[T] = Batch(first, Chunk([], []), [], 0)
+    for chunk in chunks:
+        start, payload = 0, texts(chunk.items)
+        for number, of_item in enumerate(payload):
+            size = len(of_item[0]) if len(of_item) == 1 else sum(map(len, of_item))
+            count = len(batch.items) + number - start
+            if count and (batch.num_chars + size > BATCH_CHARS or count >= BATCH_ITEMS):
+                _take(batch, chunk, payload, start, number)
+                yield batch
+                batch, start = Batch(batch.first + len(batch.items), Chunk([], []), [], 0), number
+            batch.num_chars += size
+        _take(batch, chunk, payload, start, len(payload))
+        if len(batch.items) >= BATCH_ITEMS or batch.num_chars >= BATCH_CHARS:
             yield batch
-            batch = Batch(batch.first + len(batch.items))
-        batch.items.append(item)
-        batch.states.append(state)
-        batch.payload.extend(item_texts)
-        batch.num_chars += size
+            batch = Batch(batch.first + len(batch.items), Chunk([], []), [], 0)
     if batch.items:
         yield batch
+
+
+def _take(batch: Batch[T], chunk: Chunk[T], payload: list[list[bytes | str]], start: int, stop: int) -> None:
+    if stop > start:
+        batch.chunk.extend(chunk.part(start, stop))
+        batch.payload.extend(chain.from_iterable(payload[start:stop]))
+
+
+def beginning(text: bytes | str) -> str:
+    """Return the beginning of a text, for messages."""
+    return text[:80] if isinstance(text, str) else text[:320].decode(errors="ignore")[:80]
 
 
 @dataclass(frozen=True)
 class ItemKind(Generic[T]):
     """How a builder reads an item of its source: a document or a chat."""
 
-    texts: Callable[[T], list[str]]
+    texts: Callable[[T], list[bytes | str]]
     """The texts to encode."""
     label: Callable[[T], str]
     """All else of the item that enters a cache."""
     name: Callable[[T], str]
     """The item's id in its source."""
 
-    def digest(self, item: T, encoder: TextEncoder) -> bytes:
-        """Return the digest that tells whether an item has changed."""
-        return item_digest(self.label(item), digest_list(encoder.hashes(self.texts(item))[1]))
+    def digests(self, items: Sequence[T], encoder: TextEncoder) -> list[bytes]:
+        """Return the digests that tell whether items have changed."""
+        texts = list(map(self.texts, items))
+        each = iter(digest_list(encoder.hashes(list(chain.from_iterable(texts)))[1]))
+        return [item_digest(self.label(item), islice(each, len(of))) for item, of in zip(items, texts, strict=True)]
 
     def described(self, item: T) -> str:
         """Return the item's id and the beginning of its text, for messages."""
-        begin = next((text[:80] for text in self.texts(item) if text), "")
+        begin = next((beginning(text) for text in self.texts(item) if text), "")
         return f"{self.name(item)!r} (it begins {begin!r})"
 
 

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.builders.source import SourceState
+from niels_gpt.builders.source import Chunk
 from niels_gpt.encoding import split_keys
 
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "val")
-Document = tuple[str | None, str, str]
-"""Split (None: by its text), text, and the document's id in its source."""
+Document = tuple[str | None, bytes | str, str]
+"""Split (None: by its text), text (bytes: valid utf-8), and the document's id in its source."""
 
 _KEYS = 1 << 64  # values of a split key
 _HELD_BYTES = 1 << 30  # of documents that wait on disk until both splits have one; in memory up to:
@@ -50,15 +50,13 @@ class TextSplit:
         self.bound = math.ceil((share or 0) * _KEYS)
         """Keys below it mean val. Final once `settled` has yielded the first document."""
 
-    def of(self, key: int) -> str:
-        """Return the split of a text by its key. Raises: ValueError if no share of val is known."""
-        if self.share is None:
-            raise ValueError("a document names no split: expected val_frac, or a bound of the tokens of both splits")
-        return "val" if key < self.bound else "train"
+    def in_val(self, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Return bool [keys]: the text with this key goes to val."""
+        return keys < np.uint64(self.bound) if self.bound < _KEYS else np.ones(len(keys), dtype=np.bool_)
 
     def settled(
-        self, documents: Iterator[tuple[Document, SourceState]], folder: Path, drops: Callable[[str], bool]
-    ) -> Iterator[tuple[Document, SourceState]]:
+        self, chunks: Iterator[Chunk[Document]], folder: Path, drops: Callable[[bytes | str], bool]
+    ) -> Iterator[Chunk[Document]]:
         """Yield documents once `bound` is final: when both splits have a document, or the stream has ended.
 
         Documents wait in an unnamed file in `folder`: at most 1 GiB, 100,000 documents, and 20 times as many as give
@@ -66,36 +64,38 @@ class TextSplit:
         drops: whether a text enters no split.
         """
         if self.share is None or not 0 < self.bound < _KEYS:
-            yield from documents
+            yield from chunks
             return
         limit = min(math.ceil(_HELD_CHANCES / min(self.share, 1 - self.share)), _HELD_DOCUMENTS)
         with tempfile.SpooledTemporaryFile(_HELD_IN_MEMORY, mode="w+b", dir=os.fspath(folder)) as held:
-            count = self._hold(documents, held, limit, drops)
+            count = self._hold(chunks, held, limit, drops)
             held.seek(0)
             for _ in range(count):
                 yield pickle.load(held)
-        yield from documents
+        yield from chunks
 
     def _hold(
         self,
-        documents: Iterator[tuple[Document, SourceState]],
+        chunks: Iterator[Chunk[Document]],
         held: tempfile.SpooledTemporaryFile[bytes],
         limit: int,
-        drops: Callable[[str], bool],
+        drops: Callable[[bytes | str], bool],
     ) -> int:
-        """Write documents until the bound is known, and set it; returns their number."""
-        count, lowest, highest = 0, _KEYS, -1
-        for document, state in documents:
-            pickle.dump((document, state), held)
-            count += 1
-            split, text, _ = document
-            if split is not None:
-                return count
-            if text and not drops(text):  # others are dropped
-                key = int(split_keys([text.encode(errors="surrogatepass")], self.seed)[0])
-                lowest, highest = min(lowest, key), max(highest, key)
-            if lowest < self.bound <= highest or count == limit or held.tell() >= _HELD_BYTES:
-                return count
+        """Write chunks until the bound is known, and set it; returns their number."""
+        count, documents, num_bytes, lowest, highest = 0, 0, 0, _KEYS, -1
+        for count, chunk in enumerate(chunks, 1):
+            pickle.dump(chunk, held)
+            for split, text, name in chunk.items:
+                documents += 1
+                if split is not None:
+                    return count
+                raw = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
+                if raw and not drops(text):
+                    key = int(split_keys([raw], self.seed)[0])
+                    lowest, highest = min(lowest, key), max(highest, key)
+                num_bytes += len(raw) + len(name)
+                if lowest < self.bound <= highest or documents == limit or num_bytes >= _HELD_BYTES:
+                    return count
         if highest >= 0:  # train first: a single text goes there
             self.bound = min(max(self.bound, lowest + 1), highest)
         return count

@@ -65,7 +65,11 @@ def open_for_reading(path: PathLike, *, follow_links: bool = False) -> int:
 
 def id_lines(ids: Iterable[str]) -> bytes:
     """Return the lines of a file of source ids: ASCII, whatever characters an id has."""
-    return b"".join(name.encode("unicode_escape") + b"\n" for name in ids)
+    names = list(ids)
+    plain = "".join(names)
+    if plain.isascii() and plain.isprintable() and "\\" not in plain:  # nothing to escape
+        return "\n".join([*names, ""]).encode()
+    return b"".join(name.encode("unicode_escape") + b"\n" for name in names)
 
 
 def id_of_line(line: bytes, errors: str = "strict") -> str:

@@ -2,21 +2,30 @@
 
 import hashlib
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import count, groupby
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from niels_gpt.builders.source import Shuffled
+from niels_gpt.builders.source import Change, Chunk, Shuffled
 
 ITEMS, SIZES, SEEDS = st.integers(0, 60), st.integers(2, 20), st.integers(0, 2**32)
 
 
 def order(num_items: int, size: int | None, seed: int = 0) -> list[int]:
     """Return the order in which 0, 1, 2, ... come out."""
-    return list(Shuffled(range(num_items), size=size, seed=seed))
+    return [item for chunk in shuffled(num_items, size, seed) for item in chunk.items]
+
+
+def shuffled(num_items: int, size: int | None, seed: int = 0, each: int = 7) -> Iterator[Chunk[int]]:
+    """Yield the chunks that come out, where `each` items at a time go in."""
+    chunks = (
+        Chunk(list(range(first, min(first + each, num_items))), [Change(0, {}, None)])
+        for first in range(0, num_items, each)
+    )
+    return Shuffled(size, seed).of(chunks, {})
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
@@ -34,8 +43,7 @@ def test_another_seed_gives_another_order_of_every_item_of_a_long_stream() -> No
 
 @pytest.mark.parametrize("size", [None, 0, 1])
 def test_no_buffer_keeps_the_order_and_nothing_is_drawn(size: int | None) -> None:
-    stream = Shuffled(range(50), size=size, seed=0)
-    assert list(stream) == list(range(50)) and (stream.draws, stream.state_sha256()) == (0, None)
+    assert order(50, size) == list(range(50)) and states(50, size) == [None] * 50
     with pytest.raises(ValueError, match="shuffle_buffer=-1"):
         order(3, -1)
 
@@ -63,16 +71,16 @@ def test_an_endless_stream_is_read_only_a_buffer_ahead(size: int | None, ahead: 
             consumed.append(item)
             yield item
 
-    stream = iter(Shuffled(endless(), size=size, seed=0))
+    stream = Shuffled(size, 0).of((Chunk([item], [Change(0, {}, None)]) for item in endless()), {})
     for taken in range(1, 30):
-        assert len(list(islice(stream, 1))) == 1
+        assert len(next(stream).items) == 1
         assert len(consumed) == taken + ahead
 
 
-def states(num_items: int, size: int, seed: int = 0) -> list[tuple[int, str | None]]:
-    """Return `draws` and the state as they are while each item is out."""
-    stream = Shuffled(range(num_items), size=size, seed=seed)
-    return [(stream.draws, stream.state_sha256()) for _ in stream]
+def states(num_items: int, size: int | None, seed: int = 0, each: int = 7) -> list[str | None]:
+    """Return the generator's state as of each item that comes out."""
+    chunks = shuffled(num_items, size, seed, each)
+    return [chunk.state(number).generator for chunk in chunks for number in range(len(chunk.items))]
 
 
 def test_the_state_is_that_of_the_generator_after_so_many_draws() -> None:
@@ -81,18 +89,16 @@ def test_the_state_is_that_of_the_generator_after_so_many_draws() -> None:
     for draw in (1, 2):
         torch.randint(4, (1024,), generator=generator)
         expected.append(sha256_of(generator))
-        assert states(1500, 4, seed=5)[(draw - 1) * 1024] == (draw, expected[draw])
+        assert states(1500, 4, seed=5)[(draw - 1) * 1024] == expected[draw]
     torch.randperm(4, generator=generator)
-    assert states(1500, 4, seed=5)[-1] == (3, sha256_of(generator))
-    assert Shuffled([], size=4, seed=5).state_sha256() == expected[0]
+    assert states(1500, 4, seed=5)[-1] == sha256_of(generator)
 
 
 def sha256_of(generator: torch.Generator) -> str:
     return hashlib.sha256(generator.get_state().numpy().tobytes()).hexdigest()
 
 
-def test_the_state_is_a_new_one_exactly_when_draws_is() -> None:
+def test_the_state_changes_only_with_a_draw() -> None:
     found = states(3000, 7)
-    assert len({draws for draws, _ in found}) == len({state for _, state in found}) == len(set(found)) == 4
-    assert [draws for draws, _ in found] == sorted(draws for draws, _ in found)
+    assert len(list(groupby(found))) == len(set(found)) == 4
     assert states(3000, 7, seed=1)[0] != found[0] and states(3000, 7) == found

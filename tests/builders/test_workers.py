@@ -23,7 +23,7 @@ from niels_gpt.builders import source as source_module
 from niels_gpt.builders.pipeline import InOrder
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
-from niels_gpt.builders.source import Batch, SourceState
+from niels_gpt.builders.source import Batch
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.tokenizer import load_tokenizer
 
@@ -121,7 +121,8 @@ def test_threads_of_the_build_and_the_size_of_its_batches_do_not_matter(
 
 
 def batches_of(texts: Iterator[str]) -> Iterator[Batch[str]]:
-    return source_module.batches(((text, SourceState({}, None)) for text in texts), texts=lambda text: [text])
+    chunks = source_module.chunked(texts, {}, None, len)
+    return source_module.batches(chunks, texts=lambda items: [[text] for text in items])
 
 
 def test_the_order_is_kept_when_later_batches_are_done_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +130,7 @@ def test_the_order_is_kept_when_later_batches_are_done_first(monkeypatch: pytest
     done: list[str] = []
     last_is_done = threading.Event()
 
-    def work(payload: list[str]) -> str:
+    def work(payload: list[str], first: int) -> str:
         (text,) = payload
         if text == "0":
             assert last_is_done.wait(60)
@@ -156,7 +157,7 @@ def ahead_of(executor: Executor, texts: list[str]) -> list[int]:
             taken.append(text)
             yield text
 
-    def work(payload: list[str]) -> None:
+    def work(payload: list[str], first: int) -> None:
         done.extend(payload)
 
     for number, _ in enumerate(InOrder[str, None](work, executor)(batches_of(source()))):
@@ -170,18 +171,17 @@ def test_batches_are_read_only_two_a_worker_ahead(num_workers: int, monkeypatch:
     monkeypatch.setattr(source_module, "BATCH_ITEMS", 1)
     with ThreadPoolExecutor(num_workers) as executor:
         found = ahead_of(executor, ["some text"] * 50)
-    # A batch is complete when the item after it is seen, and that is the beginning of the next one.
-    assert max(found) == found[0] == 2 * num_workers
+    assert max(found) == found[0] == 2 * num_workers - 1  # a batch is complete with its last item
 
 
 def test_batches_are_taken_only_so_many_characters_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_module, "BATCH_ITEMS", 1)
     monkeypatch.setattr(pipeline, "AHEAD_CHARS", 100)
     with ThreadPoolExecutor(8) as executor:
-        # Three of 30 are given out; the fourth, which would make 120, waits, and of the fifth a batch is started.
-        assert set(ahead_of(executor, ["x" * 30] * 40)[:-4]) == {4}
-        # One that is too long for the bound goes alone: it, the one that waits for it, and the one started.
-        assert set(ahead_of(executor, ["x" * 101] * 40)[:-2]) == {2}
+        # Three of 30 are given out; the fourth, which would make 120, waits.
+        assert set(ahead_of(executor, ["x" * 30] * 40)[:-3]) == {3}
+        # One that is too long for the bound goes alone: it, and the one that waits for it.
+        assert set(ahead_of(executor, ["x" * 101] * 40)[:-1]) == {1}
 
 
 def test_a_build_reads_its_source_only_some_batches_ahead_of_what_it_writes(tmp_path: Path) -> None:
@@ -198,8 +198,8 @@ def test_a_build_reads_its_source_only_some_batches_ahead_of_what_it_writes(tmp_
 
     arguments: dict[str, Any] = {"tokenizer": ByteTokenizer(), "val_frac": 0, "seed": 0, "num_threads": 2}
     build_sft(chats(), tmp_path / "c", progress=progress, **arguments)
-    # Two threads: four batches of nine, less the one in hand, and one that is started; the source ends after 500.
-    assert max(ahead) <= 4 * 9 + 1 and ahead[0] == 3 * 9 + 1 and len(ahead) == 56
+    # Two threads: four batches of nine, less the one in hand; the source ends after 500.
+    assert max(ahead) == ahead[0] == 3 * 9 and len(ahead) == 56
 
 
 def note_opens(path: str, log: str) -> None:
@@ -406,7 +406,7 @@ def test_work_that_has_not_started_is_cancelled_when_the_consumer_leaves(monkeyp
     go_on = threading.Event()
     started: list[str] = []
 
-    def work(payload: list[str]) -> None:
+    def work(payload: list[str], first: int) -> None:
         started.extend(payload)
         assert payload == ["0"] or go_on.wait(60)
 
