@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support import ROOT
-from support.byte_tokenizer import ByteTokenizer
+from support.byte_tokenizer import ByteTokenizer, WideByteTokenizer
 
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset, build_pretrain_cache, build_sft_cache
 from niels_gpt.cache.meta import read_meta
@@ -64,6 +64,27 @@ def test_the_bytes_of_the_worked_pretrain_cache_are_the_real_ones(pretrain: Path
     assert f"content_sha256  {meta['content_sha256']}\n" in PAGE
     (shown_meta,) = re.findall(r"^```json\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert json.loads(shown_meta).items() <= meta.items()
+
+
+def test_the_bytes_of_the_worked_cache_of_32_bits_are_the_real_ones(pretrain: Path, tmp_path: Path) -> None:
+    build_pretrain_cache(
+        ["A", "Hi", "B", "Yes"],
+        tmp_path / "wide",
+        tokenizer=WideByteTokenizer(),
+        max_train_tokens=100,
+        max_val_tokens=100,
+        shard_bytes=16,
+        seed=0,
+        shuffle_buffer=None,
+        document_end="eot",
+    )
+    shown = example_files("The same cache of ids of 32 bits")
+    shards = {path.relative_to(tmp_path / "wide").as_posix() for path in (tmp_path / "wide").rglob("*.bin")}
+    assert shown.keys() == shards - {"index/crc32.bin"}
+    assert {name: content(tmp_path / "wide", name) for name in shown} == shown
+    assert read_meta(str(tmp_path / "wide" / "meta.json"))["token_dtype"] == "uint32-le"
+    unchanged = [f"index/{split}_{name}" for split in ("train", "val") for name in ("docs.npy", "ids.txt")]
+    assert all(content(pretrain, name) == content(tmp_path / "wide", name) for name in unchanged)
 
 
 def test_the_bytes_of_the_worked_sft_cache_are_the_real_ones(tmp_path: Path) -> None:
