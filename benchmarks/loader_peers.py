@@ -24,7 +24,7 @@ PACKAGES = (
 )
 Pair = tuple[torch.Tensor, torch.Tensor]
 Draw = Callable[[], Any]
-Tokens = NDArray[np.uint16]
+Tokens = NDArray[np.unsignedinteger[Any]]
 
 
 class Corpus(NamedTuple):

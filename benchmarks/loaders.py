@@ -16,6 +16,8 @@ each. Of a library with several documented ways, the fastest is taken.
     mixture   three caches of 6, 3 and 1 parts: rank 0 of 1, of 64 and of 1,024, as many rows each, beside get_batch
     sft       get_batch beside a bare gather of the same rows without a mask, and beside that gather with a mask made by
               Python, token by token: written element by element into a tensor, or into lists that become one
+    wide      ids of 32 bits (128,256 of them): every sampler beside the bare gather of the same rows: random, read by
+              position, in order, or padded examples (without their mask)
     opening   a split of 1,000 shards: seconds to open it, and anonymous memory before and after 5,000 batches
     cold      only with --cold: shards on a real disk, their page cache dropped before each way: mapped, mapped with
               MADV_RANDOM, read by pread; seconds, and bytes that the disk gave
@@ -34,6 +36,7 @@ import functools
 import gc
 import itertools
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -46,16 +49,17 @@ import numpy as np
 import torch
 from loader_cold import bench_cold, why_not
 from loader_peers import PACKAGES, PEERS, Corpus, Draw, Pair, Tokens, pair, title
+from loader_sft import ASST, EOT, MASKS, chats, sft_gathers
 from measuring import Seconds, Ways, measured, ratio, spread
 
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset, build_pretrain_cache, build_sft_cache
 from niels_gpt.cache.mmap import mmap_tokens
-from niels_gpt.sampling import EpochStream, MixtureStream
+from niels_gpt.sampling import EpochStream, MixtureStream, iter_eval
+from niels_gpt.tokenizers.protocol import token_dtype
 
 SHAPES = ((8, 256), (32, 1024), (64, 2048))  # B rows of T tokens
 SHARDS = (1, 100, 1_000)
 TEXT = 100_000  # tokens of one text
-EOT, ASST = 4, 3
 LIMIT, FILLED = "bare gather", "gather into arrays there"
 
 
@@ -73,14 +77,31 @@ class Letters:
         return {"sys": 1, "usr": 2, "asst": ASST, "eot": EOT}
 
 
+class ManyIds(Letters):
+    """The same letters with the largest ids of a vocabulary as large as Llama 3's: ids of 32 bits."""
+
+    vocab_size = 128_256
+    more = vocab_size - Letters.vocab_size
+
+    def encode(self, text: str, /) -> list[int]:
+        """Return one id for each letter."""
+        ids: list[int] = (np.frombuffer(text.encode(), dtype=np.uint8) + np.int64(self.more)).tolist()
+        return ids
+
+    def special_token_ids(self) -> dict[str, int]:
+        """Return four ids that no letter has."""
+        return {name: self.more + id for name, id in super().special_token_ids().items()}
+
+
 def gathers(tokens: Tokens, B: int, T: int, cast: Callable[[Tokens], Pair]) -> list[Draw]:
     """Return two bare gathers of rows at random starts: one numpy index, and one join of slices."""
-    last, width = len(tokens) - T, 2 * T + 2
-    windows, file = np.lib.stride_tricks.as_strided(tokens, (last, T + 1), (2, 2)), memoryview(tokens).cast("B")
+    last, size = len(tokens) - T, tokens.itemsize
+    windows, file = np.lib.stride_tricks.as_strided(tokens, (last, T + 1), (size, size)), memoryview(tokens).cast("B")
 
     def joined() -> Pair:
-        parts = [file[start : start + width] for start in (2 * torch.randint(last, (B,))).tolist()]
-        return cast(np.frombuffer(bytearray().join(parts), dtype=np.uint16).reshape(B, T + 1))
+        starts = (size * torch.randint(last, (B,))).tolist()
+        parts = [file[start : start + size * (T + 1)] for start in starts]
+        return cast(np.frombuffer(bytearray().join(parts), dtype=tokens.dtype).reshape(B, T + 1))
 
     return [lambda: cast(windows[torch.randint(last, (B,)).numpy()]), joined]
 
@@ -172,20 +193,22 @@ def target(what: str, found: float, least: float, arguments: argparse.Namespace)
         print(f"  {'met   ' if found >= least else 'MISSED'} {what}: {found:.2f}, aim {least}")
 
 
-def build(root: Path, shards: int, tokens: int) -> Path:
+def build(root: Path, shards: int, tokens: int, tokenizer: Letters | None = None) -> Path:
     """Build the cache with so many shards, unless it is there; return its train split."""
-    split = root / str(shards) / "train"
+    tokenizer = tokenizer or Letters()
+    token_bytes = token_dtype(tokenizer.vocab_size).itemsize
+    split = root / f"{shards}_of_{token_bytes}_bytes" / "train"
     if split.exists():
         return split
     generator = torch.Generator().manual_seed(0)
     texts = (bytes(torch.randint(97, 123, (TEXT,), generator=generator).tolist()) for _ in range(tokens // TEXT))
     build_pretrain_cache(
         (text.decode() for text in texts),
-        root / str(shards),
-        tokenizer=Letters(),
+        split.parent,
+        tokenizer=tokenizer,
         max_train_tokens=tokens,
         max_val_tokens=0,
-        shard_bytes=2 * tokens // shards,
+        shard_bytes=token_bytes * (tokens // shards),
         seed=0,
         shuffle_buffer=None,
     )
@@ -258,68 +281,6 @@ def bench_mixture(root: Path, arguments: argparse.Namespace) -> None:
     target("a mixture on 64 ranks / on one, least of all", least, 0.5, arguments)
 
 
-def chats(count: int) -> Iterator[list[dict[str, str]]]:
-    """Yield chats of one to three turns, of about 1,000 tokens."""
-    lengths = torch.randint(20, 900, (count, 6), generator=torch.Generator().manual_seed(0)).tolist()
-    for number, sizes in enumerate(lengths):
-        turns = zip(sizes[::2], sizes[1::2], strict=True)
-        yield [
-            {"role": role, "content": "q" * size}
-            for user, assistant in list(turns)[: number % 3 + 1]
-            for role, size in (("user", 1 + user // 4), ("assistant", assistant))
-        ]
-
-
-def sft_gathers(folder: Path, B: int, T: int) -> list[Draw]:
-    """Return two bare gathers of padded examples, without masks: one numpy index, and a loop of copies."""
-    tokens, starts = np.fromfile(folder / "train_tokens.bin", "<u2"), np.load(folder / "train_idx.npy")
-    ends = np.append(starts[1:], len(tokens))
-    lengths, columns = np.minimum(ends - starts, T + 1), np.arange(T + 1)
-    padded = np.append(tokens, np.full(T + 1, EOT, dtype="<u2"))
-    windows = np.lib.stride_tricks.as_strided(padded, (len(tokens), T + 1), (2, 2))
-
-    def indexed() -> Pair:
-        chosen = torch.randint(len(starts), (B,)).numpy()
-        rows = windows[starts[chosen]]
-        np.copyto(rows, EOT, where=columns >= lengths[chosen, None])
-        return pair(rows)
-
-    def looped() -> Pair:
-        rows = np.full((B, T + 1), EOT, dtype="<u2")
-        for row, example in enumerate(torch.randint(len(starts), (B,)).tolist()):
-            ids = tokens[starts[example] : starts[example] + lengths[example]]
-            rows[row, : len(ids)] = ids
-        return pair(rows)
-
-    return [indexed, looped]
-
-
-def by_element(y: torch.Tensor) -> torch.Tensor:
-    """Return y with -100 where there is no loss, each element written into the tensor."""
-    masked = torch.empty_like(y)
-    for row, tokens in enumerate(y.tolist()):
-        inside = False
-        for column, token in enumerate(tokens):
-            masked[row, column] = token if inside else -100
-            inside = token == ASST or (inside and token != EOT)
-    return masked
-
-
-def by_lists(y: torch.Tensor) -> torch.Tensor:
-    """Return the same, written into lists that become a tensor."""
-    rows = []
-    for tokens in y.tolist():
-        inside, row = False, []
-        for token in tokens:
-            row.append(token if inside else -100)
-            inside = token == ASST or (inside and token != EOT)
-        rows.append(row)
-    return torch.tensor(rows)
-
-
-MASKS = {"element by element": by_element, "into lists": by_lists}
-
-
 def bench_sft(root: Path, arguments: argparse.Namespace) -> None:
     """Compare get_batch with the same rows without a mask, and with masks made by loops over their tokens."""
     build_sft_cache(chats(3_000), root / "s", tokenizer=Letters(), val_frac=0.1, seed=0)
@@ -342,6 +303,68 @@ def bench_sft(root: Path, arguments: argparse.Namespace) -> None:
         print("    " + ", ".join(f"{name} {spread(seconds, 'get_batch', name)}" for name in MASKS), flush=True)
         least = min(least, ratio(seconds, "get_batch", "element by element"))
     target("get_batch / mask in Python, element by element, least of all", least, 100, arguments)
+
+
+def in_order(tokens: Tokens, B: int, T: int) -> Draw:
+    """Return a bare gather of the windows at stride T, one batch after the other, from the beginning again."""
+    windows = np.lib.stride_tricks.as_strided(
+        tokens, ((len(tokens) - 1) // T, T + 1), (T * tokens.itemsize, tokens.itemsize)
+    )
+    firsts = itertools.cycle(range(0, len(windows) - B + 1, B))
+    return lambda: pair(windows[np.arange(first := next(firsts), first + B)])
+
+
+def by_position(path: Path, tokens: Tokens, B: int, T: int) -> Draw:
+    """Return a bare gather of random rows by positioned reads of one file."""
+    file, last, size = os.open(path, os.O_RDONLY), len(tokens) - T, tokens.itemsize
+
+    def read() -> Pair:
+        rows = np.empty((B, T + 1), dtype=tokens.dtype)
+        for row, start in zip(rows, (size * torch.randint(last, (B,))).tolist(), strict=True):
+            os.preadv(file, [row], start)
+        return pair(rows)
+
+    return read
+
+
+def endless(make: Callable[[], Iterator[Pair]]) -> Iterator[Pair]:
+    """Yield passes without end, without what each of them ends with: it may be a short batch."""
+    while True:
+        yield from (now for now, _ in itertools.pairwise(make()))
+
+
+def bench_wide(root: Path, arguments: argparse.Namespace) -> None:
+    """Compare every sampler of a cache of 128,256 ids, 32 bits each, with the bare gather of the same kind of rows."""
+    tokenizer, least = ManyIds(), math.inf
+    split = build(root, 1, arguments.tokens, tokenizer)
+    tokens = mmap_tokens(split / "shard_00000.bin", dtype=np.dtype("<u4"))
+    build_sft_cache(chats(3_000), root / "wide_sft", tokenizer=tokenizer, val_frac=0.1, seed=0)
+    print("\nids of 32 bits, as a share of the speed of the bare gather of the same rows")
+    for B, T in SHAPES:
+        mixed = [EpochStream(split, T=T, global_batch_size=B, seed=seed) for seed in range(3)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # examples that T cuts
+            examples = SFTExampleDataset.open(root / "wide_sft", "train", T=T)
+        random = gathers(tokens, B, T, pair)
+        of_examples = sft_gathers(root / "wide_sft", B, T, "<u4", tokenizer.more + EOT)
+        reading = ours(split, B, T)
+        mixture = iter(MixtureStream(mixed, [0.6, 0.3, 0.1], seed=0))
+        evaluation = endless(lambda B=B, T=T: iter_eval(split, B=B, T=T))
+        get_batch = functools.partial(examples.get_batch, B=B, generator=torch.Generator().manual_seed(0))
+        limits_and_ours: dict[str, tuple[list[Draw], list[Draw]]] = {
+            "get_batch": (random, reading["get_batch, mmap"]),
+            "get_batch, pread": ([by_position(split / "shard_00000.bin", tokens, B, T)], reading["get_batch, pread"]),
+            "EpochStream": (random, reading["EpochStream"]),
+            "MixtureStream": (random, [functools.partial(next, mixture)]),
+            "iter_eval": ([in_order(tokens, B, T)], [functools.partial(next, evaluation)]),
+            "SFTExampleDataset": (of_examples, [lambda get_batch=get_batch: get_batch()[:2]]),
+        }
+        for name, (limit, draws) in limits_and_ours.items():
+            ways = {LIMIT: checked(LIMIT, limit, B, T), name: checked(name, draws, B, T)}
+            seconds = compare(ways, B, arguments, {})
+            print(f"  {B} x {T} {name:<20} {spread(seconds, name, LIMIT)}", flush=True)
+            least = min(least, ratio(seconds, name, LIMIT))
+    target("ids of 32 bits, every sampler / its bare gather, least of all", least, 0.8, arguments)
 
 
 def anonymous() -> int:
@@ -380,6 +403,7 @@ SECTIONS = {
     "sft": bench_sft,
     "mixture": bench_mixture,
     "pretrain": bench_pretrain,
+    "wide": bench_wide,
     "cold": run_cold,
 }
 

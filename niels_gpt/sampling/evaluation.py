@@ -57,15 +57,19 @@ def _window_batch(
     split: PretrainSplit, ends: NDArray[np.int64], first: int, B: int, T: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return at most B windows from token `first` of the split on; ends: of the shards, in tokens of the split."""
+    shard = int(ends.searchsorted(first, side="right"))
+    if first + B * T < ends[shard]:  # most batches: whole rows of one shard
+        start = first - int(ends[shard] - split.lengths[shard])
+        return split_rows(split.rows(np.full(B, shard), np.arange(start, start + B * T, T), T + 1), device)
     targets = min(B * T, int(ends[-1]) - 1 - first)
     rows = -(-targets // T)
     stream = np.zeros(rows * T + 1, dtype=split.files.dtype)
     place, last = first, first + targets + 1
     while place < last:
-        shard = np.searchsorted(ends, [place], side="right")
-        width = min(int(ends[shard[0]]), last) - place
-        begin = place - ends[shard] + split.lengths[shard]
-        stream[place - first : place - first + width] = split.rows(shard, begin, width)[0]
+        shards = np.searchsorted(ends, [place], side="right")
+        width = min(int(ends[shards[0]]), last) - place
+        begin = place - ends[shards] + split.lengths[shards]
+        stream[place - first : place - first + width] = split.rows(shards, begin, width)[0]
         place += width
     windows = as_strided(stream, (rows, T + 1), (T * stream.itemsize, stream.itemsize))
     x, y = split_rows(np.ascontiguousarray(windows), device)
