@@ -17,7 +17,7 @@ each. Of a library with several documented ways, the fastest is taken.
     sft       get_batch beside a bare gather of the same rows without a mask, and beside that gather with a mask made by
               Python, token by token: written element by element into a tensor, or into lists that become one
     wide      ids of 32 bits (128,256 of them): every sampler beside the bare gather of the same rows: random, read by
-              position, in order, or padded examples (without their mask)
+              position, in order, or padded examples (y once more in place of its masked copy)
     opening   a split of 1,000 shards: seconds to open it, and anonymous memory before and after 5,000 batches
     cold      only with --cold: shards on a real disk, their page cache dropped before each way: mapped, mapped with
               MADV_RANDOM, read by pread; seconds, and bytes that the disk gave
@@ -305,13 +305,17 @@ def bench_sft(root: Path, arguments: argparse.Namespace) -> None:
     target("get_batch / mask in Python, element by element, least of all", least, 100, arguments)
 
 
-def in_order(tokens: Tokens, B: int, T: int) -> Draw:
-    """Return a bare gather of the windows at stride T, one batch after the other, from the beginning again."""
-    windows = np.lib.stride_tricks.as_strided(
-        tokens, ((len(tokens) - 1) // T, T + 1), (T * tokens.itemsize, tokens.itemsize)
-    )
-    firsts = itertools.cycle(range(0, len(windows) - B + 1, B))
-    return lambda: pair(windows[np.arange(first := next(firsts), first + B)])
+def in_order(path: Path, B: int, T: int) -> Draw:
+    """Return a bare gather of the windows at stride T, batch after batch; each pass maps the file, as a reader does."""
+
+    def a_pass() -> Iterator[Pair]:
+        tokens = mmap_tokens(path, dtype=np.dtype("<u4"))
+        shape, stride = ((len(tokens) - 1) // T, T + 1), tokens.itemsize
+        windows = np.lib.stride_tricks.as_strided(tokens, shape, (T * stride, stride))
+        for first in range(0, len(windows) - B + 1, B):
+            yield pair(windows[np.arange(first, first + B)])
+
+    return functools.partial(next, itertools.chain.from_iterable(iter(a_pass, None)))
 
 
 def by_position(path: Path, tokens: Tokens, B: int, T: int) -> Draw:
@@ -331,6 +335,12 @@ def endless(make: Callable[[], Iterator[Pair]]) -> Iterator[Pair]:
     """Yield passes without end, without what each of them ends with: it may be a short batch."""
     while True:
         yield from (now for now, _ in itertools.pairwise(make()))
+
+
+def with_a_third(batch: Pair) -> Pair:
+    """Return a batch after a copy of y, as large as the third tensor of an example dataset."""
+    batch[1].clone()
+    return batch
 
 
 def bench_wide(root: Path, arguments: argparse.Namespace) -> None:
@@ -356,8 +366,11 @@ def bench_wide(root: Path, arguments: argparse.Namespace) -> None:
             "get_batch, pread": ([by_position(split / "shard_00000.bin", tokens, B, T)], reading["get_batch, pread"]),
             "EpochStream": (random, reading["EpochStream"]),
             "MixtureStream": (random, [functools.partial(next, mixture)]),
-            "iter_eval": ([in_order(tokens, B, T)], [functools.partial(next, evaluation)]),
-            "SFTExampleDataset": (of_examples, [lambda get_batch=get_batch: get_batch()[:2]]),
+            "iter_eval": ([in_order(split / "shard_00000.bin", B, T)], [functools.partial(next, evaluation)]),
+            "SFTExampleDataset": (
+                [lambda draw=draw: with_a_third(draw()) for draw in of_examples],
+                [lambda get_batch=get_batch: get_batch()[:2]],
+            ),
         }
         for name, (limit, draws) in limits_and_ours.items():
             ways = {LIMIT: checked(LIMIT, limit, B, T), name: checked(name, draws, B, T)}

@@ -198,9 +198,10 @@ class TokenFiles:
 
     def _read(self, files: NDArray[np.int64], starts: NDArray[np.int64], width: int, dtype: np.dtype[Any]) -> Ids:
         rows, itemsize = np.empty((len(files), width), dtype=dtype), dtype.itemsize
+        content, size = rows.reshape(-1).view(np.uint8).data, width * itemsize
         for row, (file, start) in enumerate(zip(files.tolist(), starts.tolist(), strict=True)):
             descriptor, at = self._descriptor(file), start * itemsize
-            rest = rows[row].data.cast("B")
+            rest = content[row * size : (row + 1) * size]
             while rest and (read := os.preadv(descriptor.number, [rest], at)):
                 at, rest = at + read, rest[read:]  # a network file system may return less than requested
             if rest:

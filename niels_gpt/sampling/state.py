@@ -41,10 +41,11 @@ def state_count(state: Mapping[str, Any], key: str) -> int:
 
 def copied(identity: dict[str, Any]) -> dict[str, Any]:
     """Return a deep copy: lists hold scalars or flat dicts."""
-    return {
-        key: [dict(one) if isinstance(one, dict) else one for one in value] if isinstance(value, list) else value
-        for key, value in identity.items()
-    }
+    copy = identity.copy()
+    for key, value in identity.items():
+        if type(value) is list:
+            copy[key] = [dict(one) if isinstance(one, dict) else one for one in value]
+    return copy
 
 
 def identity_crc(identity: Mapping[str, Any]) -> int:
