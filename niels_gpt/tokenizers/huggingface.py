@@ -1,7 +1,8 @@
 """Tokenizers of Hugging Face: a tokenizer.json, opened by the library `tokenizers`.
 
 Nothing else of such a tokenizer is used: no class of transformers and no code from the hub. The post-processor, which
-adds BOS and EOS, is not applied; truncation and padding are switched off, for a cache must not be cut silently.
+adds BOS and EOS, is not applied. Truncation, padding and dropout are switched off: a cache must neither be cut silently
+nor differ from one build to the next.
 """
 
 from __future__ import annotations
@@ -245,13 +246,15 @@ class HuggingFaceTokenizer:
 
 
 def _open(raw: bytes, where: str) -> Any:
-    """Return the library's tokenizer, without truncation, padding and post-processor."""
+    """Return the library's tokenizer, without truncation, padding, post-processor and the random merges of dropout."""
     from tokenizers import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_buffer(raw)
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        if getattr(tokenizer.model, "dropout", None) is not None:
+            tokenizer.model.dropout = None
         tokenizer.post_processor = None  # even without its special tokens, one could leave out or repeat a text
     except BaseException as error:
         if not is_of_library(error):

@@ -15,6 +15,7 @@ from typing import Any
 import click
 import pytest
 from support import ROOT as CHECKOUT
+from support.made_tokenizers import made_tokenizer
 
 from niels_gpt.commands import cache as cli
 from niels_gpt.commands import prefix_tree
@@ -188,6 +189,7 @@ def test_json_of_every_command_is_one_object(
     words: dict[tuple[str, ...], list[str]] = {
         ("build",): ["oasst1", *flags],
         ("train-tokenizer",): ["--input-glob", *texts, "--out-dir", str(tmp_path / "t")],
+        ("add-sentinels",): [str(made_tokenizer("t5")), str(tmp_path / "with_sentinels")],
         ("list",): [str(sample)],
         ("show",): [chats],
         ("stats",): [chats],

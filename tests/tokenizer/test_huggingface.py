@@ -250,6 +250,14 @@ def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> 
         assert tokenizer.encode(text) == plain.encode(text) == tokenizer.encode_plain([text])[0].tolist()
 
 
+def test_dropout_which_merges_at_random_is_switched_off(tmp_path: Path) -> None:
+    model = json.loads((made_tokenizer("llama3") / "tokenizer.json").read_text())["model"]
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", "llama3", model={**model, "dropout": 0.5}))
+    expected = load_tokenizer(made_tokenizer("llama3")).encode(TEXTS[-1])
+    assert all(tokenizer.encode(TEXTS[-1]) == expected for _ in range(5))
+    assert tokenizer.encode_plain([TEXTS[-1]])[0].tolist() == expected
+
+
 def test_an_added_token_that_is_not_special_is_text() -> None:
     tokenizer = load_tokenizer(made_tokenizer("qwen2"))
     token_id = tokenizer.token_id("<tool_call>")
