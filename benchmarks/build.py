@@ -260,7 +260,7 @@ def bench_sft(setup: Setup) -> list[Target]:
     print(f"sft: {len(chats):,} chats, {len(texts):,} messages, {sum(map(len, texts)) / 1e6:.1f} M characters")
     table(seconds, sum(map(len, setup.processor.encode(texts, return_type="numpy"))), limits)
     return [
-        at_least(f"sft build / {limit}", ratio(seconds, ours, limit), 0.9)
+        at_least(f"sft build / {limit}", ratio(seconds, ours, limit), 0.85)
         for ours, limit in limits.items()
         if "threads" in ours
     ]

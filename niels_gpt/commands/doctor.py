@@ -155,11 +155,20 @@ def _tokenizer(caches: list[Path]) -> str:
     for cache in caches:
         if cache.name == "tokenizer":
             with contextlib.suppress(CacheError, OSError):
-                return f"{cache}, {(find_meta(cache) or {}).get('vocab_size')} ids"
+                return f"{cache}, {(find_meta(cache) or {}).get('vocab_size')} ids{_engine(cache)}"
             return f"{cache}, damaged"
     if DEFAULT_TOKENIZER_PATH.exists():
         return f"{DEFAULT_TOKENIZER_PATH}, which the next build copies"
     return "none; the first build trains one"
+
+
+def _engine(folder: Path) -> str:
+    from niels_gpt.tokenizer import load_tokenizer
+    from niels_gpt.tokenizers.engine import engine_name
+
+    with contextlib.suppress(ValueError, OSError):  # a damaged one is in the list of what needs care
+        return f", encoded by {engine_name(load_tokenizer(folder, sentinels='optional'))}"
+    return ""
 
 
 def _of_content(cache: Path) -> Iterator[Care]:
