@@ -119,23 +119,26 @@ def drawn(
     places: [n]; counts: [n, sources], of the whole block of each place; salts: [n], the same for places of one block;
     size: of a block, at most 2 ** 30. Both results are int64 [n].
     """
-    ends = np.cumsum(counts, axis=1)  # of the run: places of the first sources, cumulated
+    # Of the run: places of the first sources, cumulated: [sources, n], so that inner loops are over many places.
+    ends = np.cumsum(np.ascontiguousarray(counts.T), axis=0)
     before = np.zeros_like(ends)  # of the block, before the run: likewise
     rest, runs = places.copy(), np.ones(len(places), dtype=np.uint64)
-    sizes: Any = size if size & (size - 1) == 0 else np.full((len(places), 1), size)  # one number if all are equal
+    sizes: Any = size if size & (size - 1) == 0 else np.full(len(places), size)  # one number if all are equal
     for _ in range((size - 1).bit_length()):
-        halves = sizes // 2
-        shift = (mix(salts + runs)[:, None] % np.asarray(sizes, dtype=np.uint64)).astype(np.int64)
-        of_left = (ends * halves + shift) // sizes
-        is_right = rest[:, None] >= halves
+        halves, hashed = sizes // 2, mix(salts + runs)
+        if isinstance(sizes, int):  # a power of two: the same without divisions
+            of_left = (ends * halves + (hashed & np.uint64(sizes - 1)).view(np.int64)) >> (sizes.bit_length() - 1)
+        else:
+            of_left = (ends * halves + (hashed % sizes.astype(np.uint64)).astype(np.int64)) // sizes
+        is_right = rest >= halves
         before += np.where(is_right, of_left, 0)
         ends = np.where(is_right, ends - of_left, of_left)
-        rest -= np.where(is_right, halves, 0)[:, 0]
+        rest -= np.where(is_right, halves, 0)
         sizes = halves if isinstance(sizes, int) else np.where(is_right, sizes - halves, halves)
-        runs = 2 * runs + is_right[:, 0]
-    sources = (ends == 0).sum(axis=1)
-    before = np.diff(before, axis=1, prepend=0)
-    return sources, np.take_along_axis(before, sources[:, None], axis=1)[:, 0]
+        runs = 2 * runs + is_right
+    sources = (ends == 0).sum(axis=0)
+    before = np.diff(before, axis=0, prepend=0)
+    return sources, np.take_along_axis(before, sources[None], axis=0)[0]
 
 
 def phases(
