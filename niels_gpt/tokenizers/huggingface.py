@@ -75,8 +75,8 @@ class HuggingFaceTokenizer:
         self._sentinels = self._sentinel_ids(special)
         ends = set() if self._eos_id is None else {self._eos_id}
         self._control_ids = frozenset((special - {self._unk_id}) | ends | set(self._sentinels.values()))
-        self._plain: Any = None
-        self._is_renamed = False
+        self._plain: Any = None  # for encode_plain, when it is needed
+        self._renamed: Any = None
 
     @property
     def sha256(self) -> str:
@@ -115,14 +115,14 @@ class HuggingFaceTokenizer:
 
         Raises: ValueError for a lone surrogate, which utf-8 cannot encode, and for a text that the model cannot encode.
         """
-        return self._ids_of([text])[0].tolist()  # type: ignore[no-any-return]
+        return self._ids_of([text], self._tokenizer)[0].tolist()  # type: ignore[no-any-return]
 
     def encode_batch(self, texts: Sequence[str], /, *, num_threads: int = 1) -> list[NDArray[np.int32]]:
         """Return the ids of each text as int32 [tokens]. Raises as `encode`.
 
         num_threads: has no effect. The library has threads of its own; TOKENIZERS_PARALLELISM=false switches them off.
         """
-        return self._ids_of(list(texts))
+        return self._ids_of(list(texts), self._tokenizer)
 
     def encode_plain(self, texts: Sequence[str], /) -> list[NDArray[np.int32]]:
         """Return the ids of each text with the literals of special tokens as text. Raises as `encode`.
@@ -132,10 +132,11 @@ class HuggingFaceTokenizer:
         batch = list(texts)
         if self._plain is None:
             self._plain = _plain(self._read(), self.model_path)
-        arrays = self._ids_of(batch, plain=True)
-        if not self._is_renamed and self._first_control_id(arrays):  # a unigram model's own pieces, such as </s>
-            self._plain, self._is_renamed = self._renamed(), True
-            arrays = self._ids_of(batch, plain=True)
+        renamed = self._renamed  # read once: another thread may set it meanwhile, to an equal one
+        arrays = self._ids_of(batch, renamed or self._plain)
+        if renamed is None and self._first_control_id(arrays):  # a unigram model's own pieces, such as </s>
+            self._renamed = renamed = self._with_other_names()
+            arrays = self._ids_of(batch, renamed)
         if found := self._first_control_id(arrays):
             index, token = found
             raise coded("E305", ValueError(f"text {index}: {self.model_path} has no plain encoding of {token!a}"))
@@ -178,8 +179,7 @@ class HuggingFaceTokenizer:
             raise _changed(self.model_path)
         return raw
 
-    def _ids_of(self, texts: list[str], *, plain: bool = False) -> list[NDArray[np.int32]]:
-        tokenizer = self._plain if plain else self._tokenizer
+    def _ids_of(self, texts: list[str], tokenizer: Any) -> list[NDArray[np.int32]]:
         try:
             # Unlike `encode`, it lets other threads of Python work meanwhile, and it computes no offsets.
             encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -200,7 +200,7 @@ class HuggingFaceTokenizer:
                 return index, self.token(int(ids[found][0]))
         return None
 
-    def _renamed(self) -> Any:
+    def _with_other_names(self) -> Any:
         """Return a tokenizer with the ids of this one, but other names for the control tokens in its vocabulary."""
         content = json.loads(self._read())
         vocab = content["model"]["vocab"]

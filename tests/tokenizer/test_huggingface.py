@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import unicodedata
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,16 @@ def test_dropout_which_merges_at_random_is_switched_off(tmp_path: Path) -> None:
     expected = load_tokenizer(made_tokenizer("llama3")).encode(TEXTS[-1])
     assert all(tokenizer.encode(TEXTS[-1]) == expected for _ in range(5))
     assert tokenizer.encode_plain([TEXTS[-1]])[0].tolist() == expected
+
+
+@pytest.mark.parametrize("made", ["t5", "qwen2"])
+def test_threads_may_encode_plainly_at_the_same_time(made: str) -> None:
+    expected = load_tokenizer(made_tokenizer(made)).encode_plain([MARKED] * 3)
+    for _ in range(5 if made == "t5" else 1):
+        fresh = load_tokenizer(made_tokenizer(made))
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda _, one=fresh: one.encode_plain([MARKED] * 3), range(8)))
+        assert all(np.array_equal(ids, expected[0]) for arrays in found for ids in arrays)
 
 
 def test_an_added_token_that_is_not_special_is_text() -> None:
