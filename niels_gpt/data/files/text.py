@@ -145,21 +145,22 @@ def line_blocks(file: BinaryIO, limit: int) -> Iterator[tuple[int, list[bytes | 
     reader = cast(io.BufferedReader, file)
     number, parts, size = 1, list[bytes](), 0  # parts: of a line without its end so far; none of one that is too large
     while block := reader.read1(_READ_BYTES):  # what could be read before a damaged place is not lost
-        end = block.rfind(b"\n") + 1
-        if end:
-            lines: list[bytes | None] = list(io.BytesIO(b"".join([*parts, block[:end]])))
-            if size > limit:
-                lines[0] = None
-            if size + end > limit:
-                lines = [None if line is None or len(line) > limit else line for line in lines]
+        lines: list[bytes | None] = list(io.BytesIO(block))
+        rest = b"" if block.endswith(b"\n") else cast(bytes, lines.pop())
+        if lines:
+            if len(block) > limit:
+                lines = [line if len(cast(bytes, line)) <= limit else None for line in lines]
+            if size:
+                begin = lines[0] or b""
+                lines[0] = b"".join([*parts, begin]) if begin and size + len(begin) <= limit else None
             yield number, lines
             number += len(lines)
             parts, size = [], 0
-        size += len(block) - end
+        size += len(rest)
         if size > limit:
             parts = []
-        elif end < len(block):
-            parts.append(block[end:])
+        elif rest:
+            parts.append(rest)
     if size:
         yield number, [b"".join(parts) if size <= limit else None]
 
