@@ -35,13 +35,15 @@ def documents(
     revision: str | None,
     counters: Counter[str],
     position: dict[str, int] | None = None,
-) -> Documents:
-    """Yield the documents of a pretrain source in upstream's order.
+) -> Documents | Iterator[DocumentBatch]:
+    """Yield the documents of a pretrain source in upstream's order: those of files as columns, the hub's one by one.
 
     counters, position: see LoadRequest.
     Raises: SnapshotTooShort at the end of a snapshot that is cut short; as the source's loader.
     """
-    return document_rows(settings, source, revision, counters, position)
+    if source.found is None:
+        return document_rows(settings, source, revision, counters, position)
+    return document_batches(settings, source, revision, counters, position)
 
 
 def document_rows(

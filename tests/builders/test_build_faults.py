@@ -38,6 +38,7 @@ from support.power_loss import tree_of
 from niels_gpt.builders import source
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
+from niels_gpt.recipes import sources
 from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
@@ -235,9 +236,14 @@ def mirror_of(key: str, root: Path) -> Path:
 @pytest.mark.usefixtures("quick_checkpoints")
 @pytest.mark.parametrize("key", ["pretrain/fineweb_edu", "pretrain/roam", "sft/dolly15k"])
 def test_a_file_of_a_mirror_that_is_removed_in_mid_build_is_named_and_the_recipe_goes_on_with_it_back(
-    tmp_path: Path, tiny_model_path: Path, caplog: pytest.LogCaptureFixture, key: str
+    tmp_path: Path,
+    tiny_model_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
 ) -> None:
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 4)  # the last file is read after the first documents
     last, away = mirror_of(key, tmp_path / "m"), tmp_path / "away"
     # No note at the end of the list may be of val, which is read behind train.
     common: dict[str, Any] = {"tokenizer": str(tiny_model_path), "shuffle_buffer": 0, "roam_val_frac": 0}

@@ -21,7 +21,7 @@ from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import CacheError
 from niels_gpt.data import local
 from niels_gpt.data.exclude import read_exclusion
-from niels_gpt.data.files import parquet, rows
+from niels_gpt.data.files import columns, parquet, rows
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.plan import recipes
 from niels_gpt.recipes.resolve import resolve_source
@@ -245,8 +245,9 @@ def test_what_was_read_is_neither_opened_nor_decoded_again(folder: Path, monkeyp
 
     case = Case(*CASES["texts"], folder)
     meta = case.build(folder / "whole" / "c")
-    for module, name in ((rows, "row_of_line"), (rows, "opened_text"), (parquet, "_rows_of"), (local, "read_text")):
+    for module, name in ((columns, "parsed"), (columns, "opened_text"), (rows, "opened_text"), (local, "read_text")):
         watched(module, name)
+    watched(columns, "_columns_of_batch")
     case.build(folder / "other" / "c")
     at_all, path = Counter(decoded), folder / "again" / "c"
     case.interrupt(path, read_by(meta) - 1)
@@ -254,7 +255,7 @@ def test_what_was_read_is_neither_opened_nor_decoded_again(folder: Path, monkeyp
     assert case.build(path) == meta
     again = Counter(decoded)
     # files lie in this order: a, b, c, d, e.jsonl, then the documents
-    assert at_all["row_of_line"] > 50 and at_all["opened_text"] == 5 and at_all["_rows_of"] > 3
+    assert at_all["parsed"] > 50 and at_all["opened_text"] == 5 and at_all["_columns_of_batch"] > 3
     assert set(again) == {"read_text"} and again["read_text"] < at_all["read_text"]
 
 

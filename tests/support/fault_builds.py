@@ -20,6 +20,7 @@ import pytest
 from niels_gpt.builders import resume
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
+from niels_gpt.documents import DocumentBatch
 from niels_gpt.storage.fileio import Operation
 from niels_gpt.storage.versions import versions_dir
 from support.byte_tokenizer import ByteTokenizer, build
@@ -126,11 +127,22 @@ KINDS = pytest.mark.parametrize("kind", sorted(BUILDERS))
 
 
 def cut_off(items: Iterable[Any], at: int | None) -> Iterator[Any]:
-    """Yield items, and fail at item number `at` as a network does."""
-    for number, item in enumerate(items):
-        if number == at:
+    """Yield items, and fail at item number `at` as a network does; a batch has as many items as documents."""
+    number = 0
+    for item in items:
+        end = number + (len(item) if isinstance(item, DocumentBatch) else 1)
+        if at is not None and end > at:
+            if number < at:
+                yield _begin_of(item, at - number)
             raise ConnectionError("upstream is gone")
+        number = end
         yield item
+
+
+def _begin_of(batch: DocumentBatch, size: int) -> DocumentBatch:
+    counters = [(first, counts) for first, counts in batch.counters if first < size]
+    position = {name: places[:size] for name, places in batch.position.items()}
+    return DocumentBatch(batch.texts[:size], batch.ids[:size], batch.split, counters, position)
 
 
 def interrupt(kind: str, path: Path, at: int, items: list[Any] | None = None, **changed: Any) -> None:

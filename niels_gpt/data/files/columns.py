@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.data.files.parquet import iter_batches, rows_of_batch
-from niels_gpt.data.files.rows import is_read_by_line, numbered_rows, parsed, row_of_line
+from niels_gpt.data.files.rows import numbered_rows, parsed, row_of_line
 from niels_gpt.data.files.text import Problem, decode, line_blocks, opened_text, unpacked_name
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
@@ -61,7 +61,7 @@ def rows_or_columns(path: Path, reading: Reading) -> Iterator[Columns | tuple[in
     name = unpacked_name(path.name).lower()
     if reading.texts and name.endswith(".parquet"):
         yield from _of_parquet(path, reading)
-    elif reading.texts and name.endswith((".jsonl", ".json")) and is_read_by_line(path, reading.max_document_bytes):
+    elif reading.texts and name.endswith(".jsonl"):
         with opened_text(path, counters=None if reading.skip_to else reading.counters) as file:
             for first, lines in line_blocks(file, reading.max_document_bytes):
                 yield from _of_lines(path, first, lines, reading)

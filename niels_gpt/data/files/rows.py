@@ -110,7 +110,7 @@ def _text_lines(
 def _json_rows(
     path: Path, counters: Counter[str] | None, limit: int, skip_to: int
 ) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
-    by_line = is_read_by_line(path, limit)
+    by_line = _is_read_by_line(path, limit)
     with opened_text(path, counters=None if skip_to else counters) as file:
         if not by_line:
             for number, value, text in json_stream.iter_values(file, str(path), limit):
@@ -124,7 +124,7 @@ def _json_rows(
                 yield number, row
 
 
-def is_read_by_line(path: Path, limit: int) -> bool:
+def _is_read_by_line(path: Path, limit: int) -> bool:
     """Return whether each line of a file of JSON is a row: in .jsonl always, in .json if no row has several lines."""
     if unpacked_name(path.name).lower().endswith(".jsonl"):
         return True
