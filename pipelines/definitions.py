@@ -1,6 +1,6 @@
 """Everything that Dagster knows of this project. `dagster dev` and `dagster asset materialize` load `defs`.
 
-tokenizer                                          one SentencePiece model for all caches
+tokenizer                                          one tokenizer for all caches
 pretrain/{fineweb_edu,wikitext,roam,gutenberg}     token shards
 sft/{dolly15k,oasst1}                              chats with their loss
 eagle3/targets                                     a target model's outputs over chats, to train a draft
