@@ -260,9 +260,9 @@ def test_at_a_large_world_a_rank_computes_its_own_samples_and_no_more(tmp_path: 
         asked: list[NDArray[np.int64]] = []
         locate = one.locate
         one.locate = lambda samples, found=asked, ask=locate: (found.append(samples), ask(samples))[1]  # type: ignore
-        for _ in zip(range(5000), one, strict=False):
+        for _ in zip(range(17_000), one, strict=False):
             pass
-        assert [len(samples) for samples in asked] == [4096, 4096]
+        assert [len(samples) for samples in asked] == [16384, 16384]
         assert (np.diff(np.concatenate(asked)) == world).all()
 
 
