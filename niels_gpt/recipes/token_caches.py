@@ -67,7 +67,7 @@ def _build_documents(
     # The hub's stream is shuffled by `datasets` already; a second buffer would hold 10,000 documents more (D8).
     buffer = None if source.ordered or spec.shuffle_buffer is None else getattr(settings, spec.shuffle_buffer)
     meta = build_pretrain(
-        sources.documents(settings, source, inputs.revision, inputs.counters, inputs.source.position),
+        sources.document_batches(settings, source, inputs.revision, inputs.counters, inputs.source.position),
         path,
         max_train_tokens=budgets[0],
         max_val_tokens=budgets[1],

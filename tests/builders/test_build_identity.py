@@ -311,7 +311,12 @@ def unreadable(*_: Any, **__: Any) -> Iterator[Any]:
     yield
 
 
-READERS = {"pretrain/notes": "documents", "pretrain/roam": "documents", "sft/dolly15k": "chats", "sft/oasst1": "chats"}
+READERS = {
+    "pretrain/notes": "document_batches",
+    "pretrain/roam": "document_batches",
+    "sft/dolly15k": "chats",
+    "sft/oasst1": "chats",
+}
 
 
 @pytest.mark.parametrize("key", sorted(READERS))
