@@ -15,8 +15,8 @@ _WITHOUT_SIZE: Final = 256 << 20
 class Memory:
     """Decides when the cache has to be dropped, by the size of the process.
 
-    A process grows for other reasons too, such as a shuffle buffer that fills. Where a drop gave back less than half of
-    the growth, the next one waits for twice the growth, so a process of any size drops a few times for nothing.
+    A process grows for other reasons too, such as a shuffle buffer that fills. Where a drop gave back less than a
+    quarter of the growth, the next one waits for twice the growth: a process of any size drops a few times for nothing.
     """
 
     def __init__(self, max_growth: int) -> None:
@@ -43,7 +43,7 @@ class Memory:
             _return_free_memory()
         size = process_size() or lowest
         if self._at_drop is not None:
-            is_useful = self._at_drop - size >= (self._at_drop - lowest) // 2
+            is_useful = self._at_drop - size >= (self._at_drop - lowest) // 4
             self._allowed = self._max_growth if is_useful else 2 * self._allowed
             self._at_drop, lowest = None, size
         self._lowest = min(lowest, size)
