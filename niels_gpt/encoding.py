@@ -6,7 +6,7 @@ Decides what the ids of a text are, which texts are dropped for a special token,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ SPECIAL_TEXT = "special_in_text"
 AS_TEXT = "special_as_text"
 SURROGATES = "texts_with_lone_surrogates_replaced"
 U2581 = "texts_with_u2581"
-"""U+2581, SentencePiece's mark for a space, is the one character that does not survive a round trip (D7)."""
+"""U+2581, the mark for a space of SentencePiece and its like: the one character that a round trip changes (D7)."""
 
 _SHOWN = 80  # characters of a text in a message
 
@@ -91,6 +91,8 @@ class TextEncoder:
     """The seed of `split_keys`; None: no keys."""
     engine: Engine | None = None
     """What encodes; None: what `open_engine` chooses."""
+    loses_u2581: bool = field(init=False, repr=False)
+    """Whether the tokenizer turns U+2581 into a space."""
 
     def __post_init__(self) -> None:
         """Refuse settings before a build writes anything."""
@@ -104,6 +106,8 @@ class TextEncoder:
         _is_control(self.tokenizer)
         if self.engine is None:
             object.__setattr__(self, "engine", open_engine(self.tokenizer))
+        decode, mark = getattr(self.tokenizer, "decode", None), "a\u2581b"
+        object.__setattr__(self, "loses_u2581", decode is None or decode(self.tokenizer.encode(mark)) != mark)
 
     @property
     def vocab_size(self) -> int:
@@ -128,7 +132,7 @@ class TextEncoder:
         first: the number of the first one in the stream.
         """
         raw = [_utf8(text) for text in texts]
-        clean, notes = _repaired(raw, texts)
+        clean, notes = _repaired(raw, texts, self.loses_u2581)
         problems = self._literals(clean)
         assert self.engine is not None
         safe = [b"" if number in problems else text for number, text in enumerate(clean)] if problems else clean
@@ -272,10 +276,12 @@ def _utf8(text: bytes | str) -> bytes:
     return text if type(text) is bytes else text.encode(errors="surrogatepass")  # type: ignore[union-attr]
 
 
-def _repaired(raw: list[bytes], texts: Sequence[bytes | str]) -> tuple[list[bytes], dict[int, tuple[str, ...]]]:
+def _repaired(
+    raw: list[bytes], texts: Sequence[bytes | str], count_u2581: bool
+) -> tuple[list[bytes], dict[int, tuple[str, ...]]]:
     """Return texts without lone surrogates, and the counters of what is odd about a text, by its number."""
     # Searching one byte is many times faster, and nearly no text has the last one of U+2581.
-    marked = [number for number, text in enumerate(raw) if b"\x81" in text and b"\xe2\x96\x81" in text]
+    marked = [n for n, text in enumerate(raw) if b"\x81" in text and b"\xe2\x96\x81" in text] if count_u2581 else []
     notes: dict[int, tuple[str, ...]] = dict.fromkeys(marked, (U2581,))
     clean = list(raw)
     for number, text in enumerate(texts):

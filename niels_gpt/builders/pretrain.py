@@ -141,7 +141,7 @@ def _encoder(tokenizer: Tokenizer, settings: dict[str, Any], rule: TextSplit, en
         on_special=settings["on_special"],
         append=None if end is None else end["id"],
         split_seed=None if rule.share is None else rule.seed,
-        engine=open_engine(tokenizer, engine),
+        engine=open_engine(tokenizer, engine, seed=rule.seed),
     )
 
 

@@ -110,7 +110,7 @@ class ComparedEngine:
         """fast and reference: engines of the same tokenizer. seed: of the share."""
         self.name = fast.name
         self._fast, self._reference, self._tokenizer = fast, reference, tokenizer
-        self._seed = seed
+        self._seed = seed % (1 << 64)
         self._counting = threading.Lock()
         self.num_compared = 0
         """Documents that were compared."""
