@@ -5,8 +5,10 @@ Decides what the ids of a text are, which texts are dropped for a special token,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from typing import Any, Final
 
@@ -174,8 +176,18 @@ class TextEncoder:
         return None if problem is None else problem[0]
 
     def drops(self, text: bytes | str) -> bool:
-        """Whether a text is dropped for a reserved literal."""
-        return self.on_special != "text" and bool(self._literals([_utf8(text)]))
+        """Whether a text is dropped for a special token; only a text with the literal of one is encoded."""
+        raw = _utf8(text)
+        if self.on_special == "text":
+            return False
+        return bool(self._literals([raw])) or (bool(self._special.search(raw)) and bool(self.encode([text]).problems))
+
+    @cached_property
+    def _special(self) -> re.Pattern[bytes]:
+        """Finds the literals of special tokens."""
+        token = getattr(self.tokenizer, "token", None)
+        literals = sorted(filter(None, map(token, control_ids(self.tokenizer)))) if token else []
+        return re.compile(b"|".join(re.escape(literal.encode(errors="replace")) for literal in literals) or rb"(?!)")
 
     def _literals(self, texts: list[bytes]) -> dict[int, tuple[str, str]]:
         """Return the problem of each text with a reserved literal; no literal is reserved without the sentinels."""

@@ -19,6 +19,7 @@ from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.source import Change, Chunk, Shuffled, chunked
 from niels_gpt.documents import DocumentBatch
+from niels_gpt.encoding import split_keys
 from niels_gpt.special_tokens import SPECIAL_TOKENS
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.tokenizers.engine import EngineDifference
@@ -190,7 +191,7 @@ def test_the_document_on_which_an_engine_differs_is_named(tmp_path: Path, monkey
                     raise EngineDifference("model", number, "gigatoken and tokenizers differ at token 0")
             return np.zeros(len(texts), dtype=np.uint32) + 10, np.ones(len(texts), dtype=np.int64)
 
-    monkeypatch.setattr("niels_gpt.builders.pretrain.open_engine", lambda tokenizer, choice: Differing())
+    monkeypatch.setattr("niels_gpt.builders.pretrain.open_engine", lambda *of, **how: Differing())
     for threads in (0, 1):
         with pytest.raises(CacheError, match=r"document 17 of the source \('row 18' \(it begins '17 the mill"):
             build(tmp_path / str(threads), Loader([9, 30]), num_threads=threads, max_train_tokens=10**6)
@@ -211,6 +212,9 @@ class Plain(ByteTokenizer):
     def encode_plain(self, texts: list[str]) -> list[Any]:
         return [np.array(super(Plain, self).encode(text)) for text in texts]
 
+    def token(self, token_id: int) -> str:
+        return "<|end|>" if token_id == 299 else ""
+
 
 def test_a_special_token_in_a_text_is_dropped_refused_or_encoded_as_text(tmp_path: Path) -> None:
     texts = [(None, "abc"), (None, "a<|end|>b"), (None, "<|eot|>"), (None, "d")]
@@ -221,10 +225,21 @@ def test_a_special_token_in_a_text_is_dropped_refused_or_encoded_as_text(tmp_pat
     kept = build_pretrain(texts, tmp_path / "d", on_special="text", **how)
     assert kept["dropped"] == {} and kept["noticed"] == {"special_as_text": 1}
     assert stored(tmp_path / "d", "train") == [text for _, text in texts]
-    with pytest.raises(ValueError, match="a text holds the id 299: 'a<"):
+    with pytest.raises(ValueError, match=r"holds the special token '<.end.>': 'a<"):
         build_pretrain(texts, tmp_path / "e", on_special="raise", **how)
     with pytest.raises(ValueError, match="has no encode_plain"):
         build_pretrain(texts, tmp_path / "f", **{**how, "tokenizer": ByteTokenizer(), "on_special": "text"})
+
+
+def test_a_text_that_is_dropped_for_a_special_token_is_no_splits_document(tmp_path: Path) -> None:
+    """The text with the lowest key would be the one document of val, if it were not dropped."""
+    kept = [str(number) for number in range(8)]
+    keys = split_keys([f"{number}<|end|>".encode() for number in range(99)], 0)
+    assert keys.min() < split_keys([text.encode() for text in kept], 0).min()
+    how: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 400, "seed": 0}
+    documents = [(None, text) for text in (f"{keys.argmin()}<|end|>", *kept)]
+    meta = build_pretrain(documents, tmp_path / "c", tokenizer=Plain(), shuffle_buffer=None, val_frac=1e-9, **how)
+    assert (meta["docs"], meta["dropped"]) == ({"train": 7, "val": 1}, {"special_in_text": 1})
 
 
 def test_a_sentinel_as_text_has_no_sentinels_id(tmp_path: Path, tiny_tokenizer: Any) -> None:
