@@ -35,6 +35,18 @@ def test_the_vectorized_order_is_the_documented_one(size: int, seed: int, data: 
     assert alone == expected
 
 
+@pytest.mark.parametrize("tweaks", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 65, 1000, 5000])
+def test_many_indices_have_the_places_that_each_has_alone(size: int, tweaks: int) -> None:
+    # So many that the rounds look F up instead of computing it.
+    samples, keys = np.arange(4000) % (tweaks * size), random_keys(7, ROUNDS)
+    tweak_of, indices = np.divmod(samples, size)
+    found = permute(indices, size, keys, tweak_of[:1] + 5 if tweaks == 1 else tweak_of + 5)
+    for place in range(0, 4000, 97):
+        index, tweak = int(indices[place]), int(tweak_of[place]) + 5
+        assert found[place] == plain_permute(index, size, keys.tolist(), tweak), place
+
+
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**32), tweak=st.integers(0, 2**32))
 def test_every_index_has_one_place(size: int, seed: int, tweak: int) -> None:
