@@ -185,13 +185,16 @@ class MixtureStream(SampleStream):
 
     def locate(self, samples: NDArray[np.int64]) -> Places:
         """Return where the windows of these samples begin in the files of all sources: [n]."""
-        shards, places, sources, numbers = np.empty((4, len(samples)), dtype=np.int64)
+        sources, numbers = np.empty((2, len(samples)), dtype=np.int64)
         phase_of = self._firsts.searchsorted(samples, side="right") - 1
         for number in np.unique(phase_of).tolist():
             of_phase = phase_of == number
             sources[of_phase], numbers[of_phase] = self._phases[number].located(samples[of_phase], self._keys[0])
-        for number in np.unique(sources):
-            of_source = sources == number
-            shards[of_source], places[of_source], _ = self.streams[number].locate(numbers[of_source])
+        shards, places = np.empty((2, len(samples)), dtype=np.int64)
+        order = sources.astype(np.min_scalar_type(len(self.streams))).argsort(kind="stable")
+        ends = np.cumsum(np.bincount(sources, minlength=len(self.streams))).tolist()
+        for stream, begin, end in zip(self.streams, [0, *ends[:-1]], ends, strict=True):
+            of_source = order[begin:end]
+            shards[of_source], places[of_source], _ = stream.locate(numbers[of_source])
         shards += self._first_files[sources]
         return Places(shards, places + self._to_places[shards], sources)

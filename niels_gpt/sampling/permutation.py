@@ -62,18 +62,17 @@ def permute(
         return _walked(indices, size, tags, lambda values, tags: _looked_up(values, tables, tags, half))
     bits, mask = np.uint64(half), np.uint64(2**half - 1)
     round_keys = mix(keys[:, None] + tweaks.astype(np.uint64))
-    images = _walked(indices.astype(np.uint64), size, round_keys, lambda *of: _encrypted(*of, bits, mask))
-    return images.astype(np.int64)
+    return _walked(indices.astype(np.uint64), size, round_keys, lambda values, of: _encrypted(values, of, bits, mask))
 
 
-def _walked(values: Any, size: int, tweaks: Any, encrypted: Callable[[Any, Any], Any]) -> Any:
+def _walked(values: Any, size: int, tweaks: Any, encrypted: Callable[[Any, Any], Any]) -> NDArray[np.int64]:
     """Return encrypted(values, tweaks), repeated until each is below size. tweaks: [..., n], or [..., 1] for all."""
-    images = encrypted(values, tweaks)
+    images: NDArray[Any] = encrypted(values, tweaks)
     outside = (images >= size).nonzero()[0]
     while len(outside):  # at most three quarters of them, so that this ends soon
         images[outside] = walked = encrypted(images[outside], tweaks if tweaks.shape[-1] == 1 else tweaks[..., outside])
         outside = outside[walked >= size]
-    return images
+    return images.astype(np.int64, copy=False)
 
 
 def _encrypted(
@@ -90,12 +89,11 @@ def _tables(keys: NDArray[np.uint64], low: int, high: int, half: int) -> NDArray
     round_keys = mix(keys[:, None] + np.arange(low, high + 1).astype(np.uint64))
     halves = np.arange(2**half, dtype=np.uint64)
     hashed = mix(round_keys[:, :, None] + halves) & halves[-1]
-    return hashed.reshape(len(keys), -1).view(np.int64)
+    tables: NDArray[np.int64] = hashed.reshape(len(keys), -1).view(np.int64)
+    return tables
 
 
-def _looked_up(
-    values: NDArray[np.int64], tables: NDArray[np.int64], tags: NDArray[np.int64], half: int
-) -> NDArray[np.int64]:
+def _looked_up(values: NDArray[np.int64], tables: NDArray[np.int64], tags: NDArray[np.int64], half: int) -> Any:
     """Return what `_encrypted` does. tags: of which tweak, in the bits above a half, which the rounds keep."""
     mask = 2**half - 1
     left, right = values >> half | tags, values & mask | tags

@@ -100,37 +100,53 @@ class Phase:
         samples: [n] numbers of samples of this phase, in any order. key: decides the places in blocks.
         """
         blocks, places = np.divmod(samples - self.first, self.size)
-        named, which = np.unique(blocks, return_inverse=True)
+        low, high = (int(blocks.min()), int(blocks.max())) if len(blocks) else (0, 0)
+        if high - low < len(blocks):
+            named, which = np.arange(low, high + 1), blocks - low
+        else:
+            named, which = np.unique(blocks, return_inverse=True)
         edges = np.union1d(named, named + 1)
         largest = (2 * int(edges.max(initial=0)) * self.size + 1) * sum(self.weights)
         exact = edges if largest < 2**63 else edges.astype(object)  # Python integers for weights of many digits
         table = np.stack(self.before(exact), axis=1).astype(np.int64)
         at = edges.searchsorted(named)
-        salts = mix(key + (named + self.first_block).astype(np.uint64))[which]
-        sources, ranks = drawn(places, (table[at + 1] - table[at])[which], salts, self.size)
-        return sources, ranks + np.array(self.consumed, dtype=np.int64)[sources] + table[at][which, sources]
+        before = table[at]
+        salts = mix(key + (named + self.first_block).astype(np.uint64))
+        sources, ranks = drawn(places, which, table[at + 1] - before, salts, self.size)
+        before += np.array(self.consumed, dtype=np.int64)
+        return sources, ranks + before[which, sources]
 
 
 def drawn(
-    places: NDArray[np.int64], counts: NDArray[np.int64], salts: NDArray[np.uint64], size: int
+    places: NDArray[np.int64], which: NDArray[np.int64], counts: NDArray[np.int64], salts: NDArray[np.uint64], size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the source of each place of a block, and how many earlier places of the block have the same source.
 
-    places: [n]; counts: [n, sources], of the whole block of each place; salts: [n], the same for places of one block;
-    size: of a block, at most 2 ** 30. Both results are int64 [n].
+    places, which: [n], in which of the blocks; counts: [blocks, sources]; salts: [blocks]; size: of every block, at
+    most 2 ** 30. Both results are int64 [n].
     """
-    # Of the run: places of the first sources, cumulated: [sources, n], so that inner loops are over many places.
-    ends = np.cumsum(np.ascontiguousarray(counts.T), axis=0)
-    before = np.zeros_like(ends)  # of the block, before the run: likewise
-    rest, runs = places.copy(), np.ones(len(places), dtype=np.uint64)
-    sizes: Any = size if size & (size - 1) == 0 else np.full(len(places), size)  # one number if all are equal
-    for _ in range((size - 1).bit_length()):
-        halves, hashed = sizes // 2, mix(salts + runs)
-        if isinstance(sizes, int):  # a power of two: the same without divisions
-            of_left = (ends * halves + (hashed & np.uint64(sizes - 1)).view(np.int64)) >> (sizes.bit_length() - 1)
-        else:
-            of_left = (ends * halves + (hashed % sizes.astype(np.uint64)).astype(np.int64)) // sizes
-        is_right = rest >= halves
+    # Of each run: places of the first sources, cumulated, and those of the block before the run. Sources come first,
+    # so that inner loops are over many runs: all runs of the blocks while these are fewer than places, [sources,
+    # blocks, runs], then that of each place, [sources, n].
+    ends = np.cumsum(np.ascontiguousarray(counts.T), axis=0)[:, :, None]
+    before = np.zeros_like(ends)
+    firsts, runs = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.uint64)
+    sizes: Any = size if size & (size - 1) == 0 else np.full(1, size)  # one number if all are equal
+    levels, shared = (size - 1).bit_length(), 0
+    while shared < levels and 0 < len(counts) << shared + 1 <= len(places):
+        halves = sizes // 2
+        of_left = _of_left(ends, sizes, mix(salts[:, None] + runs))
+        ends, before = _both(of_left, ends - of_left), _both(before, before + of_left)
+        firsts, runs = _both(firsts, firsts + halves), _both(2 * runs, 2 * runs + np.uint64(1))
+        sizes, shared = halves if isinstance(sizes, int) else _both(halves, sizes - halves), shared + 1
+    run = places // sizes if isinstance(sizes, int) else firsts.searchsorted(places, side="right") - 1
+    at = which * len(runs) + run
+    ends, before = (each.reshape(len(each), -1).take(at, axis=1) for each in (ends, before))
+    rest, runs, salts = places - firsts[run], runs[run], salts[which]
+    sizes = sizes if isinstance(sizes, int) else sizes[run]
+    for _ in range(levels - shared):
+        halves, is_right = sizes // 2, rest >= sizes // 2
+        of_left = _of_left(ends, sizes, mix(salts + runs))
         before += np.where(is_right, of_left, 0)
         ends = np.where(is_right, ends - of_left, of_left)
         rest -= np.where(is_right, halves, 0)
@@ -139,6 +155,19 @@ def drawn(
     sources = (ends == 0).sum(axis=0)
     before = np.diff(before, axis=0, prepend=0)
     return sources, np.take_along_axis(before, sources[None], axis=0)[0]
+
+
+def _of_left(ends: NDArray[np.int64], sizes: Any, hashed: NDArray[np.uint64]) -> Any:
+    """Return how many places of the first sources, cumulated, the left parts of runs have."""
+    if isinstance(sizes, int):  # a power of two: the same without divisions
+        return (ends * (sizes // 2) + (hashed & np.uint64(sizes - 1)).view(np.int64)) >> (sizes.bit_length() - 1)
+    return (ends * (sizes // 2) + (hashed % sizes.astype(np.uint64)).astype(np.int64)) // sizes
+
+
+def _both(left: NDArray[Any], right: NDArray[Any]) -> NDArray[Any]:
+    """Return values of runs, the left and the right part of each in turn, along the last axis."""
+    shape = *left.shape[:-1], 2 * left.shape[-1]
+    return np.stack((left, right), axis=-1).reshape(shape)
 
 
 def phases(
