@@ -18,7 +18,7 @@ from niels_gpt.builders.split import warn_of_share
 from niels_gpt.storage import versions
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.meta_json import file_records, meta_bytes, parse_object
-from niels_gpt.tokenizers.protocol import Tokenizer, token_dtype_name, tokenizer_identity, tokenizer_sha256
+from niels_gpt.tokenizers.protocol import Tokenizer, control_ids, token_dtype_name, tokenizer_identity, tokenizer_sha256
 
 FORMAT_VERSION = 1
 BUILDER_VERSION = 3  # raised when the same input gives other bytes
@@ -79,8 +79,15 @@ def build_identity(source: Source, tokenizer: Tokenizer, **settings: Any) -> dic
         "recipe": dict(source.recipe),
         **vocabulary_of(tokenizer),
         "tokenizer": tokenizer_identity(tokenizer),
+        **_special(tokenizer),
         **settings,
     }
+
+
+def _special(tokenizer: Tokenizer) -> dict[str, list[int]]:
+    """Return the ids that drop a text, where files beside the one of the sha256 can change them."""
+    is_json = getattr(tokenizer, "kind", "") == "huggingface"
+    return {"control_ids": sorted(control_ids(tokenizer))} if is_json else {}
 
 
 def _library(tokenizer: Tokenizer) -> dict[str, str]:

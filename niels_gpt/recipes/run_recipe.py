@@ -153,13 +153,17 @@ def recipe_fingerprint(
 ) -> str:
     """Return the sha256 of everything that a recipe's output depends on.
 
-    tokenizer: None: that it is unknown, and what ends a document too.
+    tokenizer: None: that it is unknown.
     Raises: FileNotFoundError, ValueError if the file of --exclude cannot be read; ValueError for a document_end that
         the tokenizer does not have.
     """
     chosen = {name: getattr(settings, name) for name in reads}
-    if tokenizer is not None and "document_end" in chosen:
-        chosen |= _resolved_end(tokenizer, chosen.pop("document_end"))
+    if key == TOKENIZER_KEY:  # under the name of before, and without the kind that was the only one
+        chosen["tokenizer_model"] = chosen.pop("tokenizer")
+        if chosen["tokenizer_kind"] == Settings.tokenizer_kind:
+            del chosen["tokenizer_kind"]
+    if "document_end" in chosen:
+        chosen |= _known_end(tokenizer, chosen.pop("document_end"))
     parts: dict[str, Any] = {
         "recipe": key,
         "settings": chosen,
@@ -167,6 +171,8 @@ def recipe_fingerprint(
         "source": source,
         "versions": [FORMAT_VERSION, BUILDER_VERSION],
     }
+    if tokenizer is not None and tokenizer.kind == "huggingface":  # the files beside tokenizer.json can change them
+        parts["control_ids"] = sorted(tokenizer.control_ids)
     if stated := stated_credit(settings, key.rpartition("/")[2]):
         parts["credit"] = stated
     if settings.exclude is not None:
@@ -174,9 +180,13 @@ def recipe_fingerprint(
     return hashlib.sha256(canonical_json(parts)).hexdigest()
 
 
-def _resolved_end(tokenizer: FullTokenizer, choice: str) -> dict[str, Any]:
+def _known_end(tokenizer: FullTokenizer | None, choice: str) -> dict[str, Any]:
     """Return what a fingerprint has of the end of documents: with the sentinel, or without a token, as before there
     were others, so that older caches stay current."""
+    if tokenizer is None:
+        return {"auto": {"append_eot": True}, "eot": {"append_eot": True}, "none": {"append_eot": False}}.get(
+            choice, {"document_end": choice}
+        )
     end = document_end(tokenizer, choice)
     if end is None or end.id == tokenizer.special_token_ids().get("eot"):
         return {"append_eot": end is not None}

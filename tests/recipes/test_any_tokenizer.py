@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.made_tokenizers import any_tokenizer, made_tokenizer
 
+from niels_gpt.builders.meta_keys import Source, build_identity
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, read_meta
 from niels_gpt.commands import cache as cli
 from niels_gpt.commands.main import main
@@ -139,6 +140,24 @@ def test_a_config_of_another_eos_replaces_the_tokenizer_and_the_caches_that_it_c
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     assert build_token_cache(without, "own").reused
     assert ensure_tokenizer(settings).meta["eos"]["token"] == "</s>"
+
+
+def test_an_eos_that_was_text_decides_which_texts_are_dropped_and_so_what_is_built_again(tmp_path: Path) -> None:
+    folder = shutil.copytree(made_tokenizer("qwen2"), tmp_path / "tokenizer")
+    settings = own(tmp_path, folder, [*TEXTS, "a <tool_call> is text"], document_end="none")
+    cache = Path(settings.cache_dir) / "pretrain" / "own"
+    assert not sum(build_token_cache(settings, "own").meta["dropped"].values())
+    before = build_identity(Source(), load_tokenizer(folder))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<tool_call>"}))
+    assert build_identity(Source(), load_tokenizer(folder)) != before  # so no unfinished build is resumed either
+    assert [item.action for item in plan(settings, ["pretrain/own"])] == ["copy", "build"]
+    built = build_token_cache(settings, "own")
+    assert not built.reused and built.meta["dropped"]["special_in_text"] == 1
+    assert not find_damage(cache, deep=True)
+    assert build_token_cache(settings, "own").reused
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|im_end|>"}))
+    assert not sum(build_token_cache(settings, "own").meta["dropped"].values())
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])

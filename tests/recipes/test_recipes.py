@@ -14,7 +14,7 @@ import pytest
 from niels_gpt.builders.meta_keys import BUILDER_VERSION, FORMAT_VERSION
 from niels_gpt.data.files import mirrors
 from niels_gpt.data.files.rows import iter_rows
-from niels_gpt.recipes.plan import RECIPES, plan
+from niels_gpt.recipes.plan import RECIPES, plan, settings_fingerprint
 from niels_gpt.recipes.run_recipe import Outcome, recipe_fingerprint
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
@@ -138,6 +138,27 @@ def test_a_cache_of_before_there_were_other_ends_of_documents_has_the_fingerprin
         assert now == hashlib.sha256(canonical_json(parts)).hexdigest()
     eos = recipe_fingerprint(dataclasses.replace(settings, document_end="eos"), "k", reads, tokenizer, "s")
     assert eos not in (now, recipe_fingerprint(settings, "k", reads, tokenizer, "s"))
+
+
+@pytest.mark.parametrize(
+    ("key", "changed", "expected"),
+    [
+        ("tokenizer", {}, "83196f0ed237"),
+        ("tokenizer", {"tokenizer": "m/spm.model"}, "8443b8d9ea6d"),
+        ("pretrain/roam", {}, "29c848dfbecb"),
+        ("pretrain/roam", {"document_end": "eot"}, "29c848dfbecb"),
+        ("pretrain/roam", {"document_end": "none"}, "6431977158d2"),
+        ("pretrain/wikitext", {}, "a3d367c754d9"),
+        ("sft/dolly15k", {}, "583183c70469"),
+    ],
+)
+def test_the_settings_have_the_fingerprint_of_before_there_were_tokenizers_of_other_kinds(
+    key: str, changed: dict[str, str], expected: str
+) -> None:
+    assert settings_fingerprint(Settings(**changed), key) == expected  # as computed before: Dagster's code version
+    for other in ({"tokenizer_kind": "bpe"}, {"document_end": "eos"}):
+        read = key in ("tokenizer", "pretrain/roam") and ("tokenizer_kind" in other) == (key == "tokenizer")
+        assert (settings_fingerprint(Settings(**(changed | other)), key) != expected) == read
 
 
 def test_the_engine_never_causes_a_rebuild_and_is_in_the_record_of_the_run(settings: Settings) -> None:
