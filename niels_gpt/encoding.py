@@ -88,7 +88,7 @@ class TextEncoder:
     """For a text that holds a special token: "drop": `accept` names the counter; "raise": `accept` raises ValueError;
     "text": it is encoded as plain text, without the special id."""
     append: int | None = None
-    """An id to append to each text that has tokens."""
+    """An id to append to each text that has tokens. No text may give it: it counts as a special token."""
     split_seed: int | None = None
     """The seed of `split_keys`; None: no keys."""
     engine: Engine | None = None
@@ -105,11 +105,10 @@ class TextEncoder:
                 f"on_special='text': the tokenizer ({type(self.tokenizer).__name__}) has no encode_plain, which "
                 "encodes special tokens as plain text"
             )
-        _is_control(self.tokenizer)
+        _is_control(self.tokenizer, self.append)
         if self.engine is None:
             object.__setattr__(self, "engine", open_engine(self.tokenizer))
-        decode, mark = getattr(self.tokenizer, "decode", None), "a\u2581b"
-        object.__setattr__(self, "loses_u2581", decode is None or decode(self.tokenizer.encode(mark)) != mark)
+        object.__setattr__(self, "loses_u2581", _loses(self.tokenizer, "a\u2581b"))
 
     @property
     def vocab_size(self) -> int:
@@ -140,7 +139,7 @@ class TextEncoder:
         safe = [b"" if number in problems else text for number, text in enumerate(clean)] if problems else clean
         ids, lengths = self.engine.encode(safe, first=first)
         self._check_range(ids)
-        is_control = _is_control(self.tokenizer)(ids)
+        is_control = _is_control(self.tokenizer, self.append)(ids)
         if is_control.any():
             ends = np.cumsum(lengths)
             for number in np.unique(ends.searchsorted(is_control.nonzero()[0], side="right")).tolist():
@@ -176,11 +175,15 @@ class TextEncoder:
         return None if problem is None else problem[0]
 
     def drops(self, text: bytes | str) -> bool:
-        """Whether a text is dropped for a special token; only a text with the literal of one is encoded."""
+        """Whether a text is dropped for a special token; only a text that may give one is encoded."""
         raw = _utf8(text)
         if self.on_special == "text":
             return False
-        return bool(self._literals([raw])) or (bool(self._special.search(raw)) and bool(self.encode([text]).problems))
+        if self._literals([raw]):
+            return True
+        # A token of ordinary text has no literal that tells where it comes from.
+        is_word = self.append is not None and self.append not in control_ids(self.tokenizer)
+        return (is_word or bool(self._special.search(raw))) and bool(self.encode([text]).problems)
 
     @cached_property
     def _special(self) -> re.Pattern[bytes]:
@@ -206,7 +209,7 @@ class TextEncoder:
         shown = text.decode(errors="replace")
         if np.isin(ids, list(self.tokenizer.special_token_ids().values())).any():
             return SENTINEL_TEXT, _problem_text(shown, "reserved sentinel after normalization")
-        special = int(ids[_is_control(self.tokenizer)(ids)][0])
+        special = int(ids[_is_control(self.tokenizer, self.append)(ids)][0])
         name = getattr(self.tokenizer, "token", None)
         return SPECIAL_TEXT, _problem_text(shown, f"special token {name(special)!r}" if name else f"id {special}")
 
@@ -218,7 +221,7 @@ class TextEncoder:
         plain = encode_plain([texts[number].decode() for number in numbers])
         for number, of_text in zip(numbers, plain, strict=True):
             self._check_range(of_text)
-            if _is_control(self.tokenizer)(of_text).any():
+            if _is_control(self.tokenizer, self.append)(of_text).any():
                 problem = self._problem(texts[number], of_text)[1]
                 raise coded("E305", ValueError(f"{problem}, even as plain text. Drop such texts: on_special=drop"))
         return _replaced(ids, lengths, dict(zip(numbers, plain, strict=True)))
@@ -247,12 +250,13 @@ class TextEncoder:
         return np.frombuffer(bytearray().join(parts), dtype=ids.dtype), lengths + (lengths > 0)
 
 
-def _is_control(tokenizer: Tokenizer) -> Callable[[NDArray[Any]], NDArray[np.bool_]]:
+def _is_control(tokenizer: Tokenizer, end: int | None) -> Callable[[NDArray[Any]], NDArray[np.bool_]]:
     """Return a function that finds special ids among ids; comparing a range is three times as fast as a lookup.
 
+    end: another id that counts as special, the one that ends documents.
     Raises: ValueError for a special id outside the vocabulary.
     """
-    special = sorted(control_ids(tokenizer))
+    special = sorted(control_ids(tokenizer) | ({end} if end is not None else set()))
     if special and not 0 <= special[0] <= special[-1] < tokenizer.vocab_size:
         wrong = special[0] if special[0] < 0 else special[-1]
         raise ValueError(f"special id {wrong}: expected 0 <= id < vocab_size={tokenizer.vocab_size}")
@@ -265,6 +269,15 @@ def _is_control(tokenizer: Tokenizer) -> Callable[[NDArray[Any]], NDArray[np.boo
     table = np.zeros(tokenizer.vocab_size, dtype=np.bool_)
     table[special] = True
     return lambda ids: table[ids]
+
+
+def _loses(tokenizer: Tokenizer, text: str) -> bool:
+    """Whether a text does not come back from its ids; also where it has none, as with a model without unknown id."""
+    decode = getattr(tokenizer, "decode", None)
+    try:
+        return decode is None or decode(tokenizer.encode(text)) != text
+    except ValueError:
+        return True
 
 
 def _replaced(

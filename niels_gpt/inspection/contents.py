@@ -228,7 +228,8 @@ def _is_one_of(tokens: Ids, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
 class SentinelScan:
     """The special tokens of a split's token stream, which may span several files.
 
-    Pretrain: each document ends with the token of `document_end`, if there is one, and no document has a special token.
+    Pretrain: each document ends with the token of `document_end`, if there is one, and has it and special tokens
+    nowhere else.
     Sft: each example begins with a role; a role is followed by ids and an end-of-text, and that by the next role.
     Only the first wrong token is kept.
     """
@@ -244,8 +245,8 @@ class SentinelScan:
         self._bounds, self._sft = bounds, meta["kind"] == "sft"
         end, self._end_token = end_of_documents(meta, META_NAME) or (None, "")
         self._end_id = end
-        self._control = np.array(sorted({*self._ids.values(), *(() if self._sft else control)}), dtype=np.int64)
-        self._marked = np.union1d(self._control, [] if end is None else [end]).astype(np.int64)
+        others = () if self._sft else (*control, *(() if end is None else (end,)))
+        self._control = np.array(sorted({*self._ids.values(), *others}), dtype=np.int64)
         self._last_is_cut = meta.get("cut", {}).get("documents", 0) > 0  # it may lack the token that ends it
         self._num_tokens = self._file_start = 0
         self._name = ""
@@ -261,7 +262,7 @@ class SentinelScan:
         """Take the next bytes."""
         tokens = np.frombuffer(content, dtype=self._dtype)
         if self._damage is None:
-            places = np.flatnonzero(_is_one_of(tokens, self._marked))
+            places = np.flatnonzero(_is_one_of(tokens, self._control))
             sentinels = (places + self._num_tokens, tokens[places].astype(np.int64))
             (self._check_examples if self._sft else self._check_documents)(*sentinels, self._num_tokens + len(tokens))
         self._num_tokens += len(tokens)
@@ -283,11 +284,12 @@ class SentinelScan:
         missing = np.setdiff1d(ends, places[is_end])
         if self._last_is_cut and len(missing) and missing[-1] == self._bounds[-1] - 1:
             missing = missing[:-1]
-        # A token that ends documents may be one that texts have too, such as a line end.
-        stray = (~np.isin(places, ends) | ~is_end) & np.isin(ids, self._control)
+        stray = ~np.isin(places, ends) | ~is_end
         if stray.any() and not (len(missing) and missing[0] < places[np.argmax(stray)]):
             place, token = int(places[np.argmax(stray)]), int(ids[np.argmax(stray)])
-            name = f"sentinel {self._names[token]}" if token in self._names else f"special token {token}"
+            of_end = f"token {self._end_token!a} ({token}), which ends documents,"
+            other = of_end if token == self._end_id else f"special token {token}"
+            name = f"sentinel {self._names[token]}" if token in self._names else other
             self._keep(place, f"is the {name} inside document {self._document(place)}")
         elif len(missing):
             expected = "an end-of-text" if self._end_id in self._names else f"{self._end_token!a} ({self._end_id})"

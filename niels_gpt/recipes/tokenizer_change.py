@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 LITTLE_TEXT = 1_000_000
 """utf-8 bytes; a tokenizer that was trained on less has hardly a piece longer than a syllable."""
 
+_WITH_TOKENIZER = ("document_end", "on_special")
+"""Settings that suit one tokenizer and not another: the way back takes them from the last build of each cache."""
+
 
 def warn_of_older_caches(settings: Settings, meta: Mapping[str, Any]) -> None:
     """Warn of the caches that a tokenizer with this meta makes unreadable when it is installed, and how to go back."""
@@ -42,11 +45,17 @@ def warn_of_older_caches(settings: Settings, meta: Mapping[str, Any]) -> None:
         extra={"code": "W404"},
     )
     back = versions.versions_dir(root / TOKENIZER_KEY) / str(installed.get("content_sha256"))[: versions.VERSION_DIGITS]
-    same = [key for key, sha256 in older.items() if sha256 == before]
-    if same:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for key in (key for key, sha256 in older.items() if sha256 == before):
+        recorded = recorded_settings(root, key)
+        groups.setdefault(tuple(getattr(recorded, name) for name in _WITH_TOKENIZER), []).append(key)
+    if groups:
         logger.warning(
             "for the old one: %s",
-            _command(settings, same, tokenizer=str(back)),
+            " && ".join(
+                _command(settings, keys, tokenizer=str(back), **dict(zip(_WITH_TOKENIZER, values, strict=True)))
+                for values, keys in groups.items()
+            ),
             extra={"code": "W404"},
         )
 

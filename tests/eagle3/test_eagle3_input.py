@@ -148,6 +148,7 @@ def test_rows_that_cannot_be_used_are_counted(settings: Settings, tokenizer: Cha
     assert counters == {"rows": 1, "unreadable_row": 2}
     path = write_lines(tmp_path / "c.jsonl", {**PAIR, "output": "Yes<|im_end|>"}, PAIR)
     assert read(settings, path, tokenizer)[1] == {"rows": 1, "special_text": 1}
+    assert read(replace(settings, on_special="text"), path, tokenizer)[1] == {"rows": 1, "special_text": 1}
     with pytest.raises(ValueError, match="special token"):
         read(replace(settings, on_special="raise"), path, tokenizer)
 

@@ -259,6 +259,18 @@ def test_a_sentinel_inside_a_document_and_an_end_without_one_are_found(
     assert find_damage(folder, deep=True) == [Damage(name, 2 * place, 2 * place + 2, problem)]
 
 
+def test_an_ordinary_token_that_ends_documents_is_found_inside_one(tmp_path: Path) -> None:
+    folder, name = pretrain_of(tmp_path, ["aaaa", "bbbb"], max_val_tokens=0), "train/shard_00000.bin"
+    for place in (4, 9):
+        put_token(folder / name, place, 75)
+    describe(folder, document_end={"id": 75, "token": "A"})
+    assert find_damage(folder, deep=True) == []
+    put_token(folder / name, 1, 75)
+    describe(folder)
+    problem = "token 1 is the token 'A' (75), which ends documents, inside document 0"
+    assert find_damage(folder, deep=True) == [Damage(name, 2, 4, problem)]
+
+
 def test_a_document_that_met_its_budget_needs_no_end_of_text_and_no_other_lacks_one(tmp_path: Path) -> None:
     folder = pretrain_of(tmp_path, ["aaaa", "bbbb"], max_train_tokens=8, max_val_tokens=0)
     assert json.loads((folder / "meta.json").read_bytes())["cut"]["documents"] == 1

@@ -101,7 +101,7 @@ def test_back_and_forth_between_tokenizers_of_both_kinds(
     assert [item.action for item in plan(second, ["pretrain/own"])] == ["copy", "build"]
 
 
-@pytest.mark.parametrize("choice", ["none", "eos", "<extra_id_0>", "\u2581the"])
+@pytest.mark.parametrize("choice", ["none", "eos", "<extra_id_0>"])
 def test_what_ends_a_document_is_a_setting_and_decides_what_is_built_again(tmp_path: Path, choice: str) -> None:
     settings = own(tmp_path, made_tokenizer("t5"))
     before = build_token_cache(settings, "own").meta
@@ -189,6 +189,34 @@ def test_special_tokens_in_texts_are_dropped_refused_or_text_and_never_the_token
 
     with pytest.raises(ValueError, match="holds the special token"):
         build_token_cache(dataclasses.replace(settings, on_special="raise"), "own")
+
+
+def test_an_ordinary_token_that_ends_documents_comes_from_no_text(tmp_path: Path) -> None:
+    special = ["x <tool_call> y", "<tool_call>"]
+    settings = own(tmp_path, made_tokenizer("qwen2"), [*TEXTS, *special], document_end="<tool_call>")
+    meta = build_token_cache(settings, "own").meta
+    assert meta["dropped"]["special_in_text"] == len(special) and decoded(settings) == sorted(TEXTS)
+    cache = Path(settings.cache_dir) / "pretrain" / "own"
+    assert not find_damage(cache, deep=True)
+    for choice in ("raise", "text"):  # the library always gives the id of an added token that is not special
+        with pytest.raises(ValueError, match="holds the special token '<tool_call>'"):
+            build_token_cache(dataclasses.replace(settings, on_special=choice), "own")
+
+
+def test_the_way_back_has_the_settings_that_each_cache_was_built_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = own(tmp_path, made_tokenizer("t5"), document_end="<extra_id_0>")
+    other = dataclasses.replace(first, pretrain=f"more={tmp_path / 'rows.jsonl'}", document_end="auto")
+    before = [build_token_cache(first, "own").meta, build_token_cache(other, "more").meta]
+    new = dataclasses.replace(other, tokenizer=str(made_tokenizer("qwen2")), document_end="none", on_special="text")
+    build_token_cache(new, "more")
+    said = next(text for text in caplog.messages if text.startswith("for the old one: "))
+    for command in said.removeprefix("for the old one: ").split(" && "):
+        assert main(shlex.split(command)[1:]) == 0
+    capsys.readouterr()
+    caches = tmp_path / "cache" / "pretrain"
+    assert [read_meta(str(caches / name / "meta.json")) for name in ("own", "more")] == before
 
 
 def test_a_build_of_all_leaves_out_chats_without_sentinels_and_one_that_names_them_fails(

@@ -73,6 +73,7 @@ def input_rows(
     """Yield the input's rows in the order of its source, without those that settings.exclude lists.
 
     vocab_size: of the target; None: of the tokenizer.
+    settings.on_special: "text" counts as "drop", for a target's own template has no plain form of its tokens.
     facts: of `input_facts`, which state the revision to read; None: they are looked up.
     counters: those of chat_rows and given_rows, and the reasons of the source's loader, such as unreadable_row,
         missing_field, malformed, unknown_role and excluded.
@@ -85,13 +86,15 @@ def input_rows(
         given = _given(settings, origin, counters)
         yield from given_rows(given, vocab_size=size, seq_length=seq_length, counters=counters)
         return
+    if settings.on_special == "text":
+        logger.info("%s: chats that hold a special token are dropped: on_special=text is for caches of tokens", FLAG)
     yield from chat_rows(
         sources.chats(settings, origin, facts["revision"], counters),
         tokenizer,
         seq_length=seq_length,
         counters=counters,
         vocab_size=vocab_size,
-        on_special=settings.on_special,
+        on_special="raise" if settings.on_special == "raise" else "drop",
     )
 
 
