@@ -15,6 +15,10 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+RENAMED = {"tokenizer_model": "tokenizer", "append_eot": "document_end"}
+"""Settings of earlier versions, and those that replace them."""
+
+
 class UsageError(ValueError):
     """A setting or argument that asks for something that is not there: exit status 2 of a command."""
 

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 import dagster as dg
 from pydantic import Field, ValidationError, create_model
 
-from niels_gpt.settings import Settings
+from niels_gpt.settings import RENAMED, Settings
 
 ENVIRONMENT_PREFIX = "NIELS_GPT_"
 # Where the tests find real text, real tokenizers and other tools.
@@ -31,10 +31,15 @@ class SettingsResource(dg.ConfigurableResource[None]):
             name: (_TYPES[name], Field(default=getattr(settings, name), description=field.metadata["help"]))
             for name, field in _CORE.items()
         }
+        for old, new in RENAMED.items():  # Dagster refuses an unknown field before any of our code runs
+            form[old] = (Any, Field(default=None, description=f"of earlier versions: now {new}"))
         return create_model(cls.__name__, __base__=cls, __doc__=cls.__doc__, **form)()
 
     def to_core(self) -> Settings:
-        """Return what the recipes take."""
+        """Return what the recipes take. Raises: dagster.Failure for a setting of an earlier version."""
+        for old, new in RENAMED.items():
+            if getattr(self, old) is not None:
+                raise dg.Failure(f"resources.settings.config.{old}: this setting is now {new}", allow_retries=False)
         return Settings(**{name: getattr(self, name) for name in _CORE})
 
     def __init__(self, **given: Any) -> None:
@@ -84,6 +89,9 @@ def settings_from_environment(environ: Mapping[str, str] = os.environ) -> Settin
         if name.startswith(ENVIRONMENT_PREFIX) and name not in _NOT_SETTINGS and text
     }
     for name in sorted(given.keys() - _CORE.keys()):
+        if name in RENAMED:
+            old, new = (ENVIRONMENT_PREFIX + each.upper() for each in (name, RENAMED[name]))
+            raise ValueError(f"{old}: this setting is now {new}")
         raise ValueError(
             f"{ENVIRONMENT_PREFIX}{name.upper()}: there is no setting of this name. There are "
             + ", ".join(ENVIRONMENT_PREFIX + field.upper() for field in _CORE)

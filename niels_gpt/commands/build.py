@@ -122,7 +122,8 @@ def _look(settings: Settings, outcomes: Sequence[Outcome]) -> str:
 def print_failures(failures: Mapping[str, Exception]) -> ExitCode:
     """Print a line for each failed cache; returns the exit code."""
     for key, failure in failures.items():
-        print_error(failure, of=f"{key}: {type(failure).__name__}: ")
+        is_own = isinstance(getattr(failure, "code", None), str)  # its message says it all
+        print_error(failure, of=f"{key}: " if is_own else f"{key}: {type(failure).__name__}: ")
     return max(map(exit_code_of, failures.values()), default=ExitCode.GOOD)
 
 

@@ -67,7 +67,13 @@ def settings_options(command: click.Command, *, only: Collection[str] | None = N
 
 
 def _current_name(name: str) -> str:
-    """Return the name of an option; the earlier one of --tokenizer is accepted, and not shown."""
+    """Return the name of an option; the earlier one of --tokenizer is accepted, and not shown.
+
+    Raises: click.UsageError for an earlier option that took no value.
+    """
+    if name in ("append-eot", "no-append-eot"):
+        now = "--document-end none" if name.startswith("no-") else "--document-end auto, the default"
+        raise click.UsageError(f"--{name}: there is no such option any more. Pass {now}")
     return "tokenizer" if name == "tokenizer-model" else name
 
 

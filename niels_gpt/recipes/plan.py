@@ -25,9 +25,8 @@ from niels_gpt.recipes.run_recipe import (
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import (
     NoSentinels,
+    check_tokenizer,
     expected_vocab_size,
-    needs_sentinels,
-    no_sentinels,
     tokenizer_state,
     usable_tokenizer,
 )
@@ -37,7 +36,6 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import parse_object, read_regular
 from niels_gpt.storage.versions import BUILDING, JOURNAL_NAME, JOURNAL_SUFFIX, RECIPE_NAME, versions_dir
-from niels_gpt.tokenizers.document_end import document_end
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 Recipe = Callable[..., Outcome]
@@ -134,7 +132,7 @@ def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer 
     try:
         source = resolve_source(settings, name)
         if tokenizer is not None:
-            _check_tokenizer(settings, key, source, tokenizer)
+            check_tokenizer(settings, key, source, tokenizer, Path(tokenizer.model_path))
         current = tokenizer is not None and state == "up to date" and _is_current(settings, key, source, tokenizer)
     except NoSentinels as error:
         return Plan(key, f"left out: {error.found}", source.dataset, 0)
@@ -150,18 +148,6 @@ def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer 
     action = f"build (an unfinished one is there: {documents:,} documents done)" if documents else "build"
     need = needed_bytes(settings, source, expected_vocab_size(settings, tokenizer))
     return Plan(key, action, where, need.most, need.least)
-
-
-def _check_tokenizer(settings: Settings, key: str, source: ResolvedSource, tokenizer: FullTokenizer) -> None:
-    """Raise CacheError for a tokenizer that this cache cannot be built with."""
-    path = Path(tokenizer.model_path)
-    if needs_sentinels(source.spec.family, tokenizer.special_token_ids()):
-        raise no_sentinels(settings, [key], path)
-    if "document_end" in source.spec.settings:
-        try:
-            document_end(tokenizer, settings.document_end)
-        except ValueError as error:
-            raise CacheError(path, str(error).removeprefix(f"{path}: "), code="E102") from error
 
 
 def _unfinished_documents(path: Path) -> int:

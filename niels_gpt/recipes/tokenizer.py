@@ -29,6 +29,7 @@ from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.meta_json import checked_sha256, file_records, meta_bytes, parse_object, resolved
 from niels_gpt.storage.remedies import build_command
 from niels_gpt.tokenizer import load_tokenizer
+from niels_gpt.tokenizers.document_end import document_end
 from niels_gpt.tokenizers.files import COMPANIONS, TOKENIZER_JSON, UPSTREAM_MODELS, tokenizer_file, tokenizer_files
 from niels_gpt.tokenizers.protocol import FullTokenizer
 from niels_gpt.tokenizers.roundtrip import roundtrip
@@ -130,9 +131,25 @@ def _usable(settings: Settings, key: str, source: ResolvedSource, folder: Path) 
         )
     check_model(folder, meta, f"Make another one: {again}")
     tokenizer = load_tokenizer(folder, follow_links=False)
-    if needs_sentinels(source.spec.family, tokenizer.special_token_ids()):
-        raise no_sentinels(settings, [key], folder)
+    check_tokenizer(settings, key, source, tokenizer, folder)
     return tokenizer
+
+
+def check_tokenizer(
+    settings: Settings, key: str, source: ResolvedSource, tokenizer: FullTokenizer, where: Path
+) -> None:
+    """Raise NoSentinels or another CacheError for a tokenizer that this cache cannot be built with.
+
+    where: the folder or file that it was opened in; messages name the tokenizer as the settings do.
+    """
+    if needs_sentinels(source.spec.family, tokenizer.special_token_ids()):
+        raise no_sentinels(settings, [key], where)
+    if "document_end" in source.spec.settings:
+        try:
+            document_end(tokenizer, settings.document_end)
+        except ValueError as error:
+            why = str(error).removeprefix(f"{tokenizer.model_path}: ")
+            raise CacheError(settings.tokenizer or cache_root(settings) / TOKENIZER_KEY, why, code="E102") from error
 
 
 class NoSentinels(CacheError):
@@ -153,7 +170,8 @@ def no_sentinels(settings: Settings, keys: Sequence[str], tokenizer: Path) -> No
     source = str(settings.tokenizer) if is_path else str(tokenizer)
     add = shlex.join(["niels-gpt", "add-sentinels", source, _WITH_SENTINELS])
     build = build_command(replace(settings, tokenizer=_WITH_SENTINELS), keys)
-    expected = f"one that has them: {', '.join(keys)} marks the turns of its chats by them"
+    mark = "marks the turns of its chats" if len(keys) == 1 else "mark the turns of their chats"
+    expected = f"one that has them: {', '.join(keys)} {mark} by them"
     return NoSentinels(source, "the tokenizer has no sentinels", expected, f"Add them: {add} && {build}", code="E404")
 
 

@@ -125,6 +125,16 @@ def test_the_earlier_name_of_a_flag_is_still_accepted() -> None:
     assert settings_of(given) == Settings(tokenizer="spm.model")
 
 
+@pytest.mark.parametrize(("flag", "now"), [("--no-append-eot", "none"), ("--append-eot", "auto")])
+def test_an_earlier_flag_names_the_one_of_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, now: str
+) -> None:
+    assert cli.main(["build", "roam", "--cache-dir", str(tmp_path), flag]) != 0
+    assert (
+        f"error[E101]: {flag}: there is no such option any more. Pass --document-end {now}" in capsys.readouterr().err
+    )
+
+
 WRONG = "threads -1, shard-bytes 1, shuffle-buffer -1, gutenberg-shuffle-buffer -2, vocab-size 0, sft-val-frac 1.5, "
 WRONG += "fineweb-edu-train-tokens -1, character-coverage nan, max-dropped-share -0.1"
 

@@ -12,7 +12,7 @@ from support.dagster_runs import metadata, run
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.recipes.plan import RECIPES
-from niels_gpt.settings import Settings
+from niels_gpt.settings import RENAMED, Settings
 from pipelines import assets
 from pipelines.definitions import defs, niels_definitions
 from pipelines.resources import SettingsResource, settings_from_environment
@@ -33,7 +33,7 @@ def test_the_assets_are_the_tokenizer_the_caches_and_what_is_observed() -> None:
 def test_the_form_has_the_settings_of_the_core_name_by_name() -> None:
     form = type(SettingsResource.of(Settings())).model_fields
     types = get_type_hints(Settings)
-    assert list(form) == [field.name for field in fields(Settings)]
+    assert list(form) == [field.name for field in fields(Settings)] + list(RENAMED)
     for field in fields(Settings):
         assert form[field.name].annotation == types[field.name], field.name
         assert form[field.name].default == field.default, field.name
@@ -52,6 +52,8 @@ def test_the_environment_fills_the_settings_and_the_sample_is_the_default() -> N
     ("name", "text", "message"),
     [
         ("NIELS_GPT_SEEED", "7", "NIELS_GPT_SEEED: there is no setting of this name. There are NIELS_GPT_SEED, "),
+        ("NIELS_GPT_TOKENIZER_MODEL", "m", "^NIELS_GPT_TOKENIZER_MODEL: this setting is now NIELS_GPT_TOKENIZER$"),
+        ("NIELS_GPT_APPEND_EOT", "false", "^NIELS_GPT_APPEND_EOT: this setting is now NIELS_GPT_DOCUMENT_END$"),
         ("NIELS_GPT_SEED", "seven", "NIELS_GPT_SEED: Input should be a valid integer"),
         ("NIELS_GPT_DISK_CHECK", "perhaps", "NIELS_GPT_DISK_CHECK: Input should be a valid boolean"),
     ],
@@ -122,6 +124,15 @@ def test_a_run_config_key_that_nobody_reads_fails_the_run_with_the_keys_that_exi
     assert message.startswith(f"run config: {key} is read by nobody in this run, expected ")
     assert all(field.name in message for field in fields(Settings))
     assert not Path(settings.cache_dir).exists()
+
+
+@pytest.mark.parametrize("given", [{"append_eot": False}, {"tokenizer_model": "m/spm.model"}])
+def test_a_run_config_of_an_earlier_setting_fails_and_names_the_one_of_now(
+    instance: dg.DagsterInstance, settings: Settings, given: dict[str, Any]
+) -> None:
+    result = run(instance, settings, "sft/dolly15k", config=given, raise_on_error=False)
+    (old,) = given
+    assert f"config.{old}: this setting is now {RENAMED[old]}" in failure_of(result, "sft__dolly15k")
 
 
 def test_a_run_that_names_one_setting_keeps_the_deployments_others(

@@ -118,13 +118,18 @@ def test_what_ends_a_document_is_a_setting_and_decides_what_is_built_again(tmp_p
 
 @pytest.mark.parametrize(("choice", "said"), [("eot", "it has no sentinels"), ("<nope>", "it has no token '<nope>'")])
 def test_an_end_that_the_tokenizer_does_not_have_is_refused_by_plan_and_build(
-    tmp_path: Path, choice: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], choice: str, said: str
 ) -> None:
     settings = own(tmp_path, made_tokenizer("t5"), document_end=choice)
     (_, planned) = plan(settings, ["pretrain/own"])
     assert planned.action.startswith("cannot be built") and said in planned.action
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=said) as caught:
         build_token_cache(settings, "own")
+    named = str(settings.tokenizer)
+    assert str(caught.value).startswith(f"{named}: no token") and planned.action.startswith(f"cannot be built: {named}")
+    flags = ["--cache-dir", settings.cache_dir, "--pretrain", str(settings.pretrain), "--document-end", choice]
+    assert cli.main(["build", "own", *flags, "--tokenizer", named]) == 1
+    assert f"error[E102]: pretrain/own: {named}: no token to end a document with: {said}" in capsys.readouterr().err
 
 
 def test_a_config_of_another_eos_replaces_the_tokenizer_and_the_caches_that_it_changes(tmp_path: Path) -> None:
@@ -229,6 +234,7 @@ def test_a_build_of_all_leaves_out_chats_without_sentinels_and_one_that_names_th
     assert cli.main(["build", "--all", *flags]) == 0
     out, err = capsys.readouterr()
     assert "warning[W411]: sft/dolly15k, sft/oasst1 left out" in err and "pretrain/wikitext" in out
+    assert "sft/dolly15k, sft/oasst1 mark the turns of their chats by them" in err
     assert not (tmp_path / "c" / "sft").exists()
     assert cli.main(["build", "dolly15k", *flags, "--dry-run"]) == cli.main(["build", "dolly15k", *flags]) == 1
     error = capsys.readouterr().err
