@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from niels_gpt.builders.losses import loss_table
 from niels_gpt.builders.split import asked_share
 from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, Ids, target_mask, token_dtype_of
-from niels_gpt.cache.meta import read_meta, special_id, tokenizer_above
+from niels_gpt.cache.meta import read_meta, sentinel_names, special_id, tokenizer_above
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
 from niels_gpt.display.numbers import count_text, number_of, size_text
 from niels_gpt.display.tables import html_table, table
@@ -194,7 +194,8 @@ def _rows(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str, st
     rows += loss_table(meta).items()
     if meta["kind"] == "pretrain" and meta["built"]:
         end = end_of_documents(meta, META_NAME)
-        rows.append(("document end", "none" if end is None else f"{end[1]} (id {end[0]})"))
+        names = sentinel_names(folder, meta)
+        rows.append(("document end", "none" if end is None else f"{names.get(*end)} (id {end[0]})"))
     ids = f"{meta['vocab_size']:,} ids{_asked(folder, meta)}"
     return [*rows, ("tokenizer", f"{str(meta['tokenizer_sha256'])[:12]}, {ids}")]
 

@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64_intdigest
 
 from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
@@ -119,6 +118,8 @@ class ComparedEngine:
 
     def encode(self, texts: Sequence[bytes], *, first: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return the ids and lengths of the fast engine, and of the reference for the few texts that need it."""
+        from xxhash import xxh3_64_intdigest  # not above: readers import this module, and need numpy and torch alone
+
         ids, lengths = self._fast.encode(texts, first=first)
         others = [index for index, text in enumerate(texts) if self._fast.may_differ(text)]
         if others:

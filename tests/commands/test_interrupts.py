@@ -28,10 +28,10 @@ def command(tmp_path: Path, tiny_model_path: Path) -> list[str]:
 
 
 def started(command: list[str], tmp_path: Path) -> subprocess.Popen[str]:
-    """Start a build, and wait until it encodes: until its journal has a line."""
+    """Start a build, and wait until it encodes: until its journal has a checkpoint after the first line."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     journals = "c/pretrain/.versions/long/*.journal/journal.jsonl"
-    while process.poll() is None and not any(path.stat().st_size for path in tmp_path.glob(journals)):
+    while process.poll() is None and not any(path.read_bytes().count(b"\n") > 1 for path in tmp_path.glob(journals)):
         time.sleep(0.02)
     return process
 
