@@ -257,7 +257,7 @@ no id for a character of a text.
 spm.model, or the id of a model on the hub
 
 E409 id-out-of-range
-A token id lies outside of the vocabulary. It would have no row in a model's embeddings.
+A token id lies outside of the vocabulary, or is no integer. It would have no row in a model's embeddings.
 > Use the tokenizer that the ids were made with. In a finished cache this is damage: build it again.
 = id 389: expected 0 <= id < vocab_size=389 of cache/tokenizer/spm.model
 

@@ -9,11 +9,13 @@ The reference is the library that the tokenizer was made for. Another engine is 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import os
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, Protocol, cast
@@ -37,6 +39,8 @@ FIRST_COMPARED: Final = 1000
 """Documents at the beginning of a stream that are all compared with the reference."""
 ONE_COMPARED_OF: Final = 100
 """Of the others, one of so many is."""
+_PIECE_BYTES = 1 << 20
+"""A longer text is compared in pieces, since a reference takes up to 130 times a text's size in memory."""
 _AROUND = 6  # tokens before and after a difference that its message shows
 _LITERALS = 64  # tokens whose literals are in the test texts
 _NAMES: Final = {"sentencepiece": "sentencepiece", "huggingface": "tokenizers"}
@@ -79,24 +83,43 @@ class ReferenceEngine:
     """The library that a tokenizer was made for, through the tokenizer itself."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Take a tokenizer with the methods of FullTokenizer, or a caller's own object with `encode` alone."""
+        """Take a tokenizer with the methods of FullTokenizer, or a caller's own object with `encode`."""
         self._tokenizer = tokenizer
         self._batch = getattr(tokenizer, "encode_batch", None)
         self.name = _NAMES.get(getattr(tokenizer, "kind", ""), "encode")
+        if self.name == "encode" and not _takes_threads(self._batch):  # of another library's kind
+            self._batch = None
 
     def encode(self, texts: Sequence[bytes], *, first: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return ids and lengths; see Engine."""
+        """Return ids and lengths; see Engine. Raises: ValueError for ids that are no integers."""
         # SentencePiece takes UTF-8 as it is, and would encode a str again.
         batch = texts if self.name == "sentencepiece" else [str(text, "utf-8") for text in texts]
         if self._batch is not None:
             arrays: list[NDArray[Any]] = self._batch(batch, num_threads=1)
         else:
-            arrays = [np.asarray(self._tokenizer.encode(cast(str, text)), dtype=np.int64) for text in batch]
+            arrays = [np.asarray(self._tokenizer.encode(cast(str, text))) for text in batch]
+        if self.name == "encode":
+            arrays = list(map(_integers, arrays))
         lengths = np.fromiter(map(len, arrays), dtype=np.int64, count=len(arrays))
         return (np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)), lengths
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReferenceEngine, (self._tokenizer,)
+
+
+def _takes_threads(method: Any) -> bool:
+    try:
+        return "num_threads" in inspect.signature(method).parameters
+    except (TypeError, ValueError):  # no method, or a built-in one without a signature
+        return False
+
+
+def _integers(ids: Any) -> NDArray[np.int64]:
+    array = np.asarray(ids)
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
+        found = f"the tokenizer gave an array of {array.dtype}, shape {array.shape}"
+        raise coded("E409", ValueError(f"{found}, for a text; expected a list of ids, which are integers"))
+    return array.astype(np.int64, copy=False)
 
 
 class ComparedEngine:
@@ -110,7 +133,7 @@ class ComparedEngine:
         self.name = fast.name
         self._fast, self._reference, self._tokenizer = fast, reference, tokenizer
         self._seed = seed % (1 << 64)
-        self._counting = threading.Lock()
+        self._counting: dict[int, threading.Lock] = {}  # by process: a fork may copy a lock while it is held
         self.num_compared = 0
         """Documents that were compared."""
         self.compare_seconds = 0.0
@@ -130,7 +153,7 @@ class ComparedEngine:
             if first + index < FIRST_COMPARED or xxh3_64_intdigest(text, self._seed) % ONE_COMPARED_OF == 0
         ]
         if chosen := sorted(set(chosen).difference(others)):
-            self._compare(texts, ids, lengths, np.array(chosen), first)
+            self._compare(texts, ids, lengths, chosen, first)
         return ids, lengths
 
     def _replaced(
@@ -146,28 +169,55 @@ class ComparedEngine:
         return np.concatenate(parts), replaced
 
     def _compare(
-        self, texts: Sequence[bytes], ids: NDArray[Any], lengths: NDArray[np.int64], chosen: NDArray[Any], first: int
+        self, texts: Sequence[bytes], ids: NDArray[Any], lengths: NDArray[np.int64], chosen: list[int], first: int
     ) -> None:
+        """Compare the texts with these numbers. Raises: EngineDifference."""
         start = time.thread_time()
-        expected, expected_lengths = self._reference.encode([texts[index] for index in chosen], first=first)
-        with self._counting:
+        whole = [index for index in chosen if len(texts[index]) <= _PIECE_BYTES]
+        is_whole = np.zeros(len(texts), dtype=bool)
+        is_whole[whole] = True
+        found = ids if is_whole.all() else ids[np.repeat(is_whole, lengths)]
+        numbers = [first + index for index in whole]
+        self._compare_ids([texts[index] for index in whole], found, lengths[whole], numbers)
+        for index in chosen:
+            if not is_whole[index]:
+                for piece in pieces_of(texts[index]):
+                    self._compare_ids([piece], *self._fast.encode([piece], first=first + index), [first + index])
+        with self._counting.setdefault(os.getpid(), threading.Lock()):
             self.num_compared += len(chosen)
             self.compare_seconds += time.thread_time() - start
-        is_chosen = np.zeros(len(texts), dtype=bool)
-        is_chosen[chosen] = True
-        found = ids if is_chosen.all() else ids[np.repeat(is_chosen, lengths)]
-        if np.array_equal(lengths[chosen], expected_lengths) and np.array_equal(found, expected):
+
+    def _compare_ids(
+        self, texts: list[bytes], ids: NDArray[Any], lengths: NDArray[np.int64], numbers: list[int]
+    ) -> None:
+        """Compare the ids of texts with the reference's. numbers: of each text's document in the stream."""
+        expected, expected_lengths = self._reference.encode(texts, first=0)
+        if np.array_equal(lengths, expected_lengths) and np.array_equal(ids, expected):
             return
-        ends, expected_ends = np.cumsum(lengths[chosen])[:-1], np.cumsum(expected_lengths)[:-1]
-        pairs = zip(chosen, np.split(found, ends), np.split(expected, expected_ends), strict=True)
-        for index, of_fast, of_reference in pairs:
+        ends, expected_ends = np.cumsum(lengths)[:-1], np.cumsum(expected_lengths)[:-1]
+        pairs = zip(numbers, np.split(ids, ends), np.split(expected, expected_ends), strict=True)
+        for number, of_fast, of_reference in pairs:
             if not np.array_equal(of_fast, of_reference):
                 names = f"{self.name} and {self._reference.name}"
                 difference = _first_difference(self._tokenizer, names, of_fast.tolist(), of_reference.tolist())
-                raise EngineDifference(self._tokenizer.model_path, first + int(index), difference)
+                raise EngineDifference(self._tokenizer.model_path, number, difference)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(ComparedEngine, seed=self._seed), (self._fast, self._reference, self._tokenizer)
+
+
+def pieces_of(text: bytes) -> Iterator[bytes]:
+    """Cut a text, valid UTF-8, into pieces of at most 1 MiB: behind a line end, else between characters."""
+    start = 0
+    while start < len(text):
+        stop = start + _PIECE_BYTES
+        if stop < len(text):
+            line_end = text.rfind(b"\n", start, stop)
+            while line_end < 0 and text[stop] & 0xC0 == 0x80:  # inside of a character
+                stop -= 1
+            stop = stop if line_end < 0 else line_end + 1
+        yield text[start:stop]
+        start = stop
 
 
 def _first_difference(tokenizer: FullTokenizer, names: str, found: list[int], expected: list[int]) -> str:

@@ -7,8 +7,10 @@ import os
 import pickle
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
@@ -340,6 +342,27 @@ def test_the_first_thousand_and_a_share_of_the_others_are_compared(different: Co
     }
 
 
+def test_a_long_text_is_compared_in_pieces(
+    different: ComparedEngine, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference takes up to 130 times a text's size in memory."""
+    sizes: list[int] = []
+    encode = ReferenceEngine.encode
+
+    def noted(self: ReferenceEngine, texts: list[bytes], *, first: int) -> Any:
+        sizes.append(sum(map(len, texts)))
+        return encode(self, texts, first=first)
+
+    monkeypatch.setattr(ReferenceEngine, "encode", noted)
+    compared, long = different.num_compared, b"A heron walks by the mill.\n" * 150_000
+    ids, lengths = different.encode([b"short", long, b"too"], first=3)
+    assert lengths.sum() == len(ids) and different.num_compared == compared + 3
+    assert max(sizes) <= 1 << 20 and sum(sizes) == len(long) + 8
+    with pytest.raises(EngineDifference) as caught:
+        different.encode([b"short", long + word.encode()], first=3)
+    assert caught.value.number == 4 and max(sizes) <= 1 << 20
+
+
 def test_the_texts_of_the_opening_do_not_depend_on_chance(llama: FullTokenizer) -> None:
     program = "from niels_gpt.tokenizers.engine import test_texts; import hashlib; " + (
         "print(hashlib.sha256(b'|'.join(test_texts(['<a>']))).hexdigest())"
@@ -364,6 +387,21 @@ def test_a_process_encodes_after_a_fork_and_after_pickling(llama: FullTokenizer,
     with ProcessPoolExecutor(1, mp_context=get_context(method)) as process:
         assert process.submit(encode_there, engine, texts).result(timeout=60) == here
     assert pickle.loads(pickle.dumps(engine)).encode(texts, first=0)[0].tolist() == here
+
+
+def test_a_process_is_not_stopped_by_a_lock_that_was_held_at_the_fork(llama: FullTokenizer) -> None:
+    fast = GigatokenEngine(llama, max_growth=0)
+    engine = ComparedEngine(fast, ReferenceEngine(llama), llama)
+    for lock in (engine._counting, fast._reopening):
+        lock[os.getpid()] = held = threading.Lock()
+        held.acquire()
+    reopened = fast.times_reopened
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        engine.encode([b"word " * 400_000], first=0)
+        os._exit(0 if (engine.num_compared, fast.times_reopened > reopened) == (1, True) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_threads_get_the_same_ids_while_it_is_opened_again_and_again(llama: FullTokenizer) -> None:

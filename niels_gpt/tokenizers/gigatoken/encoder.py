@@ -6,6 +6,7 @@ marks, would give other ids.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import unicodedata
@@ -42,7 +43,7 @@ class GigatokenEngine:
         self._model = model_of(tokenizer)
         self._opened = opened(self._model)
         self._memory = Memory(max_growth)
-        self._reopening = threading.Lock()
+        self._reopening: dict[int, threading.Lock] = {}  # by process: a fork may copy a lock while it is held
 
     @property
     def literals(self) -> tuple[str, ...]:
@@ -86,13 +87,13 @@ class GigatokenEngine:
         return ids, lengths
 
     def _bound_cache(self, num_bytes: int) -> None:
-        # One thread does this and none waits for it, since a fork may copy the lock while it is held.
-        if self._reopening.acquire(blocking=False):
+        lock = self._reopening.setdefault(os.getpid(), threading.Lock())
+        if lock.acquire(blocking=False):  # one thread does this, and none waits for it
             try:
                 if self._memory.is_full(num_bytes):
                     self._opened = opened(self._model)
             finally:
-                self._reopening.release()
+                lock.release()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GigatokenEngine, (self._tokenizer,)
