@@ -20,14 +20,14 @@ from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
 from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.fileio import NotRegularError, open_for_reading
-from niels_gpt.storage.meta_json import open_regular
+from niels_gpt.storage.fileio import NotRegularError
 from niels_gpt.tokenizers.files import (
+    FILE_OF,
     MAX_MODEL_BYTES,
     MODEL_NAME,
-    TOKENIZER_JSON,
     TRAIN_COMMAND,
     is_json,
+    read_file,
     tokenizer_file,
 )
 from niels_gpt.tokenizers.inputs import checked_ids, refuse_surrogates
@@ -73,8 +73,7 @@ class TokenizerPaths:
     @classmethod
     def in_folder(cls, folder: str | os.PathLike[str], kind: str = "sentencepiece") -> TokenizerPaths:
         """Return the paths of a tokenizer in a folder, of a kind of tokenizers/protocol.py; they need not exist."""
-        model = TOKENIZER_JSON if kind == "huggingface" else MODEL_NAME
-        return cls(Path(folder) / model, Path(folder) / TOKENIZER_META_NAME)
+        return cls(Path(folder) / FILE_OF[kind], Path(folder) / TOKENIZER_META_NAME)
 
 
 class SentencePieceTokenizer:
@@ -106,13 +105,15 @@ class SentencePieceTokenizer:
         self.model_path: str = os.path.abspath(model_path)
         self.special_tokens: tuple[str, ...] = tuple(SPECIAL_TOKENS if special_tokens is None else special_tokens)
         self._follow_links = follow_links
-        model = read_model(self.model_path, follow_links=follow_links)
+        model = _read_model(self.model_path, follow_links=follow_links)
         self._sha256 = hashlib.sha256(model).hexdigest()
         self._processor = _open_model(model, where=self.model_path)
         self._sentinels: Sentinels = sentinels
         self._special_ids = {}
-        if sentinels == "required" or any(self.token_id(token) is not None for token in self.special_tokens):
+        if any(self.token_id(token) is not None for token in self.special_tokens):
             self._special_ids = sentinel_ids(self._processor, special_tokens=self.special_tokens, where=self.model_path)
+        elif sentinels == "required":
+            raise _no_sentinels(self.model_path)
         is_control = self._processor.is_control(list(range(self.vocab_size)))
         control = (token_id for token_id, each in enumerate(is_control) if each)
         self._control_ids = frozenset([*control, *self._special_ids.values()])
@@ -174,7 +175,7 @@ class SentencePieceTokenizer:
     def encode_plain(self, texts: Sequence[str], /) -> list[NDArray[np.int32]]:
         """Return the ids of each text as int32 [tokens], a sentinel's literal as text. Raises as `encode`."""
         if self._plain is None:
-            model = read_model(self.model_path, follow_links=self._follow_links)
+            model = _read_model(self.model_path, follow_links=self._follow_links)
             if hashlib.sha256(model).hexdigest() != self._sha256:
                 raise _changed(self.model_path, "it has another sha256", "the model that was opened")
             plain = with_types(model, dict.fromkeys(self._special_ids.values(), CONTROL))
@@ -243,38 +244,29 @@ def _sentinel_id(processor: Any, token: str, *, where: str) -> int:
     return token_id
 
 
-def read_model(path: str | os.PathLike[str], *, follow_links: bool = True) -> bytes:
-    """Return the bytes of a model file, at most MAX_MODEL_BYTES; does not block on a FIFO.
+def _no_sentinels(where: str | os.PathLike[str]) -> CacheError:
+    remedy = f"Give it the sentinels: niels-gpt add-sentinels {shlex.quote(os.fspath(where))} OUT"
+    return CacheError(where, "has none of the four sentinels", "all of them", remedy, code="E404")
 
-    Raises: FileNotFoundError; CacheError for a folder, a FIFO or a device, a JSON file such as a Hugging Face
-        tokenizer.json, a file that is too large, and a symlink unless `follow_links`.
-    """
-    name = os.fspath(path)
+
+def _read_model(path: str, *, follow_links: bool) -> bytes:
     try:
-        handle = open_for_reading(name, follow_links=True) if follow_links else open_regular(name)
+        model = read_file(path, MAX_MODEL_BYTES, "a SentencePiece model", follow_links=follow_links)
     except FileNotFoundError:
-        raise coded("E401", FileNotFoundError(f"{name}: there is no tokenizer model. {_TRAIN}")) from None
+        raise coded("E401", FileNotFoundError(f"{path}: there is no tokenizer model. {_TRAIN}")) from None
     except NotRegularError as error:
-        raise _no_model(name, "is not a regular file") from error
-    with open(handle, "rb") as file:
-        beginning, size = file.read(_BEGINNING), os.fstat(file.fileno()).st_size
-        if is_json(beginning):
-            kind = "a Hugging Face tokenizer (JSON)" if any(key in beginning for key in _JSON_KEYS) else "a JSON file"
-            raise _no_model(name, f"is {kind}")
-        if size > MAX_MODEL_BYTES:
-            raise CacheError(
-                name, f"{size:,} bytes", f"a SentencePiece model of {MAX_MODEL_BYTES:,} at most", code="E206"
-            )
-        return beginning + file.read(size)
+        raise _no_model(path, "is not a regular file") from error
+    if is_json(model[:_BEGINNING]):
+        raise _no_model(path, "is JSON, such as a tokenizer.json, which load_tokenizer opens")
+    return model
 
 
 _BEGINNING = 4096  # bytes of a file that tell JSON from a model
-_JSON_KEYS = (b'"added_tokens"', b'"truncation"', b'"tokenizer_class"', b'"model"')
 _TRAIN = f"Train one: {TRAIN_COMMAND}"
 
 
 def _no_model(where: str, found: str) -> CacheError:
-    return CacheError(where, found, f"a SentencePiece model ({MODEL_NAME}) that has the sentinels", _TRAIN, code="E403")
+    return CacheError(where, found, f"a SentencePiece model ({MODEL_NAME})", _TRAIN, code="E403")
 
 
 def _open_model(model: bytes, *, where: str) -> Any:
@@ -343,8 +335,7 @@ def load_tokenizer(
 
     tokenizer = HuggingFaceTokenizer(file, follow_links=links)
     if sentinels == "required" and not tokenizer.special_token_ids():
-        remedy = f"Give it the sentinels: niels-gpt add-sentinels {shlex.quote(str(file))} OUT"
-        raise CacheError(file, "has none of the four sentinels", "all of them", remedy, code="E404")
+        raise _no_sentinels(file)
     return tokenizer
 
 

@@ -31,11 +31,11 @@ from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON
 from niels_gpt.tokenizers.training_texts import MAX_PIECE_BYTES, TrainingTexts, training_pieces
 
 __all__ = [
-    "KINDS",
     "MAX_PIECE_BYTES",
-    "MAX_VOCAB_SIZE",
+    "MAX_TRAINED_PIECES",
     "MODEL_TYPES",
     "NORMALIZATIONS",
+    "TRAINED_KINDS",
     "TrainedTokenizer",
     "train_tokenizer",
     "training_pieces",
@@ -44,10 +44,10 @@ __all__ = [
 
 LOG = logging.getLogger(__name__)
 
-MAX_VOCAB_SIZE: Final = 1 << 16
+MAX_TRAINED_PIECES: Final = 1 << 16
 """Of a SentencePiece model that is trained here: ids that fit tokens of 16 bits (D18)."""
 
-KINDS: Final = ("sentencepiece", "bpe")
+TRAINED_KINDS: Final = ("sentencepiece", "bpe")
 MODEL_TYPES: Final = ("unigram", "bpe")
 NORMALIZATIONS: Final = ("identity", "nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf")
 
@@ -75,7 +75,7 @@ def train_tokenizer(
 ) -> TrainedTokenizer:
     """Train on texts, one document each, read once; SentencePiece keeps all of them in memory, bpe each word once.
 
-    kind: of KINDS. For bpe the arguments model_type, normalization and character_coverage must keep their defaults.
+    kind: of TRAINED_KINDS. For bpe model_type, normalization and character_coverage must keep their defaults.
     vocab_size: all ids, including sentinels, 256 byte pieces and 3 control pieces (bpe: none). If the texts do not
         give so many, the vocabulary is as large as possible, a warning is logged, and the meta has both sizes.
     seed: recorded only (PR-01). Training on all sentences, in order, on one thread draws no random numbers.
@@ -169,7 +169,7 @@ def _run(feed: TrainingTexts, options: dict[str, Any]) -> bytes:
 
 def _explained(error: RuntimeError, feed: TrainingTexts, options: dict[str, Any]) -> Exception:
     counts = feed.counts
-    if counts["pieces"] == 0:
+    if not counts["bytes_seen"]:
         return feed.nothing_usable()
     too_small = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
     if too_small:
@@ -197,12 +197,12 @@ def _describe_model(model: bytes) -> dict[str, Any]:
 def _check_arguments(
     kind: str, vocab_size: int, model_type: str, normalization: str, character_coverage: float, max_bytes: int | None
 ) -> None:
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r}: expected one of {', '.join(KINDS)}")
+    if kind not in TRAINED_KINDS:
+        raise ValueError(f"kind={kind!r}: expected one of {', '.join(TRAINED_KINDS)}")
     if kind == "bpe" and (model_type, normalization, character_coverage) != ("unigram", "identity", 0.9999):
         raise ValueError("model_type, normalization and character_coverage are of kind='sentencepiece', not of 'bpe'")
-    if kind == "sentencepiece" and not 1 <= vocab_size <= MAX_VOCAB_SIZE:
-        raise ValueError(f"vocab_size={vocab_size}: expected 1 to {MAX_VOCAB_SIZE}")
+    if kind == "sentencepiece" and not 1 <= vocab_size <= MAX_TRAINED_PIECES:
+        raise ValueError(f"vocab_size={vocab_size}: expected 1 to {MAX_TRAINED_PIECES}")
     if model_type not in MODEL_TYPES:
         raise ValueError(f"model_type={model_type!r}: expected one of {', '.join(MODEL_TYPES)}")
     if normalization not in NORMALIZATIONS:

@@ -34,7 +34,7 @@ from niels_gpt.storage.remedies import build_again
 from niels_gpt.storage.versions import version_name
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.files import tokenizer_file
-from niels_gpt.tokenizers.protocol import MAX_VOCAB_SIZE, FullTokenizer
+from niels_gpt.tokenizers.protocol import MAX_IDS, FullTokenizer
 from niels_gpt.tokenizers.vocabulary import (
     check_vocab_size,
     end_of_documents,
@@ -345,7 +345,7 @@ def control_ids_of(folder: Path, meta: dict[str, Any]) -> frozenset[int]:
     """
     above, where = _tokenizer_meta_above(folder)
     known = above.get("control_ids", []) if above.get("tokenizer_sha256") == meta.get("tokenizer_sha256") else []
-    if not isinstance(known, list) or not all(integer(each, 0, MAX_VOCAB_SIZE) is not None for each in known):
+    if not isinstance(known, list) or not all(integer(each, 0, MAX_IDS) is not None for each in known):
         raise wrong_value(where, "control_ids", known, "a list of ids")
     return frozenset([*known, *sentinel_names(folder, meta)])
 

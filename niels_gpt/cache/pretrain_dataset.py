@@ -39,7 +39,7 @@ from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_int, path_inside, printable, resolved
 from niels_gpt.storage.remedies import build_again
 from niels_gpt.storage.versions import public_path, version_name
-from niels_gpt.tokenizers.protocol import MAX_VOCAB_SIZE
+from niels_gpt.tokenizers.protocol import MAX_IDS
 
 
 class PretrainSplit:
@@ -253,17 +253,24 @@ def gathered(
 ) -> Ids:
     """Return `files.gather(shards, places, width)`.
 
-    Raises: CacheError, naming file and place, for an id outside vocab_size; None: any id of a vocabulary is accepted.
+    Raises: CacheError, naming file and place, for an id outside vocab_size; None: any id below 2**31.
     """
     rows = files.gather(shards, places, width)
-    if vocab_size is None and rows.itemsize > 2:
-        vocab_size = MAX_VOCAB_SIZE  # `split_rows` relies on it
+    limit = id_limit(vocab_size, rows)
     # numpy's argmax takes half the time of max.
-    if vocab_size is not None and rows.size and rows.item(rows.argmax()) >= vocab_size:
-        row, column = np.argwhere(rows >= vocab_size)[0].tolist()
+    if limit is not None and rows.size and rows.item(rows.argmax()) >= limit:
+        row, column = np.argwhere(rows >= limit)[0].tolist()
         token, file = int(places[row] - files.first_tokens[shards[row]]) + column, int(shards[row])
         raise outside_vocabulary(files.paths[file], token, files.itemsize(file), int(rows[row, column]), vocab_size)
     return rows
+
+
+def id_limit(vocab_size: int | None, ids: Ids) -> int | None:
+    """Return the number that all ids must be below; None: any id of their dtype is accepted.
+
+    Even of an unknown vocabulary no id is 2**31 or more: torch gets uint32 as int32.
+    """
+    return MAX_IDS if vocab_size is None and ids.itemsize > 2 else vocab_size
 
 
 def split_rows(rows: Ids, device: str | torch.device) -> tuple[Any, Any]:
@@ -326,9 +333,14 @@ class _Lease:
         give_back(self._memory)
 
 
-def outside_vocabulary(path: Path, token: int, itemsize: int, id: int, vocab_size: int) -> CacheError:
-    """Return the error of token number `token` of a file, whose id has no embedding in a model of that vocabulary."""
+def outside_vocabulary(path: Path, token: int, itemsize: int, id: int, vocab_size: int | None) -> CacheError:
+    """Return the error of token number `token` of a file, whose id has no embedding in a model of that vocabulary.
+
+    vocab_size: None if it is not known: the id is then one that no vocabulary has.
+    """
     found = f"token {token} at byte {token * itemsize} is id {id}"
+    if vocab_size is None:
+        return CacheError(path, found, "ids below 2**31", "Leave dtype out if these tokens have 16 bits", code="E409")
     remedy = f"The file is damaged, or its meta.json belongs to another cache. {build_again(path)}"
     return CacheError(path, found, f"ids below vocab_size {vocab_size}", remedy, code="E409")
 

@@ -48,7 +48,7 @@ from niels_gpt.cache.meta import (
     tokenizer_of,
 )
 from niels_gpt.cache.mmap import IO, TokenFiles, check_starts, load_idx, mmap_tokens, public_file
-from niels_gpt.cache.pretrain_dataset import outside_vocabulary, split_rows
+from niels_gpt.cache.pretrain_dataset import id_limit, outside_vocabulary, split_rows
 from niels_gpt.display.decoded import Decoded, DecodedItems
 from niels_gpt.display.tables import html_table
 from niels_gpt.storage.codes import CodedWarning
@@ -56,14 +56,14 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_int, printable, resolved
 from niels_gpt.storage.versions import public_path, version_name
-from niels_gpt.tokenizers.protocol import MAX_VOCAB_SIZE
+from niels_gpt.tokenizers.protocol import MAX_IDS
 
 OverLength = Literal["truncate", "drop", "error"]
 """An example of more than T + 1 tokens is truncated (PR-03), dropped, or an error when the dataset is opened."""
 
 _BLOCK_TOKENS = 1 << 20  # counted at once
 _WARN_SHARE = 0.05  # of the supervised tokens
-_ANY_ID = MAX_VOCAB_SIZE - 1
+_ANY_ID = MAX_IDS - 1
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class SFTExampleDataset(DecodedItems):
 
     def _sentinels(self, asst_id: int | None) -> int:
         """Return the id of the assistant sentinel; both ids are checked."""
-        folder, end = self.tokens_path.parent, self.vocab_size or min(1 << 8 * self._dtype.itemsize, MAX_VOCAB_SIZE)
+        folder, end = self.tokens_path.parent, self.vocab_size or min(1 << 8 * self._dtype.itemsize, MAX_IDS)
         for name, given in (("eot", self.eot_id), ("asst", asst_id)):
             if given is not None and not 0 <= given < end:
                 raise ValueError(f"{name}_id={given}: expected an id of the vocabulary, 0 to {end - 1}")
@@ -291,7 +291,7 @@ class SFTExampleDataset(DecodedItems):
     def example(self, row: int) -> Ids:
         """Return the ids of one whole example: ids [tokens], a read-only view of the file (io="pread": a copy).
 
-        Raises: IndexError; CacheError, naming file and place, for an id outside meta.json's vocab_size.
+        Raises: IndexError; CacheError, naming file and place, for an id outside the vocabulary.
         """
         if not 0 <= row < len(self):
             raise IndexError(f"example {row}: there are {len(self)}")
@@ -307,7 +307,7 @@ class SFTExampleDataset(DecodedItems):
 
         An example longer than T + 1 tokens is truncated; a shorter one is padded with eot_id, which is never a target.
         One draw from `generator` per batch, on the generator's device, over `counts.rows`.
-        Raises: CacheError, naming file and place, for an id outside meta.json's vocab_size.
+        Raises: CacheError as `example`.
         """
         drawn = torch.randint(self.counts.rows, (B,), generator=generator, device=generator.device).cpu().numpy()
         starts, ends = self._bounds(drawn if self._kept is None else self._kept[drawn])
@@ -336,9 +336,9 @@ class SFTExampleDataset(DecodedItems):
 
     def _check(self, ids: Ids, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
         """Raise unless all ids of pieces that begin at token `starts` of the file are of the vocabulary."""
-        # numpy's argmax takes half the time of max.
-        if self.vocab_size is not None and len(ids) and ids.item(ids.argmax()) >= self.vocab_size:
-            place, stops = int(np.argmax(ids >= self.vocab_size)), np.cumsum(lengths)
+        limit = id_limit(self.vocab_size, ids)
+        if limit is not None and len(ids) and ids.item(ids.argmax()) >= limit:  # in half the time of numpy's max
+            place, stops = int(np.argmax(ids >= limit)), np.cumsum(lengths)
             piece = int(stops.searchsorted(place, side="right"))
             token = int(starts[piece] + place - (stops - lengths)[piece])
             raise outside_vocabulary(self.tokens_path, token, ids.itemsize, int(ids[place]), self.vocab_size)

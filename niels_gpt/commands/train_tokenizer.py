@@ -23,9 +23,9 @@ from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.storage.codes import coded
 from niels_gpt.tokenizer import TokenizerPaths
 from niels_gpt.tokenizer_training import (
-    KINDS,
     MODEL_TYPES,
     NORMALIZATIONS,
+    TRAINED_KINDS,
     TrainedTokenizer,
     train_tokenizer,
     write_tokenizer,
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     help="folder of spm.model or tokenizer.json",
     show_default="artifacts/tokenizer of the project",
 )
-@option("--kind", type=click.Choice(KINDS), default="sentencepiece", help="bpe: a byte-level tokenizer.json")
+@option("--kind", type=click.Choice(TRAINED_KINDS), default="sentencepiece", help="bpe: a byte-level tokenizer.json")
 @option("--vocab-size", type=int, default=16_000, metavar="N", help="ids, the four sentinels included")
 @option("--seed", type=int, default=42, metavar="N", help="recorded; the training draws no random number")
 @option("--model-type", type=click.Choice(MODEL_TYPES), default="unigram", help="of SentencePiece")
@@ -147,8 +147,9 @@ def _report(trained: TrainedTokenizer, paths: TokenizerPaths) -> None:
     say(f"vocabulary: {meta['vocab_size']} ids, sha256 {meta['model_sha256']}")
     if meta["vocab_size"] < meta["requested_vocab_size"]:
         say(f"  smaller than the {meta['requested_vocab_size']} asked for: the texts allow no more")
+    in_pieces = f" in {meta['pieces']} pieces" if "pieces" in meta else ""  # bpe takes whole texts
     say(
-        f"trained on {meta['documents']} documents from {len(meta['input_files'])} files in {meta['pieces']} pieces; "
+        f"trained on {meta['documents']} documents from {len(meta['input_files'])} files{in_pieces}; "
         f"{meta['share_seen']:.2%} of {meta['bytes_given']:,} bytes seen"
     )
     if meta["documents_with_reserved_literal"]:

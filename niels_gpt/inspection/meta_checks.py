@@ -13,7 +13,7 @@ from typing import Any
 
 from niels_gpt.builders.meta_keys import FORMAT_VERSION, content_sha256
 from niels_gpt.builders.writer import OFFSET_DTYPE
-from niels_gpt.cache.formats import NARROW, SPLITS, token_dtype_of
+from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import KINDS
 from niels_gpt.inspection.file_checks import (
     CRC_DTYPE,
@@ -28,7 +28,8 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import meta_crc32, parse_object, read_regular, shortened
 from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON
-from niels_gpt.tokenizers.protocol import MAX_VOCAB_SIZE, NARROW_IDS, token_dtype_name
+from niels_gpt.tokenizers.protocol import token_dtype_name
+from niels_gpt.tokenizers.vocabulary import integer, most_ids, token_dtype_of
 
 _CRC_KEY = "meta_crc32"
 _UNREAD = ("too_large", "unreadable_row")  # counters of every loader
@@ -139,9 +140,8 @@ def _compare(key: str, name: str, value: Any, expected: Any) -> Iterator[Problem
 
 def _vocabulary(meta: Meta) -> Iterator[Problem]:
     size, ids = meta.get("vocab_size"), meta.get("special_token_ids")
-    has_tokens = meta["kind"] != "tokenizer"
-    most = NARROW_IDS if has_tokens and token_dtype_of(meta, META_NAME) == NARROW else MAX_VOCAB_SIZE
-    if not isinstance(size, int) or not 0 < size <= most:
+    most = most_ids(meta, META_NAME)
+    if integer(size, 1, most + 1) is None:
         yield "vocab_size", f"vocab_size is {size!r}, expected 1 to {most:,}"
     elif ids == {} and meta["kind"] != "sft":
         pass  # of a tokenizer without the sentinels

@@ -32,9 +32,8 @@ from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import path_inside, resolved, sha256_regular
 from niels_gpt.storage.remedies import rebuild_command
 from niels_gpt.storage.versions import VERSION_DIGITS
-from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON
+from niels_gpt.tokenizers.files import FILE_OF, MODEL_NAME
 
-_KINDS = {"sentencepiece": MODEL_NAME, "huggingface": TOKENIZER_JSON}
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
@@ -209,7 +208,7 @@ def _tokenizer_matches(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
     if recorded != expected:
         problem = f"ids of tokenizer {expected[:12]}, but {tokenizer / META_NAME} is of tokenizer {str(recorded)[:12]}"
         yield CacheError(where, problem, remedy=again, code="E402")
-    name = _KINDS.get(str(about.get("tokenizer_kind")), MODEL_NAME)
+    name = FILE_OF.get(str(about.get("tokenizer_kind")), MODEL_NAME)
     model = tokenizer / name
     if not os.path.lexists(version / name):
         yield CacheError(model, "no such file", f"tokenizer {expected[:12]}", _remove_first(tokenizer), code="E401")

@@ -22,7 +22,7 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import META_NAME, walked
 from niels_gpt.storage.remedies import build_command
 from niels_gpt.storage.versions import BUILDING, versions_dir
-from niels_gpt.tokenizers.protocol import MAX_VOCAB_SIZE, token_dtype
+from niels_gpt.tokenizers.protocol import MAX_IDS, token_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +70,9 @@ def needed_bytes(settings: Settings, source: ResolvedSource, vocab_size: int | N
             tokens, least_tokens = min(tokens, budget), min(least_tokens, budget)
         else:
             tokens, least_tokens, rows = budget, budget, budget // _MIN_HUB_DOCUMENT_TOKENS
-    narrow, wide = (token_dtype(vocab_size or ids).itemsize for ids in (1, MAX_VOCAB_SIZE))
-    most = wide * tokens * copies + _DOCUMENT_BYTES * rows
-    return DiskNeed(narrow * least_tokens * copies, most + most // 1000 + _FIXED)
+    least_bytes, most_bytes = (token_dtype(vocab_size or ids).itemsize for ids in (1, MAX_IDS))
+    most = most_bytes * tokens * copies + _DOCUMENT_BYTES * rows
+    return DiskNeed(least_bytes * least_tokens * copies, most + most // 1000 + _FIXED)
 
 
 def bytes_below(path: Path) -> int:

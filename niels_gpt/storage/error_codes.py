@@ -222,8 +222,8 @@ E403 tokenizer-damaged
 The file is neither a SentencePiece model nor a tokenizer.json that can be opened, its ids contradict each other, or it
 is not the one that was installed.
 > Copy the tokenizer again, or train one: `niels-gpt train-tokenizer --help`.
-= spm.model: is empty, expected a SentencePiece model (spm.model) that has the sentinels. Train one: niels-gpt
-train-tokenizer --input-glob 'FOLDER/**/*.txt'
+= spm.model: is empty, expected a SentencePiece model (spm.model). Train one: niels-gpt train-tokenizer
+--input-glob 'FOLDER/**/*.txt'
 
 E404 sentinels
 The tokenizer, or the cache, does not have the four special tokens that mark the turns of a chat, each as one id.

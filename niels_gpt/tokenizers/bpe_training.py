@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
 from niels_gpt.storage.codes import coded
-from niels_gpt.tokenizers.huggingface import MAX_VOCAB_SIZE
+from niels_gpt.tokenizers.huggingface import MAX_OPENED_IDS
 from niels_gpt.tokenizers.training_texts import TrainingTexts
 
 MIN_VOCAB_SIZE: Final = len(SPECIAL_TOKENS) + 256
@@ -37,8 +37,8 @@ def train_model(texts: TrainingTexts, vocab_size: int) -> bytes:
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
-        expected = f"{MIN_VOCAB_SIZE} (four sentinels and 256 bytes) to {MAX_VOCAB_SIZE:,}"
+    if not MIN_VOCAB_SIZE <= vocab_size <= MAX_OPENED_IDS:
+        expected = f"{MIN_VOCAB_SIZE} (four sentinels and 256 bytes) to {MAX_OPENED_IDS:,}"
         raise coded("E102", ValueError(f"vocab_size={vocab_size}: expected {expected}"))
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

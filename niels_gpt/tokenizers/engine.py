@@ -143,7 +143,7 @@ class ComparedEngine:
         """Return the ids and lengths of the fast engine, and of the reference for the few texts that need it."""
         from xxhash import xxh3_64_intdigest  # not above: readers import this module, and need numpy and torch alone
 
-        ids, lengths = self._fast.encode(texts, first=first)
+        ids, lengths = self._fast.encode(texts)
         others = [index for index, text in enumerate(texts) if self._fast.may_differ(text)]
         if others:
             ids, lengths = self._replaced(texts, ids, lengths, others, first)
@@ -182,7 +182,7 @@ class ComparedEngine:
         for index in chosen:
             if not is_whole[index]:
                 for piece in pieces_of(texts[index]):
-                    self._compare_ids([piece], *self._fast.encode([piece], first=first + index), [first + index])
+                    self._compare_ids([piece], *self._fast.encode([piece]), [first + index])
         with self._counting.setdefault(os.getpid(), threading.Lock()):
             self.num_compared += len(chosen)
             self.compare_seconds += time.thread_time() - start
@@ -265,7 +265,7 @@ def _opened(tokenizer: Tokenizer, choice: str, seed: int) -> Engine:
     full = cast(FullTokenizer, tokenizer)
     try:
         fast = GigatokenEngine(full)
-        ComparedEngine(fast, reference, full).encode(test_texts(fast.literals), first=0)
+        ComparedEngine(fast, reference, full).encode(probe_texts(fast.literals), first=0)
     except (UnusableError, EngineDifference) as error:
         if choice == "gigatoken":
             raise _refusal(full, error) from error
@@ -287,7 +287,7 @@ def _refusal(tokenizer: FullTokenizer, error: UnusableError | EngineDifference) 
     return CacheError(tokenizer.model_path, found, remedy="Use the reference: --engine reference", code="E411")
 
 
-def test_texts(literals: Sequence[str]) -> list[bytes]:
+def probe_texts(literals: Sequence[str]) -> list[bytes]:
     """Return the texts that an engine is tested with when it is opened, with the literals of some tokens in them."""
     sides = ((" ", " "), ("a", "b"), ("\n", "  "))
     around = [f"{left}{literal}{right}" for literal in literals[:_LITERALS] for left, right in sides]

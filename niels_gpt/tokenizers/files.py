@@ -33,7 +33,8 @@ COMPANIONS: Final = (CONFIG_NAME, TOKENS_MAP_NAME, "chat_template.jinja")
 """Files beside a tokenizer.json that belong to it; they decide no id."""
 MAX_COMPANION_BYTES: Final = 1 << 23
 
-_KINDS = {MODEL_NAME: "sentencepiece", TOKENIZER_JSON: "huggingface"}
+FILE_OF: Final = {"sentencepiece": MODEL_NAME, "huggingface": TOKENIZER_JSON}
+"""The file that decides the ids, by the kind of tokenizer."""
 UPSTREAM_MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")  # SentencePiece, as on the hub
 _BEGINNING = 4096  # bytes of a file that tell JSON from a model
 _MARK = b"\xef\xbb\xbf"  # a byte order mark
@@ -69,9 +70,9 @@ def tokenizer_file(path: str | os.PathLike[str]) -> tuple[Path, str]:
     if not os.path.isdir(path):
         return Path(path), "huggingface" if _begins_as_json(path) else "sentencepiece"
     folder = Path(path)
-    there = [name for name in _KINDS if os.path.lexists(folder / name)]
+    there = [kind for kind, name in FILE_OF.items() if os.path.lexists(folder / name)]
     if len(there) == 2:
-        there = [name for name, kind in _KINDS.items() if kind == _kind_in_meta(folder)]
+        there = [kind for kind in there if kind == _kind_in_meta(folder)]
         if not there:
             found, expected = f"has both {MODEL_NAME} and {TOKENIZER_JSON}", "one of them"
             raise CacheError(folder, found, expected, "Name the file itself instead of its folder", code="E403")
@@ -81,7 +82,7 @@ def tokenizer_file(path: str | os.PathLike[str]) -> tuple[Path, str]:
             missing = f"{folder / MODEL_NAME}: there is no tokenizer model, and no {TOKENIZER_JSON} beside"
             raise coded("E401", FileNotFoundError(f"{missing}. Train one: {TRAIN_COMMAND}"))
         return folder / upstream, "sentencepiece"
-    return folder / there[0], _KINDS[there[0]]
+    return folder / FILE_OF[there[0]], there[0]
 
 
 def tokenizer_files(path: str | os.PathLike[str], *, follow_links: bool = False) -> dict[str, bytes]:

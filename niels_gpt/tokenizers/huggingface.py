@@ -33,7 +33,7 @@ from niels_gpt.tokenizers.files import (
 )
 from niels_gpt.tokenizers.inputs import checked_ids, refuse_surrogates
 
-MAX_VOCAB_SIZE: Final = 1 << 24
+MAX_OPENED_IDS: Final = 1 << 24
 """A file with a larger id is refused: tables of one entry an id are made from it."""
 
 _EXPECTED = f"a {TOKENIZER_JSON} that the library tokenizers reads"
@@ -57,7 +57,7 @@ class HuggingFaceTokenizer:
         follow_links: whether the files may be links, as in a snapshot of the hub. None: a file that is named may, those
             in a folder that is named may not.
         Raises: FileNotFoundError; CacheError for a file that is too large, that the library refuses, that has ids of
-            MAX_VOCAB_SIZE or more, or whose added tokens would get other ids than it says.
+            MAX_OPENED_IDS or more, or whose added tokens would get other ids than it says.
         """
         in_folder = os.path.isdir(path)
         self._follow_links = not in_folder if follow_links is None else follow_links
@@ -278,9 +278,9 @@ def is_of_library(error: BaseException) -> bool:
 def _vocab_size(tokenizer: Any, where: str) -> int:
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     largest = max(ids, default=-1)
-    if not 0 <= largest < MAX_VOCAB_SIZE:
+    if not 0 <= largest < MAX_OPENED_IDS:
         found = f"its largest id is {largest:,}" if largest >= 0 else "has no token"
-        raise CacheError(where, found, f"1 to {MAX_VOCAB_SIZE:,} ids", code="E403")
+        raise CacheError(where, found, f"1 to {MAX_OPENED_IDS:,} ids", code="E403")
     if len(set(ids)) < len(ids):
         raise CacheError(where, "two of its tokens have the same id", "another id for each token", code="E403")
     return int(largest) + 1

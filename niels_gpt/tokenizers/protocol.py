@@ -19,7 +19,7 @@ KINDS: Final = ("sentencepiece", "huggingface")
 PROBE = "The quick brown fox jumps over 13 lazy dogs; (naïve) {code} = [0x7F]\n\tДа, 漢字 🦊!"
 NARROW_IDS: Final = 1 << 16
 """Ids that fit uint16. A cache of a larger vocabulary has tokens of 32 bits (D18)."""
-MAX_VOCAB_SIZE: Final = 1 << 31
+MAX_IDS: Final = 1 << 31
 """The most ids of a cache's vocabulary: each then fits int32 too, which every device can cast."""
 TOKEN_DTYPES: Final[dict[str, np.dtype[Any]]] = {"uint16-le": np.dtype("<u2"), "uint32-le": np.dtype("<u4")}
 """`token_dtype` in meta.json, and the dtype of the token files."""

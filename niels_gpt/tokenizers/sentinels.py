@@ -15,7 +15,7 @@ from niels_gpt.storage import fileio
 from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.tokenizer import load_tokenizer
-from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON, tokenizer_file, tokenizer_files
+from niels_gpt.tokenizers.files import FILE_OF, tokenizer_file, tokenizer_files
 from niels_gpt.tokenizers.protocol import FullTokenizer
 from niels_gpt.tokenizers.roundtrip import PROBES
 from niels_gpt.tokenizers.sentencepiece_proto import with_pieces
@@ -55,7 +55,7 @@ def add_sentinels(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
     if before.special_token_ids():
         raise coded("E102", ValueError(f"{source}: has the four sentinels already"))
     files = tokenizer_files(source, follow_links=follow_links)
-    name = MODEL_NAME if kind == "sentencepiece" else TOKENIZER_JSON
+    name = FILE_OF[kind]
     if hashlib.sha256(files[name]).hexdigest() != before.sha256:
         raise CacheError(source, "was changed while it was read", remedy="Run the command again", code="E210")
     if kind == "sentencepiece":

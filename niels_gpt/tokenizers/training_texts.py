@@ -59,7 +59,6 @@ class TrainingTexts:
             "documents": 0,
             "documents_with_reserved_literal": 0,
             "documents_with_u2581": 0,
-            "pieces": 0,
             "bytes_given": 0,
             "bytes_seen": 0,
         }
@@ -72,19 +71,21 @@ class TrainingTexts:
         self._progress = progress
 
     def pieces(self) -> Iterator[str]:
-        """Yield the texts as SentencePiece takes them, in training pieces."""
+        """Yield the texts as SentencePiece takes them, in training pieces, which are counted too."""
+        self.counts["pieces"] = 0
         for text in self._documents():
             for piece in training_pieces(text):
                 # SentencePiece strips line ends after a piece, ignores NUL, and skips empty pieces.
                 if seen := len(_utf8(piece.rstrip("\r\n").replace("\0", ""))):
-                    self._count(seen)
+                    self.counts["pieces"] += 1
+                    self.counts["bytes_seen"] += seen
                     yield piece
 
     def documents(self) -> Iterator[str]:
         """Yield whole texts; one that is empty is left out."""
         for text in self._documents():
             if text:
-                self._count(len(data := _utf8(text)))
+                self.counts["bytes_seen"] += len(data := _utf8(text))
                 yield data.decode()
 
     def nothing_usable(self) -> Exception:
@@ -95,10 +96,6 @@ class TrainingTexts:
             f"{counts['documents_with_reserved_literal']} of them left out for a reserved literal. Give it more text"
         )
         return coded("E406", ValueError(text))
-
-    def _count(self, seen: int) -> None:
-        self.counts["pieces"] += 1
-        self.counts["bytes_seen"] += seen
 
     def _documents(self) -> Iterator[str]:
         try:

@@ -14,7 +14,7 @@ from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import PathLike
 from niels_gpt.storage.meta_json import checked_sha256, wrong_value
-from niels_gpt.tokenizers.protocol import MAX_VOCAB_SIZE, NARROW_IDS, TOKEN_DTYPES
+from niels_gpt.tokenizers.protocol import MAX_IDS, NARROW_IDS, TOKEN_DTYPES
 
 TokenDtype = Literal["uint16", "uint32"]
 """How callers name the dtype of token files without a meta.json."""
@@ -46,13 +46,17 @@ def token_dtype_of(
 
 def check_vocab_size(meta: Mapping[str, Any], where: str) -> None:
     """Raise CacheError unless `vocab_size` is a number of ids, and `token_dtype` is the one for so many (D18)."""
-    value, dtype = meta.get("vocab_size"), token_dtype_of(meta, where)
-    is_narrow = meta.get("kind") != "tokenizer" and dtype == NARROW
-    most = NARROW_IDS if is_narrow else MAX_VOCAB_SIZE
+    value, dtype, most = meta.get("vocab_size"), token_dtype_of(meta, where), most_ids(meta, where)
     if value is not None and integer(value, 1, most + 1) is None:
         raise wrong_value(where, "vocab_size", value, f"an integer from 1 to {most}")
     if value is not None and dtype != NARROW and value <= NARROW_IDS:
         raise wrong_value(where, "token_dtype", meta["token_dtype"], f"'uint16-le' for vocab_size {value}")
+
+
+def most_ids(meta: Mapping[str, Any], where: str) -> int:
+    """Return the largest `vocab_size` that a meta.json may have: ids fit the tokens. Raises: as `token_dtype_of`."""
+    has_tokens = meta.get("kind") != "tokenizer"
+    return NARROW_IDS if has_tokens and token_dtype_of(meta, where) == NARROW else MAX_IDS
 
 
 def tokenizer_sha256_in(meta: Mapping[str, Any], where: str) -> str | None:
@@ -88,7 +92,7 @@ def end_of_documents(meta: Mapping[str, Any] | None, where: str) -> tuple[int, s
 
 
 def _id(meta: Mapping[str, Any], value: Any, key: str, where: str) -> int:
-    size = integer(meta.get("vocab_size"), 1, MAX_VOCAB_SIZE + 1) or MAX_VOCAB_SIZE
+    size = integer(meta.get("vocab_size"), 1, MAX_IDS + 1) or MAX_IDS
     if integer(value, 0, size) is None:
         raise wrong_value(where, key, value, f"an integer from 0 to {size - 1}")
     return int(value)

@@ -145,8 +145,42 @@ def test_files_without_meta_json_are_of_the_dtype_that_is_given(wide: Path) -> N
             PretrainTokenStreamDataset(split, T=4, device="cpu", dtype="<u4")  # type: ignore[arg-type]
         # Ids of 16 bits, two taken for one, are mostly no id of any vocabulary.
         (split / "shard_00000.bin").write_bytes(np.full(64, 40_000, dtype="<u2").tobytes())
-        with pytest.raises(CacheError, match="expected ids below vocab_size 2147483648"):
+        with pytest.raises(CacheError, match=rf"{NO_ID}\. Leave dtype out if these tokens have 16 bits") as error:
             next(iter(iter_eval(split, B=1, T=4, dtype="uint32")))
+        assert "damaged" not in str(error.value)
+
+
+NO_ID = r"token \d+ at byte \d+ is id \d+, expected ids below 2\*\*31"
+
+
+@pytest.mark.parametrize("meta", [None, {"made_by": "another tool", "token_dtype": "uint32-le"}])
+def test_ids_that_no_vocabulary_has_are_refused_by_the_reader_of_chats_too(
+    wide: Path, tmp_path: Path, meta: dict[str, str] | None
+) -> None:
+    """Its labels were cut to 2**31 - 1."""
+    source, folder = wide / "sft" / "train_tokens.bin", tmp_path / "sft"
+    folder.mkdir()
+    ids = np.fromfile(source, dtype="<u4")
+    starts = np.load(source.with_name("train_idx.npy"))
+    np.save(folder / "train_idx.npy", starts)
+    asst, eot = (WideByteTokenizer().special_token_ids()[name] for name in ("asst", "eot"))
+    ids[np.flatnonzero(ids == asst)[0] + 1] = 2**31 + 77
+    ids.tofile(folder / source.name)
+    if meta is not None:
+        (folder / META_NAME).write_text(json.dumps(meta))
+    data = SFTExampleDataset(
+        tokens_path=folder / source.name,
+        idx_path=folder / "train_idx.npy",
+        T=30,
+        device="cpu",
+        eot_id=eot,
+        asst_id=asst,
+        dtype="uint32",
+    )
+    with pytest.raises(CacheError, match=NO_ID):
+        data.get_batch(B=64, generator=seeded())
+    with pytest.raises(CacheError, match=NO_ID):
+        data.example(0)
 
 
 def test_a_dtype_that_meta_json_contradicts_is_an_error(narrow: Path, wide: Path) -> None:

@@ -34,9 +34,7 @@ from niels_gpt.tokenizers.engine import (
     EngineDifference,
     ReferenceEngine,
     open_engine,
-)
-from niels_gpt.tokenizers.engine import (
-    test_texts as texts_of_opening,
+    probe_texts,
 )
 from niels_gpt.tokenizers.gigatoken.encoder import GigatokenEngine
 from niels_gpt.tokenizers.gigatoken.memory import Memory, process_size
@@ -364,11 +362,11 @@ def test_a_long_text_is_compared_in_pieces(
 
 
 def test_the_texts_of_the_opening_do_not_depend_on_chance(llama: FullTokenizer) -> None:
-    program = "from niels_gpt.tokenizers.engine import test_texts; import hashlib; " + (
-        "print(hashlib.sha256(b'|'.join(test_texts(['<a>']))).hexdigest())"
+    program = "from niels_gpt.tokenizers.engine import probe_texts; import hashlib; " + (
+        "print(hashlib.sha256(b'|'.join(probe_texts(['<a>']))).hexdigest())"
     )
     run = [subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout for _ in range(2)]
-    assert run[0] == run[1] and len(texts_of_opening(["<a>"])) > 150
+    assert run[0] == run[1] and len(probe_texts(["<a>"])) > 150
 
 
 # --- threads, processes, memory ---------------------------------------------------------------------------------------

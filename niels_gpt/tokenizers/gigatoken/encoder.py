@@ -67,7 +67,7 @@ class GigatokenEngine:
             return True
         return self._model.composes and not unicodedata.is_normalized("NFC", str(text, "utf-8"))
 
-    def encode(self, texts: Sequence[bytes], *, first: int = 0) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    def encode(self, texts: Sequence[bytes]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         """Return ids and lengths; see niels_gpt.tokenizers.engine.Engine."""
         import awkward
 
