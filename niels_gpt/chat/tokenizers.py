@@ -24,7 +24,12 @@ from niels_gpt.chat_template import ROLE_TO_NAME
 from niels_gpt.encoding import TextEncoder
 from niels_gpt.hub.models import hub_tokenizer, is_local, refuse_large
 from niels_gpt.hub.retries import is_network
-from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer
+from niels_gpt.special_tokens import SPECIAL_TOKENS
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import parse_object
+from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
+from niels_gpt.tokenizers.files import CONFIG_NAME, TEMPLATE_NAME, TOKENIZER_JSON, tokenizer_files
+from niels_gpt.tokenizers.protocol import FullTokenizer
 
 SPECIAL_TEXT = "special_text"
 """Counter of chats in which a message holds the literal of a special token, which would become that token's id."""
@@ -53,7 +58,7 @@ class ChatTokenizer(Protocol):
     sha256: str
     """Of the tokenizer."""
     template_sha256: str | None
-    """Of the template's text; None for the project's own tokenizer, and where there is no template."""
+    """Of the template's text; None for the project's chat format, and where there is no template."""
     mask_by: str
     """How the supervised tokens are found: generation, prefix, sentinels, or given where there is no template."""
     vocab_size: int
@@ -83,7 +88,8 @@ class ChatTokenizer(Protocol):
 def open_tokenizer(name: str, *, revision: str | None = None, chat_template: str | None = None) -> ChatTokenizer:
     """Open a target's tokenizer.
 
-    name: a folder, or an id on the hub. A folder with spm.model has the project's own tokenizer and chat format.
+    name: a folder, or an id on the hub. A folder with spm.model, or with a tokenizer.json that has the sentinels and no
+        chat template, has the project's chat format.
     revision: commit, tag or branch on the hub.
     chat_template: text of a jinja template to use instead of the tokenizer's own.
     Raises: ValueError where there is no tokenizer, or one without offsets, and for what the hub does not have, or does
@@ -94,6 +100,8 @@ def open_tokenizer(name: str, *, revision: str | None = None, chat_template: str
         if chat_template is not None:
             raise ValueError(f"{name}: has the project's own tokenizer and chat format; leave --chat-template out")
         return ProjectTokenizer(SentencePieceTokenizer(os.path.join(folder, MODEL_NAME), follow_links=False), name)
+    if chat_template is None and _is_of_project(folder):
+        return ProjectTokenizer(load_tokenizer(os.path.join(folder, TOKENIZER_JSON), sentinels="required"), name)
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -125,13 +133,26 @@ def open_tokenizer(name: str, *, revision: str | None = None, chat_template: str
     return TransformersTokenizer(tokenizer, name, chat_template)
 
 
+def _is_of_project(folder: str) -> bool:
+    """Whether a folder has a tokenizer.json with the sentinels, and no chat template."""
+    if not os.path.isfile(os.path.join(folder, TOKENIZER_JSON)):
+        return False
+    try:
+        files = tokenizer_files(os.path.join(folder, TOKENIZER_JSON), follow_links=True)
+        config = parse_object(files.get(CONFIG_NAME, b"{}"))
+    except (CacheError, OSError, ValueError):  # transformers reports it
+        return False
+    has_sentinels = all(token.encode() in files.get(TOKENIZER_JSON, b"") for token in SPECIAL_TOKENS)
+    return has_sentinels and TEMPLATE_NAME not in files and not config.get("chat_template")
+
+
 class ProjectTokenizer(ChatTokenizer):
-    """The project's own SentencePiece tokenizer: ids, checks and supervised tokens as in an sft cache."""
+    """A tokenizer with the sentinels: ids, checks and supervised tokens as in an sft cache."""
 
     template_sha256: str | None = None
     mask_by: str = "sentinels"
 
-    def __init__(self, tokenizer: SentencePieceTokenizer, name: str) -> None:
+    def __init__(self, tokenizer: FullTokenizer, name: str) -> None:
         self.name, self.sha256, self.vocab_size = name, tokenizer.sha256, tokenizer.vocab_size
         self._tokenizer, self._encoder = tokenizer, TextEncoder(tokenizer)
         self._special = tokenizer.special_token_ids()
@@ -166,7 +187,7 @@ class ProjectTokenizer(ChatTokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, with short names such as <|eot|> for the sentinels, whose literals are long."""
         text = self._tokenizer.decode(ids)
-        for literal, short in zip(self._tokenizer.special_tokens, self._special, strict=True):
+        for literal, short in zip(SPECIAL_TOKENS, self._special, strict=True):
             text = text.replace(literal, f"<|{short}|>")
         return text
 

@@ -162,17 +162,19 @@ def needs_sentinels(family: str, special_token_ids: Mapping[str, int]) -> bool:
 
 
 def no_sentinels(settings: Settings, keys: Sequence[str], tokenizer: Path) -> NoSentinels:
-    """Return the error of some caches of chats; its remedy adds the sentinels and builds these caches.
+    """Return the error of caches of chats, sft or eagle3/targets; its remedy adds the sentinels and builds them.
 
     tokenizer: the folder or file that is opened; the one of the settings is named if it is a path.
     """
     is_path = settings.tokenizer is not None and not _is_id(settings.tokenizer)
     source = str(settings.tokenizer) if is_path else str(tokenizer)
     add = shlex.join(["niels-gpt", "add-sentinels", source, _WITH_SENTINELS])
-    build = build_command(replace(settings, tokenizer=_WITH_SENTINELS), keys)
+    then = f"&& {build_command(replace(settings, tokenizer=_WITH_SENTINELS), keys)}"
+    if any(not key.startswith("sft/") for key in keys):  # eagle3/targets, which no command builds
+        then = "and name that folder: the setting tokenizer. Or name a target of your own: the setting eagle3_target"
     mark = "marks the turns of its chats" if len(keys) == 1 else "mark the turns of their chats"
     expected = f"one that has them: {', '.join(keys)} {mark} by them"
-    return NoSentinels(source, "the tokenizer has no sentinels", expected, f"Add them: {add} && {build}", code="E404")
+    return NoSentinels(source, "the tokenizer has no sentinels", expected, f"Add them: {add} {then}", code="E404")
 
 
 def tokenizer_state(settings: Settings) -> str:

@@ -29,7 +29,8 @@ MAX_TOKENIZER_JSON_BYTES: Final = 1 << 27
 
 CONFIG_NAME: Final = "tokenizer_config.json"
 TOKENS_MAP_NAME: Final = "special_tokens_map.json"
-COMPANIONS: Final = (CONFIG_NAME, TOKENS_MAP_NAME, "chat_template.jinja")
+TEMPLATE_NAME: Final = "chat_template.jinja"
+COMPANIONS: Final = (CONFIG_NAME, TOKENS_MAP_NAME, TEMPLATE_NAME)
 """Files beside a tokenizer.json that belong to it; they decide no id."""
 MAX_COMPANION_BYTES: Final = 1 << 23
 

@@ -11,17 +11,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support import chat_tokenizers as kinds
+from support.made_tokenizers import made_tokenizer
 
 from niels_gpt.chat.rows import Row
-from niels_gpt.chat.tokenizers import ChatTokenizer, open_tokenizer
+from niels_gpt.chat.tokenizers import ChatTokenizer, ProjectTokenizer, open_tokenizer
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.eagle3.input import input_facts, input_rows
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.settings import Settings
+from niels_gpt.tokenizer import load_tokenizer
+from niels_gpt.tokenizers.sentinels import add_sentinels
 
 MESSAGES = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello."}]}
 SHAREGPT = {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hello."}], "id": "s1"}
 PAIR = {"instruction": "Hello", "output": "Hello."}
+TRANSFORMERS = "PreTrainedTokenizerFast"
 GIVEN = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
 
 
@@ -50,6 +54,34 @@ def test_the_projects_chats_are_input_by_their_name(settings: Settings, tokenize
     for row in rows:
         ids, mask = tokenizer.encode_chat(chats[row.id])
         assert (row.input_ids.tolist(), row.loss_mask.tolist()) == (ids[:256], mask[:256])
+
+
+def test_a_tokenizer_json_with_the_sentinels_gives_the_ids_and_the_mask_of_an_sft_cache(
+    settings: Settings, tmp_path: Path
+) -> None:
+    made = tmp_path / "made"
+    add_sentinels(made_tokenizer("qwen2"), made)
+    opened, ids = open_tokenizer(str(made)), load_tokenizer(made)
+    assert isinstance(opened, ProjectTokenizer) and (opened.sha256, opened.mask_by) == (ids.sha256, "sentinels")
+    special = ids.special_token_ids()
+    whole = [
+        special["usr"],
+        *ids.encode("Hello"),
+        special["eot"],
+        special["asst"],
+        *ids.encode("Hello."),
+        special["eot"],
+    ]
+    encoded = opened.encode_chat(MESSAGES["messages"])
+    assert encoded == (whole, [0] * (whole.index(special["asst"]) + 1) + [1] * (len(ids.encode("Hello.")) + 1))
+    assert opened.decode(whole) == "<|usr|>Hello<|eot|><|asst|>Hello.<|eot|>"
+    rows, _ = read(settings, "dolly15k", opened)
+    assert len(rows) > 20
+
+    config = json.loads((made / "tokenizer_config.json").read_text())
+    template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    (made / "tokenizer_config.json").write_text(json.dumps(config | template | {"tokenizer_class": TRANSFORMERS}))
+    assert not isinstance(open_tokenizer(str(made)), ProjectTokenizer)  # a template of its own counts
 
 
 def test_facts_tell_what_was_read_and_have_no_path(settings: Settings) -> None:

@@ -15,6 +15,7 @@ from support import dagster_runs, numbered_datasets
 from support.dagster_runs import built, check_alone, metadata, run, stale
 from support.data_files import lines, write
 from support.loopback_hub import LoopbackHub
+from support.made_tokenizers import made_tokenizer
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.commands import cache as cli
@@ -23,11 +24,13 @@ from niels_gpt.eagle3.format.layout import read_header, row_bytes_of, shard_path
 from niels_gpt.eagle3.inspect.checks import CHECKS
 from niels_gpt.eagle3.target import write_small_target
 from niels_gpt.recipes.eagle3.asset import build_targets, settings_fingerprint, target_of
+from niels_gpt.recipes.tokenizer import NoSentinels
 from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.fileio import SizedFile, sha256_file
 from niels_gpt.storage.versions import versions_dir
 from niels_gpt.tokenizer import load_tokenizer
+from niels_gpt.tokenizers.sentinels import add_sentinels
 from pipelines.definitions import niels_definitions
 
 KEY = "eagle3/targets"
@@ -169,6 +172,19 @@ def test_what_decides_bytes_makes_another_cache_and_the_rest_does_not(
     assert after.reused != again
     assert (after.fingerprint != before.fingerprint) == again
     assert (settings_fingerprint(settings) != settings_fingerprint(other)) == again
+
+
+def test_the_samples_target_takes_any_tokenizer_that_has_the_sentinels(settings: Settings, tmp_path: Path) -> None:
+    plain = dataclasses.replace(settings, source_root="sample", eagle3_target=None, tokenizer=str(made_tokenizer("t5")))
+    with pytest.raises(NoSentinels, match=r"has no sentinels.* niels-gpt add-sentinels .*eagle3_target$"):
+        build_targets(plain)
+    add_sentinels(str(plain.tokenizer), tmp_path / "with")
+    made = dataclasses.replace(plain, tokenizer=str(tmp_path / "with"))
+    outcome = build_targets(made)
+    assert outcome.meta["totals"]["rows"] == 12 and build_targets(made).reused
+    (small,) = (Path(made.cache_dir) / "sample" / "eagle3" / ".small_target").iterdir()
+    installed = Path(made.cache_dir) / "sample" / "tokenizer" / "tokenizer.json"
+    assert (small / "tokenizer.json").read_bytes() == installed.read_bytes()
 
 
 def test_new_chats_make_it_stale_and_are_built(

@@ -14,15 +14,16 @@ from torch import Tensor
 
 from niels_gpt.storage import fileio
 from niels_gpt.storage.fileio import canonical_json
+from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON
 
 if TYPE_CHECKING:
-    from niels_gpt.tokenizer import SentencePieceTokenizer
+    from niels_gpt.tokenizers.protocol import FullTokenizer
 
-CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "spm.model"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
-def write_small_target(folder: str | os.PathLike[str], tokenizer: SentencePieceTokenizer, *, seed: int = 0) -> Path:
-    """Write an untrained Llama of 8 layers, with the project's tokenizer beside it; return the folder.
+def write_small_target(folder: str | os.PathLike[str], tokenizer: FullTokenizer, *, seed: int = 0) -> Path:
+    """Write an untrained Llama of 8 layers, with a tokenizer that has the sentinels beside it; return the folder.
 
     Hidden size 64, vocabulary of the tokenizer. Equal arguments give equal bytes on any machine; torch's global
     generators are not used. The folder is complete or absent; an existing one is not written again.
@@ -35,7 +36,7 @@ def write_small_target(folder: str | os.PathLike[str], tokenizer: SentencePieceT
     files = {
         CONFIG: canonical_json(config),
         WEIGHTS: save(weights, metadata={"format": "pt"}),
-        TOKENIZER: Path(tokenizer.model_path).read_bytes(),
+        TOKENIZER_JSON if tokenizer.kind == "huggingface" else MODEL_NAME: Path(tokenizer.model_path).read_bytes(),
     }
     if final.exists():
         if {path.name: path.read_bytes() for path in final.iterdir() if path.is_file()} != files:
@@ -53,7 +54,7 @@ def write_small_target(folder: str | os.PathLike[str], tokenizer: SentencePieceT
     return final
 
 
-def _small_config(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
+def _small_config(tokenizer: FullTokenizer) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -20,7 +20,7 @@ from niels_gpt.data.sources import SOURCES
 from niels_gpt.recipes.eagle3.options import Options
 from niels_gpt.recipes.eagle3.prepare import Resolved, carry_out, open_target, prepare, resolve, run_facts
 from niels_gpt.recipes.run_recipe import Measurement, Outcome, cache_root, finish, is_current, record_recipe
-from niels_gpt.recipes.tokenizer import NoSentinels, ensure_tokenizer
+from niels_gpt.recipes.tokenizer import ensure_tokenizer, no_sentinels
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio, versions
@@ -89,7 +89,7 @@ def build_targets(settings: Settings, *, observed: str | None = None, progress: 
 def target_name(settings: Settings) -> str:
     """Return the folder or id of the target; for the sample, write a small Llama with the tokenizer's vocabulary.
 
-    Raises: ValueError where none is named, except for the sample.
+    Raises: ValueError where none is named, except for the sample; NoSentinels there for a tokenizer without them.
     """
     if settings.eagle3_target is not None:
         return settings.eagle3_target
@@ -102,13 +102,12 @@ def target_name(settings: Settings) -> str:
             ),
         )
     from niels_gpt.eagle3.target import write_small_target
-    from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
+    from niels_gpt.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(ensure_tokenizer(settings).path, follow_links=False)
-    if not isinstance(tokenizer, SentencePieceTokenizer) or not tokenizer.special_token_ids():
-        found, expected = f"a tokenizer of the kind {tokenizer.kind}", "a SentencePiece model with the sentinels"
-        remedy = "The small random Llama is made for that. Name a target: the setting eagle3_target"
-        raise NoSentinels(tokenizer.model_path, found, expected, remedy, code="E404")
+    path = ensure_tokenizer(settings).path
+    tokenizer = load_tokenizer(path, follow_links=False)
+    if not tokenizer.special_token_ids():
+        raise no_sentinels(settings, [KEY], path)
     folder = cache_root(settings) / "eagle3" / _TARGETS_DIR / tokenizer.sha256[:_DIGITS]
     return str(write_small_target(folder, tokenizer))
 
