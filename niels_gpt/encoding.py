@@ -275,8 +275,8 @@ def _loses(tokenizer: Tokenizer, text: str) -> bool:
     """Whether a text does not come back from its ids; also where it has none, as with a model without unknown id."""
     decode = getattr(tokenizer, "decode", None)
     try:
-        return decode is None or decode(tokenizer.encode(text)) != text
-    except ValueError:
+        return decode is None or bool(decode(tokenizer.encode(text)) != text)
+    except Exception:  # a caller's object raises what it likes, such as KeyError
         return True
 
 

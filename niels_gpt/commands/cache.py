@@ -133,7 +133,7 @@ settings_options(snapshot, only=READS)
 # --- look inside ------------------------------------------------------------------------------------------------------
 
 _CACHE = argument("cache", type=FOLDER, help="folder of a cache, such as cache/sft/oasst1")
-_TOKENIZER = option("--tokenizer", metavar="MODEL", help="spm.model; the one beside the cache if not given")
+_TOKENIZER = option("--tokenizer", metavar="MODEL", help="file or folder; the one beside the cache if not given")
 _SPLIT = click.Choice(["train", "val"])
 
 

@@ -110,7 +110,7 @@ def _machine(cache_dir: Path) -> list[tuple[str, str]]:
         ("cores", f"{num_threads(Settings())} usable"),
         ("memory", memory),
         ("disk", f"{size_text(free_bytes(cache_dir))} free at {cache_dir}"),
-        *((name, _version(name) or "not installed") for name in ("torch", "datasets", "sentencepiece")),
+        *((name, _version(name) or "not installed") for name in ("torch", "datasets", "sentencepiece", "tokenizers")),
     ]
 
 

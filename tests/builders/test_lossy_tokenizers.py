@@ -73,6 +73,27 @@ def test_a_lossless_model_is_measured(tiny_tokenizer: Any, tmp_path: Path, caplo
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
+class Letters:
+    vocab_size = 26
+
+    def special_token_ids(self) -> dict[str, int]:
+        return {}
+
+    def encode(self, text: str) -> list[int]:
+        return [LETTERS[letter] for letter in text]
+
+    def decode(self, ids: Any) -> str:
+        return "".join(chr(97 + token_id) for token_id in ids)
+
+
+LETTERS = {chr(97 + token_id): token_id for token_id in range(26)}
+
+
+def test_a_tokenizer_of_few_characters_builds_though_it_cannot_encode_u2581(tmp_path: Path) -> None:
+    meta = pretrain(tmp_path / "c", Letters(), ["heron", "otter"], document_end="none")
+    assert meta["docs"]["train"] == 2 and not meta["noticed"]
+
+
 def test_the_round_trip_is_bounded_and_of_a_long_text_the_beginning_is_compared(
     lossy: Any, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
