@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from loader_peers import Draw, Pair, pair
+
+from niels_gpt.cache.formats import target_mask
 
 EOT, ASST = 4, 3
 
@@ -22,26 +25,42 @@ def chats(count: int) -> Iterator[list[dict[str, str]]]:
         ]
 
 
-def sft_gathers(folder: Path, B: int, T: int, dtype: str = "<u2", eot: int = EOT) -> list[Draw]:
-    """Return two bare gathers of padded examples, without masks: one numpy index, and a loop of copies."""
+def sft_gathers(folder: Path, B: int, T: int, dtype: str = "<u2", more: int = 0, masked: bool = False) -> list[Draw]:
+    """Return two bare gathers of padded examples: one numpy index, and a loop of copies. more: added to every id.
+
+    masked: of the targets, too, whose masks were made before and are stored as a second array of tokens; the third
+    tensor is then made, as a dataset has to, but not returned.
+    """
     tokens, starts = np.fromfile(folder / "train_tokens.bin", dtype), np.load(folder / "train_idx.npy")
     ends = np.append(starts[1:], len(tokens))
     lengths, columns = np.minimum(ends - starts, T + 1), np.arange(T + 1)
-    padded = np.append(tokens, np.full(T + 1, eot, dtype=dtype))
-    windows = np.lib.stride_tricks.as_strided(padded, (len(tokens), T + 1), 2 * tokens.strides)
+    has_loss = target_mask(tokens[None], np.array([len(tokens)]), asst_id=ASST + more, eot_id=EOT + more)[0]
+    targets = np.where(has_loss, tokens.astype(np.int32), np.int32(-100))
+    sources: list[Any] = [(tokens, EOT + more)] + [(targets, -100)] * masked
+    windows = []
+    for source, padding in sources:
+        padded = np.append(source, np.full(T + 1, padding, dtype=source.dtype))
+        windows.append(np.lib.stride_tricks.as_strided(padded, (len(tokens), T + 1), 2 * padded.strides))
+
+    def finished(rows: Any, *others: Any) -> Pair:
+        for targets in others:
+            torch.from_numpy(targets[:, 1:].astype(np.int64))
+        return pair(rows)
 
     def indexed() -> Pair:
         chosen = torch.randint(len(starts), (B,)).numpy()
-        rows = windows[starts[chosen]]
-        np.copyto(rows, eot, where=columns >= lengths[chosen, None])
-        return pair(rows)
+        rows, is_padding = [each[starts[chosen]] for each in windows], columns >= lengths[chosen, None]
+        for each, (_, padding) in zip(rows, sources, strict=True):
+            np.copyto(each, padding, where=is_padding)
+        return finished(*rows)
 
     def looped() -> Pair:
-        rows = np.full((B, T + 1), eot, dtype=dtype)
+        rows = [np.full((B, T + 1), padding, dtype=source.dtype) for source, padding in sources]
         for row, example in enumerate(torch.randint(len(starts), (B,)).tolist()):
-            ids = tokens[starts[example] : starts[example] + lengths[example]]
-            rows[row, : len(ids)] = ids
-        return pair(rows)
+            start, length = starts[example], lengths[example]
+            for each, (source, _) in zip(rows, sources, strict=True):
+                each[row, :length] = source[start : start + length]
+        return finished(*rows)
 
     return [indexed, looped]
 

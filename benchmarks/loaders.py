@@ -17,7 +17,7 @@ each. Of a library with several documented ways, the fastest is taken.
     sft       get_batch beside a bare gather of the same rows without a mask, and beside that gather with a mask made by
               Python, token by token: written element by element into a tensor, or into lists that become one
     wide      ids of 32 bits (128,256 of them): every sampler beside the bare gather of the same rows: random, read by
-              position, in order, or padded examples (y once more in place of its masked copy)
+              position, in order, or padded examples (with their masked targets, stored as a second array)
     opening   a split of 1,000 shards: seconds to open it, and anonymous memory before and after 5,000 batches
     cold      only with --cold: shards on a real disk, their page cache dropped before each way: mapped, mapped with
               MADV_RANDOM, read by pread; seconds, and bytes that the disk gave
@@ -337,12 +337,6 @@ def endless(make: Callable[[], Iterator[Pair]]) -> Iterator[Pair]:
         yield from (now for now, _ in itertools.pairwise(make()))
 
 
-def with_a_third(batch: Pair) -> Pair:
-    """Return a batch after a copy of y, as large as the third tensor of an example dataset."""
-    batch[1].clone()
-    return batch
-
-
 def bench_wide(root: Path, arguments: argparse.Namespace) -> None:
     """Compare every sampler of a cache of 128,256 ids, 32 bits each, with the bare gather of the same kind of rows."""
     tokenizer, least = ManyIds(), math.inf
@@ -356,7 +350,7 @@ def bench_wide(root: Path, arguments: argparse.Namespace) -> None:
             warnings.simplefilter("ignore")  # examples that T cuts
             examples = SFTExampleDataset.open(root / "wide_sft", "train", T=T)
         random = gathers(tokens, B, T, pair)
-        of_examples = sft_gathers(root / "wide_sft", B, T, "<u4", tokenizer.more + EOT)
+        of_examples = sft_gathers(root / "wide_sft", B, T, "<u4", tokenizer.more, masked=True)
         reading = ours(split, B, T)
         mixture = iter(MixtureStream(mixed, [0.6, 0.3, 0.1], seed=0))
         evaluation = endless(lambda B=B, T=T: iter_eval(split, B=B, T=T))
@@ -367,10 +361,7 @@ def bench_wide(root: Path, arguments: argparse.Namespace) -> None:
             "EpochStream": (random, reading["EpochStream"]),
             "MixtureStream": (random, [functools.partial(next, mixture)]),
             "iter_eval": ([in_order(split / "shard_00000.bin", B, T)], [functools.partial(next, evaluation)]),
-            "SFTExampleDataset": (
-                [lambda draw=draw: with_a_third(draw()) for draw in of_examples],
-                [lambda get_batch=get_batch: get_batch()[:2]],
-            ),
+            "SFTExampleDataset": (of_examples, [lambda get_batch=get_batch: get_batch()[:2]]),
         }
         for name, (limit, draws) in limits_and_ours.items():
             ways = {LIMIT: checked(LIMIT, limit, B, T), name: checked(name, draws, B, T)}

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from niels_gpt.cache import SFTExampleDataset, sft_dataset
 from niels_gpt.cache.formats import target_mask
 from niels_gpt.cache.mmap import IO
+from niels_gpt.cache.pretrain_dataset import chosen_targets
 from niels_gpt.storage.errors import CacheError
 
 SYS, USR, ASST, EOT = 1, 2, 3, 4
@@ -165,8 +166,12 @@ def test_a_batch_is_what_a_walk_over_the_tokens_of_its_examples_finds(
     """beyond: added to every id of a split of 32 bits."""
     files, dtype = ("train_tokens.bin", "train_idx.npy"), "uint32" if beyond else "uint16"
     opening: dict[str, Any] = {"eot_id": EOT + beyond, "asst_id": ASST + beyond, "dtype": dtype, "io": io}
+
     # A device that is not the CPU has its own way to the same values; on the CPU it gives them too.
-    way = mock.patch.object(sft_dataset, "_masked_by_limit", sft_dataset._masked_by_choice)
+    def by_choice(rows: Any, *runs: Any) -> Any:
+        return chosen_targets(torch.from_numpy(rows[:, 1:].astype(np.int64)), *runs).numpy()
+
+    way = mock.patch.object(sft_dataset, "masked_targets", by_choice)
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings(), way if for_any_device else nullcontext():
         warnings.simplefilter("ignore", UserWarning)
         folder = write_split(Path(name), [[id + beyond for id in example] for example in examples], dtype)

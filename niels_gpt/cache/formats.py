@@ -35,9 +35,10 @@ __all__ = [
     "SPLITS",
     "Ids",
     "TokenDtype",
-    "batch_rows",
     "example_targets",
+    "masked_targets",
     "reply_edges",
+    "reply_runs",
     "target_mask",
     "targets_by_t",
     "targets_of_pieces",
@@ -89,37 +90,43 @@ def reply_edges(
     return places, is_asst[places]
 
 
-def batch_rows(
-    ids: Ids, lengths: NDArray[np.int64], width: int, *, asst_id: int, eot_id: int
-) -> tuple[Ids, NDArray[np.bool_], NDArray[np.int64]]:
-    """Return examples as rows, and which targets carry loss, run-length encoded.
+def reply_runs(
+    rows: Ids, lengths: NDArray[np.int64], *, asst_id: int, eot_id: int
+) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """Return which targets of padded rows carry loss, run-length encoded.
 
-    ids [N]: the examples end to end, each truncated to at most `width` tokens; lengths [B]: their tokens.
-    Returns rows [B, width], of the dtype of ids, padded with eot_id; has_loss, bool [runs], and runs, int64 [runs]:
-    has_loss.repeat(runs) is bool [B * (width - 1)], of rows[:, 1:].
+    rows [B, T + 1]: an example each, from its first token on, padded with eot_id; lengths [B]: tokens before padding.
+    Returns has_loss, bool [runs], and runs, int64 [runs]: has_loss.repeat(runs) is bool [B * T], of rows[:, 1:].
     """
-    stops, B, T = np.cumsum(lengths), len(lengths), width - 1
-    places, opens = reply_edges(ids, stops - 1, asst_id=asst_id, eot_id=eot_id)
-    # Place p of row r is column p - first[r]. The run after it begins at that column of y, which lacks the first one.
-    to_y = np.arange(B) * T - (stops - lengths)
-    edges = np.empty(len(places) + 2, dtype=np.int64)
-    edges[0], edges[-1] = 0, B * T
-    np.add(places, to_y[stops.searchsorted(places, side="right")], out=edges[1:-1])
-    has_loss = np.zeros(len(places) + 1, dtype=np.bool_)
-    has_loss[1:] = opens
-    return _padded(ids, lengths, width, eot_id), has_loss, edges[1:] - edges[:-1]
+    ids, width = rows.reshape(-1), rows.shape[1]
+    last = np.arange(-1, ids.size - 1, width) + lengths
+    is_eot = ids == eot_id
+    # One id for both opens nothing, as in `reply_edges`.
+    is_asst = ids == asst_id if asst_id != eot_id else np.zeros(ids.shape, dtype=np.bool_)
+    is_asst[last] = False
+    is_edge = is_asst.copy()
+    is_edge[1:] |= is_eot[1:] > is_eot[:-1]  # an EOT after an EOT ends nothing: padding has no edges
+    is_edge[last] = is_edge[-1:] = True
+    places = is_edge.nonzero()[0]
+    # After a place p of row r the next run begins: at p - r of y, which lacks the first column.
+    runs, has_loss = places - places // width, np.zeros(len(places), dtype=np.bool_)
+    has_loss[1:] = is_asst[places[:-1]]
+    runs[1:] -= runs[:-1].copy()
+    return has_loss, runs
 
 
-def _padded(ids: Ids, lengths: NDArray[np.int64], width: int, eot_id: int) -> Ids:
-    if len(ids) < len(lengths) * width:
-        padding = np.full(width - lengths.min(), eot_id, dtype=ids.dtype).data
-        first = 0
-        parts: list[memoryview] = []
-        for length in lengths.tolist():
-            parts += (ids.data[first : first + length], padding[: width - length])
-            first += length
-        ids = np.frombuffer(bytearray().join(parts), dtype=ids.dtype)  # half the time of numpy assignments
-    return ids.reshape(len(lengths), width)
+def masked_targets(rows: Ids, has_loss: NDArray[np.bool_], runs: NDArray[np.int64]) -> NDArray[Any]:
+    """Return rows[:, 1:] with -100 where there is no loss, by the runs of `reply_runs`: [B, T].
+
+    int32 of rows of uint32, which have no id of 2 ** 31 or more; else int64.
+    """
+    # A minimum takes half the time of a choice by a mask, and less of 32 bits than of 64.
+    signed = np.int32 if rows.itemsize == 4 else np.int64
+    y: NDArray[Any] = rows[:, 1:].view(np.int32) if rows.itemsize == 4 else rows[:, 1:]
+    limits = np.array((IGNORE_INDEX, np.iinfo(np.int32).max), dtype=signed)
+    masked: NDArray[Any] = limits.take(has_loss).repeat(runs).reshape(y.shape)
+    np.minimum(y, masked, out=masked)
+    return masked
 
 
 def example_targets(

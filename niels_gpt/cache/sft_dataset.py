@@ -14,20 +14,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import (
-    IGNORE_INDEX,
     NARROW,
     SPLITS,
     Ids,
     TokenDtype,
-    batch_rows,
     example_targets,
+    masked_targets,
+    reply_runs,
     target_mask,
     targets_by_t,
     targets_of_pieces,
@@ -48,7 +48,7 @@ from niels_gpt.cache.meta import (
     tokenizer_of,
 )
 from niels_gpt.cache.mmap import IO, TokenFiles, check_starts, load_idx, mmap_tokens, public_file
-from niels_gpt.cache.pretrain_dataset import id_limit, outside_vocabulary, split_rows
+from niels_gpt.cache.pretrain_dataset import as_int64, chosen_targets, id_limit, outside_vocabulary, split_rows
 from niels_gpt.display.decoded import Decoded, DecodedItems
 from niels_gpt.display.tables import html_table
 from niels_gpt.storage.codes import CodedWarning
@@ -63,7 +63,6 @@ OverLength = Literal["truncate", "drop", "error"]
 
 _BLOCK_TOKENS = 1 << 20  # counted at once
 _WARN_SHARE = 0.05  # of the supervised tokens
-_ANY_ID = MAX_IDS - 1
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,6 @@ class SFTExampleDataset(DecodedItems):
         require_targets: leave out examples without a target in their first T + 1 tokens.
         expect: an earlier `fingerprint`; raise CacheError unless the split still has it.
         io: "mmap", or "pread" for network file systems: each example is one positioned read, only offsets are mapped.
-
         dtype: as for `PretrainSplit`.
 
         All tokens are read once, here, for `counts`. Warns of rows without a target and of lost supervised tokens.
@@ -260,6 +258,7 @@ class SFTExampleDataset(DecodedItems):
         folder, paths = self.tokens_path.parent, (self.tokens_path, self.idx_path)
         size, idx_size = (recorded_bytes(folder, self.meta, path) for path in paths)
         self._map: memoryview | None = None
+        self._padding = np.full(self.T + 1, self.eot_id, dtype=self._dtype).data
         if self.io == "mmap":
             self._map = mmap_tokens(self.tokens_path, expected_bytes=size, dtype=self._dtype).data
             self._num_tokens = len(self._map)
@@ -273,7 +272,9 @@ class SFTExampleDataset(DecodedItems):
         return len(self._starts)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_file", "_map", "_starts")}
+        return {
+            key: value for key, value in self.__dict__.items() if key not in ("_file", "_map", "_padding", "_starts")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -297,7 +298,7 @@ class SFTExampleDataset(DecodedItems):
             raise IndexError(f"example {row}: there are {len(self)}")
         starts, ends = self._bounds(np.array([row]))
         ids = self._read(int(starts[0]), int(ends[0]))
-        self._check(ids, starts, ends - starts)
+        self._check(ids[None], starts)
         return ids
 
     def get_batch(
@@ -312,15 +313,24 @@ class SFTExampleDataset(DecodedItems):
         drawn = torch.randint(self.counts.rows, (B,), generator=generator, device=generator.device).cpu().numpy()
         starts, ends = self._bounds(drawn if self._kept is None else self._kept[drawn])
         ends = np.minimum(ends, starts + (self.T + 1))
-        lengths = ends - starts
-        # The examples end to end, unpadded: padding is neither searched for sentinels nor checked.
-        pieces, tokens = zip(starts.tolist(), ends.tolist(), strict=True), self._map
-        parts: list[Any] = [self._read(at, end) if tokens is None else tokens[at:end] for at, end in pieces]
-        ids = np.frombuffer(bytearray().join(parts), dtype=self._dtype)  # half the time of numpy assignments
-        self._check(ids, starts, lengths)
-        rows, has_loss, runs = batch_rows(ids, lengths, self.T + 1, asst_id=self.asst_id, eot_id=self.eot_id)
+        rows = self._padded(starts, ends)
+        self._check(rows, starts)
+        has_loss, runs = reply_runs(rows, ends - starts, asst_id=self.asst_id, eot_id=self.eot_id)
         x, y = split_rows(rows, self.device)
-        return x, y, (_masked_by_limit if y.is_cpu else _masked_by_choice)(y, has_loss, runs)
+        if not y.is_cpu:
+            return x, y, chosen_targets(y, has_loss, runs)
+        return x, y, cast(Any, torch.from_numpy(as_int64(masked_targets(rows, has_loss, runs))))
+
+    def _padded(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Ids:
+        """Return the tokens from starts[b] to ends[b] - 1, padded with eot_id: ids [B, T + 1]."""
+        tokens, padding, width = self._map, self._padding, self.T + 1
+        parts: list[Any] = []
+        for at, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            parts.append(self._read(at, end) if tokens is None else tokens[at:end])
+            if end - at < width:
+                parts.append(padding[end - at :])
+        ids = np.frombuffer(bytearray().join(parts), dtype=self._dtype)  # half the time of numpy assignments
+        return ids.reshape(len(starts), width)
 
     def _bounds(self, examples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the first token of each example, and the one after its last."""
@@ -334,14 +344,13 @@ class SFTExampleDataset(DecodedItems):
         ids: Ids = self._file.gather(np.zeros(1, np.int64), np.array([start]), end - start)[0]
         return ids
 
-    def _check(self, ids: Ids, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-        """Raise unless all ids of pieces that begin at token `starts` of the file are of the vocabulary."""
-        limit = id_limit(self.vocab_size, ids)
-        if limit is not None and len(ids) and ids.item(ids.argmax()) >= limit:  # in half the time of numpy's max
-            place, stops = int(np.argmax(ids >= limit)), np.cumsum(lengths)
-            piece = int(stops.searchsorted(place, side="right"))
-            token = int(starts[piece] + place - (stops - lengths)[piece])
-            raise outside_vocabulary(self.tokens_path, token, ids.itemsize, int(ids[place]), self.vocab_size)
+    def _check(self, rows: Ids, starts: NDArray[np.int64]) -> None:
+        """Raise unless all ids of rows, which begin at token `starts` of the file, are of the vocabulary."""
+        limit = id_limit(self.vocab_size, rows)
+        if limit is not None and rows.size and rows.item(rows.argmax()) >= limit:  # in half the time of numpy's max
+            row, column = np.argwhere(rows >= limit)[0].tolist()
+            token, id = int(starts[row]) + column, int(rows[row, column])
+            raise outside_vocabulary(self.tokens_path, token, rows.itemsize, id, self.vocab_size)
 
     def _check_starts(self, firsts: Ids, starts: NDArray[np.int64], first: int) -> None:
         paths = {"tokens_path": self.tokens_path, "idx_path": self.idx_path}
@@ -424,19 +433,6 @@ def _levels_to_caller() -> int:
     while frame is not None and frame.f_code.co_filename == __file__:
         level, frame = level + 1, frame.f_back
     return level - 1
-
-
-def _masked_by_limit(y: torch.Tensor, has_loss: NDArray[np.bool_], runs: NDArray[np.int64]) -> Any:
-    """Return y with -100 where there is no loss, by the runs of `batch_rows`; y is on the CPU."""
-    limit = np.where(has_loss, _ANY_ID, IGNORE_INDEX).repeat(runs).reshape(y.shape)
-    return torch.from_numpy(np.minimum(y.numpy(), limit, out=limit))  # half the time of a choice by a mask
-
-
-def _masked_by_choice(y: torch.Tensor, has_loss: NDArray[np.bool_], runs: NDArray[np.int64]) -> Any:
-    """Return the result of `_masked_by_limit`; y is on any device."""
-    is_target = torch.from_numpy(has_loss.repeat(runs).reshape(y.shape))
-    moved = (is_target.pin_memory() if y.is_cuda else is_target).to(y.device, non_blocking=y.is_cuda)
-    return torch.where(moved, y, IGNORE_INDEX)
 
 
 def _resolved_together(tokens_path: Path, idx_path: Path) -> tuple[Path, Path]:

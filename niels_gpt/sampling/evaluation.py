@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import IGNORE_INDEX, TokenDtype
 from niels_gpt.cache.meta import reader_meta, text_bytes
 from niels_gpt.cache.mmap import IO
-from niels_gpt.cache.pretrain_dataset import PretrainSplit, gathered, resolved_split, split_rows
+from niels_gpt.cache.pretrain_dataset import PretrainSplit, as_int64, gathered, resolved_split, split_rows
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import checked_int
 from niels_gpt.storage.remedies import build_again
@@ -58,10 +58,14 @@ def _window_batch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return at most B windows from token `first` of the split on; ends: of the shards, in tokens of the split."""
     shard = int(ends.searchsorted(first, side="right"))
-    if first + B * T < ends[shard]:  # most batches: whole rows of one shard
-        start = first - int(ends[shard] - split.lengths[shard] - split.files.first_tokens[shard])
-        places = np.arange(start, start + B * T, T)
-        return split_rows(gathered(split.files, split.vocab_size, np.full(B, shard), places, T + 1), device)
+    if first + B * T < ends[shard]:  # most batches: whole rows of one shard, which are read as one row
+        place = first - int(ends[shard] - split.lengths[shard] - split.files.first_tokens[shard])
+        tokens = gathered(split.files, split.vocab_size, np.array([shard]), np.array([place]), B * T + 1)
+        if str(device) != "cpu":
+            x, y = split_rows(tokens, device)
+            return x.view(B, T), y.view(B, T)
+        both = as_int64(tokens[0, :-1]), as_int64(tokens[0, 1:])
+        return torch.from_numpy(both[0].reshape(B, T)), torch.from_numpy(both[1].reshape(B, T))
     targets = min(B * T, int(ends[-1]) - 1 - first)
     rows = -(-targets // T)
     stream = np.zeros(rows * T + 1, dtype=split.files.dtype)

@@ -82,7 +82,7 @@ def check_checksum(state: Mapping[str, Any], identity: Mapping[str, Any], progre
 
 
 def _checksum(crc: int, progress: Mapping[str, int], worker: Sequence[int]) -> str:
-    numbers = ",".join(map(str, (*progress.values(), *worker)))
+    numbers = ",".join(map(str, [*progress.values(), *worker]))
     return f"{zlib.crc32(numbers.encode(), crc):08x}"
 
 
