@@ -181,7 +181,7 @@ def test_the_samples_target_takes_any_tokenizer_that_has_the_sentinels(settings:
     add_sentinels(str(plain.tokenizer), tmp_path / "with")
     made = dataclasses.replace(plain, tokenizer=str(tmp_path / "with"))
     outcome = build_targets(made)
-    assert outcome.meta["totals"]["rows"] == 12 and build_targets(made).reused
+    assert outcome.meta["totals"]["samples"] == 12 and build_targets(made).reused
     (small,) = (Path(made.cache_dir) / "sample" / "eagle3" / ".small_target").iterdir()
     installed = Path(made.cache_dir) / "sample" / "tokenizer" / "tokenizer.json"
     assert (small / "tokenizer.json").read_bytes() == installed.read_bytes()
