@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.special_tokens import find_reserved_literal
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.codes import code_of, coded
 from niels_gpt.tokenizers.engine import Engine, open_engine
 from niels_gpt.tokenizers.protocol import Tokenizer, control_ids, token_dtype
 
@@ -31,6 +31,8 @@ SURROGATES = "texts_with_lone_surrogates_replaced"
 U2581 = "texts_with_u2581"
 """U+2581, the mark for a space of SentencePiece and its like: the one character that a round trip changes (D7)."""
 
+_DROP = "Drop such texts: --on-special drop"
+_OTHERS = "drop such texts: --on-special drop, or encode them as text: --on-special text"
 _SHOWN = 80  # characters of a text in a message
 
 
@@ -54,6 +56,22 @@ def _hashes(texts: Iterable[bytes], seed: int | None) -> tuple[NDArray[np.uint64
         digests.append(state.digest())
     words = np.frombuffer(b"".join(digests), dtype=DIGEST_DTYPE).reshape(-1, 4)
     return words[:, 0].byteswap(), words[:, 1].copy()
+
+
+class TextError(ValueError):
+    """A text of a source cannot be encoded."""
+
+    def __init__(self, number: int, problem: str, document: str = "") -> None:
+        """number: of the text in the stream. document: what else is known of it."""
+        super().__init__(number, problem, document)
+        self.number, self.problem, self.document = number, problem, document
+
+    def __str__(self) -> str:
+        return f"document {self.number} of the source{f' ({self.document})' if self.document else ''}: {self.problem}"
+
+    def named(self, document: str) -> TextError:
+        """Return the same error with more about the document: its id and the beginning of its text."""
+        return coded(code_of(self), TextError(self.number, self.problem, document))
 
 
 @dataclass(frozen=True)
@@ -131,13 +149,20 @@ class TextEncoder:
         """Encode texts in order, in the calling thread. texts: valid utf-8, or str, where lone surrogates are replaced.
 
         first: the number of the first one in the stream.
+        Raises: TextError for a text that the tokenizer cannot encode; ValueError for an id outside the vocabulary.
         """
         raw = [_utf8(text) for text in texts]
         clean, notes = _repaired(raw, texts, self.loses_u2581)
         problems = self._literals(clean)
-        assert self.engine is not None
         safe = [b"" if number in problems else text for number, text in enumerate(clean)] if problems else clean
-        ids, lengths = self.engine.encode(safe, first=first)
+        try:
+            ids, lengths = self._engine_ids(safe, first)
+        except ValueError as error:
+            if code_of(error) != "E408":
+                raise
+            raise _of_one_text(
+                error, lambda number: self._engine_ids([safe[number]], first), range(len(safe)), first
+            ) from error
         self._check_range(ids)
         is_control = _is_control(self.tokenizer, self.append)(ids)
         if is_control.any():
@@ -147,7 +172,7 @@ class TextEncoder:
                 problems[number] = self._problem(clean[number], of_text)
             ids, lengths = _replaced(ids, lengths, {number: ids[:0] for number in problems})
         if problems and self.on_special == "text":
-            ids, lengths = self._as_text(ids, lengths, clean, sorted(problems))
+            ids, lengths = self._as_text(ids, lengths, clean, sorted(problems), first)
             for number in problems:
                 notes[number] = (*notes.get(number, ()), AS_TEXT)
             problems = {}
@@ -163,15 +188,15 @@ class TextEncoder:
             notes={number: found for number, found in notes.items() if number not in problems},
         )
 
-    def accept(self, problem: tuple[str, str] | None) -> str | None:
+    def accept(self, problem: tuple[str, str] | None, name: str) -> str | None:
         """Return the counter under which a text is dropped; None for a text that is kept.
+
+        name: the id of its document.
 
         Raises: ValueError for a text with a special token if on_special is "raise".
         """
         if problem is not None and self.on_special == "raise":
-            raise coded(
-                "E305", ValueError(f"{problem[1]}. Remove it from the source, or drop such texts: on_special=drop")
-            )
+            raise coded("E305", ValueError(f"document {name!r}: {problem[1]}. Remove it from the source, or {_OTHERS}"))
         return None if problem is None else problem[0]
 
     def drops(self, text: bytes | str) -> bool:
@@ -183,7 +208,17 @@ class TextEncoder:
             return True
         # A token of ordinary text has no literal that tells where it comes from.
         is_word = self.append is not None and self.append not in control_ids(self.tokenizer)
-        return (is_word or bool(self._special.search(raw))) and bool(self.encode([text]).problems)
+        return (is_word or bool(self._special.search(raw))) and self._is_problem(text)
+
+    def _is_problem(self, text: bytes | str) -> bool:
+        try:
+            return bool(self.encode([text]).problems)
+        except TextError:  # raised again, with the document, when the text is used
+            return True
+
+    def _engine_ids(self, texts: list[bytes], first: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        assert self.engine is not None
+        return self.engine.encode(texts, first=first)
 
     @cached_property
     def _special(self) -> re.Pattern[bytes]:
@@ -214,16 +249,22 @@ class TextEncoder:
         return SPECIAL_TEXT, _problem_text(shown, f"special token {name(special)!r}" if name else f"id {special}")
 
     def _as_text(
-        self, ids: NDArray[Any], lengths: NDArray[np.int64], texts: list[bytes], numbers: list[int]
+        self, ids: NDArray[Any], lengths: NDArray[np.int64], texts: list[bytes], numbers: list[int], first: int
     ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Give some texts the ids that they have as plain text. Raises: ValueError if a special id is among them."""
+        """Give some texts the ids that they have as plain text. Raises: TextError if a special id is among them."""
         encode_plain: Callable[[list[str]], list[NDArray[Any]]] = self.tokenizer.encode_plain  # type: ignore[attr-defined]
-        plain = encode_plain([texts[number].decode() for number in numbers])
+        asked = [texts[number].decode() for number in numbers]
+        try:
+            plain = encode_plain(asked)
+        except ValueError as error:
+            if code_of(error) not in ("E305", "E408"):
+                raise
+            raise _of_one_text(error, lambda at: encode_plain([asked[at]]), numbers, first) from error
         for number, of_text in zip(numbers, plain, strict=True):
             self._check_range(of_text)
             if _is_control(self.tokenizer, self.append)(of_text).any():
-                problem = self._problem(texts[number], of_text)[1]
-                raise coded("E305", ValueError(f"{problem}, even as plain text. Drop such texts: on_special=drop"))
+                problem = f"{self._problem(texts[number], of_text)[1]}, even as plain text. {_DROP}"
+                raise coded("E305", TextError(first + number, problem))
         return _replaced(ids, lengths, dict(zip(numbers, plain, strict=True)))
 
     def _check_range(self, ids: NDArray[Any]) -> None:
@@ -269,6 +310,17 @@ def _is_control(tokenizer: Tokenizer, end: int | None) -> Callable[[NDArray[Any]
     table = np.zeros(tokenizer.vocab_size, dtype=np.bool_)
     table[special] = True
     return lambda ids: table[ids]
+
+
+def _of_one_text(error: ValueError, encode: Callable[[int], object], numbers: Sequence[int], first: int) -> TextError:
+    """Return the error of the first text that cannot be encoded. encode: one text, by its place in `numbers`."""
+    for at, number in enumerate(numbers):
+        try:
+            encode(at)
+        except ValueError as alone:
+            remedy = f". {_DROP}" if code_of(alone) == "E305" else ""
+            return coded(code_of(alone), TextError(first + number, f"{alone}{remedy}"))
+    return coded(code_of(error), TextError(first, str(error)))
 
 
 def _loses(tokenizer: Tokenizer, text: str) -> bool:

@@ -20,7 +20,7 @@ from niels_gpt.builders import source
 from niels_gpt.builders.build import Build
 from niels_gpt.builders.resume import check_ended, compare_consumed
 from niels_gpt.builders.source import Batch, Chunk, ItemKind
-from niels_gpt.encoding import EncodedTexts, TextEncoder
+from niels_gpt.encoding import EncodedTexts, TextEncoder, TextError
 from niels_gpt.tokenizers.engine import EngineDifference
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class InOrder(Generic[T, R]):
     ) -> None:
         """executor: None works in the caller's thread. It is left open; its replacement is closed.
 
-        kind: names the document of an EngineDifference.
+        kind: names the document of an EngineDifference and of a TextError.
         """
         self._kind = kind
         self._work = work
@@ -161,10 +161,10 @@ class InOrder(Generic[T, R]):
 
     @contextmanager
     def _naming(self, batch: Batch[T]) -> Iterator[None]:
-        """Add the id and the beginning of its text to a document on which an engine differs from the reference."""
+        """Add the id and the beginning of its text to the error of a document: see EngineDifference and TextError."""
         try:
             yield
-        except EngineDifference as error:
+        except (EngineDifference, TextError) as error:
             if self._kind is None:
                 raise
             place = error.number - batch.first  # of its text in the batch

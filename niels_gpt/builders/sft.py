@@ -217,7 +217,7 @@ class _Buffer:
             digests.append(item_digest(_EXAMPLES.label(example), text_digests[first:last]))
             problem = example.problem
             if problem is None and encoded.problems:
-                problem = self._refused(encoded, range(first, last))
+                problem = self._refused(encoded, range(first, last), example.name)
             if problem is None:
                 kept.append(example)
                 contents.append(item_digest(example.roles, text_digests[first:last]))
@@ -274,8 +274,8 @@ class _Buffer:
         self.kept += len(examples)
         self._tokens += len(tokens)
 
-    def _refused(self, encoded: EncodedTexts, texts: range) -> str | None:
-        problems = (self._encoder.accept(encoded.problems.get(text)) for text in texts)
+    def _refused(self, encoded: EncodedTexts, texts: range, name: str) -> str | None:
+        problems = (self._encoder.accept(encoded.problems.get(text), name) for text in texts)
         return next(filter(None, problems), None)
 
     def split(self, val_frac: float, seed: int) -> dict[str, Any]:

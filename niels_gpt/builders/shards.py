@@ -240,7 +240,7 @@ class Shards:
         consumed = min(max(lasts.values()) + 1, count)
         self._check_named(batch.items[:consumed])
         kept = np.concatenate(list(chosen.values()))
-        self._count_drops(encoded, fits[:consumed], len(kept))
+        self._count_drops(batch.items[:consumed], encoded, fits[:consumed], len(kept))
         truncated = {split: self._truncated(split, encoded, chosen[split], lengths) for split in SPLITS}
         kept.sort()
         if encoded.notes:
@@ -286,15 +286,17 @@ class Shards:
             return numbers, len(lengths)
         return numbers[: filling + 1], int(numbers[filling])
 
-    def _count_drops(self, encoded: EncodedTexts, fits: NDArray[np.bool_], num_kept: int) -> None:
-        """Count the documents that are dropped. fits: of those consumed, which have tokens and no problem.
+    def _count_drops(
+        self, items: list[Document], encoded: EncodedTexts, fits: NDArray[np.bool_], num_kept: int
+    ) -> None:
+        """Count the documents that are dropped. items: those consumed; fits: which have tokens and no problem.
 
         Raises: ValueError for one with a problem if the encoder refuses it.
         """
         found = Counter(
-            str(self._encoder.accept(encoded.problems[number]))
+            str(self._encoder.accept(encoded.problems[number], items[number][2]))
             for number in sorted(encoded.problems)
-            if number < len(fits)
+            if number < len(items)
         )
         num_fit = int(np.count_nonzero(fits))
         found["empty"] = len(fits) - num_fit - found.total()

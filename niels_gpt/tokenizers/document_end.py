@@ -39,7 +39,11 @@ def document_end(tokenizer: FullTokenizer, choice: str = "auto") -> DocumentEnd 
         chosen = tokenizer.token_id(choice)
     if chosen is not None:
         return DocumentEnd(tokenizer.token(chosen), chosen)
-    names = {"eot": "it has no sentinels", "eos": "its files name no eos_token", "auto": "its files name no eos_token"}
+    named: str | None = getattr(tokenizer, "eos_token", None)
+    no_eos = (
+        "its files name no eos_token" if named is None else f"its files name eos_token {named!a}, which is no token"
+    )
+    names = {"eot": "it has no sentinels", "eos": no_eos, "auto": no_eos}
     why = names.get(choice, f"it has no token {choice!a}")
     text = f"{tokenizer.model_path}: no token to end a document with: {why}. {_remedy(tokenizer)}"
     raise coded("E102", ValueError(text))

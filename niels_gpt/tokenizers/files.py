@@ -36,23 +36,41 @@ MAX_COMPANION_BYTES: Final = 1 << 23
 
 FILE_OF: Final = {"sentencepiece": MODEL_NAME, "huggingface": TOKENIZER_JSON}
 """The file that decides the ids, by the kind of tokenizer."""
+_REMOVE = "Remove it from the folder, or put a copy of the real file there"
 UPSTREAM_MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")  # SentencePiece, as on the hub
+BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+"""Some editors write it first; JSON has none, and the library tokenizers refuses it."""
+_PARTS = frozenset(("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", *COMPANIONS))  # no model in itself
 _BEGINNING = 4096  # bytes of a file that tell JSON from a model
-_MARK = b"\xef\xbb\xbf"  # a byte order mark
 
 
 def is_json(beginning: bytes) -> bool:
     """Whether a file with this beginning is JSON, and so no SentencePiece model."""
-    return beginning.removeprefix(_MARK).lstrip()[:1] in (b"{", b"[")
+    return beginning.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] in (b"{", b"[")
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int, what: str, *, follow_links: bool) -> bytes:
     """Return the bytes of a regular file; does not block on a FIFO.
 
     what: the file, for the error of one that is larger than `max_bytes`.
-    Raises: FileNotFoundError; CacheError for a larger file, and for a link unless `follow_links`; NotRegularError.
+    Raises: FileNotFoundError; CacheError for a larger file, for what is no regular file, and unless `follow_links` for
+        a link and for a sparse file.
     """
-    handle = open_for_reading(path, follow_links=True) if follow_links else open_regular(path)
+    try:
+        handle = open_for_reading(path, follow_links=True) if follow_links else open_regular(path)
+    except NotRegularError as error:
+        remedy = _REMOVE if Path(path).name in COMPANIONS else "Name the file or folder of a tokenizer"
+        raise CacheError(path, "is not a regular file", remedy=remedy, code="E205") from error
+    except CacheError as error:
+        if os.path.lexists(Path(path).with_name(META_NAME)):  # of a cache, which can be built again
+            raise
+        if os.path.islink(path):
+            remedy = "Name the file itself, or pass --follow-links"
+            raise CacheError(
+                path, "is a link", "a file: links in a folder are not followed", remedy, code="E205"
+            ) from error
+        found = "is a sparse file" if error.code == "E203" else "is not a regular file"
+        raise CacheError(path, found, remedy=_REMOVE, code="E205") from error
     with open(handle, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
@@ -69,6 +87,10 @@ def tokenizer_file(path: str | os.PathLike[str]) -> tuple[Path, str]:
     Raises: FileNotFoundError; CacheError.
     """
     if not os.path.isdir(path):
+        if Path(path).name in _PARTS and os.path.isfile(path):
+            whole = Path(path).with_name(TOKENIZER_JSON)
+            remedy = f"Name {whole}" if whole.is_file() else f"Name a {TOKENIZER_JSON} or a SentencePiece model"
+            raise CacheError(path, "is a part of a tokenizer, without its model", remedy=remedy, code="E403")
         return Path(path), "huggingface" if _begins_as_json(path) else "sentencepiece"
     folder = Path(path)
     there = [kind for kind, name in FILE_OF.items() if os.path.lexists(folder / name)]

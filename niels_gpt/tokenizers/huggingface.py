@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
 from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.fileio import NotRegularError
 from niels_gpt.storage.meta_json import parse_object
 from niels_gpt.tokenizers.files import (
+    BYTE_ORDER_MARK,
     CONFIG_NAME,
     MAX_TOKENIZER_JSON_BYTES,
     TOKENIZER_JSON,
@@ -59,7 +59,7 @@ class HuggingFaceTokenizer:
         Raises: FileNotFoundError; CacheError for a file that is too large, that the library refuses, that has ids of
             MAX_OPENED_IDS or more, or whose added tokens would get other ids than it says.
         """
-        in_folder = os.path.isdir(path)
+        in_folder = os.path.isdir(path) and os.path.basename(path) != TOKENIZER_JSON
         self._follow_links = not in_folder if follow_links is None else follow_links
         self.model_path: str = os.path.abspath(os.path.join(path, TOKENIZER_JSON) if in_folder else path)
         raw = self._read()
@@ -134,12 +134,11 @@ class HuggingFaceTokenizer:
             self._plain = _plain(self._read(), self.model_path)
         renamed = self._renamed  # read once: another thread may set it meanwhile, to an equal one
         arrays = self._ids_of(batch, renamed or self._plain)
-        if renamed is None and self._first_control_id(arrays):  # a unigram model's own pieces, such as </s>
+        if renamed is None and self._first_control_id(arrays) is not None:  # a unigram model's own pieces, such as </s>
             self._renamed = renamed = self._with_other_names()
             arrays = self._ids_of(batch, renamed)
-        if found := self._first_control_id(arrays):
-            index, token = found
-            raise coded("E305", ValueError(f"text {index}: {self.model_path} has no plain encoding of {token!a}"))
+        if (token_id := self._first_control_id(arrays)) is not None:
+            raise self._no_plain(token_id)
         return arrays
 
     def decode(self, ids: Sequence[int] | NDArray[Any], /) -> str:
@@ -173,8 +172,6 @@ class HuggingFaceTokenizer:
             raw = read_file(self.model_path, MAX_TOKENIZER_JSON_BYTES, what, follow_links=self._follow_links)
         except FileNotFoundError:
             raise coded("E401", FileNotFoundError(f"{self.model_path}: there is no {TOKENIZER_JSON}")) from None
-        except NotRegularError as error:
-            raise CacheError(self.model_path, "is not a regular file", _EXPECTED, code="E403") from error
         if getattr(self, "_sha256", None) not in (None, hashlib.sha256(raw).hexdigest()):
             raise _changed(self.model_path)
         return raw
@@ -193,12 +190,17 @@ class HuggingFaceTokenizer:
             raise coded("E408", ValueError(why)) from error
         return [np.array(each.ids, np.int32) for each in encoded]
 
-    def _first_control_id(self, arrays: list[NDArray[np.int32]]) -> tuple[int, str] | None:
+    def _first_control_id(self, arrays: list[NDArray[np.int32]]) -> int | None:
         control = np.array(sorted(self._control_ids), np.int32)
-        for index, ids in enumerate(arrays):
+        for ids in arrays:
             if (found := np.isin(ids, control)).any():
-                return index, self.token(int(ids[found][0]))
+                return int(ids[found][0])
         return None
+
+    def _no_plain(self, token_id: int) -> ValueError:
+        of_eos = ", its eos" if token_id == self._eos_id else ""
+        text = f"{self.model_path}: has no plain encoding of {self.token(token_id)!a}{of_eos}"
+        return coded("E305", ValueError(text))
 
     def _with_other_names(self) -> Any:
         """Return a tokenizer with the ids of this one, but other names for the control tokens in its vocabulary."""
@@ -209,19 +211,27 @@ class HuggingFaceTokenizer:
             content["model"]["vocab"] = {names.get(token, token): token_id for token, token_id in vocab.items()}
         else:
             content["model"]["vocab"] = [[names.get(token, token), score] for token, score in vocab]
+        if (unk := content["model"].get("unk_token")) in names:
+            content["model"]["unk_token"] = names[unk]
         there = self._tokenizer.model.token_to_id
         content["added_tokens"] = [
             token
             for token in content["added_tokens"]
             if token["content"] not in names or there(token["content"]) is None
         ]
-        plain = _plain(json.dumps(content).encode(), self.model_path)
+        try:
+            plain = _plain(json.dumps(content).encode(), self.model_path)
+        except CacheError as error:  # merges make the token, an ordinary word that is named as eos
+            made = (each for each in sorted(self._control_ids) if f"`{self.token(each)}`" in str(error.__cause__))
+            raise self._no_plain(next(made, min(self._control_ids))) from error
         text = {token.content: token_id for token_id, token in plain.get_added_tokens_decoder().items()}
         if any(self.token_id(token) != token_id for token, token_id in text.items() if token not in names):
             raise coded("E305", ValueError(f"{self.model_path}: has no plain encoding of its special tokens"))
         return plain
 
     def _eos_token(self) -> str | None:
+        """Return the first named one that is a token, else the first that is named."""
+        first = None
         for name in (CONFIG_NAME, TOKENS_MAP_NAME):
             raw = companion(Path(self.model_path), name, follow_links=self._follow_links)
             if raw is None:
@@ -232,9 +242,10 @@ class HuggingFaceTokenizer:
             except ValueError as error:
                 raise CacheError(path, str(error), "a JSON object", code="E403") from error
             token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str):
+            if isinstance(token, str) and self.token_id(token) is not None:
                 return token
-        return None
+            first = token if first is None and isinstance(token, str) else first
+        return first
 
     def _sentinel_ids(self, special: set[int]) -> dict[str, int]:
         ids = {name: self.token_id(token) for name, token in zip(SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS, strict=True)}
@@ -250,7 +261,7 @@ def _open(raw: bytes, where: str) -> Any:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_buffer(raw)
+        tokenizer = Tokenizer.from_buffer(raw.removeprefix(BYTE_ORDER_MARK))
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if getattr(tokenizer.model, "dropout", None) is not None:
@@ -302,7 +313,9 @@ def _check_added_ids(raw: bytes, ids: dict[str, int], where: str) -> None:
     for content, token_id in said.items():
         if ids.get(content, token_id) != token_id:
             found = f"says that {content!a} has id {token_id}, but it would get {ids[content]}"
-            raise CacheError(where, found, "ids without a gap before the added tokens", code="E403")
+            raise CacheError(
+                where, found, "the ids that the library gives; tokens of the vocabulary keep theirs", code="E403"
+            )
 
 
 def _unk_id(tokenizer: Any, raw: bytes) -> int | None:

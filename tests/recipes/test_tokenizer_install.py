@@ -70,8 +70,8 @@ def test_a_model_that_cannot_be_used_is_refused_before_anything_is_changed(
         "sample": "trained on the bundled sample",
         "tokenizer.json": "is damaged, or of an unknown form",
         "noise.model": "is no SentencePiece model",
-        "fifo.model": "expected a regular file",
-        "endless.model": "expected a regular file",
+        "fifo.model": "is not a regular file",
+        "endless.model": "is not a regular file",
         "huge.model": "100,000,000,000 bytes",
     }
     for name, model in models(tmp_path).items():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import shutil
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.made_tokenizers import MADE, REAL, SIZES, any_tokenizer, made_tokenizer, sample_texts, write_tokenizer
 
+from niels_gpt.encoding import TextEncoder
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.document_end import document_end
@@ -191,6 +194,8 @@ def test_links_are_for_snapshots_of_the_hub(tmp_path: Path) -> None:
     for call in (load_tokenizer, tokenizer_files):
         with pytest.raises(CacheError, match="link"):
             call(snapshot)
+        with pytest.raises(CacheError, match=r"tokenizer.json: is a link.* pass --follow-links$"):
+            call(snapshot)
     assert load_tokenizer(snapshot, follow_links=True).eos_id == 1
     assert load_tokenizer(snapshot / "tokenizer.json").eos_id == 1
     with pytest.raises(CacheError, match="link"):
@@ -222,6 +227,7 @@ def test_a_model_with_the_name_that_it_has_on_the_hub(tmp_path: Path, tiny_model
         ({"eos_token": None}, {"eos_token": {"content": "<pad>"}}, 0),
         ({"eos_token": {"content": "</s>"}}, {"eos_token": "<pad>"}, 1),
         ({"eos_token": "not a token"}, None, None),
+        ({"eos_token": "not a token"}, {"eos_token": "</s>"}, 1),
         ({"eos_token": 7}, None, None),
     ],
 )
@@ -236,6 +242,27 @@ def test_the_end_of_a_text(tmp_path: Path, config: Any, tokens_map: Any, eos: in
     if eos is None:
         with pytest.raises(ValueError, match=r"Pass --document-end '?</s>'? for this token, or --document-end none"):
             document_end(tokenizer)
+    if eos is None and config and isinstance(config["eos_token"], str):
+        with pytest.raises(ValueError, match="its files name eos_token 'not a token', which is no token"):
+            document_end(tokenizer, "eos")
+
+
+def test_a_byte_order_mark_before_the_json_changes_no_id(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "t", "t5") / "tokenizer.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    tokenizer, plain = load_tokenizer(path), load_tokenizer(made_tokenizer("t5"))
+    assert [tokenizer.encode(text) for text in TEXTS] == [plain.encode(text) for text in TEXTS]
+    assert tokenizer.sha256 == sha256(path.read_bytes()).hexdigest() != plain.sha256
+
+
+@pytest.mark.parametrize("part", ["vocab.json", "merges.txt", "tokenizer_config.json"])
+def test_a_part_of_a_tokenizer_names_the_file_that_has_the_model(tmp_path: Path, part: str) -> None:
+    (tmp_path / part).write_text("{}")
+    with pytest.raises(CacheError, match=r"without its model. Name a tokenizer.json or a Sent"):
+        load_tokenizer(tmp_path / part)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CacheError, match=rf"Name {tmp_path}/tokenizer.json"):
+        load_tokenizer(tmp_path / part)
 
 
 def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
@@ -363,6 +390,32 @@ def test_files_that_are_too_large_or_no_files_are_refused(tmp_path: Path) -> Non
         load_tokenizer(tmp_path / "none")
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "put", [os.mkfifo, os.mkdir, lambda path: (Path(path).touch(), os.truncate(path, (1 << 23) - 1))]
+)
+def test_what_is_no_file_of_a_tokenizer_is_to_be_removed_from_its_folder(tmp_path: Path, put: Any, name: str) -> None:
+    folder = write_tokenizer(tmp_path / "t", "t5")
+    (folder / name).unlink(missing_ok=True)
+    put(folder / name)
+    for call in (tokenizer_files, load_tokenizer)[: 1 if name.endswith("jinja") else 2]:
+        with pytest.raises(CacheError, match=rf"{name}: is (a sparse|not a regular) file. Remove it from the folder"):
+            call(folder)
+
+
+@pytest.mark.parametrize(("eos", "fails"), [("\u2581the", True), ("<unk>", False)])
+def test_an_eos_that_is_a_word_or_the_unknown_token(tmp_path: Path, eos: str, fails: bool) -> None:
+    folder = write_tokenizer(tmp_path / "t", "gemma")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    tokenizer = load_tokenizer(folder)
+    with contextlib.ExitStack() as stack:
+        if fails:
+            stack.enter_context(pytest.raises(ValueError, match=r"has no plain encoding of '.u2581the', its eos"))
+        (ids,) = tokenizer.encode_plain([f"<eos> the {eos} end"])
+    if not fails:
+        assert tokenizer.decode(ids.tolist()) == f"<eos> the {eos} end" and tokenizer.eos_id not in ids.tolist()
+
+
 def test_a_text_that_a_model_cannot_encode_is_an_error_with_a_code(tmp_path: Path) -> None:
     model = {"type": "Unigram", "unk_id": None, "vocab": [["a", 0.0]], "byte_fallback": False}
     tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", "t5", model=model, added_tokens=[]))
@@ -370,3 +423,8 @@ def test_a_text_that_a_model_cannot_encode_is_an_error_with_a_code(tmp_path: Pat
         tokenizer.encode("b")
     assert caught.value.code == "E408"  # type: ignore[attr-defined]
     assert tokenizer.encode("a") == [0]
+    encoder = TextEncoder(tokenizer)
+    assert encoder.loses_u2581 and encoder.encode(["a"]).ids.tolist() == [0]
+    with pytest.raises(ValueError, match="document 8 of the source.*cannot encode") as caught:
+        encoder.encode(["a", "b"], first=7)
+    assert caught.value.code == "E408"  # type: ignore[attr-defined]

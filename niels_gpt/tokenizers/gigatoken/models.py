@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.tokenizers.files import MAX_TOKENIZER_JSON_BYTES, read_file
+from niels_gpt.tokenizers.files import BYTE_ORDER_MARK, MAX_TOKENIZER_JSON_BYTES, read_file
 from niels_gpt.tokenizers.huggingface import is_of_library
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
@@ -77,7 +77,7 @@ def model_of(tokenizer: FullTokenizer) -> Model:
         raise UnusableError(f"it normalizes text by {unknown!a}")
     kept = [each for each in parts if each["type"] != "NFC"]
     if len(kept) == len(parts):
-        return Model(raw, composes=False, literals=literals)
+        return Model(raw.removeprefix(BYTE_ORDER_MARK), composes=False, literals=literals)
     content["normalizer"] = {"type": "Sequence", "normalizers": kept} if kept else None
     return Model(json.dumps(content).encode(), composes=True, literals=literals)
 
