@@ -425,6 +425,6 @@ def test_a_text_that_a_model_cannot_encode_is_an_error_with_a_code(tmp_path: Pat
     assert tokenizer.encode("a") == [0]
     encoder = TextEncoder(tokenizer)
     assert encoder.loses_u2581 and encoder.encode(["a"]).ids.tolist() == [0]
-    with pytest.raises(ValueError, match="document 8 of the source.*cannot encode") as caught:
+    with pytest.raises(ValueError, match=r"document 8 of the source.*cannot encode") as caught:
         encoder.encode(["a", "b"], first=7)
     assert caught.value.code == "E408"  # type: ignore[attr-defined]
