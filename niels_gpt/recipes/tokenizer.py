@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -130,9 +131,15 @@ def _usable(settings: Settings, key: str, source: ResolvedSource, folder: Path) 
             extra={"code": "W407"},
         )
     check_model(folder, meta, f"Make another one: {again}")
-    tokenizer = load_tokenizer(folder, follow_links=False)
+    tokenizer = _opened(Path(os.path.abspath(folder)), content_sha256(file_records(meta)))
     check_tokenizer(settings, key, source, tokenizer, folder)
     return tokenizer
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(folder: Path, _content: str) -> FullTokenizer:
+    """Open the tokenizer of a folder, once for the caches of a run. _content: of its files, which were checked."""
+    return load_tokenizer(folder, follow_links=False)
 
 
 def check_tokenizer(

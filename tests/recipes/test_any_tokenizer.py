@@ -147,6 +147,27 @@ def test_a_config_of_another_eos_replaces_the_tokenizer_and_the_caches_that_it_c
     assert ensure_tokenizer(settings).meta["eos"]["token"] == "</s>"
 
 
+def test_the_caches_of_a_run_have_one_tokenizer_until_its_files_change(
+    mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(made_tokenizer("t5"), tmp_path / "tokenizer")
+    settings = Settings(source_root=str(mirror), cache_dir=str(tmp_path / "c"), tokenizer=str(folder))
+    ensure_tokenizer(settings)
+    opened: list[Path] = []
+
+    def counted(path: Path, **how: Any) -> Any:
+        opened.append(path)
+        return load_tokenizer(path, **how)
+
+    monkeypatch.setattr("niels_gpt.recipes.tokenizer.load_tokenizer", counted)
+    for key in ("pretrain/roam", "pretrain/wikitext"):
+        assert not RECIPES[key](settings).reused
+    assert opened == [tmp_path / "c" / "tokenizer"]
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<extra_id_0>"}))
+    assert RECIPES["pretrain/roam"](settings).meta["document_end"]["token"] == "<extra_id_0>"
+
+
 def test_an_eos_that_was_text_decides_which_texts_are_dropped_and_so_what_is_built_again(tmp_path: Path) -> None:
     folder = shutil.copytree(made_tokenizer("qwen2"), tmp_path / "tokenizer")
     settings = own(tmp_path, folder, [*TEXTS, "a <tool_call> is text"], document_end="none")
