@@ -69,9 +69,9 @@ class TextError(ValueError):
     def __str__(self) -> str:
         return f"document {self.number} of the source{f' ({self.document})' if self.document else ''}: {self.problem}"
 
-    def named(self, document: str) -> TextError:
-        """Return the same error with more about the document: its id and the beginning of its text."""
-        return coded(code_of(self), TextError(self.number, self.problem, document))
+    def named(self, number: int, document: str) -> TextError:
+        """Return the error with the document's number, and more about it: its id and the beginning of its text."""
+        return coded(code_of(self), TextError(number, self.problem, document))
 
 
 @dataclass(frozen=True)

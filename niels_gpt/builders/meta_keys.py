@@ -22,8 +22,8 @@ from niels_gpt.tokenizers.protocol import Tokenizer, control_ids, token_dtype_na
 
 FORMAT_VERSION = 1
 BUILDER_VERSION = 3  # raised when the same input gives other bytes
-
-
+OF_ANOTHER_VERSION = "of another version of this program or of a library, which is not used"
+"""What messages say of an unfinished build that is not `is_of_this_version`."""
 _DIGESTS = 2  # raised when the digests of documents in a journal are made otherwise
 
 
@@ -65,6 +65,15 @@ def vocabulary_of(tokenizer: Tokenizer) -> dict[str, Any]:
         "token_dtype": token_dtype_name(tokenizer.vocab_size),
         "special_token_ids": dict(tokenizer.special_token_ids()),
     }
+
+
+def is_of_this_version(identity: Mapping[str, Any]) -> bool:
+    """Whether a build of this version of the program, and of its library, may resume one with this identity."""
+    theirs = identity.get("versions")
+    if not isinstance(theirs, dict):
+        return True
+    libraries = {name: version(name) for name in ("sentencepiece", "tokenizers") if name in theirs}
+    return theirs == {"format": FORMAT_VERSION, "builder": BUILDER_VERSION, "digests": _DIGESTS, **libraries}
 
 
 def build_identity(source: Source, tokenizer: Tokenizer, **settings: Any) -> dict[str, Any]:

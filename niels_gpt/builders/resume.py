@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 from niels_gpt.builders.build import TEXTS, Build
 from niels_gpt.builders.journal import Attempts, identity_of
-from niels_gpt.builders.meta_keys import Source
+from niels_gpt.builders.meta_keys import OF_ANOTHER_VERSION, Source, is_of_this_version
 from niels_gpt.builders.source import Chunk, ItemKind
 from niels_gpt.encoding import DIGEST_BYTES, TextEncoder
 from niels_gpt.storage import fileio
@@ -98,7 +98,8 @@ def _log_other_builds(folder: Path, identity: Mapping[str, Any]) -> None:
         theirs = identity_of(other)
         if other != folder and theirs:
             keys = sorted(key for key in {*identity, *theirs} if identity.get(key) != theirs.get(key))
-            logger.info("%s: an unfinished build that differs in %s; `cli gc` would remove it", other, ", ".join(keys))
+            which = f"that differs in {', '.join(keys)}" if is_of_this_version(theirs) else OF_ANOTHER_VERSION
+            logger.info("%s: an unfinished build %s; `niels-gpt gc` would remove it", other, which)
 
 
 def seek(build: Build, source: Source) -> None:

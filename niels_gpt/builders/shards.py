@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from hashlib import sha256
 from itertools import repeat
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from niels_gpt.documents import DocumentBatch
 from niels_gpt.encoding import DIGEST_BYTES, EncodedTexts, TextEncoder
 from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio
+from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import id_lines
 from niels_gpt.tokenizers.protocol import Ids
@@ -59,7 +60,9 @@ def with_ids(
                 raise ValueError(
                     f"document {number}: its batch has {len(document.texts)} texts and {len(document.ids)} ids"
                 )
-            if document.texts:
+            if not document.is_checked:
+                _check_batch(number, document)
+            if len(document):
                 yield _chunk(document)
             number += len(document)
             continue
@@ -67,13 +70,39 @@ def with_ids(
         if not isinstance(text, str):
             raise ValueError(f"document {number}: its text is a {type(text).__name__}, expected a str")
         _check_split(number, split)
-        yield split, text, str(number) if not rest or rest[0] is None else rest[0]
+        name = str(number) if not rest or rest[0] is None else rest[0]
+        if not isinstance(name, str):
+            raise coded("E304", ValueError(f"document {number}: its id is a {type(name).__name__}, expected a str"))
+        yield split, text, name
         number += 1
 
 
 def _check_split(number: int, split: str | None) -> None:
     if split not in (None, *SPLITS):
         raise ValueError(f"document {number}: its split is {split!r}, expected 'train', 'val' or None")
+
+
+def _check_batch(number: int, batch: DocumentBatch) -> None:
+    """Raise ValueError for what a batch of a caller's may not hold. number: of its first document."""
+
+    def refuse(at: int, found: str) -> NoReturn:
+        raise coded("E304", ValueError(f"document {number + at}: {found}"))
+
+    for at, (text, name) in enumerate(zip(batch.texts, batch.ids, strict=True)):
+        if not isinstance(name, str):
+            refuse(at, f"its id is a {type(name).__name__}, expected a str")
+        if type(text) is not bytes:
+            refuse(at, f"its text is a {type(text).__name__}, expected bytes in a batch")
+        try:
+            text.decode()
+        except UnicodeDecodeError as error:
+            refuse(at, f"the text of {name!a} is not UTF-8 at byte {error.start}; repair it, and count that")
+    short = min(map(len, batch.position.values()), default=len(batch))
+    if short < len(batch):
+        refuse(short, f"it has no position: a column of its batch ends after {short} of {len(batch)} documents")
+    firsts = [first for first, _ in batch.counters]
+    if not firsts or firsts[0] != 0 or firsts != sorted(firsts):
+        refuse(0, f"the counters of its batch are from the documents {firsts} on, expected 0 and ascending numbers")
 
 
 def _chunk(batch: DocumentBatch) -> Chunk[Document]:

@@ -6,12 +6,15 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from niels_gpt.builders.journal import identity_of
+from niels_gpt.builders.meta_keys import OF_ANOTHER_VERSION, is_of_this_version
 from niels_gpt.display.numbers import size_text
 from niels_gpt.recipes.disk import bytes_below
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.locks import OPEN, unless_held
 from niels_gpt.storage.versions import (
     BUILDING,
+    JOURNAL_SUFFIX,
     Leftover,
     build_lock,
     discard,
@@ -44,16 +47,27 @@ def collect(cache_dir: Path, *, dry_run: bool) -> Iterator[str]:
         try:
             if not dry_run and removable(cache):
                 with build_lock(cache):
-                    for piece in leftovers(cache):  # listed again: a build may have ended meanwhile
+                    for piece in _explained(leftovers(cache)):  # listed again: a build may have ended meanwhile
                         lines.append(_remove(piece, dry_run))
             else:
                 refuse_if_building(cache)
-                lines += [_remove(piece, dry_run) for piece in leftovers(cache)]
+                lines += [_remove(piece, dry_run) for piece in _explained(leftovers(cache))]
         except CacheError as error:  # another process holds the lock, or its file is no lock
             lines.append(f"left alone {error}")
         except OSError as error:
             lines.append(f"{FAILED} {error}")
         yield from lines  # after the lock is released: the caller may be slow
+
+
+def _explained(pieces: list[Leftover]) -> list[Leftover]:
+    """Return the pieces; of each unfinished build that no build of this version resumes, say so."""
+    others = {
+        piece.path.with_suffix("")
+        for piece in pieces
+        if piece.path.suffix == JOURNAL_SUFFIX and not is_of_this_version(identity_of(piece.path))
+    }
+    why = f"an unfinished build {OF_ANOTHER_VERSION}"
+    return [piece._replace(why=why) if piece.path in others else piece for piece in pieces]
 
 
 def _remove(piece: Leftover, dry_run: bool) -> str:

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from niels_gpt.builders.journal import identity_of
+from niels_gpt.builders.meta_keys import OF_ANOTHER_VERSION, is_of_this_version
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.display.numbers import number_of
 from niels_gpt.recipes.disk import needed_bytes
@@ -144,23 +146,27 @@ def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer 
         return Plan(key, "up to date", where, 0)
     if source.stub:
         return Plan(key, "stub", where, 0)
-    documents = _unfinished_documents(cache_root(settings) / key)
-    action = f"build (an unfinished one is there: {documents:,} documents done)" if documents else "build"
+    action = f"build{_unfinished(cache_root(settings) / key)}"
     need = needed_bytes(settings, source, expected_vocab_size(settings, tokenizer))
     return Plan(key, action, where, need.most, need.least)
 
 
-def _unfinished_documents(path: Path) -> int:
-    """Return how many documents the most advanced unfinished build of a cache has read; 0 without one.
+def _unfinished(path: Path) -> str:
+    """Return what there is of unfinished builds of a cache, and how many documents the most advanced one has read.
 
     Whether a run resumes it is known only when its source is read.
     """
-    most = 0
+    most, others = 0, 0
     for journal in versions_dir(path).glob(f"{BUILDING}-*{JOURNAL_SUFFIX}/{JOURNAL_NAME}"):
+        if not is_of_this_version(identity_of(journal.parent)):
+            others += 1
+            continue
         with suppress(CacheError, OSError):
             lines = read_regular(journal, _MAX_JOURNAL_BYTES).split(b"\n")
             most = max(most, next((done for line in reversed(lines) if (done := _documents(line)) is not None), 0))
-    return most
+    if most:
+        return f" (an unfinished one is there: {most:,} documents done)"
+    return f" (an unfinished one is there {OF_ANOTHER_VERSION})" if others else ""
 
 
 def _documents(line: bytes) -> int | None:

@@ -111,7 +111,7 @@ class _Gathered:
     def rest(self) -> Iterator[DocumentBatch]:
         """Yield what is gathered so far, if anything is."""
         if self._texts:
-            batch = DocumentBatch(self._texts, self._ids, self._split, self._states, self._places)
+            batch = DocumentBatch(self._texts, self._ids, self._split, self._states, self._places, is_checked=True)
             self._begin(self._split, self._places)
             yield batch
 

@@ -71,9 +71,9 @@ class EngineDifference(CacheError):
         super().__init__(path, named, remedy=remedy, code="E410")
         self.number, self.difference, self.document = number, difference, document
 
-    def named(self, document: str) -> EngineDifference:
-        """Return the same error with more about the document: its id and the beginning of its text."""
-        return EngineDifference(self.path, self.number, self.difference, document)
+    def named(self, number: int, document: str) -> EngineDifference:
+        """Return the error with the document's number, and more about it: its id and the beginning of its text."""
+        return EngineDifference(self.path, number, self.difference, document)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return EngineDifference, (self.path, self.number, self.difference, self.document)

@@ -17,10 +17,12 @@ from support.splits import IN_MEMORY, stored
 from niels_gpt.builders import source as source_module
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.builders.sft import build_sft
 from niels_gpt.builders.source import Change, Chunk, Shuffled, chunked
 from niels_gpt.documents import DocumentBatch
 from niels_gpt.encoding import split_keys
 from niels_gpt.special_tokens import SPECIAL_TOKENS
+from niels_gpt.storage.codes import code_of
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.tokenizers.engine import EngineDifference
 
@@ -179,6 +181,66 @@ def test_an_error_of_the_source_is_raised_as_it_is_and_no_thread_is_left(tmp_pat
         with pytest.raises(ConnectionError, match="the line is cut"):
             build(tmp_path / str(threads), Loader([7], stop=20), num_threads=threads)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("encode")]
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2])
+def test_what_follows_the_documents_that_fill_the_budgets_decides_nothing(tmp_path: Path, threads: int) -> None:
+    limits = {"max_train_tokens": 150, "max_val_tokens": 0}
+    whole = build(tmp_path / "whole", Loader([9]), **limits)
+    loader = Loader([9, whole["documents_read"]], stop=whole["documents_read"])
+    assert build(tmp_path / "cut", loader, num_threads=threads, **limits)["totals"] == whole["totals"]
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_build_keeps_all_documents_before_an_error_of_its_source(tmp_path: Path, threads: int) -> None:
+    with pytest.raises(ConnectionError):
+        build(tmp_path / "c", Loader([20], stop=20), num_threads=threads, max_train_tokens=10**6, max_val_tokens=10**6)
+    kept = [path.read_text() for path in (tmp_path / ".versions" / "c").glob("*.journal/*_ids.txt")]
+    assert sum(ids.count("\n") for ids in kept) == 18, "of 20, one is empty and one has a sentinel"
+
+
+GOOD: dict[str, Any] = {"texts": [b"a", b"b"], "ids": ["1", "2"], "position": {"row": [1, 2]}}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"texts": [b"a", b"ab\xff"]}, "document 3: the text of '2' is not UTF-8 at byte 2"),
+        ({"texts": [b"a", b"\xed\xa0\x80"]}, "document 3: the text of '2' is not UTF-8"),
+        ({"texts": ["a", b"b"]}, "document 2: its text is a str, expected bytes"),
+        ({"ids": ["1", 2]}, "document 3: its id is a int"),
+        ({"position": {"file": [0, 0], "row": [1]}}, "document 3: it has no position"),
+        ({"counters": [(1, {})]}, r"document 2: the counters of its batch are from the documents \[1\] on"),
+        ({"counters": []}, "document 2: the counters"),
+        ({"counters": [(0, {}), (3, {}), (1, {})]}, "document 2: the counters"),
+    ],
+)
+def test_a_callers_batch_is_checked(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
+    how: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 20, "seed": 0}
+    how |= {"tokenizer": ByteTokenizer(), "shuffle_buffer": None, "val_frac": 0.1}
+    batches = [DocumentBatch(**GOOD), DocumentBatch(**{**GOOD, **wrong})]
+    with pytest.raises(ValueError, match=message) as caught:
+        build_pretrain(batches, tmp_path / "c", **how)
+    assert code_of(caught.value) == "E304" and not (tmp_path / "c").exists()
+    with pytest.raises(ValueError, match="document 1: its id is a int"):
+        build_pretrain([(None, "a"), (None, "b", 7)], tmp_path / "c", **how)  # type: ignore[list-item]
+
+
+def test_a_chat_on_which_an_engine_differs_has_its_own_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Differing:
+        name = "gigatoken"
+
+        def encode(self, texts: Any, *, first: int) -> Any:
+            for number, text in enumerate(texts, first):
+                if text == b"no 12":
+                    raise EngineDifference("model", number, "gigatoken and tokenizers differ at token 0")
+            return np.zeros(len(texts), dtype=np.uint32) + 10, np.ones(len(texts), dtype=np.int64)
+
+    monkeypatch.setattr("niels_gpt.builders.sft.open_engine", lambda *of, **how: Differing())
+    turns = [[{"role": "user", "content": "yes?"}, {"role": "assistant", "content": f"no {n}"}] for n in range(20)]
+    with pytest.raises(EngineDifference, match="document 12 of the source") as caught:
+        build_sft(turns, tmp_path / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
+    assert caught.value.number == 12
 
 
 def test_the_document_on_which_an_engine_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

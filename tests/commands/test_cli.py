@@ -18,9 +18,11 @@ from typing import Any
 import pytest
 from support.byte_tokenizer import ByteTokenizer
 
+from niels_gpt.builders import meta_keys
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.commands import cache as cli
 from niels_gpt.commands.settings_flags import settings_of
+from niels_gpt.recipes.gc import collect
 from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.settings import Settings
 
@@ -178,6 +180,47 @@ def test_a_dry_run_shows_an_unfinished_build_and_how_far_it_came(
     (done,) = re.findall(r"build \(an unfinished one is there: ([0-9]+) documents done\)", rows["pretrain/wikitext"])
     assert 0 < int(done) <= 999
     assert "unfinished" not in rows["pretrain/roam"] + rows["sft/dolly15k"]
+
+
+def test_an_unfinished_build_of_another_version_is_shown_as_not_used(
+    flags: list[str],
+    root: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "c").mkdir()
+    root.rename(tmp_path / "c" / "sample")
+    path = tmp_path / "c" / "sample" / "pretrain" / "wikitext"
+
+    def build(*, broken: bool) -> None:
+        def texts() -> Iterator[tuple[None, str]]:
+            yield from ((None, "some text " * 1_000) for _ in range(999))
+            if broken:
+                raise ConnectionError("the hub is away")
+
+        fixed: dict[str, Any] = {"max_train_tokens": 10**8, "max_val_tokens": 0, "shard_bytes": 10**8, "seed": 0}
+        more: dict[str, Any] = {"shuffle_buffer": None, "checkpoint_seconds": 0, "num_threads": 0}
+        build_pretrain(texts(), path, tokenizer=ByteTokenizer(), **fixed, **more)
+
+    with monkeypatch.context() as patch, pytest.raises(ConnectionError):
+        patch.setattr(meta_keys, "_DIGESTS", 1)
+        build(broken=True)
+    capsys.readouterr()
+    assert cli.main(["build", "wikitext", "--dry-run", *flags]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "is there of another version of this program or of a library, which is not used)" in shown
+    assert "documents done" not in shown
+    for dry_run in (True, False):
+        with caplog.at_level("INFO"):
+            build(broken=False) if dry_run else None
+        lines = [line for line in collect(path.parent.parent, dry_run=dry_run) if "unfinished" in line]
+        assert sorted(line.rpartition(": ")[2] for line in lines) == [
+            f"an unfinished build {meta_keys.OF_ANOTHER_VERSION}",
+            "its journal",
+        ]
+    assert "which is not used; `niels-gpt gc` would remove it" in caplog.text
 
 
 def test_show_prints_a_window_and_an_example_with_its_mask(sample: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ def test_an_unknown_choice_is_refused(tiny_tokenizer: SentencePieceTokenizer) ->
 
 
 def test_the_error_of_a_difference_gets_the_documents_id_and_survives_a_process() -> None:
-    error = EngineDifference("tokenizer.json", 12, "token 7 is 51, expected 262").named("'page 3', \"The heron\"")
+    error = EngineDifference("tokenizer.json", 15, "token 7 is 51, expected 262").named(12, "'page 3', \"The heron\"")
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == str(error) and copy.number == 12 and copy.code == "E410"
     assert str(copy).startswith(
