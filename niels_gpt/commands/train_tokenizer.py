@@ -87,12 +87,13 @@ def train(input_glob: tuple[str, ...], out_dir: Path, text_field: str, **how: An
 )
 @argument("model", help="a SentencePiece model, a tokenizer.json, or a folder with one")
 @argument("out", type=click.Path(path_type=Path), help="the new folder")
-def sentinels(model: str, out: Path) -> Result:
+@option("--follow-links", is_flag=True, help="read files of a folder that are links")
+def sentinels(model: str, out: Path, follow_links: bool) -> Result:
     """Write a tokenizer with the sentinels."""
     from niels_gpt.tokenizers.protocol import NARROW_IDS
     from niels_gpt.tokenizers.sentinels import add_sentinels
 
-    made = add_sentinels(os.path.expanduser(model), out)
+    made = add_sentinels(os.path.expanduser(model), out, follow_links=follow_links)
     say(f"wrote {made.model_path}, sha256 {made.tokenizer_sha256}")
     say(f"added {', '.join(f'{name} = {token_id}' for name, token_id in made.special_token_ids.items())}")
     say(f"vocabulary: {made.vocab_size_before:,} ids before, {made.vocab_size:,} now")

@@ -34,10 +34,9 @@ from niels_gpt.tokenizers.document_end import document_end
 from niels_gpt.tokenizers.files import COMPANIONS, TOKENIZER_JSON, UPSTREAM_MODELS, tokenizer_file, tokenizer_files
 from niels_gpt.tokenizers.protocol import FullTokenizer
 from niels_gpt.tokenizers.roundtrip import roundtrip
+from niels_gpt.tokenizers.sentinels import folder_of_copy
 
 logger = logging.getLogger(__name__)
-
-_WITH_SENTINELS = "tokenizer_with_sentinels"  # a folder, in commands
 
 
 def ensure_tokenizer(settings: Settings, *, user_sources_only: bool = False) -> Outcome:
@@ -175,13 +174,16 @@ def no_sentinels(settings: Settings, keys: Sequence[str], tokenizer: Path) -> No
     """
     is_path = settings.tokenizer is not None and not _is_id(settings.tokenizer)
     source = str(settings.tokenizer) if is_path else str(tokenizer)
-    add = shlex.join(["niels-gpt", "add-sentinels", source, _WITH_SENTINELS])
-    then = f"&& {build_command(replace(settings, tokenizer=_WITH_SENTINELS), keys)}"
+    out, is_there = folder_of_copy(os.path.expanduser(settings.tokenizer or TOKENIZER_KEY), tokenizer)
+    links = ["--follow-links"] if settings.follow_links else []
+    add = shlex.join(["niels-gpt", "add-sentinels", source, out, *links])
+    then = build_command(replace(settings, tokenizer=out), keys)
     if any(not key.startswith("sft/") for key in keys):  # eagle3/targets, which no command builds
-        then = "and name that folder: the setting tokenizer. Or name a target of your own: the setting eagle3_target"
+        then = f"name the folder {out}: the setting tokenizer. Or name a target of your own: the setting eagle3_target"
     mark = "marks the turns of its chats" if len(keys) == 1 else "mark the turns of their chats"
     expected = f"one that has them: {', '.join(keys)} {mark} by them"
-    return NoSentinels(source, "the tokenizer has no sentinels", expected, f"Add them: {add} {then}", code="E404")
+    remedy = f"A copy has them: {then}" if is_there else f"Add them: {add} && {then}"
+    return NoSentinels(source, "the tokenizer has no sentinels", expected, remedy, code="E404")
 
 
 def tokenizer_state(settings: Settings) -> str:

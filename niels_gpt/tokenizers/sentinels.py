@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,10 +16,12 @@ from niels_gpt.storage import fileio
 from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.tokenizer import load_tokenizer
-from niels_gpt.tokenizers.files import FILE_OF, tokenizer_file, tokenizer_files
+from niels_gpt.tokenizers.files import FILE_OF, UPSTREAM_MODELS, tokenizer_file, tokenizer_files
 from niels_gpt.tokenizers.protocol import FullTokenizer
 from niels_gpt.tokenizers.roundtrip import PROBES
 from niels_gpt.tokenizers.sentencepiece_proto import with_pieces
+
+_MOST_COPIES = 100  # names that are tried for one
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,12 @@ class Extended:
     vocab_size_before: int
 
 
-def add_sentinels(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Extended:
+def add_sentinels(path: str | os.PathLike[str], out: str | os.PathLike[str], *, follow_links: bool = False) -> Extended:
     """Write a copy of a tokenizer that has the four sentinels; the ids of its own tokens stay.
 
     path: a SentencePiece model, a tokenizer.json, or a folder with one. A tokenizer.json gets special added tokens, a
         model user-defined pieces; the files beside a tokenizer.json are copied.
+    follow_links: whether the files in a folder may be links; a file that is named may be one.
     out: the new folder. It is complete or absent.
     Raises: FileExistsError for an existing `out`; ValueError for a tokenizer that has the sentinels; FileNotFoundError
         and CacheError as `load_tokenizer`; CacheError for a tokenizer that would give the sentinels other ids.
@@ -50,7 +54,7 @@ def add_sentinels(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
         text = f"{final}: is there already, and is not overwritten. Name a new folder, or move it away"
         raise coded("E504", FileExistsError(text))
     source, kind = tokenizer_file(path)
-    follow_links = not os.path.isdir(path)
+    follow_links = follow_links or not os.path.isdir(path)
     before = load_tokenizer(source, follow_links=follow_links)
     if before.special_token_ids():
         raise coded("E102", ValueError(f"{source}: has the four sentinels already"))
@@ -75,6 +79,25 @@ def add_sentinels(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
         raise
     ids, sizes = after.special_token_ids(), (after.vocab_size, before.vocab_size)
     return Extended(str(final / name), kind, after.sha256, ids, *sizes)
+
+
+def folder_of_copy(name: str, opened: str | os.PathLike[str]) -> tuple[str, bool]:
+    """Return the name of a folder for the copy of a tokenizer, and whether the copy is there already.
+
+    name: of the tokenizer, a file, a folder or an id of the hub. opened: where its files are.
+    """
+    named = Path(os.path.abspath(name))
+    of_folder = named.is_file() and named.name in (*FILE_OF.values(), *UPSTREAM_MODELS)
+    stem = f"{(named.parent if of_folder else named).name.removesuffix('.model')}_with_sentinels"
+    for number in range(1, _MOST_COPIES):
+        out = stem if number == 1 else f"{stem}_{number}"
+        if not os.path.lexists(out):
+            break
+        with contextlib.suppress(CacheError, OSError):
+            before, after = load_tokenizer(opened, follow_links=True), load_tokenizer(out, sentinels="required")
+            _check(before, after, Path(out))
+            return out, True
+    return out, False
 
 
 def _with_added_tokens(raw: bytes, first: int) -> bytes:

@@ -18,7 +18,7 @@ from niels_gpt.commands.main import main
 from niels_gpt.inspection.verify import Limits, find_damage, verify
 from niels_gpt.recipes.plan import RECIPES, plan
 from niels_gpt.recipes.token_caches import build_token_cache
-from niels_gpt.recipes.tokenizer import NoSentinels, ensure_tokenizer
+from niels_gpt.recipes.tokenizer import NoSentinels, ensure_tokenizer, no_sentinels
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import load_tokenizer
 
@@ -271,17 +271,27 @@ def test_a_build_of_all_leaves_out_chats_without_sentinels_and_one_that_names_th
 def test_with_the_sentinels_added_as_printed_every_cache_is_built(
     mirror: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--source-root", str(mirror), "--cache-dir", str(tmp_path / "c"), "--tokenizer", str(made_tokenizer("t5"))]
+    (tmp_path / "t5").mkdir()
+    for file in made_tokenizer("t5").iterdir():
+        (tmp_path / "t5" / file.name).symlink_to(file)
+    flags = ["--source-root", str(mirror), "--cache-dir", str(tmp_path / "c"), "--follow-links"]
+    flags += ["--tokenizer", str(tmp_path / "t5")]
     assert cli.main(["build", "dolly15k", *flags]) == 1
     commands = capsys.readouterr().err.strip().rpartition("Add them: ")[2].split(" && ")
     for command in commands:
         assert main(shlex.split(command)[1:]) == 0
-    flags[-1] = "tokenizer_with_sentinels"
+    again = no_sentinels(Settings(tokenizer=str(tmp_path / "t5")), ["sft/oasst1"], tmp_path / "t5")
+    assert again.remedy == "A copy has them: niels-gpt build oasst1 --tokenizer t5_with_sentinels"
+    other = no_sentinels(Settings(tokenizer=str(tmp_path / "t5")), ["sft/oasst1"], made_tokenizer("qwen2"))
+    assert "t5_with_sentinels_2 && " in other.remedy
+    file = str(tmp_path / "t5" / "tokenizer.json")
+    assert no_sentinels(Settings(tokenizer=file), ["sft/oasst1"], Path(file)).remedy == again.remedy
+    flags[-1] = "t5_with_sentinels"
     assert cli.main(["build", "--all", *flags]) == 0
     captured = capsys.readouterr()
     assert "W411" not in captured.err and "sft/dolly15k" in captured.out
     meta = read_meta(str(tmp_path / "c" / "sft" / "oasst1" / "meta.json"))
-    assert meta["tokenizer_sha256"] == load_tokenizer("tokenizer_with_sentinels").sha256
+    assert meta["tokenizer_sha256"] == load_tokenizer("t5_with_sentinels").sha256
     roam = read_meta(str(tmp_path / "c" / "pretrain" / "roam" / "meta.json"))
     assert roam["document_end"]["id"] == meta["special_token_ids"]["eot"]
     for key in RECIPES:
