@@ -234,11 +234,20 @@ def test_utf8_bytes_are_those_of_the_texts_and_turns_without_what_is_cut_and_the
     assert meta["utf8_bytes"] == {"train": 6, "val": 0}
 
 
-def test_texts_with_sentencepieces_own_space_mark_are_counted_and_kept(tmp_path: Path) -> None:
-    meta = build_texts(tmp_path / "c", ["a\u2581b", "\u2581\u2581", "plain", "é"])
+class WithSpaces(ByteTokenizer):
+    """Gives U+2581 back as a space, as SentencePiece does."""
+
+    def decode(self, ids: Any) -> str:
+        return str(super().decode(ids)).replace("\u2581", " ")
+
+
+def test_texts_with_u2581_are_kept_and_counted_where_the_tokenizer_loses_it(tmp_path: Path) -> None:
+    texts = ["a\u2581b", "\u2581\u2581", "plain", "é"]
+    assert build_texts(tmp_path / "d", texts)["noticed"] == {}
+    meta = build_texts(tmp_path / "c", texts, WithSpaces())
     assert meta["noticed"] == {"texts_with_u2581": 2} and meta["docs"]["train"] == 4
     chats = [chat("\u2581", "\udfff\u2581")]  # of chats each turn counts
-    meta = build_sft(chats, tmp_path / "s", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
+    meta = build_sft(chats, tmp_path / "s", tokenizer=WithSpaces(), val_frac=0, seed=0)
     assert meta["noticed"] == {"texts_with_lone_surrogates_replaced": 1, "texts_with_u2581": 2}
 
 

@@ -77,7 +77,7 @@ def test_every_kept_document_decodes_to_itself(
             body = ids[: len(ids) - len(eot)]
             assert not set(body) & set(tokenizer.special_token_ids().values())
             stored[tokenizer.decode(body)] += 1
-    read = sources.documents(settings, resolve_source(settings, name), None, Counter())
+    read = sources.document_rows(settings, resolve_source(settings, name), None, Counter())
     given = Counter(text for _, text, _ in read if text and not find_reserved_literal(text))
     assert stored == given
     assert meta["documents_read"] == sum(stored.values()) + sum(meta["dropped"].values())
