@@ -24,7 +24,7 @@ Row = dict[str, Any]
 NumberedRows = Iterator[tuple[int, str, Row]]
 """The row's number from 0, counting dropped rows; its file and row, for messages; and the row."""
 TEXT_FIELDS = ("text", "content", "document")
-_ID_FIELDS = ("id", "message_ids", "message_tree_id", "path", "row")  # what source_id reads
+_ID_FIELDS = ("id", "path", "row")  # what source_id reads
 _MAX_META_CHARS = 1_000  # a URL fits, a second copy of the text does not
 _MAX_ESCAPED_BYTES = 6  # of one character in JSON: \u0000
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data_files import invalid_utf8, lines, write, write_parquet
 
-from niels_gpt.data.files import parquet
+from niels_gpt.data.files import columns, parquet, rows
 from niels_gpt.documents import DocumentBatch
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.resolve import resolve_source
@@ -236,6 +236,16 @@ def test_what_is_excluded_is_in_no_batch(folder: Path, entries: str) -> None:
     listed = write(folder / "exclude.txt", entries)
     seen = compare(Settings(pretrain=f"own={folder / 'own'}", exclude=str(listed)), "own").seen
     assert len(seen) == 18 - {"id-3\n": 2, "0.jsonl\n": 9, "id-3\n1.parquet\n": 10}[entries]
+
+
+def test_a_line_is_parsed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(folder / "own", [(".jsonl", lines({"text": "a"}, {"other": "b"}, {"text": 7}) + b"no row\n[1]\n\n")])
+    given, parsed = Settings(pretrain=f"own={folder / 'own'}"), list[bytes]()
+    for module in (columns, rows):
+        monkeypatch.setattr(module, "parsed", lambda line, of=module.parsed: parsed.append(line) or of(line))
+    for by_column in (False, True):
+        parsed.clear()
+        assert len(Reading(given, "own", by_column=by_column).seen) == 1 and len(parsed) == 6
 
 
 def test_a_damaged_file_costs_no_document_before_it(folder: Path) -> None:

@@ -93,7 +93,7 @@ def _of_lines(
         if rows:
             yield _columns(numbers, texts, rows, reading)
             numbers, texts, rows = [], [], []
-        odd = row_of_line(line, path, number, reading.max_document_bytes, reading.counters)
+        odd = row_of_line(line, row, path, number, reading.max_document_bytes, reading.counters)
         if isinstance(odd, Problem):
             reading.unreadable(odd)
         elif odd is not None:

@@ -120,8 +120,11 @@ def _json_rows(
                 yield number, value if isinstance(value, Problem) else _json_item(value, text, where, counters)
             return
         for number, line in lines_of(file, limit):
-            if number > skip_to and (row := row_of_line(line, path, number, limit, counters)) is not None:
-                yield number, row
+            if number <= skip_to:
+                continue
+            row = None if line is None else parsed(line)
+            if (found := row_of_line(line, row, path, number, limit, counters)) is not None:
+                yield number, found
 
 
 def _is_read_by_line(path: Path, limit: int) -> bool:
@@ -133,16 +136,22 @@ def _is_read_by_line(path: Path, limit: int) -> bool:
 
 
 def row_of_line(
-    line: bytes | None, path: Path, number: int, limit: int, counters: Counter[str] | None
+    line: bytes | None,
+    fast: dict[str, Any] | None,
+    path: Path,
+    number: int,
+    limit: int,
+    counters: Counter[str] | None,
 ) -> dict[str, Any] | Problem | None:
     """Return the row of a line; None if the line is blank.
 
-    line: with its line end; None for one of more than `limit` bytes. number: of the line, from 1.
+    line: with its line end; None for one of more than `limit` bytes. fast: what `parsed` returns for it.
+    number: of the line, from 1.
     """
     where = f"{path}, line {number}"
     if line is None:
         return Problem.too_large(where, limit)
-    if (fast := parsed(line)) is not None:
+    if fast is not None:
         return fast
     if not line.strip():
         return None
