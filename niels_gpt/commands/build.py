@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -201,7 +202,8 @@ def build_each(
                 logging.debug("%s failed", key, exc_info=True)
     installed = cache_root(settings) / TOKENIZER_KEY
     if tokenizer.path.resolve() != installed.resolve():
-        print(f"{installed} stays as it was: no cache was built with the new tokenizer", file=sys.stderr)
+        state = "stays as it was" if os.path.lexists(installed) else "is not there yet"
+        print(f"{installed} {state}: no cache was built with the new tokenizer", file=sys.stderr)
 
 
 def _refuse_without_room(settings: Settings, chosen: Sequence[str]) -> None:

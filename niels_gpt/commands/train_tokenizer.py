@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich_click import argument, option
 
 from niels_gpt.commands.console import Result, command, run, say
@@ -31,6 +32,7 @@ from niels_gpt.tokenizer_training import (
     write_tokenizer,
 )
 
+_OF_SENTENCEPIECE = ("model_type", "normalization", "character_coverage")
 _NO_LIMIT = 1 << 62  # of a document: a corpus may be one file, and is cut at line ends
 
 
@@ -66,6 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 @option("--text-field", default="text", metavar="NAME", help="of jsonl and parquet rows")
 def train(input_glob: tuple[str, ...], out_dir: Path, text_field: str, **how: Any) -> Result:
     """Train and write a tokenizer."""
+    context = click.get_current_context()
+    for name in _OF_SENTENCEPIECE if how["kind"] == "bpe" else ():
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name.replace('_', '-')}: of SentencePiece, and has no effect with --kind bpe")
     files, base = input_files(input_glob)
     with ended_at_once():
         trained = train_tokenizer(_texts(files, text_field), trained_on="files", **how)

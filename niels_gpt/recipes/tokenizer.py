@@ -350,6 +350,8 @@ def _find(settings: Settings, name: str) -> _Named:
     """
     if _is_id(name):
         asked = asked_revisions(settings).get(TOKENIZER_KEY)
+        if "/" not in name:  # as likely a path with a slip
+            logger.info("tokenizer: no file or folder %s; asking the hub", name)
         path = hub.hub_tokenizer_file(name, asked, one_of=(TOKENIZER_JSON, *UPSTREAM_MODELS), beside=COMPANIONS)
         revision = {"id": name, "revision": path.parent.name, **({"asked_revision": asked} if asked else {})}
         return _Named(name, path, True, revision)

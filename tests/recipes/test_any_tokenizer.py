@@ -116,6 +116,23 @@ def test_what_ends_a_document_is_a_setting_and_decides_what_is_built_again(tmp_p
     assert totals[0] - totals[1] == lost
 
 
+def test_a_failed_first_build_says_that_no_tokenizer_is_there(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level("INFO")
+    settings = own(tmp_path, made_tokenizer("t5"))
+    flags = ["--pretrain", str(settings.pretrain), "--cache-dir", settings.cache_dir, "--document-end", "<nope>"]
+    assert cli.main(["build", *flags, "--tokenizer", str(settings.tokenizer)]) == 1
+    assert "tokenizer is not there yet: no cache was built" in capsys.readouterr().err
+    monkeypatch.setattr("niels_gpt.hub.models.hub_file", lambda *_: None)  # it would wait for the network
+    with pytest.raises(ValueError, match="no tokenizer there"):
+        ensure_tokenizer(dataclasses.replace(settings, tokenizer="nosuch"))
+    assert "no file or folder nosuch; asking the hub" in caplog.text
+
+
 @pytest.mark.parametrize(("choice", "said"), [("eot", "it has no sentinels"), ("<nope>", "it has no token '<nope>'")])
 def test_an_end_that_the_tokenizer_does_not_have_is_refused_by_plan_and_build(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], choice: str, said: str

@@ -164,6 +164,13 @@ def test_damaged_pieces_are_refused(tmp_path: Path) -> None:
     assert refused > 100
 
 
+def test_flags_of_sentencepiece_are_refused_for_bpe(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["train-tokenizer", "--input-glob", "none", "--kind", "bpe"]
+    assert main([*flags, "--model-type", "unigram"]) == 2
+    assert "--model-type: of SentencePiece, and has no effect with --kind bpe" in capsys.readouterr().err
+    assert main(flags) == 1
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["add-sentinels", str(made_tokenizer("t5")), str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
