@@ -32,7 +32,7 @@ class Counted(ByteTokenizer):
         self.texts: list[str] = []
 
     def encode(self, text: str) -> list[int]:
-        if text != PROBE:  # of the build's identity
+        if text not in (PROBE, "a\u2581b"):  # of the build's identity, and whether U+2581 is lost
             self.texts.append(text)
         return super().encode(text)
 
