@@ -193,16 +193,19 @@ def _of_content(cache: Path) -> Iterator[Care]:
 def _of_versions(folder: Path, cache: Path) -> Iterator[Care]:
     """Yield what stands beside the versions of a cache: unfinished builds, and what gc would remove."""
     from niels_gpt.builders.journal import unfinished_builds
+    from niels_gpt.builders.meta_keys import is_of_this_version
     from niels_gpt.storage.versions import refuse_if_building, removable
 
     gc = shlex.join(["niels-gpt", "gc", str(folder)])
     try:
         refuse_if_building(cache)
-        unfinished, pieces = len(unfinished_builds(cache)), removable(cache)
+        unfinished, pieces = unfinished_builds(cache), removable(cache)
     except (CacheError, OSError):  # it is being built
         return
     if unfinished:
-        yield Care(str(cache), "an unfinished build; the same build command resumes it, and this removes it", gc)
+        resumes = any(map(is_of_this_version, unfinished))
+        what = "the same build command resumes it" if resumes else "it is of another version, which is not used"
+        yield Care(str(cache), f"an unfinished build; {what}, and this removes it", gc)
     elif pieces:
         number = len(pieces)
         yield Care(

@@ -29,23 +29,6 @@ class SnapshotTooShort(ValueError):
     code = "E307"
 
 
-def documents(
-    settings: Settings,
-    source: ResolvedSource,
-    revision: str | None,
-    counters: Counter[str],
-    position: dict[str, int] | None = None,
-) -> Documents | Iterator[DocumentBatch]:
-    """Yield the documents of a pretrain source in upstream's order: those of files as columns, the hub's one by one.
-
-    counters, position: see LoadRequest.
-    Raises: SnapshotTooShort at the end of a snapshot that is cut short; as the source's loader.
-    """
-    if source.found is None:
-        return document_rows(settings, source, revision, counters, position)
-    return document_batches(settings, source, revision, counters, position)
-
-
 def document_rows(
     settings: Settings,
     source: ResolvedSource,
@@ -53,7 +36,11 @@ def document_rows(
     counters: Counter[str],
     position: dict[str, int] | None = None,
 ) -> Documents:
-    """Yield documents one by one: see `documents`."""
+    """Yield the documents of a pretrain source one by one, in upstream's order.
+
+    counters, position: see LoadRequest.
+    Raises: SnapshotTooShort at the end of a snapshot that is cut short; as the source's loader.
+    """
     parts = _parts(settings, source, revision, counters, position)
     return ((split, sample.text, source_id(sample)) for split, sample in parts)
 
@@ -129,7 +116,7 @@ def chats(
     counters: Counter[str],
     position: dict[str, int] | None = None,
 ) -> Chats:
-    """Yield the chats of an sft source in upstream's order, of all upstream splits. Otherwise as `documents`."""
+    """Yield the chats of an sft source in upstream's order, of all upstream splits. Otherwise as `document_rows`."""
     parts = _parts(settings, source, revision, counters, position)
     return (
         (source_id(sample), [{"role": turn.role, "content": turn.content} for turn in sample.messages])

@@ -146,7 +146,7 @@ class Case:
         if self.family == "sft":
             chats = sources.chats(self.settings, origin, None, counters, position)
             return build_sft(cut_off(chats, at), path, **{"val_frac": 0.1, **given})
-        texts = sources.documents(self.settings, origin, None, counters, position)
+        texts = sources.document_batches(self.settings, origin, None, counters, position)
         unbounded = {"max_train_tokens": None, "max_val_tokens": None, "shuffle_buffer": None, "shard_bytes": 240}
         return build_pretrain(cut_off(texts, at), path, **{"val_frac": 0.3, **unbounded, **given})
 
