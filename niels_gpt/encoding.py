@@ -71,7 +71,8 @@ class TextError(ValueError):
 
     def named(self, number: int, document: str) -> TextError:
         """Return the error with the document's number, and more about it: its id and the beginning of its text."""
-        return coded(code_of(self), TextError(number, self.problem, document))
+        code = code_of(self)
+        return coded(code, TextError(number, self.problem, document))
 
 
 @dataclass(frozen=True)
@@ -318,9 +319,10 @@ def _of_one_text(error: ValueError, encode: Callable[[int], object], numbers: Se
         try:
             encode(at)
         except ValueError as alone:
-            remedy = f". {_DROP}" if code_of(alone) == "E305" else ""
-            return coded(code_of(alone), TextError(first + number, f"{alone}{remedy}"))
-    return coded(code_of(error), TextError(first, str(error)))
+            code = code_of(alone)
+            return coded(code, TextError(first + number, f"{alone}. {_DROP}" if code == "E305" else str(alone)))
+    code = code_of(error)
+    return coded(code, TextError(first, str(error)))
 
 
 def _loses(tokenizer: Tokenizer, text: str) -> bool:

@@ -125,7 +125,6 @@ class InOrder(Generic[T, R]):
         self._work = work
         self._executor = executor
         self._replaced = False
-        self._failed: Exception | None = None  # of the stream, raised when all before it is done
         num_workers = getattr(executor, "_max_workers", None) or os.cpu_count() or 1
         self._max_ahead = _AHEAD_PER_WORKER * int(num_workers)
 
@@ -144,8 +143,6 @@ class InOrder(Generic[T, R]):
             while True:
                 self._fill(stream, waiting, submitted)
                 if not submitted:
-                    if self._failed is not None:
-                        raise self._failed
                     return
                 batch, future = submitted[0]
                 try:
@@ -157,7 +154,6 @@ class InOrder(Generic[T, R]):
                 submitted.popleft()
                 yield batch, result
         finally:
-            self._failed = None
             for _, future in submitted:
                 future.cancel()
             if self._replaced:
@@ -180,11 +176,8 @@ class InOrder(Generic[T, R]):
         self, stream: Iterator[Batch[T]], waiting: list[Batch[T]], submitted: deque[tuple[Batch[T], Future[R]]]
     ) -> None:
         while len(submitted) < self._max_ahead:
-            if not waiting and self._failed is None:
-                try:
-                    waiting.extend(batch for batch in [next(stream, None)] if batch is not None)
-                except Exception as error:  # what is submitted may fill the budgets, as without read-ahead
-                    self._failed = error
+            if not waiting:
+                waiting.extend(batch for batch in [next(stream, None)] if batch is not None)
             ahead = sum(batch.num_chars for batch, _ in submitted)
             if not waiting or (submitted and ahead + waiting[0].num_chars > AHEAD_CHARS):
                 return

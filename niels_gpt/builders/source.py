@@ -226,25 +226,20 @@ def batches(
     texts: returns the texts of each item. first: number of the first item.
     """
     batch: Batch[T] = Batch(first, Chunk([], []), [], 0)
-    try:
-        for chunk in chunks:
-            start, payload = 0, texts(chunk.items)
-            for number, of_item in enumerate(payload):
-                size = len(of_item[0]) if len(of_item) == 1 else sum(map(len, of_item))
-                count = len(batch.items) + number - start
-                if count and (batch.num_chars + size > BATCH_CHARS or count >= BATCH_ITEMS):
-                    _take(batch, chunk, payload, start, number)
-                    yield batch
-                    batch, start = Batch(batch.first + len(batch.items), Chunk([], []), [], 0), number
-                batch.num_chars += size
-            _take(batch, chunk, payload, start, len(payload))
-            if len(batch.items) >= BATCH_ITEMS or batch.num_chars >= BATCH_CHARS:
+    for chunk in chunks:
+        start, payload = 0, texts(chunk.items)
+        for number, of_item in enumerate(payload):
+            size = len(of_item[0]) if len(of_item) == 1 else sum(map(len, of_item))
+            count = len(batch.items) + number - start
+            if count and (batch.num_chars + size > BATCH_CHARS or count >= BATCH_ITEMS):
+                _take(batch, chunk, payload, start, number)
                 yield batch
-                batch = Batch(batch.first + len(batch.items), Chunk([], []), [], 0)
-    except Exception:  # such as a damaged file: the items before it may be all that are needed
-        if batch.items:
+                batch, start = Batch(batch.first + len(batch.items), Chunk([], []), [], 0), number
+            batch.num_chars += size
+        _take(batch, chunk, payload, start, len(payload))
+        if len(batch.items) >= BATCH_ITEMS or batch.num_chars >= BATCH_CHARS:
             yield batch
-        raise
+            batch = Batch(batch.first + len(batch.items), Chunk([], []), [], 0)
     if batch.items:
         yield batch
 

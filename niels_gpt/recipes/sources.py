@@ -64,7 +64,7 @@ def _batches(parts: Iterator[tuple[str | None, Any]], gathered: _Gathered) -> It
     try:
         for split, item in parts:
             yield from gathered.add(split, item)
-    except Exception:  # such as a damaged file: the documents before it are used
+    except Exception:  # such as a damaged file: full batches of the documents before it are used
         yield from gathered.rest()
         raise
     yield from gathered.rest()

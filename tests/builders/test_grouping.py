@@ -183,22 +183,6 @@ def test_an_error_of_the_source_is_raised_as_it_is_and_no_thread_is_left(tmp_pat
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("encode")]
 
 
-@pytest.mark.parametrize("threads", [0, 1, 2])
-def test_what_follows_the_documents_that_fill_the_budgets_decides_nothing(tmp_path: Path, threads: int) -> None:
-    limits = {"max_train_tokens": 150, "max_val_tokens": 0}
-    whole = build(tmp_path / "whole", Loader([9]), **limits)
-    loader = Loader([9, whole["documents_read"]], stop=whole["documents_read"])
-    assert build(tmp_path / "cut", loader, num_threads=threads, **limits)["totals"] == whole["totals"]
-
-
-@pytest.mark.parametrize("threads", [0, 2])
-def test_a_build_keeps_all_documents_before_an_error_of_its_source(tmp_path: Path, threads: int) -> None:
-    with pytest.raises(ConnectionError):
-        build(tmp_path / "c", Loader([20], stop=20), num_threads=threads, max_train_tokens=10**6, max_val_tokens=10**6)
-    kept = [path.read_text() for path in (tmp_path / ".versions" / "c").glob("*.journal/*_ids.txt")]
-    assert sum(ids.count("\n") for ids in kept) == 18, "of 20, one is empty and one has a sentinel"
-
-
 GOOD: dict[str, Any] = {"texts": [b"a", b"b"], "ids": ["1", "2"], "position": {"row": [1, 2]}}
 
 
