@@ -42,7 +42,7 @@ from typing import Any
 
 import numpy as np
 import sentencepiece
-from measuring import Seconds, Ways, ratio
+from measuring import Seconds, Ways, fill_memmap, ratio
 
 from niels_gpt.cache import PretrainTokenStreamDataset, build_pretrain_cache, build_sft_cache, read_meta
 from niels_gpt.data.dolly import iter_dolly_sft
@@ -53,7 +53,6 @@ from niels_gpt.tokenizer import SentencePieceTokenizer
 from niels_gpt.tokenizer_training import train_tokenizer
 
 VOCAB_SIZE = 16_000
-PEER_SHARDS = 1_024
 SAMPLE_BYTES = 12_000_000  # the packaged sample is repeated up to so many
 FLAT_MIB = 16  # more for 16 times the corpus: it is held nowhere
 
@@ -187,18 +186,10 @@ def tokenize(row: dict[str, str], model: str, eot: int) -> dict[str, Any]:
 
 
 def nanogpt(setup: Setup, dataset: Any, num_proc: int) -> None:
-    """Map, sum the lengths, fill a memmap from shards, flush."""
+    """Map, and write the ids."""
     more = {"model": setup.model, "eot": setup.tokenizer.special_token_ids()["eot"]}
     mapped = dataset.map(tokenize, fn_kwargs=more, num_proc=num_proc, remove_columns=["text"])
-    length = int(np.sum(mapped["len"], dtype=np.uint64))
-    array = np.memmap(setup.folder / "train.bin", dtype=np.uint16, mode="w+", shape=(length,))
-    place, num_shards = 0, min(PEER_SHARDS, len(mapped))
-    for index in range(num_shards):
-        batch = mapped.shard(num_shards=num_shards, index=index, contiguous=True).with_format("numpy")
-        ids = np.concatenate(batch["ids"])
-        array[place : place + len(ids)] = ids
-        place += len(ids)
-    array.flush()
+    fill_memmap(mapped, setup.folder / "train.bin")
 
 
 def dataset_of(setup: Setup) -> Any:

@@ -34,10 +34,9 @@ from pathlib import Path
 from typing import Any
 
 import gigatoken
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
-from measuring import Ways, measured, ratio
+from measuring import Ways, fill_memmap, measured, ratio
 
 from niels_gpt.data.fineweb_edu import iter_fineweb_edu
 from niels_gpt.recipes.plan import recipes
@@ -120,16 +119,9 @@ def tokenize(row: dict[str, str], path: str) -> dict[str, Any]:
 
 
 def nanogpt(dataset: Any, tokenizer: str, out: Path) -> None:
-    """Map with two processes, sum the lengths, fill a memmap from shards, flush."""
+    """Map with two processes, and write the ids."""
     mapped = dataset.map(tokenize, fn_kwargs={"path": tokenizer}, num_proc=2, remove_columns=dataset.column_names)
-    array = np.memmap(out, dtype=np.uint16, mode="w+", shape=(int(np.sum(mapped["len"], dtype=np.uint64)),))
-    place, shards = 0, min(1024, len(mapped))
-    for index in range(shards):
-        batch = mapped.shard(num_shards=shards, index=index, contiguous=True).with_format("numpy")
-        ids = np.concatenate(batch["ids"])
-        array[place : place + len(ids)] = ids
-        place += len(ids)
-    array.flush()
+    fill_memmap(mapped, out)
 
 
 def peer_dataset(texts: list[str], folder: Path) -> Any:

@@ -6,9 +6,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 Ways = dict[str, Callable[[], object]]
 Seconds = dict[str, list[float]]
+PEER_SHARDS = 1_024
 
 
 def measured(ways: Ways, rounds: int, after: Callable[[], object] = lambda: None) -> Seconds:
@@ -35,3 +40,16 @@ def spread(seconds: Seconds, way: str, limit: str) -> str:
     shares = sorted(b / a for a, b in zip(seconds[way], seconds[limit], strict=True))
     quarter = len(shares) // 4
     return f"{statistics.median(shares):.3f} ({shares[quarter]:.3f} to {shares[-1 - quarter]:.3f})"
+
+
+def fill_memmap(mapped: Any, path: Path) -> None:
+    """Write the ids of a tokenized dataset as nanoGPT's prepare.py does: sum `len`, fill a memmap from shards."""
+    length = int(np.sum(mapped["len"], dtype=np.uint64))
+    array = np.memmap(path, dtype=np.uint16, mode="w+", shape=(length,))
+    place, num_shards = 0, min(PEER_SHARDS, len(mapped))
+    for index in range(num_shards):
+        batch = mapped.shard(num_shards=num_shards, index=index, contiguous=True).with_format("numpy")
+        ids = np.concatenate(batch["ids"])
+        array[place : place + len(ids)] = ids
+        place += len(ids)
+    array.flush()

@@ -37,7 +37,7 @@ SPECIAL = ["ends <|endoftext|> here", "<|im_start|>user\nhello<|im_end|>"]
 
 
 def own(folder: Path, tokenizer: Path | str, texts: list[str] = TEXTS, **changed: Any) -> Settings:
-    """Return settings of a source of texts of one's own."""
+    """Return settings of a user-defined source of texts."""
     rows = "".join(json.dumps({"text": text, "id": f"row {number}"}) + "\n" for number, text in enumerate(texts))
     (folder / "rows.jsonl").write_text(rows)
     return Settings(
