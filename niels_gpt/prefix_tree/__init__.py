@@ -5,13 +5,13 @@ The row and its supervision:
     fold.py           public (the spec's): one prompt and its completions, one label per row; the collate function
     forest.py         PrefixForest: the row, its positions and mask for any tree; ForestStats: what folding saves
     sequences.py      which input is accepted: ids and masks as arrays, message trees as threads
-    radix.py          sequences -> radix tree -> pre-order: where nodes are split, and the order of the tokens
+    layout/           the integers of a forest: the radix tree and its pre-order
     edges.py          LossEdges: which row predicts which target, with which weight; log-probs and losses from logits
 
 What a model needs:
 
-    attention.py      the mask; the arguments of a forward pass; which wrong arguments are refused
-    architectures.py  which models of transformers can be folded, and why others are refused
+    attention.py      public: the arguments of a forward pass, the masks, the guard
+    backends/         how a model runs a folded row: masks, which models can be folded, which passes are refused
     heads.py          logits_head: a model's head as a function of hidden states
 
 Proof that folding changes nothing:

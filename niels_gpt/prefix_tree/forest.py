@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from niels_gpt.prefix_tree import radix
+from niels_gpt.prefix_tree.layout import radix
 from niels_gpt.prefix_tree.sequences import Encode, concatenated, masks, threads
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from niels_gpt.prefix_tree.architectures import AttentionRouteError, unwrapped
+from niels_gpt.prefix_tree.backends.architectures import AttentionRouteError, unwrapped
 
 _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 

@@ -9,8 +9,8 @@ import torch
 from support.causal_models import FOREST, WINDOW, error, tiny_model, without
 from torch import Tensor, nn
 
-from niels_gpt.prefix_tree import attention
 from niels_gpt.prefix_tree.attention import AttentionRouteError, check_model_inputs, dense_mask, guard, model_inputs
+from niels_gpt.prefix_tree.backends import checks as checks_of_inputs
 from niels_gpt.prefix_tree.forest import PrefixForest
 
 Inputs = dict[str, Any]
@@ -70,7 +70,7 @@ def test_the_guard_checks_calls_of_the_body_too_and_each_call_once(monkeypatch: 
         checks.append(module)
         check_model_inputs(forest, module, given)
 
-    monkeypatch.setattr(attention, "check_model_inputs", counted)
+    monkeypatch.setattr(checks_of_inputs, "check_model_inputs", counted)
     with guard(FOREST, model):
         model(**inputs)
         model.model(**inputs)

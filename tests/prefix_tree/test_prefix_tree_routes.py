@@ -9,7 +9,6 @@ import transformers
 from support.causal_models import FOREST, MIXED, SAMPLES, WINDOW, alone, error, logprobs, tiny_model, without
 from torch import nn
 
-from niels_gpt.prefix_tree import attention
 from niels_gpt.prefix_tree.attention import (
     AttentionRouteError,
     check_model_inputs,
@@ -18,6 +17,7 @@ from niels_gpt.prefix_tree.attention import (
     hf_forward,
     model_inputs,
 )
+from niels_gpt.prefix_tree.backends import masks
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.verify import verify_fold
 
@@ -173,7 +173,7 @@ def test_hf_forward_runs_one_sample_as_anyone_would() -> None:
 def test_a_rule_of_ours_that_is_wrong_is_seen_by_verify_fold(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     assert verify_fold(hf_forward(model), FOREST, probes=1).ok
-    monkeypatch.setattr(attention, "_windows", lambda *_: {"": WINDOW})  # a window that the model has not
+    monkeypatch.setattr(masks, "windows_of", lambda *_: {"": WINDOW})  # a window that the model has not
     report = verify_fold(hf_forward(model), FOREST, probes=1)
     assert not report.ok and report.logprob_error is not None and report.logprob_error > 1e-3
     assert report.gradient_error is not None  # the parameters are found by forward.model

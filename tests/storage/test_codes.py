@@ -122,7 +122,7 @@ def test_a_code_of_another_library_does_not_count() -> None:
     ("call", "code"),
     [
         ("cache.meta: int('x')", "E102"),  # no frame of the package itself: the class decides
-        ("prefix_tree.radix: tree_of_paths([1], [])", "E801"),
+        ("prefix_tree.layout.radix: tree_of_paths([1], [])", "E801"),
         ("prefix_tree.savings.rollouts: _parsed(b'x', 'path', 1, None)", "E804"),
         ("eagle3.target: default_eagle3_aux_layer_ids(2)", "E705"),
         ("sampling.state: state_count({'a': -1}, 'a')", "E108"),

@@ -1,0 +1,185 @@
+"""The attention mask of a folded row: dense, as rectangles, and in the form that a model of transformers takes.
+
+Masks are dense: T^2 values, computed at each call and not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from niels_gpt.prefix_tree.backends.architectures import Architecture, AttentionRouteError, architecture
+from niels_gpt.prefix_tree.forest import PrefixForest
+
+_USE = 'use attn_implementation="sdpa" or "eager" (model.set_attn_implementation("sdpa"))'
+HIDDEN = -9000.0  # about -1e4 in any dtype: added to scores of up to thousands, it gives a weight of exactly 0
+_OTHER_ROUTES = {
+    "flash": "takes no mask, and reads repeated positions as packed sequences",
+    "flex": "takes a BlockMask, not a tensor",
+    "paged": "takes a cache of pages and no mask",
+}
+
+
+@dataclass
+class AttnMaskSpec:
+    """A mask as rectangles of queries and keys, in the form that MagiAttention and nemo-automodel take.
+
+    q_ranges, k_ranges: [start, end) of each rectangle. mask_types: "full", or "causal", aligned at the last query and
+    the last key. total_seqlen: tokens of the row. A token sees the union of the rectangles.
+    """
+
+    q_ranges: list[list[int]]
+    k_ranges: list[list[int]]
+    mask_types: list[str]
+    total_seqlen: int
+
+    @classmethod
+    def causal(cls, seqlen: int) -> AttnMaskSpec:
+        """Return the mask of one sequence."""
+        return cls.varlen([seqlen])
+
+    @classmethod
+    def varlen(cls, seqlens: Sequence[int], causal: bool = True) -> AttnMaskSpec:
+        """Return the mask of sequences one after another that do not see each other."""
+        ranges = _ranges(seqlens)
+        kinds = ["causal" if causal else "full"] * len(ranges)
+        return cls([list(r) for r in ranges], [list(r) for r in ranges], kinds, sum(seqlens))
+
+    @classmethod
+    def prefix_tree(
+        cls, node_lengths: Sequence[int], sample_paths: Sequence[Sequence[int]]
+    ) -> tuple[AttnMaskSpec, list[list[list[int]]]]:
+        """Return the mask of a tree, and the [start, end) ranges of each sample's nodes from its root.
+
+        For each node of each path: a causal rectangle for itself, then a full one for each ancestor from the root,
+        without repetitions. Arguments as in `FoldedRollouts`.
+
+        Raises: ValueError for a path with an unknown or repeated node, and for a node with two parents.
+        """
+        ranges = _ranges(node_lengths)
+        parents: dict[int, int] = {}
+        for sample, path in enumerate(sample_paths):
+            given = f"sample_paths[{sample}] is {list(path)}"
+            if not all(0 <= node < len(ranges) for node in path):
+                raise ValueError(f"{given}; expected nodes from 0 to {len(ranges) - 1}")
+            if len(set(path)) < len(path):
+                raise ValueError(f"{given}; expected each node once, or a token would see later tokens")
+            for parent, node in pairwise([-1, *path]):
+                if parents.setdefault(node, parent) != parent:
+                    raise ValueError(
+                        f"{given}, with node {node} below node {parent}, and an earlier path has it below node "
+                        f"{parents[node]} (-1: a root); expected one parent for each node"
+                    )
+        rectangles: dict[tuple[tuple[int, int], tuple[int, int], str], None] = {}  # an ordered set
+        for path in sample_paths:
+            for depth, node in enumerate(path):
+                rectangles[ranges[node], ranges[node], "causal"] = None
+                rectangles.update({(ranges[node], ranges[above], "full"): None for above in path[:depth]})
+        spec = cls(
+            [list(q) for q, _, _ in rectangles],
+            [list(k) for _, k, _ in rectangles],
+            [kind for _, _, kind in rectangles],
+            sum(node_lengths),
+        )
+        return spec, [[list(ranges[node]) for node in path] for path in sample_paths]
+
+    def fingerprint(self) -> tuple[Any, ...]:
+        """Return a hashable value that is equal for equal masks: a key to cache what a backend makes of one."""
+        q_ranges, k_ranges = (tuple(map(tuple, ranges)) for ranges in (self.q_ranges, self.k_ranges))
+        return (self.total_seqlen, q_ranges, k_ranges, tuple(self.mask_types))
+
+    def dense(self) -> Tensor:
+        """Return the mask as bool [T, T], True where query (row) sees key (column)."""
+        mask = torch.zeros(self.total_seqlen, self.total_seqlen, dtype=torch.bool)
+        for (q, q_end), (k, k_end), kind in zip(self.q_ranges, self.k_ranges, self.mask_types, strict=True):
+            part = torch.ones(q_end - q, k_end - k, dtype=torch.bool)
+            mask[q:q_end, k:k_end] |= part.tril((k_end - k) - (q_end - q)) if kind == "causal" else part
+        return mask
+
+
+def _ranges(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"lengths are {list(lengths)}; expected none below 0")
+    return [(end - length, end) for end, length in zip(accumulate(lengths), lengths, strict=True)]
+
+
+def dense_mask(forest: PrefixForest, *, window: int | None = None) -> Tensor:
+    """Return the mask as bool [T, T] on the forest's device, True where query (row) sees key (column).
+
+    A query q sees a key k where k <= q < subtree_end[k], and, with a window of W, where position[q] - position[k] < W:
+    a token sees itself and the W - 1 tokens before it in its samples, as in transformers.
+    """
+    rows = torch.arange(len(forest.subtree_end), device=forest.subtree_end.device)
+    allowed = (rows <= rows[:, None]) & (rows[:, None] < forest.subtree_end)
+    return allowed if window is None else allowed & near(forest.position_ids, window)
+
+
+def near(positions: Tensor, window: int) -> Tensor:
+    """Return bool [T, T]: whether a key's position is less than `window` below the query's."""
+    return positions[:, None] < positions + window  # a difference would be int64 [T, T]
+
+
+# --- as a model takes it ----------------------------------------------------------------------------------------------
+
+
+def hf_attention_mask(
+    forest: PrefixForest, attn_implementation: str | None, dtype: torch.dtype, *, window: int | None = None
+) -> Tensor:
+    """Return the mask [1, 1, T, T] for an attention implementation of transformers, on the forest's device.
+
+    Bool for "sdpa". For "eager" the mask is added to the scores: of `dtype`, the model's, 0 where a query sees a key
+    and the dtype's smallest number elsewhere. `window`: as in `dense_mask`; transformers adds none to such a mask.
+
+    Raises: AttentionRouteError for any other route, and for a dtype that is not floating.
+    """
+    return for_route(dense_mask(forest, window=window), attn_implementation, dtype)
+
+
+def for_route(allowed: Tensor, implementation: str | None, dtype: torch.dtype) -> Tensor:
+    """Return a mask bool [T, T] as `hf_attention_mask` does."""
+    refuse_other_routes(implementation)
+    if implementation == "sdpa":
+        return allowed[None, None]
+    if not dtype.is_floating_point:
+        raise AttentionRouteError(
+            f'a mask for "eager" is added to the scores; got {dtype}, expected the model\'s dtype'
+        )
+    added = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return added.masked_fill_(~allowed, torch.finfo(dtype).min)[None, None]
+
+
+def refuse_other_routes(implementation: str | None) -> None:
+    """Raise AttentionRouteError unless an attention implementation takes a dense mask."""
+    if implementation not in ("sdpa", "eager"):
+        known = (why for name, why in _OTHER_ROUTES.items() if name in str(implementation))
+        why = next(known, "is not known here, and may leave the mask out")
+        raise AttentionRouteError(f"attn_implementation={implementation!r} {why}: {_USE}")
+
+
+def architecture_of(forest: PrefixForest, model: nn.Module) -> Architecture:
+    """Return the properties of a model that decide the mask of a forest. Raises, warns: as `architecture`."""
+    lengths = forest.sample_lengths
+    return architecture(model, int(lengths.max()), int(lengths.min()), len(forest.input_ids))
+
+
+def masks_of(traits: Architecture, positions: Tensor, allowed: Tensor) -> Tensor | dict[str, Tensor]:
+    """Return one mask if it fits all layers, else one for each layer type."""
+    windows = windows_of(traits, positions)
+    masks = {}
+    for window in set(windows.values()):
+        seen = allowed if window is None else allowed & near(positions, window)
+        masks[window] = for_route(seen, traits.implementation, traits.dtype)
+    if len(masks) == 1:
+        return next(iter(masks.values()))
+    return {kind: masks[window] for kind, window in windows.items()}
+
+
+def windows_of(traits: Architecture, positions: Tensor) -> dict[str, int | None]:
+    """Return the windows by layer type; None for a window that no sample exceeds."""
+    longest = int(positions.max()) + 1
+    return {kind: None if window is None or longest <= window else window for kind, window in traits.windows.items()}
