@@ -7,6 +7,7 @@ The row and its supervision:
     sequences.py      which input is accepted: ids and masks as arrays, message trees as threads
     layout/           the integers of a forest: the radix tree and its pre-order
     edges.py          LossEdges: which row predicts which target, with which weight; log-probs and losses from logits
+    bins.py           groups of samples as forests under a token budget, for micro-batches and ranks
 
 What a model needs:
 

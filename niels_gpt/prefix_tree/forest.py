@@ -247,6 +247,36 @@ class PrefixForest:
             tokens, nodes, before = tokens + size, nodes + len(forest.node_starts), before + len(forest.loss_mask)
         return cls(**{name: torch.cat(column) for name, column in columns.items()})
 
+    @torch.inference_mode(False)
+    def subset(self, samples: Any) -> PrefixForest:
+        """Return the forest of some samples, by their rising numbers [S]: their nodes, without padding.
+
+        Raises: ValueError for no sample, and for numbers that do not rise or are not samples of this forest.
+        """
+        chosen = torch.as_tensor(samples, device=self.input_ids.device)
+        if not len(chosen) or bool((chosen.diff() < 1).any()) or not 0 <= chosen[0] <= chosen[-1] < self.num_samples:
+            raise ValueError(f"samples is {samples!r:.200}; expected rising numbers from 0 to {self.num_samples - 1}")
+        if len(chosen) == self.num_samples and self.num_tokens == len(self.input_ids):
+            return self
+        ends, sizes = self.sample_ends[chosen], self.sample_lengths[chosen]
+        columns = (self.node_starts, self.node_lengths, self.node_parents, ends)
+        part = radix.part_of_samples(*(each.numpy(force=True) for each in columns))
+        starts, lengths, parents, last, kept = (torch.from_numpy(each).to(chosen.device) for each in part)
+        before = chosen.new_zeros(len(self.input_ids) + 1).index_fill(0, kept + 1, 1).cumsum(0)
+        of_samples = torch.zeros(self.num_samples, dtype=torch.bool, device=kept.device).index_fill(0, chosen, True)
+        return PrefixForest(
+            input_ids=self.input_ids[kept],
+            position_ids=self.position_ids[kept],
+            subtree_end=before[self.subtree_end[kept]],
+            node_starts=starts,
+            node_lengths=lengths,
+            node_parents=parents,
+            sample_ends=last,
+            sample_offsets=torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]),
+            loss_mask=self.loss_mask[of_samples.repeat_interleave(self.sample_lengths)],
+            completion_starts=self.completion_starts[chosen],
+        )
+
     @classmethod
     @torch.inference_mode(False)
     def _laid_out(

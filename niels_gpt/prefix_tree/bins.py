@@ -1,0 +1,409 @@
+"""Bins: groups of samples as forests under a token budget, for the micro-batches of a step and for several ranks.
+
+    bins = pack(groups, max_tokens=16_384, ranks=4)        # the same on all ranks
+    for each in bins[rank::4]:                             # as many bins on each rank, of about equal work
+        loss = summed_loss(each.forest) / sum(one.loss_tokens for one in bins)
+        loss.backward()                                    # gradients add up to those of all samples in one row
+
+A group stays in one bin where it fits. A larger one is cut in depth-first order, so that a piece shares as much as it
+can; each sample is in one bin, and what the pieces share is computed once for each of them. Nothing is drawn: equal
+input gives equal bins.
+
+`plan_bins` decides on integers alone: the length of each sample, and the tokens that it shares with the one before it
+in depth-first order. They give tokens and attention pairs of any selection of samples without its forest.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from niels_gpt.prefix_tree.forest import ModelShape, PrefixForest
+from niels_gpt.prefix_tree.layout.radix import Ints
+from niels_gpt.prefix_tree.savings import MODEL_7B
+
+OVERSIZE = ("error", "own_bin")
+SHAPE_7B = ModelShape(**MODEL_7B)
+
+
+class SampleSizes(NamedTuple):
+    """The samples of groups in the depth-first order of their trees, one group after another."""
+
+    lengths: Ints  # [S] tokens of each sample, at least 1
+    shared: Ints  # [S] tokens that it shares with the sample before it; 0 for the first of a group
+    group_offsets: Ints  # [G + 1] where a group begins
+
+    @classmethod
+    def of(cls, forests: Sequence[PrefixForest]) -> tuple[SampleSizes, Ints]:
+        """Return the sizes of forests, each of them a group; and the number of each sample, counted over all forests."""
+        parts = [_depth_first(forest) for forest in forests]
+        counts = np.array([0, *(forest.num_samples for forest in forests)]).cumsum()
+        order = np.concatenate([part[0] + start for part, start in zip(parts, counts[:-1], strict=True)])
+        lengths, shared = (np.concatenate([part[i] for part in parts]) for i in (1, 2))
+        return cls(lengths, shared, counts), order
+
+
+def _depth_first(forest: PrefixForest) -> tuple[Ints, Ints, Ints]:
+    """Return the samples in depth-first order, their lengths, and the tokens each shares with the one before."""
+    ends = forest.sample_ends.numpy(force=True)
+    order = ends.argsort(kind="stable")  # nodes are in pre-order, so a sample comes before those that continue it
+    lengths, nodes = forest.sample_lengths.numpy(force=True)[order], ends[order]
+    above = forest.position_ids.numpy(force=True)[forest.node_starts.numpy(force=True)]  # tokens above each node
+    shared = np.zeros(len(order), dtype=np.int64)
+    # Of the nodes between two ends, the one that begins highest hangs on the last node that both samples have.
+    if len(order) > 1:
+        between = _least_between(above, nodes)
+        shared[1:] = np.where(nodes[1:] == nodes[:-1], lengths[1:], between)
+    return order, lengths, shared
+
+
+def _least_between(values: Ints, places: Ints) -> Ints:
+    """Return the least value after each place up to the next one, [places - 1]; undefined between equal places."""
+    bounds = np.stack([places[:-1] + 1, places[1:] + 1], 1).ravel()
+    least: Ints = np.minimum.reduceat(np.append(values, 0), bounds)[::2]
+    return least
+
+
+class _Item(NamedTuple):
+    """A group, or a piece of one: it stays in one bin. Ordered by work, then by place."""
+
+    work: int
+    begin: int
+    end: int
+    tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class BinPlan:
+    """Which samples are in which bin. Bin i is the one of rank i % ranks in round i // ranks."""
+
+    bins: list[Ints]
+    """For each bin its samples, as rising indices into the sizes."""
+    marginal_tokens: list[Ints]
+    """For each bin the tokens that each of its samples adds, in the order of `bins`."""
+    pairs: list[int]
+    """Attention pairs of each bin."""
+    ranks: int
+    shape: ModelShape
+    """Decides what a token and a pair cost."""
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """Return the tokens of each bin after folding."""
+        return [int(tokens.sum()) for tokens in self.marginal_tokens]
+
+    @cached_property
+    def work(self) -> list[int]:
+        """Return the FLOPs of each bin."""
+        return [self.shape.training_flops(*each) for each in zip(self.tokens, self.pairs, strict=True)]
+
+    @property
+    def imbalance(self) -> float:
+        """Return the work of the busiest rank over the mean of all ranks: 1 where it is equal."""
+        ranks = [sum(self.work[rank :: self.ranks]) for rank in range(self.ranks)]
+        return max(ranks) * self.ranks / sum(ranks)
+
+    @property
+    def round_imbalance(self) -> float:
+        """Return the same where ranks wait for each other after every bin: the largest bins of all rounds, summed."""
+        rounds = [self.work[first : first + self.ranks] for first in range(0, len(self.bins), self.ranks)]
+        return sum(map(max, rounds)) * self.ranks / sum(self.work)
+
+
+def plan_bins(
+    sizes: SampleSizes,
+    max_tokens: int,
+    *,
+    ranks: int = 1,
+    oversize: str = "error",
+    shape: ModelShape = SHAPE_7B,
+    names: Sequence[Any] | None = None,
+) -> BinPlan:
+    """Decide which samples are folded together, from their sizes alone.
+
+    Args:
+        sizes: of the samples.
+        max_tokens: the most tokens of a bin after folding.
+        ranks: processes that share the bins. Each gets the same number of them; where groups are too few for that,
+            the largest are cut.
+        oversize: of a sample with more than max_tokens: "error", or "own_bin", where the bin exceeds the budget.
+        shape: of the model, for the work of a bin.
+        names: of the samples, for errors. Default: their indices.
+
+    With one rank the largest group comes first and goes into the fullest bin that has room (best fit decreasing).
+    With more, the number of bins is fixed and each group goes into the bin with the least work that has room.
+
+    Raises:
+        ValueError: a sample is larger than the budget, there are fewer samples than ranks, or an argument is wrong.
+    """
+    if max_tokens < 1 or ranks < 1 or oversize not in OVERSIZE:
+        raise ValueError(
+            f"max_tokens is {max_tokens}, ranks {ranks} and oversize {oversize!r}; expected 1 or more, 1 or more, and "
+            f"one of {', '.join(OVERSIZE)}"
+        )
+    measure = _Measure(sizes, shape)
+    over = np.flatnonzero(sizes.lengths > max_tokens)
+    if len(over) and oversize == "error":
+        first = int(over[0])
+        raise ValueError(
+            f"sample {first if names is None else names[first]} has {sizes.lengths[first]} tokens, and "
+            f"{len(over) - 1} more are above max_tokens, {max_tokens}. Raise max_tokens to {sizes.lengths.max()} or "
+            'more, cut the samples, or pass oversize="own_bin"'
+        )
+    if len(sizes.lengths) < ranks:
+        raise ValueError(f"there are {len(sizes.lengths)} samples for {ranks} ranks; expected one for each at least")
+    items = measure.items(max_tokens)
+    found = _best_fit(items, max_tokens)
+    if ranks > 1:
+        found = _over_ranks(measure, items, len(found), max_tokens, ranks)
+    bins = [np.concatenate([np.arange(item.begin, item.end) for item in sorted(each, key=_begin)]) for each in found]
+    marginal, pairs = zip(*map(measure.marginal, bins), strict=True)
+    return BinPlan(bins, list(marginal), list(pairs), ranks, shape)
+
+
+def _begin(item: _Item) -> int:
+    return item.begin
+
+
+class _Measure:
+    """Tokens, attention pairs and work of any run of samples, from running sums."""
+
+    def __init__(self, sizes: SampleSizes, shape: ModelShape) -> None:
+        self.sizes, self.shape = sizes, shape
+        lengths, shared = sizes.lengths, sizes.shared
+        self.tokens = np.concatenate([[0], np.cumsum(lengths - shared)])
+        self.pairs = np.concatenate([[0], np.cumsum(_triangle(lengths) - _triangle(shared))])
+
+    def item(self, begin: int, end: int) -> _Item:
+        """Return a run of samples of one group; the first of them stores all of its tokens."""
+        above = int(self.sizes.shared[begin])
+        tokens = int(self.tokens[end] - self.tokens[begin]) + above
+        pairs = int(self.pairs[end] - self.pairs[begin]) + above * (above + 1) // 2
+        return _Item(self.shape.training_flops(tokens, pairs), begin, end, tokens)
+
+    def items(self, max_tokens: int) -> list[_Item]:
+        """Return each group, those above the budget in as few runs as possible."""
+        items: list[_Item] = []
+        for begin, end in pairwise(self.sizes.group_offsets.tolist()):
+            at = begin
+            while at < end:
+                room = int(self.tokens[at]) + max_tokens - int(self.sizes.shared[at])
+                stop = min(end, int(self.tokens.searchsorted(room, side="right")) - 1)
+                items.append(self.item(at, max(stop, at + 1)))  # a sample above the budget: its own
+                at = items[-1].end
+        return items
+
+    def halves(self, item: _Item) -> list[_Item]:
+        """Return two runs of about the same number of tokens."""
+        begin, end = item.begin, item.end
+        first = self.tokens[begin + 1 : end] - self.tokens[begin] + self.sizes.shared[begin]
+        second = self.tokens[end] - self.tokens[begin + 1 : end] + self.sizes.shared[begin + 1 : end]
+        at = begin + 1 + int(np.maximum(first, second).argmin())
+        return [self.item(item.begin, at), self.item(at, item.end)]
+
+    def marginal(self, samples: Ints) -> tuple[Ints, int]:
+        """Return the tokens that each of some samples adds to those before it, and the pairs of all of them."""
+        lengths = self.sizes.lengths[samples]
+        shared = np.zeros(len(samples), dtype=np.int64)
+        if len(samples) > 1:  # over a gap, what both ends share is the least of what neighbours share; 0 over groups
+            shared[1:] = _least_between(self.sizes.shared, samples)
+        return lengths - shared, int((_triangle(lengths) - _triangle(shared)).sum())
+
+
+def _triangle(tokens: Ints) -> Ints:
+    return tokens * (tokens + 1) // 2
+
+
+def _best_fit(items: Iterable[_Item], max_tokens: int) -> list[list[_Item]]:
+    """Put items into the fullest bin that has room, the largest first."""
+    bins: list[list[_Item]] = []
+    room: list[tuple[int, int]] = []  # rising: tokens left in a bin, its number
+    for item in sorted(items, key=lambda item: (-item.tokens, item.begin)):
+        place = bisect_left(room, (item.tokens, -1))
+        left, number = room.pop(place) if place < len(room) else (max_tokens, len(bins))
+        if number == len(bins):
+            bins.append([])
+        bins[number].append(item)
+        if left > item.tokens:
+            insort(room, (left - item.tokens, number))
+    return bins
+
+
+def _over_ranks(measure: _Measure, items: list[_Item], least: int, max_tokens: int, ranks: int) -> list[list[_Item]]:
+    """Return a multiple of `ranks` bins, at least `least`: round by round, with as equal work as can be had."""
+    count = -(-least // ranks) * ranks
+    whole = [item for item in items if item.end - item.begin == 1]
+    cuttable = [(-item.work, item.begin, item) for item in items if item.end - item.begin > 1]
+    heapq.heapify(cuttable)
+    while True:
+        while len(whole) + len(cuttable) < count:
+            if not cuttable:
+                raise ValueError(
+                    f"{len(whole)} samples cannot make {count} bins, the same number for each of {ranks} ranks. Use "
+                    "fewer ranks, or more samples in a step"
+                )
+            for half in measure.halves(heapq.heappop(cuttable)[2]):
+                if half.end - half.begin == 1:
+                    whole.append(half)
+                else:
+                    heapq.heappush(cuttable, (-half.work, half.begin, half))
+        bins = _least_work([*whole, *(item for *_, item in cuttable)], count, max_tokens)
+        if bins is not None:
+            return _dealt(bins, ranks)
+        count += ranks
+
+
+def _least_work(items: list[_Item], count: int, max_tokens: int) -> list[list[_Item]] | None:
+    """Put items into the bin with the least work that has room, the most work first. None: one has room nowhere."""
+    bins: list[list[_Item]] = [[] for _ in range(count)]
+    waiting = [(0, number, 0) for number in range(count)]  # a heap: work, number, tokens
+    for item in sorted(items, key=lambda item: (-item.work, item.begin)):
+        passed = []
+        while waiting and waiting[0][2] and waiting[0][2] + item.tokens > max_tokens:
+            passed.append(heapq.heappop(waiting))
+        if not waiting:
+            return None
+        work, number, tokens = heapq.heappop(waiting)
+        bins[number].append(item)
+        for each in (*passed, (work + item.work, number, tokens + item.tokens)):
+            heapq.heappush(waiting, each)
+    return bins
+
+
+def _dealt(bins: list[list[_Item]], ranks: int) -> list[list[_Item]]:
+    """Return bins in rounds of similar work; in each, the rank with the least work so far gets the most."""
+    done = [0] * ranks
+    dealt: list[list[_Item]] = []
+    heaviest = sorted(bins, key=lambda each: (-sum(item.work for item in each), each[0].begin))
+    for first in range(0, len(bins), ranks):
+        here: list[list[_Item]] = [[]] * ranks
+        ready = sorted(range(ranks), key=lambda rank: (done[rank], rank))
+        for rank, each in zip(ready, heaviest[first : first + ranks], strict=True):
+            here[rank] = each
+            done[rank] += sum(item.work for item in each)
+        dealt += here
+    return dealt
+
+
+# --- forests ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Bin:
+    """Samples that are folded into one row. Its forest is made where it is first asked for."""
+
+    samples: Tensor
+    """int64 [S], the number of each sample of `forest`, counted over all groups; groups in their order."""
+    marginal_tokens: Tensor
+    """int64 [S], the tokens that each of them adds to the row: shared ones count for the first in depth-first order."""
+    pairs: int
+    """Attention pairs."""
+    loss_tokens: int
+    """Targets that a row predicts. Divide a sum over bins by their sum over all bins of the step, of all ranks."""
+    parts: Sequence[tuple[PrefixForest, Tensor]]
+    """The groups that samples come from, and the samples of each."""
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of the row, without padding."""
+        return int(self.marginal_tokens.sum())
+
+    @cached_property
+    def forest(self) -> PrefixForest:
+        """Return the samples as one row."""
+        return PrefixForest.joined([forest.subset(samples) for forest, samples in self.parts])
+
+
+def pack(
+    samples: Sequence[Any],
+    max_tokens: int,
+    *,
+    groups: Iterable[Hashable] | None = None,
+    loss_mask: Sequence[Any] | None = None,
+    prompt_lengths: Sequence[int] | None = None,
+    ranks: int = 1,
+    oversize: str = "error",
+    shape: ModelShape = SHAPE_7B,
+) -> list[Bin]:
+    """Return bins of at most max_tokens tokens that hold each sample once; rank r of R takes bins[r::R].
+
+    Args:
+        samples: forests, each of them a group; or sequences of ids, as in PrefixForest.from_sequences.
+        max_tokens: the most tokens of a row.
+        groups: of sequences, the group of each, such as the id of its prompt. Samples of different groups share
+            nothing. Default: one group.
+        loss_mask, prompt_lengths: of sequences, as in PrefixForest.from_sequences.
+        ranks, oversize, shape: as in `plan_bins`.
+
+    Raises:
+        ValueError: as in `plan_bins` and PrefixForest.from_sequences; or an argument for sequences beside forests.
+    """
+    forests, numbers = _grouped(samples, groups, loss_mask, prompt_lengths)
+    sizes, order = SampleSizes.of(forests)
+    plan = plan_bins(sizes, max_tokens, ranks=ranks, oversize=oversize, shape=shape, names=numbers[order].tolist())
+    group = np.repeat(np.arange(len(forests)), np.diff(sizes.group_offsets))
+    targets = np.concatenate([_loss_tokens(forest) for forest in forests])
+    bins = []
+    for places, marginal, pairs in zip(plan.bins, plan.marginal_tokens, plan.pairs, strict=True):
+        chosen = order[places]
+        row = chosen.argsort()  # groups are in order already
+        chosen = chosen[row]
+        cuts = np.flatnonzero(np.diff(group[chosen])) + 1
+        parts = [
+            (forests[group[part[0]]], torch.from_numpy(part - sizes.group_offsets[group[part[0]]]))
+            for part in np.split(chosen, cuts)
+        ]
+        mine, adds = torch.from_numpy(numbers[chosen]), torch.from_numpy(marginal[row])
+        bins.append(Bin(mine, adds, pairs, int(targets[chosen].sum()), parts))
+    return bins
+
+
+def _grouped(
+    samples: Sequence[Any],
+    groups: Iterable[Hashable] | None,
+    loss_mask: Sequence[Any] | None,
+    prompt_lengths: Sequence[int] | None,
+) -> tuple[list[PrefixForest], Ints]:
+    """Return a forest for each group, and the caller's number of each sample of them."""
+    samples = list(samples)
+    if samples and all(isinstance(each, PrefixForest) for each in samples):
+        if not groups is loss_mask is prompt_lengths is None:
+            raise ValueError(
+                "forests have their groups, masks and prompts; expected these arguments for sequences only"
+            )
+        return samples, np.arange(sum(forest.num_samples for forest in samples))
+    keys = [0] * len(samples) if groups is None else list(groups)
+    given = {"groups": keys, "loss_mask": loss_mask, "prompt_lengths": prompt_lengths}
+    for name, values in given.items():
+        if values is not None and len(values) != len(samples):
+            raise ValueError(f"there are {len(values)} {name} for {len(samples)} samples; expected one for each")
+    members: dict[Hashable, list[int]] = {}
+    for number, key in enumerate(keys):
+        members.setdefault(key, []).append(number)
+    forests = [
+        PrefixForest.from_sequences(
+            [samples[number] for number in numbers],
+            loss_mask=None if loss_mask is None else [loss_mask[number] for number in numbers],
+            prompt_lengths=None if prompt_lengths is None else [prompt_lengths[number] for number in numbers],
+        )
+        for numbers in members.values()
+    ]
+    if not forests:
+        raise ValueError("there are no samples; expected at least one")
+    return forests, np.concatenate([np.array(numbers, dtype=np.int64) for numbers in members.values()])
+
+
+def _loss_tokens(forest: PrefixForest) -> Ints:
+    """Return for each sample its targets but the first token, which no row predicts."""
+    wanted, offsets = forest.loss_mask.numpy(force=True).astype(np.int64), forest.sample_offsets.numpy(force=True)
+    sums: Ints = np.add.reduceat(wanted, offsets[:-1]) - wanted[offsets[:-1]]
+    return sums
