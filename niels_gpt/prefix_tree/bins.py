@@ -44,7 +44,7 @@ class SampleSizes(NamedTuple):
 
     @classmethod
     def of(cls, forests: Sequence[PrefixForest]) -> tuple[SampleSizes, Ints]:
-        """Return the sizes of forests, each of them a group; and the number of each sample, counted over all forests."""
+        """Return the sizes of forests, each of them a group; and the number of each sample over all of them."""
         parts = [_depth_first(forest) for forest in forests]
         counts = np.array([0, *(forest.num_samples for forest in forests)]).cumsum()
         order = np.concatenate([part[0] + start for part, start in zip(parts, counts[:-1], strict=True)])
