@@ -1,0 +1,110 @@
+"""The example of GRPO: TRL's trainer on folded rows trains as it does unfolded."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support import ROOT
+
+pytest.importorskip("trl", reason="the extra `rl` brings it")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),  # TRL's and transformers' own
+]
+SMALL = "--prompt 32 --completion 4 16 --group 4 --hidden 64"
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "examples")
+        yield importlib.import_module("folded_grpo")
+        patch.delitem(sys.modules, "folded_grpo")
+
+
+@pytest.fixture(scope="module")
+def options(example: ModuleType) -> Any:
+    return example.parse(SMALL.split())
+
+
+@pytest.fixture(scope="module")
+def folder(example: ModuleType, options: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("grpo"))
+    example.save_model(folder, options)
+    return folder
+
+
+def apart(first: list[dict[str, float]], second: list[dict[str, float]]) -> float:
+    assert len(first) == len(second) == 6
+    return max(abs(a[name] - b[name]) for a, b in zip(first, second, strict=True) for name in a)
+
+
+def test_six_steps_are_those_of_the_unfolded_trainer(example: ModuleType, options: Any, folder: str) -> None:
+    from trl import GRPOTrainer
+
+    shuffled, unfolded, folded = (
+        example.metrics_of(example.trained(kind, options, folder)[0])
+        for kind in (GRPOTrainer, example.Unfolded, example.Folded)
+    )
+    assert apart(unfolded, folded) < 1e-5
+    for name in ("kl", "clip share"):
+        assert sum(row[name] > 1e-3 for row in folded) >= 3, "a run without it proves nothing about it"
+    gradient = [[{name: row[name] for name in ("loss", "grad_norm")} for row in rows] for rows in (shuffled, folded)]
+    assert apart(*gradient) < 1e-5, "which samples share a micro-batch shows in the step"
+
+
+def test_six_steps_of_an_adapter_are_those_of_the_unfolded_trainer(
+    example: ModuleType, options: Any, folder: str
+) -> None:
+    peft = pytest.importorskip("peft", reason="the extra `rl` brings it")
+    found = []
+    for kind in (example.Unfolded, example.Folded):
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+        found.append(example.metrics_of(example.trained(kind, options, folder, peft_config=lora)[0]))
+    assert apart(*found) < 1e-5
+    assert sum(row["kl"] > 1e-6 for row in found[0]) >= 3, "the reference is the policy: no adapter was switched off"
+
+
+def test_padding_and_masked_completions_have_no_part_in_a_row(example: ModuleType, options: Any, folder: str) -> None:
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, example.VOCAB_SIZE, (6, 12), generator=draw)
+    ids[:3, :7], ids[3:, :7] = ids[0, :7].clone(), ids[3, :7].clone()
+    mask = torch.ones_like(ids)
+    mask[3:, :3] = 0  # a shorter prompt
+    mask[1, 9:] = mask[4, 11:] = 0  # shorter completions
+    mask[2, 7:] = 0  # a completion that was cut, which TRL may leave out (mask_truncated_completions)
+    values = []
+    for kind in (example.Unfolded, example.Folded):
+        trainer = example.trainer_of(kind, options, folder)
+        model = trainer.model.eval()
+        logps, entropies, _ = trainer._get_per_token_logps_and_entropies(
+            model, ids, mask, 5, batch_size=4, compute_entropy=True
+        )
+        (logps.square() + entropies).sum().backward()
+        values.append([logps, entropies, *(each.grad for each in model.parameters())])
+    for unfolded, folded in zip(*values, strict=True):
+        torch.testing.assert_close(folded, unfolded, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="pixel_values"):
+        trainer._get_per_token_logps_and_entropies(model, ids, mask, 5, pixel_values=torch.ones(1))
+    mask[:, :7] = 0
+    with pytest.raises(ValueError, match="a prompt is empty"):
+        trainer._get_per_token_logps_and_entropies(model, ids, mask, 5)
+
+
+def test_the_completions_of_a_prompt_stay_together(example: ModuleType) -> None:
+    prompts = torch.tensor([3, 1, 2, 3, 1, 2, 1, 3])[:, None]
+    whole = {"prompt_ids": prompts, "advantages": torch.arange(8.0), "num_items_in_batch": torch.tensor(5)}
+    batches = [{key: value[i : i + 4] if value.ndim else value for key, value in whole.items()} for i in (0, 4)]
+    first, second = example.grouped([{**batch, "old": None} for batch in batches])
+    assert first["prompt_ids"][:, 0].tolist() == [3, 3, 3, 1]
+    assert second["prompt_ids"][:, 0].tolist() == [1, 1, 2, 2]
+    assert [batch["advantages"].tolist() for batch in (first, second)] == [[0, 3, 7, 1], [4, 6, 2, 5]]
+    assert first["num_items_in_batch"] == 5 and first["old"] is None
+    with pytest.raises(TypeError, match="num_images"):
+        example.grouped([{**batch, "num_images": [1]} for batch in batches])
