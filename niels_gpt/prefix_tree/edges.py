@@ -13,9 +13,9 @@ values for one edge. `LossEdges.field` puts them into the order of `sample_edge`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.prefix_tree.layout.fields import PER, by_target, forms_of, right_padded, samples_of
 
 WEIGHTINGS = ("per_sample", "sample_mean", "unique")
-PER = ("sample", "token", "completion", "target")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -119,7 +119,7 @@ class LossEdges:
     @property
     def sample(self) -> Tensor:
         """Return the sample of each supervised token, int64 [M]."""
-        return _samples(self.sample_offsets)
+        return samples_of(self.sample_offsets)
 
     @property
     def rows(self) -> Tensor:
@@ -141,11 +141,13 @@ class LossEdges:
 
         Args:
             values: numbers in one axis, sample by sample; or a list of S rows; or one tensor of rows [S, W], padded on
-                the right to any width.
+                the right to any width. Python's floats become float64, which they are; tensors and arrays keep their
+                dtype. `.to(logp)` brings the result to the dtype of log-probs.
             per: what each value belongs to. "sample": a sample, such as a group-normalised advantage. "token": a token
                 of a sample. "completion": a token of a completion, target or not; needs a forest of
                 `from_rollout_group`, or of `from_sequences` with `prompt_lengths`. "target": a supervised token, as in
-                `sample_logprobs`. Default: inferred from the sizes, which those of a padded tensor do not allow.
+                `sample_logprobs`. Default: inferred from the sizes, which those of a padded tensor do not allow. Sizes
+                that differ in one batch may be equal in another, where inferring is refused: a loss should give it.
 
         Raises:
             ValueError: the sizes fit none of these, or several that differ; per="completion" of a forest that does not
@@ -154,7 +156,8 @@ class LossEdges:
         """
         if per is not None and per not in PER:
             raise ValueError(f"per is {per!r}; expected one of {', '.join(PER)}")
-        forms = {name: form for name, form in _forms(self).items() if per in (None, name)}
+        forms = forms_of(self.field_offsets, self.sample_offsets, self.sample_token, self.completion_starts)
+        forms = {name: form for name, form in forms.items() if per in (None, name)}
         if not forms:
             if bool((self.completion_starts >= 0).all()):
                 raise ValueError("per is 'completion', but a target lies in a prompt: give values per='token'")
@@ -163,14 +166,31 @@ class LossEdges:
                 "tell: the first token of one need not be a target. Make the forest by from_rollout_group, or by "
                 "from_sequences with prompt_lengths; or give a value for each token of each sample (per='token')"
             )
-        if not isinstance(values, Tensor | np.ndarray):
-            values = _listed(values)
-            if isinstance(values, list):
-                return _of_rows([row.to(self.row.device) for row in values], self, forms)
-        tensor = torch.as_tensor(values, device=self.row.device)
-        if tensor.ndim == 2 and len(tensor) == len(self.completion_starts):
-            return _of_padded(tensor, self, forms)
-        return _of_flat(tensor, self, forms)
+        return by_target(values, self.sample, forms)
+
+
+@overload
+def edge_logprobs(
+    hidden_or_logits: Tensor,
+    edges: LossEdges,
+    lm_head: Callable[[Tensor], Tensor] | None = None,
+    *,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    entropies: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def edge_logprobs(
+    hidden_or_logits: Tensor,
+    edges: LossEdges,
+    lm_head: Callable[[Tensor], Tensor] | None = None,
+    *,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    entropies: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def edge_logprobs(
@@ -180,16 +200,20 @@ def edge_logprobs(
     *,
     temperature: float = 1.0,
     chunk: int = 1024,
-) -> Tensor:
+    entropies: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Return the log-prob of each edge's target at its row: [E], float32, or float64 for float64 logits.
 
     Args:
         hidden_or_logits: [T, D] or [1, T, D]: logits, or what `lm_head` turns into logits.
-        lm_head: applied once to each row that has an edge. For a model that scales or caps its logits:
-            `logits_head(model)` of niels_gpt.prefix_tree.heads.
+        lm_head: applied once to each row that has an edge. `body_forward` of niels_gpt.prefix_tree.heads returns it
+            with the hidden states.
         temperature: divides the logits.
         chunk: with an lm_head, how many rows have their logits in memory at a time. The backward pass recomputes each
             chunk.
+        entropies: return (log-probs [E], entropies [E]): beside each log-prob the entropy in nats of the distribution
+            that its target was drawn from, at the same temperature, of the same dtype and with its gradient. A logit
+            of -inf counts 0. Edges of one row have equal entropies, and `sample_logprobs` gives them by token.
 
     Raises:
         ValueError: T is not that of the forest, chunk is below 1, or temperature is not above 0.
@@ -200,30 +224,43 @@ def edge_logprobs(
     picked = _flat(hidden_or_logits, edges.num_rows)[rows]
     recompute = lm_head is not None and torch.is_grad_enabled() and len(rows) > chunk
 
-    def logprobs(part: Tensor, row: Tensor, target: Tensor) -> Tensor:
+    def values(part: Tensor, row: Tensor, target: Tensor) -> tuple[Tensor, ...]:
         logits = part if lm_head is None else lm_head(part)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = logits if temperature == 1 else logits / temperature
-        return logits[row, target] - logits.logsumexp(-1)[row]
+        total = logits.logsumexp(-1)
+        logp = logits[row, target] - total[row]
+        if not entropies:
+            return (logp,)
+        # Recomputed in the backward pass, so that no probabilities are kept beside the logits.
+        return logp, checkpoint(_entropy, logits, use_reentrant=False, preserve_rng_state=False)[row]
 
-    parts: list[Tensor] = []
+    parts: list[tuple[Tensor, ...]] = []
     done = 0
     for part, counts in zip(torch.split(picked, chunk), torch.split(uses, chunk), strict=True):  # at least one
         row = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
         target = edges.target[done : done + len(row)]
         done += len(row)
         if recompute:
-            parts.append(checkpoint(logprobs, part, row, target, use_reentrant=False))
+            parts.append(checkpoint(values, part, row, target, use_reentrant=False))
         else:
-            parts.append(logprobs(part, row, target))
-    return torch.cat(parts)
+            parts.append(values(part, row, target))
+    logp, *entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+    return (logp, entropy[0]) if entropies else logp
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    """Return the entropy of each row [rows] of logits [rows, V]."""
+    logp = logits.log_softmax(-1)
+    probs = logp.exp()
+    return -(probs * logp.masked_fill(probs == 0, 0)).sum(-1)  # 0 log 0 is 0: no NaN for -inf, nor in its gradient
 
 
 def sample_logprobs(edge_logp: Tensor, edges: LossEdges, *, pad: float | None = None) -> Tensor:
     """Return the log-prob of each supervised token by sample: [M], or [S, most targets] padded with `pad`.
 
     Args:
-        edge_logp: [E], of `edge_logprobs`, or any other value per edge.
+        edge_logp: [E], of `edge_logprobs`, or any other value per edge, such as its entropies.
 
     Raises:
         ValueError: another shape.
@@ -231,7 +268,7 @@ def sample_logprobs(edge_logp: Tensor, edges: LossEdges, *, pad: float | None = 
     if edge_logp.shape != (edges.num_edges,):
         raise ValueError(f"edge_logp has shape {list(edge_logp.shape)}; expected [{edges.num_edges}], of edge_logprobs")
     ragged = edge_logp[edges.sample_edge]
-    return ragged if pad is None else _right_padded(ragged, edges.sample_offsets, pad)
+    return ragged if pad is None else right_padded(ragged, edges.sample_offsets, pad)
 
 
 def folded_cross_entropy(
@@ -277,7 +314,7 @@ def unfold(x: Tensor, forest: PrefixForest, *, pad: float | None = None) -> Tens
         pad: None returns [sum of sample lengths, ...]; a number returns [S, longest sample, ...], padded with it.
     """
     ragged = _flat(x, len(forest.input_ids))[forest.sample_rows]
-    return ragged if pad is None else _right_padded(ragged, forest.sample_offsets, pad)
+    return ragged if pad is None else right_padded(ragged, forest.sample_offsets, pad)
 
 
 def at_predictions(x: Tensor, edges: LossEdges) -> Tensor:
@@ -296,96 +333,3 @@ def _flat(x: Tensor, rows: int) -> Tensor:
     if x.ndim == 0 or x.shape[0] != rows:
         raise ValueError(f"got a tensor of shape {list(x.shape)}; expected [{rows}, ...] or [1, {rows}, ...]: T rows")
     return x
-
-
-# --- fields: values per sample, or per sample and token ---------------------------------------------------------------
-
-# How many values a row of a field has by sample [S], and the index in its row of each supervised token [M].
-Form = tuple[Tensor, Tensor]
-
-
-def _samples(offsets: Tensor) -> Tensor:
-    """Return the sample of each value of a ragged field: offsets [0, 2, 3] give [0, 0, 1]."""
-    lengths = offsets.diff()
-    return torch.arange(len(lengths), device=offsets.device).repeat_interleave(lengths)
-
-
-def places(offsets: Tensor) -> Tensor:
-    """Return the index of each value of a ragged field in its sample: offsets [0, 2, 3] give [0, 1, 0]."""
-    return torch.arange(int(offsets[-1]), device=offsets.device) - offsets[_samples(offsets)]
-
-
-def _right_padded(ragged: Tensor, offsets: Tensor, pad: float) -> Tensor:
-    """Return [S, longest, ...] for a ragged field [sum of lengths, ...], padded with `pad`."""
-    longest = int(offsets.diff().max())
-    out = ragged.new_full((len(offsets) - 1, longest, *ragged.shape[1:]), pad)
-    return out.index_put((_samples(offsets), places(offsets)), ragged)
-
-
-def _forms(edges: LossEdges) -> dict[str, Form]:
-    """Return the forms, by the names of PER, in which a field of these samples may be given."""
-    lengths, sample, starts = edges.field_offsets.diff(), edges.sample, edges.completion_starts
-    place = edges.sample_token - edges.field_offsets[sample]
-    forms = {"sample": (torch.ones_like(lengths), torch.zeros_like(place)), "token": (lengths, place)}
-    if bool((starts >= 0).all()) and bool((place >= starts[sample]).all()):
-        forms["completion"] = (lengths - starts, place - starts[sample])
-    forms["target"] = (edges.sample_offsets.diff(), places(edges.sample_offsets))
-    return forms
-
-
-def _listed(values: Any) -> Tensor | list[Tensor]:
-    """Return a list of numbers as one tensor, and a list of rows as rows."""
-    if isinstance(values, Mapping | str):
-        raise TypeError(f"a field is a {type(values).__name__}; expected values or rows in the order of the samples")
-    values = list(values)
-    if not any(hasattr(value, "__len__") and getattr(value, "shape", None) != () for value in values):
-        return torch.stack(values) if values and isinstance(values[0], Tensor) else torch.as_tensor(values)
-    rows = [torch.as_tensor(value) for value in values]
-    for sample, row in enumerate(rows):
-        if row.ndim != 1:
-            raise ValueError(f"the field of sample {sample} has shape {list(row.shape)}; expected one axis")
-    return rows
-
-
-def _index(edges: LossEdges, form: Form) -> Tensor:
-    """Return the index of each supervised token in a ragged field of a form: [M]."""
-    lengths, place = form
-    return (lengths.cumsum(0) - lengths)[edges.sample] + place
-
-
-def _of_flat(values: Tensor, edges: LossEdges, forms: Mapping[str, Form]) -> Tensor:
-    sizes = ", ".join(f"{int(lengths.sum())} (per {name})" for name, (lengths, _) in forms.items())
-    indices = [_index(edges, form) for form in forms.values() if values.shape == (int(form[0].sum()),)]
-    if not indices:
-        samples = len(edges.completion_starts)
-        raise ValueError(f"a field has shape {list(values.shape)}; expected {samples} rows, or one axis of {sizes}")
-    if not all(torch.equal(indices[0], index) for index in indices):
-        raise ValueError(f"a field of {len(values)} values may be several of {sizes}: say which, as in per={PER[0]!r}")
-    return values[indices[0]]
-
-
-def _of_rows(rows: list[Tensor], edges: LossEdges, forms: Mapping[str, Form]) -> Tensor:
-    samples = len(edges.completion_starts)
-    if len(rows) != samples:
-        raise ValueError(f"a field has {len(rows)} rows; expected one for each of {samples} samples")
-    sizes = torch.tensor([len(row) for row in rows], device=edges.row.device)
-    for form in forms.values():
-        if torch.equal(sizes, form[0]):
-            return torch.cat(rows)[_index(edges, form)]
-    # The form that fits the most samples was probably meant: report the first sample that breaks it.
-    wrong = max(int((sizes != lengths).nonzero()[0]) for lengths, _ in forms.values())
-    wanted = ", ".join(f"{int(lengths[wrong])} (per {name})" for name, (lengths, _) in forms.items())
-    raise ValueError(f"the field of sample {wrong} has {len(rows[wrong])} values; expected one of: {wanted}")
-
-
-def _of_padded(values: Tensor, edges: LossEdges, forms: Mapping[str, Form]) -> Tensor:
-    if len(forms) > 1:  # the width does not tell: a batch is padded to the longest of all its groups
-        raise ValueError(
-            f"a field has shape {list(values.shape)}: a column may be a token of the sample, of the completion or a "
-            'target; say which, as in per="completion", or pass a list of rows'
-        )
-    ((name, (lengths, place)),) = forms.items()
-    if values.shape[1] < int(lengths.max()):
-        longest = int(lengths.max())
-        raise ValueError(f"a field has shape {list(values.shape)}; expected {longest} columns or more (per {name})")
-    return values[edges.sample, place]

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from niels_gpt.prefix_tree.attention import AttnMaskSpec, dense_mask
-from niels_gpt.prefix_tree.edges import LossEdges, places
+from niels_gpt.prefix_tree.edges import LossEdges
 from niels_gpt.prefix_tree.fold import FoldedRollouts
 from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.prefix_tree.layout.fields import places
 from niels_gpt.prefix_tree.sequences import concatenated, masks
 
 Batch = PrefixForest | FoldedRollouts | Mapping[str, Any]

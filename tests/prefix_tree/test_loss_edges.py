@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -157,6 +158,65 @@ def test_temperature_divides_and_half_precision_is_summed_in_float32() -> None:
     assert edge_logprobs(low, edges).tolist() == pytest.approx(logprobs(low, edges), rel=1e-5)
 
 
+def plain_entropy(logits: Tensor, edges: LossEdges) -> Tensor:
+    logp = logits.log_softmax(-1)[edges.row]
+    return -(logp.exp() * logp).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [2, 10**9])
+def test_entropies_come_with_the_logprobs_and_have_the_gradient_of_the_plain_ones(chunk: int) -> None:
+    edges = LossEdges.from_forest(PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4, 5], [1, 6]]))
+    hidden = torch.randn(1, edges.num_rows, 4, dtype=torch.float64, requires_grad=True)
+    head = torch.nn.Linear(4, 11, dtype=torch.float64)
+
+    def both(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        def product(rows: Tensor) -> Tensor:
+            return rows @ weight.T
+
+        return edge_logprobs(hidden, edges, product, temperature=0.7, chunk=chunk, entropies=True)
+
+    logp, entropy = both(hidden, head.weight)
+    logits = hidden[0] @ head.weight.T / 0.7
+    assert torch.allclose(entropy, plain_entropy(logits, edges), rtol=1e-12)
+    assert torch.equal(logp, edge_logprobs(hidden, edges, lambda rows: rows @ head.weight.T, temperature=0.7))
+    assert sample_logprobs(entropy, edges).shape == (edges.num_loss_tokens,)
+    assert torch.autograd.gradcheck(both, (hidden, head.weight))
+    with torch.no_grad():
+        assert torch.equal(both(hidden, head.weight)[1], entropy)
+    low = logits.detach().bfloat16()
+    assert edge_logprobs(low, edges, entropies=True)[1].dtype == torch.float32
+
+
+def test_entropies_of_extreme_logits_are_exact_and_have_finite_gradients() -> None:
+    edges = LossEdges.from_forest(PrefixForest.from_sequences([[1, 2], [3, 0]]))
+    logits = torch.tensor([[1e4, 1e4, -math.inf], [0, 0, 0], [1e4, 0, 0], [0, 0, 0]], requires_grad=True)
+    edges = replace(edges, row=torch.tensor([0, 2]), target=torch.tensor([1, 0]), num_rows=4)
+    _, entropy = edge_logprobs(logits, edges, entropies=True)
+    assert entropy.tolist() == [pytest.approx(math.log(2), rel=1e-6), 0]
+    (gradient,) = torch.autograd.grad(entropy.sum(), logits)
+    assert gradient.isfinite().all() and not gradient[:, 2].any()
+
+
+def test_entropies_keep_nothing_of_the_size_of_the_logits() -> None:
+    rows, vocab = 8, 64
+    edges = LossEdges.from_forest(PrefixForest.from_rollout_group([1], [[2] * rows]))
+    logits = torch.randn(edges.num_rows, vocab, requires_grad=True)
+
+    def kept(**options: Any) -> int:
+        large: set[int] = set()
+
+        def pack(value: Tensor) -> Tensor:
+            large.update([value.data_ptr()] if value.numel() >= rows * vocab else [])
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+            found = edge_logprobs(logits, edges, **options)
+        assert isinstance(found, tuple) == bool(options)
+        return len(large)
+
+    assert kept(entropies=True) == kept() == 1
+
+
 class TestFields:
     """Samples 1 2 | 10 11 and 1 2 | 20 21 22, of which the token 21 (a tool's, say) is no target."""
 
@@ -189,6 +249,18 @@ class TestFields:
         assert self.edges.field(values, per=per).tolist() == wanted
         if getattr(values, "ndim", 1) == 1:  # the sizes of these say it too
             assert self.edges.field(values).tolist() == wanted
+
+    def test_the_floats_and_integers_of_lists_keep_their_values(self) -> None:
+        for values in ([0.1, 0.2], [[0.1, 0.1], [0.2, 0.2]], [(0.1, 0.1), [0.2, 0.2]]):
+            assert self.edges.field(values).tolist() == [0.1, 0.1, 0.2, 0.2]
+        assert self.edges.field([2**53 + 1, 1]).tolist()[0] == 2**53 + 1
+        assert self.edges.field(torch.ones(2)).dtype == self.edges.field(np.ones(2, "f4")).dtype == torch.float32
+        assert self.edges.field([torch.tensor([1.0, 2]), torch.tensor([3.0, 4])]).dtype == torch.float32
+        forest = PrefixForest.from_sequences([[1, 2], [1, 3, 4]], loss_mask=[[0, 0], [0, 1, 1]])
+        edges = LossEdges.from_forest(forest, weighting=[[], [0.1, 0.2]])
+        assert edges.weight.tolist() == [0.1, 0.2]
+        assert edges.field([[], [2**53 + 1, 1]]).tolist()[0] == 2**53 + 1
+        assert folded_cross_entropy(torch.zeros(4, 9), edges, normalizer=1).dtype == torch.float32
 
     @pytest.mark.parametrize("width", [5, 6, 16])
     def test_padded_rows_may_be_of_any_width_but_have_to_say_what_a_column_is(self, width: int) -> None:
@@ -226,7 +298,7 @@ class TestFields:
         # Two samples and two targets, both of the second sample.
         forest = PrefixForest.from_sequences([[1, 2], [1, 3, 4]], loss_mask=[[0, 0], [0, 1, 1]])
         edges = LossEdges.from_forest(forest)
-        with pytest.raises(ValueError, match=r"may be several of 2 \(per sample\).*as in per='sample'"):
+        with pytest.raises(ValueError, match=r"may be several of 2 \(per sample\).*say which by per='sample' or"):
             edges.field(torch.tensor([1.0, 2.0]))
         assert edges.field([1.0, 2.0], per="sample").tolist() == [2, 2]
         assert edges.field([[], [1.0, 2.0]]).tolist() == [1, 2]

@@ -1,4 +1,5 @@
-"""The integers that a forest is made of.
+"""The integers that a forest is made of, and values in their order.
 
 radix.py   sequences -> radix tree -> pre-order: where nodes are split, and the order of the tokens
+fields.py  ragged fields: values per sample, or per sample and token, in the order of the supervised tokens
 """

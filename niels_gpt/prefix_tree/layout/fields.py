@@ -1,0 +1,149 @@
+"""Ragged fields: values per sample, or per sample and token, in the order of the supervised tokens.
+
+`LossEdges.field` is the public form. A field is one axis of values, sample by sample; or a list of rows; or one padded
+tensor. What a value belongs to is its form, by the names of PER.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PER = ("sample", "token", "completion", "target")
+
+# How many values a row of a field has by sample [S], and the index in its row of each supervised token [M].
+Form = tuple[Tensor, Tensor]
+
+
+def samples_of(offsets: Tensor) -> Tensor:
+    """Return the sample of each value of a ragged field: offsets [0, 2, 3] give [0, 0, 1]."""
+    lengths = offsets.diff()
+    return torch.arange(len(lengths), device=offsets.device).repeat_interleave(lengths)
+
+
+def places(offsets: Tensor) -> Tensor:
+    """Return the index of each value of a ragged field in its sample: offsets [0, 2, 3] give [0, 1, 0]."""
+    return torch.arange(int(offsets[-1]), device=offsets.device) - offsets[samples_of(offsets)]
+
+
+def right_padded(ragged: Tensor, offsets: Tensor, pad: float) -> Tensor:
+    """Return [S, longest, ...] for a ragged field [sum of lengths, ...], padded with `pad`."""
+    longest = int(offsets.diff().max())
+    out = ragged.new_full((len(offsets) - 1, longest, *ragged.shape[1:]), pad)
+    return out.index_put((samples_of(offsets), places(offsets)), ragged)
+
+
+def forms_of(token_offsets: Tensor, target_offsets: Tensor, tokens: Tensor, starts: Tensor) -> dict[str, Form]:
+    """Return the forms, by the names of PER, in which a field of S samples may be given.
+
+    Args:
+        token_offsets, target_offsets: int64 [S + 1], where a sample begins among all tokens, and among targets.
+        tokens: int64 [M], the index of each target among all tokens.
+        starts: int64 [S], tokens of a sample before its completion; -1 where it is not known.
+    """
+    lengths, sample = token_offsets.diff(), samples_of(target_offsets)
+    place = tokens - token_offsets[sample]
+    forms = {"sample": (torch.ones_like(lengths), torch.zeros_like(place)), "token": (lengths, place)}
+    if bool((starts >= 0).all()) and bool((place >= starts[sample]).all()):
+        forms["completion"] = (lengths - starts, place - starts[sample])
+    forms["target"] = (target_offsets.diff(), places(target_offsets))
+    return forms
+
+
+def by_target(values: Any, sample: Tensor, forms: Mapping[str, Form]) -> Tensor:
+    """Return the values of each supervised token: [M], differentiable, on the device of `sample`.
+
+    Args:
+        values: as in `LossEdges.field`.
+        sample: int64 [M], the sample of each supervised token.
+        forms: the forms that the values may have; not empty.
+
+    Raises:
+        ValueError, TypeError: as in `LossEdges.field`.
+    """
+    if not isinstance(values, Tensor | np.ndarray):
+        values = _listed(values)
+        if isinstance(values, list):
+            return _of_rows([row.to(sample.device) for row in values], sample, forms)
+    tensor = torch.as_tensor(values, device=sample.device)
+    if tensor.ndim == 2 and len(tensor) == len(next(iter(forms.values()))[0]):
+        return _of_padded(tensor, sample, forms)
+    return _of_flat(tensor, sample, forms)
+
+
+def _listed(values: Any) -> Tensor | list[Tensor]:
+    """Return a list of numbers as one tensor, and a list of rows as rows."""
+    if isinstance(values, Mapping | str):
+        raise TypeError(f"a field is a {type(values).__name__}; expected values or rows in the order of the samples")
+    values = list(values)
+    if not any(hasattr(value, "__len__") and getattr(value, "shape", None) != () for value in values):
+        return _tensor(values)
+    rows = [_tensor(value) for value in values]
+    for sample, row in enumerate(rows):
+        if row.ndim != 1:
+            raise ValueError(f"the field of sample {sample} has shape {list(row.shape)}; expected one axis")
+    return rows
+
+
+def _tensor(values: Any) -> Tensor:
+    """Return values as a tensor. A list's floats keep float64, which Python has; a tensor's or array's dtype stays."""
+    if isinstance(values, Tensor | np.ndarray):
+        return torch.as_tensor(values)
+    if isinstance(values, list | tuple) and values and all(isinstance(value, Tensor) for value in values):
+        return torch.stack(list(values))
+    made = torch.as_tensor(values)
+    return torch.as_tensor(values, dtype=torch.float64) if made.is_floating_point() else made
+
+
+def _index(sample: Tensor, form: Form) -> Tensor:
+    """Return the index of each supervised token in a ragged field of a form: [M]."""
+    lengths, place = form
+    return (lengths.cumsum(0) - lengths)[sample] + place
+
+
+def _of_flat(values: Tensor, sample: Tensor, forms: Mapping[str, Form]) -> Tensor:
+    sizes = ", ".join(f"{int(lengths.sum())} (per {name})" for name, (lengths, _) in forms.items())
+    fitting = {name: _index(sample, form) for name, form in forms.items() if values.shape == (int(form[0].sum()),)}
+    if not fitting:
+        samples = len(next(iter(forms.values()))[0])
+        raise ValueError(f"a field has shape {list(values.shape)}; expected {samples} rows, or one axis of {sizes}")
+    first, *others = fitting.values()
+    if not all(torch.equal(first, index) for index in others):
+        named = " or ".join(f"per={name!r}" for name in fitting)
+        raise ValueError(
+            f"a field has {len(values)} values, which in this batch may be several of {sizes}: say which by {named}. "
+            "Give `per` always: sizes that differ in one batch may be equal in the next"
+        )
+    return values[first]
+
+
+def _of_rows(rows: list[Tensor], sample: Tensor, forms: Mapping[str, Form]) -> Tensor:
+    samples = len(next(iter(forms.values()))[0])
+    if len(rows) != samples:
+        raise ValueError(f"a field has {len(rows)} rows; expected one for each of {samples} samples")
+    sizes = torch.tensor([len(row) for row in rows], device=sample.device)
+    for form in forms.values():
+        if torch.equal(sizes, form[0]):
+            whole = torch.cat([row for row in rows if len(row)] or rows)  # an empty list has no dtype to keep
+            return whole[_index(sample, form)]
+    # The form that fits the most samples was probably meant: report the first sample that breaks it.
+    wrong = max(int((sizes != lengths).nonzero()[0]) for lengths, _ in forms.values())
+    wanted = ", ".join(f"{int(lengths[wrong])} (per {name})" for name, (lengths, _) in forms.items())
+    raise ValueError(f"the field of sample {wrong} has {len(rows[wrong])} values; expected one of: {wanted}")
+
+
+def _of_padded(values: Tensor, sample: Tensor, forms: Mapping[str, Form]) -> Tensor:
+    if len(forms) > 1:  # the width does not tell: a batch is padded to the longest of all its groups
+        raise ValueError(
+            f"a field has shape {list(values.shape)}: a column may be a token of the sample, of the completion or a "
+            'target; say which, as in per="completion", or pass a list of rows'
+        )
+    ((name, (lengths, place)),) = forms.items()
+    if values.shape[1] < int(lengths.max()):
+        longest = int(lengths.max())
+        raise ValueError(f"a field has shape {list(values.shape)}; expected {longest} columns or more (per {name})")
+    return values[sample, place]
