@@ -8,7 +8,8 @@
 64 hex digits are an id, or the sha256 of a text's UTF-8, exactly as its source has it; text after a space, such as the
 file name that `sha256sum` prints, is ignored. Anything else is an id. The ids of a document are its row's `id`, its
 file's path below the source's folder, and for oasst1 the ids of its tree and messages. A chat is left out if one of its
-ids, or the text of one of its messages, is listed. Blank lines, and lines that start with `#` and a space, are ignored.
+ids, or the text of one of its messages, is listed; a group of rollouts if its id or its file is. Blank lines, and lines
+that start with `#` and a space, are ignored.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TypeVar
 
-from niels_gpt.data.types import ChatSample, PretrainSample
+from niels_gpt.data.types import ChatSample, PretrainSample, SequenceGroup
 from niels_gpt.storage.codes import coded
 
 logger = logging.getLogger(__name__)
 
-Sample = TypeVar("Sample", PretrainSample, ChatSample)
+Sample = TypeVar("Sample", PretrainSample, ChatSample, SequenceGroup)
 
 EXCLUDED = "excluded"
 _DIGEST = re.compile(r"([0-9a-fA-F]{64})(\s.*)?")
@@ -52,14 +53,15 @@ class Exclusion:
     def _has_digests(self) -> bool:
         return any(_DIGEST.fullmatch(entry) for entry in self.entries)
 
-    def matching(self, sample: PretrainSample | ChatSample) -> frozenset[str]:
-        """Return the entries that name a document or chat; it is left out if there is one."""
+    def matching(self, sample: PretrainSample | ChatSample | SequenceGroup) -> frozenset[str]:
+        """Return the entries that name a document, a chat or a group; it is left out if there is one."""
         names = [str(sample.meta[key]) for key in _ID_FIELDS if key in sample.meta]
         ids = sample.meta.get("message_ids")
         names += ids if isinstance(ids, list) else ()  # a file's row may hold anything there
         if self._has_digests:
             names += [name.lower() for name in names if _DIGEST.fullmatch(name)]
-            texts = [sample.text] if isinstance(sample, PretrainSample) else [turn.content for turn in sample.messages]
+            texts = [sample.text] if isinstance(sample, PretrainSample) else []
+            texts += [turn.content for turn in sample.messages] if isinstance(sample, ChatSample) else []
             names += map(_digest_of, texts)
         return self.entries.intersection(names)
 

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from niels_gpt.chat_template import count_role
 from niels_gpt.data import chat_shapes
+from niels_gpt.data.files import rollouts
 from niels_gpt.data.files.columns import Columns, Reading, rows_or_columns
 from niels_gpt.data.files.parquet import field_names
 from niels_gpt.data.files.rows import TABLE_SUFFIXES, Position
@@ -32,7 +33,7 @@ from niels_gpt.data.files.text import (
     read_text,
 )
 from niels_gpt.data.files.walk import first_link, once_each, walk_folders
-from niels_gpt.data.types import ChatSample, PretrainSample, TextBlock
+from niels_gpt.data.types import ChatSample, PretrainSample, SequenceGroup, TextBlock
 from niels_gpt.data.upstream_rows import TEXT_FIELDS
 from niels_gpt.storage.codes import coded
 
@@ -264,6 +265,48 @@ def iter_chats(
         else:
             yield ChatSample(messages=messages, source=source, meta=reader.meta(where))
     reader.check_any(f"{source}: not one chat", f"one of the shapes {chat_shapes.SHAPES}")
+
+
+def iter_rollouts(
+    found: LocalFiles,
+    *,
+    source: str,
+    counters: Counter[str] | None = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    position: dict[str, int] | None = None,
+) -> Iterator[SequenceGroup]:
+    """Stream groups of recorded sequences; consecutive rows of a file that name the same group are one.
+
+    What a row may look like, and why it may be dropped: see files.rollouts. The rest: as `iter_texts`. To know that a
+    group is whole, the row behind it is read; counters and position do not have that row until it is used.
+    Raises: ValueError for a group of more than rollouts.MAX_GROUP_TOKENS in several rows; as `iter_texts`.
+    """
+    behind = rollouts.Behind(counters, position)
+    reader = _Reader(found, behind.counters, (*rollouts.FIELDS, "id"), max_document_bytes, behind.position)
+    group: SequenceGroup | None = None
+    tokens = 0
+    for row, where in reader.read(rows_only=True):
+        try:
+            name, samples = rollouts.samples_of(row)
+        except rollouts.NotRolloutsError as error:
+            reader.drop(error.reason, error.found)
+            continue
+        if group is not None and name is not None and (name, where["path"]) == (group.meta["id"], group.meta["path"]):
+            group.samples.extend(samples)
+            tokens = rollouts.tokens_of(samples, tokens, f"{where['path']}, row {where['row']}")
+            reader.meta(where)
+        else:
+            if group is not None:
+                behind.publish()
+                yield group
+            group = SequenceGroup(samples, source, {"id": None, **reader.meta(where), **({"id": name} if name else {})})
+            tokens = rollouts.tokens_of(samples)
+        behind.mark()
+    if group is not None:
+        behind.publish()
+        yield group
+    behind.publish(latest=True)
+    reader.check_any(f"{source}: no rollouts", f"one of the forms {rollouts.FORMS}")
 
 
 class _Reader:

@@ -1,4 +1,4 @@
-"""OpenAssistant 1: trees of messages, and which paths from root to leaf become chats."""
+"""OpenAssistant 1: trees of messages; which paths from root to leaf become chats, which ones the threads of a tree."""
 
 from __future__ import annotations
 
@@ -138,6 +138,28 @@ def _reconstruct_threads(
         sample = _thread([by_id[message_id] for message_id in path], counters)
         if sample is not None:
             yield sample
+
+
+def tree_threads(
+    tree: Sequence[Record], *, english_only: bool = True, max_messages: int = 32, counters: Counter[str] | None = None
+) -> list[ChatSample]:
+    """Return the threads of a tree, from its root to every last reply of the assistant, in the order of its chats.
+
+    They are the chats of `iter_oasst1_sft`, without the users' messages after the last reply, which have no loss: these
+    count as "cut_messages". A thread that another one goes beyond is a part of that one, and not returned.
+    """
+    chats = _reconstruct_threads(tree, english_only=english_only, max_messages=max_messages, counters=counters)
+    threads: dict[str, ChatSample] = {}
+    seen: set[str] = set()
+    for chat in chats:
+        ids = chat.meta["message_ids"]
+        seen.update(ids)
+        end = max(at for at, message in enumerate(chat.messages, 1) if message.role == "assistant")
+        meta = {**chat.meta, "leaf_message_id": ids[end - 1], "message_ids": ids[:end]}
+        threads.setdefault(ids[end - 1], ChatSample(chat.messages[:end], chat.source, meta))
+    inner = {message_id for thread in threads.values() for message_id in thread.meta["message_ids"][:-1]}
+    count(counters, "cut_messages", len(seen - inner - threads.keys()))
+    return [thread for leaf, thread in threads.items() if leaf not in inner]
 
 
 def _index(records: Iterable[Record], counters: Counter[str] | None) -> dict[str, Record]:

@@ -1,9 +1,13 @@
-"""What loaders yield: PretrainSample, TextBlock, ChatSample, and the id that a sample has in its source (PR-02)."""
+"""What loaders yield: documents, chats, groups of recorded sequences; and the id of each in its source (PR-02)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,35 @@ class ChatSample:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
-def source_id(sample: PretrainSample | ChatSample) -> str:
-    """Return the name by which a document or chat can be found in its source.
+@dataclass(frozen=True, eq=False)
+class SampledSequence:
+    """One recorded sequence of token ids. P is prompt_length, or 0 where that is not known."""
+
+    ids: NDArray[np.int64]
+    """int64 [L]: prompt and completion."""
+    prompt_length: int
+    """Tokens of the prompt; -1: not known."""
+    loss_mask: NDArray[np.bool_] | None = None
+    """bool [L]: which ids carry loss; None: not stated."""
+    logprobs: NDArray[np.float32] | None = None
+    """float32 [L - P]: of each id of the completion, by the model that sampled it."""
+    advantage: float | NDArray[np.float32] | None = None
+    """Of the sample, or float32 [L - P] of each id of the completion."""
+    reward: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceGroup:
+    """Recorded sequences that belong together, such as the completions of one prompt."""
+
+    samples: list[SampledSequence]
+    source: str
+    meta: dict[str, Any] = field(default_factory=dict)
+    """With "id", the group's name, if the source has one."""
+
+
+def source_id(sample: PretrainSample | ChatSample | SequenceGroup) -> str:
+    """Return the name by which a document, chat or group can be found in its source.
 
     The row's id; for an oasst1 thread those of the tree and the last message; the file's path, with `#` and the row's
     number if it has rows; otherwise the row's number within its source and split.

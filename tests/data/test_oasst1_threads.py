@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.data_files import lines, write
 
-from niels_gpt.data.oasst1 import _reconstruct_threads, iter_oasst1_sft, iter_oasst1_trees
+from niels_gpt.data.oasst1 import _reconstruct_threads, iter_oasst1_sft, iter_oasst1_trees, tree_threads
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -135,3 +135,14 @@ def test_the_shuffle_is_torchs_permutation_and_take_counts_trees(tmp_path: Path)
         chats = iter_oasst1_sft(source_root=root, **given)
         expected = [f"t{number}" for number in order[: given.get("take_trees", 20)]]
         assert [chat.meta["message_tree_id"] for chat in chats] == expected
+
+
+def test_the_threads_of_a_tree_end_with_a_reply_and_none_is_a_part_of_another() -> None:
+    tree = [P, A, message("p2", "a"), message("p3", "a"), message("a4", "p3"), message("a5", "p"), message("p6", "a5")]
+    counters: Counter[str] = Counter()
+    found = tree_threads(tree, counters=counters)
+    assert [" ".join(thread.meta["message_ids"]) for thread in found] == ["p a p3 a4", "p a5"]
+    assert [thread.meta["leaf_message_id"] for thread in found] == ["a4", "a5"]
+    assert counters == {"cut_messages": 2}  # p2 and p6
+    assert tree_threads([P, A, message("p2", "a"), message("p3", "a")])[0].meta["message_ids"] == ["p", "a"]
+    assert tree_threads([P]) == []

@@ -1,0 +1,241 @@
+"""What a row of recorded rollouts may look like: a group of completions or one sample, with token ids as sampled.
+
+    {"group": "q7", "prompt_ids": [5, 6], "completions": [[7, 8], {"ids": [7, 9], "logprobs": [-0.1, -2.0]}]}
+    {"group": "q7", "prompt_ids": [5, 6], "completion_ids": [7, 8], "advantage": 0.5}
+    {"group": "q7", "ids": [5, 6, 7, 8], "mask": [0, 0, 1, 1]}
+
+Beside ids, a completion or a sample may have `logprobs`, one for each id of the completion; `advantage` or
+`advantages`, one number or one for each of these ids; `mask` or `loss_mask`, 1 for each id with loss; and `reward`.
+Beside `completions` these names hold a list with an entry for each completion. A whole sequence has these lists for
+all of its ids; with `prompt_length`, logprobs and advantages are of the ids behind the prompt. A field that is null is
+absent: rows of parquet have every field. Other fields are ignored.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from niels_gpt.data.files.text import MISSING_FIELD, TOO_LARGE
+from niels_gpt.data.types import SampledSequence
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+MALFORMED = "malformed"
+MAX_ID = 2**31 - 1
+MAX_GROUP_TOKENS = 2**26
+"""Tokens of a group, the prompt once for each completion: 512 MiB as int64. A short row can ask for many more."""
+FORMS = '"prompt_ids" with "completions" or "completion_ids", or "ids"'
+_ALIASES = {
+    "logprobs": ("logprobs",),
+    "advantage": ("advantage", "advantages"),
+    "mask": ("mask", "loss_mask"),
+    "reward": ("reward", "rewards"),
+}
+_SEQUENCES = ("completions", "completion_ids", "ids")
+FIELDS = frozenset(
+    ("group", "prompt_ids", "prompt_length", *_SEQUENCES, *(name for names in _ALIASES.values() for name in names))
+)
+
+
+class NotRolloutsError(ValueError):
+    """A row holds no rollouts that can be used."""
+
+    def __init__(self, reason: str, found: str = "") -> None:
+        super().__init__(f"{reason}: found {found or 'none of the known forms'}")
+        self.reason = reason
+        """missing_field, malformed or too_large."""
+        self.found = found
+        """What was found instead, for messages; "" if the row has no known form."""
+
+
+def samples_of(row: Mapping[str, Any]) -> tuple[str | None, list[SampledSequence]]:
+    """Return the group that a row names, None if it names none, and its samples.
+
+    Raises: NotRolloutsError "missing_field" for a row of no known form; "too_large" for a group of more than
+        MAX_GROUP_TOKENS; "malformed" for a field of another type, length or range.
+    """
+    given = {name: row[name] for name in FIELDS if row.get(name) is not None}
+    forms = [name for name in _SEQUENCES if name in given]
+    if not forms or ("prompt_ids" in given) != (forms != ["ids"]):
+        raise NotRolloutsError(MISSING_FIELD, f"only {', '.join(sorted(given))}" if given else "")
+    if len(forms) > 1:
+        raise NotRolloutsError(MALFORMED, f"both {' and '.join(forms)}")
+    if forms == ["ids"]:
+        samples = [_whole(given)]
+    else:
+        if "prompt_length" in given:
+            raise NotRolloutsError(MALFORMED, "prompt_length beside prompt_ids")
+        prompt = _ids(given["prompt_ids"], "prompt_ids", may_be_empty=True)
+        if forms == ["completion_ids"]:
+            fields = {**_fields(given), "ids": given["completion_ids"]}
+            samples = [_sample(prompt, fields, "completion_ids")]
+        else:
+            samples = _completions(prompt, given)
+    return _group(given.get("group")), samples
+
+
+class Behind:
+    """A loader's counters and position as of a row before the one that it reads."""
+
+    def __init__(self, counters: Counter[str] | None, position: dict[str, int] | None) -> None:
+        """counters, position: those that the builder shares; None if it does not want them."""
+        self._shared, self._shared_position = counters, position
+        self.counters: Counter[str] = Counter()
+        """For the loader to count in."""
+        self.position = {} if position is None else dict(position)
+        """For the loader to keep its position in."""
+        self._published: Counter[str] = Counter()
+        self.mark()
+
+    def mark(self) -> None:
+        """Remember the counts and the position of the row that was read last."""
+        self._marked = Counter(self.counters), dict(self.position)
+
+    def publish(self, *, latest: bool = False) -> None:
+        """Give the builder what was remembered; latest: what there is now."""
+        if latest:
+            self.mark()
+        counts, position = self._marked
+        new = counts - self._published
+        self._published += new
+        if self._shared is not None:
+            self._shared.update(new)
+        if self._shared_position is not None:
+            self._shared_position.update(position)
+
+
+def tokens_of(samples: Sequence[SampledSequence], before: int = 0, where: str = "") -> int:
+    """Return the tokens of a group. before: of its earlier rows; where: the row of the samples.
+
+    Raises: ValueError for more than MAX_GROUP_TOKENS.
+    """
+    tokens = before + sum(len(sample.ids) for sample in samples)
+    if tokens > MAX_GROUP_TOKENS:
+        raise ValueError(f"{where}: found a group of more than {MAX_GROUP_TOKENS:,} tokens, expected smaller groups")
+    return tokens
+
+
+def _group(value: Any) -> str | None:
+    if value is None or (isinstance(value, str | int) and not isinstance(value, bool)):
+        return None if value is None else str(value)
+    raise NotRolloutsError(MALFORMED, f"{_kind(value)} in the field group")
+
+
+def _completions(prompt: NDArray[np.int64], given: Mapping[str, Any]) -> list[SampledSequence]:
+    completions = given["completions"]
+    if not isinstance(completions, list) or not completions:
+        raise NotRolloutsError(MALFORMED, f"{_kind(completions)} in the field completions")
+    beside = _fields(given)
+    for name, values in beside.items():
+        if not isinstance(values, list) or len(values) != len(completions):
+            raise NotRolloutsError(MALFORMED, f"{_kind(values)} in the field {name} for {len(completions)} completions")
+    tokens, samples = 0, []
+    for index, completion in enumerate(completions):
+        own = completion if isinstance(completion, Mapping) else {"ids": completion}
+        fields = {**_fields(own), "ids": own.get("ids")}
+        for name in beside.keys() & fields.keys():
+            raise NotRolloutsError(MALFORMED, f"{name} in completions[{index}] and beside completions")
+        fields |= {name: values[index] for name, values in beside.items() if values[index] is not None}
+        tokens += len(prompt) + (len(fields["ids"]) if isinstance(fields["ids"], list) else 0)
+        if tokens > MAX_GROUP_TOKENS:  # before the prompt is copied once more
+            raise NotRolloutsError(TOO_LARGE, f"a group of more than {MAX_GROUP_TOKENS:,} tokens")
+        samples.append(_sample(prompt, fields, f"completions[{index}]"))
+    return samples
+
+
+def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is given beside the ids, under one name each."""
+    found: dict[str, Any] = {}
+    for name, aliases in _ALIASES.items():
+        here = [alias for alias in aliases if given.get(alias) is not None]
+        if len(here) > 1:
+            raise NotRolloutsError(MALFORMED, f"both {' and '.join(here)}")
+        if here:
+            found[name] = given[here[0]]
+    return found
+
+
+def _whole(given: Mapping[str, Any]) -> SampledSequence:
+    import numpy as np
+
+    ids, fields = _ids(given["ids"], "ids"), _fields(given)
+    length = given.get("prompt_length", -1)
+    if type(length) is not int or not -1 <= length <= len(ids):
+        raise NotRolloutsError(MALFORMED, f"prompt_length {_kind(length)} for {len(ids)} ids")
+    mask = _mask(fields["mask"], len(ids), "mask") if "mask" in fields else None
+    if mask is None and length >= 0:
+        mask = np.arange(len(ids)) >= length
+    return _described(ids, length, mask, fields)
+
+
+def _sample(prompt: NDArray[np.int64], fields: Mapping[str, Any], where: str) -> SampledSequence:
+    import numpy as np
+
+    completion = _ids(fields["ids"], where)
+    mask = np.ones(len(completion), dtype=np.bool_)
+    if "mask" in fields:
+        mask = _mask(fields["mask"], len(completion), f"the mask of {where}")
+    mask = np.concatenate([np.zeros(len(prompt), dtype=np.bool_), mask])
+    return _described(np.concatenate([prompt, completion]), len(prompt), mask, fields)
+
+
+def _described(
+    ids: NDArray[np.int64], prompt_length: int, mask: NDArray[np.bool_] | None, fields: Mapping[str, Any]
+) -> SampledSequence:
+    length = len(ids) - max(prompt_length, 0)
+    logprobs = _floats(fields["logprobs"], length, "logprobs") if "logprobs" in fields else None
+    advantage = fields.get("advantage")
+    if isinstance(advantage, list):
+        advantage = _floats(advantage, length, "advantages")
+    elif advantage is not None:
+        advantage = float(_floats([advantage], 1, "advantage")[0])
+    reward = fields.get("reward")
+    if reward is not None:
+        reward = float(_floats([reward], 1, "reward")[0])
+    return SampledSequence(ids, prompt_length, mask, logprobs, advantage, reward)
+
+
+def _ids(values: Any, name: str, *, may_be_empty: bool = False) -> NDArray[np.int64]:
+    import numpy as np
+
+    if not isinstance(values, list) or not (values or may_be_empty):
+        raise NotRolloutsError(MALFORMED, f"{_kind(values)} in place of the ids of {name}")
+    if values and (set(map(type, values)) != {int} or min(values) < 0 or max(values) > MAX_ID):
+        wrong = next(value for value in values if type(value) is not int or not 0 <= value <= MAX_ID)
+        raise NotRolloutsError(MALFORMED, f"{_kind(wrong)} among the ids of {name}")
+    return np.array(values, dtype=np.int64)
+
+
+def _mask(values: Any, length: int, name: str) -> NDArray[np.bool_]:
+    import numpy as np
+
+    if not isinstance(values, list) or len(values) != length:
+        raise NotRolloutsError(MALFORMED, f"{_kind(values)} in {name}, for {length} ids")
+    if not set(map(type, values)) <= {int, bool} or not {0, 1}.issuperset(values):
+        wrong = next(value for value in values if type(value) not in (int, bool) or value not in (0, 1))
+        raise NotRolloutsError(MALFORMED, f"{_kind(wrong)} in {name}, not 0 or 1")
+    return np.array(values, dtype=np.bool_)
+
+
+def _floats(values: Any, length: int, name: str) -> NDArray[np.float32]:
+    import numpy as np
+
+    if not isinstance(values, list) or len(values) != length:
+        raise NotRolloutsError(MALFORMED, f"{_kind(values)} in the field {name}, for {length} ids")
+    limit = float(np.finfo(np.float32).max)
+    if not set(map(type, values)) <= {int, float} or not all(-limit <= value <= limit for value in values):
+        wrong = next(value for value in values if type(value) not in (int, float) or not -limit <= value <= limit)
+        raise NotRolloutsError(MALFORMED, f"{_kind(wrong)} in the field {name}")
+    return np.array(values, dtype=np.float32)
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, int | float):
+        return str(value)[:40]
+    return f"a list of {len(value)}" if isinstance(value, list) else f"a value of type {type(value).__name__}"

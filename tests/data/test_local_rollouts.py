@@ -1,0 +1,198 @@
+"""User-defined rollouts: the forms of a row, which rows are one group, what is counted, and how reading resumes."""
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.data_files import lines, write, write_parquet
+
+from niels_gpt.data.files import rollouts
+from niels_gpt.data.files.rollouts import NotRolloutsError, samples_of
+from niels_gpt.data.local import CHAT_SUFFIXES, find, iter_rollouts
+from niels_gpt.data.types import SampledSequence, SequenceGroup, source_id
+from niels_gpt.prefix_tree.savings.rollouts import read_rollouts
+
+
+def groups_of(folder: Path, *rows: Any, counters: Counter[str] | None = None) -> list[SequenceGroup]:
+    """Stream the groups of the folder, with the rows, if any, written to rows.jsonl in it first."""
+    if rows:
+        write(folder / "rows.jsonl", lines(*rows))
+    return list(iter_rollouts(find(str(folder), suffixes=CHAT_SUFFIXES), source="own", counters=counters))
+
+
+def plain(sample: SampledSequence) -> dict[str, Any]:
+    """Return the fields of a sample that are given, as lists."""
+    values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in vars(sample).items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+ONE = {"ids": [1, 2, 7, 8], "prompt_length": 2, "loss_mask": [False, False, True, True]}
+SCORED = {"logprobs": [-0.5, -1.0], "advantage": [0.25, 0.5], "reward": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt_ids": [1, 2], "completions": [[7, 8]]}, ONE),
+        ({"prompt_ids": [1, 2], "completion_ids": [7, 8], "ids": None}, ONE),
+        ({"ids": [1, 2, 7, 8], "prompt_length": 2}, ONE),
+        ({"ids": [1, 2, 7, 8]}, {"ids": [1, 2, 7, 8], "prompt_length": -1}),
+        ({"ids": [1, 2, 7, 8], "mask": [0, 0, 1, 1]}, ONE | {"prompt_length": -1}),
+        ({"prompt_ids": [], "completions": [[7, 8]]}, {"ids": [7, 8], "prompt_length": 0, "loss_mask": [True, True]}),
+        (
+            {"prompt_ids": [1, 2], "completions": [{"ids": [7, 8], "mask": [True, False]}]},
+            ONE | {"loss_mask": [False, False, True, False]},
+        ),
+        (
+            {
+                "prompt_ids": [1, 2],
+                "completions": [
+                    {"ids": [7, 8], "logprobs": [-0.5, -1], "advantages": [0.25, 0.5], "reward": 2, "text": "x"}
+                ],
+            },
+            ONE | SCORED,
+        ),
+        (
+            {
+                "prompt_ids": [1, 2],
+                "completions": [[7, 8]],
+                "logprobs": [[-0.5, -1.0]],
+                "advantages": [[0.25, 0.5]],
+                "rewards": [2.0],
+                "mask": None,
+            },
+            ONE | SCORED,
+        ),
+        ({"prompt_ids": [1, 2], "completion_ids": [7, 8], "advantage": 0.5}, ONE | {"advantage": 0.5}),
+    ],
+)
+def test_every_known_form_is_read(row: dict[str, Any], expected: dict[str, Any]) -> None:
+    (sample,) = samples_of(row)[1]
+    assert plain(sample) == expected
+
+
+GROUP = {"prompt_ids": [1], "completions": [[2], [3]]}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "found"),
+    [
+        ({"text": "Hi"}, "missing_field", "none of the known forms"),
+        ({"prompt_ids": [1]}, "missing_field", "only prompt_ids"),
+        ({"completions": [[1]]}, "missing_field", "only completions"),
+        ({"ids": [1], "prompt_ids": [1]}, "missing_field", "only ids, prompt_ids"),
+        ({**GROUP, "completion_ids": [1]}, "malformed", "both completions and completion_ids"),
+        ({"prompt_ids": [1], "completions": []}, "malformed", "a list of 0 in the field completions"),
+        ({"prompt_ids": [1], "completions": [[]]}, "malformed", "a list of 0 in place of the ids of completions[0]"),
+        ({"prompt_ids": [1], "completions": [[2], "x"]}, "malformed", "a value of type str in place of the ids"),
+        ({"ids": [1, True]}, "malformed", "True among the ids of ids"),
+        ({"ids": [1, 2.0]}, "malformed", "2.0 among the ids"),
+        ({"ids": [2**31]}, "malformed", "2147483648 among the ids"),
+        ({"ids": [-1]}, "malformed", "-1 among the ids"),
+        ({"ids": [1, 2], "mask": [1]}, "malformed", "a list of 1 in mask, for 2 ids"),
+        ({"ids": [1, 2], "mask": [1, 2]}, "malformed", "2 in mask, not 0 or 1"),
+        ({"ids": [1, 2], "mask": [0, 1], "loss_mask": [0, 1]}, "malformed", "both mask and loss_mask"),
+        ({"ids": [1, 2], "prompt_length": 3}, "malformed", "prompt_length 3 for 2 ids"),
+        ({"ids": [1, 2], "prompt_length": 1, "logprobs": [0, 0]}, "malformed", "a list of 2 in the field logprobs"),
+        ({"ids": [1], "logprobs": [1e39]}, "malformed", "1e+39 in the field logprobs"),
+        ({"ids": [1], "logprobs": [float("nan")]}, "malformed", "nan in the field logprobs"),
+        ({"ids": [1], "advantage": "high"}, "malformed", "a value of type str in the field advantage"),
+        ({**GROUP, "advantages": [1.0]}, "malformed", "a list of 1 in the field advantage for 2 completions"),
+        ({**GROUP, "advantage": 1.0}, "malformed", "1.0 in the field advantage for 2 completions"),
+        (
+            {"prompt_ids": [1], "completions": [{"ids": [2], "reward": 1}], "rewards": [1]},
+            "malformed",
+            "reward in completions[0] and beside completions",
+        ),
+        ({**GROUP, "group": [1]}, "malformed", "a list of 1 in the field group"),
+    ],
+)
+def test_other_rows_are_refused_with_what_was_found(row: dict[str, Any], reason: str, found: str) -> None:
+    with pytest.raises(NotRolloutsError) as refused:
+        samples_of(row)
+    assert refused.value.reason == reason and found in str(refused.value)
+
+
+def test_a_short_row_that_asks_for_many_tokens_is_dropped_before_they_are_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rollouts, "MAX_GROUP_TOKENS", 100)
+    assert len(samples_of({"prompt_ids": [1] * 49, "completions": [[2]] * 2})[1]) == 2
+    with pytest.raises(NotRolloutsError, match="too_large"):
+        samples_of({"prompt_ids": [1] * 50, "completions": [[2]] * 2})
+
+
+ROWS = [
+    {"group": "a", "prompt_ids": [1], "completion_ids": [2]},
+    {"group": "a", "prompt_ids": [1], "completion_ids": [3]},
+    {"group": 7, "ids": [1, 4]},
+    {"ids": "none"},
+    {"group": 7, "ids": [1, 5]},
+    {"id": "own", "prompt_ids": [1], "completions": [[2], [3]]},
+    {"ids": [9]},
+    {"ids": [9]},
+    {"ids": None},
+]
+NAMES = [("a", 2), ("7", 2), ("own", 2), ("rows.jsonl#7", 1), ("rows.jsonl#8", 1)]
+
+
+def names(groups: list[SequenceGroup]) -> list[tuple[str, int]]:
+    return [(source_id(group), len(group.samples)) for group in groups]
+
+
+def test_consecutive_rows_of_a_group_are_gathered_and_bad_rows_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    counters: Counter[str] = Counter()
+    assert names(groups_of(tmp_path, *ROWS, counters=counters)) == NAMES
+    assert counters == {"malformed": 1, "missing_field": 1}
+    first = f"{tmp_path}/rows.jsonl, row 4: found a value of type str in place of the ids of ids"
+    assert caplog.records[0].getMessage().partition(". Counted")[0] == first
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_a_group_ends_with_its_file_and_parquet_is_the_same(tmp_path: Path) -> None:
+    both = tmp_path / "both"
+    write(both / "a.jsonl", lines(*ROWS[:1]))
+    write(both / "b.jsonl", lines(*ROWS[1:2]))
+    assert names(groups_of(both)) == [("a", 1), ("a", 1)]
+    rows = [{**row, "group": "a"} for row in ROWS[:2]]
+    write_parquet(tmp_path / "table" / "rows.parquet", {name: [row[name] for row in rows] for name in rows[0]})
+    (group,) = groups_of(tmp_path / "table")
+    assert [plain(sample) for sample in group.samples] == [plain(samples_of(row)[1][0]) for row in rows]
+
+
+def test_reading_resumes_behind_every_group_with_the_same_counts(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", lines(*ROWS))
+    found = find(str(tmp_path), suffixes=CHAT_SUFFIXES)
+
+    def read(counters: Counter[str], position: dict[str, int]) -> Any:
+        return iter_rollouts(found, source="own", counters=counters, position=position)
+
+    counters, position = Counter[str](), dict[str, int]()
+    states = [(source_id(group), Counter(counters), dict(position)) for group in read(counters, position)]
+    for at, (_, before, place) in enumerate(states, 1):
+        again = Counter(before)
+        assert names(list(read(again, dict(place)))) == NAMES[at:]
+        assert again == counters
+
+
+def test_nothing_usable_is_an_error_with_the_forms(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r'no rollouts in 1 rows .*Expected one of the forms "prompt_ids"'):
+        groups_of(tmp_path, {"text": "Hi"})
+
+
+def test_what_tree_stats_reads_is_read_here_too(tmp_path: Path) -> None:
+    rows = [{"prompt_ids": [1, 2], "completions": [[3], [4, 5]]}, {"ids": [6, 7], "x": 1}]
+    write(tmp_path / "rows.jsonl", lines(*rows))
+    of_savings = [
+        [*(line.prompt if line.prompt is not None else ()), *sequence]
+        for line in read_rollouts([str(tmp_path / "rows.jsonl")])
+        for sequence in line.sequences
+    ]
+    here = [sample.ids for group in groups_of(tmp_path) for sample in group.samples]
+    assert [[int(each) for each in ids] for ids in of_savings] == [ids.tolist() for ids in here]
+    assert {ids.dtype for ids in here} == {np.dtype(np.int64)}
