@@ -223,9 +223,9 @@ class Build:
         finally:
             file.close()
 
-    def add_checksums(self, *groups: Mapping[str, Any]) -> dict[str, Any]:
+    def add_checksums(self, *groups: Mapping[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
         """Write index/crc32.bin for the files of meta.json so far, in its order; returns its record."""
-        records = file_records(dict(zip(("shards", "index", "ids"), groups, strict=False)))
+        records = file_records(dict(zip(("shards", "index", "ids", "files"), groups, strict=False)))
         record = self.add(CHECKSUMS, (self.checksums[each["name"]] for each in records))
         return {**record, "block_bytes": BLOCK_BYTES}
 

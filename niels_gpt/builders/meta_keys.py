@@ -76,21 +76,29 @@ def is_of_this_version(identity: Mapping[str, Any]) -> bool:
     return theirs == {"format": FORMAT_VERSION, "builder": BUILDER_VERSION, "digests": _DIGESTS, **libraries}
 
 
-def build_identity(source: Source, tokenizer: Tokenizer, **settings: Any) -> dict[str, Any]:
+def build_identity(source: Source, tokenizer: Tokenizer | None, **settings: Any) -> dict[str, Any]:
     """Return all that is known before a build to decide its bytes: a build resumes only under the same identity.
 
+    tokenizer: None for a cache of ids whose tokenizer is not known.
     It leaves out the fingerprint of the source's files: a resumed build compares the documents instead.
     """
     asked = {key: source.provenance.get(key) for key in ("revision", "asked_revision", "exclude")}
     return {
-        "versions": {"format": FORMAT_VERSION, "builder": BUILDER_VERSION, "digests": _DIGESTS, **_library(tokenizer)},
+        "versions": {
+            "format": FORMAT_VERSION,
+            "builder": BUILDER_VERSION,
+            "digests": _DIGESTS,
+            **({} if tokenizer is None else _library(tokenizer)),
+        },
         "source": {"name": source.name, "config": source.config, "streaming": source.streaming, **asked},
         "recipe": dict(source.recipe),
-        **vocabulary_of(tokenizer),
-        "tokenizer": tokenizer_identity(tokenizer),
-        **_special(tokenizer),
+        **({} if tokenizer is None else _of_tokenizer(tokenizer)),
         **settings,
     }
+
+
+def _of_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    return {**vocabulary_of(tokenizer), "tokenizer": tokenizer_identity(tokenizer), **_special(tokenizer)}
 
 
 def _special(tokenizer: Tokenizer) -> dict[str, list[int]]:

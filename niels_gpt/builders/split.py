@@ -117,7 +117,10 @@ def warn_of_share(out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> N
     A difference of one document of average length is allowed, because a cache of few documents cannot avoid it.
     """
     asked, tokens = asked_share(meta), [int(meta["totals"][f"{split}_tokens"]) for split in SPLITS]
-    num = sum(int(meta["index"][split]["entries"]) - (meta["kind"] == "pretrain") for split in SPLITS)
+    if meta["kind"] == "rollouts":
+        num = sum(int(meta["totals"][f"{split}_groups"]) for split in SPLITS)
+    else:
+        num = sum(int(meta["index"][split]["entries"]) - (meta["kind"] == "pretrain") for split in SPLITS)
     if not asked or num < 2:
         return
     share, one = Fraction(tokens[1], sum(tokens)), Fraction(1, num)

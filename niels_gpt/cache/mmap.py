@@ -279,7 +279,7 @@ def load_idx(path: PathLike, *, num_tokens: int, expected_bytes: int | None = No
         as numpy.save writes it in version 1.0 or 2.0, and the offsets begin at 0, ascend strictly, and stay below
         `num_tokens`: no example is empty.
     """
-    offsets = _mapped_npy(path, expected_bytes)
+    offsets = mapped_npy(path, expected_bytes)
     if len(offsets) == 0:
         raise CacheError(path, "no example in this split, or it was truncated", remedy=REBUILD, code="E203")
     if offsets[0] != 0:
@@ -326,7 +326,7 @@ def check_starts(
         raise CacheError(tokens_path, found, expected, f"{why}. {build_again(tokens_path)}", code="E203")
 
 
-def _mapped_npy(path: PathLike, expected_bytes: int | None) -> NDArray[np.int64]:
+def mapped_npy(path: PathLike, expected_bytes: int | None) -> NDArray[np.int64]:
     """Map a .npy file of one dimension of int64; its header is checked against the file's size."""
     handle = _opened(path, "offsets file")
     try:

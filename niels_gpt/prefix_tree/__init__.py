@@ -15,6 +15,10 @@ What a model needs:
     backends/         how a model runs a folded row: masks, which models can be folded, which passes are refused
     heads.py          logits_head: a model's head as a function of hidden states
 
+Caches:
+
+    rollouts/         groups of sampled sequences with their fields on disk, as an epoch of forests
+
 Proof that folding changes nothing:
 
     verify.py         verify_fold: compares a fold, of this package or another tool, with its samples run one by one

@@ -1,0 +1,10 @@
+"""The rollout cache: groups of sampled sequences as token ids with their fields, on disk and as an epoch of forests.
+
+docs/formats.md has the bytes. Nothing here is tokenized: ids are stored as they were sampled.
+
+records.py    Rollout and RolloutGroup; which samples are dropped, and why
+format.py     names of the files, columns of the index; a group as arrays
+build.py      public: groups -> a committed cache, resumable
+index.py      whether the numbers of the index fit each other and the files
+reader.py     public: RolloutDataset: a group as samples or as a forest with its fields
+"""

@@ -1,0 +1,285 @@
+"""Builds a rollout cache: groups of samples -> tokens, loss bits, fields, index, meta.json. A killed build resumes.
+
+Decides which group goes to val and what is counted. The engine is that of the other caches, without its encoder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from niels_gpt.builders.build import CHECKPOINT_SECONDS, Build
+from niels_gpt.builders.meta_keys import Source, build_identity, describe_and_commit, vocabulary_of
+from niels_gpt.builders.resume import NoTextError, check_ended, compare_consumed, open_build, seek
+from niels_gpt.builders.source import Chunk, ItemKind, chunked, first_number
+from niels_gpt.builders.split import SPLITS
+from niels_gpt.builders.writer import OFFSET_DTYPE, npy_header
+from niels_gpt.encoding import DIGEST_BYTES, split_keys
+from niels_gpt.prefix_tree.rollouts.format import (
+    GROUP_COLUMNS,
+    KIND,
+    SAMPLE_COLUMNS,
+    file_of,
+    per,
+    scored_tokens,
+    stored,
+)
+from niels_gpt.prefix_tree.rollouts.records import FIELDS, Rollout, RolloutGroup, Sample, checked
+from niels_gpt.progress import Progress
+from niels_gpt.storage.fileio import id_lines
+from niels_gpt.storage.meta_json import checked_int, shortened
+from niels_gpt.tokenizers.protocol import MAX_IDS, TOKEN_DTYPES, Tokenizer, token_dtype_name
+
+SPLIT_RULE = (
+    "by group: a group goes to val where the first 8 bytes, big-endian, of sha256(seed, newline, id) are below "
+    "val_frac * 2**64; groups with equal ids go together"
+)
+_FILES: dict[str, str | None] = {
+    **{file_of(split, name): file_of(split, name) for split in SPLITS for name in ("tokens", "loss", *FIELDS)},
+    **{f"{split}_{table}.bin": None for split in SPLITS for table in ("groups", "samples")},
+    **{f"{split}_ids.txt": f"index/{split}_ids.txt" for split in SPLITS},
+}
+"""The files that a build appends to, and their names in the cache; those of absent fields stay empty and unnamed."""
+_SUMS = (
+    *("groups", "samples", "stored_tokens", "loss_bytes", "scores", "id_bytes"),
+    *("tokens", "tokens_after", "pairs", "pairs_after", "loss_tokens", "samples_without_target"),
+)
+_CHUNK = 1 << 16  # of the tables, copied at once
+
+
+@dataclass(frozen=True)
+class _Groups(ItemKind[RolloutGroup]):
+    """How the engine reads a group."""
+
+    def digests(self, items: Sequence[RolloutGroup], encoder: Any) -> list[bytes]:
+        """Return the digests that tell whether groups have changed."""
+        return [_digest(group) for group in items]
+
+
+_KIND = _Groups(texts=lambda group: [], label=lambda group: group.id, name=lambda group: group.id)
+
+
+def build_rollouts(
+    groups: Iterable[RolloutGroup],
+    path: str | os.PathLike[str],
+    *,
+    source: Source | None = None,
+    seed: int = 0,
+    val_frac: float = 0.0,
+    vocab_size: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    committed: Callable[[dict[str, Any]], None] | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Build the cache and commit it at `path`; returns its meta. A killed build resumes.
+
+    groups: the samples of each prompt or tree. A sample that `records.checked` refuses is dropped and counted in meta
+        `dropped`, and so is a group of which no sample is left (`groups_without_sample`). Every kept sample has the
+        fields of the first one.
+    source, checkpoint_seconds, committed: those of `build_sft`. seed: decides with val_frac which groups go to val.
+    vocab_size: of the model; larger ids are dropped, and ids below 65,536 take two bytes. None: the tokenizer's, or
+        without one any id below 2**31, of four bytes.
+    tokenizer: that the ids are of, if it is known.
+    progress: called with the groups that were read, and the tokens of the kept samples.
+    Raises: ValueError for bad arguments, samples of different fields, and if no group is left for train; CacheError and
+        RuntimeError as `build_sft`.
+    """
+    if not 0 <= val_frac < 1:
+        raise ValueError(f"val_frac={val_frac}: expected 0 <= val_frac < 1")
+    source, vocabulary = source or Source(), _vocabulary(tokenizer, vocab_size)
+    settings: dict[str, Any] = {"kind": KIND, "built": True, "val_frac": val_frac, "split_rule": SPLIT_RULE}
+    identity = build_identity(source, tokenizer, seed=seed, **{**vocabulary, **settings})
+    with open_build(path, identity, _FILES, checkpoint_seconds, source) as build:
+        writer = _Writer(build, vocabulary, val_frac, seed, progress)
+        seek(build, source)
+        first_number(source.position)
+        writer.fill(groups, source)
+        if not writer.sums["train"]["groups"]:
+            raise NoTextError(f"{os.fspath(path)}: no group is left for train: {writer.counted(source)}")
+        build.checkpoint(writer.state(), ended=True)
+        known = {"vocabulary": vocabulary, "source": source, "counters": source.counters, "seed": seed, **settings}
+        return describe_and_commit(build, path, writer.described, committed, **known)
+
+
+def _vocabulary(tokenizer: Tokenizer | None, vocab_size: int | None) -> dict[str, Any]:
+    if vocab_size is not None and checked_int("vocab_size", vocab_size, 1) > MAX_IDS:
+        raise ValueError(f"vocab_size={vocab_size}: expected at most {MAX_IDS}")
+    keys: dict[str, Any] = {"tokenizer_sha256": None, "special_token_ids": {}, "vocab_size": None}
+    keys |= {"token_dtype": "uint32-le"} if tokenizer is None else vocabulary_of(tokenizer)
+    if vocab_size is not None:
+        keys |= {"vocab_size": int(vocab_size), "token_dtype": token_dtype_name(int(vocab_size))}
+    return keys
+
+
+class _Writer:
+    """Appends groups to the files of their splits, and counts."""
+
+    def __init__(
+        self, build: Build, vocabulary: dict[str, Any], val_frac: float, seed: int, progress: Progress | None
+    ) -> None:
+        self._build, self._vocab_size, self._seed, self._progress = build, vocabulary["vocab_size"], seed, progress
+        self._dtype = TOKEN_DTYPES[vocabulary["token_dtype"]]
+        self._bound = int(Fraction(val_frac) * (1 << 64))
+        none = dict.fromkeys(_SUMS, 0)
+        state = build.restored({"counts": {}, "fields": {}, **{split: none for split in SPLITS}})
+        self._counts = Counter[str](state["counts"])
+        self._fields = tuple(name for name in FIELDS if name in state["fields"])
+        self.sums = {split: dict(state[split]) for split in SPLITS}
+        for split in SPLITS:
+            build.expect(file_of(split, "tokens"), self.sums[split]["stored_tokens"] * self._dtype.itemsize)
+            for table, columns in (("groups", GROUP_COLUMNS), ("samples", SAMPLE_COLUMNS)):
+                build.expect(f"{split}_{table}.bin", self.sums[split][table] * len(columns) * OFFSET_DTYPE.itemsize)
+
+    def state(self) -> dict[str, Any]:
+        """Return the numbers that a checkpoint keeps."""
+        return {"counts": self._counts, "fields": dict.fromkeys(self._fields, 1), **self.sums}
+
+    def counted(self, source: Source) -> str:
+        """Return the counters, for a message."""
+        return shortened({**self._counts, **source.counters})
+
+    def fill(self, groups: Iterable[RolloutGroup], source: Source) -> None:
+        """Read all groups that the last checkpoint does not have, and append those that are kept."""
+        build = self._build
+        chunks = chunked(_checked_for_forks(build, groups), source.counters, build.position, _size)
+        chunks = compare_consumed(build, chunks, _KIND, None, self._report)  # type: ignore[arg-type]
+        if build.last.ended:
+            if build.compares:
+                check_ended(build, chunks, _KIND)
+            return
+        for chunk in chunks:
+            for group in chunk.items:
+                self._add(group)
+            build.record_consumed([_digest(group) for group in chunk.items], chunk)
+            build.checkpoint(self.state())
+            self._report(self._counts["groups_read"])
+
+    def _report(self, groups: int) -> None:
+        if self._progress is not None:
+            self._progress(groups, sum(sums["tokens"] for sums in self.sums.values()), None)
+
+    def _add(self, group: RolloutGroup) -> None:
+        self._counts["groups_read"] += 1
+        self._counts["samples_read"] += len(group.samples)
+        samples: list[Sample] = []
+        for number, rollout in enumerate(group.samples):
+            sample = checked(rollout, self._vocab_size)
+            if isinstance(sample, str):
+                self._counts[sample] += 1
+                continue
+            self._check_fields(sample, group.id, number)
+            samples.append(sample)
+        if not samples:
+            self._counts["groups_without_sample"] += 1
+            return
+        key = int(split_keys([group.id.encode(errors="surrogatepass")], self._seed)[0])
+        self._append("val" if key < self._bound else "train", group.id, samples)
+
+    def _check_fields(self, sample: Sample, group: str, number: int) -> None:
+        """Raise ValueError for a sample with other fields than the first one: a file of a field has a value of each."""
+        if not self._counts["samples_kept"]:
+            self._fields = tuple(sample.fields)
+        self._counts["samples_kept"] += 1
+        if tuple(sample.fields) != self._fields:
+            raise ValueError(
+                f"sample {number} of group {shortened(group)} has the fields ({', '.join(sample.fields)}); expected "
+                f"({', '.join(self._fields)}), those of the first sample. Give every sample the same fields"
+            )
+
+    def _append(self, split: str, name: str, samples: list[Sample]) -> None:
+        group, sums, files = stored(samples), self.sums[split], self._build.files
+        tokens_after, pairs_after = group.folded
+        begins = (sums[key] for key in ("stored_tokens", "loss_bytes", "scores", "id_bytes"))
+        row = (sums["samples"], len(samples), group.prefix, *begins, tokens_after, pairs_after)
+        line, (lengths, prompts, targets) = id_lines([name]), group.samples[:, :3].T
+        files[file_of(split, "tokens")].write(group.tokens.astype(self._dtype))
+        files[file_of(split, "loss")].write(group.bits)
+        for field in self._fields:
+            files[file_of(split, field)].write(group.fields[field].astype("<f4"))
+        files[f"{split}_groups.bin"].write(np.array(row, dtype=OFFSET_DTYPE))
+        files[f"{split}_samples.bin"].write(group.samples.astype(OFFSET_DTYPE))
+        files[f"{split}_ids.txt"].write(line)
+        added = (
+            *(1, len(samples), len(group.tokens), len(group.bits), scored_tokens(lengths, prompts).sum(), len(line)),
+            *(lengths.sum(), tokens_after, (lengths * (lengths + 1) // 2).sum(), pairs_after),
+            *(targets.sum(), (targets == 0).sum()),
+        )
+        for key, value in zip(_SUMS, added, strict=True):
+            sums[key] += int(value)
+
+    def described(self) -> dict[str, Any]:
+        """Finish the files; returns their keys of meta.json and the counts."""
+        build, sums = self._build, self.sums
+        shards, index, ids, files = {}, {}, {}, []
+        for split in SPLITS:
+            tokens = sums[split]["stored_tokens"]
+            shards[split] = [{**build.finish(file_of(split, "tokens")), "tokens": tokens}]
+            index[split] = self._table(split, "groups", len(GROUP_COLUMNS))
+            index[f"{split}_samples"] = self._table(split, "samples", len(SAMPLE_COLUMNS))
+            ids[split] = {**build.finish(f"{split}_ids.txt"), "entries": sums[split]["groups"]}
+            files += [build.finish(file_of(split, name)) for name in ("loss", *self._fields)]
+        read = {key: self._counts[key] for key in ("groups_read", "samples_read")}
+        kept = ("samples_kept", *read)
+        totals = {f"{split}_{key}": sums[split][key] for split in SPLITS for key in ("groups", "samples", "tokens")}
+        more = ("tokens_after", "pairs", "pairs_after", "loss_tokens", "scores", "samples_without_target")
+        return {
+            "shards": shards,
+            "index": index,
+            "ids": ids,
+            "files": files,
+            "checksums": build.add_checksums(shards, index, ids, files),
+            "totals": totals,
+            "fields": {field: per(field) for field in self._fields},
+            **{key: {split: sums[split][key] for split in SPLITS} for key in more},
+            **read,
+            "dropped": {key: self._counts[key] for key in sorted(self._counts) if key not in kept},
+        }
+
+    def _table(self, split: str, table: str, columns: int) -> dict[str, Any]:
+        """Write a table of the index as one row of int64; returns its record."""
+        entries = self.sums[split][table] * columns
+        record = self._build.add(f"index/{split}_{table}.npy", self._rows(f"{split}_{table}.bin", entries))
+        return {**record, "entries": entries}
+
+    def _rows(self, name: str, entries: int) -> Iterator[Any]:
+        yield npy_header(entries)
+        with open(self._build.folder / name, "rb") as file:
+            yield from iter(lambda: file.read(_CHUNK), b"")
+
+
+def _checked_for_forks(build: Build, groups: Iterable[RolloutGroup]) -> Iterator[RolloutGroup | Chunk[RolloutGroup]]:
+    for group in groups:
+        build.check_not_forked()
+        yield group
+
+
+def _size(group: RolloutGroup) -> int:
+    """Return about how many bytes a group has: a batch is closed by them."""
+    return sum(8 * len(each.ids) if hasattr(each.ids, "__len__") else 1 for each in group.samples)
+
+
+def _digest(group: RolloutGroup) -> bytes:
+    """Return the digest of all of a group that enters a cache."""
+    hashed = sha256(group.id.encode(errors="surrogatepass"))
+    for rollout in group.samples:
+        hashed.update(_bytes(rollout))
+    return hashed.digest()[:DIGEST_BYTES]
+
+
+def _bytes(rollout: Rollout) -> bytes:
+    """Return the bytes of a sample, good or not; a malformed one only counts, so its reason stands for it."""
+    sample = checked(rollout, None)
+    if isinstance(sample, str):
+        return b"\0" + sample.encode()
+    parts = [sample.ids, np.array([sample.prompt_length]), sample.loss_mask]
+    for name, values in sample.fields.items():
+        parts += [np.frombuffer(name.encode(), dtype=np.uint8), values]
+    return b"".join(len(part).to_bytes(8, "little") + part.tobytes() for part in parts)

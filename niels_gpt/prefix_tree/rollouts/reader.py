@@ -1,0 +1,262 @@
+"""RolloutDataset: the groups of a split, each as samples or as a forest, with the fields of their tokens.
+
+Opening checks meta.json, the size of every file and the whole index; reading a group checks its ids and its folding.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from niels_gpt.cache.formats import SPLITS, token_dtype_of
+from niels_gpt.cache.meta import check_expected, existing_cache, fingerprint, open_version, reader_meta
+from niels_gpt.cache.mmap import mapped_npy, mmap_tokens, public_file
+from niels_gpt.prefix_tree.rollouts.format import BIT_ORDER, GROUP_COLUMNS, KIND, SAMPLE_COLUMNS, file_of, per
+from niels_gpt.prefix_tree.rollouts.index import check_index
+from niels_gpt.prefix_tree.rollouts.records import FIELDS, PER_TOKEN, Rollout, RolloutGroup, Sample
+from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.fileio import META_NAME, id_of_line
+from niels_gpt.storage.meta_json import file_records, path_inside, resolved, wrong_value
+from niels_gpt.storage.versions import version_name
+from niels_gpt.tokenizers.protocol import MAX_IDS
+
+if TYPE_CHECKING:
+    from niels_gpt.prefix_tree.forest import PrefixForest
+
+_FLOAT = np.dtype("<f4")
+_BYTE = np.dtype("u1")
+_MAX_ID_BYTES = 1 << 20
+
+
+class RolloutDataset:
+    """The groups of one split. A group's samples keep the order in which they were given.
+
+    The folder is resolved to a version once, here: a rebuild does not change an open dataset, and gc keeps its version.
+    Safe to fork and to pickle: a copy maps the files again. Files are mapped, never read as a whole, but for the index,
+    which is checked in pieces.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        split: str = "train",
+        *,
+        tokenizer_sha256: str | None = None,
+        expect: Mapping[str, Any] | None = None,
+    ) -> None:
+        """path: of a rollout cache, such as cache/rollouts/NAME. split: "train" or "val".
+
+        tokenizer_sha256: raise CacheError unless the ids are of this model. expect: an earlier `fingerprint`; raise
+        CacheError unless the split still has it.
+
+        Raises:
+            FileNotFoundError: no such cache or file.
+            CacheError: a damaged cache, one of another kind, and a split without a group. It names the file.
+            ValueError: another split.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"split={split!r}: expected one of {', '.join(SPLITS)}")
+        self.split = split
+        self.folder: Path = existing_cache(resolved(Path(os.path.expanduser(path))), path)
+        self._hold, meta, self.vocab_size = open_version(self.folder, KIND, tokenizer_sha256)
+        if meta is None:
+            raise CacheError(self.folder, f"no {META_NAME}", "a rollout cache", REBUILD, code="E207")
+        self.meta: dict[str, Any] = meta
+        self.fields: dict[str, str] = _fields(meta, str(self.folder / META_NAME))
+        """The names of the fields -> "token" or "sample", as `LossEdges.field(values, per=...)` takes it."""
+        self._open()
+        check_expected(self.fingerprint(), expect, str(self.folder))
+
+    def _open(self) -> None:
+        sizes = {record["name"]: record["bytes"] for record in file_records(self.meta, str(self.folder / META_NAME))}
+
+        def opened(name: str) -> tuple[Path, int]:
+            if name not in sizes:
+                raise CacheError(self.folder / META_NAME, f"does not name {name}", remedy=REBUILD, code="E202")
+            return path_inside(self.folder, name), sizes[name]
+
+        def mapped(name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+            place, size = opened(name)
+            return mmap_tokens(place, expected_bytes=size, dtype=dtype)
+
+        def table(name: str, columns: Sequence[str]) -> npt.NDArray[np.int64]:
+            place, size = opened(f"index/{self.split}_{name}.npy")
+            flat = mapped_npy(place, size)
+            if not len(flat) or len(flat) % len(columns):
+                found = f"{len(flat)} numbers" if len(flat) else f"no group in split {self.split}"
+                raise CacheError(place, found, f"{len(columns)} for each of {name}", REBUILD, code="E203")
+            return flat.reshape(-1, len(columns))
+
+        self.groups, self.samples = table("groups", GROUP_COLUMNS), table("samples", SAMPLE_COLUMNS)
+        self._tokens = mapped(file_of(self.split, "tokens"), token_dtype_of(self.meta, self.folder / META_NAME))
+        self._bits = mapped(file_of(self.split, "loss"), _BYTE)
+        self._ids = mapped(f"index/{self.split}_ids.txt", _BYTE)
+        self._values = {name: mapped(file_of(self.split, name), _FLOAT) for name in self.fields}
+        files = {"tokens": self._tokens, "loss": self._bits, "ids": self._ids, **self._values}
+        check_index(self.folder, self.split, self.groups, self.samples, {key: len(file) for key, file in files.items()})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            key: value
+            for key, value in self.__dict__.items()
+            if key not in ("groups", "samples", "_tokens", "_bits", "_ids", "_values")
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        before = self.meta.get("content_sha256"), self.meta.get("tokenizer_sha256")
+        self.meta = reader_meta(self.folder, KIND) or {}
+        self._open()
+        check_expected(
+            self.fingerprint(),
+            {**self.fingerprint(), "content_sha256": before[0], "tokenizer_sha256": before[1]},
+            str(self.folder),
+        )
+
+    def __repr__(self) -> str:
+        """Name the cache, its split and its size."""
+        name, fields = version_name(self.folder), ", ".join(self.fields) or "no fields"
+        return f"RolloutDataset({name}, {self.split}: {len(self):,} groups, {len(self.samples):,} samples, {fields})"
+
+    def __len__(self) -> int:
+        """Return the number of groups."""
+        return len(self.groups)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the identity of this split for a checkpoint: see `niels_gpt.cache.meta.fingerprint`."""
+        return fingerprint(self.folder, self.meta, split=self.split, tokens=len(self._tokens))
+
+    def id(self, group: int) -> str:
+        """Return the id of a group in its source. Raises: IndexError; CacheError for a line that is no id."""
+        first = int(self._group(group)["first_id"])
+        end = int(self.groups[group + 1, GROUP_COLUMNS.index("first_id")]) if group + 1 < len(self) else len(self._ids)
+        line = self._ids[first : min(end, first + _MAX_ID_BYTES)].tobytes()
+        try:
+            return id_of_line(line.removesuffix(b"\n"))
+        except ValueError as error:
+            path = public_file(self.folder / f"index/{self.split}_ids.txt")
+            raise CacheError(path, f"line {group} is no id ({error})", remedy=REBUILD, code="E201") from error
+
+    def group(self, group: int) -> RolloutGroup:
+        """Return the samples of a group, with their masks and fields; `loss_mask` is never None.
+
+        Raises: IndexError; CacheError, naming file and place, for an id outside the vocabulary.
+        """
+        return RolloutGroup(self.id(group), [_rollout(sample) for sample in self.read(group)])
+
+    def forest(self, group: int, samples: Sequence[int] | None = None) -> PrefixForest:
+        """Return a group, or some of its samples, folded: with loss mask and prompt lengths, samples in this order.
+
+        Raises: as `group`; CacheError if it folds into another number of tokens than the index has.
+        """
+        return self.folded(group, self.read(group, samples), samples is None)
+
+    def folded(self, group: int, samples: Sequence[Sample], is_whole: bool) -> PrefixForest:
+        """Return samples of `read` as a forest. is_whole: they are all of their group, whose size is then compared."""
+        import torch
+
+        from niels_gpt.prefix_tree.forest import PrefixForest
+
+        forest = PrefixForest.from_sequences(
+            [sample.ids for sample in samples], loss_mask=[sample.loss_mask for sample in samples]
+        )
+        expected = int(self._group(group)["tokens_after"])
+        if is_whole and forest.num_tokens != expected:
+            path = public_file(self.folder / f"index/{self.split}_groups.npy")
+            found = f"group {group} has {expected} tokens after folding"
+            raise CacheError(path, found, f"{forest.num_tokens} by its ids", REBUILD, code="E203")
+        starts = torch.tensor([sample.prompt_length for sample in samples])
+        return replace(forest, completion_starts=starts)  # from_sequences takes no -1
+
+    def field(self, name: str, group: int, samples: Sequence[int] | None = None) -> npt.NDArray[np.float32]:
+        """Return a field of a group as `edges.field(values, per=dataset.fields[name])` takes it.
+
+        float32 [samples], or [sum of sample lengths] for a field by token: nan in prompts, which have no target.
+
+        Raises: IndexError; KeyError for a field that the cache does not have.
+        """
+        if name not in self.fields:
+            raise KeyError(f"{name!r}: the fields of this cache are ({', '.join(self.fields)})")
+        return np.concatenate([values_of(sample, name) for sample in self.read(group, samples)])
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """Return the group of a sample of the split, and its number there. Raises: IndexError."""
+        if not 0 <= sample < len(self.samples):
+            raise IndexError(f"sample {sample}: there are {len(self.samples)}")
+        group = int(np.searchsorted(self.groups[:, 0], sample, side="right")) - 1
+        return group, sample - int(self.groups[group, 0])
+
+    def read(self, group: int, samples: Sequence[int] | None = None) -> list[Sample]:
+        """Return all samples of a group, or some of them, as arrays. Raises: as `group`."""
+        row = self._group(group)
+        first, count = row["first_sample"], row["samples"]
+        lengths, prompts = self.samples[first : first + count, :2].T
+        wanted = range(count) if samples is None else [range(count)[number] for number in samples]
+        prefix, rests = row["prefix"], lengths - row["prefix"]
+        begins = row["first_token"] + prefix + np.cumsum(rests) - rests
+        shared = self._tokens[row["first_token"] : row["first_token"] + prefix]
+        at, scored = np.cumsum(lengths) - lengths, lengths - np.maximum(prompts, 0)
+        bits = np.unpackbits(
+            self._bits[row["first_byte"] : row["first_byte"] + -(-int(lengths.sum()) // 8)], bitorder=BIT_ORDER
+        ).view(np.bool_)
+        scores = row["first_score"] + np.cumsum(scored) - scored
+        found = []
+        for number in wanted:
+            length, prompt = int(lengths[number]), int(prompts[number])
+            ids = np.concatenate([shared, self._tokens[begins[number] : begins[number] + rests[number]]])
+            self._check_ids(ids, group, number)
+            fields = {}
+            for name, values in self._values.items():
+                begin, size = (scores[number], scored[number]) if self.fields[name] == "token" else (first + number, 1)
+                fields[name] = values[begin : begin + size]
+            mask = bits[at[number] : at[number] + length]
+            found.append(Sample(ids.astype(np.int64), prompt, mask, fields))
+        return found
+
+    def _group(self, group: int) -> dict[str, int]:
+        if not 0 <= group < len(self):
+            raise IndexError(f"group {group}: there are {len(self)}")
+        return dict(zip(GROUP_COLUMNS, self.groups[group].tolist(), strict=True))
+
+    def _check_ids(self, ids: npt.NDArray[Any], group: int, number: int) -> None:
+        limit = self.vocab_size or MAX_IDS
+        if ids.max() >= limit:
+            path = public_file(self.folder / file_of(self.split, "tokens"))
+            found = f"sample {number} of group {group} has the id {ids.max()}"
+            raise CacheError(path, found, f"ids below {limit}", REBUILD, code="E203")
+
+    def __iter__(self) -> Iterator[RolloutGroup]:
+        """Yield every group in the order of the build."""
+        return (self.group(number) for number in range(len(self)))
+
+
+def values_of(sample: Sample, name: str) -> npt.NDArray[np.float32]:
+    """Return a field of a sample: [1], or [tokens] with nan in the prompt for a field by token."""
+    values = sample.fields[name]
+    if name not in PER_TOKEN:
+        return values
+    prompt = np.full(max(sample.prompt_length, 0), np.nan, dtype=np.float32)
+    return np.concatenate([prompt, values])
+
+
+def _rollout(sample: Sample) -> Rollout:
+    fields = {name: values for name, values in sample.fields.items() if name in PER_TOKEN}
+    single = {name: float(values[0]) for name, values in sample.fields.items() if name not in PER_TOKEN}
+    advantage = fields.get("advantages", single.get("advantage"))
+    return Rollout(
+        sample.ids, sample.prompt_length, sample.loss_mask, fields.get("logprobs"), advantage, single.get("reward")
+    )
+
+
+def _fields(meta: Mapping[str, Any], where: str) -> dict[str, str]:
+    """Return `fields` of a meta.json. Raises: CacheError for unknown ones."""
+    fields = meta.get("fields")
+    if not isinstance(fields, dict) or not all(name in FIELDS and fields[name] == per(name) for name in fields):
+        raise wrong_value(where, "fields", fields, f"some of {', '.join(FIELDS)}, with token or sample")
+    return {name: per(name) for name in FIELDS if name in fields}

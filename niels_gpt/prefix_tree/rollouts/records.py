@@ -1,0 +1,134 @@
+"""Rollout and RolloutGroup: one sampled sequence, and the sequences of one prompt or tree; which of them are dropped.
+
+Arrays are NumPy's. Lists, tuples and tensors are accepted too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from niels_gpt.tokenizers.protocol import MAX_IDS
+
+PER_TOKEN = ("logprobs", "advantages")
+"""Fields with a float32 for each scored token; see `Rollout`."""
+PER_SAMPLE = ("advantage", "reward")
+"""Fields with one float32 for each sample."""
+FIELDS = (*PER_TOKEN, *PER_SAMPLE)
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One sampled sequence of L tokens.
+
+    Its scored tokens are those of the completion, or all L where it is not known where the completion begins.
+    """
+
+    ids: Any
+    """Integers [L]: prompt and completion, as they were sampled."""
+    prompt_length: int = -1
+    """Tokens before the completion; -1: not known."""
+    loss_mask: Any = None
+    """0 and 1 [L]: which tokens are targets. None: the scored tokens."""
+    logprobs: Any = None
+    """float32 [scored tokens]: the log-prob that each had when it was sampled."""
+    advantage: Any = None
+    """One float, or float32 [scored tokens]."""
+    reward: float | None = None
+    """The score of the sample."""
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutGroup:
+    """The samples of one prompt, or the threads of one tree. It is split, shuffled and folded as a whole."""
+
+    id: str
+    """The group's name in its source."""
+    samples: Sequence[Rollout] = field(default_factory=list)
+
+
+class Sample(NamedTuple):
+    """A rollout whose form is good."""
+
+    ids: npt.NDArray[np.int64]  # [L]
+    prompt_length: int
+    loss_mask: npt.NDArray[np.bool_]  # [L]
+    fields: Mapping[str, npt.NDArray[np.float32]]  # [scored tokens], or [1] for a value of the sample
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Return the targets that a row predicts: no row predicts the first token of a sample."""
+        return int(np.count_nonzero(self.loss_mask[1:]))
+
+
+def checked(rollout: Rollout, vocab_size: int | None) -> Sample | str:
+    """Return a rollout as arrays, or the counter under which it is dropped.
+
+    vocab_size: ids from it on are refused; None: those from 2**31 on.
+
+    The counters: malformed (values of other types), empty_sample, empty_completion, mismatched_lengths (a mask, field
+    or prompt that does not fit the ids), ids_outside_vocabulary, not_finite (a field), and target_without_score (a
+    target in the prompt of a sample that has fields by token).
+    """
+    try:
+        ids, prompt = _integers(rollout.ids), int(rollout.prompt_length)
+        mask = None if rollout.loss_mask is None else _mask(rollout.loss_mask)
+        fields = _fields(rollout)
+    except (TypeError, ValueError, OverflowError):
+        return "malformed"
+    if not len(ids):
+        return "empty_sample"
+    if prompt == len(ids):
+        return "empty_completion"
+    start = max(prompt, 0)
+    sizes = {len(values) for name, values in fields.items() if name in PER_TOKEN}
+    if not -1 <= prompt < len(ids) or sizes - {len(ids) - start} or (mask is not None and len(mask) != len(ids)):
+        return "mismatched_lengths"
+    if ids.min() < 0 or ids.max() >= (MAX_IDS if vocab_size is None else vocab_size):
+        return "ids_outside_vocabulary"
+    if not all(np.isfinite(values).all() for values in fields.values()):
+        return "not_finite"
+    if mask is None:
+        mask = np.arange(len(ids)) >= start
+    elif sizes and mask[:start].any():
+        return "target_without_score"
+    return Sample(ids, prompt, mask, fields)
+
+
+def _array(values: Any) -> npt.NDArray[Any]:
+    array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in "biuf"):
+        raise TypeError(f"{array.dtype} of shape {list(array.shape)}")
+    return array
+
+
+def _integers(values: Any) -> npt.NDArray[np.int64]:
+    array = _array(values)
+    if len(array) and array.dtype.kind not in "iu":
+        raise TypeError(f"ids are {array.dtype}")
+    if array.dtype == np.uint64 and len(array) and array.max() >= 1 << 63:
+        raise OverflowError("an id of 2**63 or more")
+    return array.astype(np.int64, copy=False)
+
+
+def _mask(values: Any) -> npt.NDArray[np.bool_]:
+    array = _array(values)
+    if not np.isin(array, (0, 1)).all():
+        raise ValueError("a mask has values other than 0 and 1")
+    return array.astype(np.bool_)
+
+
+def _fields(rollout: Rollout) -> dict[str, npt.NDArray[np.float32]]:
+    found: dict[str, Any] = {"logprobs": rollout.logprobs, "reward": rollout.reward}
+    by_token = rollout.advantage is not None and np.ndim(rollout.advantage) == 1
+    found["advantages" if by_token else "advantage"] = rollout.advantage
+    with np.errstate(over="ignore"):  # too large for float32: infinite, which is refused
+        return {
+            name: _array(found[name] if name in PER_TOKEN else [float(found[name])]).astype(np.float32)
+            for name in FIELDS
+            if found.get(name) is not None
+        }
