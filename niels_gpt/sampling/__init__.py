@@ -2,7 +2,8 @@
 
 A run resumes in exactly the same order, even with other ranks, DataLoader workers or batch sizes.
 
-    stream.py        where training samples are cut into batches; which rank and worker reads which; state_dict
+    stream.py        where training samples are cut into batches; which rank and worker reads which
+    position.py      the position of a stream, with any number of ranks and workers; state_dict
     state.py         what a state holds, its checksum, and which states are refused
     epochs.py        EpochStream: which window of a split a sample is, epoch after epoch
     permutation.py   the pseudo-random order of an epoch, in O(1) memory

@@ -202,9 +202,7 @@ class RolloutDataset:
         begins = row["first_token"] + prefix + np.cumsum(rests) - rests
         shared = self._tokens[row["first_token"] : row["first_token"] + prefix]
         at, scored = np.cumsum(lengths) - lengths, lengths - np.maximum(prompts, 0)
-        bits = np.unpackbits(
-            self._bits[row["first_byte"] : row["first_byte"] + -(-int(lengths.sum()) // 8)], bitorder=BIT_ORDER
-        ).view(np.bool_)
+        first_bits = 8 * row["first_byte"] + at
         scores = row["first_score"] + np.cumsum(scored) - scored
         found = []
         for number in wanted:
@@ -215,9 +213,14 @@ class RolloutDataset:
             for name, values in self._values.items():
                 begin, size = (scores[number], scored[number]) if self.fields[name] == "token" else (first + number, 1)
                 fields[name] = values[begin : begin + size]
-            mask = bits[at[number] : at[number] + length]
+            mask = self._mask(int(first_bits[number]), length)
             found.append(Sample(ids.astype(np.int64), prompt, mask, fields))
         return found
+
+    def _mask(self, first: int, length: int) -> npt.NDArray[np.bool_]:
+        """Return the loss mask of a sample from its first bit in the file on."""
+        some = self._bits[first // 8 : (first + length + 7) // 8]
+        return np.unpackbits(some, bitorder=BIT_ORDER)[first % 8 : first % 8 + length].view(np.bool_)
 
     def _group(self, group: int) -> dict[str, int]:
         if not 0 <= group < len(self):
