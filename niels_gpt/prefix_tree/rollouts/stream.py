@@ -71,7 +71,7 @@ class RolloutBin:
 
     def __repr__(self) -> str:
         """Return the sizes."""
-        groups = len(self.groups.unique()) if len(self.samples) else 0
+        groups = len(set(self.groups.tolist()))
         return f"RolloutBin({self.forest!r}, {groups} groups, {self.loss_tokens} supervised tokens)"
 
     def to(self, device: torch.device | str) -> RolloutBin:
