@@ -155,8 +155,8 @@ def plan_bins(
     if len(over) and oversize == "error":
         first = int(over[0])
         raise ValueError(
-            f"sample {first if names is None else names[first]} has {sizes.lengths[first]} tokens, and "
-            f"{len(over) - 1} more are above max_tokens, {max_tokens}. Raise max_tokens to {sizes.lengths.max()} or "
+            f"sample {first if names is None else names[first]} has {sizes.lengths[first]} tokens, the "
+            f"first of {len(over)} above max_tokens, {max_tokens}. Raise max_tokens to {sizes.lengths.max()} or "
             'more, cut the samples, or pass oversize="own_bin"'
         )
     if len(sizes.lengths) < ranks:
@@ -166,8 +166,7 @@ def plan_bins(
     if ranks > 1:
         found = _over_ranks(measure, items, len(found), max_tokens, ranks)
     bins = [np.concatenate([np.arange(item.begin, item.end) for item in sorted(each, key=_begin)]) for each in found]
-    marginal, pairs = zip(*map(measure.marginal, bins), strict=True)
-    return BinPlan(bins, list(marginal), list(pairs), ranks, shape)
+    return BinPlan(bins, *measure.marginal(bins), ranks, shape)
 
 
 def _begin(item: _Item) -> int:
@@ -210,13 +209,16 @@ class _Measure:
         at = begin + 1 + int(np.maximum(first, second).argmin())
         return [self.item(item.begin, at), self.item(at, item.end)]
 
-    def marginal(self, samples: Ints) -> tuple[Ints, int]:
-        """Return the tokens that each of some samples adds to those before it, and the pairs of all of them."""
+    def marginal(self, bins: list[Ints]) -> tuple[list[Ints], list[int]]:
+        """Return for each bin the tokens that each of its samples adds to those before it, and the pairs of all."""
+        samples, ends = np.concatenate(bins), np.cumsum([len(each) for each in bins])
         lengths = self.sizes.lengths[samples]
         shared = np.zeros(len(samples), dtype=np.int64)
         if len(samples) > 1:  # over a gap, what both ends share is the least of what neighbours share; 0 over groups
             shared[1:] = _least_between(self.sizes.shared, samples)
-        return lengths - shared, int((_triangle(lengths) - _triangle(shared)).sum())
+            shared[ends[:-1]] = 0
+        pairs = np.add.reduceat(_triangle(lengths) - _triangle(shared), np.append(0, ends[:-1]))
+        return np.split(lengths - shared, ends[:-1]), pairs.tolist()
 
 
 def _triangle(tokens: Ints) -> Ints:
@@ -259,24 +261,33 @@ def _over_ranks(measure: _Measure, items: list[_Item], least: int, max_tokens: i
         bins = _least_work([*whole, *(item for *_, item in cuttable)], count, max_tokens)
         if bins is not None:
             return _dealt(bins, ranks)
-        count += ranks
+        count += -(-count // (100 * ranks)) * ranks  # by a hundredth
 
 
 def _least_work(items: list[_Item], count: int, max_tokens: int) -> list[list[_Item]] | None:
-    """Put items into the bin with the least work that has room, the most work first. None: one has room nowhere."""
+    """Put items into the bin with the least work; where it has no room, into the emptiest. None: no bin has room."""
     bins: list[list[_Item]] = [[] for _ in range(count)]
-    waiting = [(0, number, 0) for number in range(count)]  # a heap: work, number, tokens
+    work, tokens = [0] * count, [0] * count
+    lightest, emptiest = ([(0, number) for number in range(count)] for _ in range(2))  # heaps; old entries are skipped
     for item in sorted(items, key=lambda item: (-item.work, item.begin)):
-        passed = []
-        while waiting and waiting[0][2] and waiting[0][2] + item.tokens > max_tokens:
-            passed.append(heapq.heappop(waiting))
-        if not waiting:
-            return None
-        work, number, tokens = heapq.heappop(waiting)
+        number = _first(lightest, work)
+        if tokens[number] and tokens[number] + item.tokens > max_tokens:
+            number = _first(emptiest, tokens)
+            if tokens[number] + item.tokens > max_tokens:
+                return None
         bins[number].append(item)
-        for each in (*passed, (work + item.work, number, tokens + item.tokens)):
-            heapq.heappush(waiting, each)
+        work[number] += item.work
+        tokens[number] += item.tokens
+        heapq.heappush(lightest, (work[number], number))
+        heapq.heappush(emptiest, (tokens[number], number))
     return bins
+
+
+def _first(waiting: list[tuple[int, int]], now: list[int]) -> int:
+    """Return the bin with the least of something, from a heap that may hold entries from before a bin grew."""
+    while waiting[0][0] != now[waiting[0][1]]:
+        heapq.heappop(waiting)
+    return waiting[0][1]
 
 
 def _dealt(bins: list[list[_Item]], ranks: int) -> list[list[_Item]]:

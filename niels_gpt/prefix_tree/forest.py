@@ -258,22 +258,23 @@ class PrefixForest:
             raise ValueError(f"samples is {samples!r:.200}; expected rising numbers from 0 to {self.num_samples - 1}")
         if len(chosen) == self.num_samples and self.num_tokens == len(self.input_ids):
             return self
-        ends, sizes = self.sample_ends[chosen], self.sample_lengths[chosen]
+        ends, offsets, sizes = self.sample_ends[chosen], self.sample_offsets[chosen], self.sample_lengths[chosen]
         columns = (self.node_starts, self.node_lengths, self.node_parents, ends)
         part = radix.part_of_samples(*(each.numpy(force=True) for each in columns))
         starts, lengths, parents, last, kept = (torch.from_numpy(each).to(chosen.device) for each in part)
-        before = chosen.new_zeros(len(self.input_ids) + 1).index_fill(0, kept + 1, 1).cumsum(0)
-        of_samples = torch.zeros(self.num_samples, dtype=torch.bool, device=kept.device).index_fill(0, chosen, True)
+        bounds = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        tokens = torch.arange(int(bounds[-1]), device=chosen.device)
+        tokens += (offsets - bounds[:-1]).repeat_interleave(sizes)
         return PrefixForest(
             input_ids=self.input_ids[kept],
             position_ids=self.position_ids[kept],
-            subtree_end=before[self.subtree_end[kept]],
+            subtree_end=torch.searchsorted(kept, self.subtree_end[kept]),
             node_starts=starts,
             node_lengths=lengths,
             node_parents=parents,
             sample_ends=last,
-            sample_offsets=torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]),
-            loss_mask=self.loss_mask[of_samples.repeat_interleave(self.sample_lengths)],
+            sample_offsets=bounds,
+            loss_mask=self.loss_mask[tokens],
             completion_starts=self.completion_starts[chosen],
         )
 

@@ -197,25 +197,22 @@ def part_of_samples(starts: Ints, lengths: Ints, parents: Ints, ends: Ints) -> t
     ends: [S] the last node of each of them. The rows are those of the whole layout, in its order; the other numbers are
     those of the new one. A node that is left with one child, where no sample ends, is merged with it.
     """
-    kept = np.zeros(len(starts), dtype=np.bool_)
-    nodes = np.unique(ends)
-    while len(nodes):
-        kept[nodes] = True
-        nodes = np.unique(parents[nodes])
-        nodes = nodes[nodes >= 0]
-        nodes = nodes[~kept[nodes]]
-    above = parents[kept]
-    children = np.bincount(above[above >= 0], minlength=len(starts))
-    splits = children != 1
-    splits[ends] = True
-    heads = (above < 0) | splits[above]
-    number = np.full(len(starts), -1, dtype=np.int64)
-    number[kept] = np.cumsum(heads) - 1  # an only child follows its parent at once
-    sizes = np.add.reduceat(lengths[kept], np.flatnonzero(heads))
-    rows = np.ones(int(sizes.sum()), dtype=np.int64)  # steps from row to row, as in rows_of_samples
+    levels = [nodes := np.unique(ends)]
+    while len(nodes):  # from the samples' last nodes up to their roots
+        above = parents[nodes]
+        levels.append(nodes := np.unique(above[above >= 0]))
+    kept = np.unique(np.concatenate(levels))
     first, count = starts[kept], lengths[kept]
+    above = kept.searchsorted(parents[kept])  # a root's is not used
+    root = parents[kept] < 0
+    splits = np.bincount(above[~root], minlength=len(kept)) != 1
+    last = kept.searchsorted(ends)
+    splits[last] = True
+    heads = root | splits[above]
+    number = np.cumsum(heads) - 1  # an only child follows its parent at once
+    sizes = np.add.reduceat(count, np.flatnonzero(heads))
+    rows = np.ones(int(sizes.sum()), dtype=np.int64)  # steps from row to row, as in rows_of_samples
     rows[0] = first[0]
     rows[np.cumsum(count)[:-1]] = first[1:] - (first + count - 1)[:-1]
-    up = above[heads]
-    new_parents = np.where(up < 0, -1, number[up])
-    return np.cumsum(sizes) - sizes, sizes, new_parents, number[ends], np.cumsum(rows)
+    up = np.where(root, -1, number[above])[heads]
+    return np.cumsum(sizes) - sizes, sizes, up, number[last], np.cumsum(rows)
