@@ -4,18 +4,19 @@
     with guard(forest, model):                    # checks every forward in the block before it runs
         hidden = model.model(**inputs).last_hidden_state   # or model(**inputs).logits
 
-These mistakes raise no error in transformers 5.23: without a mask, repeated positions are read as packed sequences; a
-2-D mask of ones becomes a causal mask, which leaks; without positions, tokens are numbered along the flat row; "eager"
-adds a boolean mask to the scores; and a 4-D mask switches the sliding window of a model off, so that the mask made here
-includes the window.
+By default a model of "sdpa" is set to "prefix_tree" (backends/segments.py), which computes the pairs of the forest and
+runs every other forward as "sdpa" does. "eager" gets a dense mask: T^2 values, computed at each call and not kept.
 
-Masks are dense: T^2 values, computed at each call and not kept.
+These mistakes raise no error in transformers 5.23: without mask and segments, repeated positions are read as packed
+sequences; a 2-D mask of ones becomes a causal mask, which leaks; without positions, tokens are numbered along the flat
+row; "eager" adds a boolean mask to the scores; and a 4-D mask switches the sliding window of a model off, so that the
+mask made here includes the window.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,49 +24,59 @@ from torch import Tensor, nn
 from niels_gpt.prefix_tree.backends.architectures import AttentionRouteError, architecture
 from niels_gpt.prefix_tree.backends.checks import check_model_inputs, guard
 from niels_gpt.prefix_tree.backends.masks import AttnMaskSpec, architecture_of, dense_mask, hf_attention_mask, masks_of
+from niels_gpt.prefix_tree.backends.segments import NAME, Segments
+from niels_gpt.prefix_tree.backends.segments_probe import use_segments
 from niels_gpt.prefix_tree.forest import PrefixForest
 
 __all__ = [
     "AttentionRouteError",
     "AttnMaskSpec",
+    "Segments",
     "check_model_inputs",
     "dense_mask",
     "guard",
     "hf_attention_mask",
     "hf_forward",
     "model_inputs",
+    "use_segments",
 ]
 
 
-__all__ = [
-    "AttentionRouteError",
-    "AttnMaskSpec",
-    "check_model_inputs",
-    "dense_mask",
-    "guard",
-    "hf_attention_mask",
-    "hf_forward",
-    "model_inputs",
-]
+Backend = Literal["auto", "prefix_tree", "dense"]
 
 
-def model_inputs(forest: PrefixForest, model: nn.Module) -> dict[str, Any]:
+def model_inputs(forest: PrefixForest, model: nn.Module, *, backend: Backend = "auto") -> dict[str, Any]:
     """Return the arguments of a forward pass, as model(**inputs), on the model's device.
 
-    `input_ids` and `position_ids` are int64 [1, T], `use_cache` is False, and `attention_mask` is a tensor [1, 1, T, T]
-    as `hf_attention_mask` makes it, the model's sliding window included. Where layers have different windows and a
-    sample is longer than one of them, it is a dict of such tensors by layer type, which these models take.
+    `input_ids` and `position_ids` are int64 [1, T], `use_cache` is False. By segments, `attention_mask` is None and
+    `prefix_tree` is the forest's `Segments`. Else `attention_mask` is a tensor [1, 1, T, T] as `hf_attention_mask`
+    makes it, the model's sliding window included. Where layers have different windows and a sample is longer than one
+    of them, it is a dict of such tensors by layer type, which these models take.
 
-    Raises: AttentionRouteError for a model that cannot be folded, and for attention routes other than "sdpa", "eager".
+    backend: "prefix_tree": by segments; sets the model's attn_implementation to "prefix_tree". "dense": by a mask.
+        "auto": by segments where the attn_implementation is "sdpa" or "prefix_tree" and the model can run them.
+
+    Raises: AttentionRouteError for a model that cannot be folded, for attention routes other than "sdpa", "eager" and
+        "prefix_tree", and for the backend "prefix_tree" where the model cannot run segments, with the reason.
     """
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend is {backend!r}; expected one of {', '.join(get_args(Backend))}")
     traits = architecture_of(forest, model)
     positions = forest.position_ids.to(traits.device)
-    return {
+    inputs: dict[str, Any] = {
         "input_ids": forest.input_ids.to(traits.device)[None],
         "position_ids": positions[None],
-        "attention_mask": masks_of(traits, positions, dense_mask(forest).to(traits.device)),
+        "attention_mask": None,
         "use_cache": False,
     }
+    why_not = "" if backend == "dense" else use_segments(model, only_sdpa=backend == "auto")
+    if why_not and backend == "prefix_tree":
+        raise AttentionRouteError(f"{type(model).__name__} cannot run segments: {why_not}. Use backend='dense'")
+    if why_not or backend == "dense":
+        inputs["attention_mask"] = masks_of(traits, positions, dense_mask(forest).to(traits.device))
+    else:
+        inputs[NAME] = Segments.from_forest(forest)
+    return inputs
 
 
 @dataclass(frozen=True)
@@ -86,11 +97,16 @@ class HfForward:
         ends = positions[0][(seen.sum(0) == 1) & (seen.sum(1) > 1)] + 1  # lengths of the samples
         longest = int(positions.max()) + 1
         traits = architecture(self.model, longest, int(ends.min()) if len(ends) else longest, rows)
-        masks = masks_of(traits, positions[0].to(traits.device), seen.to(traits.device))
-        inputs = {"input_ids": ids.to(traits.device), "use_cache": False}
+        inputs: dict[str, Any] = {"input_ids": ids.to(traits.device), "use_cache": False}
         count = torch.arange(rows, device=positions.device)
         if not torch.equal(positions[0], count) or not torch.equal(seen, count <= count[:, None]):
-            inputs |= {"position_ids": positions.to(traits.device), "attention_mask": masks}
+            segments = (
+                Segments.from_mask(seen) if traits.implementation == NAME and not use_segments(self.model) else None
+            )
+            if segments is None:
+                masks = masks_of(traits, positions[0].to(traits.device), seen.to(traits.device))
+            inputs |= {"position_ids": positions.to(traits.device)}
+            inputs |= {"attention_mask": masks} if segments is None else {NAME: segments}
         logits: Tensor = self.model(**inputs).logits
         return logits
 

@@ -56,7 +56,7 @@ def test_a_step_without_its_mask_fails(monkeypatch: pytest.MonkeyPatch, capsys: 
     right = demo.model_inputs
 
     def without_mask(forest: PrefixForest, model: Any) -> dict[str, Any]:
-        return {**right(forest, model), "attention_mask": None}
+        return {**right(forest, model), "prefix_tree": None}
 
     monkeypatch.setattr(demo, "model_inputs", without_mask)
     assert demo.main([*SMALL, "--json"]) == 1

@@ -1,6 +1,7 @@
 """The guard checks every forward of a model in its block, wrapped and compiled models too."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from niels_gpt.prefix_tree.backends import checks as checks_of_inputs
 from niels_gpt.prefix_tree.forest import PrefixForest
 
 Inputs = dict[str, Any]
+dense_inputs = partial(model_inputs, backend="dense")
 
 
 class Adapted(nn.Module):
@@ -33,18 +35,18 @@ class Adapted(nn.Module):
 
 def test_adapters_are_looked_into_and_learned_tokens_before_the_row_are_refused() -> None:
     model = Adapted(tiny_model("llama"), is_prompt_learning=False)
-    inputs = model_inputs(FOREST, model)
+    inputs = dense_inputs(FOREST, model)
     with guard(FOREST, model):
         model(**inputs)
         with pytest.raises(AttentionRouteError, match="use_cache was given"):
             model(**{**inputs, "use_cache": True})
     with pytest.raises(AttentionRouteError, match="learned tokens before the row"):
-        model_inputs(FOREST, Adapted(tiny_model("llama"), is_prompt_learning=True))
+        dense_inputs(FOREST, Adapted(tiny_model("llama"), is_prompt_learning=True))
 
 
 def test_the_guard_checks_every_forward_in_its_block_and_none_after_it() -> None:
     model = tiny_model("llama")
-    inputs = model_inputs(FOREST, model)
+    inputs = dense_inputs(FOREST, model)
     wrong = without("attention_mask")(inputs)
     ran: list[bool] = []
     model.model.register_forward_pre_hook(lambda *_: ran.append(True))
@@ -63,7 +65,7 @@ def test_the_guard_checks_every_forward_in_its_block_and_none_after_it() -> None
 
 def test_the_guard_checks_calls_of_the_body_too_and_each_call_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    inputs = model_inputs(FOREST, model)
+    inputs = dense_inputs(FOREST, model)
     checks: list[nn.Module] = []
 
     def counted(forest: PrefixForest, module: nn.Module, given: Inputs) -> None:
@@ -123,7 +125,7 @@ class ValueHead(nn.Module):
 def test_the_guard_sees_calls_of_what_a_wrapper_holds(wrap: Callable[[nn.Module], nn.Module]) -> None:
     model = tiny_model("mistral")
     wrapped = wrap(model)
-    inputs = model_inputs(FOREST, wrapped)
+    inputs = dense_inputs(FOREST, wrapped)
     assert torch.equal(inputs["attention_mask"][0, 0], dense_mask(FOREST, window=WINDOW))
     wrong = without("attention_mask")(inputs)
     wrapped(**wrong)  # a graph of it is there before the guard
@@ -138,7 +140,7 @@ def test_the_guard_sees_calls_of_what_a_wrapper_holds(wrap: Callable[[nn.Module]
 
 def test_the_guard_checks_what_a_wrapper_hands_on() -> None:
     wrapper = Dropping(tiny_model("llama"))
-    inputs = model_inputs(FOREST, wrapper)
+    inputs = dense_inputs(FOREST, wrapper)
     assert error(wrapper, FOREST, inputs) > 1e-5
     with guard(FOREST, wrapper), pytest.raises(AttentionRouteError, match="position_ids is NoneType"):
         wrapper(**inputs)
@@ -146,7 +148,7 @@ def test_the_guard_checks_what_a_wrapper_hands_on() -> None:
 
 def test_a_graph_made_under_the_guard_is_checked_by_the_wrappers_arguments() -> None:
     model = torch.compile(tiny_model("llama"), backend="eager")
-    inputs = model_inputs(FOREST, model)
+    inputs = dense_inputs(FOREST, model)
     with guard(FOREST, model):
         model(**inputs)
         with pytest.raises(AttentionRouteError, match="each branch continues from its parent"):

@@ -1,6 +1,7 @@
 """Folded rows in real models of transformers: equal to the samples alone by the right route, refused by every other."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -23,6 +24,7 @@ from niels_gpt.prefix_tree.verify import verify_fold
 
 T = len(FOREST.input_ids)
 Inputs = dict[str, Any]
+dense_inputs = partial(model_inputs, backend="dense")
 
 
 @pytest.mark.parametrize(
@@ -44,19 +46,19 @@ def test_a_folded_row_has_the_log_probabilities_of_its_samples(attn: str, model_
     inputs = model_inputs(FOREST, model)
     check_model_inputs(FOREST, model, inputs)
     assert error(model, FOREST, inputs) < 1e-5
-    assert inputs["use_cache"] is False
+    assert inputs["use_cache"] is False and (inputs["attention_mask"] is None) == (attn == "sdpa")
 
 
 @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 2])
 def test_a_window_is_that_of_transformers_to_the_token(length: int) -> None:
     model = tiny_model("mistral")
     forest = PrefixForest.from_sequences([list(range(3, 3 + length)), [3, 4, 50]])
-    assert error(model, forest, model_inputs(forest, model)) < 1e-5
-    mask = model_inputs(forest, model)["attention_mask"][0, 0]
+    assert error(model, forest, dense_inputs(forest, model)) < 1e-5
+    mask = dense_inputs(forest, model)["attention_mask"][0, 0]
     assert torch.equal(mask, dense_mask(forest)) == (length <= WINDOW)
     if length > WINDOW:
         for off in (WINDOW - 1, WINDOW + 1):
-            inputs = {**model_inputs(forest, model), "attention_mask": dense_mask(forest, window=off)[None, None]}
+            inputs = {**dense_inputs(forest, model), "attention_mask": dense_mask(forest, window=off)[None, None]}
             assert error(model, forest, inputs) > 1e-3
             with pytest.raises(AttentionRouteError, match="pairs differ"):
                 check_model_inputs(forest, model, inputs)
@@ -65,13 +67,13 @@ def test_a_window_is_that_of_transformers_to_the_token(length: int) -> None:
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def test_layers_with_different_windows_get_a_mask_each_only_where_a_sample_is_longer(attn: str) -> None:
     model = tiny_model("qwen2", attn, **MIXED)
-    masks = model_inputs(FOREST, model)["attention_mask"]
+    masks = dense_inputs(FOREST, model)["attention_mask"]
     assert set(masks) == {"sliding_attention", "full_attention"}
     short = PrefixForest.from_sequences([[1, 2, 3, 4], [1, 2, 5, 6, 7, 8]])
-    assert model_inputs(short, model)["attention_mask"].shape == (1, 1, 8, 8)
-    assert error(model, short, model_inputs(short, model)) < 1e-5
-    kinds = {kind: model_inputs(short, model)["attention_mask"] for kind in masks}
-    check_model_inputs(short, model, {**model_inputs(short, model), "attention_mask": kinds})  # the same, spelled out
+    assert dense_inputs(short, model)["attention_mask"].shape == (1, 1, 8, 8)
+    assert error(model, short, dense_inputs(short, model)) < 1e-5
+    kinds = {kind: dense_inputs(short, model)["attention_mask"] for kind in masks}
+    check_model_inputs(short, model, {**dense_inputs(short, model), "attention_mask": kinds})  # the same, spelled out
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_other_low_values_of_an_additive_mask_are_taken(low: float, dtype: torch
     model = tiny_model("llama", "eager").to(dtype)
     quantized = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
     model._parameters = {"quantized": quantized, **model._parameters}  # the mask has the dtype of floating ones
-    right = model_inputs(FOREST, model)
+    right = dense_inputs(FOREST, model)
     inputs = {**right, "attention_mask": right["attention_mask"].clamp(low)}
     inputs["attention_mask"][right["attention_mask"] < 0] = low
     check_model_inputs(FOREST, model, inputs)
@@ -91,7 +93,7 @@ def test_other_low_values_of_an_additive_mask_are_taken(low: float, dtype: torch
 @pytest.mark.parametrize("given", ["an additive mask on sdpa", "embeddings for ids"])
 def test_other_inputs_that_mean_the_same_are_taken(given: str) -> None:
     model = tiny_model("llama")
-    inputs = model_inputs(FOREST, model)
+    inputs = dense_inputs(FOREST, model)
     if given == "embeddings for ids":
         inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
     else:
@@ -104,7 +106,7 @@ def test_other_inputs_that_mean_the_same_are_taken(given: str) -> None:
 def test_a_window_left_over_in_the_config_of_a_model_without_windows_is_none(model_type: str, more: Inputs) -> None:
     model = tiny_model(model_type, sliding_window=WINDOW, **more)
     assert model.config.sliding_window == WINDOW  # kept by transformers, and used by nothing
-    inputs = model_inputs(FOREST, model)
+    inputs = dense_inputs(FOREST, model)
     check_model_inputs(FOREST, model, inputs)
     assert error(model, FOREST, inputs) < 1e-5
     assert verify_fold(hf_forward(model), FOREST, probes=1).ok
@@ -129,7 +131,7 @@ def test_a_window_under_another_name_or_of_a_config_with_an_init_of_its_own_is_o
     for config in (OwnConfig(sliding_window=WINDOW), MappedConfig(attention_window_size=WINDOW), ComputedConfig()):
         config._attn_implementation = "sdpa"
         model.config = config
-        mask = model_inputs(FOREST, model)["attention_mask"][0, 0]
+        mask = dense_inputs(FOREST, model)["attention_mask"][0, 0]
         assert torch.equal(mask, dense_mask(FOREST, window=WINDOW))
 
 
@@ -212,7 +214,7 @@ def changed(**values: Any) -> Callable[[Inputs], Inputs]:
 )
 def test_inputs_that_are_silently_wrong_are_errors(attn: str, change: Callable[[Inputs], Inputs], message: str) -> None:
     model = tiny_model("llama", attn)
-    inputs = change(model_inputs(FOREST, model))
+    inputs = change(dense_inputs(FOREST, model))
     assert error(model, FOREST, inputs) > 1e-3  # no error, no warning, other values
     with pytest.raises(AttentionRouteError, match=message):
         check_model_inputs(FOREST, model, inputs)
@@ -238,13 +240,13 @@ def test_inputs_that_are_silently_wrong_are_errors(attn: str, change: Callable[[
 def test_further_inputs_are_refused(change: Callable[[Inputs], Inputs], message: str) -> None:
     model = tiny_model("llama")
     with pytest.raises(AttentionRouteError, match=message):
-        check_model_inputs(FOREST, model, change(model_inputs(FOREST, model)))
+        check_model_inputs(FOREST, model, change(dense_inputs(FOREST, model)))
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
 def test_wrong_masks_of_layers_with_different_windows_are_refused(kind: str) -> None:
     model = tiny_model("gemma3_text", **MIXED)
-    inputs = model_inputs(FOREST, model)
+    inputs = dense_inputs(FOREST, model)
     masks = inputs["attention_mask"]
     assert error(model, FOREST, {**inputs, "attention_mask": masks[kind]}) > 1e-3
     for wrong, said in (
@@ -260,7 +262,7 @@ def test_the_models_own_loss_is_refused_unless_the_labels_are_shifted() -> None:
     model = tiny_model("llama")
     forest = PrefixForest.from_sequences([[1, 2, 10, 11], [1, 2, 20, 21, 22]])
     labels = torch.tensor([[-100, -100, 11, -100, 21, 22, -100]])  # as fold_shared_prefix_rollouts makes them
-    inputs = {**model_inputs(forest, model), "labels": labels}
+    inputs = {**dense_inputs(forest, model), "labels": labels}
     with torch.no_grad():
         truth = -alone(model, forest)[[2, 6, 7], [11, 21, 22]].mean()
         assert abs(model(**inputs).loss - truth) > 1e-2
@@ -284,11 +286,11 @@ def test_the_models_own_loss_is_refused_unless_the_labels_are_shifted() -> None:
 )
 def test_other_attention_routes_are_refused(attn: str, message: str) -> None:
     model = tiny_model("llama")
-    inputs = model_inputs(FOREST, model)
+    inputs = dense_inputs(FOREST, model)
     model.config._attn_implementation = attn
     for call in (
         lambda: hf_attention_mask(FOREST, attn, torch.float32),
-        lambda: model_inputs(FOREST, model),
+        lambda: dense_inputs(FOREST, model),
         lambda: check_model_inputs(FOREST, model, inputs),
     ):
         with pytest.raises(AttentionRouteError, match=f'{message}.*: use attn_implementation="sdpa" or "eager"'):

@@ -7,11 +7,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from niels_gpt.prefix_tree.backends.architectures import Architecture, AttentionRouteError, unwrapped
 from niels_gpt.prefix_tree.backends.masks import HIDDEN, architecture_of, dense_mask, refuse_other_routes, windows_of
+from niels_gpt.prefix_tree.backends.segments import NAME, segments_of
+from niels_gpt.prefix_tree.backends.segments_probe import probing
 from niels_gpt.prefix_tree.forest import PrefixForest
 
 
@@ -40,7 +43,27 @@ def check_model_inputs(forest: PrefixForest, model: nn.Module, inputs: Mapping[s
         )
     if not torch.equal(positions[0], forest.position_ids.to(positions.device)):
         raise _wrong("position_ids", positions, "forest.position_ids, where each branch continues from its parent")
-    _check_masks(traits, forest, inputs.get("attention_mask"))
+    if not _by_segments(traits, forest, inputs):
+        _check_masks(traits, forest, inputs.get("attention_mask"))
+
+
+def _by_segments(traits: Architecture, forest: PrefixForest, inputs: Mapping[str, Any]) -> bool:
+    """Return whether these inputs have the forest's segments for a mask. Raises: AttentionRouteError for others."""
+    try:
+        given = segments_of(inputs)
+    except ValueError as error:
+        raise AttentionRouteError(f"the keys of the tree are not those of the forest: {error}") from error
+    if given is None:
+        return False
+    if traits.implementation != NAME:
+        raise _wrong(
+            NAME, given, f'none, as attn_implementation {traits.implementation!r} ignores it; set "prefix_tree"'
+        )
+    if inputs.get("attention_mask") is not None:
+        raise _wrong("attention_mask", inputs["attention_mask"], "none beside prefix_tree, which is the mask")
+    if not np.array_equal(given.subtree_end, forest.subtree_end.numpy(force=True)):
+        raise _wrong(NAME, given, "Segments.from_forest(forest), and these are of another tree")
+    return True
 
 
 def _wrong(name: str, given: Any, expected: str) -> AttentionRouteError:
@@ -126,14 +149,14 @@ def guard(forest: PrefixForest, model: nn.Module) -> Iterator[None]:
         check_model_inputs(forest, module, {**dict(zip(names, args, strict=False)), **kwargs})
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not probing.get():
             running.append(module)
             ran.append(module)
             if len(running) == 1:  # the model checked its arguments before it calls its body
                 check(module, args, kwargs)
 
     def leave(*_: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not probing.get():
             running.pop()
 
     def arrived(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:

@@ -132,8 +132,9 @@ def hf_attention_mask(
 ) -> Tensor:
     """Return the mask [1, 1, T, T] for an attention implementation of transformers, on the forest's device.
 
-    Bool for "sdpa". For "eager" the mask is added to the scores: of `dtype`, the model's, 0 where a query sees a key
-    and the dtype's smallest number elsewhere. `window`: as in `dense_mask`; transformers adds none to such a mask.
+    Bool for "sdpa" and "prefix_tree". For "eager" the mask is added to the scores: of `dtype`, the model's, 0 where a
+    query sees a key and the dtype's smallest number elsewhere. `window`: as in `dense_mask`; transformers adds none to
+    such a mask.
 
     Raises: AttentionRouteError for any other route, and for a dtype that is not floating.
     """
@@ -143,7 +144,7 @@ def hf_attention_mask(
 def for_route(allowed: Tensor, implementation: str | None, dtype: torch.dtype) -> Tensor:
     """Return a mask bool [T, T] as `hf_attention_mask` does."""
     refuse_other_routes(implementation)
-    if implementation == "sdpa":
+    if implementation in ("sdpa", "prefix_tree"):
         return allowed[None, None]
     if not dtype.is_floating_point:
         raise AttentionRouteError(
@@ -155,7 +156,7 @@ def for_route(allowed: Tensor, implementation: str | None, dtype: torch.dtype) -
 
 def refuse_other_routes(implementation: str | None) -> None:
     """Raise AttentionRouteError unless an attention implementation takes a dense mask."""
-    if implementation not in ("sdpa", "eager"):
+    if implementation not in ("sdpa", "eager", "prefix_tree"):
         known = (why for name, why in _OTHER_ROUTES.items() if name in str(implementation))
         why = next(known, "is not known here, and may leave the mask out")
         raise AttentionRouteError(f"attn_implementation={implementation!r} {why}: {_USE}")

@@ -1,0 +1,285 @@
+"""The attention implementation "prefix_tree" of transformers: a folded row without a T x T mask.
+
+    register()
+    model.set_attn_implementation("prefix_tree")
+    model(input_ids=..., position_ids=..., prefix_tree=Segments.from_forest(forest), use_cache=False)
+
+`model_inputs` does this. TRL's keys of a tree row (`tree_kv_index`, `tree_cu_seqlens_q`, `tree_cu_seqlens_k`) are taken
+in place of `prefix_tree`. A forward without either is that of "sdpa". On CPUs it uses torch's flash kernel; on other
+devices, and with softcaps, sinks or dropout, matrix products of blocks of rows, which were tested on a CPU only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from niels_gpt.prefix_tree.backends.architectures import AttentionRouteError
+from niels_gpt.prefix_tree.backends.segments_kernel import FlashSegments, attend, has_kernel, probabilities
+from niels_gpt.prefix_tree.backends.segments_plan import Plan, check_laminar, depths, plan_of
+from niels_gpt.prefix_tree.forest import PrefixForest
+
+NAME = "prefix_tree"
+_TREE_KEYS = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
+_of_keys: WeakIdKeyDictionary = WeakIdKeyDictionary()  # segments by tree_kv_index: the layers of a forward share them
+
+
+class Segments:
+    """Which rows of a folded row see each other: one array, and the steps of attention made from it."""
+
+    def __init__(self, subtree_end: Any) -> None:
+        """Take int64 [T]: query q sees key k where k <= q < subtree_end[k]. Raises: ValueError unless in pre-order."""
+        self.subtree_end = np.asarray(subtree_end, dtype=np.int64)
+        check_laminar(self.subtree_end)
+        self.calls: list[nn.Module] | None = None  # a list records the modules that got these segments
+        self._plans: dict[tuple[int | None, bool], Plan] = {}
+
+    @classmethod
+    def from_forest(cls, forest: PrefixForest) -> Segments:
+        """Return those of a forest, its padding included."""
+        return cls(forest.subtree_end.numpy(force=True))
+
+    @classmethod
+    def from_mask(cls, mask: Tensor) -> Segments | None:
+        """Return those of a mask bool [T, T], True where query (row) sees key (column); None if it has no forest."""
+        rows = torch.arange(len(mask), device=mask.device)
+        ends = (mask * (rows[:, None] + 1)).amax(0)
+        if not torch.equal(mask, (rows <= rows[:, None]) & (rows[:, None] < ends)):
+            return None
+        try:
+            return cls(ends.numpy(force=True))
+        except ValueError:
+            return None
+
+    @classmethod
+    def from_tree_keys(cls, kv_index: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Segments:
+        """Return those of TRL's tree row.
+
+        kv_index: int64 [K], for each segment the rows on its path from the root, its own rows last. cu_seqlens_q,
+        cu_seqlens_k: int [S + 1], bounds of the segments in the row and of their paths in kv_index.
+
+        Raises: ValueError unless each path is that of another segment, or nothing, and the segment's own rows.
+        """
+        kv, cu_q, cu_k = (each.numpy(force=True).astype(np.int64) for each in (kv_index, cu_seqlens_q, cu_seqlens_k))
+        _check_bounds(kv, cu_q, cu_k)
+        ends = np.empty(int(cu_q[-1]), np.int64)
+        path: list[int] = []  # segments whose subtree is open
+        for segment, (start, end) in enumerate(zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True)):
+            keys = kv[cu_k[segment] : cu_k[segment + 1]]
+            above = keys[: len(keys) - (end - start)]
+            while path and (not len(above) or cu_q[path[-1] + 1] - 1 != above[-1]):
+                closed = path.pop()
+                ends[cu_q[closed] : cu_q[closed + 1]] = start
+            parent = kv[cu_k[path[-1]] : cu_k[path[-1] + 1]] if path else kv[:0]
+            if not np.array_equal(above, parent) or not np.array_equal(keys[len(above) :], np.arange(start, end)):
+                raise ValueError(
+                    f"the keys of segment {segment} (rows {start} to {end}) are not the path of an open segment before "
+                    "it and its own rows; expected a tree in depth-first pre-order"
+                )
+            path.append(segment)
+        for closed in path:
+            ends[cu_q[closed] : cu_q[closed + 1]] = cu_q[-1]
+        return cls(ends)
+
+    def __len__(self) -> int:
+        """Return T."""
+        return len(self.subtree_end)
+
+    @cached_property
+    def longest(self) -> int:
+        """Return the tokens of the longest path."""
+        return int(depths(self.subtree_end).max()) + 1
+
+    def plan(self, window: int | None = None) -> Plan:
+        """Return the steps for the flash kernel."""
+        return self._planned(window if window and window < self.longest else None, False)
+
+    def blocks(self, window: int | None = None) -> Plan:
+        """Return steps of few rows each: every row is in one step of `own`, and in at most one of `above` beside it."""
+        return self._planned(window or self.longest, True)
+
+    def _planned(self, window: int | None, blocks: bool) -> Plan:
+        if (window, blocks) not in self._plans:
+            self._plans[window, blocks] = plan_of(self.subtree_end, window)
+        return self._plans[window, blocks]
+
+
+def _check_bounds(kv: Any, cu_q: Any, cu_k: Any) -> None:
+    for name, bounds, end in (("q", cu_q, None), ("k", cu_k, len(kv))):
+        if bounds.ndim != 1 or len(bounds) < 2 or bounds[0] != 0 or (np.diff(bounds) <= 0).any():
+            raise ValueError(f"tree_cu_seqlens_{name} is {bounds.tolist()[:8]}...; expected rising bounds from 0")
+        if end is not None and bounds[-1] != end:
+            raise ValueError(f"tree_cu_seqlens_{name} ends at {bounds[-1]}; tree_kv_index has {end} values")
+    if len(cu_q) != len(cu_k) or (np.diff(cu_k) < np.diff(cu_q)).any():
+        raise ValueError("tree_cu_seqlens_k does not fit tree_cu_seqlens_q; expected a path for each segment")
+    if kv.min() < 0 or kv.max() >= cu_q[-1]:
+        raise ValueError(f"tree_kv_index has rows from {kv.min()} to {kv.max()}; the row has {cu_q[-1]}")
+
+
+# --- transformers' interfaces -----------------------------------------------------------------------------------------
+
+
+class LateMask(torch.Tensor):
+    """A boolean mask [B, 1, Q, K] that is computed when something other than this module uses it."""
+
+    window: int | None
+    custom: bool  # whether the model adds rules of its own, such as images that see each other
+
+    @staticmethod
+    def __new__(cls, arguments: dict[str, Any]) -> LateMask:
+        """Take the arguments of transformers' `sdpa_mask`."""
+        shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
+        make = torch.Tensor._make_wrapper_subclass
+        mask: LateMask = make(cls, shape, dtype=torch.bool, device=arguments.get("device", "cpu"))
+        mask.arguments = arguments
+        mask.window, mask.custom = arguments.get("local_size"), bool(arguments.get("use_vmap"))
+        return mask
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """Everything is done in `__new__`."""
+
+    arguments: dict[str, Any]
+
+    @cached_property
+    def dense(self) -> Tensor:
+        """Return the mask."""
+        from transformers.masking_utils import sdpa_mask
+
+        mask = sdpa_mask(**self.arguments)
+        assert mask is not None  # made late only where it is needed
+        return mask
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Compute the mask for any operation."""
+        args, kwargs = tree_map_only(LateMask, lambda mask: mask.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def make_mask(**arguments: Any) -> Tensor | None:
+    """Return the mask of "sdpa", late where it would be T x T for a whole row: a folded row does not use it."""
+    from transformers.masking_utils import sdpa_mask
+
+    needed = not arguments.get("allow_is_causal_skip", True) or arguments.get("local_size") is not None
+    whole = arguments["q_length"] == arguments["kv_length"] and arguments.get("attention_mask") is None
+    if needed and whole and not arguments.get("allow_is_bidirectional_skip"):
+        arguments["allow_is_causal_skip"] = False
+        return LateMask(arguments)
+    return sdpa_mask(**arguments)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention [1, T, H, D] of query [1, H, T, D] over key and value [1, Hk, T, D]; without a tree, sdpa's.
+
+    Raises: AttentionRouteError for a tree of another row, a mask or cache beside it, and biases of positions.
+    """
+    segments = segments_of(kwargs)
+    if segments is None:
+        return _plain(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if segments.calls is not None:
+        segments.calls.append(module)
+    _check_call(segments, query, key, attention_mask, kwargs)
+    window = attention_mask.window if isinstance(attention_mask, LateMask) else None
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    queries, keys, values = (each[0].transpose(0, 1).to(dtype) for each in (query, key, value))
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if device != "cpu" or not has_kernel() or softcap is not None or sinks is not None or dropout:
+        plan = segments.blocks(window)
+        out = attend(queries, keys, values, plan, scale, dropout=dropout, softcap=softcap, sinks=sinks)
+    else:
+        size = value.shape[-1]
+        widest = max(size, query.shape[-1])  # zeros change neither scores nor the other values
+        wide = (nn.functional.pad(each, (0, widest - each.shape[-1])) for each in (queries, keys, values))
+        out = FlashSegments.apply(*wide, segments.plan(window), scale)[..., :size]  # type: ignore[no-untyped-call]
+    return out[None].contiguous(), None
+
+
+def segments_of(kwargs: Mapping[str, Any]) -> Segments | None:
+    """Return the segments of a forward, None without a tree; TRL's keys are read once for all layers.
+
+    Raises: AttentionRouteError for values of other types, ValueError for keys that are no tree.
+    """
+    given = kwargs.get(NAME)
+    if given is not None and not isinstance(given, Segments):
+        raise AttentionRouteError(f"prefix_tree is a {type(given).__name__}; expected Segments.from_forest(forest)")
+    keys = [kwargs.get(name) for name in _TREE_KEYS]
+    if given is not None or all(each is None for each in keys):
+        return given
+    if not all(isinstance(each, Tensor) for each in keys):
+        raise AttentionRouteError(f"{', '.join(_TREE_KEYS)}: expected three tensors, or none of them")
+    seen = [(each, each._version) for each in keys if isinstance(each, Tensor)]
+    known = _of_keys.get(keys[0])  # type: ignore[no-untyped-call]
+    if known is None or any(a is not b or m != n for (a, m), (b, n) in zip(known[0], seen, strict=True)):
+        known = _of_keys[keys[0]] = (seen, Segments.from_tree_keys(*(each for each, _ in seen)))
+    found: Segments = known[1]
+    return found
+
+
+def _check_call(segments: Segments, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
+    shapes = {tuple(each.shape[:1]) + tuple(each.shape[2:3]) for each in (query, key)}
+    if shapes != {(1, len(segments))}:
+        raise AttentionRouteError(
+            f"queries and keys are {list(query.shape)} and {list(key.shape)}; expected one row of {len(segments)} "
+            "tokens, those of prefix_tree, and no cache"
+        )
+    if mask is not None and (not isinstance(mask, LateMask) or mask.custom):
+        raise AttentionRouteError("a mask was given beside prefix_tree, which is the mask; pass attention_mask=None")
+    if kwargs.get("position_bias") is not None:
+        raise AttentionRouteError("the model adds a bias for each pair of rows to the scores; use backend='dense'")
+
+
+def _plain(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+    mask = mask.dense if isinstance(mask, LateMask) else mask
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if softcap is None and sinks is None:
+        out: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return out
+    keys, values = (repeat_kv(each, query.shape[1] // each.shape[1]) for each in (key, value))
+    scores = query @ keys.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device)
+        mask = mask.tril(scores.shape[3] - scores.shape[2])
+    weights = nn.functional.dropout(probabilities(scores, mask, softcap, sinks).to(query.dtype), dropout)
+    return (weights @ values).transpose(1, 2).contiguous(), None
+
+
+def register() -> None:
+    """Register "prefix_tree" with transformers. Raises: ImportError without it."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, make_mask)

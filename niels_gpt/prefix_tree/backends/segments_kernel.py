@@ -1,0 +1,155 @@
+"""Attention by the steps of a plan: torch's flash kernel for CPUs, or matrix products and autograd.
+
+Each step computes a part of the softmax. Parts are merged by their log-sum-exps. With the merged output and log-sum-exp
+the backward of the kernel gives the exact gradients of each part, so that no probabilities are stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from niels_gpt.prefix_tree.backends.segments_plan import Plan, Step
+
+_ARGUMENTS = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")
+_OF_BACKWARD = ("grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal", "attn_mask", "scale")
+
+
+def has_kernel() -> bool:
+    """Return whether this torch has the kernel, a private operator, with the arguments that are used here."""
+    for name, expected in (("", _ARGUMENTS), ("_backward", _OF_BACKWARD)):
+        operator = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{name}", None)
+        if operator is None or tuple(each.name for each in operator.default._schema.arguments) != expected:
+            return False
+    return True
+
+
+class FlashSegments(torch.autograd.Function):
+    """Attention of query [T, H, D] over key and value [T, Hk, D], H a multiple of Hk, on a CPU; returns [T, H, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float) -> Tensor:
+        """Run the steps and merge them."""
+        keys, values = (_repeated(each, query.shape[1]) for each in (key, value))
+        exact = torch.promote_types(query.dtype, torch.float32)  # bfloat16 is too coarse to add up in
+        out = torch.empty(query.shape, dtype=exact)
+        lse = torch.empty(query.shape[:2], dtype=exact)
+        for step in plan.own:
+            part, of_part = _forward(query, keys, values, step, scale)
+            _at(out, step).copy_(part)
+            _at(lse[..., None], step).copy_(of_part[..., None])
+        for step in plan.above:
+            part, of_part = _forward(query, keys, values, step, scale)
+            into, total = _at(out, step), _at(lse[..., None], step)[..., 0]
+            into.lerp_(part.to(exact), torch.sigmoid(of_part - total)[..., None])
+            total.copy_(torch.logaddexp(total, of_part))
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.plan, ctx.scale = plan, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Add up the gradients of the steps."""
+        query, key, value, out, lse = ctx.saved_tensors
+        keys, values = (_repeated(each, query.shape[1]) for each in (key, value))
+        grad = grad.contiguous()
+        of_query = torch.zeros(query.shape, dtype=lse.dtype)
+        of_keys, of_values = torch.zeros(keys.shape, dtype=lse.dtype), torch.zeros(values.shape, dtype=lse.dtype)
+        for step in (*ctx.plan.own, *ctx.plan.above):
+            at_queries = (_at(each, step) for each in (grad, query))
+            at_keys = (_parts(each[step.keys], step) for each in (keys, values))
+            merged = (_at(out, step), _at(lse[..., None], step)[..., 0])
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *at_queries, *at_keys, *merged, 0.0, step.causal, attn_mask=_added(step, query.dtype), scale=ctx.scale
+            )
+            _at(of_query, step).add_(parts[0])
+            for total, part in zip((of_keys, of_values), parts[1:], strict=True):
+                _add(total, step, part)
+        shape = (len(key), key.shape[1], -1, key.shape[2])
+        reduced = (total.view(shape).sum(2).to(key.dtype) for total in (of_keys, of_values))
+        return of_query.to(query.dtype), *reduced, None, None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    scale: float,
+    *,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return the same for any device, dtype and value size, by matrix products through autograd.
+
+    plan: of short nodes only (`Segments.blocks`). dropout: rate, drawn for each block. softcap: scores become
+    tanh(score / softcap) * softcap. sinks: [H] scores of a key without a value, which every query sees.
+    """
+    above = {step.start: step for step in plan.above}
+    blocks = []
+    for step in plan.own:
+        steps = [each for each in (above.get(step.start), step) if each]
+        at_keys = (torch.cat([each[one.keys] for one in steps]) for each in (key, value))
+        keys, values = (_repeated(each, query.shape[1]).transpose(0, 1) for each in at_keys)
+        scores = query[step.start : step.end].transpose(0, 1) @ keys.transpose(1, 2) * scale
+        assert step.mask is not None
+        mask = step.mask.to(query.device)
+        seen = torch.nn.functional.pad(mask, (scores.shape[2] - mask.shape[1], 0), value=True)
+        weights = probabilities(scores, seen, softcap, sinks).to(query.dtype)
+        blocks.append((torch.nn.functional.dropout(weights, dropout) @ values).transpose(0, 1))
+    return torch.cat(blocks)
+
+
+def probabilities(scores: Tensor, seen: Tensor | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """Return the softmax of scores [..., H, Q, K] over keys, in float32 at least; `seen`: bool, or added to scores."""
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else scores + seen
+    if sinks is None:
+        return scores.softmax(-1)
+    extra = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, extra], -1).softmax(-1)[..., :-1]
+
+
+def _repeated(keys: Tensor, heads: int) -> Tensor:
+    """Return keys [T, Hk, D] as contiguous [T, heads, D]."""
+    return keys.contiguous() if keys.shape[1] == heads else keys.repeat_interleave(heads // keys.shape[1], dim=1)
+
+
+def _forward(query: Tensor, keys: Tensor, values: Tensor, step: Step, scale: float) -> tuple[Tensor, Tensor]:
+    at_keys = (_parts(each[step.keys], step) for each in (keys, values))
+    part, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        _at(query, step), *at_keys, 0.0, step.causal, attn_mask=_added(step, query.dtype), scale=scale
+    )
+    return part, lse
+
+
+def _parts(rows: Tensor, step: Step) -> Tensor:
+    """Return a view [batch, H, rows, D] of rows [batch * rows, H, D]."""
+    return rows.view(step.batch, -1, *rows.shape[1:]).transpose(1, 2)
+
+
+def _at(rows: Tensor, step: Step) -> Tensor:
+    """Return the view of a step's queries, of any [T, H, D]."""
+    return _parts(rows[step.start : step.end], step)
+
+
+def _added(step: Step, dtype: torch.dtype) -> Tensor | None:
+    if step.mask is None:
+        return None
+    return torch.zeros(step.mask.shape, dtype=dtype).masked_fill_(~step.mask, -torch.inf)[None, None]
+
+
+def _add(total: Tensor, step: Step, part: Tensor) -> None:
+    """Add a part [batch, H, keys, D] to the rows of a step's keys, each of them once."""
+    rows = part.transpose(1, 2).flatten(0, 1)
+    if isinstance(step.keys, slice):
+        total[step.keys] += rows
+    else:
+        total.index_add_(0, step.keys, rows.to(total.dtype))

@@ -1,0 +1,190 @@
+"""Which queries meet which keys: the attention of a folded row as few calls, none of them T x T.
+
+In pre-order the rows that see a row are contiguous, so a node is a causal square of its own rows, and one full
+rectangle of the rows below it: `[node's end, subtree's end) x node`. That is a call for each node, too many where nodes
+are short. So nodes shorter than BLOCK are taken together: up to BLOCK neighbouring rows are one square with a mask, and
+the keys that they see in short nodes above are gathered: one rectangle for each square, whatever the tree looks like.
+With a sliding window all rows are taken so, and keys outside the window are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
+
+BLOCK = 64  # rows: a masked square computes pairs that nobody sees, and a call costs about as much as 2,000 pairs
+_SHORTEST_RUN = 8  # rows of leaves of equal length that are worth a call of their own
+
+
+class Step(NamedTuple):
+    """One call: rows [start, end) as `batch` equal parts, the keys that they meet, and what hides some of those."""
+
+    start: int
+    end: int
+    keys: slice | Tensor  # rows; int64 [K] where they are not contiguous
+    batch: int = 1
+    causal: bool = False
+    mask: Tensor | None = None  # bool [end - start, K], True where a query sees a key
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The calls of one attention layer: the pairs of all steps are exactly those of the mask, each once."""
+
+    own: list[Step]  # each row once, with itself among the keys
+    above: list[Step]  # added to these: rows that see every key of the step
+
+
+class _Nodes(NamedTuple):
+    """Maximal runs of rows with the same subtree end, in the order of the row."""
+
+    starts: Ints
+    stops: Ints
+    ends: Ints  # of the subtree
+
+
+def depths(subtree_end: Ints) -> Ints:
+    """Return how many rows above a row see it: its position in every sample through it. 0 for padding."""
+    rows = np.arange(len(subtree_end))
+    return rows - np.cumsum(np.bincount(subtree_end, minlength=len(rows) + 1))[: len(rows)]
+
+
+def check_laminar(subtree_end: Ints) -> None:
+    """Raise ValueError unless subtrees are inside each other or apart, and inside the row."""
+    nodes, size = _nodes(subtree_end), len(subtree_end)
+    if size and not (bool((subtree_end > np.arange(size)).all()) and int(subtree_end.max()) <= size):
+        raise ValueError(f"subtree_end has values before their row or after row {size}; expected ends of subtrees")
+    open_ends: list[int] = []
+    for start, end in zip(nodes.starts.tolist(), nodes.ends.tolist(), strict=True):
+        while open_ends and open_ends[-1] <= start:
+            open_ends.pop()
+        if open_ends and end > open_ends[-1]:
+            raise ValueError(
+                f"the subtree of row {start} ends at {end}, after that of a row above it, which ends at "
+                f"{open_ends[-1]}; expected a forest in depth-first pre-order"
+            )
+        open_ends.append(end)
+
+
+def plan_of(subtree_end: Ints, window: int | None, block: int = BLOCK) -> Plan:
+    """Return the steps for rows of which `subtree_end[k]` is the end of those that see row k.
+
+    window: a query sees a key only if its position is less than `window` above the key's.
+    """
+    nodes = _nodes(subtree_end)
+    lengths = nodes.stops - nodes.starts
+    alone = np.zeros(len(lengths), np.bool_) if window else _alone(nodes, lengths, block)
+    result = Plan([], [])
+    made = _Blocks(subtree_end, depths(subtree_end), nodes, ~alone, window, result)
+    at, count = 0, len(lengths)
+    while at < count:
+        to = at + 1
+        if alone[at]:
+            while to < count and alone[to] and lengths[to] == lengths[at]:
+                to += 1
+            made.squares(at, to)
+        else:
+            while to < count and not alone[to]:
+                to += 1
+            made.blocks(int(nodes.starts[at]), int(nodes.stops[to - 1]), block)
+        at = to
+    return result
+
+
+def _nodes(subtree_end: Ints) -> _Nodes:
+    rows = np.arange(len(subtree_end))
+    first = np.ones(len(rows), np.bool_)
+    first[1:] = (subtree_end[1:] != subtree_end[:-1]) | (subtree_end[:-1] <= rows[1:])
+    starts = np.flatnonzero(first)
+    return _Nodes(starts, np.append(starts[1:], len(rows)), subtree_end[starts])
+
+
+def _alone(nodes: _Nodes, lengths: Ints, block: int) -> npt.NDArray[np.bool_]:
+    """Return which nodes get a square of their own: long ones, and runs of leaves of equal length below long ones."""
+    long = lengths >= block
+    short_rows = np.where(long, 0, lengths)
+    closed = np.zeros(int(nodes.stops[-1]) + 1, np.int64)
+    np.add.at(closed, nodes.ends, short_rows)
+    above = np.cumsum(short_rows) - short_rows - np.cumsum(closed)[nodes.starts]
+    fit = (nodes.stops == nodes.ends) & (above == 0) & (lengths >= _SHORTEST_RUN) & ~long
+    same = fit[1:] & fit[:-1] & (lengths[1:] == lengths[:-1])
+    in_run = np.append(same, False) | np.insert(same, 0, False)
+    return np.asarray(long | in_run)
+
+
+class _Blocks:
+    """Adds the steps of nodes to a plan."""
+
+    def __init__(
+        self,
+        subtree_end: Ints,
+        positions: Ints,
+        nodes: _Nodes,
+        short: npt.NDArray[np.bool_],
+        window: int | None,
+        into: Plan,
+    ) -> None:
+        self.ends, self.positions, self.nodes, self.window, self.into = subtree_end, positions, nodes, window, into
+        self.starts = nodes.starts[short]  # of the nodes whose keys are gathered
+        self.stops = nodes.stops[short]
+        self.subtrees = nodes.ends[short]
+
+    def squares(self, first: int, to: int) -> None:
+        """Add nodes of equal length: their own squares at once, and their rectangles."""
+        start, end = int(self.nodes.starts[first]), int(self.nodes.stops[to - 1])
+        self.into.own.append(Step(start, end, slice(start, end), batch=to - first, causal=True))
+        for node in range(first, to):
+            start, stop, end = (int(column[node]) for column in self.nodes)
+            self._add_above(start, stop, self._seen_above(start))
+            if end > stop:
+                self.into.above.append(Step(stop, end, slice(start, stop)))
+
+    def blocks(self, start: int, end: int, block: int) -> None:
+        """Add the rows of neighbouring short nodes, some at a time."""
+        while start < end:
+            to = min(start + block, end)
+            keys = self._seen_above(start)
+            leaving = self.ends[keys][self.ends[keys] < to]
+            if len(leaving) > block:  # the mask would be mostly empty: end the block where most keys go out of sight
+                values, counts = np.unique(leaving, return_counts=True)
+                if counts.max() > block // 2:
+                    to = int(values[counts.argmax()])
+            if self.window:
+                keys = keys[self.positions[keys] > self.positions[start:to].min() - self.window]
+            of_all = self.ends[keys] >= to
+            if self.window:
+                of_all &= self.positions[keys] > self.positions[start:to].max() - self.window
+            self._add_above(start, to, keys[of_all])
+            own = np.append(keys[~of_all], np.arange(start, to))
+            self.into.own.append(Step(start, to, _rows(own), mask=self._mask(np.arange(start, to), own)))
+            start = to
+
+    def _seen_above(self, row: int) -> Ints:
+        """Return the rows of short nodes before a row that it sees."""
+        seen = (self.starts < row) & (self.subtrees > row)
+        starts, stops = self.starts[seen], np.minimum(self.stops[seen], row)
+        lengths = stops - starts
+        rows: Ints = np.arange(int(lengths.sum())) + np.repeat(stops - np.cumsum(lengths), lengths)
+        return rows
+
+    def _add_above(self, start: int, end: int, keys: Ints) -> None:
+        if len(keys):
+            self.into.above.append(Step(start, end, _rows(keys)))
+
+    def _mask(self, rows: Ints, keys: Ints) -> Tensor:
+        seen = (keys <= rows[:, None]) & (rows[:, None] < self.ends[keys])
+        if self.window:
+            seen &= self.positions[rows][:, None] < self.positions[keys] + self.window
+        return torch.from_numpy(seen)
+
+
+def _rows(keys: Ints) -> slice | Tensor:
+    first, last = int(keys[0]), int(keys[-1])
+    return slice(first, last + 1) if last - first + 1 == len(keys) else torch.from_numpy(keys)

@@ -1,0 +1,78 @@
+"""Can a model run a folded row by its segments? Found out once for each model, by forwards of three and two tokens."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from niels_gpt.prefix_tree.backends.architectures import unwrapped
+from niels_gpt.prefix_tree.backends.segments import NAME, Segments, register
+
+probing: ContextVar[bool] = ContextVar("probing", default=False)  # the guard does not check these forwards
+_found: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # why a model cannot; "" if it can
+
+
+def use_segments(model: nn.Module, *, only_sdpa: bool = True) -> str:
+    """Set a model to the implementation "prefix_tree", if it can run folded rows by segments; else return why not.
+
+    A model that is set so runs a forward without segments as by "sdpa". One that cannot is left as it was.
+
+    only_sdpa: leave models of other implementations than "sdpa" and "prefix_tree" as they are.
+    """
+    inner: Any = unwrapped(model)
+    before = inner.config.get_text_config()._attn_implementation
+    if only_sdpa and before not in ("sdpa", NAME):
+        return f"its attn_implementation is {before!r}"
+    if inner not in _found:
+        _found[inner] = _tried(inner)
+    if not _found[inner] and before != NAME:
+        inner.set_attn_implementation(NAME)
+    return _found[inner]
+
+
+def _tried(model: Any) -> str:
+    if not getattr(model, "_can_set_attn_implementation", lambda: False)():
+        return "its attention does not go through AttentionInterface of transformers"
+    before = model.config._attn_implementation
+    modes = [(module, module.training) for module in model.modules()]
+    token = probing.set(True)
+    try:
+        register()
+        model.set_attn_implementation(NAME)
+        model.eval()
+        return _compared(model)
+    except Exception as error:  # whatever a model does with arguments that it does not know
+        return f"a forward of three tokens by segments raised {type(error).__name__}"
+    finally:
+        model.set_attn_implementation(before)
+        for module, mode in modes:
+            module.training = mode
+        probing.reset(token)
+
+
+@torch.no_grad()
+def _compared(model: Any) -> str:
+    """Compare the samples (0, 1) and (0, 2), folded, with the second one alone."""
+    device = next(model.parameters()).device
+
+    def run(ids: list[int], positions: list[int], **more: Any) -> Tensor:
+        at = {"input_ids": ids, "position_ids": positions}
+        inputs = {name: torch.tensor([values], device=device) for name, values in at.items()}
+        result: Tensor = model(**inputs, use_cache=False, return_dict=True, **more)[0]
+        return result[0, -1].float()
+
+    segments = Segments([3, 2, 3])
+    segments.calls = []
+    folded = run([0, 1, 2], [0, 1, 1], prefix_tree=segments)
+    wanted = [module for module in model.modules() if getattr(module, "is_causal", None) is True]
+    missed = {type(each).__name__ for each in wanted if all(each is not call for call in segments.calls)}
+    if missed or not segments.calls:
+        return f"its forward does not pass prefix_tree to {', '.join(sorted(missed)) or 'its attention'}"
+    alone = run([0, 2], [0, 1])
+    if not bool((folded - alone).abs().max() <= 2e-2 * alone.abs().max().clamp(min=1e-6)):
+        return "a folded row of three tokens has other values than its samples"
+    return ""

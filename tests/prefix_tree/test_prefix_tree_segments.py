@@ -1,0 +1,183 @@
+"""Attention by segments: exactly the pairs of the mask, equal to dense attention, forward and backward."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from support.causal_models import FOREST, SAMPLES, error, tiny_model
+from torch import Tensor
+
+from niels_gpt.prefix_tree.attention import AttentionRouteError, check_model_inputs, dense_mask, model_inputs
+from niels_gpt.prefix_tree.backends.segments import Segments
+from niels_gpt.prefix_tree.backends.segments_kernel import FlashSegments, attend, has_kernel
+from niels_gpt.prefix_tree.backends.segments_plan import Plan, depths, plan_of
+from niels_gpt.prefix_tree.forest import PrefixForest
+
+
+def tree(seed: int, depth: int = 7) -> PrefixForest:
+    """Return a forest of nodes of 1 to 90 tokens, with padding."""
+    draw = random.Random(seed)
+    samples: list[list[int]] = []
+
+    def grow(above: list[int], levels: int) -> None:
+        longest = draw.choice([2, 4, 90])
+        path = [*above, *(draw.randrange(50) for _ in range(draw.randint(1, longest)))]
+        if not levels or draw.random() < 0.2:
+            samples.append(path)
+        else:
+            for _ in range(draw.randint(1, 3)):
+                grow(path, levels - 1)
+
+    grow([], depth)
+    grow([], 1)
+    draw.shuffle(samples)
+    return PrefixForest.from_sequences(samples[:60]).padded(8)
+
+
+def pairs(plan: Plan, rows: int) -> Tensor:
+    """Return how often each query meets each key, int8 [T, T]."""
+    met = torch.zeros(rows, rows, dtype=torch.int8)
+    for step in (*plan.own, *plan.above):
+        size = (step.end - step.start) // step.batch
+        for at in range(step.start, step.end, size):
+            keys = step.keys if step.batch == 1 else slice(at, at + size)
+            seen = torch.ones_like(met[at : at + size, keys])
+            seen = seen.tril() if step.causal else seen
+            met[at : at + size, keys] += seen if step.mask is None else step.mask.to(torch.int8)
+    return met
+
+
+@pytest.mark.parametrize("window", [None, 5, 40])
+def test_the_steps_of_a_plan_are_the_pairs_of_the_mask_each_once(window: int | None) -> None:
+    for seed in range(20):
+        forest = tree(seed)
+        segments = Segments.from_forest(forest)
+        assert depths(segments.subtree_end).tolist() == forest.position_ids.tolist()
+        wanted = dense_mask(forest, window=window).to(torch.int8)
+        for plan in (
+            segments.plan(window),
+            segments.blocks(window),
+            plan_of(segments.subtree_end, window, block=8),
+        ):
+            assert torch.equal(pairs(plan, len(segments)), wanted), seed
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_attention_and_its_gradients_are_those_of_dense_attention(dtype: torch.dtype, window: int | None) -> None:
+    if not has_kernel():
+        pytest.skip("this torch has no flash kernel for CPUs with the arguments that are used")
+    forest = tree(1)
+    draw = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(len(forest.input_ids), heads, 8, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    query, key, value = (each.transpose(0, 1)[None] for each in exact)
+    mask = dense_mask(forest, window=window)[None, None]
+    attended = torch.nn.functional.scaled_dot_product_attention
+    wanted = attended(query, key, value, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+    weight = torch.randn(wanted.shape, generator=draw, dtype=torch.float64)
+    gradients = torch.autograd.grad(wanted, exact, weight)
+    segments = Segments.from_forest(forest)
+    for found in (
+        FlashSegments.apply(*inputs, segments.plan(window), 8**-0.5),
+        attend(*inputs, segments.blocks(window), 8**-0.5),
+    ):
+        others = torch.autograd.grad(found, inputs, weight.to(dtype))
+        limit = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
+        for one, other in zip((wanted, *gradients), (found, *others), strict=True):
+            assert float((one - other).detach().abs().max() / one.detach().abs().max()) < limit
+
+
+def test_tree_keys_give_the_segments_of_their_forest() -> None:
+    forest = tree(2)
+    kv: list[int] = []
+    bounds_q, bounds_k, paths = [0], [0], []
+    columns = (forest.node_starts, forest.node_lengths, forest.node_parents)
+    for start, length, parent in zip(*(column.tolist() for column in columns), strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else []), *range(start, start + length)])
+        kv += paths[-1]
+        bounds_q.append(start + length)
+        bounds_k.append(len(kv))
+    keys = [torch.tensor(kv), torch.tensor(bounds_q, dtype=torch.int32), torch.tensor(bounds_k, dtype=torch.int32)]
+    found = Segments.from_tree_keys(*keys)
+    assert found.subtree_end.tolist() == forest.subtree_end[: forest.num_tokens].tolist()
+    other = keys[0].clone()
+    other[bounds_k[3] - 1] += 1
+    for wrong in ([other, *keys[1:]], [keys[0] - 1, *keys[1:]], [keys[0], keys[1][:-1], keys[2]], keys[:1] + keys[:2]):
+        with pytest.raises(ValueError, match=r"expected|has rows from|values"):
+            Segments.from_tree_keys(*wrong)
+
+
+def test_a_mask_gives_the_segments_of_its_forest_or_none() -> None:
+    forest = tree(3)
+    found = Segments.from_mask(dense_mask(forest))
+    assert found is not None and found.subtree_end.tolist() == forest.subtree_end.tolist()
+    assert Segments.from_mask(dense_mask(forest, window=3)) is None
+    assert Segments.from_mask(torch.ones(3, 3, dtype=torch.bool)) is None
+    with pytest.raises(ValueError, match="pre-order"):
+        Segments([3, 4, 4, 4])
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_a_model_set_to_segments_runs_everything_else_as_before(model_type: str) -> None:
+    model = tiny_model(model_type)
+    ids = torch.tensor([SAMPLES[0][:18], SAMPLES[1][:18][::-1]])
+    padded = torch.ones_like(ids)
+    padded[0, :5] = 0
+    packed = torch.tensor([[*range(8), *range(10)]] * 2)
+    calls: list[dict[str, Any]] = [
+        {"input_ids": ids},
+        {"input_ids": ids, "attention_mask": padded},
+        {"input_ids": ids, "position_ids": packed, "use_cache": False},
+    ]
+    with torch.no_grad():
+        before = [model(**call).logits for call in calls]
+        written = model.generate(ids, attention_mask=padded, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        assert "prefix_tree" in model_inputs(FOREST, model)
+        assert model.config._attn_implementation == "prefix_tree"
+        for call, wanted in zip(calls, before, strict=True):
+            assert torch.equal(model(**call).logits, wanted)
+        assert torch.equal(
+            model.generate(ids, attention_mask=padded, max_new_tokens=4, do_sample=False, pad_token_id=0), written
+        )
+
+
+def test_segments_of_another_row_and_a_mask_beside_them_are_refused() -> None:
+    model = tiny_model("llama")
+    inputs = model_inputs(FOREST, model)
+    check_model_inputs(FOREST, model, inputs)
+    other = Segments.from_forest(PrefixForest.from_sequences(SAMPLES[:2]).padded(8))
+    mask = dense_mask(FOREST)[None, None]
+    for changes, message in (
+        ({"prefix_tree": other}, "of another tree"),
+        ({"prefix_tree": FOREST}, "expected Segments"),
+        ({"prefix_tree": None}, "read as packed sequences"),
+        ({"attention_mask": mask}, "beside prefix_tree"),
+        ({"prefix_tree": None, "tree_kv_index": torch.arange(3)}, "three tensors, or none"),
+    ):
+        with pytest.raises(AttentionRouteError, match=message):
+            check_model_inputs(FOREST, model, {**inputs, **changes})
+        if changes != {"prefix_tree": None}:
+            with pytest.raises(AttentionRouteError):
+                model(**{**inputs, **changes})
+    with pytest.raises(AttentionRouteError, match="those of prefix_tree, and no cache"):
+        model(**{**inputs, "use_cache": True, "past_key_values": model(torch.tensor([[1, 2]])).past_key_values})
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(AttentionRouteError, match="ignores it"):
+        check_model_inputs(FOREST, model, inputs)
+
+
+def test_a_model_that_drops_the_segments_gets_a_mask() -> None:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        given = layer.self_attn.forward
+        layer.self_attn.forward = lambda *args, given=given, prefix_tree=None, **more: given(*args, **more)
+    inputs = model_inputs(FOREST, model)
+    assert inputs["attention_mask"] is not None and model.config._attn_implementation == "sdpa"
+    assert error(model, FOREST, inputs) < 1e-5
+    with pytest.raises(AttentionRouteError, match="does not pass prefix_tree to LlamaAttention"):
+        model_inputs(FOREST, model, backend="prefix_tree")
