@@ -7,7 +7,8 @@ of one prompt are usually adjacent. Files may end in .gz; - is the standard inpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,11 @@ from rich_click import argument, option
 from niels_gpt.commands.console import Command, ExitCode, Group, Result, command, parsed, progress_bar, run, say
 from niels_gpt.display.numbers import many
 from niels_gpt.display.tables import folded, table
-from niels_gpt.prefix_tree.savings import MODEL_7B, ROWS
+from niels_gpt.prefix_tree.savings import ATTENTIONS, MODEL_7B, ROWS
 from niels_gpt.storage.codes import coded
 
 if TYPE_CHECKING:
+    from niels_gpt.prefix_tree.forest import ModelShape
     from niels_gpt.prefix_tree.savings.count import Folded
 
 _INDENTED = 24  # levels; deeper nodes are not indented further
@@ -66,13 +68,22 @@ def _folding(function: Callable[..., Result]) -> Callable[..., Result]:
 )
 @argument("rollouts", nargs=-1, required=True, help=".jsonl or .jsonl.gz, or - for stdin")
 @_folding
-@option("--parameters", type=_number(1), metavar="N", default=MODEL_7B["parameters"], help="of the model")
-@option("--layers", type=_number(1), metavar="N", default=MODEL_7B["layers"], help="of the model")
-@option("--d-model", type=_number(1), metavar="N", default=MODEL_7B["d_model"], help="of the model")
+@option("--attention", type=click.Choice(ATTENTIONS), default=ATTENTIONS[0], help="how a folded row is run")
+@option("--model", metavar="MODEL", help="folder or hub id: FLOPs are of the shape in its config.json")
+@option("--parameters", type=_number(1), metavar="N", help="of the model (7B)")
+@option("--layers", type=_number(1), metavar="N", help="of the model (32)")
+@option("--d-model", type=_number(1), metavar="N", help="of the model: the width of its attention (4096)")
 @option("--plot", type=_PATH, metavar="PNG", help="write a picture of the savings per forest and in total")
-def stats(rollouts: tuple[str, ...], group_key: str | None, rows: int, plot: Path | None, **model: int) -> Result:
+def stats(
+    rollouts: tuple[str, ...],
+    group_key: str | None,
+    rows: int,
+    plot: Path | None,
+    attention: str,
+    model: str | None,
+    **sizes: int | None,
+) -> Result:
     """Print savings."""
-    from niels_gpt.prefix_tree.forest import ModelShape
     from niels_gpt.prefix_tree.savings.count import count_savings, forests
     from niels_gpt.prefix_tree.savings.rollouts import read_rollouts
 
@@ -80,9 +91,10 @@ def stats(rollouts: tuple[str, ...], group_key: str | None, rows: int, plot: Pat
         from niels_gpt.prefix_tree.savings.plot import check_picture
 
         check_picture(plot)
+    shape = _shape(model, sizes)
     with progress_bar("stats", "B") as progress:
         lines = read_rollouts(rollouts, group_key=group_key, progress=progress)
-        savings = count_savings(forests(lines, rows=rows), ModelShape(**model))
+        savings = count_savings(forests(lines, rows=rows), shape, attention)
     if plot is not None:
         from niels_gpt.prefix_tree.savings.plot import plot as draw
         from niels_gpt.storage.fileio import write_bytes
@@ -91,6 +103,23 @@ def stats(rollouts: tuple[str, ...], group_key: str | None, rows: int, plot: Pat
         write_bytes(plot, draw(savings, names[0] if len(names) == 1 else f"{len(names)} files"))
     say(f"{table(savings.rows())}\n\n{chr(10).join(folded(savings.interpretation()))}")
     return Result(savings.as_json())
+
+
+def _shape(model: str | None, sizes: Mapping[str, int | None]) -> ModelShape:
+    """Return the shape of a model; where it is not named, of the given sizes."""
+    from niels_gpt.prefix_tree.forest import ModelShape
+
+    given = {name: value for name, value in sizes.items() if value is not None}
+    if model is None:
+        return ModelShape(**{**MODEL_7B, **given})
+    from niels_gpt.hub.models import CONFIG, hub_file, is_local, refuse_large
+    from niels_gpt.prefix_tree.savings.models import shape_of
+
+    path = Path(model).expanduser() / CONFIG if is_local(model) else hub_file(model, CONFIG, None)
+    if path is None:
+        raise ValueError(f"{model}: has no {CONFIG} on the hub, expected a transformers model")
+    refuse_large(path.parent)
+    return replace(shape_of(path.parent), **given)
 
 
 # --- show -------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from niels_gpt.commands.prefix_tree import main
 from niels_gpt.prefix_tree import savings as constants
 from niels_gpt.prefix_tree.forest import ModelShape
 from niels_gpt.prefix_tree.savings import count as savings
-from niels_gpt.prefix_tree.savings.count import count_savings, forests
+from niels_gpt.prefix_tree.savings.count import SHAPE_7B, count_savings, forests
 from niels_gpt.prefix_tree.savings.rollouts import Rollouts, read_rollouts
 
 # On paper. 1 2 | 10 11 | 20 21 22: 4 + 5 = 9 tokens become 7. Each token sees what stands above it and itself, so
@@ -66,7 +66,7 @@ def test_stats_prints_the_numbers_that_two_groups_have_on_paper(two: str, capsys
         "tokens_before tokens_after pairs_before pairs_after": [17, 10, 40, 28],
         "flops_before flops_after": [1500, 936],  # 3 * (2 * 10 * tokens + 4 * 1 * 1 * pairs)
         "token_factor pair_factor tree_token_ratio": [1.7, 40 / 28, 10 / 17],
-        "flop_factor dense_mask_flop_factor": [1500 / 936, 1500 / (3 * (200 + 4 * 58))],
+        "flop_factor computed_pairs": [1500 / 936, 28],
         "first_tokens completion_tokens": [5, 10],
         "median_token_factor": [(9 / 7 + 8 / 3) / 2],
     }.items():
@@ -74,7 +74,12 @@ def test_stats_prints_the_numbers_that_two_groups_have_on_paper(two: str, capsys
     assert found["model_shape"] == {"parameters": 10, "layers": 1, "d_model": 1}
     assert found["best"] == {"token_factor": 8 / 3, "where": f"{two}:2"}
     assert found["worst"] == {"token_factor": 9 / 7, "where": f"{two}:1"}
-    assert found["longest_row"] == {"tokens": 7, "dense_mask_bytes": 49, "where": f"{two}:1"}
+    assert found["longest_row"] == {"tokens": 7, "where": f"{two}:1"}
+    assert found["flop_factor_of_any_model"] == {"least": 40 / 28, "most": 1.7}
+    dense = found_in([two, *TINY, "--attention", "dense"], capsys)
+    assert (dense["attention"], dense["computed_pairs"], dense["longest_row"]["mask_bytes"]) == ("dense", 58, 49)
+    assert dense["flop_factor"] == pytest.approx(1500 / (3 * (200 + 4 * 58)))
+    assert dense["flop_factor_of_any_model"] == {"least": 40 / 58, "most": 1.7}
 
 
 def test_the_table_has_every_figure_of_the_json(two: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,13 +106,77 @@ def test_the_table_has_every_figure_of_the_json(two: str, capsys: pytest.Capture
     ],
 )
 def test_known_shapes_have_their_known_factors(prompt: int, completion: int, factors: str, said: str) -> None:
-    ids = itertools.count()
-    drawn = [list(itertools.islice(ids, length)) for length in [prompt, *[completion] * 8]]
-    row = json.dumps({"prompt_ids": drawn[0], "completions": drawn[1:]}).encode()
+    row = group_row(prompt, completion, 8)
     shape = ModelShape(parameters=6_500_000_000, layers=32, d_model=4096)  # of a 7B, without embeddings
     found = count_savings(forests(lines_of(row)), shape)
     assert "{token_factor:.2f} {pair_factor:.2f} {flop_factor:.2f}".format(**found.as_json()) == factors
     assert found.interpretation().startswith(said)
+
+
+def group_row(prompt: int, completion: int, samples: int) -> bytes:
+    ids = itertools.count()
+    drawn = [list(itertools.islice(ids, length)) for length in [prompt, *[completion] * samples]]
+    return json.dumps({"prompt_ids": drawn[0], "completions": drawn[1:]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("layers", "attention", "said"),
+    [
+        (32, "dense", "Folding saves"),
+        (4, "prefix_tree", "Folding saves"),
+        (4, "dense", "Folding does not pay: a step "),
+    ],
+)
+def test_what_does_not_pay_is_said(layers: int, attention: str, said: str) -> None:
+    # A prompt of 1,024 tokens with 8 completions of 1,024: on a Llama of 4 layers and width 128 a step with a dense
+    # mask takes more than twice as long as the unfolded one; on one of 7 billion parameters attention hardly counts.
+    shape = SHAPE_7B if layers == 32 else ModelShape(parameters=800_000, layers=4, d_model=128)
+    found = count_savings(forests(lines_of(group_row(1024, 1024, 8))), shape, attention)
+    assert found.interpretation().startswith(said)
+    assert ("0.20 to 1.78" in found.interpretation()) == (attention == "dense")
+    least, most = found.flop_factor_of_any_model
+    assert least < found.flop_factor < most
+
+
+def test_the_shape_of_a_model_is_read_from_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra `eagle3` brings it")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, intermediate_size=48, vocab_size=97, head_dim=16)
+    config.save_pretrained(tmp_path)
+    path = file_of(tmp_path / "two.jsonl", [APART, ALIKE])
+    attention, mlp, head = 32 * 64 * 2 + 32 * 32 * 2, 3 * 32 * 48, 32 * 97
+    expected = {"parameters": 3 * (attention + mlp) + head, "layers": 3, "d_model": 64}
+    assert found_in([path, "--model", str(tmp_path)], capsys)["model_shape"] == expected
+    found = found_in([path, "--model", str(tmp_path), "--layers", "5"], capsys)["model_shape"]
+    assert found == {**expected, "layers": 5}
+    experts = transformers.MixtralConfig(**sizes, intermediate_size=48, vocab_size=97, num_local_experts=8)
+    experts.save_pretrained(tmp_path)
+    attention, router = 32 * 32 * 2 + 32 * 16 * 2, 32 * 8
+    found = found_in([path, "--model", str(tmp_path)], capsys)["model_shape"]
+    assert found["parameters"] == 3 * (attention + router + 2 * mlp) + head, "2 of 8 experts for each token"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (None, "no such file, expected the config"),
+        ({"model_type": "llama", "num_hidden_layers": 10**6}, "1000000 layers"),
+        ({"model_type": "llama", "hidden_size": 2**40}, "hidden_size is 1.1e+12; expected"),
+        ({"model_type": "no\u001bsuch"}, "no causal language model can be built"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}, "Give --parameters, --layers and --d-model"),
+    ],
+)
+def test_a_config_that_is_no_model_is_refused(
+    config: Any, said: str, two: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="the extra `eagle3` brings it")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    error = error_of(["stats", two, "--model", str(folder)], capsys)
+    assert said in error and "\x1b" not in error and not (tmp_path / "ran").exists()
 
 
 def lines_of(content: bytes) -> list[Rollouts]:
@@ -123,9 +192,11 @@ def test_unrelated_rows_are_counted_as_the_row_they_become(tmp_path: Path, capsy
     found = found_in([path, *TINY], capsys)
     forest = next(forests(read_rollouts([path]))).forest
     assert len(forest.input_ids) == 120
-    assert found["longest_row"] == {"tokens": 120, "dense_mask_bytes": 120 * 120, "where": f"{path}:1"}
+    assert found["longest_row"] == {"tokens": 120, "where": f"{path}:1"} and found["flop_factor"] == 1
     pairs = 40 * 6
-    assert found["dense_mask_flop_factor"] == pytest.approx((20 * 120 + 4 * pairs) / (20 * 120 + 4 * 120 * 120))
+    dense = found_in([path, *TINY, "--attention", "dense"], capsys)
+    assert dense["longest_row"]["mask_bytes"] == 120 * 120
+    assert dense["flop_factor"] == pytest.approx((20 * 120 + 4 * pairs) / (20 * 120 + 4 * 120 * 120))
     assert found_in([path, "--rows", "10"], capsys)["longest_row"]["tokens"] == 30
 
 
@@ -138,7 +209,8 @@ def test_the_median_is_no_mean_and_an_empty_prompt_shares_none(
     assert (found["tokens_before"], found["tokens_after"], found["first_tokens"]) == (3, 3, 0)
     assert found["longest_row"]["tokens"] == 3  # two trees, but one forest, which nothing splits
     # 3 + 1 pairs, but a dense mask has 3 * 3
-    assert found["dense_mask_flop_factor"] == pytest.approx((20 * 3 + 4 * 4) / (20 * 3 + 4 * 9))
+    dense = found_in([str(tmp_path / "r.jsonl"), *TINY, "--attention", "dense"], capsys)
+    assert dense["flop_factor"] == pytest.approx((20 * 3 + 4 * 4) / (20 * 3 + 4 * 9))
 
 
 def test_the_curve_falls_from_the_forest_that_gains_most(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +341,8 @@ def test_the_largest_numbers_are_counted_with_and_the_defaults_are_those_of_the_
 
     def defaults(module: Any) -> tuple[int, ModelShape]:
         found = module.stats.make_context("stats", ["x.jsonl"]).params
-        return found["rows"], ModelShape(found["parameters"], found["layers"], found["d_model"])
+        sizes = {name: found[name] for name in ("parameters", "layers", "d_model")}
+        return found["rows"], module._shape(None, sizes)
 
     assert defaults(cli) == (savings.ROWS, savings.SHAPE_7B) == (1000, ModelShape(7 * 10**9, 32, 4096))
     monkeypatch.setattr(constants, "ROWS", 7)  # the commands have no literal of their own

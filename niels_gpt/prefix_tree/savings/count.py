@@ -77,6 +77,8 @@ class Savings:
 
     shape: ModelShape
     """Of the model whose FLOPs are predicted."""
+    attention: str = "prefix_tree"
+    """One of ATTENTIONS: it decides which pairs are computed after folding."""
     lines: int = 0
     groups: int = 0
     """Lines with a prompt and completions; the others are whole sequences."""
@@ -86,8 +88,8 @@ class Savings:
     """First tokens of completions after a prompt: one label per row has no loss for them."""
     completion_tokens: int = 0
     """Of the lines with a prompt and completions."""
-    dense_pairs: int = 0
-    """Query-key pairs that a dense mask computes: T x T for each forest."""
+    computed_pairs: int = 0
+    """Query-key pairs that the attention computes: those of the mask, or T x T for each forest."""
     longest: tuple[int, str] = (0, "")
     """Tokens of the longest forest after folding, and its first line."""
     best: tuple[float, str] = (0.0, "")
@@ -115,35 +117,58 @@ class Savings:
                 self.first_tokens += len(line.sequences) if len(line.prompt) else 0
                 self.completion_tokens += sum(map(len, line.sequences))
         size = stats.tokens_after
-        self.dense_pairs += size * size
+        computed = stats.pairs_after if self.attention == "prefix_tree" else size * size
+        self.computed_pairs += computed
         where, factor = folded.lines[0].where, stats.tokens_before / size
         self.token_factors.append(factor)
-        self.flop_factors.append(1 / stats.flop_ratio)
+        before = self.shape.training_flops(stats.tokens_before, stats.pairs_before)
+        self.flop_factors.append(before / self.shape.training_flops(size, computed))
         self.longest = max(self.longest, (size, where), key=_number)
         self.best = max(self.best, (factor, where), key=_number)
         self.worst = min(self.worst, (factor, where), key=_number)
 
+    @property
+    def flops_after(self) -> int:
+        """Return the training FLOPs of all forests, with the attention that is used."""
+        return self.shape.training_flops(self.sums.tokens_after, self.computed_pairs)
+
+    @property
+    def flop_factor(self) -> float:
+        """Return the training FLOPs before folding over those after it."""
+        return self.shape.training_flops(self.sums.tokens_before, self.sums.pairs_before) / self.flops_after
+
+    @property
+    def flop_factor_of_any_model(self) -> tuple[float, float]:
+        """Return the least and the largest factor that any shape gives: only attention, or none at all."""
+        sums = self.sums
+        factors = (sums.pairs_before / self.computed_pairs, sums.tokens_before / sums.tokens_after)
+        return min(factors), max(factors)
+
     def as_json(self) -> dict[str, Any]:
         """Return every figure by name, fit for JSON; of the factors of single forests the median, best and worst."""
         sums, (tokens, place) = self.sums, self.longest
-        flops_before = self.shape.training_flops(sums.tokens_before, sums.pairs_before)
+        least, most = self.flop_factor_of_any_model
         return {
             "lines": self.lines,
             "groups": self.groups,
             "forests": len(self.token_factors),
-            **{name: value for name, value in vars(sums).items() if name != "nodes"},
+            **{name: value for name, value in vars(sums).items() if name not in ("nodes", "flops_after")},
+            "flops_after": self.flops_after,
             "tree_token_ratio": sums.tree_token_ratio,
             "token_factor": sums.tokens_before / sums.tokens_after,
             "pair_factor": sums.pairs_before / sums.pairs_after,
-            "flop_factor": 1 / sums.flop_ratio,  # the attention computes only the pairs of the mask
-            "dense_mask_flop_factor": flops_before / self.shape.training_flops(sums.tokens_after, self.dense_pairs),
+            "attention": self.attention,
+            "computed_pairs": self.computed_pairs,
+            "flop_factor": self.flop_factor,
+            "flop_factor_of_any_model": {"least": least, "most": most},
             "model_shape": vars(self.shape),
             "first_tokens": self.first_tokens,
             "completion_tokens": self.completion_tokens,
             "median_token_factor": median(self.token_factors),
             "best": {"token_factor": self.best[0], "where": self.best[1]},
             "worst": {"token_factor": self.worst[0], "where": self.worst[1]},
-            "longest_row": {"tokens": tokens, "dense_mask_bytes": tokens * tokens, "where": place},
+            "longest_row": {"tokens": tokens, "where": place}
+            | ({"mask_bytes": tokens * tokens} if self.attention == "dense" else {}),
         }
 
     def rows(self) -> list[tuple[str, str]]:
@@ -156,10 +181,25 @@ class Savings:
 
     def interpretation(self) -> str:
         """Return what the figures mean for the decision whether to fold."""
-        share = f"{1 - self.sums.flop_ratio:.1%} of the training FLOPs"
-        if 1 / self.sums.flop_ratio < LITTLE:
-            return f"Folding saves little: {share}. The samples share few tokens, or their rows are not side by side."
-        return f"Folding saves {share} where a batch holds whole forests and the attention skips what the mask forbids."
+        factor, (least, most) = self.flop_factor, self.flop_factor_of_any_model
+        sizes = f"{self.shape.parameters:,} parameters in {self.shape.layers} layers of width {self.shape.d_model:,}"
+        share = f"{1 - 1 / factor:.1%} of the training FLOPs of a model of {sizes}"
+        if factor < 1:
+            verdict = (
+                f"Folding does not pay: a step takes {1 / factor:.2f} times the training FLOPs of a model of {sizes}."
+            )
+        elif factor < LITTLE:
+            verdict = (
+                f"Folding saves little: {share}. The samples share few tokens, or their rows are not side by side."
+            )
+        else:
+            verdict = f"Folding saves {share} where a batch holds whole forests."
+        anywhere = (
+            f"Other models: {least:.2f} to {most:.2f} times fewer; the first where attention is most of the work."
+        )
+        if self.attention == "dense":
+            return f"{verdict} {anywhere} A dense mask computes all pairs of a row, also those that it forbids."
+        return f"{verdict} {anywhere}"
 
 
 def _number(record: tuple[float, str]) -> float:
@@ -172,9 +212,9 @@ def _shown(figure: float | str) -> str:
     return figure if isinstance(figure, str) else f"{figure:.4g}"
 
 
-def count_savings(folded: Iterable[Folded], shape: ModelShape = SHAPE_7B) -> Savings:
+def count_savings(folded: Iterable[Folded], shape: ModelShape = SHAPE_7B, attention: str = "prefix_tree") -> Savings:
     """Return what folding saves on some forests. Raises: ValueError if there is none; what reading them raises."""
-    savings = Savings(shape)
+    savings = Savings(shape, attention)
     for forest in folded:
         savings.add(forest)
     return savings

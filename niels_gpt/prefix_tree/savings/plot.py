@@ -96,8 +96,8 @@ def _draw_total(axes: Axes, savings: Savings) -> None:
     sums = savings.sums
     ratios = {
         "tokens": sums.tree_token_ratio,
-        "attention\npairs": sums.pair_ratio,
-        "training\nFLOPs": sums.flop_ratio,
+        "attention\npairs": savings.computed_pairs / sums.pairs_before,
+        "training\nFLOPs": 1 / savings.flop_factor,
     }
     for place, ratio in enumerate(ratios.values()):
         left = 100 * ratio
