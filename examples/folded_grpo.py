@@ -19,11 +19,9 @@ from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
-from niels_gpt.prefix_tree.attention import model_inputs
-from niels_gpt.prefix_tree.backends.architectures import unwrapped
 from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, sample_logprobs
 from niels_gpt.prefix_tree.forest import PrefixForest
-from niels_gpt.prefix_tree.heads import logits_head
+from niels_gpt.prefix_tree.heads import body_forward
 
 
 class GroupedGRPOTrainer(GRPOTrainer):
@@ -32,7 +30,7 @@ class GroupedGRPOTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if self.model.training and self._buffered_inputs is not before:
+        if self._buffered_inputs is not before:  # generated just now, and shuffled
             self._buffered_inputs = grouped(self._buffered_inputs)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
@@ -103,16 +101,10 @@ def folded(ids: torch.Tensor, mask: torch.Tensor, logits_to_keep: int) -> Prefix
 
 def scores(model: Any, forest: PrefixForest, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-prob and entropy at each completion token, sample after sample: [M], [M]."""
-    inner = unwrapped(model)
-    edges = LossEdges.from_forest(forest).to(inner.device)
-    hidden = inner.base_model(**model_inputs(forest, inner)).last_hidden_state[0]
-    head = logits_head(inner)
-    logp = head(hidden[edges.row]).float().div(temperature).log_softmax(-1)
-    entropy = -(logp.exp() * logp).sum(-1)
-    return (
-        sample_logprobs(edge_logprobs(hidden, edges, head, temperature=temperature), edges),
-        sample_logprobs(entropy, edges),
-    )
+    hidden, head = body_forward(model, forest)  # through DistributedDataParallel, FSDP and PEFT
+    edges = LossEdges.from_forest(forest).to(hidden.device)
+    both = edge_logprobs(hidden, edges, head, temperature=temperature, entropies=True)
+    return sample_logprobs(both[0], edges), sample_logprobs(both[1], edges)
 
 
 # --- the comparison: a tiny random model, trained by both -------------------------------------------------------------
@@ -249,6 +241,8 @@ def main(arguments: list[str] | None = None) -> None:
                 trainers[kind], whole = trained(kind, options, folder)
                 taken.append((whole - trainers[kind].generating, trainers[kind].generating))
         kept = trainers[Folded]._buffered_inputs
+    if not trainers[Folded].accelerator.is_main_process:
+        return
     print_metrics(*(metrics_of(each) for each in trainers.values()))
     torch.manual_seed(0)
     shuffled = split_tensor_dict(shuffle_sequence_dict(grouped(kept, 1)[0]), len(kept))
@@ -257,7 +251,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     (plain, waited), (folding, _) = (min(taken) for taken in seconds.values())
     print(f"six steps without generation: {plain:.2f} s unfolded, {folding:.2f} s folded: {plain / folding:.2f}x")
-    print(f"generation: {waited:.2f} s, {waited / (waited + plain):.0%} of the unfolded run")
+    print(
+        f"generation: {waited:.2f} s, {waited / (waited + plain):.0%} of the unfolded run; with it the ratio is "
+        f"{(plain + waited) / (folding + waited):.2f}x"
+    )
 
 
 def print_metrics(unfolded: list[dict[str, float]], folded: list[dict[str, float]]) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from niels_gpt.chat_template import format_prompt
-from niels_gpt.prefix_tree.attention import dense_mask, model_inputs
+from niels_gpt.prefix_tree.attention import dense_mask
 from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, sample_logprobs
 from niels_gpt.prefix_tree.forest import PrefixForest
-from niels_gpt.prefix_tree.heads import logits_head
+from niels_gpt.prefix_tree.heads import body_forward
 from niels_gpt.prefix_tree.savings.plot import plot_mask
 from niels_gpt.tokenizer import load_tokenizer
 
@@ -50,12 +50,11 @@ torch.manual_seed(0)
 config = LlamaConfig(vocab_size=tokenizer.vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
 model = LlamaForCausalLM(config)
 edges = LossEdges.from_forest(forest)
-head = logits_head(model)  # model.lm_head, and what some models do behind it
 
 
 def folded() -> Tensor:
     """Return the log-probability of each completion token: [M], completion after completion."""
-    hidden = model.model(**model_inputs(forest, model)).last_hidden_state
+    hidden, head = body_forward(model, forest)  # the model may be in DistributedDataParallel, FSDP2 or PEFT
     return sample_logprobs(edge_logprobs(hidden, edges, head), edges)
 
 
@@ -71,7 +70,7 @@ def unfolded() -> Tensor:
 
 def policy_loss(logp: Tensor) -> Tensor:
     """Return the clipped loss of PPO."""
-    ratio, advantage = (logp - old).exp(), edges.field(advantages)
+    ratio, advantage = (logp - old).exp(), edges.field(advantages, per="sample")
     return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
 
 

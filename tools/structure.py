@@ -52,7 +52,7 @@ NEIGHBOURS = {
     "inspection": {"builders", "cache"},
     "sampling": {"builders", "cache"},
     "eagle3": set(),
-    "prefix_tree": {"builders", "cache", "sampling", "inspection"},
+    "prefix_tree": {"builders", "cache", "sampling"},
 }
 """Which packages of levels 2 and 3 a package of these levels may import, beside itself."""
 NO_SOURCES = {"data", "hub"}

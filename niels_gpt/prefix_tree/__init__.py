@@ -14,7 +14,7 @@ What a model needs:
     attention.py      public: the arguments of a forward pass, the masks, the guard
     backends/         how a model runs a folded row: masks, which models can be folded, which passes are refused
     tree_rows.py      a forest as the batch of TRL's AsyncGRPOTrainer, and such a batch as a forest
-    heads.py          logits_head: a model's head as a function of hidden states
+    heads.py          body_forward: hidden states and the model's head, through wrappers; logits_head: the head alone
 
 Caches:
 

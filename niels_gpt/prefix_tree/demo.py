@@ -143,9 +143,9 @@ def run(
 
     draw = torch.Generator().manual_seed(seed)
     rewards = torch.rand(len(group[1]), generator=draw)
-    advantages = edges.field((rewards - rewards.mean()) / (rewards.std() + 1e-6))
+    advantages = edges.field((rewards - rewards.mean()) / (rewards.std() + 1e-6), per="sample")
     lengths = torch.tensor([len(completion) for completion in group[1]])
-    weights = edges.field(1 / (lengths * len(lengths)))  # a mean over samples of means over their tokens
+    weights = edges.field(1 / (lengths * len(lengths)), per="sample")  # a mean over samples of means over their tokens
     with torch.no_grad():  # of an earlier policy: samples that share a token have different values for it
         now = [way() for way in ways.values()]
     old = now[0] + 0.3 * torch.randn(now[0].shape, generator=draw)

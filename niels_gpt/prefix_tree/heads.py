@@ -1,33 +1,135 @@
-"""logits_head: a model's head as a function of hidden states, for losses that need the logits of some rows only.
+"""body_forward: hidden states of a folded row, and the model's head, for losses that need the logits of some rows only.
 
-For most models of transformers this is `model.lm_head`. But Gemma 2 caps its logits after it, and Cohere and Granite
-scale them. The factor has another name in each config, and one name multiplies in some models and divides in others. So
-the right function is found by comparing with the logits that the model itself returns.
+    hidden, head = body_forward(model, forest)     # model: wrapped or not
+    logp = edge_logprobs(hidden, edges, head)      # the head runs on the rows that predict a target, in chunks
+
+The wrapper itself is called, once, so that hooks run and DistributedDataParallel and FSDP reduce the gradients. Calling
+the body inside (`ddp.module.model(...)`) gives the same loss, and gradients that each rank has for itself.
+
+The head is the model's own. For most models of transformers it is `model.lm_head`. But Gemma 2 caps its logits after
+it, and Cohere and Granite scale them. The factor has another name in each config, and one name multiplies in some
+models and divides in others. So the right function is found by comparing with logits that the model itself returns.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from niels_gpt.prefix_tree.backends.architectures import AttentionRouteError, unwrapped
+from niels_gpt.prefix_tree.attention import model_inputs
+from niels_gpt.prefix_tree.backends.architectures import AttentionRouteError, is_sharded, wrappers
+from niels_gpt.prefix_tree.forest import PrefixForest
 
 _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+
+
+class Body(NamedTuple):
+    """What `body_forward` returns."""
+
+    hidden: Tensor  # [T, H], the last hidden states of the row, with gradient
+    head: Callable[[Tensor], Tensor]  # from hidden states [rows, H] to the model's logits [rows, V]
+
+
+def body_forward(model: nn.Module, forest: PrefixForest, **inputs: Any) -> Body:
+    """Run a folded row through a model, wrapped or not, and return its last hidden states and its head.
+
+    The logits of one row only are computed. The head's weights are those of the model, and their gradients are reduced
+    with the others; on every rank the head has to be called before `backward`, as `edge_logprobs` does.
+
+    Args:
+        model: a causal language model of transformers, also in DistributedDataParallel, torch.compile or a model of
+            PEFT, or sharded by fully_shard.
+        inputs: further arguments of the forward pass, or others than those of `model_inputs`.
+
+    Raises:
+        AttentionRouteError: as `model_inputs`, and as `logits_head`; and where the wrapper does not return the hidden
+            states, such as a model compiled in place.
+    """
+    inner, body, head = _parts(model)
+    arguments = {**model_inputs(forest, model), "return_dict": True, **inputs}
+    with ExitStack() as hooks:
+        hooks.callback(body.register_forward_hook(_hand_out).remove)
+        if "logits_to_keep" in inspect.signature(inner.forward).parameters:
+            arguments["logits_to_keep"] = 1  # the last row's, as in generation; 0 would be all
+        else:
+            hooks.callback(head.register_forward_pre_hook(_last_row).remove)
+        out = model(**arguments)
+    states, logits = getattr(out, "hidden_states", None), getattr(out, "logits", None)
+    if not states or logits is None or states[-1].shape[:2] != (1, len(forest.input_ids)):
+        raise AttentionRouteError(
+            f"{type(model).__name__} returned no hidden states of its body ({type(out).__name__}): it was compiled "
+            "before, in place, or its forward leaves them out. Pass the logits of model(**model_inputs(forest, model)) "
+            "to the loss"
+        )
+    hidden = states[-1][0]
+    run = _gathered([*wrappers(model), head])
+    return Body(hidden, _matching(inner, run, [(hidden[-1:].detach(), logits[0, -1:].detach())]))
+
+
+def _hand_out(module: nn.Module, args: Any, output: Any) -> None:
+    """Put the body's last hidden states into its output, from where the model hands them to its wrappers.
+
+    They must be in the output of a wrapper: FSDP hooks its tensors to reduce gradients, and DistributedDataParallel
+    finds the parameters that were used. The hook has no state, so that torch.compile can trace it.
+    """
+    if hasattr(output, "last_hidden_state") and hasattr(output, "hidden_states"):
+        output["hidden_states"] = (*(output.hidden_states or ()), output.last_hidden_state)
+
+
+def _last_row(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give the head one row: what logits_to_keep=1 does, for models without it."""
+    return (args[0][:, -1:], *args[1:])
+
+
+def _gathered(modules: list[nn.Module]) -> Callable[[Tensor], Tensor]:
+    """Return the last of some modules, a head, as a function that calls no collective operation.
+
+    Ranks have different numbers of rows, and so of chunks. A head that fully_shard was applied to would gather its
+    weights and reduce their gradients for each chunk: ranks with fewer chunks would hang. So the weights are gathered
+    here, once, until the backward pass, and the head runs without those hooks; the end of the backward pass reduces.
+    """
+    head: Any = modules[-1]
+    sharded: list[Any] = [module for module in modules if is_sharded(module)]
+    for module in sharded:
+        module.unshard()  # nothing to do for a root, unless it was told to reshard after the forward pass
+    if not sharded:
+        return head  # type: ignore[no-any-return]
+    call = head.forward if is_sharded(head) else head
+
+    def run(hidden: Tensor) -> Tensor:
+        logits: Tensor = call(hidden.to(head.weight.dtype))  # a MixedPrecisionPolicy may have cast the hidden states
+        return logits
+
+    return run
 
 
 def logits_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return the function from hidden states [rows, H] of the model's body to the model's logits [rows, V].
 
     It is the product with the output embeddings, and the factor or cap of the config that reproduces the model's logits
-    for two tokens, which are run once.
+    for two tokens, which are run once. In training use `body_forward`, which needs no run of its own.
 
     Raises:
-        AttentionRouteError: the model has no output embeddings, or computes its logits in another way.
+        AttentionRouteError: the model has no output embeddings, or computes its logits in another way; or fully_shard
+            was applied to them, where ranks with different numbers of chunks would hang.
     """
-    inner: Any = unwrapped(model)
+    inner, body, head = _parts(model)
+    if is_sharded(head):
+        raise AttentionRouteError(
+            f"fully_shard was applied to the output embeddings of {type(inner).__name__}, and ranks that call them "
+            "different numbers of times hang. Use the head that body_forward(model, forest) returns"
+        )
+    return _matching(inner, head, _two_tokens(inner, body))
+
+
+def _parts(model: nn.Module) -> tuple[Any, nn.Module, nn.Module]:
+    """Return the model inside its wrappers, its body, and its output embeddings."""
+    inner: Any = wrappers(model)[-1]
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     body = getattr(inner, "base_model", inner)
     if head is None or body is inner:
@@ -35,14 +137,22 @@ def logits_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
             f"{type(inner).__name__} has no output embeddings; expected a causal language model of transformers. Pass "
             "logits to the loss, or your own head"
         )
-    for hidden, logits in _two_tokens(inner, body):
-        for candidate in _candidates(head, inner.config.get_text_config()):
+    return inner, body, head
+
+
+@torch.no_grad()
+def _matching(
+    model: Any, head: Callable[[Tensor], Tensor], seen: list[tuple[Tensor, Tensor]]
+) -> Callable[[Tensor], Tensor]:
+    """Return the head that gives the logits [rows, V] that were seen for hidden states [rows, H]."""
+    for hidden, logits in seen:
+        for candidate in _candidates(head, model.config.get_text_config()):
             computed = candidate(hidden)
             limit = 1e-5 if computed.dtype in (torch.float32, torch.float64) else 1e-2
             if bool((computed - logits).abs().max() <= limit * logits.abs().max()):
                 return candidate
     raise AttentionRouteError(
-        f"the logits of {type(inner).__name__} are not its output embeddings times its hidden states, nor that with a "
+        f"the logits of {type(model).__name__} are not its output embeddings times its hidden states, nor that with a "
         f"factor ({', '.join(_FACTORS)}) or final_logit_softcapping of its config. Pass logits, or your own head"
     )
 
@@ -59,7 +169,7 @@ def _two_tokens(model: nn.Module, body: nn.Module) -> list[tuple[Tensor, Tensor]
     return [(hidden[0], out.logits[0]) for hidden in seen[-1:]]
 
 
-def _candidates(head: nn.Module, config: Any) -> Iterator[Callable[[Tensor], Tensor]]:
+def _candidates(head: Callable[[Tensor], Tensor], config: Any) -> Iterator[Callable[[Tensor], Tensor]]:
     cap = getattr(config, "final_logit_softcapping", None)
     given = [getattr(config, name, None) for name in _FACTORS]
     factors = [value for value in given if isinstance(value, int | float) and value not in (0, 1)]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support import numbered_datasets
 from support.byte_tokenizer import ByteTokenizer
-from support.fault_builds import KINDS, interrupt
+from support.fault_builds import ENCODED_KINDS, interrupt
 from support.loopback_hub import LoopbackHub
 from support.power_loss import tree_of
 from support.small_builds import BUILDERS, ITEMS, Counted, whole_version
@@ -145,7 +145,7 @@ class Shifted(ByteTokenizer):
         return bytes(id - 11 for id in ids if 11 <= id < 267).decode(errors="ignore")
 
 
-@KINDS
+@ENCODED_KINDS
 def test_a_build_does_not_go_on_with_another_tokenizer_that_has_no_model(folder: Path, kind: str) -> None:
     ours = BUILDERS[kind](folder / "ours")
     theirs = BUILDERS[kind](folder / "theirs", tokenizer=Shifted())

@@ -172,6 +172,10 @@ def test_the_name_of_a_finished_file_stays_inside_the_build(name: Any) -> None:
     assert not resumes("pretrain", tree, same_content=None)
 
 
+def one_more(value: Any) -> Any:
+    return value + 1 if isinstance(value, int) else {key: count + 1 for key, count in value.items()}
+
+
 CHANGED_NUMBERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "fewer documents": lambda last: last.update(documents=last["documents"] - 1),
     "more documents": lambda last: last.update(documents=last["documents"] + 1),
@@ -183,13 +187,13 @@ CHANGED_NUMBERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "ended": lambda last: last.update(ended=True),
     "sealed": lambda last: last.update(ended=True, sealed=SOME_SHA256),
     "other tokens": lambda last: last["state"].update(
-        tokens=last["state"]["tokens"] + 1
-        if isinstance(last["state"]["tokens"], int)
-        else {split: count + 1 for split, count in last["state"]["tokens"].items()}
+        {key: one_more(value) for key, value in last["state"].items() if key in ("tokens", "train")}
     ),
     "no numbers": lambda last: last.update(state={}),
     "a number for numbers": lambda last: last["state"].update(counts=5),
-    "numbers for a number": lambda last: last["state"].update(tokens={"a": 5}),
+    "numbers for a number": lambda last: last["state"].update(
+        {key: {"a": 5} for key in last["state"] if key in ("tokens", "train")}
+    ),
 }
 
 

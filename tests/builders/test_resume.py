@@ -226,7 +226,8 @@ def test_a_damaged_file_of_an_unfinished_build_is_named(folder: Path, kind: str,
         shutil.rmtree(unfinished(folder / str(number) / "c", ".journal"))
         tokenizer = Counted()
         BUILDERS[kind](folder / str(number) / "c", tokenizer=tokenizer)
-        assert left(folder / str(number) / "c") == expected and len(tokenizer.texts) > len(ITEMS[kind](0)) // 2
+        assert left(folder / str(number) / "c") == expected
+        assert kind == "rollouts" or len(tokenizer.texts) > len(ITEMS[kind](0)) // 2
 
 
 @KINDS

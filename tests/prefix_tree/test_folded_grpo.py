@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support import ROOT
+from support.documents import blocks_of
 
 pytest.importorskip("trl", reason="the extra `rl` brings it")
 pytestmark = [
@@ -48,10 +51,10 @@ def apart(first: list[dict[str, float]], second: list[dict[str, float]]) -> floa
 def test_six_steps_are_those_of_the_unfolded_trainer(example: ModuleType, options: Any, folder: str) -> None:
     from trl import GRPOTrainer
 
-    shuffled, unfolded, folded = (
-        example.metrics_of(example.trained(kind, options, folder)[0])
-        for kind in (GRPOTrainer, example.Unfolded, example.Folded)
-    )
+    trainers = [example.trained(kind, options, folder)[0] for kind in (GRPOTrainer, example.Unfolded, example.Folded)]
+    prompts = [[len(batch["prompt_ids"].unique(dim=0)) for batch in each._buffered_inputs] for each in trainers]
+    assert prompts[1:] == [[2, 2], [2, 2]] and max(prompts[0]) > 2
+    shuffled, unfolded, folded = map(example.metrics_of, trainers)
     assert apart(unfolded, folded) < 1e-5
     for name in ("kl", "clip share"):
         assert sum(row[name] > 1e-3 for row in folded) >= 3, "a run without it proves nothing about it"
@@ -90,6 +93,10 @@ def test_padding_and_masked_completions_have_no_part_in_a_row(example: ModuleTyp
         values.append([logps, entropies, *(each.grad for each in model.parameters())])
     for unfolded, folded in zip(*values, strict=True):
         torch.testing.assert_close(folded, unfolded, rtol=1e-4, atol=1e-5)
+    model.zero_grad()
+    nothing = trainer._get_per_token_logps_and_entropies(model, ids, (torch.arange(12) < 7).long().expand(6, -1), 5)[0]
+    nothing.sum().backward()  # every completion was cut
+    assert not nothing.any() and all(each.grad is not None and not each.grad.any() for each in model.parameters())
     with pytest.raises(ValueError, match="pixel_values"):
         trainer._get_per_token_logps_and_entropies(model, ids, mask, 5, pixel_values=torch.ones(1))
     mask[:, :7] = 0
@@ -108,3 +115,53 @@ def test_the_completions_of_a_prompt_stay_together(example: ModuleType) -> None:
     assert first["num_items_in_batch"] == 5 and first["old"] is None
     with pytest.raises(TypeError, match="num_images"):
         example.grouped([{**batch, "num_images": [1]} for batch in batches])
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_unfolded() -> None:
+    command = f"-W ignore -m torch.distributed.run --nproc-per-node 2 examples/folded_grpo.py {SMALL} --rounds 1"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, *command.split()], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    apart = [line.split()[1:] for line in run.stdout.splitlines() if line.startswith("apart")]
+    assert len(apart) == 1 and len(apart[0]) == 5 and max(map(float, apart[0])) < 1e-5, run.stdout
+
+
+@pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
+def test_the_rows_of_the_page_are_those_of_the_asynchronous_trainer() -> None:
+    from trl.experimental.async_grpo import async_grpo_trainer
+    from trl.experimental.async_grpo.packing import TreeRow
+
+    page = (ROOT / "docs" / "folded_training.md").read_text(encoding="utf-8")
+    (code,) = (block.body for block in blocks_of(page) if "FoldedRow" in block.body)
+    names: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_grpo_trainer, "TreeRow", TreeRow)  # put back what the page replaces
+        exec(code, names)
+        assert async_grpo_trainer.TreeRow is names["FoldedRow"]
+    batches = []
+    for kind in (TreeRow, names["FoldedRow"]):
+        row, draw = kind(), torch.Generator().manual_seed(0)
+        for group in range(2):
+            prompt = torch.randint(9, (20,), generator=draw)
+            for length in (3, 8, 5):
+                mask = torch.arange(20 + length) >= 20
+                row.add(
+                    {
+                        "input_ids": torch.cat([prompt, torch.randint(9, (length,), generator=draw)]),
+                        "completion_mask": mask.long(),
+                        "old_log_probs": -torch.rand(20 + length, generator=draw),
+                        "advantage": float(length),
+                        "group_id": group,
+                        "metrics": {},
+                    }
+                )
+        batches.append(async_grpo_trainer.DataCollatorForRollout(0).torch_call([[row]]))
+    theirs, ours = batches
+    assert ours.keys() == theirs.keys() and ours["input_ids"].shape <= theirs["input_ids"].shape
+    for name in ("old_log_probs", "advantages", "segment_id"):
+        assert torch.equal(ours[name], theirs[name])
+    for name in ("shift_labels", "position_ids"):  # of the row that each term is read from
+        assert torch.equal(*(batch[name][0, batch["token_index"][0]] for batch in batches))

@@ -124,6 +124,7 @@ def answer(actions: Mapping[str, Callable[..., Any]]) -> None:
 
 
 KINDS = pytest.mark.parametrize("kind", sorted(BUILDERS))
+ENCODED_KINDS = pytest.mark.parametrize("kind", ["pretrain", "sft"])
 
 
 def cut_off(items: Iterable[Any], at: int | None) -> Iterator[Any]:

@@ -9,18 +9,23 @@ import random
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
+from niels_gpt.prefix_tree.rollouts.build import build_rollouts
+from niels_gpt.prefix_tree.rollouts.records import Rollout, RolloutGroup
 from niels_gpt.storage.meta_json import file_records
 from niels_gpt.tokenizers.protocol import PROBE
 from support.byte_tokenizer import ByteTokenizer
 
 Item = tuple[Any, ...]
 BATCH_ITEMS = 5
+VOCABULARY = 30
+"""Of rollouts."""
 SHARD_BYTES = 240
 """Tokens of 120 bytes of text; a document has 16 at most, an end-of-text included."""
 
@@ -108,8 +113,48 @@ def sft(path: Path, seed: int = 0, *, items: Iterable[Item] | None = None, **cha
     return build_sft(items, path, **{**arguments, **changed})
 
 
-BUILDERS: dict[str, Any] = {"pretrain": pretrain, "sft": sft}
-ITEMS: dict[str, Any] = {"pretrain": documents, "sft": chats}
+def rollout_groups(seed: int, count: int = 40) -> list[RolloutGroup]:
+    """Return groups with every field; some samples have a bad form, and some groups no good one."""
+    chance = random.Random(seed)
+    found: list[RolloutGroup] = []
+    for number in range(count):
+        prompt, samples = chance.choices(range(VOCABULARY), k=3), []
+        for _ in range(chance.randint(1, 4)):
+            ids = [*prompt, *chance.choices(range(VOCABULARY), k=chance.randint(1, 5))]
+            scores = [round(-chance.random(), 3) for _ in ids[3:]]
+            samples.append(Rollout(ids, 3, None, scores, chance.random(), reward=float(number)))
+        if number % 12 == 5:
+            samples = [replace(each, logprobs=each.logprobs[1:]) for each in samples]
+        elif number % 12 == 7:
+            samples[0] = replace(samples[0], ids=[*prompt, VOCABULARY], logprobs=[-1.0])
+        found.append(RolloutGroup(f"page\n{number}", samples))
+    return found
+
+
+def rollouts(
+    path: Path,
+    seed: int = 0,
+    *,
+    items: Iterable[RolloutGroup] | None = None,
+    num_threads: int = 0,
+    tokenizer: Any = None,
+    **changed: Any,
+) -> dict[str, Any]:
+    """Build a rollout cache of both splits. Nothing is encoded: threads and a tokenizer that counts have no work."""
+    counters: dict[str, int] = {}
+    groups: Any = counting(rollout_groups(seed) if items is None else items, counters)  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "val_frac": 0.2,
+        "seed": seed,
+        "source": Source(name="small", counters=counters),
+        "checkpoint_seconds": 0,
+    }
+    return build_rollouts(groups, path, **{**arguments, **changed})
+
+
+BUILDERS: dict[str, Any] = {"pretrain": pretrain, "sft": sft, "rollouts": rollouts}
+ITEMS: dict[str, Any] = {"pretrain": documents, "sft": chats, "rollouts": rollout_groups}
 
 
 @contextmanager

@@ -48,18 +48,28 @@ class Architecture:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside torch.compile, DistributedDataParallel, PEFT or TRL, whose forward has the parameters."""
+    """Return the model inside torch.compile, DistributedDataParallel, FSDP, PEFT or TRL, that has the parameters."""
+    return wrappers(model)[-1]
+
+
+def wrappers(model: nn.Module) -> list[nn.Module]:
+    """Return a model with what it wraps, outermost first; the last is `unwrapped(model)`."""
     for name in _WRAPPERS:
         if isinstance(inner := getattr(model, name, None), nn.Module):
-            return unwrapped(inner)
+            return [model, *wrappers(inner)]
     if callable(base := getattr(model, "get_base_model", None)):
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise AttentionRouteError(
                 f"{type(model).__name__} puts learned tokens before the row, which moves every position and the mask. "
                 "Use an adapter that does not change the row, such as LoRA, or run the samples unfolded"
             )
-        return unwrapped(base())
-    return model
+        return [model, *wrappers(base())]
+    return [model]
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether fully_shard (FSDP2) was applied: it changes the class of a module, there is no wrapper."""
+    return any(of_class.__name__ == "FSDPModule" for of_class in type(module).__mro__)
 
 
 def architecture(model: nn.Module, longest: int, shortest: int, rows: int) -> Architecture:

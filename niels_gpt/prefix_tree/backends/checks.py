@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from niels_gpt.prefix_tree.backends.architectures import Architecture, AttentionRouteError, unwrapped
+from niels_gpt.prefix_tree.backends.architectures import (
+    Architecture,
+    AttentionRouteError,
+    is_sharded,
+    unwrapped,
+    wrappers,
+)
 from niels_gpt.prefix_tree.backends.masks import HIDDEN, architecture_of, dense_mask, refuse_other_routes, windows_of
 from niels_gpt.prefix_tree.backends.segments import NAME, segments_of
 from niels_gpt.prefix_tree.backends.segments_probe import probing
@@ -131,6 +137,9 @@ def guard(forest: PrefixForest, model: nn.Module) -> Iterator[None]:
     (torch.compile, DataParallel, PEFT) the arguments of the model inside are checked; if an earlier compiled graph
     skips its hooks, the arguments of the wrapper are checked after the call.
 
+    Where a wrapper reduces gradients over ranks (DistributedDataParallel, FSDP), a call of the model or body inside it
+    is refused while gradients are on: they would not be reduced. `body_forward` calls the wrapper.
+
     Raises: AttentionRouteError at once for a model compiled in place by model.compile(), which may skip hooks.
     """
     inner = unwrapped(model)
@@ -153,6 +162,7 @@ def guard(forest: PrefixForest, model: nn.Module) -> Iterator[None]:
             running.append(module)
             ran.append(module)
             if len(running) == 1:  # the model checked its arguments before it calls its body
+                check_reduced(module)
                 check(module, args, kwargs)
 
     def leave(*_: Any) -> None:
@@ -165,6 +175,7 @@ def guard(forest: PrefixForest, model: nn.Module) -> Iterator[None]:
         ran.clear()
 
     with ExitStack() as hooks:
+        check_reduced = hooks.enter_context(_reducing(model))
         for module in dict.fromkeys(checked):
             hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
@@ -172,3 +183,37 @@ def guard(forest: PrefixForest, model: nn.Module) -> Iterator[None]:
             hooks.callback(model.register_forward_pre_hook(lambda *_: ran.clear()).remove)
             hooks.callback(model.register_forward_hook(arrived, with_kwargs=True).remove)
         yield
+
+
+@contextmanager
+def _reducing(model: nn.Module) -> Iterator[Callable[[nn.Module], None]]:
+    """Yield a function that raises if a module is called past the wrapper that would reduce its gradients over ranks.
+
+    Raises: AttentionRouteError, by the function.
+    """
+    chain = wrappers(model)
+    last = next((place for place, module in enumerate(chain) if _reduces(module)), None)
+    inside: list[nn.Module] = []
+
+    def check(module: nn.Module) -> None:
+        if last is None or inside or not torch.is_grad_enabled() or is_sharded(module):
+            return
+        reducer = chain[last]
+        if getattr(reducer, "require_backward_grad_sync", True):  # False in no_sync(), where nothing is reduced yet
+            what = "the model that fully_shard was applied to" if is_sharded(reducer) else type(reducer).__name__
+            raise AttentionRouteError(
+                f"{type(module).__name__} was called, and not {what}: its gradients would not be reduced, and each "
+                "rank would train by its own samples alone. Use hidden, head = body_forward(model, forest) of "
+                "niels_gpt.prefix_tree.heads, or call the wrapper; to evaluate, use torch.no_grad()"
+            )
+
+    with ExitStack() as hooks:
+        for module in chain[: 0 if last is None else last + 1]:
+            hooks.callback(module.register_forward_pre_hook(lambda module, _: inside.append(module)).remove)
+            hooks.callback(module.register_forward_hook(lambda *_: inside.clear(), always_call=True).remove)
+        yield check
+
+
+def _reduces(module: nn.Module) -> bool:
+    names = {of_class.__name__ for of_class in type(module).__mro__}
+    return is_sharded(module) or bool(names & {"DistributedDataParallel", "FullyShardedDataParallel"})

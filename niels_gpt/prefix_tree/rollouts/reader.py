@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _FLOAT = np.dtype("<f4")
 _BYTE = np.dtype("u1")
-_MAX_ID_BYTES = 1 << 20
+_MAX_ID_BYTES = 1 << 24
 
 
 class RolloutDataset:
@@ -136,11 +136,12 @@ class RolloutDataset:
         """Return the id of a group in its source. Raises: IndexError; CacheError for a line that is no id."""
         first = int(self._group(group)["first_id"])
         end = int(self.groups[group + 1, GROUP_COLUMNS.index("first_id")]) if group + 1 < len(self) else len(self._ids)
-        line = self._ids[first : min(end, first + _MAX_ID_BYTES)].tobytes()
+        line, path = self._ids[first:end], public_file(self.folder / f"index/{self.split}_ids.txt")
+        if len(line) > _MAX_ID_BYTES or line[-1] != ord("\n"):
+            raise CacheError(path, f"line {group} has {len(line):,} bytes", "a line of at most 16 MiB", code="E201")
         try:
-            return id_of_line(line.removesuffix(b"\n"))
+            return id_of_line(line[:-1].tobytes())
         except ValueError as error:
-            path = public_file(self.folder / f"index/{self.split}_ids.txt")
             raise CacheError(path, f"line {group} is no id ({error})", remedy=REBUILD, code="E201") from error
 
     def group(self, group: int) -> RolloutGroup:
