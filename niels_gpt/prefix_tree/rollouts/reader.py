@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _FLOAT = np.dtype("<f4")
 _BYTE = np.dtype("u1")
 _MAX_ID_BYTES = 1 << 24
+_FIRST_ID, _NEWLINE = GROUP_COLUMNS.index("first_id"), ord("\n")
 
 
 class RolloutDataset:
@@ -100,6 +101,10 @@ class RolloutDataset:
         self._values = {name: mapped(file_of(self.split, name), _FLOAT) for name in self.fields}
         files = {"tokens": self._tokens, "loss": self._bits, "ids": self._ids, **self._values}
         check_index(self.folder, self.split, self.groups, self.samples, {key: len(file) for key, file in files.items()})
+        ends = np.append(self.groups[1:, _FIRST_ID], len(self._ids)) - 1
+        if (self._ids[ends] != _NEWLINE).any():
+            path = public_file(self.folder / f"index/{self.split}_groups.npy")
+            raise CacheError(path, "first_id inside a line", "the first byte of one", REBUILD, code="E203")
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -135,10 +140,10 @@ class RolloutDataset:
     def id(self, group: int) -> str:
         """Return the id of a group in its source. Raises: IndexError; CacheError for a line that is no id."""
         first = int(self._group(group)["first_id"])
-        end = int(self.groups[group + 1, GROUP_COLUMNS.index("first_id")]) if group + 1 < len(self) else len(self._ids)
+        end = int(self.groups[group + 1, _FIRST_ID]) if group + 1 < len(self) else len(self._ids)
         line, path = self._ids[first:end], public_file(self.folder / f"index/{self.split}_ids.txt")
-        if len(line) > _MAX_ID_BYTES or line[-1] != ord("\n"):
-            raise CacheError(path, f"line {group} has {len(line):,} bytes", "a line of at most 16 MiB", code="E201")
+        if len(line) > _MAX_ID_BYTES or (line == _NEWLINE).sum() != 1:
+            raise CacheError(path, f"line {group} has {len(line):,} bytes", "one line of at most 16 MiB", code="E201")
         try:
             return id_of_line(line[:-1].tobytes())
         except ValueError as error:
