@@ -41,7 +41,7 @@ class Settings:
     max_document_bytes: int = _setting(
         2**26, "bytes of a document or row, at most: 64 MiB; a larger one is left out and counted", least=1
     )
-    follow_links: bool = _setting(False, "follow symbolic links in mirrors, notes and text of your own")
+    follow_links: bool = _setting(False, "follow symbolic links in mirrors, notes and files of your own")
     exclude: str | None = _setting(None, "file of ids or sha256 of texts, one a line, whose documents are left out")
     revision: str | None = _setting(
         None,
@@ -114,15 +114,26 @@ class Settings:
         None, "text of your own, NAME=GLOB[:FIELD]: makes the cache pretrain/NAME; several are separated by ';'"
     )
     sft: str | None = _setting(None, "chats of your own, NAME=GLOB: makes the cache sft/NAME; several: as pretrain")
+    rollouts: str | None = _setting(
+        None, "recorded rollouts of your own, NAME=GLOB: makes the cache rollouts/NAME; several: as pretrain"
+    )
     as_text: str | None = _setting(
         None, "suffixes of more files to read as plain text of your own, separated by ',': .py,.tex"
     )
-    sources_file: str = _setting("sources.toml", "file that names more of your own text and chats, if it is there")
+    sources_file: str = _setting(
+        "sources.toml", "file that names more of your own text, chats and rollouts, if it is there"
+    )
     licence: str | None = _setting(
         None, "licence of a source's text in place of what its dataset card or sources.toml says, SOURCE=TEXT;..."
     )
     attribution: str | None = _setting(None, "whom to name for a source's text, SOURCE=TEXT;...")
     own_val_frac: float = _setting(0.10, "share of the documents of your own text that goes to val", least=0, most=1)
+    rollouts_val_frac: float = _setting(
+        0.0, "share of the groups of your own rollouts that goes to val, by id", least=0, most=1
+    )
+    rollouts_vocab_size: int = _setting(
+        0, "ids of the model that your own rollouts are of; samples with larger ones are dropped. 0: not known", least=0
+    )
 
     eagle3_target: str | None = _setting(
         None, "folder or hub id of the target of eagle3/targets; none: a small random Llama, for the sample only"

@@ -15,7 +15,9 @@ from niels_gpt.data.sources import SOURCES, SourceSpec
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.asset import KEY as EAGLE3_KEY
 from niels_gpt.recipes.eagle3.asset import SMALL_TARGET, build_targets, raw_source
-from niels_gpt.recipes.plan import built_at, observe, settings_fingerprint
+from niels_gpt.recipes.plan import built_at, needs_no_tokenizer, observe, settings_fingerprint
+from niels_gpt.recipes.rollouts.caches import build_rollout_cache
+from niels_gpt.recipes.rollouts.trees import TREES
 from niels_gpt.recipes.run_recipe import RUNS_DIR, TOKENIZER_KEY, Outcome, cache_root
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import NoSentinels, ensure_tokenizer
@@ -34,8 +36,15 @@ NETWORK_RETRIES = dg.RetryPolicy(max_retries=3, delay=15, backoff=dg.Backoff.EXP
 _BY_FAMILY: dict[str, dict[str, Any]] = {
     "pretrain": {"pool": BUILD_POOL, "op_tags": {BUILD_TAG: "true"}},
     "sft": {},
+    "trees": {},
+    "rollouts": {},
 }
-_READERS = {"pretrain": "PretrainTokenStreamDataset", "sft": "SFTExampleDataset"}
+_READERS = {
+    "pretrain": "niels_gpt.cache.PretrainTokenStreamDataset",
+    "sft": "niels_gpt.cache.SFTExampleDataset",
+    "trees": "niels_gpt.prefix_tree.rollouts.reader.RolloutDataset",
+    "rollouts": "niels_gpt.prefix_tree.rollouts.reader.RolloutDataset",
+}
 _LOG_SECONDS = 10.0
 
 
@@ -74,13 +83,14 @@ def _observable(spec: SourceSpec, prefix: Sequence[str] = ()) -> dg.AssetsDefini
 
 
 def _cache(spec: SourceSpec, prefix: Sequence[str] = ()) -> dg.AssetsDefinition:
-    """Return FAMILY/NAME, the token cache of a source."""
+    """Return FAMILY/NAME, the token or rollout cache of a source."""
     root = [dg.AssetKey([*prefix, *SFT_ROOT.path])] if spec.family == "sft" else []
+    tokenizer = [] if needs_no_tokenizer(spec.key) else [dg.AssetKey([*prefix, TOKENIZER_KEY])]
 
     @dg.asset(
         key=[*prefix, spec.family, spec.name],
-        deps=[dg.AssetKey([*prefix, TOKENIZER_KEY]), raw_key(spec.name, prefix), *root],
-        description=f"{spec.description}\n\nRead it with niels_gpt.cache.{_READERS[spec.family]}.",
+        deps=[*tokenizer, raw_key(spec.name, prefix), *root],
+        description=f"{spec.description}\n\nRead it with {_READERS[spec.family]}.",
         group_name=spec.family,
         kinds={"numpy"},
         retry_policy=NETWORK_RETRIES,
@@ -93,12 +103,17 @@ def _cache(spec: SourceSpec, prefix: Sequence[str] = ()) -> dg.AssetsDefinition:
         observed = _newer_observation(context, raw_key(name, before), built_at(core, f"{family}/{name}"))
         with _clear_errors(), _turn(core) if family == "pretrain" else nullcontext():
             try:
-                outcome = build_token_cache(core, name, observed=observed, progress=_progress_log(context))
+                how: dict[str, Any] = {"observed": observed, "progress": _progress_log(context)}
+                if family in ("trees", "rollouts"):
+                    outcome = build_rollout_cache(core, f"{family}/{name}", **how)
+                else:
+                    outcome = build_token_cache(core, name, **how)
             except NoSentinels as error:
                 _leave_out(context, error)
                 return
             result = _result(context, outcome)
-            _report_tokenizer(context, dg.AssetKey([*before, TOKENIZER_KEY]), core)
+            if tokenizer:
+                _report_tokenizer(context, dg.AssetKey([*before, TOKENIZER_KEY]), core)
         yield result
 
     asset: dg.AssetsDefinition = cache
@@ -136,7 +151,7 @@ def tokenizer(context: dg.AssetExecutionContext, settings: SettingsResource) -> 
         return _result(context, ensure_tokenizer(core))
 
 
-CACHES = [_cache(spec) for spec in SOURCES.values()]
+CACHES = [_cache(spec) for spec in (*SOURCES.values(), *TREES.values())]
 
 
 def user_assets(specs: Iterable[SourceSpec], prefix: Sequence[str]) -> list[dg.AssetsDefinition]:
@@ -201,7 +216,7 @@ def _leave_out(context: dg.AssetExecutionContext, error: NoSentinels) -> None:
     A run of all assets with a tokenizer without sentinels materializes those that it can.
     """
     selected = {key.path[-2] for key in context.job_def.asset_layer.selected_asset_keys if len(key.path) > 1}
-    if not selected - {"sft", "eagle3", "raw"}:
+    if not selected - {"sft", "trees", "eagle3", "raw"}:
         raise error
     context.log.warning(f"left out [W411]: {error}")
 

@@ -1,5 +1,5 @@
-"""Is a finished cache good? The rules of niels_gpt.inspection.verify and niels_gpt.eagle3.inspect.verify as Dagster's
-asset checks."""
+"""Is a finished cache good? The rules of niels_gpt.inspection.verify, niels_gpt.recipes.rollouts.checks and
+niels_gpt.eagle3.inspect.verify as Dagster's asset checks."""
 
 from collections.abc import Iterator
 
@@ -8,6 +8,7 @@ import dagster as dg
 from niels_gpt.eagle3.inspect.checks import CHECKS as EAGLE3_CHECKS
 from niels_gpt.inspection.verify import CHECKS, Limits, verify
 from niels_gpt.recipes.eagle3.asset import check_targets
+from niels_gpt.recipes.rollouts import checks as rollouts
 from niels_gpt.recipes.run_recipe import cache_root
 from niels_gpt.storage.checks import Check, Verdict
 from pipelines.resources import SettingsResource
@@ -16,10 +17,13 @@ from pipelines.resources import SettingsResource
 def checks_of(key: dg.AssetKey, path: str) -> dg.AssetChecksDefinition:
     """Return the checks of one asset, as one step: each of them can be run by itself, and none costs a process.
 
-    path: of the cache below the folder of the caches: tokenizer, pretrain/NAME or sft/NAME.
+    path: of the cache below the folder of the caches: tokenizer, or FAMILY/NAME of a token or rollout cache.
     A blocking check that fails is an error and stops what lies downstream; any other is a warning.
     """
-    rules = {check.name: check for check in CHECKS[path.split("/")[0]]}
+    family = path.split("/")[0]
+    is_rollouts = family in ("trees", "rollouts")
+    rules = {check.name: check for check in (rollouts.CHECKS if is_rollouts else CHECKS[family])}
+    verified = rollouts.verify if is_rollouts else verify
     specs = [
         dg.AssetCheckSpec(check.name, asset=key, description=check.description, blocking=check.blocking)
         for check in rules.values()
@@ -30,7 +34,7 @@ def checks_of(key: dg.AssetKey, path: str) -> dg.AssetChecksDefinition:
         core = settings.of_run(context)
         limits = Limits(deep=core.deep_checks, max_dropped_share=core.max_dropped_share)
         names = {selected.name for selected in context.selected_asset_check_keys}
-        for name, verdict in verify(cache_root(core) / path, limits, names=names).items():
+        for name, verdict in verified(cache_root(core) / path, limits, names=names).items():
             yield _result(key, rules[name], verdict)
 
     return check

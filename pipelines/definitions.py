@@ -3,8 +3,10 @@
 tokenizer                                          one tokenizer for all caches
 pretrain/{fineweb_edu,wikitext,roam,gutenberg}     token shards
 sft/{dolly15k,oasst1}                              chats with their loss
+trees/oasst1                                       message trees, whose threads fold into one row each
 eagle3/targets                                     a target model's outputs over chats, to train a draft
 pretrain/NAME, sft/NAME                            the same of your own text and chats: sources.toml
+rollouts/NAME                                      recorded rollouts of your own
 raw/NAME                                           observed: the text that a cache is made of
 sft/                                               observed: what `--select sft/*` starts from
 """

@@ -15,13 +15,14 @@ from niels_gpt.tokenizer import load_tokenizer
 Metadata = dict[str, dg.MetadataValue[Any]]
 
 _MIB = 2**20
+_SHOWN_TOKENS = 300  # of the first group of rollouts
 _FIRST_IDS = 8  # of the draft's vocabulary: a list of 32,000 belongs into a file
 
 
 def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
     """Return what Dagster records of an outcome; its data version is the content, so equal bytes make nothing stale."""
     meta, (picture, examples) = mirrored(outcome), _to_look_at(outcome)
-    headline = [f"{split}_{unit}" for unit in ("examples", "tokens") for split in SPLITS]
+    headline = [f"{split}_{unit}" for unit in ("groups", "samples", "examples", "tokens") for split in SPLITS]
     return dg.MaterializeResult(
         # In the order in which the asset's page shows it: what a person looks at first, the long table last.
         metadata={
@@ -131,6 +132,13 @@ def _of_the_run(outcome: Outcome) -> Metadata:
         found["bytes_per_token"] = value.float(round(sum(meta["utf8_bytes"].values()) / tokens, 3))
     if "dropped" in meta:
         found["dropped_total"] = value.int(sum(meta["dropped"].values()))
+    if meta.get("kind") == "rollouts":
+        after = sum(meta["tokens_after"].values())
+        found["folding/token_factor"] = value.float(round(tokens / after, 4))
+        found["folding/pair_factor"] = value.float(
+            round(sum(meta["pairs"].values()) / sum(meta["pairs_after"].values()), 4)
+        )
+        found["supervised_share"] = value.float(round(sum(meta["loss_tokens"].values()) / tokens, 4))
     if tokens and "supervised_tokens" in meta:
         found["supervised_share"] = value.float(round(sum(meta["supervised_tokens"].values()) / tokens, 4))
     return found
@@ -144,6 +152,8 @@ def _to_look_at(outcome: Outcome) -> tuple[Metadata, Metadata]:
     """
     if outcome.key == TOKENIZER_KEY:
         return {}, {}
+    if outcome.meta["kind"] == "rollouts":
+        return _look_at_rollouts(outcome)
     try:
         png = base64.b64encode(plot(outcome.path)).decode()
         tokenizer = load_tokenizer(outcome.path.parent.parent / TOKENIZER_KEY, follow_links=False)
@@ -152,3 +162,19 @@ def _to_look_at(outcome: Outcome) -> tuple[Metadata, Metadata]:
         return {"picture": dg.MetadataValue.text(f"the cache cannot be read: {error}")}, {}
     picture: Metadata = {"picture": dg.MetadataValue.md(f"![lengths](data:image/png;base64,{png})")}
     return picture, {"examples": dg.MetadataValue.table([dg.TableRecord(row) for row in rows])} if rows else {}
+
+
+def _look_at_rollouts(outcome: Outcome) -> tuple[Metadata, Metadata]:
+    """Return a picture of what folding saves, and the first group with its loss in [[ ]]."""
+    from niels_gpt.recipes.rollouts import look
+
+    try:
+        tokenizer = None
+        if outcome.meta["tokenizer_sha256"] is not None:
+            tokenizer = load_tokenizer(outcome.path.parent.parent / TOKENIZER_KEY, follow_links=False)
+        png = base64.b64encode(look.picture(outcome.path, outcome.key)).decode()
+        group = look.show(outcome.path, tokenizer, split="train", group=0, num_tokens=_SHOWN_TOKENS)
+    except (ValueError, OSError) as error:
+        return {"picture": dg.MetadataValue.text(f"the cache cannot be read: {error}")}, {}
+    picture: Metadata = {"picture": dg.MetadataValue.md(f"![what folding saves](data:image/png;base64,{png})")}
+    return picture, {"first_group": dg.MetadataValue.text(group)}

@@ -57,7 +57,7 @@ __all__ = [
     "write_meta",
 ]
 
-KINDS = ("tokenizer", "pretrain", "sft")
+KINDS = ("tokenizer", "pretrain", "sft", "rollouts")
 """`kind` of the caches that have these keys."""
 
 _LEVELS_TO_CACHE_DIR = 4  # from a version up: NAME, .versions, pretrain, the folder of the caches

@@ -8,7 +8,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +19,7 @@ from niels_gpt.commands.report import checked, listed, notices, outcomes_table, 
 from niels_gpt.display.numbers import number_of
 from niels_gpt.recipes import run_recipe
 from niels_gpt.recipes.disk import DiskNeed, free_bytes, needed_bytes, refuse_without_room, unfinished_bytes
-from niels_gpt.recipes.plan import RECIPES, Plan, plan, recipes
+from niels_gpt.recipes.plan import RECIPES, Plan, needs_no_tokenizer, plan, recipes
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root
 from niels_gpt.recipes.tokenizer import (
@@ -104,6 +104,9 @@ def _line(outcome: Outcome) -> str:
         what = number_of(meta["vocab_size"], "id")
     elif meta.get("built") is False:
         what = "not built, a stub"
+    elif meta["kind"] == "rollouts":
+        units = (number_of(_sum(totals, f"{unit}s"), unit) for unit in ("group", "sample", "token"))
+        what = ", ".join(units)
     elif meta["kind"] == "sft":
         what = f"{number_of(_sum(totals, 'examples'), 'chat')}, {number_of(_sum(totals, 'tokens'), 'token')}"
     else:
@@ -141,19 +144,33 @@ def take(settings: Settings, source: str, dest: Path, tokens: int | None) -> Res
 
 
 def chosen_keys(settings: Settings, sources: Sequence[str] | None) -> list[str]:
-    """Return the keys, such as sft/oasst1, of some sources and of those of --pretrain and --sft. None: of all.
+    """Return the keys of some sources and of those of the settings' lines, such as --pretrain. None: of all.
+
+    A name is that of the cache of tokens: oasst1 is sft/oasst1, and trees/oasst1 is named by its key.
+
 
     Raises: UnknownSourceError; UsageError for a line of a setting that cannot be parsed.
     """
     stated_credit(settings, "")
     known = recipes(settings)
-    keys = {key.split("/")[1]: key for key in known}
+    keys = {key.split("/")[1]: key for key in reversed(known)}  # the first key of a name counts
     names = list(keys) if sources is None else [*sources, *names_in_lines(settings)]
     unknown = [name for name in names if name not in keys and name not in known]
     if unknown or not names:
         problem = f"no source is called {unknown[0]!r}" if unknown else "no source is named"
-        raise UnknownSourceError(f"{problem}, expected some of {', '.join(keys)}, or --pretrain or --sft")
-    return list(dict.fromkeys(keys.get(name, name) for name in names))
+        raise UnknownSourceError(
+            f"{problem}, expected some of {', '.join(_names(known))}, or --pretrain, --sft or --rollouts"
+        )
+    every = list(known) if sources is None else [keys.get(name, name) for name in names]
+    return list(dict.fromkeys(every))
+
+
+def _names(known: Iterable[str]) -> list[str]:
+    """Return how the caches are named on a command line: by their source, or by the key where that is taken."""
+    keys: dict[str, str] = {}
+    for key in known:
+        keys.setdefault(key if key.split("/")[1] in keys else key.split("/")[1], key)
+    return list(keys)
 
 
 def build_each(
@@ -167,7 +184,7 @@ def build_each(
     of_all: bool = False,
     bar: Callable[[str], AbstractContextManager[Any]],
 ) -> None:
-    """Build the tokenizer and then each cache, and check it. Warnings go to stderr.
+    """Build the tokenizer, if a cache needs one, and then each cache, and check it. Warnings go to stderr.
 
     outcomes: receives what was built, the tokenizer included. failures: receives the errors by a cache's key; one
         failing source does not stop the others.
@@ -178,16 +195,17 @@ def build_each(
     """
     if settings.disk_check:
         _refuse_without_room(settings, chosen)
-    tokenizer = stage_tokenizer(
-        settings, user_sources_only=not set(chosen) & set(RECIPES), announce=True, refresh=refresh
-    )
-    outcomes.append(tokenizer)
-    known = recipes(settings)
-    special_ids = tokenizer.meta["special_token_ids"]
-    left_out = [key for key in chosen if of_all and needs_sentinels(key.split("/")[0], special_ids)]
-    if left_out:
-        reason = no_sentinels(settings, left_out, tokenizer.path)
-        print_warning("W411", f"{', '.join(left_out)} left out: {reason}")
+    known, tokenizer, left_out = recipes(settings), None, list[str]()
+    if not all(map(needs_no_tokenizer, chosen)):
+        tokenizer = stage_tokenizer(
+            settings, user_sources_only=not set(chosen) & set(RECIPES), announce=True, refresh=refresh
+        )
+        outcomes.append(tokenizer)
+        special_ids = tokenizer.meta["special_token_ids"]
+        left_out = [key for key in chosen if of_all and needs_sentinels(key.split("/")[0], special_ids)]
+        if left_out:
+            reason = no_sentinels(settings, left_out, tokenizer.path)
+            print_warning("W411", f"{', '.join(left_out)} left out: {reason}")
     for key in (key for key in chosen if key not in left_out):
         with bar(key) as progress:
             try:
@@ -201,7 +219,7 @@ def build_each(
                 failures[key] = error
                 logging.debug("%s failed", key, exc_info=True)
     installed = cache_root(settings) / TOKENIZER_KEY
-    if tokenizer.path.resolve() != installed.resolve():
+    if tokenizer is not None and tokenizer.path.resolve() != installed.resolve():
         state = "stays as it was" if os.path.lexists(installed) else "is not there yet"
         print(f"{installed} {state}: no cache was built with the new tokenizer", file=sys.stderr)
 
@@ -216,7 +234,7 @@ def _refuse_without_room(settings: Settings, chosen: Sequence[str]) -> None:
     for key in chosen:
         with contextlib.suppress(OSError, ValueError):  # the build of that source reports it
             if not (root / key).is_symlink():
-                needs[key] = needed_bytes(settings, resolve_source(settings, key.split("/")[1]), num_ids)
+                needs[key] = needed_bytes(settings, resolve_source(settings, key), num_ids)
                 left += unfinished_bytes(root / key)
     refuse_without_room(settings, root, needs, left)
 

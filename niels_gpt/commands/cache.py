@@ -180,6 +180,8 @@ def stats(cache: Path, plot: Path | None) -> Result:
     from niels_gpt.inspection import stats as inspection
     from niels_gpt.inspection.plot import write_plot
 
+    if kind_of(cache) == "rollouts":
+        return _stats_of_rollouts(cache, plot)
     if plot is not None:
         write_plot(cache, plot)
     rows = inspection.stats(cache)
@@ -187,14 +189,27 @@ def stats(cache: Path, plot: Path | None) -> Result:
     return Result(dict(rows), ExitCode.DAMAGED if "refused" in dict(rows) else ExitCode.GOOD)
 
 
+def _stats_of_rollouts(cache: Path, plot: Path | None) -> Result:
+    from niels_gpt.pictures import check_png
+    from niels_gpt.recipes.rollouts import look
+    from niels_gpt.storage.fileio import write_bytes
+
+    if plot is not None:
+        check_png(plot)
+        write_bytes(plot, look.picture(cache, cache.name))
+    rows = look.stats(cache)
+    say(rows)
+    return Result(dict(rows))
+
+
 @command(
     "show",
-    "Print a decoded piece of a cache; of chats, an example with its loss mask.",
+    "Print a decoded piece of a cache: of chats an example with its loss mask, of rollouts a group.",
     examples="niels-gpt show cache/sft/oasst1 --split val --at 3",
 )
 @_CACHE
 @option("--split", type=_SPLIT, default="train", help="which split")
-@option("--at", type=int, default=0, metavar="N", help="token position, or number of an sft example")
+@option("--at", type=int, default=0, metavar="N", help="token position, or number of an example or group")
 @option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", help="auto: on a terminal")
 @_most_tokens(200)
 @_TOKENIZER
@@ -204,6 +219,9 @@ def show(cache: Path, split: str, at: int, color: str, tokens: int, tokenizer: s
     from niels_gpt.inspection.stats import open_version
 
     is_colored = color == "always" or (color == "auto" and is_color_wanted())
+    if kind_of(cache) == "rollouts":
+        text = _of_rollouts("show", cache, tokenizer, split=split, group=at, num_tokens=tokens)
+        return Result({"cache": str(cache), "split": split, "at": at, "text": text})
     open_version(cache)  # a wrong path is reported before a missing tokenizer
     model = inspection.tokenizer_of(cache, tokenizer)
     text = inspection.show(cache, model, split=split, position=at, num_tokens=tokens, color=is_colored)
@@ -246,11 +264,40 @@ def locate(cache: Path, split: str, position: int, tokens: int, tokenizer: str |
     from niels_gpt.inspection.show import tokenizer_beside, tokenizer_of
     from niels_gpt.inspection.stats import open_version
 
+    if kind_of(cache) == "rollouts":
+        text = _of_rollouts("locate", cache, tokenizer, split=split, position=position, num_tokens=tokens)
+        return Result({"cache": str(cache), "split": split, "position": position, "text": text})
     open_version(cache)
     model = tokenizer_of(cache, tokenizer) if tokenizer else tokenizer_beside(cache)
     text = locate(cache, model, split=split, position=position, num_tokens=tokens)
     say(text, is_safe=True)
     return Result({"cache": str(cache), "split": split, "position": position, "text": text})
+
+
+def kind_of(cache: Path) -> str | None:
+    """Return the kind of a cache by its meta.json; None where it cannot be read, which readers report."""
+    from niels_gpt.cache.meta import find_meta
+    from niels_gpt.storage.meta_json import resolved
+
+    with contextlib.suppress(CacheError, OSError, RuntimeError):
+        return (find_meta(resolved(cache)) or {}).get("kind")
+    return None
+
+
+def _of_rollouts(name: str, cache: Path, tokenizer: str | None, **how: Any) -> str:
+    """Print and return what `show` or `locate` finds in a rollout cache; ids where its tokenizer is not known."""
+    from niels_gpt.cache.meta import read_meta
+    from niels_gpt.inspection.show import tokenizer_beside, tokenizer_of
+    from niels_gpt.recipes.rollouts import look
+
+    model = None
+    if tokenizer:
+        model = tokenizer_of(cache, tokenizer)
+    elif read_meta(str(cache / "meta.json")).get("tokenizer_sha256") is not None:
+        model = tokenizer_beside(cache)
+    text: str = getattr(look, name)(cache, model, **how)
+    say(text, is_safe=True)
+    return text
 
 
 # --- care -------------------------------------------------------------------------------------------------------------
@@ -292,20 +339,19 @@ def _remedy(cache: Path) -> str:
 
     if cache.name == "tokenizer":
         return remake_command(cache)
-    return rebuild_command(cache) if cache.parent.name in ("pretrain", "sft") else ""
+    return rebuild_command(cache) if cache.parent.name in ("pretrain", "sft", "trees", "rollouts") else ""
 
 
 def damage_of(cache: Path, *, deep: bool, progress: Progress | None) -> list[Any]:
     """Return the damage of a cache of any kind. deep: read every file; else, of an EAGLE-3 cache, the headers."""
-    from niels_gpt.cache.meta import find_meta
     from niels_gpt.inspection.file_checks import Damage
     from niels_gpt.inspection.verify import find_damage
-    from niels_gpt.storage.meta_json import resolved
+    from niels_gpt.recipes.rollouts.checks import find_damage as rollout_damage
 
-    meta: dict[str, Any] = {}
-    with contextlib.suppress(CacheError, OSError):  # find_damage reports it
-        meta = find_meta(resolved(cache)) or {}
-    if meta.get("kind") != "eagle3":
+    kind = kind_of(cache)
+    if kind == "rollouts":
+        return list(rollout_damage(cache, deep=deep, progress=progress))
+    if kind != "eagle3":
         return find_damage(cache, deep=deep, progress=progress)
     from niels_gpt.eagle3.inspect.verify import verify
 

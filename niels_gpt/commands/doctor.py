@@ -183,10 +183,12 @@ def _of_content(cache: Path) -> Iterator[Care]:
         yield Care(str(cache), f"readers refuse it: {reason}", shlex.join(["niels-gpt", "verify", str(cache)]), True)
         return
     meta: dict[str, Any] = find_meta(cache) or {}
-    if meta.get("kind") == "eagle3":
+    if meta.get("kind") in ("eagle3", "rollouts"):
+        verify = ["niels-gpt", *(["eagle3"] if meta["kind"] == "eagle3" else []), "verify", str(cache)]
         for damage in damage_of(cache, deep=False, progress=None)[:1]:
-            yield Care(str(cache), damage.problem, shlex.join(["niels-gpt", "eagle3", "verify", str(cache)]), True)
-    elif meta.get("kind") in ("pretrain", "sft") and meta.get("builder_version", 0) < BUILDER_VERSION:
+            yield Care(str(cache), damage.problem, shlex.join(verify), True)
+            return
+    if meta.get("kind") in ("pretrain", "sft", "rollouts") and meta.get("builder_version", 0) < BUILDER_VERSION:
         yield Care(str(cache), f"made by builder version {meta.get('builder_version')}", rebuild_command(cache))
 
 

@@ -22,6 +22,7 @@ from niels_gpt.inspection.source_ids import printable
 from niels_gpt.inspection.verify import CHECKS, Limits, verify
 from niels_gpt.recipes.disk import free_bytes
 from niels_gpt.recipes.plan import Plan
+from niels_gpt.recipes.rollouts import checks as rollout_checks
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
 from niels_gpt.recipes.snapshot import ORDER_SETTINGS
 from niels_gpt.settings import Settings
@@ -88,6 +89,8 @@ def _cells(outcome: Outcome) -> list[str]:
         holds, counts = number_of(outcome.meta["vocab_size"], "id"), ["-", "-"]
     elif kind == "eagle3":  # of one piece
         holds, counts = number_of(totals["samples"], "sample"), [count_text(totals["tokens"]), "-"]
+    elif kind == "rollouts":
+        holds = number_of(totals["train_samples"] + totals["val_samples"], "sample")
     elif kind == "sft":
         holds = number_of(totals["train_examples"] + totals["val_examples"], "example")
     else:  # a stub counts none
@@ -161,9 +164,10 @@ def snapshot_lines(
 def checked(outcome: Outcome, settings: Settings) -> list[str]:
     """Make the checks of Dagster's assets; returns the warnings. Raises: CacheError for what makes a cache bad."""
     limits = Limits(deep=settings.deep_checks, max_dropped_share=settings.max_dropped_share)
-    verdicts = verify(outcome.path, limits)
+    kind = outcome.meta["kind"]
+    verdicts = (rollout_checks.verify if kind == "rollouts" else verify)(outcome.path, limits)
     found: dict[bool, list[str]] = {True: [], False: []}
-    for check in CHECKS[outcome.meta["kind"]]:
+    for check in rollout_checks.CHECKS if kind == "rollouts" else CHECKS[kind]:
         found[check.blocking] += verdicts[check.name].problems
     if found[True]:
         raise CacheError(outcome.path, "\n".join(["it fails its checks", *found[True]]), code="E211")

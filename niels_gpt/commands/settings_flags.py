@@ -13,7 +13,7 @@ from rich_click import RichOption
 from niels_gpt.settings import Settings
 
 COMMON = {
-    "Where text comes from": ("source_root", "pretrain", "sft", "exclude", "revision"),
+    "Where text comes from": ("source_root", "pretrain", "sft", "rollouts", "exclude", "revision"),
     "Size": (
         "fineweb_edu_train_tokens",
         "fineweb_edu_val_tokens",
@@ -25,7 +25,7 @@ COMMON = {
     "Build": ("cache_dir", "seed", "threads"),
 }
 """The settings that --help shows, by their panel; the others are under --help-all."""
-_LINES = ("pretrain", "sft", "licence", "attribution")
+_LINES = ("pretrain", "sft", "rollouts", "licence", "attribution")
 """Settings of several entries, each a flag."""
 _CHOICES = {
     "on_special": ["drop", "raise", "text"],

@@ -1,9 +1,9 @@
 """The table of the built-in sources: one row says how a source is found, loaded, split, credited and built.
 
 A new source is a loader (a module beside this one) and a row in SOURCES. The commands, the recipes, the training of
-the tokenizer, snapshots, the disk estimate and the Dagster assets read the table. A source that needs a setting of its
-own, such as its dataset id, a token budget or a filter, also needs a field of that name in niels_gpt/settings.py, and
-its row names the field; flags, environment variables and Dagster's form are made from it.
+the tokenizer, snapshots, the disk estimate and the Dagster assets read the table. A setting of a source, such as its
+dataset id, a token budget or a filter, is a field of niels_gpt/settings.py that its row names; flags, environment
+variables and Dagster's form are made from it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from niels_gpt.data import dolly, fineweb_edu, gutenberg, oasst1, roam, wikitext
 from niels_gpt.data.files import mirrors
 from niels_gpt.data.files.walk import note_links
 from niels_gpt.data.local import LocalFiles
-from niels_gpt.data.types import ChatSample, PretrainSample, TextBlock
+from niels_gpt.data.types import ChatSample, PretrainSample, SequenceGroup, TextBlock
 from niels_gpt.data.upstream_rows import UpstreamRows, documents_of_pieces
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import coded
@@ -30,7 +30,8 @@ from niels_gpt.storage.codes import coded
 _HUB = "https://huggingface.co/datasets/"
 _COMMON_SETTINGS = {
     "pretrain": ("seed", "shard_bytes", "on_special", "max_document_bytes"),
-    "sft": ("seed", "on_special", "sft_val_frac", "max_document_bytes"),
+    **dict.fromkeys(("sft", "trees"), ("seed", "on_special", "sft_val_frac", "max_document_bytes")),
+    "rollouts": ("seed", "rollouts_val_frac", "rollouts_vocab_size", "max_document_bytes"),
 }
 
 
@@ -80,7 +81,7 @@ class LoadRequest:
         return documents_of_pieces(rows.of_files(self.found.files, blocks=self.blocks, **how), rows)
 
 
-Part = tuple[str | None, Iterator[PretrainSample | TextBlock] | Iterator[PretrainSample] | Iterator[ChatSample]]
+Part = tuple[str | None, Iterable[PretrainSample | TextBlock] | Iterable[ChatSample] | Iterable[SequenceGroup]]
 """Samples in order, and their split; None leaves it to the builder."""
 Loader = Callable[[LoadRequest], Iterable[Part]]
 
@@ -92,7 +93,7 @@ class SourceSpec:
     name: str
     """Of the cache, FAMILY/NAME, and of the source in flags and messages."""
     family: str
-    """pretrain (documents) or sft (chats)."""
+    """pretrain (documents), sft (chats), trees (chats as trees) or rollouts (groups of token ids)."""
     description: str
     """Of the cache, for Dagster's UI."""
     credit: Credit
@@ -109,8 +110,7 @@ class SourceSpec:
     folder: str | None = None
     """Of a mirror; None: DATASET or DATASET/CONFIG."""
     from_hub: str | None = None
-    """The setting that must be true for the hub to be read. Without it, or in a mirror without the folder, the cache is
-    a stub."""
+    """The setting that must be true for the hub to be read; else, or in a mirror without the folder, a stub is made."""
     hub_splits: tuple[str, ...] = ()
     """The splits that a snapshot keeps."""
     streaming: bool = False
@@ -144,8 +144,8 @@ class SourceSpec:
     copies: int = 1
     """How often a text of the source is in its samples, at most."""
     snapshot_margin_bytes: int = 0
-    """Text that a snapshot keeps beyond its tokens, because documents are assigned to splits by chance, and whole: one
-    split is full before the other. Four standard deviations."""
+    """Text that a snapshot keeps beyond its tokens: documents go to splits by chance, so one is full before the other.
+    Four standard deviations."""
 
     def __post_init__(self) -> None:
         """Refuse a row that says nothing of the split."""

@@ -76,7 +76,7 @@ def is_equal(differences: Differences) -> bool:
 
 
 def _side(cache: Path, tokenizer: Decoder | None) -> _Side:
-    folder, meta = open_version(cache, ("pretrain", "sft", "tokenizer"))
+    folder, meta = open_version(cache, ("pretrain", "sft", "rollouts", "tokenizer"))
     if tokenizer is not None and tokenizer.sha256 != meta.get("tokenizer_sha256"):
         tokenizer = None
     has_documents = meta.get("kind") in ("pretrain", "sft")
@@ -126,6 +126,8 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _comparable(a: _Side, b: _Side) -> tuple[str | None, str | None]:
     """Return by what documents are compared, and why not by tokens."""
     if not a.splits or not b.splits:
+        if a.meta["kind"] == b.meta["kind"] == "rollouts":
+            return None, "groups are compared by content_sha256 only"
         return None, "not both are caches of documents"
     keys = ("tokenizer_sha256", "vocab_size", "special_token_ids")
     if all(a.meta.get(key) == b.meta.get(key) for key in keys):

@@ -176,7 +176,7 @@ def remake_command(tokenizer: Path) -> str:
     return f"{remove} && {rebuild_command(tokenizer)}"
 
 
-_OTHER_KINDS = ("eagle3",)  # has its own readers and checks
+_OTHER_KINDS = ("eagle3", "rollouts")  # have their own readers and checks
 _READERS: dict[str, Callable[[Path, Meta, bool], Iterator[Step]]] = {
     "pretrain": _pretrain,
     "sft": _sft,

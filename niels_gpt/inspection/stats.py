@@ -75,7 +75,8 @@ def open_version(cache: Path, kinds: Sequence[str] = ("pretrain", "sft")) -> tup
         raise wrong_value(where, "totals", totals, "an object")
     for name, count in totals.items():
         checked_count(count, f"totals.{name}", where)
-    checked_count(meta.get("vocab_size", 0), "vocab_size", where)
+    if meta["kind"] != "rollouts" or meta.get("vocab_size") is not None:  # that of recorded ids may be unknown
+        checked_count(meta.get("vocab_size", 0), "vocab_size", where)
     return folder, meta
 
 

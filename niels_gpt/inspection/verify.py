@@ -128,7 +128,7 @@ def _all_damages(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
     yield from files.size_damages()
     yield from files.header_damages()
     is_tokenizer = files.meta["kind"] == "tokenizer"
-    if limits.deep and not is_tokenizer and files.meta.get("built") is not False:
+    if limits.deep and files.meta["kind"] not in ("tokenizer", "rollouts") and files.meta.get("built") is not False:
         yield from content_damages(files)
     elif limits.deep or is_tokenizer:
         yield from files.sha256_damages()
@@ -194,6 +194,8 @@ def _files_match_meta(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
 
 def _tokenizer_matches(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
     where, expected, tokenizer = files.folder / META_NAME, files.meta["tokenizer_sha256"], tokenizer_above(files.folder)
+    if expected is None and files.meta["kind"] == "rollouts":  # recorded ids, of a tokenizer that is not known
+        return
     if expected is None:
         yield Damage(META_NAME, 0, 0, "tokenizer_sha256 is null, expected that of the model of the ids")
         return
@@ -278,8 +280,10 @@ _WARNINGS = (
         blocking=False,
     ),
 )
+_TOKENIZER = next(check for check in _TOKENS if check.name == "tokenizer_matches")
 CHECKS: dict[str, tuple[Check, ...]] = {
     "tokenizer": (_FILES,),
+    "rollouts": (_FILES, _TOKENIZER, *_WARNINGS),  # recipes/rollouts/checks.py has one more, which reads the groups
     "pretrain": (
         *_TOKENS,
         Check(

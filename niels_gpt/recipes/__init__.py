@@ -12,6 +12,7 @@ tokenizer_change.py  what is logged of a new tokenizer: caches it makes unreadab
 snapshot.py          how many rows of a hub source a snapshot keeps; data/files/snapshot.py writes them
 disk.py              how much disk a build needs, and when it is refused
 gc.py                runs `gc` over all caches of a folder; which versions are old is decided in storage/versions.py
+rollouts/            recorded rollouts -> rollouts/NAME, message trees -> trees/oasst1
 eagle3/              chats + target model -> eagle3/targets
 
 The settings that decide a cache's bytes are `SourceSpec.settings` of its row in niels_gpt/data/sources.py. With the

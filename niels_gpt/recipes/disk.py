@@ -32,6 +32,7 @@ _DOCUMENT_BYTES = 96  # its start, twice; its digest; its id, and an example's t
 _PROBE_BYTES = 1 << 18  # read from a file to see how long its lines are
 _LONGER_ROWS = 2  # the rows after the probe may be shorter by this factor
 _SFT_COPIES = 2  # the ids of all examples, and of each split
+_ID_BYTES = 2  # of disk for a byte of recorded ids or floats: four for "1,"
 _FIXED = 1 << 14  # meta.json, the journal
 _MIN_HUB_DOCUMENT_TOKENS = 200  # on average; fineweb-edu has about a thousand
 
@@ -63,6 +64,8 @@ def needed_bytes(settings: Settings, source: ResolvedSource, vocab_size: int | N
     least = sum(size[0] for size in sizes) or spec.hub_text_bytes // 2
     text = (sum(size[1] for size in sizes) or spec.hub_text_bytes) * spec.copies
     rows = (sum(size[2] for size in sizes) or spec.hub_rows) * spec.copies
+    if spec.family == "rollouts":
+        return DiskNeed(0, _ID_BYTES * text + _DOCUMENT_BYTES * rows + _FIXED)
     tokens, least_tokens = text + 2 * rows, least // _MAX_TOKEN_TEXT
     if spec.budgets:
         budget = sum(getattr(settings, name) for name in spec.budget_settings)

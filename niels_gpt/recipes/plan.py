@@ -16,6 +16,8 @@ from niels_gpt.data.sources import SOURCES
 from niels_gpt.display.numbers import number_of
 from niels_gpt.recipes.disk import needed_bytes
 from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions, resolve_source
+from niels_gpt.recipes.rollouts.caches import build_rollout_cache
+from niels_gpt.recipes.rollouts.trees import TREES
 from niels_gpt.recipes.run_recipe import (
     TOKENIZER_KEY,
     Outcome,
@@ -41,7 +43,10 @@ from niels_gpt.storage.versions import BUILDING, JOURNAL_NAME, JOURNAL_SUFFIX, R
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 Recipe = Callable[..., Outcome]
-RECIPES: dict[str, Recipe] = {spec.key: partial(build_token_cache, name=spec.name) for spec in SOURCES.values()}
+RECIPES: dict[str, Recipe] = {
+    **{spec.key: partial(build_token_cache, name=spec.name) for spec in SOURCES.values()},
+    **{key: partial(build_rollout_cache, key=key) for key in TREES},
+}
 """The built-in caches by key, in the order in which build-all builds them, after the tokenizer: `ensure_tokenizer`."""
 _MAX_JOURNAL_BYTES = 1 << 28
 
@@ -51,7 +56,7 @@ class Plan:
     """What a run would do for one cache."""
 
     key: str
-    """tokenizer, pretrain/NAME or sft/NAME."""
+    """tokenizer, pretrain/NAME, sft/NAME, trees/NAME or rollouts/NAME."""
     action: str
     """up to date, build (and how far an unfinished one is), stub, copy, download, train, or why it is left out by a
     build of all, or cannot be built."""
@@ -65,12 +70,24 @@ class Plan:
 
 def recipes(settings: Settings) -> dict[str, Recipe]:
     """Return RECIPES and, after them, those of the user-defined sources. Raises: as `user_sources`."""
-    users = user_sources(settings).values()
-    return RECIPES | {f"{user.family}/{user.name}": partial(build_token_cache, name=user.name) for user in users}
+    return RECIPES | {
+        key: partial(build_rollout_cache, key=key)
+        if needs_no_tokenizer(key)
+        else partial(build_token_cache, name=user.name)
+        for user in user_sources(settings).values()
+        for key in (f"{user.family}/{user.name}",)
+    }
+
+
+def needs_no_tokenizer(key: str) -> bool:
+    """Whether a cache has no tokenizer: ids of recorded rollouts are stored as they are."""
+    return key.startswith("rollouts/")
 
 
 def plan(settings: Settings, keys: list[str]) -> list[Plan]:
     """Return what a run over `keys` would do. Reads files to fingerprint them; never asks the hub; writes nothing."""
+    if keys and all(map(needs_no_tokenizer, keys)):
+        return [_plan_of(settings, key, "up to date", None) for key in keys]
     state = tokenizer_state(settings)
     opened = None if state.startswith("cannot") else usable_tokenizer(settings)
     model = settings.tokenizer or ("sources" if state == "train" else "")
@@ -100,6 +117,8 @@ def _reads(settings: Settings, key: str) -> tuple[str, ...]:
     """Return the settings that decide the bytes of `key`."""
     if key == TOKENIZER_KEY:
         return ("tokenizer", "tokenizer_kind", *TRAINING_SETTINGS)
+    if key in TREES:
+        return TREES[key].settings
     name = key.rpartition("/")[2]
     return SOURCES[name].settings if name in SOURCES else user_sources(settings)[name].spec.settings
 
@@ -117,7 +136,7 @@ def observe(settings: Settings, key: str) -> tuple[dict[str, Any], str | None]:
     provenance is that of the committed cache, and the warning says so.
     Raises: FileNotFoundError; ConnectionError without a hub and without a committed cache.
     """
-    source = resolve_source(settings, key.split("/")[1])
+    source = resolve_source(settings, key)
     try:
         return source.provenance(None), None
     except ConnectionError as error:
@@ -132,10 +151,13 @@ def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer 
     """state, tokenizer: of the tokenizer; None for one that is not there yet."""
     name = key.split("/")[1]
     try:
-        source = resolve_source(settings, name)
-        if tokenizer is not None:
+        source = resolve_source(settings, key)
+        if needs_no_tokenizer(key):
+            tokenizer, state = None, "up to date"
+        elif tokenizer is not None:
             check_tokenizer(settings, key, source, tokenizer, Path(tokenizer.model_path))
-        current = tokenizer is not None and state == "up to date" and _is_current(settings, key, source, tokenizer)
+        is_known = tokenizer is not None or needs_no_tokenizer(key)
+        current = is_known and state == "up to date" and _is_current(settings, key, source, tokenizer)
     except NoSentinels as error:
         return Plan(key, f"left out: {error.found}", source.dataset, 0)
     except (FileNotFoundError, CacheError) as error:
@@ -180,7 +202,7 @@ def _documents(line: bytes) -> int | None:
     return documents if isinstance(documents, int) else None
 
 
-def _is_current(settings: Settings, key: str, source: ResolvedSource, tokenizer: FullTokenizer) -> bool:
+def _is_current(settings: Settings, key: str, source: ResolvedSource, tokenizer: FullTokenizer | None) -> bool:
     path = cache_root(settings) / key
     recorded: dict[str, Any] | None = recorded_recipe(path).get("source")
     if recorded is None:

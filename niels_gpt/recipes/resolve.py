@@ -14,6 +14,7 @@ from niels_gpt.data.files.walk import files_fingerprint
 from niels_gpt.data.local import LocalFiles
 from niels_gpt.data.sources import SOURCES, Credit, SourceSpec, credit_of
 from niels_gpt.hub import datasets as hub
+from niels_gpt.recipes.rollouts.trees import TREES
 from niels_gpt.recipes.user_sources import UNSTATED, UserSource, user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import coded
@@ -128,11 +129,14 @@ class ResolvedSource:
 
 
 def resolve_source(settings: Settings, name: str) -> ResolvedSource:
-    """Return what a source is under these settings.
+    """Return what a source is under these settings. name: of the source, or the key of one of its caches.
 
     Raises: FileNotFoundError if the mirror, the folder of notes, or what a pattern names does not exist; ValueError for
         a name that no source has; CacheError for a snapshot that cannot be used.
     """
+    if name in TREES:
+        return replace(resolve_source(settings, TREES[name].name), spec=TREES[name])
+    name = name.rpartition("/")[2]
     user = user_sources(settings).get(name)
     if user is not None:
         return resolve_user_source(user, user.find(settings))

@@ -88,7 +88,7 @@ class Outcome:
     """What one recipe did."""
 
     key: str
-    """tokenizer, pretrain/NAME, sft/NAME or eagle3/targets."""
+    """tokenizer, pretrain/NAME, sft/NAME, trees/NAME, rollouts/NAME or eagle3/targets."""
     path: Path
     """The public folder."""
     meta: dict[str, Any]
@@ -125,8 +125,8 @@ class Outcome:
 class BuildInputs:
     """What a recipe passes to its builder."""
 
-    tokenizer: FullTokenizer
-    """The cache's tokenizer."""
+    tokenizer: FullTokenizer | None
+    """The cache's tokenizer; None for recorded ids."""
     source: Source
     """For meta.json; its counters fill while the stream is read."""
     counters: Counter[str]
@@ -246,8 +246,8 @@ def run_recipe(
     build: Callable[[BuildInputs, Path], dict[str, Any]],
     refresh: bool,
     observed: str | None,
-    tokenizer: FullTokenizer,
-    tokenizer_folder: Path,
+    tokenizer: FullTokenizer | None,
+    tokenizer_folder: Path | None,
 ) -> Outcome:
     """Run one recipe: reuse the committed cache if it is current, else build it and record the run.
 
@@ -255,7 +255,7 @@ def run_recipe(
     refresh: ask the hub for its newest revision instead of keeping the recorded one.
     observed: a fingerprint of the source from an observation newer than the cache; on the hub this revision is built.
         One of another dataset, or of files, is ignored.
-    tokenizer, tokenizer_folder: to encode with, and the folder that it was opened in.
+    tokenizer, tokenizer_folder: to encode with, and the folder that it was opened in; None for recorded ids.
     """
     path = cache_root(settings) / key
     with Measurement() as measurement:
@@ -272,14 +272,14 @@ def run_recipe(
             _clear_finished_builds(path)
         else:
             if settings.disk_check:
-                needs = {key: needed_bytes(settings, source, tokenizer.vocab_size)}
+                needs = {key: needed_bytes(settings, source, tokenizer.vocab_size if tokenizer else None)}
                 refuse_without_room(settings, cache_root(settings), needs, unfinished_bytes(path))
             described = _described(settings, key, source, provenance, recipe)
             counters = described.counters
             assert isinstance(counters, Counter)
             record = partial(record_recipe, path, fingerprint, provenance)
             meta = build(BuildInputs(tokenizer, described, counters, provenance["revision"], record), path)
-    engine = None if reused else engine_name(tokenizer, settings.engine)
+    engine = None if reused or tokenizer is None else engine_name(tokenizer, settings.engine)
     return finish(settings, key, path, meta, reused, measurement, fingerprint, engine)
 
 
@@ -326,12 +326,12 @@ def _unfinished_provenance(source: ResolvedSource, path: Path, recipe: dict[str,
 
 
 def _recorded_provenance(
-    tokenizer_folder: Path, source: ResolvedSource, path: Path, observed: str | None, unfinished: dict[str, Any]
+    tokenizer_folder: Path | None, source: ResolvedSource, path: Path, observed: str | None, unfinished: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the source's revision as it was observed, built, or used to train the tokenizer, in this order."""
     recorded: dict[str, Any] = recorded_recipe(path).get("source") or unfinished
     if "fingerprint" not in recorded:
-        tokenizer = find_meta(tokenizer_folder) or {}
+        tokenizer = (tokenizer_folder and find_meta(tokenizer_folder)) or {}
         recorded = _at(tokenizer.get("trained_on_sources", {}).get(source.source))
     dataset, _, revision = (observed or "").rpartition("@")
     if dataset == source.dataset and revision != "None":  # None: never asked for, as of a stub
@@ -394,7 +394,7 @@ def recorded_outcomes(root: Path) -> tuple[list[Outcome], dict[str, Exception]]:
     A cache that was copied here has no line in .runs/: its seconds are nan and its fingerprint is empty.
     Raises: FileNotFoundError if there is no cache.
     """
-    families = [sorted(root.glob(f"{family}/[!.]*")) for family in ("pretrain", "sft", "eagle3")]
+    families = [sorted(root.glob(f"{family}/[!.]*")) for family in ("pretrain", "sft", "trees", "rollouts", "eagle3")]
     outcomes: list[Outcome] = []
     damaged: dict[str, Exception] = {}
     for path in itertools.chain([root / TOKENIZER_KEY], *families):

@@ -10,7 +10,7 @@ from typing import Any
 from niels_gpt.data.exclude import remaining
 from niels_gpt.data.files.text import WITH_NUL, note
 from niels_gpt.data.sources import Loader, LoadRequest
-from niels_gpt.data.types import ChatSample, PretrainSample, TextBlock, source_id
+from niels_gpt.data.types import ChatSample, PretrainSample, SequenceGroup, TextBlock, source_id
 from niels_gpt.documents import DocumentBatch
 from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.settings import Settings
@@ -124,6 +124,28 @@ def chats(
     )
 
 
+def threads(
+    settings: Settings,
+    source: ResolvedSource,
+    revision: str | None,
+    counters: Counter[str],
+    position: dict[str, int] | None = None,
+) -> Iterator[ChatSample]:
+    """Yield the threads of trees, those of one tree after another. Otherwise as `chats`."""
+    return (sample for _, sample in _parts(settings, source, revision, counters, position))
+
+
+def rollouts(
+    settings: Settings,
+    source: ResolvedSource,
+    revision: str | None,
+    counters: Counter[str],
+    position: dict[str, int] | None = None,
+) -> Iterator[SequenceGroup]:
+    """Yield the groups of recorded rollouts. Otherwise as `chats`."""
+    return (sample for _, sample in _parts(settings, source, revision, counters, position))
+
+
 def training_texts(settings: Settings, source: ResolvedSource, revision: str | None) -> Iterator[str]:
     """Yield the texts of a source that a tokenizer is trained on: documents, or messages."""
     counters: Counter[str] = Counter()  # the builders count; here a loss costs a piece at most
@@ -141,7 +163,8 @@ def _parts(
     load: Loader | None = None,
     blocks: bool = False,
 ) -> Iterator[tuple[str | None, Any]]:
-    """Yield samples with their split: PretrainSamples of a pretrain source, ChatSamples of an sft source.
+    """Yield samples with their split: PretrainSamples of a pretrain source, ChatSamples of an sft source or of
+    trees, SequenceGroups of rollouts.
 
     blocks: also TextBlocks.
     """
@@ -183,8 +206,10 @@ def _parts_by_nul(block: TextBlock) -> Iterator[TextBlock]:
         yield TextBlock(block.source, block.texts[start:stop], block.ids[start:stop], position)
 
 
-def _texts_of(sample: PretrainSample | ChatSample) -> list[str]:
-    return [sample.text] if isinstance(sample, PretrainSample) else [turn.content for turn in sample.messages]
+def _texts_of(sample: PretrainSample | ChatSample | SequenceGroup) -> list[str]:
+    if isinstance(sample, ChatSample):
+        return [turn.content for turn in sample.messages]
+    return [sample.text] if isinstance(sample, PretrainSample) else []
 
 
 def _whole(source: ResolvedSource, samples: Iterable[Any]) -> Iterator[Any]:

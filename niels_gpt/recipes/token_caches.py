@@ -53,6 +53,7 @@ def _build_documents(
     settings: Settings, source: ResolvedSource, inputs: BuildInputs, path: Path, progress: Progress | None
 ) -> dict[str, Any]:
     spec = source.spec
+    assert inputs.tokenizer is not None
     common: dict[str, Any] = {
         "tokenizer": inputs.tokenizer,
         "source": inputs.source,
@@ -92,6 +93,7 @@ def _build_documents(
 def _build_chats(
     settings: Settings, source: ResolvedSource, inputs: BuildInputs, path: Path, progress: Progress | None
 ) -> dict[str, Any]:
+    assert inputs.tokenizer is not None
     return build_sft(
         sources.chats(settings, source, inputs.revision, inputs.counters, inputs.source.position),
         path,

@@ -164,7 +164,7 @@ class NoSentinels(CacheError):
 
 def needs_sentinels(family: str, special_token_ids: Mapping[str, int]) -> bool:
     """Whether the caches of a family cannot be built with a tokenizer: chats have their roles as sentinels."""
-    return family == "sft" and not special_token_ids
+    return family in ("sft", "trees") and not special_token_ids
 
 
 def no_sentinels(settings: Settings, keys: Sequence[str], tokenizer: Path) -> NoSentinels:
@@ -178,7 +178,7 @@ def no_sentinels(settings: Settings, keys: Sequence[str], tokenizer: Path) -> No
     links = ["--follow-links"] if settings.follow_links else []
     add = shlex.join(["niels-gpt", "add-sentinels", source, out, *links])
     then = build_command(replace(settings, tokenizer=out), keys)
-    if any(not key.startswith("sft/") for key in keys):  # eagle3/targets, which no command builds
+    if any(key.startswith("eagle3/") for key in keys):  # eagle3/targets, which no command builds
         then = f"name the folder {out}: the setting tokenizer. Or name a target of your own: the setting eagle3_target"
     mark = "marks the turns of its chats" if len(keys) == 1 else "mark the turns of their chats"
     expected = f"one that has them: {', '.join(keys)} {mark} by them"

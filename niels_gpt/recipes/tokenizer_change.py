@@ -12,6 +12,7 @@ from typing import Any
 
 from niels_gpt.cache.meta import find_meta
 from niels_gpt.data.sources import SOURCES
+from niels_gpt.recipes.rollouts.trees import TREES
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, cache_root
 from niels_gpt.recipes.user_sources import FAMILIES, user_sources
 from niels_gpt.settings import Settings
@@ -102,7 +103,7 @@ def _sources_with_text(num_bytes: Mapping[str, Any]) -> list[str]:
 def _caches_of_other_tokenizers(root: Path, sha256: str) -> dict[str, str]:
     """Return the caches whose ids are of another tokenizer: key -> its sha256."""
     others: dict[str, str] = {}
-    for folder in sorted(path for family in FAMILIES for path in (root / family).glob("[!.]*")):
+    for folder in sorted(path for family in (*FAMILIES, "trees") for path in (root / family).glob("[!.]*")):
         with contextlib.suppress(CacheError):  # the reader of a damaged cache reports it
             other = (find_meta(folder) or {}).get("tokenizer_sha256")
             if other not in (None, sha256):
@@ -117,8 +118,8 @@ def _command(settings: Settings, keys: Sequence[str], **changed: Any) -> str:
     out.
     """
     settings, chosen = replace(settings, **changed), []
-    for name in dict.fromkeys(key.rpartition("/")[2] for key in keys):
-        if name not in SOURCES and name not in user_sources(settings):
+    for name in dict.fromkeys(key if key in TREES else key.rpartition("/")[2] for key in keys):
+        if name not in (*SOURCES, *TREES) and name not in user_sources(settings):
             lines = _recorded_line(settings, name)
             if not lines:
                 continue

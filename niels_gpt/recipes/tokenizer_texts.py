@@ -12,7 +12,7 @@ from niels_gpt.interrupts import ended_at_once
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.tokenizer_change import warn_of_little_text
-from niels_gpt.recipes.user_sources import user_sources
+from niels_gpt.recipes.user_sources import text_sources
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer_training import train_tokenizer
 from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON
@@ -41,7 +41,7 @@ def train(settings: Settings, user_sources_only: bool) -> tuple[dict[str, bytes]
     """Train a tokenizer on the sources; returns its files and its meta. Raises: ValueError without text."""
     num_bytes: dict[str, int | str] = {}
     fingerprints: dict[str, str] = {}
-    names = [*user_sources(settings), *([] if user_sources_only else training_order())]
+    names = [*text_sources(settings), *([] if user_sources_only else training_order())]
     excluded = {} if settings.exclude is None else {"exclude": read_exclusion(settings.exclude).facts}
     logger.info(
         "tokenizer: training %d pieces; some minutes for 100 MB of text. Ctrl-C ends it at once", settings.vocab_size
@@ -81,7 +81,7 @@ def was_trained_by(settings: Settings, meta: Mapping[str, Any]) -> bool:
     same = kind == settings.tokenizer_kind and all(
         meta.get(key) == getattr(settings, name) for name, key in read.items()
     )
-    known = {*training_order(), *user_sources(settings)}
+    known = {*training_order(), *text_sources(settings)}
     failed = {name: state for name, state in meta.get("failed_sources", {}).items() if name in known}
     return same and all(source_state(settings, name) == state for name, state in failed.items())
 

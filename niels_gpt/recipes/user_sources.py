@@ -4,6 +4,9 @@
     notes = "~/notes"                          # the same as the line notes=~/notes
     papers = "papers/**/*.jsonl.gz:abstract"   # rows, with their text in the field `abstract`
 
+    [rollouts]
+    maths = "rollouts/step_*.jsonl.gz"
+
     [sft.support]                              # a table where there is more to say
     files = "chats/*.json"
     licence = "CC BY 4.0"
@@ -32,7 +35,12 @@ from niels_gpt.storage.fileio import open_for_reading
 
 logger = logging.getLogger(__name__)
 
-FAMILIES = ("pretrain", "sft")
+FAMILIES = ("pretrain", "sft", "rollouts")
+_WHAT = {
+    "pretrain": ("Token cache", "text"),
+    "sft": ("Token cache", "chats"),
+    "rollouts": ("Rollout cache", "rollouts"),
+}
 UNSTATED = "not stated"
 MAX_TOML_BYTES = 1 << 20
 _KEYS = ("files", "field", "licence", "attribution")
@@ -48,7 +56,7 @@ class UserSource:
     """One user-defined source."""
 
     family: str
-    """pretrain or sft."""
+    """pretrain, sft or rollouts."""
     name: str
     """Of the cache: FAMILY/NAME."""
     files: str
@@ -67,11 +75,11 @@ class UserSource:
     @property
     def spec(self) -> SourceSpec:
         """Its row, as those of the built-in sources."""
-        is_text = self.family == "pretrain"
+        is_text, (cache, what) = self.family == "pretrain", _WHAT[self.family]
         return SourceSpec(
             name=self.name,
             family=self.family,
-            description=f"Token cache of your own {'text' if is_text else 'chats'}: {self.files}, by {self.named_in}. "
+            description=f"{cache} of your own {what}: {self.files}, by {self.named_in}. "
             f"Licence: {self.licence}. Attribution: {self.attribution}.",
             credit=Credit(self.licence, self.attribution),
             load=self._load,
@@ -108,6 +116,8 @@ class UserSource:
             "max_document_bytes": request.settings.max_document_bytes,
             "position": request.position,
         }
+        if self.family == "rollouts":
+            return [(None, local.iter_rollouts(found, **how))]
         if self.family == "sft":
             return [(None, local.iter_chats(found, **how))]
         return [(None, local.iter_documents(found, field=self.field, blocks=request.blocks, **how))]
@@ -132,6 +142,11 @@ def user_sources(settings: Settings) -> dict[str, UserSource]:
             raise _error(user.named_in, f"{where}: {taken}. Choose another name")
         sources[user.name] = user
     return sources
+
+
+def text_sources(settings: Settings) -> dict[str, UserSource]:
+    """Return the user-defined sources that have text, for a tokenizer to be trained on: not the rollouts."""
+    return {name: user for name, user in user_sources(settings).items() if user.family != "rollouts"}
 
 
 def names_in_lines(settings: Settings) -> list[str]:
@@ -208,7 +223,7 @@ def _of_file(settings: Settings) -> Iterator[UserSource]:
         raise ValueError(f"{path}: not TOML: {error}") from None
     for family, entries in content.items():
         if family not in FAMILIES or not isinstance(entries, Mapping):
-            raise ValueError(f"{path}: found {family!r}, expected tables [pretrain] and [sft]")
+            raise ValueError(f"{path}: found {family!r}, expected tables [pretrain], [sft] and [rollouts]")
         for name, entry in entries.items():
             yield _of_entry(family, name, entry, path)
 
@@ -217,8 +232,8 @@ def _of_entry(family: str, name: str, entry: Any, path: Path) -> UserSource:
     if _is_text(entry):
         return _user_source(family, name, entry, path.parent, str(path))
     known = isinstance(entry, Mapping) and all(key in _KEYS and _is_text(entry[key]) for key in entry)
-    if not known or "files" not in entry or (family == "sft" and "field" in entry):
-        keys = [key for key in _KEYS if (family, key) != ("sft", "field")]
+    if not known or "files" not in entry or (family != "pretrain" and "field" in entry):
+        keys = [key for key in _KEYS if family == "pretrain" or key != "field"]
         raise ValueError(
             f'{path}, {family}.{name}: found {entry!r}, expected a text "GLOB", or a table with the texts '
             f"{', '.join(keys)}, of which `files` must be there"
@@ -238,12 +253,12 @@ def _user_source(family: str, name: str, files: str, base: Path, named_in: str) 
     split = _FIELD.fullmatch(files)
     if split is None or (base / Path(files).expanduser()).exists():  # a colon in the name of a file or folder
         return UserSource(family, name, files, base, named_in)
-    if family == "sft":
+    if family != "pretrain":
         if files.lower().endswith(local.CHAT_SUFFIXES):
             return UserSource(family, name, files, base, named_in)
         raise _error(
             named_in,
-            f"{named_in}: a source of chats takes no field, found {':' + split['field']!r}: its fields are known. "
-            f"Leave it out: {name}={split['files']}",
+            f"{named_in}: a source of {_WHAT[family][1]} takes no field, found {':' + split['field']!r}: its fields "
+            f"are known. Leave it out: {name}={split['files']}",
         )
     return UserSource(family, name, split["files"], base, named_in, field=split["field"])

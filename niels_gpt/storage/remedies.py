@@ -15,8 +15,8 @@ from niels_gpt.storage.fileio import open_for_reading
 
 PROGRAM = "niels-gpt"
 BUILD_ALL = f"{PROGRAM} build --all"
-_FAMILIES = ("pretrain", "sft")
-_LINES = (*_FAMILIES, "licence", "attribution")  # settings of several entries, each a flag
+_FAMILIES = ("pretrain", "sft", "rollouts", "trees")
+_LINES = ("pretrain", "sft", "rollouts", "licence", "attribution")  # settings of several entries, each a flag
 _TOKENIZER = "tokenizer"
 _VERSIONS_DIR, _RUNS_DIR, _SAMPLE = ".versions", ".runs", "sample"
 _MOST_BYTES = 1 << 16  # of the end of a file of run records; a record has about 2 KiB
@@ -29,9 +29,11 @@ def build_command(settings: Settings, keys: str | Sequence[str], *more: str) -> 
     For the tokenizer it builds all: every build makes a missing one. Settings with their default value and entries
     of other sources are left out.
     """
-    names = [key.rpartition("/")[2] for key in ([keys] if isinstance(keys, str) else keys)]
+    chosen = [keys] if isinstance(keys, str) else list(keys)
+    names = [key.rpartition("/")[2] for key in chosen]
+    named = [key if key.startswith("trees/") else name for key, name in zip(chosen, names, strict=True)]
     of_all = names == [_TOKENIZER]
-    words = [PROGRAM, "build", *(["--all"] if of_all else names), *more]
+    words = [PROGRAM, "build", *(["--all"] if of_all else named), *more]
     types = get_type_hints(Settings)
     for field in fields(settings):
         value = getattr(settings, field.name)

@@ -30,11 +30,11 @@ from niels_gpt.settings import Settings
 def test_build_all_builds_every_cache_and_prints_a_table(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["build-all", "--seed", "42", *flags]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in table[1:8]] == ["tokenizer", *RECIPES]
-    (after,) = table[8:]
-    assert after.startswith("next: niels-gpt show ") and after.endswith("/sample/sft/oasst1")
+    assert [line.split()[0] for line in table[1:9]] == ["tokenizer", *RECIPES]
+    (after,) = table[9:]
+    assert after.startswith("next: niels-gpt show ") and after.endswith("/sample/trees/oasst1")
     assert cli.main(["build-all", "--seed", "42", *flags]) == 0
-    assert capsys.readouterr().out.count("up to date") == 7
+    assert capsys.readouterr().out.count("up to date") == 8
 
 
 def test_one_failing_source_does_not_stop_the_others(

@@ -275,9 +275,9 @@ def test_a_build_of_all_leaves_out_chats_without_sentinels_and_one_that_names_th
     assert "left out: the tokenizer has no sentinels" in capsys.readouterr().out
     assert cli.main(["build", "--all", *flags]) == 0
     out, err = capsys.readouterr()
-    assert "warning[W411]: sft/dolly15k, sft/oasst1 left out" in err and "pretrain/wikitext" in out
-    assert "sft/dolly15k, sft/oasst1 mark the turns of their chats by them" in err
-    assert not (tmp_path / "c" / "sft").exists()
+    assert "warning[W411]: sft/dolly15k, sft/oasst1, trees/oasst1 left out" in err and "pretrain/wikitext" in out
+    assert "sft/dolly15k, sft/oasst1, trees/oasst1 mark the turns of their chats by them" in err
+    assert not (tmp_path / "c" / "sft").exists() and not (tmp_path / "c" / "trees").exists()
     assert cli.main(["build", "dolly15k", *flags, "--dry-run"]) == cli.main(["build", "dolly15k", *flags]) == 1
     error = capsys.readouterr().err
     assert "error[E404]" in error and "niels-gpt add-sentinels" in error and "niels-gpt build dolly15k" in error

@@ -1,0 +1,70 @@
+"""The recipes of rollouts/NAME, whose ids are stored as they are, and of trees/NAME, which are encoded here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.progress import Progress
+from niels_gpt.recipes import sources
+from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
+from niels_gpt.recipes.run_recipe import BuildInputs, Outcome, run_recipe
+from niels_gpt.recipes.tokenizer import build_with_tokenizer
+from niels_gpt.settings import Settings
+
+
+def build_rollout_cache(
+    settings: Settings,
+    key: str,
+    *,
+    refresh: bool = False,
+    observed: str | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Build a rollout cache, or reuse it if it is current.
+
+    key: rollouts/NAME of a user-defined source, which needs no tokenizer, or trees/oasst1.
+    refresh, observed: see `run_recipe`.
+    progress: receives groups, tokens of their sequences, and None.
+    Raises: as `resolve_source`, `run_recipe` and `build_rollouts`; for trees NoSentinels and as `stage_tokenizer`.
+    """
+    source = resolve_source(settings, key)
+
+    def build(inputs: BuildInputs, path: Path) -> dict[str, Any]:
+        return _build(settings, source, inputs, path, progress)
+
+    how: dict[str, Any] = {"reads": source.spec.settings, "build": build, "refresh": refresh, "observed": observed}
+    if source.spec.family == "trees":
+        return build_with_tokenizer(settings, source, key, **how)
+    return run_recipe(settings, key, source=source, tokenizer=None, tokenizer_folder=None, **how)
+
+
+def _build(
+    settings: Settings, source: ResolvedSource, inputs: BuildInputs, path: Path, progress: Progress | None
+) -> dict[str, Any]:
+    from niels_gpt.encoding import TextEncoder
+    from niels_gpt.prefix_tree.rollouts.build import build_rollouts
+    from niels_gpt.recipes.rollouts.groups import recorded_groups, tree_groups
+    from niels_gpt.tokenizers.engine import open_engine
+
+    read = (settings, source, inputs.revision, inputs.counters, inputs.source.position)
+    how: dict[str, Any] = {"source": inputs.source, "seed": settings.seed, "committed": inputs.committed}
+    if inputs.tokenizer is None:
+        return build_rollouts(
+            recorded_groups(sources.rollouts(*read)),
+            path,
+            val_frac=settings.rollouts_val_frac,
+            vocab_size=settings.rollouts_vocab_size or None,
+            progress=progress,
+            **how,
+        )
+    engine = open_engine(inputs.tokenizer, settings.engine, seed=settings.seed)
+    encoder = TextEncoder(inputs.tokenizer, on_special=settings.on_special, engine=engine)
+    return build_rollouts(
+        tree_groups(sources.threads(*read), encoder, inputs.counters),
+        path,
+        val_frac=settings.sft_val_frac,
+        tokenizer=inputs.tokenizer,
+        progress=progress,
+        **how,
+    )

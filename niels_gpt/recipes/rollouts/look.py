@@ -1,0 +1,194 @@
+"""What rollout caches hold, for people: `stats` and its picture, the samples of a group, the group at a token."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from niels_gpt.builders.split import SPLITS
+from niels_gpt.cache.meta import check_tokenizer, read_meta
+from niels_gpt.display.decoded import decoded_text, runs
+from niels_gpt.display.numbers import number_of
+from niels_gpt.display.tables import shown
+from niels_gpt.inspection.show import short_names
+from niels_gpt.inspection.source_ids import printable
+from niels_gpt.inspection.stats import PositionError, Stats, meta_errors
+from niels_gpt.storage.fileio import META_NAME
+
+if TYPE_CHECKING:
+    from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
+    from niels_gpt.prefix_tree.rollouts.records import Sample
+    from niels_gpt.tokenizers.protocol import FullTokenizer
+
+LEGEND = "supervised tokens are in [[ ]]"
+
+
+def stats(cache: Path) -> Stats:
+    """Return what a rollout cache holds and what folding its groups saves. Raises: as RolloutDataset."""
+    meta = read_meta(str(cache / META_NAME))
+    with meta_errors(cache):
+        return Stats((name, printable(str(value))) for name, value in _rows(cache, meta))
+
+
+def _rows(cache: Path, meta: dict[str, Any]) -> list[tuple[str, Any]]:
+    source, totals = meta["source"], meta["totals"]
+    rows = [("cache", f"{cache} (rollouts, built)"), ("dataset", meta["dataset_name"])]
+    rows += [(name, source.get(name) or "not stated") for name in ("licence", "attribution")]
+    rows += [(split, _split_line(cache, meta, split)) for split in SPLITS]
+    before, pairs = (sum(of.values()) for of in ({s: totals[f"{s}_tokens"] for s in SPLITS}, meta["pairs"]))
+    after, pairs_after = (sum(meta[name].values()) for name in ("tokens_after", "pairs_after"))
+    saved = f"{before / after:.2f}x fewer tokens, {pairs / pairs_after:.2f}x fewer attention pairs, each group folded"
+    rows += [
+        ("folding", saved),
+        ("fields", ", ".join(f"{name} by {of}" for name, of in meta["fields"].items()) or "none"),
+        ("with loss", f"{sum(meta['loss_tokens'].values()) / before:.0%} of the tokens"),
+        ("without a target", number_of(sum(meta["samples_without_target"].values()), "sample")),
+        ("dropped", _counted(meta["dropped"])),
+        ("left out by the loader", _counted(source.get("counters", {}))),
+        ("split", meta["split_rule"]),
+    ]
+    size = "vocabulary not known" if meta["vocab_size"] is None else f"{meta['vocab_size']:,} ids"
+    sha256 = meta["tokenizer_sha256"]
+    return [*rows, ("tokenizer", f"{'not recorded' if sha256 is None else sha256[:12]}, {size}")]
+
+
+def _split_line(cache: Path, meta: dict[str, Any], split: str) -> str:
+    counts = {unit: meta["totals"][f"{split}_{unit}s"] for unit in ("token", "sample", "group")}
+    if not counts["group"]:
+        return "empty"
+    data = _opened(cache, split)
+    least, middle, most = np.percentile(data.samples[:, 0], [0, 50, 100])
+    sizes = np.percentile(data.groups[:, 1], [0, 50, 100])
+    return (
+        f"{number_of(counts['token'], 'token')} in {number_of(counts['sample'], 'sample')} "
+        f"({least:,.0f} to {most:,.0f}, median {middle:,.0f}) of {number_of(counts['group'], 'group')} "
+        f"({sizes[0]:,.0f} to {sizes[2]:,.0f} samples, median {sizes[1]:,.0f}), "
+        f"{number_of(meta['tokens_after'][split], 'token')} after folding"
+    )
+
+
+def _counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"{reason} {number:,}" for reason, number in sorted(counts.items())) or "none"
+
+
+def picture(cache: Path, name: str) -> bytes:
+    """Return a PNG of what folding saves, by group and in all, from the index. Raises: as RolloutDataset."""
+    from niels_gpt.prefix_tree.forest import ForestStats
+    from niels_gpt.prefix_tree.savings.count import SHAPE_7B, Savings
+    from niels_gpt.prefix_tree.savings.plot import plot
+
+    meta = read_meta(str(cache / META_NAME))
+    savings, total = Savings(SHAPE_7B), np.zeros(4)
+    flops_of: Any = SHAPE_7B.training_flops  # of numbers, and of arrays
+    for split in SPLITS:
+        if not meta["totals"][f"{split}_groups"]:
+            continue
+        data = _opened(cache, split)
+        lengths, starts = data.samples[:, 0].astype(np.float64), data.groups[:, 0]
+        columns = [np.add.reduceat(each, starts) for each in (lengths, lengths * (lengths + 1) / 2)]
+        before, after = np.stack(columns), data.groups[:, -2:].T.astype(np.float64)
+        savings.token_factors.extend(array("d", (before[0] / after[0]).tolist()))
+        savings.flop_factors.extend(array("d", (flops_of(*before) / flops_of(*after)).tolist()))
+        total += [*before.sum(axis=1), *after.sum(axis=1)]
+    tokens, pairs, tokens_after, pairs_after = map(int, total)
+    samples = sum(meta["totals"][f"{split}_samples"] for split in SPLITS)
+    flops = (flops_of(tokens, pairs), flops_of(tokens_after, pairs_after))
+    savings.total = ForestStats(samples, 0, tokens, tokens_after, pairs, pairs_after, 0, 0, 0, 0, *flops)
+    savings.computed_pairs = pairs_after
+    return plot(savings, name)
+
+
+def show(cache: Path, tokenizer: FullTokenizer | None, *, split: str, group: int, num_tokens: int) -> str:
+    """Return a group: its id, and the beginning of each sample with its fields; supervised tokens in [[ ]].
+
+    tokenizer: of the cache, or that the caller names; None: ids are printed.
+    Raises: as RolloutDataset; PositionError for a group that does not exist; CacheError for another tokenizer.
+    """
+    data = _opened(cache, split)
+    if not 0 <= group < len(data):
+        raise PositionError(f"position {group:,}: there are {len(data):,} groups in {split}")
+    names = _sentinels(data, tokenizer)
+    samples = data.read(group)
+    before, after = sum(len(sample.ids) for sample in samples), int(data.groups[group, -2])
+    head = (
+        f"{cache}/{split}: group {group:,} of {len(data):,}, id {data.id(group)}, {number_of(len(samples), 'sample')}, "
+        f"{number_of(before, 'token')}, {after:,} after folding"
+    )
+    lines, room = [printable(head), LEGEND], num_tokens
+    for number, sample in enumerate(samples):
+        if room <= 0:
+            lines.append(f"and {number_of(len(samples) - number, 'sample')} more")
+            break
+        lines += ["", _heading(number, sample), _text(sample, min(room, len(sample.ids)), names, tokenizer)]
+        room -= len(sample.ids)
+    return "\n".join(lines)
+
+
+def locate(cache: Path, tokenizer: FullTokenizer | None, *, split: str, position: int, num_tokens: int) -> str:
+    """Return the group and the sample of a token, counted over all samples of the split, and its text.
+
+    Raises: as `show`.
+    """
+    data = _opened(cache, split)
+    ends = np.cumsum(data.samples[:, 0])
+    if not 0 <= position < ends[-1]:
+        raise PositionError(f"position {position:,}: {cache}/{split} has {ends[-1]:,} tokens")
+    number = int(np.searchsorted(ends, position, side="right"))
+    group, place = data.locate(number)
+    sample = data.read(group, [place])[0]
+    offset = position - int(ends[number]) + len(sample.ids)
+    names = _sentinels(data, tokenizer)
+    rows = [
+        ("token", f"{position:,} of {ends[-1]:,} of {cache}/{split}: id {sample.ids[offset]}"),
+        ("group", f"{group:,} of {len(data):,}, {number_of(int(data.groups[group, 1]), 'sample')}"),
+        ("source id", data.id(group)),
+        ("sample", f"{place} of its group, {number:,} of the split"),
+        ("offset in it", f"{offset:,} tokens, {'with' if sample.loss_mask[offset] else 'without'} loss"),
+    ]
+    lines = [f"{label + ':':14}{printable(str(value))}" for label, value in rows]
+    text = _text(sample, min(num_tokens, len(sample.ids)), names, tokenizer)
+    return "\n".join([*lines, "", _heading(place, sample), text])
+
+
+def _opened(cache: Path, split: str) -> RolloutDataset:
+    from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
+
+    return RolloutDataset(cache, split)
+
+
+def _sentinels(data: RolloutDataset, tokenizer: FullTokenizer | None) -> dict[int, str]:
+    """Return names of sentinels. Raises: CacheError for another tokenizer than the recorded one."""
+    if tokenizer is None or data.meta["tokenizer_sha256"] is None:
+        return {}
+    check_tokenizer(data.folder, data.meta, tokenizer.sha256)
+    return {token: name if name == "<|eot|>" else f"\n{name}" for token, name in _names(data).items()}
+
+
+def _names(data: RolloutDataset) -> dict[int, str]:
+    return short_names(data.folder, data.meta) if data.meta["special_token_ids"] else {}
+
+
+def _heading(number: int, sample: Sample) -> str:
+    parts = [number_of(len(sample.ids), "token")]
+    parts += [f"prompt {sample.prompt_length:,}"] if sample.prompt_length >= 0 else []
+    parts += [f"{np.count_nonzero(sample.loss_mask):,} with loss"]
+    for name, values in sample.fields.items():
+        parts.append(f"{name} {values[0]:.4g}" if len(values) == 1 else f"{name} {values.mean():.4g} on average")
+    return f"sample {number}: {', '.join(parts)}"
+
+
+def _text(sample: Sample, num_tokens: int, names: dict[int, str], tokenizer: FullTokenizer | None) -> str:
+    ids: npt.NDArray[Any] = sample.ids[:num_tokens]
+    if tokenizer is not None and int(ids.max(initial=0)) >= tokenizer.vocab_size:
+        tokenizer = None  # not the one of the recorded ids
+    parts = []
+    for start, end in runs(sample.loss_mask[:num_tokens]):
+        piece = ids[start:end]
+        text = " ".join(map(str, piece)) if tokenizer is None else shown(decoded_text(piece, names, tokenizer))
+        parts.append(f"[[{text}]]" if sample.loss_mask[start] else text)
+    more = " …" if num_tokens < len(sample.ids) else ""
+    return ("" if tokenizer else " ").join(parts).removeprefix("\n") + more
