@@ -23,7 +23,14 @@ from torch import Tensor, nn
 
 from niels_gpt.prefix_tree.backends.architectures import AttentionRouteError, architecture
 from niels_gpt.prefix_tree.backends.checks import check_model_inputs, guard
-from niels_gpt.prefix_tree.backends.masks import AttnMaskSpec, architecture_of, dense_mask, hf_attention_mask, masks_of
+from niels_gpt.prefix_tree.backends.masks import (
+    AttnMaskSpec,
+    architecture_of,
+    dense_mask,
+    hf_attention_mask,
+    masks_of,
+    remember,
+)
 from niels_gpt.prefix_tree.backends.segments import NAME, Segments
 from niels_gpt.prefix_tree.backends.segments_probe import use_segments
 from niels_gpt.prefix_tree.forest import PrefixForest
@@ -74,6 +81,7 @@ def model_inputs(forest: PrefixForest, model: nn.Module, *, backend: Backend = "
         raise AttentionRouteError(f"{type(model).__name__} cannot run segments: {why_not}. Use backend='dense'")
     if why_not or backend == "dense":
         inputs["attention_mask"] = masks_of(traits, positions, dense_mask(forest).to(traits.device))
+        remember(forest, traits, inputs["attention_mask"])
     else:
         inputs[NAME] = Segments.from_forest(forest)
     return inputs

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from niels_gpt.prefix_tree.attention import model_inputs
+from niels_gpt.prefix_tree.attention import Backend, model_inputs
 from niels_gpt.prefix_tree.backends.architectures import AttentionRouteError, is_sharded, wrappers
 from niels_gpt.prefix_tree.forest import PrefixForest
 
@@ -35,7 +35,7 @@ class Body(NamedTuple):
     head: Callable[[Tensor], Tensor]  # from hidden states [rows, H] to the model's logits [rows, V]
 
 
-def body_forward(model: nn.Module, forest: PrefixForest, **inputs: Any) -> Body:
+def body_forward(model: nn.Module, forest: PrefixForest, *, backend: Backend = "auto", **inputs: Any) -> Body:
     """Run a folded row through a model, wrapped or not, and return its last hidden states and its head.
 
     The logits of one row only are computed. The head's weights are those of the model, and their gradients are reduced
@@ -44,6 +44,7 @@ def body_forward(model: nn.Module, forest: PrefixForest, **inputs: Any) -> Body:
     Args:
         model: a causal language model of transformers, also in DistributedDataParallel, torch.compile or a model of
             PEFT, or sharded by fully_shard.
+        backend: as in `model_inputs`.
         inputs: further arguments of the forward pass, or others than those of `model_inputs`.
 
     Raises:
@@ -51,7 +52,7 @@ def body_forward(model: nn.Module, forest: PrefixForest, **inputs: Any) -> Body:
             states, such as a model compiled in place.
     """
     inner, body, head = _parts(model)
-    arguments = {**model_inputs(forest, model), "return_dict": True, **inputs}
+    arguments = {**model_inputs(forest, model, backend=backend), "return_dict": True, **inputs}
     with ExitStack() as hooks:
         hooks.callback(body.register_forward_hook(_hand_out).remove)
         if "logits_to_keep" in inspect.signature(inner.forward).parameters:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.causal_models import FOREST, WINDOW, error, tiny_model, without
+from support.causal_models import FOREST, MIXED, SAMPLES, WINDOW, error, tiny_model, without
 from torch import Tensor, nn
 
 from niels_gpt.prefix_tree.attention import AttentionRouteError, check_model_inputs, dense_mask, guard, model_inputs
@@ -170,3 +170,55 @@ def test_the_guard_goes_after_an_exception_too() -> None:
     with pytest.raises(KeyError), guard(FOREST, model):
         raise KeyError
     model(input_ids=FOREST.input_ids[None])
+
+
+@pytest.mark.parametrize("changes", [{}, MIXED], ids=["one window", "two"])
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_a_mask_of_model_inputs_is_not_computed_again_unless_anything_changed(
+    monkeypatch: pytest.MonkeyPatch, attn: str, changes: dict[str, Any]
+) -> None:
+    model = tiny_model("qwen2" if changes else "mistral", attn, **changes)
+    forest = PrefixForest.from_sequences(SAMPLES)
+    computed: list[int | None] = []
+
+    def counted(forest: PrefixForest, *, window: int | None = None) -> Tensor:
+        computed.append(window)
+        return dense_mask(forest, window=window)
+
+    monkeypatch.setattr(checks_of_inputs, "dense_mask", counted)
+
+    def inputs() -> tuple[Inputs, Tensor]:
+        made = model_inputs(forest, model, backend="dense")
+        masks = made["attention_mask"]
+        return made, masks["full_attention"] if isinstance(masks, dict) else masks
+
+    check_model_inputs(forest, model, inputs()[0])
+    assert not computed
+
+    made, mask = inputs()
+    mask[0, 0][4, 3] = False if attn == "sdpa" else -1e4  # by a view
+    with pytest.raises(AttentionRouteError, match="1 pairs differ, first: row 4"):
+        check_model_inputs(forest, model, made)
+
+    made, mask = inputs()
+    if changes:  # each mask is right, but for the other type of layer
+        swapped = dict(zip(made["attention_mask"], reversed(made["attention_mask"].values()), strict=True))
+        with pytest.raises(AttentionRouteError, match="pairs differ"):
+            check_model_inputs(forest, model, {**made, "attention_mask": swapped})
+    other = PrefixForest.from_sequences([*SAMPLES[1:], SAMPLES[0]])  # as long, and of the same tokens
+    of_other = {**model_inputs(other, model, backend="dense"), "attention_mask": made["attention_mask"]}
+    with pytest.raises(AttentionRouteError, match="pairs differ"):
+        check_model_inputs(other, model, of_other)
+    forest.subtree_end[3] = 4  # the forest itself, after its mask was made
+    with pytest.raises(AttentionRouteError, match="pairs differ"):
+        check_model_inputs(forest, model, made)
+
+
+def test_a_mask_made_in_inference_mode_has_no_version_and_is_compared() -> None:
+    model = tiny_model("llama")
+    with torch.inference_mode():
+        made = model_inputs(FOREST, model, backend="dense")
+        check_model_inputs(FOREST, model, made)
+        made["attention_mask"][0, 0, 4, 3] = False
+        with pytest.raises(AttentionRouteError, match="1 pairs differ"):
+            check_model_inputs(FOREST, model, made)

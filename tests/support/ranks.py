@@ -19,6 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from niels_gpt.prefix_tree.attention import AttentionRouteError, guard, model_inputs
+from niels_gpt.prefix_tree.backends.architectures import unwrapped
+from niels_gpt.prefix_tree.backends.segments_probe import use_segments
 from niels_gpt.prefix_tree.edges import LossEdges, folded_cross_entropy
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.heads import Body, body_forward, logits_head
@@ -128,6 +130,8 @@ def _outcome(model: Any, step: Step, rank: int, wanted: dict[str, Tensor]) -> fl
             return str(refused)
         # Gradients are averaged over ranks, and this is the whole sum after it.
         folded_cross_entropy(hidden, edges, head, normalizer=TOTAL / WORLD, chunk=4).backward()
+    implementation = unwrapped(model).config._attn_implementation
+    assert implementation == "prefix_tree", use_segments(model)
     return largest_error(gradients(model), wanted)
 
 

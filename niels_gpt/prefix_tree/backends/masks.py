@@ -5,6 +5,7 @@ Masks are dense: T^2 values, computed at each call and not kept.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from niels_gpt.prefix_tree.backends.architectures import Architecture, AttentionRouteError, architecture
 from niels_gpt.prefix_tree.forest import PrefixForest
@@ -178,6 +180,37 @@ def masks_of(traits: Architecture, positions: Tensor, allowed: Tensor) -> Tensor
     if len(masks) == 1:
         return next(iter(masks.values()))
     return {kind: masks[window] for kind, window in windows.items()}
+
+
+# --- masks made here, so that a check need not compute them again -----------------------------------------------------
+
+# Of each mask, weakly: its forest, its window, and the version counters of the tensors that it says something about.
+_made: Any = WeakIdKeyDictionary()
+
+
+def remember(forest: PrefixForest, traits: Architecture, masks: Tensor | dict[str, Tensor]) -> None:
+    """Note that masks of `masks_of` are the forest's, for as long as no tensor of either is changed in place."""
+    windows = windows_of(traits, forest.position_ids)
+    for kind, window in windows.items():
+        mask = masks[kind] if isinstance(masks, dict) else masks
+        if (versions := _versions(forest, mask)) is not None:
+            _made[mask] = (weakref.ref(forest), window, versions)
+
+
+def is_remembered(forest: PrefixForest, mask: Tensor, window: int | None) -> bool:
+    """Return whether a mask is an object that `model_inputs` made for this forest and window, and is unchanged.
+
+    A change in place raises a tensor's version counter, by a view of it too. Only writing through `mask.data` or
+    memory shared with numpy does not.
+    """
+    found = _made.get(mask)
+    return found is not None and (found[0](), *found[1:]) == (forest, window, _versions(forest, mask))
+
+
+def _versions(forest: PrefixForest, mask: Tensor) -> tuple[int, ...] | None:
+    """Return version counters; None for tensors made in inference mode, which have none."""
+    tensors = (mask, forest.subtree_end, forest.position_ids)
+    return None if any(each.is_inference() for each in tensors) else tuple(each._version for each in tensors)
 
 
 def windows_of(traits: Architecture, positions: Tensor) -> dict[str, int | None]:

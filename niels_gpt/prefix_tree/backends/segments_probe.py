@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from niels_gpt.prefix_tree.backends.architectures import unwrapped
+from niels_gpt.prefix_tree.backends.architectures import is_sharded, unwrapped, wrappers
 from niels_gpt.prefix_tree.backends.segments import NAME, Segments, register
 
 probing: ContextVar[bool] = ContextVar("probing", default=False)  # the guard does not check these forwards
@@ -28,13 +28,14 @@ def use_segments(model: nn.Module, *, only_sdpa: bool = True) -> str:
     if only_sdpa and before not in ("sdpa", NAME):
         return f"its attn_implementation is {before!r}"
     if inner not in _found:
-        _found[inner] = _tried(inner)
+        _found[inner] = _tried(inner, next((module for module in wrappers(model) if is_sharded(module)), inner))
     if not _found[inner] and before != NAME:
         inner.set_attn_implementation(NAME)
     return _found[inner]
 
 
-def _tried(model: Any) -> str:
+def _tried(model: Any, called: nn.Module) -> str:
+    """Try a model by calls of `called`, which gathers its weights: itself, or the adapters that fully_shard got."""
     if not getattr(model, "_can_set_attn_implementation", lambda: False)():
         return "its attention does not go through AttentionInterface of transformers"
     before = model.config._attn_implementation
@@ -44,7 +45,7 @@ def _tried(model: Any) -> str:
         register()
         model.set_attn_implementation(NAME)
         model.eval()
-        return _compared(model)
+        return _compared(model, called)
     except Exception as error:  # whatever a model does with arguments that it does not know
         return f"a forward of three tokens by segments raised {type(error).__name__}"
     finally:
@@ -55,14 +56,14 @@ def _tried(model: Any) -> str:
 
 
 @torch.no_grad()
-def _compared(model: Any) -> str:
+def _compared(model: Any, called: nn.Module) -> str:
     """Compare the samples (0, 1) and (0, 2), folded, with the second one alone."""
     device = next(model.parameters()).device
 
     def run(ids: list[int], positions: list[int], **more: Any) -> Tensor:
         at = {"input_ids": ids, "position_ids": positions}
         inputs = {name: torch.tensor([values], device=device) for name, values in at.items()}
-        result: Tensor = model(**inputs, use_cache=False, return_dict=True, **more)[0]
+        result: Tensor = called(**inputs, use_cache=False, return_dict=True, **more)[0]
         return result[0, -1].float()
 
     segments = Segments([3, 2, 3])
