@@ -70,10 +70,8 @@ class FoldedGRPOTrainer(GroupedGRPOTrainer):
         given = sorted(name for name, value in more.items() if value is not None)
         if given or compute_aux_loss:  # an auxiliary loss counts how many tokens each expert has
             raise ValueError(f"a folded row has no {', '.join(given) or 'auxiliary loss'}: use GRPOTrainer")
-        seen, found = attention_mask.bool(), []
-        for ids, mask in zip(
-            input_ids.split(batch_size or len(seen)), seen.split(batch_size or len(seen)), strict=True
-        ):
+        seen, size, found = attention_mask.bool(), batch_size or len(input_ids), []
+        for ids, mask in zip(input_ids.split(size), seen.split(size), strict=True):
             forest = folded(ids, mask, logits_to_keep)
             with self.accelerator.autocast():
                 found.append(scores(model, forest, self.temperature))
@@ -90,11 +88,10 @@ def folded(ids: torch.Tensor, mask: torch.Tensor, logits_to_keep: int) -> Prefix
     prompts = mask[:, :-logits_to_keep].sum(1)
     if not prompts.all():
         raise ValueError("a prompt is empty: no row predicts the first token of its completions")
-    target = torch.arange(mask.shape[1], device=mask.device) >= mask.shape[1] - logits_to_keep
-    rows, keep = ids.cpu(), mask.cpu()
+    ids, mask, target = ids.cpu(), mask.cpu(), torch.arange(mask.shape[1]) >= mask.shape[1] - logits_to_keep
     return PrefixForest.from_sequences(
-        [row[kept] for row, kept in zip(rows, keep, strict=True)],
-        loss_mask=[target.cpu()[kept] for kept in keep],
+        [row[kept] for row, kept in zip(ids, mask, strict=True)],
+        loss_mask=[target[kept] for kept in mask],
         prompt_lengths=prompts.tolist(),
     )
 
@@ -250,7 +247,7 @@ def main(arguments: list[str] | None = None) -> None:
         f"tokens per micro-batch: {token_ratio(kept):.2f}x fewer folded; {token_ratio(shuffled):.2f}x if TRL shuffles"
     )
     (plain, waited), (folding, _) = (min(taken) for taken in seconds.values())
-    print(f"six steps without generation: {plain:.2f} s unfolded, {folding:.2f} s folded: {plain / folding:.2f}x")
+    print(f"without generation: {plain:.2f} s unfolded, {folding:.2f} s folded: {plain / folding:.2f}x")
     print(
         f"generation: {waited:.2f} s, {waited / (waited + plain):.0%} of the unfolded run; with it the ratio is "
         f"{(plain + waited) / (folding + waited):.2f}x"

@@ -62,16 +62,15 @@ def test_six_steps_are_those_of_the_unfolded_trainer(example: ModuleType, option
     assert apart(*gradient) < 1e-5, "which samples share a micro-batch shows in the step"
 
 
-def test_six_steps_of_an_adapter_are_those_of_the_unfolded_trainer(
-    example: ModuleType, options: Any, folder: str
-) -> None:
+def test_six_steps_of_an_adapter_are_those_of_the_unfolded_trainer(example: ModuleType, folder: str) -> None:
     peft = pytest.importorskip("peft", reason="the extra `rl` brings it")
-    found = []
+    found, options = [], example.parse([*SMALL.split(), "--lr", "2e-2"])
     for kind in (example.Unfolded, example.Folded):
         lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
         found.append(example.metrics_of(example.trained(kind, options, folder, peft_config=lora)[0]))
     assert apart(*found) < 1e-5
-    assert sum(row["kl"] > 1e-6 for row in found[0]) >= 3, "the reference is the policy: no adapter was switched off"
+    for name in ("kl", "clip share"):  # without a difference from the reference, no adapter was switched off
+        assert sum(row[name] > 1e-3 for row in found[0]) >= 3
 
 
 def test_padding_and_masked_completions_have_no_part_in_a_row(example: ModuleType, options: Any, folder: str) -> None:
