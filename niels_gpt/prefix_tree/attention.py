@@ -61,7 +61,8 @@ def model_inputs(forest: PrefixForest, model: nn.Module, *, backend: Backend = "
     of them, it is a dict of such tensors by layer type, which these models take.
 
     backend: "prefix_tree": by segments; sets the model's attn_implementation to "prefix_tree". "dense": by a mask.
-        "auto": by segments where the attn_implementation is "sdpa" or "prefix_tree" and the model can run them.
+        "auto": by segments where the attn_implementation is "sdpa" or "prefix_tree", the model can run them, and it is
+        on a CPU: for GPUs segments are many small calls.
 
     Raises: AttentionRouteError for a model that cannot be folded, for attention routes other than "sdpa", "eager" and
         "prefix_tree", and for the backend "prefix_tree" where the model cannot run segments, with the reason.
@@ -76,10 +77,12 @@ def model_inputs(forest: PrefixForest, model: nn.Module, *, backend: Backend = "
         "attention_mask": None,
         "use_cache": False,
     }
-    why_not = "" if backend == "dense" else use_segments(model, only_sdpa=backend == "auto")
+    why_not = "a mask was chosen"
+    if backend == "prefix_tree" or (backend == "auto" and traits.device.type == "cpu"):
+        why_not = use_segments(model, only_sdpa=backend == "auto")
     if why_not and backend == "prefix_tree":
         raise AttentionRouteError(f"{type(model).__name__} cannot run segments: {why_not}. Use backend='dense'")
-    if why_not or backend == "dense":
+    if why_not:
         inputs["attention_mask"] = masks_of(traits, positions, dense_mask(forest).to(traits.device))
         remember(forest, traits, inputs["attention_mask"])
     else:

@@ -5,14 +5,23 @@ from typing import Any
 
 import pytest
 import torch
-from support.causal_models import FOREST, SAMPLES, error, tiny_model
+from support.causal_models import FOREST, MIXED, SAMPLES, error, tiny_model
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from niels_gpt.prefix_tree.attention import AttentionRouteError, check_model_inputs, dense_mask, model_inputs
+from niels_gpt.prefix_tree.attention import (
+    AttentionRouteError,
+    check_model_inputs,
+    dense_mask,
+    hf_forward,
+    model_inputs,
+)
 from niels_gpt.prefix_tree.backends.segments import Segments
 from niels_gpt.prefix_tree.backends.segments_kernel import FlashSegments, attend, has_kernel
 from niels_gpt.prefix_tree.backends.segments_plan import Plan, depths, plan_of
 from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.prefix_tree.verify import verify_fold
 
 
 def tree(seed: int, depth: int = 7) -> PrefixForest:
@@ -68,7 +77,7 @@ def test_the_steps_of_a_plan_are_the_pairs_of_the_mask_each_once(window: int | N
 def test_attention_and_its_gradients_are_those_of_dense_attention(dtype: torch.dtype, window: int | None) -> None:
     if not has_kernel():
         pytest.skip("this torch has no flash kernel for CPUs with the arguments that are used")
-    forest = tree(1)
+    forest = tree(2)
     draw = torch.Generator().manual_seed(0)
     inputs = [
         torch.randn(len(forest.input_ids), heads, 8, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
@@ -92,8 +101,8 @@ def test_attention_and_its_gradients_are_those_of_dense_attention(dtype: torch.d
             assert float((one - other).detach().abs().max() / one.detach().abs().max()) < limit
 
 
-def test_tree_keys_give_the_segments_of_their_forest() -> None:
-    forest = tree(2)
+def tree_keys(forest: PrefixForest) -> dict[str, Tensor]:
+    """Return TRL's keys of a forest without padding."""
     kv: list[int] = []
     bounds_q, bounds_k, paths = [0], [0], []
     columns = (forest.node_starts, forest.node_lengths, forest.node_parents)
@@ -102,11 +111,19 @@ def test_tree_keys_give_the_segments_of_their_forest() -> None:
         kv += paths[-1]
         bounds_q.append(start + length)
         bounds_k.append(len(kv))
-    keys = [torch.tensor(kv), torch.tensor(bounds_q, dtype=torch.int32), torch.tensor(bounds_k, dtype=torch.int32)]
+    bounds = (torch.tensor(each, dtype=torch.int32) for each in (bounds_q, bounds_k))
+    return dict(
+        zip(("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k"), (torch.tensor(kv), *bounds), strict=True)
+    )
+
+
+def test_tree_keys_give_the_segments_of_their_forest() -> None:
+    forest = tree(2)
+    keys = list(tree_keys(forest).values())
     found = Segments.from_tree_keys(*keys)
     assert found.subtree_end.tolist() == forest.subtree_end[: forest.num_tokens].tolist()
     other = keys[0].clone()
-    other[bounds_k[3] - 1] += 1
+    other[int(keys[2][3]) - 1] += 1
     for wrong in ([other, *keys[1:]], [keys[0] - 1, *keys[1:]], [keys[0], keys[1][:-1], keys[2]], keys[:1] + keys[:2]):
         with pytest.raises(ValueError, match=r"expected|has rows from|values"):
             Segments.from_tree_keys(*wrong)
@@ -181,3 +198,90 @@ def test_a_model_that_drops_the_segments_gets_a_mask() -> None:
     assert error(model, FOREST, inputs) < 1e-5
     with pytest.raises(AttentionRouteError, match="does not pass prefix_tree to LlamaAttention"):
         model_inputs(FOREST, model, backend="prefix_tree")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_a_model_takes_tree_keys_and_reads_them_once(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forest = PrefixForest.from_sequences(SAMPLES)
+    model = tiny_model(model_type)
+    inputs = model_inputs(forest, model)
+    del inputs["prefix_tree"]
+    inputs |= tree_keys(forest)
+    read: list[Segments] = []
+    made = Segments.from_tree_keys
+
+    def counted(*keys: Tensor) -> Segments:
+        read.append(made(*keys))
+        return read[-1]
+
+    monkeypatch.setattr(Segments, "from_tree_keys", counted)
+    assert error(model, forest, {**inputs, "tree_max_seqlen_q": 9, "tree_max_seqlen_k": 20}) < 1e-5
+    check_model_inputs(forest, model, inputs)
+    assert len(read) == 1
+    inputs["tree_kv_index"][0] = 1
+    with pytest.raises(ValueError, match="pre-order"):  # changed in place: read again
+        model(**inputs)
+
+
+def stepped(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
+    """Return the logits of a forward, and the gradients of the sum of their squares."""
+    model.zero_grad()
+    logits = model(**inputs).logits
+    logits.float().square().mean().backward()
+    return [logits.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize(("model_type", "changes"), [("gemma2", MIXED), ("gpt_oss", MIXED), ("deepseek_v3", {})])
+def test_softcaps_sinks_and_small_values_are_those_of_dense_attention(model_type: str, changes: dict[str, Any]) -> None:
+    model = tiny_model(model_type, "eager", **changes)
+    assert model_inputs(FOREST, model)["attention_mask"] is not None  # "eager" is left as it is
+    dense = stepped(model, model_inputs(FOREST, model))
+    inputs = model_inputs(FOREST, model, backend="prefix_tree")
+    check_model_inputs(FOREST, model, inputs)
+    for wanted, found in zip(dense, stepped(model, inputs), strict=True):
+        assert float((wanted - found).abs().max()) <= 2e-5 * max(1.0, float(wanted.abs().max()))
+    assert verify_fold(hf_forward(model), FOREST, probes=1).ok  # by segments, and each sample without
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # the name of all versions
+def test_checkpoints_training_and_low_precision_change_nothing() -> None:
+    forest = tree(2)
+    model = tiny_model("qwen3", max_position_embeddings=1024).train()
+    inputs = model_inputs(forest, model)
+    wanted = stepped(model, inputs)
+    for reentrant in (True, False):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        for one, other in zip(wanted, stepped(model, inputs), strict=True):
+            assert torch.equal(one, other)
+    model.gradient_checkpointing_disable()
+    with torch.autocast("cpu", torch.bfloat16):
+        low = model(**inputs).logits
+        dense = model(**model_inputs(forest, model, backend="dense")).logits
+    limit = float((dense - wanted[0]).detach().abs().max())
+    assert limit > 0 and float((low - dense).detach().abs().max()) < limit
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes, in bytes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [each.untyped_storage().nbytes() for each in tree_leaves(out) if isinstance(each, Tensor)]
+        self.bytes = max(self.bytes, *sizes, 0)
+        return out
+
+
+@pytest.mark.parametrize("window", [None, 256])
+def test_a_row_of_16384_tokens_needs_no_tensor_of_all_pairs(window: int | None) -> None:
+    turn = torch.arange(1024) % 90
+    samples = [torch.cat([turn, turn[:at], torch.tensor([91 + at % 5]), turn[at:]])[:2048] for at in range(0, 1024, 64)]
+    forest = PrefixForest.from_sequences(samples).padded(2**14)
+    assert len(forest.input_ids) == 2**14
+    model = tiny_model("mistral", num_hidden_layers=1, sliding_window=window, max_position_embeddings=4096)
+    model_inputs(FOREST, model)  # asks the model
+    with Largest() as largest:
+        hidden = model.model(**model_inputs(forest, model)).last_hidden_state
+        hidden.square().mean().backward()
+    assert 2**14 * 32 * 4 <= largest.bytes <= 2**14 * 48 * 8  # values, or ids, by token; a mask has 2**28

@@ -5,8 +5,9 @@
     model(input_ids=..., position_ids=..., prefix_tree=Segments.from_forest(forest), use_cache=False)
 
 `model_inputs` does this. TRL's keys of a tree row (`tree_kv_index`, `tree_cu_seqlens_q`, `tree_cu_seqlens_k`) are taken
-in place of `prefix_tree`. A forward without either is that of "sdpa". On CPUs it uses torch's flash kernel; on other
-devices, and with softcaps, sinks or dropout, matrix products of blocks of rows, which were tested on a CPU only.
+in place of `prefix_tree`. A forward without either is that of "sdpa". On CPUs it uses torch's flash kernel. On other
+devices, and with softcaps, sinks or dropout, it computes block by block through autograd: tested on a CPU only, and
+many small calls for a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from niels_gpt.prefix_tree.backends.architectures import AttentionRouteError
 from niels_gpt.prefix_tree.backends.segments_kernel import FlashSegments, attend, has_kernel, probabilities
-from niels_gpt.prefix_tree.backends.segments_plan import Plan, check_laminar, depths, plan_of
+from niels_gpt.prefix_tree.backends.segments_plan import BLOCK, Plan, check_laminar, depths, plan_of
 from niels_gpt.prefix_tree.forest import PrefixForest
 
 NAME = "prefix_tree"
@@ -39,7 +40,7 @@ class Segments:
         self.subtree_end = np.asarray(subtree_end, dtype=np.int64)
         check_laminar(self.subtree_end)
         self.calls: list[nn.Module] | None = None  # a list records the modules that got these segments
-        self._plans: dict[tuple[int | None, bool], Plan] = {}
+        self._plans: dict[tuple[int | None, int], Plan] = {}
 
     @classmethod
     def from_forest(cls, forest: PrefixForest) -> Segments:
@@ -99,16 +100,16 @@ class Segments:
 
     def plan(self, window: int | None = None) -> Plan:
         """Return the steps for the flash kernel."""
-        return self._planned(window if window and window < self.longest else None, False)
+        return self._planned(window if window and window < self.longest else None, BLOCK)
 
-    def blocks(self, window: int | None = None) -> Plan:
+    def blocks(self, window: int | None = None, block: int = BLOCK) -> Plan:
         """Return steps of few rows each: every row is in one step of `own`, and in at most one of `above` beside it."""
-        return self._planned(window or self.longest, True)
+        return self._planned(window or self.longest, block)
 
-    def _planned(self, window: int | None, blocks: bool) -> Plan:
-        if (window, blocks) not in self._plans:
-            self._plans[window, blocks] = plan_of(self.subtree_end, window)
-        return self._plans[window, blocks]
+    def _planned(self, window: int | None, block: int) -> Plan:
+        if (window, block) not in self._plans:
+            self._plans[window, block] = plan_of(self.subtree_end, window, block)
+        return self._plans[window, block]
 
 
 def _check_bounds(kv: Any, cu_q: Any, cu_k: Any) -> None:
@@ -196,7 +197,7 @@ def attention(
         return _plain(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if segments.calls is not None:
         segments.calls.append(module)
-    _check_call(segments, query, key, attention_mask, kwargs)
+    _check_call(module, segments, query, key, attention_mask, kwargs)
     window = attention_mask.window if isinstance(attention_mask, LateMask) else None
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
@@ -204,7 +205,7 @@ def attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if device != "cpu" or not has_kernel() or softcap is not None or sinks is not None or dropout:
-        plan = segments.blocks(window)
+        plan = segments.blocks(window, BLOCK if device == "cpu" else 8 * BLOCK)
         out = attend(queries, keys, values, plan, scale, dropout=dropout, softcap=softcap, sinks=sinks)
     else:
         size = value.shape[-1]
@@ -235,7 +236,9 @@ def segments_of(kwargs: Mapping[str, Any]) -> Segments | None:
     return found
 
 
-def _check_call(segments: Segments, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
+def _check_call(
+    module: nn.Module, segments: Segments, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]
+) -> None:
     shapes = {tuple(each.shape[:1]) + tuple(each.shape[2:3]) for each in (query, key)}
     if shapes != {(1, len(segments))}:
         raise AttentionRouteError(
@@ -244,6 +247,9 @@ def _check_call(segments: Segments, query: Tensor, key: Tensor, mask: Any, kwarg
         )
     if mask is not None and (not isinstance(mask, LateMask) or mask.custom):
         raise AttentionRouteError("a mask was given beside prefix_tree, which is the mask; pass attention_mask=None")
+    chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
+    if chunk and mask is not None and len(segments) > chunk:
+        raise AttentionRouteError(f"attention chunks of {chunk} tokens are cut along the flat row of {len(segments)}")
     if kwargs.get("position_bias") is not None:
         raise AttentionRouteError("the model adds a bias for each pair of rows to the scores; use backend='dense'")
 

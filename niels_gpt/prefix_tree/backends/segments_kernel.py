@@ -6,10 +6,12 @@ the backward of the kernel gives the exact gradients of each part, so that no pr
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from niels_gpt.prefix_tree.backends.segments_plan import Plan, Step
 
@@ -17,6 +19,7 @@ _ARGUMENTS = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "s
 _OF_BACKWARD = ("grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal", "attn_mask", "scale")
 
 
+@cache
 def has_kernel() -> bool:
     """Return whether this torch has the kernel, a private operator, with the arguments that are used here."""
     for name, expected in (("", _ARGUMENTS), ("_backward", _OF_BACKWARD)):
@@ -84,7 +87,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the same for any device, dtype and value size, by matrix products through autograd.
+    """Return the same for any device, dtype and value size, block by block through autograd.
 
     plan: of short nodes only (`Segments.blocks`). dropout: rate, drawn for each block. softcap: scores become
     tanh(score / softcap) * softcap. sinks: [H] scores of a key without a value, which every query sees.
@@ -95,12 +98,18 @@ def attend(
         steps = [each for each in (above.get(step.start), step) if each]
         at_keys = (torch.cat([each[one.keys] for one in steps]) for each in (key, value))
         keys, values = (_repeated(each, query.shape[1]).transpose(0, 1) for each in at_keys)
-        scores = query[step.start : step.end].transpose(0, 1) @ keys.transpose(1, 2) * scale
+        queries = query[step.start : step.end].transpose(0, 1)
         assert step.mask is not None
         mask = step.mask.to(query.device)
-        seen = torch.nn.functional.pad(mask, (scores.shape[2] - mask.shape[1], 0), value=True)
-        weights = probabilities(scores, seen, softcap, sinks).to(query.dtype)
-        blocks.append((torch.nn.functional.dropout(weights, dropout) @ values).transpose(0, 1))
+        seen = functional.pad(mask, (keys.shape[1] - mask.shape[1], 0), value=True)
+        if softcap is None and sinks is None:
+            out = functional.scaled_dot_product_attention(
+                queries[None], keys[None], values[None], attn_mask=seen, dropout_p=dropout, scale=scale
+            )[0]
+        else:
+            weights = probabilities(queries @ keys.transpose(1, 2) * scale, seen, softcap, sinks).to(query.dtype)
+            out = functional.dropout(weights, dropout) @ values
+        blocks.append(out.transpose(0, 1))
     return torch.cat(blocks)
 
 
