@@ -31,7 +31,7 @@ from niels_gpt.prefix_tree.rollouts.format import (
     scored_tokens,
     stored,
 )
-from niels_gpt.prefix_tree.rollouts.records import FIELDS, Rollout, RolloutGroup, Sample, checked
+from niels_gpt.prefix_tree.rollouts.records import FIELDS, RolloutGroup, Sample, checked
 from niels_gpt.progress import Progress
 from niels_gpt.storage.fileio import id_lines
 from niels_gpt.storage.meta_json import checked_int, shortened
@@ -58,12 +58,19 @@ _CHUNK = 1 << 16  # of the tables, copied at once
 class _Groups(ItemKind[RolloutGroup]):
     """How the engine reads a group."""
 
+    vocab_size: int | None = None
+
     def digests(self, items: Sequence[RolloutGroup], encoder: Any) -> list[bytes]:
         """Return the digests that tell whether groups have changed."""
-        return [_digest(group) for group in items]
+        return [_digest(group.id, self.samples(group)) for group in items]
+
+    def samples(self, group: RolloutGroup) -> list[Sample | str]:
+        """Return the samples of a group, or why they are dropped."""
+        return [checked(rollout, self.vocab_size) for rollout in group.samples]
 
 
-_KIND = _Groups(texts=lambda group: [], label=lambda group: group.id, name=lambda group: group.id)
+def _name(group: RolloutGroup) -> str:
+    return group.id
 
 
 def build_rollouts(
@@ -125,7 +132,8 @@ class _Writer:
     def __init__(
         self, build: Build, vocabulary: dict[str, Any], val_frac: float, seed: int, progress: Progress | None
     ) -> None:
-        self._build, self._vocab_size, self._seed, self._progress = build, vocabulary["vocab_size"], seed, progress
+        self._build, self._seed, self._progress = build, seed, progress
+        self._kind = _Groups(texts=lambda group: [], label=_name, name=_name, vocab_size=vocabulary["vocab_size"])
         self._dtype = TOKEN_DTYPES[vocabulary["token_dtype"]]
         self._bound = int(Fraction(val_frac) * (1 << 64))
         none = dict.fromkeys(_SUMS, 0)
@@ -150,15 +158,18 @@ class _Writer:
         """Read all groups that the last checkpoint does not have, and append those that are kept."""
         build = self._build
         chunks = chunked(_checked_for_forks(build, groups), source.counters, build.position, _size)
-        chunks = compare_consumed(build, chunks, _KIND, None, self._report)  # type: ignore[arg-type]
+        chunks = compare_consumed(build, chunks, self._kind, None, self._report)  # type: ignore[arg-type]
         if build.last.ended:
             if build.compares:
-                check_ended(build, chunks, _KIND)
+                check_ended(build, chunks, self._kind)
             return
         for chunk in chunks:
+            digests = []
             for group in chunk.items:
-                self._add(group)
-            build.record_consumed([_digest(group) for group in chunk.items], chunk)
+                samples = self._kind.samples(group)
+                digests.append(_digest(group.id, samples))
+                self._add(group.id, samples)
+            build.record_consumed(digests, chunk)
             build.checkpoint(self.state())
             self._report(self._counts["groups_read"])
 
@@ -166,22 +177,21 @@ class _Writer:
         if self._progress is not None:
             self._progress(groups, sum(sums["tokens"] for sums in self.sums.values()), None)
 
-    def _add(self, group: RolloutGroup) -> None:
+    def _add(self, name: str, found: list[Sample | str]) -> None:
         self._counts["groups_read"] += 1
-        self._counts["samples_read"] += len(group.samples)
+        self._counts["samples_read"] += len(found)
         samples: list[Sample] = []
-        for number, rollout in enumerate(group.samples):
-            sample = checked(rollout, self._vocab_size)
+        for number, sample in enumerate(found):
             if isinstance(sample, str):
                 self._counts[sample] += 1
                 continue
-            self._check_fields(sample, group.id, number)
+            self._check_fields(sample, name, number)
             samples.append(sample)
         if not samples:
             self._counts["groups_without_sample"] += 1
             return
-        key = int(split_keys([group.id.encode(errors="surrogatepass")], self._seed)[0])
-        self._append("val" if key < self._bound else "train", group.id, samples)
+        key = int(split_keys([name.encode(errors="surrogatepass")], self._seed)[0])
+        self._append("val" if key < self._bound else "train", name, samples)
 
     def _check_fields(self, sample: Sample, group: str, number: int) -> None:
         """Raise ValueError for a sample with other fields than the first one: a file of a field has a value of each."""
@@ -266,20 +276,15 @@ def _size(group: RolloutGroup) -> int:
     return sum(8 * len(each.ids) if hasattr(each.ids, "__len__") else 1 for each in group.samples)
 
 
-def _digest(group: RolloutGroup) -> bytes:
-    """Return the digest of all of a group that enters a cache."""
-    hashed = sha256(group.id.encode(errors="surrogatepass"))
-    for rollout in group.samples:
-        hashed.update(_bytes(rollout))
+def _digest(name: str, samples: Iterable[Sample | str]) -> bytes:
+    """Return the digest of all of a group that enters a cache; of a dropped sample, that is why."""
+    hashed = sha256(name.encode(errors="surrogatepass"))
+    for sample in samples:
+        if isinstance(sample, str):
+            hashed.update(b"\0" + sample.encode())
+            continue
+        parts = [sample.ids, np.array([sample.prompt_length]), sample.loss_mask]
+        for field, values in sample.fields.items():
+            parts += [np.frombuffer(field.encode(), dtype=np.uint8), values]
+        hashed.update(b"".join(len(part).to_bytes(8, "little") + part.tobytes() for part in parts))
     return hashed.digest()[:DIGEST_BYTES]
-
-
-def _bytes(rollout: Rollout) -> bytes:
-    """Return the bytes of a sample, good or not; a malformed one only counts, so its reason stands for it."""
-    sample = checked(rollout, None)
-    if isinstance(sample, str):
-        return b"\0" + sample.encode()
-    parts = [sample.ids, np.array([sample.prompt_length]), sample.loss_mask]
-    for name, values in sample.fields.items():
-        parts += [np.frombuffer(name.encode(), dtype=np.uint8), values]
-    return b"".join(len(part).to_bytes(8, "little") + part.tobytes() for part in parts)
