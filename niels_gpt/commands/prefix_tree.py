@@ -241,7 +241,9 @@ def demo_command(load: Callable[[], Callable[..., dict[str, Any]]]) -> Command:
     @option("--samples", type=int, metavar="N", default=8, help="completions of the group")
     @option("--seed", type=int, metavar="N", default=0, help="of the rollouts and of the model's weights")
     @option("--threads", type=int, metavar="N", default=1, help="of torch")
-    @option("--attention", type=click.Choice(["sdpa", "eager"]), default="sdpa", help="how attention is computed")
+    @option(
+        "--attention", type=click.Choice([*ATTENTIONS, "eager"]), default=ATTENTIONS[0], help="how a folded row is run"
+    )
     @option("--plot", type=_PATH, metavar="PNG", help="write a picture of the mask")
     def demo(prompt: int, completion: int, samples: int, threads: int, **how: Any) -> Result:
         if samples < 4 or min(prompt, completion, threads) < 1:

@@ -4,8 +4,8 @@
     python -m niels_gpt.prefix_tree.demo --prompt 1024 --completion 32 --samples 8 --plot mask.png
 
 Folding changes only `folded_logprobs` in a training step; `policy_loss` is the usual loss. The model is a small Llama
-of transformers (extra `eagle3`) with random weights. The times include all T x T pairs of the folded row, for its mask
-is dense, and the padding of the unfolded batch. --plot needs the extra `pipelines`.
+of transformers (extra `eagle3`) with random weights. The prediction counts its FLOPs and the pairs that the attention
+computes, as `stats` does; the times include the padding of the unfolded batch. --plot needs the extra `pipelines`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from torch import Tensor
 
 from niels_gpt.commands.console import run as run_command
 from niels_gpt.commands.prefix_tree import demo_command
-from niels_gpt.prefix_tree.attention import hf_forward, model_inputs
+from niels_gpt.prefix_tree.attention import Backend, hf_forward, model_inputs
 from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, sample_logprobs
 from niels_gpt.prefix_tree.fold import CROSS_ENTROPY_IGNORE_IDX, fold_shared_prefix_rollouts
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.heads import logits_head
+from niels_gpt.prefix_tree.savings.count import flop_factor
+from niels_gpt.prefix_tree.savings.models import shape_of_model
 from niels_gpt.prefix_tree.verify import verify_fold
 from niels_gpt.storage.fileio import write_bytes
 
@@ -39,12 +41,14 @@ Head = Callable[[Tensor], Tensor]
 Step = Callable[[], Tensor]
 
 
-def folded_logprobs(model: Any, head: Head, forest: PrefixForest, edges: LossEdges) -> Tensor:
+def folded_logprobs(
+    model: Any, head: Head, forest: PrefixForest, edges: LossEdges, backend: Backend = "auto"
+) -> Tensor:
     """Return the log-prob of every completion token, sample by sample [M]; shared tokens are computed once.
 
     head: `logits_head(model)`, made once for all steps.
     """
-    hidden = model.model(**model_inputs(forest, model)).last_hidden_state
+    hidden = model.model(**model_inputs(forest, model, backend=backend)).last_hidden_state
     return sample_logprobs(edge_logprobs(hidden, edges, head), edges)
 
 
@@ -77,7 +81,7 @@ def random_group(prompt: int, completion: int, samples: int, seed: int) -> Group
     return first, completions
 
 
-def tiny_llama(attention: str, seed: int) -> Any:
+def tiny_llama(seed: int) -> Any:
     """Return a Llama of 4 layers and width 128 with random weights. Raises: ImportError without transformers."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -93,9 +97,7 @@ def tiny_llama(attention: str, seed: int) -> Any:
         num_key_value_heads=2,
         max_position_embeddings=2**16,
     )
-    model = LlamaForCausalLM(config)
-    model.set_attn_implementation(attention)
-    return model
+    return LlamaForCausalLM(config)
 
 
 def gradients(model: Any, loss: Tensor) -> Tensor:
@@ -133,12 +135,14 @@ def run(
         from niels_gpt.prefix_tree.savings.plot import check_picture, plot_mask
 
         check_picture(plot, forest.num_tokens)
-    model = tiny_llama(attention, seed)
+    model = tiny_llama(seed)
+    backend: Backend = "prefix_tree" if attention == "prefix_tree" else "dense"
+    model.set_attn_implementation("eager" if attention == "eager" else "sdpa")
     head = logits_head(model)  # model.lm_head, and the scale or cap that some models add
     edges = LossEdges.from_forest(forest)
     ways: dict[str, Step] = {
         "unfolded": lambda: unfolded_logprobs(model, group),
-        "folded": lambda: folded_logprobs(model, head, forest, edges),
+        "folded": lambda: folded_logprobs(model, head, forest, edges, backend),
     }
 
     draw = torch.Generator().manual_seed(seed)
@@ -154,7 +158,9 @@ def run(
         return lambda: policy_loss(logprobs(), old, advantages, weights)
 
     steps = {name: step(way) for name, way in ways.items()}
-    say(sizes(group, forest, edges))
+    predicted = flop_factor(forest.stats(), shape_of_model(model), backend)
+    say(sizes(group, forest, edges, backend))
+    say(f"training FLOPs   predicted for this model and attention: {predicted:.2f}x")
     unfolded, folded = median_seconds(steps, model)
     say(f"forward+backward {unfolded:.3f} s unfolded, {folded:.3f} s folded: {unfolded / folded:.2f}x")
     gradient, other = (gradients(model, step()) for step in steps.values())
@@ -167,20 +173,21 @@ def run(
     if plot is not None:
         write_bytes(plot, plot_mask(forest))
     ok = bool(report.ok and max(apart, off) < TOLERANCE)
-    seconds = {"seconds_unfolded": unfolded, "seconds_folded": folded}
+    seconds = {"flop_factor": predicted, "seconds_unfolded": unfolded, "seconds_folded": folded}
     return {"ok": ok, **seconds, "logprobs_differ": float(apart), "gradients_differ": float(off)}
 
 
-def sizes(group: Group, forest: PrefixForest, edges: LossEdges) -> str:
+def sizes(group: Group, forest: PrefixForest, edges: LossEdges, backend: Backend) -> str:
     """Return the tokens, attention pairs and supervised tokens of both."""
     stats = forest.stats()
     labels = fold_shared_prefix_rollouts(*group).labels
     labelled = sum(label != CROSS_ENTROPY_IGNORE_IDX for label in labels)
     before, after = stats.tokens_before, stats.tokens_after
+    dense = f" (the dense mask computes {after**2:,})" if backend == "dense" else ""
     return (
         f"tokens           {before:,} unfolded, {after:,} folded: {before / after:.2f}x\n"
         f"attention pairs  {stats.pairs_before:,} unfolded, {stats.pairs_after:,} folded: "
-        f"{stats.pairs_before / stats.pairs_after:.2f}x (a dense mask computes {after**2:,})\n"
+        f"{stats.pairs_before / stats.pairs_after:.2f}x{dense}\n"
         f"supervised       {edges.num_loss_tokens:,} tokens by LossEdges, {labelled:,} by one label a row: "
         f"that loses the first token of each of {len(group[1])} completions"
     )

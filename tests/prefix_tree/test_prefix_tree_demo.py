@@ -34,7 +34,7 @@ def test_the_group_is_not_the_easy_case() -> None:
     assert demo.random_group(1, 1, 4, 0) == demo.random_group(1, 1, 4, 0)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["prefix_tree", "dense", "eager"])
 def test_both_ways_agree_and_the_sizes_are_of_the_group(attention: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main([*SMALL, "--attention", attention]) == 0
     step, verdict = capsys.readouterr().out.split("\n\nverify_fold: ")
@@ -45,6 +45,9 @@ def test_both_ways_agree_and_the_sizes_are_of_the_group(attention: str, capsys: 
     after = len(prompt) + sum(lengths) - lengths[1] - 1  # a duplicate, and two that share their first token
     assert said["tokens"] == f"{before} unfolded, {after} folded: {before / after:.2f}x"
     assert said["supervised"].startswith(f"{sum(lengths)} tokens by LossEdges, {sum(lengths) - 5} by one label a row")
+    assert ("dense" in said["attention pairs"]) == (attention != "prefix_tree")
+    predicted = re.fullmatch(r"predicted for this model and attention: (\S+)x", said["training FLOPs"])
+    assert predicted is not None and 1 < float(predicted[1]) < before / after
     assert re.fullmatch(r"\d\.\d{3} s unfolded, \d\.\d{3} s folded: .*x", said["forward+backward"])
     for name in ("log-probs", "gradients"):
         found = re.match(r"differ by (\S+) ", said[name])
@@ -55,8 +58,8 @@ def test_both_ways_agree_and_the_sizes_are_of_the_group(attention: str, capsys: 
 def test_a_step_without_its_mask_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     right = demo.model_inputs
 
-    def without_mask(forest: PrefixForest, model: Any) -> dict[str, Any]:
-        return {**right(forest, model), "prefix_tree": None}
+    def without_mask(forest: PrefixForest, model: Any, **how: Any) -> dict[str, Any]:
+        return {**right(forest, model, **how), "prefix_tree": None}
 
     monkeypatch.setattr(demo, "model_inputs", without_mask)
     assert demo.main([*SMALL, "--json"]) == 1

@@ -26,6 +26,17 @@ LITTLE = 1.3
 """A smaller factor of FLOPs is called little: a prompt of 256 tokens with 8 completions of 1,024 gives 1.21."""
 
 
+def computed_pairs(stats: ForestStats, attention: str) -> int:
+    """Return the query-key pairs that an attention computes for a forest: those of the mask, or T x T."""
+    return stats.pairs_after if attention == "prefix_tree" else stats.tokens_after**2
+
+
+def flop_factor(stats: ForestStats, shape: ModelShape, attention: str) -> float:
+    """Return the training FLOPs of a forest's samples over those of its row."""
+    after = shape.training_flops(stats.tokens_after, computed_pairs(stats, attention))
+    return shape.training_flops(stats.tokens_before, stats.pairs_before) / after
+
+
 class Folded(NamedTuple):
     """A forest and the lines that it was made from."""
 
@@ -117,12 +128,10 @@ class Savings:
                 self.first_tokens += len(line.sequences) if len(line.prompt) else 0
                 self.completion_tokens += sum(map(len, line.sequences))
         size = stats.tokens_after
-        computed = stats.pairs_after if self.attention == "prefix_tree" else size * size
-        self.computed_pairs += computed
+        self.computed_pairs += computed_pairs(stats, self.attention)
         where, factor = folded.lines[0].where, stats.tokens_before / size
         self.token_factors.append(factor)
-        before = self.shape.training_flops(stats.tokens_before, stats.pairs_before)
-        self.flop_factors.append(before / self.shape.training_flops(size, computed))
+        self.flop_factors.append(flop_factor(stats, self.shape, self.attention))
         self.longest = max(self.longest, (size, where), key=_number)
         self.best = max(self.best, (factor, where), key=_number)
         self.worst = min(self.worst, (factor, where), key=_number)

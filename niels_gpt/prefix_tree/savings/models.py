@@ -21,9 +21,6 @@ _REMEDY = "Give --parameters, --layers and --d-model instead"
 def shape_of(folder: Path) -> ModelShape:
     """Return the shape of the model whose config.json is in a folder.
 
-    Parameters are those that a token is multiplied with: all matrices, the head too, but not the embeddings of ids; of
-    experts those that are active. The width is that of all query heads together.
-
     Raises: ValueError if transformers cannot build such a causal language model, or its sizes are absurd;
         FileNotFoundError without a config.json; ImportError without transformers.
     """
@@ -37,23 +34,32 @@ def shape_of(folder: Path) -> ModelShape:
         raise FileNotFoundError(f"{path}: no such file, expected the config of a transformers model")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
-        layers, heads = _checked(config)
+        _check(config)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     except Exception as error:  # any error of the config's class
         reason = printable(" ".join(str(error).split())[:200])
         raise ValueError(f"{path}: no causal language model can be built from it ({reason}). {_REMEDY}") from error
+    return shape_of_model(model)
+
+
+def shape_of_model(model: Any) -> ModelShape:
+    """Return the shape of a causal language model of transformers, with weights or without.
+
+    Parameters are those that a token is multiplied with: all matrices, the head too, but not the embeddings of ids; of
+    experts those that are active. The width is that of all query heads together.
+    """
+    config = model.config.get_text_config()
     experts, active = _experts(config)
-    embedding = model.get_input_embeddings().weight
-    head = model.get_output_embeddings()
-    total = 0 if head is None or head.weight is not embedding else embedding.numel()
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    total = embedding.numel() if head is not None and head.weight is embedding else 0
     for name, weight in model.named_parameters():
-        if weight is embedding or weight.ndim < 2:
-            continue
-        of_experts = experts and ".experts." in name
-        total += weight.numel() * active // experts if of_experts else weight.numel()
+        if weight is not embedding and weight.ndim > 1:
+            of_experts = experts and ".experts." in name
+            total += weight.numel() * active // experts if of_experts else weight.numel()
+    heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return ModelShape(parameters=total, layers=layers, d_model=width)
+    return ModelShape(parameters=total, layers=config.num_hidden_layers, d_model=width)
 
 
 def _experts(config: Any) -> tuple[int, int]:
@@ -64,8 +70,8 @@ def _experts(config: Any) -> tuple[int, int]:
     return experts, min(int(active), experts)
 
 
-def _checked(config: Any) -> tuple[int, int]:
-    """Return layers and query heads. Raises: ValueError for numbers that no model has."""
+def _check(config: Any) -> None:
+    """Raise ValueError for numbers that no model has."""
     for name, value in config.to_dict().items():
         if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
             raise ValueError(f"{name} is {value:.3g}; expected {_LARGEST:,} at most")
@@ -75,4 +81,3 @@ def _checked(config: Any) -> tuple[int, int]:
         raise ValueError(f"it has {layers} layers, {heads} heads and {experts} experts")
     if layers * experts > _BUILT:
         raise ValueError(f"it has {layers} layers of {experts} experts; expected {_BUILT:,} experts at most")
-    return layers, heads
