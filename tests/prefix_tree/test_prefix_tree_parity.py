@@ -19,6 +19,7 @@ from niels_gpt.prefix_tree.attention import guard, model_inputs
 from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, folded_cross_entropy, sample_logprobs
 from niels_gpt.prefix_tree.fold import CROSS_ENTROPY_IGNORE_IDX, fold_shared_prefix_rollouts
 from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.prefix_tree.heads import body_forward
 
 transformers = pytest.importorskip("transformers", reason="models to test with need the extra eagle3")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -116,6 +117,23 @@ def test_a_clipped_policy_step_on_a_random_forest_is_that_of_its_samples(llama: 
         counts = edges.sample_offsets.diff()
         loss = -(objective / counts[edges.sample]).sum() / (counts > 0).sum()
         assert largest_error(gradients(loss, llama), wanted) < 1e-12, way
+
+
+def test_an_entropy_bonus_is_that_of_the_samples_and_so_are_its_gradients(llama: Any) -> None:
+    samples = grown(random.Random(6))
+    forest = PrefixForest.from_sequences(samples)
+    edges = LossEdges.from_forest(forest)
+    plain, temperature = [], 0.8
+    for sample in samples:
+        logp = (llama(input_ids=torch.tensor([sample]), use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
+        plain.append(-(logp.exp() * logp).sum(-1))
+    hidden, head = body_forward(llama, forest)
+    logp, entropy = edge_logprobs(hidden, edges, head, temperature=temperature, chunk=5, entropies=True)
+    folded = sample_logprobs(entropy, edges)
+    assert largest_difference([folded], plain) < 1e-12
+    bonus = [gradients(each.mean(), llama) for each in (folded, torch.cat(plain))]
+    assert largest_error(*bonus) < 1e-12
+    assert torch.equal(logp, edge_logprobs(hidden, edges, head, temperature=temperature, chunk=5))
 
 
 def test_weighted_edges_are_the_sum_over_the_samples_in_all_weightings(llama: Any) -> None:

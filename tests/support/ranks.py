@@ -68,6 +68,16 @@ def guarded(model: Any, forest: PrefixForest, step: Step = body_forward) -> Body
         return step(model, forest)
 
 
+def evaluated_first(model: Any, forest: PrefixForest) -> Body:
+    """Call the body inside where nothing is to be reduced, which the guard allows, and then make a step."""
+    with guard(forest, model):
+        with torch.no_grad():
+            past_the_wrapper(model, forest)
+        with model.no_sync():
+            past_the_wrapper(model, forest)
+        return body_forward(model, forest)
+
+
 def adapted(model: Any) -> Any:
     """Return a model with adapters, one of them of the head; their two factors are not zero."""
     from peft import LoraConfig, get_peft_model
@@ -98,6 +108,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], Step]] = {
     "ddp, unused": (partial(DDP, find_unused_parameters=True), body_forward),
     "ddp, static": (partial(DDP, static_graph=True), body_forward),
     "ddp, adapters": (lambda model: DDP(adapted(model)), guarded),
+    "ddp, evaluated": (DDP, evaluated_first),
     "ddp, past": (DDP, past_the_wrapper),
     "ddp, past, guarded": (DDP, partial(guarded, step=past_the_wrapper)),
     "fsdp": (_sharded, guarded),
