@@ -35,6 +35,7 @@ from niels_gpt.commands.console import (
 from niels_gpt.commands.settings_flags import settings_of, settings_options
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.progress import Progress
+from niels_gpt.recipes.rollouts.trees import TREES
 from niels_gpt.recipes.snapshot import READS, SPLITS
 from niels_gpt.storage.errors import CacheError
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _source_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     from niels_gpt.recipes.user_sources import user_sources
 
-    names = {name: spec.family for name, spec in SOURCES.items()}
+    names = {name: spec.family for name, spec in SOURCES.items()} | {key: "trees" for key in TREES}
     with contextlib.suppress(ValueError, OSError):  # a sources.toml that cannot be read completes nothing
         names |= {name: user.family for name, user in user_sources(settings_of(ctx.params)).items()}
     return [CompletionItem(name, help=family) for name, family in names.items() if name.startswith(incomplete)]
@@ -80,7 +81,9 @@ niels-gpt build oasst1 wikitext --seed 7               two caches, from the hub
 niels-gpt build --pretrain notes='notes/**/*.md'       a cache of your own text: pretrain/notes
 niels-gpt build --all --source-root MIRROR --dry-run   what would be built, and the disk it needs""",
 )
-@argument("source", nargs=-1, shell_complete=_source_names, panel="What", help=f"{', '.join(SOURCES)}, or yours")
+@argument(
+    "source", nargs=-1, shell_complete=_source_names, panel="What", help=f"{', '.join((*SOURCES, *TREES))}, or yours"
+)
 @option("--all", "is_all", is_flag=True, help="every cache of tokens; eagle3/targets is built by Dagster", panel="What")
 @_how_to_build
 def build(source: tuple[str, ...], is_all: bool, dry_run: bool, refresh: bool, restart: bool, **given: Any) -> Result:

@@ -88,6 +88,7 @@ def _next(root: Path, outcomes: list[Outcome]) -> str:
     tries = [
         (["show", f"{root}/{_SHOWN}", "--split", "val"], "another chat, with its loss mask"),
         (["stats", f"{root}/pretrain/wikitext"], "lengths, drops, source and licence"),
+        (["show", f"{root}/trees/oasst1", "--at", "3"], "the threads of a tree, which fold into one row"),
         (["locate", f"{root}/pretrain/wikitext", "train", "1_000"], "the document at a token"),
         (["verify", f"{root}", "--deep"], "every byte against its checksum"),
     ]

@@ -99,6 +99,7 @@ GROUP = {"prompt_ids": [1], "completions": [[2], [3]]}
         ({"ids": [1, 2], "prompt_length": 1, "logprobs": [0, 0]}, "malformed", "a list of 2 in the field logprobs"),
         ({"ids": [1], "logprobs": [1e39]}, "malformed", "1e+39 in the field logprobs"),
         ({"ids": [1], "logprobs": [float("nan")]}, "malformed", "nan in the field logprobs"),
+        ({"ids": [1], "advantage": 10**400}, "malformed", "in the field advantage"),
         ({"ids": [1], "advantage": "high"}, "malformed", "a value of type str in the field advantage"),
         ({**GROUP, "advantages": [1.0]}, "malformed", "a list of 1 in the field advantage for 2 completions"),
         ({**GROUP, "advantage": 1.0}, "malformed", "1.0 in the field advantage for 2 completions"),

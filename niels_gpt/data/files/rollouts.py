@@ -227,10 +227,15 @@ def _floats(values: Any, length: int, name: str) -> NDArray[np.float32]:
     if not isinstance(values, list) or len(values) != length:
         raise NotRolloutsError(MALFORMED, f"{_kind(values)} in the field {name}, for {length} ids")
     limit = float(np.finfo(np.float32).max)
-    if not set(map(type, values)) <= {int, float} or not all(-limit <= value <= limit for value in values):
-        wrong = next(value for value in values if type(value) not in (int, float) or not -limit <= value <= limit)
-        raise NotRolloutsError(MALFORMED, f"{_kind(wrong)} in the field {name}")
-    return np.array(values, dtype=np.float32)
+    if set(map(type, values)) <= {int, float}:
+        try:
+            numbers = np.array(values, dtype=np.float64)
+            if (np.abs(numbers) <= limit).all():  # nan is not
+                return numbers.astype(np.float32)
+        except OverflowError:  # an integer above 1.8e308
+            pass
+    wrong = next(value for value in values if type(value) not in (int, float) or not -limit <= value <= limit)
+    raise NotRolloutsError(MALFORMED, f"{_kind(wrong)} in the field {name}")
 
 
 def _kind(value: Any) -> str:

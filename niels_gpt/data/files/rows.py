@@ -33,6 +33,7 @@ _MAX_DEPTH = 200
 _TOO_DEEP = f"nested in more than {_MAX_DEPTH} levels"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PLAIN, _NESTED = frozenset({str, int, bool, type(None)}), frozenset({dict, list})
+_NUMBERS = frozenset({int, float})
 
 
 def iter_rows(
@@ -188,7 +189,12 @@ def _has_small_numbers(value: Any) -> bool:
         return math.fabs(value) < 2.0**63
     if kind is dict:
         return all(map(_has_small_numbers, value.values()))
-    return kind is not list or all(map(_has_small_numbers, value))
+    if kind is not list:
+        return True
+    kinds = {*map(type, value)}
+    if kinds <= _PLAIN or (kinds <= _NUMBERS and max(map(abs, value)) < 2.0**63):  # long lists of ids and of floats
+        return True
+    return all(map(_has_small_numbers, value))
 
 
 def _json_object(line: bytes, where: str, counters: Counter[str] | None) -> dict[str, Any] | Problem:
