@@ -51,12 +51,14 @@ def main(arguments: list[str] | None = None) -> list[float]:
     stream = RolloutStream(options.cache, options.max_tokens, seed=0)
     check_trees_fit(stream)
     torch.manual_seed(0)
-    size = options.hidden
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=stream.dataset.vocab_size, hidden_size=size, intermediate_size=3 * size, num_hidden_layers=2
-        )
+    config = LlamaConfig(
+        vocab_size=stream.dataset.vocab_size,
+        hidden_size=options.hidden,
+        intermediate_size=3 * options.hidden,
+        num_hidden_layers=2,
+        num_attention_heads=4,
     )
+    model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     losses: list[float] = []
     if options.checkpoint.exists():
