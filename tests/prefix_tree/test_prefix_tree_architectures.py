@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.causal_models import CLASSES, SAMPLES, error, from_config, tiny_config, tiny_model
 
-from niels_gpt.prefix_tree.attention import AttentionRouteError, check_model_inputs, model_inputs
+from niels_gpt.prefix_tree.attention import AttentionRouteError, check_model_inputs, model_inputs, use_segments
 from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.heads import logits_head
@@ -45,8 +45,9 @@ def outcome(model_type: str, forest: PrefixForest) -> str:
     except AttentionRouteError:
         return "refused"
     check_model_inputs(forest, model, inputs)
+    dense = model_inputs(forest, model, backend="dense")
     try:
-        difference = error(model, forest, inputs)
+        difference = max(error(model, forest, each) for each in (inputs, dense))
     except Exception as raised:  # not silent
         return f"raised {type(raised).__name__}"
     if difference >= 5e-5:
@@ -79,6 +80,29 @@ def test_a_part_of_the_architectures_is_folded_right_or_refused() -> None:
     special = {"gpt_neox", "xglm", "codegen"} & set(CLASSES)  # for which there are rules of their own
     found = outcomes({*known[::3], *list(CLASSES)[::8], *special})
     assert len(found["equal"]) > 15 and len(found["refused"]) > 4, found
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("falcon", "does not go through AttentionInterface"),
+        ("doge", "raised AttentionRouteError"),  # it adds a bias to its mask
+        ("nemotron", "does not pass prefix_tree to NemotronAttention"),
+        ("llama", ""),
+        ("gpt2", ""),
+        ("cohere2", ""),
+    ],
+)
+def test_models_that_cannot_run_segments_are_left_as_they_are(model_type: str, reason: str) -> None:
+    if model_type not in CLASSES:
+        pytest.skip(f"this transformers has no {model_type}")
+    model = tiny_model(model_type)
+    modes = [module.training for module in model.modules()]
+    for _ in range(2):  # asked once, remembered
+        found = use_segments(model)
+        assert found == reason or (reason and reason in found)
+        assert model.config._attn_implementation == ("sdpa" if reason else "prefix_tree")
+    assert [module.training for module in model.modules()] == modes
 
 
 @pytest.mark.faults  # most of its time is the import of 230 modules

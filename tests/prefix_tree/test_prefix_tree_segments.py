@@ -92,7 +92,7 @@ def test_attention_and_its_gradients_are_those_of_dense_attention(dtype: torch.d
     gradients = torch.autograd.grad(wanted, exact, weight)
     segments = Segments.from_forest(forest)
     for found in (
-        FlashSegments.apply(*inputs, segments.plan(window), 8**-0.5),
+        FlashSegments.apply(*inputs, segments.kernel_plan(window, dtype), 8**-0.5),
         attend(*inputs, segments.blocks(window), 8**-0.5),
     ):
         others = torch.autograd.grad(found, inputs, weight.to(dtype))

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from niels_gpt.prefix_tree.backends.architectures import AttentionRouteError
-from niels_gpt.prefix_tree.backends.segments_kernel import FlashSegments, attend, has_kernel, probabilities
+from niels_gpt.prefix_tree.backends.segments_kernel import FlashSegments, attend, for_kernel, has_kernel, probabilities
 from niels_gpt.prefix_tree.backends.segments_plan import BLOCK, Plan, check_laminar, depths, plan_of
 from niels_gpt.prefix_tree.forest import PrefixForest
 
@@ -41,6 +41,7 @@ class Segments:
         check_laminar(self.subtree_end)
         self.calls: list[nn.Module] | None = None  # a list records the modules that got these segments
         self._plans: dict[tuple[int | None, int], Plan] = {}
+        self._of_kernel: dict[tuple[int | None, torch.dtype], Plan] = {}
 
     @classmethod
     def from_forest(cls, forest: PrefixForest) -> Segments:
@@ -101,6 +102,13 @@ class Segments:
     def plan(self, window: int | None = None) -> Plan:
         """Return the steps for the flash kernel."""
         return self._planned(window if window and window < self.longest else None, BLOCK)
+
+    def kernel_plan(self, window: int | None, dtype: torch.dtype) -> Plan:
+        """Return the steps with masks as the kernel takes them."""
+        window = window if window and window < self.longest else None
+        if (window, dtype) not in self._of_kernel:
+            self._of_kernel[window, dtype] = for_kernel(self.plan(window), dtype)
+        return self._of_kernel[window, dtype]
 
     def blocks(self, window: int | None = None, block: int = BLOCK) -> Plan:
         """Return steps of few rows each: every row is in one step of `own`, and in at most one of `above` beside it."""
@@ -210,8 +218,12 @@ def attention(
     else:
         size = value.shape[-1]
         widest = max(size, query.shape[-1])  # zeros change neither scores nor the other values
-        wide = (nn.functional.pad(each, (0, widest - each.shape[-1])) for each in (queries, keys, values))
-        out = FlashSegments.apply(*wide, segments.plan(window), scale)[..., :size]  # type: ignore[no-untyped-call]
+        if size != query.shape[-1]:
+            pads = ((0, widest - each.shape[-1]) for each in (query, key, value))
+            wide = zip((queries, keys, values), pads, strict=True)
+            queries, keys, values = (nn.functional.pad(each, pad) for each, pad in wide)
+        plan = segments.kernel_plan(window, dtype)
+        out = FlashSegments.apply(queries, keys, values, plan, scale)[..., :size]  # type: ignore[no-untyped-call]
     return out[None].contiguous(), None
 
 

@@ -29,8 +29,24 @@ def has_kernel() -> bool:
     return True
 
 
+def for_kernel(plan: Plan, dtype: torch.dtype) -> Plan:
+    """Return a plan with masks as the kernel takes them: [1, 1, Q, K], added to the scores."""
+
+    def added(step: Step) -> Step:
+        if step.mask is None:
+            return step
+        return step._replace(
+            mask=torch.zeros(step.mask.shape, dtype=dtype).masked_fill_(~step.mask, -torch.inf)[None, None]
+        )
+
+    return Plan([added(step) for step in plan.own], plan.above)
+
+
 class FlashSegments(torch.autograd.Function):
-    """Attention of query [T, H, D] over key and value [T, Hk, D], H a multiple of Hk, on a CPU; returns [T, H, D]."""
+    """Attention of query [T, H, D] over key and value [T, Hk, D], H a multiple of Hk, on a CPU; returns [T, H, D].
+
+    The plan is one of `for_kernel`.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float) -> Tensor:
@@ -60,13 +76,13 @@ class FlashSegments(torch.autograd.Function):
         keys, values = (_repeated(each, query.shape[1]) for each in (key, value))
         grad = grad.contiguous()
         of_query = torch.zeros(query.shape, dtype=lse.dtype)
-        of_keys, of_values = torch.zeros(keys.shape, dtype=lse.dtype), torch.zeros(values.shape, dtype=lse.dtype)
+        of_keys, of_values = torch.zeros(query.shape, dtype=lse.dtype), torch.zeros(query.shape, dtype=lse.dtype)
         for step in (*ctx.plan.own, *ctx.plan.above):
             at_queries = (_at(each, step) for each in (grad, query))
             at_keys = (_parts(each[step.keys], step) for each in (keys, values))
             merged = (_at(out, step), _at(lse[..., None], step)[..., 0])
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *at_queries, *at_keys, *merged, 0.0, step.causal, attn_mask=_added(step, query.dtype), scale=ctx.scale
+                *at_queries, *at_keys, *merged, 0.0, step.causal, attn_mask=step.mask, scale=ctx.scale
             )
             _at(of_query, step).add_(parts[0])
             for total, part in zip((of_keys, of_values), parts[1:], strict=True):
@@ -127,14 +143,15 @@ def probabilities(scores: Tensor, seen: Tensor | None, softcap: float | None, si
 
 
 def _repeated(keys: Tensor, heads: int) -> Tensor:
-    """Return keys [T, Hk, D] as contiguous [T, heads, D]."""
-    return keys.contiguous() if keys.shape[1] == heads else keys.repeat_interleave(heads // keys.shape[1], dim=1)
+    """Return keys [T, Hk, D] as [T, heads, D]."""
+    rows, few, size = keys.shape
+    return keys[:, :, None].expand(rows, few, heads // few, size).reshape(rows, heads, size)
 
 
 def _forward(query: Tensor, keys: Tensor, values: Tensor, step: Step, scale: float) -> tuple[Tensor, Tensor]:
     at_keys = (_parts(each[step.keys], step) for each in (keys, values))
     part, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        _at(query, step), *at_keys, 0.0, step.causal, attn_mask=_added(step, query.dtype), scale=scale
+        _at(query, step), *at_keys, 0.0, step.causal, attn_mask=step.mask, scale=scale
     )
     return part, lse
 
@@ -147,12 +164,6 @@ def _parts(rows: Tensor, step: Step) -> Tensor:
 def _at(rows: Tensor, step: Step) -> Tensor:
     """Return the view of a step's queries, of any [T, H, D]."""
     return _parts(rows[step.start : step.end], step)
-
-
-def _added(step: Step, dtype: torch.dtype) -> Tensor | None:
-    if step.mask is None:
-        return None
-    return torch.zeros(step.mask.shape, dtype=dtype).masked_fill_(~step.mask, -torch.inf)[None, None]
 
 
 def _add(total: Tensor, step: Step, part: Tensor) -> None:
