@@ -120,7 +120,7 @@ def test_the_source_distribution_is_the_checkout_and_the_wheel_has_both_packages
     assert b"niels-gpt = niels_gpt.commands:start" in about["entry_points.txt"]
     assert about["licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
     extras = set(re.findall(r"^Provides-Extra: (\S+)$", about["METADATA"].decode(), re.MULTILINE))
-    assert extras >= {"dagster", "pipelines", "eagle3", "plot", "all", "docs", "dev", "browser"}
+    assert extras >= {"dagster", "pipelines", "eagle3", "plot", "rl", "all", "docs", "dev", "browser"}
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def normalized(name: str) -> str:
 def test_every_package_that_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    needed = [*project["dependencies"], *extras["dagster"], *extras["eagle3"], *extras["fast"], *extras["plot"]]
+    needed = [*project["dependencies"], *extras["dagster"], *extras["eagle3"], *extras["fast"], *extras["plot"], *extras["rl"]]
     declared = {normalized(re.split(r"[^\w.-]", line)[0]) for line in needed}
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     assert declared - {"niels-gpt"} <= {normalized(line.partition("==")[0]) for line in pins}
