@@ -12,10 +12,13 @@ Run: python benchmarks/prefix_tree.py [--rounds 7] [--threads 1] [--only SECTION
              plain Python loops over the tokens with the same results, which is checked on a small case first; and
              100,000 completions against 10,000, packed into bins too
     trees    10,000 and 100,000 sequences that share turns at many levels -> PrefixForest and LossEdges; is it linear?
+    rows     64 rollouts of 512 + 512 tokens, 8 of each prompt, as tensors with masks, old log-probs and advantages, as
+             a row of TRL: from_sequences, LossEdges and tree_row, against TreeRow's add and pack (extra rl)
+    blocks   block_mask of a prompt and 8 completions, against FlexAttention's create_block_mask of the same rule
 
-The limit of both is one np.concatenate of np.asarray of the same lists: nobody folds before having read the ids. The
-ways of a section take turns, in another order in each round; a ratio is the median of the rounds' ratios, and what is
-printed of time is a median too. One round before them is not counted.
+The limit of group and trees is one np.concatenate of np.asarray of the same lists: nobody folds before having read the
+ids. The ways of a section take turns, in another order in each round; a ratio is the median of the rounds' ratios, and
+what is printed of time is a median too. One round before them is not counted.
 """
 
 import argparse
@@ -24,6 +27,7 @@ import random
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -33,12 +37,14 @@ import torch
 from measuring import Seconds, Ways, measured, ratio
 from torch import Tensor
 
+from niels_gpt.prefix_tree.backends.block_mask import block_mask
 from niels_gpt.prefix_tree.bins import SampleSizes, pack, plan_bins
 from niels_gpt.prefix_tree.demo import folded_logprobs, gradients, tiny_llama, unfolded_logprobs
 from niels_gpt.prefix_tree.edges import LossEdges
 from niels_gpt.prefix_tree.fold import FoldedRollouts, fold_shared_prefix_rollouts
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.heads import logits_head
+from niels_gpt.prefix_tree.tree_rows import tree_row
 
 # Tokens of prompt, of each of N completions. First those with an aim: 0.8 of the smaller ratio of tokens and pairs.
 AIMS = ((256, 256, 4), (512, 128, 8), (1024, 64, 16), (1024, 1024, 8), (1024, 256, 8))
@@ -357,12 +363,79 @@ def bench_tree(count: int, near: int, order: str, rounds: int) -> dict[str, floa
     return {OURS: medians[OURS], LIMIT: medians[LIMIT], LOOP: slow / tokens}
 
 
+# --- other tools ------------------------------------------------------------------------------------------------------
+
+
+def bench_rows(arguments: argparse.Namespace) -> None:
+    """Compare the folding of rollouts into a row of TRL's asynchronous trainer."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its experimental modules say that they are
+            from trl.experimental.async_grpo.packing import TreeRow
+    except ImportError as error:
+        print(f"rows: left out, TRL 1.16 is not here (extra rl): {error}")
+        return
+    draw, chance, size = random.Random(0), torch.Generator().manual_seed(0), 64 if arguments.quick else 512
+    samples: list[dict[str, Any]] = []
+    for group in range(8):
+        prompt = draw.choices(range(VOCAB), k=size)
+        for _ in range(8):
+            ids = torch.tensor(prompt + draw.choices(range(VOCAB), k=size))
+            fields = {"old_log_probs": torch.randn(2 * size, generator=chance), "advantage": draw.random()}
+            samples.append({"input_ids": ids, "completion_mask": torch.arange(2 * size) >= size, **fields})
+            samples[-1]["group_id"] = group
+
+    def theirs() -> dict[str, torch.Tensor]:
+        row = TreeRow()
+        for sample in samples:
+            row.add(sample)
+        return row.pack()
+
+    def mine(fork_early: bool) -> dict[str, torch.Tensor]:
+        ids, masks, old, advantages = (
+            [sample[name] for sample in samples]
+            for name in ("input_ids", "completion_mask", "old_log_probs", "advantage")
+        )
+        forest = PrefixForest.from_sequences(ids, loss_mask=masks)
+        fields = {"old_logprobs": old, "advantages": torch.tensor(advantages)}
+        return tree_row(forest, LossEdges.from_forest(forest), fork_early=fork_early, **fields)
+
+    found, wanted = mine(True), theirs()
+    assert list(found) == list(wanted) and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    ways: Ways = {"tree_row": partial(mine, False), "tree_row, fork_early": partial(mine, True), "TreeRow": theirs}
+    seconds = measured(ways, arguments.rounds)
+    print(f"rows: 64 rollouts, {128 * size:,} tokens, {len(wanted['input_ids']):,} in the row")
+    for name, rounds in seconds.items():
+        print(f"  {name:<22} {statistics.median(rounds) * 1e3:8.2f} ms  {ratios(seconds, name, 'TreeRow')}", flush=True)
+
+
+def bench_blocks(arguments: argparse.Namespace) -> None:
+    """Compare the making of a BlockMask."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    print("blocks: BlockMask, blocks of 128")
+    for rows in (2048,) if arguments.quick else (2048, 4096, 8192):
+        forest = PrefixForest.from_rollout_group(*random_group(rows // 2, rows // 16, 8)).padded(128)
+        size = len(forest.input_ids)
+        for window in (None, 256):
+            rule = block_mask(forest, window=window, forward_only=True).mask_mod
+            ways: Ways = {
+                "block_mask": partial(block_mask, forest, window=window, forward_only=True),
+                "create_block_mask": partial(create_block_mask, rule, 1, 1, size, size, device="cpu"),
+            }
+            seconds = measured(ways, min(3, arguments.rounds))
+            times = " ".join(f"{name} {statistics.median(found) * 1e3:.2f} ms," for name, found in seconds.items())
+            print(f"  T {size:,}, window {window}: {times} {ratios(seconds, *ways)}", flush=True)
+
+
 SECTIONS = {
     "step": bench_step,
     "deep": bench_deep,
     "bins": bench_bins,
     "group": bench_group,
     "trees": bench_trees,
+    "rows": bench_rows,
+    "blocks": bench_blocks,
 }
 
 

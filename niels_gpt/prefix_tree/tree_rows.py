@@ -35,6 +35,7 @@ from niels_gpt.prefix_tree.fold import CROSS_ENTROPY_IGNORE_IDX
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.layout import radix
 from niels_gpt.prefix_tree.layout.early_forks import at_the_token, forked_early
+from niels_gpt.prefix_tree.layout.fields import by_target, forms_of
 from niels_gpt.prefix_tree.layout.radix import Ints, Layout, Tree
 from niels_gpt.prefix_tree.layout.sample_ends import sample_ends
 from niels_gpt.prefix_tree.sequences import MAX_ID
@@ -81,10 +82,14 @@ def tree_row(
         row["shift_labels"][index] = ids[token]
     row |= _attention_keys(layout)
     row["token_index"] = index
-    for name, values in {"old_log_probs": old_logprobs, "advantages": advantages}.items():
-        if values is not None:
-            row[name] = edges.field(values).detach().float().numpy(force=True)
-    row["segment_id"] = edges.sample.numpy(force=True)
+    sample = edges.sample
+    given = {"old_log_probs": old_logprobs, "advantages": advantages}
+    if any(values is not None for values in given.values()):  # as edges.field, which would infer the forms for each
+        forms = forms_of(edges.field_offsets, edges.sample_offsets, edges.sample_token, edges.completion_starts)
+        for name, values in given.items():
+            if values is not None:
+                row[name] = by_target(values, sample, forms).detach().float().numpy(force=True)
+    row["segment_id"] = sample.numpy(force=True)
     if segment_parents:
         row |= _parent_keys(layout.parents)
     return {name: torch.from_numpy(column).to(forest.input_ids.device) for name, column in row.items()}

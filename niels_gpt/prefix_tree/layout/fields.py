@@ -50,7 +50,8 @@ def forms_of(token_offsets: Tensor, target_offsets: Tensor, tokens: Tensor, star
     forms = {"sample": (torch.ones_like(lengths), torch.zeros_like(place)), "token": (lengths, place)}
     if bool((starts >= 0).all()) and bool((place >= starts[sample]).all()):
         forms["completion"] = (lengths - starts, place - starts[sample])
-    forms["target"] = (target_offsets.diff(), places(target_offsets))
+    target = torch.arange(len(sample), device=sample.device) - target_offsets[sample]
+    forms["target"] = (target_offsets.diff(), target)
     return forms
 
 
