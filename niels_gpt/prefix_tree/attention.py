@@ -2,7 +2,7 @@
 
     inputs = model_inputs(forest, model)          # a model of transformers, attn_implementation "sdpa" or "eager"
     with guard(forest, model):                    # checks every forward in the block before it runs
-        hidden = model.model(**inputs).last_hidden_state   # or model(**inputs).logits
+        hidden, head = body_forward(model, forest)   # of heads.py, through any wrapper; or model(**inputs).logits
 
 By default a model of "sdpa" is set to "prefix_tree" (backends/segments.py), which computes the pairs of the forest and
 runs every other forward as "sdpa" does. "eager" gets a dense mask: T^2 values, computed at each call and not kept.

@@ -154,7 +154,8 @@ def _matching(
                 return candidate
     raise AttentionRouteError(
         f"the logits of {type(model).__name__} are not its output embeddings times its hidden states, nor that with a "
-        f"factor ({', '.join(_FACTORS)}) or final_logit_softcapping of its config. Pass logits, or your own head"
+        f"factor ({', '.join(_FACTORS)}) or final_logit_softcapping of its config; or its dropout is active. Pass "
+        "logits, or your own head"
     )
 
 
