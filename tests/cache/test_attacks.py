@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.attacks import Attack, Server, serving
 from support.token_cache_probes import IMPORTS as IMPORTS
-from support.token_cache_probes import PRETRAIN, SFT
+from support.token_cache_probes import PRETRAIN, ROLLOUTS, SFT
 from support.token_cache_probes import PROBES as PROBES
 from support.token_cache_probes import build as build
 
@@ -26,10 +26,11 @@ from niels_gpt.storage.meta_json import meta_bytes
 
 Make = Callable[[Path, Path], Any]
 Change = Callable[[dict[str, Any]], Any]
-CACHES = (PRETRAIN, SFT, "tokenizer")
+CACHES = (PRETRAIN, SFT, ROLLOUTS, "tokenizer")
 OF_PRETRAIN = ("reader pretrain*", "reader epoch", "reader evaluation", "show pretrain", "verify*")
 OF_SFT = ("reader sft*", "show sft", "verify*")
-OF_MODEL = ("show *", "reader tokenizer", "verify*")  # a build trains another one
+OF_ROLLOUTS = ("reader rollouts*", "show rollouts", "locate rollouts", "verify*")
+OF_MODEL = ("show pretrain", "show sft", "reader tokenizer", "verify*")  # a build trains another one
 
 
 def version(root: Path, key: str) -> Path:
@@ -237,6 +238,7 @@ PLACES = [
     (PRETRAIN, "index/crc32.bin", ("verify*",)),
     (SFT, "train_tokens.bin", (*OF_SFT, "locate sft", "diff sft", "stats sft")),
     (SFT, "train_idx.npy", (*OF_SFT, "locate sft", "diff sft", "stats sft")),
+    *((ROLLOUTS, name, OF_ROLLOUTS) for name in ("train_tokens.bin", "train_loss.bin", "index/train_groups.npy")),
     ("tokenizer", "spm.model", OF_MODEL),
     ("tokenizer", META_NAME, ("reader sft*", "reader pretrain*", "list", "verify*")),
 ]
@@ -275,6 +277,10 @@ ATTACKS: dict[str, Attack] = {
     "24 GB of source ids": Attack(sized(PRETRAIN, "index/train_ids.txt", 24 * 10**9), ("verify*",)),
     "24 GB of tokens": Attack(sized(PRETRAIN, "train/shard_00000.bin", 24 * 10**9), ("verify*",)),
     "24 GB of chats": Attack(sized(SFT, "train_tokens.bin", 24 * 10**9), ("verify*",)),
+    "24 GB of groups": Attack(
+        sized(ROLLOUTS, "index/train_groups.npy", 128 + 24 * 10**9, npy(3 * 10**9)), OF_ROLLOUTS, "a sparse file"
+    ),
+    "24 GB of rollouts": Attack(sized(ROLLOUTS, "train_tokens.bin", 24 * 10**9), OF_ROLLOUTS),
     "24 GB of model": Attack(replaced("tokenizer", "spm.model", sparse(24 * 10**9)), OF_MODEL),
     **{
         f"meta.json: {what}": Attack(spelled(*raw), ("reader pretrain*", "reader sft*", "list", "verify*", "stats *"))

@@ -14,6 +14,8 @@ import torch
 
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset
 from niels_gpt.commands import cache as cli
+from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
+from niels_gpt.prefix_tree.rollouts.stream import RolloutStream
 from niels_gpt.sampling import EpochStream, iter_eval
 from niels_gpt.tokenizer import load_tokenizer
 from support.attacks import Probe
@@ -21,17 +23,19 @@ from support.attacks import Probe
 # --- what is attacked -------------------------------------------------------------------------------------------------
 
 IMPORTS = ("sentencepiece", "niels_gpt.commands.build", "niels_gpt.commands.report", "niels_gpt.inspection.diff")
-PRETRAIN, SFT, MODEL = "pretrain/notes", "sft/chats", "tokenizer/spm.model"
+PRETRAIN, SFT, ROLLOUTS, MODEL = "pretrain/notes", "sft/chats", "rollouts/steps", "tokenizer/spm.model"
 TEXTS = [f"Page {page}. The heron walks to the river and finds {page * 3} apples." for page in range(12)]
 
 
 def build(root: Path) -> None:
-    """Make tokenizer/, pretrain/notes and sft/chats of three versions, and the raw text that they are of."""
+    """Make tokenizer/, pretrain/notes, sft/chats and rollouts/steps of three versions, and what they are built from."""
     (root / "raw").mkdir(parents=True)
     for number, text in enumerate(TEXTS):
         (root / "raw" / f"{number}.txt").write_text(text)
     chats = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]} for text in TEXTS]
     (root / "raw" / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    groups = [{"prompt_ids": [1, n], "completions": [[2, n], [2, 3]], "rewards": [0, 1]} for n in range(12)]
+    (root / "raw" / "steps.jsonl").write_text("".join(json.dumps(group) + "\n" for group in groups))
     for seed in ("1", "2", "3"):
         assert cli.main([*_build(root), "--seed", seed]) == 0
 
@@ -39,7 +43,19 @@ def build(root: Path) -> None:
 def _build(root: Path) -> list[str]:
     own = ["--pretrain", f"notes={root}/raw/*.txt", "--sft", f"chats={root}/raw/chats.jsonl"]
     flags = ["--vocab-size", "300", "--shard-bytes", "600", "--threads", "1"]
-    return ["build", "notes", "chats", *own, *flags, "--source-root", str(root / "raw"), "--cache-dir", str(root)]
+    own += ["--rollouts", f"steps={root}/raw/steps.jsonl"]
+    return [
+        "build",
+        "notes",
+        "chats",
+        "steps",
+        *own,
+        *flags,
+        "--source-root",
+        str(root / "raw"),
+        "--cache-dir",
+        str(root),
+    ]
 
 
 # --- what meets it ----------------------------------------------------------------------------------------------------
@@ -99,12 +115,19 @@ PROBES: dict[str, Probe] = {
     "list": Probe(command("list")),
     "verify": Probe(command("verify")),
     "verify --deep": Probe(command("verify", "--deep")),
-    **{f"stats {kind}": Probe(each(kind, command("stats"))) for kind in ("pretrain", "sft")},
-    **{f"show {kind}": Probe(each(kind, command("show", "--at", "1"))) for kind in ("pretrain", "sft")},
-    **{f"locate {kind}": Probe(each(kind, command("locate", "train", "20"))) for kind in ("pretrain", "sft")},
-    **{f"diff {kind}": Probe(each(kind, diff)) for kind in ("pretrain", "sft")},
+    **{f"stats {kind}": Probe(each(kind, command("stats"))) for kind in ("pretrain", "sft", "rollouts")},
+    **{f"show {kind}": Probe(each(kind, command("show", "--at", "1"))) for kind in ("pretrain", "sft", "rollouts")},
+    **{
+        f"locate {kind}": Probe(each(kind, command("locate", "train", "20")))
+        for kind in ("pretrain", "sft", "rollouts")
+    },
+    **{f"diff {kind}": Probe(each(kind, diff)) for kind in ("pretrain", "sft", "rollouts")},
     **{f"reader pretrain, {io}": Probe(each("pretrain", pretrain(io))) for io in ("mmap", "pread")},
     **{f"reader sft, {io}": Probe(each("sft", sft(io))) for io in ("mmap", "pread")},
+    "reader rollouts": Probe(each("rollouts", lambda cache: [*RolloutDataset(cache)])),
+    "reader rollouts, stream": Probe(
+        each("rollouts", lambda cache: [*RolloutStream(cache, 64, seed=0, epochs=1)]),
+    ),
     "reader epoch": Probe(
         each("pretrain", lambda cache: list(EpochStream(cache / "train", T=8, global_batch_size=8, seed=0, epochs=1)))
     ),
