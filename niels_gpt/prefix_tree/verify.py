@@ -78,7 +78,8 @@ def verify_fold(
         probes: how many tokens to change, one at a time: drawn by `seed` from different nodes, if possible such that
             some later tokens see them and some do not.
 
-    Needs the memory of a forward and backward pass of the fold, and of its gradients twice.
+    Needs the memory of a forward and backward pass of the fold, of its gradients twice, and of masks of T x T, about
+    ten bytes a pair whatever the attention: 3 GB for 16,384 tokens. Check the rows of a few groups, not of a whole bin.
 
     Raises:
         ValueError: forward does not return floating-point logits of that shape, or the batch is inconsistent.

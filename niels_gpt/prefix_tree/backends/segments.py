@@ -52,7 +52,7 @@ class Segments:
     def from_mask(cls, mask: Tensor) -> Segments | None:
         """Return those of a mask bool [T, T], True where query (row) sees key (column); None if it has no forest."""
         rows = torch.arange(len(mask), device=mask.device)
-        ends = (mask * (rows[:, None] + 1)).amax(0)
+        ends = len(mask) - mask.flip(0).to(torch.uint8).argmax(0)  # a byte a pair: the last query that sees a key
         if not torch.equal(mask, (rows <= rows[:, None]) & (rows[:, None] < ends)):
             return None
         try:
