@@ -126,8 +126,9 @@ def hf_forward(model: nn.Module) -> HfForward:
     """Return a transformers model as a function of ids [1, T], positions [1, T] and mask bool [1, 1, T, T].
 
     It returns logits [1, T, V] and has the model as `.model`. The mask is converted to the form that the model takes,
-    its sliding windows included. A plain sample (causal mask, positions from 0) is run by its ids alone, so that
-    `verify_fold` compares a fold with the model itself, and not with the rules of this module. The function raises
-    AttentionRouteError where `model_inputs` does, and for arguments of another form.
+    its sliding windows included: to segments, if the model is set to "prefix_tree" and the mask is that of a forest.
+    A plain sample (causal mask, positions from 0) is run by its ids alone, so that `verify_fold` compares a fold
+    with the model itself, and not with the rules of this module. The function raises AttentionRouteError where
+    `model_inputs` does, and for arguments of another form.
     """
     return HfForward(model)

@@ -1,4 +1,4 @@
-"""Attention by the steps of a plan: torch's flash kernel for CPUs, or matrix products and autograd.
+"""Attention by the steps of a plan: by torch's flash kernel for CPUs, or block by block through autograd.
 
 Each step computes a part of the softmax. Parts are merged by their log-sum-exps. With the merged output and log-sum-exp
 the backward of the kernel gives the exact gradients of each part, so that no probabilities are stored.
