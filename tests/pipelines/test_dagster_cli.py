@@ -80,10 +80,11 @@ def test_a_selection_in_quotes_and_one_by_key_are_that_of_the_readme(
 ) -> None:
     # Dagster resolves a selection alike for `list` and `materialize`, and in this process as in one of its own.
     monkeypatch.chdir(home)
-    for selection in ("sft/*", 'key:"sft/*"'):
+    chats = ["sft/", "sft/dolly15k", "sft/oasst1"]
+    for selection, keys in {"sft/*": chats, 'key:"sft/*"': chats, "trees/oasst1": ["trees/oasst1"]}.items():
         done = CliRunner().invoke(cli, ["asset", "list", "-m", "pipelines.definitions", "--select", selection])
         assert done.exit_code == 0, done.output
-        assert done.output.split() == ["sft/", "sft/dolly15k", "sft/oasst1"]
+        assert done.output.split() == keys
 
 
 def test_the_definitions_validate_without_any_environment_variable(home: Path) -> None:

@@ -47,13 +47,14 @@ def test_everything_twice_builds_nothing_the_second_time(
 
 
 @pytest.mark.parametrize("in_launchpad", [False, True])
-def test_one_changed_sft_setting_rebuilds_that_asset_alone(
+def test_one_changed_setting_rebuilds_the_assets_that_read_it_alone(
     after_a_run: dg.DagsterInstance, settings: Settings, in_launchpad: bool
 ) -> None:
     changed = dataclasses.replace(settings, oasst1_max_messages=2)
-    assert stale(after_a_run, changed) == {"sft/oasst1": "has a new code version"}
+    of_source = {"sft/oasst1", "trees/oasst1"}
+    assert stale(after_a_run, changed) == dict.fromkeys(of_source, "has a new code version")
     how = {"config": {"oasst1_max_messages": 2}} if in_launchpad else {}
-    assert built(run(after_a_run, settings if in_launchpad else changed, **how)) == {"sft/oasst1"}
+    assert built(run(after_a_run, settings if in_launchpad else changed, **how)) == of_source
     assert in_launchpad or stale(after_a_run, changed) == {}
 
 

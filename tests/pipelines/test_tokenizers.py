@@ -12,7 +12,7 @@ from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizers.sentinels import add_sentinels
 
-CHATS = {"sft/dolly15k", "sft/oasst1"}
+CHATS = {"sft/dolly15k", "sft/oasst1", "trees/oasst1"}
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ MOST_DRAWN = 2048
 """Tokens of the largest mask that is drawn."""
 _WIDTH, _HEIGHT, _MASK = 7.2, 2.8, 6.0  # inches
 _FILL, _DARK, _LINE = "#9ec5e8", "#1d5f9e", "#c2410c"  # of different lightness, for the colour-blind
+_COLOURS_IN_FILE = 24  # Dagster's event log keeps a picture of each run
 _DOTS = 40  # at most so many forests are drawn as dots too
 
 
@@ -46,7 +47,7 @@ def plot(savings: Savings, name: str) -> bytes:
     per_forest, total = figure.subplots(1, 2)
     _draw_forests(per_forest, {"tokens": savings.token_factors, "training FLOPs": savings.flop_factors})
     _draw_total(total, savings)
-    return png(figure)
+    return png(figure, _COLOURS_IN_FILE)
 
 
 def plot_mask(forest: PrefixForest) -> bytes:
