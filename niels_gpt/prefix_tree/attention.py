@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from niels_gpt.prefix_tree.backends.architectures import AttentionRouteError, architecture
+from niels_gpt.prefix_tree.backends.block_mask import block_mask, block_masks
 from niels_gpt.prefix_tree.backends.checks import check_model_inputs, guard
 from niels_gpt.prefix_tree.backends.masks import (
     AttnMaskSpec,
@@ -39,6 +40,7 @@ __all__ = [
     "AttentionRouteError",
     "AttnMaskSpec",
     "Segments",
+    "block_mask",
     "check_model_inputs",
     "dense_mask",
     "guard",
@@ -58,14 +60,16 @@ def model_inputs(forest: PrefixForest, model: nn.Module, *, backend: Backend = "
     `input_ids` and `position_ids` are int64 [1, T], `use_cache` is False. By segments, `attention_mask` is None and
     `prefix_tree` is the forest's `Segments`. Else `attention_mask` is a tensor [1, 1, T, T] as `hf_attention_mask`
     makes it, the model's sliding window included. Where layers have different windows and a sample is longer than one
-    of them, it is a dict of such tensors by layer type, which these models take.
+    of them, it is a dict of such tensors by layer type, which these models take. A model of "flex_attention" on a GPU
+    gets a `block_mask` in place of each tensor, which `guard` cannot check, and refuses.
 
     backend: "prefix_tree": by segments; sets the model's attn_implementation to "prefix_tree". "dense": by a mask.
         "auto": by segments where the attn_implementation is "sdpa" or "prefix_tree", the model can run them, and it is
         on a CPU: for GPUs segments are many small calls.
 
-    Raises: AttentionRouteError for a model that cannot be folded, for attention routes other than "sdpa", "eager" and
-        "prefix_tree", and for the backend "prefix_tree" where the model cannot run segments, with the reason.
+    Raises: AttentionRouteError for a model that cannot be folded, for attention routes other than "sdpa", "eager",
+        "prefix_tree" and, on a GPU, "flex_attention", and for the backend "prefix_tree" where the model cannot run
+        segments, with the reason.
     """
     if backend not in get_args(Backend):
         raise ValueError(f"backend is {backend!r}; expected one of {', '.join(get_args(Backend))}")
@@ -77,6 +81,8 @@ def model_inputs(forest: PrefixForest, model: nn.Module, *, backend: Backend = "
         "attention_mask": None,
         "use_cache": False,
     }
+    if traits.implementation == "flex_attention" and backend == "auto":
+        return {**inputs, "attention_mask": block_masks(forest, traits)}
     why_not = "a mask was chosen"
     if backend == "prefix_tree" or (backend == "auto" and traits.device.type == "cpu"):
         why_not = use_segments(model, only_sdpa=backend == "auto")

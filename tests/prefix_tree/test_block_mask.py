@@ -7,7 +7,7 @@ import torch
 from support.prefix_trees import grown
 from torch.nn.functional import scaled_dot_product_attention
 
-from niels_gpt.prefix_tree.attention import dense_mask
+from niels_gpt.prefix_tree.attention import AttentionRouteError, dense_mask, model_inputs
 from niels_gpt.prefix_tree.backends.block_mask import block_mask
 from niels_gpt.prefix_tree.forest import PrefixForest
 
@@ -70,6 +70,20 @@ def test_what_cannot_be_trained_or_makes_no_block_is_refused() -> None:
     for bad in ({"block_size": 0}, {"window": 0}):
         with pytest.raises(ValueError, match="expected at least 1"):
             block_mask(forest, forward_only=True, **bad)
+
+
+def test_a_model_of_flex_attention_gets_block_masks_on_a_gpu_and_a_reason_on_a_cpu() -> None:
+    transformers = pytest.importorskip("transformers", reason="a model to test with needs the extra eagle3")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=97, num_key_value_heads=2, **sizes))
+    model.set_attn_implementation("flex_attention")
+    forest = drawn(random.Random(3))
+    with pytest.raises(AttentionRouteError, match="on a CPU FlexAttention has no backward pass"):
+        model_inputs(forest, model)
+    if torch.cuda.is_available():
+        found = model.cuda()(**model_inputs(forest, model)).logits
+        model.set_attn_implementation("sdpa")
+        assert (found - model(**model_inputs(forest, model, backend="dense")).logits).abs().max() < 1e-3
 
 
 def test_a_long_row_needs_no_square_of_values() -> None:

@@ -11,12 +11,14 @@ that has an ancestor in kb, or one before it, has its window begin in kb or befo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from niels_gpt.prefix_tree.backends.architectures import Architecture, AttentionRouteError
+from niels_gpt.prefix_tree.backends.masks import windows_of
 from niels_gpt.prefix_tree.forest import PrefixForest
 
 if TYPE_CHECKING:
@@ -67,6 +69,23 @@ def block_mask(
 
     partial, whole = _ordered(visible & ~full), _ordered(full)
     return BlockMask.from_kv_blocks(*partial, *whole, block_size, mask_mod, (rows, rows))
+
+
+def block_masks(forest: PrefixForest, traits: Architecture) -> Any:
+    """Return the `block_mask` that fits all layers of a model of "flex_attention", else a dict of one by layer type.
+
+    Raises: AttentionRouteError for a model on a CPU.
+    """
+    if traits.device.type == "cpu":
+        raise AttentionRouteError(
+            'attn_implementation="flex_attention" takes a BlockMask, and on a CPU FlexAttention has no backward pass: '
+            'use attn_implementation="sdpa" (model.set_attn_implementation("sdpa"))'
+        )
+    there, windows = forest.to(traits.device), windows_of(traits, forest.position_ids)
+    masks = {window: block_mask(there, window=window) for window in set(windows.values())}
+    if len(masks) == 1:
+        return next(iter(masks.values()))
+    return {kind: masks[window] for kind, window in windows.items()}
 
 
 def _blocks(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
