@@ -218,7 +218,7 @@ def test_the_curve_falls_from_the_forest_that_gains_most(monkeypatch: pytest.Mon
     from niels_gpt.prefix_tree.savings import plot
 
     figures: list[Any] = []
-    monkeypatch.setattr(plot, "png", lambda figure: figures.append(figure) or b"")
+    monkeypatch.setattr(plot, "png", lambda figure, *_: figures.append(figure) or b"")
     content = "\n".join(map(json.dumps, [APART, ALIKE, NOTHING])).encode()
     plot.plot(count_savings(forests(lines_of(content))), "x")
     tokens, flops, _ = figures[0].axes[0].lines
