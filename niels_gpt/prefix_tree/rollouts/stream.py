@@ -118,7 +118,7 @@ class RolloutStream(ResumableStream[RolloutBin]):
 
     A step is `world_size` bins of one window, about equal in size; rank r gets the r-th of them, so all ranks have the
     same number. Where the last step of the stream has fewer bins than ranks, the others get filler. The state is the
-    same on every rank, and a run may resume with other ranks and workers. See docs/reading.md.
+    same on every rank, and a run may resume with other ranks and workers. See docs/rollouts.md.
     """
 
     def __init__(
