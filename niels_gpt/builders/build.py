@@ -10,11 +10,11 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from niels_gpt.builders.journal import Checkpoint, Journal, remedy_of
 from niels_gpt.builders.source import Chunk, Seek, SourceState
@@ -25,6 +25,8 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import file_records, parse_object, path_inside, read_regular
 from niels_gpt.storage.versions import VERSION_DIGITS
+
+T = TypeVar("T")
 
 CHECKPOINT_SECONDS = 2.0
 """A killed build loses at most this much work and one batch. A checkpoint costs a few fsyncs."""
@@ -136,6 +138,13 @@ class Build:
                 f"{self.folder}: this process was forked from the one that builds (pid {self._process}). "
                 "Let a forked child end by os._exit"
             )
+
+    def checked_for_forks(self, chunks: Iterable[T]) -> Iterator[T]:
+        """Yield what is read of a source; after each one and at the end, check that the source has not forked us."""
+        for chunk in chunks:
+            self.check_not_forked()
+            yield chunk
+        self.check_not_forked()
 
     def record_consumed(self, digests: Sequence[bytes], chunk: Chunk[Any]) -> None:
         """Record that the first documents of a chunk, one for each digest and one or more, were consumed."""

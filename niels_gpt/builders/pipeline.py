@@ -58,7 +58,7 @@ def encoded(
         first one.
     """
     read = source.chunked(items, counters, build.position, lambda item: sum(map(len, kind.texts(item))))
-    documents = settled(shuffled(_checked_for_forks(build, read), counters))
+    documents = settled(shuffled(build.checked_for_forks(read), counters))
     documents = compare_consumed(build, documents, kind, encoder, report)
     if build.last.ended:
         if exhausted and build.compares:
@@ -76,14 +76,6 @@ def encoded(
             documents, texts=lambda items: list(map(kind.texts, items)), first=build.last.documents
         )
         yield stack.enter_context(closing(InOrder[T, EncodedTexts](encode, executor, kind)(batches)))
-
-
-def _checked_for_forks(build: Build, documents: Iterable[T]) -> Iterator[T]:
-    """Yield chunks of documents; after each one, check that this process was not forked by the source."""
-    for document in documents:
-        build.check_not_forked()
-        yield document
-    build.check_not_forked()
 
 
 def _encode_elsewhere(encoder: bytes, texts: list[bytes | str], first: int) -> EncodedTexts:

@@ -23,6 +23,7 @@ from niels_gpt.commands.console import ExitCode, _Once, is_color_wanted
 from niels_gpt.commands.main import ROOT, main
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.inspection.stats import Stats
+from niels_gpt.recipes.rollouts.trees import TREES
 from niels_gpt.storage.codes import CODES, CodedWarning
 
 PROGRAM = [sys.executable, "-c", "import sys; from niels_gpt.commands.main import main; sys.exit(main())"]
@@ -254,7 +255,7 @@ def completed(line: str, folder: Path) -> list[str]:
 def test_a_shell_completes_commands_sources_and_codes(tmp_path: Path) -> None:
     (tmp_path / "sources.toml").write_text('[pretrain.notes]\nfiles = "notes"\n')
     assert completed("niels-gpt ver", tmp_path) == ["verify"]
-    assert completed("niels-gpt build ", tmp_path) == [*SOURCES, "notes"]
+    assert completed("niels-gpt build ", tmp_path) == [*SOURCES, *TREES, "notes"]
     assert completed("niels-gpt explain E20", tmp_path) == [code for code in CODES if code.startswith("E20")]
     assert "--cache-dir" in completed("niels-gpt build --c", tmp_path)
 

@@ -108,6 +108,7 @@ FIRST_ENTRIES: dict[str, Callable[[str], str]] = {  # what leaves out the first 
     "pretrain/gutenberg": lambda root: first_file(root, "gutenberg"),
     "sft/dolly15k": lambda root: digest(next(iter_dolly_sft(source_root=root, shuffle=False)).messages[0].content),
     "sft/oasst1": lambda root: next(iter_oasst1_sft(source_root=root, shuffle_trees=False)).meta["message_tree_id"],
+    "trees/oasst1": lambda root: next(iter_oasst1_sft(source_root=root, shuffle_trees=False)).meta["message_tree_id"],
 }
 
 
@@ -125,7 +126,7 @@ def test_a_build_leaves_out_counts_and_is_built_anew(settings: Settings, tmp_pat
     source = outcome.meta["source"]
     assert source["counters"]["excluded"] >= 1
     assert source["exclude"] == exclude.read_exclusion(path).facts
-    read = "examples_read" if key.startswith("sft") else "documents_read"
+    read = {"pretrain": "documents_read", "sft": "examples_read", "trees": "samples_read"}[key.partition("/")[0]]
     assert outcome.meta[read] == whole.meta[read] - source["counters"]["excluded"]
     assert RECIPES[key](without).reused
     path.write_text("# reworded\n" + path.read_text())

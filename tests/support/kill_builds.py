@@ -3,7 +3,7 @@
 Run: python tests/support/kill_builds.py EMPTY_FOLDER [--kills 200] [--seed 0]
      python tests/support/kill_builds.py EMPTY_FOLDER --thirds SPM_MODEL
 
-A build is a forked child of a process that has imported everything. Both builders take turns, and 0, 1 and 2 threads
+A build is a forked child of a process that has imported everything. All builders take turns, and 0, 1 and 2 threads
 that encode. A process of its own polls the public paths all the while, and must see whole versions of finished builds
 only. Prints a line of JSON; the exit status is 1 if anything was not as it must be.
 """
@@ -31,6 +31,7 @@ import torch
 from niels_gpt.builders import source
 from niels_gpt.builders.build import CHECKPOINT_SECONDS
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset
+from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.fileio import Operation
 from niels_gpt.tokenizer import load_tokenizer
@@ -42,6 +43,7 @@ COUNT = 2_000
 SETTINGS: dict[str, dict[str, Any]] = {
     "pretrain": {"max_train_tokens": 12_500, "max_val_tokens": 1_500, "shard_bytes": 4_000, "shuffle_buffer": 100},
     "sft": {},
+    "rollouts": {},
 }
 MOST_TRIES = 100
 
@@ -135,12 +137,14 @@ def left_by(public: Path) -> str:
 
 
 def look(kind: str, public: Path, generator: torch.Generator) -> str | None:
-    """Open a cache, draw a batch and hash all of its files; returns its content sha256, None where there is none."""
+    """Open a cache, read a batch or group and hash all files; returns its content sha256, None where there is none."""
     if not os.path.lexists(public):
         return None
     if kind == "pretrain":
         dataset = PretrainTokenStreamDataset(public / "train", T=8, device="cpu")
         dataset.get_batch(B=4, generator=generator)
+    elif kind == "rollouts":
+        RolloutDataset(public).group(0)
     else:
         pair = (public / "train_tokens.bin", public / "train_idx.npy")
         SFTExampleDataset(*pair, T=64, device="cpu", eot_id=4).get_batch(B=4, generator=generator)
@@ -148,7 +152,7 @@ def look(kind: str, public: Path, generator: torch.Generator) -> str | None:
 
 
 def poll(publics: dict[str, Path], connection: Connection) -> None:
-    """Look at both caches until told to stop; report which versions were seen, how often, and what was wrong."""
+    """Look at the caches until told to stop; report which versions were seen, how often, and what was wrong."""
     generator = torch.Generator().manual_seed(0)
     seen: dict[str, Counter[str]] = {kind: Counter() for kind in publics}
     wrong: list[str] = []
@@ -181,7 +185,7 @@ def kill_builds(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     made: dict[str, list[str]] = {kind: [] for kind in BUILDERS}
     while sum(done.values()) < kills:
         number = sum(map(len, made.values()))
-        kind = sorted(BUILDERS)[number % 2]
+        kind = sorted(BUILDERS)[number % len(BUILDERS)]
         whole, public = folder / "whole" / str(number) / kind, publics[kind]
         build = partial(BUILDERS[kind], seed=number, items=ITEMS[kind](number, COUNT), **SETTINGS[kind])
         started = time.monotonic()

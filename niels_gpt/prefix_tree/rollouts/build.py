@@ -18,7 +18,7 @@ import numpy as np
 from niels_gpt.builders.build import CHECKPOINT_SECONDS, Build
 from niels_gpt.builders.meta_keys import Source, build_identity, describe_and_commit, vocabulary_of
 from niels_gpt.builders.resume import NoTextError, check_ended, compare_consumed, open_build, seek
-from niels_gpt.builders.source import Chunk, ItemKind, chunked, first_number
+from niels_gpt.builders.source import ItemKind, chunked, first_number
 from niels_gpt.builders.split import SPLITS
 from niels_gpt.builders.writer import OFFSET_DTYPE, npy_header
 from niels_gpt.encoding import DIGEST_BYTES, split_keys
@@ -157,8 +157,8 @@ class _Writer:
     def fill(self, groups: Iterable[RolloutGroup], source: Source) -> None:
         """Read all groups that the last checkpoint does not have, and append those that are kept."""
         build = self._build
-        chunks = chunked(_checked_for_forks(build, groups), source.counters, build.position, _size)
-        chunks = compare_consumed(build, chunks, self._kind, None, self._report)  # type: ignore[arg-type]
+        read = build.checked_for_forks(chunked(groups, source.counters, build.position, _size))
+        chunks = compare_consumed(build, read, self._kind, None, self._report)  # type: ignore[arg-type]
         if build.last.ended:
             if build.compares:
                 check_ended(build, chunks, self._kind)
@@ -263,12 +263,6 @@ class _Writer:
         yield npy_header(entries)
         with open(self._build.folder / name, "rb") as file:
             yield from iter(lambda: file.read(_CHUNK), b"")
-
-
-def _checked_for_forks(build: Build, groups: Iterable[RolloutGroup]) -> Iterator[RolloutGroup | Chunk[RolloutGroup]]:
-    for group in groups:
-        build.check_not_forked()
-        yield group
 
 
 def _size(group: RolloutGroup) -> int:
