@@ -25,8 +25,10 @@ class UsageError(ValueError):
     code = "E101"
 
 
-def _setting(default: Any, text: str, least: float | None = None, most: float | None = None) -> Any:
-    return field(default=default, metadata={"help": text, "least": least, "most": most})
+def _setting(
+    default: Any, text: str, least: float | None = None, most: float | None = None, *, below: float | None = None
+) -> Any:
+    return field(default=default, metadata={"help": text, "least": least, "most": most, "below": below})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +131,13 @@ class Settings:
     attribution: str | None = _setting(None, "whom to name for a source's text, SOURCE=TEXT;...")
     own_val_frac: float = _setting(0.10, "share of the documents of your own text that goes to val", least=0, most=1)
     rollouts_val_frac: float = _setting(
-        0.0, "share of the groups of your own rollouts that goes to val, by id", least=0, most=1
+        0.0, "share of the groups of your own rollouts that goes to val, by id", least=0, below=1
     )
     rollouts_vocab_size: int = _setting(
-        0, "ids of the model that your own rollouts are of; samples with larger ones are dropped. 0: not known", least=0
+        0,
+        "ids of the model that your own rollouts are of; samples with larger ones are dropped. 0: not known",
+        least=0,
+        most=2**31,
     )
 
     eagle3_target: str | None = _setting(
@@ -170,8 +175,11 @@ class Settings:
     def __post_init__(self) -> None:
         """Refuse numbers that nothing can be built with, before anything is. Raises: ValueError naming the flag."""
         for each in fields(self):
-            least, most, value = each.metadata["least"], each.metadata["most"], getattr(self, each.name)
-            if least is None or (value >= least and (most is None or value <= most)):
+            least, most, below = (each.metadata[limit] for limit in ("least", "most", "below"))
+            value = getattr(self, each.name)
+            is_small = (most is None or value <= most) and (below is None or value < below)
+            if least is None or (value >= least and is_small):
                 continue
             expected = f"{least} or more" if most is None else f"{least} to {most}"
+            expected = expected if below is None else f"{least} or more, below {below}"
             raise ValueError(f"{each.name} (--{each.name.replace('_', '-')}) is {value}, expected {expected}")

@@ -291,7 +291,7 @@ def iter_rollouts(
         except rollouts.NotRolloutsError as error:
             reader.drop(error.reason, error.found)
             continue
-        if group is not None and name is not None and (name, where["path"]) == (group.meta["id"], group.meta["path"]):
+        if behind.continues(name, where["path"]) and group is not None:
             group.samples.extend(samples)
             tokens = rollouts.tokens_of(samples, tokens, f"{where['path']}, row {where['row']}")
             reader.meta(where)
@@ -324,15 +324,13 @@ class _Reader:
         """as_columns: fields that may hold a row's text, where usual rows are wanted as columns."""
         self._found = found
         self._counters = Counter() if counters is None else counters
-        self._columns = columns
-        self._limit = max_document_bytes
+        self._columns, self._limit = columns, max_document_bytes
         self._as_columns = as_columns
         self._position = Position(position)
         self._index = self._position.number("index")  # of the next sample
         self._file = 0
         self._row: tuple[Path, int, dict[str, Any]]  # the current one
-        self._first = ""  # the fields of the first row that could be read
-        self._problem = ""  # of the first row that could not
+        self._first = self._problem = ""  # of the first row that could be read, and of the first that could not
         self._dropped: Counter[str] = Counter()
         self._logged: set[tuple[str, str | None]] = set()
 
@@ -396,6 +394,8 @@ class _Reader:
         if role is not None:
             count_role(self._counters, role)
         path, number, _ = self._row
+        if problem and not self._dropped:
+            self._first = f"{path}, row {number}: found {problem}"
         self._count(reason, role, f"{path}, row {number}: found {problem or self._fields()}")
 
     def check_any(self, problem: str, expected: str) -> None:

@@ -235,9 +235,10 @@ def dropped_problems(meta: Meta, max_share: float) -> Iterator[str]:
     unread = {reason: counters.get(reason, 0) for reason in (_UNREAD_USER_DEFINED if all_rows else _UNREAD)}
     dropped |= {reason: count for reason, count in unread.items() if count}
     read, total = int(meta[f"{unit}_read"]) + sum(unread.values()), sum(dropped.values())
+    units = "samples and rows" if unit == "samples" and any(unread.values()) else unit  # a row may hold many samples
     if total > max_share * read:
         yield (
-            f"{total:,} of {read:,} {unit} were dropped ({total / read:.2%}), expected at most {max_share:.2%}: "
+            f"{total:,} of {read:,} {units} were dropped ({total / read:.2%}), expected at most {max_share:.2%}: "
             + ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
         )
 

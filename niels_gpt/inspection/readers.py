@@ -26,6 +26,7 @@ from niels_gpt.cache.meta import (
     text_bytes,
 )
 from niels_gpt.cache.mmap import TokenFiles, check_starts, load_idx, mmap_tokens
+from niels_gpt.inspection.file_checks import CacheFiles
 from niels_gpt.inspection.source_ids import printable
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
@@ -176,9 +177,22 @@ def remake_command(tokenizer: Path) -> str:
     return f"{remove} && {rebuild_command(tokenizer)}"
 
 
-_OTHER_KINDS = ("eagle3", "rollouts")  # have their own readers and checks
+def _rollouts(folder: Path, meta: Meta, models: bool) -> Iterator[Step]:
+    """The files of its description; the index is checked by niels_gpt.recipes.rollouts, which knows its reader."""
+    yield partial(check_tokenizer, folder, meta)
+    for record in file_records(meta, str(folder / META_NAME)):
+        yield partial(_check_size, CacheFiles(folder, meta), record)
+
+
+def _check_size(files: CacheFiles, record: dict[str, Any]) -> None:
+    if damage := files.size_damage(record):
+        raise CacheError(files.folder / damage.file, damage.problem, remedy=REBUILD, code="E203")
+
+
+_OTHER_KINDS = ("eagle3",)  # has its own readers and checks
 _READERS: dict[str, Callable[[Path, Meta, bool], Iterator[Step]]] = {
     "pretrain": _pretrain,
     "sft": _sft,
+    "rollouts": _rollouts,
     "tokenizer": _tokenizer,
 }

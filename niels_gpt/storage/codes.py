@@ -56,6 +56,7 @@ _BY_PLACE: tuple[tuple[str, tuple[type[Exception], ...], str], ...] = (
     ("hub.models", (ValueError,), "E603"),
     ("prefix_tree", (ValueError, TypeError), "E801"),
     ("prefix_tree.fold_checks", (ValueError,), "E803"),
+    ("prefix_tree.rollouts", (ValueError, TypeError), "E102"),
     ("prefix_tree.savings.rollouts", (ValueError,), "E804"),
     ("prefix_tree.verify", (ValueError,), "E803"),
     ("recipes.eagle3.input", (ValueError, *_ABSENT), "E709"),

@@ -133,11 +133,12 @@ ROWS = [
     {"ids": "none"},
     {"group": 7, "ids": [1, 5]},
     {"id": "own", "prompt_ids": [1], "completions": [[2], [3]]},
+    {"group": "own", "ids": [9]},
     {"ids": [9]},
     {"ids": [9]},
     {"ids": None},
 ]
-NAMES = [("a", 2), ("7", 2), ("own", 2), ("rows.jsonl#7", 1), ("rows.jsonl#8", 1)]
+NAMES = [("a", 2), ("7", 2), ("own", 2), ("own", 1), ("rows.jsonl#8", 1), ("rows.jsonl#9", 1)]
 
 
 def names(groups: list[SequenceGroup]) -> list[tuple[str, int]]:
@@ -184,6 +185,8 @@ def test_reading_resumes_behind_every_group_with_the_same_counts(tmp_path: Path)
 def test_nothing_usable_is_an_error_with_the_forms(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r'no rollouts in 1 rows .*Expected one of the forms "prompt_ids"'):
         groups_of(tmp_path, {"text": "Hi"})
+    with pytest.raises(ValueError, match=r"no rollouts in 2 rows .*row 1: found a list of 2 in the field logprobs"):
+        groups_of(tmp_path, {"ids": [1], "logprobs": [0, 0]}, {"text": "Hi"})
 
 
 def test_what_tree_stats_reads_is_read_here_too(tmp_path: Path) -> None:

@@ -114,6 +114,42 @@ def test_an_id_outside_the_vocabulary_is_refused_where_it_is_read(cache: Path) -
         data.group(len(data) - 1)
 
 
+def rewritten(path: Path, dtype: str, at: int, value: float) -> None:
+    values = np.fromfile(path, dtype)
+    values[at] = value
+    values.tofile(path)
+
+
+VALUES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "not a number": (
+        lambda folder: rewritten(folder / "train_logprobs.bin", "<f4", 0, np.nan),
+        "train_logprobs.bin: sample 0 of group 0 has a value that is not finite",
+    ),
+    "infinite": (
+        lambda folder: rewritten(folder / "train_reward.bin", "<f4", 0, np.inf),
+        "train_reward.bin: sample 0 of group 0 has a value that is not finite",
+    ),
+    "other targets": (
+        lambda folder: rewritten(folder / "train_loss.bin", "u1", 0, 0),
+        r"train_loss.bin: sample 0 of group 0 has \d targets, expected \d by the index",
+    ),
+    "a target in a prompt": (
+        lambda folder: rewritten(
+            folder / "train_loss.bin", "u1", 0, np.fromfile(folder / "train_loss.bin", "u1")[0] | 1
+        ),
+        "train_loss.bin: sample 0 of group 0 has a target in its prompt",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", VALUES)
+def test_a_value_that_no_build_stores_is_refused_where_it_is_read(cache: Path, what: str) -> None:
+    damage, message = VALUES[what]
+    damage(cache)
+    with pytest.raises(CacheError, match=message):
+        RolloutDataset(cache).group(0)
+
+
 META: dict[str, tuple[dict[str, Any], str]] = {
     "a field that is not there": ({"fields": {"advantages": "token"}}, "does not name train_advantages.bin"),
     "an unknown field": ({"fields": {"../x": "token"}}, "expected some of logprobs"),
@@ -121,6 +157,8 @@ META: dict[str, tuple[dict[str, Any], str]] = {
     "no fields": ({"fields": None}, "fields is None"),
     "another kind": ({"kind": "sft"}, "kind is 'sft', expected 'rollouts'"),
     "another width": ({"token_dtype": "uint32-le"}, "token_dtype is 'uint32-le'"),
+    "ids of 16 bits of any vocabulary": ({"vocab_size": None}, "expected 'uint32-le' without a vocab_size"),
+    "no totals": ({"totals": {}}, "totals.train_groups is None"),
     "no files": ({"files": []}, "does not name train_"),
     "a file outside": ({"files": [{"name": "../x", "bytes": 1, "sha256": "0" * 64}]}, "the relative path of a file"),
 }

@@ -46,7 +46,7 @@ def test_the_example_of_the_specification_has_its_bytes(tmp_path: Path) -> None:
     assert (folder / "index/train_ids.txt").read_bytes() == b"g\n"
     assert (meta["tokens_after"]["train"], meta["totals"]["train_tokens"], meta["pairs"]["train"]) == (4, 7, 16)
     assert whole_version(tmp_path / "c") == meta["content_sha256"]
-    with pytest.raises(CacheError, match="no group in split val"):
+    with pytest.raises(CacheError, match=r"split val is empty: .* --rollouts-val-frac"):
         RolloutDataset(tmp_path / "c", "val")
 
 
@@ -123,6 +123,8 @@ DROPPED = {
     "ids_outside_vocabulary": Rollout([1, 30]),
     "mismatched_lengths": Rollout([1, 2], loss_mask=[1]),
     "not_finite": Rollout([1, 2], reward=float("nan")),
+    "malformed reward": Rollout([1, 2], reward="1.5"),
+    "malformed prompt": Rollout([1, 2, 3], 1.5),
     "target_without_score": Rollout([1, 2, 3], 1, [1, 1, 1], logprobs=[-1.0, -1.0]),
     "malformed": Rollout([1.5, 2]),
 }
@@ -132,8 +134,18 @@ DROPPED = {
 def test_a_sample_of_a_bad_form_is_dropped_and_counted(tmp_path: Path, reason: str) -> None:
     good = Rollout([1, 2, 3])
     meta = build(tmp_path / "c", [RolloutGroup("a", [good, DROPPED[reason]]), RolloutGroup("b", [DROPPED[reason]])])
-    assert meta["dropped"] == {reason: 2, "groups_without_sample": 1}
+    assert meta["dropped"] == {reason.split()[0]: 2, "groups_without_sample": 1}
     assert (meta["samples_read"], meta["totals"]["train_samples"], meta["groups_read"]) == (3, 1, 2)
+
+
+def test_tensors_of_every_float_type_are_taken_and_a_generator_of_samples_refused(tmp_path: Path) -> None:
+    scores = torch.tensor([-1.0, -2.5], dtype=torch.bfloat16, requires_grad=True)
+    build(tmp_path / "c", [RolloutGroup("a", [Rollout(torch.tensor([1, 2]), 0, torch.tensor([True, False]), scores)])])
+    assert RolloutDataset(tmp_path / "c").group(0).samples[0].logprobs.tolist() == [-1.0, -2.5]
+    with pytest.raises(CacheError, match="does not record which tokenizer"):
+        RolloutDataset(tmp_path / "c", tokenizer_sha256="0" * 64)
+    with pytest.raises(ValueError, match="samples are a generator, expected a list"):
+        RolloutGroup("a", (Rollout([number]) for number in range(3)))
 
 
 def test_samples_of_different_fields_are_refused(tmp_path: Path) -> None:

@@ -166,6 +166,25 @@ def test_a_group_above_the_budget_is_cut_and_a_sample_above_it_refused(tmp_path:
     assert sorted([sample for each in samples_of(own) for sample in each]) == list(range(21)) and len(own) == 21
 
 
+def test_a_row_above_the_budget_because_of_an_lcp_that_is_wrong_is_refused(tmp_path: Path) -> None:
+    """All numbers of the index fit each other: a cut group is not compared as a whole, so its rows are."""
+    group = RolloutGroup("g", [Rollout([1, *[2 + number] * 10]) for number in range(12)])
+    build_rollouts([group], tmp_path / "c", vocab_size=30)
+    folder = (tmp_path / "c").resolve()
+    samples, groups = (np.load(folder / f"index/train_{table}.npy") for table in ("samples", "groups"))
+    rows = samples.reshape(-1, 5)
+    rows[2:, 4] = 11
+    lengths = rows[rows[:, 3], 0]
+    groups[7:] = [(lengths - rows[:, 4]).sum(), (lengths * (lengths + 1) - rows[:, 4] * (rows[:, 4] + 1)).sum() // 2]
+    for table, values in (("samples", samples), ("groups", groups)):
+        (folder / f"index/train_{table}.npy").chmod(0o644)
+        np.save(folder / f"index/train_{table}.npy", values)
+    with pytest.raises(
+        CacheError, match=r"lcp: samples of groups \[0\] fold into 11 tokens, expected 1\d\d by their ids"
+    ):
+        list(opened(tmp_path / "c", max_tokens=20))
+
+
 def test_the_order_of_a_seed_is_pinned(tmp_path: Path) -> None:
     """Where this fails, STREAM_VERSION has to be raised: states of before would mean other samples."""
     groups = [RolloutGroup(str(n), [Rollout([n, n, k]) for k in range(n % 3 + 1)]) for n in range(9)]

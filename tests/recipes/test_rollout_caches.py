@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.dagster_runs import built, metadata, run, stale, verdicts
 from support.data_files import lines, write
+from support.small_caches import change_meta
 
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.cache.formats import target_mask
@@ -21,14 +22,17 @@ from niels_gpt.commands.report import checked
 from niels_gpt.data.local import CHAT_SUFFIXES, find, iter_rollouts
 from niels_gpt.inspection.show import tokenizer_of
 from niels_gpt.inspection.stats import bounds, open_version, tokens_of
+from niels_gpt.inspection.verify import Limits
 from niels_gpt.prefix_tree.rollouts.build import build_rollouts
 from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
 from niels_gpt.prefix_tree.rollouts.records import RolloutGroup
 from niels_gpt.recipes.plan import plan, recipes
-from niels_gpt.recipes.rollouts.checks import CHECKS, find_damage
+from niels_gpt.recipes.rollouts.checks import CHECKS, find_damage, verify
 from niels_gpt.recipes.rollouts.groups import recorded_groups
-from niels_gpt.recipes.rollouts.look import picture
+from niels_gpt.recipes.rollouts.look import picture, stats
 from niels_gpt.settings import Settings
+from niels_gpt.storage.codes import code_of
+from niels_gpt.storage.errors import CacheError
 
 TREES, MATHS = "trees/oasst1", "rollouts/maths"
 ROWS = [
@@ -194,12 +198,53 @@ def test_damage_of_a_rollout_cache_is_named_and_care_is_asked_for(
     file.write_bytes(content[:-4])
     assert main(["verify", str(outcome.path)]) == 3
     assert "train_tokens.bin, bytes" in capsys.readouterr().out
+    assert main(["list", both.cache_dir]) == 3
+    assert "train_tokens.bin:" in capsys.readouterr().out
     assert main(["doctor", both.cache_dir]) == 3
     assert "train_tokens.bin" not in {damage.file for damage in find_damage(outcome.path, deep=False)[1:]}
     content[-4] ^= 1
     file.write_bytes(content)
     assert not find_damage(outcome.path, deep=False)
     assert [damage.file for damage in find_damage(outcome.path, deep=True)] == ["train_tokens.bin"]
+
+
+SUMS = {
+    "pairs": {"train": 1, "val": 1},
+    "scores": {"train": 1, "val": 1},
+    "samples_without_target": {"train": 1, "val": 0},
+    "groups_read": 3,
+    "dropped": {"malformed": 7},
+    "totals": {f"{split}_{unit}": 0 for split in ("train", "val") for unit in ("groups", "samples", "tokens")},
+}
+
+
+def test_sums_that_are_not_those_of_the_index_and_ids_of_two_lines_are_damage(both: Settings) -> None:
+    path = recipes(both)[MATHS](both).path
+    raw = (path / "meta.json").read_bytes()
+    (path.resolve() / "meta.json").chmod(0o644)
+    for key, value in SUMS.items():
+        change_meta(path.resolve(), **{key: value})
+        found = find_damage(path, deep=False)
+        assert found and all("meta.json: " in each.problem for each in found), key
+        (path / "meta.json").write_bytes(raw)
+    change_meta(path.resolve(), pairs_after={"train": 0, "val": 0}, tokens_after={"train": 0, "val": 0})
+    assert "x fewer tokens" in dict(stats(path))["folding"]
+    (path / "meta.json").write_bytes(raw)
+    ids = path.resolve() / "index/train_ids.txt"
+    ids.chmod(0o644)
+    ids.write_bytes(b"\n" + ids.read_bytes()[1:])
+    with pytest.raises(CacheError, match=r"the id of group 0 has \d bytes in 2 lines"):
+        RolloutDataset(path).id(0)
+    assert verify(path, Limits(deep=True), names=["groups_read"])["groups_read"].problems
+
+
+@pytest.mark.parametrize("changed", [{"rollouts_val_frac": 1.0}, {"rollouts_vocab_size": 2**31 + 1}])
+def test_settings_that_no_rollouts_can_be_built_with_are_refused_before_a_build(
+    settings: Settings, changed: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(changed))} .* expected 0 ") as error:
+        dataclasses.replace(settings, **changed)
+    assert code_of(error.value) == "E102"
 
 
 def test_sources_toml_has_a_table_of_rollouts_and_they_train_no_tokenizer(both: Settings, tmp_path: Path) -> None:

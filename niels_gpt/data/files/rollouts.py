@@ -89,7 +89,13 @@ class Behind:
         self.position = {} if position is None else dict(position)
         """For the loader to keep its position in."""
         self._published: Counter[str] = Counter()
+        self._open: tuple[str | None, str] = (None, "")
         self.mark()
+
+    def continues(self, name: str | None, path: str) -> bool:
+        """Whether a row belongs to the group of the row before: both name it, in one file. name: None for no name."""
+        before, self._open = self._open, (name, path)
+        return name is not None and before == self._open
 
     def mark(self) -> None:
         """Remember the counts and the position of the row that was read last."""

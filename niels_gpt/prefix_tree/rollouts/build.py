@@ -33,6 +33,7 @@ from niels_gpt.prefix_tree.rollouts.format import (
 )
 from niels_gpt.prefix_tree.rollouts.records import FIELDS, RolloutGroup, Sample, checked
 from niels_gpt.progress import Progress
+from niels_gpt.storage.codes import coded
 from niels_gpt.storage.fileio import id_lines
 from niels_gpt.storage.meta_json import checked_int, shortened
 from niels_gpt.tokenizers.protocol import MAX_IDS, TOKEN_DTYPES, Tokenizer, token_dtype_name
@@ -199,10 +200,11 @@ class _Writer:
             self._fields = tuple(sample.fields)
         self._counts["samples_kept"] += 1
         if tuple(sample.fields) != self._fields:
-            raise ValueError(
+            problem = (
                 f"sample {number} of group {shortened(group)} has the fields ({', '.join(sample.fields)}); expected "
                 f"({', '.join(self._fields)}), those of the first sample. Give every sample the same fields"
             )
+            raise coded("E304", ValueError(problem))
 
     def _append(self, split: str, name: str, samples: list[Sample]) -> None:
         group, sums, files = stored(samples), self.sums[split], self._build.files

@@ -62,6 +62,22 @@ def _check_ends(folder: Path, split: str, ends: Mapping[str, int], samples: int,
             raise CacheError(path, f"{size} entries", f"{expected[name]} by the index", REBUILD, code="E203")
 
 
+def sums(groups: Ints, samples: Ints) -> dict[str, int]:
+    """Return what meta.json counts of a split, under its keys; groups, samples and tokens are in `totals`."""
+    lengths, prompts, targets, _, _ = samples.T
+    return {
+        "groups": len(groups),
+        "samples": len(samples),
+        "tokens": int(lengths.sum()),
+        "tokens_after": int(groups[:, 7].sum()),
+        "pairs": int((lengths * (lengths + 1) // 2).sum()),
+        "pairs_after": int(groups[:, 8].sum()),
+        "loss_tokens": int(targets.sum()),
+        "scores": int(scored_tokens(lengths, prompts).sum()),
+        "samples_without_target": int((targets == 0).sum()),
+    }
+
+
 def _pieces(ends: Ints) -> Iterator[tuple[int, int]]:
     """Yield ranges of groups with at most _PIECE samples, or of one group."""
     first = 0

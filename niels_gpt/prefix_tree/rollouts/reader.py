@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,16 @@ import numpy.typing as npt
 from niels_gpt.cache.formats import SPLITS, token_dtype_of
 from niels_gpt.cache.meta import check_expected, existing_cache, fingerprint, open_version, reader_meta
 from niels_gpt.cache.mmap import mapped_npy, mmap_tokens, public_file
-from niels_gpt.prefix_tree.rollouts.format import BIT_ORDER, GROUP_COLUMNS, KIND, SAMPLE_COLUMNS, file_of, per
+from niels_gpt.prefix_tree.rollouts.format import (
+    BIT_ORDER,
+    GROUP_COLUMNS,
+    KIND,
+    SAMPLE_COLUMNS,
+    Ints,
+    file_of,
+    per,
+    scored_tokens,
+)
 from niels_gpt.prefix_tree.rollouts.index import check_index
 from niels_gpt.prefix_tree.rollouts.records import FIELDS, PER_TOKEN, Rollout, RolloutGroup, Sample
 from niels_gpt.storage.errors import REBUILD, CacheError
@@ -32,7 +41,16 @@ if TYPE_CHECKING:
 _FLOAT = np.dtype("<f4")
 _BYTE = np.dtype("u1")
 _MAX_ID_BYTES = 1 << 24
+_FILL = "Build it with a share of the groups for val: val_frac, or --rollouts-val-frac for recorded rollouts"
 _FIRST_ID, _NEWLINE = GROUP_COLUMNS.index("first_id"), ord("\n")
+
+
+class _Offsets(NamedTuple):
+    """Where the samples of a group lie: int64 [samples] each."""
+
+    rests: Ints  # of the ids behind the prefix, in the token file
+    bits: Ints  # in the loss file
+    scores: Ints  # in the files of float32 by token
 
 
 class RolloutDataset:
@@ -68,6 +86,9 @@ class RolloutDataset:
         self._hold, meta, self.vocab_size = open_version(self.folder, KIND, tokenizer_sha256)
         if meta is None:
             raise CacheError(self.folder, f"no {META_NAME}", "a rollout cache", REBUILD, code="E207")
+        if tokenizer_sha256 is not None and meta.get("tokenizer_sha256") is None:
+            found, remedy = "does not record which tokenizer its ids are of", "Open it without tokenizer_sha256"
+            raise CacheError(self.folder / META_NAME, found, remedy=remedy, code="E402")
         self.meta: dict[str, Any] = meta
         self.fields: dict[str, str] = _fields(meta, str(self.folder / META_NAME))
         """The names of the fields -> "token" or "sample", as `LossEdges.field(values, per=...)` takes it."""
@@ -75,7 +96,11 @@ class RolloutDataset:
         check_expected(self.fingerprint(), expect, str(self.folder))
 
     def _open(self) -> None:
-        sizes = {record["name"]: record["bytes"] for record in file_records(self.meta, str(self.folder / META_NAME))}
+        where = str(self.folder / META_NAME)
+        sizes = {record["name"]: record["bytes"] for record in file_records(self.meta, where)}
+        if self.vocab_size is None and self.meta.get("token_dtype") != "uint32-le":
+            raise wrong_value(where, "token_dtype", self.meta.get("token_dtype"), "'uint32-le' without a vocab_size")
+        self._offsets: tuple[int, _Offsets] | None = None
 
         def opened(name: str) -> tuple[Path, int]:
             if name not in sizes:
@@ -89,9 +114,13 @@ class RolloutDataset:
         def table(name: str, columns: Sequence[str]) -> npt.NDArray[np.int64]:
             place, size = opened(f"index/{self.split}_{name}.npy")
             flat = mapped_npy(place, size)
-            if not len(flat) or len(flat) % len(columns):
-                found = f"{len(flat)} numbers" if len(flat) else f"no group in split {self.split}"
+            if len(flat) % len(columns):
+                found = f"{len(flat)} numbers"
                 raise CacheError(place, found, f"{len(columns)} for each of {name}", REBUILD, code="E203")
+            if not len(flat):
+                raise CacheError(
+                    self.folder, f"split {self.split} is empty: no group is in it", remedy=_FILL, code="E204"
+                )
             return flat.reshape(-1, len(columns))
 
         self.groups, self.samples = table("groups", GROUP_COLUMNS), table("samples", SAMPLE_COLUMNS)
@@ -101,16 +130,26 @@ class RolloutDataset:
         self._values = {name: mapped(file_of(self.split, name), _FLOAT) for name in self.fields}
         files = {"tokens": self._tokens, "loss": self._bits, "ids": self._ids, **self._values}
         check_index(self.folder, self.split, self.groups, self.samples, {key: len(file) for key, file in files.items()})
+        self._check_totals()
         ends = np.append(self.groups[1:, _FIRST_ID], len(self._ids)) - 1
         if (self._ids[ends] != _NEWLINE).any():
             path = public_file(self.folder / f"index/{self.split}_groups.npy")
             raise CacheError(path, "first_id inside a line", "the first byte of one", REBUILD, code="E203")
 
+    def _check_totals(self) -> None:
+        totals = self.meta.get("totals")
+        counted = {"groups": len(self.groups), "samples": len(self.samples), "tokens": int(self.samples[:, 0].sum())}
+        for unit, number in counted.items():
+            found = totals.get(f"{self.split}_{unit}") if isinstance(totals, dict) else None
+            if found != number:
+                where = str(self.folder / META_NAME)
+                raise wrong_value(where, f"totals.{self.split}_{unit}", found, f"{number} by the index")
+
     def __getstate__(self) -> dict[str, Any]:
         return {
             key: value
             for key, value in self.__dict__.items()
-            if key not in ("groups", "samples", "_tokens", "_bits", "_ids", "_values")
+            if key not in ("groups", "samples", "_tokens", "_bits", "_ids", "_values", "_offsets")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -142,8 +181,10 @@ class RolloutDataset:
         first = int(self._group(group)["first_id"])
         end = int(self.groups[group + 1, _FIRST_ID]) if group + 1 < len(self) else len(self._ids)
         line, path = self._ids[first:end], public_file(self.folder / f"index/{self.split}_ids.txt")
-        if len(line) > _MAX_ID_BYTES or (line == _NEWLINE).sum() != 1:
-            raise CacheError(path, f"line {group} has {len(line):,} bytes", "one line of at most 16 MiB", code="E201")
+        lines = int((line == _NEWLINE).sum())
+        if len(line) > _MAX_ID_BYTES or lines != 1:
+            found = f"the id of group {group} has {len(line):,} bytes in {lines} lines"
+            raise CacheError(path, found, "one line of at most 16 MiB", REBUILD, code="E201")
         try:
             return id_of_line(line[:-1].tobytes())
         except ValueError as error:
@@ -200,28 +241,41 @@ class RolloutDataset:
 
     def read(self, group: int, samples: Sequence[int] | None = None) -> list[Sample]:
         """Return all samples of a group, or some of them, as arrays. Raises: as `group`."""
-        row = self._group(group)
-        first, count = row["first_sample"], row["samples"]
-        lengths, prompts = self.samples[first : first + count, :2].T
-        wanted = range(count) if samples is None else [range(count)[number] for number in samples]
-        prefix, rests = row["prefix"], lengths - row["prefix"]
-        begins = row["first_token"] + prefix + np.cumsum(rests) - rests
-        shared = self._tokens[row["first_token"] : row["first_token"] + prefix]
-        at, scored = np.cumsum(lengths) - lengths, lengths - np.maximum(prompts, 0)
-        first_bits = 8 * row["first_byte"] + at
-        scores = row["first_score"] + np.cumsum(scored) - scored
+        row, at = self._group(group), self._offsets_of(group)
+        first, begin = row["first_sample"], row["first_token"]
+        shared = self._tokens[begin : begin + row["prefix"]]
+        wanted = range(row["samples"]) if samples is None else [range(row["samples"])[number] for number in samples]
         found = []
         for number in wanted:
-            length, prompt = int(lengths[number]), int(prompts[number])
-            ids = np.concatenate([shared, self._tokens[begins[number] : begins[number] + rests[number]]])
+            length, prompt, targets = self.samples[first + number, :3].tolist()
+            rest = int(at.rests[number])
+            ids = np.concatenate([shared, self._tokens[rest : rest + length - row["prefix"]]])
             self._check_ids(ids, group, number)
             fields = {}
             for name, values in self._values.items():
-                begin, size = (scores[number], scored[number]) if self.fields[name] == "token" else (first + number, 1)
-                fields[name] = values[begin : begin + size]
-            mask = self._mask(int(first_bits[number]), length)
-            found.append(Sample(ids.astype(np.int64), prompt, mask, fields))
+                by_token = self.fields[name] == "token"
+                start, size = (int(at.scores[number]), length - max(prompt, 0)) if by_token else (first + number, 1)
+                fields[name] = values[start : start + size]
+            sample = Sample(ids.astype(np.int64), prompt, self._mask(int(at.bits[number]), length), fields)
+            self._check_sample(sample, targets, group, number)
+            found.append(sample)
         return found
+
+    def _offsets_of(self, group: int) -> _Offsets:
+        """Return where the samples of a group lie; those of the last group are kept, for one that is read in parts."""
+        if self._offsets is None or self._offsets[0] != group:
+            row = self._group(group)
+            lengths, prompts = self.samples[row["first_sample"] : row["first_sample"] + row["samples"], :2].T
+            at, rests, scored = np.cumsum(lengths) - lengths, lengths - row["prefix"], scored_tokens(lengths, prompts)
+            self._offsets = (
+                group,
+                _Offsets(
+                    row["first_token"] + row["prefix"] + np.cumsum(rests) - rests,
+                    8 * row["first_byte"] + at,
+                    row["first_score"] + np.cumsum(scored) - scored,
+                ),
+            )
+        return self._offsets[1]
 
     def _mask(self, first: int, length: int) -> npt.NDArray[np.bool_]:
         """Return the loss mask of a sample from its first bit in the file on."""
@@ -239,6 +293,20 @@ class RolloutDataset:
             path = public_file(self.folder / file_of(self.split, "tokens"))
             found = f"sample {number} of group {group} has the id {ids.max()}"
             raise CacheError(path, found, f"ids below {limit}", REBUILD, code="E203")
+
+    def _check_sample(self, sample: Sample, targets: int, group: int, number: int) -> None:
+        """Raise CacheError unless mask and fields are as docs/formats.md has them. targets: by the index."""
+        where, mask = f"sample {number} of group {group}", sample.loss_mask
+        for name, values in sample.fields.items():
+            if not np.isfinite(values).all():
+                path = public_file(self.folder / file_of(self.split, name))
+                raise CacheError(path, f"{where} has a value that is not finite", remedy=REBUILD, code="E203")
+        path = public_file(self.folder / file_of(self.split, "loss"))
+        if sample.num_loss_tokens != targets:
+            found = f"{where} has {sample.num_loss_tokens} targets"
+            raise CacheError(path, found, f"{targets} by the index", REBUILD, code="E203")
+        if "token" in self.fields.values() and mask[: max(sample.prompt_length, 0)].any():
+            raise CacheError(path, f"{where} has a target in its prompt, without a score", remedy=REBUILD, code="E203")
 
     def __iter__(self) -> Iterator[RolloutGroup]:
         """Yield every group in the order of the build."""

@@ -5,6 +5,7 @@ Arrays are NumPy's. Lists, tuples and tensors are accepted too.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -49,6 +50,12 @@ class RolloutGroup:
     id: str
     """The group's name in its source."""
     samples: Sequence[Rollout] = field(default_factory=list)
+    """A list, not a generator: it is read more than once."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for samples that can be read only once."""
+        if not hasattr(self.samples, "__len__"):
+            raise ValueError(f"samples are a {type(self.samples).__name__}, expected a list")
 
 
 class Sample(NamedTuple):
@@ -75,7 +82,7 @@ def checked(rollout: Rollout, vocab_size: int | None) -> Sample | str:
     target in the prompt of a sample that has fields by token).
     """
     try:
-        ids, prompt = _integers(rollout.ids), int(rollout.prompt_length)
+        ids, prompt = _integers(rollout.ids), operator.index(rollout.prompt_length)
         mask = None if rollout.loss_mask is None else _mask(rollout.loss_mask)
         fields = _fields(rollout)
     except (TypeError, ValueError, OverflowError):
@@ -100,7 +107,10 @@ def checked(rollout: Rollout, vocab_size: int | None) -> Sample | str:
 
 
 def _array(values: Any) -> npt.NDArray[Any]:
-    array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = values.float() if values.is_floating_point() else values  # NumPy has no bfloat16
+    array = np.asarray(values)
     if array.ndim != 1 or (len(array) and array.dtype.kind not in "biuf"):
         raise TypeError(f"{array.dtype} of shape {list(array.shape)}")
     return array
@@ -123,6 +133,8 @@ def _mask(values: Any) -> npt.NDArray[np.bool_]:
 
 
 def _fields(rollout: Rollout) -> dict[str, npt.NDArray[np.float32]]:
+    if isinstance(rollout.advantage, str | bytes) or isinstance(rollout.reward, str | bytes):
+        raise TypeError("a text in place of a number")
     found: dict[str, Any] = {"logprobs": rollout.logprobs, "reward": rollout.reward}
     by_token = rollout.advantage is not None and np.ndim(rollout.advantage) == 1
     found["advantages" if by_token else "advantage"] = rollout.advantage

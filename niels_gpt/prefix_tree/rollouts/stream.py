@@ -28,6 +28,7 @@ from niels_gpt.sampling.permutation import ROUNDS, permute, random_keys
 from niels_gpt.sampling.position import ResumableStream
 from niels_gpt.sampling.state import key_check, limited
 from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.meta_json import checked_int, printable
 
 STREAM_VERSION = 1
@@ -53,7 +54,7 @@ class RolloutBin:
     loss_tokens: int
     """M, the supervised tokens of this row."""
     step_loss_tokens: int
-    """Those of the rows of all ranks in this step: what a mean over tokens divides a sum by."""
+    """Those of the rows of all ranks in this step: what a mean over tokens divides a sum by. It may be 0."""
     step_samples: int
     """The samples of all ranks in this step."""
     state: dict[str, Any]
@@ -94,6 +95,7 @@ class _Planned(NamedTuple):
     parts: list[_Part]
     samples: int
     loss_tokens: int
+    tokens: int  # of the row, folded
 
 
 class _Epoch(NamedTuple):
@@ -116,9 +118,11 @@ class _Row(NamedTuple):
 class RolloutStream(ResumableStream[RolloutBin]):
     """Bins of a split, epoch after epoch: each sample exactly once an epoch, and a group in one bin where it fits.
 
-    A step is `world_size` bins of one window, about equal in size; rank r gets the r-th of them, so all ranks have the
-    same number. Where the last step of the stream has fewer bins than ranks, the others get filler. The state is the
-    same on every rank, and a run may resume with other ranks and workers. See docs/rollouts.md.
+    A step is the next `world_size` bins; rank r gets the r-th of them, so all ranks have the same number. The bins of a
+    window come in falling size, more or less: rows of a step are about equal, but for the last bins of a window, which
+    may be small, and for a step that crosses into the next window. Where the last step of the stream has fewer bins
+    than ranks, the others get filler. The state is the same on every rank, and a run may resume with other ranks and
+    workers. See docs/rollouts.md.
     """
 
     def __init__(
@@ -239,12 +243,12 @@ class RolloutStream(ResumableStream[RolloutBin]):
         plan = plan_bins(SampleSizes(lengths, shared, offsets), self.max_tokens, oversize=self.oversize)
         group = np.repeat(np.arange(len(groups)), counts)
         bins = []
-        for places in plan.bins:
+        for places, tokens in zip(plan.bins, plan.tokens, strict=True):
             parts = []
             for some in np.split(places, np.flatnonzero(np.diff(group[places])) + 1):
                 at = int(group[some[0]])
                 parts.append(_Part(int(groups[at]), np.sort(order[some]), len(some) == counts[at]))
-            bins.append(_Planned(parts, len(places), int(targets[places].sum())))
+            bins.append(_Planned(parts, len(places), int(targets[places].sum()), tokens))
         return bins
 
     def _planned(self, base: int) -> Iterator[tuple[_Planned, int]]:
@@ -300,6 +304,12 @@ class RolloutStream(ResumableStream[RolloutBin]):
         forest = PrefixForest.joined(
             [folded(part.group, some, part.is_whole) for part, some in zip(parts, read, strict=True)]
         )
+        if not work.is_filler and forest.num_tokens != work.planned.tokens:
+            path = public_file(self.dataset.folder / f"index/{self.dataset.split}_samples.npy")
+            found = (
+                f"lcp: samples of groups {[part.group for part in parts][:9]} fold into {work.planned.tokens} tokens"
+            )
+            raise CacheError(path, found, f"{forest.num_tokens} by their ids", REBUILD, code="E203")
         samples = [sample for some in read for sample in some]
         numbers = np.concatenate([part.samples + self.dataset.groups[part.group, 0] for part in parts])
         groups = np.repeat([part.group for part in parts], [len(part.samples) for part in parts])

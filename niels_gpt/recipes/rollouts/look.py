@@ -41,11 +41,12 @@ def _rows(cache: Path, meta: dict[str, Any]) -> list[tuple[str, Any]]:
     rows += [(split, _split_line(cache, meta, split)) for split in SPLITS]
     before, pairs = (sum(of.values()) for of in ({s: totals[f"{s}_tokens"] for s in SPLITS}, meta["pairs"]))
     after, pairs_after = (sum(meta[name].values()) for name in ("tokens_after", "pairs_after"))
-    saved = f"{before / after:.2f}x fewer tokens, {pairs / pairs_after:.2f}x fewer attention pairs, each group folded"
+    token_factor, pair_factor = before / max(after, 1), pairs / max(pairs_after, 1)  # verify names a sum that is wrong
+    saved = f"{token_factor:.2f}x fewer tokens, {pair_factor:.2f}x fewer attention pairs, each group folded"
     rows += [
         ("folding", saved),
         ("fields", ", ".join(f"{name} by {of}" for name, of in meta["fields"].items()) or "none"),
-        ("with loss", f"{sum(meta['loss_tokens'].values()) / before:.0%} of the tokens"),
+        ("with loss", f"{sum(meta['loss_tokens'].values()) / max(before, 1):.0%} of the tokens"),
         ("without a target", number_of(sum(meta["samples_without_target"].values()), "sample")),
         ("dropped", _counted(meta["dropped"])),
         ("left out by the loader", _counted(source.get("counters", {}))),
