@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.byte_tokenizer import ByteTokenizer, WideByteTokenizer
 from support.fuzzed import JSON, Files, damaged, fuzz, written
+from support.small_builds import rollouts
 
 from niels_gpt.builders.meta_keys import Source, content_sha256
 from niels_gpt.builders.pretrain import build_pretrain, build_stub
@@ -40,6 +41,8 @@ from niels_gpt.inspection.readers import refusal
 from niels_gpt.inspection.show import show
 from niels_gpt.inspection.stats import PositionError, stats
 from niels_gpt.inspection.verify import find_damage
+from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
+from niels_gpt.recipes.rollouts.checks import find_damage as rollout_damage
 from niels_gpt.sampling import EpochStream, bits_per_byte, iter_eval
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
@@ -48,7 +51,15 @@ from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
 
 KINDS = ("pretrain", "sft", "wide pretrain", "wide sft")
 """Of the caches that have both splits."""
-EXAMPLES = {"pretrain": 80, "sft": 80, "wide pretrain": 40, "wide sft": 40, "partial": 40, "tokenizer": 40, "stub": 20}
+EXAMPLES = {
+    "pretrain": 80,
+    "sft": 80,
+    "wide pretrain": 40,
+    "wide sft": 40,
+    "partial": 40,
+    "tokenizer": 40,
+    "stub": 20,
+} | {"rollouts": 40}
 """Of each kind; wide: of ids of 32 bits."""
 
 
@@ -67,6 +78,7 @@ def good(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePiece
     budget = {"max_train_tokens": 30, "max_val_tokens": 0}
     build_pretrain([("train", "a" * 30)], root / "partial", **fixed, **budget, partial=True)
     build_stub(root / "stub", tokenizer=tokenizer, source=Source(name="stub"), seed=0, shard_bytes=20)
+    rollouts(root / "rollouts")
     found: dict[str, Files] = {}
     for kind in EXAMPLES.keys() - {"tokenizer"}:
         folder = (root / kind).resolve()
@@ -89,6 +101,8 @@ def readers(kind: str, folder: Path) -> Iterator[Callable[[], object]]:
     eot, kind = 100_004 if kind.startswith("wide") else 4, kind.removeprefix("wide ")
     if kind == "tokenizer":
         yield lambda: load_tokenizer(folder / "spm.model")
+    for split in ("train", "val") if kind == "rollouts" else ():
+        yield partial(RolloutDataset, folder, split)
     for split in {"pretrain": ("train", "val"), "partial": ("train",), "sft": ("train", "val")}.get(kind, ()):
         for way in get_args(IO):
             if kind == "sft":
@@ -105,6 +119,8 @@ def readers(kind: str, folder: Path) -> Iterator[Callable[[], object]]:
 
 def draw(reader: Any) -> None:
     """Read of a token cache: no id is one outside the vocabulary."""
+    if isinstance(reader, RolloutDataset):
+        assert all(sample.ids.max() < (reader.vocab_size or 1 << 31) for group in reader for sample in group.samples)
     if not isinstance(reader, PretrainTokenStreamDataset | SFTExampleDataset):
         return
     generator, end = torch.Generator().manual_seed(0), reader.vocab_size or 1 << 31
@@ -136,6 +152,8 @@ def refused(kind: str, folder: Path) -> list[str]:
     return found
 
 
+SUMS = ("tokens_after", "pairs", "pairs_after", "loss_tokens", "scores", "samples_without_target", "groups_read")
+SUMS += ("samples_read", "not")  # not as docs/formats.md describes it
 READ_BY_READERS = re.compile("(built|token_dtype|format_version|tokenizer_sha256|kind|utf8_bytes|the readers refuse) ")
 
 
@@ -145,6 +163,8 @@ def is_verifys_own(kind: str, damage: Damage) -> bool:
         return True
     if kind == "partial" and damage.file == "val":  # no reader opens it here
         return True
+    if not damage.file:  # of rollouts: a sum that meta.json has and no reader takes
+        return damage.problem.partition(META_NAME)[2].split(".")[0].removeprefix(": ").split(" ")[0] in SUMS
     if damage.file == META_NAME:
         return READ_BY_READERS.match(damage.problem) is None
     return damage.file.startswith("index/") or "does not name" in damage.problem or "not the header" in damage.problem
@@ -240,11 +260,13 @@ def test_verify_passes_what_the_readers_open_and_these_give_good_ids(good: dict[
             else (data.draw(edited(whole)), good["tokenizer"] if data.draw(st.booleans()) else None)
         )
         with written(files, tokenizer) as folder:
-            found, messages = find_damage(folder, deep=False), refused(kind, folder)
+            look = rollout_damage if kind == "rollouts" else find_damage
+            found, messages = look(folder, deep=False), refused(kind, folder)
             assert found or not messages
             assert messages or all(is_verifys_own(kind, damage) for damage in found)
             nothing_there = all("this split has no shard" in message for message in messages)
-            assert refusal(folder) or nothing_there or META_NAME not in files or kind == "tokenizer", messages
+            is_seen = META_NAME in files and kind not in ("tokenizer", "rollouts")  # of rollouts: the sizes of files
+            assert refusal(folder) or nothing_there or not is_seen, messages
             with contextlib.suppress(CacheError, FileNotFoundError):
                 for record in file_records(read_meta(str(folder / META_NAME))):
                     path = path_inside(folder, record["name"])
