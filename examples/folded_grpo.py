@@ -68,8 +68,13 @@ class FoldedGRPOTrainer(GroupedGRPOTrainer):
         **more: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         given = sorted(name for name, value in more.items() if value is not None)
-        if given or compute_aux_loss:  # an auxiliary loss counts how many tokens each expert has
-            raise ValueError(f"a folded row has no {', '.join(given) or 'auxiliary loss'}: use GRPOTrainer")
+        if compute_aux_loss:  # it counts how many tokens each expert has
+            raise ValueError(
+                "a folded row has no auxiliary loss: pass router_aux_loss_coef=0.0 to GRPOConfig to train without it, "
+                "or use GRPOTrainer"
+            )
+        if given:
+            raise ValueError(f"a folded row has no {', '.join(given)}: use GRPOTrainer")
         seen, size, found = attention_mask.bool(), batch_size or len(input_ids), []
         for ids, mask in zip(input_ids.split(size), seen.split(size), strict=True):
             forest = folded(ids, mask, logits_to_keep)

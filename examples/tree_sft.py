@@ -48,6 +48,9 @@ def check_trees_fit(stream: RolloutStream) -> None:
 def main(arguments: list[str] | None = None) -> list[float]:
     """Train; print the losses, the tokens and the evaluation; return the loss of each step."""
     options = parse(arguments)
+    if not options.checkpoint.absolute().parent.is_dir():
+        raise SystemExit(f"{options.checkpoint}: its folder does not exist. Make it first")
+    sizes = {"hidden": options.hidden, "max_tokens": options.max_tokens}
     stream = RolloutStream(options.cache, options.max_tokens, seed=0)
     check_trees_fit(stream)
     torch.manual_seed(0)
@@ -63,6 +66,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
     losses: list[float] = []
     if options.checkpoint.exists():
         saved = torch.load(options.checkpoint, weights_only=True)
+        if saved["sizes"] != sizes:
+            found = ", ".join(f"--{name.replace('_', '-')} {size}" for name, size in saved["sizes"].items())
+            raise SystemExit(f"{options.checkpoint} was made with {found}: expected the same, or another --checkpoint")
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         stream.load_state_dict(saved["stream"])
@@ -84,7 +90,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
             )
         if len(losses) % 10 == 0 or len(losses) == options.steps:
             parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save({**parts, "stream": batch.state, "losses": losses}, options.checkpoint)
+            torch.save({**parts, "sizes": sizes, "stream": batch.state, "losses": losses}, options.checkpoint)
     if folded:
         print(f"{folded:,} tokens computed for {unfolded:,} of the threads: {unfolded / folded:.2f}x fewer")
     print(f"val after: {nats_per_token(model, map(val.forest, range(len(val)))):.3f} nats a token")

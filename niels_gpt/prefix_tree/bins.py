@@ -136,7 +136,7 @@ def plan_bins(
         ranks: processes that share the bins. Each gets the same number of them; where groups are too few for that,
             the largest are cut.
         oversize: of a sample with more than max_tokens: "error", or "own_bin", where the bin exceeds the budget.
-        shape: of the model, for the work of a bin.
+        shape: of the model, for the work of a bin. Its head is not counted: sizes do not tell which rows have a loss.
         names: of the samples, for errors. Default: their indices.
 
     With one rank the largest group comes first and goes into the fullest bin that has room (best fit decreasing).
@@ -144,7 +144,11 @@ def plan_bins(
 
     Raises:
         ValueError: a sample is larger than the budget, there are fewer samples than ranks, or an argument is wrong.
+        TypeError: max_tokens or ranks is not a whole number.
     """
+    for name, number in (("max_tokens", max_tokens), ("ranks", ranks)):
+        if not isinstance(number, int | np.integer):
+            raise TypeError(f"{name} is {number!r}; expected a whole number")
     if max_tokens < 1 or ranks < 1 or oversize not in OVERSIZE:
         raise ValueError(
             f"max_tokens is {max_tokens}, ranks {ranks} and oversize {oversize!r}; expected 1 or more, 1 or more, and "
@@ -350,13 +354,14 @@ def pack(
     Args:
         samples: forests, each of them a group; or sequences of ids, as in PrefixForest.from_sequences.
         max_tokens: the most tokens of a row.
-        groups: of sequences, the group of each, such as the id of its prompt. Samples of different groups share
-            nothing. Default: one group.
+        groups: of sequences, the group of each, such as the id of its prompt: a list, array or tensor. Samples of
+            different groups share nothing. Default: one group.
         loss_mask, prompt_lengths: of sequences, as in PrefixForest.from_sequences.
         ranks, oversize, shape: as in `plan_bins`.
 
     Raises:
-        ValueError: as in `plan_bins` and PrefixForest.from_sequences; or an argument for sequences beside forests.
+        ValueError, TypeError: as in `plan_bins` and PrefixForest.from_sequences; or an argument for sequences beside
+            forests.
     """
     forests, numbers = _grouped(samples, groups, loss_mask, prompt_lengths)
     sizes, order = SampleSizes.of(forests)
@@ -392,7 +397,8 @@ def _grouped(
                 "forests have their groups, masks and prompts; expected these arguments for sequences only"
             )
         return samples, np.arange(sum(forest.num_samples for forest in samples))
-    keys = [0] * len(samples) if groups is None else list(groups)
+    keys = [0] * len(samples) if groups is None else _plain(groups)
+    prompt_lengths = None if prompt_lengths is None else _plain(prompt_lengths)
     given = {"groups": keys, "loss_mask": loss_mask, "prompt_lengths": prompt_lengths}
     for name, values in given.items():
         if values is not None and len(values) != len(samples):
@@ -411,6 +417,12 @@ def _grouped(
     if not forests:
         raise ValueError("there are no samples; expected at least one")
     return forests, np.concatenate([np.array(numbers, dtype=np.int64) for numbers in members.values()])
+
+
+def _plain(values: Iterable[Any]) -> list[Any]:
+    """Return values without tensors, which as keys are equal to nothing but themselves."""
+    values = values.tolist() if isinstance(values, Tensor | np.ndarray) else values
+    return [value.tolist() if isinstance(value, Tensor) else value for value in values]
 
 
 def _loss_tokens(forest: PrefixForest) -> Ints:

@@ -13,6 +13,7 @@ values for one edge. `LossEdges.field` puts them into the order of `sample_edge`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, overload
@@ -152,7 +153,7 @@ class LossEdges:
         Raises:
             ValueError: the sizes fit none of these, or several that differ; per="completion" of a forest that does not
                 know where completions begin.
-            TypeError: values is a mapping or text.
+            TypeError: values is a mapping or text, or holds something other than numbers.
         """
         if per is not None and per not in PER:
             raise ValueError(f"per is {per!r}; expected one of {', '.join(PER)}")
@@ -216,9 +217,9 @@ def edge_logprobs(
             of -inf counts 0. Edges of one row have equal entropies, and `sample_logprobs` gives them by token.
 
     Raises:
-        ValueError: T is not that of the forest, chunk is below 1, or temperature is not above 0.
+        ValueError: T is not that of the forest, chunk is below 1, or temperature is not a number above 0.
     """
-    if chunk < 1 or temperature <= 0:
+    if chunk < 1 or not 0 < temperature < math.inf:
         raise ValueError(f"chunk is {chunk} and temperature {temperature}; expected 1 or more, and a number above 0")
     rows, uses = torch.unique_consecutive(edges.row, return_counts=True)
     picked = _flat(hidden_or_logits, edges.num_rows)[rows]

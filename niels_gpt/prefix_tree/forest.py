@@ -35,10 +35,15 @@ class ModelShape:
     parameters: int  # those that every token is multiplied with
     layers: int
     d_model: int
+    head_parameters: int = 0  # those that only rows with a loss are multiplied with, apart from `parameters`
 
-    def training_flops(self, tokens: int, pairs: int) -> int:
-        """Return the FLOPs of forward and backward: 3 * (2 * parameters * tokens + 4 * d_model * layers * pairs)."""
-        return 3 * (2 * self.parameters * tokens + 4 * self.d_model * self.layers * pairs)
+    def training_flops(self, tokens: int, pairs: int, head_rows: int = 0) -> int:
+        """Return the FLOPs of forward and backward, 3 * (2 * products + 4 * d_model * layers * pairs).
+
+        products: parameters * tokens + head_parameters * head_rows, where head_rows are those with a loss.
+        """
+        products = self.parameters * tokens + self.head_parameters * head_rows
+        return 3 * (2 * products + 4 * self.d_model * self.layers * pairs)
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class ForestStats:
     shared_samples: int  # duplicates and prefixes of other samples, which add no token
     flops_before: int | None = None  # of training; None without a ModelShape
     flops_after: int | None = None
+    head_rows_before: int = 0  # rows with a loss: the only ones that the head is multiplied with
+    head_rows_after: int = 0  # each once, however many targets it has
 
     @property
     def tree_token_ratio(self) -> float:
@@ -356,6 +363,7 @@ class PrefixForest:
         pairs_before = int((lengths * (lengths + 1) // 2).sum())
         ends = self.subtree_end[:size]
         pairs_after = int((ends - torch.arange(size, device=ends.device)).sum())
+        heads = self._head_rows()
         parents = self.node_parents.tolist()
         levels: list[int] = []
         for parent in parents:
@@ -373,9 +381,18 @@ class PrefixForest:
             max_levels=max(levels),
             max_branching=int(children.max()) if len(children) else 1,
             shared_samples=self.num_samples - len(leaves),  # every leaf is the end of a sample
-            flops_before=shape.training_flops(before, pairs_before) if shape else None,
-            flops_after=shape.training_flops(size, pairs_after) if shape else None,
+            flops_before=shape.training_flops(before, pairs_before, heads[0]) if shape else None,
+            flops_after=shape.training_flops(size, pairs_after, heads[1]) if shape else None,
+            head_rows_before=heads[0],
+            head_rows_after=heads[1],
         )
+
+    def _head_rows(self) -> tuple[int, int]:
+        """Return how many rows predict a target: of all samples, and of the folded row."""
+        wanted = self.loss_mask.clone()
+        wanted[self.sample_offsets[:-1]] = False  # no row predicts the first token of a sample
+        used = self.rows_above[self.sample_rows[wanted]]
+        return len(used), int(torch.zeros_like(self.input_ids, dtype=torch.bool).index_fill_(0, used, True).sum())
 
 
 def _prompt_lengths(values: Iterable[int], lengths: radix.Ints) -> radix.Ints:

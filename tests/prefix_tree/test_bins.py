@@ -1,5 +1,6 @@
 """Bins hold every sample once under the budget, cost what was planned, and add up to the gradients of one row."""
 
+import math
 import random
 from typing import Any
 
@@ -106,6 +107,12 @@ def test_groups_stay_together_and_one_above_the_budget_is_cut_in_depth_first_ord
     assert sum(each.tokens for each in cut) == 8 + 3, "the prefix that both pieces share is stored twice"
 
 
+@pytest.mark.parametrize("keys", [torch.tensor([3, 3]), np.array([3, 3]), [torch.tensor(3), torch.tensor(3)]])
+def test_equal_groups_are_one_however_they_are_given(keys: Any) -> None:
+    (found,) = pack([[1, 2], [1, 3]], 9, groups=keys, prompt_lengths=torch.tensor([1, 1]))
+    assert found.tokens == 3
+
+
 def test_equal_input_gives_equal_bins() -> None:
     draw = random.Random(3)
     forests = [PrefixForest.from_sequences(group) for group in drawn_groups(draw) + drawn_groups(draw)]
@@ -156,6 +163,9 @@ def test_a_sample_above_the_budget_is_named_or_gets_its_own_bin() -> None:
     ("arguments", "said"),
     [
         ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": 2.5}, "max_tokens is 2.5; expected a whole number"),
+        ({"max_tokens": "9"}, "max_tokens is '9'; expected a whole number"),
+        ({"max_tokens": math.nan}, "max_tokens is nan; expected a whole number"),
         ({"ranks": 0}, "ranks 0"),
         ({"oversize": "drop"}, "'drop'; expected"),
         ({"groups": [1]}, "1 groups for 2 samples"),
@@ -165,5 +175,5 @@ def test_a_sample_above_the_budget_is_named_or_gets_its_own_bin() -> None:
     ],
 )
 def test_what_cannot_be_packed_is_refused(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises((ValueError, TypeError), match=said):
         pack(**{"samples": [[1, 2], [1, 3]], "max_tokens": 9, **arguments})

@@ -277,6 +277,7 @@ class TestFields:
         ("values", "words"),
         [
             ([[1, 2], [3]], r"sample 1 has 1 values; expected one of: 1 \(per sample\), 5 \(per token\), 3"),
+            ([None, 1.0], r"a field has \[None, 1.0\]; expected numbers"),
             ([[1, 2]], "a field has 1 rows; expected one for each of 2 samples"),
             ([torch.ones(2, 1), torch.ones(3, 1)], r"the field of sample 0 has shape \[2, 1\]; expected one axis"),
             ([1.0, [1.0, 2.0]], r"the field of sample 0 has shape \[\]; expected one axis"),
@@ -285,8 +286,10 @@ class TestFields:
         ],
     )
     def test_other_sizes_are_refused_with_the_sizes_that_fit(self, values: object, words: str) -> None:
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises((ValueError, TypeError), match=words):
             self.edges.field(values)
+        with pytest.raises(ValueError, match=r"shape \[2, 3\]; expected one value for each sample"):
+            self.edges.field(torch.zeros(2, 3), per="sample")
         with pytest.raises(ValueError, match="expected 5 columns or more"):
             self.edges.field(torch.zeros(2, 4), per="token")
         with pytest.raises(ValueError, match="per is 'edge'; expected one of sample, token, completion, target"):
@@ -350,7 +353,7 @@ def test_what_is_not_of_this_row_is_refused() -> None:
     with pytest.raises(ValueError, match=r"edge_logp has shape \[5\]; expected \[3\]"):
         sample_logprobs(torch.zeros(5), edges)
     assert sample_logprobs(logp, edges).shape == (3,)
-    for wrong in ({"chunk": 0}, {"temperature": 0.0}, {"temperature": -1.0}):
+    for wrong in ({"chunk": 0}, {"temperature": 0.0}, {"temperature": -1.0}, {"temperature": math.nan}):
         with pytest.raises(ValueError, match="expected 1 or more, and a number above 0"):
             edge_logprobs(torch.zeros(5, 30), edges, **wrong)
 

@@ -71,7 +71,7 @@ def test_stats_prints_the_numbers_that_two_groups_have_on_paper(two: str, capsys
         "median_token_factor": [(9 / 7 + 8 / 3) / 2],
     }.items():
         assert [found[name] for name in counts.split()] == pytest.approx(values, rel=1e-15)
-    assert found["model_shape"] == {"parameters": 10, "layers": 1, "d_model": 1}
+    assert found["model_shape"] == {"parameters": 10, "layers": 1, "d_model": 1, "head_parameters": 0}
     assert found["best"] == {"token_factor": 8 / 3, "where": f"{two}:2"}
     assert found["worst"] == {"token_factor": 9 / 7, "where": f"{two}:1"}
     assert found["longest_row"] == {"tokens": 7, "where": f"{two}:1"}
@@ -145,22 +145,41 @@ def test_the_shape_of_a_model_is_read_from_its_config(tmp_path: Path, capsys: py
     config.save_pretrained(tmp_path)
     path = file_of(tmp_path / "two.jsonl", [APART, ALIKE])
     attention, mlp, head = 32 * 64 * 2 + 32 * 32 * 2, 3 * 32 * 48, 32 * 97
-    expected = {"parameters": 3 * (attention + mlp) + head, "layers": 3, "d_model": 64}
-    assert found_in([path, "--model", str(tmp_path)], capsys)["model_shape"] == expected
+    expected = {"parameters": 3 * (attention + mlp), "layers": 3, "d_model": 64, "head_parameters": head}
+    found = found_in([path, "--model", str(tmp_path)], capsys)
+    assert found["model_shape"] == expected
+    # Rows with a loss: 2 + 3 become the last of the prompt, 10, 20 and 21; 2 + 2 + 1 become 5 and 7.
+    assert (found["head_rows_before"], found["head_rows_after"]) == (10, 6)
+    body = expected["parameters"]
+    assert found["flops_after"] == 3 * (2 * (10 * body + 6 * head) + 4 * 3 * 64 * 28)
+    assert found["flop_factor_of_any_model"] == {"least": 40 / 28, "most": 1.7}
+    tied = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=97)
+    tied.save_pretrained(tmp_path)  # its positions are an embedding too, and its head is that of ids
+    found = found_in([path, "--model", str(tmp_path)], capsys)["model_shape"]
+    assert (found["parameters"], found["head_parameters"]) == (12 * 32 * 32, head)
+    halves = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "q_lora_rank": 8, "kv_lora_rank": 8}
+    latent = transformers.DeepseekV3Config(**sizes | halves, first_k_dense_replace=3, vocab_size=97)
+    latent.save_pretrained(tmp_path)
+    assert found_in([path, "--model", str(tmp_path)], capsys)["model_shape"]["d_model"] == 4 * (8 + 4 + 6) / 2
+    config.save_pretrained(tmp_path)
     found = found_in([path, "--model", str(tmp_path), "--layers", "5"], capsys)["model_shape"]
     assert found == {**expected, "layers": 5}
     experts = transformers.MixtralConfig(**sizes, intermediate_size=48, vocab_size=97, num_local_experts=8)
     experts.save_pretrained(tmp_path)
     attention, router = 32 * 32 * 2 + 32 * 16 * 2, 32 * 8
     found = found_in([path, "--model", str(tmp_path)], capsys)["model_shape"]
-    assert found["parameters"] == 3 * (attention + router + 2 * mlp) + head, "2 of 8 experts for each token"
+    assert found["parameters"] == 3 * (attention + router + 2 * mlp), "2 of 8 experts for each token"
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
         (None, "no such file, expected the config"),
-        ({"model_type": "llama", "num_hidden_layers": 10**6}, "1000000 layers"),
+        ({"model_type": "llama", "num_hidden_layers": 2000}, "2000 layers"),
+        ({"model_type": "llama", "num_hidden_layers": 3 * 10**7}, "num_hidden_layers is 3e+07; expected 10,000"),
+        ({"model_type": "llama", "num_labels": 3 * 10**6}, "num_labels is 3e+06; expected 10,000 at most"),
+        ({"model_type": "llava", "text_config": {"n_layer": 3 * 10**6}}, "n_layer is 3e+06; expected 10,000 at most"),
+        ({"model_type": "qwen2_5_vl"}, "language model of a qwen2_5_vl cannot be built without its other parts"),
         ({"model_type": "llama", "hidden_size": 2**40}, "hidden_size is 1.1e+12; expected"),
         ({"model_type": "no\u001bsuch"}, "no causal language model can be built"),
         ({"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}, "Give --parameters, --layers and --d-model"),

@@ -74,6 +74,10 @@ def test_a_stop_does_not_show_in_the_losses(
     first = run(example, cache, tmp_path / "stopped.pt", 10)
     assert run(example, cache, tmp_path / "stopped.pt", 30)[10:] == straight[10:]
     assert first == straight[:10]
+    with pytest.raises(SystemExit, match=r"made with --hidden 32, --max-tokens \d+: expected the same"):
+        run(example, cache, tmp_path / "stopped.pt", 30, max_tokens=999)
+    with pytest.raises(SystemExit, match="its folder does not exist"):
+        run(example, cache, tmp_path / "none" / "new.pt", 1)
     with pytest.raises(SystemExit, match="the largest tree has 38 tokens"):
         run(example, cache, tmp_path / "none.pt", 0, max_tokens=37)
 

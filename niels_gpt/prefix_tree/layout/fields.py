@@ -78,7 +78,7 @@ def by_target(values: Any, sample: Tensor, forms: Mapping[str, Form]) -> Tensor:
 
 def _listed(values: Any) -> Tensor | list[Tensor]:
     """Return a list of numbers as one tensor, and a list of rows as rows."""
-    if isinstance(values, Mapping | str):
+    if values is None or isinstance(values, Mapping | str):
         raise TypeError(f"a field is a {type(values).__name__}; expected values or rows in the order of the samples")
     values = list(values)
     if not any(hasattr(value, "__len__") and getattr(value, "shape", None) != () for value in values):
@@ -96,7 +96,10 @@ def _tensor(values: Any) -> Tensor:
         return torch.as_tensor(values)
     if isinstance(values, list | tuple) and values and all(isinstance(value, Tensor) for value in values):
         return torch.stack(list(values))
-    made = torch.as_tensor(values)
+    try:
+        made = torch.as_tensor(values)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(f"a field has {values!r:.100}; expected numbers ({error})") from error
     return torch.as_tensor(values, dtype=torch.float64) if made.is_floating_point() else made
 
 
@@ -144,6 +147,8 @@ def _of_padded(values: Tensor, sample: Tensor, forms: Mapping[str, Form]) -> Ten
             'target; say which, as in per="completion", or pass a list of rows'
         )
     ((name, (lengths, place)),) = forms.items()
+    if name == "sample" and values.shape[1] != 1:
+        raise ValueError(f"a field has shape {list(values.shape)}; expected one value for each sample (per sample)")
     if values.shape[1] < int(lengths.max()):
         longest = int(lengths.max())
         raise ValueError(f"a field has shape {list(values.shape)}; expected {longest} columns or more (per {name})")

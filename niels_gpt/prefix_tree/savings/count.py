@@ -33,8 +33,8 @@ def computed_pairs(stats: ForestStats, attention: str) -> int:
 
 def flop_factor(stats: ForestStats, shape: ModelShape, attention: str) -> float:
     """Return the training FLOPs of a forest's samples over those of its row."""
-    after = shape.training_flops(stats.tokens_after, computed_pairs(stats, attention))
-    return shape.training_flops(stats.tokens_before, stats.pairs_before) / after
+    after = shape.training_flops(stats.tokens_after, computed_pairs(stats, attention), stats.head_rows_after)
+    return shape.training_flops(stats.tokens_before, stats.pairs_before, stats.head_rows_before) / after
 
 
 class Folded(NamedTuple):
@@ -73,13 +73,10 @@ def _folded(lines: list[Rollouts]) -> PrefixForest:
     if len(lines) == 1 and first is not None:
         return PrefixForest.from_rollout_group(first, lines[0].sequences)
     none = np.empty(0, dtype=np.int64)
-    return PrefixForest.from_sequences(
-        [
-            np.concatenate([none if line.prompt is None else line.prompt, sequence])
-            for line in lines
-            for sequence in line.sequences
-        ]
-    )
+    parts = [(none if line.prompt is None else line.prompt, ids) for line in lines for ids in line.sequences]
+    wholes = [np.concatenate(part) for part in parts]
+    targets = [np.arange(len(ids)) >= len(prompt) for (prompt, _), ids in zip(parts, wholes, strict=True)]
+    return PrefixForest.from_sequences(wholes, loss_mask=targets)
 
 
 @dataclass
@@ -139,18 +136,25 @@ class Savings:
     @property
     def flops_after(self) -> int:
         """Return the training FLOPs of all forests, with the attention that is used."""
-        return self.shape.training_flops(self.sums.tokens_after, self.computed_pairs)
+        return self.shape.training_flops(self.sums.tokens_after, self.computed_pairs, self.sums.head_rows_after)
 
     @property
     def flop_factor(self) -> float:
         """Return the training FLOPs before folding over those after it."""
-        return self.shape.training_flops(self.sums.tokens_before, self.sums.pairs_before) / self.flops_after
+        sums = self.sums
+        before = self.shape.training_flops(sums.tokens_before, sums.pairs_before, sums.head_rows_before)
+        return before / self.flops_after
 
     @property
     def flop_factor_of_any_model(self) -> tuple[float, float]:
-        """Return the least and the largest factor that any shape gives: only attention, or none at all."""
+        """Return the least and the largest factor that any shape gives: only attention, or none at all.
+
+        Shapes have no head if this one has none; else also only a head.
+        """
         sums = self.sums
-        factors = (sums.pairs_before / self.computed_pairs, sums.tokens_before / sums.tokens_after)
+        factors = [sums.pairs_before / self.computed_pairs, sums.tokens_before / sums.tokens_after]
+        if self.shape.head_parameters and sums.head_rows_after:
+            factors.append(sums.head_rows_before / sums.head_rows_after)
         return min(factors), max(factors)
 
     def as_json(self) -> dict[str, Any]:
@@ -191,7 +195,8 @@ class Savings:
     def interpretation(self) -> str:
         """Return what the figures mean for the decision whether to fold."""
         factor, (least, most) = self.flop_factor, self.flop_factor_of_any_model
-        sizes = f"{self.shape.parameters:,} parameters in {self.shape.layers} layers of width {self.shape.d_model:,}"
+        parameters, head = self.shape.parameters + self.shape.head_parameters, self.shape.head_parameters
+        sizes = f"{parameters:,} parameters in {self.shape.layers} layers of width {self.shape.d_model:,}"
         share = f"{1 - 1 / factor:.1%} of the training FLOPs of a model of {sizes}"
         if factor < 1:
             verdict = (
@@ -204,7 +209,8 @@ class Savings:
         else:
             verdict = f"Folding saves {share} where a batch holds whole forests."
         anywhere = (
-            f"Other models: {least:.2f} to {most:.2f} times fewer; the first where attention is most of the work."
+            f"Other models: {least:.2f} to {most:.2f} times fewer; the first where attention "
+            f"{'or the head ' if head else ''}is most of the work."
         )
         if self.attention == "dense":
             return f"{verdict} {anywhere} A dense mask computes all pairs of a row, also those that it forbids."
