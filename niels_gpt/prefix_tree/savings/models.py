@@ -82,7 +82,7 @@ def shape_of_model(model: Any) -> ModelShape:
 def _width(config: Any) -> int:
     """Return the width of attention: a pair costs as many products for its score and again for its value."""
     heads, values = config.num_attention_heads, getattr(config, "v_head_dim", None)
-    keys = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    keys: list[Any] = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
     if values and all(keys):
         return int(heads * (sum(keys) + values) // 2)
     return int(heads * (getattr(config, "head_dim", None) or config.hidden_size // heads))
