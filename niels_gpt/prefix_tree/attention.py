@@ -67,6 +67,9 @@ def model_inputs(forest: PrefixForest, model: nn.Module, *, backend: Backend = "
         "auto": by segments where the attn_implementation is "sdpa" or "prefix_tree", the model can run them, and it is
         on a CPU: for GPUs segments are many small calls.
 
+    A whole model that is pickled after this runs in a process that has called `register()` of backends/segments.py, or
+    after `model.set_attn_implementation("sdpa")`.
+
     Raises: AttentionRouteError for a model that cannot be folded, for attention routes other than "sdpa", "eager",
         "prefix_tree" and, on a GPU, "flex_attention", and for the backend "prefix_tree" where the model cannot run
         segments, with the reason.

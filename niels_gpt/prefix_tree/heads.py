@@ -56,20 +56,29 @@ def body_forward(model: nn.Module, forest: PrefixForest, *, backend: Backend = "
     with ExitStack() as hooks:
         hooks.callback(body.register_forward_hook(_hand_out).remove)
         if "logits_to_keep" in inspect.signature(inner.forward).parameters:
-            arguments["logits_to_keep"] = 1  # the last row's, as in generation; 0 would be all
+            # The last row's. Gemma 4 takes the number 1 as leave to run some layers on that row alone.
+            last = len(forest.input_ids) - 1
+            arguments["logits_to_keep"] = torch.tensor([last], device=arguments["position_ids"].device)
         else:
             hooks.callback(head.register_forward_pre_hook(_last_row).remove)
         out = model(**arguments)
     states, logits = getattr(out, "hidden_states", None), getattr(out, "logits", None)
     if not states or logits is None or states[-1].shape[:2] != (1, len(forest.input_ids)):
         raise AttentionRouteError(
-            f"{type(model).__name__} returned no hidden states of its body ({type(out).__name__}): it was compiled "
-            "before, in place, or its forward leaves them out. Pass the logits of model(**model_inputs(forest, model)) "
-            "to the loss"
+            f"{type(model).__name__} returned no hidden states of its body ({type(out).__name__}): "
+            f"{_why_none(model, out)}. Pass the logits of model(**model_inputs(forest, model)) to the loss"
         )
     hidden = states[-1][0]
     run = _gathered([*wrappers(model), head])
     return Body(hidden, _matching(inner, run, [(hidden[-1:].detach(), logits[0, -1:].detach())]))
+
+
+def _why_none(model: nn.Module, out: Any) -> str:
+    if isinstance(out, tuple):
+        return "it returned a tuple; call body_forward without return_dict=False"
+    if any(getattr(module, "_compiled_call_impl", None) for module in wrappers(model)):
+        return "it was compiled before, in place, and its graph skips the hook of its body"
+    return "its forward leaves them out, or does not call its body"
 
 
 def _hand_out(module: nn.Module, args: Any, output: Any) -> None:
@@ -83,7 +92,7 @@ def _hand_out(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _last_row(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Give the head one row: what logits_to_keep=1 does, for models without it."""
+    """Give the head one row: what logits_to_keep does, for models without it."""
     return (args[0][:, -1:], *args[1:])
 
 

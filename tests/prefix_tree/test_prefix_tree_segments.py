@@ -1,11 +1,13 @@
 """Attention by segments: exactly the pairs of the mask, equal to dense attention, forward and backward."""
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from support.causal_models import FOREST, MIXED, SAMPLES, error, tiny_model
+from support.causal_models import FOREST, MIXED, SAMPLES, error, logprobs, tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,10 +19,11 @@ from niels_gpt.prefix_tree.attention import (
     hf_forward,
     model_inputs,
 )
-from niels_gpt.prefix_tree.backends.segments import Segments
+from niels_gpt.prefix_tree.backends.segments import Segments, segments_of
 from niels_gpt.prefix_tree.backends.segments_kernel import FlashSegments, attend, has_kernel
 from niels_gpt.prefix_tree.backends.segments_plan import Plan, depths, plan_of
 from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.prefix_tree.heads import body_forward
 from niels_gpt.prefix_tree.verify import verify_fold
 
 
@@ -124,7 +127,15 @@ def test_tree_keys_give_the_segments_of_their_forest() -> None:
     assert found.subtree_end.tolist() == forest.subtree_end[: forest.num_tokens].tolist()
     other = keys[0].clone()
     other[int(keys[2][3]) - 1] += 1
-    for wrong in ([other, *keys[1:]], [keys[0] - 1, *keys[1:]], [keys[0], keys[1][:-1], keys[2]], keys[:1] + keys[:2]):
+    apart = [keys[0], keys[1][0], keys[2]]
+    others = (
+        [other, *keys[1:]],
+        [keys[0] - 1, *keys[1:]],
+        [keys[0], keys[1][:-1], keys[2]],
+        keys[:1] + keys[:2],
+        apart,
+    )
+    for wrong in others:
         with pytest.raises(ValueError, match=r"expected|has rows from|values"):
             Segments.from_tree_keys(*wrong)
 
@@ -181,6 +192,8 @@ def test_segments_of_another_row_and_a_mask_beside_them_are_refused() -> None:
         if changes != {"prefix_tree": None}:
             with pytest.raises(AttentionRouteError):
                 model(**{**inputs, **changes})
+    with pytest.raises(AttentionRouteError, match="an indexer chose the keys"):
+        model(**inputs, block_indices=torch.zeros(1))
     with pytest.raises(AttentionRouteError, match="those of prefix_tree, and no cache"):
         model(**{**inputs, "use_cache": True, "past_key_values": model(torch.tensor([[1, 2]])).past_key_values})
     model.set_attn_implementation("sdpa")
@@ -223,6 +236,43 @@ def test_a_model_takes_tree_keys_and_reads_them_once(model_type: str, monkeypatc
         model(**inputs)
 
 
+def test_tree_keys_are_not_kept_and_changes_are_seen_in_inference_mode() -> None:
+    keys = tree_keys(tree(2))
+    found = segments_of(keys)
+    assert segments_of(keys) is found
+    gone = weakref.ref(found)
+    del keys, found
+    gc.collect()
+    assert gone() is None
+    with torch.inference_mode():
+        keys = tree_keys(tree(2))
+        assert segments_of(keys) is segments_of(keys)
+        keys["tree_kv_index"][0] = 1
+        with pytest.raises(ValueError, match="pre-order"):
+            segments_of(keys)
+
+
+def test_layers_that_share_keys_get_whole_rows_or_the_rows_of_a_mask() -> None:
+    layers = ["sliding_attention", "full_attention"] * 2
+    model = tiny_model("gemma4_text", num_hidden_layers=4, layer_types=layers, num_kv_shared_layers=2)
+    ids = torch.tensor([SAMPLES[0][:18], SAMPLES[1][:18][::-1]])
+
+    def run() -> list[Tensor]:
+        model.generation_config.cache_implementation = "static"
+        with torch.no_grad():
+            logits = [model(input_ids=ids, logits_to_keep=last, use_cache=False).logits for last in (1, 3, 0)]
+            return [*logits, model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)]
+
+    wanted = run()
+    whole = model(**model_inputs(FOREST, model)).logits[0]
+    assert model.config._attn_implementation == "prefix_tree"
+    for one, other in zip(wanted, run(), strict=True):
+        assert float((one - other).abs().max()) < 1e-5
+    for backend in ("auto", "dense"):
+        hidden, head = body_forward(model, FOREST, backend=backend)
+        assert float((head(hidden) - whole).detach().abs().max()) < 1e-4
+
+
 def stepped(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     """Return the logits of a forward, and the gradients of the sum of their squares."""
     model.zero_grad()
@@ -236,17 +286,22 @@ def test_softcaps_sinks_and_small_values_are_those_of_dense_attention(model_type
     model = tiny_model(model_type, "eager", **changes)
     assert model_inputs(FOREST, model)["attention_mask"] is not None  # "eager" is left as it is
     dense = stepped(model, model_inputs(FOREST, model))
+    batch = {"input_ids": torch.tensor([SAMPLES[0][:18]] * 2), "attention_mask": torch.ones(2, 18, dtype=torch.int64)}
+    batch["attention_mask"][0, :7] = 0  # the first queries see nothing
+    plain = logprobs(model, **batch)
     inputs = model_inputs(FOREST, model, backend="prefix_tree")
     check_model_inputs(FOREST, model, inputs)
+    assert float((logprobs(model, **batch) - plain)[7:].abs().max()) < 2e-5
     for wanted, found in zip(dense, stepped(model, inputs), strict=True):
         assert float((wanted - found).abs().max()) <= 2e-5 * max(1.0, float(wanted.abs().max()))
     assert verify_fold(hf_forward(model), FOREST, probes=1).ok  # by segments, and each sample without
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # the name of all versions
-def test_checkpoints_training_and_low_precision_change_nothing() -> None:
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt2"])  # gpt2 gives the mask to the checkpoint by position
+def test_checkpoints_training_and_low_precision_change_nothing(model_type: str) -> None:
     forest = tree(2)
-    model = tiny_model("qwen3", max_position_embeddings=1024).train()
+    model = tiny_model(model_type, max_position_embeddings=1024).train()
     inputs = model_inputs(forest, model)
     wanted = stepped(model, inputs)
     for reentrant in (True, False):

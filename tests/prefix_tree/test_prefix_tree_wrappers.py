@@ -92,6 +92,8 @@ def test_a_model_without_logits_to_keep_computes_the_logits_of_one_row_too() -> 
     hidden, head = body_forward(model, FOREST)
     assert max(rows) == 1
     assert float((head(hidden) - wanted).detach().abs().max()) < 1e-6
+    with pytest.raises(AttentionRouteError, match=r"\(tuple\): it returned a tuple; call body_forward without"):
+        body_forward(model, FOREST, return_dict=False)
     assert not model.lm_head._forward_pre_hooks and not model.model._forward_hooks
 
 

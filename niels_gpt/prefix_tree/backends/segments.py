@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from niels_gpt.prefix_tree.backends.architectures import AttentionRouteError
 from niels_gpt.prefix_tree.backends.segments_kernel import FlashSegments, attend, for_kernel, has_kernel, probabilities
@@ -121,8 +121,11 @@ class Segments:
 
 
 def _check_bounds(kv: Any, cu_q: Any, cu_k: Any) -> None:
+    for name, each in zip(_TREE_KEYS, (kv, cu_q, cu_k), strict=True):
+        if each.ndim != 1:
+            raise ValueError(f"{name} has the shape {list(each.shape)}; expected one axis")
     for name, bounds, end in (("q", cu_q, None), ("k", cu_k, len(kv))):
-        if bounds.ndim != 1 or len(bounds) < 2 or bounds[0] != 0 or (np.diff(bounds) <= 0).any():
+        if len(bounds) < 2 or bounds[0] != 0 or (np.diff(bounds) <= 0).any():
             raise ValueError(f"tree_cu_seqlens_{name} is {bounds.tolist()[:8]}...; expected rising bounds from 0")
         if end is not None and bounds[-1] != end:
             raise ValueError(f"tree_cu_seqlens_{name} ends at {bounds[-1]}; tree_kv_index has {end} values")
@@ -135,54 +138,66 @@ def _check_bounds(kv: Any, cu_q: Any, cu_k: Any) -> None:
 # --- transformers' interfaces -----------------------------------------------------------------------------------------
 
 
+_COPIES = tuple(getattr(torch.ops.aten, name).default for name in ("alias", "detach", "_to_copy"))
+
+
 class LateMask(torch.Tensor):
     """A boolean mask [B, 1, Q, K] that is computed when something other than this module uses it."""
 
+    arguments: dict[str, Any]
     window: int | None
     custom: bool  # whether the model adds rules of its own, such as images that see each other
+    made: dict[bool, Tensor | None]  # by whether None may stand for a causal mask; copies share them
 
     @staticmethod
-    def __new__(cls, arguments: dict[str, Any]) -> LateMask:
-        """Take the arguments of transformers' `sdpa_mask`."""
+    def __new__(cls, arguments: dict[str, Any], made: dict[bool, Tensor | None] | None = None) -> LateMask:
+        """Take the arguments of transformers' `sdpa_mask`, and what a mask on the same device made of them."""
         shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
         make = torch.Tensor._make_wrapper_subclass
         mask: LateMask = make(cls, shape, dtype=torch.bool, device=arguments.get("device", "cpu"))
-        mask.arguments = arguments
+        mask.arguments, mask.made = arguments, {} if made is None else made
         mask.window, mask.custom = arguments.get("local_size"), bool(arguments.get("use_vmap"))
         return mask
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    def __init__(self, *_: Any) -> None:
         """Everything is done in `__new__`."""
 
-    arguments: dict[str, Any]
-
-    @cached_property
-    def dense(self) -> Tensor:
-        """Return the mask."""
+    def computed(self, *, may_skip: bool) -> Tensor | None:
+        """Return the mask; where `may_skip`, None if "sdpa" would have none."""
         from transformers.masking_utils import sdpa_mask
 
-        mask = sdpa_mask(**self.arguments)
-        assert mask is not None  # made late only where it is needed
-        return mask
+        skips = may_skip and bool(self.arguments.get("allow_is_causal_skip", True))
+        if skips not in self.made:
+            self.made[skips] = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": skips})
+        return self.made[skips]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Compute the mask for any operation."""
-        args, kwargs = tree_map_only(LateMask, lambda mask: mask.dense, (args, kwargs or {}))
+        """Compute the mask for any operation but those that only copy it, such as a checkpoint's."""
+        kwargs = kwargs or {}
+        if func in _COPIES and not set(kwargs) - {"device", "non_blocking"}:
+            mask: LateMask = args[0]
+            device = torch.device(kwargs.get("device") or mask.device)
+            return cls({**mask.arguments, "device": device}, mask.made if device == mask.device else None)
+        args, kwargs = tree_map_only(LateMask, lambda mask: mask.computed(may_skip=False), (args, kwargs))
         return func(*args, **kwargs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def make_mask(**arguments: Any) -> Tensor | None:
-    """Return the mask of "sdpa", late where it would be T x T for a whole row: a folded row does not use it."""
+    """Return the mask of "sdpa", late where it would be T x T for a whole row: a folded row does not use it.
+
+    Layers that share keys (Gemma 4) may get the last queries alone, with these rows of the mask. None would not tell
+    them from the first queries of a static cache, so these models get a mask.
+    """
     from transformers.masking_utils import sdpa_mask
 
-    needed = not arguments.get("allow_is_causal_skip", True) or arguments.get("local_size") is not None
+    cut = bool(getattr(arguments.get("config"), "num_kv_shared_layers", 0)) and arguments["q_length"] != 1
+    needed = cut or not arguments.get("allow_is_causal_skip", True) or arguments.get("local_size") is not None
     whole = arguments["q_length"] == arguments["kv_length"] and arguments.get("attention_mask") is None
     if needed and whole and not arguments.get("allow_is_bidirectional_skip"):
-        arguments["allow_is_causal_skip"] = False
         return LateMask(arguments)
-    return sdpa_mask(**arguments)
+    return sdpa_mask(**{**arguments, "allow_is_causal_skip": False} if cut else arguments)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -240,12 +255,27 @@ def segments_of(kwargs: Mapping[str, Any]) -> Segments | None:
         return given
     if not all(isinstance(each, Tensor) for each in keys):
         raise AttentionRouteError(f"{', '.join(_TREE_KEYS)}: expected three tensors, or none of them")
-    seen = [(each, each._version) for each in keys if isinstance(each, Tensor)]
-    known = _of_keys.get(keys[0])  # type: ignore[no-untyped-call]
-    if known is None or any(a is not b or m != n for (a, m), (b, n) in zip(known[0], seen, strict=True)):
-        known = _of_keys[keys[0]] = (seen, Segments.from_tree_keys(*(each for each, _ in seen)))
+    tensors = [each for each in keys if isinstance(each, Tensor)]
+    known = _of_keys.get(tensors[0])  # type: ignore[no-untyped-call]
+    if known is None or not all(seen.is_of(each) for seen, each in zip(known[0], tensors, strict=True)):
+        known = _of_keys[tensors[0]] = ([_Seen(each) for each in tensors], Segments.from_tree_keys(*tensors))
     found: Segments = known[1]
     return found
+
+
+class _Seen:
+    """A tensor that was read, held weakly: `_of_keys` would else keep its own keys alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = TensorWeakRef(tensor)
+        self._state = tensor.clone() if tensor.is_inference() else tensor._version  # inference tensors count no changes
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Return whether this is the tensor, unchanged."""
+        if self._tensor() is not tensor:
+            return False
+        state = self._state
+        return torch.equal(state, tensor) if isinstance(state, Tensor) else state == tensor._version
 
 
 def _check_call(
@@ -262,6 +292,8 @@ def _check_call(
     chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
     if chunk and mask is not None and len(segments) > chunk:
         raise AttentionRouteError(f"attention chunks of {chunk} tokens are cut along the flat row of {len(segments)}")
+    if any(kwargs.get(name) is not None for name in ("indices", "block_indices")):
+        raise AttentionRouteError("an indexer chose the keys along the flat row; run the samples unfolded")
     if kwargs.get("position_bias") is not None:
         raise AttentionRouteError("the model adds a bias for each pair of rows to the scores; use backend='dense'")
 
@@ -278,7 +310,7 @@ def _plain(
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-    mask = mask.dense if isinstance(mask, LateMask) else mask
+    mask = mask.computed(may_skip=True) if isinstance(mask, LateMask) else mask
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if softcap is None and sinks is None:
         out: tuple[Tensor, None] = sdpa_attention_forward(

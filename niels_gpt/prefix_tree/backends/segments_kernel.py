@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from niels_gpt.prefix_tree.backends.segments_plan import Plan, Step
 
@@ -105,12 +106,14 @@ def attend(
 ) -> Tensor:
     """Return the same for any device, dtype and value size, block by block through autograd.
 
+    The backward computes each block again, as the keys and weights of all blocks would be T x T values.
+
     plan: of short nodes only (`Segments.blocks`). dropout: rate, drawn for each block. softcap: scores become
     tanh(score / softcap) * softcap. sinks: [H] scores of a key without a value, which every query sees.
     """
     above = {step.start: step for step in plan.above}
-    blocks = []
-    for step in plan.own:
+
+    def block(step: Step, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         steps = [each for each in (above.get(step.start), step) if each]
         at_keys = (torch.cat([each[one.keys] for one in steps]) for each in (key, value))
         keys, values = (_repeated(each, query.shape[1]).transpose(0, 1) for each in at_keys)
@@ -125,17 +128,25 @@ def attend(
         else:
             weights = probabilities(queries @ keys.transpose(1, 2) * scale, seen, softcap, sinks).to(query.dtype)
             out = functional.dropout(weights, dropout) @ values
-        blocks.append(out.transpose(0, 1))
-    return torch.cat(blocks)
+        return out.transpose(0, 1)
+
+    rows = (query, key, value)
+    drawn = bool(dropout)  # the same draw in both runs of a block
+    return torch.cat(
+        [checkpoint(block, step, *rows, use_reentrant=False, preserve_rng_state=drawn) for step in plan.own]
+    )
 
 
 def probabilities(scores: Tensor, seen: Tensor | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
-    """Return the softmax of scores [..., H, Q, K] over keys, in float32 at least; `seen`: bool, or added to scores."""
+    """Return the softmax of scores [..., H, Q, K] over keys, in float32 at least; `seen`: bool, or added to scores.
+
+    A query that sees no key, as in the padding of a batch, sees all of them equally, and not NaN.
+    """
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if seen is not None:
-        scores = scores.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else scores + seen
+        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min) if seen.dtype == torch.bool else scores + seen
     if sinks is None:
         return scores.softmax(-1)
     extra = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)

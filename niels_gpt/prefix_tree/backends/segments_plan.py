@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
     start: int
     end: int
-    keys: slice | Tensor  # rows; int64 [K] where they are not contiguous
+    keys: slice | Tensor  # rows; int32 [K] where they are not contiguous
     batch: int = 1
     causal: bool = False
     mask: Tensor | None = None  # bool [end - start, K], True where a query sees a key
@@ -135,6 +135,8 @@ class _Blocks:
         self.starts = nodes.starts[short]  # of the nodes whose keys are gathered
         self.stops = nodes.stops[short]
         self.subtrees = nodes.ends[short]
+        self.open: Ints = np.empty(0, np.int64)  # of these nodes, those that the last row asked for sees
+        self.past = 0  # nodes before that row
 
     def squares(self, first: int, to: int) -> None:
         """Add nodes of equal length: their own squares at once, and their rectangles."""
@@ -167,9 +169,11 @@ class _Blocks:
             start = to
 
     def _seen_above(self, row: int) -> Ints:
-        """Return the rows of short nodes before a row that it sees."""
-        seen = (self.starts < row) & (self.subtrees > row)
-        starts, stops = self.starts[seen], np.minimum(self.stops[seen], row)
+        """Return the rows of short nodes before a row that it sees; rows are asked for in their order."""
+        past = int(np.searchsorted(self.starts, row))
+        near = np.append(self.open, np.arange(self.past, past))
+        self.open, self.past = near[self.subtrees[near] > row], past
+        starts, stops = self.starts[self.open], np.minimum(self.stops[self.open], row)
         lengths = stops - starts
         rows: Ints = np.arange(int(lengths.sum())) + np.repeat(stops - np.cumsum(lengths), lengths)
         return rows
@@ -187,4 +191,4 @@ class _Blocks:
 
 def _rows(keys: Ints) -> slice | Tensor:
     first, last = int(keys[0]), int(keys[-1])
-    return slice(first, last + 1) if last - first + 1 == len(keys) else torch.from_numpy(keys)
+    return slice(first, last + 1) if last - first + 1 == len(keys) else torch.from_numpy(keys.astype(np.int32))

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from niels_gpt.prefix_tree.backends.architectures import is_sharded, unwrapped, wrappers
+from niels_gpt.prefix_tree.backends.architectures import AttentionRouteError, is_sharded, unwrapped, wrappers
 from niels_gpt.prefix_tree.backends.segments import NAME, Segments, register
 
 probing: ContextVar[bool] = ContextVar("probing", default=False)  # the guard does not check these forwards
@@ -19,7 +19,8 @@ _found: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # why a model c
 def use_segments(model: nn.Module, *, only_sdpa: bool = True) -> str:
     """Set a model to the implementation "prefix_tree", if it can run folded rows by segments; else return why not.
 
-    A model that is set so runs a forward without segments as by "sdpa". One that cannot is left as it was.
+    A model that is set so runs a forward without segments as by "sdpa". One that cannot is left as it was, and so are
+    the parts of a model that are not its text model, such as those for images.
 
     only_sdpa: leave models of other implementations than "sdpa" and "prefix_tree" as they are.
     """
@@ -30,7 +31,7 @@ def use_segments(model: nn.Module, *, only_sdpa: bool = True) -> str:
     if inner not in _found:
         _found[inner] = _tried(inner, next((module for module in wrappers(model) if is_sharded(module)), inner))
     if not _found[inner] and before != NAME:
-        inner.set_attn_implementation(NAME)
+        inner.set_attn_implementation(_implementations(inner.config, NAME))
     return _found[inner]
 
 
@@ -38,21 +39,39 @@ def _tried(model: Any, called: nn.Module) -> str:
     """Try a model by calls of `called`, which gathers its weights: itself, or the adapters that fully_shard got."""
     if not getattr(model, "_can_set_attn_implementation", lambda: False)():
         return "its attention does not go through AttentionInterface of transformers"
-    before = model.config._attn_implementation
+    before = _implementations(model.config)
     modes = [(module, module.training) for module in model.modules()]
     token = probing.set(True)
     try:
         register()
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(_implementations(model.config, NAME))
         model.eval()
         return _compared(model, called)
     except Exception as error:  # whatever a model does with arguments that it does not know
-        return f"a forward of three tokens by segments raised {type(error).__name__}"
+        why = f": {error}" if isinstance(error, AttentionRouteError) else ""
+        return f"a forward of three tokens by segments raised {type(error).__name__}{why}"
     finally:
         model.set_attn_implementation(before)
         for module, mode in modes:
             module.training = mode
         probing.reset(token)
+
+
+def _implementations(config: Any, text: str | None = None) -> dict[str, Any]:
+    """Return what a config and its parts have, as set_attn_implementation takes it; `text`: in place of the text's.
+
+    The configs that hold the text's get `text` too: some models make the masks by theirs.
+    """
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    of_text = config.get_text_config()
+    return {
+        "": text or config._attn_implementation,
+        **{
+            name: _implementations(part, text if part is of_text or part.get_text_config() is of_text else None)
+            for name, part in parts.items()
+            if part is not None
+        },
+    }
 
 
 @torch.no_grad()

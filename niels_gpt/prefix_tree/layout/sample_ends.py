@@ -32,19 +32,33 @@ def sample_ends(layout: Layout, ids: Ints, samples: Ints, rows: Ints, labels: In
     """
     parents = layout.parents
     children = np.bincount(parents[parents >= 0], minlength=len(parents))
-    spans = _spans(layout, ids, samples, rows, labels)
+    terms, of_sample = np.unique(np.stack([rows, labels]), axis=1, return_inverse=True)
+    first = dict(zip(of_sample[::-1].tolist(), samples[::-1].tolist(), strict=True))
+    named = np.array([first[term] for term in range(terms.shape[1])], dtype=np.int64)
+    spans = _spans(layout, ids, named, *terms)  # samples with equal last terms share them
     left = np.flatnonzero(children <= 1).tolist()
     reach = (2 * (layout.depths[layout.starts] + layout.lengths) + (children > 0)).tolist()  # leaves before others
+    # Where no node is left, a sample ends where its last term does, or with the rest of that node.
+    others = [min((node for node, _ in each), key=reach.__getitem__) for each in spans]
+    sizes = np.array([sum(b - a for a, b in each) for each in spans], dtype=np.int64)
+    open_spans = [each[::-1] for each in spans]
     ends = np.zeros(1 + int(samples[-1]) if len(samples) else 0, dtype=np.int64)
-    sizes = [sum(b - a for a, b in each) for each in spans]
-    for index in np.argsort(sizes, kind="stable").tolist():
-        found = [place for a, b in spans[index] if (place := bisect_left(left, a)) < len(left) and left[place] < b]
-        # With none left, it ends where its last term does, or with the rest of that node.
-        other = min((node for node, _ in spans[index]), key=reach.__getitem__)
-        ends[samples[index]] = left.pop(found[0]) if found else other
+    for index in np.argsort(sizes[of_sample], kind="stable").tolist():
+        term = of_sample[index]
+        ends[samples[index]] = _next_left(open_spans[term], left, others[term])
     unnamed = np.setdiff1d(np.arange(len(ends)), samples)[: len(left)]
     ends[unnamed] = left[: len(unnamed)]
     return np.concatenate([ends, np.array(left[len(unnamed) :], dtype=np.int64)])
+
+
+def _next_left(spans: list[Span], left: list[int], other: int) -> int:
+    """Take the first node that is left in some spans, the first of which is last in the list; else return `other`."""
+    while spans:
+        place = bisect_left(left, spans[-1][0])
+        if place < len(left) and left[place] < spans[-1][1]:
+            return left.pop(place)
+        spans.pop()  # nothing comes back
+    return other
 
 
 def _spans(layout: Layout, ids: Ints, samples: Ints, rows: Ints, labels: Ints) -> list[list[Span]]:
