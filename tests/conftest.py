@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
 )  # of subprocesses
+# Of torch's threads, one: with several, small tensors take three times the CPU time. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 HUB_PORT = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(20_000, 30_000) + _WORKER
 """Below the ports of outgoing connections, so that none of them takes it between two tests. Drawn once for a run; its

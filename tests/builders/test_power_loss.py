@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fault_builds import KINDS
 from support.power_loss import Disk, Tree, below, put, recorded_below, tree_of
 from support.small_builds import BATCH_ITEMS, BUILDERS, ITEMS, SHARD_BYTES, Counted, quick_folder, whole_version
 
@@ -147,13 +146,22 @@ def cut_everywhere(recorded: Recorded, folder: Path, models: dict[str, int], see
 RECORDS: dict[tuple[str, str], Recorded] = {}
 
 
-@pytest.fixture(params=["nothing", "another version", "the same version", "a damaged version"])
-def recorded(request: pytest.FixtureRequest, small_batches: None, kind: str) -> Recorded:
+OVER = ("nothing", "another version", "the same version", "a damaged version")
+CASES = [
+    *((kind, over) for kind in ("pretrain", "sft") for over in OVER),
+    ("rollouts", "another version"),  # the engine is that of the other two
+    *(pytest.param(("rollouts", over), marks=pytest.mark.faults) for over in OVER if over != "another version"),
+]
+
+
+@pytest.fixture(params=CASES, ids="{0[0]} over {0[1]}".format)
+def recorded(request: pytest.FixtureRequest, small_batches: None) -> Recorded:
     """A record that the tests share, with the trees that they have checked."""
-    if (kind, request.param) not in RECORDS:
+    kind, over = request.param
+    if (kind, over) not in RECORDS:
         with quick_folder() as folder:
-            RECORDS[kind, request.param] = Recorded(folder, kind, request.param)
-    return RECORDS[kind, request.param]
+            RECORDS[kind, over] = Recorded(folder, kind, over)
+    return RECORDS[kind, over]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +172,6 @@ def recorded(request: pytest.FixtureRequest, small_batches: None, kind: str) -> 
     ],
     ids=["some", "all"],
 )
-@KINDS
 def test_a_build_ends_with_the_same_bytes_wherever_it_was_cut(
     recorded: Recorded, folder: Path, models: dict[str, int], seeds: int
 ) -> None:
@@ -188,7 +195,6 @@ def cut_twice(recorded: Recorded, folder: Path, first: int, every: int) -> None:
 
 
 @pytest.mark.parametrize(("step", "every"), [(40, 37), pytest.param(2, 3, marks=pytest.mark.faults)])
-@KINDS
 def test_a_killed_build_may_lose_the_power_later(recorded: Recorded, folder: Path, step: int, every: int) -> None:
     for first in range(0, len(recorded.trace), step):
         cut_twice(recorded, folder, first, every)
@@ -212,7 +218,6 @@ def assert_durable(trace: list[Operation], path: str, end: int) -> None:
     )
 
 
-@KINDS
 def test_a_line_of_the_journal_follows_the_fsync_of_every_file_that_it_names(recorded: Recorded) -> None:
     trace = recorded.trace
     lines = [(number, line) for number, line in enumerate(trace) if line[0] == "write" and "journal.jsonl" in line[1]]
@@ -228,7 +233,6 @@ def test_a_line_of_the_journal_follows_the_fsync_of_every_file_that_it_names(rec
     assert len(lines) > 8
 
 
-@KINDS
 def test_a_finished_file_is_written_synced_renamed_and_its_folder_synced(recorded: Recorded) -> None:
     trace = recorded.trace
     moved = [number for number, (verb, *_) in enumerate(trace) if verb == "rename"]
@@ -244,7 +248,6 @@ def test_a_finished_file_is_written_synced_renamed_and_its_folder_synced(recorde
         assert synced > max(writes, default=created) and folders <= after, trace[number]
 
 
-@KINDS
 def test_meta_json_is_the_last_file_and_the_link_comes_last_of_all(recorded: Recorded) -> None:
     trace = recorded.trace
     meta = next(number for number, found in enumerate(trace) if found[0] == "rename" and found[2].endswith("meta.json"))

@@ -328,7 +328,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("window", [None, 256])
+@pytest.mark.parametrize("window", [None, pytest.param(256, marks=pytest.mark.slow)])
 def test_a_row_of_16384_tokens_needs_no_tensor_of_all_pairs(window: int | None) -> None:
     turn = torch.arange(1024) % 90
     samples = [torch.cat([turn, turn[:at], torch.tensor([91 + at % 5]), turn[at:]])[:2048] for at in range(0, 1024, 64)]

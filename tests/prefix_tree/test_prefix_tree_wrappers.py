@@ -38,15 +38,18 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(Path(folder, f"outcomes-{rank}.json").read_text()) for rank in range(ranks.WORLD)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOLDED_RIGHT)
 def test_gradients_over_ranks_are_those_of_one_process_with_all_samples(outcomes: Any, name: str) -> None:
     assert all(found[name] < 1e-6 for found in outcomes), [found[name] for found in outcomes]
 
 
+@pytest.mark.slow
 def test_half_precision_of_a_policy_reaches_the_head(outcomes: Any) -> None:
     assert all(found["fsdp, half"] < 0.05 for found in outcomes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp, past", "fsdp, past"])
 def test_a_call_past_the_wrapper_reduces_nothing_and_the_guard_refuses_it(outcomes: Any, name: str) -> None:
     for found in outcomes:
@@ -55,6 +58,7 @@ def test_a_call_past_the_wrapper_reduces_nothing_and_the_guard_refuses_it(outcom
         assert "body_forward(model, forest)" in found[f"{name}, guarded"]
 
 
+@pytest.mark.slow
 def test_a_head_that_gathers_weights_for_each_chunk_is_refused(outcomes: Any) -> None:
     assert all("fully_shard was applied to the output embeddings" in found["fsdp, logits_head"] for found in outcomes)
 
