@@ -157,7 +157,8 @@ class LossEdges:
         """
         if per is not None and per not in PER:
             raise ValueError(f"per is {per!r}; expected one of {', '.join(PER)}")
-        forms = forms_of(self.field_offsets, self.sample_offsets, self.sample_token, self.completion_starts)
+        sample = self.sample
+        forms = forms_of(self.field_offsets, self.sample_offsets, self.sample_token, self.completion_starts, sample)
         forms = {name: form for name, form in forms.items() if per in (None, name)}
         if not forms:
             if bool((self.completion_starts >= 0).all()):
@@ -167,7 +168,7 @@ class LossEdges:
                 "tell: the first token of one need not be a target. Make the forest by from_rollout_group, or by "
                 "from_sequences with prompt_lengths; or give a value for each token of each sample (per='token')"
             )
-        return by_target(values, self.sample, forms)
+        return by_target(values, sample, forms)
 
 
 @overload

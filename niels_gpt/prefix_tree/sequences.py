@@ -83,11 +83,11 @@ def _of_one(sequence: Any, name: str) -> npt.NDArray[np.int64]:
     ids = _array(sequence)
     if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
         raise TypeError(f"{name} is {ids.dtype} of shape {list(ids.shape)}; expected integers of shape [tokens]")
-    return ids.astype(np.int64)
+    return ids.astype(np.int64, copy=False)
 
 
 def _array(values: Any) -> npt.NDArray[Any]:
-    return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+    return values.numpy(force=True) if hasattr(values, "detach") else np.asarray(values)
 
 
 def masks(loss_mask: Iterable[Any] | None, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -107,13 +107,12 @@ def masks(loss_mask: Iterable[Any] | None, offsets: npt.NDArray[np.int64]) -> np
             raise ValueError(
                 f"the mask of sequence {index} has shape {list(mask.shape)}; expected [{length}], as its ids"
             )
-        wrong = np.flatnonzero((mask != 0) & (mask != 1))
-        if len(wrong):
+        if mask.dtype != np.bool_ and len(wrong := np.flatnonzero((mask != 0) & (mask != 1))):
             raise ValueError(
                 f"the mask of sequence {index} has {mask[wrong[0]]!r} at {wrong[0]}; expected 0 and 1. For labels, "
                 "give labels != -100"
             )
-    return np.concatenate(arrays).astype(np.bool_)
+    return np.concatenate(arrays).astype(np.bool_, copy=False)
 
 
 class Thread(NamedTuple):

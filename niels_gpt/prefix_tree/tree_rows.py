@@ -85,7 +85,8 @@ def tree_row(
     sample = edges.sample
     given = {"old_log_probs": old_logprobs, "advantages": advantages}
     if any(values is not None for values in given.values()):  # as edges.field, which would infer the forms for each
-        forms = forms_of(edges.field_offsets, edges.sample_offsets, edges.sample_token, edges.completion_starts)
+        bounds = (edges.field_offsets, edges.sample_offsets)
+        forms = forms_of(*bounds, edges.sample_token, edges.completion_starts, sample)
         for name, values in given.items():
             if values is not None:
                 row[name] = by_target(values, sample, forms).detach().float().numpy(force=True)

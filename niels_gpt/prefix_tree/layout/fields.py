@@ -15,7 +15,7 @@ from torch import Tensor
 
 PER = ("sample", "token", "completion", "target")
 
-# How many values a row of a field has by sample [S], and the index in its row of each supervised token [M].
+# How many values a row of a field has by sample [S], and the index of each supervised token in all rows [M].
 Form = tuple[Tensor, Tensor]
 
 
@@ -37,22 +37,30 @@ def right_padded(ragged: Tensor, offsets: Tensor, pad: float) -> Tensor:
     return out.index_put((samples_of(offsets), places(offsets)), ragged)
 
 
-def forms_of(token_offsets: Tensor, target_offsets: Tensor, tokens: Tensor, starts: Tensor) -> dict[str, Form]:
+def forms_of(
+    token_offsets: Tensor, target_offsets: Tensor, tokens: Tensor, starts: Tensor, sample: Tensor
+) -> dict[str, Form]:
     """Return the forms, by the names of PER, in which a field of S samples may be given.
 
     Args:
         token_offsets, target_offsets: int64 [S + 1], where a sample begins among all tokens, and among targets.
         tokens: int64 [M], the index of each target among all tokens.
         starts: int64 [S], tokens of a sample before its completion; -1 where it is not known.
+        sample: int64 [M], the sample of each target.
     """
-    lengths, sample = token_offsets.diff(), samples_of(target_offsets)
-    place = tokens - token_offsets[sample]
-    forms = {"sample": (torch.ones_like(lengths), torch.zeros_like(place)), "token": (lengths, place)}
-    if bool((starts >= 0).all()) and bool((place >= starts[sample]).all()):
-        forms["completion"] = (lengths - starts, place - starts[sample])
-    target = torch.arange(len(sample), device=sample.device) - target_offsets[sample]
-    forms["target"] = (target_offsets.diff(), target)
+    lengths = token_offsets.diff()
+    forms = {"sample": (torch.ones_like(lengths), sample), "token": (lengths, tokens)}
+    if bool((starts >= 0).all()):
+        place = tokens - (token_offsets[:-1] + starts)[sample]
+        if bool((place >= 0).all()):
+            forms["completion"] = (lengths - starts, place + _begins(lengths - starts)[sample])
+    forms["target"] = (target_offsets.diff(), torch.arange(len(sample), device=sample.device))
     return forms
+
+
+def _begins(lengths: Tensor) -> Tensor:
+    """Return where each row begins among the values of all rows: [S]."""
+    return lengths.cumsum(0) - lengths
 
 
 def by_target(values: Any, sample: Tensor, forms: Mapping[str, Form]) -> Tensor:
@@ -69,11 +77,11 @@ def by_target(values: Any, sample: Tensor, forms: Mapping[str, Form]) -> Tensor:
     if not isinstance(values, Tensor | np.ndarray):
         values = _listed(values)
         if isinstance(values, list):
-            return _of_rows([row.to(sample.device) for row in values], sample, forms)
+            return _of_rows([row.to(sample.device) for row in values], forms)
     tensor = torch.as_tensor(values, device=sample.device)
     if tensor.ndim == 2 and len(tensor) == len(next(iter(forms.values()))[0]):
         return _of_padded(tensor, sample, forms)
-    return _of_flat(tensor, sample, forms)
+    return _of_flat(tensor, forms)
 
 
 def _listed(values: Any) -> Tensor | list[Tensor]:
@@ -103,15 +111,9 @@ def _tensor(values: Any) -> Tensor:
     return torch.as_tensor(values, dtype=torch.float64) if made.is_floating_point() else made
 
 
-def _index(sample: Tensor, form: Form) -> Tensor:
-    """Return the index of each supervised token in a ragged field of a form: [M]."""
-    lengths, place = form
-    return (lengths.cumsum(0) - lengths)[sample] + place
-
-
-def _of_flat(values: Tensor, sample: Tensor, forms: Mapping[str, Form]) -> Tensor:
+def _of_flat(values: Tensor, forms: Mapping[str, Form]) -> Tensor:
     sizes = ", ".join(f"{int(lengths.sum())} (per {name})" for name, (lengths, _) in forms.items())
-    fitting = {name: _index(sample, form) for name, form in forms.items() if values.shape == (int(form[0].sum()),)}
+    fitting = {name: index for name, (lengths, index) in forms.items() if values.shape == (int(lengths.sum()),)}
     if not fitting:
         samples = len(next(iter(forms.values()))[0])
         raise ValueError(f"a field has shape {list(values.shape)}; expected {samples} rows, or one axis of {sizes}")
@@ -125,15 +127,16 @@ def _of_flat(values: Tensor, sample: Tensor, forms: Mapping[str, Form]) -> Tenso
     return values[first]
 
 
-def _of_rows(rows: list[Tensor], sample: Tensor, forms: Mapping[str, Form]) -> Tensor:
-    samples = len(next(iter(forms.values()))[0])
+def _of_rows(rows: list[Tensor], forms: Mapping[str, Form]) -> Tensor:
+    wanted_sizes = next(iter(forms.values()))[0]
+    samples = len(wanted_sizes)
     if len(rows) != samples:
         raise ValueError(f"a field has {len(rows)} rows; expected one for each of {samples} samples")
-    sizes = torch.tensor([len(row) for row in rows], device=sample.device)
+    sizes = torch.tensor([len(row) for row in rows], device=wanted_sizes.device)
     for form in forms.values():
         if torch.equal(sizes, form[0]):
             whole = torch.cat([row for row in rows if len(row)] or rows)  # an empty list has no dtype to keep
-            return whole[_index(sample, form)]
+            return whole[form[1]]
     # The form that fits the most samples was probably meant: report the first sample that breaks it.
     wrong = max(int((sizes != lengths).nonzero()[0]) for lengths, _ in forms.values())
     wanted = ", ".join(f"{int(lengths[wrong])} (per {name})" for name, (lengths, _) in forms.items())
@@ -146,10 +149,10 @@ def _of_padded(values: Tensor, sample: Tensor, forms: Mapping[str, Form]) -> Ten
             f"a field has shape {list(values.shape)}: a column may be a token of the sample, of the completion or a "
             'target; say which, as in per="completion", or pass a list of rows'
         )
-    ((name, (lengths, place)),) = forms.items()
+    ((name, (lengths, index)),) = forms.items()
     if name == "sample" and values.shape[1] != 1:
         raise ValueError(f"a field has shape {list(values.shape)}; expected one value for each sample (per sample)")
     if values.shape[1] < int(lengths.max()):
         longest = int(lengths.max())
         raise ValueError(f"a field has shape {list(values.shape)}; expected {longest} columns or more (per {name})")
-    return values[sample, place]
+    return values[sample, index - _begins(lengths)[sample]]
