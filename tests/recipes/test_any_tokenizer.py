@@ -37,12 +37,11 @@ SPECIAL = ["ends <|endoftext|> here", "<|im_start|>user\nhello<|im_end|>"]
 
 
 def own(folder: Path, tokenizer: Path | str, texts: list[str] = TEXTS, **changed: Any) -> Settings:
-    """Return settings of a user-defined source of texts."""
+    """Return settings of a user-defined source of texts, of the engine that opens at once: none changes the bytes."""
     rows = "".join(json.dumps({"text": text, "id": f"row {number}"}) + "\n" for number, text in enumerate(texts))
     (folder / "rows.jsonl").write_text(rows)
-    return Settings(
-        pretrain=f"own={folder / 'rows.jsonl'}", cache_dir=str(folder / "cache"), tokenizer=str(tokenizer), **changed
-    )
+    given: dict[str, Any] = {"engine": "reference", "cache_dir": str(folder / "cache"), "tokenizer": str(tokenizer)}
+    return Settings(pretrain=f"own={folder / 'rows.jsonl'}", **{**given, **changed})
 
 
 def decoded(settings: Settings) -> list[str]:
@@ -57,7 +56,7 @@ def decoded(settings: Settings) -> list[str]:
 def test_a_cache_of_any_tokenizer_is_built_read_checked_and_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    settings = own(tmp_path, any_tokenizer(name))
+    settings = own(tmp_path, any_tokenizer(name), engine="auto")
     assert build_token_cache(settings, "own").engine in ("tokenizers", "gigatoken")
     cache, tokenizer = Path(settings.cache_dir) / "pretrain" / "own", load_tokenizer(any_tokenizer(name))
     meta = read_meta(str(cache / "meta.json"))
