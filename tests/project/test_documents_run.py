@@ -26,7 +26,13 @@ from niels_gpt.commands import main as command_line
 UPDATE = "UPDATE_DOCUMENTS" in os.environ
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
-SLOW = {"docs/building.md", "docs/folded_training.md", "docs/tutorials/dagster.md", "docs/tutorials/eagle3.md"}
+SLOW = {
+    "docs/building.md",
+    "docs/folded_training.md",
+    "docs/tutorials/dagster.md",
+    "docs/tutorials/eagle3.md",
+    "docs/tutorials/small_gpt.md",
+}
 """Pages that take more than some seconds."""
 LANGUAGES = {*RUN, "text", "toml", "json", "yaml", "markdown", "mermaid"}
 SCRIPTS = {"dagster": "dagster_location"}  # examples/dagster.py would hide Dagster

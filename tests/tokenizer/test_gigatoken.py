@@ -104,6 +104,7 @@ def test_letters_of_a_newer_unicode_are_left_to_the_reference() -> None:
     assert_ids_of_reference(tokenizer, texts)
 
 
+@pytest.mark.slow
 def test_marks_in_another_order_are_left_to_the_reference() -> None:
     tokenizer = load_tokenizer(made_tokenizer("qwen2"))
     assert all(GigatokenEngine(tokenizer).may_differ(f"a{pair}".encode()) for pair in UNORDERED_MARKS.split())

@@ -403,6 +403,7 @@ def test_what_is_no_file_of_a_tokenizer_is_to_be_removed_from_its_folder(tmp_pat
             call(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("eos", "fails"), [("\u2581the", True), ("<unk>", False)])
 def test_an_eos_that_is_a_word_or_the_unknown_token(tmp_path: Path, eos: str, fails: bool) -> None:
     folder = write_tokenizer(tmp_path / "t", "gemma")
