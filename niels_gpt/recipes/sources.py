@@ -124,25 +124,15 @@ def chats(
     )
 
 
-def threads(
+def sequences(
     settings: Settings,
     source: ResolvedSource,
     revision: str | None,
     counters: Counter[str],
     position: dict[str, int] | None = None,
-) -> Iterator[ChatSample]:
-    """Yield the threads of trees, those of one tree after another. Otherwise as `chats`."""
-    return (sample for _, sample in _parts(settings, source, revision, counters, position))
-
-
-def rollouts(
-    settings: Settings,
-    source: ResolvedSource,
-    revision: str | None,
-    counters: Counter[str],
-    position: dict[str, int] | None = None,
-) -> Iterator[SequenceGroup]:
-    """Yield the groups of recorded rollouts. Otherwise as `chats`."""
+) -> Iterator[Any]:
+    """Yield the threads of trees, as ChatSamples, those of one tree after another; or recorded rollouts, as
+    SequenceGroups. Otherwise as `chats`."""
     return (sample for _, sample in _parts(settings, source, revision, counters, position))
 
 

@@ -47,24 +47,27 @@ def _build(
     from niels_gpt.recipes.rollouts.groups import recorded_groups, tree_groups
     from niels_gpt.tokenizers.engine import open_engine
 
-    read = (settings, source, inputs.revision, inputs.counters, inputs.source.position)
-    how: dict[str, Any] = {"source": inputs.source, "seed": settings.seed, "committed": inputs.committed}
+    samples = sources.sequences(settings, source, inputs.revision, inputs.counters, inputs.source.position)
+    how: dict[str, Any] = {
+        "source": inputs.source,
+        "seed": settings.seed,
+        "committed": inputs.committed,
+        "progress": progress,
+    }
     if inputs.tokenizer is None:
         return build_rollouts(
-            recorded_groups(sources.rollouts(*read)),
+            recorded_groups(samples),
             path,
             val_frac=settings.rollouts_val_frac,
             vocab_size=settings.rollouts_vocab_size or None,
-            progress=progress,
             **how,
         )
     engine = open_engine(inputs.tokenizer, settings.engine, seed=settings.seed)
     encoder = TextEncoder(inputs.tokenizer, on_special=settings.on_special, engine=engine)
     return build_rollouts(
-        tree_groups(sources.threads(*read), encoder, inputs.counters),
+        tree_groups(samples, encoder, inputs.counters),
         path,
         val_frac=settings.sft_val_frac,
         tokenizer=inputs.tokenizer,
-        progress=progress,
         **how,
     )
