@@ -275,7 +275,7 @@ def checked_int(name: str, value: Any, least: int) -> int:
 def file_records(meta: Mapping[str, Any], where: str = META_NAME) -> list[dict[str, Any]]:
     """Return the record (name, bytes, sha256, ...) of every file that a meta.json names.
 
-    In this order: shards of train and val, index of train and val, ids of train and val, checksums, files.
+    In this order: shards of train and val, index, ids and loss bits of train and val, checksums, files.
     where: begins the messages; the path of the meta.json.
     Raises: CacheError for a record that is not as in `checked_record`, and for a file that is named twice.
     """
@@ -294,7 +294,7 @@ def file_records(meta: Mapping[str, Any], where: str = META_NAME) -> list[dict[s
 def _records(meta: Any, where: str) -> Iterator[tuple[str, Any]]:
     """Yield the path of keys, such as `shards.train[3]`, and the value of everything that should be a record."""
     _typed(meta, dict, "the whole", where)
-    for group in ("shards", "index", "ids"):
+    for group in ("shards", "index", "ids", "loss_bits"):
         splits = _typed(meta.get(group, {}), dict, group, where)
         for split in sorted(splits):  # train before val, as in a file of sorted keys
             if group == "shards":
