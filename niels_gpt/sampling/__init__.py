@@ -2,6 +2,7 @@
 
 A run resumes in exactly the same order, even with other ranks, DataLoader workers or batch sizes.
 
+    batch.py         what a stream yields: tokens, targets, and the segments that belong together
     stream.py        where training samples are cut into batches; which rank and worker reads which
     position.py      the position of a stream, with any number of ranks and workers; state_dict
     state.py         what a state holds, its checksum, and which states are refused
@@ -9,6 +10,7 @@ A run resumes in exactly the same order, even with other ranks, DataLoader worke
     permutation.py   the pseudo-random order of an epoch, in O(1) memory
     mixture.py       MixtureStream: draws from several streams as shares.py says; what happens when one is exhausted
     shares.py        weights -> how many samples of a block each source gets; how remainders carry over; their order
+    packing/         rows without padding: which pieces share a row, and how attention keeps them apart
     evaluation.py    iter_eval: every token of a split once, in order; bits_per_byte
 
 docs/reading.md shows their use. The names below are imported on first use.
@@ -20,13 +22,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from niels_gpt.sampling.batch import Batch
     from niels_gpt.sampling.epochs import EpochStream
     from niels_gpt.sampling.evaluation import bits_per_byte, iter_eval
     from niels_gpt.sampling.mixture import MixtureStream
-    from niels_gpt.sampling.stream import Batch
 
 _HOMES = {
-    "Batch": "niels_gpt.sampling.stream",
+    "Batch": "niels_gpt.sampling.batch",
     "EpochStream": "niels_gpt.sampling.epochs",
     "MixtureStream": "niels_gpt.sampling.mixture",
     "bits_per_byte": "niels_gpt.sampling.evaluation",

@@ -12,24 +12,27 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import TokenDtype
 from niels_gpt.cache.mmap import IO, public_file
-from niels_gpt.cache.pretrain_dataset import PretrainSplit
+from niels_gpt.cache.pretrain_dataset import PretrainSplit, gathered, split_rows
 from niels_gpt.display.numbers import number_of
+from niels_gpt.sampling.batch import Rows
 from niels_gpt.sampling.permutation import ROUNDS, mix, permute, random_keys
-from niels_gpt.sampling.state import key_check, limited
-from niels_gpt.sampling.stream import STREAM_VERSION, Places, SampleStream
+from niels_gpt.sampling.state import key_check
+from niels_gpt.sampling.stream import STREAM_VERSION, CacheStream
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.meta_json import checked_int, printable
+from niels_gpt.storage.meta_json import printable
 from niels_gpt.storage.versions import version_name
 
 
-class EpochStream(SampleStream):
+class EpochStream(CacheStream):
     """Windows of T + 1 tokens at stride T: (n - 1) // T of a shard of n tokens; none crosses two shards.
 
     Sample k is window `permute(k % num_windows)` of epoch `k // num_windows`: an order of O(1) memory, without index
     files. A global batch may hold the end of one epoch and the start of the next. Every rank, with any number of
     DataLoader workers, sees its part of the one order that the seed gives; see `SampleStream` and docs/reading.md.
     """
+
+    split: PretrainSplit
 
     def __init__(
         self,
@@ -60,17 +63,22 @@ class EpochStream(SampleStream):
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for the numbers.
         """
         super().__init__(
-            global_batch_size=global_batch_size, rank=rank, world_size=world_size, device=device, drop_last=drop_last
+            T=T,
+            global_batch_size=global_batch_size,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            epochs=epochs,
+            drop_last=drop_last,
         )
         if not isinstance(random_offset, bool):
             raise ValueError(f"random_offset={random_offset!r}: expected True or False")
-        self.T = T = checked_int("T", T, 1)
-        self.epochs = None if epochs is None else checked_int("epochs", epochs, 1)
-        self.seed, self.random_offset = checked_int("seed", seed, -(2**63)), random_offset
+        self.random_offset = random_offset
         keys = random_keys(self.seed, ROUNDS + 1)
         self._keys, self._offset_key = keys[:ROUNDS], keys[ROUNDS]
         self.split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io, dtype=dtype)
-        self.files, self.vocab_size = self.split.files, self.split.vocab_size
+        self.files, self.folder = self.split.files, self.split.folder
         lengths = self.split.lengths
         counts = (lengths - 1) // T
         self._ends: NDArray[np.int64] = np.cumsum(counts)
@@ -82,14 +90,19 @@ class EpochStream(SampleStream):
         if not self.num_windows:
             found = f"the longest shard has {lengths.max()} tokens"
             raise CacheError(public_file(self.split.folder), found, f"T + 1 = {T + 1}", "Take a smaller T", code="E107")
-        self.num_samples = None if self.epochs is None else limited("epochs", self.epochs, self.num_windows)
-        self._check_last_batch()
-        fixed = int(counts[self._remainders == 0].sum())
-        if random_offset and 20 * fixed > self.num_windows:
-            where = printable(str(public_file(self.split.folder)))
+        self._set_samples(self.num_windows)
+        if random_offset:
+            self._warn_of_fixed(int(counts[self._remainders == 0].sum()))
+
+    def _warn_of_fixed(self, fixed: int) -> None:
+        """Warn if random_offset does not move more than a twentieth of the windows. fixed: those."""
+        if 20 * fixed > self.num_windows:
+            where = printable(str(public_file(self.folder)))
             found = f"{where}: random_offset moves none of {fixed} of {self.num_windows} windows"
-            why = f"their shards have n tokens with (n - 1) % T == 0. Take another T, such as {T - 1 or T + 1}"
-            warnings.warn(CodedWarning("W102", f"{found}: {why}"), stacklevel=2)
+            why = (
+                f"their shards have n tokens with (n - 1) % T == 0. Take another T, such as {self.T - 1 or self.T + 1}"
+            )
+            warnings.warn(CodedWarning("W102", f"{found}: {why}"), stacklevel=3)
 
     def __repr__(self) -> str:
         """Return the cache, the shape of a batch, the rank and the position."""
@@ -109,11 +122,13 @@ class EpochStream(SampleStream):
         arguments = {"stream": STREAM_VERSION, "seed": self.seed, "key_check": key_check(self._keys)}
         return {**arguments, "T": self.T, "random_offset": self.random_offset, **self.split.fingerprint()}
 
-    def _progress(self, consumed: int) -> dict[str, int]:
-        return {"epoch": consumed // self.num_windows, "consumed_samples": consumed}
+    @property
+    def name(self) -> str:
+        """Return the cache, its version and the split, for messages."""
+        return f"{version_name(self.folder.parent)}, {printable(self.folder.name)}"
 
-    def locate(self, samples: NDArray[np.int64]) -> Places:
-        """Return where the windows of these samples begin: [n]."""
+    def locate(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where the windows of these samples begin, as arguments of `TokenFiles.gather`: int64 [2, n]."""
         epochs, positions = np.divmod(samples, self.num_windows)
         if len(epochs) and epochs.min() == epochs.max():
             epochs = epochs[:1]  # a single tweak
@@ -123,4 +138,10 @@ class EpochStream(SampleStream):
         if self.random_offset:
             hashed = mix(mix(self._offset_key + epochs.astype(np.uint64)) + shards.astype(np.uint64))
             starts += (hashed % (self._remainders[shards] + 1).astype(np.uint64)).astype(np.int64)
-        return Places(shards, starts + self.files.first_tokens[shards])
+        return np.stack((shards, starts + self.files.first_tokens[shards]))
+
+    def read(self, places: NDArray[np.int64]) -> Rows:
+        """Return the windows at places from `locate`. Raises: CacheError for an id outside the vocabulary."""
+        return Rows(
+            *split_rows(gathered(self.files, self.split.vocab_size, places[0], places[1], self.T + 1), self.device)
+        )

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from niels_gpt.cache.mmap import TokenFiles
+from niels_gpt.cache.pretrain_dataset import gathered, split_rows
+from niels_gpt.sampling.batch import Batch, Rows, Segments
 from niels_gpt.sampling.epochs import EpochStream
 from niels_gpt.sampling.permutation import random_keys
 from niels_gpt.sampling.shares import MAX_BLOCK, phases, whole_weights
 from niels_gpt.sampling.state import key_check, limited
-from niels_gpt.sampling.stream import Places, SampleStream
+from niels_gpt.sampling.stream import CacheStream, SampleStream
 from niels_gpt.storage.errors import REBUILD, CacheError
-from niels_gpt.storage.meta_json import checked_int, printable
-from niels_gpt.storage.versions import version_name
+from niels_gpt.storage.meta_json import checked_int
 
 WhenExhausted = Literal["repeat", "stop"] | int
 MIXTURE_VERSION = 2
@@ -24,7 +26,7 @@ MIXTURE_VERSION = 2
 
 
 class MixtureStream(SampleStream):
-    """Samples of several EpochStreams by weight, in blocks.
+    """Samples of several streams of one cache each, such as EpochStreams, by weight, in blocks.
 
     The counts of a block are integers; remainders are carried over to the next block, so that every source gets its
     exact share in the long run, however small. The seed decides which places of a block belong to which source, drawn
@@ -34,7 +36,7 @@ class MixtureStream(SampleStream):
 
     def __init__(
         self,
-        streams: Sequence[EpochStream],
+        streams: Sequence[CacheStream],
         weights: Sequence[float],
         *,
         seed: int,
@@ -51,7 +53,7 @@ class MixtureStream(SampleStream):
         drop_last: when the mixture ends, skip the last batch if it is short.
         Raises: ValueError for arguments that do not fit together, CacheError for caches of different tokenizers.
         """
-        if isinstance(streams, EpochStream):
+        if isinstance(streams, CacheStream):
             raise ValueError("streams is one stream, expected a sequence of them")
         self.streams, self.weights = list(streams), [float(weight) for weight in weights]
         self.block_size, self.seed = checked_int("block_size", block_size, 1), checked_int("seed", seed, -(2**63))
@@ -71,10 +73,7 @@ class MixtureStream(SampleStream):
         )
         self.T = first.T
         self._keys = random_keys(self.seed, 1, purpose=1)
-        self.vocab_size = next((n for stream in self.streams if (n := stream.split.vocab_size) is not None), None)
-        files = [stream.split.files for stream in self.streams]
-        self.files, self._first_files = TokenFiles.joined(files), np.cumsum([0, *(len(part.paths) for part in files)])
-        self._to_places = self.files.first_tokens - np.concatenate([part.first_tokens for part in files])
+        self._joined = self._joined_files()
         stops = [rule == "stop" for rule in self.when_exhausted]
         self._phases, stopped = phases(whole_weights(self.weights), self._limits(), stops, self.block_size)
         self._firsts: NDArray[np.int64] = np.array([phase.first for phase in self._phases])
@@ -95,8 +94,8 @@ class MixtureStream(SampleStream):
                 raise ValueError(f"when_exhausted[{number}]={rule!r}: expected repeat, stop, or a number of epochs")
         first = self.streams[0]
         for number, stream in enumerate(self.streams):
-            if not isinstance(stream, EpochStream):
-                raise ValueError(f"streams[{number}] is a {type(stream).__name__}, expected an EpochStream")
+            if not isinstance(stream, CacheStream):
+                raise ValueError(f"streams[{number}] is a {type(stream).__name__}, expected a stream of one cache")
             if stream.epochs is not None:
                 raise ValueError(f"streams[{number}] has epochs={stream.epochs}: pass it in when_exhausted")
             for name in ("T", "global_batch_size", "rank", "world_size", "device"):
@@ -107,16 +106,16 @@ class MixtureStream(SampleStream):
                     )
             self._check_tokenizer(stream)
 
-    def _check_tokenizer(self, stream: EpochStream) -> None:
+    def _check_tokenizer(self, stream: CacheStream) -> None:
         """Raise CacheError if meta.json shows that a stream and another one have different tokenizers."""
         mine = stream.split.fingerprint()["tokenizer_sha256"], stream.split.vocab_size
         for other in self.streams:
             theirs = other.split.fingerprint()["tokenizer_sha256"], other.split.vocab_size
             if any(one != two and None not in (one, two) for one, two in zip(mine, theirs, strict=True)):
                 raise CacheError(
-                    stream.split.folder,
+                    stream.folder,
                     f"ids of tokenizer {str(mine[0])[:12]} (vocab_size {mine[1]})",
-                    f"tokenizer {str(theirs[0])[:12]} (vocab_size {theirs[1]}) as in {other.split.folder}",
+                    f"tokenizer {str(theirs[0])[:12]} (vocab_size {theirs[1]}) as in {other.folder}",
                     REBUILD,
                     code="E402",
                 )
@@ -127,22 +126,18 @@ class MixtureStream(SampleStream):
             {"repeat": None, "stop": 1}.get(rule) if isinstance(rule, str) else rule for rule in self.when_exhausted
         ]
         return [
-            None if n is None else limited("when_exhausted", n, stream.num_windows)
+            None if n is None else limited("when_exhausted", n, stream.samples_per_epoch)
             for n, stream in zip(epochs, self.streams, strict=True)
         ]
 
     def __repr__(self) -> str:
         """Return the caches and their weights, the shape of a batch, the rank and the position."""
-        parts = [f"{weight} {name}" for weight, name in zip(self.weights, self._names(), strict=True)]
+        parts = [f"{weight} {stream.name}" for weight, stream in zip(self.weights, self.streams, strict=True)]
         return f"MixtureStream({'; '.join(parts)}; {self._described()})"
 
-    def _names(self) -> list[str]:
-        splits = [stream.split.folder for stream in self.streams]
-        return [f"{version_name(split.parent)}, {printable(split.name)}" for split in splits]
-
     def _sources(self) -> dict[str, object]:
-        weights = zip(self.weights, self._names(), strict=True)
-        return {f"source {number}": f"weight {weight}: {name}" for number, (weight, name) in enumerate(weights)}
+        weights = zip(self.weights, self.streams, strict=True)
+        return {f"source {number}": f"weight {weight}: {of.name}" for number, (weight, of) in enumerate(weights)}
 
     def identity(self) -> dict[str, Any]:
         """Return what decides which window of which source a sample is: the arguments, and the streams' identities."""
@@ -183,18 +178,62 @@ class MixtureStream(SampleStream):
             return np.zeros(len(self.streams), dtype=np.int64)
         return np.array(phase.before(number + 1), dtype=np.int64) - np.array(phase.before(number), dtype=np.int64)
 
-    def locate(self, samples: NDArray[np.int64]) -> Places:
-        """Return where the windows of these samples begin in the files of all sources: [n]."""
+    def _joined_files(self) -> _JoinedFiles | None:
+        """Return the files of plain windows, which are then read together; None where a source has other rows."""
+        plain = [stream for stream in self.streams if type(stream) is EpochStream]
+        if len(plain) < len(self.streams) or len({stream.files.io for stream in plain}) > 1:
+            return None
+        files = [stream.files for stream in plain]
+        joined, counts = TokenFiles.joined(files), [0, *(len(part.paths) for part in files)]
+        to_places = joined.first_tokens - np.concatenate([part.first_tokens for part in files])
+        vocab_size = next((n for stream in plain if (n := stream.split.vocab_size) is not None), None)
+        return _JoinedFiles(joined, np.cumsum(counts)[:-1], to_places, vocab_size)
+
+    def locate(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the source of each sample, and where it is in it: int64 [1 + columns, n]."""
         sources, numbers = np.empty((2, len(samples)), dtype=np.int64)
         phase_of = self._firsts.searchsorted(samples, side="right") - 1
         for number in np.unique(phase_of).tolist():
             of_phase = phase_of == number
             sources[of_phase], numbers[of_phase] = self._phases[number].located(samples[of_phase], self._keys[0])
-        shards, places = np.empty((2, len(samples)), dtype=np.int64)
+        places = np.zeros((1 + max(stream.COLUMNS for stream in self.streams), len(samples)), dtype=np.int64)
+        places[0] = sources
         order = sources.astype(np.min_scalar_type(len(self.streams))).argsort(kind="stable")
         ends = np.cumsum(np.bincount(sources, minlength=len(self.streams))).tolist()
         for stream, begin, end in zip(self.streams, [0, *ends[:-1]], ends, strict=True):
             of_source = order[begin:end]
-            shards[of_source], places[of_source], _ = stream.locate(numbers[of_source])
-        shards += self._first_files[sources]
-        return Places(shards, places + self._to_places[shards], sources)
+            places[1 : 1 + stream.COLUMNS, of_source] = stream.locate(numbers[of_source])
+        return places
+
+    def read(self, places: NDArray[np.int64]) -> Rows:
+        """Return samples as rows. places: from `locate`. Raises: CacheError for an id outside the vocabulary."""
+        sources = places[0]
+        if (joined := self._joined) is not None:
+            shards = places[1] + joined.first_files[sources]
+            at = places[2] + joined.to_places[shards]
+            return Rows(*split_rows(gathered(joined.files, joined.vocab_size, shards, at, self.T + 1), self.device))
+        parts = []
+        for source in np.unique(sources).tolist():
+            (rows,) = np.nonzero(sources == source)
+            stream = self.streams[source]
+            parts.append((rows, stream.read(places[1 : 1 + stream.COLUMNS, rows])))
+        if not parts:
+            return Rows(*torch.empty((2, 0, self.T), dtype=torch.int64, device=self.device))
+        inverse = torch.from_numpy(np.concatenate([rows for rows, _ in parts]).argsort()).to(self.device)
+        x, y = (torch.cat([getattr(part, name) for _, part in parts])[inverse] for name in "xy")
+        if all(part.segments is None for _, part in parts):
+            return Rows(x, y)
+        segments = [(rows, part.segments or Segments.whole_rows(len(rows), self.T)) for rows, part in parts]
+        return Rows(x, y, Segments.interleaved(segments, self.T))
+
+    def _batch(self, work: NDArray[np.int64], state: dict[str, Any]) -> Batch:
+        return Batch.of_rows(self.read(work), state, torch.from_numpy(work[0].copy()))
+
+
+class _JoinedFiles(NamedTuple):
+    """The files of plain windows of all sources."""
+
+    files: TokenFiles
+    first_files: NDArray[np.int64]  # of each source
+    to_places: NDArray[np.int64]  # of each file: what to add to a place in the files of its source
+    vocab_size: int | None

@@ -11,89 +11,28 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import Ids
-from niels_gpt.cache.mmap import TokenFiles
-from niels_gpt.cache.pretrain_dataset import gathered, split_rows
 from niels_gpt.display.tables import html_table
+from niels_gpt.sampling.batch import Batch, Rows
 from niels_gpt.sampling.position import STREAM_VERSION, ResumableStream
+from niels_gpt.sampling.state import limited
 from niels_gpt.storage.codes import CodedWarning
+from niels_gpt.storage.meta_json import checked_int
 
-__all__ = ["STREAM_VERSION", "Batch", "Places", "SampleStream"]
-
-_BLOCK = 16384  # samples located at once: 0.1 to 0.9 us each, but about 1 ms for a few: cycles are walked together
-
-
-@dataclass(eq=False, repr=False)
-class Batch:
-    """x, y: int64 [B, T], y one token later; state: the stream's `state_dict` after this batch, the same on every rank.
-
-    source: in a mixture, the index of the stream of each row: int64 [B], on the CPU; else None.
-    Unpacks as `x, y = batch`. It is not a tuple: DataLoader(batch_size=None) rebuilds tuples and would lose the state.
-    """
-
-    x: torch.Tensor
-    y: torch.Tensor
-    state: dict[str, Any]
-    source: torch.Tensor | None = None
-
-    def __repr__(self) -> str:
-        """Return shape, dtype and device: `Batch(x, y: int64 [8, 256] on cpu, consumed_samples=48)`."""
-        dtype, shape = str(self.x.dtype).removeprefix("torch."), list(self.x.shape)
-        source = "" if self.source is None else f"source: int64 {list(self.source.shape)}, "
-        consumed = self.state.get("consumed_samples")
-        return f"Batch(x, y: {dtype} {shape} on {self.x.device}, {source}consumed_samples={consumed})"
-
-    def _repr_html_(self) -> str:
-        tensors = {"x": self.x, "y": self.y, **({} if self.source is None else {"source": self.source})}
-        forms = {name: f"{str(each.dtype)[6:]} {list(each.shape)} on {each.device}" for name, each in tensors.items()}
-        return html_table("Batch", [*forms.items(), ("consumed samples", self.state.get("consumed_samples"))])
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter((self.x, self.y))
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return (self.x, self.y)[index]
-
-    def pin_memory(self) -> Batch:
-        """Return the batch in pinned memory; DataLoader(pin_memory=True) calls this."""
-        return Batch(self.x.pin_memory(), self.y.pin_memory(), self.state, self.source)
-
-    def to(self, device: str | torch.device, non_blocking: bool = False) -> Batch:
-        """Return the batch with x and y on another device."""
-        x, y = (tensor.to(device, non_blocking=non_blocking) for tensor in self)
-        return Batch(x, y, self.state, self.source)
-
-
-class Places(NamedTuple):
-    """Where samples begin, as arguments of `TokenFiles.gather`, and in a mixture the stream of each. All int64 [n]."""
-
-    shards: NDArray[np.int64]
-    places: NDArray[np.int64]
-    sources: NDArray[np.int64] | None = None
-
-    def part(self, first: int, last: int) -> Places:
-        """Return the places of the samples first to last - 1."""
-        sources = None if self.sources is None else self.sources[first:last]
-        return Places(self.shards[first:last], self.places[first:last], sources)
+__all__ = ["STREAM_VERSION", "Batch", "CacheStream", "SampleStream"]
 
 
 class SampleStream(ResumableStream[Batch]):
     """Batches of numbered samples. Iterating continues from the current position; it does not start over."""
 
     T: int
-    files: TokenFiles
-    """The files of all samples."""
-    vocab_size: int | None
+    _BLOCK = 16384  # samples located at once: 0.1 to 0.9 us each, but about 1 ms for a few: cycles are walked together
 
     def __init__(
         self, *, global_batch_size: int, rank: int, world_size: int, device: str, drop_last: bool = False
@@ -159,33 +98,32 @@ class SampleStream(ResumableStream[Batch]):
         """Return what the samples are drawn from, for a table: names and values."""
 
     @abstractmethod
-    def locate(self, samples: NDArray[np.int64]) -> Places:
-        """Return where the samples with these numbers begin: [n]."""
+    def locate(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where the samples with these numbers are, for `read`: int64 [columns, n]."""
 
-    def rows(self, places: Places) -> Ids:
-        """Return the tokens of samples, [n, T + 1], of the widest dtype of the files.
+    @abstractmethod
+    def read(self, places: NDArray[np.int64]) -> Rows:
+        """Return samples as rows. places: int64 [columns, n], from `locate`.
 
         Raises: CacheError for an id outside the vocabulary.
         """
-        return gathered(self.files, self.vocab_size, places.shards, places.places, self.T + 1)
 
-    def _work(self, base: int, worker: int, workers: int) -> Iterator[tuple[Places, int, int]]:
+    def _work(self, base: int, worker: int, workers: int) -> Iterator[tuple[NDArray[np.int64], int, int]]:
         steps = self._steps(base, worker, workers)
         for number, (places, consumed) in enumerate(steps, 1):
             yield places, consumed, base + number * workers * self.global_batch_size
 
-    def _batch(self, work: Places, state: dict[str, Any]) -> Batch:
-        x, y = split_rows(self.rows(work), self.device)
-        return Batch(x, y, state, None if work.sources is None else torch.from_numpy(work.sources))
+    def _batch(self, work: NDArray[np.int64], state: dict[str, Any]) -> Batch:
+        return Batch.of_rows(self.read(work), state)
 
-    def _steps(self, base: int, worker: int, workers: int) -> Iterator[tuple[Places, int]]:
+    def _steps(self, base: int, worker: int, workers: int) -> Iterator[tuple[NDArray[np.int64], int]]:
         """Yield for each batch of a worker the places of this rank's rows, and the samples consumed after it.
 
         base: the first sample of worker 0.
         """
         size, rank, world = self.global_batch_size, self.rank, self.world_size
         least = size if self.drop_last else 1
-        at_once = max(1, _BLOCK * world // size)
+        at_once = max(1, self._BLOCK * world // size)
         begin = base + worker * size
         while True:
             begins = begin + workers * size * np.arange(at_once)
@@ -198,5 +136,59 @@ class SampleStream(ResumableStream[Batch]):
             for end, count, consumed, rows in zip(*(a.tolist() for a in (ends, counts, last, sizes)), strict=True):
                 if rows < least:
                     return
-                yield places.part(end - count, end), consumed
+                yield places[:, end - count : end], consumed
             begin += workers * size * at_once
+
+
+class Split(Protocol):
+    """The split of a cache that a stream reads: `PretrainSplit`, `SFTSplit`."""
+
+    vocab_size: int | None
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the identity of its tokens."""
+
+
+class CacheStream(SampleStream):
+    """Samples of one split, epoch after epoch: each exactly once an epoch."""
+
+    COLUMNS = 2
+    """Rows of what `locate` returns."""
+    split: Split
+    folder: Path
+    """Of the split's cache, or of the split in it, for messages."""
+    samples_per_epoch: int
+    epochs: int | None
+    """How many until the stream ends; None: never."""
+
+    def __init__(
+        self,
+        *,
+        T: int,
+        global_batch_size: int,
+        seed: int,
+        rank: int,
+        world_size: int,
+        device: str,
+        epochs: int | None,
+        drop_last: bool,
+    ) -> None:
+        super().__init__(
+            global_batch_size=global_batch_size, rank=rank, world_size=world_size, device=device, drop_last=drop_last
+        )
+        self.T, self.seed = checked_int("T", T, 1), checked_int("seed", seed, -(2**63))
+        self.epochs = None if epochs is None else checked_int("epochs", epochs, 1)
+
+    def _set_samples(self, samples_per_epoch: int) -> None:
+        """Set how many samples an epoch has, and where the stream ends. Warns and raises as `_check_last_batch`."""
+        self.samples_per_epoch = samples_per_epoch
+        self.num_samples = None if self.epochs is None else limited("epochs", self.epochs, samples_per_epoch)
+        self._check_last_batch()
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Return the cache, its version and the split, for messages."""
+
+    def _progress(self, consumed: int) -> dict[str, int]:
+        return {"epoch": consumed // self.samples_per_epoch, "consumed_samples": consumed}

@@ -1,0 +1,147 @@
+"""Batch: what a stream yields; and its segments, the runs of tokens that belong together.
+
+    x           A A A A B B   C C C C C p        two rows of T = 6: pieces A and B; piece C and padding
+    cu_seqlens  0       4     6         11 12    where segments begin in x.view(-1), and where the last one ends
+    piece_ids   A       B     C         -1       of each segment; -1: padding, or not known
+    positions   0 1 2 3 0 1   0 1 2 3 4 0        of each token in its segment
+    y           A A A - B -   C C C C - -        -: -100; the target of a piece's last token is of another piece
+
+Tokens of different segments must not attend to each other: `block_causal_mask`, or FlashAttention's varlen functions,
+which take cu_seqlens and max_seqlen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from niels_gpt.display.tables import html_table
+
+
+class Segments(NamedTuple):
+    """Which tokens of rows [B, T], read row by row, belong together. A row begins a segment; K: their number."""
+
+    starts: NDArray[np.int32]
+    """int32 [K + 1]: the first token of each segment, and B * T."""
+    pieces: NDArray[np.int64]
+    """int64 [K]: the piece that each segment is, by its number in the split; -1: padding, or not known."""
+    documents: NDArray[np.int64]
+    """int64 [K]: the document, or example, that it is of, by its number in the split; -1: as `pieces`."""
+
+    @classmethod
+    def whole_rows(cls, count: int, T: int) -> Segments:
+        """Return a segment for each of `count` rows, of which no more is known."""
+        unknown = np.full(count, -1, dtype=np.int64)
+        return cls(np.arange(0, (count + 1) * T, T, dtype=np.int32), unknown, unknown)
+
+    @classmethod
+    def interleaved(cls, parts: Sequence[tuple[NDArray[np.int64], Segments]], T: int) -> Segments:
+        """Return the segments of a batch. parts: the numbers of some of its rows, ascending, and their segments."""
+        starts = [rows[part.starts[:-1] // T] * T + part.starts[:-1] % T for rows, part in parts]
+        order = np.concatenate(starts).argsort()
+        count = sum(len(rows) for rows, _ in parts)
+        ends = np.array([count * T], dtype=np.int32)
+        return cls(
+            np.concatenate((np.concatenate(starts)[order].astype(np.int32), ends)),
+            np.concatenate([part.pieces for _, part in parts])[order],
+            np.concatenate([part.documents for _, part in parts])[order],
+        )
+
+
+class Rows(NamedTuple):
+    """Rows of a batch on the stream's device."""
+
+    x: torch.Tensor
+    """int64 [B, T]."""
+    y: torch.Tensor
+    """int64 [B, T]: the targets; -100 where there is none."""
+    segments: Segments | None = None
+    """None: each row is one segment, of which no more is known."""
+
+
+@dataclass(eq=False, repr=False)
+class Batch:
+    """x, y: int64 [B, T], y one token later, -100 where there is no loss; state: the stream's after this batch.
+
+    state: as `state_dict`, the same on every rank.
+    source: in a mixture, the index of the stream of each row: int64 [B], on the CPU; else None.
+    cu_seqlens: where the K segments of x.view(-1) begin, and B * T: int32 [K + 1], on the device of x. None, like the
+        three below, where the stream does not know them.
+    piece_ids, documents: of each segment, by number in its source's split: int64 [K], on the CPU; -1: padding, or not
+        known. A document of more than T tokens is several pieces.
+    max_seqlen: the tokens of the longest segment.
+    Unpacks as `x, y = batch`. It is not a tuple: DataLoader(batch_size=None) rebuilds tuples and would lose the state.
+    """
+
+    x: torch.Tensor
+    y: torch.Tensor
+    state: dict[str, Any]
+    source: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+    piece_ids: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
+    max_seqlen: int | None = None
+
+    @classmethod
+    def of_rows(cls, rows: Rows, state: dict[str, Any], source: torch.Tensor | None = None) -> Batch:
+        """Return the batch of some rows."""
+        if rows.segments is None:
+            return cls(rows.x, rows.y, state, source)
+        starts, pieces, documents = rows.segments
+        longest = int(np.diff(starts).max(initial=0))
+        of_segments = torch.from_numpy(starts).to(rows.x.device), torch.from_numpy(pieces), torch.from_numpy(documents)
+        return cls(rows.x, rows.y, state, source, *of_segments, longest)
+
+    @property
+    def position_ids(self) -> torch.Tensor | None:
+        """Return the place of each token in its segment, from 0: int64 [B, T], on the device of x. Made on each use."""
+        if self.cu_seqlens is None:
+            return None
+        begins, size = self.cu_seqlens.to(torch.int64), self.x.numel()
+        places = torch.arange(size, device=self.x.device)
+        places -= torch.repeat_interleave(begins[:-1], begins.diff(), output_size=size)
+        return places.view(self.x.shape)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        names = ("x", "y", "source", "cu_seqlens", "piece_ids", "documents")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def __repr__(self) -> str:
+        """Return shape, dtype and device: `Batch(x, y: int64 [8, 256] on cpu, consumed_samples=48)`."""
+        dtype, shape = str(self.x.dtype).removeprefix("torch."), list(self.x.shape)
+        source = "" if self.source is None else f"source: int64 {list(self.source.shape)}, "
+        segments = "" if self.cu_seqlens is None else f"{len(self.cu_seqlens) - 1} segments, "
+        consumed = self.state.get("consumed_samples")
+        return f"Batch(x, y: {dtype} {shape} on {self.x.device}, {source}{segments}consumed_samples={consumed})"
+
+    def _repr_html_(self) -> str:
+        tensors = self._tensors().items()
+        forms = {name: f"{str(each.dtype)[6:]} {list(each.shape)} on {each.device}" for name, each in tensors}
+        return html_table("Batch", [*forms.items(), ("consumed samples", self.state.get("consumed_samples"))])
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter((self.x, self.y))
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.x, self.y)[index]
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in pinned memory; DataLoader(pin_memory=True) calls this."""
+        pinned = {name: tensor.pin_memory() for name, tensor in self._tensors().items()}
+        return Batch(state=self.state, max_seqlen=self.max_seqlen, **pinned)
+
+    def to(self, device: str | torch.device, non_blocking: bool = False) -> Batch:
+        """Return the batch with x, y and cu_seqlens on another device."""
+        moved = self._tensors()
+        for name in ("x", "y", "cu_seqlens"):
+            if name in moved:
+                moved[name] = moved[name].to(device, non_blocking=non_blocking)
+        return Batch(state=self.state, max_seqlen=self.max_seqlen, **moved)

@@ -1,0 +1,1 @@
+"""Rows without padding: which pieces share a row, and how attention keeps them apart."""
