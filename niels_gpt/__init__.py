@@ -29,7 +29,7 @@ Data goes from top to bottom. Each package's docstring lists its modules.
     interrupts.py          turns signals into KeyboardInterrupt; the exit status is commands/console.py's
     paths.py               default folders
 
-meta.json: builders/ decides its keys (meta_keys.py: those of every cache; pretrain.py, shards.py, sft.py: the others),
+meta.json: builders/ decides its keys (meta_keys.py: those of every cache; pretrain.py, shards.py, sft/: the others),
 recipes/run_recipe.py what the key `source` says. cache/meta.py writes and reads it, storage/meta_json.py has its
 checksum and file records, inspection/meta_checks.py verifies it. Rules such as D5 and PR-03: docs/decisions/README.md.
 

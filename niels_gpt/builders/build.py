@@ -232,9 +232,9 @@ class Build:
         finally:
             file.close()
 
-    def add_checksums(self, *groups: Mapping[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
-        """Write index/crc32.bin for the files of meta.json so far, in its order; returns its record."""
-        records = file_records(dict(zip(("shards", "index", "ids", "files"), groups, strict=False)))
+    def add_checksums(self, **groups: Mapping[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
+        """Write index/crc32.bin for the files of meta.json so far, by their keys there; returns its record."""
+        records = file_records(groups)
         record = self.add(CHECKSUMS, (self.checksums[each["name"]] for each in records))
         return {**record, "block_bytes": BLOCK_BYTES}
 

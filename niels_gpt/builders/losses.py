@@ -1,6 +1,6 @@
 """Decides what of a cache is counted as lossy or odd, though it is kept: changed texts, unknown ids, empty replies.
 
-What is dropped is counted by shards.py and sft.py. The counts are among the builder's numbers in each checkpoint, so a
+What is dropped is counted by shards.py and sft/. The counts are among the builder's numbers in each checkpoint, so a
 resumed build has the same ones.
 """
 

@@ -1,6 +1,7 @@
 """meta.json: the keys that every cache has, its content sha256, and the commit of a finished build.
 
-The keys of one kind of cache come from its builder: `described` of shards.py, `split` of sft.py, and their settings.
+The keys of one kind of cache come from its builder: `described` of shards.py, `split` of sft/examples.py, and
+their settings.
 """
 
 from __future__ import annotations

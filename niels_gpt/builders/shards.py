@@ -218,8 +218,8 @@ class Shards:
         for record in build.finished:
             of_split = shards[record["name"].partition("/")[0]]
             of_split.append({**record, "tokens": record["bytes"] // self._token_bytes})
-        files = {"shards": shards, "index": index, "ids": ids, "checksums": build.add_checksums(shards, index, ids)}
-        return {**files, **self._counts()}
+        files: dict[str, Any] = {"shards": shards, "index": index, "ids": ids}
+        return {**files, "checksums": build.add_checksums(**files), **self._counts()}
 
     def _counts(self) -> dict[str, Any]:
         full = {split: self._budget.room(split) == 0 for split in SPLITS}

@@ -220,7 +220,7 @@ def test_a_chat_on_which_an_engine_differs_has_its_own_number(tmp_path: Path, mo
                     raise EngineDifference("model", number, "gigatoken and tokenizers differ at token 0")
             return np.zeros(len(texts), dtype=np.uint32) + 10, np.ones(len(texts), dtype=np.int64)
 
-    monkeypatch.setattr("niels_gpt.builders.sft.open_engine", lambda *of, **how: Differing())
+    monkeypatch.setattr("niels_gpt.builders.sft.sentinels.open_engine", lambda *of, **how: Differing())
     turns = [[{"role": "user", "content": "yes?"}, {"role": "assistant", "content": f"no {n}"}] for n in range(20)]
     with pytest.raises(EngineDifference, match="document 12 of the source") as caught:
         build_sft(turns, tmp_path / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)

@@ -126,7 +126,7 @@ def test_chats_have_their_id_or_their_number_in_the_split_that_they_went_to(tmp_
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])
 def test_lines_stay_with_documents_over_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(source, "BATCH_ITEMS", 7)
-    monkeypatch.setattr("niels_gpt.builders.sft._COPIED", 5)
+    monkeypatch.setattr("niels_gpt.builders.sft.examples._COPIED", 5)
     texts = ["" if number % 11 == 3 else f"text {number}" for number in range(100)]
     cache = tmp_path / "c"
     if kind == "pretrain":

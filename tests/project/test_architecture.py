@@ -101,6 +101,6 @@ def test_the_files_of_the_spec_and_the_public_names_are_pinned() -> None:
 def test_git_ignores_the_caches_but_not_the_cache_package() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout: there is no ignore rule to ask")
-    command = "git check-ignore cache/meta.json artifacts/x niels_gpt/cache/mmap.py niels_gpt/builders/sft.py"
+    command = "git check-ignore cache/meta.json artifacts/x niels_gpt/cache/mmap.py niels_gpt/builders/sft/examples.py"
     done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["cache/meta.json", "artifacts/x"]

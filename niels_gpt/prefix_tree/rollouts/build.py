@@ -247,7 +247,7 @@ class _Writer:
             "index": index,
             "ids": ids,
             "files": files,
-            "checksums": build.add_checksums(shards, index, ids, files),
+            "checksums": build.add_checksums(shards=shards, index=index, ids=ids, files=files),
             "totals": totals,
             "fields": {field: per(field) for field in self._fields},
             **{key: {split: sums[split][key] for split in SPLITS} for key in more},

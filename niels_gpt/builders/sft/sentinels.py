@@ -1,17 +1,11 @@
-"""Builds an sft cache: chats -> train_tokens.bin, train_idx.npy, val_tokens.bin, val_idx.npy, source ids, meta.json.
-
-The split needs the number of examples, so all ids first go to a buffer file and are then copied to their splits. Memory
-holds a few numbers for each example, never its text. Decides which chats are dropped, and counts them.
-"""
+"""Builds an sft cache by the project's own template. Decides which chats are dropped, and counts them."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import lru_cache
-from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -19,30 +13,19 @@ from numpy.typing import NDArray
 
 from niels_gpt.builders import pipeline
 from niels_gpt.builders.build import CHECKPOINT_SECONDS, Build
-from niels_gpt.builders.losses import Losses, count_blank, loss_keys
+from niels_gpt.builders.losses import Losses, count_blank
 from niels_gpt.builders.meta_keys import Source, build_identity, describe_and_commit, vocabulary_of
 from niels_gpt.builders.resume import NoTextError, open_build, seek
+from niels_gpt.builders.sft.examples import FILES, SPLIT_RULE, ExampleBuffer
 from niels_gpt.builders.source import Batch, ItemKind, digest_list, first_number, item_digest
-from niels_gpt.builders.split import SPLITS, num_duplicates
-from niels_gpt.builders.writer import OFFSET_DTYPE, npy_header
+from niels_gpt.builders.writer import OFFSET_DTYPE
 from niels_gpt.chat_template import ROLE_TO_NAME, UNKNOWN_ROLE, count_role
 from niels_gpt.encoding import EncodedTexts, TextEncoder
 from niels_gpt.progress import Progress
-from niels_gpt.storage.fileio import id_lines
 from niels_gpt.tokenizers.engine import open_engine
-from niels_gpt.tokenizers.protocol import Ids, Tokenizer
+from niels_gpt.tokenizers.protocol import Tokenizer
 
-SPLIT_RULE = (
-    "by example: of n distinct kept examples (roles and contents) in order of first appearance, the first "
-    "max(1, int(n * val_frac)) of torch.randperm(n) seeded with seed go to val (none where n = 1 or val_frac = 0); "
-    "equal ones go with them; both splits keep the order of the stream"
-)
-_FILES = dict.fromkeys(("tokens.bin", "examples.bin", "ids.txt"))
-"""The files that a build appends to: the tokens of all kept examples, the `_COLUMNS` of each, their source ids."""
-_COLUMNS = 4
-"""Of an example: tokens, supervised tokens, utf-8 bytes, digest of roles and contents."""
 _JOINT = "\0"  # after each role
-_COPIED = 4096  # examples at once, from the buffer to a split
 
 
 class Example(NamedTuple):
@@ -90,10 +73,11 @@ def build_sft(
     settings["split_rule"] = SPLIT_RULE
     vocabulary = vocabulary_of(tokenizer)
     identity = build_identity(source, tokenizer, seed=seed, **settings)
-    with open_build(out_dir, identity, _FILES, checkpoint_seconds, source) as build:
-        buffer = _Buffer(build, encoder, progress)
+    with open_build(out_dir, identity, FILES, checkpoint_seconds, source) as build:
+        chats = _Chats(build, encoder, progress)
+        buffer = chats.buffer
         seek(build, source)
-        buffer.fill(_numbered(examples, source.position), source, num_threads, executor)
+        chats.fill(_numbered(examples, source.position), source, num_threads, executor)
         if not buffer.kept:
             lost = {**buffer.counts, **source.counters}
             raise NoTextError(
@@ -111,7 +95,7 @@ def build_sft(
             seed=seed,
             **settings,
         )
-    buffer.losses.warn(out_dir, meta)
+    chats.losses.warn(out_dir, meta)
     return meta
 
 
@@ -164,23 +148,16 @@ _EXAMPLES = ItemKind[Example](
 )
 
 
-class _Buffer:
-    """The ids of all kept examples in stream order, four numbers for each, and the counts of what was read."""
+class _Chats:
+    """Encodes chats, and appends those that are kept to the buffer."""
 
     def __init__(self, build: Build, encoder: TextEncoder, progress: Progress | None) -> None:
         self._build, self._encoder, self._progress = build, encoder, progress
         self._special = encoder.tokenizer.special_token_ids()
         self._role_ids = {role: self._special[name] for role, name in ROLE_TO_NAME.items()}
-        state = build.restored({"counts": {}, "noticed": {}, "kept": 0, "tokens": 0})
-        self.counts, self.warnings = Counter(state["counts"]), Counter(state["noticed"])
-        self.kept, self._tokens = int(state["kept"]), int(state["tokens"])
+        self.buffer = ExampleBuffer(build, encoder.dtype)
+        self.counts, self.warnings = self.buffer.counts, self.buffer.warnings
         self.losses = Losses(encoder, self.warnings)
-        build.expect("tokens.bin", self._tokens * encoder.dtype.itemsize)
-        build.expect("examples.bin", self.kept * _COLUMNS * OFFSET_DTYPE.itemsize)
-
-    def state(self) -> dict[str, Any]:
-        """Return the numbers that a checkpoint keeps."""
-        return {"counts": self.counts, "noticed": self.warnings, "kept": self.kept, "tokens": self._tokens}
 
     def fill(self, examples: Iterable[Example], source: Source, num_threads: int, executor: Executor | None) -> None:
         """Read all examples and append those that are kept."""
@@ -197,12 +174,12 @@ class _Buffer:
         ) as batches:
             for batch, encoded in batches:
                 self._build.record_consumed(self._add(batch, encoded), batch.chunk)
-                self._build.checkpoint(self.state())
+                self._build.checkpoint(self.buffer.state())
                 self._report(self.counts["examples_read"])
 
     def _report(self, examples: int) -> None:
         if self._progress is not None:
-            self._progress(examples, self._tokens, None)
+            self._progress(examples, self.buffer.tokens, None)
 
     def _add(self, batch: Batch[Example], encoded: EncodedTexts) -> list[bytes]:
         """Append the examples of a batch that are kept; returns the digests of all."""
@@ -267,80 +244,8 @@ class _Buffer:
         columns = (lengths + 2, np.where(is_target, lengths + 1, 0), encoded.utf8_bytes[is_kept])
         digests = np.frombuffer(b"".join(contents), dtype=OFFSET_DTYPE)
         rows = np.stack([*(np.add.reduceat(column, begins) for column in columns), digests], axis=1)
-        files = self._build.files
-        files["tokens.bin"].write(tokens)
-        files["examples.bin"].write(rows.astype(OFFSET_DTYPE))
-        files["ids.txt"].write(id_lines(example.name for example in examples))
-        self.kept += len(examples)
-        self._tokens += len(tokens)
+        self.buffer.write(tokens, rows, (example.name for example in examples))
 
     def _refused(self, encoded: EncodedTexts, texts: range, name: str) -> str | None:
         problems = (self._encoder.accept(encoded.problems.get(text), name) for text in texts)
         return next(filter(None, problems), None)
-
-    def split(self, val_frac: float, seed: int) -> dict[str, Any]:
-        """Copy the buffer to both splits; returns the keys of meta.json for their files and the counts."""
-        build = self._build
-        rows = np.fromfile(build.folder / "examples.bin", dtype=OFFSET_DTYPE).reshape(-1, _COLUMNS)
-        in_val = _val_rows(rows[:, 3], val_frac, seed)
-        chosen = {"train": ~in_val, "val": in_val}
-        files = {
-            split: build.add(f"{split}_tokens.bin", self._tokens_of(rows[:, 0], chosen[split])) for split in SPLITS
-        }
-        index = {split: build.add(f"{split}_idx.npy", _offsets(rows[chosen[split], 0])) for split in SPLITS}
-        ids = {split: build.add(f"index/{split}_ids.txt", self._ids_of(chosen[split])) for split in SPLITS}
-        sums = {split: rows[chosen[split], :3].sum(axis=0).tolist() for split in SPLITS}
-        entries = {split: int(chosen[split].sum()) for split in SPLITS}
-        shards = {split: [{**files[split], "tokens": sums[split][0]}] for split in SPLITS}
-        index, ids = ({key: {**records[key], "entries": entries[key]} for key in SPLITS} for records in (index, ids))
-        return {
-            "shards": shards,
-            "index": index,
-            "ids": ids,
-            "checksums": build.add_checksums(shards, index, ids),
-            "totals": {
-                **{f"{split}_examples": entries[split] for split in SPLITS},
-                **{f"{split}_tokens": sums[split][0] for split in SPLITS},
-            },
-            "supervised_tokens": {split: sums[split][1] for split in SPLITS},
-            "utf8_bytes": {split: sums[split][2] for split in SPLITS},
-            "examples_read": self.counts["examples_read"],
-            "dropped": {key: self.counts[key] for key in sorted(self.counts) if key != "examples_read"},
-            "duplicates": {split: num_duplicates(rows[chosen[split], 3]) for split in SPLITS},
-            **loss_keys(self.warnings),
-        }
-
-    def _tokens_of(self, lengths: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Iterator[Ids]:
-        with open(self._build.folder / "tokens.bin", "rb") as file:
-            for start in range(0, len(lengths), _COPIED):
-                some = lengths[start : start + _COPIED]
-                ids = np.fromfile(file, dtype=self._encoder.dtype, count=int(some.sum()))
-                yield ids[np.repeat(chosen[start : start + _COPIED], some)]
-
-    def _ids_of(self, chosen: NDArray[np.bool_]) -> Iterator[bytes]:
-        with open(self._build.folder / "ids.txt", "rb") as file:
-            for start in range(0, len(chosen), _COPIED):
-                lines = list(islice(file, _COPIED))
-                yield b"".join(
-                    line for line, wanted in zip(lines, chosen[start : start + _COPIED], strict=True) if wanted
-                )
-
-
-def _val_rows(digests: NDArray[np.int64], val_frac: float, seed: int) -> NDArray[np.bool_]:
-    """Return bool [examples], true for val: a permutation of the distinct digests, by first appearance, decides."""
-    import torch
-
-    _, first, group = np.unique(digests, return_index=True, return_inverse=True)
-    count = len(first)
-    num_val = max(1, int(count * val_frac)) if count > 1 and val_frac > 0 else 0
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    in_val = np.zeros(count, dtype=np.bool_)
-    in_val[order[:num_val].numpy()] = True
-    appearance = np.empty(count, dtype=np.int64)
-    appearance[np.argsort(first)] = np.arange(count)
-    return in_val[appearance[group]]
-
-
-def _offsets(lengths: NDArray[np.int64]) -> Iterator[Any]:
-    yield npy_header(len(lengths))
-    yield (np.cumsum(lengths) - lengths).astype(OFFSET_DTYPE)

@@ -1,0 +1,153 @@
+"""The examples of an unfinished sft build: all of them in one buffer, then copied to their splits.
+
+The split needs the number of examples, so all ids first go to a buffer file. Memory holds a few numbers for each
+example, never its text. Decides which examples go to val.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.builders.build import Build
+from niels_gpt.builders.losses import loss_keys
+from niels_gpt.builders.split import SPLITS, num_duplicates
+from niels_gpt.builders.writer import OFFSET_DTYPE, npy_header
+from niels_gpt.storage.fileio import id_lines
+from niels_gpt.tokenizers.protocol import Ids
+
+SPLIT_RULE = (
+    "by example: of n distinct kept examples (roles and contents) in order of first appearance, the first "
+    "max(1, int(n * val_frac)) of torch.randperm(n) seeded with seed go to val (none where n = 1 or val_frac = 0); "
+    "equal ones go with them; both splits keep the order of the stream"
+)
+FILES: dict[str, str | None] = dict.fromkeys(("tokens.bin", "examples.bin", "ids.txt"))
+"""The files that a build appends to: the tokens of all kept examples, the COLUMNS of each, their source ids."""
+LOSS = "loss.bin"
+"""One more, where the tokens that carry loss are stored: a byte for each token, 1 for a target."""
+COLUMNS = 4
+"""Of an example: tokens, supervised tokens, utf-8 bytes, digest of all that decides whether two are equal."""
+_COPIED = 4096  # examples at once, from the buffer to a split
+
+
+class ExampleBuffer:
+    """The ids of all kept examples in stream order, four numbers for each, and the counts of what was read."""
+
+    def __init__(self, build: Build, dtype: np.dtype[Any]) -> None:
+        """dtype: of the tokens. The build has `FILES`, and `LOSS` if it stores the targets."""
+        self._build, self._dtype = build, dtype
+        self._has_loss = LOSS in build.files
+        state = build.restored({"counts": {}, "noticed": {}, "kept": 0, "tokens": 0})
+        self.counts, self.warnings = Counter[str](state["counts"]), Counter[str](state["noticed"])
+        self.kept, self.tokens = int(state["kept"]), int(state["tokens"])
+        build.expect("tokens.bin", self.tokens * dtype.itemsize)
+        build.expect("examples.bin", self.kept * COLUMNS * OFFSET_DTYPE.itemsize)
+        if self._has_loss:
+            build.expect(LOSS, self.tokens)
+
+    def state(self) -> dict[str, Any]:
+        """Return the numbers that a checkpoint keeps."""
+        return {"counts": self.counts, "noticed": self.warnings, "kept": self.kept, "tokens": self.tokens}
+
+    def write(
+        self, tokens: Ids, rows: NDArray[np.int64], names: Iterable[str], is_target: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Append examples. tokens: of all of them, end to end. rows: int64 [examples, COLUMNS]. names: source ids.
+
+        is_target: bool, as long as tokens; None where they are not stored.
+        """
+        files = self._build.files
+        files["tokens.bin"].write(tokens)
+        files["examples.bin"].write(rows.astype(OFFSET_DTYPE))
+        files["ids.txt"].write(id_lines(names))
+        if is_target is not None:
+            files[LOSS].write(is_target.view(np.uint8))
+        self.kept += len(rows)
+        self.tokens += len(tokens)
+
+    def split(self, val_frac: float, seed: int) -> dict[str, Any]:
+        """Copy the buffer to both splits; returns the keys of meta.json for their files and the counts."""
+        build = self._build
+        rows = np.fromfile(build.folder / "examples.bin", dtype=OFFSET_DTYPE).reshape(-1, COLUMNS)
+        in_val = _val_rows(rows[:, 3], val_frac, seed)
+        chosen = {"train": ~in_val, "val": in_val}
+        files = {
+            split: build.add(f"{split}_tokens.bin", self._tokens_of("tokens.bin", rows[:, 0], chosen[split]))
+            for split in SPLITS
+        }
+        index = {split: build.add(f"{split}_idx.npy", _offsets(rows[chosen[split], 0])) for split in SPLITS}
+        ids = {split: build.add(f"index/{split}_ids.txt", self._ids_of(chosen[split])) for split in SPLITS}
+        sums = {split: rows[chosen[split], :3].sum(axis=0).tolist() for split in SPLITS}
+        entries = {split: int(chosen[split].sum()) for split in SPLITS}
+        shards = {split: [{**files[split], "tokens": sums[split][0]}] for split in SPLITS}
+        index, ids = ({key: {**records[key], "entries": entries[key]} for key in SPLITS} for records in (index, ids))
+        groups: dict[str, Any] = {"shards": shards, "index": index, "ids": ids}
+        if self._has_loss:
+            parts = {split: self._tokens_of(LOSS, rows[:, 0], chosen[split]) for split in SPLITS}
+            groups["loss_bits"] = {split: build.add(f"{split}_loss.bits", packed(parts[split])) for split in SPLITS}
+        return {
+            **groups,
+            "checksums": build.add_checksums(**groups),
+            "totals": {
+                **{f"{split}_examples": entries[split] for split in SPLITS},
+                **{f"{split}_tokens": sums[split][0] for split in SPLITS},
+            },
+            "supervised_tokens": {split: sums[split][1] for split in SPLITS},
+            "utf8_bytes": {split: sums[split][2] for split in SPLITS},
+            "examples_read": self.counts["examples_read"],
+            "dropped": {key: self.counts[key] for key in sorted(self.counts) if key != "examples_read"},
+            "duplicates": {split: num_duplicates(rows[chosen[split], 3]) for split in SPLITS},
+            **loss_keys(self.warnings),
+        }
+
+    def _tokens_of(self, name: str, lengths: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Iterator[NDArray[Any]]:
+        """Yield what a file has for the tokens of chosen examples: their ids, or whether they are targets."""
+        with open(self._build.folder / name, "rb") as file:
+            for start in range(0, len(lengths), _COPIED):
+                some = lengths[start : start + _COPIED]
+                values = np.fromfile(file, dtype=np.uint8 if name == LOSS else self._dtype, count=int(some.sum()))
+                yield values[np.repeat(chosen[start : start + _COPIED], some)]
+
+    def _ids_of(self, chosen: NDArray[np.bool_]) -> Iterator[bytes]:
+        with open(self._build.folder / "ids.txt", "rb") as file:
+            for start in range(0, len(chosen), _COPIED):
+                lines = list(islice(file, _COPIED))
+                yield b"".join(
+                    line for line, wanted in zip(lines, chosen[start : start + _COPIED], strict=True) if wanted
+                )
+
+
+def packed(parts: Iterable[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
+    """Yield the bytes of a file of loss bits: a bit for each value, 0 or 1, of all parts end to end, lowest first."""
+    rest = np.empty(0, dtype=np.uint8)
+    for part in parts:
+        values = np.concatenate([rest, part])
+        whole = len(values) - len(values) % 8
+        yield np.packbits(values[:whole], bitorder="little")
+        rest = values[whole:]
+    yield np.packbits(rest, bitorder="little")
+
+
+def _val_rows(digests: NDArray[np.int64], val_frac: float, seed: int) -> NDArray[np.bool_]:
+    """Return bool [examples], true for val: a permutation of the distinct digests, by first appearance, decides."""
+    import torch
+
+    _, first, group = np.unique(digests, return_index=True, return_inverse=True)
+    count = len(first)
+    num_val = max(1, int(count * val_frac)) if count > 1 and val_frac > 0 else 0
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    in_val = np.zeros(count, dtype=np.bool_)
+    in_val[order[:num_val].numpy()] = True
+    appearance = np.empty(count, dtype=np.int64)
+    appearance[np.argsort(first)] = np.arange(count)
+    return in_val[appearance[group]]
+
+
+def _offsets(lengths: NDArray[np.int64]) -> Iterator[Any]:
+    yield npy_header(len(lengths))
+    yield (np.cumsum(lengths) - lengths).astype(OFFSET_DTYPE)
