@@ -31,7 +31,6 @@ that they do not replace numpy or torch: pip install --target DIR --no-deps, and
 """
 
 import argparse
-import contextlib
 import functools
 import gc
 import itertools
@@ -40,57 +39,24 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+from loader_caches import SHARDS, Letters, ManyIds, build
 from loader_cold import bench_cold, why_not
 from loader_peers import PACKAGES, PEERS, Corpus, Draw, Pair, Tokens, pair, title
-from loader_sft import ASST, EOT, MASKS, chats, sft_gathers
+from loader_rounds import SHAPES, checked, compare, repeated, surviving, target
+from loader_sft import EOT, MASKS, chats, sft_gathers
 from measuring import Seconds, Ways, measured, ratio, spread
 
-from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset, build_pretrain_cache, build_sft_cache
+from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset, build_sft_cache
 from niels_gpt.cache.mmap import mmap_tokens
 from niels_gpt.sampling import EpochStream, MixtureStream, iter_eval
-from niels_gpt.tokenizers.protocol import token_dtype
 
-SHAPES = ((8, 256), (32, 1024), (64, 2048))  # B rows of T tokens
-SHARDS = (1, 100, 1_000)
-TEXT = 100_000  # tokens of one text
 LIMIT, FILLED = "bare gather", "gather into arrays there"
-
-
-class Letters:
-    """A tokenizer of ASCII letters: the readers do not care where ids come from."""
-
-    vocab_size = 300
-
-    def encode(self, text: str, /) -> list[int]:
-        """Return one id for each letter."""
-        return list(text.encode())
-
-    def special_token_ids(self) -> dict[str, int]:
-        """Return four ids that no letter has."""
-        return {"sys": 1, "usr": 2, "asst": ASST, "eot": EOT}
-
-
-class ManyIds(Letters):
-    """The same letters with the largest ids of a vocabulary as large as Llama 3's: ids of 32 bits."""
-
-    vocab_size = 128_256
-    more = vocab_size - Letters.vocab_size
-
-    def encode(self, text: str, /) -> list[int]:
-        """Return one id for each letter."""
-        ids: list[int] = (np.frombuffer(text.encode(), dtype=np.uint8) + np.int64(self.more)).tolist()
-        return ids
-
-    def special_token_ids(self) -> dict[str, int]:
-        """Return four ids that no letter has."""
-        return {name: self.more + id for name, id in super().special_token_ids().items()}
 
 
 def gathers(tokens: Tokens, B: int, T: int, cast: Callable[[Tokens], Pair]) -> list[Draw]:
@@ -128,91 +94,6 @@ def ours(split: Path, B: int, T: int) -> dict[str, list[Draw]]:
         stream = EpochStream(split, T=T, global_batch_size=world * B, seed=0, rank=0, world_size=world)
         ways[name] = [functools.partial(next, iter(stream))]
     return ways
-
-
-def time_of(draw: Draw, seconds: float, count: float = math.inf) -> float:
-    """Return the seconds a batch, over so many seconds or batches, whichever ends first."""
-    drawn, begin = 0, time.perf_counter()
-    while drawn < count and (time.perf_counter() - begin < seconds or not drawn):
-        draw()
-        drawn += 1
-    return (time.perf_counter() - begin) / drawn
-
-
-@contextlib.contextmanager
-def surviving(name: str, failures: dict[str, str]) -> Iterator[None]:
-    """Print and note what fails in a peer, which is then left out; an error of a way of our own is raised."""
-    try:
-        yield
-    except Exception as error:
-        if name not in PEERS:
-            raise
-        failures[name] = f"{type(error).__name__}: {error}"
-        print(f"  {name}: left out from here on: {failures[name]}", flush=True)
-
-
-def repeated(name: str, draw: Draw, count: int, failures: dict[str, str]) -> None:
-    """Draw so many batches."""
-    if name not in failures:
-        with surviving(name, failures):
-            for _ in range(count):
-                draw()
-
-
-def compare(ways: dict[str, list[Draw]], B: int, arguments: argparse.Namespace, failures: dict[str, str]) -> Seconds:
-    """Return the seconds a batch, in each round, of the fastest draw of each way; a round is of arguments.seconds."""
-    # So many random rows that all shards, and all of the 64 KiB that are mapped at once, have been read: p > 0.99.
-    places = max(SHARDS[-1], 2 * arguments.tokens >> 16)
-    warm_batches = places * (math.log(places) + 5) / B
-    repeats: Ways = {}
-    counts = {}
-    for name, draws in ways.items():
-        with surviving(name, failures):
-            for draw in draws:
-                time_of(draw, arguments.warm_seconds, warm_batches)
-            times = [min(time_of(draw, arguments.seconds / 2) for _ in range(3)) for draw in draws]
-            counts[name] = max(1, round(arguments.seconds / min(times)))
-            draw = draws[times.index(min(times))]
-            repeats[name] = functools.partial(repeated, name, draw, counts[name], failures)
-    found = measured(repeats, arguments.rounds)
-    return {name: [second / counts[name] for second in found[name]] for name in found if name not in failures}
-
-
-def checked(name: str, draws: list[Draw], B: int, T: int) -> list[Draw]:
-    """Return the draws after one batch of each, which must be what all of them are to give."""
-    for draw in draws:
-        x, y = draw()
-        assert x.dtype == y.dtype == torch.int64 and x.is_contiguous() and y.is_contiguous(), f"{name}: not int64"
-        assert x.shape == y.shape == (B, T) and torch.equal(x[:, 1:], y[:, :-1]), f"{name}: not {B} rows of {T}"
-    return draws
-
-
-def target(what: str, found: float, least: float, arguments: argparse.Namespace) -> None:
-    """Print what is aimed at and what was found; nothing of a quick run, whose figures say little."""
-    if not arguments.quick:
-        print(f"  {'met   ' if found >= least else 'MISSED'} {what}: {found:.2f}, aim {least}")
-
-
-def build(root: Path, shards: int, tokens: int, tokenizer: Letters | None = None) -> Path:
-    """Build the cache with so many shards, unless it is there; return its train split."""
-    tokenizer = tokenizer or Letters()
-    token_bytes = token_dtype(tokenizer.vocab_size).itemsize
-    split = root / f"{shards}_of_{token_bytes}_bytes" / "train"
-    if split.exists():
-        return split
-    generator = torch.Generator().manual_seed(0)
-    texts = (bytes(torch.randint(97, 123, (TEXT,), generator=generator).tolist()) for _ in range(tokens // TEXT))
-    build_pretrain_cache(
-        (text.decode() for text in texts),
-        split.parent,
-        tokenizer=tokenizer,
-        max_train_tokens=tokens,
-        max_val_tokens=0,
-        shard_bytes=token_bytes * (tokens // shards),
-        seed=0,
-        shuffle_buffer=None,
-    )
-    return split
 
 
 def bench_shape(corpus: Corpus, B: int, T: int, arguments: argparse.Namespace, failures: dict[str, str]) -> Seconds:
