@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from niels_gpt.cache import SFTExampleDataset, sft_dataset
+from niels_gpt.cache import SFTExampleDataset
 from niels_gpt.cache.formats import target_mask
 from niels_gpt.cache.mmap import IO
-from niels_gpt.cache.pretrain_dataset import chosen_targets
+from niels_gpt.cache.sft_dataset import chosen_targets
+from niels_gpt.cache.sft_split import SFTSplit
 from niels_gpt.storage.errors import CacheError
 
 SYS, USR, ASST, EOT = 1, 2, 3, 4
@@ -168,10 +169,11 @@ def test_a_batch_is_what_a_walk_over_the_tokens_of_its_examples_finds(
     opening: dict[str, Any] = {"eot_id": EOT + beyond, "asst_id": ASST + beyond, "dtype": dtype, "io": io}
 
     # A device that is not the CPU has its own way to the same values; on the CPU it gives them too.
-    def by_choice(rows: Any, *runs: Any) -> Any:
-        return chosen_targets(torch.from_numpy(rows[:, 1:].astype(np.int64)), *runs).numpy()
+    def by_choice(split: SFTSplit, rows: Any, *ranges: Any, whole: bool) -> Any:
+        y = torch.from_numpy(rows[:, 1:].astype(np.int64))
+        return chosen_targets(y, split.targets(rows, *ranges, whole=whole)).numpy()
 
-    way = mock.patch.object(sft_dataset, "masked_targets", by_choice)
+    way = mock.patch.object(SFTSplit, "masked", by_choice)
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings(), way if for_any_device else nullcontext():
         warnings.simplefilter("ignore", UserWarning)
         folder = write_split(Path(name), [[id + beyond for id in example] for example in examples], dtype)

@@ -5,7 +5,10 @@
     mmap.py               how token files and offsets files are opened, checked and mapped
     build_cache.py        build_pretrain_cache and build_sft_cache: the signatures; the work is in niels_gpt/builders/
     pretrain_dataset.py   PretrainTokenStreamDataset: which windows of T + 1 tokens a batch has
-    sft_dataset.py        SFTExampleDataset: how examples become rows, and which are truncated, dropped or warned of
+    sft_split.py          SFTSplit: the examples of a split, read by ranges of tokens, and which tokens carry loss
+    loss_bits.py          loss of chats of another template: a bit for each token; how a batch's are taken from them
+    sft_counts.py         which rows T makes of the examples; which are truncated, dropped, split or warned of
+    sft_dataset.py        SFTExampleDataset: random rows of an sft cache, one example each
     cli.py                python -m niels_gpt.cache.cli; the code is in niels_gpt/commands/
 
 The names below are imported at their first use, so that reading metadata does not load torch.

@@ -2,11 +2,11 @@
 
 A pretrain cache:  train/shard_00000.bin ... val/shard_00000.bin ... index/{train,val}_docs.npy meta.json
 An sft cache:      train_tokens.bin train_idx.npy val_tokens.bin val_idx.npy meta.json
+                   of another chat template also train_loss.bits val_loss.bits: see loss_bits.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -35,13 +35,11 @@ __all__ = [
     "SPLITS",
     "Ids",
     "TokenDtype",
-    "example_targets",
+    "flat_targets",
     "masked_targets",
     "reply_edges",
     "reply_runs",
     "target_mask",
-    "targets_by_t",
-    "targets_of_pieces",
     "token_dtype_of",
 ]
 
@@ -71,14 +69,16 @@ def target_mask(ids: Ids, lengths: NDArray[np.int64], *, asst_id: int, eot_id: i
 
 
 def reply_edges(
-    ids: Ids, last: NDArray[np.int64], *, asst_id: int, eot_id: int
+    ids: Ids, last: NDArray[np.int64], *, asst_id: int, eot_id: int, opened: NDArray[np.bool_] | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return where loss may begin or end in examples end to end: a sparse form of `target_mask`.
 
     ids [N]: the examples' tokens; last [examples]: the index of the last token of each, ascending.
+    opened [examples]: whether each begins inside a reply, as a part of an example may; None: none does.
     Returns places, int64 [K], ascending, and opens, bool [K]: the tokens after places[k], up to and including
     places[k + 1], carry loss exactly if opens[k]. The last token of an example is a place that opens nothing, so
-    places[-1] is last[-1], and no reply continues in the next example.
+    places[-1] is last[-1], and no reply continues in the next example. (Of opened examples the last token of the one
+    before opens; opened[0] has no place.)
     """
     # One id for both opens nothing: no sentinel is then later than the last EOT.
     is_asst = ids == asst_id if asst_id != eot_id else np.zeros(ids.shape, dtype=np.bool_)
@@ -86,16 +86,31 @@ def reply_edges(
     is_edge = ids == eot_id
     is_edge |= is_asst
     is_edge[last] = True
+    if opened is not None:
+        is_asst[last[:-1]] = opened[1:]
     places = is_edge.nonzero()[0]
     return places, is_asst[places]
 
 
+def flat_targets(
+    ids: Ids, ends: NDArray[np.int64], opened: NDArray[np.bool_], *, asst_id: int, eot_id: int
+) -> NDArray[np.bool_]:
+    """Return which tokens of parts of examples, end to end, carry loss: bool [N].
+
+    ids [N]; ends [parts]: the index after the last token of each; opened [parts]: whether it begins inside a reply.
+    """
+    places, opens = reply_edges(ids, ends - 1, asst_id=asst_id, eot_id=eot_id, opened=opened)
+    has_loss = np.append(opened[:1], opens[:-1])  # of the tokens up to and including each place
+    return has_loss.repeat(np.diff(places, prepend=-1))
+
+
 def reply_runs(
-    rows: Ids, lengths: NDArray[np.int64], *, asst_id: int, eot_id: int
+    rows: Ids, lengths: NDArray[np.int64], *, asst_id: int, eot_id: int, opened: NDArray[np.bool_] | None = None
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
     """Return which targets of padded rows carry loss, run-length encoded.
 
     rows [B, T + 1]: an example each, from its first token on, padded with eot_id; lengths [B]: tokens before padding.
+    opened [B]: whether each row begins inside a reply, as a part of an example may; None: none does.
     Returns has_loss, bool [runs], and runs, int64 [runs]: has_loss.repeat(runs) is bool [B * T], of rows[:, 1:].
     """
     ids, width = rows.reshape(-1), rows.shape[1]
@@ -103,6 +118,8 @@ def reply_runs(
     is_eot = ids == eot_id
     # One id for both opens nothing, as in `reply_edges`.
     is_asst = ids == asst_id if asst_id != eot_id else np.zeros(ids.shape, dtype=np.bool_)
+    if opened is not None:  # as if its first token, which is no target of the row, were the sentinel
+        is_asst[::width] |= opened & ~is_eot[::width]
     is_asst[last] = False
     is_edge = is_asst.copy()
     is_edge[1:] |= is_eot[1:] > is_eot[:-1]  # an EOT after an EOT ends nothing: padding has no edges
@@ -127,61 +144,3 @@ def masked_targets(rows: Ids, has_loss: NDArray[np.bool_], runs: NDArray[np.int6
     masked: NDArray[Any] = limits.take(has_loss).repeat(runs).reshape(y.shape)
     np.minimum(y, masked, out=masked)
     return masked
-
-
-def example_targets(
-    ids: Ids, ends: NDArray[np.int64], width: int, *, asst_id: int, eot_id: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return, for examples end to end, how many supervised tokens remain when they are truncated to `width` tokens.
-
-    ids [N]; ends [examples]: the index after the last token of each, ascending.
-    Returns targets, int64 [examples]: supervised tokens; left, int64 [examples]: those among the first `width` tokens;
-    lost_eot, bool [examples]: the last EOT is truncated.
-    """
-    count = len(ends)
-    last = np.minimum(ends, np.concatenate(([0], ends[:-1])) + width) - 1  # of the truncated examples
-    places, opens = reply_edges(ids, ends - 1, asst_id=asst_id, eot_id=eot_id)
-    example = ends.searchsorted(places, side="right")
-    begins = opens.nonzero()[0]
-    of, before, until = example[begins], places[begins], places[begins + 1]
-    targets = np.bincount(of, until - before, count)
-    left = np.bincount(of, np.maximum(np.minimum(until, last[of]) - before, 0), count)
-    behind = example[(places > last[example]) & (ids[places] == eot_id)]
-    return targets.astype(np.int64), left.astype(np.int64), np.bincount(behind, minlength=count) > 0
-
-
-def targets_of_pieces(
-    pieces: Iterable[Ids], width: int, *, asst_id: int, eot_id: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return `example_targets` of one example in pieces, of which one at a time is in memory."""
-    targets, left, lost_eot = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.bool_)
-    latest: Any = [eot_id]
-    for piece in pieces:
-        # The latest sentinel before a piece tells whether it begins inside a reply. It is not a target, nor truncated.
-        ids = np.concatenate((np.asarray(latest, dtype=piece.dtype), piece))
-        end, rest = np.array([len(ids)]), max(width, 0) + 1
-        in_piece = example_targets(ids, end, rest, asst_id=asst_id, eot_id=eot_id)
-        targets, left, lost_eot = targets + in_piece[0], left + in_piece[1], lost_eot | in_piece[2]
-        latest = ids[((ids == asst_id) | (ids == eot_id)).nonzero()[0][-1:]]
-        width -= len(piece)
-    return targets, left, lost_eot
-
-
-def targets_by_t(
-    ids: Ids, ends: NDArray[np.int64], size: int, *, drop: bool, asst_id: int, eot_id: int
-) -> NDArray[np.int64]:
-    """Return how many supervised tokens need T = t to be in a row of T + 1 tokens, for t below `size`: int64 [size].
-
-    ids [N]; ends [examples]: as for `example_targets`, of at most `size` tokens each. drop: rows are whole examples.
-    """
-    places, opens = reply_edges(ids, ends - 1, asst_id=asst_id, eot_id=eot_id)
-    begins = opens.nonzero()[0]
-    example = ends.searchsorted(places[begins], side="right")
-    starts = np.concatenate(([0], ends[:-1]))
-    before, last = (places[edges] - starts[example] for edges in (begins, begins + 1))
-    if drop:
-        lengths = (ends - starts)[example]
-        return np.bincount(lengths - 1, last - before, size).astype(np.int64)
-    # A run of targets begins after one place and ends with the next.
-    changes = np.bincount(before + 1, minlength=size + 1) - np.bincount(last + 1, minlength=size + 1)
-    return np.cumsum(changes)[:size]

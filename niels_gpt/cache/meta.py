@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.cache.formats import FORMAT_VERSION, SHARD_GLOB, SPLITS, token_dtype_of
+from niels_gpt.cache.loss_bits import check_loss_keys
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, sha256_file, write_bytes
@@ -175,6 +176,7 @@ def checked_meta(meta: dict[str, Any], where: str, kind: str | None = None) -> N
         checked_sha256(meta["content_sha256"], "content_sha256", where)
     file_records(meta, where)
     _check_token_sizes(meta, where)
+    check_loss_keys(meta, where)
 
 
 def _check_token_sizes(meta: dict[str, Any], where: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import IGNORE_INDEX, Ids, TokenDtype, token_dtype_of
+from niels_gpt.cache.formats import Ids, TokenDtype, token_dtype_of
 from niels_gpt.cache.meta import (
     check_expected,
     existing_cache,
@@ -291,13 +291,6 @@ def split_rows(rows: Ids, device: str | torch.device) -> tuple[Any, Any]:
     return moved[:, :-1].to(torch.int64).contiguous(), moved[:, 1:].to(torch.int64).contiguous()
 
 
-def chosen_targets(y: torch.Tensor, has_loss: NDArray[np.bool_], runs: NDArray[np.int64]) -> Any:
-    """Return y with -100 where there is no loss, by the runs of `formats.reply_runs`; y is on any device."""
-    is_target = torch.from_numpy(has_loss.repeat(runs).reshape(y.shape))
-    moved = (is_target.pin_memory() if y.is_cuda else is_target).to(y.device, non_blocking=y.is_cuda)
-    return torch.where(moved, y, IGNORE_INDEX)
-
-
 def as_int64(values: NDArray[Any]) -> NDArray[np.int64]:
     """Return the values as int64; a large copy is in recycled memory."""
     if values.size < _FRESH_TOKENS or values.itemsize == 8:
@@ -305,6 +298,11 @@ def as_int64(values: NDArray[Any]) -> NDArray[np.int64]:
     copy = recycled_int64(values.shape)
     copy[...] = values
     return copy
+
+
+def empty_int64(shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return an uninitialized array; a large one is in recycled memory."""
+    return np.empty(shape, dtype=np.int64) if math.prod(shape) < _FRESH_TOKENS else recycled_int64(shape)
 
 
 def _known_to_torch(rows: Ids) -> NDArray[Any]:

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from support.byte_tokenizer import ByteTokenizer
 from support.byte_tokenizer import build as build_tokens
 
-from niels_gpt.cache import SFTExampleDataset, build_sft_cache, read_meta, sft_dataset
-from niels_gpt.cache.formats import example_targets, targets_by_t
-from niels_gpt.cache.sft_dataset import SFTCounts
+from niels_gpt.cache import SFTExampleDataset, build_sft_cache, read_meta, sft_counts, sft_dataset
+from niels_gpt.cache.sft_counts import SFTCounts
+from niels_gpt.cache.sft_split import SFTSplit
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.locks import unless_held
 
@@ -136,7 +136,7 @@ def test_the_counts_are_what_a_walk_over_all_tokens_finds_however_they_are_read(
     over_length = "drop" if drop else "truncate"
     arguments: dict[str, Any] = {"T": T, "over_length": over_length, "require_targets": require_targets, "io": io}
     arguments |= {"eot_id": EOT + beyond, "asst_id": ASST + beyond, "dtype": "uint32" if beyond else "uint16"}
-    with tempfile.TemporaryDirectory() as name, mock.patch.object(sft_dataset, "_BLOCK_TOKENS", block):
+    with tempfile.TemporaryDirectory() as name, mock.patch.object(sft_counts, "_BLOCK_TOKENS", block):
         folder = write_split(Path(name), [[id + beyond for id in ids] for ids in examples], arguments["dtype"])
         if expected.rows:
             dataset = opened(folder, **arguments)
@@ -167,15 +167,15 @@ def test_no_row_left_is_an_error_that_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize("io", ["mmap", "pread"])
 def test_a_long_example_is_counted_by_pieces_and_never_read_whole(tmp_path: Path, io: str) -> None:
     examples = [FITS, [USR, U, EOT, ASST, *[A] * 40, EOT, USR, U, EOT, ASST, B, EOT], CUT]
-    read, sizes = SFTExampleDataset._read, []
+    read, sizes = SFTSplit.unchecked, []
 
-    def measured(dataset: SFTExampleDataset, start: int, end: int) -> Any:
+    def measured(dataset: SFTSplit, start: int, end: int) -> Any:
         sizes.append(end - start)
         return read(dataset, start, end)
 
-    block = mock.patch.object(sft_dataset, "_BLOCK_TOKENS", 8)
+    block = mock.patch.object(sft_counts, "_BLOCK_TOKENS", 8)
     warned = pytest.warns(UserWarning, match="T=20 loses 26 of 48 .*T=8 or more keeps")
-    with block, mock.patch.object(SFTExampleDataset, "_read", measured), warned:
+    with block, mock.patch.object(SFTSplit, "unchecked", measured), warned:
         counts = opened(write_split(tmp_path, examples), quiet=False, T=20, io=io).counts
     # 2 + 43 + 3 targets; of the long example the first 21 tokens hold 17.
     assert (counts.supervised_tokens, counts.supervised_tokens_lost) == (48, 26)
@@ -231,16 +231,18 @@ def test_a_large_loss_is_warned_of_with_a_t_that_does(tmp_path: Path, arguments:
     assert len(caught) == 1
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=30)
 @given(st.lists(st.lists(st.sampled_from([USR, ASST, EOT, A, B]), min_size=1, max_size=9), min_size=1, max_size=8))
 def test_the_targets_that_need_a_t_are_those_that_a_smaller_one_loses(examples: list[list[int]]) -> None:
-    ids, ends = np.concatenate(examples).astype(np.uint16), np.cumsum([*map(len, examples)])
-    sentinels = {"asst_id": ASST, "eot_id": EOT}
-    cut, whole = (targets_by_t(ids, ends, 9, drop=drop, **sentinels) for drop in (False, True))
-    for T in range(9):
-        targets, left, _ = example_targets(ids, ends, T + 1, **sentinels)
-        assert cut[: T + 1].sum() == left.sum()
-        assert whole[: T + 1].sum() == targets[[len(example) <= T + 1 for example in examples]].sum()
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_split(Path(name), examples)
+        files = (folder / "train_tokens.bin", folder / "train_idx.npy")
+        split = SFTSplit.of_files(*files, pad_id=EOT, asst_id=ASST)
+        for T in range(1, 9):
+            for drop in (False, True):
+                counts = slow_counts(examples, T, drop=drop, require_targets=False)
+                kept = counts.supervised_tokens - counts.supervised_tokens_lost
+                assert sft_counts._kept_by_t(split, drop)[T] == kept
 
 
 def test_a_split_is_opened_by_its_cache_and_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +285,7 @@ def test_a_dataset_names_its_cache_its_version_and_its_batches(tmp_path: Path) -
 
 def test_a_pickled_copy_reads_no_token_and_draws_the_same_rows(tmp_path: Path) -> None:
     dataset = opened(write_split(tmp_path, EXAMPLES), over_length="drop", require_targets=True)
-    with mock.patch.object(SFTExampleDataset, "_count", side_effect=AssertionError("counts again")):
+    with mock.patch.object(sft_dataset, "count_rows", side_effect=AssertionError("counts again")):
         copy = pickle.loads(pickle.dumps(dataset))
     assert copy.counts == dataset.counts and rows_drawn(copy) == rows_drawn(dataset) == {tuple(FITS)}
 

@@ -11,7 +11,7 @@ from support import ROOT
 from tools import structure
 
 MODULES = structure.read_modules(ROOT)
-CACHE_FILES = "__init__ build_cache cli formats meta mmap pretrain_dataset sft_dataset"
+CACHE_FILES = "__init__ build_cache cli formats loss_bits meta mmap pretrain_dataset sft_counts sft_dataset sft_split"
 HEAVY = {"torch", "datasets", "transformers", "matplotlib", "pyarrow"}
 
 

@@ -1,0 +1,170 @@
+"""Loss of chats of another template than the project's: a bit for each token, beside the tokens (docs/formats.md).
+
+Decides which meta.json has such bits, and how a batch's are taken from them: whole bytes are copied, then shifted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.cache.formats import IGNORE_INDEX
+from niels_gpt.cache.mmap import IO, TokenFiles, mmap_tokens
+from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import checked_sha256, printable, wrong_value
+from niels_gpt.tokenizers.vocabulary import integer
+
+KEYS = ("loss_bits", "chat_template", "pad_id")
+"""Of a meta.json: a cache has all of them or none."""
+
+Numbers = NDArray[np.int64]
+_BYTE = np.dtype(np.uint8)
+# int64 [256, 8]: of the bits of a byte, what the target of each is limited to; -100 where it carries no loss.
+_LIMITS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 2**31, IGNORE_INDEX
+)
+
+
+def has_loss_bits(meta: Mapping[str, Any] | None) -> bool:
+    """Whether the loss of a cache is in bits; else its sentinels decide."""
+    return meta is not None and "loss_bits" in meta
+
+
+def check_loss_keys(meta: Mapping[str, Any], where: str) -> None:
+    """Raise CacheError unless a meta.json has none of `KEYS`, or all of them as docs/formats.md describes them."""
+    given = [key for key in KEYS if key in meta]
+    if not given:
+        return
+    if missing := [key for key in KEYS if key not in meta]:
+        problem = f"{given[0]} without {missing[0]}: which tokens carry loss is not known"
+        raise CacheError(where, problem, f"all of {', '.join(KEYS)}, or none", REBUILD, code="E202")
+    if meta.get("kind", "sft") != "sft":
+        raise wrong_value(where, "loss_bits", "given", f"none in a cache of kind {meta['kind']!r}")
+    if integer(meta["pad_id"], 0, meta.get("vocab_size") or 2**31) is None:
+        raise wrong_value(where, "pad_id", meta["pad_id"], "an id below vocab_size")
+    template = meta["chat_template"]
+    if not isinstance(template, dict) or not all(isinstance(template.get(key), str) for key in ("mask_by", "loss_on")):
+        raise wrong_value(where, "chat_template", template, "an object with sha256, mask_by and loss_on")
+    checked_sha256(template.get("sha256"), "chat_template.sha256", where)
+    for split, shards in meta.get("shards", {}).items():
+        tokens = sum(record.get("tokens", 0) for record in shards)
+        size = meta["loss_bits"].get(split, {}).get("bytes")
+        if size != num_bytes(tokens) and (tokens or size is not None):  # a stub has neither tokens nor bits
+            expected = f"{num_bytes(tokens)}, a bit for each of {tokens} tokens"
+            raise wrong_value(where, f"loss_bits.{split}.bytes", size, expected)
+
+
+def num_bytes(tokens: int) -> int:
+    """Return the bytes of the bits of so many tokens."""
+    return -(-tokens // 8)
+
+
+def bits_path(folder: Path, meta: Mapping[str, Any], tokens_name: str) -> Path:
+    """Return the file of the bits of a token file. Raises: CacheError if meta.json does not name both for one split."""
+    for split, shards in meta.get("shards", {}).items():
+        if split in meta["loss_bits"] and any(record["name"] == tokens_name for record in shards):
+            return folder / str(meta["loss_bits"][split]["name"])
+    raise CacheError(folder / META_NAME, f"no loss_bits of {printable(tokens_name)}", remedy=REBUILD, code="E202")
+
+
+class LossBits:
+    """The bits of a split, by memory map or by positioned reads. It is not pickled: its owner opens it again."""
+
+    def __init__(self, path: Path, num_tokens: int, *, io: IO = "mmap", recorded: int | None = None) -> None:
+        """num_tokens: of the split's token file, more than 0; recorded: the bytes by meta.json.
+
+        Raises: FileNotFoundError; CacheError for another size, unused bits that are not 0, and anything that is not a
+            regular file: links are not followed.
+        """
+        self.path, self._num_tokens = path, num_tokens
+        self._map: memoryview | None = None
+        if io == "mmap":
+            self._map = mmap_tokens(path, expected_bytes=recorded, dtype=_BYTE).data
+            size = len(self._map)
+        else:
+            self._file = TokenFiles([(path, recorded)], io=io, dtype=_BYTE)
+            size = int(self._file.lengths[0])
+        if size != num_bytes(num_tokens):
+            expected = f"{num_bytes(num_tokens)}, a bit for each of {num_tokens} tokens"
+            raise CacheError(path, f"{size} bytes", expected, REBUILD, code="E203")
+        unused = self._bytes(size - 1, size)[0] >> ((num_tokens - 1) % 8 + 1)
+        if unused:
+            found = f"byte {size - 1} has bits of tokens after the last one, {num_tokens - 1}"
+            raise CacheError(path, found, "zeros", REBUILD, code="E201")
+
+    def check_starts(self, starts: Numbers, first: int) -> None:
+        """Raise CacheError if the first token of an example carries loss, which bits of other tokens show.
+
+        starts: the first token of examples first, first + 1, ..., ascending, not far apart.
+        """
+        begin = int(starts[0]) >> 3
+        some = np.frombuffer(self._bytes(begin, (int(starts[-1]) >> 3) + 1), dtype=np.uint8)
+        wrong = np.flatnonzero(some[(starts >> 3) - begin] >> (starts & 7).astype(np.uint8) & 1)
+        if len(wrong):
+            token = int(starts[wrong[0]])
+            found = f"token {token} carries loss (byte {token >> 3}), with which example {first + wrong[0]} begins"
+            why = "Nothing predicts it: the bits or the offsets are of other tokens, or damaged"
+            raise CacheError(self.path, found, remedy=f"{why}. {REBUILD}", code="E201")
+
+    def flat(self, begins: Numbers, ends: Numbers) -> NDArray[np.bool_]:
+        """Return whether tokens begins[k] to ends[k] - 1 carry loss, end to end: bool [sum]. No range is empty."""
+        firsts, lasts = begins >> 3, num_bytes_of(ends)
+        parts = map(self._bytes, firsts.tolist(), lasts.tolist())
+        bits = np.unpackbits(np.frombuffer(bytearray().join(parts), dtype=np.uint8), bitorder="little")
+        places = 8 * (np.cumsum(lasts - firsts) - lasts) + begins  # of each range among the bits
+        if len(begins) == 1:
+            return bits[int(places[0]) : int(places[0] + ends[0] - begins[0])].view(np.bool_)
+        content = bits.data
+        chosen = [content[at:end] for at, end in zip(places.tolist(), (places + ends - begins).tolist(), strict=True)]
+        return np.frombuffer(bytearray().join(chosen), dtype=np.bool_)
+
+    def padded(self, begins: Numbers, ends: Numbers, width: int) -> NDArray[np.uint8]:
+        """Return the bits of rows of `width` tokens without their first: uint8 [B, ceil((width - 1) / 8)].
+
+        The bit of token begins[b] + 1 is the lowest of byte 0 of row b. From ends[b] on they are 0.
+        """
+        size = num_bytes(width) + 1
+        firsts, lasts = begins >> 3, num_bytes_of(ends)
+        zeros, parts = bytes(size), []
+        for at, end in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            parts.append(self._bytes(at, end))
+            if end - at < size:
+                parts.append(zeros[end - at :])
+        raw = np.frombuffer(bytearray().join(parts), dtype=np.uint8).reshape(len(begins), size)
+        unused = (8 * lasts - ends).astype(np.uint8)  # bits of the next example in a row's last byte
+        raw[np.arange(len(begins)), lasts - firsts - 1] &= np.uint8(255) >> unused
+        shift = (begins & 7).astype(np.uint8)[:, None] + np.uint8(1)
+        aligned: NDArray[np.uint8] = raw[:, :-1] >> shift  # by 8 bits: 0
+        aligned |= raw[:, 1:] << (np.uint8(8) - shift)
+        return aligned[:, : num_bytes(width - 1)]
+
+    def _bytes(self, first: int, end: int) -> Any:
+        if self._map is not None:
+            return self._map[first:end]
+        return self._file.gather(np.zeros(1, np.int64), np.array([first]), end - first)[0].data
+
+
+def num_bytes_of(tokens: Numbers) -> Numbers:
+    """Return the bytes of the bits of so many tokens, of each number."""
+    return (tokens + 7) >> 3
+
+
+def unpacked(bits: NDArray[np.uint8], width: int) -> NDArray[np.bool_]:
+    """Return the bits of `LossBits.padded` as bool [B, width]."""
+    return np.unpackbits(bits, axis=1, count=width, bitorder="little").view(np.bool_)
+
+
+def limited_by_bits(y: NDArray[Any], bits: NDArray[np.uint8], out: Numbers) -> Numbers:
+    """Write y, ids [B, T], into out, int64 [B, T], with -100 where bits are 0; returns out. bits: of `padded`."""
+    rows, width = y.shape
+    if width % 8:
+        limits = _LIMITS.take(bits, axis=0).reshape(rows, -1)[:, :width]
+    else:  # without a copy
+        limits = _LIMITS.take(bits, axis=0, out=out.reshape(rows, width // 8, 8), mode="clip").reshape(rows, width)
+    np.minimum(y, limits, out=out)
+    return out

@@ -1,0 +1,369 @@
+"""SFTSplit: the examples of one split of an sft cache, and which of their tokens carry loss.
+
+By the sentinels of the project's own chats, or by the bits beside the tokens: see loss_bits.py. What T does to them is
+decided in sft_counts.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.cache.formats import (
+    NARROW,
+    SPLITS,
+    Ids,
+    TokenDtype,
+    flat_targets,
+    masked_targets,
+    reply_runs,
+    token_dtype_of,
+)
+from niels_gpt.cache.loss_bits import LossBits, bits_path, has_loss_bits, limited_by_bits, unpacked
+from niels_gpt.cache.meta import (
+    check_expected,
+    check_pair,
+    check_tokenizer,
+    existing_cache,
+    fingerprint,
+    open_version,
+    reader_meta,
+    recorded_bytes,
+    role_ids,
+    special_id,
+)
+from niels_gpt.cache.mmap import IO, TokenFiles, check_starts, load_idx, mmap_tokens
+from niels_gpt.cache.pretrain_dataset import as_int64, empty_int64, id_limit, outside_vocabulary
+from niels_gpt.display.numbers import number_of
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import printable, resolved
+from niels_gpt.storage.versions import version_name
+from niels_gpt.tokenizers.protocol import MAX_IDS
+
+Numbers = NDArray[np.int64]
+_LOOK_BACK = 1 << 12  # tokens read at once to find the sentinel before a token
+
+
+class SFTSplit:
+    """The tokens and offsets of one split of one version of a cache, and its loss bits, if it has them.
+
+    The public name is resolved to a version once, here: a rebuild does not change an open split, and gc keeps its
+    version. Safe to fork and to pickle: a copy maps the files again, and raises CacheError if they were replaced. Never
+    writes, and opens no file outside that version but the meta.json of the tokenizer beside the cache.
+
+    begins, ends, in the methods: int64 [B]. Range b is tokens begins[b] to ends[b] - 1 of the token file. It is not
+    empty, and lies in one example, but may begin inside it.
+    """
+
+    _dtype: np.dtype[Any] = NARROW  # of the class: readers pickled by earlier releases have none
+
+    def __init__(
+        self,
+        cache_dir: str | os.PathLike[str],
+        split: str,
+        *,
+        tokenizer_sha256: str | None = None,
+        expect: Mapping[str, Any] | None = None,
+        io: IO = "mmap",
+        dtype: TokenDtype | None = None,
+    ) -> None:
+        """cache_dir, split: an sft cache such as cache/sft/oasst1, and "train" or "val".
+
+        Other arguments: as for `niels_gpt.cache.pretrain_dataset.PretrainSplit`.
+        Raises: FileNotFoundError; CacheError (each names the file), also if no meta.json has the ids of the sentinels;
+            ValueError for another split, io or dtype.
+        """
+        tokens_path, idx_path, pad_id = files_of(cache_dir, split)
+        options: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256, "expect": expect, "io": io, "dtype": dtype}
+        self._open_files(tokens_path, idx_path, pad_id=pad_id, asst_id=None, **options)
+
+    @classmethod
+    def of_files(
+        cls,
+        tokens_path: str | os.PathLike[str],
+        idx_path: str | os.PathLike[str],
+        *,
+        pad_id: int,
+        asst_id: int | None = None,
+        **options: Any,
+    ) -> SFTSplit:
+        """Open a token file and its offsets, of any names, also without a meta.json.
+
+        pad_id: what rows are padded with; without loss bits the end-of-text sentinel. asst_id: the assistant sentinel,
+        by default from meta.json beside the tokens, else from the cache's tokenizer/meta.json (D1). options: as above.
+        Raises: as above; ValueError for an id outside the vocabulary, and for an asst_id where loss is in bits.
+        """
+        split = cls.__new__(cls)
+        split._open_files(Path(tokens_path), Path(idx_path), pad_id=pad_id, asst_id=asst_id, **options)
+        return split
+
+    def _open_files(
+        self,
+        tokens_path: Path,
+        idx_path: Path,
+        *,
+        pad_id: int,
+        asst_id: int | None,
+        tokenizer_sha256: str | None = None,
+        expect: Mapping[str, Any] | None = None,
+        io: IO = "mmap",
+        dtype: TokenDtype | None = None,
+    ) -> None:
+        self.tokens_path, self.idx_path = _resolved_together(tokens_path, idx_path)
+        self.pad_id, self.io = pad_id, io
+        folder = self.tokens_path.parent
+        self.meta: dict[str, Any] | None
+        self._hold, self.meta, self.vocab_size = open_version(folder, "sft", None)
+        check_pair(self.tokens_path, self.idx_path, self.meta)
+        check_tokenizer(folder, self.meta, tokenizer_sha256)
+        self._dtype = token_dtype_of(self.meta, folder / META_NAME, dtype)
+        self.asst_id, self._roles = self._checked_ids(asst_id), role_ids(folder, self.meta)
+        self._open()
+        self._examples = len(self._starts)
+        check_expected(self.fingerprint(), expect, str(self.tokens_path))
+
+    def _checked_ids(self, asst_id: int | None) -> int | None:
+        """Return the id of the assistant sentinel, None of a cache with loss bits; both ids are checked."""
+        folder, end = self.tokens_path.parent, self.vocab_size or min(1 << 8 * self._dtype.itemsize, MAX_IDS)
+        for name, given in (("eot", self.pad_id), ("asst", asst_id)):
+            if given is not None and not 0 <= given < end:
+                raise ValueError(f"{name}_id={given}: expected an id of the vocabulary, 0 to {end - 1}")
+        if has_loss_bits(self.meta):
+            if asst_id is not None:
+                raise ValueError(f"asst_id={asst_id}: expected none, the bits beside the tokens say what carries loss")
+            return None
+        assistant = special_id(folder, self.meta, "asst") if asst_id is None else asst_id
+        known = (self.meta or {}).get("special_token_ids") or {}
+        for name, given in (("eot", self.pad_id), ("asst", assistant)):
+            if known.get(name, given) != given:
+                found = f"the {name} sentinel has id {known[name]}, but {name}_id={given} was given"
+                raise CacheError(folder / META_NAME, found, code="E404")
+        return assistant
+
+    def _open(self) -> None:
+        folder, paths = self.tokens_path.parent, (self.tokens_path, self.idx_path)
+        size, idx_size = (recorded_bytes(folder, self.meta, path) for path in paths)
+        self._map: memoryview | None = None
+        if self.io == "mmap":
+            self._map = mmap_tokens(self.tokens_path, expected_bytes=size, dtype=self._dtype).data
+            self.num_tokens = len(self._map)
+        else:
+            self._file = TokenFiles([(self.tokens_path, size)], io=self.io, dtype=self._dtype)
+            self.num_tokens = int(self._file.lengths[0])
+        self._starts = load_idx(self.idx_path, num_tokens=self.num_tokens, expected_bytes=idx_size)
+        self._padding = np.zeros(0, dtype=self._dtype).data
+        self._bits: LossBits | None = None
+        if self.meta is not None and has_loss_bits(self.meta):
+            path = bits_path(folder, self.meta, self.tokens_path.name)
+            recorded = recorded_bytes(folder, self.meta, path)
+            self._bits = LossBits(path, self.num_tokens, io=self.io, recorded=recorded)
+
+    def __getstate__(self) -> dict[str, Any]:
+        mapped = ("_file", "_map", "_starts", "_bits", "starts", "_padding")
+        return {key: value for key, value in self.__dict__.items() if key not in mapped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        before = {**self.fingerprint(), "examples": self._examples}
+        self._open()
+        if self.meta is not None:  # a real folder may have been replaced since
+            self.meta = reader_meta(self.folder, "sft")
+        check_expected({**self.fingerprint(), "examples": len(self)}, before, str(self.tokens_path))
+
+    def __repr__(self) -> str:
+        """Name the cache: `SFTSplit(cache/sft/oasst1 (version 0123456789ab), train: 49 examples, 5,100 tokens)`."""
+        sizes = f"{number_of(len(self), 'example')}, {self.num_tokens:,} tokens"
+        return f"SFTSplit({version_name(self.folder)}, {printable(self.split)}: {sizes})"
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        return len(self._starts)
+
+    @property
+    def folder(self) -> Path:
+        """The version's folder."""
+        return self.tokens_path.parent
+
+    @property
+    def split(self) -> str:
+        """`train` or `val`; of files with other names, the name of the token file."""
+        return self.tokens_path.name.removesuffix("_tokens.bin")
+
+    @functools.cached_property
+    def starts(self) -> Numbers:
+        """The first token of each example, and the end of the last one: int64 [N + 1]. In memory from its first use."""
+        return np.append(self._starts, np.int64(self.num_tokens))
+
+    @property
+    def first_tokens(self) -> Numbers:
+        """The first token of each example: int64 [N], the mapped file."""
+        return self._starts
+
+    @property
+    def has_bits(self) -> bool:
+        """Whether loss is in bits beside the tokens; else the sentinels decide."""
+        return self._bits is not None
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the identity of these tokens for a checkpoint: see `niels_gpt.cache.meta.fingerprint`."""
+        return fingerprint(self.folder, self.meta, split=self.split, tokens=self.num_tokens)
+
+    def bounds(self, examples: Numbers) -> tuple[Numbers, Numbers]:
+        """Return the first token of each example, and the one after its last: begins, ends of whole examples."""
+        ends = self._starts.take(examples + 1, mode="clip")
+        ends[examples == len(self._starts) - 1] = self.num_tokens
+        return self._starts[examples], ends
+
+    def read(self, begins: Numbers, ends: Numbers) -> Ids:
+        """Return the tokens of ranges, end to end: ids [sum]; one range from a map: a read-only view of the file.
+
+        Raises: CacheError, naming file and place, for an id outside the vocabulary.
+        """
+        if len(begins) == 1:
+            ids = self.unchecked(int(begins[0]), int(ends[0]))
+        else:
+            parts = map(self._part, begins.tolist(), ends.tolist())
+            ids = np.frombuffer(bytearray().join(parts), dtype=self._dtype)
+        wrong = self._outside(ids)
+        if wrong is not None:
+            stops = np.cumsum(ends - begins)
+            part = int(stops.searchsorted(wrong, "right"))
+            raise self._refused(int(ends[part] - stops[part]) + wrong, int(ids[wrong]))
+        return ids
+
+    def is_target(self, ids: Ids, begins: Numbers, ends: Numbers) -> NDArray[np.bool_]:
+        """Return which tokens of ranges carry loss: bool [sum]. ids: what `read` gives for them."""
+        if self._bits is not None:
+            return self._bits.flat(begins, ends)
+        opened = self._opened(begins)
+        stops = np.cumsum(ends - begins)
+        return flat_targets(ids, stops, np.zeros(len(begins), np.bool_) if opened is None else opened, **self.sentinels)
+
+    def padded(self, begins: Numbers, ends: Numbers, width: int) -> Ids:
+        """Return rows: ids [B, width], each a range of at most `width` tokens, padded with pad_id. Raises as `read`."""
+        tokens, padding = self._map, self._padding
+        if len(padding) < width:
+            padding = self._padding = np.full(width, self.pad_id, dtype=self._dtype).data
+        parts: list[Any] = []
+        for at, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            parts.append(self._part(at, end) if tokens is None else tokens[at:end])
+            if end - at < width:
+                parts.append(padding[: width - (end - at)])
+        ids = np.frombuffer(bytearray().join(parts), dtype=self._dtype)  # half the time of numpy assignments
+        wrong = self._outside(ids)
+        if wrong is not None:
+            raise self._refused(int(begins[wrong // width]) + wrong % width, int(ids[wrong]))
+        return ids.reshape(len(begins), width)
+
+    def masked(self, rows: Ids, begins: Numbers, ends: Numbers, *, whole: bool = False) -> Numbers:
+        """Return rows[:, 1:] with -100 where there is no loss: int64 [B, width - 1]. rows: what `padded` gives.
+
+        whole: every range begins its example, so that nothing before it is looked at.
+        """
+        if self._bits is not None:
+            y = rows[:, 1:]
+            return limited_by_bits(y, self._bits.padded(begins, ends, rows.shape[1]), empty_int64(y.shape))
+        return as_int64(masked_targets(rows, *self._runs(rows, begins, ends, whole)))
+
+    def targets(self, rows: Ids, begins: Numbers, ends: Numbers, *, whole: bool = False) -> NDArray[np.bool_]:
+        """Return which of rows[:, 1:] carry loss: bool [B, width - 1]. Arguments: as for `masked`."""
+        if self._bits is not None:
+            return unpacked(self._bits.padded(begins, ends, rows.shape[1]), rows.shape[1] - 1)
+        has_loss, runs = self._runs(rows, begins, ends, whole)
+        return has_loss.repeat(runs).reshape(len(rows), rows.shape[1] - 1)
+
+    def _runs(self, rows: Ids, begins: Numbers, ends: Numbers, whole: bool) -> tuple[NDArray[np.bool_], Numbers]:
+        opened = None if whole else self._opened(begins)
+        return reply_runs(rows, ends - begins, opened=opened, **self.sentinels)
+
+    @property
+    def sentinels(self) -> dict[str, Any]:
+        """The ids that decide what carries loss, without bits: `asst_id` and `eot_id`."""
+        assert self.asst_id is not None
+        return {"asst_id": self.asst_id, "eot_id": self.pad_id}
+
+    def check_starts(self, first: int, begins: Numbers, ids: Ids | None) -> None:
+        """Raise CacheError where examples first, first + 1, ... do not begin as examples do: the offsets are of others.
+
+        begins: their first tokens; ids: the tokens from the first of these on, which only a split without bits needs.
+        With bits no first token carries loss; else it is the sentinel of a role, if the ids of all roles are known.
+        """
+        if self._bits is not None:
+            self._bits.check_starts(begins, first)
+        elif self._roles and ids is not None:
+            paths = {"tokens_path": self.tokens_path, "idx_path": self.idx_path}
+            check_starts(ids[begins - begins[0]], begins, self._roles, first=first, **paths)
+
+    def unchecked(self, begin: int, end: int) -> Ids:
+        """Return tokens begin to end - 1, not compared with the vocabulary; of a map, as a read-only view."""
+        if self._map is not None:
+            return np.frombuffer(self._map[begin:end], dtype=self._dtype)
+        ids: Ids = self._file.gather(np.zeros(1, np.int64), np.array([begin]), end - begin)[0]
+        return ids
+
+    def _part(self, begin: int, end: int) -> Any:
+        return self.unchecked(begin, end) if self._map is None else self._map[begin:end]
+
+    def _opened(self, begins: Numbers) -> NDArray[np.bool_] | None:
+        """Return whether the token before each range, in its example, is inside a reply; None: no range has one."""
+        before = self._starts[self._starts.searchsorted(begins, "right") - 1]
+        (inside,) = (begins > before).nonzero()
+        if not len(inside):
+            return None
+        opened = np.zeros(len(begins), dtype=np.bool_)
+        for part in inside.tolist():
+            opened[part] = self._in_reply(int(before[part]), int(begins[part]))
+        return opened
+
+    def _in_reply(self, first: int, end: int) -> bool:
+        """Whether the latest sentinel of tokens first to end - 1 is the assistant's; they are read from the end."""
+        asst_id, eot_id = self.asst_id, self.pad_id
+        while end > first and asst_id != eot_id:
+            begin = max(first, end - _LOOK_BACK)
+            ids = self.unchecked(begin, end)
+            places = ((ids == asst_id) | (ids == eot_id)).nonzero()[0]
+            if len(places):
+                return bool(ids[places[-1]] == asst_id)
+            end = begin
+        return False
+
+    def _outside(self, ids: Ids) -> int | None:
+        """Return the place of an id that is not of the vocabulary; None where all are."""
+        limit = id_limit(self.vocab_size, ids)
+        if limit is None or not ids.size or ids.item(ids.argmax()) < limit:  # in half the time of numpy's max
+            return None
+        return int((ids >= limit).argmax())
+
+    def _refused(self, token: int, id: int) -> CacheError:
+        return outside_vocabulary(self.tokens_path, token, self._dtype.itemsize, id, self.vocab_size)
+
+
+def files_of(cache_dir: str | os.PathLike[str], split: str) -> tuple[Path, Path, int]:
+    """Return the token file and the offsets of a split of an sft cache, and the id that pads its rows.
+
+    Raises: as `SFTSplit`.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r}: expected one of {', '.join(SPLITS)}")
+    folder = existing_cache(resolved(Path(os.path.expanduser(cache_dir))), cache_dir)
+    meta = reader_meta(folder, "sft")
+    pad_id = meta["pad_id"] if meta is not None and has_loss_bits(meta) else special_id(folder, meta, "eot")
+    return folder / f"{split}_tokens.bin", folder / f"{split}_idx.npy", pad_id
+
+
+def _resolved_together(tokens_path: Path, idx_path: Path) -> tuple[Path, Path]:
+    """Resolve the folder of two files once, so that a commit in between cannot mix two versions.
+
+    The files are not resolved: a link is refused when it is opened. ~ is the home folder.
+    """
+    tokens_path, idx_path = (Path(os.path.expanduser(path)) for path in (tokens_path, idx_path))
+    folder = resolved(tokens_path.parent)
+    beside = folder if tokens_path.parent == idx_path.parent else resolved(idx_path.parent)
+    return folder / tokens_path.name, beside / idx_path.name
