@@ -14,7 +14,7 @@ from niels_gpt.cache.pretrain_dataset import gathered, split_rows
 from niels_gpt.sampling.batch import Batch, Rows, Segments
 from niels_gpt.sampling.epochs import EpochStream
 from niels_gpt.sampling.permutation import random_keys
-from niels_gpt.sampling.shares import MAX_BLOCK, phases, whole_weights
+from niels_gpt.sampling.shares import MAX_BLOCK, Origin, Weights, phases, stages_of
 from niels_gpt.sampling.state import key_check, limited
 from niels_gpt.sampling.stream import CacheStream, SampleStream
 from niels_gpt.storage.errors import REBUILD, CacheError
@@ -37,7 +37,7 @@ class MixtureStream(SampleStream):
     def __init__(
         self,
         streams: Sequence[CacheStream],
-        weights: Sequence[float],
+        weights: Weights,
         *,
         seed: int,
         block_size: int = 2048,
@@ -47,7 +47,9 @@ class MixtureStream(SampleStream):
         """Mix streams of the same T, global_batch_size, rank, world_size and device, which the mixture takes over.
 
         weights: of each stream, above 0 and at least 2 ** -32 of their sum. Only their ratios count, exactly those of
-            the decimal numbers that Python prints for them: 0.1 is a tenth.
+            the decimal numbers that Python prints for them: 0.1 is a tenth. Or stages: [(0, [4, 1]), (100_000, [1, 1])]
+            has other weights from sample 100,000 on, with exact shares within each stage. In a stage a weight may be
+            0; a stage after the end of the mixture is never reached.
         when_exhausted: for all streams or for each: "repeat" its epochs without end; "stop" the mixture after one
             epoch; or a number of epochs, after which the other streams take its place.
         drop_last: when the mixture ends, skip the last batch if it is short.
@@ -55,7 +57,8 @@ class MixtureStream(SampleStream):
         """
         if isinstance(streams, CacheStream):
             raise ValueError("streams is one stream, expected a sequence of them")
-        self.streams, self.weights = list(streams), [float(weight) for weight in weights]
+        self.streams = list(streams)
+        self.stages = stages_of(weights, len(self.streams))
         self.block_size, self.seed = checked_int("block_size", block_size, 1), checked_int("seed", seed, -(2**63))
         if self.block_size > MAX_BLOCK:
             raise ValueError(f"block_size={block_size}: expected at most {MAX_BLOCK}")
@@ -74,19 +77,24 @@ class MixtureStream(SampleStream):
         self.T = first.T
         self._keys = random_keys(self.seed, 1, purpose=1)
         self._joined = self._joined_files()
+        self._begin(Origin(0, (0,) * len(self.streams)))
+        self._check_last_batch()
+
+    def _begin(self, origin: Origin) -> None:
+        """Let the mixture begin at a sample of a run. Raises: ValueError if its stages or sources do not last."""
         stops = [rule == "stop" for rule in self.when_exhausted]
-        self._phases, stopped = phases(whole_weights(self.weights), self._limits(), stops, self.block_size)
+        self._phases, stopped = phases(self.stages, self._limits(), stops, self.block_size, origin)
+        self._origin, self._key = origin, self._keys[0] + np.uint64(origin.sample)
         self._firsts: NDArray[np.int64] = np.array([phase.first for phase in self._phases])
+        self._positions: dict[int, list[int]] = {}  # of each source, at the ends of the next batches
         self.counts = self.counts_of(0)
         """Samples of each source in the first block: int64 [sources]."""
         self.num_samples = self._end(stopped)
-        self._check_last_batch()
 
     def _check(self) -> None:
-        if not self.streams or {len(self.weights), len(self.when_exhausted)} != {len(self.streams)}:
+        if not self.streams or len(self.when_exhausted) != len(self.streams):
             raise ValueError(
-                f"{len(self.streams)} streams, {len(self.weights)} weights, {len(self.when_exhausted)} entries of "
-                "when_exhausted: expected as many of each"
+                f"{len(self.streams)} streams, {len(self.when_exhausted)} entries of when_exhausted: expected as many"
             )
         for number, rule in enumerate(self.when_exhausted):
             valid = rule in ("repeat", "stop") if isinstance(rule, str) else type(rule) is int and rule >= 1
@@ -130,17 +138,35 @@ class MixtureStream(SampleStream):
             for n, stream in zip(epochs, self.streams, strict=True)
         ]
 
+    @property
+    def weights(self) -> list[Any]:
+        """Return the weight of each stream, or [sample, weights] of each stage."""
+        if len(self.stages) == 1:
+            return list(self.stages[0].weights)
+        return [[stage.first, list(stage.weights)] for stage in self.stages]
+
+    def _weights_of(self, source: int) -> str:
+        """Return the weights of a source: 4.0, from sample 100,000 on 1.0."""
+        later = [f", from sample {stage.first:,} on {stage.weights[source]}" for stage in self.stages[1:]]
+        return f"{self.stages[0].weights[source]}{''.join(later)}"
+
     def __repr__(self) -> str:
         """Return the caches and their weights, the shape of a batch, the rank and the position."""
-        parts = [f"{weight} {stream.name}" for weight, stream in zip(self.weights, self.streams, strict=True)]
+        parts = [f"{self._weights_of(number)} {stream.name}" for number, stream in enumerate(self.streams)]
         return f"MixtureStream({'; '.join(parts)}; {self._described()})"
 
     def _sources(self) -> dict[str, object]:
-        weights = zip(self.weights, self.streams, strict=True)
-        return {f"source {number}": f"weight {weight}: {of.name}" for number, (weight, of) in enumerate(weights)}
+        return {
+            f"source {number}": f"weight {self._weights_of(number)}: {of.name}"
+            for number, of in enumerate(self.streams)
+        }
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides which window of which source a sample is: the arguments, and the streams' identities."""
+        """Return what decides which window of which source a sample is: the arguments, and the streams' identities.
+
+        Of a mixture that resumed a changed run also its origin.
+        """
+        origin = {"sample": self._origin.sample, "positions": list(self._origin.positions)}
         return {
             "stream": MIXTURE_VERSION,
             "seed": self.seed,
@@ -149,10 +175,21 @@ class MixtureStream(SampleStream):
             "weights": self.weights,
             "when_exhausted": self.when_exhausted,
             "sources": [stream.identity() for stream in self.streams],
+            **({"origin": origin} if self._origin.sample else {}),
         }
 
-    def _progress(self, consumed: int) -> dict[str, int]:
-        return {"consumed_samples": consumed}
+    def _progress(self, consumed: int) -> dict[str, Any]:
+        if consumed not in self._positions:
+            self._prepare(np.array([consumed]))
+        return {"consumed_samples": consumed, "positions": self._positions[consumed].copy()}
+
+    def _prepare(self, consumed: NDArray[np.int64]) -> None:
+        phase_of = np.maximum(self._firsts.searchsorted(consumed, side="right") - 1, 0)
+        positions = np.empty((len(consumed), len(self.streams)), dtype=np.int64)
+        for number in np.unique(phase_of).tolist():
+            of_phase = phase_of == number
+            positions[of_phase] = self._phases[number].positions(consumed[of_phase], self._key)
+        self._positions = dict(zip(consumed.tolist(), positions.tolist(), strict=True))
 
     def _end(self, stopped: Sequence[int]) -> int | None:
         """Return the number of samples; None: without end. stopped: the sources that stop it in the last block."""
@@ -162,7 +199,7 @@ class MixtureStream(SampleStream):
         end = last.first + last.blocks * last.size
         if not stopped:
             return end
-        sources, _ = last.located(np.arange(last.first, end), self._keys[0])
+        sources, _ = last.located(np.arange(last.first, end), self._key)
         return last.first + min(int(np.flatnonzero(sources == s)[-1]) for s in stopped) + 1
 
     def counts_of(self, block: int) -> NDArray[np.int64]:
@@ -195,7 +232,7 @@ class MixtureStream(SampleStream):
         phase_of = self._firsts.searchsorted(samples, side="right") - 1
         for number in np.unique(phase_of).tolist():
             of_phase = phase_of == number
-            sources[of_phase], numbers[of_phase] = self._phases[number].located(samples[of_phase], self._keys[0])
+            sources[of_phase], numbers[of_phase] = self._phases[number].located(samples[of_phase], self._key)
         places = np.zeros((1 + max(stream.COLUMNS for stream in self.streams), len(samples)), dtype=np.int64)
         places[0] = sources
         order = sources.astype(np.min_scalar_type(len(self.streams))).argsort(kind="stable")

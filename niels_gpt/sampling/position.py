@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from niels_gpt.sampling.state import check_checksum, check_identity, identity_crc, sealed, state_count
+from niels_gpt.sampling.state import check_checksum, check_identity, identity_crc, sealed, state_count, state_numbers
 from niels_gpt.storage.codes import coded
 from niels_gpt.storage.meta_json import checked_int, shortened
 
@@ -62,8 +62,8 @@ class ResumableStream(IterableDataset[B], ABC, Generic[B]):
         """Return what decides which sample a number means, fit for JSON."""
 
     @abstractmethod
-    def _progress(self, consumed: int) -> dict[str, int]:
-        """Return the part of a state that changes."""
+    def _progress(self, consumed: int) -> dict[str, Any]:
+        """Return the part of a state that changes: integers, and lists of integers that are the caller's."""
 
     @abstractmethod
     def _work(self, base: int, worker: int, workers: int) -> Iterator[tuple[Any, int, int]]:
@@ -157,16 +157,18 @@ class ResumableStream(IterableDataset[B], ABC, Generic[B]):
         identity = self.identity()
         check_identity(state, identity, "state", allow_other_content)
         consumed = state_count(state, "consumed_samples")
-        for key, value in self._progress(consumed).items():
-            if state_count(state, key) != value and not allow_other_content:
-                raise coded(
-                    "E108", ValueError(f"state: {key} is {state[key]}, expected {value} after {consumed} samples")
-                )
         if self.num_samples is not None and consumed > self.num_samples:
             raise coded(
                 "E108",
                 ValueError(f"state: consumed_samples is {consumed}, but this stream ends after {self.num_samples}"),
             )
+        progress = self._progress(consumed)
+        for key, value in progress.items():
+            if isinstance(value, list) and key not in state:
+                continue  # a state of an earlier release
+            found = state_numbers(state, key, len(value)) if isinstance(value, list) else state_count(state, key)
+            if found != value and not allow_other_content:
+                raise coded("E108", ValueError(f"state: {key} is {found}, expected {value} after {consumed} samples"))
         info = get_worker_info()
         worker = None if info is None else [info.id, info.num_workers, self.global_batch_size]
         if "worker" in state and state["worker"] != worker:
@@ -177,10 +179,15 @@ class ResumableStream(IterableDataset[B], ABC, Generic[B]):
                     f"expected {worker}. Only batch.state can be resumed with another number of workers"
                 ),
             )
-        check_checksum(state, identity, self._progress(consumed))
+        check_checksum(state, identity, progress)
+        self._resume_at(consumed)
+
+    def _resume_at(self, consumed: int) -> None:
+        """Let the next iterator begin at a sample, as if nothing had been iterated before."""
+        in_worker = get_worker_info() is not None
         self._consumed, self._worker_base, self._iterator = consumed, None, None
-        self._has_ended, self._is_loaded = False, info is not None  # a worker that loads a state may start
-        if info is None:
+        self._has_ended, self._is_loaded = False, in_worker  # a worker that loads a state may start
+        if not in_worker:
             self._started = _shared_bytes(_MAX_WORKERS)
 
 

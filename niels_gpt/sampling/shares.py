@@ -11,6 +11,10 @@ left part has (h * (c_1 + ... + c_s) + r) div m places, and the right one the re
 with the probability of its share, parts of a block have nearly the shares of the whole, and the source of a place is
 found in log2(m) steps, without the other places.
 
+Weights may change at given samples: each such stage counts its samples from its first one, in blocks that begin there.
+A mixture may begin at a later sample, with what each source has had before (changes.py). Its blocks are counted from
+there, and that sample is added to the key that decides their places.
+
 This is a format: if it changes, MIXTURE_VERSION in mixture.py must be raised.
 """
 
@@ -20,36 +24,98 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.sampling.permutation import mix
 from niels_gpt.sampling.state import MAX_SAMPLES
+from niels_gpt.storage.meta_json import checked_int, shortened
 
 MAX_BLOCK = 2**30  # its square is an int64
 _SMALLEST_SHARE = Fraction(1, 2**32)
 
 
-def whole_weights(weights: Sequence[float]) -> list[int]:
+Weights = Sequence[float] | Sequence[tuple[int, Sequence[float]]]
+"""A weight for each source, or stages: (sample, weights from that sample on)."""
+
+
+class Stage(NamedTuple):
+    """Weights, and the first sample that is drawn by them."""
+
+    first: int
+    weights: list[float]
+    whole: list[int]
+    """Integers in the ratios of the weights."""
+
+
+class Origin(NamedTuple):
+    """Where a mixture begins: the sample, and how many samples of each source were consumed before it."""
+
+    sample: int
+    positions: tuple[int, ...]
+
+
+def stages_of(weights: Weights, sources: int) -> list[Stage]:
+    """Return the stages of a mixture; constant weights are one. Raises: ValueError for weights that do not fit."""
+    given = list(weights)
+    is_schedule = bool(given) and isinstance(given[0], tuple | list)
+    pairs: list[Any] = given if is_schedule else [(0, given)]
+    stages: list[Stage] = []
+    for number, pair in enumerate(pairs):
+        where = f"weights[{number}]" if is_schedule else "weights"
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(f"{where}={shortened(pair)}: expected (sample, weights from that sample on)")
+        first = checked_int(f"{where}: sample", pair[0], stages[-1].first + 1 if stages else 0)
+        if first > (MAX_SAMPLES if stages else 0):
+            raise ValueError(f"{where}: sample is {first}, expected {f'at most {MAX_SAMPLES}' if stages else 0}")
+        stage = [float(weight) for weight in pair[1]]
+        if len(stage) != sources:
+            raise ValueError(f"{where}: {len(stage)} weights for {sources} streams: expected as many of each")
+        stages.append(Stage(first, stage, whole_weights(stage, f"{where}[1]" if is_schedule else where, is_schedule)))
+    for source in range(sources):
+        if not any(stage.weights[source] for stage in stages):
+            raise ValueError(f"weights: streams[{source}] has weight 0 in every stage, expected one above 0")
+    return stages
+
+
+def whole_weights(weights: Sequence[float], where: str = "weights", zero_is_allowed: bool = False) -> list[int]:
     """Return integers without a common divisor, in the ratios of the decimal numbers that Python prints for weights.
 
-    Raises: ValueError for a weight that is not above 0 and finite, or below 2 ** -32 of their sum.
+    where: how errors begin.
+    Raises: ValueError for a weight that is not above 0 (or 0, if it is allowed) and finite, or below 2 ** -32 of their
+        sum, and if all are 0.
     """
     for number, weight in enumerate(weights):
-        if not 0 < weight < math.inf:
-            raise ValueError(f"weights[{number}]={weight}: expected a number above 0")
+        if not (0 < weight < math.inf or (zero_is_allowed and weight == 0)):
+            expected = "a number, 0 or more" if zero_is_allowed else "a number above 0"
+            raise ValueError(f"{where}[{number}]={weight}: expected {expected}")
     exact = [Fraction(repr(weight)) for weight in weights]
+    if not any(exact):
+        raise ValueError(f"{where}={weights}: expected one above 0")
     for number, fraction in enumerate(exact):
-        if fraction / sum(exact) < _SMALLEST_SHARE:
+        if 0 < fraction / sum(exact) < _SMALLEST_SHARE:
             raise ValueError(
-                f"weights[{number}]={weights[number]} of {weights}: expected 2 ** -32 of their sum or more"
+                f"{where}[{number}]={weights[number]} of {weights}: expected 2 ** -32 of their sum or more"
             )
     common = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * common) for weight in exact]
     divisor = math.gcd(*whole)
     return [weight // divisor for weight in whole]
+
+
+def by_weight(weights: Sequence[int], samples: Any) -> list[Any]:
+    """Return how many of the first samples of a phase each source has.
+
+    samples: an integer, or an array of integers; for an array, one array per source is returned.
+    """
+    counts, left, weight_left = [0 * samples] * len(weights), samples, sum(weights)
+    for source in sorted(range(len(counts)), key=lambda s: (-weights[s], s)):
+        if weight_left:
+            counts[source] = (2 * weights[source] * left + weight_left) // (2 * weight_left)
+        left, weight_left = left - counts[source], weight_left - weights[source]
+    return counts
 
 
 @dataclass(frozen=True)
@@ -77,12 +143,7 @@ class Phase:
         """
         if self.counts is not None:
             return [blocks * count for count in self.counts]
-        counts, left, weight_left = [0 * blocks] * len(self.weights), blocks * self.size, sum(self.weights)
-        for source in sorted(range(len(counts)), key=lambda s: (-self.weights[s], s)):
-            if weight_left:
-                counts[source] = (2 * self.weights[source] * left + weight_left) // (2 * weight_left)
-            left, weight_left = left - counts[source], weight_left - self.weights[source]
-        return counts
+        return by_weight(self.weights, blocks * self.size)
 
     def blocks_until(self, source: int, count: int) -> int:
         """Return the smallest number of blocks in which a source has at least `count` samples."""
@@ -94,10 +155,38 @@ class Phase:
             low, high = (low, middle) if self.before(middle)[source] >= count else (middle, high)
         return high
 
+    def whole_blocks(self, left: Sequence[int | None], end: int | None) -> tuple[int, int | None]:
+        """Return the blocks by weight alone, and the size of the next one, in which a source or the stage ends.
+
+        left: samples that each source still has; None: without end. end: the first sample of the next stage.
+        The size is 0 if the stage ends with a block, None if the phase has no end.
+        """
+        until = min((self.blocks_until(s, n) for s, n in enumerate(left) if n and self.weights[s]), default=0)
+        if until and self.first + until * self.size <= (MAX_SAMPLES if end is None else end):
+            return until - 1, self.size
+        return (0, None) if end is None else divmod(end - self.first, self.size)
+
     def located(self, samples: NDArray[np.int64], key: np.uint64) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the source of each sample, and its number among the samples of that source: int64 [n] both.
 
         samples: [n] numbers of samples of this phase, in any order. key: decides the places in blocks.
+        """
+        sources, earlier, blocks, before = self._drawn(samples, key)
+        return sources, np.take_along_axis(earlier, sources[None], axis=0)[0] + before[blocks, sources]
+
+    def positions(self, samples: NDArray[np.int64], key: np.uint64) -> NDArray[np.int64]:
+        """Return how many samples of each source come before each of these samples: int64 [n, sources].
+
+        samples: [n], also the one after the last of the phase. key: as for `located`.
+        """
+        _, earlier, blocks, before = self._drawn(samples, key)
+        return earlier.T + before[blocks]
+
+    def _drawn(self, samples: NDArray[np.int64], key: np.uint64) -> tuple[NDArray[np.int64], ...]:
+        """Return the source of each sample [n]; how many of each source come before it in its block [sources, n].
+
+        And the block of each sample [n], counted from the first one that is asked for, and how many samples of each
+        source come before these blocks [blocks, sources].
         """
         blocks, places = np.divmod(samples - self.first, self.size)
         low, high = (int(blocks.min()), int(blocks.max())) if len(blocks) else (0, 0)
@@ -112,18 +201,17 @@ class Phase:
         at = edges.searchsorted(named)
         before = table[at]
         salts = mix(key + (named + self.first_block).astype(np.uint64))
-        sources, ranks = drawn(places, which, table[at + 1] - before, salts, self.size)
-        before += np.array(self.consumed, dtype=np.int64)
-        return sources, ranks + before[which, sources]
+        sources, earlier = drawn(places, which, table[at + 1] - before, salts, self.size)
+        return sources, earlier, which, before + np.array(self.consumed, dtype=np.int64)
 
 
 def drawn(
     places: NDArray[np.int64], which: NDArray[np.int64], counts: NDArray[np.int64], salts: NDArray[np.uint64], size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the source of each place of a block, and how many earlier places of the block have the same source.
+    """Return the source of each place of a block, and how many earlier places of the block each source has.
 
     places, which: [n], in which of the blocks; counts: [blocks, sources]; salts: [blocks]; size: of every block, at
-    most 2 ** 30. Both results are int64 [n].
+    most 2 ** 30. The results are int64 [n] and [sources, n].
     """
     # Of each run: places of the first sources, cumulated, and those of the block before the run. Sources come first,
     # so that inner loops are over many runs: all runs of the blocks while these are fewer than places, [sources,
@@ -153,8 +241,7 @@ def drawn(
         sizes = halves if isinstance(sizes, int) else np.where(is_right, sizes - halves, halves)
         runs = 2 * runs + is_right
     sources = (ends == 0).sum(axis=0)
-    before = np.diff(before, axis=0, prepend=0)
-    return sources, np.take_along_axis(before, sources[None], axis=0)[0]
+    return sources, np.diff(before, axis=0, prepend=0)
 
 
 def _of_left(ends: NDArray[np.int64], sizes: Any, hashed: NDArray[np.uint64]) -> Any:
@@ -171,38 +258,55 @@ def _both(left: NDArray[Any], right: NDArray[Any]) -> NDArray[Any]:
 
 
 def phases(
-    weights: Sequence[int], limits: Sequence[int | None], stops: Sequence[bool], block_size: int
+    stages: Sequence[Stage], limits: Sequence[int | None], stops: Sequence[bool], block_size: int, origin: Origin
 ) -> tuple[list[Phase], list[int]]:
-    """Return the phases of a mixture: at most two for each source that ends, and one more.
+    """Return the phases of a mixture: at most two for each source that ends and for each stage, and one more.
 
-    limits: total samples of each source; None: without end. stops: whether the mixture ends with the source.
+    limits: total samples of each source, with those before the origin; None: without end. stops: whether the mixture
+    ends with the source.
     The block in which a source reaches its limit is a phase of its own: the source gives its remaining samples, and the
-    others fill the rest by weight. The next phase is without it.
+    others fill the rest by weight. The next phase is without it. So is the last block of a stage, which is shorter if
+    the next stage begins inside it.
     Also returns the sources that stop the mixture in its last block.
+    Raises: ValueError if the sources of a stage end before the next stage begins, while others are left.
     """
     run: list[Phase] = []
-    first = first_block = 0
-    consumed, left = [0] * len(weights), list(limits)
-    while any(n != 0 for n in left):
-        active = [0 if n == 0 else weight for weight, n in zip(weights, left, strict=True)]
-        phase = Phase(first, first_block, block_size, None, consumed, active)
-        blocks = min((phase.blocks_until(s, n) for s, n in enumerate(left) if n), default=0)
-        if not blocks or first + blocks * block_size > MAX_SAMPLES:
-            return [*run, phase], []
-        before, after = phase.before(blocks - 1), phase.before(blocks)
-        counts = _filled([end - begin for begin, end in zip(before, after, strict=True)], active, _less(left, before))
-        if blocks > 1:
-            run.append(replace(phase, blocks=blocks - 1))
-        first, first_block = first + (blocks - 1) * block_size, first_block + blocks
-        consumed = [*map(sum, zip(consumed, before, strict=True))]
-        run.append(Phase(first, first_block - 1, sum(counts), 1, consumed, active, counts))
-        first += sum(counts)
-        consumed = [*map(sum, zip(consumed, counts, strict=True))]
-        left = _less(_less(left, before), counts)
-        stopped = [s for s, stop in enumerate(stops) if stop and left[s] == 0]
-        if stopped:
-            return run, stopped
+    first, first_block, consumed = origin.sample, 0, list(origin.positions)
+    left = [None if n is None else max(0, n - count) for n, count in zip(limits, consumed, strict=True)]
+    ends = [stage.first for stage in stages[1:]]
+    for stage, end in zip(stages, [*ends, None], strict=True):
+        while any(n != 0 for n in left) and (end is None or first < end):
+            active = [0 if n == 0 else weight for weight, n in zip(stage.whole, left, strict=True)]
+            if not any(active) and end is None:
+                return run, []
+            if not any(active):
+                raise ValueError(
+                    f"weights: the sources drawn from sample {stage.first} on end at sample {first}, before the next "
+                    f"stage begins at {end}: begin it at {first} or before, or let one of them repeat"
+                )
+            phase = Phase(first, first_block, block_size, None, consumed, active)
+            blocks, size = phase.whole_blocks(left, end)
+            if size is None:
+                return [*run, phase], []
+            counts = phase.before(blocks)
+            if blocks:
+                run.append(replace(phase, blocks=blocks))
+            first, first_block, left = first + blocks * block_size, first_block + blocks, _less(left, counts)
+            consumed = [*map(sum, zip(consumed, counts, strict=True))]
+            if size:
+                wanted = _minus(by_weight(active, blocks * block_size + size), counts)
+                counts = _filled(wanted, active, left)
+                run.append(Phase(first, first_block, sum(counts), 1, consumed, active, counts))
+                first, first_block, left = first + sum(counts), first_block + 1, _less(left, counts)
+                consumed = [*map(sum, zip(consumed, counts, strict=True))]
+            stopped = [s for s, stop in enumerate(stops) if stop and left[s] == 0]
+            if stopped:
+                return run, stopped
     return run, []
+
+
+def _minus(counts: Sequence[int], others: Sequence[int]) -> list[int]:
+    return [count - other for count, other in zip(counts, others, strict=True)]
 
 
 def _less(left: Sequence[int | None], counts: Sequence[int]) -> list[int | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,12 +39,20 @@ def state_count(state: Mapping[str, Any], key: str) -> int:
     return count
 
 
-def copied(identity: dict[str, Any]) -> dict[str, Any]:
-    """Return a deep copy: lists hold scalars or flat dicts."""
-    copy = identity.copy()
-    for key, value in identity.items():
-        if type(value) is list:
-            copy[key] = [dict(one) if isinstance(one, dict) else one for one in value]
+def state_numbers(state: Mapping[str, Any], key: str, count: int) -> list[int]:
+    """Return a list of counts of a state. Raises: ValueError unless it is one of so many valid counts."""
+    numbers = state.get(key)
+    if not isinstance(numbers, list) or len(numbers) != count:
+        raise ValueError(f"state: {key} is {shortened(numbers)}, expected a list of {count} counts")
+    return [state_count({key: number}, key) for number in numbers]
+
+
+def copied(value: Any) -> Any:
+    """Return a deep copy of a dict or list of scalars, dicts and lists."""
+    copy = value.copy()
+    for key, one in copy.items() if type(copy) is dict else enumerate(copy):
+        if type(one) is dict or type(one) is list:
+            copy[key] = copied(one)
     return copy
 
 
@@ -54,26 +62,28 @@ def identity_crc(identity: Mapping[str, Any]) -> int:
 
 
 def sealed(
-    identity: dict[str, Any], crc: int, progress: Mapping[str, int], worker: Sequence[int] = ()
+    identity: dict[str, Any], crc: int, progress: Mapping[str, Any], worker: Sequence[int] = ()
 ) -> dict[str, Any]:
     """Return a state: the identity of the stream, its progress, and a checksum of both.
 
-    crc: from `identity_crc`. worker: in a DataLoader worker, [worker, workers, global_batch_size]. Every batch has a
-    state, so this takes under 2 us for a state without lists.
+    crc: from `identity_crc`. progress: integers, and lists of them, which the state takes over. worker: in a DataLoader
+    worker, [worker, workers, global_batch_size]. Every batch has a state, so this takes under 2 us for a state without
+    lists.
     """
     state = {**copied(identity), **progress, "checksum": _checksum(crc, progress, worker)}
     return {**state, "worker": list(worker)} if worker else state
 
 
-def check_checksum(state: Mapping[str, Any], identity: Mapping[str, Any], progress: Mapping[str, int]) -> None:
+def check_checksum(state: Mapping[str, Any], identity: Iterable[str], progress: Iterable[str]) -> None:
     """Raise ValueError if the checksum of a state does not match its values, which have the right types.
 
-    Uses the values of the state, not of the stream: the content may differ where that was allowed.
+    identity, progress: the keys of both. Uses the values of the state, not of the stream: the content may differ where
+    that was allowed, and a state of an earlier release may lack a part of the progress.
     """
     if "checksum" not in state:
         return
     crc = identity_crc({key: state[key] for key in identity})
-    computed = _checksum(crc, {key: state[key] for key in progress}, state.get("worker", ()))
+    computed = _checksum(crc, {key: state[key] for key in progress if key in state}, state.get("worker", ()))
     if state["checksum"] != computed:
         raise ValueError(
             f"state: checksum is {shortened(state['checksum'])}, but its values give {computed!r}: it was edited or "
@@ -81,17 +91,19 @@ def check_checksum(state: Mapping[str, Any], identity: Mapping[str, Any], progre
         )
 
 
-def _checksum(crc: int, progress: Mapping[str, int], worker: Sequence[int]) -> str:
+def _checksum(crc: int, progress: Mapping[str, Any], worker: Sequence[int]) -> str:
     numbers = ",".join(map(str, [*progress.values(), *worker]))
     return f"{zlib.crc32(numbers.encode(), crc):08x}"
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two scalars, or lists of scalars, are equal and of the same types; False for other values."""
+    """Return whether two scalars, or lists and dicts of them, are equal and of the same types; else False."""
     if type(one) is not type(other):
         return False
     if isinstance(one, list):
         return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
     return isinstance(one, (int, float, str, type(None))) and bool(one == other)
 
 

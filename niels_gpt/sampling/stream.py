@@ -116,6 +116,9 @@ class SampleStream(ResumableStream[Batch]):
     def _batch(self, work: NDArray[np.int64], state: dict[str, Any]) -> Batch:
         return Batch.of_rows(self.read(work), state)
 
+    def _prepare(self, consumed: NDArray[np.int64]) -> None:
+        """Prepare `_progress` for these numbers of consumed samples, which are the next that it is asked for."""
+
     def _steps(self, base: int, worker: int, workers: int) -> Iterator[tuple[NDArray[np.int64], int]]:
         """Yield for each batch of a worker the places of this rank's rows, and the samples consumed after it.
 
@@ -132,6 +135,7 @@ class SampleStream(ResumableStream[Batch]):
             first, end_of_rank = begins + rank * sizes // world, begins + (rank + 1) * sizes // world
             counts = end_of_rank - first
             ends = np.cumsum(counts)
+            self._prepare(np.union1d(last, begins - worker * size + workers * size))
             places = self.locate(np.repeat(end_of_rank - ends, counts) + np.arange(ends[-1]))
             for end, count, consumed, rows in zip(*(a.tolist() for a in (ends, counts, last, sizes)), strict=True):
                 if rows < least:

@@ -6,6 +6,7 @@ Source s holds the ids from 10,000 * s, so that a row tells both its source and 
 import json
 import pickle
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
@@ -70,7 +71,7 @@ def test_a_source_of_little_weight_has_its_exact_share(tmp_path: Path) -> None:
     assert sum(int(one.counts_of(block)[1]) for block in range(625)) == 896  # of 1,280,000 samples
     for first in (0, 10**6):
         state = {**one.state_dict(), "consumed_samples": first * 2048}
-        del state["checksum"]
+        del state["checksum"], state["positions"]
         taken = sources_of(run_mixture(folders, [0.9993, 0.0007], 25, G=2048, state=state, block_size=2048))
         assert taken.count(1) in (35, 36) and len(taken) == 51_200  # 35.84
     rare = mixture(folders, [1, 0.001], block_size=10)
@@ -186,6 +187,84 @@ def test_the_places_of_seed_0_never_change() -> None:
     sources, numbers = phase.located(np.arange(24), key)
     assert sources.tolist() == [1, 0, 2, 0, 0, 1, 0, 0, 1, 0, 2, 1, 0, 0, 1, 0, 2, 1, 0, 0, 1, 0, 1, 2]
     assert numbers.tolist() == [0, 0, 0, 1, 2, 1, 3, 4, 2, 5, 1, 3, 6, 7, 4, 8, 2, 5, 9, 10, 6, 11, 7, 3]
+
+
+def test_the_order_and_the_states_of_earlier_releases_never_change(tmp_path: Path) -> None:
+    """Recorded before states had positions."""
+    folders = sources(tmp_path, [7, 50, 23])
+    one = mixture(folders, [5, 3, 1.5], when_exhausted=[3, "repeat", 2], seed=4)
+    places = one.locate(np.arange(400))
+    assert places[0, :20].tolist() == [2, 0, 1, 0, 0, 1, 0, 0, 2, 1, 0, 0, 1, 0, 1, 1, 0, 2, 0, 0]
+    assert zlib.crc32(places.astype("<i8").tobytes()) == 2398847355
+    of_run = mixture(folders, [0.7, 0.2, 0.1], block_size=2048).locate(np.arange(10**6, 10**6 + 5000))
+    assert zlib.crc32(of_run.astype("<i8").tobytes()) == 964401341
+    counts = [list(islice(one, 25))[-1].state["positions"], np.bincount(places[0, :100]).tolist()]
+    assert counts[0] == counts[1] == [21, 53, 26]
+    old = {key: value for key, value in one.state_dict().items() if key != "positions"} | {"checksum": "16d0c107"}
+    expected = [batch.x.tolist() for batch in islice(one, 3)]
+    one.load_state_dict(old)
+    assert [batch.x.tolist() for batch in islice(one, 3)] == expected
+    with pytest.raises(ValueError, match="checksum"):
+        one.load_state_dict({key: value for key, value in one.state_dict().items() if key != "positions"})
+
+
+STAGED: list[tuple[list[tuple[int, list[float]]], list[Any], list[list[int]]]] = [
+    # 3 : 1 of 14 samples are 10.5, so 11 : 3; then 1 : 1 of 7 are 3.5, the first of equal ones has 4; then 0 : 1
+    ([(0, [3, 1]), (14, [1, 1]), (21, [0, 1])], ["repeat", "repeat"], [[11, 3], [4, 3], [0, 19]]),
+    # source 0 has 7 in all: after 14 samples of 1 : 1 none, so that the second stage is of source 1 alone
+    ([(0, [1, 1]), (20, [9, 1]), (30, [1, 1])], [1, "repeat"], [[7, 13], [0, 10], [0, 10]]),
+    ([(0, [0, 1]), (13, [1, 0])], ["repeat", "repeat"], [[0, 13], [27, 0]]),
+]
+
+
+@pytest.mark.parametrize(("stages", "when", "counts"), STAGED)
+def test_each_stage_begins_at_its_sample_and_has_its_exact_shares(
+    tmp_path: Path, stages: Any, when: list[Any], counts: list[list[int]]
+) -> None:
+    folders = sources(tmp_path, [7, 50])
+    changed: dict[str, Any] = {"when_exhausted": when}
+    whole = run_mixture(folders, stages, 10, **changed)
+    taken = sources_of(whole)
+    edges = [*(first for first, _ in stages), 40]
+    found = [[taken[begin:end].count(source) for source in range(2)] for begin, end in pairwise(edges)]
+    assert found == counts
+    assert_in_epochs(firsts(whole), [7, 50])
+    one, begin = mixture(folders, stages, **changed), 0
+    for block in range(4):  # a stage cuts its last block short
+        own = one.counts_of(block).tolist()
+        assert [taken[begin : begin + sum(own)].count(source) for source in range(2)] == own
+        begin += sum(own)
+    resumed = run_mixture(folders, stages, 9, G=3, world=3, state=whole[2].state, **changed)
+    assert firsts(resumed) == firsts(whole)[12:39]
+    assert resumed[-1].state["positions"] == np.bincount(taken[:39]).tolist()
+
+
+def test_constant_weights_are_one_stage(tmp_path: Path) -> None:
+    folders = sources(tmp_path, [7, 50])
+    state = run_mixture(folders, [(0, [3, 1])], 3)[-1].state
+    assert state == run_mixture(folders, [3, 1], 3)[-1].state
+    assert "3.0, from sample 14 on 1.0 " in repr(mixture(folders, [(0, [3, 1]), (14, [1, 1])]))
+
+
+NO_STAGES: list[tuple[list[Any], dict[str, Any], str]] = [
+    ([(1, [1, 1])], {}, "sample is 1, expected 0"),
+    ([(0, [1, 1]), (0, [2, 1])], {}, "expected an integer of 1 or more"),
+    ([(0, [1, 1]), (9.5, [2, 1])], {}, r"weights\[1\]: sample=9.5"),
+    ([(0, [1, 1]), (9, [2, 1, 1])], {}, r"weights\[1\]: 3 weights for 2 streams"),
+    ([(0, [1, 1]), 9], {}, r"weights\[1\]=9: expected \(sample"),
+    ([(0, [1, 1]), (9, [0, 0])], {}, "expected one above 0"),
+    ([(0, [1, 1]), (9, [1, -1])], {}, r"weights\[1\]\[1\]\[1\]=-1.0: expected a number, 0 or more"),
+    ([(0, [1, 0]), (9, [2, 0])], {}, r"streams\[1\] has weight 0 in every stage"),
+    ([(0, [1, 0]), (9, [0, 1])], {"when_exhausted": 1}, "end at sample 7, before the next stage begins at 9"),
+]
+
+
+@pytest.mark.parametrize(("stages", "changed", "named"), NO_STAGES)
+def test_stages_that_cannot_be_are_refused(
+    tmp_path: Path, stages: list[Any], changed: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        mixture(sources(tmp_path, [7, 50]), stages, **changed)
 
 
 @settings(derandomize=True, deadline=None, max_examples=12)

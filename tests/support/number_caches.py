@@ -15,6 +15,7 @@ from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.cache.formats import TokenDtype
 from niels_gpt.cache.meta import read_meta, write_meta
 from niels_gpt.sampling import EpochStream, MixtureStream
+from niels_gpt.sampling.shares import Weights
 from support.byte_tokenizer import ByteTokenizer
 
 APART = 10_000
@@ -150,7 +151,7 @@ def sources(folder: Path, windows: Sequence[int], dtypes: Sequence[str] = ()) ->
 
 def mixture(
     folders: Sequence[Path],
-    weights: Sequence[float],
+    weights: Weights,
     *,
     G: int = 4,
     rank: int = 0,
@@ -171,7 +172,7 @@ def mixture(
 
 def run_mixture(
     folders: Sequence[Path],
-    weights: Sequence[float],
+    weights: Weights,
     steps: int | None = None,
     *,
     world: int = 1,
