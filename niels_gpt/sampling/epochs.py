@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import TokenDtype
+from niels_gpt.cache.formats import IGNORE_INDEX, TokenDtype
 from niels_gpt.cache.mmap import IO, public_file
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, gathered, split_rows
 from niels_gpt.display.numbers import number_of
-from niels_gpt.sampling.batch import Rows
+from niels_gpt.sampling.batch import Rows, Segments
 from niels_gpt.sampling.permutation import ROUNDS, mix, permute, random_keys
 from niels_gpt.sampling.state import key_check
 from niels_gpt.sampling.stream import STREAM_VERSION, CacheStream
@@ -33,6 +34,7 @@ class EpochStream(CacheStream):
     """
 
     split: PretrainSplit
+    documents = False  # of the class: streams pickled by earlier releases have none
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class EpochStream(CacheStream):
         epochs: int | None = None,
         drop_last: bool = False,
         random_offset: bool = False,
+        documents: bool = False,
         tokenizer_sha256: str | None = None,
         expect: Mapping[str, Any] | None = None,
         io: IO = "mmap",
@@ -60,6 +63,9 @@ class EpochStream(CacheStream):
         drop_last: skip the last batch if it is short.
         random_offset: start the windows of a shard at a seeded token from 0 to (n - 1) % T, another one in each epoch.
             Windows of shards where that is 0 cannot move; warns if they are more than a twentieth of all.
+        documents: batches have the same rows in the same order, and say which tokens are of one document, by the index
+            of the cache: `cu_seqlens`, `position_ids`, `documents` (`piece_ids` is the same). y is -100 where the next
+            token is of another document. No part of the state: a run may resume with or without it.
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for the numbers.
         """
         super().__init__(
@@ -72,9 +78,10 @@ class EpochStream(CacheStream):
             epochs=epochs,
             drop_last=drop_last,
         )
-        if not isinstance(random_offset, bool):
-            raise ValueError(f"random_offset={random_offset!r}: expected True or False")
-        self.random_offset = random_offset
+        for flag, value in (("random_offset", random_offset), ("documents", documents)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{flag}={value!r}: expected True or False")
+        self.random_offset, self.documents = random_offset, documents
         keys = random_keys(self.seed, ROUNDS + 1)
         self._keys, self._offset_key = keys[:ROUNDS], keys[ROUNDS]
         self.split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io, dtype=dtype)
@@ -90,9 +97,31 @@ class EpochStream(CacheStream):
         if not self.num_windows:
             found = f"the longest shard has {lengths.max()} tokens"
             raise CacheError(public_file(self.split.folder), found, f"T + 1 = {T + 1}", "Take a smaller T", code="E107")
+        if documents:
+            self._open_index()
         self._set_samples(self.num_windows)
         if random_offset:
             self._warn_of_fixed(int(counts[self._remainders == 0].sum()))
+
+    def _open_index(self) -> None:
+        """Map the index of documents. Raises: CacheError where there is none, or as `PretrainSplit.documents`."""
+        try:
+            _ = self.split.documents
+        except FileNotFoundError as error:
+            if self.split.meta is not None:
+                raise
+            path = public_file(self.folder).parent / "index" / f"{self.folder.name}_docs.npy"
+            raise CacheError(
+                path,
+                "no such file, and documents=True reads from it where documents begin",
+                "the index of a cache that this project built",
+                "Open the shards without documents=True, or write their index as docs/formats.md describes it",
+                code="E204",
+            ) from error
+        self.COLUMNS = 6
+        lengths = self.split.lengths
+        self._to_split: NDArray[np.int64] = np.cumsum(lengths) - lengths - self.files.first_tokens
+        """Of each shard: what to add to a place of `TokenFiles.gather`, which makes it a token of the split."""
 
     def _warn_of_fixed(self, fixed: int) -> None:
         """Warn if random_offset does not move more than a twentieth of the windows. fixed: those."""
@@ -128,7 +157,10 @@ class EpochStream(CacheStream):
         return f"{version_name(self.folder.parent)}, {printable(self.folder.name)}"
 
     def locate(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where the windows of these samples begin, as arguments of `TokenFiles.gather`: int64 [2, n]."""
+        """Return where the windows of these samples begin, as arguments of `TokenFiles.gather`: int64 [2, n].
+
+        With `documents` it is [6, n], see `_documents_of`.
+        """
         epochs, positions = np.divmod(samples, self.num_windows)
         if len(epochs) and epochs.min() == epochs.max():
             epochs = epochs[:1]  # a single tweak
@@ -138,10 +170,57 @@ class EpochStream(CacheStream):
         if self.random_offset:
             hashed = mix(mix(self._offset_key + epochs.astype(np.uint64)) + shards.astype(np.uint64))
             starts += (hashed % (self._remainders[shards] + 1).astype(np.uint64)).astype(np.int64)
-        return np.stack((shards, starts + self.files.first_tokens[shards]))
+        places = starts + self.files.first_tokens[shards]
+        if self.documents:
+            return np.stack((shards, places, *self._documents_of(places + self._to_split[shards])))
+        return np.stack((shards, places))
+
+    def _documents_of(self, begins: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
+        """Return of windows: begin in the split, first document, number of documents, 1 if its last one continues.
+
+        Looked up for thousands of windows at once, which takes a third of the time of a look-up for each batch.
+        """
+        index, ends = self.split.documents, begins + self.T
+        firsts = index.searchsorted(begins, side="right") - 1
+        lasts = index.searchsorted(ends, side="left")
+        return begins, firsts, lasts - firsts, index[lasts] > ends
 
     def read(self, places: NDArray[np.int64]) -> Rows:
         """Return the windows at places from `locate`. Raises: CacheError for an id outside the vocabulary."""
-        return Rows(
-            *split_rows(gathered(self.files, self.split.vocab_size, places[0], places[1], self.T + 1), self.device)
-        )
+        ids = gathered(self.files, self.split.vocab_size, places[0], places[1], self.T + 1)
+        x, y = split_rows(ids, self.device)
+        if not self.documents:
+            return Rows(x, y)
+        segments = self._segments(*places[2:5])
+        _cut(y, segments.starts[1:] - 1, places[5] != 0)
+        return Rows(x, y, segments)
+
+    def _segments(self, begins: NDArray[np.int64], firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> Segments:
+        """Return the segments of windows: of each, its begin in the split, its first document, and how many it has."""
+        before, rows = counts.cumsum() - counts, np.arange(0, len(counts) * self.T, self.T)
+        numbers = (firsts - before).repeat(counts)
+        numbers += np.arange(len(numbers))
+        starts = np.empty(len(numbers) + 1, dtype=np.int32)
+        np.add(self.split.documents[numbers], (rows - begins).repeat(counts), out=starts[:-1], casting="unsafe")
+        starts[before], starts[-1] = rows, len(rows) * self.T  # a row may begin inside a document
+        return Segments(starts, numbers, numbers)
+
+
+def _cut(y: torch.Tensor, lasts: NDArray[np.int32], continues: NDArray[np.bool_]) -> None:
+    """Set the targets of the last tokens of documents to -100, in place.
+
+    lasts: of each segment, the place of its last token in y.view(-1). continues: whether the last document of each row
+    continues after it.
+    """
+    if y.is_cpu:
+        targets = y.numpy()
+        of_rows = np.where(continues, targets[:, -1], IGNORE_INDEX)
+        targets.reshape(-1)[lasts] = IGNORE_INDEX
+        targets[:, -1] = of_rows
+        return
+    is_last = np.zeros(y.shape, dtype=np.bool_)
+    is_last.reshape(-1)[lasts] = True
+    is_last[:, -1] = ~continues
+    narrow = torch.from_numpy(is_last)
+    moved = (narrow.pin_memory() if y.is_cuda else narrow).to(y.device, non_blocking=y.is_cuda)
+    y.masked_fill_(moved, IGNORE_INDEX)

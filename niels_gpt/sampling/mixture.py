@@ -217,7 +217,7 @@ class MixtureStream(SampleStream):
 
     def _joined_files(self) -> _JoinedFiles | None:
         """Return the files of plain windows, which are then read together; None where a source has other rows."""
-        plain = [stream for stream in self.streams if type(stream) is EpochStream]
+        plain = [stream for stream in self.streams if type(stream) is EpochStream and not stream.documents]
         if len(plain) < len(self.streams) or len({stream.files.io for stream in plain}) > 1:
             return None
         files = [stream.files for stream in plain]

@@ -1,0 +1,182 @@
+"""Windows that say where documents are: from the index of a cache, also where no end-of-text stands between documents.
+
+The ids of the splits count through all shards, so that id t is token t of the split.
+"""
+
+import pickle
+from bisect import bisect_right
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from support.number_caches import number_cache, numbered
+
+from niels_gpt.cache import CacheError, PretrainTokenStreamDataset
+from niels_gpt.inspection.locate import locate
+from niels_gpt.sampling import Batch, EpochStream, MixtureStream
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the last batch has"),
+    pytest.mark.filterwarnings("ignore:.*random_offset moves none"),
+]
+
+
+def with_index(folder: Path, documents: list[int], shards: list[int]) -> Path:
+    """Write shards of so many tokens, and the index of documents of so many; returns the split's folder."""
+    (folder / "index").mkdir(parents=True, exist_ok=True)
+    np.save(folder / "index" / "train_docs.npy", np.cumsum([0, *documents], dtype=np.int64))
+    return numbered(folder, shards)
+
+
+def opened(folder: Path, **changed: Any) -> EpochStream:
+    arguments: dict[str, Any] = {"T": 4, "global_batch_size": 3, "seed": 0, "documents": True, **changed}
+    return EpochStream(str(folder), **arguments)
+
+
+def test_the_fields_of_a_batch_written_out(tmp_path: Path) -> None:
+    """Five documents in two shards: the third lies in both, the second is one token, the fourth ends with its window.
+
+    token     0 1 2 | 3 | 4 5 6 7 8 / 9 10 | 11 12 | 13 14 15 16
+    windows  [0 1 2   3] [4 5 6 7]   [9 10   11 12]
+    """
+    folder = with_index(tmp_path, [3, 1, 7, 2, 4], [9, 8])
+    batch = next(iter(opened(folder, seed=3)))
+    assert batch.x.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [9, 10, 11, 12]]
+    assert batch.y.tolist() == [[1, 2, -100, -100], [5, 6, 7, 8], [10, -100, 12, -100]]
+    fields = batch.cu_seqlens, batch.documents, batch.piece_ids, batch.position_ids
+    assert [field.tolist() for field in fields if field is not None] == [
+        [0, 3, 4, 8, 10, 12],
+        [0, 1, 2, 2, 3],
+        [0, 1, 2, 2, 3],
+        [[0, 1, 2, 0], [0, 1, 2, 3], [0, 1, 0, 1]],
+    ]
+    assert [field.dtype for field in fields if field is not None] == [torch.int32, *[torch.int64] * 3]
+    assert batch.max_seqlen == 4 and batch.x.is_contiguous() and batch.y.is_contiguous()
+
+
+def by_hand(first: int, T: int, starts: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the targets of the window that begins at token `first`, and its segments: (document, tokens)."""
+    documents = [bisect_right(starts, token) - 1 for token in range(first, first + T + 1)]
+    targets = [first + at + 1 if documents[at] == documents[at + 1] else -100 for at in range(T)]
+    segments = [(number, documents[:T].count(number)) for number in sorted(set(documents[:T]))]
+    return targets, segments
+
+
+def check(batch: Batch, plain: Batch, starts: list[int]) -> None:
+    """Compare a batch with the same batch without documents and with the rule in plain Python."""
+    assert torch.equal(batch.x, plain.x) and batch.state == plain.state
+    assert torch.equal(torch.where(batch.y == -100, plain.y, batch.y), plain.y)
+    T, segments, targets = batch.x.shape[1], [], []
+    for first in batch.x[:, 0].tolist():
+        row_targets, row_segments = by_hand(first, T, starts)
+        targets.append(row_targets)
+        segments += row_segments
+    lengths = [length for _, length in segments]
+    assert batch.cu_seqlens is not None and batch.documents is not None and batch.position_ids is not None
+    assert batch.y.tolist() == targets
+    assert batch.documents.tolist() == [number for number, _ in segments]
+    assert batch.cu_seqlens.tolist() == np.cumsum([0, *lengths]).tolist()
+    assert batch.position_ids.flatten().tolist() == [at for length in lengths for at in range(length)]
+    assert batch.max_seqlen == max(lengths, default=0)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    documents=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    cuts=st.sets(st.integers(1, 60), max_size=3),
+    T=st.integers(1, 7),
+    changed=st.fixed_dictionaries({"random_offset": st.booleans(), "io": st.sampled_from(["mmap", "pread"])}),
+    world=st.integers(1, 2),
+)
+def test_batches_are_those_of_the_plain_stream_with_documents_by_the_rule(
+    tmp_path_factory: pytest.TempPathFactory,
+    documents: list[int],
+    cuts: set[int],
+    T: int,
+    changed: dict[str, Any],
+    world: int,
+) -> None:
+    total = sum(documents)
+    borders = [0, *sorted(cut for cut in cuts if cut < total), total]
+    shards = np.diff(borders).tolist()
+    assume(max(shards) > T)
+    folder = with_index(tmp_path_factory.mktemp("split"), documents, shards)
+    starts = np.cumsum([0, *documents]).tolist()
+    for rank in range(world):
+        arguments = {"T": T, "global_batch_size": 4, "rank": rank, "world_size": world, "epochs": 3, **changed}
+        pairs = zip(opened(folder, **arguments), opened(folder, documents=False, **arguments), strict=True)
+        for batch, plain in pairs:
+            check(batch, plain, starts)
+
+
+def test_a_run_resumes_with_documents_or_without_and_a_pickled_stream_continues(tmp_path: Path) -> None:
+    folder = with_index(tmp_path, [7, 1, 30, 2, 41], [50, 31])
+    stream, plain = opened(folder), opened(folder, documents=False)
+    next(iter(stream))
+    plain.load_state_dict(stream.state_dict())
+    again = pickle.loads(pickle.dumps(stream))
+    expected = next(iter(plain))
+    for one in (again, stream):
+        check(next(iter(one)), expected, [0, 7, 8, 38, 40, 81])
+    assert stream.identity() == plain.identity()
+
+
+def test_shards_without_an_index_are_refused_with_the_reason(tmp_path: Path) -> None:
+    folder = numbered(tmp_path, [26])
+    with pytest.raises(CacheError, match=r"index/train_docs\.npy: no such file, and documents=True.*without documents"):
+        opened(folder)
+    opened(folder, documents=False)
+    with pytest.raises(ValueError, match="documents=1: expected True or False"):
+        opened(folder, documents=1)
+
+
+@pytest.mark.parametrize("documents", [[25], [], [26, 1]])
+def test_an_index_of_other_tokens_is_refused(tmp_path: Path, documents: list[int]) -> None:
+    with pytest.raises(CacheError, match=r"train_docs\.npy: ends at token \d+, expected 26"):
+        opened(with_index(tmp_path, documents, [26]))
+
+
+def test_a_mixture_tells_documents_of_each_source_apart(tmp_path: Path) -> None:
+    """Documents of both sources, and a plain source whose rows are one segment each, of which no more is known."""
+    one, two = with_index(tmp_path / "one", [3, 6, 8], [17]), with_index(tmp_path / "two", [5, 12], [17])
+    streams = [opened(one), opened(two), opened(two, documents=False)]
+    mixed = next(iter(MixtureStream(streams, [1, 1, 1], seed=0, block_size=3)))
+    assert mixed.source is not None and mixed.cu_seqlens is not None and mixed.documents is not None
+    assert sorted(mixed.source.tolist()) == [0, 1, 2]
+    segments, targets = [], []
+    for source, first in zip(mixed.source.tolist(), mixed.x[:, 0].tolist(), strict=True):
+        starts = [[0, 3, 9, 17], [0, 5, 17], [0, 17]][source]
+        row_targets, row_segments = by_hand(first, 4, starts)
+        targets.append(row_targets)
+        segments += [(source, -1 if source == 2 else number, length) for number, length in row_segments]
+    assert mixed.y.tolist() == targets
+    assert mixed.documents.tolist() == [number for _, number, _ in segments]
+    assert mixed.cu_seqlens.diff().tolist() == [length for _, _, length in segments]
+    # The source of a segment is that of its row.
+    assert mixed.source[mixed.cu_seqlens[:-1] // 4].tolist() == [source for source, _, _ in segments]
+
+
+def test_from_a_document_of_a_batch_to_its_tokens_and_its_place_in_the_cache(tmp_path: Path) -> None:
+    folder = number_cache(tmp_path / "pretrain" / "numbers")
+    stream = opened(folder, T=13, global_batch_size=4)
+    data = PretrainTokenStreamDataset(str(folder), T=13, device="cpu")
+    for batch in islice(stream, 3):
+        assert batch.cu_seqlens is not None and batch.documents is not None
+        for ids, number in zip(batch.x.view(-1).split(batch.cu_seqlens.diff().tolist()), batch.documents, strict=True):
+            assert set(ids.tolist()) <= set(data[int(number)].ids.tolist())
+            position = int(stream.split.documents[number])
+            text = locate(folder.parent, None, split="train", position=position, num_tokens=5)
+            assert f"{int(number)} of 10, 10 tokens" in text and "offset in it: 0 tokens" in text
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_batches_on_a_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
+    folder = with_index(tmp_path, [7, 1, 30, 2, 41], [50, 31])
+    for ours, theirs in zip(islice(opened(folder, device="cuda"), 9), opened(folder), strict=False):
+        for name in ("x", "y", "cu_seqlens", "documents", "position_ids"):
+            assert torch.equal(getattr(ours, name).cpu(), getattr(theirs, name)), name
