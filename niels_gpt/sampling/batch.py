@@ -106,8 +106,8 @@ class Batch:
         if self.x.is_cpu:  # numpy takes a third of the time of torch
             T, starts = self.x.shape[1], self.cu_seqlens.numpy()
             firsts: NDArray[np.int64] = (starts[:-1] % T).astype(np.int64).repeat(starts[1:] - starts[:-1])
-            places = firsts.reshape(-1, T)
-            return torch.from_numpy(np.subtract(np.arange(T), places, out=places))
+            rows = firsts.reshape(-1, T)
+            return torch.from_numpy(np.subtract(np.arange(T), rows, out=rows))
         begins, size = self.cu_seqlens.to(torch.int64), self.x.numel()
         places = torch.arange(size, device=self.x.device)
         places -= torch.repeat_interleave(begins[:-1], begins.diff(), output_size=size)
