@@ -86,7 +86,16 @@ class EpochStream(CacheStream):
         self._keys, self._offset_key = keys[:ROUNDS], keys[ROUNDS]
         self.split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io, dtype=dtype)
         self.files, self.folder = self.split.files, self.split.folder
-        lengths = self.split.lengths
+        fixed = self._count_windows()
+        if documents:
+            self._open_index()
+        self._set_samples(self.num_windows)
+        if random_offset:
+            self._warn_of_fixed(fixed)
+
+    def _count_windows(self) -> int:
+        """Count the windows of the shards; returns how many no offset can move. Raises: CacheError if there is none."""
+        lengths, T = self.split.lengths, self.T
         counts = (lengths - 1) // T
         self._ends: NDArray[np.int64] = np.cumsum(counts)
         self._begins, self._remainders = self._ends - counts, (lengths - 1) % T
@@ -97,11 +106,7 @@ class EpochStream(CacheStream):
         if not self.num_windows:
             found = f"the longest shard has {lengths.max()} tokens"
             raise CacheError(public_file(self.split.folder), found, f"T + 1 = {T + 1}", "Take a smaller T", code="E107")
-        if documents:
-            self._open_index()
-        self._set_samples(self.num_windows)
-        if random_offset:
-            self._warn_of_fixed(int(counts[self._remainders == 0].sum()))
+        return int(counts[self._remainders == 0].sum())
 
     def _open_index(self) -> None:
         """Map the index of documents. Raises: CacheError where there is none, or as `PretrainSplit.documents`."""
