@@ -1,7 +1,8 @@
 """Chats, or given ids and masks, become rows: truncated, checked, and counted where they are dropped.
 
     tokenizer = open_tokenizer("meta-llama/Llama-3.1-8B-Instruct")
-    rows = chat_rows([("a", [{"role": "user", "content": "Hi"}, ...])], tokenizer, seq_length=2048, counters=Counter())
+    chats = [Chat("a", [{"role": "user", "content": "Hi"}, ...])]
+    rows = chat_rows(chats, tokenizer, seq_length=2048, counters=Counter())
 
 `show_rows` prints rows with the supervised tokens marked.
 """
@@ -18,15 +19,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.chat.template_process import Messages
-from niels_gpt.chat.templates import EMPTY_REPLY, LEADING_REPLY, RefusedChat
-from niels_gpt.chat.tokenizers import SPECIAL_TEXT, ChatTokenizer
+from niels_gpt.chat.protocol import (
+    EMPTY_REPLY,
+    LEADING_REPLY,
+    SPECIAL_TEXT,
+    UNUSED_REASONING,
+    UNUSED_TOOLS,
+    ChatTokenizer,
+    RefusedChat,
+)
+from niels_gpt.chat.template_process import Chat, Messages
 from niels_gpt.storage.codes import coded
 
 ROWS = "rows"
 EMPTY, NO_SUPERVISED = "empty", "no_supervised"
 TRUNCATED, TOKENS_CUT, MERGED = "truncated", "tokens_cut", "merged_at_reply_edge"
-NOT_DROPPED = (TRUNCATED, TOKENS_CUT, MERGED, LEADING_REPLY, EMPTY_REPLY)
+WITHOUT_LOSS = "turns_without_loss"
+NOT_DROPPED = (
+    *(TRUNCATED, TOKENS_CUT, MERGED, WITHOUT_LOSS),
+    *(LEADING_REPLY, EMPTY_REPLY, UNUSED_TOOLS, UNUSED_REASONING),
+)
 """Counters of what happened to rows that are kept; every other counter but ROWS counts what is dropped."""
 GIVEN_FIELDS = ("input_ids", "loss_mask")
 """The fields of a given row."""
@@ -50,7 +62,7 @@ class Row:
 
 
 def chat_rows(
-    chats: Iterable[tuple[str, Messages]],
+    chats: Iterable[Chat],
     tokenizer: ChatTokenizer,
     *,
     seq_length: int,
@@ -58,7 +70,7 @@ def chat_rows(
     vocab_size: int | None = None,
     on_special: str = "drop",
 ) -> Iterator[Row]:
-    """Yield the rows of chats, id and messages, in order; only those with a supervised token.
+    """Yield the rows of chats, in order; only those with a supervised token.
 
     vocab_size: of the target; None: of the tokenizer.
     on_special: what to do with a chat in which a message holds the literal of a special token, which the tokenizer
@@ -75,8 +87,8 @@ def chat_rows(
     tokenizer.encode_chats([])  # fail early if the template cannot be used
     stream = iter(chats)
     while batch := list(islice(stream, _BATCH)):
-        kept = [(name, messages) for name, messages in batch if builder.has_reply(messages)]
-        for (name, _), encoded in zip(kept, tokenizer.encode_chats(kept), strict=True):
+        kept = [chat for chat in batch if builder.has_reply(chat.messages)]
+        for chat, encoded in zip(kept, tokenizer.encode_chats(kept), strict=True):
             if isinstance(encoded, RefusedChat):
                 if encoded.reason == SPECIAL_TEXT and on_special == "raise":
                     raise coded(
@@ -84,9 +96,11 @@ def chat_rows(
                     )
                 builder.drop(encoded.reason, encoded.found)
                 continue
-            row = builder.row(name, np.asarray(encoded.ids, np.int64), np.asarray(encoded.mask, np.uint8))
+            row = builder.row(chat.name, np.asarray(encoded.ids, np.int64), np.asarray(encoded.mask, np.uint8))
             if row is not None:
                 counters.update([MERGED] * encoded.merged + list(encoded.unsupervised))
+                if encoded.turns_without_loss:
+                    counters[WITHOUT_LOSS] += encoded.turns_without_loss
                 yield row
     builder.check_not_empty()
 
@@ -143,7 +157,7 @@ class _RowBuilder:
 
     def has_reply(self, messages: Messages) -> bool:
         """Whether a chat has an assistant's message; a chat without one is dropped."""
-        if any(message["role"] == "assistant" for message in messages):
+        if any(message.get("role") == "assistant" for message in messages):
             return True
         self.drop(NO_SUPERVISED if messages else EMPTY)
         return False

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice, pairwise
 
 DATE = "strftime_now"
 """The function by which a template asks for the date."""
@@ -12,7 +12,7 @@ OPENS, CLOSES = "loss_begins_here", "loss_ends_here"
 """Variables that the template of `marked` writes at the start and the end of marked text."""
 _MACRO = "words_that_carry_loss"
 _MARK = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
-_PRIVATE = range(0xE000, 0xF900)  # private use: no text needs them
+_PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))  # private use: no text needs them
 
 
 def has_marks(template: str) -> bool:
@@ -37,14 +37,16 @@ def marked(template: str) -> str:
     return macro + _MARK.sub(lambda tag: f"{tag[1]}{'endcall' if tag[2] else f'call {_MACRO}()'}{tag[3]}", template)
 
 
-def two_free(texts: Iterable[str]) -> tuple[str, str]:
-    """Return two private characters that none of the texts contains."""
-    taken = "".join(texts)
-    free = (chr(code) for code in _PRIVATE if chr(code) not in taken)
-    return next(free), next(free)
+def free_characters(texts: Iterable[str], number: int) -> list[str] | None:
+    """Return so many private characters that none of the texts contains; None if there are not so many."""
+    text = "".join(texts)
+    taken = set() if text.isascii() else set(text)
+    free = (chr(code) for code in chain(*_PRIVATE) if chr(code) not in taken)
+    found = list(islice(free, number))
+    return found if len(found) == number else None
 
 
-def unmarked(text: str, marks: tuple[str, str]) -> tuple[str, list[tuple[int, int]]] | None:
+def unmarked(text: str, marks: Sequence[str]) -> tuple[str, list[tuple[int, int]]] | None:
     """Return a text without marks, and start and end of each marked part that is not empty.
 
     None unless marks open and close in turn.

@@ -18,12 +18,12 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from niels_gpt.chat import template_worker
 
-Messages = Sequence[Mapping[str, str]]
-"""A chat: each message has `role` and `content`."""
+Messages = Sequence[Mapping[str, Any]]
+"""Of a chat. Each has `role`, and most have `content`; the values are those of JSON."""
 Job = tuple[int, int, dict[str, Any]]
 """Number of the chat, how many of its messages are rendered, variables beside those of all jobs."""
 Outcome = tuple[str, str]
@@ -33,6 +33,16 @@ _SECONDS, _OF_A_MESSAGE, _OF_A_CHARACTER = 2.0, 1e-3, 1e-6  # CPU time of a requ
 _WALL = 4.0, 10.0  # wall time: by the CPU time, and added, for a machine that has other work too
 _START_S = 120.0
 _MAX_CHARS = 1 << 22, 16  # of a text: four million, or sixteen times the chat and the template
+
+
+class Chat(NamedTuple):
+    """One conversation, for a chat template."""
+
+    name: str
+    """Its id in the source."""
+    messages: Messages
+    tools: list[Any] | None = None
+    """The functions that the assistant may call, as JSON schemas; None: not stated."""
 
 
 class TemplateLimitError(ValueError):
@@ -50,18 +60,20 @@ class TemplateProcess:
         self._pid = 0
 
     def render(
-        self, template: str, variables: Mapping[str, Any], chats: Sequence[Messages], jobs: Sequence[Job]
+        self, template: str, variables: Mapping[str, Any], chats: Sequence[Chat], jobs: Sequence[Job]
     ) -> list[Outcome]:
         """Return the outcome of each job. Raises: TemplateLimitError; RuntimeError where it cannot be started."""
-        sizes = [[len(message["content"]) for message in chat] for chat in chats]
+        sizes = [[len(json.dumps(message)) for message in chat.messages] for chat in chats]
+        of_tools = [len(json.dumps(chat.tools)) for chat in chats]
         messages = sum(end for _, end, _ in jobs)
-        chars = sum(sum(sizes[number][:end]) + len(template) for number, end, _ in jobs)
+        chars = sum(sum(sizes[number][:end]) + of_tools[number] + len(template) for number, end, _ in jobs)
         seconds = _SECONDS + _OF_A_MESSAGE * messages + _OF_A_CHARACTER * chars
-        longest = max((sum(size) for size in sizes), default=0)
+        longest = max((sum(size) + own for size, own in zip(sizes, of_tools, strict=True)), default=0)
         request = {
             "template": template,
             "variables": dict(variables),
-            "chats": [[dict(message) for message in chat] for chat in chats],
+            "chats": [[dict(message) for message in chat.messages] for chat in chats],
+            "tools": [chat.tools for chat in chats],
             "jobs": jobs,
             "seconds": seconds,
             "max_chars": max(_MAX_CHARS[0], _MAX_CHARS[1] * (longest + len(template))),

@@ -1,7 +1,7 @@
 """The process that renders chat templates, with limits on its memory (on Linux) and on the CPU time of each request.
 
-A template comes with a target, so anybody may have written it. transformers renders it in jinja's sandbox, which keeps
-it from files and from Python's internals, but not from `'x' * 4000000000` or from loops within loops.
+A template comes with a target, so anybody may have written it. It is rendered in jinja's sandbox, which keeps it from
+files and from Python's internals, but not from `'x' * 4000000000` or from loops within loops.
 template_process.py starts this file as a script and talks to it over pipes: a frame is its length, eight bytes, and
 JSON. So it imports nothing of this project.
 """
@@ -14,48 +14,137 @@ import os
 import resource
 import sys
 import time
+from datetime import datetime
 from typing import IO, Any
 
 MEMORY_BYTES = 512 << 20
 """Memory that templates may use beside what the process needs itself."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_MAX_COMPILED = 64  # templates that are kept
 
 
 def main() -> None:
     """Answer requests until stdin ends.
 
     The first frame is the sys.path to use; its answer says that everything is loaded. A request has `template`,
-    `variables`, `chats`, `jobs` (number of the chat, how many of its messages, more variables), `seconds` of CPU time,
-    after which the kernel ends the process, and `max_chars` of a text. The answer has an outcome for each job: its kind
-    (text, syntax, raised, memory, long) and a text.
+    `variables`, `chats`, `tools` of each chat, `jobs` (number of the chat, how many of its messages, more variables),
+    `seconds` of CPU time, after which the kernel ends the process, and `max_chars` of a text. The answer has an outcome
+    for each job: its kind (text, syntax, raised, memory, long) and a text.
     """
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a library that prints must not write into the answers
     sys.path[:] = _receive(requests)
-    import jinja2
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    render_jinja_template(conversations=[[{"role": "user", "content": ""}]], chat_template="{{ messages[0].role }}")
+    environment = _environment()
+    environment.from_string("{{ messages | tojson }}").render(messages=[{"role": "user"}])
     _limit_memory()
     send(answers, "ready")
+    compiled: dict[str, Any] = {}
     while (request := _receive(requests)) is not None:
         _limit_time(request["seconds"])
-        send(answers, [_outcome(render_jinja_template, jinja2.TemplateError, request, job) for job in request["jobs"]])
+        send(answers, [_outcome(environment, compiled, request, job) for job in request["jobs"]])
 
 
-def _outcome(render: Any, template_error: type[Exception], request: Any, job: Any) -> list[Any]:
+def _environment() -> Any:
+    """Return jinja's sandbox with what chat templates may use, as transformers has it."""
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %}: the text within it, unchanged."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
+
+        def _text(self, caller: Any) -> Any:
+            return caller()
+
+    def check(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
+
+    class Namespace(jinja2.utils.Namespace):
+        """A namespace without names that begin with an underscore, by which a template could reach Python's own."""
+
+        def __init__(*args: Any, **attributes: Any) -> None:
+            own, *given = args  # an attribute may have any name, `self` too
+            values = dict(*given, **attributes)
+            for name in values:
+                check(name)
+            jinja2.utils.Namespace.__init__(own, values)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            check(name)
+            jinja2.utils.Namespace.__setitem__(self, name, value)
+
+    def raise_exception(message: Any) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(
+        raise_exception=raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=Namespace
+    )
+    return environment
+
+
+class _Dict:
+    """`dict` without the rest of Python's class."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _outcome(environment: Any, compiled: dict[str, Any], request: Any, job: Any) -> list[Any]:
+    import jinja2
+
     number, end, more = job
-    chats = [[dict(message) for message in request["chats"][number][:end]]]
+    text = request["template"]
     try:
-        options = {**request["variables"], **more}
-        text = str(render(conversations=chats, chat_template=request["template"], **options)[0][0])
+        if text not in compiled:
+            if len(compiled) >= _MAX_COMPILED:
+                compiled.clear()
+            compiled[text] = environment.from_string(text)
+        messages = [_with_reasoning(message) for message in request["chats"][number][:end]]
+        variables = {"documents": None, "tools": request["tools"][number], **request["variables"], **more}
+        rendered = compiled[text].render(messages=messages, **variables)
     except MemoryError:
         return ["memory", ""]
-    except template_error as error:
+    except jinja2.TemplateError as error:
         line = getattr(error, "lineno", None) if type(error).__name__ == "TemplateSyntaxError" else None
         return ["raised", f"{error}"] if line is None else ["syntax", f"line {line}: {error}"]
     except Exception as error:  # from what the template computes
         return ["raised", f"{type(error).__name__}: {error}"]
-    return ["text", text] if len(text) <= request["max_chars"] else ["long", f"{len(text):,}"]
+    return ["text", rendered] if len(rendered) <= request["max_chars"] else ["long", f"{len(rendered):,}"]
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message without null fields, and with its reasoning under the names that templates read.
+
+    transformers does both.
+    """
+    given = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((given[name] for name in _REASONING if name in given), None)
+    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
 def _limit_memory() -> None:

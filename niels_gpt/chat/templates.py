@@ -4,12 +4,16 @@ There are two ways. A template decides by itself which one is used:
 
     generation   It has marks: {% generation %} and {% endgeneration %}. What stands between them carries loss. The
                  template is rendered a second time with a private character at each mark; without these characters the
-                 text must equal the plain rendering.
+                 text must equal the plain rendering. Where only some of the assistant's turns carry loss, a third
+                 rendering has a private character in the words and calls of each turn, so that each marked part tells
+                 its turn; a chat in which one tells none or two is refused.
     prefix       It has no marks. A reply carries loss from the end of the rendering of the messages before it, with a
                  generation prompt, to the end of the rendering that includes the reply; white space after the token
                  that ends the turn does not. Both renderings must be prefixes of that of the whole chat, else the
                  template is refused. A reply has no loss where its header cannot be told from its words: if no message
                  stands before it, and if it is empty and a generation prompt adds nothing.
+
+Which of the assistant's turns carry loss is the choice of `loss_on`, see turns.py.
 
 Cost: by prefixes a chat of n replies is rendered 2 n times, and n times more where a template has no generation prompt
 or rewrites replies, since jinja always starts from scratch: 0.1 ms for one reply, 0.9 ms for four, 1.3 s for two
@@ -25,8 +29,39 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from niels_gpt.chat.template_code import CLOSES, DATE, OPENS, asks_for_date, has_marks, marked, two_free, unmarked
-from niels_gpt.chat.template_process import PROCESS, Job, Messages, Outcome, TemplateLimitError
+from niels_gpt.chat.protocol import (
+    EMPTY_REPLY,
+    LEADING_REPLY,
+    NOT_AS_TEXT,
+    REFUSED_BY_TEMPLATE,
+    UNKNOWN_TURNS,
+    UNUSED_CALLS,
+    UNUSED_REASONING,
+    UNUSED_TOOLS,
+    RefusedChat,
+)
+from niels_gpt.chat.template_code import (
+    CLOSES,
+    DATE,
+    OPENS,
+    asks_for_date,
+    free_characters,
+    has_marks,
+    marked,
+    unmarked,
+)
+from niels_gpt.chat.template_process import PROCESS, Chat, Job, Outcome, TemplateLimitError
+from niels_gpt.chat.turns import (
+    REASONING_FIELDS,
+    assistant_turns,
+    called_names,
+    calls_tools,
+    function_names,
+    labelled,
+    supervised_turns,
+    words_of,
+)
+from niels_gpt.chat.values import texts_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +74,6 @@ MAX_TEMPLATE = 1 << 20
 _PROMPT = "add_generation_prompt"
 _GROUP_COST = 2000  # of chats that are rendered together, in messages or thousands of characters
 
-REFUSED_BY_TEMPLATE = "refused_by_template"
-"""Counter of chats that the template raises an error for, such as two user messages in a row."""
-LEADING_REPLY, EMPTY_REPLY = "leading_reply", "empty_reply"
-"""Counters of chats with a reply that carries no loss, since its header cannot be told from it."""
 REMEDY = (
     "Name a file with a template that puts {% generation %} and {% endgeneration %} around the assistant's words: "
     "--chat-template FILE"
@@ -55,15 +86,6 @@ _PROBES = {
 }
 
 
-class RefusedChat(NamedTuple):
-    """A chat that cannot be used."""
-
-    reason: str
-    """The counter under which it is dropped."""
-    found: str
-    """What is wrong with it, for a message."""
-
-
 class Rendered(NamedTuple):
     """The text of a chat."""
 
@@ -72,7 +94,17 @@ class Rendered(NamedTuple):
     edges: tuple[int, ...] = ()
     """Where the renderings of fewer messages end, in characters, in order; () for a template with marks."""
     unsupervised: tuple[str, ...] = ()
-    """Why a reply carries no loss: LEADING_REPLY, EMPTY_REPLY."""
+    """Counters: why a reply carries no loss, LEADING_REPLY and EMPTY_REPLY; UNUSED_TOOLS and UNUSED_REASONING."""
+    turns_without_loss: int = 0
+    """How many turns of the assistant carry no loss by the choice of `loss_on`."""
+
+
+class _RefusedError(Exception):
+    """A chat cannot be used; others may be."""
+
+    def __init__(self, reason: str, found: str) -> None:
+        super().__init__(found)
+        self.reason = reason
 
 
 class _UnstableError(ValueError):
@@ -93,6 +125,8 @@ class ChatTemplate:
     """Literals of the tokens that may end a turn."""
     difference: Callable[[str, str], tuple[int, str, str]]
     """Takes two texts; returns the first token that differs, and the text of each from there."""
+    loss_on: str = "assistant"
+    """One of turns.LOSS_ON."""
     _known: dict[Key, Outcome] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Renderings of the current chat that were made together with those of other chats."""
 
@@ -137,7 +171,7 @@ class ChatTemplate:
         raised = []
         for probe, roles in _PROBES.items():
             try:
-                self._try(probe, [{"role": role, "content": _WORDS[role]} for role in roles])
+                self._try(probe, Chat(probe, [{"role": role, "content": _WORDS[role]} for role in roles]))
             except _UnstableError as error:
                 logger.warning("%s. The first chat that shows it ends the run", error, extra={"code": "W409"})
             except jinja2.TemplateError as error:
@@ -150,72 +184,104 @@ class ChatTemplate:
                 extra={"code": "W409"},
             )
 
-    def _try(self, probe: str, messages: Messages) -> None:
+    def _try(self, probe: str, chat: Chat) -> None:
+        number = len(chat.messages)
         if self.mask_by == "generation":
-            self._by_marks(probe, messages)
+            self._by_marks(probe, chat, range(number))
             return
         word = _WORDS["assistant"]
-        last, inner = (self._text(messages[:end]).rpartition(word) for end in (-2, -1))
+        last, inner = (self._text(chat, end).rpartition(word) for end in (number - 2, number - 1))
         if last[1] and not inner[2].startswith(last[2]):
             raise ValueError(
                 f"{self.name}: its chat template writes {last[2][:80]!r} after a reply that ends a chat, and "
                 f"{inner[2][:80]!r} where a user's message follows, so the end of a reply is not known. {REMEDY}"
             )
-        self._by_prefixes(probe, messages)
+        self._by_prefixes(probe, chat, assistant_turns(chat.messages))
 
     # --- rendering ---
 
-    def rendered_all(self, chats: Sequence[tuple[str, Messages]]) -> Iterator[Rendered | RefusedChat]:
-        """Yield text and spans of each chat, id and messages; RefusedChat if the template raises an error for it.
+    def rendered_all(self, chats: Sequence[Chat]) -> Iterator[Rendered | RefusedChat]:
+        """Yield text and spans of each chat; RefusedChat if the template raises an error for it, or leaves out calls.
 
-        Many chats are rendered together.
+        chats: as values.usable returns them. Many are rendered together.
         Raises: ValueError for a template that is no jinja, is not prefix-stable, or changes the text at its marks.
         """
         for group in _groups(chats):
             known: list[dict[Key, Outcome]] = [{} for _ in group]
-            for template, jobs in self._jobs([messages for _, messages in group]).items():
-                outcomes = self._outcomes(template, [messages for _, messages in group], jobs)
+            for template, jobs in self._jobs(group).items():
+                outcomes = self._outcomes(template, group, jobs)
                 for (number, end, more), outcome in zip(jobs, outcomes, strict=True):
                     known[number][template == self.text, end, more.get(_PROMPT)] = outcome
-            for (name, messages), outcomes_of_chat in zip(group, known, strict=True):
+            for chat, outcomes_of_chat in zip(group, known, strict=True):
                 self._known.clear()
                 self._known.update(outcomes_of_chat)
-                yield self._rendered(f"chat {name!r}", messages)
+                yield self._rendered(f"chat {chat.name!r}", chat)
         self._known.clear()
 
-    def _rendered(self, subject: str, messages: Messages) -> Rendered | RefusedChat:
+    def _rendered(self, subject: str, chat: Chat) -> Rendered | RefusedChat:
         import jinja2
 
+        wanted = supervised_turns(chat.messages, self.loss_on)
         try:
-            return (self._by_marks if self.mask_by == "generation" else self._by_prefixes)(subject, messages)
+            found = (self._by_marks if self.mask_by == "generation" else self._by_prefixes)(subject, chat, wanted)
         except jinja2.TemplateError as error:
             return RefusedChat(REFUSED_BY_TEMPLATE, f"{subject}: {error}")
+        except _RefusedError as error:
+            return RefusedChat(error.reason, f"{subject}: {error}")
+        left_out = tuple(self._left_out(chat, found.text))
+        without_loss = len(assistant_turns(chat.messages)) - len(wanted)
+        return found._replace(unsupervised=(*found.unsupervised, *left_out), turns_without_loss=without_loss)
 
-    def _jobs(self, chats: Sequence[Messages]) -> dict[str, list[Job]]:
+    def _left_out(self, chat: Chat, text: str) -> Iterator[str]:
+        """Yield UNUSED_TOOLS and UNUSED_REASONING where the text of a chat is without them."""
+        if chat.tools and not any(name in text for name in function_names(chat.tools)):
+            yield UNUSED_TOOLS
+        reasoning = (message.get(name) for message in chat.messages for name in REASONING_FIELDS)
+        if any(isinstance(each, str) and each.strip() not in text for each in reasoning):
+            yield UNUSED_REASONING
+
+    def _check_shown(self, chat: Chat, text: str) -> None:
+        """Raise _RefusedError where the text of a chat is without a call, or has Python's form of a content."""
+        for number, message in enumerate(chat.messages, 1):
+            if calls_tools(message) and not (
+                any(word in str(self.text) for word in ("tool_calls", "tojson"))
+                and all(name in text for name in called_names(message))
+            ):
+                raise _RefusedError(UNUSED_CALLS, f"the template leaves out a call of message {number}")
+            content = message.get("content")
+            if content and isinstance(content, list | dict) and str(content) in text:
+                kind = "a list of parts" if isinstance(content, list) else "an object"
+                raise _RefusedError(NOT_AS_TEXT, f"the template writes message {number}, {kind}, as Python prints it")
+
+    def _jobs(self, chats: Sequence[Chat]) -> dict[str, list[Job]]:
         """Return the renderings that these chats are likely to need, by the template to render."""
         plain: list[Job] = []
         jobs = {str(self.text): plain}
-        for number, messages in enumerate(chats):
-            plain.append((number, len(messages), {_PROMPT: False}))
+        for number, chat in enumerate(chats):
+            length = len(chat.messages)
+            plain.append((number, length, {_PROMPT: False}))
             if self.mask_by == "generation":
-                marks = dict(zip((OPENS, CLOSES), self._marks(messages), strict=True))
-                jobs.setdefault(self._marked, []).append((number, len(messages), marks))
+                if (marks := self._characters(chat, 2)) is not None:
+                    jobs.setdefault(self._marked, []).append((number, length, _mark_variables(marks)))
                 continue
-            for end in range(1, len(messages)):
-                if messages[end]["role"] == "assistant":
+            for end in supervised_turns(chat.messages, self.loss_on):
+                if end:
                     plain.append((number, end, {_PROMPT: True}))
-                    if end + 1 < len(messages):
+                    if end + 1 < length:
                         plain.append((number, end + 1, {_PROMPT: False}))
         return jobs
 
-    def _text(self, messages: Messages, *, prompt: bool = False) -> str:
-        return self._render(str(self.text), messages, add_generation_prompt=prompt)
+    def _text(self, chat: Chat, end: int | None = None, *, prompt: bool = False) -> str:
+        """Return the text of the first `end` messages, or of all."""
+        end = len(chat.messages) if end is None else end
+        known = self._known.get((True, end, prompt))
+        return self._render(str(self.text), chat, end, known, add_generation_prompt=prompt)
 
-    def _render(self, template: str, messages: Messages, **more: Any) -> str:
+    def _render(self, template: str, chat: Chat, end: int, known: Outcome | None = None, **more: Any) -> str:
+        """known: the outcome, if it was made together with those of other chats."""
         import jinja2
 
-        known = self._known.get((template is self.text, len(messages), more.get(_PROMPT)))
-        kind, text = known or self._outcomes(template, [messages], [(0, len(messages), more)])[0]
+        kind, text = known or self._outcomes(template, [chat], [(0, end, more)])[0]
         if kind == "text":
             return text
         if kind == "syntax":
@@ -224,7 +290,7 @@ class ChatTemplate:
             raise ValueError(f"{self.name}: its chat template makes {text} characters of one chat. {REMEDY}")
         raise jinja2.TemplateRuntimeError(text)
 
-    def _outcomes(self, template: str, chats: Sequence[Messages], jobs: Sequence[Job]) -> list[Outcome]:
+    def _outcomes(self, template: str, chats: Sequence[Chat], jobs: Sequence[Job]) -> list[Outcome]:
         try:
             return PROCESS.render(template, self.variables, chats, jobs)
         except TemplateLimitError as error:
@@ -236,19 +302,17 @@ class ChatTemplate:
     def _marked(self) -> str:
         return marked(str(self.text))
 
-    def _marks(self, messages: Messages) -> tuple[str, str]:
-        return two_free([str(self.text), *(message["content"] for message in messages)])
+    def _characters(self, chat: Chat, number: int) -> list[str] | None:
+        return free_characters((str(self.text), *texts_of(chat.messages), *texts_of(chat.tools)), number)
 
-    def _by_marks(self, subject: str, messages: Messages) -> Rendered:
+    def _by_marks(self, subject: str, chat: Chat, wanted: Sequence[int]) -> Rendered:
         # The mask of transformers is not used: it assumes that a marked text follows the text before its outermost
         # block, so marks within a macro, a {% set %} or a {% filter %} give other characters than they enclose.
-        import jinja2
-
-        whole, marks = self._text(messages), self._marks(messages)
-        try:
-            found = unmarked(self._render(self._marked, messages, **{OPENS: marks[0], CLOSES: marks[1]}), marks)
-        except jinja2.TemplateError:  # due to the marks alone: the plain rendering succeeded
-            found = None
+        whole, marks = self._text(chat), self._characters(chat, 2)
+        self._check_shown(chat, whole)
+        if marks is None:
+            raise _RefusedError(UNKNOWN_TURNS, "it has every private character")
+        found = self._with_marks(chat, marks, self._known.get((False, len(chat.messages), None)))
         if found is None or found[0] != whole:
             raise ValueError(
                 f"{self.name}: its chat template works on text that holds its own marks (by a filter, or a mark within "
@@ -256,34 +320,66 @@ class ChatTemplate:
                 f"without the marks, is not the plain text. Put {{% generation %}} only around text that is written "
                 "unchanged: --chat-template FILE"
             )
-        return Rendered(whole, found[1])
+        if set(wanted).issuperset(assistant_turns(chat.messages)):
+            return Rendered(whole, found[1])
+        turns = self._turns_of(chat, whole, found[1])
+        return Rendered(whole, [span for span, turn in zip(found[1], turns, strict=True) if turn in wanted])
+
+    def _with_marks(self, chat: Chat, marks: Sequence[str], known: Outcome | None = None) -> tuple[str, Spans] | None:
+        """Return the text of the template with marks, without them, and the marked parts; None if that is no text."""
+        import jinja2
+
+        try:
+            text = self._render(self._marked, chat, len(chat.messages), known, **_mark_variables(marks))
+        except jinja2.TemplateError:  # due to the marks alone: the plain rendering succeeded
+            return None
+        return unmarked(text, marks)
+
+    def _turns_of(self, chat: Chat, whole: str, spans: Spans) -> list[int]:
+        """Return the message that each marked part is of. Raises: _RefusedError where that is not known."""
+        turns = assistant_turns(chat.messages)
+        characters = self._characters(chat, 2 + len(turns))
+        if characters is None:
+            raise _RefusedError(UNKNOWN_TURNS, "it has too many private characters, or too many turns")
+        turn_of = dict(zip(characters[2:], turns, strict=True))
+        said = labelled(chat.messages, {turn: label for label, turn in turn_of.items()})
+        found = self._with_marks(chat._replace(messages=said), characters[:2])
+        unlabelled = dict.fromkeys(map(ord, turn_of))
+        if found is None or found[0].translate(unlabelled) != whole or len(found[1]) != len(spans):
+            raise _RefusedError(UNKNOWN_TURNS, "one more character in each of the assistant's turns changes the others")
+        numbers: list[int] = []
+        for start, end in found[1]:
+            of_span = {turn_of[char] for char in found[0][start:end] if char in turn_of}
+            if len(of_span) != 1:
+                raise _RefusedError(UNKNOWN_TURNS, f"a marked part has words of {len(of_span)} turns of the assistant")
+            numbers += of_span
+        return numbers
 
     # --- by prefixes ---
 
-    def _by_prefixes(self, subject: str, messages: Messages) -> Rendered:
-        whole = self._text(messages)
+    def _by_prefixes(self, subject: str, chat: Chat, wanted: Sequence[int]) -> Rendered:
+        whole, length = self._text(chat), len(chat.messages)
+        self._check_shown(chat, whole)
         spans: Spans = []
         edges: list[int] = []
         unsupervised: set[str] = set()
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        for number in wanted:
             if number == 0:  # the rendering of no messages need be no prefix of a chat, or may be an error
                 unsupervised.add(LEADING_REPLY)
                 continue
-            before = self._text(messages[:number], prompt=True)
-            after = whole if number + 1 == len(messages) else self._text(messages[: number + 1])
+            before = self._text(chat, number, prompt=True)
+            after = whole if number + 1 == length else self._text(chat, number + 1)
             of_before, of_after = (
                 f"of messages 1 to {number} with a generation prompt",
                 f"of messages 1 to {number + 1}",
             )
             self._check_prefix(subject, before, of_before, after, of_after)
-            self._check_prefix(subject, after, of_after, whole, f"of all {len(messages)}")
+            self._check_prefix(subject, after, of_after, whole, f"of all {length}")
             if spans and len(before) < spans[-1][1]:
                 raise self._unstable(subject, f"the rendering {of_before} is shorter than that of fewer messages")
             edges += [len(before), len(after)]
             reply = after[len(before) :]
-            if self._starts_with_words(subject, messages[:number], before, reply, message["content"].strip()):
+            if self._starts_with_words(subject, chat, number, before, reply):
                 # After the token that ends a turn a template may write white space, which the target never has to.
                 spoken = reply.rstrip()
                 spans.append((len(before), len(before) + len(spoken if spoken.endswith(self.ends) else reply)))
@@ -291,22 +387,33 @@ class ChatTemplate:
                 unsupervised.add(EMPTY_REPLY)
         return Rendered(whole, spans, tuple(edges), tuple(sorted(unsupervised)))
 
-    def _starts_with_words(self, subject: str, earlier: Messages, before: str, reply: str, words: str) -> bool:
+    def _starts_with_words(self, subject: str, chat: Chat, number: int, before: str, reply: str) -> bool:
         """Whether the assistant's words start where `reply` does; False for an empty reply if that is not known.
 
         Raises: ValueError if a generation prompt adds nothing and something stands before the words.
         """
-        if words and reply.lstrip().startswith(words):
+        message = chat.messages[number]
+        words, has_calls = words_of(message).strip(), calls_tools(message)
+        if words and not has_calls and reply.lstrip().startswith(words):
             return True
-        if not self._text(earlier).startswith(before):
+        if not self._text(chat, number).startswith(before):
             return True  # a generation prompt holds the header, so what follows it is the assistant's
-        if words:
+        if has_calls and self._has_no_header(chat, number, before):
+            return True
+        if words or has_calls:
             raise ValueError(
                 f"{self.name}: its chat template does not tell where a reply begins. In {subject} a generation prompt "
                 f"adds nothing to the messages before it, and the reply after them is {reply[:40]!r}, which does not "
                 f"begin with its text. {REMEDY}"
             )
         return False
+
+    def _has_no_header(self, chat: Chat, number: int, before: str) -> bool:
+        """Whether words in place of this message would follow the messages before it at once."""
+        words = _WORDS["assistant"]
+        messages = [*chat.messages[:number], {"role": "assistant", "content": words}]
+        text = self._render(str(self.text), chat._replace(messages=messages), number + 1, add_generation_prompt=False)
+        return text.startswith(before) and text[len(before) :].lstrip().startswith(words)
 
     def _check_prefix(self, subject: str, text: str, what: str, longer: str, what_longer: str) -> None:
         if longer.startswith(text):
@@ -322,13 +429,17 @@ class ChatTemplate:
         )
 
 
-def _groups(chats: Sequence[tuple[str, Messages]]) -> Iterator[list[tuple[str, Messages]]]:
+def _mark_variables(marks: Sequence[str]) -> dict[str, str]:
+    return {OPENS: marks[0], CLOSES: marks[1]}
+
+
+def _groups(chats: Sequence[Chat]) -> Iterator[list[Chat]]:
     """Yield the chats in order, in groups that take a second or so to render."""
-    group: list[tuple[str, Messages]] = []
+    group: list[Chat] = []
     cost = 0
     for chat in chats:
-        messages = chat[1]
-        cost += 1 + len(messages) * (len(messages) + sum(len(message["content"]) for message in messages) // 1000)
+        length = len(chat.messages)
+        cost += 1 + length * (length + sum(map(len, texts_of([chat.messages, chat.tools]))) // 1000)
         group.append(chat)
         if cost > _GROUP_COST:
             yield group

@@ -1,25 +1,23 @@
-"""Opens a target's tokenizer, and encodes chats to ids and loss mask.
+"""Opens a target's tokenizer: the project's own, one of transformers, or that of a cache.
 
-Which roles are accepted: by the project's own tokenizer those of ROLE_TO_NAME in chat_template.py; by a template of
-transformers those that it does not raise an error for, and of these `assistant` carries loss. templates.py finds which
-characters of a chat carry loss; a token is supervised if it holds one of them, by its offsets, so a token that merges
-across the edge of a reply is supervised.
+Which roles are accepted: by the project's own tokenizer those of ROLE_TO_NAME in chat_template.py; by a template those
+that it raises no error for, see template_tokenizer.py.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
-from niels_gpt.chat.prefix_tokens import checked_edges, first_difference, mask_of
-from niels_gpt.chat.template_process import Messages
-from niels_gpt.chat.templates import LEADING_REPLY, REMEDY, ChatTemplate, RefusedChat, Rendered
+from niels_gpt.chat.backends import CacheBackend, TransformersBackend
+from niels_gpt.chat.protocol import SPECIAL_TEXT, ChatTokenizer, EncodedChat, RefusedChat
+from niels_gpt.chat.template_process import Chat
+from niels_gpt.chat.template_tokenizer import TemplateTokenizer
+from niels_gpt.chat.turns import calls_tools, check_loss_on
 from niels_gpt.chat_template import ROLE_TO_NAME
 from niels_gpt.encoding import TextEncoder
 from niels_gpt.hub.models import hub_tokenizer, is_local, refuse_large
@@ -29,79 +27,46 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import parse_object
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 from niels_gpt.tokenizers.files import CONFIG_NAME, TEMPLATE_NAME, TOKENIZER_JSON, tokenizer_files
+from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
-SPECIAL_TEXT = "special_text"
-"""Counter of chats in which a message holds the literal of a special token, which would become that token's id."""
-_DECODED = 8  # tokens whose text is shown in a message about a difference
-_ALL_CHECKED, _CHECKED_EVERY = 1000, 100  # the chats whose prefixes are tokenized too: the first ones, then every 100th
+__all__ = [
+    "SPECIAL_TEXT",
+    "Chat",
+    "ChatTokenizer",
+    "EncodedChat",
+    "ProjectTokenizer",
+    "RefusedChat",
+    "open_tokenizer",
+    "template_tokenizer",
+]
 
 
-class EncodedChat(NamedTuple):
-    """One chat."""
-
-    ids: list[int]
-    """Of the whole chat, neither shifted nor padded nor truncated."""
-    mask: list[int]
-    """1 at each id that carries loss, 0 elsewhere; as long as `ids`."""
-    merged: bool = False
-    """Whether a supervised token also holds characters outside of the replies."""
-    unsupervised: tuple[str, ...] = ()
-    """Why a reply in it carries no loss: LEADING_REPLY, EMPTY_REPLY of templates.py."""
-
-
-class ChatTokenizer(Protocol):
-    """A target's tokenizer together with its chat template."""
-
-    name: str
-    """Folder or hub id that it was opened from."""
-    sha256: str
-    """Of the tokenizer."""
-    template_sha256: str | None
-    """Of the template's text; None for the project's chat format, and where there is no template."""
-    mask_by: str
-    """How the supervised tokens are found: generation, prefix, sentinels, or given where there is no template."""
-    vocab_size: int
-    """All ids are below it."""
-    pad_id: int
-    """The id that rows are padded with."""
-    special_token_ids: list[int | None]
-    """bos, eos, pad, unk."""
-
-    def encode_chats(self, chats: Sequence[tuple[str, Messages]]) -> list[EncodedChat | RefusedChat]:
-        """Encode chats, id and messages, together. Raises: ValueError for a template that cannot be used.
-
-        Such a template is also found with no chats.
-        """
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens included."""
-
-    def encode_chat(self, messages: Messages) -> tuple[list[int], list[int]]:
-        """Return ids and mask of one chat. Raises: ValueError for a chat or a template that cannot be used."""
-        encoded = self.encode_chats([("0", messages)])[0]
-        if isinstance(encoded, RefusedChat):
-            raise ValueError(f"{self.name}: {encoded.reason}: {encoded.found}")
-        return encoded.ids, encoded.mask
-
-
-def open_tokenizer(name: str, *, revision: str | None = None, chat_template: str | None = None) -> ChatTokenizer:
+def open_tokenizer(
+    name: str, *, revision: str | None = None, chat_template: str | None = None, loss_on: str = "assistant"
+) -> ChatTokenizer:
     """Open a target's tokenizer.
 
     name: a folder, or an id on the hub. A folder with spm.model, or with a tokenizer.json that has the sentinels and no
         chat template, has the project's chat format.
     revision: commit, tag or branch on the hub.
     chat_template: text of a jinja template to use instead of the tokenizer's own.
+    loss_on: which turns of the assistant carry loss, one of turns.LOSS_ON; only "assistant" for the project's format.
     Raises: ValueError where there is no tokenizer, or one without offsets, and for what the hub does not have, or does
         not give to this user; ConnectionError where the hub does not answer; ImportError without transformers.
     """
+    check_loss_on(loss_on)
     folder = os.path.expanduser(name)
     if os.path.isfile(os.path.join(folder, MODEL_NAME)):
         if chat_template is not None:
             raise ValueError(f"{name}: has the project's own tokenizer and chat format; leave --chat-template out")
-        return ProjectTokenizer(SentencePieceTokenizer(os.path.join(folder, MODEL_NAME), follow_links=False), name)
+        return ProjectTokenizer(
+            SentencePieceTokenizer(os.path.join(folder, MODEL_NAME), follow_links=False), name, loss_on
+        )
     if chat_template is None and _is_of_project(folder):
-        return ProjectTokenizer(load_tokenizer(os.path.join(folder, TOKENIZER_JSON), sentinels="required"), name)
+        return ProjectTokenizer(
+            load_tokenizer(os.path.join(folder, TOKENIZER_JSON), sentinels="required"), name, loss_on
+        )
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -130,7 +95,20 @@ def open_tokenizer(name: str, *, revision: str | None = None, chat_template: str
             f"{name}: no tokenizer can be opened there ({first}). Expected a folder with tokenizer.json or "
             f"{MODEL_NAME}, or the id of a model on the hub"
         ) from error
-    return TransformersTokenizer(tokenizer, name, chat_template)
+    return TemplateTokenizer(TransformersBackend(tokenizer, name), chat_template, loss_on=loss_on)
+
+
+def template_tokenizer(
+    tokenizer: HuggingFaceTokenizer, template: str | None, *, loss_on: str = "assistant"
+) -> ChatTokenizer:
+    """Return a tokenizer of chats with the ids of a cache's tokenizer. It needs no transformers.
+
+    template: text of a jinja template; None: the one in the tokenizer's folder.
+    loss_on: one of turns.LOSS_ON.
+    Raises: ValueError for a template that is too long, and for another `loss_on`; CacheError for damaged files beside
+        the tokenizer.
+    """
+    return TemplateTokenizer(CacheBackend(tokenizer), template, loss_on=loss_on)
 
 
 def _is_of_project(folder: str) -> bool:
@@ -151,21 +129,28 @@ class ProjectTokenizer(ChatTokenizer):
 
     template_sha256: str | None = None
     mask_by: str = "sentinels"
+    loss_on: str = "assistant"
 
-    def __init__(self, tokenizer: FullTokenizer, name: str) -> None:
+    def __init__(self, tokenizer: FullTokenizer, name: str, loss_on: str = "assistant") -> None:
+        """Raises: ValueError for another `loss_on` than "assistant": in this format every reply carries loss."""
+        if loss_on != "assistant":
+            raise ValueError(f"{name}: loss_on={loss_on!r}: expected 'assistant' for the project's own chat format")
         self.name, self.sha256, self.vocab_size = name, tokenizer.sha256, tokenizer.vocab_size
         self._tokenizer, self._encoder = tokenizer, TextEncoder(tokenizer)
         self._special = tokenizer.special_token_ids()
         self.pad_id = self._special["eot"]
         self.special_token_ids = [None, self.pad_id, self.pad_id, None]
 
-    def encode_chats(self, chats: Sequence[tuple[str, Messages]]) -> list[EncodedChat | RefusedChat]:
-        """Encode chats; one that holds a sentinel is refused. Raises: ValueError for an unknown role."""
-        encoded = self._encoder.encode([message["content"] for _, messages in chats for message in messages])
+    def encode_chats(self, chats: Sequence[Chat]) -> list[EncodedChat | RefusedChat]:
+        """Encode chats; one that holds a sentinel is refused.
+
+        Raises: ValueError for an unknown role, for tools or calls, and for a content that is no text.
+        """
+        encoded = self._encoder.encode([_text_of(chat, message) for chat in chats for message in chat.messages])
         ends = np.cumsum(encoded.lengths)
         results: list[EncodedChat | RefusedChat] = []
         text = 0
-        for name, messages in chats:
+        for name, messages, _ in chats:
             ids: list[int] = []
             mask: list[int] = []
             problem = None
@@ -192,127 +177,11 @@ class ProjectTokenizer(ChatTokenizer):
         return text
 
 
-class TransformersTokenizer(ChatTokenizer):
-    """A fast tokenizer of transformers with a chat template."""
-
-    def __init__(self, tokenizer: Any, name: str, chat_template: str | None) -> None:
-        """tokenizer: from AutoTokenizer. Raises: ValueError for one that gives no offsets."""
-        if not tokenizer.is_fast:
-            raise ValueError(
-                f"{name}: {type(tokenizer).__name__} gives no offsets of its tokens, expected a fast tokenizer, with a "
-                "file tokenizer.json: AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER) may write one"
-            )
-        self.name = name
-        self.sha256 = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-        self._tokenizer = tokenizer
-        self._num_encoded = 0
-        text = tokenizer.get_chat_template() if tokenizer.chat_template and chat_template is None else chat_template
-        added = list(tokenizer.added_tokens_decoder.values())
-        ends = tuple(token.content for token in added if token.content.strip())
-        self._template = ChatTemplate(name, text, dict(tokenizer.special_tokens_map), ends, self._difference)
-        self.template_sha256 = self._template.sha256
-        self.mask_by = self._template.mask_by
-        # Added tokens that are not special, such as <think>, are text that a chat may hold.
-        special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
-        literals = sorted(literal for literal in special if literal.strip())
-        self._literal = re.compile("|".join(map(re.escape, literals)) or r"(?!)")
-        self.vocab_size = max(tokenizer.get_vocab().values()) + 1
-        pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        self.pad_id = next(token for token in pads if token is not None)
-        self.special_token_ids = [getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad", "unk")]
-
-    def encode_chats(self, chats: Sequence[tuple[str, Messages]]) -> list[EncodedChat | RefusedChat]:
-        """Encode chats; one whose messages hold a special token's literal, or that the template refuses, is refused.
-
-        Where the template has no marks, this checks that tokenization is prefix-stable: the tokens of a chat's text up
-        to each reply, and up to its end, must be the first tokens of the whole chat. The last word before the edge and
-        the white space around it may differ, for they can merge with what follows. The mask does not depend on it. The
-        check takes half as long as tokenizing for chats of one reply, and four times as long for four replies. So it is
-        made for the first 1000 chats and then for every 100th, at the first 16 edges and the last.
-
-        Raises: ValueError without a template; for one that `ChatTemplate` refuses, or that marks no token of a chat
-            with a reply; and for a tokenizer that is not prefix-stable.
-        """
-        self._template.check()
-        rendered = self._rendered(chats)
-        pairs = zip((name for name, _ in chats), rendered, strict=True)
-        encoded = iter(self._encoded([(name, each) for name, each in pairs if not isinstance(each, RefusedChat)]))
-        results = [each if isinstance(each, RefusedChat) else next(encoded) for each in rendered]
-        for (name, messages), result in zip(chats, results, strict=True):
-            self._check_mask(name, messages, result)
-        return results
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens included."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    def _rendered(self, chats: Sequence[tuple[str, Messages]]) -> list[Rendered | RefusedChat]:
-        refused = [self._special_text(name, messages) for name, messages in chats]
-        kept = [
-            (name, [{**message, "content": _encodable(message["content"])} for message in messages])
-            for (name, messages), problem in zip(chats, refused, strict=True)
-            if problem is None
-        ]
-        rendered = self._template.rendered_all(kept)
-        return [problem or next(rendered) for problem in refused]
-
-    def _special_text(self, name: str, messages: Messages) -> RefusedChat | None:
-        for message in messages:
-            if literal := self._literal.search(message["content"]):
-                return RefusedChat(
-                    SPECIAL_TEXT, f"a message of chat {name!r} holds the special token {literal.group()}"
-                )
-        return None
-
-    def _encoded(self, rendered: list[tuple[str, Rendered]]) -> list[EncodedChat]:
-        chats = []
-        tokens = self._tokens([each.text for _, each in rendered])
-        for (name, each), (ids, offsets) in zip(rendered, tokens, strict=True):
-            mask, merged = mask_of(np.asarray(offsets, dtype=np.int64).reshape(-1, 2), each.spans)
-            chats.append(EncodedChat(ids, mask.astype(np.uint8).tolist(), merged, each.unsupervised))
-            if self._num_encoded < _ALL_CHECKED or self._num_encoded % _CHECKED_EVERY == 0:
-                self._check_prefixes(name, each, ids, offsets)
-            self._num_encoded += 1
-        return chats
-
-    def _check_prefixes(self, name: str, rendered: Rendered, ids: list[int], offsets: list[tuple[int, int]]) -> None:
-        text = rendered.text
-        edges = checked_edges(rendered.edges, text)
-        for edge, (alone, _) in zip(edges, self._tokens([text[:edge] for edge in edges]), strict=True):
-            at = first_difference(ids, offsets, text, edge, alone)
-            if at is not None:
-                raise ValueError(
-                    f"{self.name}: its tokenizer gives the beginning of a chat other tokens than the chat. Chat "
-                    f"{name!r}, token {at}: {self.decode(alone[at : at + _DECODED])!r} in its first {edge} characters "
-                    f"alone, and {self.decode(ids[at : at + _DECODED])!r} in all of it. {REMEDY}"
-                )
-
-    def _tokens(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Return ids and offsets of each text."""
-        if not texts:
-            return []
-        encoded = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
-
-    def _difference(self, text: str, other: str) -> tuple[int, str, str]:
-        left, right = (ids for ids, _ in self._tokens([text, other]))
-        pairs = enumerate(zip(left, right, strict=False))
-        at = next((place for place, (one, two) in pairs if one != two), min(len(left), len(right)))
-        return at, self.decode(left[at : at + _DECODED]), self.decode(right[at : at + _DECODED])
-
-    def _check_mask(self, name: str, messages: Messages, result: EncodedChat | RefusedChat) -> None:
-        if isinstance(result, RefusedChat) or any(result.mask):
-            return
-        supervised = messages[1:] if LEADING_REPLY in result.unsupervised else messages
-        if any(message["role"] == "assistant" and message["content"].strip() for message in supervised):
-            raise ValueError(
-                f"{self.name}: its chat template marks not one of the {len(result.ids)} tokens of chat {name!r}, which "
-                f"has a reply. {REMEDY}"
-            )
-
-
-def _encodable(text: str) -> str:
-    """Return a text with U+FFFD for each lone surrogate, which utf-8 cannot hold."""
-    if text.isascii():
-        return text
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+def _text_of(chat: Chat, message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if not isinstance(content, str) or calls_tools(message) or chat.tools:
+        raise ValueError(
+            f"chat {chat.name!r}: found tools, a call of one, or a content that is no text; the project's own chat "
+            "format has none of these"
+        )
+    return content

@@ -5,10 +5,14 @@
     {"instruction": "Sum it up.", "input": "A long text.", "output": "A short one."}
 
 The first of SHAPES that a row has is read. A field that is null is absent: rows of parquet have every field.
+
+There are two readings. `messages_of` is that of the project's own chats: system, user and assistant, and words alone.
+`raw_chat_of` is that of other chat templates: a turn keeps its role and all its fields.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,7 +43,14 @@ SHAPES = ", ".join((*LISTS, *("+".join(pair) for pair in PAIRS)))
 SYSTEM_FIELDS = ("system", "system_prompt")
 CONTEXT_FIELDS = ("context", "input")
 FIELDS = frozenset((*LISTS, *(name for pair in PAIRS for name in pair), *SYSTEM_FIELDS, *CONTEXT_FIELDS))
+TOOLS = "tools"
+RAW_FIELDS = FIELDS | {TOOLS}
+"""The fields of a row that `raw_chat_of` reads."""
 MISSING_FIELD, MALFORMED, UNKNOWN_ROLE = "missing_field", "malformed", "unknown_role"
+NOT_TEXT = "not_text"
+_RESULTS = ("tool", "observation", "function_response", "tool_response")  # of ShareGPT: what a tool answered
+_CALL = "function_call"  # of ShareGPT: a turn whose value is a call, or a list of calls, in JSON
+_MAY_SAY_NOTHING = ("tool_calls", "reasoning_content", "thinking", "reasoning")  # content may be absent beside these
 
 
 class NotAChatError(ValueError):
@@ -48,7 +59,7 @@ class NotAChatError(ValueError):
     def __init__(self, reason: str, found: str = "", *, role: str | None = None) -> None:
         super().__init__(f"{reason}: found {found or 'none of the known shapes'}")
         self.reason = reason
-        """missing_field, malformed or unknown_role."""
+        """missing_field, malformed, unknown_role or not_text."""
         self.found = found
         """What was found instead of a turn or text, for messages; "" if the row has no known shape."""
         self.role = role
@@ -141,3 +152,100 @@ def _kind(value: Any) -> str:
 def _either(turn: Mapping[str, Any], name: str, other: str) -> Any:
     value = turn.get(name)
     return turn.get(other) if value is None else value
+
+
+# --- for other chat templates ---
+
+
+def raw_chat_of(row: Mapping[str, Any], *, sparse: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Return the turns of a row and its tools, as they are; its system field, if any, is the first turn.
+
+    The other names of ROLES become system, user and assistant; every other role stays. A turn of ShareGPT has `role`
+    and `content` in place of `from` and `value`. An empty list of calls is left out. `tools` is a list, or its JSON.
+    sparse: leave out null fields at any depth, as rows of parquet have them; else those of a turn alone.
+    Raises: NotAChatError as messages_of, but for roles and calls; "not_text" for a content with a part that is no text,
+        such as a picture; "malformed" for a turn without content that neither calls a tool nor has reasoning, and for
+        tools that are no list of objects; "unknown_role" for a `from` that has no known role.
+    """
+    found = _without_nulls(row) if sparse else row
+    turns = _raw_turns_of(found)
+    system = next((text for name in SYSTEM_FIELDS if (text := _text_field(found, name)).strip()), None)
+    if system is not None and turns[0] != (prompt := {"role": "system", "content": system}):
+        turns = [prompt, *turns]
+    return turns, _tools_of(found.get(TOOLS))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _raw_turns_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    turns = next((row[name] for name in LISTS if isinstance(row.get(name), list)), None)
+    if turns is None:
+        pairs = ((row.get(asked), row.get(answered)) for asked, answered in PAIRS)
+        turns = next((one + two for one, two in pairs if isinstance(one, list) and isinstance(two, list)), None)
+    if turns is None:  # a pair of texts, or nothing
+        return [{"role": turn.role, "content": turn.content} for turn in _turns_of(row)]
+    if not turns:
+        raise NotAChatError(MALFORMED, "a list without turns")
+    for turn in turns:
+        if not isinstance(turn, Mapping):
+            raise NotAChatError(MALFORMED, f"{_kind(turn)} in place of a turn")
+    return [_raw_turn(turn) for turn in turns]
+
+
+def _raw_turn(turn: Mapping[str, Any]) -> dict[str, Any]:
+    role, content = _either(turn, "role", "from"), _either(turn, "content", "value")
+    if not isinstance(role, str):
+        raise NotAChatError(MALFORMED, f"{_kind(role)} in place of a turn's role")
+    known = role.strip().lower()
+    kept = {name: value for name, value in turn.items() if name not in ("from", "value") and value is not None}
+    if kept.get("tool_calls") == []:
+        del kept["tool_calls"]
+    if turn.get("role") is None and known == _CALL:
+        return {**kept, "role": "assistant", "tool_calls": _calls_in(content)}
+    if turn.get("role") is None and known not in (*ROLES, *_RESULTS, "developer"):
+        raise NotAChatError(UNKNOWN_ROLE, f"a turn of role {role!r}", role=role)
+    kept["role"] = "tool" if turn.get("role") is None and known in _RESULTS else ROLES.get(known, role)
+    _check_content(content, may_be_absent=any(kept.get(name) for name in _MAY_SAY_NOTHING))
+    return kept if content is None else {**kept, "content": content}
+
+
+def _check_content(content: Any, *, may_be_absent: bool) -> None:
+    """Raise NotAChatError for a content that is neither text, nor a list of texts, nor an object."""
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise NotAChatError(NOT_TEXT, "a part of a turn's content that is no text")
+    elif not isinstance(content, str | Mapping) and not (content is None and may_be_absent):
+        raise NotAChatError(MALFORMED, f"{_kind(content)} in place of a turn's content")
+
+
+def _calls_in(value: Any) -> list[dict[str, Any]]:
+    found = _json(value, "a turn's call")
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+        raise NotAChatError(MALFORMED, "a turn's call without the name of a function")
+    return [{"type": "function", "function": dict(call)} for call in calls]
+
+
+def _tools_of(value: Any) -> list[dict[str, Any]] | None:
+    if isinstance(value, str):
+        value = _json(value, "the field tools") if value.strip() else None
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list):
+        raise NotAChatError(MALFORMED, f"{_kind(value)} in the field tools")
+    tools = [_json(tool, "the field tools") if isinstance(tool, str) else tool for tool in value]
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise NotAChatError(MALFORMED, "a tool that is no object")
+    return [dict(tool) for tool in tools]
+
+
+def _json(value: Any, where: str) -> Any:
+    try:
+        return json.loads(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise NotAChatError(MALFORMED, f"no JSON in {where}") from error

@@ -25,12 +25,12 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TypeVar
 
-from niels_gpt.data.types import ChatSample, PretrainSample, SequenceGroup
+from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup
 from niels_gpt.storage.codes import coded
 
 logger = logging.getLogger(__name__)
 
-Sample = TypeVar("Sample", PretrainSample, ChatSample, SequenceGroup)
+Sample = TypeVar("Sample", PretrainSample, ChatSample, RawChat, SequenceGroup)
 
 EXCLUDED = "excluded"
 _DIGEST = re.compile(r"([0-9a-fA-F]{64})(\s.*)?")
@@ -53,7 +53,7 @@ class Exclusion:
     def _has_digests(self) -> bool:
         return any(_DIGEST.fullmatch(entry) for entry in self.entries)
 
-    def matching(self, sample: PretrainSample | ChatSample | SequenceGroup) -> frozenset[str]:
+    def matching(self, sample: PretrainSample | ChatSample | RawChat | SequenceGroup) -> frozenset[str]:
         """Return the entries that name a document, a chat or a group; it is left out if there is one."""
         names = [str(sample.meta[key]) for key in _ID_FIELDS if key in sample.meta]
         ids = sample.meta.get("message_ids")
@@ -62,6 +62,7 @@ class Exclusion:
             names += [name.lower() for name in names if _DIGEST.fullmatch(name)]
             texts = [sample.text] if isinstance(sample, PretrainSample) else []
             texts += [turn.content for turn in sample.messages] if isinstance(sample, ChatSample) else []
+            texts += sample.texts if isinstance(sample, RawChat) else []
             names += map(_digest_of, texts)
         return self.entries.intersection(names)
 

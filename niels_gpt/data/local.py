@@ -2,7 +2,7 @@
 
 A .txt, .md, .rst or .html file is one document, unchanged; in .jsonl, .json and .parquet files each row is a text or a
 chat. All but .parquet may be compressed, with .gz or .zst after the suffix. What gives no sample is counted: as
-too_large, unreadable_row, missing_field, malformed or unknown_role.
+too_large, unreadable_row, missing_field, malformed, not_text or unknown_role.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from niels_gpt.data.files.text import (
     read_text,
 )
 from niels_gpt.data.files.walk import first_link, once_each, walk_folders
-from niels_gpt.data.types import ChatSample, PretrainSample, SequenceGroup, TextBlock
+from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock
 from niels_gpt.data.upstream_rows import TEXT_FIELDS
 from niels_gpt.storage.codes import coded
 
@@ -251,19 +251,23 @@ def iter_chats(
     counters: Counter[str] | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     position: dict[str, int] | None = None,
-) -> Iterator[ChatSample]:
+    raw: bool = False,
+) -> Iterator[ChatSample | RawChat]:
     """Stream chats in order of files and rows, including those without an assistant's turn.
 
-    What a row may look like, and why it may be dropped: see chat_shapes. The rest: as `iter_texts`.
+    raw: as RawChats. What a row may look like, and why it may be dropped: see chat_shapes. The rest: as `iter_texts`.
     """
-    reader = _Reader(found, counters, (*chat_shapes.FIELDS, "id"), max_document_bytes, position)
+    fields = chat_shapes.RAW_FIELDS if raw else chat_shapes.FIELDS
+    reader = _Reader(found, counters, (*fields, "id"), max_document_bytes, position)
     for row, where in reader.read(rows_only=True):
+        sparse = where["path"].lower().endswith(".parquet")
         try:
-            messages = chat_shapes.messages_of(row)
+            chat = chat_shapes.raw_chat_of(row, sparse=sparse) if raw else chat_shapes.messages_of(row)
         except chat_shapes.NotAChatError as error:
             reader.drop(error.reason, error.found, role=error.role)
         else:
-            yield ChatSample(messages=messages, source=source, meta=reader.meta(where))
+            meta = reader.meta(where)
+            yield RawChat(*chat, source, meta) if isinstance(chat, tuple) else ChatSample(chat, source, meta)
     reader.check_any(f"{source}: not one chat", f"one of the shapes {chat_shapes.SHAPES}")
 
 
@@ -387,10 +391,7 @@ class _Reader:
             yield row, {"path": name, "row": number} | known
 
     def drop(self, reason: str, problem: str, *, role: str | None = None) -> None:
-        """Count the current row as dropped, and log the first one of each reason and of each unknown role.
-
-        problem: what is wrong with it; "" if it has none of the expected fields.
-        """
+        """Count the current row as dropped, and log the first one of each reason and of each unknown role."""
         if role is not None:
             count_role(self._counters, role)
         path, number, _ = self._row
@@ -399,10 +400,7 @@ class _Reader:
         self._count(reason, role, f"{path}, row {number}: found {problem or self._fields()}")
 
     def check_any(self, problem: str, expected: str) -> None:
-        """Raise ValueError, at the end, if rows were dropped and there was no sample.
-
-        It gives the reasons, the first row, and what was expected if that row has fields.
-        """
+        """Raise ValueError with the reasons, at the end, if rows were dropped and there was no sample."""
         if not self._index and self._dropped:
             reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(self._dropped.items()))
             first = f"{self._first}. Expected {expected}" if self._first else self._problem

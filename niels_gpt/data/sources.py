@@ -22,7 +22,7 @@ from niels_gpt.data import dolly, fineweb_edu, gutenberg, oasst1, roam, wikitext
 from niels_gpt.data.files import mirrors
 from niels_gpt.data.files.walk import note_links
 from niels_gpt.data.local import LocalFiles
-from niels_gpt.data.types import ChatSample, PretrainSample, SequenceGroup, TextBlock
+from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock
 from niels_gpt.data.upstream_rows import UpstreamRows, documents_of_pieces
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import coded
@@ -61,6 +61,8 @@ class LoadRequest:
     """Where to start, and receives where the loader is: see data.files.rows.Position. None: from the beginning."""
     blocks: bool = False
     """Whether documents of files may come as TextBlocks, many at a time."""
+    raw: bool = False
+    """Whether chats of files come as RawChats, for a chat template."""
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -81,7 +83,7 @@ class LoadRequest:
         return documents_of_pieces(rows.of_files(self.found.files, blocks=self.blocks, **how), rows)
 
 
-Part = tuple[str | None, Iterable[PretrainSample | TextBlock] | Iterable[ChatSample] | Iterable[SequenceGroup]]
+Part = tuple[str | None, Iterable[PretrainSample | TextBlock | ChatSample | RawChat | SequenceGroup]]
 """Samples in order, and their split; None leaves it to the builder."""
 Loader = Callable[[LoadRequest], Iterable[Part]]
 
@@ -123,8 +125,7 @@ class SourceSpec:
     splits: Mapping[str, str] | None = None
     """Our split -> upstream's, where upstream has splits. A cache whose mirror lacks one is marked partial."""
     split_rule: str | None = None
-    """How `load` assigns splits, in words for meta.json. None: the builder assigns them by text, by `val_frac` if that
-    is set, else by the token budgets."""
+    """How `load` assigns splits, for meta.json. None: the builder does, by text: by `val_frac` if set, else budgets."""
     val_frac: str | None = None
     """The setting that holds the share of val."""
     budgets: bool = False
@@ -144,8 +145,7 @@ class SourceSpec:
     copies: int = 1
     """How often a text of the source is in its samples, at most."""
     snapshot_margin_bytes: int = 0
-    """Text that a snapshot keeps beyond its tokens: documents go to splits by chance, so one is full before the other.
-    Four standard deviations."""
+    """Text that a snapshot keeps beyond its tokens, four standard deviations: documents go to splits by chance."""
 
     def __post_init__(self) -> None:
         """Refuse a row that says nothing of the split."""

@@ -52,6 +52,24 @@ class ChatSample:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class RawChat:
+    """One conversation as its row has it, for a chat template: any roles, calls of tools and further fields."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    """The functions that the assistant may call; None: the row states none."""
+    source: str
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def texts(self) -> list[str]:
+        """The words of each message that has some: its content, or the texts of its parts end to end."""
+        contents = [message.get("content") for message in self.messages]
+        parts = [[part["text"] for part in each] if isinstance(each, list) else each for each in contents]
+        return ["".join(each) for each in parts if isinstance(each, str | list)]
+
+
 @dataclass(frozen=True, eq=False)
 class SampledSequence:
     """One recorded sequence of token ids. P is prompt_length, or 0 where that is not known."""
@@ -79,7 +97,7 @@ class SequenceGroup:
     """With "id", the group's name, if the source has one."""
 
 
-def source_id(sample: PretrainSample | ChatSample | SequenceGroup) -> str:
+def source_id(sample: PretrainSample | ChatSample | RawChat | SequenceGroup) -> str:
     """Return the name by which a document, chat or group can be found in its source.
 
     The row's id; for an oasst1 thread those of the tree and the last message; the file's path, with `#` and the row's

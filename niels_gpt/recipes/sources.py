@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, pairwise
 from typing import Any
 
+from niels_gpt.chat.template_process import Chat
 from niels_gpt.data.exclude import remaining
 from niels_gpt.data.files.text import WITH_NUL, note
 from niels_gpt.data.sources import Loader, LoadRequest
-from niels_gpt.data.types import ChatSample, PretrainSample, SequenceGroup, TextBlock, source_id
+from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock, source_id
 from niels_gpt.documents import DocumentBatch
 from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.settings import Settings
@@ -124,6 +125,22 @@ def chats(
     )
 
 
+def template_chats(
+    settings: Settings,
+    source: ResolvedSource,
+    revision: str | None,
+    counters: Counter[str],
+    position: dict[str, int] | None = None,
+) -> Iterator[Chat]:
+    """Yield the chats of an sft source for a chat template: any roles, calls of tools, further fields. As `chats`."""
+    for _, sample in _parts(settings, source, revision, counters, position, raw=True):
+        if isinstance(sample, RawChat):
+            yield Chat(source_id(sample), sample.messages, sample.tools)
+        else:
+            messages = [{"role": turn.role, "content": turn.content} for turn in sample.messages]
+            yield Chat(source_id(sample), messages)
+
+
 def sequences(
     settings: Settings,
     source: ResolvedSource,
@@ -152,13 +169,14 @@ def _parts(
     position: dict[str, int] | None,
     load: Loader | None = None,
     blocks: bool = False,
+    raw: bool = False,
 ) -> Iterator[tuple[str | None, Any]]:
     """Yield samples with their split: PretrainSamples of a pretrain source, ChatSamples of an sft source or of
     trees, SequenceGroups of rollouts.
 
-    blocks: also TextBlocks.
+    blocks: also TextBlocks. raw: also RawChats.
     """
-    request = LoadRequest(settings, source.found, revision, counters, source.splits, position, blocks)
+    request = LoadRequest(settings, source.found, revision, counters, source.splits, position, blocks, raw)
     loaded = (load or source.spec.load)(request)
     return chain.from_iterable(_kept(settings, source, split, samples, counters) for split, samples in loaded)
 
@@ -196,7 +214,9 @@ def _parts_by_nul(block: TextBlock) -> Iterator[TextBlock]:
         yield TextBlock(block.source, block.texts[start:stop], block.ids[start:stop], position)
 
 
-def _texts_of(sample: PretrainSample | ChatSample | SequenceGroup) -> list[str]:
+def _texts_of(sample: PretrainSample | ChatSample | RawChat | SequenceGroup) -> list[str]:
+    if isinstance(sample, RawChat):
+        return sample.texts
     if isinstance(sample, ChatSample):
         return [turn.content for turn in sample.messages]
     return [sample.text] if isinstance(sample, PretrainSample) else []

@@ -119,7 +119,7 @@ class UserSource:
         if self.family == "rollouts":
             return [(None, local.iter_rollouts(found, **how))]
         if self.family == "sft":
-            return [(None, local.iter_chats(found, **how))]
+            return [(None, local.iter_chats(found, raw=request.raw, **how))]
         return [(None, local.iter_documents(found, field=self.field, blocks=request.blocks, **how))]
 
 

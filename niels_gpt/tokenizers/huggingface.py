@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,7 +60,7 @@ class HuggingFaceTokenizer:
             MAX_OPENED_IDS or more, or whose added tokens would get other ids than it says.
         """
         in_folder = os.path.isdir(path) and os.path.basename(path) != TOKENIZER_JSON
-        self._follow_links = not in_folder if follow_links is None else follow_links
+        self.follow_links: bool = not in_folder if follow_links is None else follow_links
         self.model_path: str = os.path.abspath(os.path.join(path, TOKENIZER_JSON) if in_folder else path)
         raw = self._read()
         self._sha256 = hashlib.sha256(raw).hexdigest()
@@ -124,6 +124,15 @@ class HuggingFaceTokenizer:
         """
         return self._ids_of(list(texts), self._tokenizer)
 
+    def encode_with_offsets(self, texts: Sequence[str], /) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Return the ids of each text, and start and end of each token in its characters. Raises as `encode`."""
+        encoded = self._encoded(list(texts), self._tokenizer.encode_batch)
+        return [(each.ids, each.offsets) for each in encoded]
+
+    def added_tokens(self) -> dict[str, bool]:
+        """Return the literals of the added tokens, and whether each is special."""
+        return {token.content: token.special for token in self._tokenizer.get_added_tokens_decoder().values()}
+
     def encode_plain(self, texts: Sequence[str], /) -> list[NDArray[np.int32]]:
         """Return the ids of each text with the literals of special tokens as text. Raises as `encode`.
 
@@ -160,7 +169,7 @@ class HuggingFaceTokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a path and the sha256 to compare, without the library's object."""
-        return _reopen, (self.model_path, self._sha256, self._follow_links)
+        return _reopen, (self.model_path, self._sha256, self.follow_links)
 
     def __repr__(self) -> str:
         """Name the file, its size and the start of its sha256."""
@@ -169,7 +178,7 @@ class HuggingFaceTokenizer:
     def _read(self) -> bytes:
         what = f"a {TOKENIZER_JSON}"
         try:
-            raw = read_file(self.model_path, MAX_TOKENIZER_JSON_BYTES, what, follow_links=self._follow_links)
+            raw = read_file(self.model_path, MAX_TOKENIZER_JSON_BYTES, what, follow_links=self.follow_links)
         except FileNotFoundError:
             raise coded("E401", FileNotFoundError(f"{self.model_path}: there is no {TOKENIZER_JSON}")) from None
         if getattr(self, "_sha256", None) not in (None, hashlib.sha256(raw).hexdigest()):
@@ -177,9 +186,13 @@ class HuggingFaceTokenizer:
         return raw
 
     def _ids_of(self, texts: list[str], tokenizer: Any) -> list[NDArray[np.int32]]:
+        # Unlike `encode`, it lets other threads of Python work meanwhile, and it computes no offsets.
+        encoded = self._encoded(texts, tokenizer.encode_batch_fast)
+        return [np.array(each.ids, np.int32) for each in encoded]
+
+    def _encoded(self, texts: list[str], encode_batch: Callable[..., list[Any]]) -> list[Any]:
         try:
-            # Unlike `encode`, it lets other threads of Python work meanwhile, and it computes no offsets.
-            encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            return encode_batch(texts, add_special_tokens=False)
         except TypeError as error:
             refuse_surrogates(texts, error)
             raise
@@ -188,7 +201,6 @@ class HuggingFaceTokenizer:
                 raise
             why = f"{self.model_path}: cannot encode a text ({str(error)[:_SHOWN]!a})"
             raise coded("E408", ValueError(why)) from error
-        return [np.array(each.ids, np.int32) for each in encoded]
 
     def _first_control_id(self, arrays: list[NDArray[np.int32]]) -> int | None:
         control = np.array(sorted(self._control_ids), np.int32)
@@ -233,7 +245,7 @@ class HuggingFaceTokenizer:
         """Return the first named one that is a token, else the first that is named."""
         first = None
         for name in (CONFIG_NAME, TOKENS_MAP_NAME):
-            raw = companion(Path(self.model_path), name, follow_links=self._follow_links)
+            raw = companion(Path(self.model_path), name, follow_links=self.follow_links)
             if raw is None:
                 continue
             path = os.path.join(os.path.dirname(self.model_path), name)

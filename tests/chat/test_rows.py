@@ -14,7 +14,7 @@ from support.chat_tokenizers import CHAT, rows_of, supervised, turns
 from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache.sft_dataset import SFTExampleDataset
 from niels_gpt.chat.rows import Row, given_rows, show_rows
-from niels_gpt.chat.tokenizers import open_tokenizer
+from niels_gpt.chat.tokenizers import Chat, open_tokenizer
 from niels_gpt.chat_template import format_chat
 from niels_gpt.special_tokens import SPECIAL_TOKENS
 from niels_gpt.tokenizer import SentencePieceTokenizer
@@ -294,7 +294,7 @@ def test_facts_of_the_projects_own_tokenizer(tiny_model_path: Path, tiny_tokeniz
     with pytest.raises(ValueError, match="leave --chat-template out"):
         open_tokenizer(folder, chat_template=kinds.CHATML)
     with pytest.raises(ValueError, match="chat 'x': role 'tool'"):
-        found.encode_chats([("x", [{"role": "tool", "content": "a"}])])
+        found.encode_chats([Chat("x", [{"role": "tool", "content": "a"}])])
 
 
 def test_given_rows_are_taken_as_they_are() -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import chat_tokenizers as kinds
-from support.chat_tokenizers import CHAT, Messages, rows_of, supervised, turns
+from support.chat_tokenizers import CHAT, rows_of, supervised, turns
 
-from niels_gpt.chat import template_process, tokenizers
+from niels_gpt.chat import template_process, template_tokenizer
 from niels_gpt.chat.rows import NOT_DROPPED, ROWS, chat_rows
-from niels_gpt.chat.template_process import PROCESS
+from niels_gpt.chat.template_process import PROCESS, Chat
 from niels_gpt.chat.tokenizers import open_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -84,9 +84,9 @@ UNREAD = {
 
 @pytest.mark.parametrize("template", UNREAD)
 def test_a_template_that_can_be_told_before_a_chat_is_read_is_refused_then(folder: str, template: str) -> None:
-    def never() -> Iterator[tuple[str, Messages]]:
+    def never() -> Iterator[Chat]:
         raise AssertionError("a chat was read")
-        yield "", []
+        yield Chat("", [])
 
     dated = kinds.CHATML if UNREAD[template] == DATED else ""
     tokenizer = open_tokenizer(folder, chat_template=template + dated)
@@ -178,8 +178,8 @@ def test_beginnings_with_other_tokens_than_the_chat_are_refused_by_name(tmp_path
 
 
 def test_beginnings_are_checked_at_first_and_then_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizers, "_ALL_CHECKED", 3)
-    monkeypatch.setattr(tokenizers, "_CHECKED_EVERY", 4)
+    monkeypatch.setattr(template_tokenizer, "_ALL_CHECKED", 3)
+    monkeypatch.setattr(template_tokenizer, "_CHECKED_EVERY", 4)
     folder = str(kinds.write_tokenizer(tmp_path, template=kinds.PLAIN, replaced=LATER))
     for place, refused in enumerate([True, True, True, False, True, False, False, False, True]):
         chats = [turns("Why?", "Yes.")] * place + [CHAT]
@@ -245,7 +245,9 @@ def test_a_template_that_was_stopped_and_a_forked_child_leave_the_next_one_alone
     if child == 0:
         status = 1
         try:
-            status = int(PROCESS.render("{{ messages[0].content }}", {}, [HI], [(0, 1, {})]) != [("text", "Hi")])
+            status = int(
+                PROCESS.render("{{ messages[0].content }}", {}, [Chat("", HI)], [(0, 1, {})]) != [("text", "Hi")]
+            )
         finally:
             PROCESS.stop()
             os._exit(status)
@@ -255,7 +257,7 @@ def test_a_template_that_was_stopped_and_a_forked_child_leave_the_next_one_alone
 
 def test_threads_share_it_and_get_their_own_answers_half_a_surrogate_pair_too() -> None:
     def ask(number: int) -> list[tuple[str, str]]:
-        chats = [[{"role": "user", "content": f"{number} {each}"}] for each in range(20)]
+        chats = [Chat("", [{"role": "user", "content": f"{number} {each}"}]) for each in range(20)]
         asked = [(each, 1, {}) for each in range(20)]
         return PROCESS.render("{{ '\\ud83d' ~ messages[0].content }}", {}, chats, asked)
 

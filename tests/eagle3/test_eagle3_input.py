@@ -106,13 +106,13 @@ def test_rows_are_of_the_recorded_revision(
     settings: Settings, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str | None] = []
-    real = sources.chats
+    real = sources.template_chats
 
     def chats(settings: Settings, origin: Any, revision: str | None, counters: Counter[str]) -> Any:
         asked.append(revision)
         return real(settings, origin, revision, counters)
 
-    monkeypatch.setattr(sources, "chats", chats)
+    monkeypatch.setattr(sources, "template_chats", chats)
     facts = {**input_facts(settings, "dolly15k"), "revision": "abc"}
     read(settings, "dolly15k", tokenizer, facts=facts)
     assert asked == ["abc"]
@@ -169,11 +169,11 @@ def test_chats_and_rows_do_not_mix(settings: Settings, tokenizer: ChatTokenizer,
 
 
 def test_rows_that_cannot_be_used_are_counted(settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
-    tool = {"messages": [{"role": "tool", "content": "4"}]}
+    tool = {"conversations": [{"from": "alien", "value": "4"}]}
     path = write_lines(tmp_path / "a.jsonl", "{broken", {"other": 1}, tool, {"messages": []}, MESSAGES)
     rows, counters = read(settings, path, tokenizer)
     assert [row.id for row in rows] == ["a.jsonl#5"]
-    lost = {"unreadable_row": 1, "missing_field": 1, "unknown_role": 1, "unknown_role:tool": 1, "malformed": 1}
+    lost = {"unreadable_row": 1, "missing_field": 1, "unknown_role": 1, "unknown_role:alien": 1, "malformed": 1}
     assert counters == {"rows": 1, **lost}
     given, counters = read(settings, write_lines(tmp_path / "b.jsonl", "{broken", GIVEN, "[]"), tokenizer)
     assert [row.id for row in given] == ["b.jsonl#2"]

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from niels_gpt.chat.rows import Row, chat_rows
-from niels_gpt.chat.tokenizers import ChatTokenizer
+from niels_gpt.chat.tokenizers import Chat, ChatTokenizer
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 SENTENCES = (
     "Hello there. How are you today?",
@@ -132,10 +132,10 @@ def turns(*contents: str, first: str = "user") -> Messages:
 CHAT = turns("Hello there.", "I am well.", "And why?", "It rained. 🦊")
 
 
-def rows_of(tokenizer: ChatTokenizer, *chats: Messages, seq_length: int = 512, **more: Any) -> list[Row]:
+def rows_of(tokenizer: ChatTokenizer, *chats: Messages | Chat, seq_length: int = 512, **more: Any) -> list[Row]:
     """Return the rows of chats, whose ids are chat 0, chat 1 and so on."""
     counters = more.pop("counters", Counter())
-    named = ((f"chat {number}", chat) for number, chat in enumerate(chats))
+    named = (chat if isinstance(chat, Chat) else Chat(f"chat {number}", chat) for number, chat in enumerate(chats))
     return list(chat_rows(named, tokenizer, seq_length=seq_length, counters=counters, **more))
 
 

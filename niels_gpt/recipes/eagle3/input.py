@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.chat.rows import GIVEN_FIELDS, Row, chat_rows, given_rows
-from niels_gpt.chat.tokenizers import ChatTokenizer
+from niels_gpt.chat.tokenizers import Chat, ChatTokenizer
 from niels_gpt.data import local
 from niels_gpt.data.exclude import read_exclusion, remaining
 from niels_gpt.data.files.rows import numbered_rows
@@ -88,8 +88,9 @@ def input_rows(
         return
     if settings.on_special == "text":
         logger.info("%s: chats that hold a special token are dropped: on_special=text is for caches of tokens", FLAG)
+    read = sources.chats if tokenizer.mask_by == "sentinels" else sources.template_chats
     yield from chat_rows(
-        sources.chats(settings, origin, facts["revision"], counters),
+        (Chat(*chat) for chat in read(settings, origin, facts["revision"], counters)),
         tokenizer,
         seq_length=seq_length,
         counters=counters,

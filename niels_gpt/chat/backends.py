@@ -1,0 +1,155 @@
+"""The tokenizer beneath a chat template: one of transformers, or that of a cache, which needs no transformers.
+
+Both give the ids of their own library and the offsets of each token; for the same files their ids are equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import parse_object
+from niels_gpt.tokenizers.files import COMPANIONS, CONFIG_NAME, TEMPLATE_NAME, TOKENS_MAP_NAME, companion
+from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The tokens that a template has as variables."""
+_SHOWN = 20  # names of templates, and characters of each, in a message
+Tokens = tuple[list[int], list[tuple[int, int]]]
+"""Ids of a text, and start and end of each token in characters."""
+
+
+class Backend(Protocol):
+    """What a template needs of a tokenizer."""
+
+    name: str
+    """Folder or hub id, for messages."""
+    sha256: str
+    """Of the tokenizer."""
+    template: str | None
+    """Its own chat template."""
+    has_tool_template: bool
+    """Whether it has another one for chats with tools."""
+    variables: Mapping[str, str]
+    """Of a template: bos_token and so on."""
+    added_tokens: Sequence[str]
+    """Literals of all added tokens."""
+    special_tokens: frozenset[str]
+    """Literals of those that are special, and of the variables."""
+    vocab_size: int
+    """All ids are below it."""
+    special_token_ids: list[int | None]
+    """bos, eos, pad, unk."""
+
+    def encoded(self, texts: list[str]) -> list[Tokens]:
+        """Return the tokens of each text, without BOS and EOS of a post-processor."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
+
+
+class TransformersBackend(Backend):
+    """A fast tokenizer of transformers."""
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        """tokenizer: from AutoTokenizer. Raises: ValueError for one that gives no offsets."""
+        if not tokenizer.is_fast:
+            raise ValueError(
+                f"{name}: {type(tokenizer).__name__} gives no offsets of its tokens, expected a fast tokenizer, with a "
+                "file tokenizer.json: AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER) may write one"
+            )
+        self.name, self._tokenizer = name, tokenizer
+        self.sha256 = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+        self.template = tokenizer.get_chat_template() if tokenizer.chat_template else None
+        self.has_tool_template = isinstance(tokenizer.chat_template, dict) and "tool_use" in tokenizer.chat_template
+        self.variables = dict(tokenizer.special_tokens_map)
+        added = list(tokenizer.added_tokens_decoder.values())
+        self.added_tokens = [token.content for token in added]
+        special = (token.content for token in added if token.special)
+        self.special_tokens = frozenset((*special, *tokenizer.all_special_tokens))
+        self.vocab_size = max(tokenizer.get_vocab().values()) + 1
+        self.special_token_ids = [getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad", "unk")]
+
+    def encoded(self, texts: list[str]) -> list[Tokens]:
+        """Return the tokens of each text."""
+        if not texts:
+            return []
+        encoded = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+class CacheBackend(Backend):
+    """The tokenizer.json of a cache, with the template and the named tokens of the files beside it."""
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
+        """Raises: CacheError for files that are damaged, or have named templates without one that is the default."""
+        self._tokenizer = tokenizer
+        self.name, self.sha256 = os.path.dirname(tokenizer.model_path), tokenizer.sha256
+        path = Path(tokenizer.model_path)
+        files = {name: companion(path, name, follow_links=tokenizer.follow_links) for name in COMPANIONS}
+        config, named = (_object_of(files[name], path.with_name(name)) for name in (CONFIG_NAME, TOKENS_MAP_NAME))
+        self.template, self.has_tool_template = _template_of(files[TEMPLATE_NAME], config, path.parent)
+        self.variables = _variables({**config, **({} if "added_tokens_decoder" in config else named)})
+        added = tokenizer.added_tokens()
+        self.added_tokens = list(added)
+        special = (literal for literal, is_special in added.items() if is_special)
+        self.special_tokens = frozenset((*special, *self.variables.values()))
+        self.vocab_size = tokenizer.vocab_size
+        literals = [self.variables.get(f"{kind}_token") for kind in ("bos", "eos", "pad", "unk")]
+        self.special_token_ids = [None if each is None else tokenizer.token_id(each) for each in literals]
+
+    def encoded(self, texts: list[str]) -> list[Tokens]:
+        """Return the tokens of each text."""
+        return self._tokenizer.encode_with_offsets(texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
+        return self._tokenizer.decode(ids)
+
+
+def _object_of(raw: bytes | None, path: Path) -> dict[str, Any]:
+    try:
+        return {} if raw is None else parse_object(raw)
+    except ValueError as error:
+        raise CacheError(path, str(error), "a JSON object", code="E403") from error
+
+
+def _variables(config: Mapping[str, Any]) -> dict[str, str]:
+    found = {}
+    for name in _NAMED:
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            found[name] = token
+    return found
+
+
+def _template_of(file: bytes | None, config: Mapping[str, Any], folder: Path) -> tuple[str | None, bool]:
+    """Return the chat template, and whether there is another one for chats with tools."""
+    if file is not None:
+        try:
+            return file.decode(), False
+        except UnicodeDecodeError as error:
+            raise CacheError(folder / TEMPLATE_NAME, str(error), "a text in UTF-8", code="E403") from error
+    found = config.get("chat_template")
+    if isinstance(found, list):  # as configs have them: [{"name": ..., "template": ...}]
+        pairs = [each for each in found if isinstance(each, dict)]
+        found = {each.get("name"): each.get("template") for each in pairs if isinstance(each.get("name"), str)}
+    if not isinstance(found, dict):
+        if not isinstance(found, str | None):
+            expected = "a text, or a list of names and templates"
+            raise CacheError(folder / CONFIG_NAME, "its chat_template is no text", expected, code="E403")
+        return found, False
+    if not isinstance(found.get("default"), str):
+        names = f"chat templates named {', '.join(ascii(name)[:_SHOWN] for name in list(found)[:_SHOWN])}"
+        remedy = "Name a file with the one to use: --chat-template FILE"
+        raise CacheError(folder / CONFIG_NAME, names, "one named default", remedy, code="E403")
+    return found["default"], "tool_use" in found

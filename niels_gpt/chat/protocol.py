@@ -1,0 +1,84 @@
+"""What encodes chats, what it returns for each, and the counters of chats that are dropped or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+from niels_gpt.chat.template_process import Chat, Messages
+
+SPECIAL_TEXT: Final = "special_text"
+"""Counter of chats in which a text holds the literal of a special token, which would become that token's id."""
+REFUSED_BY_TEMPLATE: Final = "refused_by_template"
+"""Counter of chats that the template raises an error for, such as two user messages in a row."""
+UNUSED_CALLS: Final = "unused_tool_calls"
+"""Counter of chats in which the template leaves out a call of a tool."""
+UNKNOWN_TURNS: Final = "unknown_turns"
+"""Counter of chats in which it is not known which of the assistant's turns a marked part belongs to."""
+NOT_AS_TEXT: Final = "content_not_as_text"
+"""Counter of chats in which the template writes a list of parts, or an object, as Python would print it."""
+LEADING_REPLY, EMPTY_REPLY = "leading_reply", "empty_reply"
+"""Counters of chats with a reply that carries no loss, since its header cannot be told from it."""
+UNUSED_TOOLS, UNUSED_REASONING = "unused_tools", "unused_reasoning"
+"""Counters of chats that are kept, and in which the template leaves out all tools, or some of the reasoning."""
+
+
+class RefusedChat(NamedTuple):
+    """A chat that cannot be used."""
+
+    reason: str
+    """The counter under which it is dropped."""
+    found: str
+    """What is wrong with it, for a message."""
+
+
+class EncodedChat(NamedTuple):
+    """One chat."""
+
+    ids: list[int]
+    """Of the whole chat, neither shifted nor padded nor truncated."""
+    mask: list[int]
+    """1 at each id that carries loss, 0 elsewhere; as long as `ids`."""
+    merged: bool = False
+    """Whether a supervised token also holds characters outside of the replies."""
+    unsupervised: tuple[str, ...] = ()
+    """Counters of what happened to it: LEADING_REPLY, EMPTY_REPLY, UNUSED_TOOLS, UNUSED_REASONING."""
+    turns_without_loss: int = 0
+    """How many turns of the assistant carry no loss by the choice of `loss_on`."""
+
+
+class ChatTokenizer(Protocol):
+    """A target's tokenizer together with its chat template."""
+
+    name: str
+    """Folder or hub id that it was opened from."""
+    sha256: str
+    """Of the tokenizer."""
+    template_sha256: str | None
+    """Of the template's text; None for the project's chat format, and where there is no template."""
+    mask_by: str
+    """How the supervised tokens are found: generation, prefix, sentinels, or given where there is no template."""
+    loss_on: str
+    """Which turns of the assistant carry loss: one of turns.LOSS_ON."""
+    vocab_size: int
+    """All ids are below it."""
+    pad_id: int
+    """The id that rows are padded with."""
+    special_token_ids: list[int | None]
+    """bos, eos, pad, unk."""
+
+    def encode_chats(self, chats: Sequence[Chat]) -> list[EncodedChat | RefusedChat]:
+        """Encode chats together. Raises: ValueError for a template that cannot be used.
+
+        Such a template is also found with no chats.
+        """
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
+
+    def encode_chat(self, messages: Messages, tools: list[Any] | None = None) -> tuple[list[int], list[int]]:
+        """Return ids and mask of one chat. Raises: ValueError for a chat or a template that cannot be used."""
+        encoded = self.encode_chats([Chat("0", messages, tools)])[0]
+        if isinstance(encoded, RefusedChat):
+            raise ValueError(f"{self.name}: {encoded.reason}: {encoded.found}")
+        return encoded.ids, encoded.mask

@@ -1,0 +1,137 @@
+"""Encodes chats to ids and loss mask by a chat template, with the tokenizer of transformers or of a cache: backends.py.
+
+Which roles are accepted: those that the template raises no error for; of these `assistant` carries loss. templates.py
+finds which characters of a chat carry loss; a token is supervised if it holds one of them, by its offsets, so a token
+that merges across the edge of a reply is supervised.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from niels_gpt.chat.backends import Backend
+from niels_gpt.chat.prefix_tokens import checked_edges, first_difference, mask_of
+from niels_gpt.chat.protocol import LEADING_REPLY, SPECIAL_TEXT, ChatTokenizer, EncodedChat, RefusedChat
+from niels_gpt.chat.template_process import Chat
+from niels_gpt.chat.templates import REMEDY, ChatTemplate, Rendered
+from niels_gpt.chat.turns import calls_tools, check_loss_on, supervised_turns, words_of
+from niels_gpt.chat.values import UNUSABLE_VALUE, UnusableValueError, texts_of, usable
+
+_DECODED = 8  # tokens whose text is shown in a message about a difference
+_ALL_CHECKED, _CHECKED_EVERY = 1000, 100  # the chats whose prefixes are tokenized too: the first ones, then every 100th
+
+
+class TemplateTokenizer(ChatTokenizer):
+    """A tokenizer of Hugging Face with a chat template."""
+
+    def __init__(self, backend: Backend, template: str | None, *, loss_on: str) -> None:
+        """template: text of a jinja template; None: the tokenizer's own, if it has one.
+
+        Raises: ValueError for a template that is too long, and for another `loss_on` than those of turns.LOSS_ON.
+        """
+        self.name, self.sha256, self.loss_on = backend.name, backend.sha256, check_loss_on(loss_on)
+        self._backend = backend
+        self._num_encoded = 0
+        self._has_tool_template = template is None and backend.has_tool_template
+        ends = tuple(literal for literal in backend.added_tokens if literal.strip())
+        text = backend.template if template is None else template
+        self._template = ChatTemplate(self.name, text, backend.variables, ends, self._difference, self.loss_on)
+        self.template_sha256 = self._template.sha256
+        self.mask_by = self._template.mask_by
+        # Added tokens that are not special, such as <think>, are text that a chat may hold.
+        literals = sorted(literal for literal in backend.special_tokens if literal.strip())
+        self._literal = re.compile("|".join(map(re.escape, literals)) or r"(?!)")
+        self.vocab_size = backend.vocab_size
+        self.special_token_ids = backend.special_token_ids
+        _, eos, pad, _ = self.special_token_ids
+        self.pad_id = next(token for token in (pad, eos, 0) if token is not None)
+
+    def encode_chats(self, chats: Sequence[Chat]) -> list[EncodedChat | RefusedChat]:
+        """Encode chats; one that holds a special token's literal, or that the template refuses, is refused.
+
+        Where the template has no marks, this checks that tokenization is prefix-stable: the tokens of a chat's text up
+        to each reply, and up to its end, must be the first tokens of the whole chat. The last word before the edge and
+        the white space around it may differ, for they can merge with what follows. The mask does not depend on it. The
+        check takes half as long as tokenizing for chats of one reply, and four times as long for four replies. So it is
+        made for the first 1000 chats and then for every 100th, at the first 16 edges and the last.
+
+        Raises: ValueError without a template; for one that `ChatTemplate` refuses, or that marks no token of a chat
+            with a reply; and for a tokenizer that is not prefix-stable.
+        """
+        self._template.check()
+        checked = [self._checked(chat) for chat in chats]
+        rendered = self._template.rendered_all([chat for chat in checked if isinstance(chat, Chat)])
+        results = [next(rendered) if isinstance(chat, Chat) else chat for chat in checked]
+        pairs = [(chat.name, each) for chat, each in zip(chats, results, strict=True) if isinstance(each, Rendered)]
+        encoded = iter(self._encoded(pairs))
+        found = [next(encoded) if isinstance(each, Rendered) else each for each in results]
+        for chat, result in zip(checked, found, strict=True):
+            if isinstance(chat, Chat) and isinstance(result, EncodedChat):
+                self._check_mask(chat, result)
+        return found
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        return self._backend.decode(ids)
+
+    def _checked(self, chat: Chat) -> Chat | RefusedChat:
+        """Return a chat that can be rendered."""
+        try:
+            plain = usable(chat)
+        except UnusableValueError as error:
+            return RefusedChat(UNUSABLE_VALUE, f"chat {chat.name!r}: {error}")
+        for text in texts_of([plain.messages, plain.tools]):
+            if literal := self._literal.search(text):
+                found = f"a message or tool of chat {chat.name!r} holds the special token {literal.group()}"
+                return RefusedChat(SPECIAL_TEXT, found)
+        if plain.tools is not None and self._has_tool_template:
+            raise ValueError(
+                f"{self.name}: its tokenizer has another chat template for chats with tools, and chat {chat.name!r} "
+                "has tools. Name a file with the one to use for all chats: --chat-template FILE"
+            )
+        return plain
+
+    def _encoded(self, rendered: list[tuple[str, Rendered]]) -> list[EncodedChat]:
+        chats = []
+        tokens = self._backend.encoded([each.text for _, each in rendered])
+        for (name, each), (ids, offsets) in zip(rendered, tokens, strict=True):
+            mask, merged = mask_of(np.asarray(offsets, dtype=np.int64).reshape(-1, 2), each.spans)
+            bits = mask.astype(np.uint8).tolist()
+            chats.append(EncodedChat(ids, bits, merged, each.unsupervised, each.turns_without_loss))
+            if self._num_encoded < _ALL_CHECKED or self._num_encoded % _CHECKED_EVERY == 0:
+                self._check_prefixes(name, each, ids, offsets)
+            self._num_encoded += 1
+        return chats
+
+    def _check_prefixes(self, name: str, rendered: Rendered, ids: list[int], offsets: list[tuple[int, int]]) -> None:
+        text = rendered.text
+        edges = checked_edges(rendered.edges, text)
+        for edge, (alone, _) in zip(edges, self._backend.encoded([text[:edge] for edge in edges]), strict=True):
+            at = first_difference(ids, offsets, text, edge, alone)
+            if at is not None:
+                raise ValueError(
+                    f"{self.name}: its tokenizer gives the beginning of a chat other tokens than the chat. Chat "
+                    f"{name!r}, token {at}: {self.decode(alone[at : at + _DECODED])!r} in its first {edge} characters "
+                    f"alone, and {self.decode(ids[at : at + _DECODED])!r} in all of it. {REMEDY}"
+                )
+
+    def _difference(self, text: str, other: str) -> tuple[int, str, str]:
+        left, right = (ids for ids, _ in self._backend.encoded([text, other]))
+        pairs = enumerate(zip(left, right, strict=False))
+        at = next((place for place, (one, two) in pairs if one != two), min(len(left), len(right)))
+        return at, self.decode(left[at : at + _DECODED]), self.decode(right[at : at + _DECODED])
+
+    def _check_mask(self, chat: Chat, result: EncodedChat) -> None:
+        """Raise ValueError where a turn that should carry loss is there, and no token carries loss."""
+        if any(result.mask):
+            return
+        turns = (number for number in supervised_turns(chat.messages, self.loss_on))
+        known = [number for number in turns if number or LEADING_REPLY not in result.unsupervised]
+        if any(words_of(chat.messages[number]).strip() or calls_tools(chat.messages[number]) for number in known):
+            raise ValueError(
+                f"{self.name}: its chat template marks not one of the {len(result.ids)} tokens of chat {chat.name!r}, "
+                f"which has a reply. {REMEDY}"
+            )

@@ -1,0 +1,113 @@
+"""Which turns of a chat carry loss, and what such a turn says.
+
+    assistant             every turn of the assistant that calls no tool
+    assistant,tool_calls  every turn of the assistant
+    tool_calls            every turn of the assistant that calls a tool
+    last                  the last turn of the assistant alone, whether it calls a tool or not
+
+A turn with both words and calls is one that calls a tool. Calls without a name are calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from niels_gpt.chat.template_process import Messages
+
+LOSS_ON: Final = ("assistant", "assistant,tool_calls", "tool_calls", "last")
+"""What `loss_on` may be."""
+REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
+"""The fields of a message that may hold what the assistant thought before it replied."""
+
+
+def check_loss_on(loss_on: str) -> str:
+    """Return it unchanged. Raises: ValueError unless it is one of LOSS_ON."""
+    if loss_on not in LOSS_ON:
+        raise ValueError(f"loss_on={loss_on!r}: expected one of {', '.join(map(repr, LOSS_ON))}")
+    return loss_on
+
+
+def assistant_turns(messages: Messages) -> list[int]:
+    """Return the numbers of the assistant's messages, from 0."""
+    return [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
+
+
+def supervised_turns(messages: Messages, loss_on: str) -> list[int]:
+    """Return the numbers of the messages that carry loss, from 0."""
+    turns = assistant_turns(messages)
+    if loss_on == "last":
+        return turns[-1:]
+    wanted = {"assistant": (False,), "tool_calls": (True,)}.get(loss_on, (False, True))
+    return [number for number in turns if calls_tools(messages[number]) in wanted]
+
+
+def calls_tools(message: Mapping[str, Any]) -> bool:
+    """Whether a message calls a tool."""
+    return bool(message.get("tool_calls"))
+
+
+def words_of(message: Mapping[str, Any]) -> str:
+    """Return the words of a message: its content, or the texts in a list of parts; "" for other content."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    texts = [part.get("text") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def called_names(message: Mapping[str, Any]) -> list[str]:
+    """Return the names of the functions that a message calls, as far as its calls have the usual form."""
+    calls = message.get("tool_calls")
+    return function_names(calls if isinstance(calls, list) else [])
+
+
+def function_names(functions: Sequence[Any]) -> list[str]:
+    """Return the names in a list of tools or calls, {"name": ...} or {"function": {"name": ...}}."""
+    inner = [each.get("function", each) for each in functions if isinstance(each, Mapping)]
+    names = [each.get("name") for each in inner if isinstance(each, Mapping)]
+    return [name for name in names if isinstance(name, str)]
+
+
+def labelled(messages: Messages, labels: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Return the messages with a character of its own in all that the message with this number says.
+
+    labels: character by number of the message. It stands behind the last character of a text that is no white space, so
+        that a template that removes white space at the ends removes the same as without it.
+    """
+    return [
+        _labelled(message, labels[number]) if number in labels else dict(message)
+        for number, message in enumerate(messages)
+    ]
+
+
+def _labelled(message: Mapping[str, Any], label: str) -> dict[str, Any]:
+    said = dict(message)
+    for name in ("content", *REASONING_FIELDS):
+        said[name] = _with_label(message.get(name), label)
+    if calls_tools(message):
+        said["tool_calls"] = _with_named(message["tool_calls"], label)
+        said["content"] = said["content"] if words_of(message) else message.get("content")
+    return {name: value for name, value in said.items() if name in message}
+
+
+def _with_label(value: Any, label: str) -> Any:
+    if isinstance(value, str):
+        words = value.rstrip()
+        return words + label + value[len(words) :]
+    if isinstance(value, list):
+        return [
+            {**part, "text": _with_label(part["text"], label)} if isinstance(part, Mapping) and "text" in part else part
+            for part in value
+        ]
+    return value
+
+
+def _with_named(calls: Any, label: str) -> Any:
+    if isinstance(calls, list):
+        return [_with_named(call, label) for call in calls]
+    if not isinstance(calls, Mapping):
+        return calls
+    if isinstance(calls.get("name"), str):
+        return {**calls, "name": calls["name"] + label}
+    return {**calls, "function": _with_named(calls["function"], label)} if "function" in calls else calls
