@@ -61,22 +61,19 @@ class SFTRows:
         """
         self.T, self.kept, self.firsts = T, kept, firsts
 
-    def ranges(self, split: SFTSplit, rows: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the first token of each row and the one after its last, at most T + 1: begins, ends of `SFTSplit`."""
-        numbers = rows if self.kept is None else self.kept[rows]
-        begins, ends = split.bounds(numbers if self.firsts is None else self._example(numbers))
+    def places(self, split: SFTSplit, rows: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+        """Return where rows are: begins and ends, at most T + 1 tokens apart, their pieces, and their examples.
+
+        begins, ends: as in `SFTSplit`. A piece is an example, or with over_length="split" a window; both count from 0
+        through the split, those that are no rows included.
+        """
+        pieces = examples = rows if self.kept is None else self.kept[rows]
         if self.firsts is not None:
-            begins = begins + (numbers - self.firsts[self._example(numbers)]) * self.T
-        return begins, np.minimum(ends, begins + (self.T + 1))
-
-    def examples(self, rows: Numbers) -> Numbers:
-        """Return the number of the example that each row is of: int64 [rows]."""
-        numbers = rows if self.kept is None else self.kept[rows]
-        return numbers if self.firsts is None else self._example(numbers)
-
-    def _example(self, windows: Numbers) -> Numbers:
-        assert self.firsts is not None
-        return self.firsts.searchsorted(windows, "right") - 1
+            examples = self.firsts.searchsorted(pieces, "right") - 1
+        begins, ends = split.bounds(examples)
+        if self.firsts is not None:
+            begins = begins + (pieces - self.firsts[examples]) * self.T
+        return begins, np.minimum(ends, begins + (self.T + 1)), pieces, examples
 
 
 def windows_of(lengths: Numbers, T: int) -> Numbers:

@@ -7,6 +7,7 @@ A run resumes in exactly the same order, even with other ranks, DataLoader worke
     position.py      the position of a stream, with any number of ranks and workers; state_dict
     state.py         what a state holds, its checksum, and which states are refused
     epochs.py        EpochStream: which window of a split a sample is, epoch after epoch
+    examples.py      SFTStream: which example of an sft split a sample is, epoch after epoch
     permutation.py   the pseudo-random order of an epoch, in O(1) memory
     mixture.py       MixtureStream: draws from several streams as shares.py says; what happens when one is exhausted
     shares.py        weights -> how many samples of a block each source gets; how remainders carry over; their order
@@ -25,17 +26,19 @@ if TYPE_CHECKING:
     from niels_gpt.sampling.batch import Batch
     from niels_gpt.sampling.epochs import EpochStream
     from niels_gpt.sampling.evaluation import bits_per_byte, iter_eval
+    from niels_gpt.sampling.examples import SFTStream
     from niels_gpt.sampling.mixture import MixtureStream
 
 _HOMES = {
     "Batch": "niels_gpt.sampling.batch",
     "EpochStream": "niels_gpt.sampling.epochs",
     "MixtureStream": "niels_gpt.sampling.mixture",
+    "SFTStream": "niels_gpt.sampling.examples",
     "bits_per_byte": "niels_gpt.sampling.evaluation",
     "iter_eval": "niels_gpt.sampling.evaluation",
 }
 
-__all__ = ["Batch", "EpochStream", "MixtureStream", "bits_per_byte", "iter_eval"]
+__all__ = ["Batch", "EpochStream", "MixtureStream", "SFTStream", "bits_per_byte", "iter_eval"]
 
 
 def __getattr__(name: str) -> Any:
