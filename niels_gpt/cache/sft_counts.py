@@ -115,11 +115,11 @@ def warn_of_counts(split: SFTSplit, counts: SFTCounts, T: int, over_length: Over
     messages = []
     lost, total = counts.supervised_tokens_lost, counts.supervised_tokens
     if counts.rows_without_target:
-        larger = "R" if over_length == "split" else "Pass a larger T, or r"
+        larger = "" if over_length == "split" else "a larger T, or "
         messages.append(
             f"{counts.rows_without_target} of {counts.rows} rows have no target in T + 1 = {T + 1} tokens, and the "
             f"cross entropy of a batch of such rows is nan; {lost} of {total} supervised tokens are lost. "
-            f"{larger}equire_targets=True"
+            f"Pass {larger}require_targets=True"
         )
     if lost > _WARN_SHARE * total:
         kept = _kept_by_t(split, over_length == "drop")

@@ -18,6 +18,7 @@ _ONLY_IN_CACHES = (
     "{train,val}/shard_[0-9]*.bin",
     "{train,val}_tokens.bin",
     "{train,val}_idx.npy",
+    "{train,val}_loss.bits",
     "index/{train,val}_docs.npy",
     "index/{train,val}_ids.txt",
     "index/crc32.bin",

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.builders.writer import OFFSET_DTYPE
 from niels_gpt.cache.formats import SPLITS, token_dtype_of
+from niels_gpt.cache.loss_bits import has_loss_bits
 from niels_gpt.cache.meta import control_ids_of
 from niels_gpt.inspection.file_checks import HEADER_BYTES, CacheFiles, Damage, Record, Scan
 from niels_gpt.inspection.stats import supervised_counts
@@ -41,13 +42,17 @@ def content_damages(files: CacheFiles) -> Iterator[Damage]:
         if split in meta.get("ids", {}):
             ids = meta["ids"][split]
             yield from _scanned(files, ids, LinesScan(ids["name"], index["entries"] - pretrain))
+        bits = [meta["loss_bits"][split]] if has_loss_bits(meta) else []
+        for record in bits:
+            yield from _scanned(files, record)
         stream = None
-        if index["name"] in files.sound and all(record["name"] in files.readable for record in shards):
+        can_be_read = index["name"] in files.sound and all(record["name"] in files.readable for record in shards)
+        if can_be_read and not bits:
             stream = SentinelScan(meta, _offsets(files, index), control_ids_of(files.folder, meta))
         for record in shards:
             yield from _scanned(files, record, IdScan(record["name"], meta), stream)
-        if stream is not None and all(record["name"] in files.sound for record in shards):
-            yield from (damages := list(stream.damages()))
+        if can_be_read and all(record["name"] in files.sound for record in (*shards, *bits)):
+            yield from (damages := [] if stream is None else list(stream.damages()))
             if not pretrain and not damages:
                 yield from supervised_damages(files, split)
     if "checksums" in meta:
@@ -230,7 +235,8 @@ class SentinelScan:
 
     Pretrain: each document ends with the token of `document_end`, if there is one, and has it and special tokens
     nowhere else.
-    Sft: each example begins with a role; a role is followed by ids and an end-of-text, and that by the next role.
+    Sft: each example begins with a role; a role is followed by ids and an end-of-text, and that by the next role. With
+    loss bits a chat template decides what stands where: nothing is scanned.
     Only the first wrong token is kept.
     """
 

@@ -28,7 +28,7 @@ from niels_gpt.storage.meta_json import path_inside
 
 PARTS = ("only_a", "only_b", "moved")
 """The differences between documents that `diff` counts."""
-_FILE_KEYS = {"shards", "index", "ids", "checksums", "files", "content_sha256", "meta_crc32"}
+_FILE_KEYS = {"shards", "index", "ids", "loss_bits", "checksums", "files", "content_sha256", "meta_crc32"}
 _DIGEST_BYTES = 16
 _WORDS_TOKENS, _WORDS_CHARS = 24, 60  # of a document's beginning
 _MAX_DEPTH = 20  # of keys that are compared one by one; a deeper value is one value
@@ -52,7 +52,8 @@ def diff(left: Path, right: Path, *, tokenizers: Sequence[Decoder | None], limit
 
     settings: dotted key -> {"a": value, "b": value}, without the side that lacks it; the lists of files are left out.
     compared: "tokens", "source ids" or null, and why not tokens; documents: their numbers.
-    content_sha256: of each side, where they differ: documents in another order or of other source ids show here only.
+    content_sha256: of each side, where they differ: documents in another order, of other source ids or of other
+        loss bits show here only.
     only_a, only_b, moved (to the other split): count, and the first `limit` documents.
     tokenizers: of A and B, for the first words of a document; None, or one of other ids: no words.
     Raises: FileNotFoundError, CacheError; ValueError for a limit below 0.

@@ -14,6 +14,7 @@ from typing import Any
 from niels_gpt.builders.meta_keys import FORMAT_VERSION, content_sha256
 from niels_gpt.builders.writer import OFFSET_DTYPE
 from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.loss_bits import has_loss_bits, num_bytes
 from niels_gpt.cache.meta import KINDS
 from niels_gpt.inspection.file_checks import (
     CRC_DTYPE,
@@ -146,7 +147,7 @@ def _vocabulary(meta: Meta) -> Iterator[Problem]:
     most = most_ids(meta, META_NAME)
     if integer(size, 1, most + 1) is None:
         yield "vocab_size", f"vocab_size is {size!r}, expected 1 to {most:,}"
-    elif ids == {} and meta["kind"] != "sft":
+    elif ids == {} and (meta["kind"] != "sft" or has_loss_bits(meta)):
         pass  # of a tokenizer without the sentinels
     elif not isinstance(ids, dict) or not all(
         isinstance(ids.get(name), int) and 0 <= ids[name] < size for name in SPECIAL_TOKEN_NAMES
@@ -172,6 +173,10 @@ def _split_sums(meta: Meta, split: str) -> Iterator[Problem]:
     index = meta["index"][split]
     index_bytes = HEADER_BYTES + OFFSET_DTYPE.itemsize * index["entries"]
     yield from _compare("index", f"index.{split}.bytes", index["bytes"], index_bytes)
+    if has_loss_bits(meta):
+        yield from _compare(
+            "loss_bits", f"loss_bits.{split}.bytes", meta["loss_bits"][split]["bytes"], num_bytes(tokens)
+        )
     if "ids" in meta:
         documents = index["entries"] - (meta["kind"] == "pretrain")
         yield from _compare("ids", f"ids.{split}.entries", meta["ids"][split]["entries"], documents)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.cache.formats import SPLITS, token_dtype_of
+from niels_gpt.cache.loss_bits import LossBits, bits_path, has_loss_bits
 from niels_gpt.cache.meta import (
     check_pair,
     check_tokenizer,
@@ -111,7 +112,8 @@ def _open_split(folder: Path, meta: Meta, split: str) -> None:
 
 def _sft(folder: Path, meta: Meta, models: bool) -> Iterator[Step]:
     yield partial(check_tokenizer, folder, meta)
-    yield partial(special_id, folder, meta, "asst")
+    if not has_loss_bits(meta):
+        yield partial(special_id, folder, meta, "asst")
     for split in SPLITS:
         if not _is_empty(meta, split):
             yield partial(_open_examples, folder, meta, split)
@@ -124,9 +126,19 @@ def _open_examples(folder: Path, meta: Meta, split: str) -> None:
     tokens = mmap_tokens(tokens_path, expected_bytes=size, dtype=dtype)
     idx_bytes = recorded_bytes(folder, meta, idx_path)
     starts, roles = load_idx(idx_path, num_tokens=len(tokens), expected_bytes=idx_bytes), role_ids(folder, meta)
+    bits = open_bits(folder, meta, split, len(tokens)) if has_loss_bits(meta) else None
     for first in range(0, len(starts), _CHUNK):
         some = starts[first : first + _CHUNK]
+        if bits is not None:
+            bits.check_starts(some, first)
+            continue
         check_starts(tokens[some], some, roles, first=first, tokens_path=tokens_path, idx_path=idx_path)
+
+
+def open_bits(folder: Path, meta: Meta, split: str, num_tokens: int) -> LossBits:
+    """Map the loss bits of a split that has tokens. Raises: as `LossBits`."""
+    path = path_inside(folder, bits_path(folder, meta, f"{split}_tokens.bin").name)
+    return LossBits(path, num_tokens, recorded=recorded_bytes(folder, meta, path))
 
 
 def _tokenizer(folder: Path, meta: Meta, models: bool) -> Iterator[Step]:

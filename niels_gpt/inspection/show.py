@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import SPLITS, Ids, target_mask
-from niels_gpt.cache.meta import check_tokenizer, find_meta, read_meta, sentinel_names, special_id, tokenizer_above
+from niels_gpt.cache.formats import SPLITS, Ids
+from niels_gpt.cache.meta import check_tokenizer, find_meta, read_meta, sentinel_names, tokenizer_above
 from niels_gpt.display.decoded import Decoder, decoded_text, is_special_token, runs
 from niels_gpt.display.tables import shown
 from niels_gpt.inspection.readers import check_model
 from niels_gpt.inspection.source_ids import printable
-from niels_gpt.inspection.stats import PositionError, bounds, ids_at, meta_errors, open_version, tokens_of
+from niels_gpt.inspection.stats import PositionError, bounds, ids_at, mask_of, meta_errors, open_version, tokens_of
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import resolved
@@ -107,14 +107,8 @@ def _example(folder: Path, meta: dict[str, Any], split: str, row: int) -> tuple[
     starts = bounds(folder, meta, split)
     _check(row, len(starts) - 1, f"examples in {split}")
     ids = tokens_of(folder, meta, split)[starts[row] : starts[row + 1]]
-    mask = _mask_of(folder, meta, ids)
+    mask = mask_of(folder, meta, split, int(starts[row]), ids)
     return ids, mask, f"example {row:,} of {len(starts) - 1:,}, {len(ids):,} tokens, {int(mask.sum()):,} supervised"
-
-
-def _mask_of(cache: Path, meta: dict[str, Any], ids: Ids) -> NDArray[np.bool_]:
-    asst_id, eot_id = (special_id(cache, meta, name) for name in ("asst", "eot"))
-    mask = target_mask(ids[None], np.array([len(ids)]), asst_id=asst_id, eot_id=eot_id)
-    return mask.reshape(-1)
 
 
 def _document(ids: Ids, names: dict[int, str], tokenizer: Decoder, color: bool) -> str:
@@ -128,8 +122,11 @@ def _document(ids: Ids, names: dict[int, str], tokenizer: Decoder, color: bool) 
 
 
 def _chat(ids: Ids, mask: NDArray[np.bool_], names: dict[int, str], tokenizer: Decoder, color: bool) -> str:
-    """Return a legend and an example with its supervised tokens marked. names: as `turn_names`."""
-    is_sentinel = np.isin(ids, list(names))
+    """Return a legend and an example with its supervised tokens marked. names: as `turn_names`.
+
+    Special tokens of a chat template are coloured as sentinels, and as supervised where they are.
+    """
+    is_sentinel = np.isin(ids, list(names)) | (is_special_token(ids, names, tokenizer) & ~mask)
     parts = []
     for start, end in runs(2 * mask + is_sentinel) if color else runs(mask):
         text = shown(decoded_text(ids[start:end], names, tokenizer))
@@ -179,7 +176,7 @@ def _samples(
             rows.append({"split": split, "number": number, "tokens": end - start})
             if meta["kind"] == "sft":
                 ids = tokens_of(cache, meta, split)[start:end]
-                mask = _mask_of(cache, meta, ids)
+                mask = mask_of(cache, meta, split, start, ids)
                 rows[-1] |= {"with_loss": int(mask.sum())}
                 rows[-1] |= {"text": _short_example(ids, mask, sentinels, tokenizer, num_tokens)}
             else:
@@ -211,7 +208,7 @@ def _short_example(
 ) -> str:
     """Return an example in about `num_tokens` tokens: long messages are cut, and messages after the first reply may be
     left out."""
-    is_sentinel = np.isin(ids, list(sentinels))
+    is_sentinel = is_special_token(ids, sentinels, tokenizer)
     pieces = runs(2 * mask + is_sentinel)  # each is a message, or sentinels between two, with one mask value
     room = num_tokens - int(is_sentinel.sum())
     longest = _longest([end - start for start, end in pieces if not is_sentinel[start]], room)

@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from niels_gpt.builders.losses import loss_table
 from niels_gpt.builders.split import asked_share
 from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, Ids, target_mask, token_dtype_of
+from niels_gpt.cache.loss_bits import LossBits, has_loss_bits
 from niels_gpt.cache.meta import read_meta, sentinel_names, special_id, tokenizer_above
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
 from niels_gpt.display.numbers import count_text, number_of, size_text
 from niels_gpt.display.tables import html_table, table
 from niels_gpt.inspection.caches import refuse_unless_cache
-from niels_gpt.inspection.readers import refusal
+from niels_gpt.inspection.readers import open_bits, refusal
 from niels_gpt.inspection.source_ids import printable
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
@@ -32,6 +33,7 @@ from niels_gpt.tokenizers.vocabulary import end_of_documents
 
 REPAIRED = ("repaired_utf8", "undecodable_utf8")  # counters of repaired documents; the second of earlier builders
 UNCHANGED = ("byte_order_mark", "texts_with_nul")  # counters of odd documents that are kept unchanged
+_BIT_TOKENS = 2**22  # whose bits are counted at once
 _BATCH_TOKENS = 2**16  # padding included; its masks fit a core's cache: 2**21 took up to four times as long
 
 
@@ -123,17 +125,42 @@ def ids_at(cache: Path, meta: dict[str, Any], split: str, start: int, end: int) 
     return np.concatenate(parts)
 
 
-def supervised_counts(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
-    """Return how many tokens of each example of an sft split are supervised, by `target_mask`: int64 [examples].
+def mask_of(cache: Path, meta: dict[str, Any], split: str, start: int, ids: Ids) -> NDArray[np.bool_]:
+    """Return which tokens of an example of an sft split are supervised: bool [tokens].
 
-    Examples of similar length are padded to a matrix of at most 65,536 tokens, or of one longer example. Only that part
-    of the file is held in memory.
+    start: the first token of the example; ids: its tokens, or the first ones.
+    """
+    if has_loss_bits(meta):
+        bits = open_bits(cache, meta, split, len(tokens_of(cache, meta, split)))
+        return bits.flat(np.array([start]), np.array([start + len(ids)]))
+    asst_id, eot_id = (special_id(cache, meta, name) for name in ("asst", "eot"))
+    return target_mask(ids[None], np.array([len(ids)]), asst_id=asst_id, eot_id=eot_id).reshape(-1)
+
+
+def _counts_by_bits(bits: LossBits, starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the bits of each example that are 1: int64 [examples]. starts: as `bounds`."""
+    counts = np.zeros(len(starts) - 1, dtype=np.int64)
+    for begin in range(0, int(starts[-1]), _BIT_TOKENS):
+        end = min(begin + _BIT_TOKENS, int(starts[-1]))
+        places = bits.flat(np.array([begin]), np.array([end])).nonzero()[0] + begin
+        first, last = starts.searchsorted([begin, end - 1], "right") - 1
+        counts[first : last + 1] += np.diff(places.searchsorted(starts[first : last + 2]))
+    return counts
+
+
+def supervised_counts(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
+    """Return how many tokens of each example of an sft split are supervised: int64 [examples].
+
+    By the loss bits, or by `target_mask`. For that, examples of similar length are padded to a matrix of at most 65,536
+    tokens, or of one longer example. Only that part of the file is held in memory.
     Raises: as `bounds` and `tokens_of`; CacheError where the ids of the sentinels are not known.
     """
     starts = bounds(cache, meta, split)
     counts = np.zeros(len(starts) - 1, dtype=np.int64)
     if len(counts) == 0:
         return counts
+    if has_loss_bits(meta):
+        return _counts_by_bits(open_bits(cache, meta, split, int(starts[-1])), starts)
     tokens, sizes = tokens_of(cache, meta, split), np.diff(starts)
     asst_id, eot_id = (special_id(cache, meta, name) for name in ("asst", "eot"))
     longest_first = np.argsort(-sizes, kind="stable")
@@ -197,6 +224,10 @@ def _rows(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str, st
         end = end_of_documents(meta, META_NAME)
         names = sentinel_names(folder, meta)
         rows.append(("document end", "none" if end is None else f"{names.get(*end)} (id {end[0]})"))
+    if has_loss_bits(meta):
+        template = meta["chat_template"]
+        how = f"{str(template['sha256'])[:12]}, mask by {template['mask_by']}, loss on {template['loss_on']}"
+        rows.append(("chat template", how))
     ids = f"{meta['vocab_size']:,} ids{_asked(folder, meta)}"
     return [*rows, ("tokenizer", f"{str(meta['tokenizer_sha256'])[:12]}, {ids}")]
 
