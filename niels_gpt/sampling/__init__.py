@@ -10,6 +10,7 @@ A run resumes in exactly the same order, even with other ranks, DataLoader worke
     examples.py      SFTStream: which example of an sft split a sample is, epoch after epoch
     permutation.py   the pseudo-random order of an epoch, in O(1) memory
     mixture.py       MixtureStream: draws from several streams as shares.py says; what happens when one is exhausted
+    changes.py       what a mixture with other sources or weights takes over from the state of a run
     shares.py        weights -> how many samples of a block each source gets; how remainders carry over; their order
     packing/         rows without padding: which pieces share a row, and how attention keeps them apart
     evaluation.py    iter_eval: every token of a split once, in order; bits_per_byte

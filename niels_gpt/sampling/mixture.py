@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -12,11 +13,13 @@ from numpy.typing import NDArray
 from niels_gpt.cache.mmap import TokenFiles
 from niels_gpt.cache.pretrain_dataset import gathered, split_rows
 from niels_gpt.sampling.batch import Batch, Rows, Segments
+from niels_gpt.sampling.changes import continued, is_unchanged, origin_of
 from niels_gpt.sampling.epochs import EpochStream
 from niels_gpt.sampling.permutation import random_keys
 from niels_gpt.sampling.shares import MAX_BLOCK, Origin, Weights, phases, stages_of
 from niels_gpt.sampling.state import key_check, limited
 from niels_gpt.sampling.stream import CacheStream, SampleStream
+from niels_gpt.storage.codes import CodedWarning, coded
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.meta_json import checked_int
 
@@ -83,7 +86,14 @@ class MixtureStream(SampleStream):
     def _begin(self, origin: Origin) -> None:
         """Let the mixture begin at a sample of a run. Raises: ValueError if its stages or sources do not last."""
         stops = [rule == "stop" for rule in self.when_exhausted]
-        self._phases, stopped = phases(self.stages, self._limits(), stops, self.block_size, origin)
+        limits = self._limits()
+        for number, (limit, stop, position) in enumerate(zip(limits, stops, origin.positions, strict=True)):
+            if stop and limit is not None and position >= limit:
+                raise coded("E108", ValueError(f"streams[{number}] has had its epoch, and stops the mixture at once"))
+        found, stopped = phases(self.stages, limits, stops, self.block_size, origin)
+        if not found:
+            raise coded("E108", ValueError(f"no source has samples left at sample {origin.sample}: allow more epochs"))
+        self._phases = found
         self._origin, self._key = origin, self._keys[0] + np.uint64(origin.sample)
         self._firsts: NDArray[np.int64] = np.array([phase.first for phase in self._phases])
         self._positions: dict[int, list[int]] = {}  # of each source, at the ends of the next batches
@@ -190,6 +200,47 @@ class MixtureStream(SampleStream):
             of_phase = phase_of == number
             positions[of_phase] = self._phases[number].positions(consumed[of_phase], self._key)
         self._positions = dict(zip(consumed.tolist(), positions.tolist(), strict=True))
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, allow_other_content: bool = False, changed: bool = False
+    ) -> None:
+        """Resume where a state was taken, as `ResumableStream.load_state_dict`, or continue that run with changes.
+
+        changed: the state may be of a mixture with other weights, sources, block_size, seed or when_exhausted, or of a
+            stream of one cache. The sources of the state that are in this mixture too, with equal content, T, seed and
+            other arguments, continue from their positions: each sample once an epoch across the change. Others begin
+            at 0: a new source, and one of the same content with other arguments, which begins a new epoch. Warns of
+            these, and of what was removed. consumed_samples continues to count, and numbers of epochs count from the
+            source's very beginning. Later states load plainly into a mixture with these arguments. A state of a mixture
+            with the same arguments is loaded plainly.
+        Raises: as `ResumableStream.load_state_dict`; with changed also ValueError for a state without positions, of an
+            earlier release, and if no source is left or one with "stop" has had its epoch.
+        """
+        before, report = self._origin, ""
+        if changed and allow_other_content:
+            raise ValueError("changed=True with allow_other_content=True: a source of other content is a new source")
+        is_change = changed and not is_unchanged(state, self.identity())
+        if is_change:
+            names = [stream.name for stream in self.streams]
+            origin, report = continued(state, [stream.identity() for stream in self.streams], names, self._limits())
+        else:
+            origin = origin_of(state, len(self.streams))
+        try:
+            if origin != before:
+                self._begin(origin)
+            if is_change:
+                self._resume_at(origin.sample)
+            else:
+                super().load_state_dict(state, allow_other_content=allow_other_content)
+        except ValueError:
+            if self._origin != before:
+                self._begin(before)
+            raise
+        if report:
+            text = f"the sources differ from those of the state, at sample {origin.sample:,}: {report}"
+            warnings.warn(CodedWarning("W103", text), stacklevel=2)
+        if origin != before:
+            self._check_last_batch()
 
     def _end(self, stopped: Sequence[int]) -> int | None:
         """Return the number of samples; None: without end. stopped: the sources that stop it in the last block."""

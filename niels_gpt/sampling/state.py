@@ -96,14 +96,14 @@ def _checksum(crc: int, progress: Mapping[str, Any], worker: Sequence[int]) -> s
     return f"{zlib.crc32(numbers.encode(), crc):08x}"
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
     """Return whether two scalars, or lists and dicts of them, are equal and of the same types; else False."""
     if type(one) is not type(other):
         return False
     if isinstance(one, list):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
     return isinstance(one, (int, float, str, type(None))) and bool(one == other)
 
 
@@ -124,7 +124,7 @@ def check_identity(state: Any, mine: dict[str, Any], where: str, allow_other_con
                 raise ValueError(f"{where}: {key} has {len(given)} entries, expected {len(value)}")
             for number, (one, other) in enumerate(zip(given, value, strict=True)):
                 check_identity(one, other, f"{where}: {key}[{number}]", allow_other_content)
-        elif not _same(given, value):
+        elif not same(given, value):
             _refuse(key, given, value, where, allow_other_content)
 
 
@@ -140,8 +140,20 @@ def _refuse(key: str, given: Any, value: Any, where: str, allow_other_content: b
         state_count({key: given}, key)
     elif not isinstance(given, str | None):
         raise ValueError(f"{message}, of the kind that state_dict() returns")
-    if key == "tokenizer_sha256" and None not in (given, value):
-        raise CacheError(where, found, expected, "Its ids mean other text: open the cache of the state", code="E108")
+    if key == "tokenizer_sha256":
+        refuse_tokenizer(given, value, where)
     if not allow_other_content:
         remedy = "Open the version that was read, or continue in this text with allow_other_content=True"
         raise CacheError(where, found, expected, remedy, code="E108")
+
+
+def content_of(identity: Mapping[str, Any]) -> list[Any]:
+    """Return what tells the split of an identity from others."""
+    return [identity.get(key) for key in _CONTENT]
+
+
+def refuse_tokenizer(given: Any, mine: Any, where: str) -> None:
+    """Raise CacheError if the tokenizer of a state is known to be another than the stream's. where: begins it."""
+    if None not in (given, mine) and given != mine:
+        found, expected = f"tokenizer_sha256 is {shortened(given)}", f"{shortened(mine)} as in this stream"
+        raise CacheError(where, found, expected, "Its ids mean other text: open the cache of the state", code="E108")

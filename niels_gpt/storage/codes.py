@@ -63,6 +63,7 @@ _BY_PLACE: tuple[tuple[str, tuple[type[Exception], ...], str], ...] = (
     ("recipes.snapshot", (ValueError,), "E307"),
     ("recipes.tokenizer_texts", (ValueError,), "E406"),
     ("recipes.user_sources", (ValueError, *_ABSENT), "E104"),
+    ("sampling.changes", (ValueError,), "E108"),
     ("sampling.evaluation", _ABSENT, "E204"),
     ("sampling.state", (ValueError,), "E108"),
     ("sampling.stream", (RuntimeError, TypeError), "E109"),

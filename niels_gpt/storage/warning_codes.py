@@ -18,6 +18,13 @@ W102 fixed-windows
 = cache/pretrain/notes: random_offset moves none of 4 of 9 windows: their shards have n tokens with (n - 1) % T == 0.
 Take another T, such as 4
 
+W103 changed-mixture
+A mixture continues a run with other sources, or with other arguments of them. A source that begins a new epoch serves
+samples that the run has had.
+> Nothing, if the changes in the message are those that you made.
+= the sources differ from those of the state, at sample 1,000: resumed: fineweb_edu, train; new: roam, train; removed,
+after 250 samples: 'train', 12022 tokens
+
 W201 failed-check
 The cache was built, and a check that does not block its use failed.
 > Read the check in the message. If it is expected, raise the limit, for instance `--max-dropped-share`.
