@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from niels_gpt.sampling.evaluation import bits_per_byte, iter_eval
     from niels_gpt.sampling.examples import SFTStream
     from niels_gpt.sampling.mixture import MixtureStream
+    from niels_gpt.sampling.packing.masks import block_causal_mask
 
 _HOMES = {
     "Batch": "niels_gpt.sampling.batch",
@@ -36,10 +37,11 @@ _HOMES = {
     "MixtureStream": "niels_gpt.sampling.mixture",
     "SFTStream": "niels_gpt.sampling.examples",
     "bits_per_byte": "niels_gpt.sampling.evaluation",
+    "block_causal_mask": "niels_gpt.sampling.packing.masks",
     "iter_eval": "niels_gpt.sampling.evaluation",
 }
 
-__all__ = ["Batch", "EpochStream", "MixtureStream", "SFTStream", "bits_per_byte", "iter_eval"]
+__all__ = ["Batch", "EpochStream", "MixtureStream", "SFTStream", "bits_per_byte", "block_causal_mask", "iter_eval"]
 
 
 def __getattr__(name: str) -> Any:
