@@ -272,7 +272,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"role": turns[turn % 2], "content": "ab" * chosen.randrange(1, 7)}
             for turn in range(2 * chosen.randrange(1, 4))
         ]
-        for _ in range(12)
+        for _ in range(15)
     ]
     for name in ("sentinels", "bits"):
         build_sft_cache(chats, str(root / name), tokenizer=ByteTokenizer(), val_frac=0.2, seed=0)
