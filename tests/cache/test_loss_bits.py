@@ -214,8 +214,7 @@ def test_rows_and_counts_are_what_a_walk_over_all_tokens_finds(
             return
         counts, found = count_rows(split, **arguments)
         numbers = np.arange(counts.rows)
-        begins, ends = found.ranges(split, numbers)
-        of = found.examples(numbers)
+        begins, ends, _, of = found.places(split, numbers)
     assert list(zip(of.tolist(), begins - split.starts[of], ends - split.starts[of], strict=True)) == rows
     kept = sum(sum(whole[number][1][begin + 1 : end]) for number, begin, end in rows)
     total = sum(sum(mask) for _, mask in whole)
@@ -244,17 +243,18 @@ def test_split_rows_on_paper(tmp_path: Path) -> None:
     """Nine tokens at T = 3: rows of tokens 0 to 3, 3 to 6 and 6 to 8; eleven: 0 to 3, 3 to 6, 6 to 9, 9 to 10."""
     split = SFTSplit(written(tmp_path, PAPER), "train")
     counts, rows = count_rows(split, T=3, over_length="split", require_targets=False)
-    begins, ends = rows.ranges(split, np.arange(counts.rows))
+    begins, ends, pieces, examples = rows.places(split, np.arange(counts.rows))
     assert list(zip(begins, ends, strict=True)) == [
         *((0, 4), (3, 7), (6, 9)),
         *((9, 13), (12, 16), (15, 19), (18, 20)),
     ]
+    assert (pieces.tolist(), examples.tolist()) == ([0, 1, 2, 3, 4, 5, 6], [0, 0, 0, 1, 1, 1, 1])
     assert (counts.rows, counts.examples_split, counts.rows_without_target) == (7, 2, 2)
     with pytest.warns(UserWarning, match=r"2 of 7 rows have no target .* lost\. Pass require_targets=True") as caught:
         warn_of_counts(split, counts, 3, "split")
     assert caught[0].filename == __file__
     counts, rows = count_rows(split, T=3, over_length="split", require_targets=True)
-    assert rows.ranges(split, np.arange(counts.rows))[0].tolist() == [3, 6, 12, 15, 18]
+    assert rows.places(split, np.arange(counts.rows))[0].tolist() == [3, 6, 12, 15, 18]
     with pytest.raises(CacheError, match=r"2 of 2 examples are longer .* example 1 with 11. Pass T=10"):
         count_rows(split, T=3, over_length="error", require_targets=False)
 
@@ -269,10 +269,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     turns = ("user", "assistant")
     chats = [
         [
-            {"role": turns[turn % 2], "content": "ab" * chosen.randrange(1, 7)}
+            {"role": turns[turn % 2], "content": "a" * chosen.randrange(1, 13)}
             for turn in range(2 * chosen.randrange(1, 4))
         ]
-        for _ in range(15)
+        for _ in range(12)
     ]
     for name in ("sentinels", "bits"):
         build_sft_cache(chats, str(root / name), tokenizer=ByteTokenizer(), val_frac=0.2, seed=0)
