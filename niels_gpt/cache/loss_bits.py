@@ -163,7 +163,7 @@ def limited_by_bits(y: NDArray[Any], bits: NDArray[np.uint8], out: Numbers) -> N
     """Write y, ids [B, T], into out, int64 [B, T], with -100 where bits are 0; returns out. bits: of `padded`."""
     rows, width = y.shape
     if width % 8:
-        limits = _LIMITS.take(bits, axis=0).reshape(rows, -1)[:, :width]
+        limits = _LIMITS.take(bits, axis=0).reshape(rows, 8 * bits.shape[1])[:, :width]
     else:  # without a copy
         limits = _LIMITS.take(bits, axis=0, out=out.reshape(rows, width // 8, 8), mode="clip").reshape(rows, width)
     np.minimum(y, limits, out=out)

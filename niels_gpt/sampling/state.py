@@ -115,6 +115,9 @@ def check_identity(state: Any, mine: dict[str, Any], where: str, allow_other_con
     """
     if not isinstance(state, Mapping):
         raise ValueError(f"{where}: {shortened(state)}, expected what state_dict() returned")
+    if state.get("kind") != (kind := mine.get("kind")):
+        found = f"kind is {shortened(state.get('kind'))}, expected {shortened(kind)} as in this stream"
+        raise ValueError(f"{where}: {found}. It is of another kind of stream: open that one")
     for key, value in mine.items():
         if key not in state:
             raise ValueError(f"{where}: lacks {key}, expected what state_dict() returned")
