@@ -57,6 +57,7 @@ from niels_gpt.chat.turns import (
     called_names,
     calls_tools,
     function_names,
+    is_in,
     labelled,
     supervised_turns,
     words_of,
@@ -234,7 +235,7 @@ class ChatTemplate:
 
     def _left_out(self, chat: Chat, text: str) -> Iterator[str]:
         """Yield UNUSED_TOOLS and UNUSED_REASONING where the text of a chat is without them."""
-        if chat.tools and not any(name in text for name in function_names(chat.tools)):
+        if chat.tools and not any(is_in(name, text) for name in function_names(chat.tools)):
             yield UNUSED_TOOLS
         reasoning = (message.get(name) for message in chat.messages for name in REASONING_FIELDS)
         if any(isinstance(each, str) and each.strip() not in text for each in reasoning):
@@ -245,7 +246,7 @@ class ChatTemplate:
         for number, message in enumerate(chat.messages, 1):
             if calls_tools(message) and not (
                 any(word in str(self.text) for word in ("tool_calls", "tojson"))
-                and all(name in text for name in called_names(message))
+                and all(is_in(name, text) for name in called_names(message))
             ):
                 raise _RefusedError(UNUSED_CALLS, f"the template leaves out a call of message {number}")
             content = message.get("content")

@@ -10,6 +10,7 @@ A turn with both words and calls is one that calls a tool. Calls without a name 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -67,6 +68,11 @@ def function_names(functions: Sequence[Any]) -> list[str]:
     inner = [each.get("function", each) for each in functions if isinstance(each, Mapping)]
     names = [each.get("name") for each in inner if isinstance(each, Mapping)]
     return [name for name in names if isinstance(name, str)]
+
+
+def is_in(name: str, text: str) -> bool:
+    """Whether a text has a name, as it is or as JSON has it."""
+    return any(each in text for each in (name, json.dumps(name)[1:-1], json.dumps(name, ensure_ascii=False)[1:-1]))
 
 
 def labelled(messages: Messages, labels: Mapping[int, str]) -> list[dict[str, Any]]:

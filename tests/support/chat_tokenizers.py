@@ -77,12 +77,14 @@ def write_tokenizer(
     trim_offsets: bool = False,
     more: tuple[str, ...] = (),
     replaced: tuple[str, str] | None = None,
+    special: tuple[str, ...] = (),
 ) -> Path:
     """Write a byte-level BPE tokenizer, lossless, with pad, bos and eos but no unk; returns the folder.
 
     trim_offsets: leave spaces out of the offsets, as RoBERTa's does.
     more: sentences that it is trained on besides.
     replaced: a regular expression and what the tokenizer puts in its place.
+    special: more special tokens, behind those of SPECIAL.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -93,7 +95,7 @@ def write_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        special_tokens=list(SPECIAL),
+        special_tokens=[*SPECIAL, *special],
         show_progress=False,
     )
     backend.train_from_iterator((*SENTENCES, *more) * 4, trainer)
