@@ -114,6 +114,7 @@ class TokenFiles:
         self._max_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
         self._maps: FileMaps | None = None
         self._windows: Ids = np.empty((0, 0), dtype=NARROW)
+        self._content: memoryview | None = None  # all tokens of the maps, in the numbering of `gather`
         self._is_mapped: NDArray[np.bool_] = np.zeros(len(paths), dtype=np.bool_)
         self._num_unmapped = len(paths)
 
@@ -196,18 +197,46 @@ class TokenFiles:
         tokens = content[: len(content) // dtype.itemsize * dtype.itemsize].view(dtype)
         return as_strided(tokens, (len(tokens) - width + 1, width), 2 * tokens.strides, writeable=False)
 
+    def gather_ranges(self, files: NDArray[np.int64], places: NDArray[np.int64], ends: NDArray[np.int64]) -> Ids:
+        """Return the tokens of file f = files[i] from token places[i] - first_tokens[f] to ends[i] - first_tokens[f] - 1.
+
+        files, places, ends: [n], ends above places; files of one dtype. Returns them end to end, `dtype` [sum]. The
+        caller ensures that all tokens are inside the file. Raises: as `gather`.
+        """
+        if self.io == "pread" or not HAS_FILE_MAPS:
+            return self._read_ranges(files, places - self.first_tokens[files], ends - self.first_tokens[files])
+        self._map_missing(files)
+        if self._content is None:
+            self._content = self._windows_of(1, self.dtype)[:, 0].data
+        tokens = self._content
+        parts = [tokens[at:end] for at, end in zip(places.tolist(), ends.tolist(), strict=True)]
+        ids: Ids = np.frombuffer(bytearray().join(parts), dtype=self.dtype)  # half the time of numpy assignments
+        return ids
+
+    def _read_ranges(self, files: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64]) -> Ids:
+        stops = np.cumsum(ends - begins) * self.dtype.itemsize
+        ids = np.empty(int((ends - begins).sum()), dtype=self.dtype)
+        content, done = ids.view(np.uint8).data, 0
+        for file, begin, stop in zip(files.tolist(), begins.tolist(), stops.tolist(), strict=True):
+            self._read_into(content[done:stop], file, begin * self.dtype.itemsize)
+            done = stop
+        return ids
+
     def _read(self, files: NDArray[np.int64], starts: NDArray[np.int64], width: int, dtype: np.dtype[Any]) -> Ids:
         rows, itemsize = np.empty((len(files), width), dtype=dtype), dtype.itemsize
         content, size = rows.reshape(-1).view(np.uint8).data, width * itemsize
         for row, (file, start) in enumerate(zip(files.tolist(), starts.tolist(), strict=True)):
-            descriptor, at = self._descriptor(file), start * itemsize
-            rest = content[row * size : (row + 1) * size]
-            while rest and (read := os.preadv(descriptor.number, [rest], at)):
-                at, rest = at + read, rest[read:]  # a network file system may return less than requested
-            if rest:
-                expected = f"{self._sizes[file]}: it was truncated while it was read"
-                raise CacheError(self.paths[file], f"ends after {at} bytes", expected, REBUILD, code="E203")
+            self._read_into(content[row * size : (row + 1) * size], file, start * itemsize)
         return rows
+
+    def _read_into(self, rest: memoryview, file: int, at: int) -> None:
+        """Fill memory with the bytes of a file from byte `at` on."""
+        descriptor = self._descriptor(file)
+        while rest and (read := os.preadv(descriptor.number, [rest], at)):
+            at, rest = at + read, rest[read:]  # a network file system may return less than requested
+        if rest:
+            expected = f"{self._sizes[file]}: it was truncated while it was read"
+            raise CacheError(self.paths[file], f"ends after {at} bytes", expected, REBUILD, code="E203")
 
     def _descriptor(self, file: int) -> _Descriptor:
         """Return an open file; if too many are open, the least recently used one is closed."""

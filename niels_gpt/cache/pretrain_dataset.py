@@ -140,20 +140,52 @@ class PretrainSplit:
             self._documents = starts
         return self._documents
 
+    def read(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> Ids:
+        """Return tokens begins[i] to ends[i] - 1 of the split, which may lie in several shards, end to end: ids [sum].
+
+        begins, ends: [n], none of the ranges empty. Raises: IndexError for a range that is not inside the split;
+            CacheError, naming file and place, for an id outside meta.json's vocab_size.
+        """
+        stops = self._stops
+        wrong = np.flatnonzero((begins < 0) | (begins >= ends) | (ends > stops[-1]))
+        if len(wrong):
+            begin, end = int(begins[wrong[0]]), int(ends[wrong[0]])
+            raise IndexError(f"{self.folder}: no tokens {begin} to {end - 1}: it has {stops[-1]}")
+        shards = np.zeros(len(begins), dtype=np.int64)
+        if len(stops) > 1:
+            shards, last = stops.searchsorted(begins, side="right"), stops.searchsorted(ends, side="left")
+            if (shards != last).any():  # a range of n shards as n ranges
+                counts = last - shards + 1
+                until = np.cumsum(counts)
+                shards = np.repeat(last + 1 - until, counts) + np.arange(until[-1])
+                begins = np.maximum(np.repeat(begins, counts), stops[shards] - self.lengths[shards])
+                ends = np.minimum(np.repeat(ends, counts), stops[shards])
+        to_places = (self.files.first_tokens + self.lengths - stops).take(shards)
+        ids = self.files.gather_ranges(shards, begins + to_places, ends + to_places)
+        limit = id_limit(self.vocab_size, ids)
+        if limit is not None and ids.size and ids.item(ids.argmax()) >= limit:
+            wrong = np.flatnonzero(ids >= limit)[:1]
+            before = np.cumsum(ends - begins)
+            part = int(before.searchsorted(wrong[0], side="right"))
+            file, token = int(shards[part]), int(ends[part] - before[part] + wrong[0])
+            token -= int(stops[file] - self.lengths[file])
+            path, itemsize = self.files.paths[file], self.files.itemsize(file)
+            raise outside_vocabulary(path, token, itemsize, int(ids[wrong[0]]), self.vocab_size)
+        return ids
+
+    @property
+    def _stops(self) -> NDArray[np.int64]:
+        """Where each shard ends, in tokens of the split: int64 [shards]."""
+        return np.cumsum(self.lengths)
+
     def stream(self, start: int, end: int) -> Ids:
         """Return tokens start to end - 1 of the split, which may lie in several shards: ids [end - start].
 
         Raises: CacheError, naming file and place, for an id outside meta.json's vocab_size.
         """
-        stops = np.cumsum(self.lengths)
-        parts: list[Ids] = [np.zeros(0, dtype=self.files.dtype)]
-        for shard in range(int(stops.searchsorted(start, side="right")), len(stops)):
-            before = int(stops[shard] - self.lengths[shard])
-            first, last = max(start - before, 0), min(end, int(stops[shard])) - before
-            if first >= last:
-                break
-            parts.append(self.rows(np.array([shard]), np.array([first]), last - first)[0])
-        return np.concatenate(parts)
+        if start >= end:
+            return np.zeros(0, dtype=self.files.dtype)
+        return self.read(np.array([start]), np.array([end]))
 
 
 class PretrainTokenStreamDataset(DecodedItems):
@@ -319,8 +351,10 @@ def recycled_int64(shape: tuple[int, ...]) -> NDArray[np.int64]:
 
     Large arrays get fresh pages each time, whose page faults cost several times as much as filling the arrays.
     The memory of an array is reused when the array, its views, and the tensors made of them are deleted; that of at
-    most two arrays is kept.
+    most two arrays is kept. A small array is a new one.
     """
+    if math.prod(shape) < _FRESH_TOKENS:
+        return np.empty(shape, dtype=np.int64)
     memory = _unused_memory(math.prod(shape))
     return np.asarray(_Lease(np.empty(shape, dtype=np.int64) if memory is None else memory)).reshape(shape)
 

@@ -30,18 +30,29 @@ if TYPE_CHECKING:
     from niels_gpt.sampling.examples import SFTStream
     from niels_gpt.sampling.mixture import MixtureStream
     from niels_gpt.sampling.packing.masks import block_causal_mask
+    from niels_gpt.sampling.packing.stream import PackedStream
 
 _HOMES = {
     "Batch": "niels_gpt.sampling.batch",
     "EpochStream": "niels_gpt.sampling.epochs",
     "MixtureStream": "niels_gpt.sampling.mixture",
+    "PackedStream": "niels_gpt.sampling.packing.stream",
     "SFTStream": "niels_gpt.sampling.examples",
     "bits_per_byte": "niels_gpt.sampling.evaluation",
     "block_causal_mask": "niels_gpt.sampling.packing.masks",
     "iter_eval": "niels_gpt.sampling.evaluation",
 }
 
-__all__ = ["Batch", "EpochStream", "MixtureStream", "SFTStream", "bits_per_byte", "block_causal_mask", "iter_eval"]
+__all__ = [
+    "Batch",
+    "EpochStream",
+    "MixtureStream",
+    "PackedStream",
+    "SFTStream",
+    "bits_per_byte",
+    "block_causal_mask",
+    "iter_eval",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,312 @@
+"""PackedStream: rows of exactly T tokens made of whole documents or examples, each exactly once an epoch."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from niels_gpt.cache.formats import IGNORE_INDEX, SPLITS, Ids, TokenDtype
+from niels_gpt.cache.meta import existing_cache, reader_meta
+from niels_gpt.cache.mmap import IO, public_file
+from niels_gpt.cache.pretrain_dataset import PretrainSplit, recycled_int64
+from niels_gpt.sampling.batch import Rows, Segments
+from niels_gpt.sampling.packing.pieces import OverLength, PackedCounts, Pieces
+from niels_gpt.sampling.packing.plan import PLAN_VERSION, Plan, Turn
+from niels_gpt.sampling.permutation import ROUNDS, permute, random_keys
+from niels_gpt.sampling.state import key_check
+from niels_gpt.sampling.stream import STREAM_VERSION, CacheStream
+from niels_gpt.storage.codes import CodedWarning
+from niels_gpt.storage.meta_json import printable, resolved
+from niels_gpt.storage.versions import version_name
+
+_TURNS_KEPT = 4  # of the epochs last read: a batch may hold the end of one and the start of the next
+
+
+class PackedStream(CacheStream):
+    """Rows of T tokens from whole pieces: documents of a pretrain cache, examples of an sft cache.
+
+    A piece of L tokens stands in x whole. Its targets are the next tokens of the same document: -100 for the last token
+    of a document, and in an sft cache where there is no loss. A document of more than T tokens is cut: pieces of T
+    tokens and a rest; the last token of a cut piece has the first one of the next piece as its target. So every token
+    of a document but its first is a target exactly once an epoch. A row's end is padded: x is `pad_id` there, and the
+    target -100.
+
+    Which pieces share a row is planned once, when the stream is opened, from the lengths alone (see plan.py): 4 bytes
+    a piece and about 0.1 us, and 12 bytes more where documents are cut. The seed and the epoch decide which piece of a
+    length stands in which place, and the order of the rows. Pieces of rare lengths share a row with the same others in
+    every epoch. Attention has to keep the segments of a batch apart: `block_causal_mask`.
+
+    Forked DataLoader workers share the plan; a pickled copy, as a spawned worker gets, makes it again from the index.
+    Ranks, workers and states are as in an EpochStream. Pieces are numbered in the order of the split, from 0, without
+    those that are dropped.
+    """
+
+    split: Any
+    """`PretrainSplit` or `SFTSplit`."""
+
+    def __init__(
+        self,
+        cache_dir: str | os.PathLike[str],
+        *,
+        split: str = "train",
+        T: int,
+        global_batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        device: str = "cpu",
+        epochs: int | None = None,
+        drop_last: bool = False,
+        over_length: OverLength = "split",
+        tokenizer_sha256: str | None = None,
+        expect: Mapping[str, Any] | None = None,
+        io: IO = "mmap",
+        dtype: TokenDtype | None = None,
+    ) -> None:
+        """Open a split, "train" or "val", of a pretrain or sft cache, and plan its rows.
+
+        over_length: what becomes of documents of more than T tokens: "split" cuts them, "truncate" keeps their first T
+            tokens, "drop" leaves them out, both with a warning; "error" refuses them.
+        Other arguments: as for `EpochStream`.
+        Raises: FileNotFoundError, CacheError (each names the file), ValueError for arguments.
+        """
+        super().__init__(
+            T=T,
+            global_batch_size=global_batch_size,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            epochs=epochs,
+            drop_last=drop_last,
+        )
+        if split not in SPLITS:
+            raise ValueError(f"split={split!r}: expected one of {', '.join(SPLITS)}")
+        cache = existing_cache(resolved(Path(os.path.expanduser(cache_dir))), cache_dir)
+        options: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256, "expect": expect, "io": io, "dtype": dtype}
+        self.split = _opened(cache, split, options)
+        self.folder, self.over_length = cache, over_length
+        keys = random_keys(self.seed, ROUNDS + 1, purpose=2)
+        self._keys, self._turn_key = keys[:ROUNDS], keys[ROUNDS:]
+        self._set_plan()
+        self.counts = self._counted()
+        """What T and over_length make of the split."""
+        self._warn_of_lost()
+        self._set_samples(len(self._plan))
+
+    def _set_plan(self) -> None:
+        """Make what a pickled copy lacks: pieces and rows."""
+        self._pieces = Pieces(self._starts(), self.T, self.over_length, public_file(self.folder))
+        self._plan = Plan(self._pieces.lengths, self.T)
+        del self._pieces.lengths
+        self._turns: dict[int, Turn] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_pieces", "_plan", "_turns")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._set_plan()
+
+    def _starts(self) -> NDArray[np.int64]:
+        """Where each document begins, in tokens of the split, and where the last one ends: int64 [documents + 1]."""
+        starts: NDArray[np.int64] = self.split.documents if self._is_pretrain else self.split.starts
+        return starts
+
+    @property
+    def _is_pretrain(self) -> bool:
+        return isinstance(self.split, PretrainSplit)
+
+    @property
+    def pad_id(self) -> int:
+        """The id of x in padding: the cache's own, of an sft cache; 0 of a pretrain cache, which has none."""
+        return 0 if self._is_pretrain else int(self.split.pad_id)
+
+    def _counted(self) -> PackedCounts:
+        starts, tokens, long = self._starts(), int(self._plan.lengths.sum(dtype=np.int64)), self._pieces.num_long
+        return PackedCounts(
+            documents=len(starts) - 1,
+            documents_cut=long * (self.over_length == "split"),
+            documents_truncated=long * (self.over_length == "truncate"),
+            documents_dropped=long * (self.over_length == "drop"),
+            pieces=len(self._plan.slots),
+            tokens=tokens,
+            tokens_lost=int(starts[-1]) - tokens,
+            rows=len(self._plan),
+            T=self.T,
+        )
+
+    def _warn_of_lost(self) -> None:
+        """Warn of the tokens that are in no row."""
+        counts = self.counts
+        if counts.tokens_lost:
+            total = counts.tokens + counts.tokens_lost
+            what = "truncated" if counts.documents_truncated else "dropped"
+            text = (
+                f"{printable(str(public_file(self.folder)))}: {self._pieces.num_long} of {counts.documents} "
+                f"{'documents' if self._is_pretrain else 'examples'} are longer than T = {self.T} tokens and are "
+                f"{what}: {counts.tokens_lost} of {total} tokens ({counts.tokens_lost / total:.1%}) are in no row. "
+                'Pass a larger T, or over_length="split"'
+            )
+            warnings.warn(CodedWarning("W203", text), stacklevel=3)
+
+    @property
+    def name(self) -> str:
+        """Return the cache, its version and the split, for messages."""
+        return f"{version_name(self.folder)}, {printable(self.split.fingerprint()['split'])}"
+
+    def __repr__(self) -> str:
+        """Return the cache, its rows, the shape of a batch, the rank and the position."""
+        epochs, counts = "without end" if self.epochs is None else f"{self.epochs} epochs", self.counts
+        rows = f"{counts.rows:,} rows of {counts.pieces:,} pieces, {counts.fill:.1%} filled"
+        return f"PackedStream({self.name}: {rows}, {epochs}, {self._described()})"
+
+    def _sources(self) -> dict[str, object]:
+        counts = self.counts
+        return {
+            "cache": self.name,
+            "pieces": f"{counts.pieces:,} of {counts.documents:,} {'documents' if self._is_pretrain else 'examples'}",
+            "rows": f"{counts.rows:,} an epoch, {counts.fill:.2%} filled",
+        }
+
+    def identity(self) -> dict[str, Any]:
+        """Return what decides which pieces a sample has: the stream's arguments and the content of its split."""
+        versions = {"stream": STREAM_VERSION, "packing": PLAN_VERSION}
+        arguments = {"seed": self.seed, "key_check": key_check(self._keys), "T": self.T}
+        return {**versions, **arguments, "over_length": self.over_length, **self.split.fingerprint()}
+
+    def locate(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of the plan and the epoch of these samples: int64 [2, n]."""
+        epochs, positions = np.divmod(samples, len(self._plan))
+        tweaks = epochs[:1] if len(epochs) and epochs.min() == epochs.max() else epochs
+        return np.stack((permute(positions, len(self._plan), self._keys, tweaks), epochs))
+
+    def read(self, places: NDArray[np.int64]) -> Rows:
+        """Return the rows at places from `locate`. Raises: CacheError for an id outside the vocabulary."""
+        if not places.shape[1]:
+            empty = torch.empty((0, self.T), dtype=torch.int64, device=self.device)
+            return Rows(empty, empty.clone(), Segments.whole_rows(0, self.T))
+        counts, at = self._plan.located(places[0])
+        pieces = self._pieces_at(at, counts, places[1])
+        documents, begins, document_ends = self._pieces.located(pieces)
+        lengths = self._plan.lengths.take(at).astype(np.int64)
+        layout = _Layout(counts, lengths, self.T)
+        x, y = self._filled(layout, begins, begins + lengths, document_ends)
+        segments = Segments(layout.starts, layout.of_segments(pieces), layout.of_segments(documents))
+        return Rows(self._on_device(x), self._on_device(y), segments)
+
+    def _pieces_at(
+        self, at: NDArray[np.int64], counts: NDArray[np.int64], epochs: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the pieces of rows. at: their places in the plan's slots; counts: of pieces of each row."""
+        first = int(epochs[0])
+        if (epochs == first).all():
+            return self._plan.pieces_at(at, self._turn(first))
+        pieces, of_piece = np.empty_like(at), np.repeat(epochs, counts)
+        for epoch in np.unique(epochs).tolist():
+            chosen = of_piece == epoch
+            pieces[chosen] = self._plan.pieces_at(at[chosen], self._turn(epoch))
+        return pieces
+
+    def _turn(self, epoch: int) -> Turn:
+        turn = self._turns.get(epoch)
+        if turn is None:
+            turns = {**self._turns, epoch: Turn.of(epoch, self._plan.counts, self._turn_key)}
+            self._turns = {key: turns[key] for key in list(turns)[-_TURNS_KEPT:]}  # replaced: threads may read too
+            turn = turns[epoch]
+        return turn
+
+    def _filled(
+        self,
+        layout: _Layout,
+        begins: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        document_ends: NDArray[np.int64] | None,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return x and y: int64 [B, T]. begins, ends: of the pieces, in tokens of the split."""
+        ids = self.split.read(begins, ends)
+        targets = self._targets(ids, begins, ends)
+        x, y = recycled_int64((2, len(layout.is_short) * self.T))
+        first = 0
+        for start, stop, end in layout.runs():
+            last = first + stop - start
+            x[start:stop], y[start : stop - 1] = ids[first:last], targets[first + 1 : last]
+            x[stop:end], y[stop:end] = self.pad_id, IGNORE_INDEX
+            first = last
+        lasts = layout.ends_of_pieces - 1
+        y[lasts] = IGNORE_INDEX
+        if document_ends is not None:
+            is_cut = ends < document_ends
+            after = ends[is_cut]
+            y[lasts[is_cut]] = self._targets(self.split.read(after, after + 1), after, after + 1)
+        return x.reshape(-1, self.T), y.reshape(-1, self.T)
+
+    def _targets(self, ids: Ids, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[Any]:
+        """Return ids, in an sft cache with -100 where there is no loss."""
+        if self._is_pretrain:
+            return ids
+        return np.where(self.split.is_target(ids, begins, ends), ids, np.int64(IGNORE_INDEX))
+
+    def _on_device(self, values: NDArray[np.int64]) -> torch.Tensor:
+        tensor = torch.from_numpy(values)
+        if str(self.device) == "cpu":
+            return tensor
+        on_cuda = torch.device(self.device).type == "cuda"  # pinned, so that the call does not wait for the copy
+        return (tensor.pin_memory() if on_cuda else tensor).to(self.device, non_blocking=on_cuda)
+
+
+class _Layout:
+    """Where pieces and padding are in the flattened rows of a batch."""
+
+    def __init__(self, counts: NDArray[np.int64], lengths: NDArray[np.int64], T: int) -> None:
+        """counts: of pieces of each row, int64 [B]; lengths: of each piece, int64 [n]."""
+        stops, total = np.cumsum(counts), np.cumsum(lengths)
+        filled = total[stops - 1]
+        filled[1:] -= filled[:-1].copy()
+        self.T, self.is_short = T, filled < T
+        """bool [B]: which rows have padding."""
+        padding = np.cumsum(T - filled)
+        self.ends_of_pieces = total + np.repeat(padding - (T - filled), counts)
+        """int64 [n]: in the flattened rows."""
+        short = np.flatnonzero(self.is_short)
+        self._paddings = short * T + filled[short], (short + 1) * T
+        self._segments = stops[short] + np.arange(len(short)), len(total) + len(short)
+        self.starts = np.zeros(self._segments[1] + 1, dtype=np.int32)
+        """int32 [K + 1]: of pieces and paddings, as in `Segments`."""
+        self._is_piece: NDArray[np.bool_] = np.ones(self._segments[1], dtype=np.bool_)
+        self._is_piece[self._segments[0]] = False
+        self.starts[1:][self._is_piece] = self.ends_of_pieces
+        self.starts[1:][~self._is_piece] = self._paddings[1]
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Return where tokens without padding between them begin and end, and where the padding after them ends."""
+        stops, ends = (each.tolist() for each in self._paddings)
+        size = len(self.is_short) * self.T
+        if not ends or ends[-1] < size:
+            stops, ends = [*stops, size], [*ends, size]
+        return list(zip([0, *ends[:-1]], stops, ends, strict=True))
+
+    def of_segments(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return a value of each segment, -1 for padding: int64 [K]. values: of each piece, int64 [n]."""
+        if len(values) == len(self._is_piece):
+            return values
+        all_values: NDArray[np.int64] = np.full(len(self._is_piece), -1, dtype=np.int64)
+        all_values[self._is_piece] = values
+        return all_values
+
+
+def _opened(cache: Path, split: str, options: dict[str, Any]) -> Any:
+    """Open a split of a cache of either family, by the kind in its meta.json; without one it is a pretrain cache."""
+    meta = reader_meta(cache)
+    if meta is not None and meta.get("kind") == "sft":
+        from niels_gpt.cache.sft_split import SFTSplit
+
+        return SFTSplit(cache, split, **options)
+    return PretrainSplit(cache / split, **options)
