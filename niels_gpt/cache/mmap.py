@@ -198,10 +198,10 @@ class TokenFiles:
         return as_strided(tokens, (len(tokens) - width + 1, width), 2 * tokens.strides, writeable=False)
 
     def gather_ranges(self, files: NDArray[np.int64], places: NDArray[np.int64], ends: NDArray[np.int64]) -> Ids:
-        """Return the tokens of file f = files[i] from token places[i] - first_tokens[f] to ends[i] - first_tokens[f] - 1.
+        """Return ranges end to end, `dtype` [sum]: of file f = files[i] from token places[i] - first_tokens[f] on.
 
-        files, places, ends: [n], ends above places; files of one dtype. Returns them end to end, `dtype` [sum]. The
-        caller ensures that all tokens are inside the file. Raises: as `gather`.
+        files, places, ends: [n]; ends: after the last token, in the numbering of places, above them. All files have one
+        dtype. The caller ensures that all tokens are inside the file. Raises: as `gather`.
         """
         if self.io == "pread" or not HAS_FILE_MAPS:
             return self._read_ranges(files, places - self.first_tokens[files], ends - self.first_tokens[files])

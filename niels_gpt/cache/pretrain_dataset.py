@@ -351,10 +351,8 @@ def recycled_int64(shape: tuple[int, ...]) -> NDArray[np.int64]:
 
     Large arrays get fresh pages each time, whose page faults cost several times as much as filling the arrays.
     The memory of an array is reused when the array, its views, and the tensors made of them are deleted; that of at
-    most two arrays is kept. A small array is a new one.
+    most two arrays is kept.
     """
-    if math.prod(shape) < _FRESH_TOKENS:
-        return np.empty(shape, dtype=np.int64)
     memory = _unused_memory(math.prod(shape))
     return np.asarray(_Lease(np.empty(shape, dtype=np.int64) if memory is None else memory)).reshape(shape)
 

@@ -88,7 +88,8 @@ class Turn(NamedTuple):
         j = 1, 2, ... 64 for which that has no common divisor with n, else 1.
         """
         sizes = np.maximum(counts, 1).astype(np.uint64)
-        hashes = mix(mix(key + np.uint64(epoch)) + np.arange(len(counts), dtype=np.uint64))
+        lengths: NDArray[np.uint64] = np.arange(len(counts), dtype=np.uint64)
+        hashes = mix(mix(key + np.uint64(epoch)) + lengths)
         factors, open_ = np.ones(len(counts), dtype=np.uint64), np.flatnonzero(counts > 2)
         for number in range(1, _TRIES + 1):
             tried = mix(hashes[open_] + np.uint64(number)) % sizes[open_] + np.uint64(1)

@@ -15,17 +15,19 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import IGNORE_INDEX, SPLITS, Ids, TokenDtype
 from niels_gpt.cache.meta import existing_cache, reader_meta
 from niels_gpt.cache.mmap import IO, public_file
-from niels_gpt.cache.pretrain_dataset import PretrainSplit, recycled_int64
+from niels_gpt.cache.pretrain_dataset import PretrainSplit, empty_int64
 from niels_gpt.sampling.batch import Rows, Segments
 from niels_gpt.sampling.packing.pieces import OverLength, PackedCounts, Pieces
 from niels_gpt.sampling.packing.plan import PLAN_VERSION, Plan, Turn
 from niels_gpt.sampling.permutation import ROUNDS, permute, random_keys
 from niels_gpt.sampling.state import key_check
-from niels_gpt.sampling.stream import STREAM_VERSION, CacheStream
+from niels_gpt.sampling.stream import CacheStream
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.meta_json import printable, resolved
 from niels_gpt.storage.versions import version_name
 
+_PURPOSE = 3
+"""Of the keys: streams of other kinds with the same seed have unrelated orders."""
 _TURNS_KEPT = 4  # of the epochs last read: a batch may hold the end of one and the start of the next
 
 
@@ -93,7 +95,7 @@ class PackedStream(CacheStream):
         options: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256, "expect": expect, "io": io, "dtype": dtype}
         self.split = _opened(cache, split, options)
         self.folder, self.over_length = cache, over_length
-        keys = random_keys(self.seed, ROUNDS + 1, purpose=2)
+        keys = random_keys(self.seed, ROUNDS + 1, purpose=_PURPOSE)
         self._keys, self._turn_key = keys[:ROUNDS], keys[ROUNDS:]
         self._set_plan()
         self.counts = self._counted()
@@ -178,7 +180,7 @@ class PackedStream(CacheStream):
 
     def identity(self) -> dict[str, Any]:
         """Return what decides which pieces a sample has: the stream's arguments and the content of its split."""
-        versions = {"stream": STREAM_VERSION, "packing": PLAN_VERSION}
+        versions = {"kind": "packed", "stream": PLAN_VERSION}
         arguments = {"seed": self.seed, "key_check": key_check(self._keys), "T": self.T}
         return {**versions, **arguments, "over_length": self.over_length, **self.split.fingerprint()}
 
@@ -233,7 +235,7 @@ class PackedStream(CacheStream):
         """Return x and y: int64 [B, T]. begins, ends: of the pieces, in tokens of the split."""
         ids = self.split.read(begins, ends)
         targets = self._targets(ids, begins, ends)
-        x, y = recycled_int64((2, len(layout.is_short) * self.T))
+        x, y = empty_int64((2, len(layout.is_short) * self.T))
         first = 0
         for start, stop, end in layout.runs():
             last = first + stop - start
