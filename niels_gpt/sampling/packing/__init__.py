@@ -1,7 +1,7 @@
 """Rows without padding: which pieces share a row, and how attention keeps them apart.
 
-plan.py      best-fit decreasing: lengths of pieces -> rows of at most T tokens; which piece is where in an epoch
-pieces.py    a split's documents or examples -> pieces of at most T tokens; what is cut, left out and lost
-stream.py    PackedStream: the rows of a split as batches
+    plan.py      best-fit decreasing: lengths of pieces -> rows of at most T tokens; which piece is where in an epoch
+    pieces.py    a split's documents or examples -> pieces of at most T tokens; what is cut, left out and lost
+    stream.py    PackedStream: the rows of a split as batches
     masks.py     the attention mask of a batch's segments, for models of transformers
 """
