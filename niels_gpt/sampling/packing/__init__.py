@@ -4,4 +4,6 @@
     pieces.py    a split's documents or examples -> pieces of at most T tokens; what is cut, left out and lost
     stream.py    PackedStream: the rows of a split as batches
     masks.py     the attention mask of a batch's segments, for models of transformers
+
+The public names are those of niels_gpt.sampling.
 """
