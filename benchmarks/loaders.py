@@ -16,6 +16,9 @@ each. Of a library with several documented ways, the fastest is taken.
     mixture   three caches of 6, 3 and 1 parts: rank 0 of 1, of 64 and of 1,024, as many rows each, beside get_batch
     sft       get_batch beside a bare gather of the same rows without a mask, and beside that gather with a mask made by
               Python, token by token: written element by element into a tensor, or into lists that become one
+    sft_stream  SFTStream beside sft get_batch, of the same split: with over_length="truncate" and "split"
+    segments  EpochStream(documents=True) and PackedStream, position_ids read as well, beside get_batch of the same
+              cache: documents of 1,000 tokens on average; and PackedStream of the chats beside sft get_batch
     wide      ids of 32 bits (128,256 of them): every sampler beside the bare gather of the same rows: random, read by
               position, in order, or padded examples (with their masked targets, stored as a second array)
     opening   a split of 1,000 shards: seconds to open it, and anonymous memory before and after 5,000 batches
@@ -45,11 +48,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from loader_caches import SHARDS, Letters, ManyIds, build
+from loader_caches import SHARDS, ManyIds, build
 from loader_cold import bench_cold, why_not
 from loader_peers import PACKAGES, PEERS, Corpus, Draw, Pair, Tokens, pair, title
 from loader_rounds import SHAPES, checked, compare, repeated, surviving, target
 from loader_sft import EOT, MASKS, chats, sft_gathers
+from loader_streams import bench_segments, bench_sft_stream, sft_cache
 from measuring import Seconds, Ways, measured, ratio, spread
 
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset, build_sft_cache
@@ -164,7 +168,7 @@ def bench_mixture(root: Path, arguments: argparse.Namespace) -> None:
 
 def bench_sft(root: Path, arguments: argparse.Namespace) -> None:
     """Compare get_batch with the same rows without a mask, and with masks made by loops over their tokens."""
-    build_sft_cache(chats(3_000), root / "s", tokenizer=Letters(), val_frac=0.1, seed=0)
+    sft_cache(root)
     print("\nsft get_batch, as a multiple of the speed of")
     least = math.inf
     for B, T in SHAPES:
@@ -286,6 +290,8 @@ def run_cold(_: Path, arguments: argparse.Namespace) -> None:
 SECTIONS = {
     "opening": bench_opening,
     "sft": bench_sft,
+    "sft_stream": bench_sft_stream,
+    "segments": bench_segments,
     "mixture": bench_mixture,
     "pretrain": bench_pretrain,
     "wide": bench_wide,
