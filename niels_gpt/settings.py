@@ -19,6 +19,10 @@ RENAMED = {"tokenizer_model": "tokenizer", "append_eot": "document_end"}
 """Settings of earlier versions, and those that replace them."""
 
 
+OF_TOKENIZER = "tokenizer"
+"""The value of chat_template for the template in the tokenizer's folder."""
+
+
 class UsageError(ValueError):
     """A setting or argument that asks for something that is not there: exit status 2 of a command."""
 
@@ -79,6 +83,16 @@ class Settings:
         "auto",
         "token after each document but wikitext's lines: auto (the end-of-text sentinel, without it the tokenizer's "
         "eos), eot, eos, none, or a token such as <|endoftext|>",
+    )
+    chat_template: str | None = _setting(
+        None,
+        "chat template of sft caches: tokenizer (the one in the tokenizer's folder), or the file of a jinja template; "
+        "none: the project's own. It needs a Hugging Face tokenizer",
+    )
+    loss_on: str = _setting(
+        "assistant",
+        "turns that carry loss with a chat_template: assistant (those without tool calls), assistant,tool_calls (all "
+        "of the assistant's), tool_calls (those with tool calls), or last (the last of the assistant's)",
     )
     on_special: str = _setting(
         "drop", "text that holds a special token: drop (counted), raise, or text (encoded as plain text, counted)"
@@ -173,7 +187,13 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        """Refuse numbers that nothing can be built with, before anything is. Raises: ValueError naming the flag."""
+        """Refuse what nothing can be built with, before anything is. Raises: ValueError naming the flag."""
+        if self.chat_template is None and self.loss_on != Settings.loss_on:
+            raise ValueError(
+                f"loss_on (--loss-on) is {self.loss_on!r}, and no chat_template is named: in the project's own "
+                "template every reply carries loss. Name one (--chat-template tokenizer, or a file), or leave loss_on "
+                "out"
+            )
         for each in fields(self):
             least, most, below = (each.metadata[limit] for limit in ("least", "most", "below"))
             value = getattr(self, each.name)

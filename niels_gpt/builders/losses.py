@@ -110,16 +110,21 @@ class Losses:
                 f"; {self._changed}" if self._changed else "",
                 extra={"code": "W401"},
             )
-        if unknown:
-            logger.warning(
-                "%s: %d ids are the unknown id: the tokenizer has no piece for a character%s, and no bytes to spell it",
-                where,
-                unknown,
-                self._unknown,
-                extra={"code": "W402"},
-            )
+        warn_of_unknown(where, unknown, self._unknown)
         if meta["kind"] == "sft":
             _warn_of_chats(where, meta)
+
+
+def warn_of_unknown(where: str | os.PathLike[str], count: int, example: str = "") -> None:
+    """Log how many ids of a cache that was just built are the unknown id, if any is. example: continues the text."""
+    if count:
+        logger.warning(
+            "%s: %d ids are the unknown id: the tokenizer has no piece for a character%s, and no bytes to spell it",
+            where,
+            count,
+            example,
+            extra={"code": "W402"},
+        )
 
 
 def _string(text: bytes | str) -> str:

@@ -14,13 +14,13 @@ from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExec
 from contextlib import ExitStack, closing, contextmanager
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from niels_gpt.builders import source
 from niels_gpt.builders.build import Build
 from niels_gpt.builders.resume import check_ended, compare_consumed
-from niels_gpt.builders.source import Batch, Chunk, ItemKind
-from niels_gpt.encoding import EncodedTexts, TextEncoder, TextError
+from niels_gpt.builders.source import Batch, Chunk, Encoder, ItemKind
+from niels_gpt.encoding import TextError
 from niels_gpt.tokenizers.engine import EngineDifference
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def encoded(
     build: Build,
     items: Iterable[T | Chunk[T]],
     counters: Mapping[str, int],
-    encoder: TextEncoder,
+    encoder: Encoder[R],
     kind: ItemKind[T],
     *,
     exhausted: bool,
@@ -47,7 +47,7 @@ def encoded(
     report: Callable[[int], None],
     shuffled: Callable[[Iterator[Chunk[T]], Mapping[str, int]], Iterator[Chunk[T]]] = lambda chunks, _: chunks,
     settled: Callable[[Iterator[Chunk[T]]], Iterator[Chunk[T]]] = iter,
-) -> Iterator[Iterator[tuple[Batch[T], EncodedTexts]]]:
+) -> Iterator[Iterator[tuple[Batch[T], R]]]:
     """Yield the batches after the last checkpoint of a build, in order; none if the build has ended.
 
     counters: the loader's, updated as the items are read.
@@ -69,16 +69,16 @@ def encoded(
         if executor is None and num_threads:
             executor = ThreadPoolExecutor(num_threads, thread_name_prefix="encode")
             stack.callback(executor.shutdown, cancel_futures=True)
-        encode = encoder.encode
+        encode: Callable[[list[bytes | str], int], R] = encoder.encode
         if executor is not None and not isinstance(executor, ThreadPoolExecutor):
             encode = partial(_encode_elsewhere, pickle.dumps(encoder))
         batches = source.batches(
             documents, texts=lambda items: list(map(kind.texts, items)), first=build.last.documents
         )
-        yield stack.enter_context(closing(InOrder[T, EncodedTexts](encode, executor, kind)(batches)))
+        yield stack.enter_context(closing(InOrder[T, R](encode, executor, kind)(batches)))
 
 
-def _encode_elsewhere(encoder: bytes, texts: list[bytes | str], first: int) -> EncodedTexts:
+def _encode_elsewhere(encoder: bytes, texts: list[bytes | str], first: int) -> Any:
     try:
         return _unpickled(encoder).encode(texts, first)
     except Exception as error:
@@ -90,9 +90,9 @@ def _encode_elsewhere(encoder: bytes, texts: list[bytes | str], first: int) -> E
 
 
 @lru_cache(maxsize=4)
-def _unpickled(encoder: bytes) -> TextEncoder:
+def _unpickled(encoder: bytes) -> Encoder[Any]:
     """Open a tokenizer once in each process. An error here reaches the caller; one while unpickling kills a worker."""
-    opened: TextEncoder = pickle.loads(encoder)
+    opened: Encoder[Any] = pickle.loads(encoder)
     return opened
 
 

@@ -20,8 +20,8 @@ from typing import Any, NoReturn, TypeVar
 from niels_gpt.builders.build import TEXTS, Build
 from niels_gpt.builders.journal import Attempts, identity_of
 from niels_gpt.builders.meta_keys import OF_ANOTHER_VERSION, Source, is_of_this_version
-from niels_gpt.builders.source import Chunk, ItemKind
-from niels_gpt.encoding import DIGEST_BYTES, TextEncoder
+from niels_gpt.builders.source import Chunk, Encoder, ItemKind
+from niels_gpt.encoding import DIGEST_BYTES
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import canonical_json
@@ -122,7 +122,7 @@ def compare_consumed(
     build: Build,
     chunks: Iterator[Chunk[T]],
     kind: ItemKind[T],
-    encoder: TextEncoder,
+    encoder: Encoder[Any],
     report: Callable[[int], None],
 ) -> Iterator[Chunk[T]]:
     """Read again what was consumed at the last checkpoint, or only its last document after a seek, and compare it.
@@ -144,7 +144,7 @@ def check_ended(build: Build, chunks: Iterator[Chunk[T]], kind: ItemKind[T]) -> 
 
 
 def _compare_last(
-    build: Build, chunks: Iterator[Chunk[T]], kind: ItemKind[T], encoder: TextEncoder
+    build: Build, chunks: Iterator[Chunk[T]], kind: ItemKind[T], encoder: Encoder[Any]
 ) -> Iterator[Chunk[T]]:
     count, known = build.last.documents, build.last.seek
     assert known is not None
@@ -169,7 +169,7 @@ def _compare_all(
     build: Build,
     chunks: Iterator[Chunk[T]],
     kind: ItemKind[T],
-    encoder: TextEncoder,
+    encoder: Encoder[Any],
     report: Callable[[int], None],
 ) -> Iterator[Chunk[T]]:
     count, number = build.last.documents, 0

@@ -11,15 +11,16 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice, zip_longest
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.encoding import DIGEST_BYTES, TextEncoder
+from niels_gpt.encoding import DIGEST_BYTES
 from niels_gpt.storage.meta_json import checked_count
 
 T = TypeVar("T")
+R_co = TypeVar("R_co", covariant=True)
 
 SHUFFLE_ALGORITHM = "replace-random-slot, drain by randperm, torch.Generator"
 """In meta.json (`shuffle.algorithm`): another algorithm gives other bytes from the same seed."""
@@ -255,6 +256,16 @@ def beginning(text: bytes | str) -> str:
     return text[:80] if isinstance(text, str) else text[:320].decode(errors="ignore")[:80]
 
 
+class Encoder(Protocol[R_co]):
+    """What turns the texts of a batch into what a builder stores."""
+
+    def hashes(self, texts: Sequence[bytes | str]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Return split keys, or none, and the digests of texts: uint64 [texts] each."""
+
+    def encode(self, texts: Sequence[bytes | str], first: int = 0) -> R_co:
+        """Return what a batch becomes. first: the number of its first text in the stream."""
+
+
 @dataclass(frozen=True)
 class ItemKind(Generic[T]):
     """How a builder reads an item of its source: a document or a chat."""
@@ -266,7 +277,7 @@ class ItemKind(Generic[T]):
     name: Callable[[T], str]
     """The item's id in its source."""
 
-    def digests(self, items: Sequence[T], encoder: TextEncoder) -> list[bytes]:
+    def digests(self, items: Sequence[T], encoder: Encoder[Any]) -> list[bytes]:
         """Return the digests that tell whether items have changed."""
         texts = list(map(self.texts, items))
         each = iter(digest_list(encoder.hashes(list(chain.from_iterable(texts)))[1]))

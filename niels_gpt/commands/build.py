@@ -202,7 +202,7 @@ def build_each(
         )
         outcomes.append(tokenizer)
         special_ids = tokenizer.meta["special_token_ids"]
-        left_out = [key for key in chosen if of_all and needs_sentinels(key.split("/")[0], special_ids)]
+        left_out = [key for key in chosen if of_all and needs_sentinels(settings, key.split("/")[0], special_ids)]
         if left_out:
             reason = no_sentinels(settings, left_out, tokenizer.path)
             print_warning("W411", f"{', '.join(left_out)} left out: {reason}")

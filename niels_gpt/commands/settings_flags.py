@@ -21,7 +21,7 @@ COMMON = {
         "gutenberg_val_tokens",
         "own_val_frac",
     ),
-    "Tokenizer": ("tokenizer", "vocab_size", "document_end"),
+    "Tokenizer": ("tokenizer", "vocab_size", "document_end", "chat_template", "loss_on"),
     "Build": ("cache_dir", "seed", "threads"),
 }
 """The settings that --help shows, by their panel; the others are under --help-all."""
@@ -29,6 +29,7 @@ _LINES = ("pretrain", "sft", "rollouts", "licence", "attribution")
 """Settings of several entries, each a flag."""
 _CHOICES = {
     "on_special": ["drop", "raise", "text"],
+    "loss_on": ["assistant", "assistant,tool_calls", "tool_calls", "last"],
     "engine": ["auto", "gigatoken", "reference"],
     "tokenizer_kind": ["sentencepiece", "bpe"],
 }

@@ -30,7 +30,8 @@ from niels_gpt.storage.codes import coded
 _HUB = "https://huggingface.co/datasets/"
 _COMMON_SETTINGS = {
     "pretrain": ("seed", "shard_bytes", "on_special", "max_document_bytes"),
-    **dict.fromkeys(("sft", "trees"), ("seed", "on_special", "sft_val_frac", "max_document_bytes")),
+    "sft": ("seed", "on_special", "sft_val_frac", "max_document_bytes", "chat_template", "loss_on"),
+    "trees": ("seed", "on_special", "sft_val_frac", "max_document_bytes"),
     "rollouts": ("seed", "rollouts_val_frac", "rollouts_vocab_size", "max_document_bytes"),
 }
 

@@ -7,8 +7,7 @@ resolve.py           what a source is under the current settings: dataset, files
 sources.py           opens a source of the table as an iterable for a builder, without what --exclude lists
 user_sources.py      which user-defined sources there are, by the settings and sources.toml
 tokenizer.py         which tokenizer a cache is encoded with: the installed one, a copy of a model, or a trained one
-tokenizer_texts.py   on which sources a tokenizer is trained, in which order, and on how much text of each
-tokenizer_change.py  what is logged of a new tokenizer: caches it makes unreadable, sources it was not trained on
+tokenizers/          texts that one is trained on, what is logged of a new one, the chat template of sft caches
 snapshot.py          how many rows of a hub source a snapshot keeps; data/files/snapshot.py writes them
 disk.py              how much disk a build needs, and when it is refused
 gc.py                runs `gc` over all caches of a folder; which versions are old is decided in storage/versions.py

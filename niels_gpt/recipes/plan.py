@@ -34,7 +34,7 @@ from niels_gpt.recipes.tokenizer import (
     tokenizer_state,
     usable_tokenizer,
 )
-from niels_gpt.recipes.tokenizer_texts import TRAINING_SETTINGS
+from niels_gpt.recipes.tokenizers.texts import TRAINING_SETTINGS
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
@@ -98,8 +98,8 @@ def plan(settings: Settings, keys: list[str]) -> list[Plan]:
 def settings_fingerprint(settings: Settings, key: str) -> str:
     """Return twelve hex digits of the settings that decide the bytes of `key`, and of the builder's version.
 
-    The parts of `recipe_fingerprint` that are known without reading a tokenizer or a source. A file of --exclude that
-    cannot be read counts as none: the build reports it.
+    The parts of `recipe_fingerprint` that are known without reading a tokenizer or a source. A file of --exclude, and
+    that of a chat template, that cannot be read counts as none: the build reports it.
     """
     name = key.rpartition("/")[2]
     user = user_sources(settings).get(name)
@@ -110,7 +110,8 @@ def settings_fingerprint(settings: Settings, key: str) -> str:
     try:
         return recipe_fingerprint(settings, key, _reads(settings, key), None, source)[:12]
     except (OSError, ValueError):
-        return recipe_fingerprint(replace(settings, exclude=None), key, _reads(settings, key), None, source)[:12]
+        unread = replace(settings, exclude=None, chat_template=None, loss_on=Settings.loss_on)
+        return recipe_fingerprint(unread, key, _reads(settings, key), None, source)[:12]
 
 
 def _reads(settings: Settings, key: str) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from niels_gpt.cache.meta import find_meta, listed_meta, read_meta
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.recipes.disk import needed_bytes, refuse_without_room, unfinished_bytes
 from niels_gpt.recipes.resolve import ResolvedSource
+from niels_gpt.recipes.tokenizers.templates import recipe_settings
 from niels_gpt.recipes.user_sources import stated_credit
 from niels_gpt.settings import Settings, usable_cores
 from niels_gpt.storage.errors import CacheError
@@ -157,7 +158,7 @@ def recipe_fingerprint(
     Raises: FileNotFoundError, ValueError if the file of --exclude cannot be read; ValueError for a document_end that
         the tokenizer does not have.
     """
-    chosen = {name: getattr(settings, name) for name in reads}
+    chosen = recipe_settings(settings, reads, tokenizer)
     if key == TOKENIZER_KEY:  # under the name of before, and without the kind that was the only one
         chosen["tokenizer_model"] = chosen.pop("tokenizer")
         if chosen["tokenizer_kind"] == Settings.tokenizer_kind:
@@ -259,7 +260,7 @@ def run_recipe(
     """
     path = cache_root(settings) / key
     with Measurement() as measurement:
-        recipe = {name: getattr(settings, name) for name in reads}
+        recipe = recipe_settings(settings, reads, tokenizer)
         unfinished = _unfinished_provenance(source, path, recipe)
         recorded = unfinished or None
         if not refresh:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.builders.pretrain import BUDGET_RULE, FRACTION_RULE, build_pretrain, build_stub
-from niels_gpt.builders.sft import build_sft
+from niels_gpt.builders.sft import build_sft, build_templated_sft
 from niels_gpt.progress import Progress
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
 from niels_gpt.recipes.run_recipe import BuildInputs, Outcome, num_threads
 from niels_gpt.recipes.tokenizer import build_with_tokenizer
+from niels_gpt.recipes.tokenizers.templates import opened_template
 from niels_gpt.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -94,18 +95,27 @@ def _build_chats(
     settings: Settings, source: ResolvedSource, inputs: BuildInputs, path: Path, progress: Progress | None
 ) -> dict[str, Any]:
     assert inputs.tokenizer is not None
-    return build_sft(
-        sources.chats(settings, source, inputs.revision, inputs.counters, inputs.source.position),
+    read = sources.chats if settings.chat_template is None else sources.template_chats
+    chats: Any = read(settings, source, inputs.revision, inputs.counters, inputs.source.position)
+    common: dict[str, Any] = {
+        "tokenizer": inputs.tokenizer,
+        "val_frac": settings.sft_val_frac,
+        "seed": settings.seed,
+        "num_threads": num_threads(settings),
+        "source": inputs.source,
+        "committed": inputs.committed,
+        "progress": progress,
+    }
+    if settings.chat_template is None:
+        return build_sft(chats, path, on_special=settings.on_special, engine=settings.engine, **common)
+    if settings.on_special == "text":
+        logger.info("%s: chats that hold a special token are dropped: a template has no plain form of its tokens", path)
+    return build_templated_sft(
+        chats,
         path,
-        tokenizer=inputs.tokenizer,
-        val_frac=settings.sft_val_frac,
-        seed=settings.seed,
-        on_special=settings.on_special,
-        num_threads=num_threads(settings),
-        engine=settings.engine,
-        source=inputs.source,
-        committed=inputs.committed,
-        progress=progress,
+        chat_tokenizer=opened_template(settings, inputs.tokenizer, path),
+        on_special="raise" if settings.on_special == "raise" else "drop",
+        **common,
     )
 
 

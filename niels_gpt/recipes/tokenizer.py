@@ -20,8 +20,9 @@ from niels_gpt.inspection.readers import check_model
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Measurement, Outcome, cache_root, finish, run_recipe
-from niels_gpt.recipes.tokenizer_change import log_unseen_source, warn_of_older_caches
-from niels_gpt.recipes.tokenizer_texts import train, was_trained_by
+from niels_gpt.recipes.tokenizers.change import log_unseen_source, warn_of_older_caches
+from niels_gpt.recipes.tokenizers.templates import opened_template
+from niels_gpt.recipes.tokenizers.texts import train, was_trained_by
 from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
 from niels_gpt.storage.codes import coded
@@ -148,8 +149,10 @@ def check_tokenizer(
 
     where: the folder or file that it was opened in; messages name the tokenizer as the settings do.
     """
-    if needs_sentinels(source.spec.family, tokenizer.special_token_ids()):
+    if needs_sentinels(settings, source.spec.family, tokenizer.special_token_ids()):
         raise no_sentinels(settings, [key], where)
+    if source.spec.family == "sft" and settings.chat_template is not None:
+        opened_template(settings, tokenizer, where)
     if "document_end" in source.spec.settings:
         try:
             document_end(tokenizer, settings.document_end)
@@ -162,9 +165,11 @@ class NoSentinels(CacheError):
     """A cache of chats needs the sentinels, and the tokenizer does not have them: see `no_sentinels`."""
 
 
-def needs_sentinels(family: str, special_token_ids: Mapping[str, int]) -> bool:
-    """Whether the caches of a family cannot be built with a tokenizer: chats have their roles as sentinels."""
-    return family in ("sft", "trees") and not special_token_ids
+def needs_sentinels(settings: Settings, family: str, special_token_ids: Mapping[str, int]) -> bool:
+    """Whether the caches of a family cannot be built with a tokenizer: the project's own template has roles as
+    sentinels."""
+    families = ("sft", "trees") if settings.chat_template is None else ("trees",)
+    return family in families and not special_token_ids
 
 
 def no_sentinels(settings: Settings, keys: Sequence[str], tokenizer: Path) -> NoSentinels:

@@ -61,7 +61,7 @@ _BY_PLACE: tuple[tuple[str, tuple[type[Exception], ...], str], ...] = (
     ("prefix_tree.verify", (ValueError,), "E803"),
     ("recipes.eagle3.input", (ValueError, *_ABSENT), "E709"),
     ("recipes.snapshot", (ValueError,), "E307"),
-    ("recipes.tokenizer_texts", (ValueError,), "E406"),
+    ("recipes.tokenizers.texts", (ValueError,), "E406"),
     ("recipes.user_sources", (ValueError, *_ABSENT), "E104"),
     ("sampling.changes", (ValueError,), "E108"),
     ("sampling.evaluation", _ABSENT, "E204"),

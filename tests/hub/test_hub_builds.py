@@ -65,7 +65,7 @@ def test_a_revision_of_nothing_is_refused(hub: Settings, text: str) -> None:
 def test_a_cache_takes_the_revision_that_the_tokenizer_was_trained_on(
     loopback_hub: LoopbackHub, hub: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("niels_gpt.recipes.tokenizer_texts.training_order", lambda: ["dolly15k"])
+    monkeypatch.setattr("niels_gpt.recipes.tokenizers.texts.training_order", lambda: ["dolly15k"])
     first = loopback_hub.add(DOLLY, numbered_datasets.dolly())
     trained = dataclasses.replace(hub, tokenizer=None, vocab_size=400)
     meta = ensure_tokenizer(trained).meta

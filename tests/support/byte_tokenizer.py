@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.chat.tokenizers import Chat, ChatTokenizer, EncodedChat, RefusedChat
 
 
 class ByteTokenizer:
@@ -42,6 +43,30 @@ class WideByteTokenizer(ByteTokenizer):
 
     def decode(self, ids):
         return super().decode([id - self.more for id in ids])
+
+
+class ByteChats(ChatTokenizer):
+    """A template on five lines: each turn is its role's id, its text and 4; the words of the assistant carry loss."""
+
+    name, sha256, template_sha256, mask_by, loss_on = "bytes", "0" * 64, "1" * 64, "prefix", "assistant"
+    pad_id, special_token_ids = 0, [None, 4, 0, None]
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self.tokenizer = tokenizer or ByteTokenizer()
+        self.vocab_size = self.tokenizer.vocab_size
+
+    def encode_chats(self, chats: Any) -> list[EncodedChat | RefusedChat]:
+        return [self.encoded(chat) for chat in chats]
+
+    def encoded(self, chat: Chat) -> EncodedChat | RefusedChat:
+        ids, mask = list[int](), list[int]()
+        for message in chat.messages:
+            if "<|" in message["content"]:
+                return RefusedChat("special_text", f"a message of chat {chat.name!r} holds a special token")
+            text = self.tokenizer.encode(message["content"])
+            ids += [{"system": 1, "user": 2, "assistant": 3}[message["role"]], *text, 4]
+            mask += [0, *[int(message["role"] == "assistant")] * (len(text) + 1)]
+        return EncodedChat(ids, mask)
 
 
 def build(path: Path, texts: Any, num_tokens: int = 30) -> dict[str, Any]:

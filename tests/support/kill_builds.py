@@ -43,6 +43,7 @@ COUNT = 2_000
 SETTINGS: dict[str, dict[str, Any]] = {
     "pretrain": {"max_train_tokens": 12_500, "max_val_tokens": 1_500, "shard_bytes": 4_000, "shuffle_buffer": 100},
     "sft": {},
+    "templated": {},
     "rollouts": {},
 }
 MOST_TRIES = 100
@@ -145,7 +146,7 @@ def look(kind: str, public: Path, generator: torch.Generator) -> str | None:
         dataset.get_batch(B=4, generator=generator)
     elif kind == "rollouts":
         RolloutDataset(public).group(0)
-    else:
+    elif kind == "sft":
         pair = (public / "train_tokens.bin", public / "train_idx.npy")
         SFTExampleDataset(*pair, T=64, device="cpu", eot_id=4).get_batch(B=4, generator=generator)
     return whole_version(public)

@@ -15,12 +15,13 @@ from typing import Any
 
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.builders.sft import build_sft
+from niels_gpt.builders.sft import build_sft, build_templated_sft
+from niels_gpt.chat.tokenizers import Chat
 from niels_gpt.prefix_tree.rollouts.build import build_rollouts
 from niels_gpt.prefix_tree.rollouts.records import Rollout, RolloutGroup
 from niels_gpt.storage.meta_json import file_records
 from niels_gpt.tokenizers.protocol import PROBE
-from support.byte_tokenizer import ByteTokenizer
+from support.byte_tokenizer import ByteChats, ByteTokenizer
 
 Item = tuple[Any, ...]
 BATCH_ITEMS = 5
@@ -113,6 +114,25 @@ def sft(path: Path, seed: int = 0, *, items: Iterable[Item] | None = None, **cha
     return build_sft(items, path, **{**arguments, **changed})
 
 
+def templated(
+    path: Path, seed: int = 0, *, items: Iterable[Item] | None = None, tokenizer: Any = None, **changed: Any
+) -> dict[str, Any]:
+    """Build an sft cache of both splits by another chat template, with loss bits."""
+    counters: dict[str, int] = {}
+    tokenizer = tokenizer or ByteTokenizer()
+    arguments: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "chat_tokenizer": ByteChats(tokenizer),
+        "val_frac": 0.2,
+        "seed": seed,
+        "num_threads": 0,
+        "source": Source(name="small", counters=counters),
+        "checkpoint_seconds": 0,
+    }
+    read = (Chat(*item) for item in counting(chats(seed) if items is None else items, counters))
+    return build_templated_sft(read, path, **{**arguments, **changed})
+
+
 def rollout_groups(seed: int, count: int = 40) -> list[RolloutGroup]:
     """Return groups with every field; some samples have a bad form, and some groups no good one."""
     chance = random.Random(seed)
@@ -153,8 +173,8 @@ def rollouts(
     return build_rollouts(groups, path, **{**arguments, **changed})
 
 
-BUILDERS: dict[str, Any] = {"pretrain": pretrain, "sft": sft, "rollouts": rollouts}
-ITEMS: dict[str, Any] = {"pretrain": documents, "sft": chats, "rollouts": rollout_groups}
+BUILDERS: dict[str, Any] = {"pretrain": pretrain, "sft": sft, "templated": templated, "rollouts": rollouts}
+ITEMS: dict[str, Any] = {"pretrain": documents, "sft": chats, "templated": chats, "rollouts": rollout_groups}
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from niels_gpt.data.sources import SOURCES
 from niels_gpt.interrupts import ended_at_once
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.resolve import resolve_source
-from niels_gpt.recipes.tokenizer_change import warn_of_little_text
+from niels_gpt.recipes.tokenizers.change import warn_of_little_text
 from niels_gpt.recipes.user_sources import text_sources
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer_training import train_tokenizer

@@ -1,0 +1,273 @@
+"""Builds an sft cache by any chat template: chats -> ids, and a bit for each token that says whether it carries loss.
+
+Decides which chats are dropped, and counts them. Their ids and targets are decided in niels_gpt/chat/.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.builders import pipeline
+from niels_gpt.builders.build import CHECKPOINT_SECONDS, Build
+from niels_gpt.builders.losses import UNKNOWN_IDS, warn_of_unknown
+from niels_gpt.builders.meta_keys import Source, build_identity, describe_and_commit, vocabulary_of
+from niels_gpt.builders.resume import NoTextError, open_build, seek
+from niels_gpt.builders.sft.examples import FILES, LOSS, SPLIT_RULE, ExampleBuffer
+from niels_gpt.builders.source import Batch, ItemKind, first_number
+from niels_gpt.chat.tokenizers import SPECIAL_TEXT, Chat, ChatTokenizer, EncodedChat, RefusedChat
+from niels_gpt.encoding import DIGEST_BYTES, DIGEST_DTYPE
+from niels_gpt.progress import Progress
+from niels_gpt.storage.codes import coded
+from niels_gpt.tokenizers.protocol import Tokenizer, token_dtype
+
+logger = logging.getLogger(__name__)
+
+MALFORMED, EMPTY, NO_SUPERVISED = "malformed", "empty", "no_supervised"
+MERGED, WITHOUT_LOSS = "merged_at_reply_edge", "turns_without_loss"
+_SPLIT_RULE = SPLIT_RULE.replace("(roles and contents)", "(messages and tools)")
+_REMEDY = (
+    "Expected a chat with a turn that carries loss: name other turns with --loss-on, or with --chat-template a file "
+    "that marks the replies by {% generation %} and {% endgeneration %}"
+)
+
+
+class _Item(NamedTuple):
+    """One chat in the builder's form."""
+
+    name: str
+    """Its id in the source."""
+    text: str
+    """All of it as JSON, in the order of its keys, which a template may write out; "" for a malformed one."""
+
+
+_CHATS = ItemKind[_Item](
+    texts=lambda item: [item.text], label=lambda item: f"{item.name}\0", name=lambda item: item.name
+)
+
+
+def build_templated_sft(
+    chats: Iterable[Chat],
+    out_dir: str | os.PathLike[str],
+    *,
+    tokenizer: Tokenizer,
+    chat_tokenizer: ChatTokenizer,
+    val_frac: float,
+    seed: int,
+    on_special: str = "drop",
+    num_threads: int = 1,
+    source: Source | None = None,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    committed: Callable[[dict[str, Any]], None] | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Build the cache and commit it at `out_dir`; returns its meta. A killed build resumes.
+
+    chats: messages with roles and any further values of JSON, which the template gets as they are. docs/formats.md,
+        "Loss bits", has the reasons for which one is dropped and counted in meta `dropped`, and what is counted in
+        `noticed` of those that are kept.
+    tokenizer: that the ids are of. chat_tokenizer: the same one with its template and the turns that carry loss.
+    on_special: what to do with a chat that holds the literal of a special token: "drop", or "raise" ValueError.
+    num_threads: 0: the caller's own; else rendering and encoding run beside the reading. Never changes the bytes.
+    The other arguments are those of `build_pretrain`; progress does not know the tokens to expect.
+    Raises: ValueError for bad arguments, for a template that cannot be used, and if no chat with a target is left;
+        CacheError and RuntimeError as `build_pretrain`.
+    """
+    if not 0 <= val_frac < 1:
+        raise ValueError(f"val_frac={val_frac}: expected 0 <= val_frac < 1")
+    if on_special not in ("drop", "raise"):
+        raise ValueError(f"on_special={on_special!r}: expected 'drop' or 'raise'")
+    chat_tokenizer.encode_chats([])  # fail early if the template cannot be used
+    source, vocabulary = source or Source(), vocabulary_of(tokenizer)
+    template = {
+        "sha256": chat_tokenizer.template_sha256,
+        "mask_by": chat_tokenizer.mask_by,
+        "loss_on": chat_tokenizer.loss_on,
+    }
+    settings: dict[str, Any] = {"kind": "sft", "built": True, "val_frac": val_frac, "on_special": on_special}
+    settings |= {"split_rule": _SPLIT_RULE, "chat_template": template, "pad_id": chat_tokenizer.pad_id}
+    named = {"template_tokens": chat_tokenizer.special_token_ids}  # a template may write them by their names
+    identity = build_identity(source, tokenizer, seed=seed, **named, **settings)
+    encoder = _ChatEncoder(chat_tokenizer, vocabulary["vocab_size"])
+    with open_build(out_dir, identity, {**FILES, LOSS: None}, checkpoint_seconds, source) as build:
+        writer = _Writer(build, encoder, on_special, getattr(tokenizer, "unk_id", None), progress)
+        seek(build, source)
+        first_number(source.position)
+        writer.fill(map(_item, chats), source, num_threads)
+        if not writer.buffer.kept:
+            lost = {**writer.buffer.counts, **source.counters}
+            first = f" The first: {writer.first_problem}." if writer.first_problem else ""
+            raise NoTextError(f"{os.fspath(out_dir)}: no chat with a target is left: {lost}.{first} {_REMEDY}")
+        build.checkpoint(writer.buffer.state(), ended=True)
+        known = {"vocabulary": vocabulary, "source": source, "counters": source.counters, "seed": seed, **settings}
+        meta = describe_and_commit(build, out_dir, lambda: writer.buffer.split(val_frac, seed), committed, **known)
+    warn_of_unknown(out_dir, meta["unknown_ids"])
+    return meta
+
+
+def _item(chat: Chat) -> _Item:
+    messages = chat.messages
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    if not is_list or not all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in messages):
+        return _Item(chat.name, "")
+    try:
+        value = {"messages": list(messages), "tools": chat.tools, "name": chat.name}
+        return _Item(chat.name, json.dumps(value, separators=(",", ":"), allow_nan=False, default=_plain))
+    except (TypeError, ValueError, RecursionError):  # what JSON has no form for
+        return _Item(chat.name, "")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError
+
+
+@dataclass(frozen=True)
+class _EncodedChats:
+    """A batch of chats: what is stored of those that are kept, and why the others are dropped."""
+
+    ids: list[NDArray[Any]] = field(default_factory=list)
+    """Of each kept chat, in the cache's dtype."""
+    targets: list[NDArray[np.bool_]] = field(default_factory=list)
+    """Of each kept chat, as long as its ids."""
+    rows: list[tuple[int, ...]] = field(default_factory=list)
+    """Of each kept chat: tokens, supervised tokens, utf-8 bytes, digest."""
+    problems: dict[int, RefusedChat] = field(default_factory=dict)
+    """Number of the chat -> why it is dropped."""
+    noticed: Counter[str] = field(default_factory=Counter)
+    """What is odd about chats that are kept."""
+
+    def add(self, chat: Chat, ids: NDArray[Any], encoded: EncodedChat) -> None:
+        """Take a chat that is kept."""
+        targets = np.array(encoded.mask, dtype=np.bool_)
+        targets[0] = False  # nothing predicts the first token
+        self.ids.append(ids)
+        self.targets.append(targets)
+        self.rows.append((len(ids), int(targets.sum()), _utf8_bytes(chat.messages), _digest(chat)))
+        self.noticed.update([MERGED] * encoded.merged + list(encoded.unsupervised))
+        self.noticed[WITHOUT_LOSS] += encoded.turns_without_loss > 0
+
+
+class _ChatEncoder:
+    """Encodes batches of chats and checks every id. Threads may share it."""
+
+    def __init__(self, chat_tokenizer: ChatTokenizer, vocab_size: int) -> None:
+        self._chat_tokenizer, self._lock = chat_tokenizer, Lock()
+        self.vocab_size, self.dtype = vocab_size, token_dtype(vocab_size)
+
+    def hashes(self, texts: Sequence[bytes | str]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Return no split keys, and the digests of texts."""
+        digests = [sha256(text.encode() if isinstance(text, str) else text).digest()[:DIGEST_BYTES] for text in texts]
+        return np.empty(0, dtype=np.uint64), np.frombuffer(b"".join(digests), dtype=DIGEST_DTYPE)
+
+    def encode(self, texts: Sequence[bytes | str], first: int = 0) -> _EncodedChats:
+        """Encode chats, each as `_Item.text` has it. Raises: ValueError as the chat tokenizer, and for a wrong id."""
+        chats = [Chat(**json.loads(text)) if text else None for text in texts]
+        with self._lock:
+            found = iter(self._chat_tokenizer.encode_chats([chat for chat in chats if chat and chat.messages]))
+        encoded = _EncodedChats()
+        for number, chat in enumerate(chats):
+            if chat is None or not chat.messages:
+                encoded.problems[number] = RefusedChat(EMPTY if chat else MALFORMED, "")
+            elif isinstance(result := next(found), RefusedChat):
+                encoded.problems[number] = result
+            elif any(result.mask[1:]):
+                encoded.add(chat, self._checked(result.ids, chat.name), result)
+            else:
+                encoded.problems[number] = RefusedChat(NO_SUPERVISED, "")
+        return encoded
+
+    def _checked(self, ids: list[int], name: str) -> NDArray[Any]:
+        array = np.array(ids, dtype=np.int64)
+        if not 0 <= array.min() <= array.max() < self.vocab_size:
+            wrong = array[(array < 0) | (array >= self.vocab_size)][0]
+            problem = f"chat {name!r}: the tokenizer gave id {wrong}, expected ids below vocab_size={self.vocab_size}"
+            raise coded("E409", ValueError(problem))
+        return array.astype(self.dtype)
+
+
+def _utf8_bytes(value: Any) -> int:
+    """Return the utf-8 length of every text in messages but the roles; half a surrogate pair counts three bytes."""
+    if isinstance(value, str):
+        return len(value) if value.isascii() else len(value.encode(errors="surrogatepass"))
+    if isinstance(value, dict):
+        return sum(_utf8_bytes(each) for key, each in value.items() if key != "role")
+    return sum(map(_utf8_bytes, value)) if isinstance(value, list) else 0
+
+
+def _digest(chat: Chat) -> int:
+    """Return 8 bytes of the sha256 of messages and tools, with their keys sorted, as an int64."""
+    text = json.dumps([chat.messages, chat.tools], sort_keys=True, separators=(",", ":"))
+    return int.from_bytes(sha256(text.encode()).digest()[:DIGEST_BYTES], "little", signed=True)
+
+
+class _Writer:
+    """Appends the chats that are kept to the buffer, and counts."""
+
+    def __init__(
+        self, build: Build, encoder: _ChatEncoder, on_special: str, unk_id: int | None, progress: Progress | None
+    ) -> None:
+        self._build, self._encoder, self._on_special, self._unk_id = build, encoder, on_special, unk_id
+        self._progress = progress
+        self.buffer = ExampleBuffer(build, encoder.dtype)
+        self.first_problem = ""
+        """Of the first chat that was dropped in this run for a reason that has words."""
+
+    def fill(self, chats: Iterator[_Item], source: Source, num_threads: int) -> None:
+        """Read all chats and append those that are kept."""
+        with pipeline.encoded(
+            self._build,
+            chats,
+            source.counters,
+            self._encoder,
+            _CHATS,
+            exhausted=True,
+            num_threads=min(num_threads, 1),
+            executor=None,
+            report=self._report,
+        ) as batches:
+            for batch, encoded in batches:
+                self._add(batch, encoded)
+                self._build.record_consumed(_CHATS.digests(batch.items, self._encoder), batch.chunk)
+                self._build.checkpoint(self.buffer.state())
+                self._report(self.buffer.counts["examples_read"])
+
+    def _report(self, chats: int) -> None:
+        if self._progress is not None:
+            self._progress(chats, self.buffer.tokens, None)
+
+    def _add(self, batch: Batch[_Item], encoded: _EncodedChats) -> None:
+        buffer = self.buffer
+        for number, problem in encoded.problems.items():
+            self._drop(batch.items[number].name, problem)
+        buffer.counts["examples_read"] += len(batch.items)
+        buffer.warnings.update(encoded.noticed)
+        if encoded.ids:
+            ids, targets = np.concatenate(encoded.ids), np.concatenate(encoded.targets)
+            if self._unk_id is not None:
+                buffer.warnings[UNKNOWN_IDS] += int(np.count_nonzero(ids == self._unk_id))
+            names = (item.name for number, item in enumerate(batch.items) if number not in encoded.problems)
+            buffer.write(ids, np.array(encoded.rows, dtype=np.int64), names, targets)
+
+    def _drop(self, name: str, problem: RefusedChat) -> None:
+        if problem.reason == SPECIAL_TEXT and self._on_special == "raise":
+            remedy = "Remove it from the source, or have such chats dropped: --on-special drop"
+            raise coded("E305", ValueError(f"{problem.found}. {remedy}"))
+        if problem.found and not self.first_problem:
+            self.first_problem = problem.found
+        if not self.buffer.counts[problem.reason]:
+            what = problem.found or f"chat {name!r}"
+            message = "%s. Counted as %s; more like it are counted only"
+            logger.warning(message, what, problem.reason, extra={"code": "W305"})
+        self.buffer.counts[problem.reason] += 1

@@ -1,0 +1,98 @@
+"""The chat template of sft caches: its text by the settings, and what a fingerprint has of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from niels_gpt.chat.tokenizers import ChatTokenizer, template_tokenizer
+from niels_gpt.settings import OF_TOKENIZER, Settings
+from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.tokenizers.files import TOKENIZER_JSON, read_file
+from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
+from niels_gpt.tokenizers.protocol import FullTokenizer
+
+MAX_BYTES = 1 << 22
+"""Of a file with a template: four bytes for each character that one may have."""
+SETTINGS = ("chat_template", "loss_on")
+"""The settings that decide which template a cache of chats has. They count only if one is named."""
+
+
+def template_text(settings: Settings) -> str | None:
+    """Return the text of the template in the file that the settings name; None for the tokenizer's own.
+
+    Raises: FileNotFoundError, ValueError for what is no text file; CacheError for one that is too large.
+    """
+    if settings.chat_template in (None, OF_TOKENIZER):
+        return None
+    path = Path(str(settings.chat_template)).expanduser()
+    try:
+        return read_file(path, MAX_BYTES, "a chat template", follow_links=True).decode("utf-8-sig")
+    except FileNotFoundError:
+        problem = f"--chat-template {settings.chat_template}: no such file, expected {OF_TOKENIZER} or a file of jinja"
+        raise coded("E105", FileNotFoundError(problem)) from None
+    except UnicodeDecodeError as error:
+        problem = f"--chat-template {settings.chat_template}: not UTF-8 at byte {error.start}, expected a file of jinja"
+        raise coded("E407", ValueError(problem)) from None
+
+
+def opened_template(settings: Settings, tokenizer: FullTokenizer, where: Path) -> ChatTokenizer:
+    """Return the tokenizer of chats by the template that the settings name.
+
+    where: the folder or file that the tokenizer was opened in, for messages.
+    Raises: CacheError for a tokenizer that is no tokenizer.json, and for one without a template; as `template_text`.
+    """
+    named = settings.tokenizer or str(where)
+    if tokenizer.kind != "huggingface":
+        raise CacheError(
+            named,
+            "a SentencePiece model, which does not say which characters a token has",
+            f"a tokenizer of Hugging Face: --chat-template needs a {TOKENIZER_JSON}",
+            "Name the folder of one with --tokenizer, train one with --tokenizer-kind bpe, or leave --chat-template "
+            "out: the chats are then written in the project's own template",
+            code="E408",
+        )
+    opened = template_tokenizer(
+        cast(HuggingFaceTokenizer, tokenizer), template_text(settings), loss_on=settings.loss_on
+    )
+    if opened.template_sha256 is None:
+        raise CacheError(
+            named,
+            "the tokenizer has no chat template",
+            "one in its folder, chat_template.jinja or in tokenizer_config.json",
+            "Name the file of a template: --chat-template FILE",
+            code="E407",
+        )
+    return opened
+
+
+def recipe_settings(settings: Settings, reads: Sequence[str], tokenizer: FullTokenizer | None) -> dict[str, Any]:
+    """Return the settings that a recipe reads, by name; of a chat template what decides bytes, and nothing if none is
+    named: the caches of the project's own template stay as they are.
+
+    tokenizer: None: not known, so that its own template is not either.
+    Raises: as `opened_template`.
+    """
+    chosen = {name: getattr(settings, name) for name in reads if name not in SETTINGS}
+    if settings.chat_template is None or SETTINGS[0] not in reads:
+        return chosen
+    facts: dict[str, Any] = {"loss_on": settings.loss_on}
+    if tokenizer is None:
+        text = template_text(settings)
+        facts["sha256"] = OF_TOKENIZER if text is None else hashlib.sha256(text.encode()).hexdigest()
+    else:
+        opened = opened_template(settings, tokenizer, Path(tokenizer.model_path))
+        # A template may write bos and its like, which files beside tokenizer.json name.
+        facts |= {"sha256": opened.template_sha256, "tokens": list(opened.special_token_ids)}
+    return {**chosen, SETTINGS[0]: facts}
+
+
+def described(meta: Mapping[str, Any]) -> str:
+    """Return what a meta.json says of its chat template, in a few words; "" without one."""
+    template = meta.get("chat_template")
+    if not isinstance(template, Mapping):
+        return ""
+    return f"chat template {str(template.get('sha256'))[:12]}, loss on {template.get('loss_on')}"
