@@ -86,13 +86,12 @@ class Settings:
     )
     chat_template: str | None = _setting(
         None,
-        "chat template of sft caches: tokenizer (the one in the tokenizer's folder), or the file of a jinja template; "
-        "none: the project's own. It needs a Hugging Face tokenizer",
+        "template of chats: tokenizer (the one in the tokenizer's folder), or a file of jinja; else the project's own",
     )
     loss_on: str = _setting(
         "assistant",
-        "turns that carry loss with a chat_template: assistant (those without tool calls), assistant,tool_calls (all "
-        "of the assistant's), tool_calls (those with tool calls), or last (the last of the assistant's)",
+        "turns of the assistant that carry loss with a chat_template: assistant (those without tool calls), tool_calls "
+        "(those with), assistant,tool_calls (all), or last (the last one)",
     )
     on_special: str = _setting(
         "drop", "text that holds a special token: drop (counted), raise, or text (encoded as plain text, counted)"

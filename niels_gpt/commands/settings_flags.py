@@ -21,7 +21,7 @@ COMMON = {
         "gutenberg_val_tokens",
         "own_val_frac",
     ),
-    "Tokenizer": ("tokenizer", "vocab_size", "document_end", "chat_template", "loss_on"),
+    "Tokenizer": ("tokenizer", "vocab_size", "document_end", "chat_template"),
     "Build": ("cache_dir", "seed", "threads"),
 }
 """The settings that --help shows, by their panel; the others are under --help-all."""

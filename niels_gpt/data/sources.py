@@ -2,8 +2,7 @@
 
 A new source is a loader (a module beside this one) and a row in SOURCES. The commands, the recipes, the training of
 the tokenizer, snapshots, the disk estimate and the Dagster assets read the table. A setting of a source, such as its
-dataset id, a token budget or a filter, is a field of niels_gpt/settings.py that its row names; flags, environment
-variables and Dagster's form are made from it.
+dataset id, a token budget or a filter, is a field of niels_gpt/settings.py that its row names: a flag is made of it.
 """
 
 from __future__ import annotations

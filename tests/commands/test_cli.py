@@ -101,7 +101,7 @@ def test_a_build_prints_the_warnings_of_its_checks_and_fails_where_one_blocks(
     assert f"{tokens}: sha256 " in capsys.readouterr().err
 
 
-CHOSEN = {"on_special": "text", "engine": "reference", "tokenizer_kind": "bpe"}
+CHOSEN = {"on_special": "text", "engine": "reference", "tokenizer_kind": "bpe", "loss_on": "last"}
 
 
 def test_every_setting_of_a_build_has_a_flag_that_reaches_it() -> None:
@@ -118,8 +118,10 @@ def test_every_setting_of_a_build_has_a_flag_that_reaches_it() -> None:
             kind = type(field.default) if isinstance(field.default, int | float) else str
             text = "0.75" if kind is float else "7"
             given, value = [flag, text], kind(text)
+        more = {"chat_template": "tokenizer"} if field.name == "loss_on" else {}
+        given += [word for name, text in more.items() for word in ("--" + name.replace("_", "-"), text)]
         settings = settings_of(cli.build_all.make_context("build-all", given).params)
-        assert settings == dataclasses.replace(Settings(), **{field.name: value})
+        assert settings == dataclasses.replace(Settings(), **{field.name: value}, **more)
 
 
 def test_the_earlier_name_of_a_flag_is_still_accepted() -> None:
