@@ -1,8 +1,8 @@
-"""Documents of one row that do not see each other, in a stock model of transformers: docs/reading.md explains it.
+"""Pieces of one row that do not see each other, in a stock model of transformers: docs/reading.md explains it.
 
-    python examples/packed_attention.py cache/sample/pretrain/roam/train
+    python examples/packed_attention.py cache/sample/sft/oasst1
 
-Prints how far the logits of the documents of a batch are from those that each of them has alone: with the mask and the
+Prints how far the logits of the pieces of a batch are from those that each of them has alone: with the mask and the
 positions of the batch, and without the mask. On a GPU with flash_attn installed it does the same by FlashAttention.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from niels_gpt.sampling import Batch, EpochStream, block_causal_mask
+from niels_gpt.sampling import Batch, PackedStream, block_causal_mask
 
 
 def small_llama(vocab_size: int, attention: str, dtype: torch.dtype, device: str) -> LlamaForCausalLM:
@@ -65,22 +65,23 @@ def apart(model: LlamaForCausalLM, batch: Batch, **arguments: Any) -> float:
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Print and return the differences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("split", help="the folder of a split of a pretrain cache")
+    parser.add_argument("cache", help="a pretrain or sft cache")
     parser.add_argument("--T", type=int, default=256, help="tokens of a row")
     options = parser.parse_args(arguments)
-    stream = EpochStream(options.split, T=options.T, global_batch_size=4, seed=0, documents=True)
-    batch = next(iter(stream))
-    assert batch.cu_seqlens is not None and batch.documents is not None and stream.split.vocab_size is not None
+    stream = PackedStream(options.cache, split="train", T=options.T, global_batch_size=4, seed=0)
+    vocab_size, batch = stream.split.vocab_size, next(iter(stream))
+    assert batch.cu_seqlens is not None and batch.documents is not None
     for begin, tokens, number in zip(batch.cu_seqlens, batch.cu_seqlens.diff(), batch.documents, strict=False):
-        print(f"row {begin // options.T}, from {begin % options.T}: {tokens} tokens of document {number}")
+        piece = "padding" if number < 0 else f"of document {number}"
+        print(f"row {begin // options.T}, from {begin % options.T}: {tokens} tokens {piece}")
     found = {}
     for attention, dtype in (("sdpa", torch.float32), ("sdpa", torch.float64), ("eager", torch.float32)):
-        model = small_llama(stream.split.vocab_size, attention, dtype, "cpu")
+        model = small_llama(vocab_size, attention, dtype, "cpu")
         found[f"{attention}, {str(dtype)[6:]}"] = apart(model, batch, **masked(batch, dtype))
         found[f"{attention}, {str(dtype)[6:]}, without the mask"] = apart(model, batch)
     print(f"for FlashAttention: cu_seqlens={batch.cu_seqlens.tolist()}, max_seqlen={batch.max_seqlen}")
     if torch.cuda.is_available() and find_spec("flash_attn"):
-        model = small_llama(stream.split.vocab_size, "flash_attention_2", torch.bfloat16, "cuda")
+        model = small_llama(vocab_size, "flash_attention_2", torch.bfloat16, "cuda")
         moved = batch.to("cuda")
         found["flash_attention_2, bfloat16"] = apart(model, moved, **variable_lengths(moved))
     for how, difference in found.items():

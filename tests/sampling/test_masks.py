@@ -11,7 +11,7 @@ import torch
 from support.causal_models import VOCAB, WINDOW, tiny_model
 from support.number_caches import number_cache, with_vocabulary
 
-from niels_gpt.sampling import Batch, EpochStream, block_causal_mask
+from niels_gpt.sampling import Batch, EpochStream, PackedStream, block_causal_mask
 from niels_gpt.sampling.batch import Rows, Segments
 
 pytestmark = pytest.mark.filterwarnings("ignore:the last batch has")
@@ -175,23 +175,37 @@ def test_the_arguments_of_flash_attention_reach_the_layers_of_a_stock_model() ->
         assert (packed.flatten(0, 1) - alone(tiny_model("llama"), batch)).abs().max() < 1e-5
 
 
-def test_the_example_prints_that_documents_are_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight documents of ten ids each: 10-19, 20-29, ..."""
+    return with_vocabulary(number_cache(tmp_path_factory.mktemp("masks") / "numbers", count=80), VOCAB).parent
+
+
+def test_the_example_prints_that_pieces_are_apart(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(__file__).parents[2] / "examples" / "packed_attention.py"
     spec = importlib.util.spec_from_file_location("packed_attention", path)
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    split = with_vocabulary(number_cache(tmp_path / "pretrain" / "numbers"), 128)
-    found = example.main([str(split), "--T", "19"])
+    found = example.main([str(cache), "--T", "25"])
     for how, difference in found.items():
-        assert difference > 0.1 if "without" in how else difference < (1e-5 if "float32" in how else 1e-12), how
-    assert len(found) >= 6 and "max_seqlen=10" in capsys.readouterr().out
+        assert difference > 0.1 if "without" in how else difference < (1e-12 if "float64" in how else 1e-5), how
+    printed = capsys.readouterr().out
+    assert len(found) >= 6 and "from 20: 5 tokens padding" in printed and "max_seqlen=10" in printed
 
 
-def test_a_window_of_documents_is_masked_as_a_packed_row_is(tmp_path: Path) -> None:
-    """Documents of ten ids each, 10-19, 20-29, ...: a token sees those of its own ten up to itself."""
-    split = number_cache(tmp_path / "pretrain" / "numbers")
-    batch = next(iter(EpochStream(str(split), T=19, global_batch_size=4, seed=0, documents=True)))
-    mask = block_causal_mask(batch.cu_seqlens, (4, 19), dtype=torch.bool)
-    expected = [[[j <= i and i // 10 == j // 10 for j in row] for i in row] for row in batch.x.tolist()]
-    assert mask[:, 0].tolist() == expected
+@pytest.mark.parametrize("kind", ["windows", "packed"])
+def test_batches_of_both_streams_keep_their_pieces_apart(cache: Path, kind: str) -> None:
+    """A token sees those of its own ten ids up to itself; padding sees padding."""
+    arguments: dict[str, Any] = {"T": 25, "global_batch_size": 3, "seed": 0}
+    windows = EpochStream(str(cache / "train"), documents=True, **arguments)
+    batch = next(iter(windows if kind == "windows" else PackedStream(str(cache), **arguments)))
+    mask = block_causal_mask(batch.cu_seqlens, (3, 25), dtype=torch.bool)
+    assert mask[:, 0].tolist() == [
+        [[j <= i and row[i] // 10 == row[j] // 10 for j in range(25)] for i in range(25)] for row in batch.x.tolist()
+    ]
+    for dtype, limit in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        model = tiny_model("llama").to(dtype)
+        inputs = {"position_ids": batch.position_ids, "attention_mask": masks_for(model, batch, dtype)}
+        assert apart(model, batch, use_cache=False, **inputs) < limit
+        assert apart(model, batch, use_cache=False) > 0.1
