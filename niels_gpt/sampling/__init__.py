@@ -13,6 +13,7 @@ A run resumes in exactly the same order, even with other ranks, DataLoader worke
     changes.py       what a mixture with other sources or weights takes over from the state of a run
     shares.py        weights -> how many samples of a block each source gets; how remainders carry over; their order
     packing/         rows without padding: which pieces share a row, and how attention keeps them apart
+    prefetching.py   prefetch: batches made ahead in a thread, and copied to the GPU
     evaluation.py    iter_eval: every token of a split once, in order; bits_per_byte
 
 docs/reading.md shows their use. The names below are imported on first use.
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from niels_gpt.sampling.mixture import MixtureStream
     from niels_gpt.sampling.packing.masks import block_causal_mask
     from niels_gpt.sampling.packing.stream import PackedStream
+    from niels_gpt.sampling.prefetching import prefetch
 
 _HOMES = {
     "Batch": "niels_gpt.sampling.batch",
@@ -41,6 +43,7 @@ _HOMES = {
     "bits_per_byte": "niels_gpt.sampling.evaluation",
     "block_causal_mask": "niels_gpt.sampling.packing.masks",
     "iter_eval": "niels_gpt.sampling.evaluation",
+    "prefetch": "niels_gpt.sampling.prefetching",
 }
 
 __all__ = [
@@ -52,6 +55,7 @@ __all__ = [
     "bits_per_byte",
     "block_causal_mask",
     "iter_eval",
+    "prefetch",
 ]
 
 

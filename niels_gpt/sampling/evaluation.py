@@ -29,6 +29,8 @@ def iter_eval(
     *,
     B: int,
     T: int,
+    rank: int = 0,
+    world_size: int = 1,
     device: str = "cpu",
     tokenizer_sha256: str | None = None,
     expect: Mapping[str, Any] | None = None,
@@ -40,9 +42,17 @@ def iter_eval(
     Windows cross shards, so that the result does not depend on the size of the shards, and every token but the first is
     a target exactly once. The last window is padded with x = 0 and y = -100, which cross entropy ignores. For a mean
     over tokens divide the summed loss by `(y != -100).sum()`, not by the number of batches.
-    Raises, at the call: FileNotFoundError, CacheError, ValueError for B or T below 1; others as for `PretrainSplit`.
+    rank, world_size: of the batches of one process, rank r yields number r, r + world_size, ..., so that each is on one
+        rank. All ranks yield equally many, because forward passes of sharded models wait for each other: ranks without
+        a batch in the last round yield one window of x = 0, y = -100. Add up the losses (reduction="sum": a mean of
+        such a window is nan) and the numbers of targets, and reduce both over ranks with a sum.
+    Raises, at the call: FileNotFoundError, CacheError, ValueError for B or T below 1 and for a rank that is not below
+        world_size; others as for `PretrainSplit`.
     """
     B, T = checked_int("B", B, 1), checked_int("T", T, 1)
+    rank, world_size = checked_int("rank", rank, 0), checked_int("world_size", world_size, 1)
+    if rank >= world_size:
+        raise ValueError(f"rank={rank}, world_size={world_size}: expected 0 <= rank < world_size")
     split = PretrainSplit(
         shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io, dtype=dtype, in_order=True
     )
@@ -50,7 +60,18 @@ def iter_eval(
     total = int(ends[-1])
     if total < 2:
         raise CacheError(split.folder, "1 token", "at least 2, one to predict the other", code="E107")
-    return (_window_batch(split, ends, first, B, T, device) for first in range(0, total - 1, B * T))
+    rounds = -(-(total - 1) // (world_size * B * T))
+    begins = ((number * world_size + rank) * B * T for number in range(rounds))
+    return (
+        _window_batch(split, ends, first, B, T, device) if first < total - 1 else _without_targets(T, device)
+        for first in begins
+    )
+
+
+def _without_targets(T: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a window of which nothing is a target."""
+    x = torch.zeros(1, T, dtype=torch.int64, device=device)
+    return x, torch.full_like(x, IGNORE_INDEX)
 
 
 def _window_batch(
@@ -85,9 +106,9 @@ def _window_batch(
 def bits_per_byte(loss_sum: float | torch.Tensor, shards_dir: str | os.PathLike[str], *, check: bool = True) -> float:
     """Return the loss of a split in bits per byte of its text, comparable between models of different tokenizers.
 
-    loss_sum: cross entropy in nats, summed over all targets of `iter_eval`. It is divided by ln 2 and by the UTF-8
-        length of the split's texts, from meta.json. (The first token is not a target, but its bytes count; end-of-texts
-        are targets without bytes.)
+    loss_sum: cross entropy in nats, summed over all targets of `iter_eval`, of all ranks. It is divided by ln 2 and by
+        the UTF-8 length of the split's texts, from meta.json. (The first token is not a target, but its bytes count;
+        end-of-texts are targets without bytes.)
     check: refuse a result below 0.001 bits per byte, which no model of text reaches: a mean was passed, not the sum.
     Raises: ValueError for a sum that is negative or not finite, and by `check`; FileNotFoundError; CacheError for an
         sft cache and where meta.json has no byte count.

@@ -216,6 +216,7 @@ class MixtureStream(SampleStream):
         Raises: as `ResumableStream.load_state_dict`; with changed also ValueError for a state without positions, of an
             earlier release, and if no source is left or one with "stop" has had its epoch.
         """
+        self.check_not_ahead()
         before, report = self._origin, ""
         if changed and allow_other_content:
             raise ValueError("changed=True with allow_other_content=True: a source of other content is a new source")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from threading import get_ident
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -42,6 +43,7 @@ class ResumableStream(IterableDataset[B], ABC, Generic[B]):
         self._has_ended = self._is_loaded = False
         self._worker_base: int | None = None
         self._iterator: object = None
+        self._ahead: int | None = None  # the thread that reads ahead
         self._started = _shared_bytes(_MAX_WORKERS)
         """Shared memory, one byte per DataLoader worker, which has a copy of self and sets its byte when it starts.
 
@@ -49,13 +51,37 @@ class ResumableStream(IterableDataset[B], ABC, Generic[B]):
         """
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _iterator=None)
+        self.__dict__.update(state, _iterator=None, _ahead=None)
         # Bytes that are not shared: the copy was not made for a worker, and may get its own workers.
         if not self._started.is_shared():  # type: ignore[no-untyped-call]
             self._started = _shared_bytes(_MAX_WORKERS)
 
     def __bool__(self) -> bool:
         return True
+
+    @property
+    def consumed_samples(self) -> int:
+        """Return the position: samples that all ranks together have consumed, also in a stream that is read ahead."""
+        return self._consumed
+
+    def lend_to(self, thread: int) -> None:
+        """Let only this thread, which reads ahead, use the stream until `take_back`. thread: its `ident`."""
+        self.check_not_ahead()
+        self._ahead = thread
+
+    def take_back(self, consumed: int | None) -> None:
+        """End `lend_to`, and set the position to a sample; None: leave it where the thread ended."""
+        self._ahead = None
+        if consumed is not None:
+            self._resume_at(consumed)
+
+    def check_not_ahead(self) -> None:
+        """Raise RuntimeError if another thread reads ahead: the position of the stream is not that of its user."""
+        if self._ahead not in (None, get_ident()) and get_worker_info() is None:
+            raise RuntimeError(
+                "prefetch reads ahead in this stream: its position is not that of the batch in use. Save batch.state, "
+                "and close the prefetch before the stream is used otherwise"
+            )
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
@@ -91,16 +117,17 @@ class ResumableStream(IterableDataset[B], ABC, Generic[B]):
         for work, consumed, next_base in self._work(base, worker, workers):
             if self._iterator is not this:
                 raise RuntimeError("another iterator of this stream was started, or a state was loaded: iterate again")
-            batch = self._batch(work, sealed(identity, crc, self._progress(consumed)))
+            made = [self._batch(work, sealed(identity, crc, self._progress(consumed)))]
             if info is None:
                 self._consumed = consumed
             else:
                 self._worker_base = next_base
-            yield batch
+            yield made.pop()  # no reference stays here: the caller decides how many batches there are
         self._has_ended = info is None and self._iterator is this
 
     def _check_may_start(self, worker: int | None) -> None:
         """Raise RuntimeError if a new iterator would repeat batches, or yield none. worker: its number, in a worker."""
+        self.check_not_ahead()
         if self._has_ended:
             raise RuntimeError(
                 f"this stream has ended: all of its {self.num_samples} samples were served. For several epochs in one "
@@ -130,8 +157,10 @@ class ResumableStream(IterableDataset[B], ABC, Generic[B]):
         """Return the position after the last batch: a few scalars, fit for JSON, the same on every rank.
 
         Every batch has it as `batch.state`, which is also right where DataLoader workers have read ahead.
-        Raises: RuntimeError if DataLoader workers iterate over copies of the stream: it does not know their position.
+        Raises: RuntimeError if DataLoader workers iterate over copies of the stream, so that it does not know their
+            position, or if `prefetch` reads ahead in it.
         """
+        self.check_not_ahead()
         identity, info = self.identity(), get_worker_info()
         if info is None and self._started.any():
             raise RuntimeError(
@@ -152,8 +181,9 @@ class ResumableStream(IterableDataset[B], ABC, Generic[B]):
         Raises: CacheError for other content or another tokenizer; ValueError for a state of a stream with other
             arguments (seed, T, ...), for a wrong checksum (a state without one, from an earlier release, is accepted),
             for anything that is not a state, and for the state of a StatefulDataLoader worker except in the same worker
-            of equally many.
+            of equally many; RuntimeError if `prefetch` reads ahead in the stream.
         """
+        self.check_not_ahead()
         identity = self.identity()
         check_identity(state, identity, "state", allow_other_content)
         consumed = state_count(state, "consumed_samples")

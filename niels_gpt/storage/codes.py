@@ -65,6 +65,7 @@ _BY_PLACE: tuple[tuple[str, tuple[type[Exception], ...], str], ...] = (
     ("recipes.user_sources", (ValueError, *_ABSENT), "E104"),
     ("sampling.changes", (ValueError,), "E108"),
     ("sampling.evaluation", _ABSENT, "E204"),
+    ("sampling.position", (RuntimeError,), "E109"),
     ("sampling.state", (ValueError,), "E108"),
     ("sampling.stream", (RuntimeError, TypeError), "E109"),
 )

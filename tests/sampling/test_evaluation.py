@@ -74,6 +74,19 @@ def test_every_token_but_the_first_is_a_target_exactly_once(
     assert x[: len(tokens)].tolist() == tokens[: len(x)] and set(x[len(tokens) :].tolist()) <= {0}
 
 
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(tokens=st.integers(2, 60), B=st.integers(1, 4), T=st.integers(1, 7), world=st.sampled_from([1, 2, 3, 8]))
+def test_ranks_share_the_batches_of_one_process_and_yield_equally_many(tokens: int, B: int, T: int, world: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = str(numbered(Path(name), [tokens]))
+        whole = told(iter_eval(folder, B=B, T=T))
+        ranks = [told(iter_eval(folder, B=B, T=T, rank=rank, world_size=world)) for rank in range(world)]
+    assert {len(batches) for batches in ranks} == {-(-len(whole) // world)}
+    in_turn = [batch for batches in zip(*ranks, strict=True) for batch in batches]
+    assert in_turn[: len(whole)] == whole
+    assert all(batch == ([[0] * T], [[-100] * T]) for batch in in_turn[len(whole) :])
+
+
 def test_a_pass_ends_and_two_are_equal_and_leave_the_global_random_state_alone(tmp_path: Path) -> None:
     folder, before = numbered(tmp_path, [50, 20]), torch.get_rng_state()
     one, other = (iter_eval(str(folder), B=3, T=4) for _ in range(2))
@@ -82,7 +95,14 @@ def test_a_pass_ends_and_two_are_equal_and_leave_the_global_random_state_alone(t
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"), [({"T": 0}, "T=0"), ({"B": 0}, "B=0"), ({"B": -1}, "B=-1"), ({"io": "mmapp"}, "mmapp")]
+    ("changed", "named"),
+    [
+        ({"T": 0}, "T=0"),
+        ({"B": 0}, "B=0"),
+        ({"B": -1}, "B=-1"),
+        ({"io": "mmapp"}, "mmapp"),
+        ({"rank": 2, "world_size": 2}, "rank=2, world_size=2"),
+    ],
 )
 def test_arguments_are_checked_at_the_call(tmp_path: Path, changed: dict[str, Any], named: str) -> None:
     folder = numbered(tmp_path, [9])

@@ -1,0 +1,169 @@
+"""prefetch: the batches of the stream and their states, made ahead by a thread that ends with its iterator."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.number_caches import mixture, numbered, sources
+from torch.utils.data import DataLoader
+
+from niels_gpt.sampling import EpochStream, prefetch
+
+
+def open_stream(folder: Path, **changed: Any) -> EpochStream:
+    return EpochStream(str(folder), **{"T": 4, "global_batch_size": 3, "seed": 0, "epochs": 2, **changed})
+
+
+def seen(batches: Any) -> list[Any]:
+    return [(batch.x.tolist(), batch.state) for batch in batches]
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "niels_gpt.prefetch"]
+
+
+@pytest.mark.parametrize("n", [1, 3, 50])
+def test_batches_and_states_are_those_of_the_stream(tmp_path: Path, n: int) -> None:
+    folder = numbered(tmp_path, [50, 20])
+    expected = seen(open_stream(folder))
+    stream = open_stream(folder)
+    assert seen(prefetch(stream, n)) == expected and threads() == []
+    assert stream.state_dict() == expected[-1][1]
+    with pytest.raises(RuntimeError, match="has ended"):
+        next(iter(stream))
+    for workers in (0, 2)[: 1 + (n == 3)]:
+        loader = DataLoader(open_stream(folder), batch_size=None, num_workers=workers)
+        assert seen(prefetch(loader, n, "cpu")) == expected and threads() == []
+
+
+def test_while_it_is_read_ahead_a_stream_refuses_and_then_continues_after_the_last_batch(tmp_path: Path) -> None:
+    folders = sources(tmp_path, [7, 50])
+    expected = seen(islice(mixture(folders, [1, 1]), 9))
+    one = mixture(folders, [1, 1])
+    batches = prefetch(one, 3)
+    taken = seen(islice(batches, 4))
+    uses: list[Any] = [one.state_dict, lambda: next(iter(one)), lambda: prefetch(one), lambda: prefetch(loader)]
+    loader = DataLoader(one, batch_size=None)
+    for use in [*uses, lambda: one.load_state_dict(taken[0][1])]:
+        with pytest.raises(RuntimeError, match="prefetch reads ahead"):
+            use()
+    assert len(threads()) == 1
+    batches.close()
+    assert threads() == [] and list(batches) == []
+    assert one.state_dict() == taken[-1][1]
+    with prefetch(loader) as again:
+        taken += seen(islice(again, 2))
+    with prefetch(one):
+        pass  # none is taken
+    assert taken + seen(islice(one, 3)) == expected
+    one.load_state_dict(expected[2][1])
+    assert seen(islice(prefetch(one), 2)) == expected[3:5]
+
+
+def test_an_error_comes_in_place_of_its_batch_with_its_traceback(tmp_path: Path) -> None:
+    stream = open_stream(numbered(tmp_path, [50]))
+
+    def breaks_at_the_third() -> Iterator[Any]:
+        yield from islice(stream, 2)
+        raise OSError("the disk is gone")
+
+    batches = prefetch(breaks_at_the_third(), 5)
+    assert len(seen(islice(batches, 2))) == 2
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        next(batches)
+    assert "breaks_at_the_third" in "".join(traceback.format_tb(caught.value.__traceback__))
+    assert list(batches) == [] and threads() == []
+
+
+def test_at_most_n_batches_are_made_ahead(tmp_path: Path) -> None:
+    stream, made = open_stream(numbered(tmp_path, [400])), []
+
+    def watched() -> Iterator[Any]:
+        iterator = iter(stream)
+        while True:
+            held = [next(iterator)]
+            made.append(weakref.ref(held[0]))
+            yield held.pop()  # no reference stays here
+
+    with prefetch(watched(), 2) as batches:
+        for used, batch in enumerate(islice(batches, 5), 1):
+            until = time.monotonic() + 20
+            while len(made) < used + 2 and time.monotonic() < until:
+                time.sleep(0.001)
+            time.sleep(0.005)
+            assert len(made) == used + 2 and made[used - 1]() is batch
+            assert sum(one() is not None for one in made) == 3
+
+
+def interrupted(batches: Any) -> None:
+    for _ in batches:
+        raise KeyboardInterrupt
+
+
+def test_the_thread_ends_with_its_iterator_however_it_ends(tmp_path: Path) -> None:
+    stream = open_stream(numbered(tmp_path, [400]))
+    for _ in prefetch(stream):
+        break
+    assert threads() == []
+    batches = prefetch(stream)
+    del batches
+    assert threads() == []
+
+    def through() -> Iterator[Any]:
+        yield from prefetch(stream)
+
+    generator = through()
+    next(generator)
+    generator.close()
+    assert threads() == []
+    with pytest.raises(KeyboardInterrupt), prefetch(stream) as batches:
+        interrupted(batches)
+    assert threads() == []
+
+
+INTERRUPTED = """
+import signal, sys
+from niels_gpt.sampling import EpochStream, prefetch
+
+batches = prefetch(EpochStream(sys.argv[1], T=4, global_batch_size=3, seed=0), 2)
+for batch in batches:
+    print("ready", flush=True)
+    signal.pause()
+"""
+
+
+def test_an_interrupted_process_ends_though_its_iterator_is_open(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, str(numbered(tmp_path, [400]))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT and errors.strip().endswith("KeyboardInterrupt")
+
+
+def test_what_does_not_fit_is_refused_at_the_call(tmp_path: Path) -> None:
+    stream = open_stream(numbered(tmp_path, [50]))
+    with pytest.raises(ValueError, match="n=0"):
+        prefetch(stream, 0)
+    with pytest.raises(RuntimeError):
+        prefetch(stream, 1, "nowhere")
+    assert threads() == [] and len(seen(stream)) == 8
+
+
+def test_batches_are_copied_to_the_device(tmp_path: Path) -> None:
+    folder = numbered(tmp_path, [50])
+    devices = ["meta", *(["cuda"] if torch.cuda.is_available() else [])]
+    for device in devices:
+        for batch, plain in zip(prefetch(open_stream(folder), 2, device), open_stream(folder), strict=True):
+            assert batch.x.device.type == batch.y.device.type == device and batch.state == plain.state
+            assert device == "meta" or (torch.equal(batch.x.cpu(), plain.x) and torch.equal(batch.y.cpu(), plain.y))
