@@ -1,4 +1,4 @@
-"""Train a small GPT on a CPU from the caches: a pretrain mixture, then chats, with stops and resumes in between.
+"""Train a small GPT on a CPU from the caches: a pretrain mixture that chats join later, with stops and resumes.
 
     python examples/train_tiny_gpt.py --out loss.png
     python examples/train_tiny_gpt.py --pretrain cache/pretrain/{fineweb_edu,roam} --weights 4 1 --sft cache/sft/oasst1
@@ -9,9 +9,11 @@ the readers. A run is a sequence of jobs, as on a cluster: each starts some proc
 trains up to a step, writes the checkpoint and ends. At each step of --stop-at the next job starts, with the next number
 of --world-sizes.
 
+Text comes as windows in which documents are kept apart, chats as packed rows; no token sees another document or chat.
+
 A good result: a stop does not change the losses. With the same number of processes they are equal to the bit; with
 another one the order of sums changes, but in float64 the losses agree to 1e-9. The losses of pretraining, on train and
-val, end well below the unigram entropy of the text.
+val, end well below the unigram entropy of the text. The chats of val have the same loss in packed and in padded rows.
 
 --permute-tokens is a control: all tokens of a global batch, [B, T + 1], are shuffled before x and y are taken from
 them, so that only the frequency of each token can be learned. The loss must end at the unigram entropy; below it, the
@@ -27,7 +29,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,11 +39,38 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from niels_gpt.cache import SFTExampleDataset, read_meta
+from niels_gpt.cache import read_meta
 from niels_gpt.cache.formats import IGNORE_INDEX
-from niels_gpt.sampling import EpochStream, MixtureStream, bits_per_byte, iter_eval
+from niels_gpt.sampling import (
+    Batch,
+    EpochStream,
+    MixtureStream,
+    PackedStream,
+    SFTStream,
+    bits_per_byte,
+    block_causal_mask,
+    iter_eval,
+)
 
 Options = argparse.Namespace  # the command line, from `parse`
+
+
+class Block(nn.Module):
+    """Attention and a network of two layers, each after a norm and added to its input."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.heads = dim // 32
+        self.norms = nn.ModuleList([nn.LayerNorm(dim), nn.LayerNorm(dim)])
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim, bias=False), nn.GELU(), nn.Linear(4 * dim, dim, bias=False))
+
+    def forward(self, h: Tensor, mask: Tensor | None) -> Tensor:
+        """Return h [B, T, dim] after the block. mask: as `TinyGPT.forward`."""
+        q, k, v = self.qkv(self.norms[0](h)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(q, k, v, mask, 0.0, mask is None)
+        h = h + self.out(seen.transpose(1, 2).flatten(2))
+        return h + cast(Tensor, self.mlp(self.norms[1](h)))
 
 
 class TinyGPT(nn.Module):
@@ -51,50 +80,56 @@ class TinyGPT(nn.Module):
         super().__init__()
         dim, layers = options.dim, 2
         self.tokens, self.places = nn.Embedding(options.vocab_size, dim), nn.Embedding(options.T, dim)
-        block = nn.TransformerEncoderLayer(
-            dim, dim // 32, 4 * dim, dropout=0.0, activation="gelu", batch_first=True, norm_first=True, bias=False
-        )
-        self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(dim), enable_nested_tensor=False)
+        self.blocks, self.norm = nn.ModuleList([Block(dim) for _ in range(layers)]), nn.LayerNorm(dim)
         generator = torch.Generator().manual_seed(options.seed)
         for weight in self.parameters():
             if weight.dim() > 1:
                 nn.init.normal_(weight, std=0.02, generator=generator)
         self.double()  # another world size sums in another order, which float64 does not show in a loss
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the cross entropy of all targets together, in nats. x, y: int64 [B, T]."""
-        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        h = self.blocks(self.tokens(x) + self.places.weight, mask=later, is_causal=True)
-        logits = (h @ self.tokens.weight.T).flatten(0, 1)
+    def forward(self, x: Tensor, y: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Return the cross entropy of all targets together, in nats.
+
+        x, y: int64 [B, T]. positions: of each token in its document, int64 [B, T]; None: in its row.
+        mask: true where a token may see another one, bool [B, 1, T, T]; None: all earlier ones.
+        """
+        h = self.tokens(x) + (self.places.weight if positions is None else self.places(positions))
+        for block in self.blocks:
+            h = block(h, mask)
+        logits = (self.norm(h) @ self.tokens.weight.T).flatten(0, 1)
         return functional.cross_entropy(logits, y.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def open_mixture(options: Options, rank: int, world_size: int) -> MixtureStream:
-    """Open the train splits of the pretrain caches for one rank."""
-    streams = [
-        # Every window once per epoch. The global batch size does not depend on world_size: each rank reads its part of
-        # every global batch, without communication.
-        EpochStream(
-            cache / "train",
-            T=options.T,
-            global_batch_size=options.global_batch_size,
-            seed=options.seed,
-            rank=rank,
-            world_size=world_size,
-        )
-        for cache in options.pretrain
-    ]
-    return MixtureStream(streams, options.weights, seed=options.seed)  # an exhausted source starts its next epoch
+    """Open the train splits of the caches for one rank."""
+    # The global batch size does not depend on world_size: each rank reads its part of every global batch, without
+    # communication.
+    common: dict[str, Any] = {
+        "T": options.T,
+        "global_batch_size": options.global_batch_size,
+        "seed": options.seed,
+        "rank": rank,
+        "world_size": world_size,
+    }
+    # Every window, and every chat, once per epoch. An exhausted source starts its next epoch.
+    text = [EpochStream(cache / "train", documents=not options.permute_tokens, **common) for cache in options.pretrain]
+    if not options.sft_steps:
+        return MixtureStream(text, options.weights, seed=options.seed)
+    chats = PackedStream(options.sft, split="train", **common)
+    joins = options.pretrain_steps * options.global_batch_size  # the sample at which the chats join
+    stages = [(0, [*options.weights, 0]), (joins, [*options.weights, options.chats_weight])]
+    return MixtureStream([*text, chats], stages, seed=options.seed)
 
 
-def open_chats(options: Options, expect: dict[str, Any] | None = None) -> SFTExampleDataset:
-    """Open the train split of the sft cache. expect: the fingerprint that it must have."""
-    return SFTExampleDataset.open(
-        options.sft,
-        "train",
-        T=options.T,
-        require_targets=True,  # skip chats without a reply in their first T + 1 tokens
-        expect=expect,
+def inputs(batch: Batch) -> tuple[Tensor | None, ...]:
+    """Return the arguments of the model: x, y, positions and mask of a batch."""
+    if batch.cu_seqlens is None:
+        return batch.x, batch.y, None, None
+    return (
+        batch.x,
+        batch.y,
+        batch.position_ids,
+        block_causal_mask(batch.cu_seqlens, tuple(batch.x.shape), dtype=torch.bool),
     )
 
 
@@ -109,27 +144,19 @@ def permuted(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, 
 
 def batches(
     options: Options, checkpoint: dict[str, Any], generator: torch.Generator, rank: int, world_size: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield x and y, or y_masked, from the checkpoint's step on: int64 [rows of this rank, T]."""
-    if checkpoint["step"] < options.pretrain_steps:
-        # The control mixes the rows of all ranks, so each rank reads them all.
-        mixture = open_mixture(options, *((0, 1) if options.permute_tokens else (rank, world_size)))
-        # The state is the same for all ranks and world sizes. A cache with other content is refused.
-        mixture.load_state_dict(checkpoint["stream"])
-        # batch_size=None: the stream makes the batches itself. Workers do not change their order.
-        loader = DataLoader(mixture, batch_size=None, num_workers=options.workers)
-        for batch in itertools.islice(loader, options.pretrain_steps - checkpoint["step"]):
-            checkpoint["stream"] = batch.state  # not mixture.state_dict(): workers read ahead of the training
-            x, y = batch
-            if options.permute_tokens:
-                x, y = (part.chunk(world_size)[rank] for part in permuted(x, y, generator))
-            yield x, y
-    chats = open_chats(options, expect=checkpoint["chats"])  # refuses other content too
-    while True:
-        # Drawn with replacement, so that the state of the generator is enough to resume. All ranks have the same
-        # generator and draw the whole global batch; each takes its rows. y_masked is -100 outside the replies.
-        x, _, y_masked = chats.get_batch(B=options.global_batch_size, generator=generator)
-        yield x.chunk(world_size)[rank], y_masked.chunk(world_size)[rank]
+) -> Iterator[tuple[Tensor | None, ...]]:
+    """Yield the arguments of the model from the checkpoint's step on: this rank's rows."""
+    # The control mixes the rows of all ranks, so each rank reads them all.
+    mixture = open_mixture(options, *((0, 1) if options.permute_tokens else (rank, world_size)))
+    # The state is the same for all ranks and world sizes. A cache with other content is refused.
+    mixture.load_state_dict(checkpoint["stream"])
+    # batch_size=None: the stream makes the batches itself. Workers do not change their order.
+    for batch in DataLoader(mixture, batch_size=None, num_workers=options.workers):
+        checkpoint["stream"] = batch.state  # not mixture.state_dict(): workers read ahead of the training
+        if options.permute_tokens:
+            yield tuple(part.chunk(world_size)[rank] for part in permuted(*batch, generator))
+        else:
+            yield inputs(batch)
 
 
 @torch.no_grad()
@@ -142,7 +169,28 @@ def evaluate(model: TinyGPT, options: Options) -> dict[str, Any]:
             nats[cache] += model(x, y).item()
             targets += int((y != IGNORE_INDEX).sum())
     bits = {cache.name: bits_per_byte(loss_sum, cache / "val") for cache, loss_sum in nats.items()}
-    return {"nats_per_token": sum(nats.values()) / targets, "bits_per_byte": bits}
+    chats = loss_of_chats(model, options) if options.sft_steps else {}
+    return {"nats_per_token": sum(nats.values()) / targets, "bits_per_byte": bits, "chats": chats}
+
+
+def loss_of_chats(model: TinyGPT, options: Options) -> dict[str, Any]:
+    """Return the loss over all replies of val, nats per token, of packed and of padded rows; and how many rows."""
+    found: dict[str, Any] = {}
+    for name, kind in (("packed", PackedStream), ("padded", SFTStream)):
+        stream = kind(
+            options.sft,
+            split="val",
+            T=options.T,
+            global_batch_size=options.global_batch_size,
+            seed=options.seed,
+            epochs=1,
+            over_length="split",  # a chat of more than T tokens is cut at the same places in both
+        )
+        given = [inputs(batch) for batch in stream]
+        targets = sum(int((cast(Tensor, y) != IGNORE_INDEX).sum()) for _, y, _, _ in given)
+        found[name] = sum(model(*each).item() for each in given) / targets
+        found[f"{name}_rows"] = stream.num_samples
+    return found
 
 
 def unigram_entropy(options: Options) -> float:
@@ -168,7 +216,6 @@ def begin(options: Options) -> None:
         "model": model.state_dict(),
         "generator": torch.Generator().manual_seed(options.seed).get_state(),
         "stream": mixture.state_dict(),
-        "chats": open_chats(options).fingerprint() if options.sft_steps else None,
         "losses": [],
         "evaluations": [{"step": 0, **evaluate(model, options)}],
         "unigram_entropy": unigram_entropy(options),
@@ -176,10 +223,10 @@ def begin(options: Options) -> None:
     torch.save(checkpoint, options.out.with_suffix(".pt"))
 
 
-def train_step(model: TinyGPT, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
+def train_step(model: TinyGPT, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, *apart: Tensor | None) -> float:
     """Take one step on a global batch, of which x and y are this rank's part; return its loss before the step."""
     optimizer.zero_grad()
-    loss_sum = model(x, y)
+    loss_sum = model(x, y, *apart)
     loss_sum.backward()
     sums = torch.stack([loss_sum.detach(), (y != IGNORE_INDEX).sum().double()])
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
@@ -205,9 +252,9 @@ def job(rank: int, options: Options, until: int, world_size: int) -> None:
     if "optimizer" in checkpoint:
         optimizer.load_state_dict(checkpoint["optimizer"])
     generator = torch.Generator().set_state(checkpoint["generator"])
-    stages = batches(options, checkpoint, generator, rank, world_size)
+    given = batches(options, checkpoint, generator, rank, world_size)
     for step in tqdm(range(checkpoint["step"], until), f"world size {world_size}", disable=rank > 0):
-        checkpoint["losses"].append(train_step(model, optimizer, *next(stages)))
+        checkpoint["losses"].append(train_step(model, optimizer, *next(given)))
         if rank == 0 and step + 1 in (options.pretrain_steps, until):
             checkpoint["evaluations"].append({"step": step + 1, **evaluate(model, options)})
     if rank == 0:
@@ -224,13 +271,16 @@ def plot(results: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes, losses, begin = figure.subplots(), results["losses"], results["pretrain_steps"]
     axes.plot(losses[:begin], linewidth=0.9, label="pretrain")
-    axes.plot(range(begin, len(losses)), losses[begin:], linewidth=0.9, label="sft, the replies")
+    axes.plot(range(begin, len(losses)), losses[begin:], linewidth=0.9, label="text and chats")
     val = [(each["step"], each["nats_per_token"]) for each in results["evaluations"]]
     axes.plot(*zip(*val, strict=True), "o", color="tab:red", label="val of pretrain")
+    chats = [(each["step"], each["chats"]["packed"]) for each in results["evaluations"] if each["chats"]]
+    if chats:
+        axes.plot(*zip(*chats, strict=True), "s", color="tab:purple", label="val of chats, the replies")
     axes.axhline(results["unigram_entropy"], color="black", linestyle="--", label="unigram entropy of pretrain")
     jobs = itertools.pairwise(results["jobs"])
     marks = [(end, f" stopped: world size {before}, then {after}") for (end, before), (_, after) in jobs]
-    for step, text in [*marks, (begin, " end of pretraining")]:
+    for step, text in [*marks, (begin, " the chats join")]:
         axes.axvline(step, color="gray", linestyle=":")
         axes.annotate(text, (step, 0.98), xycoords=axes.get_xaxis_transform(), va="top", color="gray")
     axes.set(xlabel="step", ylabel="loss, nats per token")
@@ -248,8 +298,9 @@ def parse(argv: list[str] | None) -> Options:
     add("--weights", type=float, nargs="+", default=[0.6, 0.3, 0.1], metavar="W", help="of each in the mixture")
     add("--sft", type=Path, default="cache/sample/sft/dolly15k", metavar="FOLDER", help="cache of chats")
     add("--out", type=Path, default="loss.png", help="picture; beside it .json, the numbers, and .pt, the checkpoint")
-    add("--pretrain-steps", type=int, default=200, metavar="N", help="steps of the first stage")
-    add("--sft-steps", type=int, default=60, metavar="N", help="steps of the second stage")
+    add("--pretrain-steps", type=int, default=200, metavar="N", help="steps before the chats join")
+    add("--sft-steps", type=int, default=60, metavar="N", help="steps with chats")
+    add("--chats-weight", type=float, default=1, metavar="W", help="of the chats, beside --weights, from there on")
     add("--stop-at", type=int, nargs="*", metavar="STEP", help="where jobs end; None: half of pretraining")
     add("--world-sizes", type=int, nargs="+", default=[1, 2], metavar="N", help="processes of each job")
     add("--permute-tokens", action="store_true", help="the control: shuffle tokens; no sft")
@@ -292,6 +343,9 @@ def main(argv: list[str] | None = None) -> None:
     for each in results["evaluations"]:
         bits = ", ".join(f"{name} {value:.3f}" for name, value in each["bits_per_byte"].items())
         print(f"val at step {each['step']}: {each['nats_per_token']:.3f} nats per token; bits per byte: {bits}")
+        if chats := each["chats"]:
+            rows = f"{chats['packed_rows']} packed rows and in {chats['padded_rows']} padded ones"
+            print(f"    chats: {chats['packed']:.3f} nats per token, in {rows}")
     print(f"unigram entropy of pretrain: {results['unigram_entropy']:.3f} nats per token\nplot: {options.out}")
 
 

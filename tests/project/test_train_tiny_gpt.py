@@ -27,10 +27,7 @@ from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import SentencePieceTokenizer
 
 pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:.*loses .* supervised tokens"),  # the small T cuts the replies
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXAMPLE = ROOT / "examples" / "train_tiny_gpt.py"
 SMALL = "--dim 32 --T 16 --global-batch-size 4 --pretrain-steps 12 --sft-steps 8"
@@ -88,7 +85,7 @@ def numbers_of(example: ModuleType, arguments: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def straight(example: ModuleType, caches: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run of one process that was never stopped: 12 steps of pretraining, 8 on chats."""
+    """A run of one process that was never stopped: 12 steps of pretraining, 8 with chats."""
     out = tmp_path_factory.mktemp("straight") / "loss.png"
     return trained(example, caches, out, SMALL, NEVER_STOPPED)
 
@@ -141,16 +138,22 @@ def test_the_picture_the_numbers_and_the_last_lines(
     assert found["jobs"] == [[6, 1], [20, 1]]  # by default it is stopped in the middle of pretraining
     assert [each["step"] for each in found["evaluations"]] == [0, 6, 12, 20]
     assert all(each["bits_per_byte"].keys() == {"beasts", "birds"} for each in found["evaluations"])
-    assert [source["split"] for source in found["stream"]["sources"]] == ["train", "train"]
-    assert found["stream"]["consumed_samples"] == 12 * 4 and found["chats"]["split"] == "train"
+    assert [source["split"] for source in found["stream"]["sources"]] == ["train"] * 3
+    assert found["stream"]["consumed_samples"] == 20 * 4
+    *text, chats = found["stream"]["positions"]
+    assert sum(text) == 12 * 4 + 8 * 3 and chats == 8  # of weights 2, 1 and, from step 12 on, 1
     untrained = math.log(400)
     assert found["losses"][0] == pytest.approx(untrained, abs=0.1)
     first = found["evaluations"][0]
     assert first["nats_per_token"] == pytest.approx(untrained, abs=0.1)
     assert capsys.readouterr().out.splitlines() == [
-        *(
-            f"val at step {each['step']}: {each['nats_per_token']:.3f} nats per token; bits per byte: "
-            f"beasts {each['bits_per_byte']['beasts']:.3f}, birds {each['bits_per_byte']['birds']:.3f}"
+        *itertools.chain.from_iterable(
+            (
+                f"val at step {each['step']}: {each['nats_per_token']:.3f} nats per token; bits per byte: "
+                f"beasts {each['bits_per_byte']['beasts']:.3f}, birds {each['bits_per_byte']['birds']:.3f}",
+                f"    chats: {each['chats']['packed']:.3f} nats per token, in {each['chats']['packed_rows']} packed "
+                f"rows and in {each['chats']['padded_rows']} padded ones",
+            )
             for each in found["evaluations"]
         ),
         f"unigram entropy of pretrain: {found['unigram_entropy']:.3f} nats per token",
@@ -168,16 +171,18 @@ def test_the_picture_shows_both_stages_the_stops_val_and_the_unigram_entropy(
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "loss, nats per token")
     lines = {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
     assert list(lines["pretrain"].get_ydata()) == straight["losses"][:12]
-    assert list(lines["sft, the replies"].get_xdata()) == list(range(12, 20))
+    assert list(lines["text and chats"].get_xdata()) == list(range(12, 20))
     assert list(lines["val of pretrain"].get_xdata()) == [0, 12, 20]
+    chats = [each["chats"]["packed"] for each in straight["evaluations"]]
+    assert list(lines["val of chats, the replies"].get_ydata()) == chats
     assert set(lines["unigram entropy of pretrain"].get_ydata()) == {straight["unigram_entropy"]}
     marks = {text.get_text().strip(): text.xy[0] for text in axes.texts}
-    assert marks == {"stopped: world size 1, then 2": 5, "end of pretraining": 12}
+    assert marks == {"stopped: world size 1, then 2": 5, "the chats join": 12}
 
 
 def test_permuted_tokens_end_at_the_unigram_entropy(example: ModuleType, caches: Path, tmp_path: Path) -> None:
     found = trained(example, caches, tmp_path / "loss.png", CONTROL, NEVER_STOPPED)
-    assert found["chats"] is None and len(found["losses"]) == 200
+    assert len(found["losses"]) == 200 and not any(each["chats"] for each in found["evaluations"])
     assert end(found["losses"]) == pytest.approx(found["unigram_entropy"], abs=0.1)
 
 
@@ -222,21 +227,24 @@ def started(example: ModuleType, caches: Path, out: Path, *more: str) -> tuple[a
     return options, torch.load(out.with_suffix(".pt"), weights_only=True)
 
 
-def test_each_step_draws_other_chats_each_seed_others_and_the_ranks_share_them(
-    example: ModuleType, caches: Path, tmp_path: Path
+def test_chats_have_the_same_loss_in_packed_and_in_padded_rows(straight: dict[str, Any]) -> None:
+    for each in straight["evaluations"]:
+        assert each["chats"]["packed"] == pytest.approx(each["chats"]["padded"], rel=0, abs=1e-9)
+    assert straight["evaluations"][-1]["chats"]["packed_rows"] < straight["evaluations"][-1]["chats"]["padded_rows"]
+
+
+def test_without_the_mask_packed_rows_have_another_loss(
+    example: ModuleType, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options, saved = started(example, caches, tmp_path / "loss.png", SMALL)
-    saved["step"] = 12
-
-    def chats(seed: int, rank: int, world_size: int) -> list[torch.Tensor]:
-        steps = example.batches(options, saved, torch.Generator().manual_seed(seed), rank, world_size)
-        return [x for x, _ in itertools.islice(steps, 3)]
-
-    first, second, third = whole = chats(0, 0, 1)
-    assert not torch.equal(first, second) and not torch.equal(second, third)
-    assert not torch.equal(chats(1, 0, 1)[0], first)
-    for step, parts in enumerate(zip(chats(0, 0, 2), chats(0, 1, 2), strict=True)):
-        assert torch.equal(torch.cat(parts), whole[step])
+    options, _ = started(example, caches, tmp_path / "loss.png", SMALL)
+    model = example.TinyGPT(options)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(20)  # so that attention looks somewhere
+    monkeypatch.setattr(example, "block_causal_mask", lambda *_, **__: None)  # the model then takes the causal one
+    with torch.no_grad():
+        found = example.loss_of_chats(model, options)
+    assert abs(found["packed"] - found["padded"]) > 1e-3
 
 
 def test_the_unigram_entropy_of_a_mixture_by_hand(example: ModuleType, tmp_path: Path) -> None:
@@ -259,7 +267,7 @@ def test_a_cache_that_was_built_anew_between_two_jobs_is_refused(
     with pytest.raises(CacheError, match=r"sources\[0\]: .*Open the version"):
         example.job(0, options, 12, 1)
     options.out = tmp_path / "later.png"
-    with pytest.raises(CacheError, match=r"sft/.*birds.*: tokens is \d+, expected \d+"):
+    with pytest.raises(CacheError, match=r"sources\[0\]: .*Open the version"):
         example.job(0, options, 20, 1)
 
 
@@ -267,7 +275,7 @@ def test_a_cache_that_was_built_anew_between_two_jobs_is_refused(
     ("more", "error", "said"),
     [
         ("--world-sizes 3", ValueError, "global_batch_size=4: expected a multiple of world_size=3"),
-        ("--weights 1", ValueError, "2 streams, 1 weights"),
+        ("--weights 1", ValueError, "2 weights for 3 streams"),
         ("--pretrain fish", FileNotFoundError, "fish"),
         ("--sft fish", FileNotFoundError, "fish"),
         ("--T 5000", ValueError, "T + 1 = 5001"),
@@ -328,7 +336,9 @@ def test_real_text_is_learned_and_permuted_real_text_is_not(
     before, after = straight["evaluations"][0], straight["evaluations"][1]
     assert after["nats_per_token"] < entropy - 0.4
     assert all(after["bits_per_byte"][name] < 0.8 * bits for name, bits in before["bits_per_byte"].items())
-    assert end(straight["losses"][begin:]) < straight["losses"][begin] - 0.1
+    chats = [each["chats"] for each in straight["evaluations"]]
+    assert chats[-1]["packed"] < chats[1]["packed"] - 0.1
+    assert all(each["packed"] == pytest.approx(each["padded"], rel=0, abs=1e-9) for each in chats)
 
     stopped = run("--stop-at 500 620 --world-sizes 1 2 1")
     assert stopped["losses"][:200] == straight["losses"][:200]
