@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import IGNORE_INDEX
@@ -23,7 +24,8 @@ KEYS = ("loss_bits", "chat_template", "pad_id")
 """Of a meta.json: a cache has all of them or none."""
 
 Numbers = NDArray[np.int64]
-_BYTE = np.dtype(np.uint8)
+_BYTE, _WORD = np.dtype(np.uint8), np.dtype("<u8")
+_WORD_BITS = np.uint64(64)
 # int64 [256, 8]: of the bits of a byte, what the target of each is limited to; -100 where it carries no loss.
 _LIMITS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 2**31, IGNORE_INDEX
@@ -83,6 +85,7 @@ class LossBits:
         """
         self.path, self._num_tokens = path, num_tokens
         self._map: memoryview | None = None
+        self._views: tuple[int, NDArray[np.uint8] | None, NDArray[np.uint64]] | None = None
         if io == "mmap":
             self._map = mmap_tokens(path, expected_bytes=recorded, dtype=_BYTE).data
             size = len(self._map)
@@ -114,13 +117,17 @@ class LossBits:
     def flat(self, begins: Numbers, ends: Numbers) -> NDArray[np.bool_]:
         """Return whether tokens begins[k] to ends[k] - 1 carry loss, end to end: bool [sum]. No range is empty."""
         firsts, lasts = begins >> 3, num_bytes_of(ends)
-        parts = map(self._bytes, firsts.tolist(), lasts.tolist())
+        spans, content = zip(firsts.tolist(), lasts.tolist(), strict=True), self._map
+        if content is None:
+            parts = [self._bytes(at, end) for at, end in spans]
+        else:
+            parts = [content[at:end] for at, end in spans]  # a call for each would take half of the time
         bits = np.unpackbits(np.frombuffer(bytearray().join(parts), dtype=np.uint8), bitorder="little")
         places = 8 * (np.cumsum(lasts - firsts) - lasts) + begins  # of each range among the bits
         if len(begins) == 1:
             return bits[int(places[0]) : int(places[0] + ends[0] - begins[0])].view(np.bool_)
-        content = bits.data
-        chosen = [content[at:end] for at, end in zip(places.tolist(), (places + ends - begins).tolist(), strict=True)]
+        every = bits.data
+        chosen = [every[at:end] for at, end in zip(places.tolist(), (places + ends - begins).tolist(), strict=True)]
         return np.frombuffer(bytearray().join(chosen), dtype=np.bool_)
 
     def padded(self, begins: Numbers, ends: Numbers, width: int) -> NDArray[np.uint8]:
@@ -128,20 +135,40 @@ class LossBits:
 
         The bit of token begins[b] + 1 is the lowest of byte 0 of row b. From ends[b] on they are 0.
         """
-        size = num_bytes(width) + 1
-        firsts, lasts = begins >> 3, num_bytes_of(ends)
+        firsts, count = begins >> 3, ends - begins - 1
+        windows, kept = self._tables(-(-(width - 1) // 64))
+        if windows is None or firsts.item(firsts.argmax()) >= len(windows):  # near the end of the file
+            raw = self._joined(firsts, num_bytes_of(ends), 8 * kept.shape[2] + 8)
+        else:
+            raw = windows[firsts]
+        words = raw.view(_WORD)  # an eighth of the operations that bytes would take
+        shift = ((begins & 7) + 1).astype(_WORD)[:, None]
+        aligned = words[:, :-1] >> shift
+        aligned |= words[:, 1:] << (_WORD_BITS - shift)
+        aligned &= kept[count & 63, kept.shape[2] - (count >> 6)]
+        return aligned.view(np.uint8)[:, : num_bytes(width - 1)]
+
+    def _tables(self, columns: int) -> tuple[NDArray[np.uint8] | None, NDArray[np.uint64]]:
+        """Return two views, which are kept for the next batch.
+
+        All windows of columns + 1 words of 8 bytes of the map, by their first byte; None without a map and of a shorter
+        file. And by (n % 64, columns - n // 64) `columns` words of which the first n bits are 1.
+        """
+        if self._views is None or self._views[0] != columns:
+            content = np.zeros(0, np.uint8) if self._map is None else np.frombuffer(self._map, dtype=np.uint8)
+            size, ones = 8 * columns + 8, np.zeros((64, 2 * columns + 1), dtype=_WORD)
+            ones[:, :columns] = ~np.uint64(0)
+            ones[:, columns] = (np.uint64(1) << np.arange(64, dtype=np.uint64)) - np.uint64(1)
+            windows = None if len(content) < size else sliding_window_view(content, size)
+            self._views = (columns, windows, sliding_window_view(ones, columns, axis=1))
+        return self._views[1:]
+
+    def _joined(self, firsts: Numbers, lasts: Numbers, size: int) -> NDArray[np.uint8]:
+        """Return bytes firsts[b] to lasts[b] - 1 of the file, each row filled up with zeros: uint8 [B, size]."""
         zeros, parts = bytes(size), []
         for at, end in zip(firsts.tolist(), lasts.tolist(), strict=True):
-            parts.append(self._bytes(at, end))
-            if end - at < size:
-                parts.append(zeros[end - at :])
-        raw = np.frombuffer(bytearray().join(parts), dtype=np.uint8).reshape(len(begins), size)
-        unused = (8 * lasts - ends).astype(np.uint8)  # bits of the next example in a row's last byte
-        raw[np.arange(len(begins)), lasts - firsts - 1] &= np.uint8(255) >> unused
-        shift = (begins & 7).astype(np.uint8)[:, None] + np.uint8(1)
-        aligned: NDArray[np.uint8] = raw[:, :-1] >> shift  # by 8 bits: 0
-        aligned |= raw[:, 1:] << (np.uint8(8) - shift)
-        return aligned[:, : num_bytes(width - 1)]
+            parts += [self._bytes(at, end), zeros[end - at :]]
+        return np.frombuffer(bytearray().join(parts), dtype=np.uint8).reshape(len(firsts), size)
 
     def _bytes(self, first: int, end: int) -> Any:
         if self._map is not None:
