@@ -157,7 +157,7 @@ class _RowBuilder:
 
     def has_reply(self, messages: Messages) -> bool:
         """Whether a chat has an assistant's message; a chat without one is dropped."""
-        if any(message.get("role") == "assistant" for message in messages):
+        if any(isinstance(each, Mapping) and each.get("role") == "assistant" for each in messages):
             return True
         self.drop(NO_SUPERVISED if messages else EMPTY)
         return False

@@ -20,6 +20,10 @@ from niels_gpt.chat.templates import REMEDY, ChatTemplate, Rendered
 from niels_gpt.chat.turns import calls_tools, check_loss_on, supervised_turns, words_of
 from niels_gpt.chat.values import UNUSABLE_VALUE, UnusableValueError, texts_of, usable
 
+_BRACKETS = "<>|[]/_ "
+_USUAL_ROLES = frozenset(
+    ("system", "developer", "user", "assistant", "model", "tool", "function", "ipython", "observation", "environment")
+)
 _DECODED = 8  # tokens whose text is shown in a message about a difference
 _ALL_CHECKED, _CHECKED_EVERY = 1000, 100  # the chats whose prefixes are tokenized too: the first ones, then every 100th
 
@@ -44,6 +48,8 @@ class TemplateTokenizer(ChatTokenizer):
         # Added tokens that are not special, such as <think>, are text that a chat may hold.
         literals = sorted(literal for literal in backend.special_tokens if literal.strip())
         self._literal = re.compile("|".join(map(re.escape, literals)) or r"(?!)")
+        # Some templates write <| and |> around a role, so that a role may become any token of this form.
+        self._inner = {literal.strip(_BRACKETS) for literal in literals}
         self.vocab_size = backend.vocab_size
         self.special_token_ids = backend.special_token_ids
         _, eos, pad, _ = self.special_token_ids
@@ -83,6 +89,10 @@ class TemplateTokenizer(ChatTokenizer):
             plain = usable(chat)
         except UnusableValueError as error:
             return RefusedChat(UNUSABLE_VALUE, f"chat {chat.name!r}: {error}")
+        made = [role for role in self._roles_of(plain) if role in self._inner and role not in _USUAL_ROLES]
+        if made:
+            found = f"a role of chat {chat.name!r}, {made[0]!r}, may become a special token"
+            return RefusedChat(SPECIAL_TEXT, found)
         for text in texts_of([plain.messages, plain.tools]):
             if literal := self._literal.search(text):
                 found = f"a message or tool of chat {chat.name!r} holds the special token {literal.group()}"
@@ -93,6 +103,11 @@ class TemplateTokenizer(ChatTokenizer):
                 "has tools. Name a file with the one to use for all chats: --chat-template FILE"
             )
         return plain
+
+    @staticmethod
+    def _roles_of(chat: Chat) -> list[str]:
+        roles = (message.get("role") for message in chat.messages)
+        return [role.strip() for role in roles if isinstance(role, str)]
 
     def _encoded(self, rendered: list[tuple[str, Rendered]]) -> list[EncodedChat]:
         chats = []

@@ -125,7 +125,9 @@ def _outcome(environment: Any, compiled: dict[str, Any], request: Any, job: Any)
                 compiled.clear()
             compiled[text] = environment.from_string(text)
         messages = [_with_reasoning(message) for message in request["chats"][number][:end]]
-        variables = {"documents": None, "tools": request["tools"][number], **request["variables"], **more}
+        tools = request["tools"][number]
+        usual = {"documents": None, "tools": tools, "add_generation_prompt": False}
+        variables = {**usual, **request["variables"], **more}
         rendered = compiled[text].render(messages=messages, **variables)
     except MemoryError:
         return ["memory", ""]

@@ -235,7 +235,8 @@ class ChatTemplate:
 
     def _left_out(self, chat: Chat, text: str) -> Iterator[str]:
         """Yield UNUSED_TOOLS and UNUSED_REASONING where the text of a chat is without them."""
-        if chat.tools and not any(is_in(name, text) for name in function_names(chat.tools)):
+        names = function_names(chat.tools or ())
+        if names and not ("tools" in str(self.text) and any(is_in(name, text) for name in names)):
             yield UNUSED_TOOLS
         reasoning = (message.get(name) for message in chat.messages for name in REASONING_FIELDS)
         if any(isinstance(each, str) and each.strip() not in text for each in reasoning):
@@ -244,10 +245,8 @@ class ChatTemplate:
     def _check_shown(self, chat: Chat, text: str) -> None:
         """Raise _RefusedError where the text of a chat is without a call, or has Python's form of a content."""
         for number, message in enumerate(chat.messages, 1):
-            if calls_tools(message) and not (
-                any(word in str(self.text) for word in ("tool_calls", "tojson"))
-                and all(is_in(name, text) for name in called_names(message))
-            ):
+            knows_calls = any(word in str(self.text) for word in ("tool_calls", "tojson"))
+            if calls_tools(message) and not (knows_calls and all(is_in(name, text) for name in called_names(message))):
                 raise _RefusedError(UNUSED_CALLS, f"the template leaves out a call of message {number}")
             content = message.get("content")
             if content and isinstance(content, list | dict) and str(content) in text:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from niels_gpt.chat.template_process import Chat
+from niels_gpt.chat.turns import called_names
 
 UNUSABLE_VALUE: Final = "unusable_value"
 """Counter of chats with a value that no JSON has, such as NaN, or with too many or too deep ones."""
@@ -14,6 +15,8 @@ MAX_DEPTH: Final = 100
 """Levels of lists and objects in a message or a tool, at most."""
 MAX_VALUES: Final = 1 << 20
 """Values of a chat, at most."""
+MAX_CHARS: Final = 1 << 23
+"""Characters of a chat, at most: twelve bytes each on the way to the template's process, whose memory is limited."""
 _MAX_INTEGER = 1 << 64
 
 
@@ -25,14 +28,20 @@ def usable(chat: Chat) -> Chat:
     """Return a copy of a chat of plain lists and dicts, with U+FFFD for each lone surrogate, which UTF-8 cannot hold.
 
     Raises: UnusableValueError for a float that is not finite, an integer beyond 64 bits, a key that is no string, a
-        value that is none of JSON's, messages or tools that are no objects, and more than MAX_DEPTH levels or
-        MAX_VALUES values.
+        value that is none of JSON's, messages or tools that are no objects, a call of no function, and more than
+        MAX_DEPTH levels, MAX_VALUES values or MAX_CHARS characters.
     """
     left = [MAX_VALUES]
     messages = [_object(message, "message", left) for message in chat.messages]
     if not isinstance(chat.tools, list | tuple | None):
         raise UnusableValueError(f"tools are a value of type {type(chat.tools).__name__}, expected a list")
     tools = None if chat.tools is None else [_object(tool, "tool", left) for tool in chat.tools]
+    for number, message in enumerate(messages, 1):
+        calls = message.get("tool_calls")
+        if calls and not (isinstance(calls, list) and len(called_names(message)) == len(calls)):
+            raise UnusableValueError(f"message {number} has a call without the name of a function")
+    if sum(map(len, texts_of([messages, tools]))) > MAX_CHARS:
+        raise UnusableValueError(f"it has more than {MAX_CHARS:,} characters")
     return Chat(chat.name, messages, tools)
 
 

@@ -49,7 +49,7 @@ RAW_FIELDS = FIELDS | {TOOLS}
 MISSING_FIELD, MALFORMED, UNKNOWN_ROLE = "missing_field", "malformed", "unknown_role"
 NOT_TEXT = "not_text"
 _RESULTS = ("tool", "observation", "function_response", "tool_response")  # of ShareGPT: what a tool answered
-_CALL = "function_call"  # of ShareGPT: a turn whose value is a call, or a list of calls, in JSON
+_CALL = "function_call"  # of ShareGPT: the role of a turn whose value is a call, or a list of them, in JSON
 _MAY_SAY_NOTHING = ("tool_calls", "reasoning_content", "thinking", "reasoning")  # content may be absent beside these
 
 
@@ -161,7 +161,8 @@ def raw_chat_of(row: Mapping[str, Any], *, sparse: bool) -> tuple[list[dict[str,
     """Return the turns of a row and its tools, as they are; its system field, if any, is the first turn.
 
     The other names of ROLES become system, user and assistant; every other role stays. A turn of ShareGPT has `role`
-    and `content` in place of `from` and `value`. An empty list of calls is left out. `tools` is a list, or its JSON.
+    and `content` in place of `from` and `value`. An empty list of calls is left out, and a `function_call` becomes one
+    of `tool_calls`. `tools` is a list, or its JSON.
     sparse: leave out null fields at any depth, as rows of parquet have them; else those of a turn alone.
     Raises: NotAChatError as messages_of, but for roles and calls; "not_text" for a content with a part that is no text,
         such as a picture; "malformed" for a turn without content that neither calls a tool nor has reasoning, and for
@@ -204,8 +205,10 @@ def _raw_turn(turn: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in turn.items() if name not in ("from", "value") and value is not None}
     if kept.get("tool_calls") == []:
         del kept["tool_calls"]
+    if kept.get(_CALL) and "tool_calls" not in kept:  # the earlier form of OpenAI
+        kept["tool_calls"] = _calls(kept.pop(_CALL))
     if turn.get("role") is None and known == _CALL:
-        return {**kept, "role": "assistant", "tool_calls": _calls_in(content)}
+        return {**kept, "role": "assistant", "tool_calls": _calls(_json(content, "a turn's call"))}
     if turn.get("role") is None and known not in (*ROLES, *_RESULTS, "developer"):
         raise NotAChatError(UNKNOWN_ROLE, f"a turn of role {role!r}", role=role)
     kept["role"] = "tool" if turn.get("role") is None and known in _RESULTS else ROLES.get(known, role)
@@ -223,8 +226,7 @@ def _check_content(content: Any, *, may_be_absent: bool) -> None:
         raise NotAChatError(MALFORMED, f"{_kind(content)} in place of a turn's content")
 
 
-def _calls_in(value: Any) -> list[dict[str, Any]]:
-    found = _json(value, "a turn's call")
+def _calls(found: Any) -> list[dict[str, Any]]:
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
         raise NotAChatError(MALFORMED, "a turn's call without the name of a function")

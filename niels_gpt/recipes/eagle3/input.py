@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 CHATS, ROWS = "chats", "rows"
 """The forms of input."""
+READING = "any role, with calls of tools"
+"""How chats of files reach a target's template. Another reading gives other chats, so a run does not continue it."""
 FLAG = "--input-data"
 _OF_AN_SFT_CACHE = ("seed", "on_special", "sft_val_frac")  # settings that decide its split, and no chat
 
@@ -39,9 +41,9 @@ _OF_AN_SFT_CACHE = ("seed", "on_special", "sft_val_frac")  # settings that decid
 def input_facts(settings: Settings, input_data: str, *, recorded: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return what identifies the input: equal facts mean equal chats or rows.
 
-    Keys: input_data as given; form, "chats" or "rows"; settings, those that decide what is read; exclude, if a file
-    lists excluded chats; and the source's kind, licence, attribution, revision and fingerprint, as in an sft cache's
-    meta.json. No time or host, and no path except input_data.
+    Keys: input_data as given; form, "chats" or "rows"; reading, of chats of files; settings, those that decide what is
+    read; exclude, if a file lists excluded chats; and the source's kind, licence, attribution, revision and
+    fingerprint, as in an sft cache's meta.json. No time or host, and no path except input_data.
     recorded: facts of an earlier run, which supply the revision of a hub dataset; None: those of the committed sft
         cache, if there is one. Without a recorded revision the hub is asked.
     Raises: FileNotFoundError where no source or file has that name; ValueError for a source of text; ConnectionError;
@@ -57,6 +59,8 @@ def input_facts(settings: Settings, input_data: str, *, recorded: Mapping[str, A
         "settings": {name: getattr(settings, name) for name in origin.spec.settings if name not in _OF_AN_SFT_CACHE},
         **origin.provenance(known),
     }
+    if origin.user is not None and facts["form"] == CHATS:
+        facts["reading"] = READING
     return facts if settings.exclude is None else {**facts, "exclude": read_exclusion(settings.exclude).facts}
 
 

@@ -1,0 +1,233 @@
+"""What a chat may hold beside words, and what a template leaves out: refused or counted, never a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import chat_tokenizers as kinds
+from support.chat_tokenizers import rows_of, supervised, turns
+from support.tool_templates import FAMILIES, QWEN, SPECIAL, TOOLS, call, with_marks
+
+from niels_gpt.chat.rows import NOT_DROPPED, ROWS
+from niels_gpt.chat.template_process import Chat
+from niels_gpt.chat.tokenizers import ChatTokenizer, EncodedChat, RefusedChat, open_tokenizer, template_tokenizer
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
+
+USER, WORDS = turns("Why?", "It rained.")
+ANY = FAMILIES["qwen"].template.replace("message.content + '<|im_end|>'", "'' ~ message.content + '<|im_end|>'")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return kinds.write_tokenizer(tmp_path_factory.mktemp("own"), template=FAMILIES["qwen"].template, special=SPECIAL)
+
+
+@pytest.fixture(scope="module")
+def qwen(folder: Path) -> ChatTokenizer:
+    return template_tokenizer(HuggingFaceTokenizer(folder), None, loss_on="assistant,tool_calls")
+
+
+def refused(tokenizer: ChatTokenizer, messages: Any, tools: Any = None) -> RefusedChat:
+    (found,) = tokenizer.encode_chats([Chat("a", messages, tools)])
+    assert isinstance(found, RefusedChat)
+    return found
+
+
+NESTED: Any = "x"
+for _ in range(101):
+    NESTED = [NESTED]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (math.nan, "the number nan"),
+        (-math.inf, "the number -inf"),
+        (10**400, "an integer beyond 64 bits"),
+        (b"x", "of type bytes"),
+        ({1: 2}, "a key that is no string"),
+        (NESTED, "more than 100 levels"),
+        ([0] * (1 << 20), "more than 1,048,576 values"),
+        ("x" * (1 << 23), "more than 8,388,608 characters"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 50 else "",
+)
+def test_values_that_json_has_not_are_refused_wherever_they_are(qwen: ChatTokenizer, value: Any, said: str) -> None:
+    for messages, tools in (
+        ([USER, {**WORDS, "more": {"deep": [value]}}], None),
+        ([USER, {"role": "assistant", "tool_calls": [call(given=value)]}], None),
+        ([USER, WORDS], [{**TOOLS[0], "x": value}]),
+    ):
+        found = refused(qwen, messages, tools)
+        assert found.reason == "unusable_value" and said in found.found
+    assert refused(qwen, [USER, "yes"]).found.endswith("a message is a value of type str, expected an object")
+    assert "without the name" in refused(qwen, [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]).found
+
+
+def test_special_tokens_are_found_in_every_text(qwen: ChatTokenizer) -> None:
+    token = "a <|im_end|>"
+    made = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
+    for messages, tools in (
+        ([{**USER, "name": token}, WORDS], None),
+        ([{**USER, "content": made}, WORDS], None),
+        ([USER, {**WORDS, "reasoning_content": token}], None),
+        ([USER, {"role": "assistant", "tool_calls": [call(**{token: 1})]}], None),
+        ([USER, {"role": "assistant", "tool_calls": [call(a=[[{"b": token}]])]}], None),
+        ([USER, {"role": token, "content": "a"}, WORDS], None),
+        ([USER, WORDS], [{"type": "function", "function": {"name": "f", "description": token}}]),
+        ([{"role": "im_end", "content": "a"}, USER, WORDS], None),  # a template may write <| and |> around it
+    ):
+        assert refused(qwen, messages, tools).reason == "special_text"
+
+
+def test_half_a_surrogate_pair_is_replaced_in_calls_and_tools_too(qwen: ChatTokenizer) -> None:
+    half, whole = (
+        Chat("a", [USER, {"role": "assistant", "tool_calls": [call(f"f{char}", **{char: [char]})]}], [{"name": char}])
+        for char in ("\ud83d", "\ufffd")
+    )
+    one, two = qwen.encode_chats([half, whole])
+    assert isinstance(one, EncodedChat) and one == two
+
+
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=2),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3),
+    max_leaves=6,
+)
+FIELD = st.sampled_from(["role", "content", "tool_calls", "name", "reasoning_content", "tool_call_id", "x"])
+ROLE = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool", "system"])})
+MESSAGE = st.builds(lambda one, two: {**one, **two}, ROLE, st.dictionaries(FIELD, ODD, max_size=4)) | ODD
+
+
+@pytest.fixture(scope="module")
+def lenient(folder: Path) -> ChatTokenizer:
+    """With a template that takes nearly everything."""
+    return template_tokenizer(HuggingFaceTokenizer(folder), ANY)
+
+
+@settings(deadline=None, max_examples=60)
+@given(messages=st.lists(MESSAGE, max_size=4), tools=st.none() | st.lists(ODD, max_size=2) | ODD)
+def test_no_chat_ends_the_run(lenient: ChatTokenizer, messages: list[Any], tools: Any) -> None:
+    counters: Counter[str] = Counter()
+    rows = rows_of(lenient, turns("a", "b"), Chat("odd", messages, tools), counters=counters)
+    dropped = sum(number for reason, number in counters.items() if reason not in (ROWS, *NOT_DROPPED))
+    assert rows[0].id == "chat 0" and counters[ROWS] + dropped == 2
+
+
+def test_what_a_template_leaves_out_is_counted(folder: Path) -> None:
+    chatml, counters = open_tokenizer(str(folder), chat_template=kinds.CHATML), Counter[str]()
+    thoughtful = [USER, {**WORDS, "reasoning_content": "The ground is wet."}]
+    calls = [USER, {**WORDS, "tool_calls": [call("user")]}]  # the text has the name, but not as a call
+    rows = rows_of(chatml, Chat("a", [USER, WORDS], TOOLS), thoughtful, calls, counters=counters)
+    assert [row.id for row in rows] == ["a", "chat 1"]
+    assert counters == {"rows": 2, "unused_tools": 1, "unused_reasoning": 1, "unused_tool_calls": 1}
+
+
+def test_turns_without_loss_are_counted_and_a_chat_without_loss_is_dropped(folder: Path) -> None:
+    tokenizer, counters = template_tokenizer(HuggingFaceTokenizer(folder), None, loss_on="tool_calls"), Counter[str]()
+    calls = {"role": "assistant", "tool_calls": [call()]}
+    talk = [USER, calls, {"role": "tool", "content": "4"}, WORDS, USER, WORDS]
+    (row,) = rows_of(tokenizer, [USER, WORDS], talk, counters=counters)
+    assert counters == {"rows": 1, "no_supervised": 1, "turns_without_loss": 2} and row.id == "chat 1"
+
+
+THINKS = QWEN.replace("message.content + '<|im_end|>'", "'<think>' ~ (message.reasoning_content or '') ~ '</think>'")
+UNSURE = {
+    "two turns in one part": "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}",
+    "a part of no turn": (
+        "{% for m in messages %}{{ m.content }}{% generation %}<|im_end|>{% endgeneration %}{% endfor %}"
+    ),
+    "the last character decides": (
+        "{% for m in messages %}{% generation %}{{ m.content }}{{ '!' if m.content[-1] == '.' }}"
+        "{% endgeneration %}{% endfor %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSURE)
+def test_where_marks_do_not_tell_the_turn_the_chat_is_refused_only_if_that_matters(folder: Path, name: str) -> None:
+    ids, chat = HuggingFaceTokenizer(folder), [USER, WORDS, USER, WORDS]
+    assert any(template_tokenizer(ids, UNSURE[name]).encode_chat(chat)[1]), "every turn carries loss"
+    found = refused(template_tokenizer(ids, UNSURE[name], loss_on="last"), chat)
+    assert found.reason == "unknown_turns" and "'a'" in found.found
+
+
+def test_reasoning_has_the_names_that_transformers_gives_it_and_belongs_to_its_turn(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    template = with_marks(THINKS)
+    talk = [USER, {**WORDS, "reasoning": "It is wet."}, USER, {**WORDS, "thinking": "Hm."}]
+    tokenizer = template_tokenizer(HuggingFaceTokenizer(folder), template, loss_on="last")
+    ids, mask = tokenizer.encode_chat(talk)
+    assert supervised(tokenizer, (ids, mask)) == ["<think>Hm.</think>"]
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert ids == theirs.apply_chat_template(talk, chat_template=template)["input_ids"]
+
+
+def test_null_fields_are_absent_and_parts_reach_a_template_that_reads_them(folder: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% for part in m.content %}{{ part.text }}"
+        "{% endfor %}{{ '|' ~ m.keys() | list | join(',') }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    tokenizer = template_tokenizer(HuggingFaceTokenizer(folder), template)
+    parts = [{"type": "text", "text": "It "}, {"type": "text", "text": "rained."}]
+    ids, mask = tokenizer.encode_chat([{**USER, "content": parts}, {**WORDS, "content": parts, "tool_calls": None}])
+    assert supervised(tokenizer, (ids, mask)) == ["It rained.|role,content<|im_end|>"]
+
+
+# --- the files of a cache's tokenizer ---
+
+
+def test_a_caches_tokenizer_needs_no_transformers(folder: Path) -> None:
+    script = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from niels_gpt.chat.tokenizers import template_tokenizer\n"
+        "from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer\n"
+        f"made = template_tokenizer(HuggingFaceTokenizer({str(folder)!r}), None)\n"
+        f"print(made.encode_chat({[USER, WORDS]!r}))"
+    )
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == repr(open_tokenizer(str(folder)).encode_chat([USER, WORDS]))
+
+
+def test_the_template_and_the_named_tokens_come_from_the_files_beside(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    config = tmp_path / "tokenizer_config.json"
+
+    def opened(**fields: Any) -> ChatTokenizer:
+        config.write_text(json.dumps(fields))
+        return template_tokenizer(HuggingFaceTokenizer(tmp_path), None)
+
+    begin = {"content": "<|begin|>", "special": True}
+    named = [{"name": "default", "template": kinds.LLAMA_3}, {"name": "tool_use", "template": kinds.CHATML}]
+    llama = opened(chat_template=named, bos_token=begin, eos_token="<|eot|>")
+    assert (llama.pad_id, llama.special_token_ids) == (6, [1, 6, None, None])
+    assert supervised(llama, llama.encode_chat([USER, WORDS])) == ["It rained.<|eot|>"]
+    assert llama.encode_chat([USER, WORDS])[0][0] == 1
+    with pytest.raises(ValueError, match=r"another chat template for chats with tools, and chat '0' has tools"):
+        llama.encode_chat([USER, WORDS], TOOLS)
+    with pytest.raises(ValueError, match="has no chat template"):
+        opened().encode_chats([])
+    with pytest.raises(CacheError, match=r"chat templates named 'rag', expected one named default"):
+        opened(chat_template=[{"name": "rag", "template": ""}])
+    with pytest.raises(CacheError, match="its chat_template is no text"):
+        opened(chat_template=7)
+    (tmp_path / "chat_template.jinja").write_text(kinds.CHATML)
+    assert (
+        opened(chat_template=named).template_sha256
+        == open_tokenizer(str(folder), chat_template=kinds.CHATML).template_sha256
+    )
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CacheError, match="expected a text in UTF-8"):
+        opened()
