@@ -54,12 +54,13 @@ class SFTCounts:
 class SFTRows:
     """Which tokens of a split each row has. A row is an example, or with over_length="split" a window of one."""
 
-    def __init__(self, T: int, kept: Numbers | None, firsts: Numbers | None) -> None:
+    def __init__(self, T: int, kept: Numbers | None, firsts: Numbers | None, opened: NDArray[np.bool_] | None) -> None:
         """kept: the numbers of the examples or windows that are rows, ascending; None: all are.
 
         firsts: int64 [N + 1], the windows before each example, and all of them; None: a row is the example's beginning.
+        opened: bool [windows], those that begin inside a reply.
         """
-        self.T, self.kept, self.firsts = T, kept, firsts
+        self.T, self.kept, self.firsts, self.opened = T, kept, firsts, opened
 
     def places(self, split: SFTSplit, rows: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
         """Return where rows are: begins and ends, at most T + 1 tokens apart, their pieces, and their examples.
@@ -88,12 +89,13 @@ def count_rows(split: SFTSplit, *, T: int, over_length: OverLength, require_targ
         example of more than T + 1 tokens.
     """
     totals: Counter[str] = Counter()
-    kept, num_windows = [], []
+    kept, num_windows, opened = [], [], []
     for first, stop in _blocks(split):
-        block, is_row, windows = _count_block(split, first, stop, T, over_length, require_targets)
+        block, is_row, windows, inside = _count_block(split, first, stop, T, over_length, require_targets)
         totals.update(block)
         kept.append(is_row)
         num_windows.append(windows)
+        opened.append(inside)
     counts = SFTCounts(**totals)
     if over_length == "error":  # after counting, which refuses offsets of other tokens
         _refuse_over_length(split, T)
@@ -105,9 +107,10 @@ def count_rows(split: SFTSplit, *, T: int, over_length: OverLength, require_targ
         raise CacheError(
             public_file(split.tokens_path), found, remedy="Pass a larger T, or other settings", code="E107"
         )
-    firsts = np.cumsum(np.concatenate([[0], *num_windows])) if over_length == "split" else None
-    is_whole = counts.rows == sum(map(len, kept))
-    return counts, SFTRows(T, None if is_whole else np.concatenate(kept).nonzero()[0], firsts)
+    rows = None if counts.rows == sum(map(len, kept)) else np.concatenate(kept).nonzero()[0]
+    if over_length != "split":
+        return counts, SFTRows(T, rows, None, None)
+    return counts, SFTRows(T, rows, np.cumsum(np.concatenate([[0], *num_windows])), np.concatenate(opened))
 
 
 def warn_of_counts(split: SFTSplit, counts: SFTCounts, T: int, over_length: OverLength) -> None:
@@ -217,14 +220,17 @@ def _by_sentinels(ids: NDArray[Any], ends: Numbers, opened: bool, sentinels: dic
 
 def _count_block(
     split: SFTSplit, first: int, stop: int, T: int, over_length: OverLength, require_targets: bool
-) -> tuple[dict[str, int], NDArray[np.bool_], Numbers]:
-    """Return the counts of examples first to stop - 1; which of their rows are kept; how many rows each has."""
+) -> tuple[dict[str, int], NDArray[np.bool_], Numbers, NDArray[np.bool_]]:
+    """Return the counts of examples first to stop - 1; which of their rows are kept; how many rows each has.
+
+    And which of the windows of over_length="split" begin inside a reply.
+    """
     starts, ends = split.bounds(np.arange(first, stop))
     count, cut = len(starts), np.minimum(ends, starts + (T + 1)) - 1  # the last token of each when it is truncated
     splits, drop = over_length == "split", over_length == "drop"
     windows = windows_of(ends - starts, T) if splits else np.ones(count, dtype=np.int64)
     targets, left = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    lost_end, has_target = np.zeros(count, dtype=np.bool_), np.zeros(int(windows.sum()), dtype=np.bool_)
+    lost_end, (has_target, opened) = np.zeros(count, dtype=np.bool_), np.zeros((2, int(windows.sum())), dtype=np.bool_)
     firsts = np.cumsum(windows) - windows
     for before, last, ends_of_turns in _replies(split, first, starts, ends):
         of = ends.searchsorted(last, side="right")
@@ -233,10 +239,10 @@ def _count_block(
         behind = ends.searchsorted(ends_of_turns, side="right")
         lost_end |= np.bincount(behind[ends_of_turns > cut[behind]], minlength=count) > 0
         if splits:
-            here, rest = firsts[of] + (before - starts[of]) // T, firsts[of] + (last - 1 - starts[of]) // T
-            size = len(has_target) + 1
-            changes = np.bincount(here, minlength=size) - np.bincount(rest + 1, minlength=size)
-            has_target |= np.cumsum(changes)[:-1] > 0
+            here, (before, last) = firsts[of], (before - starts[of], last - starts[of])
+            has_target |= _covered(here + before // T, here + (last - 1) // T, len(has_target))
+            # A window begins inside a run if its first token, which is none of its targets, is in it.
+            opened |= _covered(here + before // T + 1, here + np.minimum(last // T, windows[of] - 1), len(opened))
     if not splits:
         has_target = left > 0
     is_cut = (ends - starts > T + 1) & (not splits)
@@ -255,7 +261,13 @@ def _count_block(
         "supervised_tokens_lost": 0 if splits else targets.sum() - left[is_row].sum(),
         "examples_split": (windows > 1).sum(),
     }
-    return {name: int(value) for name, value in counts.items()}, is_row, windows
+    return {name: int(value) for name, value in counts.items()}, is_row, windows, opened
+
+
+def _covered(first: Numbers, last: Numbers, count: int) -> NDArray[np.bool_]:
+    """Return which of 0 to count - 1 are in any of the ranges first[k] to last[k], both included, or empty."""
+    changes = np.bincount(first, minlength=count + 1) - np.bincount(last + 1, minlength=count + 1)
+    return np.cumsum(changes)[:-1] > 0
 
 
 def _kept_by_t(split: SFTSplit, drop: bool) -> Numbers:

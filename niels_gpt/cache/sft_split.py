@@ -262,25 +262,33 @@ class SFTSplit:
             raise self._refused(int(begins[wrong // width]) + wrong % width, int(ids[wrong]))
         return ids.reshape(len(begins), width)
 
-    def masked(self, rows: Ids, begins: Numbers, ends: Numbers, *, whole: bool = False) -> Numbers:
+    def masked(
+        self, rows: Ids, begins: Numbers, ends: Numbers, *, whole: bool = False, opened: NDArray[np.bool_] | None = None
+    ) -> Numbers:
         """Return rows[:, 1:] with -100 where there is no loss: int64 [B, width - 1]. rows: what `padded` gives.
 
-        whole: every range begins its example, so that nothing before it is looked at.
+        whole: every range begins its example, so that nothing before it is looked at. opened: bool [B], whether each
+        range begins inside a reply, where that is known already.
         """
         if self._bits is not None:
             y = rows[:, 1:]
             return limited_by_bits(y, self._bits.padded(begins, ends, rows.shape[1]), empty_int64(y.shape))
-        return as_int64(masked_targets(rows, *self._runs(rows, begins, ends, whole)))
+        return as_int64(masked_targets(rows, *self._runs(rows, begins, ends, whole, opened)))
 
-    def targets(self, rows: Ids, begins: Numbers, ends: Numbers, *, whole: bool = False) -> NDArray[np.bool_]:
+    def targets(
+        self, rows: Ids, begins: Numbers, ends: Numbers, *, whole: bool = False, opened: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.bool_]:
         """Return which of rows[:, 1:] carry loss: bool [B, width - 1]. Arguments: as for `masked`."""
         if self._bits is not None:
             return unpacked(self._bits.padded(begins, ends, rows.shape[1]), rows.shape[1] - 1)
-        has_loss, runs = self._runs(rows, begins, ends, whole)
+        has_loss, runs = self._runs(rows, begins, ends, whole, opened)
         return has_loss.repeat(runs).reshape(len(rows), rows.shape[1] - 1)
 
-    def _runs(self, rows: Ids, begins: Numbers, ends: Numbers, whole: bool) -> tuple[NDArray[np.bool_], Numbers]:
-        opened = None if whole else self._opened(begins)
+    def _runs(
+        self, rows: Ids, begins: Numbers, ends: Numbers, whole: bool, opened: NDArray[np.bool_] | None
+    ) -> tuple[NDArray[np.bool_], Numbers]:
+        if opened is None and not whole:
+            opened = self._opened(begins)
         return reply_runs(rows, ends - begins, opened=opened, **self.sentinels)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -136,25 +137,35 @@ class SFTStream(CacheStream):
     def read(self, places: NDArray[np.int64]) -> Rows:
         """Return the rows at places from `locate`. Raises: CacheError for an id outside the vocabulary."""
         begins, ends = places[0], places[1]
-        rows, is_whole = self.split.padded(begins, ends, self.T + 1), self.over_length != "split"
+        rows = self.split.padded(begins, ends, self.T + 1)
+        opened = None if self._rows.opened is None else self._rows.opened[places[2]]
         segments = self._segments(ends - begins, places[2:])
         if self.device == "cpu":
-            y = self.split.masked(rows, begins, ends, whole=is_whole)
+            y = self.split.masked(rows, begins, ends, whole=opened is None, opened=opened)
             return Rows(torch.from_numpy(as_int64(rows[:, :-1])), torch.from_numpy(y), segments)
+        is_target = self.split.targets(rows, begins, ends, whole=opened is None, opened=opened)
         x, y = split_rows(rows, self.device)
-        return Rows(x, chosen_targets(y, self.split.targets(rows, begins, ends, whole=is_whole)), segments)
+        return Rows(x, chosen_targets(y, is_target), segments)
 
     def _segments(self, lengths: NDArray[np.int64], numbers: NDArray[np.int64]) -> Segments:
         """Return a segment of the piece of each row, and one of its padding, where it has any.
 
         lengths: tokens of each piece, up to T + 1: [B]. numbers: of each piece, and of its example: [2, B].
         """
-        # A column for each piece and one for its padding, in turn, and one for the end.
-        table, T = np.full((3, 2 * len(lengths) + 1), -1), self.T
-        table[0, ::2] = firsts = np.arange(0, len(lengths) * T + 1, T)
-        np.add(firsts[:-1], lengths, out=table[0, 1::2])
+        table, is_segment = _empty_segments(len(lengths), self.T).copy(), np.ones(2 * len(lengths) + 1, dtype=np.bool_)
+        table[0, 1::2] = table[0, :-1:2] + lengths
         table[1:, :-1:2] = numbers
-        is_segment = np.ones(table.shape[1], dtype=np.bool_)
-        np.less(lengths, T, out=is_segment[1::2])
+        is_segment[1::2] = lengths < self.T
         starts, pieces, documents = table.take(is_segment.nonzero()[0], axis=1)
         return Segments(starts.astype(np.int32), pieces[:-1], documents[:-1])
+
+
+@functools.lru_cache(maxsize=4)
+def _empty_segments(count: int, T: int) -> NDArray[np.int64]:
+    """Return starts, pieces and documents of each row's piece and its padding, in turn, and of the end: -1 where open.
+
+    int64 [3, 2 * count + 1]. Kept: batches of 8 short rows take longer to prepare than to read.
+    """
+    table = np.full((3, 2 * count + 1), -1)
+    table[0, ::2] = np.arange(0, count * T + 1, T)
+    return table

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from support.small_builds import quick_folder
 from torch.utils.data import DataLoader
 
 from niels_gpt.builders.sft import build_sft
-from niels_gpt.cache import CacheError, read_meta
+from niels_gpt.cache import CacheError, read_meta, sft_counts
 from niels_gpt.cache.formats import token_dtype_of
 from niels_gpt.sampling import Batch, EpochStream, MixtureStream, SFTStream
 
@@ -175,6 +176,7 @@ def letters(folder: Path) -> Path:
     last=st.tuples(WORLDS, st.integers(1, 3)),
     tokenizer=st.sampled_from([ByteTokenizer(), WideByteTokenizer()]),
     has_bits=st.booleans(),
+    block=st.sampled_from([7, 1 << 20]),
 )
 def test_every_row_comes_exactly_once_an_epoch_as_the_plain_rule_makes_it(
     chats: list[list[tuple[int, int]]],
@@ -185,9 +187,13 @@ def test_every_row_comes_exactly_once_an_epoch_as_the_plain_rule_makes_it(
     last: tuple[int, int],
     tokenizer: ByteTokenizer,
     has_bits: bool,
+    block: int,
 ) -> None:
-    """Parts of a run of two epochs: world size, rows of a rank, steps until the next part begins."""
-    with quick_folder() as folder:
+    """Parts of a run of two epochs: world size, rows of a rank, steps until the next part begins.
+
+    block: tokens that are counted at once.
+    """
+    with quick_folder() as folder, mock.patch.object(sft_counts, "_BLOCK_TOKENS", block):
         cache = sft_cache(folder, chats, tokenizer)
         examples, pad_id = read_examples(cache), tokenizer.special_token_ids()["eot"]
         if has_bits:
