@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from niels_gpt.cache.pretrain_dataset import as_int64
 from niels_gpt.display.tables import html_table
 
 
@@ -103,11 +104,11 @@ class Batch:
         """Return the place of each token in its segment, from 0: int64 [B, T], on the device of x. Made on each use."""
         if self.cu_seqlens is None:
             return None
-        if self.x.is_cpu:  # numpy takes a third of the time of torch
-            T, starts = self.x.shape[1], self.cu_seqlens.numpy()
-            firsts: NDArray[np.int64] = (starts[:-1] % T).astype(np.int64).repeat(starts[1:] - starts[:-1])
-            rows = firsts.reshape(-1, T)
-            return torch.from_numpy(np.subtract(np.arange(T), rows, out=rows))
+        T = self.x.shape[1]
+        if self.x.is_cpu:  # by numpy, and in 16 bits as far as they go: a quarter of the time of torch
+            starts, dtype = self.cu_seqlens.numpy(), np.int16 if T <= 1 << 15 else np.int64
+            firsts: NDArray[Any] = (starts[:-1] % T).astype(dtype).repeat(starts[1:] - starts[:-1]).reshape(-1, T)
+            return torch.from_numpy(as_int64(np.subtract(np.arange(T, dtype=dtype), firsts, out=firsts)))
         begins, size = self.cu_seqlens.to(torch.int64), self.x.numel()
         places = torch.arange(size, device=self.x.device)
         places -= torch.repeat_interleave(begins[:-1], begins.diff(), output_size=size)

@@ -19,6 +19,7 @@ from support.number_caches import number_cache, numbered
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset
 from niels_gpt.inspection.locate import locate
 from niels_gpt.sampling import Batch, EpochStream, MixtureStream
+from niels_gpt.sampling.batch import Rows, Segments
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the last batch has"),
@@ -180,3 +181,12 @@ def test_batches_on_a_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
     for ours, theirs in zip(islice(opened(folder, device="cuda"), 9), opened(folder), strict=False):
         for name in ("x", "y", "cu_seqlens", "documents", "position_ids"):
             assert torch.equal(getattr(ours, name).cpu(), getattr(theirs, name)), name
+
+
+def test_positions_of_the_longest_rows_of_16_bits_and_of_one_more_token() -> None:
+    """A row of one token and one of all others, at 2 ** 15 tokens and beyond."""
+    for T in (1 << 15, (1 << 15) + 1):
+        x = torch.zeros((2, T), dtype=torch.int64)
+        batch = Batch.of_rows(Rows(x, x, Segments(np.array([0, 1, T, 2 * T], dtype=np.int32), *np.zeros((2, 3)))), {})
+        assert batch.position_ids is not None and batch.position_ids.dtype == torch.int64
+        assert batch.position_ids.tolist() == [[0, *range(T - 1)], list(range(T))]
