@@ -229,7 +229,8 @@ class SFTSplit:
         if len(begins) == 1:
             ids = self.unchecked(int(begins[0]), int(ends[0]))
         else:
-            parts = map(self._part, begins.tolist(), ends.tolist())
+            tokens, ranges = self._map, zip(begins.tolist(), ends.tolist(), strict=True)
+            parts: list[Any] = [self._part(at, end) if tokens is None else tokens[at:end] for at, end in ranges]
             ids = np.frombuffer(bytearray().join(parts), dtype=self._dtype)
         wrong = self._outside(ids)
         if wrong is not None:

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import IGNORE_INDEX, SPLITS, Ids, TokenDtype
+from niels_gpt.cache.formats import SPLITS, TokenDtype
 from niels_gpt.cache.meta import existing_cache, reader_meta
 from niels_gpt.cache.mmap import IO, public_file
-from niels_gpt.cache.pretrain_dataset import PretrainSplit, empty_int64
+from niels_gpt.cache.pretrain_dataset import PretrainSplit
 from niels_gpt.sampling.batch import Rows, Segments
 from niels_gpt.sampling.packing.pieces import OverLength, PackedCounts, Pieces
 from niels_gpt.sampling.packing.plan import PLAN_VERSION, Plan, Turn
+from niels_gpt.sampling.packing.rows import PlacedPieces, ReadRows
 from niels_gpt.sampling.permutation import ROUNDS, permute, random_keys
 from niels_gpt.sampling.state import key_check
 from niels_gpt.sampling.stream import CacheStream
@@ -28,6 +29,7 @@ from niels_gpt.storage.versions import version_name
 
 _PURPOSE = 3
 """Of the keys: streams of other kinds with the same seed have unrelated orders."""
+_AHEAD = 1 << 18  # tokens that one reading may have: 0.5 MiB, or 1 MiB of ids of 32 bits, and as much of targets
 _TURNS_KEPT = 4  # of the epochs last read: a batch may hold the end of one and the start of the next
 
 
@@ -50,6 +52,7 @@ class PackedStream(CacheStream):
     those that are dropped.
     """
 
+    COLUMNS = 3
     split: Any
     """`PretrainSplit` or `SFTSplit`."""
 
@@ -109,9 +112,13 @@ class PackedStream(CacheStream):
         self._plan = Plan(self._pieces.lengths, self.T)
         del self._pieces.lengths
         self._turns: dict[int, Turn] = {}
+        self._located: NDArray[np.int64] = np.empty((self.COLUMNS, 0), dtype=np.int64)
+        self._ahead: tuple[int, NDArray[np.int64], Any] = (0, self._located, None)
+        """The place of the first row that was read, the places of all that were, and `ReadRows`."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_pieces", "_plan", "_turns")}
+        made = ("_pieces", "_plan", "_turns", "_located", "_ahead")
+        return {key: value for key, value in self.__dict__.items() if key not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -185,24 +192,39 @@ class PackedStream(CacheStream):
         return {**versions, **arguments, "over_length": self.over_length, **self.split.fingerprint()}
 
     def locate(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row of the plan and the epoch of these samples: int64 [2, n]."""
+        """Return the row of the plan, the epoch, and the place among the samples located together: int64 [3, n]."""
         epochs, positions = np.divmod(samples, len(self._plan))
         tweaks = epochs[:1] if len(epochs) and epochs.min() == epochs.max() else epochs
-        return np.stack((permute(positions, len(self._plan), self._keys, tweaks), epochs))
+        rows = permute(positions, len(self._plan), self._keys, tweaks)
+        self._located = np.stack((rows, epochs, np.arange(len(rows))))
+        return self._located
 
     def read(self, places: NDArray[np.int64]) -> Rows:
-        """Return the rows at places from `locate`. Raises: CacheError for an id outside the vocabulary."""
-        if not places.shape[1]:
+        """Return the rows at places from `locate`; the rows after them are read ahead, up to _AHEAD tokens.
+
+        Raises: CacheError for an id outside the vocabulary, also of a row that is read ahead.
+        """
+        count = places.shape[1]
+        if not count:
             empty = torch.empty((0, self.T), dtype=torch.int64, device=self.device)
             return Rows(empty, empty.clone(), Segments.whole_rows(0, self.T))
+        first = int(places[2, 0])
+        begin, known, rows = self._ahead
+        if not _is_at(known, first - begin, places):
+            begin, known = first, places
+            if _is_at(self._located, first, places):
+                known = self._located[:, first : first + count * max(1, _AHEAD // (count * self.T))]
+            rows = ReadRows(self.split, self._placed(known), self.T, self.pad_id)
+            self._ahead = begin, known, rows
+        x, y, segments = rows.part(first - begin, count)
+        return Rows(self._on_device(x), self._on_device(y), segments)
+
+    def _placed(self, places: NDArray[np.int64]) -> PlacedPieces:
+        """Return the pieces of the rows at places from `locate`."""
         counts, at = self._plan.located(places[0])
         pieces = self._pieces_at(at, counts, places[1])
         documents, begins, document_ends = self._pieces.located(pieces)
-        lengths = self._plan.lengths.take(at).astype(np.int64)
-        layout = _Layout(counts, lengths, self.T)
-        x, y = self._filled(layout, begins, begins + lengths, document_ends)
-        segments = Segments(layout.starts, layout.of_segments(pieces), layout.of_segments(documents))
-        return Rows(self._on_device(x), self._on_device(y), segments)
+        return PlacedPieces(counts, pieces, documents, begins, begins + self._plan.lengths.take(at), document_ends)
 
     def _pieces_at(
         self, at: NDArray[np.int64], counts: NDArray[np.int64], epochs: NDArray[np.int64]
@@ -225,37 +247,6 @@ class PackedStream(CacheStream):
             turn = turns[epoch]
         return turn
 
-    def _filled(
-        self,
-        layout: _Layout,
-        begins: NDArray[np.int64],
-        ends: NDArray[np.int64],
-        document_ends: NDArray[np.int64] | None,
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return x and y: int64 [B, T]. begins, ends: of the pieces, in tokens of the split."""
-        ids = self.split.read(begins, ends)
-        targets = self._targets(ids, begins, ends)
-        x, y = empty_int64((2, len(layout.is_short) * self.T))
-        first = 0
-        for start, stop, end in layout.runs():
-            last = first + stop - start
-            x[start:stop], y[start : stop - 1] = ids[first:last], targets[first + 1 : last]
-            x[stop:end], y[stop:end] = self.pad_id, IGNORE_INDEX
-            first = last
-        lasts = layout.ends_of_pieces - 1
-        y[lasts] = IGNORE_INDEX
-        if document_ends is not None:
-            is_cut = ends < document_ends
-            after = ends[is_cut]
-            y[lasts[is_cut]] = self._targets(self.split.read(after, after + 1), after, after + 1)
-        return x.reshape(-1, self.T), y.reshape(-1, self.T)
-
-    def _targets(self, ids: Ids, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[Any]:
-        """Return ids, in an sft cache with -100 where there is no loss."""
-        if self._is_pretrain:
-            return ids
-        return np.where(self.split.is_target(ids, begins, ends), ids, np.int64(IGNORE_INDEX))
-
     def _on_device(self, values: NDArray[np.int64]) -> torch.Tensor:
         tensor = torch.from_numpy(values)
         if str(self.device) == "cpu":
@@ -264,44 +255,10 @@ class PackedStream(CacheStream):
         return (tensor.pin_memory() if on_cuda else tensor).to(self.device, non_blocking=on_cuda)
 
 
-class _Layout:
-    """Where pieces and padding are in the flattened rows of a batch."""
-
-    def __init__(self, counts: NDArray[np.int64], lengths: NDArray[np.int64], T: int) -> None:
-        """counts: of pieces of each row, int64 [B]; lengths: of each piece, int64 [n]."""
-        stops, total = np.cumsum(counts), np.cumsum(lengths)
-        filled = total[stops - 1]
-        filled[1:] -= filled[:-1].copy()
-        self.T, self.is_short = T, filled < T
-        """bool [B]: which rows have padding."""
-        padding = np.cumsum(T - filled)
-        self.ends_of_pieces = total + np.repeat(padding - (T - filled), counts)
-        """int64 [n]: in the flattened rows."""
-        short = np.flatnonzero(self.is_short)
-        self._paddings = short * T + filled[short], (short + 1) * T
-        self._segments = stops[short] + np.arange(len(short)), len(total) + len(short)
-        self.starts = np.zeros(self._segments[1] + 1, dtype=np.int32)
-        """int32 [K + 1]: of pieces and paddings, as in `Segments`."""
-        self._is_piece: NDArray[np.bool_] = np.ones(self._segments[1], dtype=np.bool_)
-        self._is_piece[self._segments[0]] = False
-        self.starts[1:][self._is_piece] = self.ends_of_pieces
-        self.starts[1:][~self._is_piece] = self._paddings[1]
-
-    def runs(self) -> list[tuple[int, int, int]]:
-        """Return where tokens without padding between them begin and end, and where the padding after them ends."""
-        stops, ends = (each.tolist() for each in self._paddings)
-        size = len(self.is_short) * self.T
-        if not ends or ends[-1] < size:
-            stops, ends = [*stops, size], [*ends, size]
-        return list(zip([0, *ends[:-1]], stops, ends, strict=True))
-
-    def of_segments(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return a value of each segment, -1 for padding: int64 [K]. values: of each piece, int64 [n]."""
-        if len(values) == len(self._is_piece):
-            return values
-        all_values: NDArray[np.int64] = np.full(len(self._is_piece), -1, dtype=np.int64)
-        all_values[self._is_piece] = values
-        return all_values
+def _is_at(known: NDArray[np.int64], first: int, places: NDArray[np.int64]) -> bool:
+    """Return whether places are columns first, first + 1, ... of those known."""
+    stop = first + places.shape[1]
+    return 0 <= first and stop <= known.shape[1] and bool((known[:, first:stop] == places).all())
 
 
 def _opened(cache: Path, split: str, options: dict[str, Any]) -> Any:

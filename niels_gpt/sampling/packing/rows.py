@@ -1,0 +1,116 @@
+"""Rows of pieces, read many at once: one reading of a split serves several batches, whose own part is two casts.
+
+Batches of few pieces, each read alone, would spend most of their time in the overhead of calls on small arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.cache.formats import IGNORE_INDEX, Ids
+from niels_gpt.cache.pretrain_dataset import empty_int64
+from niels_gpt.sampling.batch import Segments
+
+Numbers = NDArray[np.int64]
+
+
+class PlacedPieces(NamedTuple):
+    """The pieces of some rows, in their order."""
+
+    counts: Numbers
+    """Of pieces of each row: int64 [R]."""
+    numbers: Numbers
+    """Of the pieces: int64 [n]."""
+    documents: Numbers
+    """int64 [n]."""
+    begins: Numbers
+    """In tokens of the split: int64 [n]."""
+    ends: Numbers
+    """int64 [n]."""
+    document_ends: Numbers | None
+    """int64 [n]; None: as `ends`."""
+
+
+class ReadRows:
+    """Rows [R, T] of pieces, with what has to be said of them."""
+
+    def __init__(self, split: Any, placed: PlacedPieces, T: int, pad_id: int) -> None:
+        """split: a `PretrainSplit`, or an `SFTSplit`, which says which tokens carry loss. Raises: as its `read`."""
+        self._T = T
+        lengths = placed.ends - placed.begins
+        piece_stops, total = np.cumsum(placed.counts), np.cumsum(lengths)
+        filled = np.diff(total[piece_stops - 1], prepend=0)
+        (short,) = np.nonzero(filled < T)
+        row_of_piece = np.repeat(np.arange(len(filled)), placed.counts)
+        ends = total + (np.cumsum(T - filled) - (T - filled))[row_of_piece]  # of pieces, in the flattened rows
+        is_piece: NDArray[np.bool_] = np.ones(len(total) + len(short), dtype=np.bool_)
+        is_piece[piece_stops[short] + np.arange(len(short))] = False
+        self._starts = np.zeros(len(is_piece) + 1, dtype=np.int32)
+        self._starts[1:][is_piece], self._starts[1:][~is_piece] = ends, (short + 1) * T
+        self._pieces, self._documents = np.full((2, len(is_piece)), -1, dtype=np.int64)
+        self._pieces[is_piece], self._documents[is_piece] = placed.numbers, placed.documents
+        segment_stops = piece_stops + np.cumsum(filled < T)
+        self._segment_stops = [0, *segment_stops.tolist()]
+        # The targets that are not the next token of x: a last one of each piece, and all of padding.
+        sizes = np.where(is_piece, 1, np.diff(self._starts))
+        stops = np.cumsum(sizes)
+        self._other_at: Numbers = np.arange(stops[-1]) + np.repeat(self._starts[1:] - stops, sizes)
+        self._others: Numbers = np.full(stops[-1], IGNORE_INDEX, dtype=np.int64)
+        self._other_stops = [0, *stops[segment_stops - 1].tolist()]
+        self._read(
+            split,
+            placed,
+            list(zip((short * T + filled[short]).tolist(), (T - filled[short]).tolist(), strict=True)),
+            pad_id,
+        )
+        if placed.document_ends is not None:
+            (cut,) = np.nonzero(placed.ends < placed.document_ends)
+            self._others[(stops[is_piece] - 1)[cut]] = _next_targets(split, placed.ends[cut])
+
+    def _read(self, split: Any, placed: PlacedPieces, padding: list[tuple[int, int]], pad_id: int) -> None:
+        """Read tokens and targets. padding: where it is in the flattened rows, and its tokens."""
+        ids = split.read(placed.begins, placed.ends)
+        self._ids = self._targets = _spread(ids, padding, pad_id)
+        if hasattr(split, "is_target"):
+            self._targets = _spread(_masked(split, ids, placed.begins, placed.ends), padding, IGNORE_INDEX)
+
+    def part(self, first: int, count: int) -> tuple[Numbers, Numbers, Segments]:
+        """Return rows first to first + count - 1: x and y, int64 [count, T], and their segments."""
+        last, begin, end = first + count, first * self._T, (first + count) * self._T
+        x, y = empty_int64((2, end - begin))
+        x[...], y[...] = self._ids[begin:end], self._targets[begin + 1 : end + 1]
+        others = slice(self._other_stops[first], self._other_stops[last])
+        y[self._other_at[others] - begin] = self._others[others]
+        at, to = self._segment_stops[first], self._segment_stops[last]
+        segments = Segments(
+            self._starts[at : to + 1] - np.int32(begin), self._pieces[at:to].copy(), self._documents[at:to].copy()
+        )
+        return x.reshape(count, self._T), y.reshape(count, self._T), segments
+
+
+def _next_targets(split: Any, at: Numbers) -> NDArray[Any]:
+    """Return the tokens at some places of a split, -100 where they carry no loss: [n]."""
+    ids: Ids = split.read(at, at + 1)
+    if not hasattr(split, "is_target"):
+        return ids
+    return _masked(split, ids, at, at + 1)
+
+
+def _masked(split: Any, ids: Ids, begins: Numbers, ends: Numbers) -> NDArray[np.int32]:
+    """Return the ids of ranges of an sft split, with -100 where there is no loss: int32 [sum]."""
+    masked = ids.astype(np.int32)  # ids are below 2**31
+    np.copyto(masked, IGNORE_INDEX, where=~split.is_target(ids, begins, ends))  # half the time of a choice
+    return masked
+
+
+def _spread(values: NDArray[Any], padding: list[tuple[int, int]], fill: int) -> NDArray[Any]:
+    """Return values with padding in between, and one `fill` after the end. padding: where it begins, and how much."""
+    spread: NDArray[Any] = np.empty(len(values) + sum(size for _, size in padding) + 1, dtype=values.dtype)
+    done = at = 0
+    for begin, size in [*padding, (len(spread) - 1, 1)]:
+        spread[at:begin], spread[begin : begin + size] = values[done : done + begin - at], fill
+        done, at = done + begin - at, begin + size
+    return spread
