@@ -1,8 +1,11 @@
 """Best-fit decreasing: the rows that placing one piece after the other makes, and every piece once in every epoch."""
 
+from math import gcd
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.number_caches import WRAP, plain_mix
 
 from niels_gpt.sampling.packing.plan import Plan, Turn
 
@@ -58,6 +61,17 @@ def test_in_every_epoch_each_piece_stands_once_in_a_place_of_its_length(
     assert counts.sum() == len(lengths)
     assert sorted(pieces.tolist()) == list(range(len(lengths)))
     assert [lengths[piece] for piece in pieces] == plan.lengths[places].tolist()
+
+
+def test_the_turn_of_an_epoch_is_as_the_format_says() -> None:
+    """In plain integers, of lengths of 0, 1, 2, 12 and 30 pieces."""
+    key, epoch, counts = 2**64 - 3, 5, [0, 1, 2, 12, 30]
+    turn = Turn.of(epoch, np.array(counts), np.array([key], dtype=np.uint64))
+    for length, count in enumerate(counts[1:], 1):
+        h = plain_mix((plain_mix((key + epoch) % WRAP) + length) % WRAP)
+        tried = (1 + plain_mix((h + j) % WRAP) % count for j in range(1, 65))
+        a = next((a for a in tried if gcd(a, count) == 1), 1) if count > 2 else 1
+        assert (turn.factors[length], turn.offsets[length]) == (a, plain_mix(h) % count)
 
 
 def test_pieces_of_a_frequent_length_meet_others_in_each_epoch() -> None:

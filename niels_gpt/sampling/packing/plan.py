@@ -85,7 +85,7 @@ class Turn(NamedTuple):
         """Return the turn of an epoch. counts: of pieces of each length, int64 [T + 1]; key: uint64 [1].
 
         With h = mix(mix(key + epoch) + length): b is mix(h) mod n, and a is 1 + mix(h + j) mod n for the smallest
-        j = 1, 2, ... 64 for which that has no common divisor with n, else 1.
+        j = 1, 2, ... 64 for which that has no common divisor with n; 1 if none has, and for n of 1 and 2.
         """
         sizes = np.maximum(counts, 1).astype(np.uint64)
         lengths: NDArray[np.uint64] = np.arange(len(counts), dtype=np.uint64)

@@ -30,6 +30,7 @@ from niels_gpt.storage.versions import version_name
 _PURPOSE = 3
 """Of the keys: streams of other kinds with the same seed have unrelated orders."""
 _AHEAD = 1 << 18  # tokens that one reading may have: 0.5 MiB, or 1 MiB of ids of 32 bits, and as much of targets
+_BATCHES_AHEAD = 64  # so that the first batch of a stream of short rows does not wait for thousands
 _TURNS_KEPT = 4  # of the epochs last read: a batch may hold the end of one and the start of the next
 
 
@@ -213,7 +214,8 @@ class PackedStream(CacheStream):
         if not _is_at(known, first - begin, places):
             begin, known = first, places
             if _is_at(self._located, first, places):
-                known = self._located[:, first : first + count * max(1, _AHEAD // (count * self.T))]
+                batches = min(max(1, _AHEAD // (count * self.T)), _BATCHES_AHEAD)
+                known = self._located[:, first : first + batches * count]
             rows = ReadRows(self.split, self._placed(known), self.T, self.pad_id)
             self._ahead = begin, known, rows
         x, y, segments = rows.part(first - begin, count)
@@ -258,7 +260,7 @@ class PackedStream(CacheStream):
 def _is_at(known: NDArray[np.int64], first: int, places: NDArray[np.int64]) -> bool:
     """Return whether places are columns first, first + 1, ... of those known."""
     stop = first + places.shape[1]
-    return 0 <= first and stop <= known.shape[1] and bool((known[:, first:stop] == places).all())
+    return first >= 0 and stop <= known.shape[1] and bool((known[:, first:stop] == places).all())
 
 
 def _opened(cache: Path, split: str, options: dict[str, Any]) -> Any:
