@@ -114,11 +114,11 @@ class PackedStream(CacheStream):
         del self._pieces.lengths
         self._turns: dict[int, Turn] = {}
         self._located: NDArray[np.int64] = np.empty((self.COLUMNS, 0), dtype=np.int64)
-        self._ahead: tuple[int, NDArray[np.int64], Any] = (0, self._located, None)
+        self._kept: tuple[int, NDArray[np.int64], Any] = (0, self._located, None)
         """The place of the first row that was read, the places of all that were, and `ReadRows`."""
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("_pieces", "_plan", "_turns", "_located", "_ahead")
+        made = ("_pieces", "_plan", "_turns", "_located", "_kept")
         return {key: value for key, value in self.__dict__.items() if key not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -210,14 +210,14 @@ class PackedStream(CacheStream):
             empty = torch.empty((0, self.T), dtype=torch.int64, device=self.device)
             return Rows(empty, empty.clone(), Segments.whole_rows(0, self.T))
         first = int(places[2, 0])
-        begin, known, rows = self._ahead
+        begin, known, rows = self._kept
         if not _is_at(known, first - begin, places):
             begin, known = first, places
             if _is_at(self._located, first, places):
                 batches = min(max(1, _AHEAD // (count * self.T)), _BATCHES_AHEAD)
                 known = self._located[:, first : first + batches * count]
             rows = ReadRows(self.split, self._placed(known), self.T, self.pad_id)
-            self._ahead = begin, known, rows
+            self._kept = begin, known, rows
         x, y, segments = rows.part(first - begin, count)
         return Rows(self._on_device(x), self._on_device(y), segments)
 
