@@ -86,7 +86,7 @@ class Settings:
     )
     chat_template: str | None = _setting(
         None,
-        "template of chats: tokenizer (the one in the tokenizer's folder), or a file of jinja; else the project's own",
+        "template of sft caches: tokenizer (the one in its folder), or a file of jinja; none: the project's own",
     )
     loss_on: str = _setting(
         "assistant",

@@ -27,8 +27,10 @@ from niels_gpt.recipes.tokenizer import (
     needs_sentinels,
     no_sentinels,
     stage_tokenizer,
+    tokenizer_state,
     usable_tokenizer,
 )
+from niels_gpt.recipes.tokenizers.templates import check_early
 from niels_gpt.recipes.user_sources import names_in_lines, stated_credit
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.codes import code_of
@@ -191,11 +193,13 @@ def build_each(
     refresh: ask the hub for its newest revisions. restart: build each from scratch. of_all: leave out, with a warning,
         the caches of chats that the tokenizer has no sentinels for; else each of them fails.
     bar: gives a progress callback, or None, for the time of one build.
-    Raises: as `stage_tokenizer`.
+    Raises: as `check_early` and `stage_tokenizer`.
     """
     if settings.disk_check:
         _refuse_without_room(settings, chosen)
     known, tokenizer, left_out = recipes(settings), None, list[str]()
+    if any(key.startswith("sft/") for key in chosen):
+        check_early(settings, trains=settings.chat_template is not None and tokenizer_state(settings) == "train")
     if not all(map(needs_no_tokenizer, chosen)):
         tokenizer = stage_tokenizer(
             settings, user_sources_only=not set(chosen) & set(RECIPES), announce=True, refresh=refresh

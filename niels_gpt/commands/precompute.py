@@ -21,7 +21,7 @@ from niels_gpt.commands.console import ERRORS, Command, ExitCode, Result, is_col
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.options import GROUPS, Options, flag_name
 from niels_gpt.recipes.eagle3.prepare import Prepared, carry_out, prepare, resolve
-from niels_gpt.settings import Settings, usable_cores
+from niels_gpt.settings import OF_TOKENIZER, Settings, usable_cores
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.produce.estimate import Estimate
@@ -44,7 +44,8 @@ def _precompute(source_root: str, dry_run: bool, **given: Any) -> Result:
 
 def _options(given: dict[str, Any]) -> Options:
     template = given["chat_template"]
-    return Options(**{**given, "chat_template": None if template is None else template.read_text(encoding="utf-8")})
+    is_own = template is None or str(template) == OF_TOKENIZER  # as of `build`
+    return Options(**{**given, "chat_template": None if is_own else template.read_text(encoding="utf-8")})
 
 
 def _run(options: Options, settings: Settings, *, dry_run: bool) -> Result:

@@ -33,6 +33,8 @@ _PROBE_BYTES = 1 << 18  # read from a file to see how long its lines are
 _LONGER_ROWS = 2  # the rows after the probe may be shorter by this factor
 _SFT_COPIES = 2  # the ids of all examples, and of each split
 _ID_BYTES = 2  # of disk for a byte of recorded ids or floats: four for "1,"
+_TEMPLATE_TOKENS = 512  # that a chat template adds to a chat, at most on average
+_LOSS_BYTES = 2  # of a token of a cache with loss bits: a byte until the splits are made, and a bit
 _FIXED = 1 << 14  # meta.json, the journal
 _MIN_HUB_DOCUMENT_TOKENS = 200  # on average; fineweb-edu has about a thousand
 
@@ -75,6 +77,9 @@ def needed_bytes(settings: Settings, source: ResolvedSource, vocab_size: int | N
             tokens, least_tokens, rows = budget, budget, budget // _MIN_HUB_DOCUMENT_TOKENS
     least_bytes, most_bytes = (token_dtype(vocab_size or ids).itemsize for ids in (1, MAX_IDS))
     most = most_bytes * tokens * copies + _DOCUMENT_BYTES * rows
+    if spec.family == "sft" and settings.chat_template is not None:
+        added = _TEMPLATE_TOKENS * rows
+        most += (most_bytes * copies) * added + _LOSS_BYTES * (tokens + added)
     return DiskNeed(least_bytes * least_tokens * copies, most + most // 1000 + _FIXED)
 
 

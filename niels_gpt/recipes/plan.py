@@ -34,6 +34,7 @@ from niels_gpt.recipes.tokenizer import (
     tokenizer_state,
     usable_tokenizer,
 )
+from niels_gpt.recipes.tokenizers.templates import asked_template, check_early
 from niels_gpt.recipes.tokenizers.texts import TRAINING_SETTINGS
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
@@ -157,6 +158,8 @@ def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer 
             tokenizer, state = None, "up to date"
         elif tokenizer is not None:
             check_tokenizer(settings, key, source, tokenizer, Path(tokenizer.model_path))
+        elif source.spec.family == "sft":
+            check_early(settings, trains=state == "train")
         is_known = tokenizer is not None or needs_no_tokenizer(key)
         current = is_known and state == "up to date" and _is_current(settings, key, source, tokenizer)
     except NoSentinels as error:
@@ -165,6 +168,7 @@ def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer 
         user = user_sources(settings).get(name)
         return Plan(key, f"cannot be built: {error}", user.files if user else settings.source_root, 0)
     where = f"{source.kind}: {source.dataset}" + (f", {number_of(len(source.files), 'file')}" if source.files else "")
+    where = ", ".join(filter(None, (where, asked_template(settings, source.spec.family))))
     if current:
         return Plan(key, "up to date", where, 0)
     if source.stub:

@@ -228,7 +228,7 @@ is not the one that was installed.
 E404 sentinels
 The tokenizer, or the cache, does not have the four special tokens that mark the turns of a chat, each as one id.
 > Take a tokenizer that has them, as those trained by this project, or give yours them: `niels-gpt add-sentinels MODEL
-OUT`.
+OUT`. Chats need none in the tokenizer's own chat template: `niels-gpt build --chat-template tokenizer`.
 = cache/sft/chats/meta.json: the eot sentinel has id 4, but eot_id=5 was given
 
 E405 sample-tokenizer

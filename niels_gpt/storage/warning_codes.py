@@ -150,7 +150,8 @@ The fast engine opened the tokenizer, but gives other ids than the reference for
 W411 chats-left-out
 A build of all caches left out those of chats, because the tokenizer does not have the sentinels that mark their turns.
 A run of all Dagster assets leaves out the sample's eagle3/targets too, whose small target has this tokenizer.
-> Add the sentinels, as the message says, and build with that tokenizer. The ids of all other tokens stay.
+> Add the sentinels, as the message says, and build with that tokenizer: the ids of all other tokens stay. Or have the
+chats written in the tokenizer's own chat template: `--chat-template tokenizer`.
 = sft/dolly15k left out: gpt2: the tokenizer has no sentinels, expected one that has them: sft/dolly15k marks the turns
 of its chats by them. Add them: niels-gpt add-sentinels gpt2 tokenizer_with_sentinels && niels-gpt build dolly15k
 --tokenizer tokenizer_with_sentinels

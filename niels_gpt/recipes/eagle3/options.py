@@ -56,7 +56,7 @@ class Options:
         metavar="SOURCE",
     )
     chat_template: str | None = _option(
-        None, _WHAT, "file of a jinja template (default: the tokenizer's own)", type=Path, metavar="FILE"
+        None, _WHAT, "chat template: a file of jinja (default: tokenizer, its own)", type=Path, metavar="FILE"
     )
     """The template's text."""
     limit: int | None = _option(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from niels_gpt.chat.tokenizers import ChatTokenizer, template_tokenizer
+from niels_gpt.chat.turns import check_loss_on
 from niels_gpt.settings import OF_TOKENIZER, Settings
 from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
@@ -24,7 +25,7 @@ SETTINGS = ("chat_template", "loss_on")
 def template_text(settings: Settings) -> str | None:
     """Return the text of the template in the file that the settings name; None for the tokenizer's own.
 
-    Raises: FileNotFoundError, ValueError for what is no text file; CacheError for one that is too large.
+    Raises: FileNotFoundError; CacheError for a file that is too large, or is no text.
     """
     if settings.chat_template in (None, OF_TOKENIZER):
         return None
@@ -35,8 +36,31 @@ def template_text(settings: Settings) -> str | None:
         problem = f"--chat-template {settings.chat_template}: no such file, expected {OF_TOKENIZER} or a file of jinja"
         raise coded("E105", FileNotFoundError(problem)) from None
     except UnicodeDecodeError as error:
-        problem = f"--chat-template {settings.chat_template}: not UTF-8 at byte {error.start}, expected a file of jinja"
-        raise coded("E407", ValueError(problem)) from None
+        raise CacheError(path, f"not UTF-8 at byte {error.start}", "a chat template in jinja", code="E407") from None
+
+
+def check_early(settings: Settings, *, trains: bool) -> None:
+    """Refuse what no cache of chats can be built with, before a tokenizer is made.
+
+    trains: whether the tokenizer would be trained. Raises: as `opened_template`.
+    """
+    if settings.chat_template is None:
+        return
+    check_loss_on(settings.loss_on)
+    template_text(settings)
+    if trains and settings.tokenizer_kind == "sentencepiece":
+        raise _is_sentencepiece("--tokenizer-kind sentencepiece")
+
+
+def _is_sentencepiece(named: str) -> CacheError:
+    return CacheError(
+        named,
+        "a SentencePiece model, which does not say which characters a token has",
+        f"a tokenizer of Hugging Face: --chat-template needs a {TOKENIZER_JSON}",
+        "Name the folder of one with --tokenizer, train one with --tokenizer-kind bpe, or leave --chat-template out: "
+        "the chats are then written in the project's own template",
+        code="E408",
+    )
 
 
 def opened_template(settings: Settings, tokenizer: FullTokenizer, where: Path) -> ChatTokenizer:
@@ -47,14 +71,7 @@ def opened_template(settings: Settings, tokenizer: FullTokenizer, where: Path) -
     """
     named = settings.tokenizer or str(where)
     if tokenizer.kind != "huggingface":
-        raise CacheError(
-            named,
-            "a SentencePiece model, which does not say which characters a token has",
-            f"a tokenizer of Hugging Face: --chat-template needs a {TOKENIZER_JSON}",
-            "Name the folder of one with --tokenizer, train one with --tokenizer-kind bpe, or leave --chat-template "
-            "out: the chats are then written in the project's own template",
-            code="E408",
-        )
+        raise _is_sentencepiece(named)
     opened = template_tokenizer(
         cast(HuggingFaceTokenizer, tokenizer), template_text(settings), loss_on=settings.loss_on
     )
@@ -90,9 +107,22 @@ def recipe_settings(settings: Settings, reads: Sequence[str], tokenizer: FullTok
     return {**chosen, SETTINGS[0]: facts}
 
 
-def described(meta: Mapping[str, Any]) -> str:
-    """Return what a meta.json says of its chat template, in a few words; "" without one."""
-    template = meta.get("chat_template")
-    if not isinstance(template, Mapping):
+def asked_template(settings: Settings, family: str) -> str:
+    """Return what the settings ask of the template of a family's caches, for a plan; "" for the project's own."""
+    if settings.chat_template is None or family != "sft":
         return ""
-    return f"chat template {str(template.get('sha256'))[:12]}, loss on {template.get('loss_on')}"
+    of_file = "of the tokenizer" if settings.chat_template == OF_TOKENIZER else settings.chat_template
+    return f"chat template {of_file}, loss on {settings.loss_on}"
+
+
+def template_table(meta: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a meta.json says of another chat template than the project's, as rows of a table: the template, and
+    the chats that were dropped by reason. Values in another form than docs/formats.md has are left out."""
+    template, dropped = meta.get("chat_template"), meta.get("dropped")
+    if not isinstance(template, Mapping):
+        return {}
+    rows = {"chat template": f"{str(template.get('sha256'))[:12]}, loss on {template.get('loss_on')}"}
+    found = dropped.items() if isinstance(dropped, Mapping) else ()
+    if counts := [f"{reason} {number:,}" for reason, number in found if type(number) is int and number]:
+        rows["dropped"] = ", ".join(counts)
+    return rows
