@@ -135,7 +135,9 @@ def _chat(ids: Ids, mask: NDArray[np.bool_], names: dict[int, str], tokenizer: D
             parts.append(f"{style}{text}{_PLAIN}")
         else:
             parts.append(f"[[{text}]]" if mask[start] else text)
-    return (_LEGEND if color else _LEGEND_PLAIN) + "\n" + "".join(parts).replace("\n", "", 1)
+    begins_line = bool(len(ids)) and names.get(int(ids[0]), "").startswith("\n")  # which the legend has ended
+    text = "".join(parts).replace("\n", "", 1) if begins_line else "".join(parts)
+    return f"{_LEGEND if color else _LEGEND_PLAIN}\n{text}"
 
 
 def _check(position: int, total: int, what: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from support.attacks import Attack, Server, serving
+from support.bits_caches import give_bits
 from support.token_cache_probes import IMPORTS as IMPORTS
 from support.token_cache_probes import PRETRAIN, ROLLOUTS, SFT
 from support.token_cache_probes import PROBES as PROBES
@@ -201,6 +202,17 @@ def commanding(meta: dict[str, Any]) -> None:
     meta[commands("x")] = {commands("x"): commands("x")}
 
 
+def with_bits(make: Make) -> Make:
+    """Give the chats, and those outside, loss bits before they are attacked."""
+
+    def after(root: Path, outside: Path) -> None:
+        for place in (root, outside):
+            give_bits(version(place, SFT))
+        make(root, outside)
+
+    return after
+
+
 def deep_folder(path: Path) -> None:
     """Make a folder so deep that its last one has no path."""
     path.mkdir(parents=True)
@@ -282,6 +294,13 @@ ATTACKS: dict[str, Attack] = {
     ),
     "24 GB of rollouts": Attack(sized(ROLLOUTS, "train_tokens.bin", 24 * 10**9), OF_ROLLOUTS),
     "24 GB of model": Attack(replaced("tokenizer", "spm.model", sparse(24 * 10**9)), OF_MODEL),
+    **{
+        f"{what} as {SFT}/train_loss.bits": Attack(with_bits(how), OF_SFT, words)
+        for what, how, words in (
+            ("a link to a good one outside", linked(SFT, "train_loss.bits"), "symbolic link"),
+            ("24 GB", replaced(SFT, "train_loss.bits", sparse(24 * 10**9)), "sparse file|24,?000,?000,?000 bytes"),
+        )
+    },
     **{
         f"meta.json: {what}": Attack(spelled(*raw), ("reader pretrain*", "reader sft*", "list", "verify*", "stats *"))
         for what, raw in {

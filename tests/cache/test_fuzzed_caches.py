@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.bits_caches import give_bits
 from support.byte_tokenizer import ByteTokenizer, WideByteTokenizer
 from support.fuzzed import JSON, Files, damaged, fuzz, written
 from support.small_builds import rollouts
@@ -49,18 +50,19 @@ from niels_gpt.storage.fileio import META_NAME, canonical_json
 from niels_gpt.storage.meta_json import file_records, meta_bytes, meta_crc32, parse_object, path_inside
 from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
 
-KINDS = ("pretrain", "sft", "wide pretrain", "wide sft")
+KINDS = ("pretrain", "sft", "wide pretrain", "wide sft", "bits sft")
 """Of the caches that have both splits."""
 EXAMPLES = {
     "pretrain": 80,
     "sft": 80,
     "wide pretrain": 40,
-    "wide sft": 40,
+    "wide sft": 30,
+    "bits sft": 25,
     "partial": 40,
     "tokenizer": 40,
     "stub": 20,
 } | {"rollouts": 40}
-"""Of each kind; wide: of ids of 32 bits."""
+"""Of each kind; wide: of ids of 32 bits; bits: of another chat template."""
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +77,8 @@ def good(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePiece
         changed = {**fixed, "tokenizer": each, "shard_bytes": 40 if wide else 20}
         build_pretrain_cache(["b" * 10, "a" * 30], str(root / f"{wide}pretrain"), **changed, **budget)
         build_sft_cache(chats, str(root / f"{wide}sft"), tokenizer=each, val_frac=0.5, seed=0)
+    build_sft_cache(chats, str(root / "bits sft"), tokenizer=tokenizer, val_frac=0.5, seed=0)
+    give_bits(root / "bits sft", 0, {})
     budget = {"max_train_tokens": 30, "max_val_tokens": 0}
     build_pretrain([("train", "a" * 30)], root / "partial", **fixed, **budget, partial=True)
     build_stub(root / "stub", tokenizer=tokenizer, source=Source(name="stub"), seed=0, shard_bytes=20)
@@ -98,7 +102,7 @@ def tokenizer_files(tokenizer: SentencePieceTokenizer) -> Files:
 
 def readers(kind: str, folder: Path) -> Iterator[Callable[[], object]]:
     """Yield every way to open what a cache of this kind holds."""
-    eot, kind = 100_004 if kind.startswith("wide") else 4, kind.removeprefix("wide ")
+    eot, kind = 100_004 if kind.startswith("wide") else 4, kind.removeprefix("wide ").removeprefix("bits ")
     if kind == "tokenizer":
         yield lambda: load_tokenizer(folder / "spm.model")
     for split in ("train", "val") if kind == "rollouts" else ():
@@ -195,6 +199,9 @@ READ_KEYS = (
     "special_token_ids",
     "tokenizer_sha256",
     "built",
+    "loss_bits",
+    "chat_template",
+    "pad_id",
 )
 
 INSPECTED_KEYS = (
@@ -325,7 +332,7 @@ def figures(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@fuzz(80)
+@fuzz(64)
 @given(data=st.data())
 def test_any_damage_is_a_cache_error_to_who_inspects(good: dict[str, Files], kind: str, data: st.DataObject) -> None:
     inspected(data.draw(edited(good[kind], INSPECTED_KEYS)), good[kind], data.draw(st.booleans()))
