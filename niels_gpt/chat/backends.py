@@ -100,7 +100,8 @@ class CacheBackend(Backend):
         self.variables = _variables({**config, **({} if "added_tokens_decoder" in config else named)})
         added = tokenizer.added_tokens()
         self.added_tokens = list(added)
-        special = (literal for literal, is_special in added.items() if is_special)
+        special = [literal for literal, is_special in added.items() if is_special]
+        special += _added_by(config, tokenizer, path.with_name(CONFIG_NAME))
         self.special_tokens = frozenset((*special, *self.variables.values()))
         self.vocab_size = tokenizer.vocab_size
         literals = [self.variables.get(f"{kind}_token") for kind in ("bos", "eos", "pad", "unk")]
@@ -120,6 +121,32 @@ def _object_of(raw: bytes | None, path: Path) -> dict[str, Any]:
         return {} if raw is None else parse_object(raw)
     except ValueError as error:
         raise CacheError(path, str(error), "a JSON object", code="E403") from error
+
+
+def _added_by(config: Mapping[str, Any], tokenizer: HuggingFaceTokenizer, path: Path) -> list[str]:
+    """Return the special tokens that a tokenizer_config.json names beside those of the variables.
+
+    Raises: CacheError for one that tokenizer.json has not, or with another id: transformers would add it, and a
+        template that writes it would give other ids here.
+    """
+    decoder = config.get("added_tokens_decoder")
+    special = []
+    for token_id, token in decoder.items() if isinstance(decoder, dict) else ():
+        literal = token.get("content") if isinstance(token, dict) else None
+        if not isinstance(literal, str) or str(tokenizer.token_id(literal)) != token_id:
+            found = (
+                f"adds the token {ascii(literal)[:_SHOWN]} as {ascii(token_id)[:_SHOWN]}, which tokenizer.json has not"
+            )
+            remedy = "Save it again: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OTHER)"
+            raise CacheError(path, found, "the tokens of tokenizer.json with their ids", remedy, code="E403")
+        if token.get("special"):
+            special.append(literal)
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = config.get(name)
+        named = more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
+        literals = (each.get("content") if isinstance(each, dict) else each for each in named)
+        special += [literal for literal in literals if isinstance(literal, str)]
+    return special
 
 
 def _variables(config: Mapping[str, Any]) -> dict[str, str]:

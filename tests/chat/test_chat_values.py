@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import chat_tokenizers as kinds
 from support.chat_tokenizers import rows_of, supervised, turns
+from support.made_tokenizers import REAL, made_tokenizer, real_tokenizer
 from support.tool_templates import FAMILIES, QWEN, SPECIAL, TOOLS, call, with_marks
 
+from niels_gpt.chat.backends import TransformersBackend
 from niels_gpt.chat.rows import NOT_DROPPED, ROWS
 from niels_gpt.chat.template_process import Chat
 from niels_gpt.chat.tokenizers import ChatTokenizer, EncodedChat, RefusedChat, open_tokenizer, template_tokenizer
@@ -201,6 +203,33 @@ def test_a_caches_tokenizer_needs_no_transformers(folder: Path) -> None:
     assert printed.strip() == repr(open_tokenizer(str(folder)).encode_chat([USER, WORDS]))
 
 
+@pytest.mark.parametrize("name", ["gpt2", "neox", "t5"])
+def test_the_ids_of_any_tokenizer_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    source = real_tokenizer(name) if name in REAL else made_tokenizer(name)
+    (tmp_path / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    ids = HuggingFaceTokenizer(tmp_path)
+    end = next(literal for literal, is_special in ids.added_tokens().items() if is_special)
+    config = {"eos_token": end, "chat_template": kinds.INST.replace("'<|im_end|>'", "eos_token")}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = template_tokenizer(ids, None), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for talk in (kinds.CHAT, turns(" Ä\u0301  漢字\n", "é ﬁ\t x  ", "'s", "12345")):
+        assert ours.encode_chat(talk)[0] == theirs.apply_chat_template(talk)["input_ids"]
+    backend = ours._backend, TransformersBackend(theirs, "")  # type: ignore[attr-defined]
+    assert all(each.vocab_size == ids.vocab_size and each.sha256 for each in backend)
+    assert backend[0].variables == backend[1].variables == {"eos_token": end}
+
+
+def test_a_template_that_makes_too_much_of_a_tool_is_refused(folder: Path) -> None:
+    greedy = template_tokenizer(
+        HuggingFaceTokenizer(folder), kinds.CHATML + "{{ (tools | tojson) * 2000000000 if tools }}"
+    )
+    assert greedy.encode_chat([USER, WORDS])
+    with pytest.raises(ValueError, match="memory"):
+        greedy.encode_chat([USER, WORDS], TOOLS)
+
+
 def test_the_template_and_the_named_tokens_come_from_the_files_beside(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     config = tmp_path / "tokenizer_config.json"
@@ -221,6 +250,11 @@ def test_the_template_and_the_named_tokens_come_from_the_files_beside(folder: Pa
         opened().encode_chats([])
     with pytest.raises(CacheError, match=r"chat templates named 'rag', expected one named default"):
         opened(chat_template=[{"name": "rag", "template": ""}])
+    for found in ({"99999": {"content": "<more>"}}, {"7": {"content": "<|pad|>"}}, {"0": None}):
+        with pytest.raises(CacheError, match=r"adds the token .*which tokenizer.json has not.*save_pretrained"):
+            opened(chat_template=kinds.CHATML, added_tokens_decoder=found)
+    more = opened(chat_template=kinds.CHATML, extra_special_tokens={"image_token": "rain"})
+    assert refused(more, [USER, {**WORDS, "content": "It rains."}]).reason == "special_text"
     with pytest.raises(CacheError, match="its chat_template is no text"):
         opened(chat_template=7)
     (tmp_path / "chat_template.jinja").write_text(kinds.CHATML)
