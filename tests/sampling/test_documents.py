@@ -175,6 +175,20 @@ def test_from_a_document_of_a_batch_to_its_tokens_and_its_place_in_the_cache(tmp
             assert f"{int(number)} of 10, 10 tokens" in text and "offset in it: 0 tokens" in text
 
 
+def test_a_batch_keeps_its_fields_in_a_pickle_and_through_a_move(tmp_path: Path) -> None:
+    folder = with_index(tmp_path, [3, 1, 7, 2, 4], [9, 8])
+    expected = next(iter(opened(folder, seed=3)))
+    batch = pickle.loads(pickle.dumps(expected))
+    assert batch.max_seqlen == 4 and repr(batch) == repr(expected) and "5 segments" in repr(batch)
+    for name in ("x", "y", "cu_seqlens", "documents", "piece_ids", "position_ids"):
+        assert torch.equal(getattr(batch, name), getattr(expected, name)), name
+    moved = batch.to("meta")
+    assert moved.cu_seqlens is not None and moved.position_ids is not None and moved.documents is not None
+    devices = [tensor.device.type for tensor in (moved.x, moved.cu_seqlens, moved.position_ids, moved.documents)]
+    assert devices == ["meta", "meta", "meta", "cpu"]
+    assert moved.max_seqlen == 4 and moved.position_ids.shape == (3, 4) and moved.state == batch.state
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_batches_on_a_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
     folder = with_index(tmp_path, [7, 1, 30, 2, 41], [50, 31])
