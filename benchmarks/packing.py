@@ -2,15 +2,15 @@
 
 Run: python benchmarks/packing.py [CACHE_DIR] [--pieces 10000000] [--rounds 3]
 
-    fill   of CACHE_DIR's pretrain/fineweb_edu, sft/dolly15k and sft/oasst1 (niels-gpt build fineweb_edu dolly15k oasst1
-           --source-root MIRROR --cache-dir CACHE_DIR) at T = 1,024, 2,048 and 8,192: rows, the share of their tokens that
-           is not padding, and seconds; without CACHE_DIR left out. "split" cuts longer documents, "truncate" drops what
-           is beyond T. TRL's trl.pack_dataset gets the same lengths: strategies bfd_split and bfd,
-           which truncates, over the whole dataset and, as it does by default, over 1,000 examples at a time. Its seconds
-           include copying the tokens; ours include opening the stream, and no token is read
+    fill   of CACHE_DIR's pretrain/fineweb_edu, sft/dolly15k and sft/oasst1 at T = 1,024, 2,048 and 8,192: rows, the
+           share of their tokens that is not padding, and seconds; without CACHE_DIR left out. It is built by niels-gpt
+           build fineweb_edu dolly15k oasst1 --source-root MIRROR --cache-dir CACHE_DIR. "split" cuts longer documents,
+           "truncate" leaves out what is beyond T. TRL's trl.pack_dataset gets the same lengths: strategies bfd_split,
+           and bfd, which truncates, over the whole dataset and, as it does by default, over 1,000 examples at a time.
+           Its seconds include copying the tokens; ours include opening the stream, and no token is read
     plan   of so many pieces of lognormal lengths, as of web documents (median 490 tokens) and of chats (median 120):
-           seconds from their offsets to a plan, memory that it keeps, and the most that was in use meanwhile; seconds of
-           another epoch's turn
+           seconds from their offsets to a plan, memory that it keeps, and the most that was in use meanwhile; and
+           milliseconds of another epoch
 
 One thread. Memory is what numpy allocates, by tracemalloc, in a run that is not timed.
 """
