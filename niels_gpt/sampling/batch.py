@@ -109,10 +109,7 @@ class Batch:
             starts, dtype = self.cu_seqlens.numpy(), np.int16 if T <= 1 << 15 else np.int64
             firsts: NDArray[Any] = (starts[:-1] % T).astype(dtype).repeat(starts[1:] - starts[:-1]).reshape(-1, T)
             return torch.from_numpy(as_int64(np.subtract(np.arange(T, dtype=dtype), firsts, out=firsts)))
-        begins, size = self.cu_seqlens.to(torch.int64), self.x.numel()
-        places = torch.arange(size, device=self.x.device)
-        places -= torch.repeat_interleave(begins[:-1], begins.diff(), output_size=size)
-        return places.view(self.x.shape)
+        return positions_on_device(self.cu_seqlens, self.x.numel()).view(self.x.shape)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         names = ("x", "y", "source", "cu_seqlens", "piece_ids", "documents")
@@ -152,3 +149,10 @@ class Batch:
             if name in moved:
                 moved[name] = moved[name].to(device, non_blocking=non_blocking)
         return Batch(state=self.state, max_seqlen=self.max_seqlen, **moved)
+
+
+def positions_on_device(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return `Batch.position_ids` of all tokens, int64 [B * T], by torch, which does not wait for the device."""
+    begins, places = cu_seqlens.to(torch.int64), torch.arange(tokens, device=cu_seqlens.device)
+    places -= torch.repeat_interleave(begins[:-1], begins.diff(), output_size=tokens)
+    return places
