@@ -137,7 +137,7 @@ class LossBits:
         """
         firsts, count = begins >> 3, ends - begins - 1
         windows, kept = self._tables(-(-(width - 1) // 64))
-        if windows is None or firsts.item(firsts.argmax()) >= len(windows):  # near the end of the file
+        if windows is None or firsts.max(initial=0) >= len(windows):  # near the end of the file
             raw = self._joined(firsts, num_bytes_of(ends), 8 * kept.shape[2] + 8)
         else:
             raw = windows[firsts]
@@ -154,14 +154,16 @@ class LossBits:
         All windows of columns + 1 words of 8 bytes of the map, by their first byte; None without a map and of a shorter
         file. And by (n % 64, columns - n // 64) `columns` words of which the first n bits are 1.
         """
-        if self._views is None or self._views[0] != columns:
+        views = self._views
+        if views is None or views[0] != columns:
             content = np.zeros(0, np.uint8) if self._map is None else np.frombuffer(self._map, dtype=np.uint8)
             size, ones = 8 * columns + 8, np.zeros((64, 2 * columns + 1), dtype=_WORD)
             ones[:, :columns] = ~np.uint64(0)
             ones[:, columns] = (np.uint64(1) << np.arange(64, dtype=np.uint64)) - np.uint64(1)
             windows = None if len(content) < size else sliding_window_view(content, size)
-            self._views = (columns, windows, sliding_window_view(ones, columns, axis=1))
-        return self._views[1:]
+            # Returned as it is here: another thread may ask for another width.
+            self._views = views = (columns, windows, sliding_window_view(ones, columns, axis=1))
+        return views[1:]
 
     def _joined(self, firsts: Numbers, lasts: Numbers, size: int) -> NDArray[np.uint8]:
         """Return bytes firsts[b] to lasts[b] - 1 of the file, each row filled up with zeros: uint8 [B, size]."""

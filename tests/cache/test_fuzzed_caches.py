@@ -54,7 +54,7 @@ KINDS = ("pretrain", "sft", "wide pretrain", "wide sft", "bits sft")
 """Of the caches that have both splits."""
 EXAMPLES = {
     "pretrain": 80,
-    "sft": 80,
+    "sft": 60,
     "wide pretrain": 40,
     "wide sft": 30,
     "bits sft": 25,

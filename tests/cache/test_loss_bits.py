@@ -165,6 +165,17 @@ def test_any_parts_of_examples_are_what_a_walk_over_their_tokens_finds(
     assert masked.dtype == np.int64
 
 
+@pytest.mark.parametrize("has_bits", [True, False])
+def test_no_part_at_all_is_a_row_of_none(tmp_path: Path, has_bits: bool) -> None:
+    """As a rank may get of the last batch."""
+    examples = [[USR, A, EOT, ASST, *[B] * 200, EOT]]
+    split = opened(tmp_path, examples, [walked(examples[0])] if has_bits else None, "mmap", 0)
+    none = np.zeros(0, dtype=np.int64)
+    rows, ids = split.padded(none, none, 9), split.read(none, none)
+    assert rows.shape == (0, 9) and ids.shape == split.is_target(ids, none, none).shape == (0,)
+    assert split.masked(rows, none, none).shape == split.targets(rows, none, none).shape == (0, 8)
+
+
 def slow_rows(examples: list[Example], T: int, over_length: str) -> list[tuple[int, int, int]]:
     """Return the number of its example, first token and last + 1 of each row, in plain Python."""
     rows = []
