@@ -7,6 +7,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from support import chat_tokenizers
 from support.dagster_runs import built, metadata, run, stale
 
 from niels_gpt.recipes.plan import RECIPES
@@ -66,6 +67,26 @@ def test_a_new_tokenizer_makes_every_cache_stale_and_rebuilds_it(
     assert stale(after_a_run, settings) == dict.fromkeys(RECIPES, "has a new dependency data version")
     assert built(run(after_a_run, new)) == set(RECIPES)
     assert stale(after_a_run, new) == {}
+
+
+def test_another_chat_template_rebuilds_the_chats_alone(instance: dg.DagsterInstance, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(chat_tokenizers.CHATML)
+    settings = Settings(
+        source_root="sample",
+        cache_dir=str(tmp_path / "cache"),
+        tokenizer=str(chat_tokenizers.write_tokenizer(tmp_path / "tokenizer")),
+        chat_template=str(template),
+    )
+    keys = ("tokenizer", "pretrain/roam", "sft/dolly15k")
+    shown = metadata(run(instance, settings, *keys))["sft/dolly15k"]
+    assert (shown["chat_template"]["loss_on"], shown["run/state"]) == ("assistant", "built")
+    assert 0 < shown["supervised_share"] < 1 and shown["pad_id"] == 0 and "[[" in str(shown["examples"])
+    last = dataclasses.replace(settings, loss_on="last")
+    assert stale(instance, last) == {"sft/dolly15k": "has a new code version"}
+    assert built(run(instance, last, *keys)) == {"sft/dolly15k"}
+    template.write_text(chat_tokenizers.CHATML_MARKED)
+    assert stale(instance, last) == {"sft/dolly15k": "has a new code version"}
 
 
 def test_a_retrained_but_identical_tokenizer_makes_nothing_stale_and_rebuilds_nothing(

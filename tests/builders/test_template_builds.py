@@ -1,0 +1,151 @@
+"""Sft caches of another chat template: their bytes on paper, what is dropped, and what makes another build of one."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.byte_tokenizer import ByteChats
+from support.fault_builds import interrupt, unfinished, uninterrupted
+from support.small_builds import templated
+
+from niels_gpt.builders.sft.examples import packed
+from niels_gpt.chat.tokenizers import EncodedChat, RefusedChat
+from niels_gpt.storage.versions import versions_dir
+
+
+def chat(*texts: str) -> list[dict[str, Any]]:
+    """Return messages of the user and the assistant in turn."""
+    return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
+
+
+def tokens_and_bits(cache: Path, split: str) -> tuple[list[int], list[int]]:
+    return list((cache / f"{split}_tokens.bin").read_bytes()), list((cache / f"{split}_loss.bits").read_bytes())
+
+
+def test_the_bytes_of_two_chats_on_paper(tmp_path: Path) -> None:
+    meta = templated(tmp_path / "c", items=[("a", chat("A", "B")), ("b", chat("Hi", "Yes", "A", ""))], val_frac=0)
+    ids = [2, 75, 4, 3, 76, 4, 2, 82, 115, 4, 3, 99, 111, 125, 4, 2, 75, 4, 3, 4]
+    bits = [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1]
+    as_bytes = [sum(bit << place for place, bit in enumerate(bits[at : at + 8])) for at in range(0, 20, 8)]
+    assert as_bytes == [0b00110000, 0b01111000, 0b1000]
+    assert tokens_and_bits(tmp_path / "c", "train") == ([half for id in ids for half in (id, 0)], as_bytes)
+    assert tokens_and_bits(tmp_path / "c", "val") == ([], [])
+    assert np.load(tmp_path / "c" / "train_idx.npy").tolist() == [0, 6]
+    assert meta["chat_template"] == {"sha256": "1" * 64, "mask_by": "prefix", "loss_on": "assistant"}
+    assert (meta["pad_id"], meta["supervised_tokens"]) == (0, {"train": 7, "val": 0})
+    assert meta["loss_bits"]["train"]["name"] == "train_loss.bits" and meta["loss_bits"]["train"]["bytes"] == 3
+    assert meta["utf8_bytes"] == {"train": 8, "val": 0}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bits_do_not_depend_on_where_the_parts_of_a_file_end(seed: int) -> None:
+    chance = random.Random(seed)
+    parts = [np.array(chance.choices((0, 1), k=chance.randint(0, 20)), dtype=np.uint8) for _ in range(30)]
+    found = b"".join(part.tobytes() for part in packed(parts))
+    assert found == np.packbits(np.concatenate(parts), bitorder="little").tobytes()
+
+
+class Odd(ByteChats):
+    """Refuses, marks the first token, and counts what is odd, as the words of a chat say."""
+
+    def encoded(self, chat: Any) -> EncodedChat | RefusedChat:
+        words = chat.messages[0]["content"]
+        if words == "refuse":
+            return RefusedChat("refused_by_template", f"chat {chat.name!r}: roles must alternate")
+        if words == "first":
+            return EncodedChat([5, 6], [1, 0])
+        if words == "both":
+            return EncodedChat([5, 6], [1, 1])
+        return EncodedChat(
+            [7, 8], [0, 1], words == "merged", ("empty_reply",) * (words == "empty"), int(words == "two")
+        )
+
+
+def test_every_chat_is_kept_or_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = [(word, chat(word)) for word in ("both", "merged", "empty", "two")]
+    dropped: list[Any] = [
+        ("no message", []),
+        ("no list", "text"),
+        ("no role", [{"content": "x"}]),
+        ("no JSON", [{"role": "user", "content": {1, 2}}]),
+        ("NaN", [{"role": "user", "content": float("nan")}]),
+        ("the first alone", chat("first")),
+        ("refused", chat("refuse")),
+        ("refused again", chat("refuse")),
+    ]
+    meta = templated(tmp_path / "c", items=[*dropped, *kept], val_frac=0, chat_tokenizer=Odd())
+    assert meta["dropped"] == {"empty": 1, "malformed": 4, "no_supervised": 1, "refused_by_template": 2}
+    assert meta["noticed"] == {"merged_at_reply_edge": 1, "empty_reply": 1, "turns_without_loss": 1}
+    assert meta["examples_read"] == 12 and meta["supervised_tokens"]["train"] == 4  # of "both" the second token
+    assert caplog.text.count("roles must alternate") == 1 and "Counted as refused_by_template" in caplog.text
+    assert (tmp_path / "c" / "index" / "train_ids.txt").read_text() == "both\nmerged\nempty\ntwo\n"
+
+
+def test_no_target_at_all_is_an_error_that_counts_and_says_what_to_do(tmp_path: Path) -> None:
+    items = [("a", chat("x")), ("b", chat("refuse"))]
+    with pytest.raises(
+        ValueError, match=r"'no_supervised': 1, .*The first: chat 'b': roles.* --loss-on, or .*"
+    ) as error:
+        templated(tmp_path / "c", items=items, chat_tokenizer=type("", (Odd,), {"encoded": never})())
+    assert "no chat with a target is left" in str(error.value) and not (tmp_path / "c").exists()
+
+
+def never(self: Odd, chat: Any) -> EncodedChat | RefusedChat:
+    found = Odd.encoded(self, chat)
+    return found if isinstance(found, RefusedChat) else EncodedChat([7, 8], [0, 0])
+
+
+def test_an_id_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
+    class Larger(ByteChats):
+        def encoded(self, chat: Any) -> EncodedChat | RefusedChat:
+            return EncodedChat([1, 300], [0, 1])
+
+    with pytest.raises(ValueError, match="chat 'a': the tokenizer gave id 300, expected ids below vocab_size=300"):
+        templated(tmp_path / "c", items=[("a", chat("A", "B"))], chat_tokenizer=Larger())
+
+
+def test_a_special_token_in_a_message_drops_the_chat_or_stops_the_build(tmp_path: Path) -> None:
+    items = [("a", chat("<|eot|>", "B")), ("b", chat("A", "B"))]
+    assert templated(tmp_path / "c", items=items)["dropped"] == {"special_text": 1}
+    with pytest.raises(ValueError, match=r"chat 'a' holds a special token.*--on-special drop"):
+        templated(tmp_path / "c", items=items, on_special="raise")
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize(
+    "other", [{"template_sha256": "2" * 64}, {"loss_on": "last"}, {"special_token_ids": [None, 9, 0, None]}]
+)
+def test_another_template_is_another_build_and_leaves_the_first_one(folder: Path, other: dict[str, Any]) -> None:
+    interrupt("templated", folder / "c", 30)
+    first = unfinished(folder / "c", ".journal")
+    templated(folder / "c", chat_tokenizer=type("", (ByteChats,), other)())
+    assert first.is_dir() and len(list(versions_dir(folder / "c").glob("building-*.journal"))) == 1
+    templated(folder / "c")
+    assert not first.exists()
+
+
+def test_what_a_template_gets_is_what_is_compared(tmp_path: Path) -> None:
+    """A template may write keys in their order, so a resumed build compares it; equal chats are equal in any order."""
+
+    class AsJson(ByteChats):
+        def encoded(self, chat: Any) -> EncodedChat | RefusedChat:
+            text = json.dumps([chat.messages, chat.tools])
+            return EncodedChat([2, *self.tokenizer.encode(text)], [0] + [1] * len(text))
+
+    one = [{"role": "assistant", "content": "x", "tool_calls": [{"name": "f"}]}]
+    turned = [dict(reversed(list(one[0].items())))]
+    items = [("a", one), ("b", turned), ("c", one, [{"name": "f"}]), ("d", chat("A", "B"))]
+    meta = templated(tmp_path / "c", items=items, val_frac=0, chat_tokenizer=AsJson())
+    assert meta["duplicates"] == {"train": 1, "val": 0}  # b
+    ids = np.fromfile(tmp_path / "c" / "train_tokens.bin", dtype="<u2")
+    begins = np.load(tmp_path / "c" / "train_idx.npy")
+    second = bytes((ids[begins[1] + 1 : begins[2]] - 10).astype(np.uint8)).decode()
+    assert second == json.dumps([turned, None])
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_threads_change_no_byte(folder: Path) -> None:
+    assert uninterrupted("templated", folder / "a") == uninterrupted("templated", folder / "b", num_threads=3)
