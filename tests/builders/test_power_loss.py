@@ -150,6 +150,7 @@ OVER = ("nothing", "another version", "the same version", "a damaged version")
 CASES = [
     *((kind, over) for kind in ("pretrain", "sft") for over in OVER),
     ("rollouts", "another version"),  # the engine is that of the other two
+    ("templated", "another version"),
     *(pytest.param(("rollouts", over), marks=pytest.mark.faults) for over in OVER if over != "another version"),
 ]
 

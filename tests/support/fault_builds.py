@@ -19,11 +19,12 @@ import pytest
 
 from niels_gpt.builders import resume
 from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.builders.sft import build_sft
+from niels_gpt.builders.sft import build_sft, build_templated_sft
+from niels_gpt.chat.tokenizers import Chat
 from niels_gpt.documents import DocumentBatch
 from niels_gpt.storage.fileio import Operation
 from niels_gpt.storage.versions import versions_dir
-from support.byte_tokenizer import ByteTokenizer, build
+from support.byte_tokenizer import ByteChats, ByteTokenizer, build
 from support.power_loss import Disk, Tree, put, recorded_below, tree_of
 from support.small_builds import BUILDERS, ITEMS, quick_folder
 
@@ -35,9 +36,12 @@ NOBODY = 65534
 def build_new(path: Path, kind: str = "pretrain", texts: Any = TEXTS, **arguments: Any) -> dict[str, Any]:
     """Build the cache that the faults meet, with a checkpoint after each batch."""
     common: dict[str, Any] = {"tokenizer": ByteTokenizer(), "seed": 0, "checkpoint_seconds": 0, "num_threads": 0}
+    chats = ([{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}] for text in texts)
     if kind == "sft":
-        chats = ([{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}] for text in texts)
         return build_sft(chats, path, val_frac=0.1, **{**common, **arguments})
+    if kind == "templated":
+        named = (Chat(str(number), messages) for number, messages in enumerate(chats))
+        return build_templated_sft(named, path, chat_tokenizer=ByteChats(), val_frac=0.1, **{**common, **arguments})
     limits = {"max_train_tokens": 10**6, "max_val_tokens": 10**5, "shard_bytes": 8192, "shuffle_buffer": None}
     return build_pretrain(((None, text) for text in texts), path, **{**common, **limits, **arguments})
 
