@@ -69,7 +69,7 @@ class ByteChats(ChatTokenizer):
         return EncodedChat(ids, mask)
 
 
-def build(path: Path, texts: Any, num_tokens: int = 30) -> dict[str, Any]:
+def build(path: Path, texts: Any, num_tokens: int = 30, shard_bytes: int = 20) -> dict[str, Any]:
     """Build a cache of some texts whose val split is empty."""
     return build_pretrain(
         ((None, text) for text in texts),
@@ -77,7 +77,7 @@ def build(path: Path, texts: Any, num_tokens: int = 30) -> dict[str, Any]:
         tokenizer=ByteTokenizer(),
         max_train_tokens=num_tokens,
         max_val_tokens=0,
-        shard_bytes=20,
+        shard_bytes=shard_bytes,
         seed=0,
         shuffle_buffer=None,
     )
