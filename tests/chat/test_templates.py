@@ -33,6 +33,7 @@ HARMLESS = {
     kinds.CHATML_MARKED: [
         "{% macro chat(messages) %}" + kinds.CHATML_MARKED + "{% endmacro %}{{ chat(messages) }}",
         "{% set all %}" + kinds.CHATML_MARKED + "{% endset %}{{ all }}",
+        "{{ '!' if add_generation_prompt is not defined or documents is not none }}" + kinds.CHATML_MARKED,
         "{% block chat %}" + kinds.CHATML_MARKED + "{% endblock %}",
         "{% filter trim %}  " + kinds.CHATML_MARKED + "{% endfilter %}{{ '\n' }}",
         kinds.CHATML_MARKED.replace("{% generation %}", "{%- generation -%}\n  ").replace("{% endg", "\n {%- endg"),
@@ -253,6 +254,38 @@ def test_a_template_that_was_stopped_and_a_forked_child_leave_the_next_one_alone
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     assert good.encode_chat(HI) == expected
+
+
+WRITTEN = (
+    "{% set n = namespace(a=1, self=2) %}{% set n.a = n.a + 1 %}{{ n.a }}{{ n.self }}",
+    "{% set n = namespace(_a=1) %}{{ n }}",
+    "{% set n = namespace() %}{% set n._a = 1 %}",
+    "{{ dict(a=1) }}{{ dict.fromkeys('ab') }}{{ dict.__class__ }}",
+    "{% for i in 'abcd' %}{% if i == 'b' %}{% continue %}{% elif i == 'd' %}{% break %}{% endif %}{{ i }}{% endfor %}",
+    "{{ messages | tojson(indent=2) }}\n  {% if true %}\n  a{% endif %}\n",
+    "{{ {'b': '<é>', 'a': 1} | tojson(sort_keys=true, separators=(',', ':')) }}",
+    "{{ messages[0].missing is defined }}{{ tools }}{{ documents }}{{ add_generation_prompt }}",
+    "{{ messages.append(1) }}",
+    "{{ messages.__class__.__mro__ }}",
+    "{{ raise_exception('no') }}",
+    "{{ ''.join(messages) }}",
+    "a{% generation %}b\n{% endgeneration %}c",
+)
+
+
+@pytest.mark.parametrize("template", WRITTEN)
+def test_a_template_writes_what_it_writes_in_transformers(template: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    chat = [{"role": "user", "content": "é", "thinking": "Hm.", "name": None}]
+    try:
+        theirs = ("text", render_jinja_template([[{**chat[0]}]], chat_template=template)[0][0])
+    except Exception as error:
+        theirs = ("raised", str(error))
+    kind, text = PROCESS.render(template, {}, [Chat("", chat)], [(0, 1, {})])[0]
+    if kind == "text":
+        theirs = (theirs[0], theirs[1].replace(", 'name': None", "").replace(',\n    "name": null', ""))
+    assert kind == theirs[0] and (kind == "raised" or text == theirs[1])
 
 
 def test_threads_share_it_and_get_their_own_answers_half_a_surrogate_pair_too() -> None:

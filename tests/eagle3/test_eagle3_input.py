@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from support import chat_tokenizers as kinds
 from support.made_tokenizers import made_tokenizer
+from support.tool_templates import QWEN, plain
 
 from niels_gpt.chat.rows import Row
 from niels_gpt.chat.tokenizers import ChatTokenizer, ProjectTokenizer, open_tokenizer
@@ -166,6 +167,30 @@ def test_chats_and_rows_do_not_mix(settings: Settings, tokenizer: ChatTokenizer,
     within = write_lines(tmp_path / "c.jsonl", GIVEN, MESSAGES)
     with pytest.raises(ValueError, match=r"row 'c\.jsonl#2': has no input_ids"):
         read(settings, within, tokenizer)
+
+
+def test_calls_of_tools_reach_a_targets_template_and_not_the_projects_own(settings: Settings, tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "rain", "arguments": {"of": "Spree"}}}
+    talk = [
+        {"role": "user", "content": "Does it rain?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "It does."},
+    ]
+    path = write_lines(tmp_path / "a.jsonl", {"messages": talk, "tools": json.dumps([call])}, MESSAGES)
+    folder = str(kinds.write_tokenizer(tmp_path / "t", template=plain(QWEN)))
+    tokenizer = open_tokenizer(folder)
+    (called, _), counters = read(settings, path, tokenizer)
+    assert counters == {"rows": 2, "turns_without_loss": 1}
+    assert kinds.supervised(tokenizer, called) == ["It does.<|im_end|>"]
+    assert '{"name": "rain", "arguments": {"of": "Spree"}}' in tokenizer.decode(called.input_ids.tolist())
+    add_sentinels(made_tokenizer("t5"), tmp_path / "own")
+    rows, counters = read(settings, path, open_tokenizer(str(tmp_path / "own")))
+    assert [row.id for row in rows] == ["a.jsonl#2"] and counters == {
+        "rows": 1,
+        "unknown_role": 1,
+        "unknown_role:tool": 1,
+    }
 
 
 def test_rows_that_cannot_be_used_are_counted(settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path) -> None:

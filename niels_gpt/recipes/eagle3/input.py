@@ -35,7 +35,7 @@ CHATS, ROWS = "chats", "rows"
 READING = "any role, with calls of tools"
 """How chats of files reach a target's template. Another reading gives other chats, so a run does not continue it."""
 FLAG = "--input-data"
-_OF_AN_SFT_CACHE = ("seed", "on_special", "sft_val_frac")  # settings that decide its split, and no chat
+_OF_AN_SFT_CACHE = ("seed", "on_special", "sft_val_frac", "chat_template", "loss_on")  # they decide no chat of a target
 
 
 def input_facts(settings: Settings, input_data: str, *, recorded: Mapping[str, Any] | None = None) -> dict[str, Any]:
