@@ -175,17 +175,15 @@ def evaluate(model: TinyGPT, options: Options) -> dict[str, Any]:
 
 def loss_of_chats(model: TinyGPT, options: Options) -> dict[str, Any]:
     """Return the loss over all replies of val, nats per token, of packed and of padded rows; and how many rows."""
+    # A chat of more than T tokens is cut at the same places in both. Padded rows without a target are left out.
+    common: dict[str, Any] = {"T": options.T, "global_batch_size": options.global_batch_size, "seed": options.seed}
+    common.update(split="val", epochs=1, over_length="split")
+    streams = {
+        "packed": PackedStream(options.sft, **common),
+        "padded": SFTStream(options.sft, require_targets=True, **common),
+    }
     found: dict[str, Any] = {}
-    for name, kind in (("packed", PackedStream), ("padded", SFTStream)):
-        stream = kind(
-            options.sft,
-            split="val",
-            T=options.T,
-            global_batch_size=options.global_batch_size,
-            seed=options.seed,
-            epochs=1,
-            over_length="split",  # a chat of more than T tokens is cut at the same places in both
-        )
+    for name, stream in streams.items():
         given = [inputs(batch) for batch in stream]
         targets = sum(int((cast(Tensor, y) != IGNORE_INDEX).sum()) for _, y, _, _ in given)
         found[name] = sum(model(*each).item() for each in given) / targets

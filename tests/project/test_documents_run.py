@@ -34,7 +34,7 @@ SLOW = {
     "docs/tutorials/small_gpt.md",
 }
 """Pages that take more than some seconds."""
-LANGUAGES = {*RUN, "text", "toml", "json", "yaml", "markdown", "mermaid"}
+LANGUAGES = {*RUN, "text", "toml", "json", "yaml", "jinja", "markdown", "mermaid"}
 SCRIPTS = {"dagster": "dagster_location"}  # examples/dagster.py would hide Dagster
 
 
