@@ -1,5 +1,6 @@
 """Chats for the benchmark of readers, bare gathers of their examples, and masks that Python makes token by token."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,9 @@ import numpy as np
 import torch
 from loader_peers import Draw, Pair, pair
 
+from niels_gpt.cache import read_meta, write_meta
 from niels_gpt.cache.formats import target_mask
+from niels_gpt.storage.fileio import META_NAME
 
 EOT, ASST = 4, 3
 
@@ -23,6 +26,22 @@ def chats(count: int) -> Iterator[list[dict[str, str]]]:
             for user, assistant in list(turns)[: number % 3 + 1]
             for role, size in (("user", 1 + user // 4), ("assistant", assistant))
         ]
+
+
+def with_bits(folder: Path) -> Path:
+    """Return a copy of a cache of chats that has loss bits for the tokens that the sentinels mark."""
+    copy = folder.with_name("loss_bits")
+    shutil.copytree(folder.resolve(), copy)
+    meta, known = read_meta(str(copy / META_NAME)), {"sha256": "0" * 64}
+    meta |= {"loss_bits": {}, "pad_id": EOT, "chat_template": {**known, "mask_by": "prefix", "loss_on": "assistant"}}
+    for split in ("train", "val"):
+        tokens = np.fromfile(copy / f"{split}_tokens.bin", "<u2")
+        mask = target_mask(tokens[None], np.array([len(tokens)]), asst_id=ASST, eot_id=EOT)[0]
+        path = copy / f"{split}_loss.bits"
+        path.write_bytes(np.packbits(mask, bitorder="little").tobytes())
+        meta["loss_bits"][split] = {"name": path.name, "bytes": path.stat().st_size, **known}
+    write_meta(str(copy / META_NAME), meta)
+    return copy
 
 
 def sft_gathers(folder: Path, B: int, T: int, dtype: str = "<u2", more: int = 0, masked: bool = False) -> list[Draw]:

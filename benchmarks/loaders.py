@@ -14,8 +14,9 @@ each. Of a library with several documented ways, the fastest is taken.
               IndexedDataset, one prefix a shard; litdata's TokensLoader; datasets (Arrow) and mosaicml-streaming (MDS),
               which hold rows of T + 1 tokens
     mixture   three caches of 6, 3 and 1 parts: rank 0 of 1, of 64 and of 1,024, as many rows each, beside get_batch
-    sft       get_batch beside a bare gather of the same rows without a mask, and beside that gather with a mask made by
-              Python, token by token: written element by element into a tensor, or into lists that become one
+    sft       get_batch beside a bare gather of the same rows without a mask, beside itself where loss is in bits, and
+              beside that gather with a mask made by Python, token by token: written element by element into a tensor,
+              or into lists that become one
     sft_stream  SFTStream beside sft get_batch, of the same split: with over_length="truncate" and "split"
     segments  EpochStream(documents=True) and PackedStream, position_ids read as well, beside get_batch of the same
               cache: documents of 1,000 tokens on average; and PackedStream of the chats beside sft get_batch
@@ -52,7 +53,7 @@ from loader_caches import SHARDS, ManyIds, build
 from loader_cold import bench_cold, why_not
 from loader_peers import PACKAGES, PEERS, Corpus, Draw, Pair, Tokens, pair, title
 from loader_rounds import SHAPES, checked, compare, repeated, surviving, target
-from loader_sft import EOT, MASKS, chats, sft_gathers
+from loader_sft import EOT, MASKS, chats, sft_gathers, with_bits
 from loader_streams import bench_segments, bench_sft_stream, sft_cache
 from measuring import Seconds, Ways, measured, ratio, spread
 
@@ -169,6 +170,7 @@ def bench_mixture(root: Path, arguments: argparse.Namespace) -> None:
 def bench_sft(root: Path, arguments: argparse.Namespace) -> None:
     """Compare get_batch with the same rows without a mask, and with masks made by loops over their tokens."""
     sft_cache(root)
+    bits = with_bits(root / "s")
     print("\nsft get_batch, as a multiple of the speed of")
     least = math.inf
     for B, T in SHAPES:
@@ -177,14 +179,19 @@ def bench_sft(root: Path, arguments: argparse.Namespace) -> None:
             data = SFTExampleDataset(
                 root / "s/train_tokens.bin", root / "s/train_idx.npy", T=T, device="cpu", eot_id=EOT
             )
+            of_bits = SFTExampleDataset.open(bits, "train", T=T)
         get_batch = functools.partial(data.get_batch, B=B, generator=torch.Generator().manual_seed(0))
         bare, (_, y, expected) = checked(LIMIT, sft_gathers(root / "s", B, T), B, T), get_batch()
         ways: dict[str, list[Draw]] = {"get_batch": [get_batch], LIMIT: bare}
+        by_bits = functools.partial(of_bits.get_batch, B=B, generator=torch.Generator().manual_seed(0))
+        assert torch.equal(by_bits()[2], expected), "loss bits: another mask"
+        ways["loss bits"] = [by_bits]
         for name, mask in MASKS.items():
             assert torch.equal(mask(y), expected), f"{name}: another mask"
             ways[name] = [lambda draw=draw, mask=mask: mask(draw()[1]) for draw in bare]
         seconds = compare(ways, B, arguments, {})
-        print(f"  {B} x {T}: {LIMIT}, no mask {spread(seconds, 'get_batch', LIMIT)}; with a mask in Python")
+        print(f"  {B} x {T}: {LIMIT}, no mask {spread(seconds, 'get_batch', LIMIT)}; itself by loss bits", end=" ")
+        print(f"{spread(seconds, 'get_batch', 'loss bits')}; with a mask in Python")
         print("    " + ", ".join(f"{name} {spread(seconds, 'get_batch', name)}" for name in MASKS), flush=True)
         least = min(least, ratio(seconds, "get_batch", "element by element"))
     target("get_batch / mask in Python, element by element, least of all", least, 100, arguments)

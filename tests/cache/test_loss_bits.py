@@ -1,6 +1,7 @@
 """Examples whose loss is in bits beside the tokens, and parts of examples of both kinds: read, masked, counted."""
 
 import json
+import os
 import pickle
 import random
 import tempfile
@@ -315,6 +316,10 @@ def test_bits_that_mark_what_the_sentinels_do_give_the_same_batches(built: Path,
     copy = pickle.loads(pickle.dumps(pair[1]))
     again = copy.get_batch(B=20, generator=torch.Generator().manual_seed(2))
     assert all(a.equal(b) for a, b in zip(batches[1], again, strict=True))
+    if (child := os.fork()) == 0:
+        again = pair[1].get_batch(B=20, generator=torch.Generator().manual_seed(2))
+        os._exit(0 if all(a.equal(b) for a, b in zip(batches[1], again, strict=True)) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert [example.mask.tolist() for example in pair[0]] == [example.mask.tolist() for example in copy]
 
 
