@@ -73,15 +73,19 @@ class ReadRows:
     def _read(self, split: Any, placed: PlacedPieces, padding: list[tuple[int, int]], pad_id: int) -> None:
         """Read tokens and targets. padding: where it is in the flattened rows, and its tokens."""
         ids = split.read(placed.begins, placed.ends)
-        self._ids = self._targets = _spread(ids, padding, pad_id)
+        self._ids: Ids = _spread(ids, padding, pad_id)
+        self._has_no_loss: NDArray[np.bool_] | None = None
         if hasattr(split, "is_target"):
-            self._targets = _spread(_masked(split, ids, placed.begins, placed.ends), padding, IGNORE_INDEX)
+            is_target = split.is_target(ids, placed.begins, placed.ends)
+            self._has_no_loss = _spread(~is_target, padding, True)
 
     def part(self, first: int, count: int) -> tuple[Numbers, Numbers, Segments]:
         """Return rows first to first + count - 1: x and y, int64 [count, T], and their segments."""
         last, begin, end = first + count, first * self._T, (first + count) * self._T
         x, y = empty_int64((2, end - begin))
-        x[...], y[...] = self._ids[begin:end], self._targets[begin + 1 : end + 1]
+        x[...], y[...] = self._ids[begin:end], self._ids[begin + 1 : end + 1]
+        if self._has_no_loss is not None:
+            np.copyto(y, IGNORE_INDEX, where=self._has_no_loss[begin + 1 : end + 1])  # half the time of a choice
         others = slice(self._other_stops[first], self._other_stops[last])
         y[self._other_at[others] - begin] = self._others[others]
         at, to = self._segment_stops[first], self._segment_stops[last]
@@ -96,14 +100,7 @@ def _next_targets(split: Any, at: Numbers) -> NDArray[Any]:
     ids: Ids = split.read(at, at + 1)
     if not hasattr(split, "is_target"):
         return ids
-    return _masked(split, ids, at, at + 1)
-
-
-def _masked(split: Any, ids: Ids, begins: Numbers, ends: Numbers) -> NDArray[np.int32]:
-    """Return the ids of ranges of an sft split, with -100 where there is no loss: int32 [sum]."""
-    masked = ids.astype(np.int32)  # ids are below 2**31
-    np.copyto(masked, IGNORE_INDEX, where=~split.is_target(ids, begins, ends))  # half the time of a choice
-    return masked
+    return np.where(split.is_target(ids, at, at + 1), ids, np.int64(IGNORE_INDEX))
 
 
 def _spread(values: NDArray[Any], padding: list[tuple[int, int]], fill: int) -> NDArray[Any]:
