@@ -119,7 +119,7 @@ def reply_runs(
     # One id for both opens nothing, as in `reply_edges`.
     is_asst = ids == asst_id if asst_id != eot_id else np.zeros(ids.shape, dtype=np.bool_)
     if opened is not None:  # as if its first token, which is no target of the row, were the sentinel
-        is_asst[::width] |= opened & ~is_eot[::width]
+        is_asst[::width] |= opened > is_eot[::width]
     is_asst[last] = False
     is_edge = is_asst.copy()
     is_edge[1:] |= is_eot[1:] > is_eot[:-1]  # an EOT after an EOT ends nothing: padding has no edges

@@ -96,7 +96,10 @@ class Batch:
         starts, pieces, documents = rows.segments
         lengths = starts[1:] - starts[:-1]
         longest = lengths.item(lengths.argmax()) if len(lengths) else 0  # takes half the time of max
-        of_segments = torch.from_numpy(starts).to(rows.x.device), torch.from_numpy(pieces), torch.from_numpy(documents)
+        cu_seqlens = torch.from_numpy(starts)
+        if not rows.x.is_cpu:
+            cu_seqlens = cu_seqlens.to(rows.x.device)
+        of_segments = cu_seqlens, torch.from_numpy(pieces), torch.from_numpy(documents)
         return cls(rows.x, rows.y, state, source, *of_segments, longest)
 
     @property

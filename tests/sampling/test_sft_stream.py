@@ -237,6 +237,9 @@ def test_rows_are_those_written_out_by_hand(tmp_path: Path) -> None:
     assert padded.cu_seqlens is not None and padded.cu_seqlens.tolist() == [0, 8, 10] and padded.max_seqlen == 8
     assert padded.position_ids is not None and padded.position_ids.tolist() == [[*range(8), 0, 1]]
     assert padded.piece_ids is not None and padded.piece_ids.tolist() == [0, -1]
+    whole = only_batch(T=8)
+    assert whole.x.tolist() == [[USR, a, EOT, ASST, b, b, b, EOT]] and whole.cu_seqlens is not None
+    assert whole.y.tolist() == [[-100, -100, -100, b, b, b, EOT, -100]] and whole.cu_seqlens.tolist() == [0, 8]
     exact = only_batch(T=7)
     assert exact.x.tolist() == [[USR, a, EOT, ASST, b, b, b]] and exact.cu_seqlens is not None
     assert exact.y.tolist() == [[-100, -100, -100, b, b, b, EOT]] and exact.cu_seqlens.tolist() == [0, 7]
