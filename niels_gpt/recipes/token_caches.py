@@ -13,7 +13,7 @@ from niels_gpt.recipes import sources
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
 from niels_gpt.recipes.run_recipe import BuildInputs, Outcome, num_threads
 from niels_gpt.recipes.tokenizer import build_with_tokenizer
-from niels_gpt.recipes.tokenizers.templates import opened_template
+from niels_gpt.recipes.tokenizers.templates import opened_template, warn_of_marks
 from niels_gpt.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -110,6 +110,7 @@ def _build_chats(
         return build_sft(chats, path, on_special=settings.on_special, engine=settings.engine, **common)
     if settings.on_special == "text":
         logger.info("%s: chats that hold a special token are dropped: a template has no plain form of its tokens", path)
+    warn_of_marks(settings, inputs.tokenizer, path)
     return build_templated_sft(
         chats,
         path,

@@ -156,6 +156,13 @@ chats written in the tokenizer's own chat template: `--chat-template tokenizer`.
 of its chats by them. Add them: niels-gpt add-sentinels gpt2 tokenizer_with_sentinels && niels-gpt build dolly15k
 --tokenizer tokenizer_with_sentinels
 
+W412 template-marks
+The chat template in a file writes marks of turns that the tokenizer does not have as tokens. Each becomes several ids,
+and a message that holds one cannot be told from the mark.
+> Take the template that belongs to the tokenizer, or a tokenizer that has these tokens.
+= cache/sft/dolly15k: the chat template writes <|im_start|>, <|im_end|>, which are no token of the tokenizer: each
+becomes several ids
+
 W501 little-room
 The build may not fit on the disk. A full disk loses nothing: the build stops and can be resumed.
 > Make room, or name another `--cache-dir`.

@@ -171,10 +171,21 @@ def test_the_projects_chats_are_built_by_a_template_where_there_are_no_sentinels
         source_root="sample", cache_dir=str(tmp_path), tokenizer=str(tokenizer), chat_template="tokenizer"
     )
     for name in ("dolly15k", "oasst1"):
-        meta = build_token_cache(settings, name).meta
+        need = plan(settings, [f"sft/{name}"])[-1]
+        outcome = build_token_cache(settings, name)
+        meta = outcome.meta
+        assert need.least_bytes < outcome.disk_bytes < need.disk_bytes
         assert meta["special_token_ids"] == {} and sum(meta["supervised_tokens"].values()) > 100
     of_trees = plan(settings, ["trees/oasst1"])[-1]
     assert of_trees.action.startswith("left out") and "has no sentinels" in of_trees.action
+
+
+def test_marks_that_are_no_tokens_are_named(tmp_path: Path, tokenizer: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows(tmp_path)
+    (tmp_path / "other.jinja").write_text(CHATML.replace("im_end", "im_stop"))
+    build_token_cache(settings_of(tmp_path, tokenizer, chat_template=str(tmp_path / "other.jinja")), "own")
+    (found,) = (record for record in caplog.records if getattr(record, "code", "") == "W412")
+    assert "writes <|im_stop|>, which is no token" in found.getMessage()
 
 
 def test_what_no_template_can_be_used_with_is_refused_before_anything_is_made(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,8 +18,12 @@ from niels_gpt.tokenizers.files import TOKENIZER_JSON, read_file
 from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
+logger = logging.getLogger(__name__)
+
 MAX_BYTES = 1 << 22
 """Of a file with a template: four bytes for each character that one may have."""
+_MARK = re.compile(r"<\|[A-Za-z0-9_.-]{1,40}\|>")
+_SHOWN = 5  # marks in a warning
 SETTINGS = ("chat_template", "loss_on")
 """The settings that decide which template a cache of chats has. They count only if one is named."""
 
@@ -84,6 +90,17 @@ def opened_template(settings: Settings, tokenizer: FullTokenizer, where: Path) -
             code="E407",
         )
     return opened
+
+
+def warn_of_marks(settings: Settings, tokenizer: FullTokenizer, cache: Path) -> None:
+    """Log a warning for a named template that writes literals such as <|im_end|> which are no tokens of the tokenizer:
+    they become several ids, and a message may hold them too."""
+    marks = dict.fromkeys(_MARK.findall(template_text(settings) or ""))
+    unknown = [mark for mark in marks if tokenizer.token_id(mark) is None]
+    if unknown:
+        message = "%s: the chat template writes %s, which %s no token of the tokenizer: each becomes several ids"
+        verb = "is" if len(unknown) == 1 else "are"
+        logger.warning(message, cache, ", ".join(unknown[:_SHOWN]), verb, extra={"code": "W412"})
 
 
 def recipe_settings(settings: Settings, reads: Sequence[str], tokenizer: FullTokenizer | None) -> dict[str, Any]:
