@@ -189,17 +189,23 @@ class MixtureStream(SampleStream):
         }
 
     def _progress(self, consumed: int) -> dict[str, Any]:
-        if consumed not in self._positions:
-            self._prepare(np.array([consumed]))
-        return {"consumed_samples": consumed, "positions": self._positions[consumed].copy()}
+        positions = self._positions.get(consumed)
+        if positions is None:
+            (positions,) = self._positions_at(np.array([consumed]))
+        return {"consumed_samples": consumed, "positions": positions.copy()}
 
     def _prepare(self, consumed: NDArray[np.int64]) -> None:
+        self._positions = dict(zip(consumed.tolist(), self._positions_at(consumed), strict=True))
+
+    def _positions_at(self, consumed: NDArray[np.int64]) -> list[list[int]]:
+        """Return how many samples of each source come before each of these samples."""
         phase_of = np.maximum(self._firsts.searchsorted(consumed, side="right") - 1, 0)
         positions = np.empty((len(consumed), len(self.streams)), dtype=np.int64)
         for number in np.unique(phase_of).tolist():
             of_phase = phase_of == number
             positions[of_phase] = self._phases[number].positions(consumed[of_phase], self._key)
-        self._positions = dict(zip(consumed.tolist(), positions.tolist(), strict=True))
+        found: list[list[int]] = positions.tolist()
+        return found
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, allow_other_content: bool = False, changed: bool = False

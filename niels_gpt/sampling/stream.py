@@ -28,6 +28,9 @@ from niels_gpt.storage.meta_json import checked_int
 __all__ = ["STREAM_VERSION", "Batch", "CacheStream", "SampleStream"]
 
 
+_PREPARED = 256  # batches; the first one costs as much as a hundred
+
+
 class SampleStream(ResumableStream[Batch]):
     """Batches of numbered samples. Iterating continues from the current position; it does not start over."""
 
@@ -127,7 +130,7 @@ class SampleStream(ResumableStream[Batch]):
         size, rank, world = self.global_batch_size, self.rank, self.world_size
         least = size if self.drop_last else 1
         at_once = max(1, self._BLOCK * world // size)
-        begin = base + worker * size
+        begin = prepared = base + worker * size
         while True:
             begins = begin + workers * size * np.arange(at_once)
             last = begins + size if self.num_samples is None else np.minimum(begins + size, self.num_samples)
@@ -135,7 +138,11 @@ class SampleStream(ResumableStream[Batch]):
             first, end_of_rank = begins + rank * sizes // world, begins + (rank + 1) * sizes // world
             counts = end_of_rank - first
             ends = np.cumsum(counts)
-            self._prepare(np.union1d(last, begins - worker * size + workers * size))
+            if begin >= prepared:
+                prepared = begin + workers * size * max(at_once, _PREPARED)
+                firsts = np.arange(begin, prepared, workers * size)
+                after = firsts + size if self.num_samples is None else np.minimum(firsts + size, self.num_samples)
+                self._prepare(np.union1d(after, firsts + (workers - worker) * size))
             places = self.locate(np.repeat(end_of_rank - ends, counts) + np.arange(ends[-1]))
             for end, count, consumed, rows in zip(*(a.tolist() for a in (ends, counts, last, sizes)), strict=True):
                 if rows < least:

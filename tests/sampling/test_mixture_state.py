@@ -76,6 +76,17 @@ def test_the_state_of_other_or_more_or_swapped_sources_is_refused(tmp_path: Path
     assert next(iter(one)).state["consumed_samples"] == 16
 
 
+def test_positions_that_are_not_those_of_the_sample_are_refused_unless_the_content_may_differ(tmp_path: Path) -> None:
+    folders = sources(tmp_path, [5, 13])
+    state = run_mixture(folders, [1, 2], 3)[-1].state
+    edited = {**state, "positions": [5, 7]}
+    del edited["checksum"]
+    one = mixture(folders, [1, 2])
+    assert "positions is [5, 7], expected [4, 8] after 12 samples" in refused(one, edited)
+    one.load_state_dict(edited, allow_other_content=True)
+    assert one.state_dict() == state
+
+
 def test_what_is_no_state_is_refused_and_one_of_the_order_before_says_why(tmp_path: Path) -> None:
     one = mixture(sources(tmp_path, [5, 13]), [1, 2])
     old = {key: value for key, value in one.state_dict().items() if key != "checksum"} | {"stream": 1}
@@ -95,14 +106,16 @@ WRONG: dict[str, list[Any]] = {
     "block_size": [None, "10", 10.0, True, 0, -10],
     "weights": [None, 3, "12", [1], [1, 2, 3], [1, None], ["1", "2"], [1, float("nan")], {}],
     "sources": [None, 3, "ab", [], [{}], [{}, {}], [None, None], {}],
+    "positions": [None, 3, "48", [], [4], [4, 8, 0], [4.0, 8], [True, 8], ["4", 8], [-4, 16], [4, 2**70], {}],
 }
 
 
 @pytest.mark.parametrize("key", WRONG)
 def test_a_value_of_the_wrong_kind_or_a_missing_one_is_refused(tmp_path: Path, key: str) -> None:
     one = mixture(sources(tmp_path, [5, 13]), [1, 2])
-    state = {**one.state_dict(), "consumed_samples": 12}
-    assert key in refused(one, {name: value for name, value in state.items() if name != key})
+    state = {**one.state_dict(), "consumed_samples": 12, "positions": [4, 8]}
+    without = {name: value for name, value in state.items() if name != key}
+    assert ("checksum" if key == "positions" else key) in refused(one, without)
     for value in WRONG[key]:
         for allowed in (False, True):
             refused(one, {**state, key: value}, allow_other_content=allowed)
