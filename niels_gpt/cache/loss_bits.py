@@ -17,7 +17,7 @@ from niels_gpt.cache.formats import IGNORE_INDEX
 from niels_gpt.cache.mmap import IO, TokenFiles, mmap_tokens
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import checked_sha256, printable, wrong_value
+from niels_gpt.storage.meta_json import checked_sha256, path_inside, printable, wrong_value
 from niels_gpt.tokenizers.vocabulary import integer
 
 KEYS = ("loss_bits", "chat_template", "pad_id")
@@ -67,10 +67,13 @@ def num_bytes(tokens: int) -> int:
 
 
 def bits_path(folder: Path, meta: Mapping[str, Any], tokens_name: str) -> Path:
-    """Return the file of the bits of a token file. Raises: CacheError if meta.json does not name both for one split."""
+    """Return the file of the bits of a token file.
+
+    Raises: CacheError if meta.json does not name both for one split, and for a link.
+    """
     for split, shards in meta.get("shards", {}).items():
         if split in meta["loss_bits"] and any(record["name"] == tokens_name for record in shards):
-            return folder / str(meta["loss_bits"][split]["name"])
+            return path_inside(folder, str(meta["loss_bits"][split]["name"]))
     raise CacheError(folder / META_NAME, f"no loss_bits of {printable(tokens_name)}", remedy=REBUILD, code="E202")
 
 

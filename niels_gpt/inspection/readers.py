@@ -137,7 +137,7 @@ def _open_examples(folder: Path, meta: Meta, split: str) -> None:
 
 def open_bits(folder: Path, meta: Meta, split: str, num_tokens: int) -> LossBits:
     """Map the loss bits of a split that has tokens. Raises: as `LossBits`."""
-    path = path_inside(folder, bits_path(folder, meta, f"{split}_tokens.bin").name)
+    path = bits_path(folder, meta, f"{split}_tokens.bin")
     return LossBits(path, num_tokens, recorded=recorded_bytes(folder, meta, path))
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support.bits_caches import TEMPLATE, give_bits, put_bits, sealed
 from support.byte_tokenizer import ByteTokenizer
 
-from niels_gpt.cache import CacheError, SFTExampleDataset, build_sft_cache, read_meta, sft_counts
+from niels_gpt.cache import CacheError, SFTExampleDataset, build_sft_cache, read_meta, sft_counts, write_meta
 from niels_gpt.cache.mmap import IO
 from niels_gpt.cache.sft_counts import OverLength, SFTCounts, count_rows, warn_of_counts
 from niels_gpt.cache.sft_split import SFTSplit
@@ -410,13 +410,23 @@ def test_bits_of_other_tokens_are_refused_by_readers_and_named_by_verify(copied:
 def test_keys_of_the_bits_that_do_not_fit_are_refused(
     copied: Path, change: Callable[[dict[str, Any]], Any], said: str
 ) -> None:
-    from niels_gpt.cache import write_meta
-
     meta = read_meta(str(copied / META_NAME))
     change(meta)
     write_meta(str(copied / META_NAME), meta)
     with pytest.raises(CacheError, match=said):
         SFTSplit(copied, "train")
+    assert find_damage(copied, deep=False) and refusal(copied)
+
+
+def test_bits_behind_a_link_to_a_folder_are_refused(copied: Path, tmp_path: Path) -> None:
+    meta = read_meta(str(copied / META_NAME))
+    (copied / "train_loss.bits").rename(tmp_path / "train_loss.bits")
+    (copied / "elsewhere").symlink_to(tmp_path)
+    meta["loss_bits"]["train"]["name"] = "elsewhere/train_loss.bits"
+    write_meta(str(copied / META_NAME), meta)
+    for io in get_args(IO):
+        with pytest.raises(CacheError, match="symbolic link"):
+            SFTSplit(copied, "train", io=io)
     assert find_damage(copied, deep=False) and refusal(copied)
 
 
