@@ -31,6 +31,8 @@ def chats(count: int) -> Iterator[list[dict[str, str]]]:
 def with_bits(folder: Path) -> Path:
     """Return a copy of a cache of chats that has loss bits for the tokens that the sentinels mark."""
     copy = folder.with_name("loss_bits")
+    if copy.exists():
+        return copy
     shutil.copytree(folder.resolve(), copy)
     meta, known = read_meta(str(copy / META_NAME)), {"sha256": "0" * 64}
     meta |= {"loss_bits": {}, "pad_id": EOT, "chat_template": {**known, "mask_by": "prefix", "loss_on": "assistant"}}

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Iterable, Iterator
@@ -11,7 +12,7 @@ import torch
 from loader_caches import Letters
 from loader_peers import Draw
 from loader_rounds import SHAPES, compare, target
-from loader_sft import chats
+from loader_sft import chats, with_bits
 from measuring import ratio, spread
 
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset, build_pretrain_cache, build_sft_cache
@@ -51,10 +52,10 @@ def opened(stream: type[SFTStream] | type[PackedStream], cache: Path, B: int, T:
 
 
 def bench_sft_stream(root: Path, arguments: argparse.Namespace) -> None:
-    """Compare SFTStream with get_batch of the same split."""
-    cache, least = sft_cache(root), math.inf
+    """Compare SFTStream with get_batch of the same split: by sentinels, then by loss bits."""
+    caches, least = {"sentinels": sft_cache(root), "loss bits": with_bits(sft_cache(root))}, math.inf
     print("\nSFTStream, as a share of the speed of sft get_batch")
-    for B, T in SHAPES:
+    for (B, T), (loss, cache) in itertools.product(SHAPES, caches.items()):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # examples that T cuts
             data = SFTExampleDataset.open(cache, "train", T=T)
@@ -62,7 +63,7 @@ def bench_sft_stream(root: Path, arguments: argparse.Namespace) -> None:
         draws |= {each: opened(SFTStream, cache, B, T, each) for each in ("truncate", "split")}
         seconds = compare({name: masked(name, draw, B, T) for name, draw in draws.items()}, B, arguments, {})
         shares = (f"{name} {spread(seconds, name, 'get_batch')}" for name in draws if name != "get_batch")
-        print(f"  {B} x {T}: {', '.join(shares)}", flush=True)
+        print(f"  {B} x {T}, {loss}: {', '.join(shares)}", flush=True)
         least = min(least, *(ratio(seconds, name, "get_batch") for name in draws))
     target("SFTStream / sft get_batch, least of all", least, 0.8, arguments)
 

@@ -17,7 +17,8 @@ each. Of a library with several documented ways, the fastest is taken.
     sft       get_batch beside a bare gather of the same rows without a mask, beside itself where loss is in bits, and
               beside that gather with a mask made by Python, token by token: written element by element into a tensor,
               or into lists that become one
-    sft_stream  SFTStream beside sft get_batch, of the same split: with over_length="truncate" and "split"
+    sft_stream  SFTStream beside sft get_batch, of the same split: with over_length="truncate" and "split",
+              by sentinels and by loss bits
     segments  EpochStream(documents=True) and PackedStream, position_ids read as well, beside get_batch of the same
               cache: documents of 1,000 tokens on average; and PackedStream of the chats beside sft get_batch
     wide      ids of 32 bits (128,256 of them): every sampler beside the bare gather of the same rows: random, read by
