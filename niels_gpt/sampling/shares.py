@@ -21,7 +21,7 @@ This is a format: if it changes, MIXTURE_VERSION in mixture.py must be raised.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -166,6 +166,20 @@ class Phase:
             return until - 1, self.size
         return (0, None) if end is None else divmod(end - self.first, self.size)
 
+    def parts(self, blocks: int, size: int, left: Sequence[int | None]) -> Iterator[Phase]:
+        """Yield the phase of so many blocks by weight, and that of the block of this size after them.
+
+        left: samples that each source still has; None: without end.
+        """
+        if blocks:
+            yield replace(self, blocks=blocks)
+        if size:
+            counts = self.before(blocks)
+            wanted = _minus(by_weight(self.weights, blocks * self.size + size), counts)
+            filled, consumed = _filled(wanted, self.weights, _less(left, counts)), _plus(self.consumed, counts)
+            first, first_block = self.first + blocks * self.size, self.first_block + blocks
+            yield Phase(first, first_block, sum(filled), 1, consumed, self.weights, filled)
+
     def located(self, samples: NDArray[np.int64], key: np.uint64) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the source of each sample, and its number among the samples of that source: int64 [n] both.
 
@@ -288,21 +302,19 @@ def phases(
             blocks, size = phase.whole_blocks(left, end)
             if size is None:
                 return [*run, phase], []
-            counts = phase.before(blocks)
-            if blocks:
-                run.append(replace(phase, blocks=blocks))
-            first, first_block, left = first + blocks * block_size, first_block + blocks, _less(left, counts)
-            consumed = [*map(sum, zip(consumed, counts, strict=True))]
-            if size:
-                wanted = _minus(by_weight(active, blocks * block_size + size), counts)
-                counts = _filled(wanted, active, left)
-                run.append(Phase(first, first_block, sum(counts), 1, consumed, active, counts))
-                first, first_block, left = first + sum(counts), first_block + 1, _less(left, counts)
-                consumed = [*map(sum, zip(consumed, counts, strict=True))]
+            for part in phase.parts(blocks, size, left):
+                run.append(part)
+                number = part.blocks or 0
+                first, first_block, counts = first + number * part.size, first_block + number, part.before(number)
+                consumed, left = _plus(consumed, counts), _less(left, counts)
             stopped = [s for s, stop in enumerate(stops) if stop and left[s] == 0]
             if stopped:
                 return run, stopped
     return run, []
+
+
+def _plus(counts: Sequence[int], others: Sequence[int]) -> list[int]:
+    return [count + other for count, other in zip(counts, others, strict=True)]
 
 
 def _minus(counts: Sequence[int], others: Sequence[int]) -> list[int]:
