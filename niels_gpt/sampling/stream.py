@@ -51,8 +51,11 @@ class SampleStream(ResumableStream[Batch]):
         torch.device(device)  # raises for an unknown one
         self.device, self.drop_last = device, drop_last
 
-    def _check_last_batch(self) -> None:
-        """Warn if ranks get unequal numbers of rows of the last batch. Raises: ValueError if drop_last leaves none."""
+    def _check_last_batch(self, stacklevel: int = 3) -> None:
+        """Warn if ranks get unequal numbers of rows of the last batch. Raises: ValueError if drop_last leaves none.
+
+        stacklevel: of the warning; 3: the caller of the function that calls this.
+        """
         if self.num_samples is None:
             return
         short = self.num_samples % self.global_batch_size
@@ -68,7 +71,7 @@ class SampleStream(ResumableStream[Batch]):
                 f"{rows} rows and others {rows + 1}; a mean over 0 rows is nan, and an average of the ranks' means is "
                 "wrong. Pass drop_last=True, or sum the losses and divide by the number of all targets"
             )
-            warnings.warn(CodedWarning("W101", text), stacklevel=3)
+            warnings.warn(CodedWarning("W101", text), stacklevel=stacklevel)
 
     def __len__(self) -> int:
         """Return the number of batches from the first sample to the end, the same on every rank.
@@ -194,7 +197,7 @@ class CacheStream(SampleStream):
         """Set how many samples an epoch has, and where the stream ends. Warns and raises as `_check_last_batch`."""
         self.samples_per_epoch = samples_per_epoch
         self.num_samples = None if self.epochs is None else limited("epochs", self.epochs, samples_per_epoch)
-        self._check_last_batch()
+        self._check_last_batch(stacklevel=4)
 
     @property
     @abstractmethod

@@ -307,10 +307,13 @@ def test_arguments_that_cannot_be_are_refused(three: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_rows_without_a_target_are_warned_of_at_the_line_that_opens_the_stream(three: Path) -> None:
+def test_warnings_are_of_the_line_that_opens_the_stream(three: Path) -> None:
     arguments: dict[str, Any] = {"T": 3, "global_batch_size": 2, "seed": 0}
     with pytest.warns(UserWarning, match=r"3 of 3 rows have no target.*supervised tokens") as caught:
         SFTStream(three, **arguments)
+    assert [each.filename for each in caught] == [__file__]
+    with pytest.warns(UserWarning, match="the last batch has 1 of 2 rows") as caught:
+        SFTStream(three, **{**arguments, "T": 30}, epochs=1, world_size=2)
     assert [each.filename for each in caught] == [__file__]
     SFTStream(three, **arguments, over_length="split", require_targets=True)
 
