@@ -320,6 +320,7 @@ def test_real_text_is_learned_and_permuted_real_text_is_not(
         fineweb_edu_train_tokens=1_000_000,
         fineweb_edu_val_tokens=20_000,
         roam_val_frac=0.003,
+        sft_val_frac=0.01,
     )
     for key in ("pretrain/fineweb_edu", "pretrain/roam", "sft/dolly15k"):
         RECIPES[key](settings)
