@@ -276,7 +276,9 @@ class MixtureStream(SampleStream):
     def _joined_files(self) -> _JoinedFiles | None:
         """Return the files of plain windows, which are then read together; None where a source has other rows."""
         plain = [stream for stream in self.streams if type(stream) is EpochStream and not stream.documents]
-        if len(plain) < len(self.streams) or len({stream.files.io for stream in plain}) > 1:
+        self._has_segments = len(plain) < len(self.streams)
+        """Whether batches name segments: of all sources if one does, so that a batch of any rows has the same form."""
+        if self._has_segments or len({stream.files.io for stream in plain}) > 1:
             return None
         files = [stream.files for stream in plain]
         joined, counts = TokenFiles.joined(files), [0, *(len(part.paths) for part in files)]
@@ -313,10 +315,11 @@ class MixtureStream(SampleStream):
             stream = self.streams[source]
             parts.append((rows, stream.read(places[1 : 1 + stream.COLUMNS, rows])))
         if not parts:
-            return Rows(*torch.empty((2, 0, self.T), dtype=torch.int64, device=self.device))
+            empty = torch.empty((2, 0, self.T), dtype=torch.int64, device=self.device)
+            return Rows(empty[0], empty[1], Segments.whole_rows(0, self.T) if self._has_segments else None)
         inverse = torch.from_numpy(np.concatenate([rows for rows, _ in parts]).argsort()).to(self.device)
         x, y = (torch.cat([getattr(part, name) for _, part in parts])[inverse] for name in "xy")
-        if all(part.segments is None for _, part in parts):
+        if not self._has_segments:
             return Rows(x, y)
         segments = [(rows, part.segments or Segments.whole_rows(len(rows), self.T)) for rows, part in parts]
         return Rows(x, y, Segments.interleaved(segments, self.T))

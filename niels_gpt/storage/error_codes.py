@@ -246,7 +246,7 @@ text
 E407 chat-template
 The chat template of a model cannot be used: it fails, depends on the date, or does not tell which tokens are the
 assistant's.
-> Name a file with another template: `--chat-template FILE`. `docs/eagle3.md` says what a template must do.
+> Name a file with another template: `--chat-template FILE`. `docs/chat_templates.md` says what a template must do.
 = my-model: its chat template is no jinja, line 1: Expected an expression, got 'end of statement block'
 
 E408 tokenizer-unusable

@@ -78,6 +78,16 @@ def test_each_piece_comes_once_an_epoch_whatever_changes_in_the_middle(
     check_epochs([row for own in rows.values() for row in own], *every)
 
 
+def test_batches_of_one_mixture_have_one_form_whatever_rows_they_hold(three: Path) -> None:
+    mixture = open_mixture(three, KINDS, [30, 1, 1], G=1)
+    batches = list(islice(mixture, 64))
+    assert {int(batch.source[0]) for batch in batches if batch.source is not None} == {0, 1, 2}
+    for batch in batches:
+        assert batch.cu_seqlens is not None and batch.piece_ids is not None
+        if batch.source is not None and batch.source[0] == 0:  # a plain row is one segment, of which no more is known
+            assert (batch.cu_seqlens.tolist(), batch.piece_ids.tolist()) == ([0, 12], [-1])
+
+
 @pytest.mark.slow
 def test_two_gloo_ranks_change_their_weights_stop_and_resume_as_three(three: Path, every: Any) -> None:
     """The first part by torchrun, with another source in its middle; the second in this process, plainly and changed.
