@@ -48,7 +48,7 @@ from niels_gpt.storage.versions import version_name
 from niels_gpt.tokenizers.protocol import MAX_IDS
 
 Numbers = NDArray[np.int64]
-_LOOK_BACK = 1 << 12  # tokens read at once to find the sentinel before a token
+_LOOK_BACK = 1 << 17  # tokens read at once to find the sentinels before some ranges
 
 
 class SFTSplit:
@@ -321,27 +321,31 @@ class SFTSplit:
         return self.unchecked(begin, end) if self._map is None else self._map[begin:end]
 
     def _opened(self, begins: Numbers) -> NDArray[np.bool_] | None:
-        """Return whether the token before each range, in its example, is inside a reply; None: no range has one."""
-        before = self._starts[self._starts.searchsorted(begins, "right") - 1]
-        (inside,) = (begins > before).nonzero()
-        if not len(inside):
+        """Return whether the token before each range, in its example, is inside a reply; None: no range has one.
+
+        That is whether the latest sentinel before it is the assistant's. The ranges look back together, further each
+        time, until each has found one or is at the beginning of its example.
+        """
+        firsts = self._starts.take(self._starts.searchsorted(begins, "right") - 1)
+        (left,) = (begins > firsts).nonzero()
+        if not len(left):
             return None
         opened = np.zeros(len(begins), dtype=np.bool_)
-        for part in inside.tolist():
-            opened[part] = self._in_reply(int(before[part]), int(begins[part]))
+        if self.asst_id == self.pad_id:  # one id for both opens nothing
+            return opened
+        at, firsts = begins[left], firsts[left]
+        while len(left):
+            width = min(1 + _LOOK_BACK // len(left), int((at - firsts).max()))
+            starts = np.maximum(at - width, firsts)
+            ids = self.padded(starts, at, width).reshape(-1)
+            sentinels = ((ids == self.asst_id) | (ids == self.pad_id)).nonzero()[0]
+            rows = np.arange(0, len(ids), width)
+            latest = sentinels.searchsorted(rows + at - starts) - 1  # before the padding, which is of pad_id
+            found = (latest >= 0) & (sentinels.take(latest, mode="clip") >= rows) if len(sentinels) else rows < 0
+            opened[left[found]] = ids[sentinels[latest[found]]] == self.asst_id
+            further = ~found & (starts > firsts)
+            left, at, firsts = left[further], starts[further], firsts[further]
         return opened
-
-    def _in_reply(self, first: int, end: int) -> bool:
-        """Whether the latest sentinel of tokens first to end - 1 is the assistant's; they are read from the end."""
-        asst_id, eot_id = self.asst_id, self.pad_id
-        while end > first and asst_id != eot_id:
-            begin = max(first, end - _LOOK_BACK)
-            ids = self.unchecked(begin, end)
-            places = ((ids == asst_id) | (ids == eot_id)).nonzero()[0]
-            if len(places):
-                return bool(ids[places[-1]] == asst_id)
-            end = begin
-        return False
 
     def _outside(self, ids: Ids) -> int | None:
         """Return the place of an id that is not of the vocabulary; None where all are."""
