@@ -25,6 +25,7 @@ from niels_gpt.builders.meta_keys import Source, build_identity, describe_and_co
 from niels_gpt.builders.resume import NoTextError, open_build, seek
 from niels_gpt.builders.sft.examples import FILES, LOSS, SPLIT_RULE, ExampleBuffer
 from niels_gpt.builders.source import Batch, ItemKind, first_number
+from niels_gpt.chat.rows import EMPTY, MERGED, NO_SUPERVISED, WITHOUT_LOSS
 from niels_gpt.chat.tokenizers import SPECIAL_TEXT, Chat, ChatTokenizer, EncodedChat, RefusedChat
 from niels_gpt.encoding import DIGEST_BYTES, DIGEST_DTYPE
 from niels_gpt.progress import Progress
@@ -33,8 +34,7 @@ from niels_gpt.tokenizers.protocol import Tokenizer, token_dtype
 
 logger = logging.getLogger(__name__)
 
-MALFORMED, EMPTY, NO_SUPERVISED = "malformed", "empty", "no_supervised"
-MERGED, WITHOUT_LOSS = "merged_at_reply_edge", "turns_without_loss"
+MALFORMED = "malformed"
 _SPLIT_RULE = SPLIT_RULE.replace("(roles and contents)", "(messages and tools)")
 _REMEDY = (
     "Expected a chat with a turn that carries loss: name other turns with --loss-on, or with --chat-template a file "
@@ -156,7 +156,7 @@ class _EncodedChats:
         self.targets.append(targets)
         self.rows.append((len(ids), int(targets.sum()), _utf8_bytes(chat.messages), _digest(chat)))
         self.noticed.update([MERGED] * encoded.merged + list(encoded.unsupervised))
-        self.noticed[WITHOUT_LOSS] += encoded.turns_without_loss > 0
+        self.noticed[WITHOUT_LOSS] += encoded.turns_without_loss
 
 
 class _ChatEncoder:
