@@ -37,6 +37,7 @@ pictures: $(VENV)/.installed  ## docs/images/ from real runs; dagster.png needs 
 
 bench: $(VENV)/.installed  ## speed as ratios to a limit and a peer
 	$(BIN)/python benchmarks/loaders.py
+	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/build.py
 	$(BIN)/python benchmarks/build_fast.py
 	$(BIN)/python benchmarks/dagster_commands.py
