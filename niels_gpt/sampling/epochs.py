@@ -18,7 +18,7 @@ from niels_gpt.display.numbers import number_of
 from niels_gpt.sampling.batch import Rows, Segments
 from niels_gpt.sampling.permutation import ROUNDS, mix, permute, random_keys
 from niels_gpt.sampling.state import key_check
-from niels_gpt.sampling.stream import STREAM_VERSION, CacheStream
+from niels_gpt.sampling.stream import STREAM_VERSION, CacheStream, MadeAhead
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import printable
@@ -123,7 +123,7 @@ class EpochStream(CacheStream):
                 "Open the shards without documents=True, or write their index as docs/formats.md describes it",
                 code="E204",
             ) from error
-        self.COLUMNS = 6
+        self.COLUMNS, self._made_ahead = 6, MadeAhead[_Windows]()
         lengths = self.split.lengths
         self._to_split: NDArray[np.int64] = np.cumsum(lengths) - lengths - self.files.first_tokens
         """Of each shard: what to add to a place of `TokenFiles.gather`, which makes it a token of the split."""
@@ -164,7 +164,9 @@ class EpochStream(CacheStream):
     def locate(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return where the windows of these samples begin, as arguments of `TokenFiles.gather`: int64 [2, n].
 
-        With `documents` it is [6, n], see `_documents_of`.
+        With `documents` it is [6, n]: also the first token in the split, the first document, the one after the last,
+        and a number, see `MadeAhead.numbered`. They are looked up for thousands of windows at once, in a third of the
+        time.
         """
         epochs, positions = np.divmod(samples, self.num_windows)
         if len(epochs) and epochs.min() == epochs.max():
@@ -176,19 +178,11 @@ class EpochStream(CacheStream):
             hashed = mix(mix(self._offset_key + epochs.astype(np.uint64)) + shards.astype(np.uint64))
             starts += (hashed % (self._remainders[shards] + 1).astype(np.uint64)).astype(np.int64)
         places = starts + self.files.first_tokens[shards]
-        if self.documents:
-            return np.stack((shards, places, *self._documents_of(places + self._to_split[shards])))
-        return np.stack((shards, places))
-
-    def _documents_of(self, begins: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
-        """Return of windows: begin in the split; number of documents; the one after them; 1 if the last one continues.
-
-        Looked up for thousands of windows at once, which takes a third of the time of a look-up for each batch.
-        """
-        index, ends = self.split.documents, begins + self.T
-        firsts = index.searchsorted(begins, side="right") - 1
-        nexts = index.searchsorted(ends, side="left")
-        return begins, nexts - firsts, nexts, index[nexts] > ends
+        if not self.documents:
+            return np.stack((shards, places))
+        begins, index = places + self._to_split[shards], self.split.documents
+        firsts, nexts = index.searchsorted(begins, side="right") - 1, index.searchsorted(begins + self.T, side="left")
+        return self._made_ahead.numbered(shards, places, begins, firsts, nexts)
 
     def read(self, places: NDArray[np.int64]) -> Rows:
         """Return the windows at places from `locate`. Raises: CacheError for an id outside the vocabulary."""
@@ -196,37 +190,55 @@ class EpochStream(CacheStream):
         x, y = split_rows(ids, self.device)
         if not self.documents:
             return Rows(x, y)
-        segments = self._segments(*places[2:5])
-        _cut(y, segments.starts[1:] - 1, places[5] != 0)
+        windows, first = self._made_ahead.of(places, self.T, self._windows)
+        segments, lasts = windows.part(first, places.shape[1])
+        _cut(y, lasts)
         return Rows(x, y, segments)
 
-    def _segments(self, begins: NDArray[np.int64], counts: NDArray[np.int64], nexts: NDArray[np.int64]) -> Segments:
-        """Return the segments of windows: of each, its begin in the split, its documents, and the one after them."""
-        size, ends = len(counts) * self.T, counts.cumsum()
-        numbers = (nexts - ends).repeat(counts)
+    def _windows(self, places: NDArray[np.int64]) -> _Windows:
+        return _Windows(self.split.documents, *places[2:5], self.T)
+
+
+class _Windows:
+    """The documents of windows, as segments."""
+
+    def __init__(
+        self,
+        documents: NDArray[np.int64],
+        begins: NDArray[np.int64],
+        firsts: NDArray[np.int64],
+        nexts: NDArray[np.int64],
+        T: int,
+    ) -> None:
+        """documents: as `PretrainSplit.documents`. begins, firsts, nexts: of each window, from `locate`: int64 [n]."""
+        counts = nexts - firsts
+        stops = counts.cumsum()
+        numbers = (nexts - stops).repeat(counts)
         numbers += np.arange(len(numbers))
-        starts = np.empty(len(numbers) + 1, dtype=np.int32)
-        in_batch = np.arange(0, size, self.T) - begins
-        np.add(self.split.documents[numbers], in_batch.repeat(counts), out=starts[:-1], casting="unsafe")
-        starts[0], starts[ends] = 0, np.arange(self.T, size + 1, self.T)  # a row may begin inside a document
-        return Segments(starts, numbers, numbers)
+        starts = documents[numbers]
+        starts += (np.arange(0, len(begins) * T, T) - begins).repeat(counts)
+        starts[stops - counts] = np.arange(0, len(begins) * T, T)  # a row may begin inside a document
+        starts = np.append(starts, len(begins) * T)
+        is_cut: NDArray[np.bool_] = np.ones(len(numbers), dtype=np.bool_)
+        is_cut[stops - 1] = documents[nexts] == begins + T
+        self._T, self._numbers, self._starts = T, numbers, starts.astype(np.int32)
+        self._lasts = starts[1:][is_cut] - 1
+        self._stops, self._last_stops = [0, *stops.tolist()], [0, *is_cut.cumsum()[stops - 1].tolist()]
+
+    def part(self, first: int, count: int) -> tuple[Segments, NDArray[np.int64]]:
+        """Return the segments of windows first to first + count - 1, and the last tokens of documents in them."""
+        last, begin = first + count, first * self._T
+        at, to = self._stops[first], self._stops[last]
+        numbers = self._numbers[at:to]
+        lasts = self._lasts[self._last_stops[first] : self._last_stops[last]] - begin
+        return Segments(self._starts[at : to + 1] - np.int32(begin), numbers, numbers), lasts
 
 
-def _cut(y: torch.Tensor, lasts: NDArray[np.int32], continues: NDArray[np.bool_]) -> None:
-    """Set the targets of the last tokens of documents to -100, in place.
-
-    lasts: of each segment, the place of its last token in y.view(-1). continues: whether the last document of each row
-    continues after it.
-    """
+def _cut(y: torch.Tensor, lasts: NDArray[np.int64]) -> None:
+    """Set targets to -100, in place. lasts: their places in y.view(-1)."""
     if y.is_cpu:
-        targets = y.numpy()
-        of_rows = np.where(continues, targets[:, -1], IGNORE_INDEX)
-        targets.reshape(-1)[lasts] = IGNORE_INDEX
-        targets[:, -1] = of_rows
+        y.numpy().reshape(-1)[lasts] = IGNORE_INDEX
         return
-    is_last = np.zeros(y.shape, dtype=np.bool_)
-    is_last.reshape(-1)[lasts] = True
-    is_last[:, -1] = ~continues
-    narrow = torch.from_numpy(is_last)
-    moved = (narrow.pin_memory() if y.is_cuda else narrow).to(y.device, non_blocking=y.is_cuda)
-    y.masked_fill_(moved, IGNORE_INDEX)
+    places = torch.from_numpy(lasts)
+    moved = (places.pin_memory() if y.is_cuda else places).to(y.device, non_blocking=y.is_cuda)
+    y.view(-1).index_fill_(0, moved, IGNORE_INDEX)

@@ -8,11 +8,12 @@ a run may resume with other ranks, workers and batch sizes.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,10 +26,13 @@ from niels_gpt.sampling.state import limited
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.meta_json import checked_int
 
-__all__ = ["STREAM_VERSION", "Batch", "CacheStream", "SampleStream"]
+__all__ = ["STREAM_VERSION", "Batch", "CacheStream", "MadeAhead", "SampleStream"]
 
+Made = TypeVar("Made")
 
 _PREPARED = 256  # batches; the first one costs as much as a hundred
+_TOKENS_AHEAD = 1 << 19  # 1 MiB of ids of 16 bits: less leaves more calls for each batch, more leaves the CPU's cache
+_BATCHES_AHEAD = 64  # so that the first batch of a stream of short rows does not wait for thousands
 
 
 class SampleStream(ResumableStream[Batch]):
@@ -152,6 +156,48 @@ class SampleStream(ResumableStream[Batch]):
                     return
                 yield places[:, end - count : end], consumed
             begin += workers * size * at_once
+
+
+class MadeAhead(Generic[Made]):
+    """What a stream makes of the samples of several batches at once, where the calls of each batch would cost more."""
+
+    _blocks = itertools.count(1)  # of the class, so that no two samples in a process have one number
+
+    def __init__(self) -> None:
+        self._located: NDArray[np.int64] = np.zeros((1, 0), dtype=np.int64)
+        self._made: tuple[NDArray[np.int64], Made] | None = None
+
+    def numbered(self, *columns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return what `locate` returns of some samples, with a last row, by which `of` finds those that follow them."""
+        block = (next(self._blocks) << 32) + np.arange(len(columns[0]))
+        self._located = np.stack((*columns, block))
+        return self._located
+
+    def of(self, places: NDArray[np.int64], T: int, make: Callable[[NDArray[np.int64]], Made]) -> tuple[Made, int]:
+        """Return what `make` made of places from `numbered` and of what follows them, and where in it they begin.
+
+        It is made of up to _BATCHES_AHEAD batches, or of as many as have _TOKENS_AHEAD tokens, and kept.
+        """
+        numbers = places[-1]
+        if self._made is not None and (at := _found(numbers, self._made[0])) is not None:
+            return self._made[1], at
+        located, count = self._located, places.shape[1]
+        at = _found(numbers, located[-1])
+        if at is not None:
+            batches = min(max(1, _TOKENS_AHEAD // max(1, count * T)), _BATCHES_AHEAD)
+            places = located[:, at : at + batches * count]
+        made = make(places)
+        self._made = places[-1], made  # replaced: threads may read too
+        return made, 0
+
+
+def _found(numbers: NDArray[np.int64], within: NDArray[np.int64]) -> int | None:
+    """Return where these numbers stand, one after the other, in ascending ones without gaps; None: they do not."""
+    if not len(numbers) or not len(within):
+        return None
+    at = numbers.item(0) - within.item(0)
+    is_there = at >= 0 and numbers.tobytes() == within[at : at + len(numbers)].tobytes()
+    return at if is_there else None
 
 
 class Split(Protocol):

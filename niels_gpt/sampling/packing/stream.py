@@ -22,15 +22,13 @@ from niels_gpt.sampling.packing.plan import PLAN_VERSION, Plan, Turn
 from niels_gpt.sampling.packing.rows import PlacedPieces, ReadRows
 from niels_gpt.sampling.permutation import ROUNDS, permute, random_keys
 from niels_gpt.sampling.state import key_check
-from niels_gpt.sampling.stream import CacheStream
+from niels_gpt.sampling.stream import CacheStream, MadeAhead
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.meta_json import printable, resolved
 from niels_gpt.storage.versions import version_name
 
 _PURPOSE = 3
 """Of the keys: streams of other kinds with the same seed have unrelated orders."""
-_AHEAD = 1 << 18  # tokens that one reading may have: 0.5 MiB, or 1 MiB of ids of 32 bits
-_BATCHES_AHEAD = 64  # so that the first batch of a stream of short rows does not wait for thousands
 _TURNS_KEPT = 4  # of the epochs last read: a batch may hold the end of one and the start of the next
 
 
@@ -113,12 +111,10 @@ class PackedStream(CacheStream):
         self._plan = Plan(self._pieces.lengths, self.T)
         del self._pieces.lengths
         self._turns: dict[int, Turn] = {}
-        self._located: NDArray[np.int64] = np.empty((self.COLUMNS, 0), dtype=np.int64)
-        self._kept: tuple[int, NDArray[np.int64], Any] = (0, self._located, None)
-        """The place of the first row that was read, the places of all that were, and `ReadRows`."""
+        self._made_ahead = MadeAhead[ReadRows]()
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("_pieces", "_plan", "_turns", "_located", "_kept")
+        made = ("_pieces", "_plan", "_turns", "_made_ahead")
         return {key: value for key, value in self.__dict__.items() if key not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -193,15 +189,13 @@ class PackedStream(CacheStream):
         return {**versions, **arguments, "over_length": self.over_length, **self.split.fingerprint()}
 
     def locate(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row of the plan, the epoch, and the place among the samples located together: int64 [3, n]."""
+        """Return the row of the plan and the epoch, and a number, see `MadeAhead.numbered`: int64 [3, n]."""
         epochs, positions = np.divmod(samples, len(self._plan))
         tweaks = epochs[:1] if len(epochs) and epochs.min() == epochs.max() else epochs
-        rows = permute(positions, len(self._plan), self._keys, tweaks)
-        self._located = np.stack((rows, epochs, np.arange(len(rows))))
-        return self._located
+        return self._made_ahead.numbered(permute(positions, len(self._plan), self._keys, tweaks), epochs)
 
     def read(self, places: NDArray[np.int64]) -> Rows:
-        """Return the rows at places from `locate`; the rows after them are read ahead, up to _AHEAD tokens.
+        """Return the rows at places from `locate`; the rows after them are read ahead.
 
         Raises: CacheError for an id outside the vocabulary, also of a row that is read ahead.
         """
@@ -209,17 +203,12 @@ class PackedStream(CacheStream):
         if not count:
             empty = torch.empty((0, self.T), dtype=torch.int64, device=self.device)
             return Rows(empty, empty.clone(), Segments.whole_rows(0, self.T))
-        first = int(places[2, 0])
-        begin, known, rows = self._kept
-        if not _is_at(known, first - begin, places):
-            begin, known = first, places
-            if _is_at(self._located, first, places):
-                batches = min(max(1, _AHEAD // (count * self.T)), _BATCHES_AHEAD)
-                known = self._located[:, first : first + batches * count]
-            rows = ReadRows(self.split, self._placed(known), self.T, self.pad_id)
-            self._kept = begin, known, rows
-        x, y, segments = rows.part(first - begin, count)
+        rows, first = self._made_ahead.of(places, self.T, self._read)
+        x, y, segments = rows.part(first, count)
         return Rows(self._on_device(x), self._on_device(y), segments)
+
+    def _read(self, places: NDArray[np.int64]) -> ReadRows:
+        return ReadRows(self.split, self._placed(places), self.T, self.pad_id)
 
     def _placed(self, places: NDArray[np.int64]) -> PlacedPieces:
         """Return the pieces of the rows at places from `locate`."""
@@ -255,12 +244,6 @@ class PackedStream(CacheStream):
             return tensor
         on_cuda = torch.device(self.device).type == "cuda"  # pinned, so that the call does not wait for the copy
         return (tensor.pin_memory() if on_cuda else tensor).to(self.device, non_blocking=on_cuda)
-
-
-def _is_at(known: NDArray[np.int64], first: int, places: NDArray[np.int64]) -> bool:
-    """Return whether places are columns first, first + 1, ... of those known."""
-    stop = first + places.shape[1]
-    return first >= 0 and stop <= known.shape[1] and bool((known[:, first:stop] == places).all())
 
 
 def _opened(cache: Path, split: str, options: dict[str, Any]) -> Any:
