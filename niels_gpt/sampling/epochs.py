@@ -196,7 +196,7 @@ class EpochStream(CacheStream):
         return Rows(x, y, segments)
 
     def _windows(self, places: NDArray[np.int64]) -> _Windows:
-        return _Windows(self.split.documents, *places[2:5], self.T)
+        return _Windows(self.split.documents, self.T, *places[2:5])
 
 
 class _Windows:
@@ -205,10 +205,10 @@ class _Windows:
     def __init__(
         self,
         documents: NDArray[np.int64],
+        T: int,
         begins: NDArray[np.int64],
         firsts: NDArray[np.int64],
         nexts: NDArray[np.int64],
-        T: int,
     ) -> None:
         """documents: as `PretrainSplit.documents`. begins, firsts, nexts: of each window, from `locate`: int64 [n]."""
         counts = nexts - firsts

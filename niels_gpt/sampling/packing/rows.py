@@ -60,32 +60,40 @@ class ReadRows:
         self._other_at: Numbers = np.arange(stops[-1]) + np.repeat(self._starts[1:] - stops, sizes)
         self._others: Numbers = np.full(stops[-1], IGNORE_INDEX, dtype=np.int64)
         self._other_stops = [0, *stops[segment_stops - 1].tolist()]
-        self._read(
-            split,
-            placed,
-            list(zip((short * T + filled[short]).tolist(), (T - filled[short]).tolist(), strict=True)),
-            pad_id,
-        )
+        padding = list(zip((short * T + filled[short]).tolist(), (T - filled[short]).tolist(), strict=True))
+        cut = np.zeros(0, np.int64)
         if placed.document_ends is not None:
             (cut,) = np.nonzero(placed.ends < placed.document_ends)
-            self._others[(stops[is_piece] - 1)[cut]] = _next_targets(split, placed.ends[cut])
+        self._others[(stops[is_piece] - 1)[cut]] = self._read(split, placed, cut, padding, pad_id)
 
-    def _read(self, split: Any, placed: PlacedPieces, padding: list[tuple[int, int]], pad_id: int) -> None:
-        """Read tokens and targets. padding: where it is in the flattened rows, and its tokens."""
-        ids = split.read(placed.begins, placed.ends)
-        self._ids: Ids = _spread(ids, padding, pad_id)
+    def _read(
+        self, split: Any, placed: PlacedPieces, cut: Numbers, padding: list[tuple[int, int]], pad_id: int
+    ) -> NDArray[Any]:
+        """Read tokens and which of them carry loss; return the targets of the last tokens of cut pieces.
+
+        cut: which pieces are followed by another of their document. padding: where it is in the flattened rows, and its
+        tokens.
+        """
+        after, tokens = placed.ends[cut], int((placed.ends - placed.begins).sum())
+        begins, ends = np.concatenate((placed.begins, after)), np.concatenate((placed.ends, after + 1))
+        ids = split.read(begins, ends)
+        self._ids: Ids = _spread(ids[:tokens], padding, pad_id)
         self._has_no_loss: NDArray[np.bool_] | None = None
-        if hasattr(split, "is_target"):
-            is_target = split.is_target(ids, placed.begins, placed.ends)
-            self._has_no_loss = _spread(~is_target, padding, True)
+        if not hasattr(split, "is_target"):
+            last: NDArray[Any] = ids[tokens:]
+            return last
+        is_target = split.is_target(ids, begins, ends)
+        self._has_no_loss = _spread(~is_target[:tokens], padding, True)
+        return np.where(is_target[tokens:], ids[tokens:], np.int64(IGNORE_INDEX))
 
     def part(self, first: int, count: int) -> tuple[Numbers, Numbers, Segments]:
         """Return rows first to first + count - 1: x and y, int64 [count, T], and their segments."""
         last, begin, end = first + count, first * self._T, (first + count) * self._T
         x, y = empty_int64((2, end - begin))
-        x[...], y[...] = self._ids[begin:end], self._ids[begin + 1 : end + 1]
+        x[...] = self._ids[begin:end]
+        y[:-1] = x[1:]  # in less time than a second cast; the last one is among the others
         if self._has_no_loss is not None:
-            np.copyto(y, IGNORE_INDEX, where=self._has_no_loss[begin + 1 : end + 1])  # half the time of a choice
+            np.copyto(y[:-1], IGNORE_INDEX, where=self._has_no_loss[begin + 1 : end])  # half the time of a choice
         others = slice(self._other_stops[first], self._other_stops[last])
         y[self._other_at[others] - begin] = self._others[others]
         at, to = self._segment_stops[first], self._segment_stops[last]
@@ -93,14 +101,6 @@ class ReadRows:
             self._starts[at : to + 1] - np.int32(begin), self._pieces[at:to].copy(), self._documents[at:to].copy()
         )
         return x.reshape(count, self._T), y.reshape(count, self._T), segments
-
-
-def _next_targets(split: Any, at: Numbers) -> NDArray[Any]:
-    """Return the tokens at some places of a split, -100 where they carry no loss: [n]."""
-    ids: Ids = split.read(at, at + 1)
-    if not hasattr(split, "is_target"):
-        return ids
-    return np.where(split.is_target(ids, at, at + 1), ids, np.int64(IGNORE_INDEX))
 
 
 def _spread(values: NDArray[Any], padding: list[tuple[int, int]], fill: int) -> NDArray[Any]:
