@@ -135,6 +135,7 @@ INTERRUPTED = """
 import signal, sys
 from niels_gpt.sampling import EpochStream, prefetch
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 batches = prefetch(EpochStream(sys.argv[1], T=4, global_batch_size=3, seed=0), 2)
 for batch in batches:
     print("ready", flush=True)
@@ -147,7 +148,10 @@ def test_an_interrupted_process_ends_though_its_iterator_is_open(tmp_path: Path)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        try:
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == -signal.SIGINT and errors.strip().endswith("KeyboardInterrupt")
 
 
