@@ -1,4 +1,4 @@
-"""Pieces of one row that do not see each other, in a stock model of transformers: docs/reading.md explains it.
+"""Pieces of one row that do not see each other, in a stock model of transformers: docs/packing.md explains it.
 
     python examples/packed_attention.py cache/sample/sft/oasst1
 

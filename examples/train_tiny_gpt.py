@@ -317,6 +317,8 @@ def parse(argv: list[str] | None) -> Options:
     ends = [*stops, options.pretrain_steps + options.sft_steps]
     if sorted({0, *ends}) != [0, *ends]:
         made.error(f"--stop-at {stops}: expected steps between the first and the last, in order")
+    if options.sft_steps and (options.pretrain_steps < 1 or options.chats_weight <= 0):
+        made.error("with --sft-steps expected --pretrain-steps of 1 or more and --chats-weight above 0")
     sizes = options.world_sizes[: len(ends)]
     options.jobs = list(itertools.zip_longest(ends, sizes, fillvalue=sizes[-1]))
     return options
