@@ -140,38 +140,48 @@ class PretrainSplit:
             self._documents = starts
         return self._documents
 
-    def read(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> Ids:
+    def read(
+        self,
+        begins: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        out: Ids | None = None,
+        at: NDArray[np.int64] | None = None,
+    ) -> Ids:
         """Return tokens begins[i] to ends[i] - 1 of the split, which may lie in several shards, end to end: ids [sum].
 
-        begins, ends: [n], none of the ranges empty. Raises: IndexError for a range that is not inside the split;
-            CacheError, naming file and place, for an id outside meta.json's vocab_size.
+        begins, ends: [n], none of the ranges empty. out, at: ids that they are written into and that are returned,
+            range i from at[i] on, ascending. What is between them stays, and is checked with them.
+        Raises: IndexError for a range that is not inside the split; CacheError, naming file and place, for an id
+            outside meta.json's vocab_size.
         """
         stops = self._stops
         wrong = np.flatnonzero((begins < 0) | (begins >= ends) | (ends > stops[-1]))
         if len(wrong):
             begin, end = int(begins[wrong[0]]), int(ends[wrong[0]])
             raise IndexError(f"{self.folder}: no tokens {begin} to {end - 1}: it has {stops[-1]}")
+        if out is None or at is None:
+            until = np.cumsum(ends - begins)
+            out, at = np.empty(until[-1] if len(until) else 0, dtype=self.files.dtype), until - (ends - begins)
         shards = np.zeros(len(begins), dtype=np.int64)
         if len(stops) > 1:
             shards, last = stops.searchsorted(begins, side="right"), stops.searchsorted(ends, side="left")
             if (shards != last).any():  # a range of n shards as n ranges
                 counts = last - shards + 1
-                until = np.cumsum(counts)
+                until, to_out = np.cumsum(counts), np.repeat(at - begins, counts)
                 shards = np.repeat(last + 1 - until, counts) + np.arange(until[-1])
                 begins = np.maximum(np.repeat(begins, counts), stops[shards] - self.lengths[shards])
-                ends = np.minimum(np.repeat(ends, counts), stops[shards])
+                ends, at = np.minimum(np.repeat(ends, counts), stops[shards]), begins + to_out
         to_places = (self.files.first_tokens + self.lengths - stops).take(shards)
-        ids = self.files.gather_ranges(shards, begins + to_places, ends + to_places)
-        limit = id_limit(self.vocab_size, ids)
-        if limit is not None and ids.size and ids.item(ids.argmax()) >= limit:
-            wrong = np.flatnonzero(ids >= limit)[:1]
-            before = np.cumsum(ends - begins)
-            part = int(before.searchsorted(wrong[0], side="right"))
-            file, token = int(shards[part]), int(ends[part] - before[part] + wrong[0])
-            token -= int(stops[file] - self.lengths[file])
+        self.files.gather_ranges(shards, begins + to_places, ends + to_places, out, at)
+        limit = id_limit(self.vocab_size, out)
+        if limit is not None and out.size and out.item(out.argmax()) >= limit:
+            place = int((out >= limit).argmax())
+            part = int(at.searchsorted(place, side="right")) - 1
+            file = int(shards[part])
+            token = int(begins[part] - at[part]) + place - int(stops[file] - self.lengths[file])
             path, itemsize = self.files.paths[file], self.files.itemsize(file)
-            raise outside_vocabulary(path, token, itemsize, int(ids[wrong[0]]), self.vocab_size)
-        return ids
+            raise outside_vocabulary(path, token, itemsize, int(out[place]), self.vocab_size)
+        return out
 
     @property
     def _stops(self) -> NDArray[np.int64]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import IGNORE_INDEX, Ids
-from niels_gpt.cache.pretrain_dataset import empty_int64
+from niels_gpt.cache.pretrain_dataset import PretrainSplit, empty_int64
 from niels_gpt.sampling.batch import Segments
 
 Numbers = NDArray[np.int64]
@@ -60,31 +60,27 @@ class ReadRows:
         self._other_at: Numbers = np.arange(stops[-1]) + np.repeat(self._starts[1:] - stops, sizes)
         self._others: Numbers = np.full(stops[-1], IGNORE_INDEX, dtype=np.int64)
         self._other_stops = [0, *stops[segment_stops - 1].tolist()]
-        padding = list(zip((short * T + filled[short]).tolist(), (T - filled[short]).tolist(), strict=True))
-        cut = np.zeros(0, np.int64)
+        cut = np.zeros(0, np.int64)  # pieces that are followed by another of their document
         if placed.document_ends is not None:
             (cut,) = np.nonzero(placed.ends < placed.document_ends)
-        self._others[(stops[is_piece] - 1)[cut]] = self._read(split, placed, cut, padding, pad_id)
-
-    def _read(
-        self, split: Any, placed: PlacedPieces, cut: Numbers, padding: list[tuple[int, int]], pad_id: int
-    ) -> NDArray[Any]:
-        """Read tokens and which of them carry loss; return the targets of the last tokens of cut pieces.
-
-        cut: which pieces are followed by another of their document. padding: where it is in the flattened rows, and its
-        tokens.
-        """
-        after, tokens = placed.ends[cut], int((placed.ends - placed.begins).sum())
-        begins, ends = np.concatenate((placed.begins, after)), np.concatenate((placed.ends, after + 1))
-        ids = split.read(begins, ends)
-        self._ids: Ids = _spread(ids[:tokens], padding, pad_id)
+        after = placed.ends[cut]  # the tokens that are their last targets are read with the pieces
+        ranges = np.concatenate((placed.begins, after)), np.concatenate((placed.ends, after + 1))
         self._has_no_loss: NDArray[np.bool_] | None = None
-        if not hasattr(split, "is_target"):
-            last: NDArray[Any] = ids[tokens:]
-            return last
-        is_target = split.is_target(ids, begins, ends)
-        self._has_no_loss = _spread(~is_target[:tokens], padding, True)
-        return np.where(is_target[tokens:], ids[tokens:], np.int64(IGNORE_INDEX))
+        if isinstance(split, PretrainSplit):
+            size = len(filled) * T
+            ids = _empty_ids(size + len(cut), size + len(filled), split.files.dtype)
+            if len(short):
+                ids.fill(pad_id)
+            self._ids: Ids = split.read(*ranges, ids, np.concatenate((ends - lengths, np.arange(size, len(ids)))))
+            lasts: NDArray[Any] = ids[size:]
+        else:
+            padding = list(zip(total[piece_stops[short] - 1].tolist(), (T - filled[short]).tolist(), strict=True))
+            ids, tokens = split.read(*ranges), total[-1]
+            is_target = split.is_target(ids, *ranges)
+            self._ids = _spread(ids[:tokens], padding, pad_id)
+            self._has_no_loss = _spread(~is_target[:tokens], padding, True)
+            lasts = np.where(is_target[tokens:], ids[tokens:], np.int64(IGNORE_INDEX))
+        self._others[(stops[is_piece] - 1)[cut]] = lasts
 
     def part(self, first: int, count: int) -> tuple[Numbers, Numbers, Segments]:
         """Return rows first to first + count - 1: x and y, int64 [count, T], and their segments."""
@@ -103,11 +99,20 @@ class ReadRows:
         return x.reshape(count, self._T), y.reshape(count, self._T), segments
 
 
+def _empty_ids(count: int, room: int, dtype: np.dtype[Any]) -> Ids:
+    """Return uninitialized ids [count] in memory for `room` of them: of one size each time, so that it is reused."""
+    ids: Ids = empty_int64((-(-room * dtype.itemsize // 8),)).view(dtype)[:count]
+    return ids
+
+
 def _spread(values: NDArray[Any], padding: list[tuple[int, int]], fill: int) -> NDArray[Any]:
-    """Return values with padding in between, and one `fill` after the end. padding: where it begins, and how much."""
-    spread: NDArray[Any] = np.empty(len(values) + sum(size for _, size in padding) + 1, dtype=values.dtype)
-    done = at = 0
-    for begin, size in [*padding, (len(spread) - 1, 1)]:
-        spread[at:begin], spread[begin : begin + size] = values[done : done + begin - at], fill
-        done, at = done + begin - at, begin + size
-    return spread
+    """Return values with padding in between. padding: the values before it, ascending, and its tokens."""
+    if not padding:
+        return values
+    content, done, parts = values.data, 0, list[memoryview]()
+    fills = np.full(max(size for _, size in padding), fill, dtype=values.dtype).data
+    for place, size in padding:
+        parts += (content[done:place], fills[:size])
+        done = place
+    joined = bytearray().join([*parts, content[done:]])  # in less time than numpy assignments
+    return np.frombuffer(joined, dtype=values.dtype)
