@@ -43,8 +43,8 @@ class PackedStream(CacheStream):
 
     Which pieces share a row is planned once, when the stream is opened, from the lengths alone (see plan.py). Of 10
     million pieces this takes 2 s and 170 to 270 MiB, and 500 to 560 MiB meanwhile. Rows are read ahead, up to a million
-    tokens: 12 MiB at most for ids of 16 bits, and more for rows of many short pieces. The seed and the epoch decide which piece
-    of a length stands in which place, and the order of the rows. Pieces of rare lengths share a row with the same
+    tokens, which takes 12 MiB for ids of 16 bits, and 350 bytes for each piece. The seed and the epoch decide which
+    piece of a length stands in which place, and the order of the rows. Pieces of rare lengths share a row with the same
     others in every epoch. Attention has to keep the segments of a batch apart: `block_causal_mask`.
 
     Forked DataLoader workers share the plan; a pickled copy, as a spawned worker gets, makes it again from the index.
