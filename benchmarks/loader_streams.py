@@ -89,27 +89,33 @@ def with_positions(batches: Iterable[Batch]) -> Draw:
 
 def bench_segments(root: Path, arguments: argparse.Namespace) -> None:
     """Compare the streams whose rows have segments with get_batch of the same split, both families."""
-    notes, least = root / "notes", math.inf
+    notes, least = root / "notes", [math.inf, math.inf]
     limit = arguments.tokens // 5
     sizes = {"max_train_tokens": limit, "max_val_tokens": 0, "shard_bytes": 2 * limit, "shuffle_buffer": None}
     build_pretrain_cache(texts(2 * limit), notes, tokenizer=Letters(), seed=0, **sizes)
-    print(f"\nstreams with segments and position_ids, documents of {DOCUMENT:,} tokens, as a share of get_batch")
+    print(
+        f"\nstreams with segments, documents of {DOCUMENT:,} tokens, as a share of get_batch; then position_ids as well"
+    )
     for B, T in SHAPES:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # examples that T cuts
             chats_of = SFTExampleDataset.open(sft_cache(root), "train", T=T)
-        common = {"T": T, "global_batch_size": B, "seed": 0}
-        plain, sft = "get_batch", "sft get_batch"
-        draws = {
-            plain: get_batch_of(PretrainTokenStreamDataset(notes / "train", T=T, device="cpu"), B),
-            "documents=True": with_positions(EpochStream(notes / "train", documents=True, **common)),
-            "PackedStream": with_positions(PackedStream(notes, **common)),
-            sft: get_batch_of(chats_of, B),
-            "PackedStream of chats": with_positions(PackedStream(sft_cache(root), **common)),
+        plain, sft, common = "get_batch", "sft get_batch", {"T": T, "global_batch_size": B, "seed": 0}
+        limits = {plain: get_batch_of(PretrainTokenStreamDataset(notes / "train", T=T, device="cpu"), B)}
+        limits[sft] = get_batch_of(chats_of, B)
+        streams = {
+            "documents=True": functools.partial(EpochStream, notes / "train", documents=True, **common),
+            "PackedStream": functools.partial(PackedStream, notes, **common),
+            "PackedStream of chats": functools.partial(PackedStream, sft_cache(root), **common),
         }
+        bare = {name: functools.partial(next, iter(make())) for name, make in streams.items()}
+        placed = {f"{name}, placed": with_positions(make()) for name, make in streams.items()}
+        draws = limits | bare | placed
         seconds = compare({name: masked(name, draw, B, T) for name, draw in draws.items()}, B, arguments, {})
-        beside = {name: sft if "chats" in name else plain for name in draws if "get_batch" not in name}
-        shares = (f"{name} {spread(seconds, name, limit)}" for name, limit in beside.items())
-        print(f"  {B} x {T}: {', '.join(shares)}", flush=True)
-        least = min(least, *(ratio(seconds, *names) for names in beside.items()))
-    target("streams with segments / get_batch of the same family, least of all", least, 0.6, arguments)
+        for number, names in enumerate((bare, placed)):
+            beside = {name: sft if "chats" in name else plain for name in names}
+            shares = (f"{name} {spread(seconds, name, limit)}" for name, limit in beside.items())
+            print(f"  {B} x {T}: {', '.join(shares)}", flush=True)
+            least[number] = min(least[number], *(ratio(seconds, *pair) for pair in beside.items()))
+    for each, also in zip(least, ("", " with position_ids"), strict=True):
+        target(f"streams with segments{also} / get_batch of the same family, least of all", each, 0.6, arguments)
