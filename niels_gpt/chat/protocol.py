@@ -16,11 +16,21 @@ UNUSED_CALLS: Final = "unused_tool_calls"
 UNKNOWN_TURNS: Final = "unknown_turns"
 """Counter of chats in which it is not known which of the assistant's turns a marked part belongs to."""
 NOT_AS_TEXT: Final = "content_not_as_text"
-"""Counter of chats in which the template writes a list of parts, or an object, as Python would print it."""
+"""Counter of chats in which the template writes a list of parts, or an object, as Python would print it, or leaves out
+the words of a list."""
+TOO_LARGE: Final = "too_large"
+"""Counter of chats whose renderings together, or one of which, have more characters than are made."""
 LEADING_REPLY, EMPTY_REPLY = "leading_reply", "empty_reply"
 """Counters of chats with a reply that carries no loss, since its header cannot be told from it."""
 UNUSED_TOOLS, UNUSED_REASONING = "unused_tools", "unused_reasoning"
 """Counters of chats that are kept, and in which the template leaves out all tools, or some of the reasoning."""
+UNUSED_WORDS, UNUSED_WEIGHT = "unused_words", "unused_weight"
+"""Counters of chats that are kept, and in which the template changes or leaves out the words of a message, or does not
+know the weight 0 of a reply, which carries loss like the others."""
+ARGUMENTS_AS_TEXT: Final = "arguments_as_text"
+"""Counter of chats that are kept, and in which a call's arguments are a text of JSON that is written as a string."""
+CHANGED: Final = (UNUSED_TOOLS, UNUSED_REASONING, UNUSED_WORDS, UNUSED_WEIGHT, ARGUMENTS_AS_TEXT)
+"""Counters of chats that are kept, of what the template does with them."""
 
 
 class RefusedChat(NamedTuple):
@@ -42,7 +52,7 @@ class EncodedChat(NamedTuple):
     merged: bool = False
     """Whether a supervised token also holds characters outside of the replies."""
     unsupervised: tuple[str, ...] = ()
-    """Counters of what happened to it: LEADING_REPLY, EMPTY_REPLY, UNUSED_TOOLS, UNUSED_REASONING."""
+    """Counters of what happened to it: LEADING_REPLY, EMPTY_REPLY and those of CHANGED."""
     turns_without_loss: int = 0
     """How many turns of the assistant carry no loss by the choice of `loss_on`."""
 

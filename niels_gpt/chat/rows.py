@@ -20,11 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.chat.protocol import (
+    CHANGED,
     EMPTY_REPLY,
     LEADING_REPLY,
     SPECIAL_TEXT,
-    UNUSED_REASONING,
-    UNUSED_TOOLS,
     ChatTokenizer,
     RefusedChat,
 )
@@ -37,7 +36,7 @@ TRUNCATED, TOKENS_CUT, MERGED = "truncated", "tokens_cut", "merged_at_reply_edge
 WITHOUT_LOSS = "turns_without_loss"
 NOT_DROPPED = (
     *(TRUNCATED, TOKENS_CUT, MERGED, WITHOUT_LOSS),
-    *(LEADING_REPLY, EMPTY_REPLY, UNUSED_TOOLS, UNUSED_REASONING),
+    *(LEADING_REPLY, EMPTY_REPLY, *CHANGED),
 )
 """Counters of what happened to rows that are kept; every other counter but ROWS counts what is dropped."""
 GIVEN_FIELDS = ("input_ids", "loss_mask")

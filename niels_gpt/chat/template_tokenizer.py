@@ -14,10 +14,10 @@ import numpy as np
 
 from niels_gpt.chat.backends import Backend
 from niels_gpt.chat.prefix_tokens import checked_edges, first_difference, mask_of
-from niels_gpt.chat.protocol import LEADING_REPLY, SPECIAL_TEXT, ChatTokenizer, EncodedChat, RefusedChat
+from niels_gpt.chat.protocol import SPECIAL_TEXT, TOO_LARGE, ChatTokenizer, EncodedChat, RefusedChat
 from niels_gpt.chat.template_process import Chat
 from niels_gpt.chat.templates import REMEDY, ChatTemplate, Rendered
-from niels_gpt.chat.turns import calls_tools, check_loss_on, supervised_turns, words_of
+from niels_gpt.chat.turns import check_loss_on
 from niels_gpt.chat.values import UNUSABLE_VALUE, UnusableValueError, texts_of, usable
 
 _BRACKETS = "<>|[]/_ "
@@ -64,8 +64,8 @@ class TemplateTokenizer(ChatTokenizer):
         check takes half as long as tokenizing for chats of one reply, and four times as long for four replies. So it is
         made for the first 1000 chats and then for every 100th, at the first 16 edges and the last.
 
-        Raises: ValueError without a template; for one that `ChatTemplate` refuses, or that marks no token of a chat
-            with a reply; and for a tokenizer that is not prefix-stable.
+        Raises: ValueError without a template; for one that `ChatTemplate` refuses; and for a tokenizer that is not
+            prefix-stable.
         """
         self._template.check()
         checked = [self._checked(chat) for chat in chats]
@@ -73,11 +73,7 @@ class TemplateTokenizer(ChatTokenizer):
         results = [next(rendered) if isinstance(chat, Chat) else chat for chat in checked]
         pairs = [(chat.name, each) for chat, each in zip(chats, results, strict=True) if isinstance(each, Rendered)]
         encoded = iter(self._encoded(pairs))
-        found = [next(encoded) if isinstance(each, Rendered) else each for each in results]
-        for chat, result in zip(checked, found, strict=True):
-            if isinstance(chat, Chat) and isinstance(result, EncodedChat):
-                self._check_mask(chat, result)
-        return found
+        return [next(encoded) if isinstance(each, Rendered) else each for each in results]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""
@@ -93,6 +89,8 @@ class TemplateTokenizer(ChatTokenizer):
         if made:
             found = f"a role of chat {chat.name!r}, {made[0]!r}, may become a special token"
             return RefusedChat(SPECIAL_TEXT, found)
+        if (large := self._template.too_large(plain)) is not None:
+            return RefusedChat(TOO_LARGE, f"chat {chat.name!r}: {large}")
         for text in texts_of([plain.messages, plain.tools]):
             if literal := self._literal.search(text):
                 found = f"a message or tool of chat {chat.name!r} holds the special token {literal.group()}"
@@ -138,15 +136,3 @@ class TemplateTokenizer(ChatTokenizer):
         pairs = enumerate(zip(left, right, strict=False))
         at = next((place for place, (one, two) in pairs if one != two), min(len(left), len(right)))
         return at, self.decode(left[at : at + _DECODED]), self.decode(right[at : at + _DECODED])
-
-    def _check_mask(self, chat: Chat, result: EncodedChat) -> None:
-        """Raise ValueError where a turn that should carry loss is there, and no token carries loss."""
-        if any(result.mask):
-            return
-        turns = (number for number in supervised_turns(chat.messages, self.loss_on))
-        known = [number for number in turns if number or LEADING_REPLY not in result.unsupervised]
-        if any(words_of(chat.messages[number]).strip() or calls_tools(chat.messages[number]) for number in known):
-            raise ValueError(
-                f"{self.name}: its chat template marks not one of the {len(result.ids)} tokens of chat {chat.name!r}, "
-                f"which has a reply. {REMEDY}"
-            )

@@ -32,12 +32,9 @@ from typing import Any, NamedTuple
 from niels_gpt.chat.protocol import (
     EMPTY_REPLY,
     LEADING_REPLY,
-    NOT_AS_TEXT,
     REFUSED_BY_TEMPLATE,
+    TOO_LARGE,
     UNKNOWN_TURNS,
-    UNUSED_CALLS,
-    UNUSED_REASONING,
-    UNUSED_TOOLS,
     RefusedChat,
 )
 from niels_gpt.chat.template_code import (
@@ -52,13 +49,11 @@ from niels_gpt.chat.template_code import (
 )
 from niels_gpt.chat.template_process import PROCESS, Chat, Job, Outcome, TemplateLimitError
 from niels_gpt.chat.turns import (
-    REASONING_FIELDS,
     assistant_turns,
-    called_names,
     calls_tools,
-    function_names,
-    is_in,
+    changed,
     labelled,
+    lost,
     supervised_turns,
     words_of,
 )
@@ -72,6 +67,9 @@ Key = tuple[bool, int, bool | None]
 """Of a rendering: is it by the template without marks, of how many messages, and with a generation prompt."""
 MAX_TEMPLATE = 1 << 20
 """Characters of a template, at most."""
+MAX_RENDERED = 1 << 29
+"""Characters of a chat, times the number of its renderings, at most: they are in memory together."""
+_PER_MESSAGE = 64  # characters that take a template as long as a message
 _PROMPT = "add_generation_prompt"
 _GROUP_COST = 2000  # of chats that are rendered together, in messages or thousands of characters
 
@@ -95,7 +93,7 @@ class Rendered(NamedTuple):
     edges: tuple[int, ...] = ()
     """Where the renderings of fewer messages end, in characters, in order; () for a template with marks."""
     unsupervised: tuple[str, ...] = ()
-    """Counters: why a reply carries no loss, LEADING_REPLY and EMPTY_REPLY; UNUSED_TOOLS and UNUSED_REASONING."""
+    """Counters: why a reply carries no loss, LEADING_REPLY and EMPTY_REPLY; and those of protocol.CHANGED."""
     turns_without_loss: int = 0
     """How many turns of the assistant carry no loss by the choice of `loss_on`."""
 
@@ -153,8 +151,8 @@ class ChatTemplate:
         That is: there is no template; it is no jinja; it uses strftime_now for more than whether it is defined, even if
         it has a fixed date as well. With a probe chat of two turns: it writes something after the last reply that is
         absent when the chat continues (a generation prompt without being asked), writes a header that is in no
-        generation prompt, or changes the text at its own marks. One that is not prefix-stable for the probe chat may
-        be for the chats to come, such as chats of one turn: that is logged as a warning.
+        generation prompt, changes the text at its own marks, or gives no character loss. One that is not prefix-stable
+        for the probe chat may be for the chats to come, such as chats of one turn: that is logged as a warning.
         """
         if self.text is None:
             raise ValueError(f"{self.name}: its tokenizer has no chat template. {REMEDY}")
@@ -177,6 +175,10 @@ class ChatTemplate:
                 logger.warning("%s. The first chat that shows it ends the run", error, extra={"code": "W409"})
             except jinja2.TemplateError as error:
                 raised.append(f"for {probe}: {error}")
+            except _RefusedError as error:
+                raise ValueError(
+                    f"{self.name}: its chat template cannot be used. In {probe} {error}. {REMEDY}"
+                ) from None
         if len(raised) == len(_PROBES):  # a template may refuse system messages; one that refuses both is unknown
             logger.warning(
                 "%s: its chat template could not be tried. It raises an error %s",
@@ -188,7 +190,7 @@ class ChatTemplate:
     def _try(self, probe: str, chat: Chat) -> None:
         number = len(chat.messages)
         if self.mask_by == "generation":
-            self._by_marks(probe, chat, range(number))
+            self._check_spans(probe, self._by_marks(probe, chat, range(number)))
             return
         word = _WORDS["assistant"]
         last, inner = (self._text(chat, end).rpartition(word) for end in (number - 2, number - 1))
@@ -197,9 +199,23 @@ class ChatTemplate:
                 f"{self.name}: its chat template writes {last[2][:80]!r} after a reply that ends a chat, and "
                 f"{inner[2][:80]!r} where a user's message follows, so the end of a reply is not known. {REMEDY}"
             )
-        self._by_prefixes(probe, chat, assistant_turns(chat.messages))
+        self._check_spans(probe, self._by_prefixes(probe, chat, assistant_turns(chat.messages)))
+
+    def _check_spans(self, probe: str, found: Rendered) -> None:
+        if not any(start < end for start, end in found.spans):
+            raise ValueError(
+                f"{self.name}: its chat template marks not one of the {len(found.text)} characters of {probe}. {REMEDY}"
+            )
 
     # --- rendering ---
+
+    def too_large(self, chat: Chat) -> str | None:
+        """Return what is wrong with a chat of which too many or too long texts would be made."""
+        size = _PER_MESSAGE * len(chat.messages) + sum(map(len, texts_of([chat.messages, chat.tools])))
+        number = 3 if self.mask_by == "generation" else 1 + 2 * len(supervised_turns(chat.messages, self.loss_on))
+        if size * number <= MAX_RENDERED:
+            return None
+        return f"it would be rendered {number:,} times, with more than {MAX_RENDERED:,} characters together"
 
     def rendered_all(self, chats: Sequence[Chat]) -> Iterator[Rendered | RefusedChat]:
         """Yield text and spans of each chat; RefusedChat if the template raises an error for it, or leaves out calls.
@@ -229,29 +245,14 @@ class ChatTemplate:
             return RefusedChat(REFUSED_BY_TEMPLATE, f"{subject}: {error}")
         except _RefusedError as error:
             return RefusedChat(error.reason, f"{subject}: {error}")
-        left_out = tuple(self._left_out(chat, found.text))
+        left_out = tuple(changed(chat, found.text, str(self.text)))
         without_loss = len(assistant_turns(chat.messages)) - len(wanted)
         return found._replace(unsupervised=(*found.unsupervised, *left_out), turns_without_loss=without_loss)
 
-    def _left_out(self, chat: Chat, text: str) -> Iterator[str]:
-        """Yield UNUSED_TOOLS and UNUSED_REASONING where the text of a chat is without them."""
-        names = function_names(chat.tools or ())
-        if names and not ("tools" in str(self.text) and any(is_in(name, text) for name in names)):
-            yield UNUSED_TOOLS
-        reasoning = (message.get(name) for message in chat.messages for name in REASONING_FIELDS)
-        if any(isinstance(each, str) and each.strip() not in text for each in reasoning):
-            yield UNUSED_REASONING
-
     def _check_shown(self, chat: Chat, text: str) -> None:
-        """Raise _RefusedError where the text of a chat is without a call, or has Python's form of a content."""
-        for number, message in enumerate(chat.messages, 1):
-            knows_calls = any(word in str(self.text) for word in ("tool_calls", "tojson"))
-            if calls_tools(message) and not (knows_calls and all(is_in(name, text) for name in called_names(message))):
-                raise _RefusedError(UNUSED_CALLS, f"the template leaves out a call of message {number}")
-            content = message.get("content")
-            if content and isinstance(content, list | dict) and str(content) in text:
-                kind = "a list of parts" if isinstance(content, list) else "an object"
-                raise _RefusedError(NOT_AS_TEXT, f"the template writes message {number}, {kind}, as Python prints it")
+        """Raise _RefusedError where the text of a chat is without a call, or has a content in a wrong form."""
+        if (found := lost(chat.messages, text, str(self.text))) is not None:
+            raise _RefusedError(*found)
 
     def _jobs(self, chats: Sequence[Chat]) -> dict[str, list[Job]]:
         """Return the renderings that these chats are likely to need, by the template to render."""
@@ -287,7 +288,7 @@ class ChatTemplate:
         if kind == "syntax":
             raise ValueError(f"{self.name}: its chat template is no jinja, {text}")
         if kind == "long":
-            raise ValueError(f"{self.name}: its chat template makes {text} characters of one chat. {REMEDY}")
+            raise _RefusedError(TOO_LARGE, f"the template makes {text} characters of it")
         raise jinja2.TemplateRuntimeError(text)
 
     def _outcomes(self, template: str, chats: Sequence[Chat], jobs: Sequence[Job]) -> list[Outcome]:

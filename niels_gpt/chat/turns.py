@@ -1,4 +1,4 @@
-"""Which turns of a chat carry loss, and what such a turn says.
+"""Which turns of a chat carry loss, what a turn says, and what of it a template's text is without.
 
     assistant             every turn of the assistant that calls no tool
     assistant,tool_calls  every turn of the assistant
@@ -11,10 +11,19 @@ A turn with both words and calls is one that calls a tool. Calls without a name 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from niels_gpt.chat.template_process import Messages
+from niels_gpt.chat.protocol import (
+    ARGUMENTS_AS_TEXT,
+    NOT_AS_TEXT,
+    UNUSED_CALLS,
+    UNUSED_REASONING,
+    UNUSED_TOOLS,
+    UNUSED_WEIGHT,
+    UNUSED_WORDS,
+)
+from niels_gpt.chat.template_process import Chat, Messages
 
 LOSS_ON: Final = ("assistant", "assistant,tool_calls", "tool_calls", "last")
 """What `loss_on` may be."""
@@ -51,10 +60,7 @@ def calls_tools(message: Mapping[str, Any]) -> bool:
 def words_of(message: Mapping[str, Any]) -> str:
     """Return the words of a message: its content, or the texts in a list of parts; "" for other content."""
     content = message.get("content")
-    if isinstance(content, str):
-        return content
-    texts = [part.get("text") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
-    return "".join(text for text in texts if isinstance(text, str))
+    return "" if isinstance(content, Mapping) else "".join(_texts(content))
 
 
 def called_names(message: Mapping[str, Any]) -> list[str]:
@@ -73,6 +79,71 @@ def function_names(functions: Sequence[Any]) -> list[str]:
 def is_in(name: str, text: str) -> bool:
     """Whether a text has a name, as it is or as JSON has it."""
     return any(each in text for each in (name, json.dumps(name)[1:-1], json.dumps(name, ensure_ascii=False)[1:-1]))
+
+
+def lost(messages: Messages, text: str, template: str) -> tuple[str, str] | None:
+    """Return the counter and what is wrong where the text of a chat is without a call, or without the words of a list
+    of parts, or has Python's form of a content."""
+    for number, message in enumerate(messages, 1):
+        knows_calls = any(word in template for word in ("tool_calls", "tojson"))
+        if calls_tools(message) and not (knows_calls and all(is_in(name, text) for name in called_names(message))):
+            return UNUSED_CALLS, f"the template leaves out a call of message {number}"
+        content = message.get("content")
+        if content and isinstance(content, list | dict) and str(content) in text:
+            kind = "a list of parts" if isinstance(content, list) else "an object"
+            return NOT_AS_TEXT, f"the template writes message {number}, {kind}, as Python prints it"
+        # Thinking is removed from lists as from texts: only what stands after it must be there.
+        parts = (part.rpartition("</think>")[2] for part in _texts(content)) if isinstance(content, list) else ()
+        if not all(is_in(part.strip(), text) for part in parts):
+            return NOT_AS_TEXT, f"the template leaves out words of message {number}, a list of parts"
+    return None
+
+
+def changed(chat: Chat, text: str, template: str) -> Iterator[str]:
+    """Yield the counters of CHANGED that the text of a chat is counted under."""
+    names = function_names(chat.tools or ())
+    if names and not ("tools" in template and any(is_in(name, text) for name in names)):
+        yield UNUSED_TOOLS
+    reasoning = (message.get(name) for message in chat.messages for name in REASONING_FIELDS)
+    if any(isinstance(each, str) and each.strip() not in text for each in reasoning):
+        yield UNUSED_REASONING
+    if not _has_words(chat.messages, text):
+        yield UNUSED_WORDS
+    weights = (message.get("weight") for message in chat.messages if message.get("role") == "assistant")
+    if "weight" not in template and any(isinstance(each, int | float) and each == 0 for each in weights):
+        yield UNUSED_WEIGHT
+    given = (each for message in chat.messages if calls_tools(message) for each in _arguments(message["tool_calls"]))
+    if any(
+        '"' in each and any(json.dumps(each, ensure_ascii=ascii) in text for ascii in (True, False)) for each in given
+    ):
+        yield ARGUMENTS_AS_TEXT
+
+
+def _has_words(messages: Messages, text: str) -> bool:
+    at = 0
+    for message in messages:
+        for part in _texts(message.get("content")):
+            found = text.find(part.strip(), at)  # most stand in order, and a chat may have very many
+            if found < 0 and not is_in(part.strip(), text):
+                return False
+            at = max(at, found)
+    return True
+
+
+def _texts(content: Any) -> list[str]:
+    """Return the texts of a content: of itself, of a list of parts, or the values of an object."""
+    if isinstance(content, Mapping):
+        return [value for value in content.values() if isinstance(value, str)]
+    if isinstance(content, list):
+        return [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    return [content] if isinstance(content, str) else []
+
+
+def _arguments(calls: Any) -> Iterator[str]:
+    for call in calls if isinstance(calls, list) else ():
+        inner = call.get("function", call) if isinstance(call, Mapping) else None
+        if isinstance(inner, Mapping) and isinstance(inner.get("arguments"), str):
+            yield inner["arguments"]
 
 
 def labelled(messages: Messages, labels: Mapping[int, str]) -> list[dict[str, Any]]:

@@ -43,8 +43,8 @@ SHAPES = ", ".join((*LISTS, *("+".join(pair) for pair in PAIRS)))
 SYSTEM_FIELDS = ("system", "system_prompt")
 CONTEXT_FIELDS = ("context", "input")
 FIELDS = frozenset((*LISTS, *(name for pair in PAIRS for name in pair), *SYSTEM_FIELDS, *CONTEXT_FIELDS))
-TOOLS = "tools"
-RAW_FIELDS = FIELDS | {TOOLS}
+TOOLS, _FUNCTIONS = "tools", "functions"  # the latter is the earlier form of OpenAI
+RAW_FIELDS = FIELDS | {TOOLS, _FUNCTIONS}
 """The fields of a row that `raw_chat_of` reads."""
 MISSING_FIELD, MALFORMED, UNKNOWN_ROLE = "missing_field", "malformed", "unknown_role"
 NOT_TEXT = "not_text"
@@ -162,7 +162,7 @@ def raw_chat_of(row: Mapping[str, Any], *, sparse: bool) -> tuple[list[dict[str,
 
     The other names of ROLES become system, user and assistant; every other role stays. A turn of ShareGPT has `role`
     and `content` in place of `from` and `value`. An empty list of calls is left out, and a `function_call` becomes one
-    of `tool_calls`. `tools` is a list, or its JSON.
+    of `tool_calls`. `tools` is a list, or its JSON; without it, `functions` is the list of their functions.
     sparse: leave out null fields at any depth, as rows of parquet have them; else those of a turn alone.
     Raises: NotAChatError as messages_of, but for roles and calls; "not_text" for a content with a part that is no text,
         such as a picture; "malformed" for a turn without content that neither calls a tool nor has reasoning, and for
@@ -173,7 +173,8 @@ def raw_chat_of(row: Mapping[str, Any], *, sparse: bool) -> tuple[list[dict[str,
     system = next((text for name in SYSTEM_FIELDS if (text := _text_field(found, name)).strip()), None)
     if system is not None and turns[0] != (prompt := {"role": "system", "content": system}):
         turns = [prompt, *turns]
-    return turns, _tools_of(found.get(TOOLS))
+    tools, functions = (_tools_of(found.get(name), f"the field {name}") for name in (TOOLS, _FUNCTIONS))
+    return turns, [{"type": "function", "function": each} for each in functions] if functions and not tools else tools
 
 
 def _without_nulls(value: Any) -> Any:
@@ -233,14 +234,14 @@ def _calls(found: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": dict(call)} for call in calls]
 
 
-def _tools_of(value: Any) -> list[dict[str, Any]] | None:
+def _tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
     if isinstance(value, str):
-        value = _json(value, "the field tools") if value.strip() else None
+        value = _json(value, where) if value.strip() else None
     if value is None or value == []:
         return None
     if not isinstance(value, list):
-        raise NotAChatError(MALFORMED, f"{_kind(value)} in the field tools")
-    tools = [_json(tool, "the field tools") if isinstance(tool, str) else tool for tool in value]
+        raise NotAChatError(MALFORMED, f"{_kind(value)} in {where}")
+    tools = [_json(tool, where) if isinstance(tool, str) else tool for tool in value]
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise NotAChatError(MALFORMED, "a tool that is no object")
     return [dict(tool) for tool in tools]

@@ -41,6 +41,7 @@ _BY_PLACE: tuple[tuple[str, tuple[type[Exception], ...], str], ...] = (
     ("cache", (IndexError,), "E106"),
     ("chat.rows", (ValueError,), "E709"),
     ("chat.template_process", (RuntimeError,), "E506"),
+    ("chat.template_tokenizer", (ValueError,), "E407"),
     ("chat.templates", (ValueError,), "E407"),
     ("chat.tokenizers", (ValueError, *_ABSENT), "E408"),
     ("commands.train_tokenizer", _ABSENT, "E301"),

@@ -135,6 +135,36 @@ def test_what_a_template_leaves_out_is_counted(folder: Path) -> None:
     assert counters == {"rows": 2, "unused_tools": 1, "unused_reasoning": 1, "unused_tool_calls": 1}
 
 
+def test_words_that_a_template_leaves_out_are_counted_and_those_of_a_list_refused(folder: Path) -> None:
+    texts_only = "{% set text = m.content if m.content is string else '' %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ text }}"
+    template = "{% for m in messages if m.role != 'tool' %}" + texts_only + "<|im_end|>{% endfor %}"
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tokenizer, counters = open_tokenizer(str(folder), chat_template=template), Counter[str]()
+    parts = [{"type": "text", "text": "  "}, {"type": "text", "text": "Is it?"}]
+    chats = ([USER, WORDS], [USER, {"role": "tool", "content": "4 mm"}, {**WORDS, "weight": 0}])
+    rows = rows_of(tokenizer, *chats, [{**USER, "content": parts}, WORDS], counters=counters)
+    assert [row.id for row in rows] == ["chat 0", "chat 1"]
+    assert counters == {"rows": 2, "unused_words": 1, "unused_weight": 1, "content_not_as_text": 1}
+
+
+def test_arguments_that_are_written_as_a_string_are_counted(qwen: ChatTokenizer) -> None:
+    one, two = (
+        [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": given}}]}]
+        for given in ('{"x": 1}', {"x": 1})
+    )
+    counters = Counter[str]()
+    rows_of(qwen, one, two, counters=counters)
+    assert counters == {"rows": 2, "arguments_as_text": 1}
+
+
+def test_a_chat_of_many_long_turns_is_rendered_in_parts_and_a_larger_one_refused(folder: Path) -> None:
+    tokenizer = open_tokenizer(str(folder), chat_template=kinds.CHATML)
+    chat = [each for number in range(230) for each in turns(f"{number} " + "\x01" * 160, "\x01" * 160)]
+    counters = Counter[str]()
+    (row,) = rows_of(tokenizer, chat, chat * 8, seq_length=1 << 18, counters=counters)
+    assert len(supervised(tokenizer, row)) == 230 and counters == {"rows": 1, "too_large": 1}
+
+
 def test_turns_without_loss_are_counted_and_a_chat_without_loss_is_dropped(folder: Path) -> None:
     tokenizer, counters = template_tokenizer(HuggingFaceTokenizer(folder), None, loss_on="tool_calls"), Counter[str]()
     calls = {"role": "assistant", "tool_calls": [call()]}

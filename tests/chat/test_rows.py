@@ -122,6 +122,15 @@ def test_a_template_that_is_not_certain_is_refused(folders: dict[str, str], temp
         rows_of(open_tokenizer(folders["none"], chat_template=template), CHAT)
 
 
+def test_a_chat_in_which_a_template_marks_nothing_does_not_end_the_run(folders: dict[str, str]) -> None:
+    template = kinds.CHATML_MARKED.replace("{{ message.content + '<|im_end|>' }}", "{{ message.content | trim('x') }}")
+    assert "trim" in template
+    counters: Counter[str] = Counter()
+    tokenizer = open_tokenizer(folders["none"], chat_template=template)
+    assert [row.id for row in rows_of(tokenizer, turns("Hi", "xx"), CHAT, counters=counters)] == ["chat 1"]
+    assert counters["no_supervised"] == 1
+
+
 def test_a_rendering_that_grows_shorter_with_more_messages_is_refused(folders: dict[str, str]) -> None:
     replies_only = "{% for message in messages if message.role == 'assistant' %}{{ message.content }}{% endfor %}"
     template = "{% if not add_generation_prompt %}" + replies_only + "{% endif %}"

@@ -92,7 +92,8 @@ def test_calls_of_sharegpt_and_of_openais_earlier_form_are_calls() -> None:
         {"conversations": [{"from": "function_call", "value": json.dumps([function] * 2)}]}, sparse=False
     )[0] == [{"role": "assistant", "tool_calls": calls["tool_calls"] * 2}]
     earlier = {"role": "assistant", "content": "", "function_call": function}
-    assert raw_chat_of({"messages": [earlier]}, sparse=False)[0] == [{"content": "", **calls}]
+    row = {"messages": [earlier], "functions": [TOOL["function"]]}
+    assert raw_chat_of(row, sparse=False) == ([{"content": "", **calls}], [TOOL])
 
 
 def wrong(*turns: Any, **fields: Any) -> dict[str, Any]:
