@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.meta_json import parse_object
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import parse_object, read_regular
 from niels_gpt.tokenizers.files import COMPANIONS, CONFIG_NAME, TEMPLATE_NAME, TOKENS_MAP_NAME, companion
 from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The tokens that a template has as variables."""
+_TOOL_TEMPLATE = os.path.join("additional_chat_templates", "tool_use.jinja")  # as transformers saves a second template
 _SHOWN = 20  # names of templates, and characters of each, in a message
 Tokens = tuple[list[int], list[tuple[int, int]]]
 """Ids of a text, and start and end of each token in characters."""
@@ -96,7 +98,8 @@ class CacheBackend(Backend):
         path = Path(tokenizer.model_path)
         files = {name: companion(path, name, follow_links=tokenizer.follow_links) for name in COMPANIONS}
         config, named = (_object_of(files[name], path.with_name(name)) for name in (CONFIG_NAME, TOKENS_MAP_NAME))
-        self.template, self.has_tool_template = _template_of(files[TEMPLATE_NAME], config, path.parent)
+        self.template, is_named = _template_of(files[TEMPLATE_NAME], config, path.parent)
+        self.has_tool_template = is_named or has_tool_template(path)
         self.variables = _variables({**config, **({} if "added_tokens_decoder" in config else named)})
         added = tokenizer.added_tokens()
         self.added_tokens = list(added)
@@ -114,6 +117,17 @@ class CacheBackend(Backend):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
         return self._tokenizer.decode(ids)
+
+
+def has_tool_template(file: Path) -> bool:
+    """Whether another chat template, for chats with tools, lies beside a tokenizer.json, or lay there when this one was
+    copied: caches have no such file, only `tool_template` in their meta.json."""
+    if os.path.isfile(file.parent / _TOOL_TEMPLATE):
+        return True
+    try:
+        return parse_object(read_regular(file.parent / META_NAME)).get("tool_template") is True
+    except (CacheError, OSError, ValueError):
+        return False
 
 
 def _object_of(raw: bytes | None, path: Path) -> dict[str, Any]:
@@ -160,7 +174,7 @@ def _variables(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template_of(file: bytes | None, config: Mapping[str, Any], folder: Path) -> tuple[str | None, bool]:
-    """Return the chat template, and whether there is another one for chats with tools."""
+    """Return the chat template, and whether the config has another one for chats with tools."""
     if file is not None:
         try:
             return file.decode(), False

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from niels_gpt.builders.meta_keys import FORMAT_VERSION, content_sha256
 from niels_gpt.cache.meta import find_meta, read_meta
+from niels_gpt.chat.backends import has_tool_template
 from niels_gpt.hub import models as hub
 from niels_gpt.inspection.readers import check_model
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
@@ -405,8 +406,9 @@ def _about(settings: Settings, found: _Named, tokenizer: FullTokenizer | None = 
             "Name another one with --tokenizer, or leave that out",
             code="E405",
         )
+    tools = {"tool_template": True} if has_tool_template(found.path) else {}
     about: dict[str, Any] = {key: known[key] for key in ("trained_on", "normalization", "model_type") if key in known}
-    return {"trained_on": "unknown", **about, "origin": "copied", **({"hub": found.hub} if found.hub else {})}
+    return {"trained_on": "unknown", **about, "origin": "copied", **tools, **({"hub": found.hub} if found.hub else {})}
 
 
 # --- its folder -------------------------------------------------------------------------------------------------------

@@ -182,10 +182,23 @@ def test_the_projects_chats_are_built_by_a_template_where_there_are_no_sentinels
 
 def test_marks_that_are_no_tokens_are_named(tmp_path: Path, tokenizer: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows(tmp_path)
-    (tmp_path / "other.jinja").write_text(CHATML.replace("im_end", "im_stop"))
+    (tmp_path / "other.jinja").write_text("{# <tools> [0] #}" + CHATML.replace("<|im_end|>", "<｜end▁of▁it｜>[/INST]"))
     build_token_cache(settings_of(tmp_path, tokenizer, chat_template=str(tmp_path / "other.jinja")), "own")
     (found,) = (record for record in caplog.records if getattr(record, "code", "") == "W412")
-    assert "writes <|im_stop|>, which is no token" in found.getMessage()
+    assert "writes <｜end▁of▁it｜>, [/INST], which are no token" in found.getMessage()
+
+
+def test_another_template_for_chats_with_tools_is_known_after_the_tokenizer_was_copied(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "named")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(CHATML)
+    chats = rows(tmp_path)
+    build_token_cache(settings_of(tmp_path, folder), "own")
+    assert read_meta(str(tmp_path / "cache/tokenizer/meta.json"))["tool_template"] is True
+    tools = [{"type": "function", "function": {"name": "rain"}}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chats[0], "tools": tools}))
+    with pytest.raises(ValueError, match=r"another chat template for chats with tools.*--chat-template FILE"):
+        build_token_cache(settings_of(tmp_path, folder), "own")
 
 
 def test_what_no_template_can_be_used_with_is_refused_before_anything_is_made(

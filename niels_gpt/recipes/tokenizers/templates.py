@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 22
 """Of a file with a template: four bytes for each character that one may have."""
-_MARK = re.compile(r"<\|[A-Za-z0-9_.-]{1,40}\|>")
+# <|im_end|>, also with full-width bars; <end_of_turn>; <s>; [INST]
+_MARK = re.compile(r"<[|｜][\w.▁-]{1,40}[|｜]>|<(?:start|end)_of_\w{1,40}>|</?s>|\[/?[A-Z][A-Z_]{1,40}\]")
 _SHOWN = 5  # marks in a warning
 SETTINGS = ("chat_template", "loss_on")
 """The settings that decide which template a cache of chats has. They count only if one is named."""
