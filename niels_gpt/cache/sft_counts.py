@@ -113,6 +113,23 @@ def count_rows(split: SFTSplit, *, T: int, over_length: OverLength, require_targ
     return counts, SFTRows(T, rows, np.cumsum(np.concatenate([[0], *num_windows])), np.concatenate(opened))
 
 
+def count_targets(split: SFTSplit, *, T: int, over_length: OverLength) -> tuple[int, int]:
+    """Return the supervised tokens of a split, and how many of these rows of whole pieces lose: see `PackedStream`.
+
+    A piece of at most T tokens has the token after them as a target too. Only "truncate" and "drop" lose any.
+    Raises: CacheError for offsets or bits of other tokens.
+    """
+    total = left = 0
+    for first, stop in _blocks(split):
+        starts, ends = split.bounds(np.arange(first, stop))
+        limits = {"truncate": starts + T, "drop": np.where(ends - starts > T, starts, ends)}.get(over_length, ends)
+        for before, last, _ in _replies(split, first, starts, ends):
+            of = ends.searchsorted(last, side="right")
+            total += int((last - before).sum())
+            left += int(np.maximum(np.minimum(last, limits[of]) - before, 0).sum())
+    return total, total - left
+
+
 def warn_of_counts(split: SFTSplit, counts: SFTCounts, T: int, over_length: OverLength) -> None:
     """Warn the caller of this package of rows without a target, and of more than 5 % of the supervised tokens lost."""
     messages = []

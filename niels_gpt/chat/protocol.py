@@ -76,6 +76,8 @@ class ChatTokenizer(Protocol):
     """The id that rows are padded with."""
     special_token_ids: list[int | None]
     """bos, eos, pad, unk."""
+    names_sha256: str | None = None
+    """Of the named tokens that a template may write, and of the literals that no chat may hold; None without one."""
 
     def encode_chats(self, chats: Sequence[Chat]) -> list[EncodedChat | RefusedChat]:
         """Encode chats together. Raises: ValueError for a template that cannot be used.

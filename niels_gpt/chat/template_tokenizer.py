@@ -7,6 +7,8 @@ that merges across the edge of a reply is supervised.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Sequence
 
@@ -15,8 +17,9 @@ import numpy as np
 from niels_gpt.chat.backends import Backend
 from niels_gpt.chat.prefix_tokens import checked_edges, first_difference, mask_of
 from niels_gpt.chat.protocol import SPECIAL_TEXT, TOO_LARGE, ChatTokenizer, EncodedChat, RefusedChat
-from niels_gpt.chat.template_process import Chat
-from niels_gpt.chat.templates import REMEDY, ChatTemplate, Rendered
+from niels_gpt.chat.template_code import DATE, asks_for_date
+from niels_gpt.chat.template_process import PROCESS, Chat, TemplateLimitError
+from niels_gpt.chat.templates import MAX_TEMPLATE, REMEDY, ChatTemplate, Rendered
 from niels_gpt.chat.turns import check_loss_on
 from niels_gpt.chat.values import UNUSABLE_VALUE, UnusableValueError, texts_of, usable
 
@@ -28,11 +31,29 @@ _DECODED = 8  # tokens whose text is shown in a message about a difference
 _ALL_CHECKED, _CHECKED_EVERY = 1000, 100  # the chats whose prefixes are tokenized too: the first ones, then every 100th
 
 
+def problem_of(template: str) -> tuple[str, str] | None:
+    """Return what is wrong with a template by itself, and what is expected; None where a tokenizer is needed to know.
+
+    That is: its length, jinja's syntax, the date, and the limits of time and memory, by a chat without messages.
+    """
+    if len(template) > MAX_TEMPLATE:
+        return f"the chat template has {len(template):,} characters", f"{MAX_TEMPLATE:,} at most"
+    try:
+        ((kind, text),) = PROCESS.render(template, {}, [Chat("", [])], [(0, 0, {})])
+    except TemplateLimitError as error:
+        return f"the chat template {error}", "one that renders a chat without messages"
+    if kind == "syntax":
+        return f"the chat template is no jinja, {text}", "a chat template in jinja"
+    if asks_for_date(template):
+        return f"the chat template asks for the date ({DATE})", "a date written out: the ids would differ tomorrow"
+    return None
+
+
 class TemplateTokenizer(ChatTokenizer):
     """A tokenizer of Hugging Face with a chat template."""
 
-    def __init__(self, backend: Backend, template: str | None, *, loss_on: str) -> None:
-        """template: text of a jinja template; None: the tokenizer's own, if it has one.
+    def __init__(self, backend: Backend, template: str | None, *, loss_on: str, file: str | None = None) -> None:
+        """template: text of a jinja template; None: the tokenizer's own, if it has one. file: its own, for messages.
 
         Raises: ValueError for a template that is too long, and for another `loss_on` than those of turns.LOSS_ON.
         """
@@ -42,11 +63,13 @@ class TemplateTokenizer(ChatTokenizer):
         self._has_tool_template = template is None and backend.has_tool_template
         ends = tuple(literal for literal in backend.added_tokens if literal.strip())
         text = backend.template if template is None else template
-        self._template = ChatTemplate(self.name, text, backend.variables, ends, self._difference, self.loss_on)
+        self._template = ChatTemplate(file or self.name, text, backend.variables, ends, self._difference, self.loss_on)
         self.template_sha256 = self._template.sha256
         self.mask_by = self._template.mask_by
         # Added tokens that are not special, such as <think>, are text that a chat may hold.
         literals = sorted(literal for literal in backend.special_tokens if literal.strip())
+        names = json.dumps([sorted(backend.variables.items()), literals])
+        self.names_sha256 = hashlib.sha256(names.encode()).hexdigest()
         self._literal = re.compile("|".join(map(re.escape, literals)) or r"(?!)")
         # Some templates write <| and |> around a role, so that a role may become any token of this form.
         self._inner = {literal.strip(_BRACKETS) for literal in literals}

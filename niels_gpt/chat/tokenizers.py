@@ -99,16 +99,16 @@ def open_tokenizer(
 
 
 def template_tokenizer(
-    tokenizer: HuggingFaceTokenizer, template: str | None, *, loss_on: str = "assistant"
+    tokenizer: HuggingFaceTokenizer, template: str | None, *, loss_on: str = "assistant", file: str | None = None
 ) -> ChatTokenizer:
     """Return a tokenizer of chats with the ids of a cache's tokenizer. It needs no transformers.
 
     template: text of a jinja template; None: the one in the tokenizer's folder.
-    loss_on: one of turns.LOSS_ON.
+    loss_on: one of turns.LOSS_ON. file: that the template was read from, for messages.
     Raises: ValueError for a template that is too long, and for another `loss_on`; CacheError for damaged files beside
         the tokenizer.
     """
-    return TemplateTokenizer(CacheBackend(tokenizer), template, loss_on=loss_on)
+    return TemplateTokenizer(CacheBackend(tokenizer), template, loss_on=loss_on, file=file)
 
 
 def _is_of_project(folder: str) -> bool:

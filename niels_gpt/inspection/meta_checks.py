@@ -34,7 +34,7 @@ from niels_gpt.tokenizers.vocabulary import integer, most_ids, token_dtype_of
 
 _CRC_KEY = "meta_crc32"
 _UNREAD = ("too_large", "unreadable_row")  # counters of every loader
-_UNREAD_USER_DEFINED = (*_UNREAD, "malformed", "missing_field", "unknown_role")  # of user-defined texts and chats
+_UNREAD_USER_DEFINED = (*_UNREAD, "malformed", "missing_field", "not_text", "unknown_role")  # of user files
 _MAX_REPAIRED_SHARE = 0.01  # of the documents or examples read: more point to files of another encoding
 _NOT_LOST = frozenset({"split_full", "groups_without_sample"})
 """Dropped because the split had all that was asked for; counted by its samples already."""
@@ -238,7 +238,9 @@ def dropped_problems(meta: Meta, max_share: float) -> Iterator[str]:
     counters = meta["source"].get("counters", {})
     all_rows = meta["source"].get("kind") == "own" or meta["kind"] == "pretrain"
     unread = {reason: counters.get(reason, 0) for reason in (_UNREAD_USER_DEFINED if all_rows else _UNREAD)}
-    dropped |= {reason: count for reason, count in unread.items() if count}
+    for reason, count in unread.items():
+        if count:  # the builder may drop others for the same reason
+            dropped[reason] = dropped.get(reason, 0) + count
     read, total = int(meta[f"{unit}_read"]) + sum(unread.values()), sum(dropped.values())
     units = "samples and rows" if unit == "samples" and any(unread.values()) else unit  # a row may hold many samples
     if total > max_share * read:

@@ -154,12 +154,12 @@ def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer 
     name = key.split("/")[1]
     try:
         source = resolve_source(settings, key)
+        if source.spec.family == "sft":
+            check_early(settings, trains=tokenizer is None and state == "train")
         if needs_no_tokenizer(key):
             tokenizer, state = None, "up to date"
         elif tokenizer is not None:
             check_tokenizer(settings, key, source, tokenizer, Path(tokenizer.model_path))
-        elif source.spec.family == "sft":
-            check_early(settings, trains=state == "train")
         is_known = tokenizer is not None or needs_no_tokenizer(key)
         current = is_known and state == "up to date" and _is_current(settings, key, source, tokenizer)
     except NoSentinels as error:

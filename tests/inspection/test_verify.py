@@ -19,6 +19,7 @@ from niels_gpt.builders.pretrain import build_stub
 from niels_gpt.cache.meta import read_meta, write_meta
 from niels_gpt.commands import cache as cli
 from niels_gpt.inspection import file_checks
+from niels_gpt.inspection.meta_checks import dropped_problems
 from niels_gpt.inspection.readers import refusal
 from niels_gpt.inspection.verify import CHECKS, Limits, find_damage, verify
 from niels_gpt.recipes.plan import RECIPES
@@ -188,6 +189,11 @@ def test_dropped_documents_above_the_limit_are_a_problem_with_the_counts(root: P
     assert "2 of 20 documents were dropped (10.00%), expected at most 5.00%: empty 1, sentinel_in_text 1" in problem
     (problem,) = problems(build_chats(root, [CHAT, CHAT, CHAT[:1]]), "dropped_share")
     assert "1 of 3 examples were dropped (33.33%)" in problem and "no_assistant_turn 1" in problem
+    meta = {"kind": "sft", "built": True, "examples_read": 3, "dropped": {"malformed": 1}}
+    meta["source"] = {"kind": "own", "counters": {"malformed": 2, "not_text": 1}}
+    assert list(dropped_problems(meta, 0.5)) == [
+        "4 of 6 examples were dropped (66.67%), expected at most 50.00%: malformed 3, not_text 1"
+    ]
     texts = [("train", "a" * 30), ("train", "b" * 30), ("val", "c")]
     cache = build_notes(root, texts, max_val_tokens=1)
     assert read_meta(str(cache / "meta.json"))["dropped"] == {"split_full": 1}

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,14 @@ def test_only_another_template_or_choice_of_turns_builds_the_chats_again(tmp_pat
     assert built(chat_template=str(other)) == {"own"} and built(chat_template=str(other)) == set()
     assert built(chat_template=str(other), loss_on="last") == {"own"}
     assert built() == {"own"}
+    # A named token that is no token, and one that is special from now on: no id of bos, eos, pad or unk changes.
+    config = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    for name, value in {"sep_token": "SEP", "additional_special_tokens": ["brief"]}.items():
+        named = tmp_path / name
+        shutil.copytree(tokenizer, named)
+        (named / "tokenizer_config.json").write_text(json.dumps({**config, name: value}))
+        changed = dataclasses.replace(settings, tokenizer=str(named))
+        assert [build_token_cache(changed, key).reused for key in ("own", "own", "notes")] == [False, True, True]
 
 
 def test_the_projects_chats_are_built_by_a_template_where_there_are_no_sentinels(
@@ -207,6 +216,8 @@ def test_what_no_template_can_be_used_with_is_refused_before_anything_is_made(
     rows(tmp_path)
     bare = write_tokenizer(tmp_path / "bare", template=None)
     own = ["--chat-template", "tokenizer"]
+    (tmp_path / "syntax.jinja").write_text("{% if messages %}")
+    (tmp_path / "date.jinja").write_text("{{ strftime_now('%Y') }}" + CHATML)
     cases = {
         "a SentencePiece model.*--tokenizer-kind bpe, or leave --chat-template out": [
             *own,
@@ -220,6 +231,12 @@ def test_what_no_template_can_be_used_with_is_refused_before_anything_is_made(
             "--tokenizer",
             bare,
         ],
+        "--chat-template '': is not a regular file, expected tokenizer or a file": ["--chat-template", ""],
+        "syntax.jinja: the chat template is no jinja, line 1: .*'endif'": [
+            "--chat-template",
+            tmp_path / "syntax.jinja",
+        ],
+        "date.jinja: the chat template asks for the date": ["--chat-template", tmp_path / "date.jinja"],
         "kind sentencepiece: .* Name the folder of one with --tokenizer": own,  # one would be trained
     }
     for message, flags in cases.items():

@@ -24,7 +24,7 @@ from niels_gpt.cache import CacheError, read_meta, write_meta
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
 from niels_gpt.sampling import Batch, EpochStream, MixtureStream, PackedStream, SFTStream
 from niels_gpt.sampling.packing.pieces import Pieces
-from niels_gpt.sampling.packing.plan import MAX_PIECES
+from niels_gpt.sampling.packing.plan import MAX_PIECES, Plan
 from niels_gpt.storage.codes import CodedWarning
 
 pytestmark = [
@@ -186,6 +186,7 @@ def test_every_piece_comes_exactly_once_an_epoch_whatever_the_split_of_the_work(
 ) -> None:
     """Parts of a run of two epochs: world size, rows of a rank, steps until the next part begins."""
     folder, documents = caches[kind]
+    T = max(T, 4) if over_length == "truncate" else T  # without a target in any row a stream is refused
     options: dict[str, Any] = {"T": T, "seed": seed, "epochs": 2, "over_length": over_length, "io": io}
     state: Any = None
     batches: list[Batch] = []
@@ -325,3 +326,26 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_place(tmp_path: Path) ->
         CacheError, match=r"shard_00002.bin: token 15 at byte 30 is id 105, expected ids below vocab_size 105"
     ):
         list(stream)
+
+
+def test_supervised_tokens_that_are_lost_are_counted_as_the_batches_have_them(tmp_path: Path) -> None:
+    """T = 8; the letters, the role before them and the end after them: 3 + n and 3 + m of each turn."""
+    build_chats(tmp_path / "chats", CHATS)
+    build_chats(tmp_path / "long", [[(30, 5)]] * 3)
+    give_bits(tmp_path / "long")
+    for over_length in ("split", "truncate", "drop"):
+        stream = PackedStream(tmp_path / "chats", T=8, global_batch_size=2, seed=0, epochs=1, over_length=over_length)
+        total = sum(sum(has_loss) for _, has_loss in read_chats(tmp_path / "chats"))
+        kept = sum(int((batch.y != -100).sum()) for batch in stream)
+        assert (stream.counts.supervised_tokens, stream.counts.supervised_tokens_lost) == (total, total - kept)
+        assert (kept < total) == (over_length != "split")
+    with pytest.warns(CodedWarning, match=r"in no row, and \d+ of \d+ supervised tokens \(.*%\) are lost"):
+        PackedStream(tmp_path / "chats", T=8, global_batch_size=2, seed=0, over_length="truncate")
+    with pytest.raises(CacheError, match="no target is left in any row") as refused:
+        PackedStream(tmp_path / "long", T=16, global_batch_size=2, seed=0, over_length="truncate")
+    assert refused.value.code == "E107"
+
+
+def test_a_plan_grows_with_the_longest_piece_and_not_with_the_row() -> None:
+    plan = Plan(np.array([3, 9, 3]), 10**9)
+    assert len(plan.counts) == len(plan.firsts) == 10 and plan.slots.tolist() == [0, 1, 2] and len(plan) == 1

@@ -96,7 +96,7 @@ def build_templated_sft(
     }
     settings: dict[str, Any] = {"kind": "sft", "built": True, "val_frac": val_frac, "on_special": on_special}
     settings |= {"split_rule": _SPLIT_RULE, "chat_template": template, "pad_id": chat_tokenizer.pad_id}
-    named = {"template_tokens": chat_tokenizer.special_token_ids}  # a template may write them by their names
+    named = {"template_tokens": chat_tokenizer.names_sha256}  # files beside tokenizer.json name them
     identity = build_identity(source, tokenizer, seed=seed, **named, **settings)
     encoder = _ChatEncoder(chat_tokenizer, vocabulary["vocab_size"])
     with open_build(out_dir, identity, {**FILES, LOSS: None}, checkpoint_seconds, source) as build:

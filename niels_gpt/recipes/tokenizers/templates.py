@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from niels_gpt.chat.template_tokenizer import problem_of
 from niels_gpt.chat.tokenizers import ChatTokenizer, template_tokenizer
 from niels_gpt.chat.turns import check_loss_on
 from niels_gpt.settings import OF_TOKENIZER, Settings
@@ -32,7 +33,7 @@ SETTINGS = ("chat_template", "loss_on")
 def template_text(settings: Settings) -> str | None:
     """Return the text of the template in the file that the settings name; None for the tokenizer's own.
 
-    Raises: FileNotFoundError; CacheError for a file that is too large, or is no text.
+    Raises: FileNotFoundError; CacheError for a file that is too large, or is no text, and for what is no file.
     """
     if settings.chat_template in (None, OF_TOKENIZER):
         return None
@@ -42,6 +43,11 @@ def template_text(settings: Settings) -> str | None:
     except FileNotFoundError:
         problem = f"--chat-template {settings.chat_template}: no such file, expected {OF_TOKENIZER} or a file of jinja"
         raise coded("E105", FileNotFoundError(problem)) from None
+    except CacheError as error:
+        if error.code != "E205":
+            raise
+        named = f"--chat-template {settings.chat_template or repr('')}"
+        raise CacheError(named, "is not a regular file", f"{OF_TOKENIZER} or a file of jinja", code="E205") from None
     except UnicodeDecodeError as error:
         raise CacheError(path, f"not UTF-8 at byte {error.start}", "a chat template in jinja", code="E407") from None
 
@@ -49,12 +55,17 @@ def template_text(settings: Settings) -> str | None:
 def check_early(settings: Settings, *, trains: bool) -> None:
     """Refuse what no cache of chats can be built with, before a tokenizer is made.
 
-    trains: whether the tokenizer would be trained. Raises: as `opened_template`.
+    trains: whether the tokenizer would be trained.
+    Raises: as `opened_template`; CacheError for a file that no chat can be
+        rendered by.
     """
     if settings.chat_template is None:
         return
     check_loss_on(settings.loss_on)
-    template_text(settings)
+    text = template_text(settings)
+    if text is not None and (problem := problem_of(text)) is not None:
+        found, expected = problem
+        raise CacheError(str(settings.chat_template), found, expected, code="E407")
     if trains and settings.tokenizer_kind == "sentencepiece":
         raise _is_sentencepiece("--tokenizer-kind sentencepiece")
 
@@ -80,7 +91,10 @@ def opened_template(settings: Settings, tokenizer: FullTokenizer, where: Path) -
     if tokenizer.kind != "huggingface":
         raise _is_sentencepiece(named)
     opened = template_tokenizer(
-        cast(HuggingFaceTokenizer, tokenizer), template_text(settings), loss_on=settings.loss_on
+        cast(HuggingFaceTokenizer, tokenizer),
+        template_text(settings),
+        loss_on=settings.loss_on,
+        file=settings.chat_template if settings.chat_template != OF_TOKENIZER else None,
     )
     if opened.template_sha256 is None:
         raise CacheError(
@@ -121,7 +135,7 @@ def recipe_settings(settings: Settings, reads: Sequence[str], tokenizer: FullTok
     else:
         opened = opened_template(settings, tokenizer, Path(tokenizer.model_path))
         # A template may write bos and its like, which files beside tokenizer.json name.
-        facts |= {"sha256": opened.template_sha256, "tokens": list(opened.special_token_ids)}
+        facts |= {"sha256": opened.template_sha256, "tokens": opened.names_sha256}
     return {**chosen, SETTINGS[0]: facts}
 
 

@@ -29,6 +29,15 @@ class PackedCounts:
     tokens_lost: int  # of the split, in no row: truncated or dropped
     rows: int  # of an epoch
     T: int
+    supervised_tokens: int  # of all whole documents; 0 of a pretrain cache, where every token but a first one is
+    supervised_tokens_lost: int  # those that are no target: truncated or dropped
+
+    def check(self, path: Path) -> None:
+        """Raise CacheError if no token of any row of an sft cache is a target. path: for messages."""
+        if self.supervised_tokens == self.supervised_tokens_lost:
+            found = f"no target is left in any row: {self.supervised_tokens} supervised tokens are there"
+            remedy = 'Pass a larger T, or over_length="split"' if self.supervised_tokens else "Take another split"
+            raise CacheError(path, found, "a cache with targets in rows of T tokens", remedy, code="E107")
 
     @property
     def fill(self) -> float:

@@ -40,16 +40,17 @@ class Plan:
         narrow = np.uint16 if T < 2**16 else np.int32
         self.pieces: NDArray[np.int32] = np.argsort((T - lengths).astype(narrow), kind="stable").astype(np.int32)
         """The pieces by falling length, those of one length by number: int32 [P]."""
-        self.counts: NDArray[np.int64] = np.bincount(lengths, minlength=T + 1)
-        """How many pieces of each length there are: int64 [T + 1]."""
+        self.counts: NDArray[np.int64] = np.bincount(lengths)
+        """How many pieces of each length there are, up to the longest: int64 [L + 1]."""
         self.firsts: NDArray[np.int64] = len(lengths) - np.cumsum(self.counts)
-        """The first slot of each length: int64 [T + 1]."""
+        """The first slot of each length: int64 [L + 1]."""
         rows, runs = _best_fit(self.counts, T)
         self.ends: NDArray[np.int32] = np.cumsum(np.bincount(rows)).astype(np.int32)
         """Where the slots of each row end in `slots`: int32 [rows]."""
         self.slots: NDArray[np.int32] = _by_row(rows, runs, self.ends)
         """The slots of each row, row after row, longest first: int32 [P]."""
-        self.lengths: NDArray[Any] = np.repeat(np.arange(T, -1, -1, dtype=narrow), self.counts[::-1])[self.slots]
+        falling = np.arange(len(self.counts) - 1, -1, -1, dtype=narrow)
+        self.lengths: NDArray[Any] = np.repeat(falling, self.counts[::-1])[self.slots]
         """The tokens of each of `slots`: uint16 or int32 [P]."""
 
     def __len__(self) -> int:
@@ -76,13 +77,13 @@ class Turn(NamedTuple):
     """Where the pieces of each length stand in an epoch."""
 
     factors: NDArray[np.int64]
-    """int64 [T + 1]: a, from 1 to n, without a common divisor with n, the number of pieces of that length."""
+    """int64 [L + 1]: a, from 1 to n, without a common divisor with n, the number of pieces of that length."""
     offsets: NDArray[np.int64]
-    """int64 [T + 1]: b, from 0 to n - 1."""
+    """int64 [L + 1]: b, from 0 to n - 1."""
 
     @classmethod
     def of(cls, epoch: int, counts: NDArray[np.int64], key: NDArray[np.uint64]) -> Turn:
-        """Return the turn of an epoch. counts: of pieces of each length, int64 [T + 1]; key: uint64 [1].
+        """Return the turn of an epoch. counts: of pieces of each length, int64 [L + 1]; key: uint64 [1].
 
         With h = mix(mix(key + epoch) + length): b is mix(h) mod n, and a is 1 + mix(h + j) mod n for the smallest
         j = 1, 2, ... 64 for which that has no common divisor with n; 1 if none has, and for n of 1 and 2.
@@ -110,7 +111,7 @@ class _Run(NamedTuple):
 
 
 def _best_fit(counts: NDArray[np.int64], T: int) -> tuple[NDArray[np.int32], list[_Run]]:
-    """Return the row of each slot, int32 [P], and the slots as runs. counts: of each length, int64 [T + 1]."""
+    """Return the row of each slot, int32 [P], and the slots as runs. counts: of each length, int64 [L + 1]."""
     row_of: NDArray[np.int32] = np.empty(int(counts.sum()), dtype=np.int32)
     runs: list[_Run] = []
     rooms: list[int] = []  # ascending; of each the rows that have just that room, longest waiting first

@@ -38,8 +38,9 @@ class PackedStream(CacheStream):
     A piece of L tokens stands in x whole. Its targets are the next tokens of the same document: -100 for the last token
     of a document, and in an sft cache where there is no loss. A document of more than T tokens is cut: pieces of T
     tokens and a rest; the last token of a cut piece has the first one of the next piece as its target. So every token
-    of a document but its first is a target exactly once an epoch. A row's end is padded: x is `pad_id` there, and the
-    target -100.
+    of a document but its first is a target exactly once an epoch, unless it carries no loss. A row of an sft cache may
+    have no target at all, and its mean loss is nan: add up the losses of tokens, and divide by the number
+    of targets. A row's end is padded: x is `pad_id` there, and the target -100.
 
     Which pieces share a row is planned once, when the stream is opened, from the lengths alone (see plan.py). Of 10
     million pieces this takes 2 s and 170 to 270 MiB, and 500 to 560 MiB meanwhile. Rows are read ahead, up to a million
@@ -138,7 +139,12 @@ class PackedStream(CacheStream):
 
     def _counted(self) -> PackedCounts:
         starts, tokens, long = self._starts(), int(self._plan.lengths.sum(dtype=np.int64)), self._pieces.num_long
-        return PackedCounts(
+        targets = lost = 0
+        if not self._is_pretrain:
+            from niels_gpt.cache.sft_counts import count_targets
+
+            targets, lost = count_targets(self.split, T=self.T, over_length=self.over_length)
+        counts = PackedCounts(
             documents=len(starts) - 1,
             documents_cut=long * (self.over_length == "split"),
             documents_truncated=long * (self.over_length == "truncate"),
@@ -148,7 +154,12 @@ class PackedStream(CacheStream):
             tokens_lost=int(starts[-1]) - tokens,
             rows=len(self._plan),
             T=self.T,
+            supervised_tokens=targets,
+            supervised_tokens_lost=lost,
         )
+        if not self._is_pretrain:
+            counts.check(public_file(self.folder))
+        return counts
 
     def _warn_of_lost(self) -> None:
         """Warn of the tokens that are in no row."""
@@ -156,10 +167,13 @@ class PackedStream(CacheStream):
         if counts.tokens_lost:
             total = counts.tokens + counts.tokens_lost
             what = "truncated" if counts.documents_truncated else "dropped"
+            targets, lost = counts.supervised_tokens, counts.supervised_tokens_lost
+            and_targets = f", and {lost} of {targets} supervised tokens ({lost / targets:.1%}) are lost" if lost else ""
             text = (
                 f"{printable(str(public_file(self.folder)))}: {self._pieces.num_long} of {counts.documents} "
                 f"{'documents' if self._is_pretrain else 'examples'} are longer than T = {self.T} tokens and are "
-                f"{what}: {counts.tokens_lost} of {total} tokens ({counts.tokens_lost / total:.1%}) are in no row. "
+                f"{what}: {counts.tokens_lost} of {total} tokens ({counts.tokens_lost / total:.1%}) are in no row"
+                f"{and_targets}. "
                 'Pass a larger T, or over_length="split"'
             )
             warnings.warn(CodedWarning("W203", text), stacklevel=3)
