@@ -41,7 +41,7 @@ class Segments(NamedTuple):
     def whole_rows(cls, count: int, T: int) -> Segments:
         """Return a segment for each of `count` rows, of which no more is known."""
         unknown = np.full(count, -1, dtype=np.int64)
-        return cls(np.arange(0, (count + 1) * T, T, dtype=np.int32), unknown, unknown)
+        return cls(np.arange(0, (count + 1) * T, T, dtype=np.int32), unknown, unknown.copy())
 
     @classmethod
     def interleaved(cls, parts: Sequence[tuple[NDArray[np.int64], Segments]], T: int) -> Segments:

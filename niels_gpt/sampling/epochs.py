@@ -34,7 +34,7 @@ class EpochStream(CacheStream):
     """
 
     split: PretrainSplit
-    documents = False  # of the class: streams pickled by earlier releases have none
+    documents: bool
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class _Windows:
         at, to = self._stops[first], self._stops[last]
         numbers = self._numbers[at:to]
         lasts = self._lasts[self._last_stops[first] : self._last_stops[last]] - begin
-        return Segments(self._starts[at : to + 1] - np.int32(begin), numbers, numbers), lasts
+        return Segments(self._starts[at : to + 1] - np.int32(begin), numbers, numbers.copy()), lasts
 
 
 def _cut(y: torch.Tensor, lasts: NDArray[np.int64]) -> None:

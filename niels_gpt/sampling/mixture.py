@@ -16,6 +16,7 @@ from niels_gpt.sampling.batch import Batch, Rows, Segments
 from niels_gpt.sampling.changes import continued, is_unchanged, origin_of
 from niels_gpt.sampling.epochs import EpochStream
 from niels_gpt.sampling.permutation import random_keys
+from niels_gpt.sampling.position import ResumableStream
 from niels_gpt.sampling.shares import MAX_BLOCK, Origin, Weights, phases, stages_of
 from niels_gpt.sampling.state import key_check, limited
 from niels_gpt.sampling.stream import CacheStream, SampleStream
@@ -81,7 +82,8 @@ class MixtureStream(SampleStream):
         self._keys = random_keys(self.seed, 1, purpose=1)
         self._joined = self._joined_files()
         self._begin(Origin(0, (0,) * len(self.streams)))
-        self._check_last_batch()
+        self._check_left()
+        self._warn_of_last_batch()
 
     def _begin(self, origin: Origin) -> None:
         """Let the mixture begin at a sample of a run. Raises: ValueError if its stages or sources do not last."""
@@ -162,12 +164,12 @@ class MixtureStream(SampleStream):
 
     def __repr__(self) -> str:
         """Return the caches and their weights, the shape of a batch, the rank and the position."""
-        parts = [f"{self._weights_of(number)} {stream.name}" for number, stream in enumerate(self.streams)]
+        parts = [f"{self._weights_of(number)} {_named(stream)}" for number, stream in enumerate(self.streams)]
         return f"MixtureStream({'; '.join(parts)}; {self._described()})"
 
     def _sources(self) -> dict[str, object]:
         return {
-            f"source {number}": f"weight {self._weights_of(number)}: {of.name}"
+            f"source {number}": f"weight {self._weights_of(number)}: {_named(of)}"
             for number, of in enumerate(self.streams)
         }
 
@@ -236,9 +238,10 @@ class MixtureStream(SampleStream):
             if origin != before:
                 self._begin(origin)
             if is_change:
+                self._check_left(origin.sample)
                 self._resume_at(origin.sample)
             else:
-                super().load_state_dict(state, allow_other_content=allow_other_content)
+                ResumableStream.load_state_dict(self, state, allow_other_content=allow_other_content)
         except ValueError:
             if self._origin != before:
                 self._begin(before)
@@ -246,8 +249,8 @@ class MixtureStream(SampleStream):
         if report:
             text = f"the sources differ from those of the state, at sample {origin.sample:,}: {report}"
             warnings.warn(CodedWarning("W103", text), stacklevel=2)
-        if origin != before:
-            self._check_last_batch()
+        if origin != before or self._consumed % self.global_batch_size:
+            self._warn_of_last_batch()
 
     def _end(self, stopped: Sequence[int]) -> int | None:
         """Return the number of samples; None: without end. stopped: the sources that stop it in the last block."""
@@ -326,6 +329,10 @@ class MixtureStream(SampleStream):
 
     def _batch(self, work: NDArray[np.int64], state: dict[str, Any]) -> Batch:
         return Batch.of_rows(self.read(work), state, torch.from_numpy(work[0].copy()))
+
+
+def _named(stream: CacheStream) -> str:
+    return f"{type(stream).__name__} of {stream.name}"
 
 
 class _JoinedFiles(NamedTuple):

@@ -7,8 +7,8 @@ is made of is left to the streams: SampleStream of stream.py, and RolloutStream 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from threading import get_ident
+from collections.abc import Callable, Iterator, Mapping
+from threading import get_ident, local
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,6 +24,15 @@ STREAM_VERSION = 1
 _MAX_WORKERS = 1024
 
 B = TypeVar("B")
+
+
+class _Reader(local):
+    """Of a thread: what a stream that is iterated in it tells of itself, if the thread reads ahead."""
+
+    lend: Callable[[ResumableStream[Any]], None] | None = None
+
+
+READER = _Reader()
 
 
 class ResumableStream(IterableDataset[B], ABC, Generic[B]):
@@ -56,6 +65,11 @@ class ResumableStream(IterableDataset[B], ABC, Generic[B]):
         if not self._started.is_shared():  # type: ignore[no-untyped-call]
             self._started = _shared_bytes(_MAX_WORKERS)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies of a stream that is read ahead, also one with its __getstate__: they would skip batches."""
+        self.check_not_ahead()
+        return super().__reduce_ex__(protocol)
+
     def __bool__(self) -> bool:
         return True
 
@@ -80,7 +94,7 @@ class ResumableStream(IterableDataset[B], ABC, Generic[B]):
         if self._ahead not in (None, get_ident()) and get_worker_info() is None:
             raise RuntimeError(
                 "prefetch reads ahead in this stream: its position is not that of the batch in use. Save batch.state, "
-                "and close the prefetch before the stream is used otherwise"
+                "and close the prefetch before the stream is used or copied otherwise"
             )
 
     @abstractmethod
@@ -117,6 +131,8 @@ class ResumableStream(IterableDataset[B], ABC, Generic[B]):
         for work, consumed, next_base in self._work(base, worker, workers):
             if self._iterator is not this:
                 raise RuntimeError("another iterator of this stream was started, or a state was loaded: iterate again")
+            if info is None and READER.lend is not None:
+                READER.lend(self)
             made = [self._batch(work, sealed(identity, crc, self._progress(consumed)))]
             if info is None:
                 self._consumed = consumed

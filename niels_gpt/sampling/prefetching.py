@@ -10,16 +10,16 @@ load_state_dict and other iterators; closing sets it back to the batch that was 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from queue import SimpleQueue
-from threading import Semaphore, Thread, current_thread
+from threading import Semaphore, Thread, get_ident
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
-from niels_gpt.sampling.position import ResumableStream
+from niels_gpt.sampling.position import READER, ResumableStream
 from niels_gpt.storage.meta_json import checked_int
 
 B = TypeVar("B")
@@ -34,9 +34,15 @@ def prefetch(stream: Iterable[B], n: int = 2, device: str | torch.device | None 
     `batch.state` is that of the batch in use: save it. Until the iterator ends or is closed (`close()`, `with`, or
     when nothing refers to it any more), the stream refuses state_dict, load_state_dict and other iterators, also other
     prefetches; then it continues after the last batch that was handed out. Closing waits for the batch that is being
-    made. An error of the stream is raised in place of the batch, with its traceback.
-    Raises: ValueError for n below 1; RuntimeError for a stream that is read ahead already.
+    made. An error of the stream is raised in place of the batch, with its traceback. The same holds for streams that
+    another iterator reads, as `islice(stream, 20)`, from their first batch on. The state of a StatefulDataLoader
+    is ahead; batch.state is right. In a notebook use `with`: the traceback of an interrupted cell keeps a loop's
+    iterator.
+    device: of batches that have `to`, and of tuples and lists of tensors.
+    Raises: ValueError for n below 1, and for a prefetch; RuntimeError for a stream that is read ahead already.
     """
+    if isinstance(stream, Prefetched):
+        raise ValueError("stream is a prefetch already: pass the stream itself, and a larger n")
     n, place = checked_int("n", n, 1), _Place(device)
     source = stream.dataset if isinstance(stream, DataLoader) and not stream.num_workers else stream
     return Prefetched(stream, source if isinstance(source, ResumableStream) else None, n, place)
@@ -49,7 +55,9 @@ class Prefetched(Iterator[B], Generic[B]):
         if lent is not None:
             lent.check_not_ahead()
         self._place, self._ahead = place, _Ahead(lent)
-        thread = Thread(target=_make, args=(self._ahead, batches, place), name="niels_gpt.prefetch", daemon=True)
+        self._thread = thread = Thread(
+            target=_make, args=(self._ahead, batches, place), name="niels_gpt.prefetch", daemon=True
+        )
         thread.start()  # it waits for room
         if lent is not None:
             lent.lend_to(cast(int, thread.ident))
@@ -57,24 +65,32 @@ class Prefetched(Iterator[B], Generic[B]):
         self._ahead.room.release(n)
 
     def __next__(self) -> B:
-        if not self._close.alive:
+        if READER.lend is not None and get_worker_info() is None:
+            raise ValueError("a prefetch within a prefetch: pass the stream itself, and a larger n")
+        if self._ahead.is_closed:
             raise StopIteration
-        error, batch, copied = self._ahead.made.get()
+        try:
+            return self._next()
+        except BaseException:  # also of Ctrl-C, whose traceback may keep the iterator
+            self.close()
+            raise
+
+    def _next(self) -> B:
+        error, batch, copied, positions = self._ahead.made.get()
         if error is not None:
             self._ahead.is_through = True
-            self.close()
             if isinstance(error, StopIteration):
                 raise StopIteration
             raise error
         self._place.wait_for(batch, copied)
-        if self._ahead.lent is not None:
-            self._ahead.consumed = batch.state["consumed_samples"]
         self._ahead.room.release()
+        self._ahead.lent.update(positions)
         return cast(B, batch)
 
     def close(self) -> None:
         """End the thread, drop the batches that it made ahead, and set the stream back to the last one handed out."""
-        self._close()
+        _end(self._ahead, self._thread)
+        self._close.detach()  # not before: after Ctrl-C in the line above it may be closed again
 
     def __enter__(self) -> Prefetched[B]:
         return self
@@ -87,15 +103,28 @@ class _Ahead:
     """What the thread and the consumer share."""
 
     def __init__(self, lent: ResumableStream[Any] | None) -> None:
-        self.lent = lent
+        self.lent: dict[ResumableStream[Any], int | None] = {} if lent is None else {lent: None}
+        """Each stream that the thread reads, and its position after the batch handed out last; None: not started."""
         self.room = Semaphore(0)  # for batches that may be made
-        self.made: SimpleQueue[tuple[BaseException | None, Any, Any]] = SimpleQueue()
-        self.consumed = None if lent is None else lent.consumed_samples
-        self.has_begun = self.is_closed = self.is_through = False
+        self.made: SimpleQueue[tuple[BaseException | None, Any, Any, Mapping[Any, int]]] = SimpleQueue()
+        self.is_closed = self.is_through = self.is_made = False
+
+    def lend(self, stream: ResumableStream[Any]) -> None:
+        """Lend a stream that is iterated in the thread, if that is new."""
+        if self.lent.get(stream) is None:
+            stream.lend_to(get_ident())
+            self.lent[stream] = stream.consumed_samples
+
+    def take_back(self) -> None:
+        """Set the streams back. Nothing is left to do after the first time."""
+        for stream, consumed in list(self.lent.items()):
+            stream.take_back(None if self.is_through else consumed)
+            self.lent.pop(stream, None)
 
 
 def _make(ahead: _Ahead, batches: Iterable[Any], place: _Place) -> None:
     """Make batches while there is room, in the thread. It keeps none of them."""
+    READER.lend = ahead.lend
     try:
         with place.thread():
             iterator = iter(batches)
@@ -104,25 +133,30 @@ def _make(ahead: _Ahead, batches: Iterable[Any], place: _Place) -> None:
                 if ahead.is_closed:
                     break
                 batch = next(iterator)
-                ahead.has_begun = True
-                ahead.made.put((None, *place.copied(batch)))
+                ahead.made.put((None, *place.copied(batch), {each: each.consumed_samples for each in ahead.lent}))
                 del batch
             if hasattr(iterator, "close"):
                 iterator.close()
     except BaseException as error:
-        ahead.made.put((error, None, None))
+        ahead.made.put((error, None, None, {}))
+    finally:
+        READER.lend = None
+        ahead.is_made = True
+        if ahead.is_closed:  # whoever closed it may not have waited: Ctrl-C, or the garbage collector in this thread
+            ahead.take_back()
 
 
 def _end(ahead: _Ahead, thread: Thread) -> None:
     """End the thread, and set the stream back. It holds no reference to the iterator, which may be gone."""
     ahead.is_closed = True
     ahead.room.release()
-    if thread is not current_thread():  # the garbage collector may run there
+    if thread.ident != get_ident():
         thread.join()
+    elif not ahead.is_made:  # the garbage collector runs in the thread, which ends by itself
+        return
     while not ahead.made.empty():
         ahead.made.get()
-    if ahead.lent is not None:
-        ahead.lent.take_back(ahead.consumed if ahead.has_begun and not ahead.is_through else None)
+    ahead.take_back()
 
 
 class _Place:
@@ -145,9 +179,8 @@ class _Place:
     def copied(self, batch: Any) -> tuple[Any, torch.cuda.Event | None]:
         """Return a batch on the device, and the event after which it is there."""
         if self.stream is None:
-            return (batch if self.device is None else batch.to(self.device)), None
-        if batch.x.device.type == "cpu":
-            batch = batch.pin_memory().to(self.device, non_blocking=True)
+            return (batch if self.device is None else _moved(batch, self.device)), None
+        batch = _moved(batch, self.device, pin=not any(each.is_cuda for each in _tensors(batch)))
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.stream)
         return batch, event
@@ -158,6 +191,31 @@ class _Place:
             return
         current = torch.cuda.current_stream(self.device)
         current.wait_event(copied)
-        for tensor in vars(batch).values():
-            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+        for tensor in _tensors(batch):
+            if tensor.is_cuda:
                 tensor.record_stream(current)
+
+
+def _moved(value: Any, device: torch.device | None, pin: bool = False) -> Any:
+    """Return a batch on a device: by its `to`, and tuples and lists element by element. Raises: ValueError."""
+    if isinstance(value, tuple | list):
+        moved = [_moved(each, device, pin) for each in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+    if not hasattr(value, "to"):
+        found = f"the stream yields a {type(value).__name__}"
+        raise ValueError(f"prefetch(device=...): {found}, expected batches with `to`, or tuples of tensors")
+    if pin and hasattr(value, "pin_memory"):
+        return value.pin_memory().to(device, non_blocking=True)
+    return value.to(device)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a batch, also those in its parts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    parts = value.values() if isinstance(value, Mapping) else value
+    if not isinstance(value, tuple | list | Mapping):
+        parts = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
+    for part in parts:
+        yield from _tensors(part)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -55,19 +55,27 @@ class SampleStream(ResumableStream[Batch]):
         torch.device(device)  # raises for an unknown one
         self.device, self.drop_last = device, drop_last
 
-    def _check_last_batch(self, stacklevel: int = 3) -> None:
-        """Warn if ranks get unequal numbers of rows of the last batch. Raises: ValueError if drop_last leaves none.
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_ahead" not in state:
+            raise ValueError("a stream pickled by an earlier release: open it again and load its state")
+        super().__setstate__(state)
+
+    def _check_left(self, first: int = 0) -> None:
+        """Raise ValueError if drop_last leaves no batch of the samples from `first` on."""
+        if self.drop_last and self.num_samples is not None and self.num_samples - first < self.global_batch_size:
+            raise ValueError(
+                f"drop_last=True, global_batch_size={self.global_batch_size}: no batch is left of "
+                f"{self.num_samples - first} samples, expected a smaller batch or more epochs"
+            )
+
+    def _warn_of_last_batch(self, stacklevel: int = 3) -> None:
+        """Warn if ranks get unequal numbers of rows of the last batch, counted from the position.
 
         stacklevel: of the warning; 3: the caller of the function that calls this.
         """
         if self.num_samples is None:
             return
-        short = self.num_samples % self.global_batch_size
-        if self.drop_last and self.num_samples < self.global_batch_size:
-            raise ValueError(
-                f"drop_last=True, global_batch_size={self.global_batch_size}: no batch is left of {self.num_samples} "
-                "samples, expected a smaller batch or more epochs"
-            )
+        short = (self.num_samples - self._consumed) % self.global_batch_size
         if short % self.world_size and not self.drop_last:
             rows = short // self.world_size
             text = (
@@ -78,13 +86,19 @@ class SampleStream(ResumableStream[Batch]):
             warnings.warn(CodedWarning("W101", text), stacklevel=stacklevel)
 
     def __len__(self) -> int:
-        """Return the number of batches from the first sample to the end, the same on every rank.
+        """Return the number of batches of this size from sample 0 to the end, the same on every rank.
 
         Raises: TypeError for a stream without end.
         """
         if self.num_samples is None:
             raise TypeError(f"this {type(self).__name__} has no end and no length. Count steps instead")
         return (self.num_samples + (0 if self.drop_last else self.global_batch_size - 1)) // self.global_batch_size
+
+    def load_state_dict(self, state: Mapping[str, Any], *, allow_other_content: bool = False) -> None:
+        """Resume as `ResumableStream.load_state_dict`; warns of ranks with unequal rows of the last batch."""
+        super().load_state_dict(state, allow_other_content=allow_other_content)
+        if self._consumed % self.global_batch_size:  # else the last batch is that of which opening warned
+            self._warn_of_last_batch()
 
     def _described(self) -> str:
         rows = self.global_batch_size // self.world_size
@@ -179,8 +193,9 @@ class MadeAhead(Generic[Made]):
         It is made of up to _BATCHES_AHEAD batches, or of as many as have _TOKENS_AHEAD tokens, and kept.
         """
         numbers = places[-1]
-        if self._made is not None and (at := _found(numbers, self._made[0])) is not None:
-            return self._made[1], at
+        kept = self._made  # once: another thread may replace it meanwhile
+        if kept is not None and (at := _found(numbers, kept[0])) is not None:
+            return kept[1], at
         located, count = self._located, places.shape[1]
         at = _found(numbers, located[-1])
         if at is not None:
@@ -240,10 +255,11 @@ class CacheStream(SampleStream):
         self.epochs = None if epochs is None else checked_int("epochs", epochs, 1)
 
     def _set_samples(self, samples_per_epoch: int) -> None:
-        """Set how many samples an epoch has, and where the stream ends. Warns and raises as `_check_last_batch`."""
+        """Set how many samples an epoch has, and where the stream ends. Raises: as `_check_left`."""
         self.samples_per_epoch = samples_per_epoch
         self.num_samples = None if self.epochs is None else limited("epochs", self.epochs, samples_per_epoch)
-        self._check_last_batch(stacklevel=4)
+        self._check_left()
+        self._warn_of_last_batch(stacklevel=4)
 
     @property
     @abstractmethod

@@ -156,6 +156,19 @@ def test_numbers_of_epochs_count_from_the_beginning_of_the_source(tmp_path: Path
         changed_run(folders[:1], [1], 5, late, when_exhausted=1)
 
 
+def test_the_last_batch_is_counted_from_the_position_of_the_state(tmp_path: Path) -> None:
+    folders = sources(tmp_path, [7, 5])  # 12 samples
+    state = run_mixture(folders, [1, 1], 1, G=3, when_exhausted=1)[-1].state
+    for weights, changed in (([1, 1], False), ([1, 2], True)):  # 9 are left, in batches of 4: 1 in the last
+        one = mixture(folders, weights, G=4, world=2, when_exhausted=1)
+        with pytest.warns(CodedWarning, match="the last batch has 1 of 4 rows"):
+            one.load_state_dict(state, changed=changed)
+    one = mixture(folders, [1, 2], G=10, when_exhausted=1, drop_last=True)
+    with pytest.raises(ValueError, match="no batch is left of 9 samples"):
+        one.load_state_dict(state, changed=True)
+    assert one.state_dict()["consumed_samples"] == 0 and "EpochStream of " in repr(one)
+
+
 def test_what_cannot_be_continued_is_refused_with_the_way_that_works(tmp_path: Path) -> None:
     folders = sources(tmp_path, [7, 50])
     one = mixture(folders, [1, 2])

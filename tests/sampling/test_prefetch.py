@@ -1,5 +1,7 @@
 """prefetch: the batches of the stream and their states, made ahead by a thread that ends with its iterator."""
 
+import copy
+import pickle
 import signal
 import subprocess
 import sys
@@ -171,3 +173,53 @@ def test_batches_are_copied_to_the_device(tmp_path: Path) -> None:
         for batch, plain in zip(prefetch(open_stream(folder), 2, device), open_stream(folder), strict=True):
             assert batch.x.device.type == batch.y.device.type == device and batch.state == plain.state
             assert device == "meta" or (torch.equal(batch.x.cpu(), plain.x) and torch.equal(batch.y.cpu(), plain.y))
+
+
+def test_a_stream_behind_another_iterator_is_lent_and_not_copied(tmp_path: Path) -> None:
+    stream = open_stream(numbered(tmp_path, [400]))
+    batches = prefetch(islice(stream, 20), 3)
+    state = list(islice(batches, 4))[-1].state
+    for use in (stream.state_dict, lambda: copy.deepcopy(stream), lambda: pickle.dumps(stream)):
+        with pytest.raises(RuntimeError, match="prefetch reads ahead"):
+            use()
+    with pytest.raises(ValueError, match="prefetch already"):
+        prefetch(batches)
+    batches.close()
+    assert stream.state_dict() == state == copy.deepcopy(stream).state_dict()
+
+
+class Waits(EpochStream):
+    """Interrupts the main thread while a batch is made."""
+
+    made = 0
+
+    def read(self, places: Any) -> Any:
+        self.made += 1
+        if self.made == 3:
+            time.sleep(0.1)
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.1)
+        return super().read(places)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_an_interrupt_while_closing_or_waiting_gives_the_stream_back(tmp_path: Path, closes: bool) -> None:
+    stream = Waits(str(numbered(tmp_path, [400])), T=4, global_batch_size=3, seed=0)
+    batches = prefetch(stream, 2)
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+        while closes and stream.made < 3:
+            time.sleep(0.001)
+        if closes:
+            batches.close()
+        next(batches)
+        next(batches)
+    batches.close()
+    assert threads() == [] and stream.state_dict()["consumed_samples"] == (3 if closes else 6)
+
+
+def test_tuples_are_copied_and_what_is_not_known_is_refused() -> None:
+    (x, y), *_ = prefetch([(torch.ones(2), torch.ones(3))], 1, "meta")
+    assert x.device.type == y.device.type == "meta"
+    with pytest.raises(ValueError, match="yields a int"):
+        next(prefetch([1], 1, "meta"))
