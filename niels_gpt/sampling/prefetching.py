@@ -142,7 +142,7 @@ def _make(ahead: _Ahead, batches: Iterable[Any], place: _Place) -> None:
     finally:
         READER.lend = None
         ahead.is_made = True
-        if ahead.is_closed:  # whoever closed it may not have waited: Ctrl-C, or the garbage collector in this thread
+        if ahead.is_closed:  # which may not have waited: on Ctrl-C, or in the garbage collector of this thread
             ahead.take_back()
 
 

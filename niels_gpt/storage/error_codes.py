@@ -244,8 +244,8 @@ No tokenizer could be trained: there is no text, or the settings ask for a vocab
 text
 
 E407 chat-template
-The chat template of a model cannot be used: it fails, depends on the date, or does not tell which tokens are the
-assistant's.
+The chat template of a model, or of `--chat-template`, cannot be used: it fails, depends on the date, or does not tell
+which tokens are the assistant's.
 > Name a file with another template: `--chat-template FILE`. `docs/chat_templates.md` says what a template must do.
 = my-model: its chat template is no jinja, line 1: Expected an expression, got 'end of statement block'
 
