@@ -115,9 +115,7 @@ def test_a_special_token_in_a_message_drops_the_chat_or_stops_the_build(tmp_path
 
 
 @pytest.mark.usefixtures("small_batches")
-@pytest.mark.parametrize(
-    "other", [{"template_sha256": "2" * 64}, {"loss_on": "last"}, {"special_token_ids": [None, 9, 0, None]}]
-)
+@pytest.mark.parametrize("other", [{"template_sha256": "2" * 64}, {"loss_on": "last"}, {"names_sha256": "3" * 64}])
 def test_another_template_is_another_build_and_leaves_the_first_one(folder: Path, other: dict[str, Any]) -> None:
     interrupt("templated", folder / "c", 30)
     first = unfinished(folder / "c", ".journal")
