@@ -57,6 +57,7 @@ def test_the_projects_chats_are_input_by_their_name(settings: Settings, tokenize
         assert (row.input_ids.tolist(), row.loss_mask.tolist()) == (ids[:256], mask[:256])
 
 
+@pytest.mark.slow
 def test_a_tokenizer_json_with_the_sentinels_gives_the_ids_and_the_mask_of_an_sft_cache(
     settings: Settings, tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ def test_the_command_of_the_readme_builds_exactly_the_sft_caches(home: Path, mon
     assert not list(home.glob(".tmp_dagster_home_*"))  # history is in .dagster/, nothing is left beside it
 
 
+@pytest.mark.slow
 def test_a_selection_in_quotes_and_one_by_key_are_that_of_the_readme(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

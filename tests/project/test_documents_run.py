@@ -28,7 +28,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 SLOW = {
     "docs/building.md",
+    "docs/eagle3.md",
     "docs/folded_training.md",
+    "docs/index.md",
+    "docs/prefix_tree.md",
+    "docs/tokenizers.md",
     "docs/tutorials/dagster.md",
     "docs/tutorials/eagle3.md",
     "docs/tutorials/small_gpt.md",
