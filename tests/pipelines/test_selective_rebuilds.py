@@ -102,6 +102,7 @@ def test_a_retrained_but_identical_tokenizer_makes_nothing_stale_and_rebuilds_no
     assert built(run(instance, settings, *keys)) == set()
 
 
+@pytest.mark.slow
 def test_a_touched_note_makes_roam_alone_stale_and_rebuilds_it_alone(
     after_a_run: dg.DagsterInstance, own: Settings
 ) -> None:

@@ -35,6 +35,7 @@ SLOW = {
     "docs/tokenizers.md",
     "docs/tutorials/dagster.md",
     "docs/tutorials/eagle3.md",
+    "docs/tutorials/own_data.md",
     "docs/tutorials/small_gpt.md",
 }
 """Pages that take more than some seconds."""

@@ -113,6 +113,7 @@ def test_a_stop_does_not_show_in_the_losses(
     assert stopped["evaluations"][-1] == straight["evaluations"][-1]
 
 
+@pytest.mark.slow
 def test_a_change_of_world_size_at_a_stop_does_not_show_either(
     example: ModuleType, caches: Path, straight: dict[str, Any], tmp_path: Path
 ) -> None:
