@@ -40,7 +40,7 @@ _PURPOSE = 21  # of the keys: another order than that of an EpochStream with the
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RolloutBin:
-    """S samples of some groups as one row; fields in the order of the row's LossEdges. Tensors are on one device."""
+    """S samples of some groups as one row; fields are in the order of its LossEdges. Its numbers are on the CPU."""
 
     forest: PrefixForest
     groups: Tensor
@@ -76,7 +76,7 @@ class RolloutBin:
         return f"RolloutBin({self.forest!r}, {groups} groups, {self.loss_tokens} supervised tokens)"
 
     def to(self, device: torch.device | str) -> RolloutBin:
-        """Return the bin with every tensor on a device."""
+        """Return the bin with its forest and fields on a device; `groups` and `samples` stay where they are."""
         fields, of_samples = ({k: v.to(device) for k, v in each.items()} for each in (self.fields, self.sample_fields))
         return replace(self, forest=self.forest.to(device), fields=fields, sample_fields=of_samples)
 
