@@ -40,7 +40,7 @@ _PURPOSE = 21  # of the keys: another order than that of an EpochStream with the
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RolloutBin:
-    """S samples of some groups as one row; fields are in the order of its LossEdges. Its numbers are on the CPU."""
+    """S samples of some groups as one row; fields as in its LossEdges. `groups` and `samples` stay on the CPU."""
 
     forest: PrefixForest
     groups: Tensor
