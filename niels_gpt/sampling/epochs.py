@@ -16,7 +16,7 @@ from niels_gpt.cache.mmap import IO, public_file
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, gathered, split_rows
 from niels_gpt.display.numbers import number_of
 from niels_gpt.sampling.batch import Rows, Segments
-from niels_gpt.sampling.permutation import ROUNDS, mix, permute, random_keys
+from niels_gpt.sampling.permutation import ROUNDS, mix, random_keys
 from niels_gpt.sampling.state import key_check
 from niels_gpt.sampling.stream import STREAM_VERSION, CacheStream, MadeAhead
 from niels_gpt.storage.codes import CodedWarning
@@ -168,10 +168,7 @@ class EpochStream(CacheStream):
         and a number, see `MadeAhead.numbered`. They are looked up for thousands of windows at once, in a third of the
         time.
         """
-        epochs, positions = np.divmod(samples, self.num_windows)
-        if len(epochs) and epochs.min() == epochs.max():
-            epochs = epochs[:1]  # a single tweak
-        windows = permute(positions, self.num_windows, self._keys, epochs)
+        epochs, windows = self._in_order(samples)
         shards = np.searchsorted(self._ends, windows, side="right")
         starts = (windows - self._begins[shards]) * self.T
         if self.random_offset:

@@ -18,7 +18,7 @@ from niels_gpt.cache.sft_counts import OverLength, count_rows, warn_of_counts
 from niels_gpt.cache.sft_dataset import chosen_targets
 from niels_gpt.cache.sft_split import SFTSplit
 from niels_gpt.sampling.batch import Rows, Segments
-from niels_gpt.sampling.permutation import ROUNDS, permute, random_keys
+from niels_gpt.sampling.permutation import ROUNDS, random_keys
 from niels_gpt.sampling.state import key_check
 from niels_gpt.sampling.stream import CacheStream
 from niels_gpt.storage.meta_json import printable
@@ -128,10 +128,7 @@ class SFTStream(CacheStream):
 
         The first token, the one after the last, the number of the piece, and that of its example.
         """
-        epochs, positions = np.divmod(samples, self.samples_per_epoch)
-        if len(epochs) and epochs.min() == epochs.max():
-            epochs = epochs[:1]  # a single tweak
-        rows = permute(positions, self.samples_per_epoch, self._keys, epochs)
+        _, rows = self._in_order(samples)
         return np.stack(self._rows.places(self.split, rows))
 
     def read(self, places: NDArray[np.int64]) -> Rows:

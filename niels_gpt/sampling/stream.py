@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.display.tables import html_table
 from niels_gpt.sampling.batch import Batch, Rows
+from niels_gpt.sampling.permutation import permute
 from niels_gpt.sampling.position import STREAM_VERSION, ResumableStream
 from niels_gpt.sampling.state import limited
 from niels_gpt.storage.codes import CodedWarning
@@ -235,6 +236,8 @@ class CacheStream(SampleStream):
     samples_per_epoch: int
     epochs: int | None
     """How many until the stream ends; None: never."""
+    _keys: NDArray[np.uint64]
+    """Of the order: uint64 [ROUNDS]."""
 
     def __init__(
         self,
@@ -265,6 +268,12 @@ class CacheStream(SampleStream):
     @abstractmethod
     def name(self) -> str:
         """Return the cache, its version and the split, for messages."""
+
+    def _in_order(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the epoch of each sample, and which of an epoch's samples it is in the seeded order: int64 [n] each."""
+        epochs, positions = np.divmod(samples, self.samples_per_epoch)
+        tweaks = epochs[:1] if len(epochs) and epochs.min() == epochs.max() else epochs  # one is faster
+        return epochs, permute(positions, self.samples_per_epoch, self._keys, tweaks)
 
     def _progress(self, consumed: int) -> dict[str, int]:
         return {"epoch": consumed // self.samples_per_epoch, "consumed_samples": consumed}

@@ -20,7 +20,7 @@ from niels_gpt.sampling.batch import Rows, Segments
 from niels_gpt.sampling.packing.pieces import OverLength, PackedCounts, Pieces
 from niels_gpt.sampling.packing.plan import PLAN_VERSION, Plan, Turn
 from niels_gpt.sampling.packing.rows import PlacedPieces, ReadRows
-from niels_gpt.sampling.permutation import ROUNDS, permute, random_keys
+from niels_gpt.sampling.permutation import ROUNDS, random_keys
 from niels_gpt.sampling.state import key_check
 from niels_gpt.sampling.stream import CacheStream, MadeAhead
 from niels_gpt.storage.codes import CodedWarning
@@ -205,9 +205,8 @@ class PackedStream(CacheStream):
 
     def locate(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the row of the plan and the epoch, and a number, see `MadeAhead.numbered`: int64 [3, n]."""
-        epochs, positions = np.divmod(samples, len(self._plan))
-        tweaks = epochs[:1] if len(epochs) and epochs.min() == epochs.max() else epochs
-        return self._made_ahead.numbered(permute(positions, len(self._plan), self._keys, tweaks), epochs)
+        epochs, rows = self._in_order(samples)
+        return self._made_ahead.numbered(rows, epochs)
 
     def read(self, places: NDArray[np.int64]) -> Rows:
         """Return the rows at places from `locate`; the rows after them are read ahead.
