@@ -270,9 +270,10 @@ class CacheStream(SampleStream):
         """Return the cache, its version and the split, for messages."""
 
     def _in_order(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the epoch of each sample, and which of an epoch's samples it is in the seeded order: int64 [n] each."""
+        """Return the epoch of each sample, and its number within an epoch in the seeded order: int64 [n] each."""
         epochs, positions = np.divmod(samples, self.samples_per_epoch)
-        tweaks = epochs[:1] if len(epochs) and epochs.min() == epochs.max() else epochs  # one is faster
+        is_one = len(epochs) and epochs.min() == epochs.max()  # a single tweak takes less time
+        tweaks = epochs[:1] if is_one else epochs
         return epochs, permute(positions, self.samples_per_epoch, self._keys, tweaks)
 
     def _progress(self, consumed: int) -> dict[str, int]:

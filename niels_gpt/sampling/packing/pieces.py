@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from niels_gpt.cache.sft_counts import OverLength
 from niels_gpt.sampling.packing.plan import MAX_PIECES
 from niels_gpt.storage.errors import CacheError
-
-OverLength = Literal["split", "truncate", "drop", "error"]
-"""A document of more than T tokens is cut in pieces of T and a rest, truncated to T, left out, or an error."""
 
 
 @dataclass(frozen=True)

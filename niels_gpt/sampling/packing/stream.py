@@ -16,8 +16,9 @@ from niels_gpt.cache.formats import SPLITS, TokenDtype
 from niels_gpt.cache.meta import existing_cache, reader_meta
 from niels_gpt.cache.mmap import IO, public_file
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
+from niels_gpt.cache.sft_counts import OverLength
 from niels_gpt.sampling.batch import Rows, Segments
-from niels_gpt.sampling.packing.pieces import OverLength, PackedCounts, Pieces
+from niels_gpt.sampling.packing.pieces import PackedCounts, Pieces
 from niels_gpt.sampling.packing.plan import PLAN_VERSION, Plan, Turn
 from niels_gpt.sampling.packing.rows import PlacedPieces, ReadRows
 from niels_gpt.sampling.permutation import ROUNDS, random_keys
