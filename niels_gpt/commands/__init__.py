@@ -10,8 +10,7 @@ cache.py            build, snapshot, list, show, stats, locate, diff, verify, gc
 build.py            runs builds and snapshots: one cache after the other, each checked
 report.py           the text that list, build, --dry-run, snapshot, verify and diff print
 train_tokenizer.py  train-tokenizer, add-sentinels; python -m niels_gpt.train_tokenizer
-precompute.py       eagle3 precompute, the estimate and progress that it prints; python -m niels_gpt.eagle3.precompute
-eagle3.py           eagle3 verify, inspect, convert, stats; python -m niels_gpt.eagle3
+eagle3/             the commands for EAGLE-3 caches; python -m niels_gpt.eagle3 and niels_gpt.eagle3.precompute
 demo.py             demo: every cache of the bundled sample
 doctor.py           doctor and explain: what is installed, which caches need care; what a code means
 prefix_tree.py      tree stats, show, demo; python -m niels_gpt.prefix_tree

@@ -9,8 +9,10 @@ import click
 from rich_click import RichCommandPanel
 
 from niels_gpt import __version__
-from niels_gpt.commands import cache, demo, doctor, eagle3, precompute, prefix_tree, train_tokenizer
+from niels_gpt.commands import cache, demo, doctor, prefix_tree, train_tokenizer
 from niels_gpt.commands.console import Group, run
+from niels_gpt.commands.eagle3 import group as eagle3
+from niels_gpt.commands.eagle3 import precompute
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,8 +3,8 @@
 cache.py         public: reader, loader, writer of shards; every name of the published contract
 target.py        public: the target's hidden states and logits, shifted left by one slot; which layers are captured
 vocab.py         public: which of the target's tokens the draft knows, and the files of that choice
-precompute.py    public: python -m niels_gpt.eagle3.precompute (commands/precompute.py)
-__main__.py      public: python -m niels_gpt.eagle3 verify | inspect | convert | stats (commands/eagle3.py)
+precompute.py    public: python -m niels_gpt.eagle3.precompute (commands/eagle3/precompute.py)
+__main__.py      public: python -m niels_gpt.eagle3 verify | inspect | convert | stats (commands/eagle3/group.py)
 format/          the files of a cache: what is in them, their writers and readers, the plan
 targets/         loads target models: by folder or hub id, or the sample's small one
 produce/         plan + samples + target -> a finished cache; when a run may be resumed

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.peer_automodel import Peer
 
-from niels_gpt.commands import precompute
+from niels_gpt.commands.eagle3 import precompute
 from niels_gpt.eagle3 import target
 from niels_gpt.eagle3.target import write_small_target
 from niels_gpt.tokenizer import SentencePieceTokenizer

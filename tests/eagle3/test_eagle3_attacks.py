@@ -44,7 +44,7 @@ def command(*arguments: str) -> Callable[[Path], int]:
     """Return a call of the command line on the cache."""
 
     def call(root: Path) -> int:
-        from niels_gpt.commands.eagle3 import main
+        from niels_gpt.commands.eagle3.group import main
 
         return max(main([arguments[0], str(folder), *arguments[1:]]) for folder in caches(root))
 

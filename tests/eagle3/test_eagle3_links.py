@@ -8,7 +8,7 @@ import pytest
 from support import eagle3_runs
 from support.small_eagle3 import fields_of
 
-from niels_gpt.commands.eagle3 import main
+from niels_gpt.commands.eagle3.group import main
 from niels_gpt.eagle3.cache import (
     CachedEagle3Dataset,
     build_cached_eagle3_dataloader,

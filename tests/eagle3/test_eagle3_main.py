@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 from support.eagle3_damage import copy_of, flip_bit
 
-from niels_gpt.commands import precompute
-from niels_gpt.commands.eagle3 import main
+from niels_gpt.commands.eagle3 import precompute
+from niels_gpt.commands.eagle3.group import main
 from niels_gpt.display.numbers import size_text
 from niels_gpt.eagle3.format.layout import shard_path
 from niels_gpt.eagle3.target import write_small_target

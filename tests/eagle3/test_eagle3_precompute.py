@@ -17,7 +17,7 @@ import torch
 from support.eagle3_damage import flip_bit
 from support.eagle3_runs import disk, whole_tree
 
-from niels_gpt.commands import precompute
+from niels_gpt.commands.eagle3 import precompute
 from niels_gpt.eagle3.cache import CachedEagle3Dataset, read_manifest, verify
 from niels_gpt.eagle3.vocab import save_token_mapping
 from niels_gpt.recipes.eagle3.options import Options

@@ -20,7 +20,7 @@ from support.eagle3_damage import flip_bit
 from support.eagle3_runs import HIDDEN, LENGTH, has_shard, never, run, samples_of, times, whole_tree
 from support.small_eagle3 import fields_of, manifest_of
 
-from niels_gpt.commands.eagle3 import main
+from niels_gpt.commands.eagle3.group import main
 from niels_gpt.eagle3.cache import CachedEagle3Dataset, verify, write_manifest, write_shard, write_target_embeddings
 from niels_gpt.eagle3.format.layout import shard_path
 from niels_gpt.eagle3.format.samples import Samples

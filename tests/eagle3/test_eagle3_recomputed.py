@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from support import eagle3_runs
 from support.eagle3_damage import FORMS, copy_of, flip_bit, put
 
-from niels_gpt.commands.eagle3 import main
+from niels_gpt.commands.eagle3.group import main
 from niels_gpt.eagle3.cache import convert, write_target_embeddings
 from niels_gpt.eagle3.format.layout import shard_path
 from niels_gpt.eagle3.format.plan import Plan, open_plan

@@ -11,7 +11,7 @@ from support.eagle3_runs import whole_tree
 from support.loopback_hub import LoopbackHub
 from support.tiny_hub_models import CHAT
 
-from niels_gpt.commands import precompute
+from niels_gpt.commands.eagle3 import precompute
 from niels_gpt.eagle3.cache import verify
 from niels_gpt.eagle3.format.shard_writer import receipt_path
 from niels_gpt.storage.fileio import META_NAME

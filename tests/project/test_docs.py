@@ -10,7 +10,9 @@ from support import ROOT
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.commands import cache as cli
-from niels_gpt.commands import eagle3, precompute, prefix_tree, train_tokenizer
+from niels_gpt.commands import prefix_tree, train_tokenizer
+from niels_gpt.commands.eagle3 import group as eagle3
+from niels_gpt.commands.eagle3 import precompute
 from niels_gpt.commands.main import ROOT as ROOT_COMMAND
 from niels_gpt.commands.main import TREE
 from niels_gpt.recipes.plan import RECIPES

@@ -1,7 +1,8 @@
 """What an EAGLE-3 cache is made of, and how: each option's default, limits and help, and its flag.
 
-commands/precompute.py makes a flag of each option that has a group. An option that names a setting takes its value from
-that field of Settings for the asset eagle3/targets, and its default, limits and help too unless it states its own.
+commands/eagle3/precompute.py makes a flag of each option that has a group. An option that names a setting takes its
+value from that field of Settings for the asset eagle3/targets, and its default, limits and help too unless it states
+its own.
 """
 
 from __future__ import annotations

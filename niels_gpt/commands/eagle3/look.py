@@ -1,12 +1,9 @@
-"""Check an EAGLE-3 cache, look into it, convert it: the commands of python -m niels_gpt.eagle3.
-
-python -m niels_gpt.eagle3.precompute (precompute.py) makes a cache. Caches of other tools in the same format are read.
-"""
+"""eagle3 verify, inspect, stats: check a cache and look into it; those of other tools in the same format, too."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +13,9 @@ from rich_click import argument, option
 
 from niels_gpt.commands.console import (
     ERRORS,
-    Command,
     ExitCode,
-    Group,
     Result,
     progress_bar,
-    run,
     say,
 )
 from niels_gpt.commands.console import command as any_command
@@ -34,12 +28,8 @@ command = partial(any_command, errors=(*ERRORS, RuntimeError), level=logging.WAR
 _PATH = click.Path(path_type=Path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run python -m niels_gpt.eagle3 with arguments, default those of the process; returns the exit status."""
-    return run(FACE, argv, "python -m niels_gpt.eagle3")
-
-
-def _of_cache(function: Callable[..., Result]) -> Callable[..., Result]:
+def of_cache(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Add the argument CACHE and the flag --follow-links to a command's function."""
     text = "read files that are links, as in a snapshot of the Hugging Face hub; refused otherwise"
     function = option("--follow-links", is_flag=True, help=text)(function)
     return argument("cache", type=_PATH, help="folder of a cache: with a manifest.json")(function)
@@ -51,7 +41,7 @@ def _of_cache(function: Callable[..., Result]) -> Callable[..., Result]:
     examples="""niels-gpt eagle3 verify CACHE                        every damage, with its shard and sample
 niels-gpt eagle3 verify CACHE --target MODEL -k 8    and run 8 samples through the target again""",
 )
-@_of_cache
+@of_cache
 @option("--target", metavar="MODEL", help="folder or hub id of the cache's target: run samples through it again")
 @option("--revision", metavar="REV", help="hub commit, tag or branch of the target; as in the plan if not given")
 @option("-k", "--samples", type=int, default=8, metavar="N", help="samples to run, drawn by the seed")
@@ -99,7 +89,7 @@ def _verdict_lines(name: str, verdict: Verdict) -> str:
     "Print what a cache was made from and its form, or the slots of a sample.",
     examples="niels-gpt eagle3 inspect CACHE --sample 3 --tokenizer MODEL",
 )
-@_of_cache
+@of_cache
 @option("--sample", type=int, metavar="I", help="number of a sample of the cache, from 0")
 @option("--tokenizer", metavar="MODEL", help="folder or hub id, for the text of the ids; ids alone if not given")
 @option("--slot", type=int, metavar="P", default=0, help="first slot of the sample to print")
@@ -125,28 +115,11 @@ def inspect(
 
 
 @command(
-    "convert",
-    "Convert a dense cache to the other version of the format; no shard is rewritten.",
-    examples="niels-gpt eagle3 convert CACHE --format-version 2",
-)
-@_of_cache
-@option("--format-version", type=click.Choice([1, 2]), required=True, help="version to convert to")
-def convert(cache: Path, follow_links: bool, format_version: int) -> Result:
-    """Convert a cache."""
-    from niels_gpt.eagle3.cache import convert
-
-    is_changed = convert(cache, format_version, follow_links=follow_links)
-    changed = f"now version {format_version}: manifest.json was rewritten, no shard was changed"
-    say(f"{cache}: {changed if is_changed else f'is version {format_version} already; nothing was written'}")
-    return Result({"cache": str(cache), "format_version": format_version, "changed": is_changed})
-
-
-@command(
     "stats",
     "Print tokens, shares, lengths, mass, entropy and norms of a cache.",
     examples="niels-gpt eagle3 stats CACHE --plot stats.png",
 )
-@_of_cache
+@of_cache
 @option("--plot", type=_PATH, metavar="PNG", help="write a picture of lengths, entropy and mass there")
 @option("--seed", type=int, default=0, metavar="N", help="seed of the slots whose floats are read")
 def stats(cache: Path, follow_links: bool, plot: Path | None, seed: int) -> Result:
@@ -164,7 +137,3 @@ def stats(cache: Path, follow_links: bool, plot: Path | None, seed: int) -> Resu
         write_bytes(plot, draw(numbers, cache.name))
     say(table(numbers.rows()))
     return Result(numbers.as_json())
-
-
-COMMANDS: list[Command] = [verify, inspect, stats, convert]
-FACE = Group("eagle3", COMMANDS, help="Check an EAGLE-3 cache, look into it, convert it.")

@@ -1,0 +1,17 @@
+"""All commands for EAGLE-3 caches in one group: `niels-gpt eagle3`, and python -m niels_gpt.eagle3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from niels_gpt.commands.console import Command, Group, run
+from niels_gpt.commands.eagle3.change import convert
+from niels_gpt.commands.eagle3.look import inspect, stats, verify
+
+COMMANDS: list[Command] = [verify, inspect, stats, convert]
+FACE = Group("eagle3", COMMANDS, help="Check an EAGLE-3 cache, look into it, convert it.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run python -m niels_gpt.eagle3 with arguments, default those of the process; returns the exit status."""
+    return run(FACE, argv, "python -m niels_gpt.eagle3")
