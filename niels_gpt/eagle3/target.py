@@ -1,4 +1,4 @@
-"""The target model: three of its layers captured, and its outputs shifted for an EAGLE-3 draft.
+"""The target model: which of its layers are captured, and its outputs, shifted for an EAGLE-3 draft or as they are.
 
     model = load_target("meta-llama/Llama-3.1-8B-Instruct", revision=None, dtype=torch.bfloat16, attention="sdpa",
                         device="cuda")
@@ -7,6 +7,7 @@
 Slot p of a batch holds what the draft gets at p: the hidden states of token p, token p+1, and the target's logits for
 token p+2. Token ids, loss mask and logits are therefore shifted left by one; hidden states and attention mask are not.
 A layer id i is a decoder block, counted from 0, and means its output: `hidden_states[i + 1]` of transformers.
+`capture` has the hidden states of any number of layers, not shifted, for the native form.
 
 targets/ opens models, and writes the small one of the sample.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +30,11 @@ __all__ = [
     "Eagle3TargetBatch",
     "HFEagle3TargetModel",
     "TargetFacts",
+    "capture",
     "checked_aux_layer_ids",
     "default_eagle3_aux_layer_ids",
     "load_target",
+    "parse_aux_layers",
     "target_facts",
     "write_small_target",
 ]
@@ -101,21 +104,23 @@ def default_eagle3_aux_layer_ids(num_layers: int) -> list[int]:
     return chosen
 
 
-def checked_aux_layer_ids(aux_layer_ids: Sequence[int] | None, num_layers: int) -> list[int]:
+def checked_aux_layer_ids(
+    aux_layer_ids: Sequence[int] | None, num_layers: int, *, count: int | None = NUM_AUX_LAYERS
+) -> list[int]:
     """Return the layer ids as a list; None: the default ones.
 
-    Raises: ValueError unless they are three distinct blocks of a model of `num_layers`.
+    count: of the ids; None: any number of them.
+    Raises: ValueError unless they are distinct blocks of a model of `num_layers`.
     """
     if aux_layer_ids is None:
         return default_eagle3_aux_layer_ids(num_layers)
     chosen = list(aux_layer_ids)
-    if len(chosen) != NUM_AUX_LAYERS:
-        raise ValueError(
-            f"aux_layer_ids={chosen}: {len(chosen)} ids, expected exactly 3, as the draft's projection takes three "
-            "hidden states"
-        )
-    if len(set(chosen)) != NUM_AUX_LAYERS:
-        raise ValueError(f"aux_layer_ids={chosen}: expected three distinct ids")
+    if not chosen or (count is not None and len(chosen) != count):
+        why = "as the draft's projection takes three hidden states" if count == NUM_AUX_LAYERS else "one or more"
+        expected = "one or more" if count is None else f"exactly {count}, {why}"
+        raise ValueError(f"aux_layer_ids={chosen}: {len(chosen)} ids, expected {expected}")
+    if len(set(chosen)) != len(chosen):
+        raise ValueError(f"aux_layer_ids={chosen}: expected {'three ' if count == 3 else ''}distinct ids")
     for layer in chosen:
         if not 0 <= layer < num_layers:
             raise ValueError(
@@ -123,6 +128,108 @@ def checked_aux_layer_ids(aux_layer_ids: Sequence[int] | None, num_layers: int) 
                 f"expected ids in 0..{num_layers - 1}; an id is a block counted from 0, not an index into hidden_states"
             )
     return chosen
+
+
+def parse_aux_layers(text: str, num_layers: int) -> list[int]:
+    """Return the layer ids that a text names, for a model of `num_layers`.
+
+    text: "eagle3", the three of `default_eagle3_aux_layer_ids`; "dflash:N", N blocks at even distances from 1 to n - 3,
+    and n // 2 for N = 1, which is `build_target_layer_ids` of model/utils.py in github.com/z-lab/dflash (the same in
+    specforge/modeling/draft/dflash.py of specforge 0.2.0); or ids with commas between them, such as "1,15,28".
+    Raises: ValueError for another text, and where these are not distinct blocks of the model.
+    """
+    rule, _, number = text.partition(":")
+    if text == "eagle3":
+        return default_eagle3_aux_layer_ids(num_layers)
+    if rule == "dflash" and number.isdecimal() and int(number):
+        chosen = _dflash_layer_ids(num_layers, min(int(number), num_layers + 1))
+        if int(number) != len({*chosen}) or not all(0 <= layer < num_layers for layer in chosen):
+            raise ValueError(f"{text}: a target of {num_layers} layers has no {number} different blocks by this rule")
+        return chosen
+    try:
+        chosen = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{text!r}: expected eagle3, dflash:N, or ids of blocks such as 1,15,28") from None
+    return checked_aux_layer_ids(chosen, num_layers, count=None)
+
+
+def _dflash_layer_ids(num_layers: int, count: int) -> list[int]:
+    if count == 1:
+        return [num_layers // 2]
+    first, last = 1, num_layers - 3
+    return [round(first + index * (last - first) / (count - 1)) for index in range(count)]
+
+
+def capture(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, layers: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run a target once over a batch and return its hidden states; of its logits only one slot is computed.
+
+    model: in eval mode. input_ids, attention_mask: int64 [B, W], unshifted and padded on the right. layers: K ids.
+    Returns (aux [B, W, K, H], pre_norm [B, W, H], post_norm [B, W, H]) of the model's dtype, on its device, without
+    gradients: the outputs of the blocks `layers`, that of the last block, and what lm_head takes.
+    Raises: ValueError for other padding, and where the blocks or the lm_head are not found; RuntimeError where one of
+        them did not run.
+    """
+    _refuse_other_padding(attention_mask)
+    blocks, lm_head = _blocks(model), _lm_head(model)
+    checked_aux_layer_ids(layers, len(blocks), count=None)  # a config may state more than there are
+    taken: list[Tensor] = []
+
+    def cut(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        taken.append(inputs[0])
+        return (inputs[0][:, :1], *inputs[1:])
+
+    # An inference tensor could not be saved for a draft's backward pass.
+    with torch.inference_mode(False), torch.no_grad():
+        handle = lm_head.register_forward_pre_hook(cut)
+        try:
+            captured, _ = _run_hooked(model, blocks, {*layers, len(blocks) - 1}, input_ids, attention_mask)
+        finally:
+            handle.remove()
+        if len(taken) != 1 or taken[0].shape[:2] != input_ids.shape:
+            shapes = ", ".join(str(tuple(each.shape)) for each in taken) or "nothing"
+            raise RuntimeError(f"the model ran, and its lm_head took {shapes}: expected one hidden state for each slot")
+        return torch.stack([captured[layer] for layer in layers], dim=2), captured[len(blocks) - 1], taken[0]
+
+
+def _lm_head(model: nn.Module) -> nn.Module:
+    found: nn.Module | None = model.get_output_embeddings()  # type: ignore[operator]
+    if found is None:
+        raise ValueError(f"{type(model).__name__}: get_output_embeddings() gives no lm_head, expected a layer H -> V")
+    return found
+
+
+def _run_hooked(
+    model: nn.Module, blocks: Sequence[nn.Module], layers: Collection[int], input_ids: Tensor, attention_mask: Tensor
+) -> tuple[dict[int, Tensor], Any]:
+    """Run a model; return the outputs [B, S, H] of some of its blocks, and what it returned.
+
+    Raises: RuntimeError where one of these blocks did not run.
+    """
+    captured: dict[int, Tensor] = {}
+
+    def add_hook(layer: int) -> Any:
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            captured[layer] = output[0] if isinstance(output, tuple) else output
+
+        return blocks[layer].register_forward_hook(keep)
+
+    knows_cache = "use_cache" in inspect.signature(model.forward).parameters
+    handles = [add_hook(layer) for layer in sorted(layers)]
+    try:
+        output = model(
+            input_ids=input_ids, attention_mask=attention_mask, **({"use_cache": False} if knows_cache else {})
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+    if len(captured) != len(layers):
+        raise RuntimeError(
+            f"the model ran, but of the layers {sorted(layers)} only {sorted(captured)} did: expected {len(layers)} "
+            "captured aux layers. Pass aux_layer_ids of blocks that its forward calls"
+        )
+    return captured, output
 
 
 class HFEagle3TargetModel:
@@ -174,28 +281,7 @@ class HFEagle3TargetModel:
         """Return the captured hidden states [B, S, 3H] and the logits [B, S, V], both unshifted."""
         blocks = _blocks(self.model)
         checked_aux_layer_ids(self.aux_layer_ids, len(blocks))  # a config may state more than there are
-        captured: dict[int, Tensor] = {}
-
-        def add_hook(layer: int) -> Any:
-            def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-                captured[layer] = output[0] if isinstance(output, tuple) else output
-
-            return blocks[layer].register_forward_hook(keep)
-
-        knows_cache = "use_cache" in inspect.signature(self.model.forward).parameters
-        handles = [add_hook(layer) for layer in self.aux_layer_ids]
-        try:
-            output = self.model(
-                input_ids=input_ids, attention_mask=attention_mask, **({"use_cache": False} if knows_cache else {})
-            )
-        finally:
-            for handle in handles:
-                handle.remove()
-        if len(captured) != len(self.aux_layer_ids):
-            raise RuntimeError(
-                f"the model ran, but of the layers {self.aux_layer_ids} only {sorted(captured)} did: expected "
-                f"{len(self.aux_layer_ids)} captured aux layers. Pass aux_layer_ids of blocks that its forward calls"
-            )
+        captured, output = _run_hooked(self.model, blocks, self.aux_layer_ids, input_ids, attention_mask)
         logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
         return torch.cat([captured[layer] for layer in self.aux_layer_ids], dim=-1), logits
 

@@ -1,0 +1,73 @@
+"""Which layers are captured, and the hidden states of any number of them, while one slot of logits is computed."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.causal_models import VOCAB, tiny_model
+
+from niels_gpt.eagle3.target import capture, parse_aux_layers
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "ids"),
+    [
+        ("eagle3", 32, [1, 15, 28]),
+        ("1,15,28", 32, [1, 15, 28]),
+        ("3,0", 4, [3, 0]),
+        ("dflash:1", 8, [4]),
+        ("dflash:5", 36, [1, 9, 17, 25, 33]),  # of the published draft for Qwen3-8B
+        ("dflash:5", 28, [1, 7, 13, 19, 25]),
+        ("dflash:3", 8, [1, 3, 5]),
+        ("dflash:4", 9, [1, 3, 4, 6]),  # 1, 2.67, 4.33, 6
+    ],
+)
+def test_the_layers_of_a_rule(text: str, layers: int, ids: list[int]) -> None:
+    assert parse_aux_layers(text, layers) == ids
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("dflash:6", "8 layers has no 6 different blocks"),
+        ("dflash:99999999999", "no 99999999999 different"),
+        ("dflash:0", "expected eagle3, dflash:N"),
+        ("dflash", "expected eagle3, dflash:N"),
+        ("1;2", "expected eagle3, dflash:N"),
+        ("1,1", "distinct"),
+        ("1,8", "layer 8 is out of bounds"),
+    ],
+)
+def test_other_texts_are_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse_aux_layers(text, 8)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "cohere"])
+def test_the_states_are_those_of_the_model_and_lm_head_gets_one_slot(kind: str) -> None:
+    model, seen = tiny_model(kind, "eager"), []
+    ids = torch.randint(VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
+    whole = model(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
+    watching = model.get_output_embeddings().register_forward_hook(lambda *of: seen.append(of[2].shape))
+    aux, pre_norm, post_norm = capture(model, ids, mask, [1, 0])
+    watching.remove()
+    assert seen == [(2, 1, VOCAB)] and aux.shape == (2, 7, 2, 32)
+    hidden = whole.hidden_states
+    assert torch.equal(aux[:, :, 1], hidden[1]) and torch.equal(aux[:, :, 0], pre_norm)
+    torch.testing.assert_close(post_norm, hidden[-1])  # transformers has the final norm in the last one
+    assert not torch.allclose(pre_norm, post_norm)
+    assert not model.get_output_embeddings()._forward_pre_hooks and not aux.requires_grad
+
+
+def test_a_model_without_what_is_captured_is_refused() -> None:
+    model: Any = tiny_model("llama")
+    ids = torch.zeros(1, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="layer 2 is out of bounds for a model with 2 layers"):
+        capture(model, ids, torch.ones_like(ids), [2])
+    model.get_output_embeddings = lambda: None
+    with pytest.raises(ValueError, match="gives no lm_head"):
+        capture(model, ids, torch.ones_like(ids), [0])
+    model.get_output_embeddings = lambda: torch.nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="its lm_head took nothing"):
+        capture(model, ids, torch.ones_like(ids), [0])
