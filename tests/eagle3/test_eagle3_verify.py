@@ -21,8 +21,8 @@ from niels_gpt.eagle3.cache import write_manifest, write_shard, write_target_emb
 from niels_gpt.eagle3.format.layout import shard_path
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.inspect.checks import CHECKS, RECOMPUTED
+from niels_gpt.eagle3.inspect.published.row_checks import tolerance
 from niels_gpt.eagle3.inspect.recompute import Target, recomputed
-from niels_gpt.eagle3.inspect.row_checks import tolerance
 from niels_gpt.eagle3.inspect.show import slot_rows, summary
 from niels_gpt.eagle3.inspect.stats import stats
 from niels_gpt.eagle3.inspect.verify import verify

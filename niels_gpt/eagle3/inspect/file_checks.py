@@ -10,22 +10,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from niels_gpt.eagle3.format.convert import content_sha256, file_sha256
 from niels_gpt.eagle3.format.layout import (
-    EMBEDDINGS_NAME,
     LOCK_NAME,
     MANIFEST_NAME,
     SIDECAR,
     open_file,
-    read_header,
     read_meta_bytes,
     shard_path,
 )
 from niels_gpt.eagle3.format.manifest import existing_shard_indices, number_in
-from niels_gpt.eagle3.format.shard_writer import receipt_path, shard_damage
-from niels_gpt.eagle3.inspect.open_cache import FOREIGN, PLANNED, NotChecked, OpenCache, form_text
+from niels_gpt.eagle3.format.shard_writer import receipt_path
+from niels_gpt.eagle3.inspect.open_cache import FOREIGN, NotChecked, OpenCache
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_name, file_records, meta_crc32, parse_object, shortened
@@ -52,7 +48,7 @@ def incomplete(cache: OpenCache) -> Iterator[CacheError]:
     for shard in cache.shards:
         yield from cache.wrong_form(shard)
     yield from _wrong_vocabulary(cache)
-    yield from _wrong_embeddings(cache)
+    yield from cache.wrong_manifest()
     if cache.is_planned and len(cache.samples) != cache.num_samples:
         expected = f"{cache.num_samples} by {MANIFEST_NAME}"
         yield CacheError(folder / SIDECAR, f"{len(cache.samples)} samples", expected, code="E701")
@@ -66,7 +62,7 @@ def _missing_parts(cache: OpenCache) -> Iterator[CacheError]:
         if not os.path.lexists(path):
             remedy = "Resume it: precompute --resume"
             yield CacheError(path, "no such file: production has not finished", remedy=remedy, code="E702")
-        for name in PLANNED:
+        for name in cache.planned:
             path = cache.folder / SIDECAR / name
             if not os.path.lexists(path):
                 yield cache.missing(path, "one in every cache that precompute made")
@@ -84,7 +80,9 @@ def unused_files(cache: OpenCache) -> Iterator[CacheError]:
                     path, "left by a writer that was killed. It is not read; --resume removes it", code="E701"
                 )
             elif (
-                folder != cache.folder and path.name not in (*PLANNED, LOCK_NAME) and not _RECEIPT.fullmatch(path.name)
+                folder != cache.folder
+                and path.name not in (*cache.planned, LOCK_NAME)
+                and not _RECEIPT.fullmatch(path.name)
             ):
                 yield CacheError(path, "no file of a cache. It is not read", code="E701")
 
@@ -98,7 +96,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _wrong_vocabulary(cache: OpenCache) -> Iterator[CacheError]:
     where, selected = cache.folder / MANIFEST_NAME, cache.manifest.get("selected_token_ids")
-    size, vocab = cache.layout.draft_vocab_size, number_in(cache.manifest, "target_vocab_size", cache.folder, 1)
+    size, vocab = cache.draft_vocab_size, number_in(cache.manifest, "target_vocab_size", cache.folder, 1)
     if not isinstance(selected, list) or not all(type(token) is int for token in selected):
         yield CacheError(
             where, f"selected_token_ids is {shortened(selected)}", f"a list of {size:,} token ids", code="E701"
@@ -113,18 +111,6 @@ def _wrong_vocabulary(cache: OpenCache) -> Iterator[CacheError]:
             f"{size:,} different ones",
             code="E701",
         )
-
-
-def _wrong_embeddings(cache: OpenCache) -> Iterator[CacheError]:
-    if missing := cache.embeddings_missing():
-        yield missing
-        return
-    path, vocab = cache.folder / EMBEDDINGS_NAME, cache.manifest.get("target_vocab_size")
-    fields, rows, _ = read_header(path, follow_links=cache.follow_links)
-    weight = (torch.float32, (cache.layout.aux_hidden_dim // 3,))
-    if fields != {"weight": weight} or rows != vocab:
-        found = ", ".join(f"{name} {form_text(form)}" for name, form in fields.items())
-        yield CacheError(path, f"{rows:,} rows of {found}", f"{vocab} rows of weight {form_text(weight)}", code="E701")
 
 
 # --- checksums --------------------------------------------------------------------------------------------------------
@@ -180,6 +166,6 @@ def wrong_shard_checksums(cache: OpenCache, shard: int) -> Iterator[CacheError |
     if not os.path.lexists(receipt_path(cache.folder, shard)):
         yield cache.receipt_missing(shard)
         return
-    for row, damage in shard_damage(cache.folder, shard, cache.tick, follow_links=cache.follow_links):
-        number = None if row is None else shard * cache.shard_size + row
+    for row, damage in cache.damage(shard):
+        number = None if row is None else cache.first_of(shard) + row
         yield damage if number is None else f"{damage}. It is {cache.name(number)}. {cache.remedy()}"

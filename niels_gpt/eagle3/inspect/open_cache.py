@@ -1,44 +1,27 @@
-"""Opens a cache: its manifest, plan, samples, shards and rows are read on first use. Errors say how to repair it.
+"""What caches of every form share: manifest, plan, samples, receipts; read on first use. Errors say how to repair it.
 
 A cache is this project's if it has a sidecar/ or a meta.json of kind eagle3. The producer's has a plan; one that was
-written by `write_shard` and `write_manifest` alone has receipts and no plan. A folder with none of these is another
+written by the writers of shards and manifests alone has receipts and no plan. A folder with none of these is another
 tool's. Checks that need a sidecar or a plan raise `NotChecked` where a cache never had one.
+
+published/opened.py has the shards of versions 1 and 2, native/opened.py those of the native form.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
-from niels_gpt.eagle3.cache import reconstruct_target_probs
-from niels_gpt.eagle3.format.embeddings import EMBEDDINGS_RECEIPT
-from niels_gpt.eagle3.format.layout import (
-    DENSE_FIELDS,
-    EMBEDDINGS_NAME,
-    MANIFEST_NAME,
-    SIDECAR,
-    TOPK_FIELDS,
-    Layout,
-    open_file,
-    read_header,
-    read_meta_bytes,
-    shard_path,
-)
-from niels_gpt.eagle3.format.manifest import (
-    existing_shard_indices,
-    layout_of,
-    load_safetensors,
-    number_in,
-    read_manifest,
-)
+from niels_gpt.eagle3.format.layout import SIDECAR, open_file, read_meta_bytes, shard_path
+from niels_gpt.eagle3.format.manifest import existing_shard_indices, number_in
 from niels_gpt.eagle3.format.plan import BATCHES_NAME, PLAN_NAME, read_record
 from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME, Samples
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
@@ -46,9 +29,8 @@ from niels_gpt.eagle3.produce.positions import Counts
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import parse_object, shortened
 
-AUX, PROBS, VALUES, INDICES = "aux_hidden_states", *DENSE_FIELDS, *TOPK_FIELDS
-PLANNED = (PLAN_NAME, SAMPLES_NAME, IDS_NAME, BATCHES_NAME, EMBEDDINGS_RECEIPT)
-"""What the producer keeps in sidecar/ beside the receipts."""
+OF_THE_PLAN = (PLAN_NAME, SAMPLES_NAME, IDS_NAME, BATCHES_NAME)
+"""The plan, its batches and its samples, in sidecar/."""
 FOREIGN = "cannot be checked: no sidecar, as in caches that other tools wrote"
 _WITHOUT_PLAN = "cannot be checked: no plan, as in caches that write_shard wrote"
 _P = ParamSpec("_P")
@@ -59,8 +41,16 @@ class NotChecked(Exception):
     """A check does not apply to this cache, which is no damage; the text says why."""
 
 
+class StoredSample(Protocol):
+    """One stored sample, as the checks get it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a shard that it takes."""
+
+
 @dataclass(frozen=True)
-class OpenCache:
+class OpenCache(ABC):
     """A resolved cache with lazily loaded plan and samples.
 
     Only the manifest has been read. Every attribute raises CacheError where the file that it comes from is damaged.
@@ -77,15 +67,50 @@ class OpenCache:
     """Called with the bytes of shards that were read."""
     _kept: dict[str, Any] = field(default_factory=dict, repr=False)
 
-    @cached_property
-    def layout(self) -> Layout:
-        """The fields of a shard."""
-        return layout_of(self.manifest, self.folder)
+    WEIGHTS: ClassVar[str]
+    """Name of the file with the target's weights."""
+    WEIGHTS_RECEIPT: ClassVar[str]
+    """Name of its receipt in sidecar/."""
+    PROOFS: ClassVar[tuple[str, ...]] = OF_THE_PLAN
+    """Names in sidecar/ of which the producer alone writes any."""
+    WHAT_WEIGHTS: ClassVar[str]
+    """What that file holds, for messages."""
+
+    # --- shards, which each form has in its own way ---
 
     @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        """The blocks whose outputs lie side by side in aux_hidden_states; () where the manifest does not say."""
-        return tuple(self.manifest.get("aux_layer_ids") or ())
+    @abstractmethod
+    def num_shards(self) -> int:
+        """Shards that the manifest declares."""
+
+    @abstractmethod
+    def rows_of(self, shard: int) -> int:
+        """Return how many samples a shard must have."""
+
+    @abstractmethod
+    def first_of(self, shard: int) -> int:
+        """Return the number of a shard's first sample in the cache."""
+
+    @abstractmethod
+    def wrong_form(self, shard: int) -> Iterator[CacheError]:
+        """Yield where the form of a shard differs from what the manifest says."""
+
+    @abstractmethod
+    def wrong_manifest(self) -> Iterator[CacheError]:
+        """Yield where the manifest or the file of the target's weights does not fit the rest."""
+
+    @abstractmethod
+    def stored(self, shard: int) -> Iterable[StoredSample]:
+        """Return the samples of a shard. Raises: CacheError if it is missing, or has another form."""
+
+    @abstractmethod
+    def damage(self, shard: int) -> list[tuple[int | None, str]]:
+        """Compare a shard with its receipt; return each damage: the row within the shard, or None, and a sentence."""
+
+    @property
+    @abstractmethod
+    def counts(self) -> Counts:
+        """The tokens, supervised slots and positions of all shards. Raises: as `stored`."""
 
     @cached_property
     def num_samples(self) -> int:
@@ -93,25 +118,26 @@ class OpenCache:
         return number_in(self.manifest, "num_samples", self.folder)
 
     @cached_property
-    def shard_size(self) -> int:
-        """Samples of a shard; the last one may have fewer."""
-        return number_in(self.manifest, "shard_size", self.folder, 1)
+    def draft_vocab_size(self) -> int:
+        """Ids in the draft's vocabulary, by the manifest."""
+        return number_in(self.manifest, "draft_vocab_size", self.folder, 1)
 
     @property
-    def num_shards(self) -> int:
-        """Shards that the manifest declares."""
-        return -(-self.num_samples // self.shard_size)
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """The captured blocks, in their order in aux_hidden_states; () where the manifest does not say."""
+        return tuple(self.manifest.get("aux_layer_ids") or ())
 
     @cached_property
     def shards(self) -> list[int]:
         """The declared shards that exist."""
         return sorted(index for index in existing_shard_indices(self.folder) if index < self.num_shards)
 
-    def rows_of(self, shard: int) -> int:
-        """Return how many samples a shard has by the manifest."""
-        return min(self.shard_size, self.num_samples - shard * self.shard_size)
-
     # --- whose cache it is ---
+
+    @property
+    def planned(self) -> tuple[str, ...]:
+        """What the producer keeps in sidecar/ beside the receipts of the shards."""
+        return (*OF_THE_PLAN, self.WEIGHTS_RECEIPT)
 
     @cached_property
     def is_ours(self) -> bool:
@@ -121,7 +147,7 @@ class OpenCache:
     @cached_property
     def is_planned(self) -> bool:
         """Whether this project's producer made the cache. A receipt shows it where everything else is gone."""
-        if self._has_meta or any(os.path.lexists(self.folder / SIDECAR / name) for name in PLANNED):
+        if self._has_meta or any(os.path.lexists(self.folder / SIDECAR / name) for name in self.PROOFS):
             return True
         return any(self._names_a_plan(shard) for shard in self.shards)
 
@@ -222,63 +248,10 @@ class OpenCache:
         path = Path(receipt_path(self.folder, shard))
         return self.missing(path, f"the checksums of {Path(shard_path('', shard)).name}")
 
-    def embeddings_missing(self) -> CacheError | None:
-        """Return the error for missing embeddings; None where they exist."""
-        path = self.folder / EMBEDDINGS_NAME
-        return None if os.path.lexists(path) else self.missing(path, "the target's input embeddings")
-
-    # --- shards and rows ---
-
-    def tables(self, shard: int) -> dict[str, Tensor]:
-        """Return the tensors of a shard, [n, S, ...], as views of its map; nothing is read yet.
-
-        Raises: CacheError if it is missing, or has another form than the manifest says.
-        """
-        for wrong in self.wrong_form(shard):
-            raise wrong
-        path = shard_path(self.folder, shard)
-        _, safe_open = load_safetensors()
-        try:
-            with safe_open(path, framework="pt") as handle:
-                return {name: handle.get_tensor(name) for name in self.layout.fields}
-        except OSError:
-            raise
-        except Exception as error:  # safetensors raises its own error, a direct subclass of Exception
-            raise CacheError(path, f"safetensors refuses it ({error})", "", self.remedy(), code="E701") from error
-
-    def wrong_form(self, shard: int) -> Iterator[CacheError]:
-        """Yield where a shard's header differs from the manifest."""
-        path = shard_path(self.folder, shard)
-        try:
-            fields, rows, _ = read_header(path, follow_links=self.follow_links)
-        except FileNotFoundError:
-            yield self.missing(Path(path), f"shard {shard} of {self.num_shards:,}")
-            return
-        except CacheError as error:
-            yield error
-            return
-        if rows != self.rows_of(shard):
-            expected = f"{self.rows_of(shard)} of the manifest's {self.num_samples}"
-            yield CacheError(path, f"{rows} samples", expected, self.remedy(), code="E701")
-        declared = self.layout.fields
-        for name in sorted({*fields, *declared}):
-            if fields.get(name) != declared.get(name):
-                found, expected = form_text(fields.get(name)), form_text(declared.get(name))
-                yield CacheError(
-                    path, f"{name} is {found}", f"{expected} by {MANIFEST_NAME}", self.remedy(), code="E701"
-                )
-
-    @cached_property
-    def counts(self) -> Counts:
-        """The slots of all shards. Raises: as `tables`."""
-        counts = torch.zeros(3, dtype=torch.int64)
-        for shard in range(self.num_shards):
-            tables = self.tables(shard)
-            inner = torch.zeros_like(tables["loss_mask"], dtype=torch.bool)  # a last token has no next one to learn
-            inner[:, :-1] = tables["attention_mask"][:, 1:] == 1
-            masks = (tables["attention_mask"] == 1, (tables["loss_mask"] == 1) & inner, tables["position_mask"])
-            counts += torch.stack([mask.sum() for mask in masks])
-        return Counts(*counts.tolist())
+    def weights_missing(self) -> CacheError | None:
+        """Return the error for missing weights of the target; None where they exist."""
+        path = self.folder / self.WEIGHTS
+        return None if os.path.lexists(path) else self.missing(path, self.WHAT_WEIGHTS)
 
     def name(self, number: int) -> str:
         """Return what to call a sample: its number in the cache, and its source's id where that is known."""
@@ -287,60 +260,10 @@ class OpenCache:
         except (NotChecked, CacheError, OSError, IndexError):
             return f"sample {number}"
 
-    def row(self, number: int, tables: Mapping[str, Tensor] | None = None) -> Row:
-        """Return a sample by its number in the cache. tables: of its shard, where the caller has them."""
-        shard, row = divmod(number, self.shard_size)
-        tables = self.tables(shard) if tables is None else tables
-        return Row(self, number, {name: table[row] for name, table in tables.items()})
-
-
-@dataclass(frozen=True)
-class Row:
-    """One stored sample."""
-
-    cache: OpenCache
-    number: int
-    """In the cache."""
-    fields: Mapping[str, Tensor]
-    """Name -> [S, ...]: a row of the mapped shard."""
-
-    def problem(self, found: str, expected: str = "") -> CacheError:
-        """Return an error that names the shard's file, the sample's number and its id."""
-        path = shard_path(self.cache.folder, self.number // self.cache.shard_size)
-        return CacheError(path, f"{self.cache.name(self.number)}: {found}", expected, code="E701")
-
-    @property
-    def length(self) -> int:
-        """Slots up to the last one where attention_mask is set; those after it are padding."""
-        attended = self.fields["attention_mask"].nonzero()
-        return int(attended[-1]) + 1 if len(attended) else 0
-
-    def layer(self, field: str, column: int) -> str:
-        """Return what a column of a field is called in messages: a block's hidden states, or the field itself."""
-        blocks = self.cache.aux_layer_ids
-        width = self.fields[AUX].shape[-1] // max(1, len(blocks))
-        return f"{AUX} of block {blocks[column // width]}" if field == AUX and blocks and width else field
-
-
-def comparable_probs(fields: Mapping[str, Tensor], draft_vocab_size: int) -> Tensor:
-    """Return the stored distribution as float32 [slots, draft_vocab_size], top-k ones with the k-th value elsewhere.
-
-    Which of two tokens that are nearly as likely is the k-th may change between two runs; so the tokens that are left
-    out are compared as if each had the k-th probability.
-    """
-    if VALUES not in fields:
-        return fields[PROBS].float()
-    values = fields[VALUES].float()
-    whole = reconstruct_target_probs(values, fields[INDICES], draft_vocab_size)
-    return torch.maximum(whole, values.amin(dim=-1, keepdim=True))
-
-
-def open_cache(
-    path: Path, *, follow_links: bool = False, tick: Callable[[int], None] = lambda num_bytes: None
-) -> OpenCache:
-    """Resolve a cache once and read its manifest. Raises: FileNotFoundError; CacheError."""
-    folder = path.resolve()
-    return OpenCache(path, folder, read_manifest(folder, follow_links=follow_links), follow_links, tick)
+    def problem(self, shard: int, number: int, found: str, expected: str = "") -> CacheError:
+        """Return an error that names the shard's file, the sample's number in the cache and its id."""
+        path = shard_path(self.folder, shard)
+        return CacheError(path, f"{self.name(number)}: {found}", expected, code="E701")
 
 
 def refuse_malformed(look: Callable[Concatenate[Path, _P], _R]) -> Callable[Concatenate[Path, _P], _R]:

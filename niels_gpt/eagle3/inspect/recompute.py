@@ -18,19 +18,19 @@ from torch import Tensor
 from niels_gpt.eagle3.format.embeddings import read_target_embeddings
 from niels_gpt.eagle3.format.layout import EMBEDDINGS_NAME, INT_FIELDS
 from niels_gpt.eagle3.format.plan import Batch, Plan, differing_fields, open_plan
-from niels_gpt.eagle3.inspect.open_cache import (
+from niels_gpt.eagle3.inspect.open_cache import slots
+from niels_gpt.eagle3.inspect.opening import open_cache
+from niels_gpt.eagle3.inspect.published.opened import (
     AUX,
     INDICES,
     PROBS,
     VALUES,
-    OpenCache,
+    PublishedCache,
     Row,
     comparable_probs,
-    open_cache,
-    slots,
 )
-from niels_gpt.eagle3.inspect.unplanned import differences
-from niels_gpt.eagle3.inspect.verify import Report
+from niels_gpt.eagle3.inspect.published.unplanned import differences
+from niels_gpt.eagle3.inspect.report import Report
 from niels_gpt.eagle3.produce.forward import PlannedForward
 from niels_gpt.eagle3.produce.supervision import NonFiniteError
 from niels_gpt.eagle3.produce.workers import Load, torch_threads
@@ -82,7 +82,7 @@ def recomputed(
     return report.verdict()
 
 
-def _with_plan(cache: OpenCache, target: Target, k: int, seed: int, progress: Progress) -> Iterator[CacheError]:
+def _with_plan(cache: PublishedCache, target: Target, k: int, seed: int, progress: Progress) -> Iterator[CacheError]:
     _ = cache.plan, cache.samples  # fail early: these errors say more than those of what needs the files
     plan = open_plan(cache.folder, follow_links=cache.follow_links)
     other = [name for name in _IDENTITY if target.facts.get(name) != plan.target.get(name)]
@@ -111,7 +111,7 @@ def _with_plan(cache: OpenCache, target: Target, k: int, seed: int, progress: Pr
                 yield from _compared(stored, again, plan.run["compute_dtype"], changed)
 
 
-def _without_plan(cache: OpenCache, target: Target, k: int, seed: int, progress: Progress) -> Iterator[CacheError]:
+def _without_plan(cache: PublishedCache, target: Target, k: int, seed: int, progress: Progress) -> Iterator[CacheError]:
     device = torch.device(target.run["device"])
     with torch_threads(target.run["threads"]):
         model = target.load(device)
@@ -119,14 +119,16 @@ def _without_plan(cache: OpenCache, target: Target, k: int, seed: int, progress:
         yield from differences(cache, model, device, k, seed, progress)
 
 
-def _other_embeddings(cache: OpenCache, module: torch.nn.Module, *, is_rounded: bool = False) -> Iterator[CacheError]:
+def _other_embeddings(
+    cache: PublishedCache, module: torch.nn.Module, *, is_rounded: bool = False
+) -> Iterator[CacheError]:
     """Yield where the stored table is not the target's, in any environment bit for bit, since nothing is computed.
 
     is_rounded: whether the table may be that of a target that was loaded in another dtype.
     """
     path, weight = cache.folder / EMBEDDINGS_NAME, module.weight
     assert isinstance(weight, Tensor)
-    if missing := cache.embeddings_missing():
+    if missing := cache.weights_missing():
         yield missing
         return
     stored = read_target_embeddings(cache.folder, follow_links=cache.follow_links)

@@ -11,16 +11,9 @@ from torch import Tensor
 from niels_gpt.display.numbers import count_text, size_text
 from niels_gpt.eagle3.format.layout import SIDECAR
 from niels_gpt.eagle3.format.plan import PLAN_NAME
-from niels_gpt.eagle3.inspect.open_cache import (
-    AUX,
-    INDICES,
-    PROBS,
-    VALUES,
-    OpenCache,
-    Row,
-    open_cache,
-    refuse_malformed,
-)
+from niels_gpt.eagle3.inspect.open_cache import refuse_malformed
+from niels_gpt.eagle3.inspect.opening import open_cache
+from niels_gpt.eagle3.inspect.published.opened import AUX, INDICES, PROBS, VALUES, PublishedCache, Row
 from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
@@ -195,7 +188,7 @@ def slot_rows(
     return rows
 
 
-def _row(cache: OpenCache, number: int) -> Row:
+def _row(cache: PublishedCache, number: int) -> Row:
     if not 0 <= number < cache.num_samples:
         raise coded(
             "E106", ValueError(f"sample {number}: there are {cache.num_samples}, expected 0 to {cache.num_samples - 1}")

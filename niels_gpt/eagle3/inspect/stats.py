@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from niels_gpt.display.numbers import count_text, number_of, size_text
 from niels_gpt.eagle3.format.layout import shard_path
-from niels_gpt.eagle3.inspect.open_cache import AUX, PROBS, VALUES, OpenCache, open_cache, refuse_malformed
+from niels_gpt.eagle3.inspect.open_cache import refuse_malformed
+from niels_gpt.eagle3.inspect.opening import open_cache
+from niels_gpt.eagle3.inspect.published.opened import AUX, PROBS, VALUES, PublishedCache
 from niels_gpt.progress import Progress
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
@@ -171,7 +173,7 @@ def _counts(tables: dict[str, torch.Tensor]) -> NDArray[np.int64]:
     return torch.stack([attended, supervised, tables["position_mask"].sum((1, 2))]).numpy()
 
 
-def _mass(cache: OpenCache, name: str, by: str) -> Mass | None:
+def _mass(cache: PublishedCache, name: str, by: str) -> Mass | None:
     """Return a probability mass of each shard and of all, from the receipts; None unless all of them have it."""
     masses: list[tuple[float, int]] = []
     for shard in range(cache.num_shards):
@@ -187,7 +189,7 @@ def _mass(cache: OpenCache, name: str, by: str) -> Mass | None:
 
 
 def _entropy_and_norms(
-    cache: OpenCache, positions: NDArray[np.int64], seed: int
+    cache: PublishedCache, positions: NDArray[np.int64], seed: int
 ) -> tuple[NDArray[np.float64], dict[int, float]]:
     """Return the entropy at some positions, and the mean norm of each block's hidden states there."""
     entropies: list[float] = []
@@ -203,7 +205,7 @@ def _entropy_and_norms(
 
 
 def _drawn(
-    cache: OpenCache, positions: NDArray[np.int64], seed: int
+    cache: PublishedCache, positions: NDArray[np.int64], seed: int
 ) -> Iterator[tuple[dict[str, torch.Tensor], int, torch.Tensor]]:
     """Yield the tables, the row and the drawn slots of each sample that has any, in the order of the cache."""
     ends = np.cumsum(positions)

@@ -6,11 +6,10 @@ that needs a sidecar or a plan is not made where a cache never had one, and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,16 +17,15 @@ from niels_gpt.eagle3.format.embeddings import read_target_embeddings
 from niels_gpt.eagle3.format.layout import EMBEDDINGS_NAME, SIDECAR, shard_path
 from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME
 from niels_gpt.eagle3.inspect.file_checks import incomplete, unused_files, wrong_checksums, wrong_shard_checksums
-from niels_gpt.eagle3.inspect.open_cache import NotChecked, OpenCache, Row, open_cache
-from niels_gpt.eagle3.inspect.row_checks import not_distributions, not_finite, other_ids
+from niels_gpt.eagle3.inspect.open_cache import OpenCache
+from niels_gpt.eagle3.inspect.opening import open_cache
+from niels_gpt.eagle3.inspect.published.row_checks import not_distributions, not_finite, other_ids
+from niels_gpt.eagle3.inspect.report import Problems, Questions, Report
 from niels_gpt.progress import Progress
-from niels_gpt.storage.checks import MOST_PROBLEMS, Verdict, first_problems
+from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import CacheError
 
-_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, OSError)
 _EMBEDDING_ROWS = 4096  # read at a time
-
-Problems = Iterator[CacheError | str]
 
 
 def verify(
@@ -88,75 +86,25 @@ def _size(path: Path) -> int:
     return 0
 
 
-def _ask_rows(cache: OpenCache, shard: int, questions: list[tuple[Report, Callable[[Row], Problems]]]) -> None:
+def _ask_rows(cache: OpenCache, shard: int, questions: list[tuple[Report, Callable[[Any], Problems]]]) -> None:
     """Make several checks in one pass over a shard."""
     try:
-        tables = cache.tables(shard)
+        rows = cache.stored(shard)
     except (CacheError, OSError) as error:
         for report, _ in questions:
             report.ask(iter, [str(error)])
         return
-    first = shard * cache.shard_size
-    for number in range(first, first + cache.rows_of(shard)):
-        row = cache.row(number, tables)
+    for row in rows:
         for report, question in questions:
             report.ask(question, row)
-        cache.tick(cache.layout.row_bytes)
-
-
-class Report:
-    """What one check found: MOST_PROBLEMS problems at most, each once, or why the check was not made."""
-
-    def __init__(self, cache: OpenCache) -> None:
-        self._cache = cache
-        self._problems: dict[str, None] = {}  # a damaged file is found once for each row that needs it
-        self._note: str | None = None
-        self._remarks: list[str] = []
-        self._figures = ""
-
-    def ask(self, question: Callable[..., Problems], *arguments: object) -> None:
-        """Add what a function yields; what it raises is a problem too."""
-        if len(self._problems) > MOST_PROBLEMS or self._note:
-            return
-        try:
-            for problem in islice(question(*arguments), MOST_PROBLEMS + 1 - len(self._problems)):
-                self._problems[str(problem)] = None
-        except NotChecked as error:
-            self._note = str(error)
-        except FileNotFoundError as error:
-            missing = error.filename and self._cache.missing(Path(error.filename), "one of the cache's")
-            self._problems[str(missing or error)] = None
-        except (CacheError, OSError) as error:  # both name the file
-            self._problems[str(error)] = None
-        except _MALFORMED as error:
-            found = f"not as docs/formats.md describes it ({error!r})"
-            remedy = "See what the other checks report, or produce the cache again"
-            self._problems[str(CacheError(self._cache.folder, found, remedy=remedy, code="E701"))] = None
-
-    def ask_once(self, questions: _Questions) -> None:
-        """Ask what is asked once in a cache. Where remarks and figures cannot be told, the problems say why."""
-        if questions.once:
-            self.ask(questions.once, self._cache)
-        with suppress(NotChecked, *_MALFORMED):
-            if questions.remarks:
-                self._remarks = [str(remark) for remark in islice(questions.remarks(self._cache), MOST_PROBLEMS + 1)]
-            if questions.figures:
-                self._figures = questions.figures(self._cache)
-
-    def verdict(self) -> Verdict:
-        """Return what was found so far. Messages name the public folder, not the version's."""
-        problems, remarks = (
-            first_problems(text.replace(str(self._cache.folder), str(self._cache.path)) for text in texts)
-            for texts in (self._problems, self._remarks)
-        )
-        return Verdict(problems, self._note, remarks, self._figures)
+        cache.tick(row.nbytes)
 
 
 # --- what is asked once -----------------------------------------------------------------------------------------------
 
 
 def _embeddings_not_finite(cache: OpenCache) -> Problems:
-    if missing := cache.embeddings_missing():
+    if missing := cache.weights_missing():
         yield missing
         return
     table = read_target_embeddings(cache.folder, follow_links=cache.follow_links)
@@ -191,23 +139,11 @@ def _few_positions(cache: OpenCache) -> Problems:
         yield CacheError(cache.folder, warning, code="W703")
 
 
-@dataclass(frozen=True)
-class _Questions:
-    """The functions that make one check."""
-
-    once: Callable[[OpenCache], Problems] | None = None
-    per_shard: Callable[[OpenCache, int], Problems] | None = None
-    per_row: Callable[[Row], Problems] | None = None
-    remarks: Callable[[OpenCache], Problems] | None = None
-    """Yields what is no damage."""
-    figures: Callable[[OpenCache], str] | None = None
-
-
 _QUESTIONS = {
-    "complete": _Questions(once=incomplete, remarks=unused_files),
-    "checksums": _Questions(once=wrong_checksums, per_shard=wrong_shard_checksums),
-    "finite": _Questions(once=_embeddings_not_finite, per_row=not_finite),
-    "ids_match": _Questions(once=_other_samples, per_row=other_ids),
-    "distribution": _Questions(per_row=not_distributions),
-    "positions": _Questions(once=_no_positions, remarks=_few_positions, figures=lambda cache: str(cache.counts)),
+    "complete": Questions(once=incomplete, remarks=unused_files),
+    "checksums": Questions(once=wrong_checksums, per_shard=wrong_shard_checksums),
+    "finite": Questions(once=_embeddings_not_finite, per_row=not_finite),
+    "ids_match": Questions(once=_other_samples, per_row=other_ids),
+    "distribution": Questions(per_row=not_distributions),
+    "positions": Questions(once=_no_positions, remarks=_few_positions, figures=lambda cache: str(cache.counts)),
 }

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from niels_gpt.eagle3.format.manifest import number_in
-from niels_gpt.eagle3.inspect.open_cache import AUX, PROBS, NotChecked, OpenCache, Row, comparable_probs, slots
+from niels_gpt.eagle3.inspect.open_cache import NotChecked, slots
+from niels_gpt.eagle3.inspect.published.opened import AUX, PROBS, PublishedCache, Row, comparable_probs
 from niels_gpt.eagle3.produce.supervision import cache_fields
 from niels_gpt.eagle3.target import PART_VALUES, HFEagle3TargetModel
 from niels_gpt.progress import Progress
@@ -32,7 +33,7 @@ _REPLIES, _SAME, _MANY = 8, 0.9, 0.5  # of the rule about masks that are not shi
 
 
 def differences(
-    cache: OpenCache, model: Any, device: torch.device, k: int, seed: int, progress: Progress
+    cache: PublishedCache, model: Any, device: torch.device, k: int, seed: int, progress: Progress
 ) -> Iterator[CacheError]:
     """Yield where `k` samples, drawn by `seed`, are not what a target gives for them, and a mask that is not shifted.
 
@@ -71,7 +72,7 @@ def differences(
 class _Again:
     """Runs a target over samples of a cache."""
 
-    def __init__(self, cache: OpenCache, model: Any, device: torch.device) -> None:
+    def __init__(self, cache: PublishedCache, model: Any, device: torch.device) -> None:
         self._cache, self._device = cache, device
         self._target = HFEagle3TargetModel(model, cache.manifest["aux_layer_ids"])
         self.vocab_size = len(self._target.get_input_embeddings().weight)  # type: ignore[arg-type]
@@ -158,7 +159,7 @@ def _differing(row: Row, name: str, apart: Tensor) -> Iterator[CacheError]:
         )
 
 
-def _unshifted(cache: OpenCache) -> Iterator[CacheError]:
+def _unshifted(cache: PublishedCache) -> Iterator[CacheError]:
     """Yield that the loss mask is not shifted as the ids are, where the ids show it.
 
     Before a reply stands the last token of its header, the same in every chat. With a shifted mask that is the id one

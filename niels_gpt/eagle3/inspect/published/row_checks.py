@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from niels_gpt.eagle3.format.layout import INT_FIELDS
-from niels_gpt.eagle3.inspect.open_cache import INDICES, PROBS, VALUES, Row, slots
+from niels_gpt.eagle3.inspect.open_cache import slots
+from niels_gpt.eagle3.inspect.published.opened import INDICES, PROBS, VALUES, Row
 from niels_gpt.storage.errors import CacheError
 
 _CHUNK_ELEMENTS = 1 << 21  # 8 MiB in float32
