@@ -2,6 +2,7 @@
 
 cache.py         public: reader, loader, writer of shards; every name of the published contract
 target.py        public: the target's hidden states and logits, shifted left by one slot; which layers are captured
+head.py          public: hidden states -> logits by the target's norm and lm_head, without the rest of the target
 vocab.py         public: which of the target's tokens the draft knows, and the files of that choice
 precompute.py    public: python -m niels_gpt.eagle3.precompute (commands/eagle3/precompute.py)
 __main__.py      public: python -m niels_gpt.eagle3 verify | inspect | convert | stats (commands/eagle3/group.py)

@@ -8,4 +8,5 @@ shard_reader.py  all shards of a cache: checked when it is opened, mapped when f
 samples.py       sidecar/samples.safetensors and ids.txt: the tokenized input
 plan.py          sidecar/plan.json and batches.jsonl: all that decides the bytes; where samples are cut into batches
 convert.py       changes a cache between versions 1 and 2 by its manifest alone; computes content_sha256
+native/          the native form: ragged, with hidden states in place of distributions
 """

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from niels_gpt.eagle3.format.layout import EMBEDDINGS_NAME, SIDECAR, PathLike, header_bytes, read_header
+from niels_gpt.eagle3.format.layout import EMBEDDINGS_NAME, PathLike, header_bytes, read_header
 from niels_gpt.eagle3.format.manifest import PRODUCE_AGAIN, atomic_write, load_safetensors
-from niels_gpt.storage import fileio
+from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME, fits_receipt, read_weights, write_with_receipt
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.fileio import SizedFile, canonical_json, sha256_file, write_bytes
-from niels_gpt.storage.meta_json import parse_object, read_regular, shortened
+from niels_gpt.storage.fileio import SizedFile
+from niels_gpt.storage.meta_json import shortened
 
 EMBEDDINGS_RECEIPT = "embeddings.json"
 """In the sidecar, written after the embeddings: their size in bytes and their sha256."""
-_RECEIPT_BYTES = 4096
 
 
 def write_target_embeddings(cache_dir: PathLike, weight: torch.Tensor) -> str:
@@ -41,12 +38,17 @@ def write_target_embeddings(cache_dir: PathLike, weight: torch.Tensor) -> str:
 
 
 def read_target_embeddings(cache_dir: PathLike, *, follow_links: bool = False) -> torch.Tensor:
-    """Return the target's input embeddings: [V, H] float32.
+    """Return the target's input embeddings: [V, H] float32, of a cache of any version.
 
     follow_links: as `open_file`.
     Raises: FileNotFoundError; CacheError unless the file is a whole safetensors file of the tensor `weight`.
     """
     path = os.path.join(cache_dir, EMBEDDINGS_NAME)
+    if not os.path.lexists(path) and os.path.lexists(os.path.join(cache_dir, WEIGHTS_NAME)):
+        weights = read_weights(cache_dir, ["embeddings"], follow_links=follow_links)
+        if "embeddings" not in weights:
+            raise CacheError(path, f"{WEIGHTS_NAME} has no embeddings", remedy=PRODUCE_AGAIN, code="E701")
+        return weights["embeddings"].to(torch.float32)
     if not os.path.lexists(path):
         raise FileNotFoundError(
             f"{path} not found. The EAGLE-3 offline cache must include the target embeddings so the draft can "
@@ -65,25 +67,10 @@ def read_target_embeddings(cache_dir: PathLike, *, follow_links: bool = False) -
 
 def write_embeddings(cache_dir: PathLike, weight: torch.Tensor) -> None:
     """Write the target's input embeddings [V, H], and then their receipt."""
-    receipt = Path(cache_dir, SIDECAR, EMBEDDINGS_RECEIPT)
-    if receipt.is_file():  # of the table that is replaced
-        fileio.remove(receipt)
-        fileio.fsync_dir(receipt.parent)
-    path = Path(write_target_embeddings(cache_dir, weight))
-    write_bytes(receipt, canonical_json(_checksums(path)))
+    path = os.path.join(cache_dir, EMBEDDINGS_NAME)
+    write_with_receipt(path, EMBEDDINGS_RECEIPT, lambda: write_target_embeddings(cache_dir, weight))
 
 
 def has_embeddings(cache_dir: PathLike) -> bool:
     """Return whether the embeddings have the size and sha256 that their receipt states: reads the whole file."""
-    path, receipt = Path(cache_dir, EMBEDDINGS_NAME), Path(cache_dir, SIDECAR, EMBEDDINGS_RECEIPT)
-    try:
-        stated = read_regular(receipt, _RECEIPT_BYTES)
-        if path.is_symlink() or path.lstat().st_size != parse_object(stated).get("bytes"):
-            return False
-        return canonical_json(_checksums(path)) == stated
-    except (FileNotFoundError, ValueError):
-        return False
-
-
-def _checksums(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+    return fits_receipt(os.path.join(cache_dir, EMBEDDINGS_NAME), EMBEDDINGS_RECEIPT)

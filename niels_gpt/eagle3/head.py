@@ -1,0 +1,411 @@
+"""The target's head: hidden states -> logits, without the rest of the target.
+
+    head = TargetHead.of_cache("targets", device="cuda")     # from target_weights.safetensors
+    batch["target_probs"] = head.target_probs(batch)          # [B, W, D], on that device
+
+A native cache stores hidden states in place of distributions. The head is the target's final norm, its lm_head, and
+what the model does to the logits: `logit_scale` (Cohere, Granite) and a softcap (Gemma). `TargetHead.of_model` finds
+these parts by running a few tokens through the model, and proves on them that its logits are the model's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from niels_gpt.eagle3.format.layout import PathLike
+from niels_gpt.eagle3.format.manifest import PRODUCE_AGAIN, manifest_path, read_manifest
+from niels_gpt.eagle3.format.native.weights import WEIGHTS, WEIGHTS_NAME, read_weights
+from niels_gpt.eagle3.target import PART_VALUES, _blocks
+from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import shortened
+
+__all__ = ["TargetHead"]
+
+NORMS = ("rms", "gemma_rms", "layer", "none")
+"""Kinds of the final norm: w * rms(x); (1 + w) * rms(x), as Gemma has it; LayerNorm; none at all."""
+_COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 5e-3}  # of the largest value; float32: 1e-4
+_PROBED = 8  # tokens
+_EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "norm_eps")
+
+
+class TargetHead(nn.Module):
+    """The final norm, lm_head, logit scale and softcap of a target. Its tensors are buffers, without gradients."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        *,
+        norm: str = "none",
+        eps: float | None = None,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+        tied: bool = False,
+        dtype: torch.dtype = torch.float32,
+        last_hidden: str = "pre_norm",
+    ) -> None:
+        """weights: `lm_head` [V, H], or `embeddings` [V, H] where tied; `norm`, `norm_bias` [H], `lm_head_bias` [V].
+
+        norm: one of `NORMS`. eps: of the norm. logit_scale: the logits are multiplied by it. softcap c: and then
+        become c * tanh(logits / c). tied: lm_head is the embeddings. dtype: in which all is computed; a norm's mean
+        and variance are always float32. last_hidden: pre_norm, or post_norm: the states are the lm_head's input, and
+        `norm` is "none".
+        """
+        super().__init__()
+        self.norm, self.eps, self.logit_scale, self.softcap = norm, eps, logit_scale, softcap
+        self.tied, self.last_hidden = tied, last_hidden
+        self.selected_token_ids: list[int] | None = None
+        """Draft id -> target id, of a head of a cache; None of a head of a model."""
+        embeddings = weights.get("embeddings")
+        self._embeddings = None if embeddings is None else embeddings.detach()
+        self._part: tuple[list[int], Tensor, Tensor | None] | None = None
+        stored = {**weights, "lm_head": weights["embeddings"]} if tied else weights
+        for name in WEIGHTS.keys() - {"embeddings"}:
+            tensor = stored.get(name)
+            self.register_buffer(f"_{name}", None if tensor is None else tensor.detach().to(dtype), persistent=False)
+        self._lm_head: Tensor
+        self._norm: Tensor | None
+        self._norm_bias: Tensor | None
+        self._lm_head_bias: Tensor | None
+
+    @classmethod
+    def of_model(cls, model: nn.Module) -> Self:
+        """Return the head of a causal language model, sharing its weights; a few tokens run through the model.
+
+        Where no norm of `NORMS` turns the last block's output into the lm_head's input, `last_hidden` is "post_norm".
+        Raises: ValueError (E705) where the head's logits are not the model's, with what was found.
+        """
+        probe = _Probe.of(model)
+        lm_head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        embeddings: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
+        tied = embeddings.shape == lm_head.weight.shape and embeddings.data_ptr() == lm_head.weight.data_ptr()
+        weights = {"embeddings": embeddings, "lm_head_bias": getattr(lm_head, "bias", None)}
+        if not tied:
+            weights["lm_head"] = lm_head.weight
+        kind, eps, about_norm = _norm_of(probe) or (None, None, {})
+        dtype = torch.bfloat16 if lm_head.weight.dtype == torch.bfloat16 else torch.float32
+        head = cls(
+            {name: tensor for name, tensor in {**weights, **about_norm}.items() if tensor is not None},
+            norm=kind or "none",
+            eps=eps,
+            tied=tied,
+            dtype=dtype,
+            last_hidden="post_norm" if kind is None else "pre_norm",
+        )
+        head._fit_logits(model, probe)
+        return head
+
+    @classmethod
+    def of_cache(
+        cls,
+        cache_dir: PathLike,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        follow_links: bool = False,
+    ) -> Self:
+        """Return the head of a native cache. It reads its own parts of target_weights.safetensors only.
+
+        device: of its tensors; None: the CPU. dtype: in which it computes; None: as the target ran. The distributions
+        cost 2 * D * H operations a token: nothing on a GPU, some hundreds of tokens a second on a core of a CPU.
+        follow_links: as `CachedEagle3Dataset`.
+        Raises: FileNotFoundError; CacheError for a cache that is not native, and for weights that do not fit it.
+        """
+        manifest = read_manifest(cache_dir, follow_links=follow_links)
+        facts = _facts_of(manifest, cache_dir)
+        names = WEIGHTS.keys() - {"lm_head" if facts["tied"] else "embeddings"}
+        weights = read_weights(cache_dir, names, follow_links=follow_links)
+        sizes = {"norm": manifest["hidden_size"], "lm_head_bias": manifest["target_vocab_size"]}
+        sizes["norm_bias"] = sizes["norm"]
+        for name, tensor in weights.items():
+            expected = [sizes[name]] if name in sizes else [sizes["lm_head_bias"], sizes["norm"]]
+            if list(tensor.shape) != expected:
+                found = f"{WEIGHTS_NAME} has {name} of shape {list(tensor.shape)}"
+                raise CacheError(cache_dir, found, f"{expected} by the manifest", PRODUCE_AGAIN, code="E701")
+        if ("embeddings" if facts["tied"] else "lm_head") not in weights:
+            raise CacheError(cache_dir, f"{WEIGHTS_NAME} has no lm_head", remedy=PRODUCE_AGAIN, code="E701")
+        compute = _COMPUTE[facts.pop("compute_dtype")] if dtype is None else dtype
+        last_hidden = manifest["conventions"]["last_hidden"]
+        head = cls({name: tensor.to(device or "cpu") for name, tensor in weights.items()}, **facts, dtype=compute)
+        head._embeddings, head.last_hidden = None, last_hidden
+        head.selected_token_ids = manifest["selected_token_ids"]
+        return head
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self._lm_head.shape[0]
+
+    def normed(self, states: Tensor) -> Tensor:
+        """Return what lm_head takes, [R, H] of the head's dtype and device, of states as `last_hidden` says."""
+        return _normed(self.norm, states.to(self._lm_head), self._norm, self._norm_bias, self.eps)
+
+    def logits(self, states: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
+        """Return the logits of some states, in the head's dtype and on its device.
+
+        states: [R, H], or any [..., H], of any float dtype and device. ids: the target's ids whose logits are wanted,
+        in this order: [R, D]; None: [R, V].
+        """
+        weight, bias = (self._lm_head, self._lm_head_bias) if ids is None else self._rows(ids)
+        logits = functional.linear(self.normed(states), weight, bias)
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the logits [R, V] of states [R, H]."""
+        return self.logits(states)
+
+    @torch.no_grad()
+    def log_normalizer_and_argmax(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logsumexp over all V logits, float32 [R], and the most probable token, int64 [R], of states [R, H].
+
+        The logits are made in parts of `PART_VALUES`.
+        """
+        normalizers = torch.empty(len(states), device=self._lm_head.device)
+        argmax = torch.empty(len(states), dtype=torch.int64, device=self._lm_head.device)
+        for part in _parts(len(states), self.vocab_size):
+            logits = self.logits(states[part])
+            normalizers[part], argmax[part] = logits.float().logsumexp(-1), logits.argmax(-1)
+        return normalizers, argmax
+
+    @torch.no_grad()
+    def target_probs(
+        self, batch: Mapping[str, Tensor], selected_token_ids: Sequence[int] | Tensor | None = None
+    ) -> Tensor:
+        """Return the target's distributions over the draft's tokens of a batch of `native_batch`.
+
+        batch: `input_ids` [B, W], `last_hidden_states` [R', H] and `target_slots` int64 [R'] into the B * W slots.
+        selected_token_ids: draft id -> target id; None: those of the head's cache, or all V of a head of a model.
+        Returns float32 [B, W, D] on the head's device: a softmax among the draft's tokens; rows without a target zeros.
+        """
+        ids = self.selected_token_ids if selected_token_ids is None else selected_token_ids
+        rows, width = batch["input_ids"].shape
+        states, slots = batch["last_hidden_states"], batch["target_slots"].to(self._lm_head.device)
+        size = self.vocab_size if ids is None else len(ids)
+        probs = torch.zeros(rows * width, size, device=self._lm_head.device)
+        for part in _parts(len(states), size):
+            probs[slots[part]] = self.logits(states[part], ids).float().softmax(-1)
+        return probs.view(rows, width, size)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return what `format.native.weights.write_weights` takes. Raises: ValueError for a head of a cache."""
+        if self._embeddings is None:
+            raise ValueError(
+                "this head was read from a cache and has no embeddings: expected one of TargetHead.of_model"
+            )
+        buffers = {name: getattr(self, f"_{name}") for name in WEIGHTS.keys() - {"embeddings"}}
+        if self.tied:
+            del buffers["lm_head"]
+        return {"embeddings": self._embeddings, **{name: value for name, value in buffers.items() if value is not None}}
+
+    def facts(self) -> dict[str, Any]:
+        """Return the manifest's `head`."""
+        names = {dtype: name for name, dtype in _COMPUTE.items()}
+        return {
+            "norm": self.norm,
+            "eps": self.eps,
+            "logit_scale": self.logit_scale,
+            "softcap": self.softcap,
+            "tied": self.tied,
+            "compute_dtype": names[self._lm_head.dtype],
+        }
+
+    def _rows(self, ids: Sequence[int] | Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the rows of lm_head and its bias for some ids; the last ones asked for are kept."""
+        wanted = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        if self._part is None or self._part[0] != wanted or self._part[1].device != self._lm_head.device:
+            index = torch.tensor(wanted, dtype=torch.int64, device=self._lm_head.device)
+            bias = self._lm_head_bias
+            self._part = wanted, self._lm_head[index], None if bias is None else bias[index]
+        return self._part[1:]
+
+    @torch.no_grad()
+    def _fit_logits(self, model: nn.Module, probe: _Probe) -> None:
+        """Take the scale and softcap of the model's config that give its logits. Raises: ValueError where none does."""
+        config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        states = probe.post_norm if self.last_hidden == "post_norm" else probe.pre_norm
+        raw = self.logits(states).float()
+        scales = [getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "output_multiplier")]
+        given = [float(scale) for scale in scales if isinstance(scale, int | float) and scale]
+        caps = [None, getattr(config, "final_logit_softcapping", None) or None]
+        best = None
+        for scale in dict.fromkeys((1.0, *given, *(1 / each for each in given))):
+            for cap in dict.fromkeys(caps):
+                made = raw * scale if cap is None else torch.tanh(raw * scale / cap) * cap
+                error = _difference(made, probe.logits)
+                if best is None or error < best[0]:
+                    best = error, scale, cap
+        assert best is not None
+        if not best[0] <= _TOLERANCES.get(probe.logits.dtype, 1e-4):
+            raise coded(
+                "E705",
+                ValueError(
+                    f"{type(model).__name__}: its final norm, lm_head, logit scale and softcap give logits that differ "
+                    f"from the model's by {best[0]:.1e} of the largest one; it does something else to them. A native "
+                    "cache needs a target whose logits follow from its last hidden state. Produce --format 1 or 2"
+                ),
+            )
+        _, self.logit_scale, self.softcap = best
+
+
+# --- the parts of a model ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """What a model does to a few tokens."""
+
+    pre_norm: Tensor
+    """The last block's output [T, H]; a tensor of no element where it has another form."""
+    post_norm: Tensor
+    """The input of lm_head [T, H]."""
+    logits: Tensor
+    """[T, V]"""
+    norms: list[nn.Module]
+    """The modules without children, outside of the blocks, that took the last block's output."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Probe:
+        """Run a few tokens through a model. Raises: ValueError (E705) for one without an lm_head."""
+        lm_head = getattr(model, "get_output_embeddings", lambda: None)()
+        if not isinstance(getattr(lm_head, "weight", None), Tensor):
+            found = (
+                f"{type(model).__name__}: has no output embeddings, expected a causal language model with an lm_head"
+            )
+            raise coded("E705", ValueError(found))
+        seen: dict[str, Tensor] = {}
+        norms: list[nn.Module] = []
+        blocks = _blocks(model)
+        inside = {id(module) for block in blocks for module in block.modules()}
+
+        def of_block(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            seen["pre"] = output[0] if isinstance(output, tuple) else output
+
+        def of_leaf(module: nn.Module, inputs: Any) -> None:
+            if module is lm_head and inputs:
+                seen["post"] = inputs[0]
+            elif "pre" in seen and inputs and isinstance(inputs[0], Tensor) and inputs[0].shape == seen["pre"].shape:
+                norms.extend([module] * torch.equal(inputs[0], seen["pre"]))
+
+        handles = [blocks[-1].register_forward_hook(of_block)]
+        leaves = (module for module in model.modules() if not any(True for _ in module.children()))
+        handles += [leaf.register_forward_pre_hook(of_leaf) for leaf in leaves if id(leaf) not in inside]
+        was_training = model.training
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                logits = _run(model.eval(), lm_head)
+        finally:
+            model.train(was_training)
+            for handle in handles:
+                handle.remove()
+        if "post" not in seen or seen["post"].dim() != 3:
+            found = f"{type(model).__name__}: its lm_head is not called with [B, S, H], so its input cannot be captured"
+            raise coded("E705", ValueError(found))
+        pre, post = seen.get("pre", logits), seen["post"]
+        return cls(pre[0] if pre.shape == post.shape else pre.new_empty(0), post[0], logits[0], norms)
+
+
+def _run(model: nn.Module, lm_head: Any) -> Tensor:
+    vocab_size = lm_head.weight.shape[0]
+    ids = (torch.arange(_PROBED, device=lm_head.weight.device) + _PROBED).remainder(vocab_size)[None]
+    knows_cache = "use_cache" in inspect.signature(model.forward).parameters
+    output = model(input_ids=ids, attention_mask=torch.ones_like(ids), **({"use_cache": False} if knows_cache else {}))
+    logits: Tensor = output[0] if isinstance(output, tuple) else output.logits
+    return logits
+
+
+def _norm_of(probe: _Probe) -> tuple[str, float | None, dict[str, Tensor | None]] | None:
+    """Return the kind, eps and weights of the final norm; None where none of `NORMS` gives the lm_head's input."""
+    if not probe.pre_norm.numel():
+        return None
+    tolerance = _TOLERANCES.get(probe.post_norm.dtype, 1e-4)
+    if torch.equal(probe.pre_norm, probe.post_norm):
+        return "none", None, {}
+    # Values with a mean distinguish a norm that subtracts it from one that does not; those of a model may have none.
+    drawn = torch.randn(probe.pre_norm.shape, generator=torch.Generator().manual_seed(0)) + 0.5
+    given, halves = torch.cat((drawn.to(probe.pre_norm), probe.pre_norm)), (slice(_PROBED), slice(_PROBED, None))
+    for module in probe.norms:
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        stated = [value for name in _EPS_NAMES if isinstance(value := getattr(module, name, None), float)]
+        with torch.no_grad():
+            made = module(given)
+            errors = {
+                (kind, eps): max(
+                    _difference(_normed(kind, given, weight, bias, eps)[half], made[half]) for half in halves
+                )
+                for kind in _kinds(weight, bias)
+                for eps in stated[:1] or (1e-5, 1e-6)
+            }
+        kind, eps = min(errors, key=lambda each: errors[each])
+        if errors[kind, eps] <= tolerance and _difference(made[_PROBED:], probe.post_norm) <= tolerance:
+            return kind, eps, {"norm": weight, "norm_bias": bias}
+    return None
+
+
+def _kinds(weight: Tensor | None, bias: Tensor | None) -> tuple[str, ...]:
+    return ("layer",) if bias is not None else ("layer", "rms") if weight is None else NORMS[:3]
+
+
+def _normed(kind: str, states: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None) -> Tensor:
+    """Return the normed states; mean and variance are computed in float32."""
+    if kind == "none":
+        return states
+    if kind == "layer":
+        return functional.layer_norm(states, states.shape[-1:], weight, bias, eps or 0.0)
+    wide = states.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + (eps or 0.0))
+    if kind == "gemma_rms":
+        assert weight is not None
+        return (wide * (1.0 + weight.float())).to(states.dtype)
+    scaled = wide.to(states.dtype)
+    return scaled if weight is None else (weight * scaled).to(states.dtype)
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference as a share of the largest expected value; infinite where shapes differ."""
+    if found.shape != expected.shape:
+        return torch.inf
+    wanted = expected.float()
+    difference = float((found.float() - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
+    return difference if difference == difference else torch.inf  # NaN
+
+
+def _parts(rows: int, values: int) -> Iterator[slice]:
+    """Yield slices of rows of at most `PART_VALUES` values."""
+    step = max(1, PART_VALUES // max(1, values))
+    for begin in range(0, rows, step):
+        yield slice(begin, min(begin + step, rows))
+
+
+def _facts_of(manifest: Mapping[str, Any], cache_dir: PathLike) -> dict[str, Any]:
+    """Return the manifest's `head`. Raises: CacheError for a cache that is not native, and for wrong values."""
+    if "head" not in manifest:
+        found = f"format_version {shortened(manifest.get('format_version'))} has no head of the target"
+        raise CacheError(cache_dir, found, "a native cache", "Run: precompute --format native", code="E208")
+    facts, conventions = manifest["head"], manifest.get("conventions")
+    number = int, float
+    good: dict[str, Any] = {
+        "norm": lambda value: value in NORMS,
+        "eps": lambda value: value is None or (isinstance(value, number) and 0 <= value < 1),
+        "logit_scale": lambda value: isinstance(value, number) and 0 < abs(value) < 1e9,
+        "softcap": lambda value: value is None or (isinstance(value, number) and 0 < value < 1e9),
+        "tied": lambda value: isinstance(value, bool),
+        "compute_dtype": lambda value: value in _COMPUTE,
+    }
+    wrong = [name for name in good if not isinstance(facts, dict) or not good[name](facts.get(name))]
+    hidden = conventions.get("last_hidden") if isinstance(conventions, dict) else None
+    if wrong or hidden not in ("pre_norm", "post_norm"):
+        found = f"head is {shortened(facts)}, last_hidden {shortened(hidden)}"
+        raise CacheError(manifest_path(cache_dir), found, "those of a target's head", PRODUCE_AGAIN, code="E701")
+    return {name: facts[name] for name in good}

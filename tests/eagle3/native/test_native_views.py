@@ -1,0 +1,163 @@
+"""The target's head, found in a model and read from a cache; and the six keys of a native cache."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from niels_gpt.eagle3.cache import read_target_embeddings
+from niels_gpt.eagle3.format.native.weights import has_weights, read_weights, write_weights
+from niels_gpt.eagle3.head import TargetHead
+from niels_gpt.storage.errors import CacheError
+
+transformers = pytest.importorskip("transformers", reason="running a target needs the extra eagle3")
+
+VOCAB, HIDDEN = 50, 16
+_ROTARY = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24, "num_hidden_layers": 2}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {**_ROTARY}),
+    "qwen3": ("Qwen3", {**_ROTARY, "head_dim": 8, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", {**_ROTARY, "head_dim": 8, "final_logit_softcapping": 0.05}),
+    "gpt2": ("GPT2", {"n_embd": HIDDEN, "n_head": 2, "n_layer": 2}),
+    "gpt_neox": ("GPTNeoX", {**_ROTARY, "layer_norm_eps": 1e-4}),
+    "cohere": ("Cohere", {**_ROTARY, "logit_scale": 0.3}),
+    "granite": ("Granite", {**_ROTARY, "logits_scaling": 7.0, "embedding_multiplier": 12.0}),
+    "olmo": ("Olmo", {**_ROTARY}),
+    "phi": ("Phi", {**_ROTARY}),
+}
+NORMS = {"gemma2": "gemma_rms"} | dict.fromkeys(("gpt2", "gpt_neox", "cohere", "olmo", "phi"), "layer")
+
+
+def made(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model of random weights; biases and norms of random ones too, as new ones are zeros and ones."""
+    kind, sizes = CONFIGS[name]
+    model_class = "GPT2LMHeadModel" if name == "gpt2" else f"{kind}ForCausalLM"
+    hidden = {} if name == "gpt2" else {"hidden_size": HIDDEN}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=VOCAB, pad_token_id=0, **hidden, **sizes)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model: nn.Module = getattr(transformers, model_class)(config)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                nn.init.normal_(parameter, mean=0.4, std=0.3)
+    return model.eval().requires_grad_(False).to(dtype)
+
+
+def states_and_logits(model: Any) -> tuple[Tensor, Tensor]:
+    """The last block's output [T, H] and the logits [T, V] of two rows of tokens."""
+    ids = torch.randint(1, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    blocks = [module for name, module in model.named_modules() if name.endswith((".layers.1", ".h.1"))]
+    seen: list[Tensor] = []
+    handle = blocks[0].register_forward_hook(lambda _, __, out: seen.append(out[0] if isinstance(out, tuple) else out))
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    handle.remove()
+    return seen[0].flatten(0, 1), logits.flatten(0, 1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_head_of_a_model_gives_the_models_own_logits(name: str) -> None:
+    model = made(name)
+    head = TargetHead.of_model(model)
+    states, logits = states_and_logits(model)
+    torch.testing.assert_close(head(states), logits, rtol=1e-5, atol=1e-6 * float(logits.abs().max()))
+    facts = head.facts()
+    assert (facts["norm"], head.last_hidden) == (NORMS.get(name, "rms"), "pre_norm")
+    assert facts["tied"] == (name in ("qwen3", "gemma2", "gpt2", "cohere"))
+    assert facts["softcap"] == (0.05 if name == "gemma2" else None)
+    assert facts["logit_scale"] == {"cohere": 0.3, "granite": 1 / 7.0}.get(name, 1.0)
+    assert ("lm_head_bias" in head.weights()) == (name == "phi")
+    # And it fails where a part of it is another one.
+    for wrong in ({"norm": "rms" if facts["norm"] != "rms" else "layer"}, {"logit_scale": 1.1}):
+        other = TargetHead(head.weights(), **{**facts_of(head), **wrong})
+        assert float((other(states) - logits).abs().max()) > 1e-2 * float(logits.abs().max())
+
+
+def facts_of(head: TargetHead) -> dict[str, Any]:
+    return {name: value for name, value in head.facts().items() if name != "compute_dtype"}
+
+
+def test_the_head_computes_in_bf16_as_a_model_of_bf16() -> None:
+    model = made("llama", torch.bfloat16)
+    head = TargetHead.of_model(model)
+    states, logits = states_and_logits(model)
+    assert head.facts()["compute_dtype"] == "bf16" and torch.equal(head(states), logits)
+
+
+class Twisted(nn.Module):
+    """A norm that none of the known ones is."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return torch.tanh(states * 3)
+
+
+def test_a_norm_that_is_not_known_makes_the_states_post_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = made("llama")
+    model.model.norm = Twisted()
+    head = TargetHead.of_model(model)
+    states, logits = states_and_logits(model)
+    assert (head.last_hidden, head.facts()["norm"]) == ("post_norm", "none")
+    torch.testing.assert_close(head(torch.tanh(states * 3)), logits, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_whose_logits_do_not_follow_from_its_last_hidden_state_is_refused() -> None:
+    model: Any = made("llama")
+    model.lm_head.register_forward_hook(lambda _, __, logits: logits + torch.arange(VOCAB) / VOCAB)
+    with pytest.raises(ValueError, match="logits that differ from the model's by") as refused:
+        TargetHead.of_model(model)
+    assert refused.value.code == "E705"  # type: ignore[attr-defined]
+
+
+def test_normalizers_argmax_and_probabilities_in_parts_are_those_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = TargetHead.of_model(made("cohere"))
+    states = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(1))
+    logits, ids = head(states), [4, 49, 0, 7]
+    monkeypatch.setattr("niels_gpt.eagle3.head.PART_VALUES", 3 * VOCAB)
+    normalizers, argmax = head.log_normalizer_and_argmax(states)
+    torch.testing.assert_close(normalizers, logits.exp().sum(-1).log())
+    assert argmax.tolist() == logits.argmax(-1).tolist()
+    torch.testing.assert_close(head.logits(states, torch.tensor(ids)), logits[:, ids])
+    slots = torch.tensor([0, 2, 3, 5, 8, 9, 11])
+    batch = {"input_ids": torch.zeros(3, 4), "last_hidden_states": states, "target_slots": slots}
+    for given, among in ((ids, logits[:, ids]), (None, logits)):
+        probs = head.target_probs(batch, given).flatten(0, 1)
+        torch.testing.assert_close(probs[slots], among.softmax(-1))
+        assert not probs[[1, 4, 6, 7, 10]].any()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi"])
+def test_the_weights_are_stored_once_in_the_smallest_dtype_that_is_exact(tmp_path: Path, name: str) -> None:
+    model = made(name).to(torch.bfloat16).to(torch.float32)  # loaded as fp32, as on a CPU
+    head = TargetHead.of_model(model)
+    (tmp_path / "sidecar").mkdir()
+    write_weights(tmp_path, head.weights())
+    assert has_weights(tmp_path)
+    found = read_weights(tmp_path)
+    assert ("lm_head" in found) == (name == "phi") and {each.dtype for each in found.values()} == {torch.bfloat16}
+    expected = model.get_input_embeddings().weight  # type: ignore[operator]
+    assert torch.equal(read_target_embeddings(tmp_path), expected)
+    manifest = {"format_version": "native-1", "hidden_size": HIDDEN, "target_vocab_size": VOCAB, "head": head.facts()}
+    assert json.loads(json.dumps(manifest)) == manifest
+    raw = bytearray((tmp_path / "target_weights.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (tmp_path / "target_weights.safetensors").write_bytes(raw)
+    assert not has_weights(tmp_path)
+
+
+def test_weights_that_bf16_cannot_hold_stay_as_they_are_and_foreign_ones_are_refused(tmp_path: Path) -> None:
+    values = torch.tensor([[1.0, 2.0**-12 + 1, 0.1]])
+    write_weights(tmp_path, {"embeddings": values, "norm": torch.tensor([1.0009765625, 0, 1])})
+    with safe_open(tmp_path / "target_weights.safetensors", "pt") as file:
+        assert [file.get_slice(name).get_dtype() for name in ("embeddings", "norm")] == ["F32", "F16"]
+    assert torch.equal(read_weights(tmp_path, ["embeddings"])["embeddings"], values)
+    from safetensors.torch import save_file
+
+    save_file({"embeddings": torch.zeros(3)}, tmp_path / "target_weights.safetensors")
+    with pytest.raises(CacheError, match="the weights of a target"):
+        read_weights(tmp_path)
+    with pytest.raises(ValueError, match="do not fit"):
+        write_weights(tmp_path, {"embeddings": torch.zeros(3)})
