@@ -261,7 +261,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     r"shard-000001\.safetensors: [\d,]+ bytes, expected .* its header states": (
         lambda folder: os.truncate(shard_path(folder, 1), os.path.getsize(shard_path(folder, 1)) - 1)
     ),
-    r"has format_version=3, expected 1 or 2\. Regenerate the cache": (
+    r"has format_version=3, expected 1 or 2, or native-1\. Regenerate the cache": (
         lambda folder: write_manifest(folder, manifest_of(samples=5, shard_size=2) | {"format_version": 3})
     ),
     r"manifest\.json: not JSON .*expected the manifest": lambda folder: (folder / "manifest.json").write_text("{"),

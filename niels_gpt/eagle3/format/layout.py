@@ -24,8 +24,12 @@ from niels_gpt.storage.meta_json import checked_count, parse_object, shortened
 PathLike = str | os.PathLike[str]
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Name of a tensor -> its dtype and the shape of one row, whose first dimension is the slots."""
+Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Name of a tensor -> its dtype and its whole shape."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+AUX_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn}
+"""Of the auxiliary states of the native form."""
 INT_FIELDS = ("input_ids", "attention_mask", "loss_mask")
 DENSE_FIELDS = ("target_probs",)
 TOPK_FIELDS = ("target_probs_values", "target_probs_indices")
@@ -40,9 +44,12 @@ LOCK_NAME = "lock"
 _TYPES = {
     "I64": torch.int64,
     "F32": torch.float32,
+    "U32": torch.uint32,
     "I32": torch.int32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
@@ -137,10 +144,18 @@ def header_bytes(fields: Fields, rows: int) -> bytes:
 
     Raises: ValueError for a dtype that no field of a cache has.
     """
+    return tensors_header({name: (dtype, (rows, *shape)) for name, (dtype, shape) in fields.items()})
+
+
+def tensors_header(tensors: Tensors) -> bytes:
+    """Return the safetensors header of a file of tensors that may differ in their number of rows.
+
+    Raises: ValueError for a dtype that no tensor of a cache has.
+    """
     header, end = {}, 0
-    for name, (dtype, shape) in in_file_order(fields).items():
-        begin, end = end, end + rows * row_bytes_of((dtype, shape))
-        header[name] = {"dtype": _NAMES[dtype], "shape": [rows, *shape], "data_offsets": [begin, end]}
+    for name, (dtype, shape) in in_file_order(tensors).items():
+        begin, end = end, end + row_bytes_of((dtype, shape))
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
@@ -152,6 +167,19 @@ def read_header(path: PathLike, *, follow_links: bool = False) -> tuple[Fields, 
     follow_links: as `open_file`.
     Raises: FileNotFoundError; CacheError unless it is a whole safetensors file of tensors that have one number of rows.
     """
+    tensors, header = read_tensors_header(path, follow_links=follow_links)
+    rows = {shape[0] if shape else -1 for _, shape in tensors.values()}
+    if len(rows) != 1 or -1 in rows:
+        raise _damaged(os.fspath(path), f"its tensors have {sorted(rows)} rows", "one number of rows")
+    return {name: (dtype, shape[1:]) for name, (dtype, shape) in tensors.items()}, rows.pop(), header
+
+
+def read_tensors_header(path: PathLike, *, follow_links: bool = False) -> tuple[Tensors, bytes]:
+    """Return the tensors of a safetensors file in its order, with whole shapes, and the bytes of its header.
+
+    follow_links: as `open_file`.
+    Raises: FileNotFoundError; CacheError unless it is a whole safetensors file of dtypes that caches have.
+    """
     where = os.fspath(path)
     with open(open_file(path, follow_links=follow_links), "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -162,8 +190,7 @@ def read_header(path: PathLike, *, follow_links: bool = False) -> tuple[Fields, 
             most = f"{size:,}, the file's size, at most" if length > size - 8 else f"{_MAX_HEADER:,} at most"
             raise _damaged(where, f"its first eight bytes give a header of {length:,} bytes", most)
         text = file.read(length)
-    fields: Fields = {}
-    rows: set[int] = set()
+    tensors: Tensors = {}
     end = 0
     try:
         header = parse_object(text)
@@ -171,20 +198,16 @@ def read_header(path: PathLike, *, follow_links: bool = False) -> tuple[Fields, 
         if not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("__metadata__ is no object of strings")
         for name, about in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            dtype, shape = _TYPES[about["dtype"]], tuple(checked_count(part, name, where) for part in about["shape"])
-            field = dtype, shape[1:]
-            begin, end = end, end + shape[0] * row_bytes_of(field)
+            tensor = _TYPES[about["dtype"]], tuple(checked_count(part, name, where) for part in about["shape"])
+            begin, end = end, end + row_bytes_of(tensor)
             if [checked_count(offset, name, where) for offset in about["data_offsets"]] != [begin, end]:
                 raise ValueError(f"the offsets of {shortened(name)} do not fit its shape")
-            fields[name] = field
-            rows.add(shape[0])
+            tensors[name] = tensor
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise _damaged(where, f"its header is no list of a cache's tensors ({error!r:.200})") from error
-    if len(rows) != 1:
-        raise _damaged(where, f"its tensors have {sorted(rows)} rows", "one number of rows")
     if size != 8 + length + end:
         raise _damaged(where, f"{size:,} bytes", f"{8 + length + end:,}, as its header states")
-    return fields, rows.pop(), head + text
+    return tensors, head + text
 
 
 def open_file(path: PathLike, *, follow_links: bool = False) -> int:
@@ -281,7 +304,7 @@ def in_file_order(fields: Fields) -> Fields:
 
 
 def row_bytes_of(field: tuple[torch.dtype, tuple[int, ...]]) -> int:
-    """Return the bytes of one row of a tensor."""
+    """Return the bytes of one row of a tensor; of a whole tensor, if the shape is its whole shape."""
     return field[0].itemsize * math.prod(field[1])
 
 

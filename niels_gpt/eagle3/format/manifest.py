@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from niels_gpt.eagle3.format.layout import (
+    AUX_DTYPES,
     DTYPES,
     EMBEDDINGS_NAME,
     MANIFEST_NAME,
@@ -28,6 +29,7 @@ from niels_gpt.storage.meta_json import parse_object, shortened
 
 FORMAT_VERSION = 1
 VERSIONS = (1, 2)
+NATIVE_VERSION = "native-1"
 _NUMBERS = (
     "num_samples",
     "shard_size",
@@ -37,6 +39,27 @@ _NUMBERS = (
     "target_vocab_size",
     "target_probs_topk",
 )
+_NATIVE_NUMBERS = {
+    **dict.fromkeys(("num_samples", "num_shards"), 0),
+    **dict.fromkeys(("hidden_size", "seq_length", "target_vocab_size", "draft_vocab_size", "shard_bytes"), 1),
+}
+_NATIVE_OBJECTS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "conventions": {
+        "layer_index": ("block_output_0based",),
+        "last_hidden": ("pre_norm", "post_norm"),
+        "shift": ("none",),
+        "loss_mask": ("raw",),
+    },
+    "head": {
+        "norm": ("rms", "gemma_rms", "layer", "none"),
+        "eps": (float, None),
+        "logit_scale": (float,),
+        "softcap": (float, None),
+        "tied": (True, False),
+        "compute_dtype": ("bf16", "fp32"),
+    },
+}
+"""Objects of a native manifest: what each of their keys may be; `float` stands for any number."""
 _TEXTS = ("target_model", "dtype", "input_data", "split")
 _LISTS = ("aux_layer_ids", "selected_token_ids")
 _OF_A_CACHE = (SIDECAR, EMBEDDINGS_NAME)
@@ -114,7 +137,9 @@ def write_manifest(cache_dir: PathLike, manifest: dict[str, Any]) -> str:
 
 
 def read_manifest(cache_dir: PathLike, *, follow_links: bool = False) -> dict[str, Any]:
-    """Return the manifest of a cache of version 1 or 2; keys that later tools added may be missing.
+    """Return the manifest of a cache of version 1, 2 or native-1.
+
+    In versions 1 and 2 keys that later tools added may be missing; a native manifest has all of `check_native`.
 
     follow_links: as `open_file`.
     Raises: FileNotFoundError; CacheError for another version, no JSON object, a value of a wrong type, or more shards
@@ -130,12 +155,15 @@ def read_manifest(cache_dir: PathLike, *, follow_links: bool = False) -> dict[st
     except ValueError as error:
         raise CacheError(path, str(error), "the manifest of an EAGLE-3 cache", PRODUCE_AGAIN, code="E701") from error
     version = manifest.get("format_version")
+    if is_native(manifest):
+        check_native(manifest, cache_dir)
+        return manifest
     if type(version) is not int or version not in VERSIONS:
         found, remedy = (
             f"has format_version={shortened(version)}",
             "Regenerate the cache with the current precompute_eagle3",
         )
-        raise CacheError(cache_dir, found, "1 or 2", remedy, code="E208")
+        raise CacheError(cache_dir, found, f"1 or 2, or {NATIVE_VERSION}", remedy, code="E208")
     _refuse_wrong_types(manifest, cache_dir)
     size, samples = manifest.get("shard_size"), manifest.get("num_samples")
     if size and samples and -(-samples // size) > _MAX_SHARDS:
@@ -144,6 +172,44 @@ def read_manifest(cache_dir: PathLike, *, follow_links: bool = False) -> dict[st
             path, found, f"{_MAX_SHARDS:,} at most, as a shard's name has six digits", PRODUCE_AGAIN, code="E701"
         )
     return manifest
+
+
+def is_native(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a manifest is that of a cache in the native form."""
+    return manifest.get("format_version") == NATIVE_VERSION
+
+
+def check_native(manifest: Mapping[str, Any], where: PathLike) -> None:
+    """Raise CacheError, naming the key, where a native manifest has not what its form demands."""
+
+    def refuse(key: str, value: Any, expected: str) -> CacheError:
+        found = f"{key} is {shortened(value)}" if value is not None else f"{key} is missing, or null"
+        return CacheError(manifest_path(where), found, expected, PRODUCE_AGAIN, code="E701")
+
+    for key, least in _NATIVE_NUMBERS.items():
+        number_in(manifest, key, where, least)
+    if manifest["num_shards"] > _MAX_SHARDS:
+        raise refuse("num_shards", manifest["num_shards"], f"{_MAX_SHARDS:,} at most")
+    for key, allowed in {"dtype": DTYPES, "aux_dtype": AUX_DTYPES}.items():
+        if manifest.get(key) not in [*allowed]:
+            raise refuse(key, manifest.get(key), f"one of {', '.join(allowed)}")
+    if not isinstance(manifest.get("target_model"), str):
+        raise refuse("target_model", manifest.get("target_model"), "a text")
+    for key, below in {"aux_layer_ids": 2**31, "selected_token_ids": manifest["target_vocab_size"]}.items():
+        value = manifest.get(key)
+        ids = value if isinstance(value, list) else []
+        good = all(type(number) is int and 0 <= number < below for number in ids)
+        if not ids or not good or len({*ids}) != len(ids):
+            raise refuse(key, value, f"a list of different integers from 0 to {below - 1}")
+    if len(manifest["selected_token_ids"]) != manifest["draft_vocab_size"]:
+        raise refuse("draft_vocab_size", manifest["draft_vocab_size"], "the length of selected_token_ids")
+    for above, parts in _NATIVE_OBJECTS.items():
+        for key, choices in parts.items():
+            value = manifest[above].get(key) if isinstance(manifest.get(above), dict) else None
+            number = float in choices and type(value) in (int, float)
+            if not number and not any(value == each and type(value) is type(each) for each in choices):
+                names = ", ".join("a number" if each is float else str(each) for each in choices)
+                raise refuse(f"{above}.{key}", value, f"one of {names}" if len(choices) > 1 else names)
 
 
 def _no_manifest(path: str) -> FileNotFoundError:
@@ -175,7 +241,7 @@ def _refuse_wrong_types(manifest: dict[str, Any], where: PathLike) -> None:
             raise CacheError(path, f"{key} is {shortened(value)}", "a list of ids from 0", PRODUCE_AGAIN, code="E701")
 
 
-def number_in(manifest: dict[str, Any], key: str, where: PathLike, least: int = 0) -> int:
+def number_in(manifest: Mapping[str, Any], key: str, where: PathLike, least: int = 0) -> int:
     """Return an integer of a manifest. Raises: CacheError if it is missing, no integer, or below `least`."""
     path = manifest_path(where)
     if key not in manifest:

@@ -100,7 +100,7 @@ class ShardWriter:
                 for name, piece in zip(self._fields, pieces, strict=True):
                     self._file.write(self._offset(name, row), piece)
         for row, used, pieces in zip(rows, slots, _pieces(self._fields, flat, slots), strict=True):
-            self._slots[row], self._digests[row] = used, _digest(pieces)
+            self._slots[row], self._digests[row] = used, digest_of(pieces)
 
     def commit(self, facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Rename the shard to its final name, durably, write its receipt, and return the receipt.
@@ -111,25 +111,9 @@ class ShardWriter:
         if "" in self._digests:
             raise ValueError(f"{self._path}: row {self._digests.index('')} was not written")
         self._file.write(0, self._header)
-        self._file.sync()
-        self._file.close()
-        receipt = {
-            "receipt_version": _RECEIPT_VERSION,
-            "shard": self._index,
-            "samples": len(self._slots),
-            "bytes": self._size,
-            "header_sha256": hashlib.sha256(self._header).hexdigest(),
-            "slots": self._slots,
-            "xxh3_128": self._digests,
-            "facts": dict(facts or {}),
-        }
-        path = receipt_path(self._cache_dir, self._index)
-        if path.exists():  # of the replaced shard: no receipt is better than a wrong one
-            fileio.remove(path)
-            fileio.fsync_dir(path.parent)
-        fileio.rename(self._temporary, self._path)
-        write_bytes(path, canonical_json(receipt))
-        return receipt
+        return commit_shard(
+            self._file, self._cache_dir, self._index, self._size, self._header, self._slots, self._digests, facts
+        )
 
     def discard(self) -> None:
         """Remove the temporary file. After `commit` this does nothing."""
@@ -162,6 +146,38 @@ class ShardWriter:
         return flat.reshape(rows, -1)
 
 
+def commit_shard(
+    file: SizedFile,
+    cache_dir: PathLike,
+    shard_index: int,
+    size: int,
+    header: bytes,
+    slots: Sequence[int],
+    digests: Sequence[str],
+    facts: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Close a written temporary file, make it the shard, durably, write its receipt, and return the receipt."""
+    file.sync()
+    file.close()
+    receipt = {
+        "receipt_version": _RECEIPT_VERSION,
+        "shard": shard_index,
+        "samples": len(slots),
+        "bytes": size,
+        "header_sha256": hashlib.sha256(header).hexdigest(),
+        "slots": list(slots),
+        "xxh3_128": list(digests),
+        "facts": dict(facts or {}),
+    }
+    path = receipt_path(cache_dir, shard_index)
+    if path.exists():  # of the replaced shard: no receipt is better than a wrong one
+        fileio.remove(path)
+        fileio.fsync_dir(path.parent)
+    fileio.rename(file.path, shard_path(cache_dir, shard_index))
+    write_bytes(path, canonical_json(receipt))
+    return receipt
+
+
 def _pieces(
     fields: Fields, flat: Mapping[str, NDArray[np.uint8]], slots: Sequence[int]
 ) -> Iterator[list[NDArray[np.uint8]]]:
@@ -171,8 +187,11 @@ def _pieces(
         yield [part[row] if name in INT_FIELDS else part[row, : used * sizes[name]] for name, part in flat.items()]
 
 
-def _digest(pieces: list[NDArray[np.uint8]]) -> str:
-    """Return the XXH3-128 of a row: it detects damage, and sha256 would take as long as writing the row."""
+def digest_of(pieces: Sequence[NDArray[Any]]) -> str:
+    """Return the XXH3-128 of a row's contiguous pieces.
+
+    It detects damage; sha256 would take as long as writing the row.
+    """
     try:
         import xxhash  # here, because readers do without
     except ImportError as error:
@@ -265,7 +284,7 @@ def _rows_of(
 
 def _row_damage(fields: Fields, parts: Mapping[str, NDArray[np.uint8]], slots: int, digest: str) -> str:
     (pieces,) = _pieces(fields, {name: part[None] for name, part in parts.items()}, [slots])
-    if _digest(pieces) != digest:
+    if digest_of(pieces) != digest:
         return "its bytes do not give the checksum in its receipt"
     for (name, part), piece in zip(parts.items(), pieces, strict=True):
         if part[piece.size :].any():

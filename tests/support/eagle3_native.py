@@ -1,0 +1,96 @@
+"""Native caches of random states, written by the project's writer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from niels_gpt.eagle3.format.layout import AUX_DTYPES, DTYPES
+from niels_gpt.eagle3.format.manifest import write_manifest
+from niels_gpt.eagle3.format.native.fp8 import quantized
+from niels_gpt.eagle3.format.native.layout import native_layout_of
+from niels_gpt.eagle3.format.native.rows import row_counts
+from niels_gpt.eagle3.format.native.sample import NativeSample
+from niels_gpt.eagle3.format.native.shard_writer import NativeShardWriter
+
+VOCAB = 50
+
+
+def manifest_of(samples: int, shards: int, **changed: Any) -> dict[str, Any]:
+    """Return a native manifest: two layers of four values, a target of 50 tokens, a draft of 20."""
+    return {
+        "format_version": "native-1",
+        "target_model": "t",
+        "target_vocab_size": VOCAB,
+        "hidden_size": 4,
+        "aux_layer_ids": [3, 1],
+        "aux_dtype": "bf16",
+        "dtype": "bf16",
+        "seq_length": 64,
+        "num_samples": samples,
+        "num_shards": shards,
+        "draft_vocab_size": 20,
+        "selected_token_ids": [*range(0, 40, 2)],
+        "shard_bytes": 1 << 30,
+        "conventions": {
+            "layer_index": "block_output_0based",
+            "last_hidden": "pre_norm",
+            "shift": "none",
+            "loss_mask": "raw",
+        },
+        "head": {
+            "norm": "rms",
+            "eps": 1e-6,
+            "logit_scale": 1.0,
+            "softcap": None,
+            "tied": False,
+            "compute_dtype": "fp32",
+        },
+        **changed,
+    }
+
+
+def random_sample(mask: Sequence[int], manifest: dict[str, Any], seed: int = 0) -> NativeSample:
+    """Return a sample of random ids and states with this raw loss mask."""
+    torch.manual_seed(seed)
+    loss = np.array(mask, np.bool_)
+    ((tokens, aux_rows, target_rows),) = row_counts(np.array([0, len(loss)]), loss).tolist()
+    hidden, vocab = manifest["hidden_size"], manifest["target_vocab_size"]
+    aux, scales = torch.randn(aux_rows, len(manifest["aux_layer_ids"]), hidden), None
+    if manifest["aux_dtype"] == "fp8":
+        aux, scales = quantized(aux)
+    return NativeSample(
+        input_ids=torch.randint(vocab, (tokens,)).numpy().astype(np.uint32),
+        loss_mask=loss,
+        aux_hidden_states=aux.to(AUX_DTYPES[manifest["aux_dtype"]]),
+        aux_scales=scales,
+        last_hidden_states=torch.randn(target_rows, hidden).to(DTYPES[manifest["dtype"]]),
+        log_normalizers=torch.randn(target_rows),
+        argmax_ids=torch.randint(vocab, (target_rows,)),
+    )
+
+
+def write_native(
+    folder: Path, masks: Sequence[Sequence[int]], cuts: Sequence[int] = (), **changed: Any
+) -> list[NativeSample]:
+    """Write a native cache of samples with these raw loss masks and return them.
+
+    cuts: first samples of the shards after the first. changed: other values of the manifest.
+    """
+    manifest = manifest_of(len(masks), len(cuts) + 1, **changed)
+    samples = [random_sample(mask, manifest, seed) for seed, mask in enumerate(masks)]
+    starts = np.cumsum([0, *map(len, masks)])
+    counts = row_counts(starts, np.array([value for mask in masks for value in mask]))
+    firsts = [0, *cuts, len(masks)]
+    for shard, (first, behind) in enumerate(itertools.pairwise(firsts)):
+        writer = NativeShardWriter(folder, shard, native_layout_of(manifest, folder), counts[first:behind])
+        for row in reversed(range(behind - first)):
+            writer.write(row, samples[first + row])
+        writer.commit()
+    write_manifest(folder, manifest)
+    return samples
