@@ -7,7 +7,7 @@ shard_writer.py  one shard and its receipt: when it is complete, which bytes are
 shard_reader.py  all shards of a cache: checked when it is opened, mapped when first read
 samples.py       sidecar/samples.safetensors and ids.txt: the tokenized input
 plan.py          sidecar/plan.json and batches.jsonl: all that decides the bytes; where samples are cut into batches
-native/          the files of the native form: ragged, and target rows only where a loss can need them
 convert.py       changes a cache between versions 1 and 2 by its manifest alone; computes content_sha256
-native/          the native form: ragged, with hidden states in place of distributions
+native/          the native form: ragged, with target rows only where a loss can need them, and hidden states in
+                 place of distributions
 """
