@@ -6,6 +6,7 @@ head.py          public: hidden states -> logits by the target's norm and lm_hea
 vocab.py         public: which of the target's tokens the draft knows, and the files of that choice
 precompute.py    public: python -m niels_gpt.eagle3.precompute (commands/eagle3/precompute.py)
 __main__.py      public: python -m niels_gpt.eagle3 verify | inspect | convert | stats (commands/eagle3/group.py)
+native_view.py   the six keys of version 1, made of a native cache
 format/          the files of a cache: what is in them, their writers and readers, the plan
 targets/         loads target models: by folder or hub id, or the sample's small one
 produce/         plan + samples + target -> a finished cache; when a run may be resumed

@@ -19,8 +19,10 @@ the tail: of an 8B target, 64 of 32,000 keep about 0.92 of the mass.
     target_probs                              [n, S, D] of that float dtype; or, in version 2 with top-k,
     target_probs_values, target_probs_indices [n, S, k] of that float dtype, and int32 draft ids by falling probability
 
-All names and formats are those of the published contract: caches of its other implementations are read here, and ours
-there. docs/formats.md describes every file.
+All names and formats of versions 1 and 2 are those of the published contract: caches of its other implementations are
+read here, and ours there. docs/formats.md describes every file. The native form of this project holds the target's
+last hidden states in place of its distributions, ragged, in a tenth of the bytes; it is read here, too, with the same
+six keys.
 """
 
 from __future__ import annotations
@@ -54,13 +56,16 @@ from niels_gpt.eagle3.format.manifest import (
     atomic_write,
     existing_shard_indices,
     is_compressed,
+    is_native,
     load_safetensors,
     manifest_path,
     read_manifest,
     write_manifest,
 )
+from niels_gpt.eagle3.format.native.damage import native_shard_damage
 from niels_gpt.eagle3.format.shard_reader import COMMON_FIELDS, ShardSet
 from niels_gpt.eagle3.format.shard_writer import ShardWriter, shard_damage
+from niels_gpt.eagle3.native_view import NativeLoader, NativeView
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import shortened
 from niels_gpt.storage.versions import version_name
@@ -161,31 +166,58 @@ def verify(cache_dir: PathLike, *, follow_links: bool = False) -> list[str]:
     Raises: FileNotFoundError, CacheError as `CachedEagle3Dataset`; CacheError for a shard without a receipt.
     """
     dataset = CachedEagle3Dataset(cache_dir, follow_links=follow_links)
-    found = (shard_damage(cache_dir, index, follow_links=follow_links) for index in range(dataset.num_shards))
+    damage_of = native_shard_damage if is_native(dataset.manifest) else shard_damage
+    found = (damage_of(cache_dir, index, follow_links=follow_links) for index in range(dataset.num_shards))
     return [sentence for damage in found for _, sentence in damage]
 
 
 class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
-    """Reads an EAGLE-3 cache, version 1 or 2; an item is one sample: the keyword arguments of the trainer's forward.
+    """Reads an EAGLE-3 cache of any form; an item is one sample: the keyword arguments of the trainer's forward.
 
     The header of every shard is checked when the cache is opened. Shards are mapped when they are first read, at most
     `max_open_shards` of them at a time. An item's tensors are views of the map, [S] and [S, width]; nothing is copied.
     Clone them before you change, keep, save or send them: a change stays in this process's map, and a view keeps its
     whole shard mapped. A batch is a copy. May be pickled, for workers of any start method; a forked or spawned worker
     makes its own maps. Threads may share it.
+
+    Items of a native cache are copies. Their ids and masks are those of version 1 of the same input, bit for bit;
+    target_probs are made by `TargetHead` and are zeros where loss_mask is 0, as are the hidden states after the last
+    slot with loss. On a CPU that takes milliseconds a token: for tests and tools that know only these keys. To train,
+    read `niels_gpt.eagle3.native` and make target_probs on the GPU.
     """
 
-    def __init__(self, cache_dir: PathLike, *, max_open_shards: int = 1024, follow_links: bool = False) -> None:
+    def __init__(
+        self,
+        cache_dir: PathLike,
+        *,
+        max_open_shards: int = 1024,
+        follow_links: bool = False,
+        device: str | torch.device | None = None,
+        target_probs: bool = True,
+    ) -> None:
         """max_open_shards: the kernel allows a process about 65,000 maps.
 
         follow_links: read files that are links, as in a snapshot of the Hugging Face hub; otherwise they are refused.
+        device: of a native cache: on which target_probs are made, and left; None: the CPU. target_probs: False leaves
+            that key out of the items of a native cache.
         Raises: FileNotFoundError; CacheError (a ValueError) naming a file that does not fit the manifest; ImportError
             without safetensors.
         """
-        self._shards = ShardSet(cache_dir, max_open_shards, follow_links=follow_links)
-        self.cache_dir, self.manifest = self._shards.cache_dir, self._shards.manifest
-        self.shard_size, self.num_samples = self._shards.shard_size, self._shards.num_samples
-        self.num_shards, self.compressed = self._shards.num_shards, self._shards.compressed
+        native = is_native(read_manifest(cache_dir, follow_links=follow_links))
+        if not native and (device is not None or not target_probs):
+            raise ValueError(f"{cache_dir} is not native: device and target_probs are options of native caches")
+        how: dict[str, Any] = {"follow_links": follow_links}
+        view = None
+        if native:
+            view = NativeView(cache_dir, max_open_shards, device=device, target_probs=target_probs, **how)
+        self._native: NativeView | None = view
+        shards = ShardSet(cache_dir, max_open_shards, **how) if view is None else view.shards
+        self._shards = shards
+        self.cache_dir, self.manifest = shards.cache_dir, shards.manifest
+        self.num_samples, self.num_shards = shards.num_samples, shards.num_shards
+        self.compressed = isinstance(shards, ShardSet) and shards.compressed
+        self.shard_size: int | None = shards.shard_size if isinstance(shards, ShardSet) else None
+        """Samples of a shard; None of a native cache, whose shards end by their bytes."""
 
     def __repr__(self) -> str:
         """Name the cache, its samples and their form."""
@@ -215,6 +247,9 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
         position = index + self.num_samples if index < 0 else index
         if not 0 <= position < self.num_samples:
             raise IndexError(index)
+        if self._native is not None:
+            return self._native.item(position)
+        assert isinstance(self._shards, ShardSet) and self.shard_size is not None
         shard, row = divmod(position, self.shard_size)
         sample = {key: table[row] for key, table in self._shards.opened(shard)[1].items()}
         if self.compressed:
@@ -228,7 +263,8 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
         return sample
 
     def _handle(self, shard_index: int) -> Any:
-        """Return safetensors' handle of a shard, opened in this process."""
+        """Return safetensors' handle of a shard of version 1 or 2, opened in this process."""
+        assert isinstance(self._shards, ShardSet)
         return self._shards.opened(shard_index)[0]
 
 
@@ -251,6 +287,8 @@ def build_cached_eagle3_dataloader(
     distributed: bool = False,
     *,
     follow_links: bool = False,
+    device: str | torch.device | None = None,
+    target_probs: bool = True,
 ) -> DataLoader[dict[str, torch.Tensor]]:
     """Return a DataLoader over a cache, whose batches have the keys CACHE_KEYS.
 
@@ -258,16 +296,18 @@ def build_cached_eagle3_dataloader(
         and `sampler.set_epoch`.
     distributed: each rank of the default process group reads its share; samples repeat where they do not divide evenly
         (DistributedSampler). The last batch may be short.
-    follow_links: as `CachedEagle3Dataset`.
+    follow_links, device, target_probs: as `CachedEagle3Dataset`. The target_probs of a native cache are made in this
+        process, not in workers, so that `device` may be a GPU.
     """
-    dataset = CachedEagle3Dataset(cache_dir, follow_links=follow_links)
+    dataset = CachedEagle3Dataset(cache_dir, follow_links=follow_links, device=device, target_probs=target_probs)
     sampler: DistributedSampler[Any] | None = DistributedSampler(dataset, shuffle=shuffle) if distributed else None
-    return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=sampler,
-        shuffle=shuffle and sampler is None,
-        num_workers=num_workers,
-        pin_memory=torch.cuda.is_available(),
-        collate_fn=_collate_cached,
-    )
+    how: dict[str, Any] = {
+        "batch_size": batch_size,
+        "sampler": sampler,
+        "shuffle": shuffle and sampler is None,
+        "num_workers": num_workers,
+        "pin_memory": torch.cuda.is_available(),
+    }
+    if dataset._native is not None:
+        return NativeLoader(dataset._native, **how)
+    return DataLoader(dataset, collate_fn=_collate_cached, **how)

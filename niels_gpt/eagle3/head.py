@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from niels_gpt.eagle3.format.layout import PathLike
-from niels_gpt.eagle3.format.manifest import PRODUCE_AGAIN, manifest_path, read_manifest
+from niels_gpt.eagle3.format.manifest import PRODUCE_AGAIN, is_native, read_manifest
 from niels_gpt.eagle3.format.native.weights import WEIGHTS, WEIGHTS_NAME, read_weights
 from niels_gpt.eagle3.target import PART_VALUES, _blocks
 from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.meta_json import shortened
 
 __all__ = ["TargetHead"]
 
@@ -120,7 +119,10 @@ class TargetHead(nn.Module):
         Raises: FileNotFoundError; CacheError for a cache that is not native, and for weights that do not fit it.
         """
         manifest = read_manifest(cache_dir, follow_links=follow_links)
-        facts = _facts_of(manifest, cache_dir)
+        if not is_native(manifest):
+            found = f"format_version {manifest['format_version']} has distributions, and no head of the target"
+            raise CacheError(cache_dir, found, "a native cache", "Run: precompute --format native", code="E208")
+        facts = {name: manifest["head"][name] for name in ("norm", "eps", "logit_scale", "softcap", "tied")}
         names = WEIGHTS.keys() - {"lm_head" if facts["tied"] else "embeddings"}
         weights = read_weights(cache_dir, names, follow_links=follow_links)
         sizes = {"norm": manifest["hidden_size"], "lm_head_bias": manifest["target_vocab_size"]}
@@ -132,10 +134,13 @@ class TargetHead(nn.Module):
                 raise CacheError(cache_dir, found, f"{expected} by the manifest", PRODUCE_AGAIN, code="E701")
         if ("embeddings" if facts["tied"] else "lm_head") not in weights:
             raise CacheError(cache_dir, f"{WEIGHTS_NAME} has no lm_head", remedy=PRODUCE_AGAIN, code="E701")
-        compute = _COMPUTE[facts.pop("compute_dtype")] if dtype is None else dtype
-        last_hidden = manifest["conventions"]["last_hidden"]
-        head = cls({name: tensor.to(device or "cpu") for name, tensor in weights.items()}, **facts, dtype=compute)
-        head._embeddings, head.last_hidden = None, last_hidden
+        head = cls(
+            {name: tensor.to(device or "cpu") for name, tensor in weights.items()},
+            **facts,
+            dtype=_COMPUTE[manifest["head"]["compute_dtype"]] if dtype is None else dtype,
+            last_hidden=manifest["conventions"]["last_hidden"],
+        )
+        head._embeddings = None
         head.selected_token_ids = manifest["selected_token_ids"]
         return head
 
@@ -386,26 +391,3 @@ def _parts(rows: int, values: int) -> Iterator[slice]:
     step = max(1, PART_VALUES // max(1, values))
     for begin in range(0, rows, step):
         yield slice(begin, min(begin + step, rows))
-
-
-def _facts_of(manifest: Mapping[str, Any], cache_dir: PathLike) -> dict[str, Any]:
-    """Return the manifest's `head`. Raises: CacheError for a cache that is not native, and for wrong values."""
-    if "head" not in manifest:
-        found = f"format_version {shortened(manifest.get('format_version'))} has no head of the target"
-        raise CacheError(cache_dir, found, "a native cache", "Run: precompute --format native", code="E208")
-    facts, conventions = manifest["head"], manifest.get("conventions")
-    number = int, float
-    good: dict[str, Any] = {
-        "norm": lambda value: value in NORMS,
-        "eps": lambda value: value is None or (isinstance(value, number) and 0 <= value < 1),
-        "logit_scale": lambda value: isinstance(value, number) and 0 < abs(value) < 1e9,
-        "softcap": lambda value: value is None or (isinstance(value, number) and 0 < value < 1e9),
-        "tied": lambda value: isinstance(value, bool),
-        "compute_dtype": lambda value: value in _COMPUTE,
-    }
-    wrong = [name for name in good if not isinstance(facts, dict) or not good[name](facts.get(name))]
-    hidden = conventions.get("last_hidden") if isinstance(conventions, dict) else None
-    if wrong or hidden not in ("pre_norm", "post_norm"):
-        found = f"head is {shortened(facts)}, last_hidden {shortened(hidden)}"
-        raise CacheError(manifest_path(cache_dir), found, "those of a target's head", PRODUCE_AGAIN, code="E701")
-    return {name: facts[name] for name in good}

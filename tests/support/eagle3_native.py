@@ -14,9 +14,13 @@ from niels_gpt.eagle3.format.layout import AUX_DTYPES, DTYPES
 from niels_gpt.eagle3.format.manifest import write_manifest
 from niels_gpt.eagle3.format.native.fp8 import quantized
 from niels_gpt.eagle3.format.native.layout import native_layout_of
-from niels_gpt.eagle3.format.native.rows import row_counts
+from niels_gpt.eagle3.format.native.rows import row_counts, target_positions
 from niels_gpt.eagle3.format.native.sample import NativeSample
 from niels_gpt.eagle3.format.native.shard_writer import NativeShardWriter
+from niels_gpt.eagle3.format.native.weights import write_weights
+from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.head import TargetHead
+from niels_gpt.eagle3.target import capture
 
 VOCAB = 50
 
@@ -94,3 +98,26 @@ def write_native(
         writer.commit()
     write_manifest(folder, manifest)
     return samples
+
+
+def capture_native(folder: Path, model: Any, samples: Samples, **manifest: Any) -> None:
+    """Write a native cache of what a model says about samples, one at a time, in one shard and without a plan."""
+    head, size = TargetHead.of_model(model), model.config.hidden_size
+    sizes = {"target_vocab_size": head.vocab_size, "hidden_size": size, "head": head.facts()}
+    whole = manifest_of(len(samples), 1, **{**sizes, **manifest})
+    layout, counts = native_layout_of(whole, folder), row_counts(samples.starts, samples.loss_mask)
+    writer = NativeShardWriter(folder, 0, layout, counts)
+    for index in range(len(samples)):
+        ids, mask = samples.row(index)
+        given = torch.from_numpy(ids.astype(np.int64))[None]
+        aux, last, _ = (part[0] for part in capture(model, given, torch.ones_like(given), whole["aux_layer_ids"]))
+        rows = last[target_positions(mask)]
+        aux, scales = aux[: counts[index, 1]], None
+        if whole["aux_dtype"] == "fp8":
+            aux, scales = quantized(aux)
+        states = aux.to(AUX_DTYPES[whole["aux_dtype"]]), scales, rows.to(DTYPES[whole["dtype"]])
+        says = head.log_normalizer_and_argmax(rows)
+        writer.write(index, NativeSample(ids.astype(np.uint32), mask != 0, *states, *says))
+    writer.commit()
+    write_manifest(folder, whole)
+    write_weights(folder, head.weights())

@@ -7,9 +7,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from support import eagle3_native, eagle3_runs
 from torch import Tensor, nn
 
-from niels_gpt.eagle3.cache import read_target_embeddings
+from niels_gpt.eagle3.cache import (
+    CACHE_KEYS,
+    CachedEagle3Dataset,
+    build_cached_eagle3_dataloader,
+    read_target_embeddings,
+    verify,
+)
 from niels_gpt.eagle3.format.native.weights import has_weights, read_weights, write_weights
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.storage.errors import CacheError
@@ -161,3 +168,79 @@ def test_weights_that_bf16_cannot_hold_stay_as_they_are_and_foreign_ones_are_ref
         read_weights(tmp_path)
     with pytest.raises(ValueError, match="do not fit"):
         write_weights(tmp_path, {"embeddings": torch.zeros(3)})
+
+
+# --- the six keys -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A cache of version 1, and a native one of the same samples; ten of them, of 1 to 24 tokens, in float32."""
+    folder, samples = tmp_path_factory.mktemp("both"), eagle3_runs.samples_of()
+    plan = eagle3_runs.plan(samples, dtype="fp32", tokenizer={"pad_id": 0})
+    eagle3_runs.run(folder / "1", samples=samples, given=plan)
+    same = {key: plan.manifest[key] for key in ("aux_layer_ids", "selected_token_ids", "draft_vocab_size")}
+    form = {"seq_length": eagle3_runs.LENGTH, "dtype": "fp32", "aux_dtype": "fp32", **same}
+    eagle3_native.capture_native(folder / "native", eagle3_runs.load(torch.device("cpu")), samples, **form)
+    return folder / "1", folder / "native"
+
+
+def test_items_of_a_native_cache_are_those_of_version_1_where_a_draft_looks(both: tuple[Path, Path]) -> None:
+    published, native = (CachedEagle3Dataset(path) for path in both)
+    assert len(native) == len(published) == 10 and native.shard_size is None and not native.compressed
+    supervised = 0
+    for index in range(len(native)):
+        found, expected = native[index], published[index]
+        assert found.keys() == set(CACHE_KEYS)
+        for name, tensor in expected.items():
+            assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype)
+        for name in ("input_ids", "attention_mask", "loss_mask", "position_mask"):
+            assert torch.equal(found[name], expected[name]), name
+        loss = expected["loss_mask"].bool()
+        torch.testing.assert_close(found["target_probs"][loss], expected["target_probs"][loss], rtol=1e-5, atol=1e-6)
+        assert not found["target_probs"][~loss].any()
+        # Up to its last slot with loss a draft sees the hidden states of version 1, and zeros where nothing follows.
+        read = torch.cummax(loss.flip(0).long(), 0).values.flip(0).bool()
+        torch.testing.assert_close(found["aux_hidden_states"][read], expected["aux_hidden_states"][read])
+        supervised += int(loss.sum())
+    assert supervised > 30 and verify(both[1]) == []
+    with pytest.raises(IndexError):
+        native[10]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_of_a_native_cache_are_its_items(both: tuple[Path, Path], workers: int) -> None:
+    dataset = CachedEagle3Dataset(both[1])
+    batches = list(build_cached_eagle3_dataloader(both[1], 4, False, workers))
+    assert [len(batch["input_ids"]) for batch in batches] == [4, 4, 2]
+    for index in range(len(dataset)):
+        row = {name: tensor[index % 4] for name, tensor in batches[index // 4].items()}
+        assert row.keys() == set(CACHE_KEYS)
+        for name, tensor in dataset[index].items():
+            torch.testing.assert_close(row[name], tensor)
+
+
+def test_target_probs_can_be_left_out_and_are_no_option_of_version_1(both: tuple[Path, Path]) -> None:
+    (native := CachedEagle3Dataset(both[1], target_probs=False))[1]
+    assert native[1].keys() == set(CACHE_KEYS) - {"target_probs"}
+    with pytest.raises(ValueError, match="is not native"):
+        CachedEagle3Dataset(both[0], target_probs=False)
+
+
+def test_the_head_of_a_cache_is_that_of_the_model(both: tuple[Path, Path]) -> None:
+    expected, found = TargetHead.of_model(eagle3_runs.load(torch.device("cpu"))), TargetHead.of_cache(both[1])
+    states = torch.randn(3, eagle3_runs.HIDDEN, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(found(states), expected(states)) and found.facts() == expected.facts()
+    assert TargetHead.of_cache(both[1], dtype=torch.bfloat16)(states).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="has no embeddings"):
+        found.weights()
+    with pytest.raises(CacheError, match="expected a native cache"):
+        TargetHead.of_cache(both[0])
+
+
+def test_fp8_states_become_those_of_the_manifests_dtype(tmp_path: Path) -> None:
+    (stored,) = eagle3_native.write_native(tmp_path, [[0, 1, 1, 0]], aux_dtype="fp8", dtype="fp16")
+    item = CachedEagle3Dataset(tmp_path, target_probs=False)[0]
+    expected = stored.aux_hidden_states.float() * stored.aux_scales[..., None]  # type: ignore[index]
+    assert item["aux_hidden_states"].dtype == torch.float16
+    assert torch.equal(item["aux_hidden_states"][:3], expected.half().flatten(1))
