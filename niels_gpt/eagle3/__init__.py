@@ -1,6 +1,7 @@
 """The EAGLE-3 target cache: a frozen target model's supervision on disk, so that a draft trains without the target.
 
 cache.py         public: reader, loader, writer of shards; every name of the published contract
+native.py        public: reader and batches of the native form
 target.py        public: the target's hidden states and logits, shifted left by one slot; which layers are captured
 head.py          public: hidden states -> logits by the target's norm and lm_head, without the rest of the target
 vocab.py         public: which of the target's tokens the draft knows, and the files of that choice

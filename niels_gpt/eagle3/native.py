@@ -1,0 +1,233 @@
+"""The native form of an EAGLE-3 cache, read: its samples, and batches whose target rows are few.
+
+A batch has hidden states in place of distributions. `niels_gpt.eagle3.head.TargetHead` makes `target_probs` of them on
+the training device; `niels_gpt.eagle3.cache.CachedEagle3Dataset` reads the same caches as the six keys of versions 1
+and 2. docs/formats.md describes the files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
+
+from niels_gpt.display.numbers import number_of
+from niels_gpt.display.tables import html_table
+from niels_gpt.eagle3.format.layout import PathLike
+from niels_gpt.eagle3.format.native.fp8 import dequantize_into
+from niels_gpt.eagle3.format.native.sample import NativeSample
+from niels_gpt.eagle3.format.native.shard_reader import NativeShards
+from niels_gpt.storage.meta_json import shortened
+from niels_gpt.storage.versions import version_name
+
+__all__ = ["NativeEagle3Dataset", "NativeSample", "build_native_dataloader", "native_batch"]
+
+
+class NativeEagle3Dataset(Dataset[NativeSample]):
+    """Reads an EAGLE-3 cache in the native form; an item is one sample as it is stored, raw and unpadded.
+
+    Header, starts and loss bits of every shard are checked when the cache is opened. Shards are mapped when they are
+    first read, at most `max_open_shards` of them at a time. The tensors of an item are views of the map; clone them
+    before you change, keep, save or send them. May be pickled, for workers of any start method; a forked or spawned
+    worker makes its own maps. Threads may share it.
+    """
+
+    def __init__(self, cache_dir: PathLike, *, max_open_shards: int = 1024, follow_links: bool = False) -> None:
+        """max_open_shards: the kernel allows a process about 65,000 maps.
+
+        follow_links: read files that are links, as in a snapshot of the Hugging Face hub; otherwise they are refused.
+        Raises: FileNotFoundError; CacheError (a ValueError) for a cache of another form, and naming a file that does
+            not fit the manifest.
+        """
+        self._shards = NativeShards(cache_dir, max_open_shards, follow_links=follow_links)
+        self.cache_dir, self.manifest = self._shards.cache_dir, self._shards.manifest
+        self.num_samples, self.num_shards = self._shards.num_samples, self._shards.num_shards
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Tokens, auxiliary rows and target rows of each sample, without reading one: int64 [n, 3]."""
+        return self._shards.counts
+
+    @property
+    def selected_token_ids(self) -> torch.Tensor:
+        """The draft's vocabulary: int64 [D], draft id -> target id."""
+        return torch.tensor(self.manifest["selected_token_ids"])
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return int(self.num_samples)
+
+    def __getitem__(self, index: int) -> NativeSample:
+        """Return one sample. Raises: IndexError; CacheError."""
+        position = index + self.num_samples if index < 0 else index
+        if not 0 <= position < self.num_samples:
+            raise IndexError(index)
+        return self._shards.sample(position)
+
+    def __repr__(self) -> str:
+        """Name the cache, its samples and their form."""
+        return f"NativeEagle3Dataset({version_name(Path(self.cache_dir))}, {', '.join(self._described().values())})"
+
+    def _repr_html_(self) -> str:
+        rows = {"cache": version_name(Path(self.cache_dir)), **self._described()}
+        return html_table("NativeEagle3Dataset", rows.items())
+
+    def _described(self) -> dict[str, str]:
+        """Return what is shown beside the path."""
+        tokens, _, target_rows = map(int, self.counts.sum(0))
+        layers, hidden = len(self.manifest["aux_layer_ids"]), self.manifest["hidden_size"]
+        return {
+            "samples": f"{number_of(self.num_samples, 'sample')} in {number_of(self.num_shards, 'shard')}",
+            "tokens": f"{number_of(tokens, 'token')}, {number_of(target_rows, 'target row')}",
+            "a token": f"{layers} x {hidden:,} {self.manifest['aux_dtype']}",
+            "target": shortened(self.manifest["target_model"]),
+        }
+
+
+def native_batch(
+    samples: Sequence[NativeSample],
+    *,
+    selected_token_ids: Sequence[int] | torch.Tensor,
+    pad_to: int | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return a batch of B samples of one cache, W slots wide; all but the floats shifted left as in version 1.
+
+    selected_token_ids: [D], the draft's vocabulary. pad_to: W; None: the tokens of the longest sample.
+    Returns: a dict of
+
+        input_ids, attention_mask, loss_mask   int64 [B, W]; ids are 0 from slot L - 1 on
+        position_mask                          bool [B, W, 1]: loss_mask, where the draft knows the target's argmax
+        aux_hidden_states                      [B, W, K * H] of the stored dtype, bf16 where that is fp8; zeros where
+                                               no loss can reach: behind each sample's last target row
+        target_slots                           int64 [R]: index into the flattened [B * W] of each slot of loss_mask
+        last_hidden_states                     [R, H] of the stored dtype: the target's, for `TargetHead`
+        log_normalizers, argmax_ids            float32 [R], int64 [R]
+
+    Floats are copied once, from the map into the batch; in a worker of a DataLoader the batch is in shared memory.
+    Raises: ValueError for no samples, samples of several forms, and one that is longer than pad_to.
+    """
+    longest = max((len(sample.input_ids) for sample in samples), default=0)
+    width = longest if pad_to is None else pad_to
+    forms = {(s.aux_hidden_states.dtype, s.aux_hidden_states.shape[1:], s.last_hidden_states.dtype) for s in samples}
+    if len(forms) != 1 or longest > width:
+        raise ValueError(
+            f"{len(samples)} samples of {len(forms)} forms, the longest of {longest:,} tokens, expected one form and "
+            f"{width:,} tokens at most"
+        )
+    ids, masks, slots, rows = _integers(samples, width)
+    argmax = torch.cat([sample.argmax_ids[keep] for sample, keep in zip(samples, rows, strict=True)])
+    position_mask = torch.zeros(len(samples) * width, dtype=torch.bool)
+    position_mask[slots] = _among(argmax, torch.as_tensor(selected_token_ids))
+    return {
+        "input_ids": ids,
+        "attention_mask": masks[0],
+        "loss_mask": masks[1],
+        "position_mask": position_mask.view(len(samples), width, 1),
+        "aux_hidden_states": _aux_of(samples, width),
+        "target_slots": slots,
+        "last_hidden_states": _last_of(samples, rows),
+        "log_normalizers": torch.cat([s.log_normalizers[keep] for s, keep in zip(samples, rows, strict=True)]),
+        "argmax_ids": argmax,
+    }
+
+
+def _aux_of(samples: Sequence[NativeSample], width: int) -> torch.Tensor:
+    """Return the auxiliary states [B, W, K * H], zeros behind those of each sample."""
+    stored = samples[0].aux_hidden_states
+    layers, hidden = stored.shape[1:]
+    dtype = torch.bfloat16 if stored.dtype == torch.float8_e4m3fn else stored.dtype
+    batch = _empty((len(samples), width, layers * hidden), dtype)
+    for row, sample in enumerate(samples):
+        end = len(sample.aux_hidden_states)
+        if sample.aux_scales is None:
+            batch[row, :end] = sample.aux_hidden_states.flatten(1)
+        else:
+            dequantize_into(batch[row, :end].view(-1, hidden), sample.aux_hidden_states, sample.aux_scales)
+        batch[row, end:] = 0
+    return batch
+
+
+def _last_of(samples: Sequence[NativeSample], rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return some of the stored target rows of each sample: [R, H]."""
+    stored = samples[0].last_hidden_states
+    batch = _empty((sum(map(len, rows)), stored.shape[1]), stored.dtype)
+    begin = 0
+    for sample, keep in zip(samples, rows, strict=True):
+        end = begin + len(keep)
+        torch.index_select(sample.last_hidden_states, 0, keep, out=batch[begin:end])
+        begin = end
+    return batch
+
+
+def _integers(
+    samples: Sequence[NativeSample], width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Return the shifted ids [B, W], attention and loss masks [2, B, W], target slots [R], and each sample's rows."""
+    ids = np.zeros((len(samples), width), np.int64)
+    masks = np.zeros((2, len(samples), width), np.int64)
+    slots, rows = [], []
+    for row, sample in enumerate(samples):
+        length, positions = len(sample.input_ids), sample.positions
+        ids[row, : length - 1] = sample.input_ids[1:]
+        masks[0, row, :length] = 1
+        masks[1, row, : length - 1] = sample.loss_mask[1:]
+        kept = np.flatnonzero(sample.loss_mask[positions])  # the others are for tools that do not shift the mask
+        rows.append(torch.from_numpy(kept))
+        slots.append(positions[kept] - 1 + row * width)
+    return torch.from_numpy(ids), torch.from_numpy(masks), torch.from_numpy(np.concatenate(slots)), rows
+
+
+def _among(ids: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """Return whether each of the ids [R] is one of the known ones [D]: bool [R]."""
+    table = torch.zeros(1 + max(int(each.max()) for each in (ids, known) if len(each)), dtype=torch.bool)
+    table[known] = True
+    return table[ids]
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor to be filled; in a worker of a DataLoader in shared memory, so that it is not copied again."""
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=dtype)
+    storages: Any = torch.UntypedStorage  # as torch's own collate
+    batch = torch.empty(0, dtype=dtype)
+    batch.set_(storages._new_shared(math.prod(shape) * dtype.itemsize))
+    return batch.view(shape)
+
+
+def build_native_dataloader(
+    cache_dir: PathLike,
+    batch_size: int,
+    shuffle: bool,
+    num_workers: int = 0,
+    distributed: bool = False,
+    *,
+    pad_to: int | None = None,
+    follow_links: bool = False,
+) -> DataLoader[Any]:
+    """Return a DataLoader over a native cache, whose batches are those of `native_batch`.
+
+    shuffle: over all samples of all shards, with torch's global generator; with distributed, with the sampler's seed
+        and `sampler.set_epoch`.
+    distributed: each rank of the default process group reads its share; samples repeat where they do not divide evenly
+        (DistributedSampler). The last batch may be short.
+    pad_to: as `native_batch`. follow_links: as `NativeEagle3Dataset`.
+    """
+    dataset = NativeEagle3Dataset(cache_dir, follow_links=follow_links)
+    sampler: DistributedSampler[Any] | None = DistributedSampler(dataset, shuffle=shuffle) if distributed else None
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        shuffle=shuffle and sampler is None,
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+        collate_fn=partial(native_batch, selected_token_ids=dataset.selected_token_ids, pad_to=pad_to),
+    )
