@@ -12,6 +12,7 @@ format/          the files of a cache: what is in them, their writers and reader
 targets/         loads target models: by folder or hub id, or the sample's small one
 produce/         plan + samples + target -> a finished cache; when a run may be resumed
 inspect/         a finished cache: is it good, does the target still agree, what is in it
+exchange/        other tools' folders -> a native cache, and back
 
 cache.py and format/ need torch and safetensors, the rest also transformers (the extra eagle3). The input is tokenized
 by niels_gpt/chat; recipes/eagle3 connects input, target and producer.

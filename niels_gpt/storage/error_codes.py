@@ -380,6 +380,13 @@ E710 eagle3-conversion
 The cache cannot be converted to this version of the format.
 > Convert a copy of a committed version. A cache with top-k probabilities has to be produced again.
 
+E711 eagle3-import
+A file of another tool that `eagle3 import` reads is missing, damaged, not of the form that the tool writes, or does not
+fit its row or the target.
+> Write the file again with its tool, or leave such samples out: `--drop-bad` counts them.
+= features: rows_0-2000/data_7.ckpt is not finite: NaN or infinity in the last states of token 3. Write it again with
+the tool that made it, or leave such samples out: --drop-bad
+
 E801 tree-input
 The sequences, masks, paths or weights that a prefix tree is made from do not have the expected shape or values.
 > Correct the argument that the message names.

@@ -4,4 +4,5 @@ group.py       all of them, as `niels-gpt eagle3` and python -m niels_gpt.eagle3
 precompute.py  eagle3 precompute, the estimate and progress that it prints; python -m niels_gpt.eagle3.precompute
 look.py        eagle3 verify, inspect, stats
 change.py      eagle3 convert
+exchange.py    eagle3 import, export
 """

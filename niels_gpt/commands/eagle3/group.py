@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 from niels_gpt.commands.console import Command, Group, run
 from niels_gpt.commands.eagle3.change import convert
+from niels_gpt.commands.eagle3.exchange import export, import_
 from niels_gpt.commands.eagle3.look import inspect, stats, verify
 
-COMMANDS: list[Command] = [verify, inspect, stats, convert]
-FACE = Group("eagle3", COMMANDS, help="Check an EAGLE-3 cache, look into it, convert it.")
+COMMANDS: list[Command] = [verify, inspect, stats, convert, import_, export]
+FACE = Group(
+    "eagle3", COMMANDS, help="Check an EAGLE-3 cache, look into it, convert it; read and write other tools' files."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

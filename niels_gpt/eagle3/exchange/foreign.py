@@ -1,0 +1,124 @@
+"""A sample as other tools store it: all L tokens, unshifted, every state whole; and what makes one unusable."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import CacheError
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+REASONS = ("missing", "unreadable", "mismatched", "not finite")
+"""Why a sample is refused: its file is not there, cannot be read, does not fit its row, or holds NaN or infinity."""
+LAST_HIDDEN = ("pre_norm", "post_norm")
+"""The target's last hidden states: the output of its last block, or the input of its lm_head."""
+
+
+@dataclass(frozen=True)
+class ForeignSample:
+    """A sample of another tool: L tokens, K captured layers, hidden size H."""
+
+    input_ids: Tensor
+    """int64 [L]"""
+    loss_mask: Tensor
+    """bool [L], raw: of each token itself"""
+    aux: Tensor
+    """[L, K, H], one of FLOATS"""
+    last: Tensor
+    """[L, H], one of FLOATS"""
+    was_fp8: bool = False
+    """Whether the states were stored as float8 with a scale a token."""
+
+
+class ForeignFiles(Protocol):
+    """A folder of another tool."""
+
+    names: list[str]
+    """A name for each sample, for messages."""
+    usual_last: str
+    """What the tool documents its last hidden states to be: one of LAST_HIDDEN."""
+
+    def read(self, index: int) -> ForeignSample:
+        """Return a sample. Raises: BadSample."""
+
+
+class BadSample(Exception):
+    """A sample that cannot be used. reason: one of REASONS. found: what was found and expected, as a sentence."""
+
+    def __init__(self, reason: str, name: str, found: str) -> None:
+        super().__init__(reason, name, found)
+        self.reason, self.name, self.found = reason, name, found
+
+    def refusal(self, folder: Path) -> CacheError:
+        """Return the error that names the sample."""
+        remedy = "Write it again with the tool that made it, or leave such samples out: --drop-bad"
+        return CacheError(folder, f"{self.name} is {self.reason}: {self.found}", remedy=remedy, code="E711")
+
+
+def checked_sample(
+    name: str, input_ids: Any, loss_mask: Any, states: Tensor, last: Tensor, hidden_size: int, vocab_size: int
+) -> ForeignSample:
+    """Return a sample whose parts fit each other and the target.
+
+    input_ids, loss_mask: integers [L]. states: [L, K * H] or [L, K, H]. last: [L, H].
+    Raises: BadSample.
+    """
+    ids, mask = (_integers(name, part, values) for part, values in (("input_ids", input_ids), ("loss_mask", loss_mask)))
+    length = len(ids)
+    if not length or len(mask) != length or len(states) != length or len(last) != length:
+        found = f"{length} input_ids, {len(mask)} loss_mask, {len(states)} auxiliary and {len(last)} last states"
+        raise BadSample("mismatched", name, f"{found}, expected one number of tokens, 1 or more")
+    for part, tensor in (("auxiliary", states), ("last", last)):
+        if tensor.dtype not in FLOATS:
+            raise BadSample("mismatched", name, f"its {part} states are {tensor.dtype}, expected bf16, fp16 or fp32")
+    width = states[0].numel()
+    if last.shape[1:] != (hidden_size,) or not width or width % hidden_size:
+        found = f"{width} auxiliary and {list(last.shape[1:])} last values a token"
+        raise BadSample("mismatched", name, f"{found}, expected multiples of the target's hidden size, {hidden_size}")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or not bool(((mask == 0) | (mask == 1)).all()):
+        found = f"ids from {int(ids.min())} to {int(ids.max())}, loss_mask from {int(mask.min())} to {int(mask.max())}"
+        raise BadSample("mismatched", name, f"{found}, expected ids of the target's {vocab_size:,}, and 0 or 1")
+    for part, tensor in (("auxiliary", states), ("last", last)):
+        if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
+            flat = torch.isfinite(tensor.reshape(length, -1)).all(dim=-1)
+            token = int((~flat).nonzero()[0])
+            raise BadSample("not finite", name, f"NaN or infinity in the {part} states of token {token}")
+    return ForeignSample(ids, mask == 1, states.reshape(length, -1, hidden_size), last)
+
+
+def _integers(name: str, part: str, values: Any) -> Tensor:
+    tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
+    if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex():
+        found = f"{part} is {tensor.dtype} {list(tensor.shape)}, expected integers in one dimension"
+        raise BadSample("mismatched", name, found)
+    return tensor.to(torch.int64)
+
+
+@contextmanager
+def fresh_folder(out: Path) -> Iterator[Path]:
+    """Yield a hidden folder beside `out`, which becomes `out` at the end, durably; on failure it is removed.
+
+    So `out` is whole or does not exist. Raises: CacheError where `out` exists and is not an empty folder.
+    """
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise CacheError(out, "exists already", "a folder that is empty or does not exist", "Name another", code="E704")
+    out = out.absolute()
+    fileio.make_dir(out.parent)
+    work = out.with_name(f".{out.name}.{token_hex(4)}.tmp")
+    fileio.make_dir(work)
+    try:
+        yield work
+        fileio.sync_tree(work)
+        fileio.rename(work, out)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise

@@ -1,0 +1,331 @@
+"""A folder of another tool -> a native cache: conventions proved, samples checked, target rows computed by the head.
+
+The other tool stores states alone. What a native cache has beside them is computed here: of each target row the
+log-normalizer and the most probable token, from the stored last hidden state by the target's own norm and lm_head.
+
+A shard's samples are in memory until it is written: `shard_bytes` at most, and one sample more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from niels_gpt.eagle3.exchange.describe import add_draft_vocab, write_meta
+from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignFiles, ForeignSample, fresh_folder
+from niels_gpt.eagle3.exchange.proof import Capture, Convention, prove, refuse_shifted_mask
+from niels_gpt.eagle3.exchange.specforge import SpecForgeFiles
+from niels_gpt.eagle3.exchange.speculators import SpeculatorsFiles
+from niels_gpt.eagle3.format.layout import DTYPES
+from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, write_manifest
+from niels_gpt.eagle3.format.native.fp8 import quantized
+from niels_gpt.eagle3.format.native.layout import DEFAULT_SHARD_BYTES, NativeLayout
+from niels_gpt.eagle3.format.native.rows import row_counts, target_positions
+from niels_gpt.eagle3.format.native.sample import NativeSample
+from niels_gpt.eagle3.format.native.shard_reader import NativeShards
+from niels_gpt.eagle3.format.native.shard_writer import NativeShardWriter
+from niels_gpt.eagle3.format.native.weights import write_weights
+from niels_gpt.eagle3.head import TargetHead
+from niels_gpt.progress import Progress
+from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import CacheError
+
+FILES: dict[str, type[SpecForgeFiles] | type[SpeculatorsFiles]] = {
+    "specforge": SpecForgeFiles,
+    "speculators": SpeculatorsFiles,
+}
+"""The tools whose files are read."""
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Target:
+    """The target that the states were made from, loaded."""
+
+    name: str
+    """For the manifest."""
+    head: TargetHead
+    """Its final norm and lm_head: TargetHead.of_model."""
+    hidden_size: int
+    vocab_size: int
+    special_token_ids: Sequence[int | None] = ()
+    """bos, eos, pad, unk: first in the draft's vocabulary."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Revision and checksums, for meta.json."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import did."""
+
+    convention: Convention
+    loss_mask: str
+    """raw or shifted: how the tool's mask was taken."""
+    samples: int
+    tokens: int
+    target_rows: int
+    dropped: dict[str, int]
+    """Samples that were left out, by reason."""
+    first_dropped: tuple[str, ...]
+    """Some of their names, with what was found."""
+    notes: tuple[str, ...]
+    """What is not as the tool usually has it, and what was changed on the way."""
+
+
+def import_cache(
+    tool: str,
+    source: Path,
+    out: Path,
+    target: Target,
+    *,
+    capture: Capture | None = None,
+    stated: Convention | None = None,
+    samples: int = 8,
+    seed: int = 0,
+    draft_vocab_size: int | None = None,
+    aux_fp8: bool = False,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    drop_bad: bool = False,
+    loss_mask: str | None = None,
+    progress: Progress | None = None,
+    follow_links: bool = False,
+) -> Imported:
+    """Write a native cache of another tool's folder.
+
+    tool: a key of FILES. out: must not exist, or be an empty folder; it is there whole or not at all.
+    capture: runs the target over a sample, to prove the conventions on `samples` of them, drawn by `seed`. Without it
+        they are `stated`, and nothing is compared.
+    draft_vocab_size: tokens that the draft knows; None: all. aux_fp8: store the auxiliary states as float8.
+    drop_bad: leave out and count samples that are missing, unreadable, mismatched or not finite; else one is an error.
+    loss_mask: "raw", of each token itself; "shifted", of the next one; None: raw, and an error where the drawn samples
+        show that it is shifted.
+    progress: items and units are samples.
+    Raises: CacheError for a folder or a sample that does not fit, and where no convention fits; ValueError for
+        arguments that do not fit each other.
+    """
+    if (capture is None) == (stated is None) or samples < 1:
+        raise ValueError("either a capture and one sample or more to prove the conventions on, or stated ones")
+    files = FILES[tool](source, target.hidden_size, target.vocab_size, follow_links=follow_links)
+    importing = _Import(source, files, drop_bad, is_shifted=loss_mask == "shifted")
+    drawn = importing.drawn(samples, seed)
+    if loss_mask is None:
+        refuse_shifted_mask(source, [sample for _, sample in drawn])
+    convention = prove(source, drawn, capture) if capture else stated
+    assert convention is not None
+    head = _head_for(convention.last_hidden, target.head)
+    with fresh_folder(out) as work:
+        shards = _Shards(work, importing, convention, head, aux_fp8, shard_bytes, progress)
+        shards.write()
+        write_weights(work, head.weights())
+        write_manifest(work, _manifest(shards, target, head, convention, tool))
+        add_draft_vocab(work, draft_vocab_size, target.special_token_ids)
+        write_meta(work, tool, target.facts, importing.dropped)
+        rows = int(NativeShards(work).counts[:, 2].sum())
+    return Imported(
+        convention,
+        loss_mask or "raw",
+        shards.num_samples,
+        shards.num_tokens,
+        rows,
+        dict(importing.dropped),
+        tuple(importing.first_dropped),
+        tuple(_notes(tool, files, convention, shards, aux_fp8)),
+    )
+
+
+class _Import:
+    """The samples of a folder; a bad one is refused, or left out and counted."""
+
+    def __init__(self, source: Path, files: ForeignFiles, drop_bad: bool, *, is_shifted: bool) -> None:
+        self.source, self.files, self._drop_bad, self._is_shifted = source, files, drop_bad, is_shifted
+        self.dropped: Counter[str] = Counter()
+        self.first_dropped: list[str] = []
+        self.was_fp8 = False
+        self._form: tuple[int, torch.dtype, torch.dtype] | None = None
+
+    def read(self, index: int, *, is_counted: bool = True) -> ForeignSample | None:
+        """Return a sample; None for a bad one that is left out. Raises: CacheError."""
+        try:
+            sample = self.files.read(index)
+            self._refuse_other_form(self.files.names[index], sample)
+        except BadSample as error:
+            if not self._drop_bad:
+                raise error.refusal(self.source) from error
+            if is_counted:
+                self.dropped[error.reason] += 1
+                if len(self.first_dropped) < 5:
+                    self.first_dropped.append(f"{error.name} is {error.reason}: {error.found}")
+            return None
+        self.was_fp8 |= sample.was_fp8
+        if self._is_shifted:
+            mask = torch.cat([torch.zeros(1, dtype=torch.bool), sample.loss_mask[:-1]])
+            return replace(sample, loss_mask=mask)
+        return sample
+
+    def drawn(self, samples: int, seed: int) -> list[tuple[str, ForeignSample]]:
+        """Return samples that a seed draws, with their names. Raises: CacheError."""
+        order = torch.randperm(len(self.files.names), generator=torch.Generator().manual_seed(seed)).tolist()
+        drawn: list[tuple[str, ForeignSample]] = []
+        for index in order:
+            if len(drawn) == samples:
+                break
+            sample = self.read(index, is_counted=False)
+            if sample is not None:
+                drawn.append((self.files.names[index], sample))
+        if not drawn:
+            raise CacheError(self.source, f"not one of {len(order):,} samples can be used", code="E711")
+        return drawn
+
+    def _refuse_other_form(self, name: str, sample: ForeignSample) -> None:
+        """Raise BadSample where layers or dtypes are not those of the first sample."""
+        form = sample.aux.shape[1], sample.aux.dtype, sample.last.dtype
+        self._form = self._form or form
+        if form != self._form:
+            texts = (f"{layers} layers of {aux}, last {last}" for layers, aux, last in (form, self._form))
+            raise BadSample("mismatched", name, "{}, expected {} as samples before it have".format(*texts))
+
+
+class _Shards:
+    """Writes the shards, and what is counted on the way."""
+
+    def __init__(
+        self,
+        folder: Path,
+        importing: _Import,
+        convention: Convention,
+        head: TargetHead,
+        aux_fp8: bool,
+        shard_bytes: int,
+        progress: Progress | None,
+    ) -> None:
+        self._folder, self._importing, self._convention, self._head = folder, importing, convention, head
+        self._aux_fp8, self.shard_bytes, self._progress = aux_fp8, shard_bytes, progress
+        self.layout: NativeLayout | None = None
+        self.num_shards = self.num_samples = self.num_tokens = self.seq_length = 0
+        self._waiting: list[NativeSample] = []
+        self._counts: list[NDArray[np.int64]] = []
+
+    def write(self) -> None:
+        """Write all shards. Raises: CacheError where no sample is left, and where none has a target row."""
+        total = len(self._importing.files.names)
+        for index in range(total):
+            foreign = self._importing.read(index)
+            if foreign is not None:
+                self._add(self._native(foreign))
+            if self._progress is not None:
+                self._progress(index + 1, index + 1, total)
+        self._flush()
+        if not self.num_samples:
+            raise CacheError(self._importing.source, f"not one of {total:,} samples can be used", code="E711")
+
+    def _native(self, foreign: ForeignSample) -> NativeSample:
+        loss = foreign.loss_mask.numpy()
+        positions = torch.from_numpy(target_positions(loss))
+        last = foreign.last[positions]
+        normalizers, argmax = self._head.log_normalizer_and_argmax(last)
+        aux = foreign.aux[: int(positions[-1]) if len(positions) else 0].contiguous()
+        scales: Tensor | None = None
+        if self.layout is None:
+            dtypes = _DTYPE_NAMES[last.dtype], "fp8" if self._aux_fp8 else _DTYPE_NAMES[aux.dtype]
+            self._refuse_other_layers(aux.shape[1])
+            self.layout = NativeLayout(aux.shape[2], aux.shape[1], *dtypes)
+        if self._aux_fp8:
+            aux, scales = quantized(aux)
+        self.num_tokens += len(loss)
+        self.seq_length = max(self.seq_length, len(loss))
+        ids = foreign.input_ids.numpy().astype(np.uint32)
+        return NativeSample(ids, loss, aux, scales, last, normalizers.cpu(), argmax.cpu())
+
+    def _refuse_other_layers(self, layers: int) -> None:
+        stated = self._convention.aux_layer_ids
+        if layers != len(stated):
+            found = f"{layers} auxiliary layers"
+            raise CacheError(self._importing.source, found, f"{len(stated)}, for the blocks {[*stated]}", code="E711")
+
+    def _add(self, sample: NativeSample) -> None:
+        """Keep a sample until its shard is full; a full one is written before it."""
+        assert self.layout is not None
+        counts = row_counts(np.array([0, len(sample.loss_mask)]), sample.loss_mask)
+        waiting = np.concatenate([*self._counts, counts])
+        if self._waiting and len(self.layout.cut(waiting, self.shard_bytes)) > 2:
+            self._flush()
+        self._waiting.append(sample)
+        self._counts.append(counts)
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        assert self.layout is not None
+        counts = np.concatenate(self._counts)
+        writer = NativeShardWriter(self._folder, self.num_shards, self.layout, counts)
+        try:
+            for row, sample in enumerate(self._waiting):
+                writer.write(row, sample)
+            tokens, aux_rows, target_rows = counts.sum(axis=0).tolist()
+            supervised = sum(int(sample.loss_mask.sum()) for sample in self._waiting)
+            facts = {"tokens": tokens, "supervised": supervised, "aux_rows": aux_rows, "target_rows": target_rows}
+            writer.commit(facts)
+        finally:
+            writer.discard()
+        self.num_shards, self.num_samples = self.num_shards + 1, self.num_samples + len(self._waiting)
+        self._waiting, self._counts = [], []
+
+
+def _head_for(last_hidden: str, head: TargetHead) -> TargetHead:
+    """Return the head for states on one side of the final norm. Raises: ValueError where the norm is not known."""
+    if last_hidden == head.last_hidden:
+        return head
+    if last_hidden == "pre_norm":
+        text = "the states are before the target's final norm, and that norm is none that is known here"
+        raise coded("E705", ValueError(f"{text}. Import post-norm states"))
+    weights = {name: tensor for name, tensor in head.weights().items() if not name.startswith("norm")}
+    facts = {key: value for key, value in head.facts().items() if key in ("logit_scale", "softcap", "tied")}
+    dtype = torch.bfloat16 if head.facts()["compute_dtype"] == "bf16" else torch.float32
+    return TargetHead(weights, **facts, dtype=dtype, last_hidden="post_norm")
+
+
+def _notes(tool: str, files: ForeignFiles, convention: Convention, shards: _Shards, aux_fp8: bool) -> Iterator[str]:
+    """Yield what a user should know."""
+    if convention.last_hidden != files.usual_last:
+        yield f"the last hidden states are {convention.last_hidden}, where {tool} has {files.usual_last}"
+    if shards._importing.was_fp8:
+        yield "the states were float8 with a scale a token; they were dequantized in float32 and rounded to bf16"
+    if aux_fp8:
+        yield "the auxiliary states were quantized to float8"
+
+
+def _manifest(shards: _Shards, target: Target, head: TargetHead, convention: Convention, tool: str) -> dict[str, Any]:
+    """Return the manifest, but for the draft's vocabulary, of which it has one token."""
+    layout = shards.layout
+    assert layout is not None
+    return {
+        "format_version": NATIVE_VERSION,
+        "target_model": target.name,
+        "target_vocab_size": target.vocab_size,
+        "hidden_size": layout.hidden_size,
+        "aux_layer_ids": [*convention.aux_layer_ids],
+        "aux_dtype": layout.aux_dtype,
+        "dtype": layout.dtype,
+        "seq_length": shards.seq_length,
+        "num_samples": shards.num_samples,
+        "num_shards": shards.num_shards,
+        "draft_vocab_size": 1,
+        "selected_token_ids": [0],
+        "conventions": {
+            "layer_index": "block_output_0based",
+            "last_hidden": convention.last_hidden,
+            "shift": "none",
+            "loss_mask": "raw",
+        },
+        "head": head.facts(),
+        "shard_bytes": shards.shard_bytes,
+        "imported": {"from": tool, "proved": convention.as_json()},
+    }

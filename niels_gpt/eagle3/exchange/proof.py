@@ -1,0 +1,209 @@
+"""Which blocks another tool's states are of, and whether its last ones are before or after the final norm.
+
+No file of another tool says it. So the target is run over some samples, and each stored layer is compared with the
+output of every block, the stored last state with both sides of the final norm. What fits is the convention; where
+nothing fits, the message names what comes nearest, one token to either side too.
+
+The distance of two states is the length of their difference by the length of the computed one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from niels_gpt.eagle3.exchange.foreign import LAST_HIDDEN, ForeignSample
+from niels_gpt.storage.errors import CacheError
+
+FITS, FITS_FP8 = 0.05, 0.1
+"""A layer is a block's output if the median distance of its tokens is at most this. Arithmetic in bf16 moves a state by
+some hundredths, float8 by about as much again; the next block is several tenths away."""
+FAR, FAR_SHARE = 0.2, 0.02
+"""And if at most this share of the tokens is further away than FAR."""
+APART = 2.0
+"""The next best block must be this many times as far: else it is not known which of the two it is."""
+PROOF_TOKENS = 512
+"""Tokens of a sample that the target is run over: the first ones, as no later token changes their states."""
+_NEAR_ZERO = 1e-6
+_REPLIES, _SAME, _MANY = 8, 0.9, 0.5  # of the rule about shifted masks
+
+Capture = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Token ids [L] -> the outputs of all n blocks [L, n, H], and the last hidden states [L, H] before and after the final
+norm."""
+
+
+@dataclass(frozen=True)
+class Convention:
+    """What a tool's states are."""
+
+    aux_layer_ids: tuple[int, ...]
+    """The blocks, counted from 0, whose outputs the auxiliary states are."""
+    last_hidden: str
+    """One of LAST_HIDDEN."""
+    samples: int = 0
+    """Samples that were compared; 0: nothing was, the convention was stated."""
+    tokens: int = 0
+    """Tokens that were compared."""
+    distances: tuple[float, ...] = ()
+    """The median distance of each auxiliary layer, and of the last hidden states."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields for manifest.json."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+def capture_of(model: nn.Module, num_layers: int, device: torch.device) -> Capture:
+    """Return the function that runs a target over one sample and keeps the outputs of all its blocks."""
+    from niels_gpt.eagle3.target import capture
+
+    def run(input_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ids = input_ids[None].to(device)
+        states = capture(model, ids, torch.ones_like(ids), list(range(num_layers)))
+        aux, before, after = (each[0].float().cpu() for each in states)
+        return aux, before, after
+
+    return run
+
+
+def prove(folder: Path, samples: Sequence[tuple[str, ForeignSample]], capture: Capture) -> Convention:
+    """Return the convention that fits all samples, given with their names.
+
+    Raises: CacheError where a layer fits no block or two of them, and where one of the samples does not fit.
+    """
+    fits = FITS_FP8 if any(sample.was_fp8 for _, sample in samples) else FITS
+    found = [_distances(sample, capture) for _, sample in samples]
+    layers = torch.cat([each.layers for each in found])
+    last = torch.cat([each.last for each in found])
+    chosen = []
+    for place in range(layers.shape[1]):
+        what = f"auxiliary layer {place} of {layers.shape[1]}"
+        chosen.append(_nearest(folder, what, layers[:, place], _block_names(layers.shape[2]), fits, found, place))
+    side = _nearest(folder, "last hidden state", last, LAST_HIDDEN, fits, found, None)
+    if len({*chosen}) != len(chosen):
+        raise _refusal(folder, f"its auxiliary layers are the blocks {chosen}", "a block for each, no two the same")
+    for (name, _), each in zip(samples, found, strict=True):
+        own = [float(each.layers[:, place, block].median()) for place, block in enumerate(chosen)]
+        own.append(float(each.last[:, side].median()))
+        if max(own) > fits:
+            text = f"{name} does not fit as the others do: its states are {max(own):.2g} away, as those of another text"
+            raise _refusal(folder, text, f"{fits} at most")
+    medians = [float(layers[:, place, block].median()) for place, block in enumerate(chosen)]
+    distances = tuple(round(each, 6) for each in [*medians, float(last[:, side].median())])
+    return Convention(tuple(chosen), LAST_HIDDEN[side], len(samples), len(layers), distances)
+
+
+def refuse_shifted_mask(folder: Path, samples: Sequence[ForeignSample]) -> None:
+    """Raise CacheError where replies show that the loss mask is not of each token, but of the one after it.
+
+    Before a reply stands the last token of its header, the same in every chat, and then come tokens that vary. With a
+    mask of the next token, the first token with loss is that of the header.
+    """
+    firsts: Counter[int] = Counter()
+    seconds: Counter[int] = Counter()
+    for sample in samples:
+        loss = sample.loss_mask.to(torch.int8)
+        begins = ((loss[1:-1] == 1) & (loss[:-2] == 0)).nonzero()[:, 0] + 1
+        firsts.update(sample.input_ids[begins].tolist())
+        seconds.update(sample.input_ids[begins + 1].tolist())
+    replies = firsts.total()
+    if replies < _REPLIES:
+        return
+    (token, same), (_, varied) = firsts.most_common(1)[0], seconds.most_common(1)[0]
+    if same >= _SAME * replies and varied < _MANY * replies:
+        raise CacheError(
+            folder,
+            f"the first token with loss is {token} in {same} of {replies} replies, and the one after it varies: the "
+            "last token of a reply's header, as if the mask were of the next token",
+            "the mask of each token itself",
+            "If so, pass --loss-mask shifted; if these tokens belong to the replies, --loss-mask raw",
+            code="E711",
+        )
+
+
+@dataclass(frozen=True)
+class _Distances:
+    """Of one sample of L tokens, K layers and a target of n blocks."""
+
+    layers: Tensor
+    """[L, K, n]"""
+    last: Tensor
+    """[L, 2], in the order of LAST_HIDDEN"""
+    beside: dict[int, tuple[Tensor, Tensor]]
+    """Shift -> the same two, of stored state p and the computed one of token p + shift."""
+
+
+def _distances(sample: ForeignSample, capture: Capture) -> _Distances:
+    ids = sample.input_ids[:PROOF_TOKENS]
+    blocks, before, after = capture(ids)
+    aux, last = sample.aux[: len(ids)].float(), sample.last[: len(ids)].float()
+    sides = torch.stack([before, after], dim=1)
+
+    def compared(stored: slice, computed: slice) -> tuple[Tensor, Tensor]:
+        each = [_apart(aux[stored][:, place, None], blocks[computed]) for place in range(aux.shape[1])]
+        return torch.stack(each, dim=1), _apart(last[stored][:, None], sides[computed])
+
+    everything = slice(0, None)
+    ahead, behind = slice(1, None), slice(0, -1)
+    beside = {1: compared(behind, ahead), -1: compared(ahead, behind)} if len(ids) > 1 else {}
+    return _Distances(*compared(everything, everything), beside)
+
+
+def _apart(stored: Tensor, computed: Tensor) -> Tensor:
+    """Return distances [L, n] of stored states [L, 1, H] from computed ones [L, n, H]."""
+    length = computed.square().sum(dim=-1).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    return (stored - computed).square().sum(dim=-1).sqrt() / length
+
+
+def _nearest(
+    folder: Path,
+    what: str,
+    apart: Tensor,
+    names: Sequence[str],
+    fits: float,
+    found: Sequence[_Distances],
+    place: int | None,
+) -> int:
+    """Return which of the candidates fits, by the distances [tokens, candidates]. Raises: CacheError."""
+    medians = apart.median(dim=0).values
+    order = torch.argsort(medians).tolist()
+    best = order[0]
+    nearest = float(medians[best])
+    if nearest > fits or float((apart[:, best] > FAR).float().mean()) > FAR_SHARE:
+        text = f"its {what} fits no {'block' if place is not None else 'side of the final norm'}: nearest is "
+        text += f"{names[best]}, {nearest:.2g} away{_beside(found, place, names, fits)}"
+        raise _refusal(folder, text, f"{fits} at most, and {FAR} for all but {FAR_SHARE:.0%} of the tokens")
+    if place is not None and len(order) > 1 and float(medians[order[1]]) <= max(APART * nearest, _NEAR_ZERO):
+        text = f"its {what} fits {names[best]}, {nearest:.2g} away, and {names[order[1]]}, "
+        raise _refusal(folder, f"{text}{float(medians[order[1]]):.2g} away", f"one that is {APART:g} times as near")
+    return int(best)
+
+
+def _beside(found: Sequence[_Distances], place: int | None, names: Sequence[str], fits: float) -> str:
+    """Return what fits one token before or after, as text; "" where nothing does."""
+    for shift, where in ((1, "after"), (-1, "before")):
+        parts = [each.beside[shift][0 if place is not None else 1] for each in found if each.beside]
+        if not parts:
+            return ""
+        apart = torch.cat([part[:, place] if place is not None else part for part in parts])
+        medians = apart.median(dim=0).values
+        best = int(medians.argmin())
+        if float(medians[best]) <= fits:
+            return (
+                f"; {names[best]} fits, {float(medians[best]):.2g} away, at the token {where}: the states are shifted"
+            )
+    return ""
+
+
+def _block_names(count: int) -> list[str]:
+    return [f"block {block}" for block in range(count)]
+
+
+def _refusal(folder: Path, found: str, expected: str) -> CacheError:
+    remedy = "Name the target that the states were made from; where it is that one, the files are wrong"
+    return CacheError(folder, found, expected, remedy, code="E706")

@@ -1,0 +1,91 @@
+"""SpecForge's offline features: a tree of *.ckpt or *.ckpt.gz, one a sample, in the order of their paths.
+
+Each is a dict of torch.save: `input_ids` [L], `loss_mask` [L], `hidden_state` [1, L, H], which is what lm_head takes,
+and `aux_hidden_state` [1, L, 3H]. Ids and mask are not shifted. No file says which blocks were captured.
+
+SpecForge's trainer later shifts ids and target states by one token, but not the mask, whose last value it sets to 0.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import torch
+
+from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_sample
+from niels_gpt.eagle3.exchange.torch_files import load_tensors
+from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import CacheError
+
+USUAL_LAST = "post_norm"
+NUM_LAYERS = 3
+"""What SpecForge's EAGLE-3 takes."""
+_KEYS = ("input_ids", "loss_mask", "hidden_state", "aux_hidden_state")
+_SUFFIXES = (".ckpt", ".ckpt.gz")
+_FILES_OF_A_FOLDER = 2000
+
+
+class SpecForgeFiles:
+    """A folder of SpecForge's features."""
+
+    usual_last = USUAL_LAST
+
+    def __init__(self, folder: Path, hidden_size: int, vocab_size: int, *, follow_links: bool = False) -> None:
+        """Raises: CacheError where there is no such file."""
+        paths = [os.path.join(root, name) for root, _, names in os.walk(folder) for name in names]
+        self._paths = [Path(path) for path in sorted(path for path in paths if path.endswith(_SUFFIXES))]
+        if not self._paths:
+            raise CacheError(folder, "has no *.ckpt and no *.ckpt.gz", "the files of SpecForge", code="E711")
+        self.names = [str(path.relative_to(folder)) for path in self._paths]
+        self._sizes, self._follow_links = (hidden_size, vocab_size), follow_links
+
+    def read(self, index: int) -> ForeignSample:
+        """Return a sample. Raises: BadSample."""
+        path, name = self._paths[index], self.names[index]
+        try:
+            tensors = load_tensors(path, _KEYS, follow_links=self._follow_links)
+        except FileNotFoundError as error:
+            raise BadSample("missing", name, "no such file") from error
+        except CacheError as error:
+            raise BadSample("unreadable", name, error.problem) from error
+        except (ValueError, OSError) as error:
+            raise BadSample("unreadable", name, str(error)) from error
+        states, last = tensors["aux_hidden_state"], tensors["hidden_state"]
+        for key, tensor in (("aux_hidden_state", states), ("hidden_state", last)):
+            if tensor.dim() != 3 or len(tensor) != 1:
+                raise BadSample("mismatched", name, f"{key} is {list(tensor.shape)}, expected [1, tokens, values]")
+        return checked_sample(name, tensors["input_ids"], tensors["loss_mask"], states[0], last[0], *self._sizes)
+
+
+class SpecForgeWriter:
+    """Writes a folder of SpecForge's features; names sort in the order of the samples."""
+
+    last_hidden = USUAL_LAST
+
+    def __init__(self, folder: Path, num_samples: int) -> None:
+        self._folder, self._digits = folder, max(6, len(str(num_samples)))
+
+    def write(self, index: int, sample: ForeignSample) -> int:
+        """Write a sample, atomically, and return its bytes."""
+        begin = index - index % _FILES_OF_A_FOLDER
+        rows = f"rows_{begin:0{self._digits}d}-{begin + _FILES_OF_A_FOLDER:0{self._digits}d}"
+        length = len(sample.input_ids)
+        content = io.BytesIO()
+        torch.save(
+            {
+                "input_ids": sample.input_ids,
+                "loss_mask": sample.loss_mask.to(torch.int64),
+                "hidden_state": sample.last[None],
+                "aux_hidden_state": sample.aux.reshape(1, length, -1),
+            },
+            content,
+        )
+        path = self._folder / rows / f"data_{index:0{self._digits}d}.ckpt"
+        fileio.make_dir(path.parent)
+        fileio.write_bytes(path, content.getvalue())
+        return path.stat().st_size
+
+    def finish(self) -> None:
+        """Nothing is left to write."""

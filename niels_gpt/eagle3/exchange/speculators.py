@@ -1,0 +1,176 @@
+"""speculators' offline data: a folder of `datasets`, and in it hidden_states/hs_{i}.safetensors, one for each row i.
+
+Rows have `input_ids`, `loss_mask` and `seq_len`. A file has `token_ids` [L] and `hidden_states` [L, K + 1, H], of which
+the last layer is the output of the target's last block, before its final norm. With speculators' fp8 backend the states
+are float8_e4m3fn, and `hidden_states_scales` [L, 1, 1] has a scale for each token. Nothing is shifted, and no file says
+which blocks were captured.
+
+speculators' trainer later drops token 0, its target state and mask, and the last auxiliary state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_sample
+from niels_gpt.eagle3.format.layout import open_file, read_file
+from niels_gpt.eagle3.format.manifest import load_safetensors
+from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import CacheError
+
+USUAL_LAST = "pre_norm"
+STATES = "hidden_states"
+_SCALES = "hidden_states_scales"
+_COLUMNS = ("input_ids", "loss_mask", "seq_len")
+
+
+class SpeculatorsFiles:
+    """A folder of speculators' rows and states."""
+
+    usual_last = USUAL_LAST
+
+    def __init__(self, folder: Path, hidden_size: int, vocab_size: int, *, follow_links: bool = False) -> None:
+        """Raises: CacheError where the folder holds no rows that `datasets` reads."""
+        self._rows = _open_rows(folder, follow_links)
+        self._states, self._sizes, self._follow_links = folder / STATES, (hidden_size, vocab_size), follow_links
+        self.names = [f"row {index}" for index in range(len(self._rows))]
+
+    def read(self, index: int) -> ForeignSample:
+        """Return a sample. Raises: BadSample."""
+        name, row = self.names[index], self._rows[index]
+        ids = torch.as_tensor(row["input_ids"], dtype=torch.int64)
+        if len(ids) != row["seq_len"] or len(row["loss_mask"]) != len(ids):
+            found = f"{len(ids)} input_ids, {len(row['loss_mask'])} loss_mask, seq_len {row['seq_len']}"
+            raise BadSample("mismatched", name, f"{found}, expected one length")
+        tensors = self._file(index)
+        states, was_fp8 = tensors[STATES], _SCALES in tensors
+        if not torch.equal(tensors["token_ids"].to(torch.int64), ids):
+            raise BadSample("mismatched", name, f"token_ids of {self._name(index)} are not the row's input_ids")
+        if states.dim() != 3 or states.shape[1] < 2:
+            found = f"{STATES} is {list(states.shape)}, expected [tokens, layers, {self._sizes[0]}], 2 layers or more"
+            raise BadSample("mismatched", name, found)
+        if was_fp8:
+            states = _without_scales(name, states, tensors[_SCALES])
+        sample = checked_sample(name, ids, row["loss_mask"], states[:, :-1], states[:, -1], *self._sizes)
+        return ForeignSample(sample.input_ids, sample.loss_mask, sample.aux, sample.last, was_fp8)
+
+    def _name(self, index: int) -> str:
+        return f"{STATES}/hs_{index}.safetensors"
+
+    def _file(self, index: int) -> dict[str, Tensor]:
+        """Return the tensors of a row's file, mapped. Raises: BadSample."""
+        name, path = self.names[index], self._states / f"hs_{index}.safetensors"
+        if os.path.lexists(f"{path}.lock"):
+            raise BadSample("unreadable", name, f"{self._name(index)}.lock is there: the file is still being written")
+        try:
+            os.close(open_file(path, follow_links=self._follow_links))  # refuses links and what is no file
+            _, safe_open = load_safetensors()
+            with safe_open(path, framework="pt") as file:
+                kept = {"token_ids", STATES, _SCALES}.intersection(file.keys())
+                tensors = {key: file.get_tensor(key) for key in sorted(kept)}
+        except FileNotFoundError as error:
+            raise BadSample("missing", name, f"no such file: {self._name(index)}") from error
+        except CacheError as error:
+            raise BadSample("unreadable", name, f"{self._name(index)}: {error.problem}") from error
+        except Exception as error:  # safetensors raises its own error, a direct subclass of Exception
+            raise BadSample("unreadable", name, f"{self._name(index)}: safetensors refuses it ({error})") from error
+        if missing := sorted({"token_ids", STATES} - {*tensors}):
+            raise BadSample("mismatched", name, f"{self._name(index)} has no {' and no '.join(missing)}")
+        return tensors
+
+
+class SpeculatorsWriter:
+    """Writes a folder that `datasets.load_from_disk` opens, and the states of its rows."""
+
+    last_hidden = USUAL_LAST
+
+    def __init__(self, folder: Path, num_samples: int) -> None:
+        from datasets import Features, Sequence, Value
+        from datasets.arrow_writer import ArrowWriter
+
+        self._folder = folder
+        self._temporary = tempfile.TemporaryDirectory(dir=folder, prefix=".rows-")
+        self._arrow = os.path.join(self._temporary.name, "rows.arrow")
+        lists = {name: Sequence(Value("int64")) for name in _COLUMNS[:2]}
+        self._writer = ArrowWriter(path=self._arrow, features=Features({**lists, "seq_len": Value("int64")}))
+        fileio.make_dir(folder / STATES)
+
+    def write(self, index: int, sample: ForeignSample) -> int:
+        """Write a sample's file and keep its row, in the order of the samples; return the bytes of the file."""
+        save_file, _ = load_safetensors()
+        path = self._folder / STATES / f"hs_{index}.safetensors"
+        states = torch.cat([sample.aux, sample.last[:, None]], dim=1)
+        save_file({"token_ids": sample.input_ids, STATES: states}, path)
+        mask = sample.loss_mask.to(torch.int64)
+        row = {"input_ids": sample.input_ids.numpy(), "loss_mask": mask.numpy(), "seq_len": len(mask)}
+        self._writer.write(row)
+        return path.stat().st_size
+
+    def finish(self) -> None:
+        """Write the rows."""
+        from datasets import Dataset
+
+        self._writer.finalize()
+        self._writer.close()
+        with _no_bars():  # speculators reads tensors: the rows' format says so
+            Dataset.from_file(self._arrow).with_format("torch").save_to_disk(str(self._folder))
+        self._temporary.cleanup()
+
+
+def _open_rows(folder: Path, follow_links: bool) -> Any:
+    """Return the rows. Raises: CacheError."""
+    from datasets import load_from_disk
+
+    expected = "a folder of datasets.save_to_disk with input_ids, loss_mask and seq_len"
+    try:
+        _refuse_other_files(folder, follow_links)
+        rows = load_from_disk(str(folder)).with_format(None)
+        columns = rows.column_names
+        missing = sorted({*_COLUMNS} - {*columns})
+    except CacheError:
+        raise
+    except Exception as error:  # of datasets, pyarrow or json, depending on the damage
+        raise CacheError(folder, f"datasets cannot read it ({error!r:.300})", expected, code="E711") from error
+    if missing:
+        raise CacheError(folder, f"its rows have no {', '.join(missing)}", expected, code="E711")
+    return rows.select_columns(list(_COLUMNS))
+
+
+def _refuse_other_files(folder: Path, follow_links: bool) -> None:
+    """Raise CacheError for a folder whose state.json names files outside of it; ValueError for another state.json."""
+    state = json.loads(read_file(folder / "state.json", follow_links=follow_links))
+    for each in state["_data_files"]:
+        name = each["filename"]
+        if os.path.basename(name) != name:
+            raise CacheError(folder / "state.json", f"names the file {name!r}", "one of the same folder", code="E711")
+        os.close(open_file(folder / name, follow_links=follow_links))
+
+
+def _without_scales(name: str, states: Tensor, scales: Tensor) -> Tensor:
+    """Return float8 states times their tokens' scales, rounded to bf16."""
+    if scales.shape != (len(states), 1, 1) or states.dtype != torch.float8_e4m3fn:
+        found = f"{STATES} is {states.dtype}, {_SCALES} {list(scales.shape)}"
+        raise BadSample("mismatched", name, f"{found}, expected float8_e4m3fn and [{len(states)}, 1, 1]")
+    return (states.float() * scales.float()).to(torch.bfloat16)
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    import datasets
+
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
