@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import eagle3_runs
+from support import eagle3_native, eagle3_runs
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -182,6 +182,19 @@ def from_cache(folder: Path, plan: Plan, samples: Samples, llama: nn.Module) -> 
     return learnt(read_target_embeddings(str(folder)), list(loader))
 
 
+def from_form(form: str, folder: Path, plan: Plan, samples: Samples, llama: nn.Module) -> Learnt:
+    """As `from_cache`, from version 1, or a native cache with the plan's dtype, layers and draft vocabulary.
+
+    form: 1, native, or fp8: native with auxiliary states in eight bits.
+    """
+    if form != "1":
+        keys = ("aux_layer_ids", "selected_token_ids", "draft_vocab_size", "seq_length", "dtype")
+        manifest = {key: plan.manifest[key] for key in keys}
+        aux_dtype = "fp8" if form == "fp8" else manifest["dtype"]
+        eagle3_native.capture_native(folder, llama, samples, **manifest, aux_dtype=aux_dtype)
+    return from_cache(folder, plan, samples, llama)
+
+
 def test_gradients_from_a_cache_of_version_1_and_2_are_those_of_the_live_target_bit_for_bit(
     tmp_path: Path, llama: nn.Module, samples: Samples, expected: Learnt
 ) -> None:
@@ -211,18 +224,37 @@ def test_the_padding_of_the_cache_teaches_nothing(tmp_path: Path, llama: nn.Modu
     assert_same(learnt(embeddings, wide), learnt(embeddings, narrow), within=1e-6)
 
 
-def test_a_cache_in_bf16_gives_gradients_within_half_a_hundredth(
-    tmp_path: Path, llama: nn.Module, samples: Samples, expected: Learnt
+@pytest.mark.parametrize(
+    ("form", "dtype", "within", "not_within"),
+    [
+        ("1", "bf16", 5e-3, 1e-5),  # rounding to 8 bits: 1.2e-3 here
+        ("native", "fp32", 1e-5, 0.0),  # its samples ran one at a time: 2.5e-7
+        ("native", "bf16", 5e-3, 1e-5),  # 1.4e-3
+        ("fp8", "bf16", 2e-2, 5e-3),  # rounding to 4 bits: 9.4e-3
+    ],
+)
+def test_gradients_from_a_smaller_cache_differ_by_its_rounding_alone(
+    tmp_path: Path,
+    llama: nn.Module,
+    samples: Samples,
+    expected: Learnt,
+    form: str,
+    dtype: str,
+    within: float,
+    not_within: float,
 ) -> None:
-    found = from_cache(tmp_path / "cache", plan_of(samples, dtype="bf16"), samples, llama)
-    assert_same(found, expected, within=5e-3)  # rounding to 8 bits, 1.2e-3 here
+    found = from_form(form, tmp_path / "cache", plan_of(samples, dtype=dtype), samples, llama)
+    assert_same(found, expected, within=within)
     with pytest.raises(AssertionError, match="the gradient of"):
-        assert_same(found, expected, within=1e-5)
+        assert_same(found, expected, within=not_within)
 
 
+@pytest.mark.parametrize("form", ["1", "native"])
 @pytest.mark.parametrize("wrong", ["the layers above", "a loss mask that is not shifted", "draft ids in another order"])
-def test_a_wrong_cache_fails(tmp_path: Path, llama: nn.Module, samples: Samples, expected: Learnt, wrong: str) -> None:
-    """The check refuses it at twenty times what a bf16 cache is allowed; the losses differ by less than 0.1%."""
+def test_a_wrong_cache_fails(
+    tmp_path: Path, llama: nn.Module, samples: Samples, expected: Learnt, wrong: str, form: str
+) -> None:
+    """Refused even at five times what fp8 is allowed, and twenty times bf16; the losses differ by less than 0.1%."""
     changed: dict[str, Any] = {}
     if wrong == "the layers above":
         changed = {"aux_layer_ids": [layer + 1 for layer in LAYERS]}
@@ -232,7 +264,7 @@ def test_a_wrong_cache_fails(tmp_path: Path, llama: nn.Module, samples: Samples,
     else:
         late = np.concatenate([np.roll(samples.row(index)[1], 1) for index in range(len(samples))])
         samples = replace(samples, loss_mask=late)  # shifted by the producer, they are where the raw masks were
-    found = from_cache(tmp_path / "cache", plan_of(samples, **changed), samples, llama)
+    found = from_form(form, tmp_path / "cache", plan_of(samples, **changed), samples, llama)
     with pytest.raises(AssertionError, match=r"the loss moved by .*, the gradient of .* allowed: 1e-01"):
         assert_same(found, expected, within=0.1)
     assert abs(found.loss - expected.loss) / expected.loss < 1e-3
