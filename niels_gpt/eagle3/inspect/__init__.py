@@ -8,9 +8,11 @@
     opening.py      opens a cache of any form
     open_cache.py   what all forms share: plan, samples, receipts; errors that say how to repair a cache
     show.py         `inspect`: what a cache was made from, and the slots of one sample
-    stats.py        `stats`: tokens, lengths, probability mass, entropy and norms in numbers
+    stats.py        `stats`: a cache in numbers
+    figures.py      these numbers: tokens, lengths, probability mass, entropy and norms
     plot.py         `stats --plot`: lengths, entropy and probability mass as a picture
-    published/      the shards of versions 1 and 2
+    published/      the shards of versions 1 and 2, and what is asked of them
+    native/         the same of the native form
 
 A new check needs a row in checks.py, its functions, and a row in verify.py.
 """

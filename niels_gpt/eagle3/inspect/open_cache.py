@@ -33,6 +33,8 @@ OF_THE_PLAN = (PLAN_NAME, SAMPLES_NAME, IDS_NAME, BATCHES_NAME)
 """The plan, its batches and its samples, in sidecar/."""
 FOREIGN = "cannot be checked: no sidecar, as in caches that other tools wrote"
 _WITHOUT_PLAN = "cannot be checked: no plan, as in caches that write_shard wrote"
+Table = list[tuple[str, ...]]
+"""Rows of text; the first one may be the heading."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -292,3 +294,21 @@ def form_text(form: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
 def slots(count: int) -> str:
     """Return "1 slot", "2 slots"."""
     return f"{count:,} slot{'' if count == 1 else 's'}"
+
+
+class Decoder(Protocol):
+    """Turns ids back into text."""
+
+    def decode(self, ids: list[int], /) -> str:
+        """Return the text of some ids."""
+
+
+def token_text(token: int, tokenizer: Decoder | None) -> str:
+    """Return the text of an id with all escapes written out; "-" without a tokenizer."""
+    return repr(tokenizer.decode([token])) if tokenizer else "-"
+
+
+def likeliest_text(tokens: Iterable[int], probs: Iterable[float], tokenizer: Decoder | None) -> str:
+    """Return some tokens and their probabilities on one line, such as "7 .412, 3 .200"."""
+    named = (token_text(token, tokenizer) if tokenizer else token for token in tokens)
+    return ", ".join(f"{token} {f'{prob:.3f}'.removeprefix('0')}" for token, prob in zip(named, probs, strict=True))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.eagle3.inspect.stats import Stats
+from niels_gpt.eagle3.inspect.figures import Stats
 from niels_gpt.pictures import new_figure, plain_axes, png, set_title
 
 if TYPE_CHECKING:  # at run time inside the functions: loading matplotlib takes a second

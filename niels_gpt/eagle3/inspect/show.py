@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Any
 
 from niels_gpt.display.numbers import count_text, size_text
 from niels_gpt.eagle3.format.layout import SIDECAR
 from niels_gpt.eagle3.format.plan import PLAN_NAME
-from niels_gpt.eagle3.inspect.open_cache import refuse_malformed
+from niels_gpt.eagle3.inspect.native import show as native
+from niels_gpt.eagle3.inspect.native.opened import NativeCache, NativeRow
+from niels_gpt.eagle3.inspect.open_cache import Decoder, Table, refuse_malformed
 from niels_gpt.eagle3.inspect.opening import open_cache
-from niels_gpt.eagle3.inspect.published.opened import AUX, INDICES, PROBS, VALUES, PublishedCache, Row
+from niels_gpt.eagle3.inspect.published import show as published
+from niels_gpt.eagle3.inspect.published.opened import PublishedCache, Row
 from niels_gpt.storage.codes import coded
-from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import shortened
 
 _FIRST_IDS = 8  # of selected_token_ids
-_TOP = 3  # draft tokens of a slot
 _DIGITS = 12  # of a sha256
-
-Table = list[tuple[str, ...]]
-
-
-class Decoder(Protocol):
-    """Turns ids back into text."""
-
-    def decode(self, ids: list[int], /) -> str:
-        """Return the text of some ids."""
 
 
 @refuse_malformed
@@ -38,24 +28,24 @@ def description(path: Path, *, follow_links: bool = False) -> dict[str, Any]:
     """Return what a cache records about itself, ready for JSON.
 
     manifest: all keys; of selected_token_ids the number and the first few. layout: dtype and shape of each field of a
-    sample. sample_bytes; shard_bytes: of all shards together. num_shards, shards_found: declared and existing.
+    sample; of a native cache, of each tensor's row. shard_bytes: of all shards together. sample_bytes: where all
+    samples have one size. num_shards, shards_found: declared and existing.
     plan: sidecar/plan.json; None where there is none. has_receipts: whether this project wrote the shards. complete:
     whether there is a meta.json; None for a cache that the producer of this project did not make.
     Raises: FileNotFoundError, CacheError.
     """
-    cache = open_cache(path, follow_links=follow_links)
+    return _description(open_cache(path, follow_links=follow_links))
+
+
+def _description(cache: PublishedCache | NativeCache) -> dict[str, Any]:
     selected = cache.manifest.get("selected_token_ids") or []
-    fields, last = cache.layout.fields, cache.num_shards - 1
     return {
-        "cache": str(path),
+        "cache": str(cache.path),
         "manifest": {
             **cache.manifest,
             "selected_token_ids": {"count": len(selected), "first": selected[:_FIRST_IDS]},
         },
-        "layout": {name: [str(dtype).removeprefix("torch."), list(shape)] for name, (dtype, shape) in fields.items()},
-        "sample_bytes": cache.layout.row_bytes,
-        "shard_bytes": max(0, last) * cache.layout.shard_bytes(cache.shard_size)
-        + (cache.layout.shard_bytes(cache.rows_of(last)) if last >= 0 else 0),
+        **(native.sizes(cache) if isinstance(cache, NativeCache) else published.sizes(cache)),
         "num_shards": cache.num_shards,
         "shards_found": len(cache.shards),
         "plan": cache.plan if os.path.lexists(cache.folder / SIDECAR / PLAN_NAME) else None,
@@ -67,14 +57,14 @@ def description(path: Path, *, follow_links: bool = False) -> dict[str, Any]:
 @refuse_malformed
 def summary(path: Path, *, follow_links: bool = False) -> Table:
     """Return a cache's description as pairs of a name and a value. Raises: as `description`."""
-    about = description(path, follow_links=follow_links)
+    cache = open_cache(path, follow_links=follow_links)
+    about, form = _description(cache), native if isinstance(cache, NativeCache) else published
     manifest, plan, selected = about["manifest"], about["plan"], about["manifest"]["selected_token_ids"]
-    topk, slots = manifest.get("target_probs_topk"), manifest["seq_length"]
-    kept = f"the {topk:,} largest probabilities of each slot" if VALUES in about["layout"] else "all probabilities"
     state, sidecar = _state(about)
-    rows = [
+    size = f"{about['shards_found']:,} of {about['num_shards']:,}, {size_text(about['shard_bytes'])}"
+    rows: Table = [
         ("cache", f"{path} ({state})"),
-        ("form", f"version {manifest['format_version']}, {manifest['dtype']}, {kept}"),
+        ("form", form.form_text(about)),
         ("target", _printable(str(manifest.get("target_model")))),
         ("captured", f"blocks {', '.join(map(str, manifest.get('aux_layer_ids') or []))}, counted from 0"),
         (
@@ -82,9 +72,9 @@ def summary(path: Path, *, follow_links: bool = False) -> Table:
             f"{selected['count']:,} of {manifest.get('target_vocab_size'):,} ids: "
             f"{', '.join(map(str, selected['first']))}, ...",
         ),
-        ("samples", f"{manifest['num_samples']:,} of {slots:,} slots, {manifest['shard_size']:,} a shard"),
-        ("shards", f"{about['shards_found']:,} of {about['num_shards']:,}, {size_text(about['shard_bytes'])}"),
-        ("a sample", f"{size_text(about['sample_bytes'])}, {size_text(about['sample_bytes'] // slots)} a slot"),
+        ("samples", f"{manifest['num_samples']:,} of {form.width_text(about)}"),
+        ("shards", size),
+        *form.more_rows(about),
     ]
     rows += [(name, f"{shape} {dtype}") for name, (dtype, shape) in about["layout"].items()]
     return [*rows, *(_plan_rows(plan) if plan else [("sidecar", sidecar)])]
@@ -129,16 +119,21 @@ def _flat(values: dict[str, Any], of: str = "") -> str:
 
 @refuse_malformed
 def shard_rows(path: Path, *, first: int = 5, follow_links: bool = False) -> Table:
-    """Return a table of the first shards: samples, bytes, tokens, slots with loss, positions, by their receipts."""
+    """Return a table of the first shards: samples, bytes, and what their receipts count."""
     cache = open_cache(path, follow_links=follow_links)
-    rows: Table = [("shard", "samples", "size", "tokens", "supervised", "positions")]
+    names = native.COUNTED if isinstance(cache, NativeCache) else published.COUNTED
+    rows: Table = [("shard", "samples", "size", *(name.replace("_", " ") for name in names))]
     for shard in cache.shards[:first]:
         counts = (cache.receipt(shard) or {"facts": {}})["facts"]
-        columns = [f"{counts[name]:,}" if name in counts else "-" for name in ("tokens", "supervised", "positions")]
-        samples = cache.rows_of(shard)
-        rows.append((f"{shard:06d}", f"{samples:,}", size_text(cache.layout.shard_bytes(samples)), *columns))
+        columns = [f"{counts[name]:,}" if name in counts else "-" for name in names]
+        size = (
+            native.shard_bytes(cache, shard)
+            if isinstance(cache, NativeCache)
+            else cache.layout.shard_bytes(cache.rows_of(shard))
+        )
+        rows.append((f"{shard:06d}", f"{cache.rows_of(shard):,}", size_text(size), *columns))
     if len(cache.shards) > first:
-        rows.append((f"and {len(cache.shards) - first:,} more", *[""] * 5))
+        rows.append((f"and {len(cache.shards) - first:,} more", *[""] * (2 + len(names))))
     return rows
 
 
@@ -149,11 +144,7 @@ def shard_rows(path: Path, *, first: int = 5, follow_links: bool = False) -> Tab
 def sample_heading(path: Path, number: int, *, follow_links: bool = False) -> str:
     """Return a sample's name, and how many tokens and positions it has. Raises: as `slot_rows`."""
     row = _row(open_cache(path, follow_links=follow_links), number)
-    positions, supervised = int(row.fields["position_mask"].sum()), int((row.fields["loss_mask"] == 1).sum())
-    return (
-        f"{row.cache.name(number)}: {row.length:,} tokens, {supervised:,} supervised slots, {positions:,} positions\n"
-        "Slot p has the hidden states of token p, the id of token p+1,\nand the target's distribution of token p+2."
-    )
+    return native.heading(row) if isinstance(row, NativeRow) else published.heading(row)
 
 
 @refuse_malformed
@@ -168,6 +159,8 @@ def slot_rows(
 ) -> Table:
     """Return a table of some slots of sample `number` of the cache: id, masks, likeliest draft tokens, norms.
 
+    Of a native cache it has the raw tokens: what is stored of each, the target's most probable token, and the
+    likeliest draft tokens by the target's head.
     tokenizer: of the target, for the text of the ids; None: ids alone. begin: the first slot; slots: how many.
     Raises: FileNotFoundError, CacheError; ValueError for a sample or a slot that does not exist.
     """
@@ -176,46 +169,18 @@ def slot_rows(
         raise coded(
             "E106", ValueError(f"slot {begin}: sample {number} has {row.length} tokens, expected 0 to {row.length - 1}")
         )
-    layers = [f"norm {layer}" for layer in row.cache.aux_layer_ids]
-    rows: Table = [("slot", "id", "text", "loss", "position", *layers, "likeliest draft tokens")]
-    for slot in range(begin, min(row.length, begin + slots)):
-        fields = {name: tensor[slot] for name, tensor in row.fields.items()}
-        token = int(fields["input_ids"])
-        masks = [("-", "yes")[int(bool(fields[name].any()))] for name in ("loss_mask", "position_mask")]
-        norms = fields[AUX].float().view(max(1, len(layers)), -1).norm(dim=-1).tolist()
-        likeliest = _likeliest(row, fields, tokenizer)
-        rows.append((str(slot), str(token), _text(token, tokenizer), *masks, *(f"{n:.3g}" for n in norms), likeliest))
-    return rows
+    chosen = range(begin, min(row.length, begin + slots))
+    if isinstance(row, NativeRow):
+        return native.token_rows(row, tokenizer, chosen)
+    return published.slot_rows(row, tokenizer, chosen)
 
 
-def _row(cache: PublishedCache, number: int) -> Row:
+def _row(cache: PublishedCache | NativeCache, number: int) -> Row | NativeRow:
     if not 0 <= number < cache.num_samples:
         raise coded(
             "E106", ValueError(f"sample {number}: there are {cache.num_samples}, expected 0 to {cache.num_samples - 1}")
         )
     return cache.row(number)
-
-
-def _likeliest(row: Row, fields: dict[str, Tensor], tokenizer: Decoder | None) -> str:
-    """Return the likeliest draft tokens of a slot with their probabilities. fields: of the slot."""
-    selected = row.cache.manifest["selected_token_ids"]
-    if VALUES in fields:
-        values, indices = fields[VALUES][:_TOP], fields[INDICES][:_TOP]
-    else:
-        values, indices = fields[PROBS].float().topk(min(_TOP, len(fields[PROBS])))
-    parts = []
-    for value, index in zip(values.tolist(), indices.tolist(), strict=True):
-        if not 0 <= index < len(selected):
-            remedy = f"Look at it: niels-gpt eagle3 verify {row.cache.path}"
-            raise CacheError(row.cache.path, f"draft id {index}", f"0 to {len(selected) - 1}", remedy, code="E701")
-        parts.append(
-            f"{_text(selected[index], tokenizer) if tokenizer else selected[index]} {f'{value:.3f}'.removeprefix('0')}"
-        )
-    return ", ".join(parts)
-
-
-def _text(token: int, tokenizer: Decoder | None) -> str:
-    return repr(tokenizer.decode([token])) if tokenizer else "-"
 
 
 def _printable(text: str) -> str:

@@ -11,21 +11,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from niels_gpt.eagle3.format.embeddings import read_target_embeddings
-from niels_gpt.eagle3.format.layout import EMBEDDINGS_NAME, SIDECAR, shard_path
+from niels_gpt.eagle3.format.layout import SIDECAR, shard_path
 from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME
 from niels_gpt.eagle3.inspect.file_checks import incomplete, unused_files, wrong_checksums, wrong_shard_checksums
+from niels_gpt.eagle3.inspect.native import row_checks as of_samples
+from niels_gpt.eagle3.inspect.native.opened import NativeCache
 from niels_gpt.eagle3.inspect.open_cache import OpenCache
 from niels_gpt.eagle3.inspect.opening import open_cache
-from niels_gpt.eagle3.inspect.published.row_checks import not_distributions, not_finite, other_ids
+from niels_gpt.eagle3.inspect.published import row_checks as of_rows
+from niels_gpt.eagle3.inspect.published.opened import PublishedCache
 from niels_gpt.eagle3.inspect.report import Problems, Questions, Report
 from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import CacheError
-
-_EMBEDDING_ROWS = 4096  # read at a time
 
 
 def verify(
@@ -45,8 +43,8 @@ def verify(
         Damage to anything else is a problem of the checks that need it.
     """
     for name in names or ():
-        if name not in _QUESTIONS:
-            raise ValueError(f"there is no check {name!r}, expected some of {', '.join(_QUESTIONS)}")
+        if name not in _QUESTIONS[PublishedCache]:
+            raise ValueError(f"there is no check {name!r}, expected some of {', '.join(_QUESTIONS[PublishedCache])}")
     passes_done, bytes_done, total = 0, 0, 0
 
     def tick(num_bytes: int) -> None:
@@ -56,11 +54,12 @@ def verify(
             progress(passes_done, bytes_done, total)
 
     cache = open_cache(path, follow_links=follow_links, tick=tick)
-    reports = {name: Report(cache) for name in _QUESTIONS if names is None or name in names}
+    questions = _QUESTIONS[type(cache)]
+    reports = {name: Report(cache) for name in questions if names is None or name in names}
     for name, report in reports.items():
-        report.ask_once(_QUESTIONS[name])
-    by_shard = [(report, ask) for name, report in reports.items() if (ask := _QUESTIONS[name].per_shard)]
-    by_row = [(report, ask_row) for name, report in reports.items() if (ask_row := _QUESTIONS[name].per_row)]
+        report.ask_once(questions[name])
+    by_shard = [(report, ask) for name, report in reports.items() if (ask := questions[name].per_shard)]
+    by_row = [(report, ask_row) for name, report in reports.items() if (ask_row := questions[name].per_row)]
     shards = _shards(cache)
     total = (len(by_shard) + bool(by_row)) * sum(_size(Path(shard_path(cache.folder, shard))) for shard in shards)
     for shard in shards:
@@ -103,19 +102,6 @@ def _ask_rows(cache: OpenCache, shard: int, questions: list[tuple[Report, Callab
 # --- what is asked once -----------------------------------------------------------------------------------------------
 
 
-def _embeddings_not_finite(cache: OpenCache) -> Problems:
-    if missing := cache.weights_missing():
-        yield missing
-        return
-    table = read_target_embeddings(cache.folder, follow_links=cache.follow_links)
-    for start in range(0, len(table), _EMBEDDING_ROWS):
-        wrong = (~torch.isfinite(table[start : start + _EMBEDDING_ROWS])).any(dim=-1).nonzero()
-        if len(wrong):
-            found = f"the embedding of token {start + int(wrong[0])} is not finite"
-            yield CacheError(cache.folder / EMBEDDINGS_NAME, found, "numbers", code="E701")
-            return
-
-
 def _other_samples(cache: OpenCache) -> Problems:
     planned = cache.plan["samples"]
     for name, key in ((SAMPLES_NAME, "sha256"), (IDS_NAME, "ids_sha256")):
@@ -139,11 +125,34 @@ def _few_positions(cache: OpenCache) -> Problems:
         yield CacheError(cache.folder, warning, code="W703")
 
 
-_QUESTIONS = {
-    "complete": Questions(once=incomplete, remarks=unused_files),
-    "checksums": Questions(once=wrong_checksums, per_shard=wrong_shard_checksums),
-    "finite": Questions(once=_embeddings_not_finite, per_row=not_finite),
-    "ids_match": Questions(once=_other_samples, per_row=other_ids),
-    "distribution": Questions(per_row=not_distributions),
-    "positions": Questions(once=_no_positions, remarks=_few_positions, figures=lambda cache: str(cache.counts)),
+def _questions(
+    weights: Callable[[OpenCache], Problems],
+    finite: Callable[[Any], Problems],
+    ids: Callable[[Any], Problems],
+    distribution: Questions,
+) -> dict[str, Questions]:
+    """Return which functions answer which check, in the order of CHECKS."""
+    return {
+        "complete": Questions(once=incomplete, remarks=unused_files),
+        "checksums": Questions(once=wrong_checksums, per_shard=wrong_shard_checksums),
+        "finite": Questions(once=weights, per_row=finite),
+        "ids_match": Questions(once=_other_samples, per_row=ids),
+        "distribution": distribution,
+        "positions": Questions(once=_no_positions, remarks=_few_positions, figures=lambda cache: str(cache.counts)),
+    }
+
+
+_QUESTIONS: dict[type[OpenCache], dict[str, Questions]] = {
+    PublishedCache: _questions(
+        of_rows.embeddings_not_finite,
+        of_rows.not_finite,
+        of_rows.other_ids,
+        Questions(per_row=of_rows.not_distributions),
+    ),
+    NativeCache: _questions(
+        of_samples.weights_not_finite,
+        of_samples.not_finite,
+        of_samples.other_ids,
+        Questions(per_shard=of_samples.not_by_the_head, per_row=of_samples.not_target_rows),
+    ),
 }

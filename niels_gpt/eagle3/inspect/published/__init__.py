@@ -3,4 +3,6 @@
 opened.py      the shards of such a cache, and their rows
 row_checks.py  `finite`, `ids_match` and `distribution`: what must hold of one stored sample
 unplanned.py   `recomputed` for a cache without a plan, as other tools write it
+    stats.py       `stats`: padding, and what the receipts say of the probability mass
+    show.py        `inspect`: form and sizes, and the slots of one sample
 """

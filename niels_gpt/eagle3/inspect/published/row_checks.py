@@ -11,13 +11,29 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from niels_gpt.eagle3.format.layout import INT_FIELDS
-from niels_gpt.eagle3.inspect.open_cache import slots
+from niels_gpt.eagle3.format.embeddings import read_target_embeddings
+from niels_gpt.eagle3.format.layout import EMBEDDINGS_NAME, INT_FIELDS
+from niels_gpt.eagle3.inspect.open_cache import OpenCache, slots
 from niels_gpt.eagle3.inspect.published.opened import INDICES, PROBS, VALUES, Row
 from niels_gpt.storage.errors import CacheError
 
 _CHUNK_ELEMENTS = 1 << 21  # 8 MiB in float32
+_EMBEDDING_ROWS = 4096  # read at a time
 _SOFTMAX_ERROR = 2**-14  # of a sum in float32 over a vocabulary, with room
+
+
+def embeddings_not_finite(cache: OpenCache) -> Iterator[CacheError]:
+    """Yield the first of the target's embeddings that is not finite."""
+    if missing := cache.weights_missing():
+        yield missing
+        return
+    table = read_target_embeddings(cache.folder, follow_links=cache.follow_links)
+    for start in range(0, len(table), _EMBEDDING_ROWS):
+        wrong = (~torch.isfinite(table[start : start + _EMBEDDING_ROWS])).any(dim=-1).nonzero()
+        if len(wrong):
+            found = f"the embedding of token {start + int(wrong[0])} is not finite"
+            yield CacheError(cache.folder / EMBEDDINGS_NAME, found, "numbers", code="E701")
+            return
 
 
 def not_finite(row: Row) -> Iterator[CacheError]:
