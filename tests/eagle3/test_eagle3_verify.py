@@ -400,9 +400,9 @@ def test_of_a_cache_that_write_shard_wrote_all_but_the_source_is_checked(tmp_pat
     write_shard(tmp_path, 0, fields)
     write_manifest(tmp_path, manifest_of(samples=2, shard_size=2))
     write_target_embeddings(tmp_path, torch.zeros(20, 2))
-    unchecked = Verdict([], "cannot be checked: no plan, as in caches that write_shard wrote")
+    unchecked = Verdict([], "cannot be checked: no plan, as precompute did not make this cache")
     assert verify(tmp_path) == {**dict.fromkeys(list(CHECKS)[:-1], Verdict([])), "ids_match": unchecked}
-    assert "write_shard wrote this cache" in dict(row[:2] for row in summary(tmp_path))["sidecar"]
+    assert "precompute did not make this cache" in dict(row[:2] for row in summary(tmp_path))["sidecar"]
     receipt = tmp_path / "sidecar" / "shard-000000.json"
     kept = receipt.read_bytes()
     receipt.unlink()

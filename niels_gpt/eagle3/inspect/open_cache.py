@@ -32,7 +32,7 @@ from niels_gpt.storage.meta_json import parse_object, shortened
 OF_THE_PLAN = (PLAN_NAME, SAMPLES_NAME, IDS_NAME, BATCHES_NAME)
 """The plan, its batches and its samples, in sidecar/."""
 FOREIGN = "cannot be checked: no sidecar, as in caches that other tools wrote"
-_WITHOUT_PLAN = "cannot be checked: no plan, as in caches that write_shard wrote"
+_WITHOUT_PLAN = "cannot be checked: no plan, as precompute did not make this cache"
 Table = list[tuple[str, ...]]
 """Rows of text; the first one may be the heading."""
 _P = ParamSpec("_P")

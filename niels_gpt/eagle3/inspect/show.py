@@ -86,7 +86,7 @@ def _state(about: dict[str, Any]) -> tuple[str, str]:
         state = "complete" if about["complete"] else "not finished: precompute --resume continues it"
         return state, f"{PLAN_NAME} is missing: verify names what else is"
     if about["has_receipts"]:
-        return "without a plan", "receipts, and no plan: write_shard wrote this cache"
+        return "without a plan", "receipts, and no plan: precompute did not make this cache"
     return "without a sidecar", "none: another tool wrote this cache"
 
 

@@ -21,11 +21,11 @@ _TOP = 3  # draft tokens of a target row
 
 
 def sizes(cache: NativeCache) -> dict[str, Any]:
-    """Return layout and sizes, ready for JSON."""
+    """Return the layout of a row of each tensor, and the size of all shards, ready for JSON."""
     tensors = cache.layout.tensors(0, 0, 0, 0)
     return {
         "layout": {
-            name: [str(dtype).removeprefix("torch."), ["rows", *shape[1:]]] for name, (dtype, shape) in tensors.items()
+            name: [str(dtype).removeprefix("torch."), list(shape[1:])] for name, (dtype, shape) in tensors.items()
         },
         "shard_bytes": sum(shard_bytes(cache, shard) for shard in cache.shards),
     }
