@@ -1,0 +1,148 @@
+"""A one-layer EAGLE-3 draft, its test-time training, and speculative decoding: used by train_eagle3_draft.py.
+
+Slot p holds the target's hidden states at token p and the embedding of token p+1, and predicts token p+2. Each further
+step of training takes the draft's own hidden states in place of the target's, and the next token. So it runs after the
+target: it proposes a chain of tokens, and the target checks them in one pass. Those before the first one that is not
+the target's most probable token are accepted, and the target's token at that place comes free. The output is thus the
+target's greedy output, whatever the draft proposes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import DynamicCache
+
+Batch = dict[str, Tensor]
+Past = tuple[Tensor, ...]  # keys and values, [B, heads, P, 32] each
+
+
+class Draft(nn.Module):
+    """The target's embeddings [V, H], frozen; one decoder layer; a head over the draft's tokens.
+
+    selected: the target's id of each of the draft's, int64 [D].
+    """
+
+    def __init__(self, embeddings: Tensor, selected: Tensor, layers: int = 3) -> None:
+        super().__init__()
+        width, linear = embeddings.shape[1], partial(nn.Linear, bias=False)
+        self.heads, self.embed = width // 32, nn.Embedding.from_pretrained(embeddings.float())
+        self.fuse, self.norms = linear(layers * width, width), nn.ModuleList(nn.RMSNorm(width) for _ in range(4))
+        self.qkv, self.out = linear(2 * width, 3 * width), linear(width, width)
+        self.mlp = nn.Sequential(linear(width, 4 * width), nn.SiLU(), linear(4 * width, width))
+        self.head = linear(width, len(selected))
+        self.register_buffer("d2t", selected - torch.arange(len(selected)))  # as inference engines take it
+
+    def forward(
+        self, ids: Tensor, hidden: Tensor, places: Tensor, past: Past | None, seen: Tensor | None
+    ) -> tuple[Tensor, Past]:
+        """Return the hidden states [B, S, H] after the layer, and all keys and values.
+
+        ids [B, S], hidden [B, S, H], places [S]: of each slot. past: of earlier slots or steps. seen: which of these
+        and of the new ones a slot attends to, bool [S, P + S]; None: all.
+        """
+        both = torch.cat([self.norms[0](self.embed(ids)), self.norms[1](hidden)], dim=-1)
+        query, *now = self.qkv(both).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        now[0] = rotated(now[0], places)
+        past = tuple(now) if past is None else tuple(torch.cat(pair, dim=2) for pair in zip(past, now, strict=True))
+        mixed = functional.scaled_dot_product_attention(rotated(query, places), *past, seen)
+        hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2))
+        return hidden + self.mlp(self.norms[2](hidden)), past
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits over the draft's tokens, [..., D]."""
+        return cast(Tensor, self.head(self.norms[3](hidden)))
+
+    def propose(self, aux: Tensor, ids: Tensor, past: Past | None, chain: int) -> tuple[Tensor, Past]:
+        """Return `chain` of the target's ids, and the keys and values of all slots with the target's hidden states.
+
+        aux [n, K * H]: the target's hidden states at its last n tokens. ids [n]: the token after each of them.
+        """
+        before, new = 0 if past is None else past[0].shape[2], len(ids)
+        seen, places = torch.ones(new, before + new, dtype=torch.bool).tril(before), before + torch.arange(new)
+        hidden, kept = self(ids[None], self.fuse(aux.float())[None], places, past, seen)
+        found, past = [], kept
+        for step in range(chain):
+            if step:
+                hidden, past = self(found[-1].view(1, 1), hidden[:, -1:], places[-1:] + step, past, None)
+            best = self.logits(hidden[0, -1]).argmax()
+            found.append(best + cast(Tensor, self.d2t)[best])
+        return torch.stack(found), kept
+
+
+def rotated(x: Tensor, places: Tensor) -> Tensor:
+    """Return queries or keys [B, heads, S, 32], turned by their places [S]."""
+    half = x.shape[-1] // 2
+    angles = places[:, None] * 10_000 ** (-torch.arange(half) / half)
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat([low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], dim=-1)
+
+
+def ttt_losses(draft: Draft, batch: Batch, steps: int) -> Tensor:
+    """Return the loss of each step of test-time training, nats per position [steps].
+
+    batch: the fields of a cache. At step k slot p is the draft k proposals behind slot p: it attends to the slots up to
+    p of step 0, which have the target's hidden states, and to itself at each later step. Padding, on the right, has no
+    position, so the causal mask hides it from all that count.
+    """
+    ids, mask, probs = batch["input_ids"], batch["position_mask"], batch["target_probs"].float()
+    hidden, past, losses = draft.fuse(batch["aux_hidden_states"].float()), None, []
+    places, itself = torch.arange(ids.shape[1]), torch.eye(ids.shape[1], dtype=torch.bool)
+    seen = torch.ones_like(itself).tril()
+    for step in range(steps):
+        hidden, past = draft(ids, hidden, places + step, past, seen)
+        entropies = -(probs * draft.logits(hidden).log_softmax(-1)).sum(-1, keepdim=True)
+        losses.append((entropies * mask).sum() / mask.sum().clamp_min(1))
+        ids, mask, probs = (functional.pad(x[:, 1:], (0, 0) * (x.dim() - 2) + (0, 1)) for x in (ids, mask, probs))
+        seen = torch.cat([seen, itself], dim=1)
+    return torch.stack(losses)
+
+
+def run_target(model: Any, ids: Tensor, past: DynamicCache, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Run the target over the next n tokens; return its hidden states [n, K * H] and most probable tokens [n]."""
+    out = model(input_ids=ids[None], past_key_values=past, use_cache=True, output_hidden_states=True)
+    return torch.cat([out.hidden_states[layer + 1][0] for layer in layers], dim=-1), out.logits[0].argmax(-1)
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: Tensor, tokens: int) -> list[int]:
+    """Return the target's greedy reply, a token a pass: up to the token that ends it, or so many tokens."""
+    past, ids, found = DynamicCache(), prompt, cast("list[int]", [])
+    while len(found) < tokens and model.config.eos_token_id not in found:
+        ids = run_target(model, ids, past, [0])[1][-1:]
+        found += ids.tolist()
+    return found
+
+
+@torch.no_grad()
+def speculate(
+    model: Any, draft: Draft, prompt: Tensor, tokens: int, layers: Sequence[int], chain: int
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the same reply, by a draft that proposes `chain` tokens a pass; and each pass's accepted and all tokens.
+
+    All tokens: those accepted, and the free one unless the reply ends before it. A pass beyond `tokens` counts in full.
+    """
+    past, of_draft, passes = DynamicCache(), None, cast("list[tuple[int, int]]", [])
+    aux, best = run_target(model, prompt, past, layers)
+    ids, found = torch.cat([prompt[1:], best[-1:]]), best[-1:].tolist()  # ids: the token after each of aux
+    while len(found) < tokens and model.config.eos_token_id not in found:
+        proposals, of_draft = draft.propose(aux, ids, of_draft, chain)
+        aux, best = run_target(model, torch.cat([ids[-1:], proposals]), past, layers)
+        accepted = int((proposals == best[:-1]).cumprod(0).sum())
+        if accepted < chain:
+            past.crop(accepted - chain)  # forget the rejected ones
+        aux, ids = aux[: accepted + 1], best[: accepted + 1]
+        kept = up_to(model.config.eos_token_id, ids.tolist())
+        passes.append((min(accepted, len(kept)), len(kept)))
+        found += kept
+    return found[:tokens], passes
+
+
+def up_to(end: int, ids: list[int]) -> list[int]:
+    """Return the ids up to the first `end`, or all."""
+    return ids[: ids.index(end) + 1] if end in ids else ids

@@ -1,0 +1,220 @@
+"""The example of a draft: its slots in training are those at inference; speculation gives the target's own output."""
+
+import importlib
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support import ROOT
+from torch import Tensor
+
+from niels_gpt.chat.tokenizers import open_tokenizer
+from niels_gpt.commands.eagle3 import precompute
+from niels_gpt.eagle3.cache import build_cached_eagle3_dataloader, read_manifest, read_target_embeddings
+from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.target import HFEagle3TargetModel, load_target, write_small_target
+from niels_gpt.recipes.eagle3.input import input_rows
+from niels_gpt.settings import Settings
+from niels_gpt.tokenizer import SentencePieceTokenizer
+
+pytest.importorskip("transformers", reason="running a target needs the extra eagle3")
+pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LAYERS, STEPS = [1, 3, 4], 3
+ANSWERS = ["The heron walks to the mill.", "It was windy that day, so the otter stayed.", "Why? Pebbles!"]
+
+
+def imported(name: str) -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "examples")
+        yield importlib.import_module(name)
+        for each in ("eagle3_draft", "train_eagle3_draft"):
+            patch.delitem(sys.modules, each, raising=False)
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[ModuleType]:
+    yield from imported("train_eagle3_draft")
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[ModuleType]:
+    yield from imported("eagle3_draft")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> Path:
+    """A folder with a target of random weights, ten chats, and their cache in fp32."""
+    folder = tmp_path_factory.mktemp("run")
+    write_small_target(folder / "target", tiny_tokenizer)
+    chats = [[("user", f"Page {page}?"), ("assistant", ANSWERS[page % 3] * (1 + page % 2))] for page in range(10)]
+    turns = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+    for name, count in (("chats", 10), ("held_out", 3)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in turns[-count:]))
+    what = f"--target-model {folder}/target --input-data {folder}/chats.jsonl --output-dir {folder}/cache --dtype fp32"
+    how = "--seq-length 48 --draft-vocab-size 200 --threads 1 --device cpu"
+    assert precompute.main(f"{what} {how}".split()) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(run: Path) -> Any:
+    return load_target(str(run / "target"), revision=None, dtype=torch.float32, attention="sdpa", device="cpu")
+
+
+@pytest.fixture
+def draft(parts: ModuleType, run: Path) -> Any:
+    torch.manual_seed(0)
+    selected = torch.tensor(read_manifest(run / "cache")["selected_token_ids"])
+    return parts.Draft(read_target_embeddings(run / "cache"), selected)
+
+
+def first_batch(run: Path, size: int = 4) -> dict[str, Tensor]:
+    return next(iter(build_cached_eagle3_dataloader(run / "cache", size, shuffle=False)))
+
+
+def test_each_step_of_training_is_a_proposal_at_inference(parts: ModuleType, run: Path, draft: Any) -> None:
+    """One slot at a time: the slots up to p with the target's states, then one slot for each token behind it."""
+    batch = first_batch(run)
+    sums, positions = torch.zeros(STEPS), torch.zeros(STEPS)
+    with torch.no_grad():
+        found = parts.ttt_losses(draft, batch, STEPS)
+        for row in ({name: part[index] for name, part in batch.items()} for index in range(4)):
+            length = int(row["attention_mask"].sum())
+            for slot in range(length):
+                seen = torch.ones(slot + 1, slot + 1, dtype=torch.bool).tril()
+                hidden = draft.fuse(row["aux_hidden_states"][: slot + 1])[None]
+                hidden, past = draft(row["input_ids"][None, : slot + 1], hidden, torch.arange(slot + 1), None, seen)
+                for step in range(min(STEPS, length - slot)):
+                    if step:
+                        ids = row["input_ids"][None, slot + step, None]
+                        hidden, past = draft(ids, hidden[:, -1:], torch.tensor([slot + step]), past, None)
+                    logprobs = draft.logits(hidden[0, -1]).log_softmax(-1)
+                    if bool(row["position_mask"][slot + step]):
+                        sums[step] -= row["target_probs"][slot + step] @ logprobs
+                        positions[step] += 1
+    assert positions.min() > 20
+    assert torch.allclose(found, sums / positions, rtol=1e-5)
+
+
+def test_a_slot_of_the_cache_is_the_same_slot_at_inference(
+    parts: ModuleType, run: Path, target: Any, draft: Any
+) -> None:
+    """After tokens 0 .. p+1 the draft proposes token p+2 from slot p, also where its keys came in two parts."""
+    samples, batch = Samples.open(run / "cache" / "sidecar"), first_batch(run)
+    seen = torch.ones(48, 48, dtype=torch.bool).tril()
+    with torch.no_grad():
+        hidden, _ = draft(batch["input_ids"], draft.fuse(batch["aux_hidden_states"]), torch.arange(48), None, seen)
+        expected = draft.logits(hidden).argmax(-1)
+        for index in range(4):
+            ids = torch.tensor(samples.row(index)[0]).long()
+            for slot in (0, 3, len(ids) - 2):
+                aux, _ = parts.run_target(target, ids[: slot + 1], parts.DynamicCache(), LAYERS)
+                after = ids[1 : slot + 2]
+                (whole,), _ = draft.propose(aux, after, None, 1)
+                if slot:
+                    _, past = draft.propose(aux[:slot], after[:slot], None, 2)  # the chain leaves no keys behind
+                    (in_parts,), _ = draft.propose(aux[slot:], after[slot:], past, 1)
+                    assert in_parts == whole
+                assert whole - draft.d2t[expected[index, slot]] == expected[index, slot]
+
+
+def test_cache_and_live_target_give_the_same_loss_and_gradients(
+    example: ModuleType, parts: ModuleType, run: Path, target: Any, draft: Any
+) -> None:
+    rows = list(
+        input_rows(
+            Settings(),
+            str(run / "chats.jsonl"),
+            open_tokenizer(str(run / "target")),
+            seq_length=48,
+            counters=Counter(),
+        )
+    )
+    selected = torch.tensor(read_manifest(run / "cache")["selected_token_ids"])
+    live = example.live_batch(HFEagle3TargetModel(target, LAYERS), selected, rows[:4])
+    learnt = []
+    for batch in (live, first_batch(run)):
+        draft.zero_grad()
+        losses = parts.ttt_losses(draft, batch, STEPS)
+        losses.sum().backward()
+        learnt.append(
+            (losses, {name: each.grad.clone() for name, each in draft.named_parameters() if each.requires_grad})
+        )
+    (of_live, live_gradients), (of_cache, gradients) = learnt
+    assert torch.allclose(of_live, of_cache, rtol=1e-5)
+    for name, gradient in gradients.items():
+        assert (gradient - live_gradients[name]).norm() <= 1e-5 * gradient.norm(), name
+
+
+class Oracle:
+    """A draft that knows the target's reply, or is always wrong."""
+
+    def __init__(self, reply: list[int], right: bool) -> None:
+        self.reply, self.right = reply, right
+
+    def propose(self, aux: Tensor, ids: Tensor, known: int | None, chain: int) -> tuple[Tensor, int]:
+        known = 1 if known is None else known + len(ids)  # of the reply; at first its first token
+        proposals = torch.tensor((self.reply + [0] * chain)[known : known + chain])
+        return proposals if self.right else (proposals == 0).long(), known
+
+
+def test_what_is_accepted_and_counted_by_hand(parts: ModuleType, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = torch.tensor([5, 17, 60, 33])
+    reply = parts.greedy(target, prompt, 15)
+    alone = target.generate(prompt[None], attention_mask=torch.ones(1, 4), max_new_tokens=15, do_sample=False)
+    assert alone[0, 4:].tolist() == reply
+    found, passes = parts.speculate(target, Oracle(reply, right=True), prompt, 12, LAYERS, 3)
+    assert (found, passes) == (reply[:12], [(3, 4)] * 3)  # 1 token by the prompt, then 4 a pass: 1 more than asked for
+    found, passes = parts.speculate(target, Oracle(reply, right=False), prompt, 12, LAYERS, 3)
+    assert (found, passes) == (reply[:12], [(0, 1)] * 11)
+    assert reply.index(reply[10]) == 10
+    monkeypatch.setattr(target.config, "eos_token_id", reply[10])
+    assert parts.greedy(target, prompt, 12) == reply[:11]
+    found, passes = parts.speculate(target, Oracle(reply, right=True), prompt, 12, LAYERS, 3)
+    assert (found, passes) == (reply[:11], [(3, 4), (3, 4), (2, 2)])  # what follows the end does not count
+
+
+def test_shares_of_acceptance_by_hand(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = [(3, 4), (0, 1), (2, 3), (2, 2)]  # the last one's reply ends with its second proposal
+    monkeypatch.setattr(example, "speculate", lambda *_: ([7], passes))
+    options = example.parse(["target", "cache", "chats", "--chain", "3"])
+    options.layers = LAYERS
+    found = example.evaluate(None, None, [torch.tensor([1])], [[7]], options)
+    assert found == {"acceptance_length": 10 / 4, "acceptance": [3 / 4, 3 / 3, 1 / 2], "passes": 4}
+    with pytest.raises(AssertionError, match=r"speculation gives \[7\], the target alone \[8\]"):
+        example.evaluate(None, None, [torch.tensor([1])], [[8]], options)
+
+
+def test_a_run_from_the_cache_from_the_live_target_and_untrained(
+    example: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = [str(run / name) for name in ("target", "cache", "held_out.jsonl")]
+    numbers = {}
+    for name, more in (("cache", ""), ("live", f"--online {run}/chats.jsonl"), ("untrained", "--draft untrained")):
+        beside = f"--beside {tmp_path}/cache.json" if numbers else ""
+        how = f"--epochs 2 --batch-size 4 --new-tokens 8 --out {tmp_path}/{name}.png {beside} {more}"
+        example.main([*data, *how.split()])
+        numbers[name] = json.loads((tmp_path / f"{name}.json").read_text())
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert f"acceptance length {numbers[name][0]['acceptance_length']:.3f}" in capsys.readouterr().out
+    losses = {name: torch.tensor(runs[0]["losses"]) for name, runs in numbers.items()}
+    assert losses["cache"].shape == (6, 3) and losses["untrained"].numel() == 0
+    assert torch.allclose(losses["cache"], losses["live"], rtol=1e-4)
+    assert bool((losses["cache"][-1] < losses["cache"][0]).all())
+
+
+def test_the_last_block_is_refused_as_an_auxiliary_layer(example: ModuleType, run: Path, tmp_path: Path) -> None:
+    cache = shutil.copytree(run / "cache", tmp_path / "cache")
+    manifest = json.loads((cache / "manifest.json").read_text())
+    (cache / "manifest.json").write_text(json.dumps({**manifest, "aux_layer_ids": [1, 3, 7]}))
+    with pytest.raises(SystemExit, match="the last block"):
+        example.main([str(run / "target"), str(cache), str(run / "chats.jsonl"), "--out", str(tmp_path / "x.png")])
