@@ -41,6 +41,7 @@ ENTRY_POINTS = frozenset(
         "niels_gpt.cache.cli",
         "niels_gpt.eagle3.__main__",
         "niels_gpt.eagle3.precompute",
+        "niels_gpt.eagle3.respond",
         "niels_gpt.prefix_tree.__main__",
         "niels_gpt.prefix_tree.demo",
     }

@@ -78,12 +78,24 @@ class ChatTokenizer(Protocol):
     """bos, eos, pad, unk."""
     names_sha256: str | None = None
     """Of the named tokens that a template may write, and of the literals that no chat may hold; None without one."""
+    special_ids: frozenset[int] = frozenset()
+    """Ids of the special tokens, whose literals no chat may hold."""
 
     def encode_chats(self, chats: Sequence[Chat]) -> list[EncodedChat | RefusedChat]:
         """Encode chats together. Raises: ValueError for a template that cannot be used.
 
         Such a template is also found with no chats.
         """
+
+    def plain_ids(self, chats: Sequence[Chat], *, prompt: bool) -> list[list[int] | RefusedChat]:
+        """Return the ids of chats without a mask, so a template need not be prefix-stable.
+
+        prompt: with a generation prompt, after which the assistant's next turn follows.
+        Raises: ValueError as `encode_chats`.
+        """
+
+    def turn_ends(self) -> tuple[int, ...]:
+        """Return the ids that end a turn of the assistant: of the template's token, and EOS; () if not known."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""

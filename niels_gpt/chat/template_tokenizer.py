@@ -16,17 +16,26 @@ import numpy as np
 
 from niels_gpt.chat.backends import Backend
 from niels_gpt.chat.prefix_tokens import checked_edges, first_difference, mask_of
-from niels_gpt.chat.protocol import SPECIAL_TEXT, TOO_LARGE, ChatTokenizer, EncodedChat, RefusedChat
+from niels_gpt.chat.protocol import (
+    REFUSED_BY_TEMPLATE,
+    SPECIAL_TEXT,
+    TOO_LARGE,
+    ChatTokenizer,
+    EncodedChat,
+    RefusedChat,
+)
 from niels_gpt.chat.template_code import DATE, asks_for_date
-from niels_gpt.chat.template_process import PROCESS, Chat, TemplateLimitError
+from niels_gpt.chat.template_process import PROCESS, Chat, Job, TemplateLimitError
 from niels_gpt.chat.templates import MAX_TEMPLATE, REMEDY, ChatTemplate, Rendered
-from niels_gpt.chat.turns import check_loss_on
+from niels_gpt.chat.turns import check_loss_on, lost
 from niels_gpt.chat.values import UNUSABLE_VALUE, UnusableValueError, texts_of, usable
 
 _BRACKETS = "<>|[]/_ "
 _USUAL_ROLES = frozenset(
     ("system", "developer", "user", "assistant", "model", "tool", "function", "ipython", "observation", "environment")
 )
+_PROMPT = "add_generation_prompt"
+_WORDS = "71930 46258", "58291 60374"  # of a probe chat: no template's own text is made of them
 _DECODED = 8  # tokens whose text is shown in a message about a difference
 _ALL_CHECKED, _CHECKED_EVERY = 1000, 100  # the chats whose prefixes are tokenized too: the first ones, then every 100th
 
@@ -75,6 +84,7 @@ class TemplateTokenizer(ChatTokenizer):
         self._inner = {literal.strip(_BRACKETS) for literal in literals}
         self.vocab_size = backend.vocab_size
         self.special_token_ids = backend.special_token_ids
+        self.special_ids = frozenset(ids[0] for ids, _ in backend.encoded(literals) if len(ids) == 1)
         _, eos, pad, _ = self.special_token_ids
         self.pad_id = next(token for token in (pad, eos, 0) if token is not None)
 
@@ -97,6 +107,48 @@ class TemplateTokenizer(ChatTokenizer):
         pairs = [(chat.name, each) for chat, each in zip(chats, results, strict=True) if isinstance(each, Rendered)]
         encoded = iter(self._encoded(pairs))
         return [next(encoded) if isinstance(each, Rendered) else each for each in results]
+
+    def plain_ids(self, chats: Sequence[Chat], *, prompt: bool) -> list[list[int] | RefusedChat]:
+        """Return the ids of chats without a mask; one that `encode_chats` would refuse by its text is refused.
+
+        Raises: ValueError for a template that `ChatTemplate` refuses.
+        """
+        self._template.check()
+        checked = [self._checked(chat) for chat in chats]
+        usable_chats = [chat for chat in checked if isinstance(chat, Chat)]
+        rendered = iter(self._rendered(usable_chats, prompt))
+        results: list[str | RefusedChat] = [next(rendered) if isinstance(chat, Chat) else chat for chat in checked]
+        tokens = iter(self._backend.encoded([each for each in results if isinstance(each, str)]))
+        return [next(tokens)[0] if isinstance(each, str) else each for each in results]
+
+    def turn_ends(self) -> tuple[int, ...]:
+        """Return the id of the token that the template writes behind a reply, and EOS."""
+        probe = Chat("", [{"role": "user", "content": _WORDS[0]}, {"role": "assistant", "content": _WORDS[1]}])
+        (text,) = self._rendered([probe], prompt=False)
+        behind = text.rpartition(_WORDS[1])[2].lstrip() if isinstance(text, str) and _WORDS[1] in text else ""
+        literals = sorted((literal for literal in self._template.ends if behind.startswith(literal)), key=len)
+        ids = [ids for ids, _ in self._backend.encoded(literals[-1:])]
+        eos = self.special_token_ids[1]
+        return tuple(dict.fromkeys([*(each[0] for each in ids if len(each) == 1), *([] if eos is None else [eos])]))
+
+    def _rendered(self, chats: Sequence[Chat], prompt: bool) -> list[str | RefusedChat]:
+        """Return the text of each chat, as the template renders it."""
+        jobs: list[Job] = [(at, len(chat.messages), {_PROMPT: prompt}) for at, chat in enumerate(chats)]
+        try:
+            outcomes = PROCESS.render(str(self._template.text), self._template.variables, chats, jobs) if jobs else []
+        except TemplateLimitError as error:
+            raise ValueError(f"{self.name}: its chat template {error}. {REMEDY}") from None
+        results: list[str | RefusedChat] = []
+        for chat, (kind, text) in zip(chats, outcomes, strict=True):
+            subject = f"chat {chat.name!r}"
+            if kind != "text":
+                reason = TOO_LARGE if kind == "long" else REFUSED_BY_TEMPLATE
+                results.append(RefusedChat(reason, f"{subject}: {text}"))
+            elif (found := lost(chat.messages, text, str(self._template.text))) is not None:
+                results.append(RefusedChat(found[0], f"{subject}: {found[1]}"))
+            else:
+                results.append(text)
+        return results
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""

@@ -140,6 +140,7 @@ class ProjectTokenizer(ChatTokenizer):
         self._special = tokenizer.special_token_ids()
         self.pad_id = self._special["eot"]
         self.special_token_ids = [None, self.pad_id, self.pad_id, None]
+        self.special_ids = frozenset(self._special.values())
 
     def encode_chats(self, chats: Sequence[Chat]) -> list[EncodedChat | RefusedChat]:
         """Encode chats; one that holds a sentinel is refused.
@@ -163,6 +164,15 @@ class ProjectTokenizer(ChatTokenizer):
             refused = None if problem is None else RefusedChat(SPECIAL_TEXT, f"chat {name!r}: {problem[1]}")
             results.append(refused or EncodedChat(ids, mask))
         return results
+
+    def plain_ids(self, chats: Sequence[Chat], *, prompt: bool) -> list[list[int] | RefusedChat]:
+        """Return the ids of chats without a mask, with the assistant's sentinel behind each for a prompt."""
+        more = [self._special["asst"]] * prompt
+        return [each if isinstance(each, RefusedChat) else each.ids + more for each in self.encode_chats(chats)]
+
+    def turn_ends(self) -> tuple[int, ...]:
+        """Return the id of the end-of-turn sentinel."""
+        return (self._special["eot"],)
 
     def _role_id(self, chat: str, role: str) -> int:
         if role not in ROLE_TO_NAME:

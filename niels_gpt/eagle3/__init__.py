@@ -6,11 +6,13 @@ target.py        public: the target's hidden states and logits, shifted left by 
 head.py          public: hidden states -> logits by the target's norm and lm_head, without the rest of the target
 vocab.py         public: which of the target's tokens the draft knows, and the files of that choice
 precompute.py    public: python -m niels_gpt.eagle3.precompute (commands/eagle3/precompute.py)
+respond.py       public: python -m niels_gpt.eagle3.respond (commands/eagle3/respond.py)
 __main__.py      public: python -m niels_gpt.eagle3 verify | inspect | convert | stats (commands/eagle3/group.py)
 native_view.py   the six keys of version 1, made of a native cache
 format/          the files of a cache: what is in them, their writers and readers, the plan
 targets/         loads target models: by folder or hub id, or the sample's small one
 produce/         plan + samples + target -> a finished cache; when a run may be resumed
+replies/         the target's own replies to chats, which are input of a cache
 inspect/         a finished cache: is it good, does the target still agree, what is in it
 exchange/        other tools' folders -> a native cache, and back
 

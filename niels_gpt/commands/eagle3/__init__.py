@@ -5,4 +5,5 @@ precompute.py  eagle3 precompute, the estimate and progress that it prints; pyth
 look.py        eagle3 verify, inspect, stats
 change.py      eagle3 convert
 exchange.py    eagle3 import, export
+respond.py     eagle3 respond; python -m niels_gpt.eagle3.respond
 """

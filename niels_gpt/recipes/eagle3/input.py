@@ -92,15 +92,32 @@ def input_rows(
         return
     if settings.on_special == "text":
         logger.info("%s: chats that hold a special token are dropped: on_special=text is for caches of tokens", FLAG)
-    read = sources.chats if tokenizer.mask_by == "sentinels" else sources.template_chats
     yield from chat_rows(
-        (Chat(*chat) for chat in read(settings, origin, facts["revision"], counters)),
+        input_chats(settings, input_data, tokenizer, counters=counters, facts=facts),
         tokenizer,
         seq_length=seq_length,
         counters=counters,
         vocab_size=vocab_size,
         on_special="raise" if settings.on_special == "raise" else "drop",
     )
+
+
+def input_chats(
+    settings: Settings,
+    input_data: str,
+    tokenizer: ChatTokenizer,
+    *,
+    counters: Counter[str],
+    facts: Mapping[str, Any],
+) -> Iterator[Chat]:
+    """Yield the input's chats in the order of their source, those without a reply too. Otherwise as `input_rows`.
+
+    Raises: ValueError for files of rows, which have no chats.
+    """
+    if facts["form"] == ROWS:
+        raise ValueError(f"{FLAG} {input_data}: rows of input_ids and loss_mask, expected chats")
+    read = sources.chats if tokenizer.mask_by == "sentinels" else sources.template_chats
+    yield from (Chat(*chat) for chat in read(settings, _origin(settings, input_data), facts["revision"], counters))
 
 
 def _origin(settings: Settings, input_data: str) -> ResolvedSource:

@@ -1,0 +1,177 @@
+"""Prompts -> the target's replies, through transformers' generate, in batches padded on the left.
+
+A reply is greedy, or sampled. A sampled token is the first whose cumulative probability, in the order of the ids,
+exceeds a uniform number; the numbers of a reply depend on the seed and the prompt's name alone. So neither the other
+prompts of a batch nor their order choose a token. They may still change the rounding of the logits: padding and batch
+size select other kernels. Where two tokens are that close, replies of another batch size differ from there on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+STOP, LENGTH, CONTEXT = "stop", "length", "context"
+"""Why a reply ends: with a token that ends a turn, after max_new_tokens, or at the model's last position."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of a reply are chosen, and how many."""
+
+    max_new_tokens: int = 1024
+    """The token that ends the turn included."""
+    temperature: float = 0.0
+    """Divides the logits; 0: the most probable token."""
+    top_p: float = 1.0
+    """Sample from the fewest most probable tokens whose probabilities reach this sum."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError naming the field that is out of its limits."""
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}, expected 1 or more")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}, expected 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}, expected more than 0 and at most 1")
+        if self.temperature == 0 and self.top_p != 1:
+            raise ValueError(f"top_p is {self.top_p} and temperature is 0, which is greedy: leave one of them out")
+
+
+class Prompt(NamedTuple):
+    """What the target replies to."""
+
+    name: str
+    """With the seed, it decides the numbers that a reply is sampled by."""
+    ids: list[int]
+
+
+class Reply(NamedTuple):
+    """What the target replies."""
+
+    ids: list[int]
+    """Without the token that ends the turn."""
+    end: int | None
+    """The token that ends the turn; None: the reply is cut."""
+    finish: str
+    """STOP, LENGTH or CONTEXT."""
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A target with what it needs to reply."""
+
+    model: nn.Module
+    stop_ids: tuple[int, ...]
+    """Tokens that end a turn."""
+    pad_id: int
+    vocab_size: int
+    """Of the tokenizer: rows of the model beyond it have no text, and are never chosen."""
+    max_positions: int | None = None
+    """Tokens of prompt and reply, at most; None: no limit."""
+
+    def replies(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Reply]:
+        """Return the reply to each prompt; one without room for a token is LENGTH 0 and CONTEXT.
+
+        Prompts with less room than max_new_tokens run alone, all others together.
+        Raises: ValueError for an empty prompt.
+        """
+        if any(not prompt.ids for prompt in prompts):
+            raise ValueError("a prompt without tokens, expected one or more")
+        rooms: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, prompt in enumerate(prompts):
+            room = sampling.max_new_tokens
+            if self.max_positions is not None:
+                room = max(0, min(room, self.max_positions - len(prompt.ids)))
+            rooms[room, 0 if room == sampling.max_new_tokens else number + 1].append(number)
+        found: dict[int, Reply] = {}
+        for (room, _), numbers in rooms.items():
+            ids = self._generate([prompts[number] for number in numbers], room, sampling)
+            cut = LENGTH if room == sampling.max_new_tokens else CONTEXT
+            found |= {number: self._reply(each, cut) for number, each in zip(numbers, ids, strict=True)}
+        return [found[number] for number in range(len(prompts))]
+
+    def _reply(self, ids: list[int], cut: str) -> Reply:
+        stop = next((at for at, token in enumerate(ids) if token in self.stop_ids), None)
+        return Reply(ids, None, cut) if stop is None else Reply(ids[:stop], ids[stop], STOP)
+
+    def _generate(self, prompts: list[Prompt], room: int, sampling: Sampling) -> list[list[int]]:
+        """Return up to `room` new tokens of each prompt; behind a token that ends a turn, anything."""
+        from transformers import GenerationConfig, LogitsProcessorList
+
+        if room == 0:
+            return [[] for _ in prompts]
+        width = max(len(prompt.ids) for prompt in prompts)
+        device = next(self.model.parameters()).device
+        ids = torch.full((len(prompts), width), self.pad_id)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt.ids) :] = torch.tensor(prompt.ids)
+            mask[row, width - len(prompt.ids) :] = 1
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=room, do_sample=False, eos_token_id=list(self.stop_ids) or None, pad_token_id=self.pad_id
+        )
+        chances = [random.Random(_chance(sampling.seed, prompt.name)) for prompt in prompts]
+        with _neutral(self.model), torch.inference_mode():
+            made: Tensor = self.model.generate(  # type: ignore[operator]
+                ids.to(device),
+                attention_mask=mask.to(device),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([_Choice(sampling, self.vocab_size, chances)]),
+            )
+        new: list[list[int]] = made[:, width:].tolist()
+        return new
+
+
+class _Choice:
+    """A logits processor that leaves one token, so that the greedy search takes it."""
+
+    def __init__(self, sampling: Sampling, vocab_size: int, chances: list[random.Random]) -> None:
+        self._sampling, self._vocab_size, self._chances = sampling, vocab_size, chances
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.float()
+        scores[:, self._vocab_size :] = -torch.inf
+        if self._sampling.temperature == 0:
+            return scores
+        uniform = torch.tensor([chance.random() for chance in self._chances], dtype=torch.float64)
+        tokens = _sampled(scores / self._sampling.temperature, self._sampling.top_p, uniform.to(scores.device))
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+
+
+def _sampled(logits: Tensor, top_p: float, uniform: Tensor) -> Tensor:
+    """Return a token of each row [B]. logits: float32 [B, V]; uniform: float64 [B], each below 1."""
+    probs = torch.softmax(logits, -1, dtype=torch.float64)
+    if top_p < 1:
+        ordered, ids = torch.sort(probs, stable=True, dim=-1, descending=True)
+        dropped = ordered.cumsum(-1) - ordered >= top_p  # the most probable one stays
+        probs = probs.scatter(1, ids, ordered.masked_fill(dropped, 0.0))
+    sums = probs.cumsum(-1)
+    # Not sorted: near-equal probabilities that swap places would move all tokens behind them.
+    return torch.searchsorted(sums, (uniform * sums[:, -1])[:, None], right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
+
+
+def _chance(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}\n{name}".encode("utf-8", "surrogatepass")).digest(), "big")
+
+
+@contextmanager
+def _neutral(model: Any) -> Iterator[None]:
+    """Put a model's own generation config aside: its temperature, penalties and stops would be merged in silently."""
+    from transformers import GenerationConfig
+
+    before = model.generation_config
+    model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        model.generation_config = before

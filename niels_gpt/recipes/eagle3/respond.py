@@ -1,0 +1,272 @@
+"""Chats + target -> the target's own replies to them, as a file that is input of an EAGLE-3 cache.
+
+    done = respond(options, settings)
+
+Decides which chats form a batch: CHATS at a time are read, those of a similar prompt stand together, and a batch stays
+together until its last reply. So a resumed run has the batches of one without interruption, and gives its bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from niels_gpt.recipes.eagle3.options import Options
+from niels_gpt.settings import Settings
+from niels_gpt.storage.codes import coded
+
+if TYPE_CHECKING:
+    from niels_gpt.chat.template_process import Chat
+    from niels_gpt.chat.tokenizers import ChatTokenizer
+    from niels_gpt.eagle3.replies.chats import Answered
+    from niels_gpt.eagle3.replies.generate import Sampling, Speaker
+    from niels_gpt.eagle3.targets.loading import TargetFacts
+    from niels_gpt.progress import Progress
+
+_Item = TypeVar("_Item")
+CHATS = 1024
+"""Chats that are in memory, and of which batches are formed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RespondOptions:
+    """Which replies are made, and how. None follows the rule in the command's help."""
+
+    target_model: str
+    input_data: str
+    output: Path
+    revision: str | None = None
+    chat_template: str | None = None
+    """The template's text; None: the tokenizer's own."""
+    limit: int | None = None
+    turns: str = "all"
+    form: str = "messages"
+    max_new_tokens: int = 1024
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    batch_size: int = 8
+    threads: int | None = None
+    device: str | None = None
+    compute_dtype: str | None = None
+    attention: str = "sdpa"
+
+    def check(self) -> None:
+        """Raises: ValueError for an option out of its limits, which a command line reports as its own error."""
+        _ = self.sampling, self.as_of_a_cache
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen. Raises: ValueError."""
+        from niels_gpt.eagle3.replies.generate import Sampling
+
+        return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.seed)
+
+    @property
+    def as_of_a_cache(self) -> Options:
+        """The options of a cache that these have in common with it."""
+        names = ("target_model", "revision", "limit", "batch_size", "threads", "device", "compute_dtype", "attention")
+        return Options(input_data=self.input_data, **{name: getattr(self, name) for name in names})
+
+
+@dataclass(frozen=True)
+class Responder:
+    """What the options stand for; no chat is read and no weight loaded."""
+
+    options: RespondOptions
+    settings: Settings
+    target: TargetFacts
+    tokenizer: ChatTokenizer
+    source: dict[str, Any]
+    run: dict[str, Any]
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """All that decides the rows."""
+        chosen = {name: getattr(self.options, name) for name in ("limit", "turns", "form", "batch_size")}
+        target = {name: value for name, value in asdict(self.target).items() if name != "name"}
+        source = {name: value for name, value in self.source.items() if name != "input_data"}
+        tokenizer = {name: getattr(self.tokenizer, name) for name in ("sha256", "template_sha256")}
+        parts = {"target": target, "tokenizer": tokenizer, "source": source, "run": self.run}
+        return {**parts, "sampling": asdict(self.sampling), "stop_ids": list(self.stop_ids), **chosen}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a run would do, as far as it is known before the target replies."""
+
+    chats: int
+    waiting: int
+    """Chats with a first prompt."""
+    prompt_tokens: int
+    longest_prompt: int
+    counts: Counter[str]
+    """Chats without one, by reason."""
+    dropped: dict[str, int]
+    """By the source."""
+
+
+def resolve(options: RespondOptions, settings: Settings) -> Responder:
+    """Look up target, tokenizer and input. A run that was interrupted supplies unset options of how it is run.
+
+    Raises: as prepare.resolve; ValueError for options out of their limits.
+    """
+    from niels_gpt.chat.tokenizers import open_tokenizer
+    from niels_gpt.eagle3.replies.output import recorded
+    from niels_gpt.eagle3.targets.loading import target_facts
+    from niels_gpt.recipes.eagle3.input import input_facts
+    from niels_gpt.recipes.eagle3.prepare import run_facts
+
+    sampling, of_cache = options.sampling, options.as_of_a_cache
+    before = (recorded(options.output) or {}).get("settings", {})
+    target = target_facts(options.target_model, revision=options.revision or before.get("target", {}).get("revision"))
+    tokenizer = open_tokenizer(options.target_model, revision=target.revision, chat_template=options.chat_template)
+    source = input_facts(settings, options.input_data, recorded=before.get("source"))
+    stop_ids = tokenizer.turn_ends()
+    if not stop_ids:
+        raise coded(
+            "E705",
+            ValueError(
+                f"{options.target_model}: its chat template writes no token behind a reply, and its tokenizer has no "
+                "EOS, so no reply would end. Name a template that has one: --chat-template FILE"
+            ),
+        )
+    run = run_facts(of_cache, before.get("run", {}))
+    return Responder(options, settings, target, tokenizer, source, run, sampling, stop_ids)
+
+
+def respond(responder: Responder, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Make the file of replies, or what is missing of it; returns its record.
+
+    progress: called with the tokens of replies, the chats that are done, and None.
+    Raises: CacheError as output.opened; as load_target and input_chats; ValueError where not one chat has a reply.
+    """
+    from niels_gpt.eagle3.replies.output import ReplyFile, opened
+
+    options = responder.options
+    with opened(options.output, responder.record) as file:
+        if not isinstance(file, ReplyFile):
+            return file
+        dropped = Counter[str]()
+        speaker: Speaker | None = None
+        with _threads(responder.run["threads"]):
+            for batch in _batches(responder, dropped, file.done):
+                speaker = speaker or _load(responder)
+                _answer(responder, speaker, [answered for _, answered in batch])
+                file.append([(number, _rows(answered, options.form), answered.counts) for number, answered in batch])
+                if progress is not None:
+                    progress(file.counts["reply_tokens"], len(file.done), None)
+        if not file.counts["replies"]:
+            reasons = ", ".join(f"{number:,} {reason}" for reason, number in (file.counts + dropped).items() if number)
+            raise coded("E709", ValueError(f"{options.input_data}: not one chat has a reply: {reasons or 'none read'}"))
+        return file.finish(dropped)
+
+
+def tried(responder: Responder) -> Trial:
+    """Read the chats and tokenize their first prompts, without the target. Raises: as input_chats."""
+    dropped = Counter[str]()
+    chats, counts, lengths = 0, Counter[str](), list[int]()
+    for window in _cut(_chats(responder, dropped), CHATS):
+        answered, prompts = _first_prompts(responder, window)
+        chats += len(window)
+        lengths += [length for length, each in zip(prompts, answered, strict=True) if each.ended_by is None]
+        counts.update(each.ended_by for each in answered if each.ended_by is not None)
+    return Trial(chats, len(lengths), sum(lengths), max(lengths, default=0), counts, dict(dropped))
+
+
+def _chats(responder: Responder, dropped: Counter[str]) -> Iterator[Chat]:
+    from niels_gpt.recipes.eagle3.input import input_chats
+
+    options = responder.options
+    found = input_chats(
+        responder.settings, options.input_data, responder.tokenizer, counters=dropped, facts=responder.source
+    )
+    return islice(found, options.limit)
+
+
+def _first_prompts(responder: Responder, chats: Sequence[Chat]) -> tuple[list[Answered], list[int]]:
+    """Return the chats without replies, and the tokens of their first prompts; 0 for one that has ended."""
+    from niels_gpt.chat.protocol import RefusedChat
+    from niels_gpt.eagle3.replies.chats import started
+
+    answered = [started(chat, responder.options.turns) for chat in chats]
+    prompts = [(at, prompt) for at, each in enumerate(answered) if (prompt := each.next_prompt) is not None]
+    lengths = [0] * len(answered)
+    encoded = responder.tokenizer.plain_ids([prompt for _, prompt in prompts], prompt=True)
+    for (at, _), ids in zip(prompts, encoded, strict=True):
+        if isinstance(ids, RefusedChat):
+            answered[at].end(ids.reason)
+        else:
+            lengths[at] = len(ids)
+    return answered, lengths
+
+
+def _batches(responder: Responder, dropped: Counter[str], done: set[int]) -> Iterator[list[tuple[int, Answered]]]:
+    """Yield batches of chats with their numbers, but those that are done."""
+    first = 0
+    for window in _cut(_chats(responder, dropped), CHATS):
+        numbers = range(first, first + len(window))
+        if not done.issuperset(numbers):
+            answered, lengths = _first_prompts(responder, window)
+            order = sorted(range(len(window)), key=lengths.__getitem__)
+            for places in _cut(order, responder.options.batch_size):
+                if not done.issuperset(first + place for place in places):
+                    yield [(first + place, answered[place]) for place in places]
+        first += len(window)
+
+
+def _answer(responder: Responder, speaker: Speaker, chats: list[Answered]) -> None:
+    from niels_gpt.eagle3.replies.chats import reply_to_all
+
+    reply_to_all(chats, responder.tokenizer, lambda prompts: speaker.replies(prompts, responder.sampling))
+
+
+def _rows(answered: Answered, form: str) -> list[dict[str, Any]]:
+    if not answered.replies:
+        return []
+    return answered.rows if form == "ids" else [answered.row()]
+
+
+def _load(responder: Responder) -> Speaker:
+    import torch
+
+    from niels_gpt.eagle3.replies.generate import Speaker
+    from niels_gpt.recipes.eagle3.prepare import open_target
+
+    options, run = responder.options, responder.run
+    model = open_target(
+        torch.device(run["device"]),
+        name=options.target_model,
+        revision=responder.target.revision,
+        compute_dtype=run["compute_dtype"],
+        attention=options.attention,
+    )
+    tokenizer = responder.tokenizer
+    return Speaker(model, responder.stop_ids, tokenizer.pad_id, tokenizer.vocab_size, responder.target.max_positions)
+
+
+def _cut(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
+    """Yield the items in lists of `size`; the last one may be shorter."""
+    stream = iter(items)
+    while part := list(islice(stream, size)):
+        yield part
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """Set torch's threads, which may change the rounding."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

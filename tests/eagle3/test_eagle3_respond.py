@@ -1,0 +1,304 @@
+"""eagle3 respond: the target's own replies, the same however they are batched, interrupted and resumed."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import chat_tokenizers as kinds
+from support.tiny_hub_models import write_model
+
+from niels_gpt.chat.tokenizers import Chat, open_tokenizer
+from niels_gpt.commands.eagle3 import respond as command
+from niels_gpt.eagle3.replies import chats as answering
+from niels_gpt.eagle3.replies.generate import Prompt, Reply, Sampling, Speaker, _sampled
+from niels_gpt.eagle3.replies.output import ReplyFile
+from niels_gpt.recipes.eagle3.input import input_facts, input_rows
+from niels_gpt.settings import Settings
+
+END = 3
+"""Id of <|im_end|>."""
+SAID = ("Hello there.", "I am well.", "The river is long, and its water is cold.", "And why?", "")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama of 64 positions, untrained, that ends a turn now and then, and its tokenizer."""
+    from safetensors.torch import load_file, save_file
+
+    made = write_model(tmp_path_factory.mktemp("speaker"), seed=0)
+    weights = load_file(made / "model.safetensors")
+    weights["lm_head.weight"][END] *= 4
+    save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
+    return made
+
+
+@pytest.fixture(scope="session")
+def speaker(folder: Path) -> Speaker:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return Speaker(model, (END,), pad_id=0, vocab_size=400, max_positions=64)
+
+
+@pytest.fixture(scope="session")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Chats of one to three turns; some end with a question, and two get no reply."""
+    path = tmp_path_factory.mktemp("questions") / "chats.jsonl"
+    chats = [kinds.turns(*[f"{number} {SAID[number % 4]}"] * (1 + number % 3)) for number in range(24)]
+    chats += [kinds.turns("word " * 200), kinds.turns("I am the assistant.", first="assistant")]
+    path.write_text("".join(json.dumps({"id": f"c{at}", "messages": chat}) + "\n" for at, chat in enumerate(chats)))
+    return path
+
+
+Run = Callable[..., tuple[int, Path]]
+
+
+@pytest.fixture
+def run(folder: Path, questions: Path, tmp_path: Path) -> Run:
+    """Runs the command in this process; returns status and file."""
+
+    def done(*more: str, name: str = "replies.jsonl") -> tuple[int, Path]:
+        path = tmp_path / name
+        what = ["--target-model", str(folder), "--input-data", str(questions), "--output", str(path), "--threads", "1"]
+        return command.main([*what, "--device", "cpu", "--max-new-tokens", "8", "--batch-size", "4", *more]), path
+
+    return done
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def prompts_of(*lengths: int) -> list[Prompt]:
+    chance = torch.Generator().manual_seed(1)
+    return [Prompt(f"p{n}", torch.randint(7, 400, (n,), generator=chance).tolist()) for n in lengths]
+
+
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+def test_greedy_replies_of_a_batch_are_those_that_generate_gives_one_prompt_at_a_time(speaker: Speaker) -> None:
+    prompts = prompts_of(3, 20, 7, 11, 5, 60, 64, 61, 30, 13, 26)
+    found = speaker.replies(prompts, Sampling(max_new_tokens=5))
+    for prompt, reply in zip(prompts, found, strict=True):
+        room = min(5, 64 - len(prompt.ids))
+        ids: list[int] = []
+        if room:
+            given = torch.tensor([prompt.ids])
+            made = speaker.model.generate(given, do_sample=False, max_new_tokens=room, eos_token_id=END, pad_token_id=0)
+            ids = made[0, len(prompt.ids) :].tolist()
+        ended = ids[-1:] == [END]
+        finish = "stop" if ended else "length" if room == 5 else "context"
+        assert reply == Reply(ids[:-1] if ended else ids, END if ended else None, finish)
+    assert {reply.finish for reply in found} == {"stop", "length", "context"}
+
+
+def test_a_sampled_reply_depends_on_seed_and_name_and_not_on_its_batch(speaker: Speaker) -> None:
+    prompts, how = prompts_of(3, 20, 7, 11, 5, 30), Sampling(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=4)
+    found = speaker.replies(prompts, how)
+    assert [speaker.replies([prompt], how)[0] for prompt in prompts] == found
+    assert speaker.replies(prompts[::-1], how) == found[::-1]
+    other_seed = speaker.replies(prompts, Sampling(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=5))
+    other_name = speaker.replies([each._replace(name=each.name + "'") for each in prompts], how)
+    for changed in (other_seed, other_name):
+        assert sum(one == two for one, two in zip(changed, found, strict=True)) <= 1
+
+
+def test_a_token_is_the_first_whose_cumulative_probability_exceeds_the_uniform_number() -> None:
+    probs = torch.tensor([0.1, 0.4, 0.2, 0.3])
+    uniform = torch.tensor([0.0, 0.0999, 0.1001, 0.4999, 0.5001, 0.6999, 0.7001, 0.9999], dtype=torch.float64)
+    logits = probs.log().expand(8, 4)
+    assert _sampled(logits, 1.0, uniform).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    # top_p 0.6 keeps 0.4 and 0.3, ids 1 and 3, whose border is at 4/7 = 0.571.
+    assert _sampled(logits, 0.6, uniform).tolist() == [1, 1, 1, 1, 1, 3, 3, 3]
+    assert _sampled(logits, 0.4, uniform).tolist() == [1] * 8
+
+
+def test_a_models_own_generation_config_changes_nothing(speaker: Speaker) -> None:
+    import transformers
+
+    prompts, how = prompts_of(9, 4), Sampling(max_new_tokens=12)
+    found, before = speaker.replies(prompts, how), speaker.model.generation_config
+    own = transformers.GenerationConfig(
+        repetition_penalty=50.0, suppress_tokens=[token for reply in found for token in reply.ids]
+    )
+    speaker.model.generation_config = own
+    try:
+        assert speaker.replies(prompts, how) == found and speaker.model.generation_config is own
+    finally:
+        speaker.model.generation_config = before
+
+
+# --- chats ------------------------------------------------------------------------------------------------------------
+
+
+def answered(folder: Path, chat: list[dict[str, Any]], *texts: str, turns: str = "all") -> tuple[Any, list[str]]:
+    """Reply to a chat with these texts in turn, each ended unless it ends with "..."; returns it and the prompts."""
+    tokenizer, prompts, left = open_tokenizer(str(folder)), list[str](), list(texts)
+
+    def generate(asked: Sequence[Prompt]) -> list[Reply]:
+        prompts.extend(tokenizer.decode(prompt.ids) for prompt in asked)
+        said = [left.pop(0) for _ in asked]
+        backend = tokenizer._backend  # type: ignore[attr-defined]
+        ids = [backend.encoded([text])[0][0] for text in said]
+        cut = [text.endswith("...") for text in said]
+        return [
+            Reply(*(each, None, "length") if at else (each, END, "stop")) for each, at in zip(ids, cut, strict=True)
+        ]
+
+    found = answering.started(Chat("c", chat), turns)
+    answering.reply_to_all([found], tokenizer, generate)
+    assert not left
+    return found, prompts
+
+
+def chatml(*contents: str) -> str:
+    """The text of a prompt: user and assistant in turn, and the assistant's header."""
+    roles = ["user", "assistant"] * len(contents)
+    parts = [f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in zip(roles, contents, strict=False)]
+    return "".join(parts) + "<|im_start|>assistant\n"
+
+
+def contents_of(found: answering.Answered) -> list[str]:
+    return [message["content"] for message in found.messages]
+
+
+def test_each_turn_is_replaced_in_turn_and_a_last_question_gets_a_reply(folder: Path) -> None:
+    found, prompts = answered(folder, kinds.turns("A?", "a", "B?", "b", "C?"), "one", "two", "three")
+    assert prompts == [chatml("A?"), chatml("A?", "one", "B?"), chatml("A?", "one", "B?", "two", "C?")]
+    assert contents_of(found) == ["A?", "one", "B?", "two", "C?", "three"] and found.ended_by is None
+    assert [(each["message"], each["exact"]) for each in found.replies] == [(1, True), (3, True), (5, True)]
+    assert found.counts["replies"] == 3 and found.counts["other_ids"] == 0
+
+    found, prompts = answered(folder, kinds.turns("A?", "a", "B?", "b"), "two", turns="last")
+    assert prompts == [chatml("A?", "a", "B?")] and contents_of(found) == ["A?", "a", "B?", "two"]
+
+
+def test_a_chat_ends_with_a_cut_reply_and_before_one_that_no_template_can_hold(folder: Path) -> None:
+    chat = kinds.turns("A?", "a", "B?", "b", "C?", "c")
+    for text, reason, contents in [
+        ("and so on...", "cut_at_max_new_tokens", ["A?", "one", "B?", "and so on..."]),
+        ("", "empty_reply", ["A?", "one"]),
+        (" \n", "empty_reply", ["A?", "one"]),
+        ("so <|eot|> it is", "special_text", ["A?", "one"]),
+    ]:
+        found, _ = answered(folder, chat, "one", text)
+        assert (contents_of(found), found.ended_by, found.counts[reason]) == (contents, reason, 1)
+        assert found.counts["replies_left_out"] == 3 - len(found.replies)
+
+
+def test_what_nobody_asks_and_what_calls_a_tool_gets_no_reply(folder: Path) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    with_call = [
+        *kinds.turns("A?"),
+        call,
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "It is 4."},
+    ]
+    for chat, turns, reason in [
+        (kinds.turns("Hi.", first="assistant"), "all", "no_prompt"),
+        ([{"role": "system", "content": "Be brief."}], "all", "no_prompt"),
+        (with_call, "all", "calls_tools"),
+    ]:
+        found, prompts = answered(folder, chat, turns=turns)
+        assert (found.ended_by, prompts, found.replies) == (reason, [], [])
+    assert answering.started(Chat("c", with_call), "last").ended_by is None, "the calls before it stay"
+
+
+def test_white_space_that_the_template_writes_itself_is_left_out_of_the_content(tmp_path: Path) -> None:
+    folder = kinds.write_tokenizer(tmp_path, template=kinds.INST)
+    found, _ = answered(folder, kinds.turns("A?"), " I am well.")
+    assert contents_of(found) == ["A?", "I am well."] and found.replies[0]["exact"]
+    found, _ = answered(folder, kinds.turns("A?"), "I am well.")
+    assert contents_of(found) == ["A?", "I am well."] and not found.replies[0]["exact"], "the template adds a space"
+    assert found.counts["other_ids"] == 1
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_in_the_order_of_the_chats_and_all_that_was_left_out_is_counted(run: Run, questions: Path) -> None:
+    status, path = run()
+    assert status == 0 and sorted(each.name for each in path.parent.iterdir()) == [path.name, f"{path.name}.record"]
+    rows, record, asked = rows_of(path), json.loads(Path(f"{path}.record").read_text()), rows_of(questions)
+    order = [row["id"] for row in rows]
+    assert order == [row["id"] for row in asked if row["id"] in order] and 10 < len(rows) <= 24
+    counts = Counter(record["counts"])
+    for row in rows:
+        given = next(chat["messages"] for chat in asked if chat["id"] == row["id"])
+        users = [message for message in row["messages"] if message["role"] == "user"]
+        assert users == [message for message in given if message["role"] == "user"][: len(users)]
+        assert [reply["message"] for reply in row["replies"]] == list(range(1, len(row["messages"]), 2))
+        cut = [reply["finish"] != "stop" for reply in row["replies"]]
+        assert not any(cut[:-1]) and cut[-1] == row.get("ended_by", "").startswith("cut_")
+    assert counts["replies"] == sum(len(row["replies"]) for row in rows)
+    assert counts["reply_tokens"] == sum(reply["tokens"] for row in rows for reply in row["replies"])
+    assert counts["cut_at_max_new_tokens"] > 0 and counts["over_context"] > 0 and counts["no_prompt"] == 1
+    assert len(asked) - len(rows) == sum(1 for chat in asked if chat["id"] not in order), (
+        "a chat without a reply has no row"
+    )
+
+
+def test_precompute_reads_both_forms(run: Run, folder: Path) -> None:
+    tokenizer, read = open_tokenizer(str(folder)), dict[str, list[Any]]()
+    for form in answering.FORMS:
+        status, path = run("--form", form, name=f"{form}.jsonl")
+        assert status == 0
+        facts = input_facts(Settings(), str(path))
+        read[form] = list(input_rows(Settings(), str(path), tokenizer, seq_length=256, counters=Counter(), facts=facts))
+        rows = rows_of(path)
+        if form == "ids":
+            pairs = [(row["id"], row["input_ids"], row["loss_mask"]) for row in rows]
+            assert [(row.id, row.input_ids.tolist(), row.loss_mask.tolist()) for row in read[form]] == pairs
+        else:
+            exact = {row["id"] for row in rows if row["replies"][-1]["exact"] and "ended_by" not in row}
+    of_ids = {row.id.partition("#")[0]: row.input_ids.tolist() for row in read["ids"]}  # that of the last reply
+    same = [row for row in read["messages"] if row.id in exact]
+    assert same and all(row.input_ids.tolist()[: len(of_ids[row.id])] == of_ids[row.id] for row in same)
+
+
+def test_a_killed_run_resumes_to_the_same_bytes_and_other_settings_are_refused(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = ("--temperature", "0.9")
+    _, whole = run(*how, name="whole.jsonl")
+    append, runs = ReplyFile.append, []
+
+    def killed(self: ReplyFile, chats: Sequence[Any]) -> None:
+        append(self, chats)
+        runs.append(len(chats))
+        if len(runs) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ReplyFile, "append", killed)
+    status, path = run(*how)
+    part = Path(f"{path}.part")
+    assert status == 130 and not path.exists() and len(part.read_bytes().splitlines()) == sum(runs[:3])
+    part.write_bytes(part.read_bytes()[:-30])  # a torn line
+    assert (
+        run(*how, "--seed", "1")[0] == 1 and "error[E703]" in (told := capsys.readouterr().err) and "sampling" in told
+    )
+    assert run(*how)[0] == 0 and path.read_bytes() == whole.read_bytes() and not part.exists()
+    assert json.loads(Path(f"{path}.record").read_text()) == json.loads(Path(f"{whole}.record").read_text())
+
+    monkeypatch.setattr("niels_gpt.recipes.eagle3.respond._load", lambda _: pytest.fail("the target was loaded"))
+    assert run(*how)[0] == 0, "it is done"
+    path.write_bytes(b"")
+    assert run(*how)[0] == 1 and "error[E701]" in capsys.readouterr().err
+    part.with_name("other.jsonl").write_bytes(b"{}")
+    assert run(*how, name="other.jsonl")[0] == 1 and "error[E704]" in capsys.readouterr().err
+
+
+def test_a_trial_says_what_would_run_and_loads_no_weights(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("niels_gpt.recipes.eagle3.respond._load", lambda _: pytest.fail("the target was loaded"))
+    status, path = run("--dry-run", "--limit", "26")
+    assert status == 0 and list(path.parent.iterdir()) == []
+    out = capsys.readouterr().out
+    assert "26 chats, 25 with a prompt" in out and "without a prompt: no_prompt 1" in out
+    assert run("--temperature", "0", "--top-p", "0.5")[0] == 2 and "leave one of them out" in capsys.readouterr().err
