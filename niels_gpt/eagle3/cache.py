@@ -211,7 +211,7 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
         if native:
             view = NativeView(cache_dir, max_open_shards, device=device, target_probs=target_probs, **how)
         self._native: NativeView | None = view
-        shards = ShardSet(cache_dir, max_open_shards, **how) if view is None else view.shards
+        shards = ShardSet(cache_dir, max_open_shards, **how) if view is None else view.dataset
         self._shards = shards
         self.cache_dir, self.manifest = shards.cache_dir, shards.manifest
         self.num_samples, self.num_shards = shards.num_samples, shards.num_shards
