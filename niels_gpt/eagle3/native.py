@@ -125,7 +125,7 @@ def native_batch(
     ids, masks, slots, rows = _integers(samples, width)
     argmax = torch.cat([sample.argmax_ids[keep] for sample, keep in zip(samples, rows, strict=True)])
     position_mask = torch.zeros(len(samples) * width, dtype=torch.bool)
-    position_mask[slots] = _among(argmax, torch.as_tensor(selected_token_ids))
+    position_mask[slots] = _among(argmax, torch.as_tensor(selected_token_ids, device="cpu"))
     return {
         "input_ids": ids,
         "attention_mask": masks[0],
@@ -187,9 +187,9 @@ def _integers(
 
 def _among(ids: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
     """Return whether each of the ids [R] is one of the known ones [D]: bool [R]."""
-    table = torch.zeros(1 + max(int(each.max()) for each in (ids, known) if len(each)), dtype=torch.bool)
-    table[known] = True
-    return table[ids]
+    table = np.zeros(int(known.max()) + 2, np.bool_)  # pages that are not written take no memory
+    table[known.numpy()] = True
+    return torch.from_numpy(table[np.minimum(ids.numpy(), len(table) - 1)])
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

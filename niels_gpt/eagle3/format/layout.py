@@ -62,6 +62,8 @@ MAX_ROWS = 200_000
 _META_BYTES = 1 << 20, 1 << 10  # limits of a meta.json without its records of files, and of a record
 SPARSE = 1 << 26, 1 << 16
 """A file of 64 MiB or more must have a 65,536th of its size on disk; padding may be holes. See `refuse_sparse`."""
+WITHOUT_HOLES = 1 << 24, 16
+"""The same of a file that has no padding: of 16 MiB or more a sixteenth is on disk, even if it is compressed there."""
 
 
 @dataclass(frozen=True)
@@ -174,16 +176,18 @@ def read_header(path: PathLike, *, follow_links: bool = False) -> tuple[Fields, 
     return {name: (dtype, shape[1:]) for name, (dtype, shape) in tensors.items()}, rows.pop(), header
 
 
-def read_tensors_header(path: PathLike, *, follow_links: bool = False) -> tuple[Tensors, bytes]:
+def read_tensors_header(
+    path: PathLike, *, sparse: tuple[int, int] = SPARSE, follow_links: bool = False
+) -> tuple[Tensors, bytes]:
     """Return the tensors of a safetensors file in its order, with whole shapes, and the bytes of its header.
 
-    follow_links: as `open_file`.
+    sparse: least size and share of `refuse_sparse`. follow_links: as `open_file`.
     Raises: FileNotFoundError; CacheError unless it is a whole safetensors file of dtypes that caches have.
     """
     where = os.fspath(path)
     with open(open_file(path, follow_links=follow_links), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        refuse_sparse(file.fileno(), where, *SPARSE)
+        refuse_sparse(file.fileno(), where, *sparse)
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
         if not 0 < length <= min(size - 8, _MAX_HEADER):

@@ -39,10 +39,15 @@ _NUMBERS = (
     "target_vocab_size",
     "target_probs_topk",
 )
+_MAX_SHARDS = 1_000_000  # of six digits
 _NATIVE_NUMBERS = {
-    **dict.fromkeys(("num_samples", "num_shards"), 0),
-    **dict.fromkeys(("hidden_size", "seq_length", "target_vocab_size", "draft_vocab_size", "shard_bytes"), 1),
+    "num_samples": (0, 2**63 - 1),
+    "num_shards": (0, _MAX_SHARDS),
+    "hidden_size": (1, 2**24),
+    **dict.fromkeys(("seq_length", "target_vocab_size", "draft_vocab_size"), (1, 2**31)),
+    "shard_bytes": (1, 2**63 - 1),
 }
+"""Integers of a native manifest: the least and the largest."""
 _NATIVE_OBJECTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "conventions": {
         "layer_index": ("block_output_0based",),
@@ -63,7 +68,6 @@ _NATIVE_OBJECTS: dict[str, dict[str, tuple[Any, ...]]] = {
 _TEXTS = ("target_model", "dtype", "input_data", "split")
 _LISTS = ("aux_layer_ids", "selected_token_ids")
 _OF_A_CACHE = (SIDECAR, EMBEDDINGS_NAME)
-_MAX_SHARDS = 1_000_000  # of six digits
 PRODUCE_AGAIN = "Produce the cache again: niels-gpt eagle3 precompute"
 
 
@@ -156,6 +160,7 @@ def read_manifest(cache_dir: PathLike, *, follow_links: bool = False) -> dict[st
         raise CacheError(path, str(error), "the manifest of an EAGLE-3 cache", PRODUCE_AGAIN, code="E701") from error
     version = manifest.get("format_version")
     if is_native(manifest):
+        _refuse_wrong_types(manifest, cache_dir)
         check_native(manifest, cache_dir)
         return manifest
     if type(version) is not int or version not in VERSIONS:
@@ -186,10 +191,9 @@ def check_native(manifest: Mapping[str, Any], where: PathLike) -> None:
         found = f"{key} is {shortened(value)}" if value is not None else f"{key} is missing, or null"
         return CacheError(manifest_path(where), found, expected, PRODUCE_AGAIN, code="E701")
 
-    for key, least in _NATIVE_NUMBERS.items():
-        number_in(manifest, key, where, least)
-    if manifest["num_shards"] > _MAX_SHARDS:
-        raise refuse("num_shards", manifest["num_shards"], f"{_MAX_SHARDS:,} at most")
+    for key, (least, most) in _NATIVE_NUMBERS.items():
+        if number_in(manifest, key, where, least) > most:
+            raise refuse(key, manifest[key], f"{most:,} at most")
     for key, allowed in {"dtype": DTYPES, "aux_dtype": AUX_DTYPES}.items():
         if manifest.get(key) not in [*allowed]:
             raise refuse(key, manifest.get(key), f"one of {', '.join(allowed)}")

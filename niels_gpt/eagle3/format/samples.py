@@ -16,13 +16,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.eagle3.format.layout import open_file, refuse_sparse
+from niels_gpt.eagle3.format.layout import WITHOUT_HOLES, open_file, refuse_sparse
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import PathLike, id_lines, id_of_line, write_bytes
 
 SAMPLES_NAME = "samples.safetensors"
 IDS_NAME = "ids.txt"
-_SPARSE = 1 << 24, 16  # a file of 16 MiB has at least a sixteenth of its size on disk, even if compressed
 _MAX_HEADER = 1 << 20
 _MORE_NAMES, _LINE_END = 1000, b"\n"
 
@@ -166,7 +165,7 @@ class Samples:
 def _read(path: Path, follow_links: bool) -> bytes:
     """Return the bytes of a file of the samples. Raises: CacheError, ValueError for sizes that no producer writes."""
     with open(open_file(path, follow_links=follow_links), "rb") as file:
-        refuse_sparse(file.fileno(), str(path), *_SPARSE)
+        refuse_sparse(file.fileno(), str(path), *WITHOUT_HOLES)
         size = os.fstat(file.fileno()).st_size
         head = file.read(8)
         if path.name == SAMPLES_NAME and int.from_bytes(head, "little") > _MAX_HEADER:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.eagle3.format.layout import (
     MAX_ROWS,
+    WITHOUT_HOLES,
     PathLike,
     Tensors,
     read_tensors_header,
@@ -77,7 +78,7 @@ def map_shard(path: str, layout: NativeLayout, *, follow_links: bool = False) ->
 
     Raises: FileNotFoundError; CacheError unless its header is exactly that of a shard of this layout.
     """
-    tensors, header = read_tensors_header(path, follow_links=follow_links)
+    tensors, header = read_tensors_header(path, sparse=WITHOUT_HOLES, follow_links=follow_links)
     sizes = _sizes_of(path, tensors)
     expected = layout.tensors(*sizes)
     if tensors != expected or header != tensors_header(expected):
@@ -106,7 +107,7 @@ def _sizes_of(path: str, tensors: Tensors) -> tuple[int, int, int, int]:
     return starts - 1, tokens, aux_rows, target_rows
 
 
-def checked_counts(path: str, shard: MappedShard) -> Counts:
+def checked_counts(path: str, shard: MappedShard, seq_length: int) -> Counts:
     """Return the counts of a shard's samples, int64 [n, 3], compared with its starts, its tensors and its loss bits.
 
     Raises: CacheError naming the first sample of which they differ.
@@ -118,10 +119,11 @@ def checked_counts(path: str, shard: MappedShard) -> Counts:
         expected = f"them to rise from 0 to {ends}, the rows of its tensors"
         raise CacheError(path, found, expected, _AGAIN, code="E701")
     counts = np.diff(starts, axis=0)
-    if not counts[:, 0].all():
-        row = int(np.argmin(counts[:, 0]))
-        raise CacheError(path, f"sample {row} of the shard has no token", "one or more", _AGAIN, code="E701")
-    if shard.tensors["loss_bits"].numel() * 8 - ends[0] and shard.loss_mask(ends[0], -(-ends[0] // 8) * 8).any():
+    wrong = np.flatnonzero((counts[:, 0] < 1) | (counts[:, 0] > seq_length))
+    if len(wrong):
+        found = f"sample {wrong[0]} of the shard has {counts[wrong[0], 0]:,} tokens"
+        raise CacheError(path, found, f"1 to the manifest's seq_length, {seq_length:,}", _AGAIN, code="E701")
+    if shard.loss_mask(ends[0], -(-ends[0] // 8) * 8).any():
         raise CacheError(path, "loss_bits has bits set behind the last token", "zeros", _AGAIN, code="E701")
     stated = row_counts(starts[:, 0], shard.loss_mask(0, ends[0]))
     wrong = np.flatnonzero((stated != counts).any(axis=1))
@@ -158,7 +160,7 @@ class NativeShards:
         self._open: dict[int, MappedShard] = {}
         self._pid = os.getpid()
         self._check_indices()
-        counts = [checked_counts(shard_path(cache_dir, index), self._map(index)) for index in range(self.num_shards)]
+        counts = [self._map(index)[1] for index in range(self.num_shards)]
         self._firsts = np.cumsum([0, *map(len, counts)]).tolist()
         if self._firsts[-1] != self.num_samples:
             found = f"{self._firsts[-1]:,} samples in {self.num_shards:,} shards"
@@ -188,10 +190,9 @@ class NativeShards:
             self._open, self._pid = {}, os.getpid()
         mapped = self._open.get(shard_index)
         if mapped is None:
-            mapped = self._map(shard_index)
+            mapped, counts = self._map(shard_index)  # checked again: it may have been replaced since
             first, behind = self._firsts[shard_index : shard_index + 2]
-            same = len(mapped) == behind - first
-            if not same or not np.array_equal(np.diff(mapped.starts, axis=0), self.counts[first:behind]):
+            if not np.array_equal(counts, self.counts[first:behind]):
                 path = shard_path(self.cache_dir, shard_index)
                 raise CacheError(path, "other samples than when the cache was opened", "the same", code="E701")
             self._open[shard_index] = mapped
@@ -200,9 +201,10 @@ class NativeShards:
                     del self._open[next(iter(self._open))]  # views in use keep their map
         return mapped
 
-    def _map(self, shard_index: int) -> MappedShard:
+    def _map(self, shard_index: int) -> tuple[MappedShard, Counts]:
         path = shard_path(self.cache_dir, shard_index)
-        return map_shard(path, self.layout, follow_links=self._follow_links)[0]
+        mapped, _ = map_shard(path, self.layout, follow_links=self._follow_links)
+        return mapped, checked_counts(path, mapped, self.manifest["seq_length"])
 
     def _check_indices(self) -> None:
         indices = existing_shard_indices(self.cache_dir)
