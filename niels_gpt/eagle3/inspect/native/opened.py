@@ -105,7 +105,7 @@ class NativeCache(OpenCache):
             mapped = self._map(shard)
         except FileNotFoundError as error:
             raise self.missing(Path(path), f"shard {shard} of {self.num_shards:,}") from error
-        checked_counts(path, mapped)
+        checked_counts(path, mapped, self.manifest["seq_length"])
         if len(mapped) != self.rows_of(shard):
             expected = f"{self.rows_of(shard)} of the manifest's {self.num_samples}"
             raise CacheError(path, f"{len(mapped)} samples", expected, self.remedy(), code="E701")
