@@ -29,8 +29,9 @@ from niels_gpt.tokenizer import SentencePieceTokenizer
 TOLD = ("target: ", "tokenizing: ", "hint: ")
 FLAGS = """
 --target-model --revision --input-data --source-root --output-dir --seq-length --draft-vocab-size --draft-vocab-from
---target-probs-topk --batch-size --max-batch-tokens --shard-size --dtype --format-version --aux-layer-ids --workers
---resume --dry-run --device --compute-dtype --chat-template --show --attention --threads --limit
+--target-probs-topk --batch-size --max-batch-tokens --shard-size --dtype --format --aux-layers --workers --part
+--aux-dtype --shard-bytes --resume --dry-run --device --compute-dtype --chat-template --show --attention --threads
+--limit
 """
 KEYS = """
 format_version target_model target_vocab_size draft_vocab_size seq_length dtype num_samples shard_size aux_hidden_dim
@@ -149,8 +150,12 @@ def test_a_run_that_does_not_fit_is_refused_within_seconds(tmp_path: Path, run: 
         (["--compute-dtype", "int8"], "'--compute-dtype': 'int8' is not one of"),
         (["--revision", "abc"], "--revision abc: "),
         (["--device", "tpu"], "'--device': 'tpu' is not one of"),
-        (["--aux-layer-ids", "1", "2"], "'--aux-layer-ids' requires 3"),
-        (["--format-version", "1", "--target-probs-topk", "4"], "--format-version 1 stores every probability"),
+        (["--format-version", "1", "--target-probs-topk", "4"], "--format 1 stores every probability"),
+        (["--format", "native", "--target-probs-topk", "4"], "--target-probs-topk is 4, and it applies to --format 1"),
+        (["--format", "native"], "--shard-size is 4, and it applies to --format 1 and 2 only"),
+        (["--format-version=2", "--aux-dtype", "fp8"], "--aux-dtype is fp8, and it applies to --format native only"),
+        (["--shard-bytes", "9"], "--shard-bytes is 9, and it applies to --format native only, not to 1"),
+        *((["--part", part], f"--part is '{part}', expected i/N") for part in ("0/2", "3/2", "1", "1/", "a/2")),
         (["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
     ],
 )
@@ -166,8 +171,9 @@ def test_bad_values_are_usage_errors_that_name_the_flag(
     ("flags", "text"),
     [
         (["--seq-length", "2049"], "--seq-length is 2049, and .* has 2048 positions"),
-        (["--aux-layer-ids", "1", "1", "2"], "--aux-layer-ids: .*distinct"),
-        (["--aux-layer-ids", "1", "2", "8"], "--aux-layer-ids: .*out of bounds"),
+        (["--aux-layers", "1,1,2"], "--aux-layers 1,1,2: .*distinct"),
+        (["--aux-layers", "1,2,8"], "--aux-layers 1,2,8: .*out of bounds"),
+        (["--aux-layers", "dflash:4"], "--aux-layers dflash:4: .*4 ids, expected exactly 3"),
         (["--target-model", "./nowhere"], "nowhere"),
         (["--input-data", "nowhere.jsonl"], "--input-data nowhere.jsonl"),
         (["--draft-vocab-from", "nowhere.pt"], "nowhere.pt"),
@@ -215,7 +221,7 @@ def test_the_same_run_is_refused_without_resume_and_up_to_date_with_it(tmp_path:
 FIELDS_OF = {
     "--dtype fp32 --seq-length 41 --shard-size 5": "manifest.dtype manifest.seq_length manifest.shard_size",
     "--threads 2 --attention eager --compute-dtype bf16": "run.threads run.attention run.compute_dtype",
-    "--limit 9 --aux-layer-ids 1 2 3": "source.limit manifest.aux_layer_ids",
+    "--limit 9 --aux-layers 1,2,3": "source.limit manifest.aux_layer_ids",
     "--batch-size 3 --max-batch-tokens 99": "batches.batch_size batches.max_batch_tokens",
     "--format-version 2": "manifest.format_version manifest.target_probs_topk",
     "--draft-vocab-size 9": "manifest.draft_vocab_size manifest.selected_token_ids",

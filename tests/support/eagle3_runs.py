@@ -55,8 +55,8 @@ def load(device: torch.device, *, seed: int = 0) -> Any:
 
 
 def manifest(**changed: Any) -> dict[str, Any]:
-    """Return a manifest of version 1, or what is asked for, without num_samples."""
-    return {
+    """Return a manifest of version 1, or what is asked for, without what the plan and the target add to it."""
+    made = {
         "format_version": 1,
         "target_model": "small",
         "target_vocab_size": VOCAB,
@@ -69,9 +69,13 @@ def manifest(**changed: Any) -> dict[str, Any]:
         "selected_token_ids": [7, 3, 11, 0, 1, 2, 4, 5, 39, 20, 21, 8],
         **changed,
     }
+    absent = ("shard_size", "aux_hidden_dim") if made["format_version"] == "native-1" else ()
+    return {name: value for name, value in made.items() if name not in absent}
 
 
 TOPK = {"format_version": 2, "target_probs_topk": 4}
+NATIVE = {"format_version": "native-1", "hidden_size": HIDDEN, "aux_dtype": "bf16", "shard_bytes": 8192}
+FP8 = {**NATIVE, "aux_dtype": "fp8", "aux_layer_ids": [5, 0, 2, 7], "dtype": "fp32"}
 
 
 def plan(samples: Samples, *, batch_size: int = 3, max_batch_tokens: int = 64, **changed: Any) -> Plan:

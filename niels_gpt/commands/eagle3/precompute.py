@@ -5,6 +5,7 @@ Its flags are made of recipes/eagle3/options.py; here are the estimate and the p
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import time
@@ -25,6 +26,7 @@ from niels_gpt.settings import OF_TOKENIZER, Settings, usable_cores
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.produce.estimate import Estimate
+    from niels_gpt.eagle3.produce.producer import Produced
 
 _LINE_EVERY_S = 10.0
 
@@ -62,16 +64,32 @@ def _run(options: Options, settings: Settings, *, dry_run: bool) -> Result:
 
         say(show_rows(prepared.shown, resolved.tokenizer, color=is_color_wanted()), is_safe=True)
     done = finished_shards(options.output_dir, prepared.plan, resume=options.resume)
-    sizes = estimate(options.output_dir, prepared.plan, prepared.samples, done=done)
+    part = options.part_numbers
+    sizes = estimate(options.output_dir, prepared.plan, prepared.samples, done=done, part=part)
     _print_estimate(sizes, prepared, options.output_dir)
     if dry_run:
         return Result(asdict(sizes) | {"fits": sizes.fits}, ExitCode.GOOD if sizes.fits else ExitCode.FAILED)
     refuse_without_room(options.output_dir, sizes)
     with _progress("target", "tok") as show:
         produced = carry_out(prepared, options.output_dir, resume=options.resume, progress=show)
-    _print_made(produced.meta, options.output_dir, produced.shards)
-    made = {"folder": str(options.output_dir), "shards": produced.shards, "totals": produced.meta["totals"]}
+    made = {"folder": str(options.output_dir), "shards": produced.shards}
+    if not produced.meta:
+        return _part_made(prepared, options, made)
+    _print_made(produced, options.output_dir)
+    made |= {"totals": produced.meta["totals"], "token_bytes": produced.meta["token_bytes"]}
     return Result(made, next=shlex.join(["niels-gpt", "eagle3", "verify", str(options.output_dir)]))
+
+
+def _part_made(prepared: Prepared, options: Options, made: dict[str, Any]) -> Result:
+    """Print what a run of a part made, and what to do next."""
+    say(
+        f"{options.output_dir}: made {made['shards']:,} of {prepared.plan.num_shards:,} shards, part {options.part}. "
+        "The cache is not finished: make the other parts with the same options, each into its own folder, and join them"
+    )
+    return Result(
+        made | {"part": options.part, "of_shards": prepared.plan.num_shards},
+        next=shlex.join(["niels-gpt", "eagle3", "join", "OUT", str(options.output_dir), "PART"]) + " ...",
+    )
 
 
 def _hint_at_threads(workers: int, run: dict[str, Any]) -> None:
@@ -98,32 +116,54 @@ def _print_estimate(sizes: Estimate, prepared: Prepared, folder: Path) -> None:
         if counts:
             say(f"{what}: {', '.join(f'{reason} {number:,}' for reason, number in counts.items())}")
     draft = f"draft vocabulary {manifest['draft_vocab_size']:,} of {manifest['target_vocab_size']:,}"
-    topk = manifest.get("target_probs_topk") or "all"
-    say(f"format version {manifest['format_version']}, {manifest['dtype']}, {draft}, probabilities kept: {topk}")
+    if prepared.plan.is_native:
+        layers = f"{manifest['aux_dtype']} of the blocks {', '.join(map(str, manifest['aux_layer_ids']))}"
+        say(f"native form, {layers}, {manifest['dtype']} of the last one, {draft}")
+    else:
+        topk = manifest.get("target_probs_topk") or "all"
+        say(f"format version {manifest['format_version']}, {manifest['dtype']}, {draft}, probabilities kept: {topk}")
     finished = f", {sizes.shards_done:,} of them finished" if sizes.shards_done else ""
+    finished += (
+        f", {sizes.shards_left:,} left in part {options.part}" if (options := prepared.resolved.options).part else ""
+    )
     say(f"{sizes.shards:,} shards{finished}, {sizes.batches:,} batches")
-    holes = "padding is holes there" if sizes.has_holes else "no holes on that file system"
+    holes, padding = "", ""
+    if not prepared.plan.is_native:
+        holes = f" ({'padding is holes there' if sizes.has_holes else 'no holes on that file system'})"
+        padding = "padding and "
     say(
-        f"{folder}: {prepared.plan.layout.token_bytes:,} bytes a token; {sizes.apparent_bytes:,} bytes of files with "
-        f"padding and embeddings; to write {sizes.to_write_bytes:,} ({holes}), free {sizes.free_bytes:,}: "
-        f"{'fits' if sizes.fits else 'does not fit'}"
+        f"{folder}: {_by_token(sizes.token_bytes)}; {sizes.apparent_bytes:,} bytes of files with {padding}"
+        f"{'target weights, at most' if prepared.plan.is_native else 'embeddings'}; to write "
+        f"{sizes.to_write_bytes:,}{holes}, free {sizes.free_bytes:,}: {'fits' if sizes.fits else 'does not fit'}"
     )
 
 
-def _print_made(meta: dict[str, Any], folder: Path, shards: int) -> None:
-    from niels_gpt.eagle3.format.manifest import layout_of
+def _by_token(parts: dict[str, float]) -> str:
+    """Return the bytes of a token, and in the native form those of its larger parts."""
+    total = sum(parts.values())
+    text = f"{total:,.0f} bytes a token"
+    if "target_probs" in parts or "target_probs_values" in parts:
+        return text
+    named = {name: size for name, size in sorted(parts.items(), key=lambda each: -each[1]) if size >= total / 200}
+    rest = total - sum(named.values())
+    shown = [f"{name} {size:,.0f}" for name, size in named.items()] + ([f"others {rest:,.1f}"] if rest else [])
+    return f"{text} ({', '.join(shown)})"
+
+
+def _print_made(produced: Produced, folder: Path) -> None:
     from niels_gpt.eagle3.produce.positions import Counts
 
-    totals, token_bytes = meta["totals"], layout_of(meta["manifest"], folder).token_bytes
+    meta, totals = produced.meta, produced.meta["totals"]
     on_disk = sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
-    say(f"{folder}: {'made ' + format(shards, ',') + ' shards' if shards else 'up to date'}")
-    kept = "all" if meta["kept_mass"] is None else f"{meta['kept_mass']:.4f}"
-    say(
-        f"{totals['samples']:,} samples, {totals['tokens']:,} tokens, {Counts.of_meta(meta)}, "
-        f"probability mass kept: {kept}\n"
-        f"{token_bytes:,} bytes a token; {meta['disk_bytes']:,} bytes of files with padding and embeddings, "
-        f"{on_disk:,} on disk"
-    )
+    done = "all shards were there, meta.json was written" if produced.is_described else "up to date"
+    say(f"{folder}: {f'made {produced.shards:,} shards' if produced.shards else done}")
+    if "target_rows" in totals:
+        more = f"{totals['target_rows']:,} target rows, {totals['aux_rows']:,} rows of captured layers"
+    else:
+        more = f"probability mass kept: {'all' if meta['kept_mass'] is None else format(meta['kept_mass'], '.4f')}"
+    say(f"{totals['samples']:,} samples, {totals['tokens']:,} tokens, {Counts.of_meta(meta)}, {more}")
+    weights = "target weights" if "target_rows" in totals else "padding and embeddings"
+    say(f"{_by_token(meta['token_bytes'])}; {meta['disk_bytes']:,} bytes of files with {weights}, {on_disk:,} on disk")
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------
@@ -227,7 +267,15 @@ def _flag(each: Field[Any]) -> RichOption:
     return RichOption([flag_name(each.name)], help=each.metadata["help"], panel=each.metadata["group"], **how)
 
 
-PRECOMPUTE = Command(
+class _Precompute(Command):
+    """The command, which takes --format-version as the older name of --format."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments."""
+        return super().parse_args(ctx, [re.sub("^--format[-_]version(?=$|=)", "--format", each) for each in args])
+
+
+PRECOMPUTE = _Precompute(
     "precompute",
     callback=_precompute,
     params=_flags(),
@@ -240,5 +288,6 @@ PRECOMPUTE = Command(
     kept="; finished shards stay: resume with the same command and --resume",
     unread=1,
     examples="""niels-gpt eagle3 precompute --target-model MODEL --input-data chats.jsonl --output-dir DIR --dry-run
+niels-gpt eagle3 precompute --target-model MODEL --input-data chats.jsonl --output-dir DIR --format native
 niels-gpt eagle3 precompute --target-model MODEL --input-data chats.jsonl --output-dir DIR --resume""",
 )

@@ -6,6 +6,7 @@ embeddings.py    target_embeddings.safetensors and its receipt (a JSON file with
 shard_writer.py  one shard and its receipt: when it is complete, which bytes are hashed, what is damaged
 shard_reader.py  all shards of a cache: checked when it is opened, mapped when first read
 samples.py       sidecar/samples.safetensors and ids.txt: the tokenized input
+run.py           how a target is run: what may change a bit of its outputs
 plan.py          sidecar/plan.json and batches.jsonl: all that decides the bytes; where samples are cut into batches
 convert.py       changes a cache between versions 1 and 2 by its manifest alone; computes content_sha256
 native/          the native form: ragged, with target rows only where a loss can need them, and hidden states in

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from niels_gpt.eagle3.format.manifest import (
     VERSIONS,
     existing_shard_indices,
     is_compressed,
+    is_native,
     manifest_path,
     number_in,
     read_manifest,
     write_manifest,
 )
+from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME
 from niels_gpt.eagle3.format.shard_writer import receipt_path
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, remove, write_bytes
@@ -83,11 +86,14 @@ def _convert(folder: Path, format_version: int, follow_links: bool) -> bool:
 
 
 def content_sha256(cache_dir: PathLike, *, follow_links: bool = False) -> str:
-    """Return the sha256 of the checksums of the manifest, the embeddings and the receipts (which hold the shards').
+    """Return the sha256 of the checksums of the manifest, the target's weights and the receipts (of the shards).
 
     Raises: CacheError where one of them is missing or no regular file.
     """
-    names = [MANIFEST_NAME, EMBEDDINGS_NAME]
+    native = False
+    with suppress(FileNotFoundError):  # reported below
+        native = is_native(read_manifest(cache_dir, follow_links=follow_links))
+    names = [MANIFEST_NAME, WEIGHTS_NAME if native else EMBEDDINGS_NAME]
     names += [os.path.relpath(receipt_path(".", index)) for index in sorted(existing_shard_indices(cache_dir))]
     checksums = {name: file_sha256(Path(cache_dir) / name, follow_links=follow_links) for name in names}
     return hashlib.sha256(canonical_json(checksums)).hexdigest()

@@ -2,7 +2,7 @@
 
 sidecar/plan.json holds it, sidecar/batches.jsonl the batches. Decides where samples are cut into shards and batches
 (`plan_batches`), and which values of plan.json are valid. A run may continue a cache only with an equal plan; the
-number of processes is no part of it.
+number of processes is no part of it. Nor is, in the native form, what `FREE` names: it decides no byte of a shard.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
-from niels_gpt.eagle3.format.layout import SIDECAR, Layout, PathLike, read_file
-from niels_gpt.eagle3.format.manifest import layout_of, read_manifest
+from niels_gpt.eagle3.format.layout import SIDECAR, Layout, PathLike, read_file, row_bytes_of
+from niels_gpt.eagle3.format.manifest import is_native, layout_of, read_manifest
+from niels_gpt.eagle3.format.native.layout import NativeLayout
+from niels_gpt.eagle3.format.native.rows import row_counts
 from niels_gpt.eagle3.format.samples import IDS_NAME, Samples
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import canonical_json
@@ -32,6 +35,8 @@ PLAN_NAME = "plan.json"
 BATCHES_NAME = "batches.jsonl"
 CONVERTED = ("manifest.format_version", "manifest.target_probs_topk")
 """Fields of a finished cache's manifest that convert.py may have changed since."""
+FREE = ("draft_vocab_size", "selected_token_ids", "head", "conventions")
+"""Keys of a native manifest that plan.json leaves out: the draft's vocabulary, and what the loaded target shows."""
 _WIDTH_STEP = 8
 _MAX_BATCHES_BYTES = 1 << 27  # limit of batches.jsonl, which takes about seven bytes a sample
 _MAX_THREADS = 4096
@@ -43,51 +48,12 @@ Batch = tuple[int, list[int]]
 
 
 @dataclass(frozen=True)
-class Run:
-    """How the target is run: everything that may change a bit of its outputs."""
-
-    device: str
-    """cpu or cuda."""
-    processor: str
-    """Name of the GPU, or the CPU's instruction set, such as AVX512."""
-    compute_dtype: str
-    """bf16 or fp32."""
-    attention: str
-    """sdpa or eager."""
-    threads: int
-    """Of each worker process."""
-    torch: str
-    """Version."""
-    transformers: str
-    """Version."""
-
-    @classmethod
-    def here(cls, device: str | None, *, attention: str, threads: int) -> Run:
-        """Return how a target runs on this machine. device: cpu or cuda; None: cuda where there is one.
-
-        Raises: ValueError where cuda is asked for and cannot be used.
-        """
-        cuda = torch.cuda.is_available()
-        if device == "cuda" and not cuda:
-            raise ValueError("--device cuda: torch finds no usable GPU here. Use --device cpu")
-        chosen = device or ("cuda" if cuda else "cpu")
-        return cls(
-            device=chosen,
-            processor=torch.cuda.get_device_name() if chosen == "cuda" else torch.backends.cpu.get_cpu_capability(),
-            compute_dtype="bf16" if chosen == "cuda" else "fp32",
-            attention=attention,
-            threads=threads,
-            torch=str(torch.__version__),
-            transformers=version("transformers"),
-        )
-
-
-@dataclass(frozen=True)
 class Plan:
     """All that decides the bytes of a cache."""
 
     manifest: dict[str, Any]
-    """The content of manifest.json, format_version and selected_token_ids included."""
+    """The content of manifest.json, format_version and selected_token_ids included; a native one has `head` and
+    `conventions` only once the target was tried: `with_head`."""
     target: dict[str, Any]
     """The facts of the target: name, revision, sha256 of weights and config, sizes."""
     tokenizer: dict[str, Any]
@@ -101,7 +67,7 @@ class Plan:
     samples: dict[str, Any]
     """count, tokens, supervised_tokens, sha256, ids_sha256."""
     run: dict[str, Any]
-    """The fields of `Run`."""
+    """The fields of `run.Run`."""
     batch_size: int
     """Rows of a batch, at most."""
     max_batch_tokens: int
@@ -109,31 +75,79 @@ class Plan:
     batches: list[list[Batch]] = field(repr=False)
     """The batches of each shard, in the order in which they run."""
 
+    counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64), repr=False, compare=False)
+    """Of the native form: tokens, auxiliary rows and target rows of each sample, int64 [n, 3]."""
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the cache is in the native form."""
+        return is_native(self.manifest)
+
     @property
     def layout(self) -> Layout:
-        """The layout of the shards."""
+        """The layout of the shards of version 1 or 2."""
         return layout_of(self.manifest, "the plan")
+
+    @property
+    def native_layout(self) -> NativeLayout:
+        """The layout of the shards of the native form."""
+        return _native_layout(self.manifest)
 
     @property
     def num_shards(self) -> int:
         """The number of shards; the last one may be short."""
         return len(self.batches)
 
+    @cached_property
+    def firsts(self) -> list[int]:
+        """The first sample of each shard, and the number of samples at the end."""
+        rows = [sum(len(rows) for _, rows in shard) for shard in self.batches]
+        return [0, *np.cumsum(rows, dtype=np.int64).tolist()]
+
+    def first_of(self, shard: int) -> int:
+        """Return the number of a shard's first sample."""
+        return self.firsts[shard]
+
     def rows_of(self, shard: int) -> int:
         """Return the number of samples of a shard."""
-        size: int = self.manifest["shard_size"]
-        return min(size, int(self.manifest["num_samples"]) - shard * size)
+        return self.firsts[shard + 1] - self.firsts[shard]
+
+    def bytes_of(self, shard: int) -> int:
+        """Return the size of a shard's file."""
+        if self.is_native:
+            return self.native_layout.shard_bytes(self.counts[self.firsts[shard] : self.firsts[shard + 1]])
+        return self.layout.shard_bytes(self.rows_of(shard))
+
+    @property
+    def token_bytes(self) -> dict[str, float]:
+        """Bytes of each tensor by token: of the samples' tokens in the native form, else of a slot, padding or not."""
+        if self.is_native:
+            return self.native_layout.token_bytes(self.counts)
+        layout = self.layout
+        return {name: row_bytes_of(each) / layout.seq_length for name, each in layout.fields.items()}
+
+    def with_head(self, head: Mapping[str, Any], last_hidden: str) -> Plan:
+        """Return a native plan whose manifest is complete.
+
+        head: `TargetHead.facts`. last_hidden: pre_norm or post_norm.
+        """
+        conventions = {"layer_index": "block_output_0based", "last_hidden": last_hidden}
+        conventions |= {"shift": "none", "loss_mask": "raw"}
+        return replace(self, manifest={**self.manifest, "conventions": conventions, "head": dict(head)})
 
     @cached_property
     def record(self) -> dict[str, Any]:
         """The content of plan.json: long lists are replaced by their sha256."""
-        manifest = {name: value for name, value in self.manifest.items() if name != "selected_token_ids"}
-        selected = canonical_json(self.manifest["selected_token_ids"])
+        free = FREE if self.is_native else ("selected_token_ids",)
+        manifest = {name: value for name, value in self.manifest.items() if name not in free}
+        if not self.is_native:
+            selected = canonical_json(self.manifest["selected_token_ids"])
+            manifest["selected_token_ids_sha256"] = hashlib.sha256(selected).hexdigest()
         return {
             "kind": "eagle3",
             "format_version": SIDECAR_VERSION,
             "builder_version": BUILDER_VERSION,
-            "manifest": {**manifest, "selected_token_ids_sha256": hashlib.sha256(selected).hexdigest()},
+            "manifest": manifest,
             "target": self.target,
             "tokenizer": self.tokenizer,
             "source": self.source,
@@ -175,15 +189,17 @@ def make_plan(
     batch_size: int,
     max_batch_tokens: int,
 ) -> Plan:
-    """Return the plan of a cache of these samples, with its batches. manifest: without num_samples.
+    """Return the plan of a cache of these samples, with its batches.
 
+    manifest: without num_samples, and a native one without num_shards, `head` and `conventions`.
     Raises: ValueError where a sample is longer than seq_length.
     """
-    size, length = int(manifest["shard_size"]), int(manifest["seq_length"])
-    lengths = samples.lengths.tolist()
-    shards = [lengths[begin : begin + size] for begin in range(0, len(lengths), size)]
+    length, lengths, counts = int(manifest["seq_length"]), samples.lengths.tolist(), _counts_of(manifest, samples)
+    cuts = _cuts(manifest, len(samples), counts)
+    shards = [lengths[begin:end] for begin, end in pairwise(cuts)]
+    sizes = {"num_samples": len(samples)} | ({"num_shards": len(shards)} if is_native(manifest) else {})
     return Plan(
-        manifest={**manifest, "num_samples": len(samples)},
+        manifest={**manifest, **sizes},
         target=dict(target),
         tokenizer=dict(tokenizer),
         source=dict(source),
@@ -200,7 +216,32 @@ def make_plan(
         batch_size=batch_size,
         max_batch_tokens=max_batch_tokens,
         batches=[plan_batches(shard, batch_size, max_batch_tokens, seq_length=length) for shard in shards],
+        counts=counts,
     )
+
+
+def _native_layout(manifest: Mapping[str, Any]) -> NativeLayout:
+    """Return the layout of a manifest that may not be complete yet."""
+    layers = len(manifest["aux_layer_ids"])
+    return NativeLayout(manifest["hidden_size"], layers, manifest["dtype"], manifest["aux_dtype"])
+
+
+def _counts_of(manifest: Mapping[str, Any], samples: Samples) -> NDArray[np.int64]:
+    native = is_native(manifest)
+    return row_counts(samples.starts, samples.loss_mask) if native else np.zeros((0, 3), np.int64)
+
+
+def _cuts(manifest: Mapping[str, Any], samples: int, counts: NDArray[np.int64]) -> list[int]:
+    """Return the first sample of each shard, and the number of samples at the end."""
+    if is_native(manifest):
+        return _native_layout(manifest).cut(counts, manifest["shard_bytes"])
+    return [*range(0, samples, int(manifest["shard_size"])), samples]
+
+
+def shards_of_part(num_shards: int, part: tuple[int, int] | None) -> list[int]:
+    """Return the shards that one of several runs makes. part: (i, N), i from 1 to N; None: all of them."""
+    number, parts = part or (1, 1)
+    return list(range(number - 1, num_shards, parts))
 
 
 def _counted(numbers: Mapping[str, int]) -> dict[str, int]:
@@ -242,13 +283,20 @@ def open_plan(cache_dir: PathLike, *, follow_links: bool = False) -> Plan:
     path, on_disk = _sidecar(cache_dir) / BATCHES_NAME, read_manifest(cache_dir, follow_links=follow_links)
     parts = ("target", "tokenizer", "source", "dropped", "altered", "samples", "run")
     try:
-        manifest = {**record["manifest"], "selected_token_ids": on_disk["selected_token_ids"]}
-        del manifest["selected_token_ids_sha256"]
+        free = FREE if is_native(on_disk) else ("selected_token_ids",)
+        manifest = {**record["manifest"], **{name: on_disk[name] for name in free}}
+        manifest.pop("selected_token_ids_sha256", None)
+        counts = np.zeros((0, 3), np.int64)
+        if is_native(on_disk):
+            counts = _counts_of(on_disk, Samples.open(_sidecar(cache_dir), follow_links=follow_links))
+            if len(counts) != on_disk["num_samples"]:
+                raise ValueError(f"{len(counts)} samples, and the manifest has {on_disk['num_samples']}")
         plan = Plan(
             manifest=manifest,
             batch_size=record["batches"]["batch_size"],
             max_batch_tokens=record["batches"]["max_batch_tokens"],
-            batches=_read_batches(path, on_disk, follow_links),
+            batches=_read_batches(path, on_disk, _cuts(on_disk, on_disk["num_samples"], counts), follow_links),
+            counts=counts,
             **{name: record[name] for name in parts},
         )
         wrong = differing_fields(record, plan.record) + differing_fields(on_disk, manifest, "manifest.")
@@ -265,13 +313,15 @@ def open_plan(cache_dir: PathLike, *, follow_links: bool = False) -> Plan:
     return plan
 
 
-def _read_batches(path: Path, manifest: Mapping[str, Any], follow_links: bool) -> list[list[Batch]]:
+def _read_batches(
+    path: Path, manifest: Mapping[str, Any], cuts: Sequence[int], follow_links: bool
+) -> list[list[Batch]]:
     """Return the batches of each shard. Raises: ValueError unless each row of each shard is in exactly one batch."""
-    size, count, slots = (manifest[name] for name in ("shard_size", "num_samples", "seq_length"))
     lines = read_file(path, _MAX_BATCHES_BYTES, follow_links=follow_links).splitlines()
-    if len(lines) != -(-count // size):
-        raise ValueError(f"{len(lines)} lines, expected one for each of {-(-count // size)} shards")
-    return [_batches_of(line, min(size, count - shard * size), slots) for shard, line in enumerate(lines)]
+    if len(lines) != len(cuts) - 1:
+        raise ValueError(f"{len(lines)} lines, expected one for each of {len(cuts) - 1} shards")
+    slots = manifest["seq_length"]
+    return [_batches_of(line, end - begin, slots) for line, (begin, end) in zip(lines, pairwise(cuts), strict=True)]
 
 
 def _batches_of(line: bytes, rows: int, slots: int) -> list[Batch]:

@@ -25,8 +25,9 @@ from niels_gpt.eagle3.format.layout import (
     refuse_links,
     row_bytes_of,
 )
-from niels_gpt.eagle3.format.manifest import manifest_bytes
-from niels_gpt.eagle3.format.plan import Plan
+from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, manifest_bytes
+from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME
+from niels_gpt.eagle3.format.plan import Plan, shards_of_part
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.produce.resume_checks import finished_meta, leftovers
 from niels_gpt.storage.errors import CacheError
@@ -49,6 +50,8 @@ class Estimate:
     shards: int
     shards_done: int
     """Finished by an earlier run."""
+    shards_left: int
+    """Made by this run."""
     batches: int
     apparent_bytes: int
     """Size of all files of the finished cache, holes included."""
@@ -61,7 +64,9 @@ class Estimate:
     """Whether padding takes no disk space there."""
     bytes_per_token: float
     """Apparent size of the shards by real tokens."""
-    format_version: int
+    token_bytes: dict[str, float]
+    """Bytes of each tensor by token, as `Plan.token_bytes`."""
+    format_version: int | str
     """Of the manifest."""
 
     @property
@@ -75,21 +80,29 @@ class Estimate:
         return self.tokens / self.samples
 
 
-def estimate(cache_dir: PathLike, plan: Plan, samples: Samples, *, done: Collection[int] = ()) -> Estimate:
-    """Return what a run into a folder, which may be absent, will take. done: its finished shards."""
+def estimate(
+    cache_dir: PathLike,
+    plan: Plan,
+    samples: Samples,
+    *,
+    done: Collection[int] = (),
+    part: tuple[int, int] | None = None,
+) -> Estimate:
+    """Return what a run into a folder, which may be absent, will take.
+
+    done: its finished shards. part: as `produce`.
+    """
     folder = _existing(cache_dir)
     holes = has_holes(folder)
-    layout, lengths = plan.layout, samples.lengths
-    sizes = [layout.shard_bytes(plan.rows_of(shard)) for shard in range(plan.num_shards)]
-    written = _written_bytes(plan, lengths) if holes else np.full(len(lengths), layout.row_bytes)
-    shard_of = np.arange(len(lengths)) // plan.manifest["shard_size"]
-    left = ~np.isin(shard_of, sorted(done))
-    embeddings = plan.target["vocab_size"] * plan.target["hidden_size"] * 4 + _BLOCK
+    lengths, sizes = samples.lengths, [plan.bytes_of(shard) for shard in range(plan.num_shards)]
+    left = sorted({*shards_of_part(plan.num_shards, part)} - {*done})
+    shard_of = np.repeat(np.arange(plan.num_shards), np.diff(plan.firsts))
+    written = _written_bytes(plan, lengths, holes)[np.isin(shard_of, left)]
     names = sum(len(name) + 1 for name in samples.source_ids)
     sidecar = 5 * len(samples.ids) + 8 * len(lengths) + names + len(plan.batches_bytes())
     sidecar += len(manifest_bytes(plan.manifest))  # a line for each id of the draft's
-    small = embeddings + sidecar + _RECEIPT_BYTES * len(lengths) + _META_BYTES * len(sizes)
-    is_whole = not left.any() and finished_meta(cache_dir, plan) is not None
+    small = _weights_bytes(plan) + sidecar + _RECEIPT_BYTES * len(lengths) + _META_BYTES * len(sizes)
+    is_whole = not left and finished_meta(cache_dir, plan) is not None
     return Estimate(
         samples=len(lengths),
         tokens=int(lengths.sum()),
@@ -97,14 +110,24 @@ def estimate(cache_dir: PathLike, plan: Plan, samples: Samples, *, done: Collect
         max_length=int(lengths.max()),
         shards=len(sizes),
         shards_done=len(done),
-        batches=sum(map(len, plan.batches)),
+        shards_left=len(left),
+        batches=sum(len(plan.batches[shard]) for shard in left) if part else sum(map(len, plan.batches)),
         apparent_bytes=sum(sizes) + small,
-        to_write_bytes=0 if is_whole else int(written[left].sum()) + max(0, small - _small_bytes(cache_dir)),
+        to_write_bytes=0 if is_whole else int(written.sum()) + max(0, small - _small_bytes(cache_dir)),
         free_bytes=shutil.disk_usage(folder).free + sum(path.stat().st_blocks * 512 for path in leftovers(cache_dir)),
         has_holes=holes,
         bytes_per_token=sum(sizes) / int(lengths.sum()),
+        token_bytes=plan.token_bytes,
         format_version=plan.manifest["format_version"],
     )
+
+
+def _weights_bytes(plan: Plan) -> int:
+    """Return the bytes of the target's embeddings; in the native form at most those of its lm_head too."""
+    table = int(plan.target["vocab_size"] * plan.target["hidden_size"])
+    if plan.is_native:  # bf16, where the model computes in it
+        return 2 * table * (2 if plan.run.get("compute_dtype") == "bf16" else 4) + _BLOCK
+    return table * 4 + _BLOCK
 
 
 def refuse_unusable(folder: Path) -> None:
@@ -129,11 +152,11 @@ def refuse_unusable(folder: Path) -> None:
 def refuse_without_room(cache_dir: PathLike, sizes: Estimate) -> None:
     """Raise CacheError where a run does not fit."""
     if not sizes.fits:
+        less = "--aux-dtype fp8" if sizes.format_version == NATIVE_VERSION else "--format native, --draft-vocab-size"
         raise CacheError(
             cache_dir,
             f"this run writes {sizes.to_write_bytes:,} bytes, and {sizes.free_bytes:,} are free there",
-            remedy="Make room, name another --output-dir, or ask for less: --limit, --seq-length, --draft-vocab-size, "
-            "--target-probs-topk",
+            remedy=f"Make room, name another --output-dir, or ask for less: --limit, --seq-length, {less}",
             code="E501",
         )
 
@@ -154,8 +177,15 @@ def has_holes(folder: PathLike) -> bool:
         raise OSError(error.errno, f"{error.strerror}: no file can be made there", os.fspath(folder)) from error
 
 
-def _written_bytes(plan: Plan, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the bytes written of each sample, padding left out, and a block more a tensor: rows are not aligned."""
+def _written_bytes(plan: Plan, lengths: NDArray[np.int64], holes: bool) -> NDArray[np.int64]:
+    """Return the bytes written of each sample.
+
+    With holes padding is left out, and there is a block more a tensor, as rows are not aligned.
+    """
+    if plan.is_native:
+        return plan.native_layout.sample_bytes(plan.counts)
+    if not holes:
+        return np.full(len(lengths), plan.layout.row_bytes)
     slots, total = plan.layout.seq_length, np.zeros(len(lengths), np.int64)
     for name, field in plan.layout.fields.items():
         whole = row_bytes_of(field)
@@ -172,7 +202,7 @@ def _existing(path: PathLike) -> Path:
 
 
 def _small_bytes(cache_dir: PathLike) -> int:
-    """Return the bytes of the embeddings, the manifest and the sidecar that an earlier run has written."""
+    """Return the bytes of the target's weights, the manifest and the sidecar that an earlier run has written."""
     folder = Path(cache_dir)
-    files = [folder / EMBEDDINGS_NAME, folder / MANIFEST_NAME, *folder.glob(f"{SIDECAR}/*")]
+    files = [folder / EMBEDDINGS_NAME, folder / WEIGHTS_NAME, folder / MANIFEST_NAME, *folder.glob(f"{SIDECAR}/*")]
     return sum(file.stat().st_size for file in files if file.is_file())

@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from niels_gpt.eagle3.format.convert import content_sha256
 from niels_gpt.eagle3.format.embeddings import has_embeddings
-from niels_gpt.eagle3.format.layout import EMBEDDINGS_NAME, LOCK_NAME, MANIFEST_NAME, SIDECAR
+from niels_gpt.eagle3.format.layout import EMBEDDINGS_NAME, LOCK_NAME, MANIFEST_NAME, SIDECAR, shard_path
+from niels_gpt.eagle3.format.manifest import manifest_bytes
+from niels_gpt.eagle3.format.native.shard_reader import map_shard
+from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME, has_weights
 from niels_gpt.eagle3.format.plan import BUILDER_VERSION, SIDECAR_VERSION, Plan
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
 from niels_gpt.eagle3.produce.positions import Counts
@@ -20,10 +25,13 @@ from niels_gpt.storage.meta_json import meta_bytes, parse_object, read_regular
 def complete_meta(folder: Path, plan: Plan) -> dict[str, Any] | None:
     """Return the meta.json of a finished cache of this plan; None where it, a file or the plan's own files are not."""
     meta = finished_meta(folder, plan)
-    if meta is None or not has_embeddings(folder):
+    if meta is None or not (has_weights(folder) if plan.is_native else has_embeddings(folder)):
         return None
-    files = plan.sidecar_files().items()  # meta.json states their sizes; here their bytes are compared
-    return meta if all(read_regular(folder / SIDECAR / name) == content for name, content in files) else None
+    # meta.json states their sizes; here their bytes are compared
+    files = {folder / SIDECAR / name: content for name, content in plan.sidecar_files().items()}
+    if plan.is_native:  # whose draft vocabulary may be another one
+        files[folder / MANIFEST_NAME] = manifest_bytes(plan.manifest)
+    return meta if all(read_regular(path) == content for path, content in files.items()) else None
 
 
 def finish(folder: Path, plan: Plan) -> dict[str, Any]:
@@ -45,13 +53,18 @@ def describe(folder: Path, plan: Plan) -> dict[str, Any]:
     """
     receipts = [_receipt(folder, shard) for shard in range(plan.num_shards)]
     facts = [receipt["facts"] for receipt in receipts]
-    tokens, supervised, positions = (
-        sum(each[name] for each in facts) for name in ("tokens", "supervised", "positions")
-    )
+    names = ("tokens", "supervised", *(("aux_rows", "target_rows") if plan.is_native else ("positions",)))
+    totals = {name: sum(each[name] for each in facts) for name in names}
+    if plan.is_native:
+        totals["positions"] = native_positions(folder, plan)
+    tokens, supervised, positions = (totals[name] for name in ("tokens", "supervised", "positions"))
     shard_bytes = sum(receipt["bytes"] for receipt in receipts)
-    kept = None if plan.layout.topk == 0 or not positions else sum(each["kept_mass"] for each in facts) / positions
+    topk = 0 if plan.is_native else plan.layout.topk
+    kept = None if topk == 0 or not positions else sum(each["kept_mass"] for each in facts) / positions
+    draft_mass = None if plan.is_native or not supervised else sum(each["draft_mass"] for each in facts) / supervised
     sidecar = sorted(entry.name for entry in (folder / SIDECAR).iterdir() if entry.name != LOCK_NAME)
-    names = [MANIFEST_NAME, EMBEDDINGS_NAME, *(f"{SIDECAR}/{name}" for name in sidecar)]
+    weights = WEIGHTS_NAME if plan.is_native else EMBEDDINGS_NAME
+    names = (MANIFEST_NAME, weights, *(f"{SIDECAR}/{name}" for name in sidecar))
     files: list[dict[str, Any]] = [
         {"name": name, "bytes": (folder / name).stat().st_size, "sha256": sha256_file(folder / name)} for name in names
     ]
@@ -69,12 +82,14 @@ def describe(folder: Path, plan: Plan) -> dict[str, Any]:
             "supervised_tokens": supervised,
             "positions": positions,
             "shards": plan.num_shards,
+            **{name: totals[name] for name in ("aux_rows", "target_rows") if name in totals},
         },
         "disk_bytes": shard_bytes + sum(record["bytes"] for record in files),
         "bytes_per_token": shard_bytes / tokens,
+        "token_bytes": plan.token_bytes,
         "supervised_share": supervised / tokens,
         "kept_mass": kept,
-        "draft_mass": sum(each["draft_mass"] for each in facts) / supervised if supervised else None,
+        "draft_mass": draft_mass,
         "dropped": plan.dropped,
         "altered": plan.altered,
         "source": plan.source,
@@ -82,6 +97,28 @@ def describe(folder: Path, plan: Plan) -> dict[str, Any]:
         "tokenizer_sha256": plan.tokenizer["sha256"],
         "files": files,
     }
+
+
+def native_positions(folder: Path, plan: Plan) -> int:
+    """Count the supervised target rows of a native cache whose most probable token is in the draft's vocabulary.
+
+    Raises: CacheError for a shard that is not as the plan has it.
+    """
+    in_draft, count = np.zeros(plan.manifest["target_vocab_size"], np.bool_), 0
+    in_draft[plan.manifest["selected_token_ids"]] = True
+    for shard in range(plan.num_shards):
+        path = shard_path(folder, shard)
+        mapped, _ = map_shard(path, plan.native_layout)
+        loss = mapped.loss_mask(0, len(mapped.tensors["input_ids"]))
+        rows = loss.copy()
+        rows[1:] |= loss[:-1]
+        rows[mapped.starts[:-1, 0]] = False  # position 0 of each sample
+        argmax = mapped.tensors["argmax_ids"].numpy()
+        if rows.sum() != len(argmax) or int(argmax.max(initial=0)) >= len(in_draft):
+            found = f"{len(argmax)} target rows, with argmax_ids up to {argmax.max(initial=0)}"
+            raise CacheError(path, found, f"{rows.sum()}, below {len(in_draft)}", code="E701")
+        count += int((loss[rows] & in_draft[argmax]).sum())
+    return count
 
 
 def _receipt(folder: Path, shard: int) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """A plan, its samples and the target -> a cache folder: the order of all writes, by any number of processes.
 
 The files are written in this order, each one complete and durable before the next: sidecar/plan.json, the rest of the
-plan, the samples, manifest.json, the embeddings and then their receipt, each shard and then its receipt, and at the end
-meta.json. So a shard with a receipt is finished, a folder with a meta.json is a finished cache, and a run that was
-killed is resumed by making the shards without a receipt.
+plan, the samples, manifest.json, the target's weights and then their receipt, each shard and then its receipt, and at
+the end meta.json. So a shard with a receipt is finished, a folder with a meta.json is a finished cache, and a run that
+was killed is resumed by making the shards without a receipt.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from typing import Any, NamedTuple
 
 from niels_gpt.eagle3.format.embeddings import has_embeddings
 from niels_gpt.eagle3.format.layout import LOCK_NAME, MANIFEST_NAME, SIDECAR, PathLike
-from niels_gpt.eagle3.format.manifest import manifest_bytes
-from niels_gpt.eagle3.format.plan import Plan
+from niels_gpt.eagle3.format.manifest import manifest_bytes, read_manifest
+from niels_gpt.eagle3.format.native.weights import has_weights
+from niels_gpt.eagle3.format.plan import Plan, shards_of_part
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.produce.estimate import estimate, refuse_without_room
 from niels_gpt.eagle3.produce.finalize import complete_meta, finish
 from niels_gpt.eagle3.produce.positions import Counts
 from niels_gpt.eagle3.produce.resume_checks import finished_shards, is_finished, leftovers
+from niels_gpt.eagle3.produce.trial import Found
 from niels_gpt.eagle3.produce.workers import Job, Load, load_and_try, run_here, run_workers, try_in_subprocess
 from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, sha256_file, write_bytes
 from niels_gpt.storage.locks import file_lock
 
@@ -36,9 +39,11 @@ class Produced(NamedTuple):
     """The result of a run."""
 
     meta: dict[str, Any]
-    """The cache's meta.json."""
+    """The cache's meta.json; empty after a run with `part`, which leaves the cache unfinished."""
     shards: int
-    """Shards that this run made; 0 where the cache was finished."""
+    """Shards that this run made; 0 where none was missing."""
+    is_described: bool = False
+    """Whether the run wrote meta.json."""
 
 
 def produce(
@@ -49,6 +54,7 @@ def produce(
     *,
     workers: int = 1,
     resume: bool = False,
+    part: tuple[int, int] | None = None,
     progress: Progress | None = None,
     start: str = "spawn",
 ) -> Produced:
@@ -56,6 +62,7 @@ def produce(
 
     load: returns the target on a device. Called only where work is left, once in each process.
     workers: processes; 1 does the work in this one. The bytes do not depend on it.
+    part: (i, N): make only the shards whose index divided by N leaves i - 1, and no meta.json; join.py finishes it.
     progress: items are the bytes that this run wrote, units are tokens; first called with the tokens already done.
     start: how processes are started: spawn, or fork where nothing has used torch's threads yet.
     Before anything is written, the target is run over a few tokens.
@@ -65,22 +72,46 @@ def produce(
         and a run with `resume` makes the others.
     """
     done = finished_shards(cache_dir, plan, resume=resume)
-    refuse_without_room(cache_dir, estimate(cache_dir, plan, samples, done=done))
-    if len(done) < plan.num_shards:  # a target that does not run leaves the folder unchanged
-        if min(workers, plan.num_shards - len(done)) == 1:
-            load = load_and_try(plan, samples, load)
-        elif not done:  # else it has run there
-            try_in_subprocess(plan, samples, load, start=start)
-    folder = Path(cache_dir)
+    refuse_without_room(cache_dir, estimate(cache_dir, plan, samples, done=done, part=part))
+    wanted, folder = shards_of_part(plan.num_shards, part), Path(cache_dir)
+    left = [shard for shard in wanted if shard not in done]
+    plan, load = _tried(folder, plan, samples, load, workers=min(workers, len(left)), is_fresh=not done, start=start)
     with file_lock(folder / SIDECAR / LOCK_NAME, folder, "is being written", wait=False):
         done = finished_shards(cache_dir, plan, resume=resume)  # another run may have ended meanwhile
-        left = [shard for shard in range(plan.num_shards) if shard not in done]
+        left = [shard for shard in wanted if shard not in done]
         meta = None if left else complete_meta(folder, plan)
+        is_described = meta is None and part is None
         if meta is None:
-            meta = _make(folder, plan, samples, load, left, workers=workers, progress=progress, start=start)
-        if warning := Counts.of_meta(meta).warning:
+            how: Any = {"workers": workers, "progress": progress, "start": start}
+            meta = _make(folder, plan, samples, load, left, is_described=is_described, **how)
+        if meta and (warning := Counts.of_meta(meta).warning):
             logger.warning("%s: %s", folder, warning, extra={"code": "W703"})
-        return Produced(meta, len(left))
+        return Produced(meta, len(left), is_described)
+
+
+def _tried(
+    folder: Path, plan: Plan, samples: Samples, load: Load, *, workers: int, is_fresh: bool, start: str
+) -> tuple[Plan, Load]:
+    """Try the target where work is left, so that one that does not run leaves the folder unchanged.
+
+    workers: processes with work. is_fresh: whether no shard is finished; else the target has run there.
+    Returns the plan, with the target's head in a native one, and what loads the target.
+    """
+    found = _recorded_head(folder, plan)
+    is_unknown = plan.is_native and found is None
+    if workers == 1 or (is_unknown and not workers):
+        load, found = load_and_try(plan, samples, load)
+    elif workers and (is_fresh or is_unknown):
+        found = try_in_subprocess(plan, samples, load, start=start)
+    return (plan if found is None else plan.with_head(*found)), load
+
+
+def _recorded_head(folder: Path, plan: Plan) -> Found:
+    """Return what the manifest in a folder states of the target's head; None where there is none, or no native one."""
+    with suppress(FileNotFoundError, CacheError):
+        manifest = read_manifest(folder) if plan.is_native else {}
+        return (manifest["head"], manifest["conventions"]["last_hidden"]) if manifest else None
+    return None
 
 
 def _make(
@@ -90,21 +121,26 @@ def _make(
     load: Load,
     left: list[int],
     *,
+    is_described: bool,
     workers: int,
     progress: Progress | None,
     start: str,
 ) -> dict[str, Any]:
-    """Make the shards that are left, and return meta.json. The folder's lock is held."""
+    """Make what is missing, of the shards those that are left, and return meta.json. The folder's lock is held.
+
+    is_described: whether to write meta.json; else {} is returned.
+    """
     totals = _Totals(progress, plan, samples, left)
     workers = min(workers, len(left))
     try:
-        _write_plan(folder, plan, samples)
-        job = Job(os.fspath(folder), plan, load, embeddings=not has_embeddings(folder))
+        write_plan(folder, plan, samples)
+        has = has_weights(folder) if plan.is_native else has_embeddings(folder)
+        job = Job(os.fspath(folder), plan, load, weights=not has)
         if workers > 1:
             run_workers(job, left, workers, totals.add, start=start)
-        elif left or job.embeddings:
+        elif left or job.weights:
             run_here(job, samples, left, totals.add)
-        return finish(folder, plan)
+        return finish(folder, plan) if is_described else {}
     except OSError as error:
         if error.errno is None or error.strerror is None:  # a library's, which has a text of its own
             raise
@@ -116,8 +152,8 @@ def _make(
             _remove_leftovers(folder)
 
 
-def _write_plan(folder: Path, plan: Plan, samples: Samples) -> None:
-    """Write what comes before the embeddings, if it is not there yet. `finished_shards` has refused other caches."""
+def write_plan(folder: Path, plan: Plan, samples: Samples) -> None:
+    """Write what comes before the weights, if it is not there yet. `finished_shards` has refused other caches."""
     _remove_leftovers(folder)
     if (folder / META_NAME).is_file():  # the cache is not complete any more
         fileio.remove(folder / META_NAME)
@@ -129,7 +165,17 @@ def _write_plan(folder: Path, plan: Plan, samples: Samples) -> None:
     for name, content in samples.files().items() if missing else ():  # their bytes are made only where needed
         if name in missing:
             write_bytes(folder / SIDECAR / name, content)
+    _note_other_draft(folder, plan)
     _write_if_other(folder / MANIFEST_NAME, manifest_bytes(plan.manifest))
+
+
+def _note_other_draft(folder: Path, plan: Plan) -> None:
+    """Log that a native cache gets another draft vocabulary than its manifest has."""
+    with suppress(FileNotFoundError, CacheError):
+        before, now = (each["selected_token_ids"] for each in (read_manifest(folder), plan.manifest))
+        if before != now:
+            what = f"another draft vocabulary, of {len(now):,} tokens in place of {len(before):,}"
+            logger.info("%s: %s; manifest.json and meta.json are written again", folder, what)
 
 
 def _write_if_other(path: Path, content: bytes) -> None:
@@ -146,9 +192,8 @@ class _Totals:
     """Adds up what the workers report, for the progress callback."""
 
     def __init__(self, progress: Progress | None, plan: Plan, samples: Samples, left: list[int]) -> None:
-        size, self._total = plan.manifest["shard_size"], len(samples.ids)
-        lengths = samples.lengths
-        to_do = sum(int(lengths[shard * size : (shard + 1) * size].sum()) for shard in left)
+        starts, firsts, self._total = samples.starts, plan.firsts, len(samples.ids)
+        to_do = sum(int(starts[firsts[shard + 1]] - starts[firsts[shard]]) for shard in left)
         self._progress, self._done, self._bytes = progress, self._total - to_do, 0
         self.add(0, 0)
 

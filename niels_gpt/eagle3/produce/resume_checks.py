@@ -25,7 +25,7 @@ from niels_gpt.eagle3.format.layout import (
     shard_path,
 )
 from niels_gpt.eagle3.format.manifest import existing_shard_indices, manifest_path, read_manifest
-from niels_gpt.eagle3.format.plan import CONVERTED, PLAN_NAME, Plan, differing_fields, open_plan, read_record
+from niels_gpt.eagle3.format.plan import CONVERTED, FREE, PLAN_NAME, Plan, differing_fields, open_plan, read_record
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
@@ -34,8 +34,8 @@ from niels_gpt.storage.meta_json import meta_bytes, parse_object, shortened
 logger = logging.getLogger(__name__)
 
 _LEFTOVER = re.compile(
-    r"\.(shard-[0-9]{6}\.(safetensors|json)|(manifest|meta|plan|embeddings)\.json|target_embeddings\.safetensors"
-    r"|samples\.safetensors|ids\.txt|batches\.jsonl)\.[0-9a-f]{8}\.tmp"
+    r"\.(shard-[0-9]{6}\.(safetensors|json)|(manifest|meta|plan|embeddings|weights)\.json"
+    r"|target_(embeddings|weights)\.safetensors|samples\.safetensors|ids\.txt|batches\.jsonl)\.[0-9a-f]{8}\.tmp"
 )
 _FRESH = "Name a fresh folder, or remove this one"
 _MOST_VALUES = 6
@@ -86,8 +86,9 @@ def refuse_other_plan(folder: Path, manifest: Mapping[str, Any], parts: Mapping[
         recorded = open_plan(folder)
     except (FileNotFoundError, CacheError):
         return
-    now = replace(recorded, manifest={**manifest, "num_samples": recorded.manifest["num_samples"]}, **parts)
-    if differing_fields(recorded.record, now.record) or differing_fields(read_manifest(folder), now.manifest):
+    sizes = {name: recorded.manifest[name] for name in ("num_samples", "num_shards") if name in recorded.manifest}
+    now = replace(recorded, manifest=dict(manifest) | sizes, **parts)
+    if differing_fields(recorded.record, now.record) or _differing_manifest(read_manifest(folder), now):
         finished_shards(folder, now, resume=True)
 
 
@@ -122,10 +123,18 @@ def _is_of_plan(cache_dir: PathLike, plan: Plan, shards: set[int]) -> bool:
                 return False
             _refuse_without_plan(cache_dir, plan, made_by, damage)
     manifest = read_manifest(cache_dir) if has_manifest else plan.manifest
-    in_manifest = differing_fields(manifest, plan.manifest, "manifest.")
+    in_manifest = _differing_manifest(manifest, plan)
     if in_plan or in_manifest:
         _refuse_other(cache_dir, plan, record or {}, manifest, in_plan, in_manifest)
     return True
+
+
+def _differing_manifest(manifest: Mapping[str, Any], plan: Plan) -> list[str]:
+    """Return the fields in which a folder's manifest differs from a plan's, but those that decide no shard's bytes."""
+    names = differing_fields(manifest, plan.manifest, "manifest.")
+    if plan.is_native and manifest.get("format_version") == plan.manifest["format_version"]:
+        names = [name for name in names if name.split(".")[1] not in FREE]
+    return names
 
 
 def _read_record(cache_dir: PathLike) -> tuple[dict[str, Any] | None, str]:
@@ -288,8 +297,7 @@ def is_finished(cache_dir: PathLike, plan: Plan, shard: int) -> bool:
         return False
     if receipt is None or raw != canonical_json(receipt) or receipt["facts"].get("plan") != plan.sha256:
         return False
-    expected = plan.layout.shard_bytes(plan.rows_of(shard))
-    return bool(receipt["samples"] == plan.rows_of(shard) and receipt["bytes"] == expected == size)
+    return bool(receipt["samples"] == plan.rows_of(shard) and receipt["bytes"] == plan.bytes_of(shard) == size)
 
 
 def finished_meta(cache_dir: PathLike, plan: Plan | None = None) -> dict[str, Any] | None:

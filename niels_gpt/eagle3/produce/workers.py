@@ -23,9 +23,13 @@ import torch
 
 from niels_gpt.eagle3.format.embeddings import write_embeddings
 from niels_gpt.eagle3.format.layout import SIDECAR
+from niels_gpt.eagle3.format.native.weights import write_weights
 from niels_gpt.eagle3.format.plan import Plan
 from niels_gpt.eagle3.format.samples import Samples
-from niels_gpt.eagle3.produce.forward import PlannedForward, Written, make_shards, try_target
+from niels_gpt.eagle3.produce.forward import PlannedForward
+from niels_gpt.eagle3.produce.native_forward import NativeForward
+from niels_gpt.eagle3.produce.shards import Written, make_shards
+from niels_gpt.eagle3.produce.trial import Found, try_target
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +45,8 @@ class Job:
     cache_dir: str
     plan: Plan
     load: Load
-    embeddings: bool
-    """Whether this worker writes the target's embeddings."""
+    weights: bool
+    """Whether this worker writes the target's embeddings, and in the native form its head."""
 
 
 def run_here(job: Job, samples: Samples, shards: Sequence[int], written: Written) -> None:
@@ -51,19 +55,21 @@ def run_here(job: Job, samples: Samples, shards: Sequence[int], written: Written
         _run(job, samples, iter(shards), written, _device(job.plan, 0))
 
 
-def load_and_try(plan: Plan, samples: Samples, load: Load) -> Load:
-    """Load a target in this process, run it over a few tokens, and return a function that returns it.
+def load_and_try(plan: Plan, samples: Samples, load: Load) -> tuple[Load, Found]:
+    """Load a target in this process and run it over a few tokens.
+
+    Returns a function that returns it, and what `try_target` found.
 
     Raises: what `load` raises; ValueError where the target does not run, or its sizes are not the plan's.
     """
     device = _device(plan, 0)
     with torch_threads(plan.run["threads"]):
         model = load(device)
-        try_target(plan, samples, model, device)
-    return lambda _: model
+        found = try_target(plan, samples, model, device)
+    return lambda _: model, found
 
 
-def try_in_subprocess(plan: Plan, samples: Samples, load: Load, *, start: str) -> None:
+def try_in_subprocess(plan: Plan, samples: Samples, load: Load, *, start: str) -> Found:
     """Do the same in a process that then ends, as the workers need the memory. Raises: as `load_and_try`; RuntimeError.
 
     start: how the process is started, spawn or fork.
@@ -75,7 +81,7 @@ def try_in_subprocess(plan: Plan, samples: Samples, load: Load, *, start: str) -
         process.start()
     theirs.close()
     try:
-        error = ours.recv()
+        error, found = ours.recv()
     except (EOFError, OSError):
         raise _death_of(process) from None
     finally:
@@ -83,15 +89,15 @@ def try_in_subprocess(plan: Plan, samples: Samples, load: Load, *, start: str) -
         process.join()
     if error is not None:
         raise error
+    return found  # type: ignore[no-any-return]
 
 
 def _try_for_parent(plan: Plan, samples: Samples, load: Load, parent: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        load_and_try(plan, samples, load)
-        parent.send(None)
+        parent.send((None, load_and_try(plan, samples, load)[1]))
     except BaseException as error:
-        parent.send(_sendable(error))
+        parent.send((_sendable(error), None))
 
 
 def run_workers(job: Job, shards: Sequence[int], workers: int, written: Written, *, start: str) -> None:
@@ -105,7 +111,7 @@ def run_workers(job: Job, shards: Sequence[int], workers: int, written: Written,
     try:
         for number in range(workers):
             ours, theirs = context.Pipe()
-            arguments = (Job(job.cache_dir, job.plan, job.load, job.embeddings and not number), number, theirs)
+            arguments = (Job(job.cache_dir, job.plan, job.load, job.weights and not number), number, theirs)
             process = context.Process(target=_work, args=arguments, daemon=True)  # type: ignore[attr-defined]
             with _sigint_blocked():
                 process.start()
@@ -203,9 +209,13 @@ def _sendable(error: BaseException) -> BaseException:
 
 def _run(job: Job, samples: Samples, shards: Iterator[int], written: Written, device: torch.device) -> None:
     model = job.load(device)
-    if job.embeddings:
+    native = NativeForward(job.plan, samples, model, device) if job.plan.is_native else None
+    if job.weights and native is not None:
+        write_weights(job.cache_dir, native.head.weights())
+    elif job.weights:
         write_embeddings(job.cache_dir, model.get_input_embeddings().weight)
-    make_shards(job.cache_dir, job.plan, PlannedForward(job.plan, samples, model, device), shards, written)
+    forward = native or PlannedForward(job.plan, samples, model, device)
+    make_shards(job.cache_dir, job.plan, forward, shards, written)
 
 
 def _device(plan: Plan, number: int) -> torch.device:

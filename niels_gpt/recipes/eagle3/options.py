@@ -20,16 +20,33 @@ _WHAT, _FORM, _HOW = GROUPS
 _SETTINGS = {each.name: each for each in fields(Settings)}
 
 
-def _option(default: Any, group: str, text: str, *, least: int | None = None, setting: str = "", **flag: Any) -> Any:
-    """Return a dataclass field. flag: further keywords of add_argument; `choices` limits the option's value too."""
-    metadata = {"group": group, "help": text, "least": least, "setting": setting, "flag": flag}
+_NATIVE, _DENSE = ("native",), ("1", "2")
+"""Forms of a cache."""
+
+
+def _option(
+    default: Any,
+    group: str,
+    text: str,
+    *,
+    least: int | None = None,
+    setting: str = "",
+    forms: tuple[str, ...] = (),
+    **flag: Any,
+) -> Any:
+    """Return a dataclass field.
+
+    forms: the only ones that the option applies to; () for all. flag: further keywords of add_argument; `choices`
+    limits the option's value too.
+    """
+    metadata = {"group": group, "help": text, "least": least, "setting": setting, "forms": forms, "flag": flag}
     return field(default=default, metadata=metadata)
 
 
-def _of_setting(name: str, group: str, **flag: Any) -> Any:
+def _of_setting(name: str, group: str, *, forms: tuple[str, ...] = (), **flag: Any) -> Any:
     setting = _SETTINGS[name]
     text, least = setting.metadata["help"], setting.metadata["least"]
-    return _option(setting.default, group, text, least=least, setting=name, **flag)
+    return _option(setting.default, group, text, least=least, setting=name, forms=forms, **flag)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,19 +98,32 @@ class Options:
     draft_vocab_from: str | None = _option(
         None, _FORM, "take them from a token mapping or a cache (default: most frequent)", metavar="PATH"
     )
-    target_probs_topk: int = _of_setting("eagle3_topk", _FORM)
-    shard_size: int = _of_setting("eagle3_shard_size", _FORM)
-    dtype: str = _of_setting("eagle3_dtype", _FORM, choices=("bf16", "fp16", "fp32"))
-    format_version: int | None = _option(
-        None, _FORM, "of the manifest (default: 1; 2 with --target-probs-topk)", choices=(1, 2), type=int
-    )
-    aux_layer_ids: tuple[int, ...] | None = _option(
+    format: str | None = _option(
         None,
         _FORM,
-        "blocks to capture, counted from 0 (default: 1, n/2-1, n-4)",
-        type=int,
-        nargs=3,
-        metavar="ID",
+        "native: ragged, hidden states in place of probabilities; 1 and 2: padded, with probabilities, as other tools "
+        "read them (default: 1; 2 with --target-probs-topk)",
+        choices=("1", "2", "native"),
+    )
+    target_probs_topk: int = _of_setting("eagle3_topk", _FORM, forms=_DENSE)
+    shard_size: int = _of_setting("eagle3_shard_size", _FORM, forms=_DENSE)
+    shard_bytes: int | None = _option(
+        None, _FORM, "bytes of a native shard, at most (default: 1073741824)", least=1, forms=_NATIVE
+    )
+    dtype: str = _of_setting("eagle3_dtype", _FORM, choices=("bf16", "fp16", "fp32"))
+    aux_dtype: str | None = _option(
+        None,
+        _FORM,
+        "dtype of a native cache's captured layers; fp8 has a scale for each token and layer (default: as --dtype)",
+        choices=("bf16", "fp8"),
+        forms=_NATIVE,
+    )
+    aux_layers: str = _option(
+        "eagle3",
+        _FORM,
+        "blocks to capture: eagle3 (1, n/2-1 and n-4 of n), dflash:N, or ids from 0 such as 1,15,28; --format 1 and 2 "
+        "have three",
+        metavar="LAYERS",
     )
 
     batch_size: int = _of_setting("eagle3_batch_size", _HOW)
@@ -124,6 +154,9 @@ class Options:
         "how the target computes attention; eager is slower, for a target that cannot run sdpa",
         choices=("sdpa", "eager"),
     )
+    part: str | None = _option(
+        None, _HOW, "make every Nth shard, from the i-th on, for `eagle3 join` to put together", metavar="i/N"
+    )
     resume: bool = _option(False, _HOW, "continue the cache in DIR if its plan is the same (default: refuse)")
 
     def __post_init__(self) -> None:
@@ -135,21 +168,49 @@ class Options:
                 raise ValueError(f"{flag_name(each.name)} is {value}, expected {least} or more")
             if value is not None and choices and value not in choices:
                 raise ValueError(f"{flag_name(each.name)} is {value!r}, expected one of {', '.join(map(str, choices))}")
-        if self.format_version == 1 and self.target_probs_topk:
-            raise ValueError(
-                f"--format-version 1 stores every probability, and --target-probs-topk is {self.target_probs_topk}: "
-                "leave one of them out"
-            )
+        self._check_form()
+        _ = self.part_numbers
         if self.revision is not None and is_local(self.target_model):
             raise ValueError(
                 f"--revision {self.revision}: {self.target_model} is a folder, which has no revisions. Leave it out, "
                 "or name a model of the hub by its id"
             )
 
+    @property
+    def form(self) -> str:
+        """The form of the cache, where none is named, too; "1" may become "2", as prepare.py decides."""
+        return self.format or "1"
+
+    @property
+    def part_numbers(self) -> tuple[int, int] | None:
+        """What --part says: (i, N), 1 <= i <= N. Raises: ValueError for another text."""
+        if self.part is None:
+            return None
+        number, slash, parts = self.part.partition("/")
+        if slash and number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts):
+            return int(number), int(parts)
+        raise ValueError(f"--part is {self.part!r}, expected i/N with 1 <= i <= N, such as 1/4")
+
+    def _check_form(self) -> None:
+        """Raise ValueError, naming the flag, for an option that does not apply to the form."""
+        for each in fields(self):
+            forms = each.metadata["forms"]
+            if forms and self.form not in forms and getattr(self, each.name) != each.default:
+                raise ValueError(
+                    f"{flag_name(each.name)} is {getattr(self, each.name)}, and it applies to --format "
+                    f"{' and '.join(forms)} only, not to {self.form}: leave it out"
+                )
+        if self.format == "1" and self.target_probs_topk:
+            raise ValueError(
+                f"--format 1 stores every probability, and --target-probs-topk is {self.target_probs_topk}: "
+                "leave one of them out"
+            )
+
     @classmethod
     def from_settings(cls, settings: Settings, **given: Any) -> Options:
         """Return the options that the settings eagle3_* state; `given` fills those left at None or 0.
 
+        A setting that is left at its default is no reason to refuse a form that it does not apply to.
         Raises: ValueError as the constructor.
         """
         names = {each.name: each.metadata["setting"] for each in fields(cls) if each.metadata["setting"]}

@@ -49,7 +49,7 @@ class Resolved:
     source: dict[str, Any]
     """The facts of the input."""
     run: dict[str, Any]
-    """How the target is run: the fields of `plan.Run`."""
+    """How the target is run: the fields of `run.Run`."""
     aux_layer_ids: list[int]
     draft_vocab: list[int] | None
     """The target's ids that the draft knows; None: the most frequent ones, counted once the input is tokenized."""
@@ -102,7 +102,7 @@ def resolve(options: Options, settings: Settings, *, plan_from: Path | None = No
     from niels_gpt.chat.tokenizers import open_tokenizer
     from niels_gpt.eagle3.produce.estimate import refuse_unusable
     from niels_gpt.eagle3.produce.resume_checks import recorded_plan, refuse_existing
-    from niels_gpt.eagle3.target import checked_aux_layer_ids, target_facts
+    from niels_gpt.eagle3.target import checked_aux_layer_ids, parse_aux_layers, target_facts
     from niels_gpt.recipes.eagle3.input import input_facts
 
     if options.output_dir is not None:
@@ -119,9 +119,11 @@ def resolve(options: Options, settings: Settings, *, plan_from: Path | None = No
             ),
         )
     try:
-        layers = checked_aux_layer_ids(options.aux_layer_ids, target.num_layers)
+        layers = parse_aux_layers(options.aux_layers, target.num_layers)
+        if options.form != "native":
+            checked_aux_layer_ids(layers, target.num_layers)
     except ValueError as error:
-        raise ValueError(f"--aux-layer-ids: {error}") from error
+        raise ValueError(f"--aux-layers {options.aux_layers}: {error}") from error
     tokenizer = open_tokenizer(options.target_model, revision=target.revision, chat_template=options.chat_template)
     facts = input_facts(settings, options.input_data, recorded=recorded.get("source"))
     resolved = Resolved(
@@ -161,11 +163,11 @@ def _resumed(resolved: Resolved, recorded: dict[str, Any]) -> Resolved:
 
 
 def run_facts(options: Options, recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return how the target is run: the fields of plan.Run. `recorded` supplies unset options.
+    """Return how the target is run: the fields of run.Run. `recorded` supplies unset options.
 
     Raises: ValueError where cuda is asked for and cannot be used.
     """
-    from niels_gpt.eagle3.format.plan import Run
+    from niels_gpt.eagle3.format.run import Run
 
     device, threads = options.device or recorded.get("device"), options.threads or recorded.get("threads")
     run = Run.here(device, attention=options.attention, threads=threads or usable_cores())
@@ -212,34 +214,45 @@ def _frequent_vocab(resolved: Resolved, samples: Samples) -> list[int]:
 
 
 def manifest_of(resolved: Resolved, selected: list[int]) -> dict[str, Any]:
-    """Return manifest.json's keys except num_samples: those of its version, as the published contract defines them.
+    """Return manifest.json's keys, except those that `make_plan` and the target add.
 
+    Versions 1 and 2 have those of their published contract, and no others.
     selected: the target's id of each token of the draft.
     """
-    from niels_gpt.eagle3.format.manifest import is_compressed
+    from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, is_compressed
+    from niels_gpt.eagle3.format.native.layout import DEFAULT_SHARD_BYTES
 
     options, target = resolved.options, resolved.target
-    compressed = is_compressed(options.target_probs_topk, len(selected))
-    version_1 = {
-        "format_version": options.format_version or (2 if compressed else 1),
+    common = {
         "target_model": options.target_name or options.target_model,
         "target_vocab_size": target.vocab_size,
         "draft_vocab_size": len(selected),
         "seq_length": options.seq_length,
         "dtype": options.dtype,
-        "shard_size": options.shard_size,
-        "aux_hidden_dim": target.hidden_size * len(resolved.aux_layer_ids),
         "aux_layer_ids": resolved.aux_layer_ids,
         "selected_token_ids": selected,
     }
-    if version_1["format_version"] == 1:
-        return version_1
+    source = {"input_data": resolved.source["input_data"], "split": None, "shuffle_seed": 0}
+    if options.form == "native":
+        return {
+            "format_version": NATIVE_VERSION,
+            **common,
+            "hidden_size": target.hidden_size,
+            "aux_dtype": options.aux_dtype or options.dtype,
+            "shard_bytes": options.shard_bytes or DEFAULT_SHARD_BYTES,
+            **source,
+        }
+    compressed = is_compressed(options.target_probs_topk, len(selected))
+    version = 2 if options.format == "2" or (options.format is None and compressed) else 1
+    sizes = {"shard_size": options.shard_size, "aux_hidden_dim": target.hidden_size * len(resolved.aux_layer_ids)}
+    if version == 1:
+        return {"format_version": 1, **common, **sizes}
     return {
-        **version_1,
+        "format_version": 2,
+        **common,
+        **sizes,
         "target_probs_topk": options.target_probs_topk,
-        "input_data": resolved.source["input_data"],
-        "split": None,
-        "shuffle_seed": 0,
+        **source,
         "mask_reasoning_content": False,
         "mask_generation_prompt": True,  # the role header carries no loss
     }
@@ -314,7 +327,14 @@ def carry_out(
         attention=options.attention,
     )
     return produce(
-        folder, prepared.plan, prepared.samples, load, workers=options.workers, resume=resume, progress=progress
+        folder,
+        prepared.plan,
+        prepared.samples,
+        load,
+        workers=options.workers,
+        resume=resume,
+        part=options.part_numbers,
+        progress=progress,
     )
 
 

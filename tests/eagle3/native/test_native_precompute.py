@@ -1,0 +1,211 @@
+"""precompute --format native: a sample's rows are what the target says of it alone, whatever made them."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import eagle3_runs as small
+from support.causal_models import tiny_model
+from support.eagle3_runs import FP8, NATIVE, never, run, samples_of, whole_tree
+
+from niels_gpt.eagle3.cache import CachedEagle3Dataset
+from niels_gpt.eagle3.format.native.shard_reader import NativeShards
+from niels_gpt.eagle3.format.native.weights import read_weights
+from niels_gpt.eagle3.head import TargetHead
+from niels_gpt.eagle3.produce.supervision import NonFiniteError
+from niels_gpt.storage.errors import CacheError
+
+Run = Callable[..., tuple[int, str, str]]
+CPU = torch.device("cpu")
+DRAFT = small.manifest()["selected_token_ids"]
+
+
+def needed(mask: list[int]) -> list[int]:
+    """Return the positions of the target rows."""
+    return [t for t in range(1, len(mask)) if mask[t] or mask[t - 1]]
+
+
+def said_of(ids: list[int], layers: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what the target says of one sample alone: blocks' outputs [L, K, H], the last one's [L, H], logits."""
+    model, seen = small.load(CPU), []
+    hooks = [block.register_forward_hook(lambda *of: seen.append(of[2])) for block in model.model.layers]
+    with torch.no_grad():
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0]
+    for hook in hooks:
+        hook.remove()
+    hidden = [each[0] if isinstance(each, tuple) else each for each in seen]
+    return torch.stack([hidden[layer][0] for layer in layers], 1), hidden[-1][0], logits
+
+
+@pytest.mark.parametrize("form", [NATIVE, FP8], ids=["bf16", "fp8"])
+def test_a_sample_has_what_the_target_says_of_it(tmp_path: Path, form: dict[str, Any]) -> None:
+    meta = run(tmp_path / "c", given=small.plan(samples_of(), **form)).meta
+    shards, rows, layers = NativeShards(tmp_path / "c"), small.rows(), form.get("aux_layer_ids", [1, 3, 4])
+    rough, sums = {"rtol": 2**-8, "atol": 1e-6}, {"aux_rows": 0, "target_rows": 0, "positions": 0}
+    for number, row in enumerate(rows):
+        found, (aux, last, logits) = shards.sample(number), said_of(list(row.input_ids), layers)
+        at = needed(list(row.loss_mask))
+        end = max(at, default=0)
+        assert found.input_ids.tolist() == row.input_ids and found.loss_mask.tolist() == [*map(bool, row.loss_mask)]
+        states = found.aux_hidden_states.float()
+        if found.aux_scales is not None:  # off by a sixteenth of a number, or by 2**-18 of the row's largest
+            states = states * found.aux_scales[..., None]
+            largest = aux[:end].abs().amax(-1, keepdim=True)
+            assert bool(((states - aux[:end]).abs() <= aux[:end].abs() / 15 + largest * 2**-17).all())
+        else:
+            torch.testing.assert_close(states, aux[:end], **rough)
+        exact = {"rtol": 1e-4, "atol": 1e-5} if found.last_hidden_states.dtype == torch.float32 else rough
+        torch.testing.assert_close(found.last_hidden_states.float(), last[at], **exact)
+        torch.testing.assert_close(found.log_normalizers, logits[at].logsumexp(-1), rtol=1e-5, atol=1e-5)
+        assert found.argmax_ids.tolist() == logits[at].argmax(-1).tolist()
+        sums["aux_rows"], sums["target_rows"] = sums["aux_rows"] + end, sums["target_rows"] + len(at)
+        sums["positions"] += sum(int(logits[t].argmax()) in DRAFT for t in at if row.loss_mask[t])
+    assert {name: meta["totals"][name] for name in sums} == sums and sums["positions"] > 0
+    assert meta["totals"]["supervised_tokens"] == sum(sum(row.loss_mask[1:]) for row in rows)
+    receipt = json.loads((tmp_path / "c" / "sidecar" / "shard-000000.json").read_bytes())
+    assert sorted(receipt["facts"]) == ["aux_rows", "plan", "supervised", "target_rows", "tokens"]
+
+
+def test_its_shards_are_safetensors_files_and_its_ids_and_masks_those_of_version_1(tmp_path: Path) -> None:
+    for name, form in (("native", NATIVE), ("dense", {})):
+        run(tmp_path / name, given=small.plan(samples_of(), **form))
+    for path in (tmp_path / "native").glob("shard-*"):
+        save_file(load_file(path), tmp_path / "again")
+        assert (tmp_path / "again").read_bytes() == path.read_bytes() and path.stat().st_size <= NATIVE["shard_bytes"]
+    shards, dense = NativeShards(tmp_path / "native"), CachedEagle3Dataset(tmp_path / "dense")
+    for number in range(10):
+        found, item = shards.sample(number), dense[number]
+        length = len(found.input_ids)
+        assert item["input_ids"][: length - 1].tolist() == found.input_ids[1:].tolist()
+        supervised = [t for t in range(1, length) if found.loss_mask[t]]
+        assert [p + 1 for p in item["loss_mask"].nonzero().squeeze(-1).tolist()] == supervised
+        argmax = dict(zip(found.positions.tolist(), found.argmax_ids.tolist(), strict=True))
+        known = [t for t in supervised if argmax[t] in DRAFT]
+        assert [p + 1 for p in item["position_mask"][:, 0].nonzero().squeeze(-1).tolist()] == known
+
+
+@pytest.mark.parametrize("form", [NATIVE, FP8], ids=["bf16", "fp8"])
+def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, form: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    samples = samples_of(22)
+    given = small.plan(samples, **form)
+    run(tmp_path / "one", samples=samples, given=given)
+    run(tmp_path / "three", samples=samples, given=given, workers=3, start="fork")
+    assert whole_tree(tmp_path / "one") == whole_tree(tmp_path / "three") and given.num_shards > 3
+
+
+def of_kind(device: torch.device, *, kind: str, changes: tuple[tuple[str, Any], ...]) -> Any:
+    """Return a target of another architecture, as `load` does."""
+    return tiny_model(kind, "eager", vocab_size=small.VOCAB, **dict(changes)).to(device)
+
+
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "tied": ("llama", {"tie_word_embeddings": True}, {"norm": "rms", "tied": True}),
+    "softcap": ("gemma2", {"final_logit_softcapping": 3.0}, {"norm": "gemma_rms", "softcap": 3.0, "tied": True}),
+    "layer_norm": ("gpt2", {}, {"norm": "layer", "tied": True}),
+    "scale": ("cohere", {"logit_scale": 0.25}, {"norm": "layer", "logit_scale": 0.25}),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_targets_with_other_heads_have_theirs_in_the_manifest(tmp_path: Path, name: str) -> None:
+    kind, changes, facts = KINDS[name]
+    samples, load = samples_of(4), partial(of_kind, kind=kind, changes=tuple(changes.items()))
+    form = {**NATIVE, "hidden_size": 32, "aux_layer_ids": [1, 0], "dtype": "fp32"}
+    given = small.plan(samples, **form, target={"hidden_size": 32})
+    run(tmp_path / "c", samples=samples, given=given, load=load)
+    shards, head, model = NativeShards(tmp_path / "c"), TargetHead.of_cache(tmp_path / "c"), load(CPU)
+    assert facts.items() <= shards.manifest["head"].items()
+    assert shards.manifest["conventions"]["last_hidden"] == "pre_norm"
+    assert ("lm_head" in read_weights(tmp_path / "c")) is not shards.manifest["head"]["tied"]
+    for number in range(4):
+        found = shards.sample(number)
+        with torch.no_grad():
+            logits = model(torch.from_numpy(found.input_ids.astype("int64"))[None], use_cache=False).logits[0]
+        torch.testing.assert_close(head.logits(found.last_hidden_states), logits[found.positions], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.log_normalizers, logits[found.positions].logsumexp(-1), rtol=1e-5, atol=1e-4)
+
+
+# --- what is not finite, and another draft vocabulary -----------------------------------------------------------------
+
+
+def spoiled(device: torch.device, *, block: int, value: float) -> Any:
+    """Return a target that gives a value of its own in one block, at token 7 only."""
+    model = tiny_model("llama", num_hidden_layers=8, vocab_size=small.VOCAB, hidden_size=16)
+    ids: list[torch.Tensor] = []
+    model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: ids.append(inputs[0]))
+
+    def spoil(_module: Any, _inputs: Any, output: Any) -> Any:
+        states = output[0] if isinstance(output, tuple) else output
+        states[..., 3] = torch.where(ids[-1] == 7, value, states[..., 3])
+        return output
+
+    model.model.layers[block].register_forward_hook(spoil)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("form", "block", "value", "said"),
+    [
+        ({}, 4, float("nan"), "sample 'b', position 1, block 4: nan, expected a finite number; 1 such"),
+        ({"dtype": "fp16", "aux_dtype": "fp16"}, 4, 1e5, "position 1, block 4: 100000.0, .* into torch.float16; 1"),
+        ({"dtype": "fp16"}, 7, 1e5, "sample 'a', position 3, last hidden state: 100000.0, .* fits into torch.float16"),
+        ({"aux_dtype": "fp8"}, 4, float("inf"), "sample 'b', position 1, block 4: inf, expected a finite number; "),
+    ],
+)
+def test_what_is_not_finite_is_refused_with_sample_and_layer(
+    tmp_path: Path, form: dict[str, Any], block: int, value: float, said: str
+) -> None:
+    rows = [small.Row("a", [1, 2, 3, 7], [0, 1, 1, 0]), small.Row("b", [8, 7, 9], [1, 1, 1])]
+    samples = small.Samples.of_rows(rows)  # of a, position 3 has no auxiliary row
+    given = small.plan(samples, **{**NATIVE, **form})
+    with pytest.raises(NonFiniteError, match=said):
+        run(tmp_path / "c", samples=samples, given=given, load=partial(spoiled, block=block, value=value))
+    assert not list((tmp_path / "c").glob("*shard-*"))
+
+
+def test_another_draft_vocabulary_writes_the_manifest_and_meta_json_alone(tmp_path: Path) -> None:
+    samples = samples_of()
+    run(tmp_path / "c", given=small.plan(samples, **NATIVE))
+    before = whole_tree(tmp_path / "c")
+    other = small.plan(samples, **NATIVE, selected_token_ids=[*range(40)], draft_vocab_size=40)
+    made = run(tmp_path / "c", given=other, resume=True, load=never)
+    after = whole_tree(tmp_path / "c")
+    assert (made.shards, made.is_described) == (0, True)
+    assert {name for name in after if after[name] != before[name]} == {"manifest.json", "meta.json"}
+    assert made.meta["totals"]["positions"] == made.meta["totals"]["supervised_tokens"]
+    assert run(tmp_path / "c", given=other, resume=True, load=never).is_described is False
+    run(tmp_path / "d", given=other)
+    assert whole_tree(tmp_path / "d") == after
+    (tmp_path / "c" / "shard-000001.safetensors").unlink()  # an unfinished one is continued, too
+    run(tmp_path / "c", given=small.plan(samples, **NATIVE), resume=True)
+    assert whole_tree(tmp_path / "c") == before
+    with pytest.raises(CacheError, match=r"\['manifest.aux_dtype'\]"):
+        run(tmp_path / "c", given=small.plan(samples, **{**NATIVE, "aux_dtype": "fp16"}), resume=True, load=never)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_makes_one_and_says_what_it_takes(
+    tmp_path: Path, native_run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "niels_gpt")
+    status, out, _ = native_run("--dry-run")
+    assert status == 0 and "native form, bf16 of the blocks 1, 3, 4, bf16 of the last one, draft vocabulary " in out
+    status, out, errors = native_run("--shard-bytes", "20000")
+    assert (status, errors) == (0, ""), errors
+    meta = json.loads((tmp_path / "c" / "meta.json").read_bytes())
+    shown = f"{sum(meta['token_bytes'].values()):,.0f} bytes a token (aux_hidden_states "
+    assert out.count(shown) == 2 and f"{meta['totals']['target_rows']:,} target rows" in out
+    assert meta["totals"]["shards"] > 1 and meta["draft_mass"] is None
+    status, out, _ = native_run("--shard-bytes", "20000", "--resume", "--draft-vocab-size", "64")
+    assert status == 0 and "all shards were there, meta.json was written" in out
+    assert "another draft vocabulary, of 64 tokens in place of " in caplog.text
+    status, out, _ = native_run("--output-dir", str(tmp_path / "d"), "--aux-layers", "dflash:2", "--aux-dtype", "fp8")
+    assert status == 0 and "fp8 of the blocks 1, 5" in out
