@@ -4,7 +4,8 @@
     verify.py       runs the checks, reading each file and row once; which function makes which check
     report.py       the functions of one check, and what they found
     file_checks.py  `complete` and `checksums`: which files must exist, and in which form
-    recompute.py    `recomputed`: runs samples through the target again; the tolerance in another environment
+    recompute.py    `recomputed`: runs samples through the target again
+    compare.py      how its numbers are compared; the tolerance in another environment, and without a plan
     opening.py      opens a cache of any form
     open_cache.py   what all forms share: plan, samples, receipts; errors that say how to repair a cache
     show.py         `inspect`: what a cache was made from, and the slots of one sample

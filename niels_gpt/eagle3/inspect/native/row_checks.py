@@ -49,7 +49,7 @@ def not_finite(row: NativeRow) -> Iterator[CacheError]:
                 continue
             at, column = wrong.nonzero()[0].tolist()
             value = float(part[at, column])
-            first = first or f"{_layer(row, name, column)} is {value} at token {positions[start + at]}"
+            first = first or f"{part_name(row, name, column)} is {value} at token {positions[start + at]}"
             wrong_rows += int(wrong.any(dim=-1).sum())
         if wrong_rows:
             yield row.problem(f"{first} (so at {tokens(wrong_rows)})", "finite numbers")
@@ -128,7 +128,7 @@ def tokens(count: int) -> str:
     return f"{count:,} token{'' if count == 1 else 's'}"
 
 
-def _layer(row: NativeRow, name: str, column: int) -> str:
+def part_name(row: NativeRow, name: str, column: int) -> str:
     """Return what a column of a tensor is called in messages."""
     if not name.startswith("aux_"):
         return name

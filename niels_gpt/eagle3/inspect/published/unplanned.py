@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from niels_gpt.eagle3.format.manifest import number_in
+from niels_gpt.eagle3.inspect.compare import WRONG, WRONG_SHARE, differing, vector_length
 from niels_gpt.eagle3.inspect.open_cache import NotChecked, slots
 from niels_gpt.eagle3.inspect.published.opened import AUX, PROBS, PublishedCache, Row, comparable_probs
 from niels_gpt.eagle3.produce.supervision import cache_fields
@@ -22,10 +23,6 @@ from niels_gpt.eagle3.target import PART_VALUES, HFEagle3TargetModel
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
 
-MEDIAN, WRONG, WRONG_SHARE = 0.05, 0.2, 0.02
-"""A field is another one if the median of its slots' differences is above MEDIAN, or if more than WRONG_SHARE of the
-slots differ by more than WRONG. The difference of two vectors is divided by their length; that of two distributions is
-half the sum over the tokens. Arithmetic in bf16 moves a slot by some hundredths, the next layer by several tenths."""
 _FREQUENT = 64  # tokens of the drawn samples that are tried first
 _TRIED = 4  # candidates for a sample's first token with which all of it is run
 _READ_SAMPLES = 200  # whose masks are read
@@ -91,7 +88,9 @@ class _Again:
             tokens = candidates[begin : begin + at_once]
             states = self._run(torch.tensor(tokens)[:, None]).aux_hidden_states[:, 0].float().cpu()
             for row, wanted in enumerate(stored):
-                apart = (_length(self._by_layer(states - wanted)) / _length(self._by_layer(wanted))).amax(-1)
+                apart = (vector_length(self._by_layer(states - wanted)) / vector_length(self._by_layer(wanted))).amax(
+                    -1
+                )
                 fits = (apart <= WRONG).nonzero()[:, 0].tolist()
                 found[row] = sorted([*found[row], *((float(apart[at]), tokens[at]) for at in fits)])[:_TRIED]
             if all(found):
@@ -111,12 +110,12 @@ class _Again:
         again = {name: tensor[0] for name, tensor in fields.items()}
         stored = {name: tensor[:length] for name, tensor in row.fields.items()}
         kept, computed = (self._by_layer(each[AUX].float()) for each in (stored, again))
-        apart = _length(kept - computed) / _length(computed)
+        apart = vector_length(kept - computed) / vector_length(computed)
         for place, layer in enumerate(self._cache.aux_layer_ids):
-            yield from _differing(row, f"{AUX} of block {layer}", apart[:, place])
+            yield from differing(row, f"{AUX} of block {layer}", apart[:, place])
         inner = slice(0, length - 1)  # what a last token predicts depends on how the tool padded
         one, other = (comparable_probs(each, vocab_size)[inner] for each in (stored, again))
-        yield from _differing(row, PROBS, (one - other).abs().sum(-1) / 2)
+        yield from differing(row, PROBS, (one - other).abs().sum(-1) / 2)
         wrong = int((stored["position_mask"] != again["position_mask"])[inner].sum())
         allowed = 1 + int(WRONG_SHARE * int(stored["loss_mask"].sum()))
         if wrong > allowed:
@@ -138,25 +137,6 @@ class _Again:
 
     def _by_layer(self, states: Tensor) -> Tensor:
         return states.view(*states.shape[:-1], len(self._cache.aux_layer_ids), -1)
-
-
-def _length(vectors: Tensor) -> Tensor:
-    return vectors.square().sum(dim=-1).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
-
-
-def _differing(row: Row, name: str, apart: Tensor) -> Iterator[CacheError]:
-    """Yield that a field is another one, by the difference of each slot [slots]."""
-    if not len(apart):
-        return
-    apart = apart.nan_to_num(torch.inf)
-    median, wrong = float(apart.median()), apart > WRONG
-    if median > MEDIAN or int(wrong.sum()) > WRONG_SHARE * len(apart):
-        first = int(wrong.nonzero()[0]) if wrong.any() else int(apart.argmax())
-        yield row.problem(
-            f"{name} is not what the target gives: the median difference of a slot is {median:.2g}",
-            f"{MEDIAN} at most; {slots(int(wrong.sum()))} of {len(apart):,} differ by more than {WRONG}, the first at "
-            f"{first}",
-        )
 
 
 def _unshifted(cache: PublishedCache) -> Iterator[CacheError]:
