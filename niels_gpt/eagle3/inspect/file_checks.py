@@ -121,7 +121,7 @@ def wrong_checksums(cache: OpenCache) -> Iterator[CacheError]:
     if not cache.is_ours:
         raise NotChecked(FOREIGN)
     path = cache.folder / META_NAME
-    if not os.path.lexists(path) or not cache.is_planned:
+    if not cache.has_meta:
         return
     raw = read_meta_bytes(cache.folder, follow_links=cache.follow_links)
     recorded, computed = meta_crc32(raw)

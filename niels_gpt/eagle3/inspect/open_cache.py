@@ -144,25 +144,32 @@ class OpenCache(ABC):
     @cached_property
     def is_ours(self) -> bool:
         """Whether this project wrote the cache: its shards have receipts."""
-        return os.path.lexists(self.folder / SIDECAR) or self._has_meta
+        return os.path.lexists(self.folder / SIDECAR) or self._meta is not None
 
     @cached_property
     def is_planned(self) -> bool:
         """Whether this project's producer made the cache. A receipt shows it where everything else is gone."""
-        if self._has_meta or any(os.path.lexists(self.folder / SIDECAR / name) for name in self.PROOFS):
+        if self._meta is not None and self._meta.get("plan_sha256", "") is not None:  # null: an import
+            return True
+        if any(os.path.lexists(self.folder / SIDECAR / name) for name in self.PROOFS):
             return True
         return any(self._names_a_plan(shard) for shard in self.shards)
 
+    @property
+    def has_meta(self) -> bool:
+        """Whether there is a meta.json of this project."""
+        return self._meta is not None
+
     @cached_property
-    def _has_meta(self) -> bool:
-        """Whether there is a meta.json of kind eagle3, or one that cannot be read."""
+    def _meta(self) -> dict[str, Any] | None:
+        """The content of a meta.json of kind eagle3; nothing of one that cannot be read; None where there is none."""
         try:
-            raw = read_meta_bytes(self.folder, follow_links=self.follow_links)
-            return bool(parse_object(raw).get("kind") == "eagle3")
+            meta = parse_object(read_meta_bytes(self.folder, follow_links=self.follow_links))
         except FileNotFoundError:
-            return False
+            return None
         except (ValueError, OSError):
-            return True
+            return {}
+        return meta if meta.get("kind") == "eagle3" else None
 
     def _names_a_plan(self, shard: int) -> bool:
         try:

@@ -16,6 +16,7 @@ import torch
 
 from niels_gpt.eagle3.format.plan import Batch, Plan, differing_fields, open_plan
 from niels_gpt.eagle3.inspect.native import unplanned as native
+from niels_gpt.eagle3.inspect.native.again import NativeAgain
 from niels_gpt.eagle3.inspect.native.opened import NativeCache
 from niels_gpt.eagle3.inspect.opening import open_cache
 from niels_gpt.eagle3.inspect.published.again import PublishedAgain, other_embeddings
@@ -61,15 +62,14 @@ def recomputed(
     if k < 1:
         raise ValueError(f"k={k}: expected the number of samples to compare, 1 or more")
     cache = open_cache(path, follow_links=follow_links)
-    report, compare = (
-        Report(cache),
-        _with_plan if cache.is_planned and isinstance(cache, PublishedCache) else _without_plan,
-    )
+    report, compare = Report(cache), _with_plan if cache.is_planned else _without_plan
     report.ask(compare, cache, target, k, seed, progress or (lambda items, done, total: None))
     return report.verdict()
 
 
-def _with_plan(cache: PublishedCache, target: Target, k: int, seed: int, progress: Progress) -> Iterator[CacheError]:
+def _with_plan(
+    cache: PublishedCache | NativeCache, target: Target, k: int, seed: int, progress: Progress
+) -> Iterator[CacheError]:
     _ = cache.plan, cache.samples  # fail early: these errors say more than those of what needs the files
     plan = open_plan(cache.folder, follow_links=cache.follow_links)
     other = [name for name in _IDENTITY if target.facts.get(name) != plan.target.get(name)]
@@ -81,7 +81,8 @@ def _with_plan(cache: PublishedCache, target: Target, k: int, seed: int, progres
     changed = differing_fields(plan.run, target.run)
     device = torch.device(target.run["device"])
     with torch_threads(plan.run["threads"]):
-        again = PublishedAgain(cache, plan, target.load(device), device, changed)
+        how = plan, target.load(device), device, changed
+        again = NativeAgain(cache, *how) if isinstance(cache, NativeCache) else PublishedAgain(cache, *how)
         yield from again.other_weights()
         batches = _drawn(plan, k, seed)
         for number, (shard, batch, rows) in enumerate(batches):
