@@ -1,0 +1,88 @@
+"""Native caches become other tools' folders: whole samples, zeros where no loss looks, and both round trips."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import eagle3_native, small_eagle3
+from support.exchange_files import BLOCKS, Chat, in_bf16
+
+from niels_gpt.eagle3.exchange.exporting import export_cache
+from niels_gpt.eagle3.native import NativeEagle3Dataset
+from niels_gpt.storage.errors import CacheError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+Import = Callable[..., Any]
+STORED = ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_states", "log_normalizers", "argmax_ids")
+
+
+def assert_same_samples(left: Path, right: Path) -> None:
+    ours, theirs = NativeEagle3Dataset(left), NativeEagle3Dataset(right)
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        for name in STORED:
+            assert torch.equal(torch.as_tensor(getattr(one, name)), torch.as_tensor(getattr(other, name))), name
+
+
+@pytest.mark.parametrize(("tool", "last"), [("specforge", "post_norm"), ("speculators", "pre_norm")])
+def test_a_round_trip_gives_the_same_cache_bit_for_bit(
+    folders: dict[str, Path], importing: Import, tmp_path: Path, tool: str, last: str
+) -> None:
+    importing(tool, folders[tool], tmp_path / "c")
+    done = export_cache(tmp_path / "c", tool, tmp_path / "f")
+    counts = NativeEagle3Dataset(tmp_path / "c").counts.sum(0).tolist()
+    assert (done.last_hidden, done.samples, done.notes) == (last, 10, ())
+    assert [done.tokens, done.tokens - done.without_aux, done.tokens - done.without_last] == counts
+    # the last tokens of half of the chats have no loss, so zeros stand where their states were: nothing is proved there
+    importing(tool, tmp_path / "f", tmp_path / "again", stated=importing_convention(last))
+    assert_same_samples(tmp_path / "c", tmp_path / "again")
+
+
+def importing_convention(last: str) -> Any:
+    from niels_gpt.eagle3.exchange.proof import Convention
+
+    return Convention(BLOCKS, last)
+
+
+def test_an_export_has_the_states_of_every_token_with_loss_and_zeros_elsewhere(
+    folders: dict[str, Path], given: list[Chat], importing: Import, tmp_path: Path
+) -> None:
+    importing("speculators", folders["speculators"], tmp_path / "c", aux_fp8=True)
+    done = export_cache(tmp_path / "c", "specforge", tmp_path / "f")
+    assert len(done.notes) == 2 and "norm was applied" in done.notes[0] and "float8 to bf16" in done.notes[1]
+    paths = sorted((tmp_path / "f").rglob("*.ckpt"), key=str)
+    assert len(paths) == len(given)
+    for path, chat in zip(paths, map(in_bf16, given), strict=True):
+        held = torch.load(io.BytesIO(path.read_bytes()), weights_only=True)
+        mask = chat.mask.tolist()
+        rows = [t for t in range(1, len(mask)) if mask[t] or mask[t - 1]]
+        empty = [t for t in range(len(mask)) if t not in rows]
+        assert held["input_ids"].tolist() == chat.ids.tolist() and held["loss_mask"].tolist() == chat.mask.long().tolist()
+        torch.testing.assert_close(held["hidden_state"][0, rows], chat.post[rows], rtol=0.02, atol=0.02)
+        assert not held["hidden_state"][0, empty].any()
+        aux = held["aux_hidden_state"][0].view(len(mask), 3, -1)
+        torch.testing.assert_close(aux[: rows[-1]], chat.aux[: rows[-1]], rtol=0.07, atol=0.02)
+        assert not aux[rows[-1] :].any()
+
+
+def test_an_export_is_refused_where_the_tool_needs_what_the_cache_lacks(
+    folders: dict[str, Path], importing: Import, tmp_path: Path
+) -> None:
+    importing("specforge", folders["specforge"], tmp_path / "post")
+    eagle3_native.write_native(tmp_path / "two", [[0, 1, 1]])
+    small_eagle3.write_cache(tmp_path / "v1", samples=2, shard_size=2)
+    for cache, tool, words in (
+        ("post", "speculators", "after the final norm, which cannot be undone"),
+        ("two", "specforge", "has 2 auxiliary layers, expected 3"),
+        ("v1", "specforge", "is version 1: it has the target's probabilities, not its last hidden states"),
+    ):
+        with pytest.raises(CacheError, match=words) as caught:
+            export_cache(tmp_path / cache, tool, tmp_path / "f")
+        assert caught.value.code == "E710" and not (tmp_path / "f").exists()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").touch()
+    with pytest.raises(CacheError, match="exists already"):
+        export_cache(tmp_path / "two", "speculators", tmp_path / "full")

@@ -1,0 +1,242 @@
+"""Other tools' folders become native caches: conventions found by the target, bad samples refused by name."""
+
+import gzip
+import shutil
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.exchange_files import (
+    BLOCKS,
+    HEADER,
+    Chat,
+    in_bf16,
+    specforge_dict,
+    write_row,
+    write_specforge,
+    write_speculators,
+)
+
+from niels_gpt.eagle3.exchange.proof import Convention
+from niels_gpt.eagle3.exchange.torch_files import inflate, load_tensors
+from niels_gpt.eagle3.native import NativeEagle3Dataset
+from niels_gpt.storage.errors import CacheError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+Import = Callable[..., Any]
+TOOLS = {"specforge": "post_norm", "speculators": "pre_norm"}
+WRITE = {"specforge": write_specforge, "speculators": write_speculators}
+
+
+def rows_of(mask: list[bool]) -> list[int]:
+    """Positions of target rows, as docs/formats.md has them."""
+    return [t for t in range(1, len(mask)) if mask[t] or mask[t - 1]]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_an_import_finds_blocks_and_norm_and_stores_every_state_that_a_loss_needs(
+    folders: dict[str, Path], given: list[Chat], importing: Import, model: Any, tmp_path: Path, tool: str
+) -> None:
+    done = importing(tool, folders[tool], tmp_path / "c", shard_bytes=1 << 13)
+    assert (done.convention.aux_layer_ids, done.convention.last_hidden) == (BLOCKS, TOOLS[tool])
+    assert done.convention.samples == 4 and max(done.convention.distances) < 0.01 and done.notes == ()
+    stored = NativeEagle3Dataset(tmp_path / "c")
+    assert len(stored) == len(given) == done.samples and stored.num_shards > 1
+    manifest = stored.manifest
+    assert manifest["aux_layer_ids"] == [*BLOCKS] and manifest["conventions"]["last_hidden"] == TOOLS[tool]
+    assert manifest["imported"]["from"] == tool and manifest["imported"]["proved"] == done.convention.as_json()
+    for sample, chat in zip(stored, map(in_bf16, given), strict=True):
+        rows = rows_of(chat.mask.tolist())
+        assert sample.input_ids.tolist() == chat.ids.tolist() and sample.loss_mask.tolist() == chat.mask.tolist()
+        assert torch.equal(sample.aux_hidden_states, chat.aux[: rows[-1]])
+        assert torch.equal(sample.last_hidden_states, (chat.post if tool == "specforge" else chat.pre)[rows])
+        normed = chat.post.float() if tool == "specforge" else model.model.norm(chat.pre.float())
+        logits = model.lm_head(normed[rows])
+        torch.testing.assert_close(sample.log_normalizers, logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
+        assert torch.equal(sample.argmax_ids, logits.argmax(-1))
+
+
+def test_states_that_fit_no_block_name_the_nearest(given: list[Chat], importing: Import, tmp_path: Path) -> None:
+    def of_other_blocks(chat: Chat, *, noise: float = 0.0, shift: int = 0, last: int = -1) -> Chat:
+        blocks = chat.blocks.roll(shift, dims=0) + noise * chat.blocks.std() * torch.randn(chat.blocks.shape)
+        return replace(chat, blocks=blocks, pre=chat.blocks[:, last])
+
+    torch.manual_seed(0)
+    faults: dict[str, tuple[dict[str, Any], str]] = {
+        "noise": ({"noise": 0.5}, r"auxiliary layer 0 of 3 fits no block: nearest is block \d, 0\.\d+ away"),
+        "shifted": ({"shift": 1}, "block 1 fits, 0 away, at the token before: the states are shifted"),
+        "last": ({"last": 5}, r"last hidden state fits no side of the final norm: nearest is (pre|post)_norm"),
+    }
+    for name, (fault, words) in faults.items():
+        folder = write_speculators(tmp_path / name, [of_other_blocks(chat, **fault) for chat in given])
+        with pytest.raises(CacheError, match=words) as caught:
+            importing("speculators", folder, tmp_path / "out")
+        assert caught.value.code == "E706" and not (tmp_path / "out").exists()
+
+
+def test_a_convention_that_is_not_the_tools_own_is_found_and_named(
+    given: list[Chat], importing: Import, tmp_path: Path
+) -> None:
+    before = [replace(chat, post=chat.pre, blocks=chat.blocks.roll(-1, dims=1)) for chat in given]
+    done = importing("specforge", write_specforge(tmp_path / "f", before), tmp_path / "c")
+    assert done.convention.aux_layer_ids == tuple(block + 1 for block in BLOCKS)
+    assert done.convention.last_hidden == "pre_norm" and done.convention.distances == (0.0, 0.0, 0.0, 0.0)
+    assert done.notes == ("the last hidden states are pre_norm, where specforge has post_norm",)
+
+
+def test_a_drawn_sample_with_the_states_of_another_is_named(
+    given: list[Chat], importing: Import, tmp_path: Path
+) -> None:
+    swapped = [*given[:-1], replace(given[-1], ids=given[-1].ids.roll(1))]
+    folder = write_speculators(tmp_path / "f", swapped)
+    with pytest.raises(CacheError, match="row 9 does not fit as the others do"):
+        importing("speculators", folder, tmp_path / "c", samples=10)
+
+
+def spoiled(chat: Chat) -> Chat:
+    """With infinity in one state."""
+    blocks = chat.blocks.clone()
+    blocks[3, BLOCKS[1], 2] = torch.inf
+    return replace(chat, blocks=blocks)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+HS, CKPT = "hidden_states/hs_2.safetensors", "rows_0-2000/data_002.ckpt"
+DAMAGE: dict[str, tuple[str, Callable[[Path, Chat], object], str]] = {
+    "no file": ("speculators", lambda f, c: (f / HS).unlink(), "row 2 is missing: no such file"),
+    "cut": ("speculators", lambda f, c: cut(f / HS), "row 2 is unreadable: .*safetensors refuses it"),
+    "lock": ("speculators", lambda f, c: (f / f"{HS}.lock").touch(), "row 2 is unreadable: .*still being written"),
+    "a link": (
+        "speculators",
+        lambda f, c: ((f / HS).unlink(), (f / HS).symlink_to(f / "hidden_states/hs_1.safetensors")),
+        "row 2 is unreadable: .*a symbolic link",
+    ),
+    "infinity": ("speculators", lambda f, c: write_row(f, 2, spoiled(c)), "row 2 is not finite: .* of token 3"),
+    "other ids": (
+        "speculators",
+        lambda f, c: write_row(f, 2, c, token_ids=c.ids + 1),
+        "row 2 is mismatched: token_ids of .* are not the row's",
+    ),
+    "a state less": (
+        "speculators",
+        lambda f, c: write_row(f, 2, c, hidden_states=torch.zeros(len(c.ids) - 1, 4, 16)),
+        "row 2 is mismatched: 19 input_ids, 19 loss_mask, 18 auxiliary",
+    ),
+    "a layer less": (
+        "speculators",
+        lambda f, c: write_row(f, 2, c, hidden_states=torch.zeros(len(c.ids), 3, 16)),
+        "row 2 is mismatched: 2 layers",
+    ),
+    "cut archive": ("specforge", lambda f, c: cut(f / CKPT), "data_002.ckpt is unreadable: no whole archive"),
+    "nan": (
+        "specforge",
+        lambda f, c: torch.save(specforge_dict(c, hidden_state=c.post[None] * torch.nan), f / CKPT),
+        "data_002.ckpt is not finite: .* last states of token 0",
+    ),
+    "a key less": ("specforge", lambda f, c: torch.save({"input_ids": c.ids}, f / CKPT), "unreadable: loss_mask is None"),
+    "ids": (
+        "specforge",
+        lambda f, c: torch.save(specforge_dict(c, input_ids=c.ids + 400), f / CKPT),
+        "mismatched: ids from .*, expected ids of the target's 400",
+    ),
+    "mask of 2": (
+        "specforge",
+        lambda f, c: torch.save(specforge_dict(c, loss_mask=2 * c.mask.long()), f / CKPT),
+        "mismatched: .*loss_mask from 0 to 2",
+    ),
+    "width": (
+        "specforge",
+        lambda f, c: torch.save(specforge_dict(c, hidden_state=c.post[None, :, :8]), f / CKPT),
+        "mismatched: 48 auxiliary and .8. last values a token",
+    ),
+    "code": (
+        "specforge",
+        lambda f, c: torch.save({"input_ids": Path("x")}, f / CKPT),
+        r"unreadable: torch.load\(weights_only=True\) refuses it",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGE)
+def test_a_bad_sample_is_refused_by_name_or_left_out_and_counted(
+    folders: dict[str, Path], given: list[Chat], importing: Import, tmp_path: Path, fault: str
+) -> None:
+    tool, damage, words = DAMAGE[fault]
+    folder = shutil.copytree(folders[tool], tmp_path / "f")
+    damage(folder, in_bf16(given[2]))
+    with pytest.raises(CacheError, match=words) as caught:
+        importing(tool, folder, tmp_path / "c")
+    assert caught.value.code == "E711" and [path.name for path in tmp_path.iterdir()] == ["f"]
+    done = importing(tool, folder, tmp_path / "c", drop_bad=True)
+    assert done.samples == len(given) - 1 and sum(done.dropped.values()) == 1 and len(done.first_dropped) == 1
+    left = [sample.input_ids.tolist() for sample in NativeEagle3Dataset(tmp_path / "c")]
+    assert left == [chat.ids.tolist() for index, chat in enumerate(given) if index != 2]
+
+
+def test_the_fp8_files_of_speculators_are_dequantized(
+    folders: dict[str, Path], given: list[Chat], importing: Import, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders["speculators"], tmp_path / "f")
+    for index, chat in enumerate(given):  # the rule of hs_connectors' quantize_tensor_to_fp8
+        states = torch.cat([chat.aux, chat.pre[:, None]], dim=1)
+        scale = (states.abs().amax(dim=(1, 2), keepdim=True) / 448).clamp(min=1e-12)
+        values = (states / scale).to(torch.float8_e4m3fn)
+        write_row(folder, index, chat, hidden_states=values, hidden_states_scales=scale)
+    done = importing("speculators", folder, tmp_path / "c")
+    assert done.convention.aux_layer_ids == BLOCKS and "float8" in done.notes[0]
+    for sample, chat in zip(NativeEagle3Dataset(tmp_path / "c"), given, strict=True):
+        aux = chat.aux[: len(sample.aux_hidden_states)]
+        assert float((sample.aux_hidden_states.float() - aux).abs().max()) < 0.08 * float(aux.abs().max())
+
+
+def test_a_mask_of_the_next_token_is_noticed_and_taken_where_it_is_named(
+    given: list[Chat], importing: Import, tmp_path: Path
+) -> None:
+    shifted = [replace(chat, mask=torch.cat([chat.mask[1:], torch.tensor([False])])) for chat in given]
+    folder = write_specforge(tmp_path / "f", shifted)
+    with pytest.raises(CacheError, match=rf"the first token with loss is {HEADER} in 16 of 16 replies"):
+        importing("specforge", folder, tmp_path / "c", samples=8)
+    importing("specforge", folder, tmp_path / "c", loss_mask="shifted")
+    masks = [sample.loss_mask.tolist() for sample in NativeEagle3Dataset(tmp_path / "c")]
+    assert masks == [chat.mask.tolist() for chat in given]
+    importing("specforge", folder, tmp_path / "raw", samples=8, loss_mask="raw")
+
+
+def test_a_stated_convention_is_taken_and_said_to_be_unproved(
+    folders: dict[str, Path], importing: Import, tmp_path: Path
+) -> None:
+    done = importing("specforge", folders["specforge"], tmp_path / "c", stated=Convention((0, 2, 6), "post_norm"))
+    assert done.convention.samples == 0
+    assert NativeEagle3Dataset(tmp_path / "c").manifest["imported"]["proved"]["samples"] == 0
+    with pytest.raises(CacheError, match=r"3 auxiliary layers, expected 2, for the blocks \[1, 2\]"):
+        importing("specforge", folders["specforge"], tmp_path / "d", stated=Convention((1, 2), "post_norm"))
+    with pytest.raises(CacheError, match="exists already") as caught:
+        importing("specforge", folders["specforge"], tmp_path / "c")
+    assert caught.value.code == "E704"
+
+
+def test_a_torch_file_never_takes_more_than_its_own_size(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.save({"x": torch.zeros(4).expand(1 << 40, 4)}, path)
+    with pytest.raises(ValueError, match=r"x is no plain tensor: torch.float32 \[1099511627776, 4\]"):
+        load_tensors(path, ("x",))
+    torch.save({"x": torch.zeros(1 << 14)}, path)
+    with zipfile.ZipFile(path) as whole, zipfile.ZipFile(tmp_path / "b.ckpt", "w", zipfile.ZIP_DEFLATED) as packed:
+        for member in whole.infolist():
+            packed.writestr(member.filename, whole.read(member))
+    with pytest.raises(ValueError, match="members are compressed or larger"):
+        load_tensors(tmp_path / "b.ckpt", ("x",))
+    (tmp_path / "bomb.gz").write_bytes(gzip.compress(bytes(1 << 20)))
+    with open(tmp_path / "bomb.gz", "rb") as bomb, open(tmp_path / "out", "wb") as out:
+        with pytest.raises(ValueError, match="bytes of gzip inflate to more than"):
+            inflate(bomb, out, ratio_from=1 << 16)
+    (tmp_path / "c.ckpt.gz").write_bytes(gzip.compress(path.read_bytes())[:-9])
+    with pytest.raises(ValueError, match="no whole gzip stream"):
+        load_tensors(tmp_path / "c.ckpt.gz", ("x",))
