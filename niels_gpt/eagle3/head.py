@@ -214,6 +214,18 @@ class TargetHead(nn.Module):
             del buffers["lm_head"]
         return {"embeddings": self._embeddings, **{name: value for name, value in buffers.items() if value is not None}}
 
+    def after_norm(self) -> Self:
+        """Return the head of states that the norm was applied to. Raises: ValueError for a head of a cache."""
+        weights = {name: tensor for name, tensor in self.weights().items() if not name.startswith("norm")}
+        return type(self)(
+            weights,
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            tied=self.tied,
+            dtype=self._lm_head.dtype,
+            last_hidden="post_norm",
+        )
+
     def facts(self) -> dict[str, Any]:
         """Return the manifest's `head`."""
         names = {dtype: name for name, dtype in _COMPUTE.items()}

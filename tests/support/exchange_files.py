@@ -69,16 +69,22 @@ def chats(model: Any, number: int = 10) -> list[Chat]:
         if index % 2:  # ends with a question
             parts.append(torch.randint(20, VOCAB, (4,), generator=chance))
             mask += [0] * 4
-        ids, seen = torch.cat(parts), []
-        hooks = [layer.register_forward_hook(lambda _, __, out: seen.append(out[0])) for layer in model.model.layers]
-        hooks.append(model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0])))
-        with torch.no_grad():
-            model(input_ids=ids[None], use_cache=False)
-        for hook in hooks:
-            hook.remove()
-        blocks = torch.stack([each.reshape(len(ids), HIDDEN) for each in seen[:-1]], dim=1)
-        made.append(Chat(ids, torch.tensor(mask) == 1, blocks, blocks[:, -1], seen[-1]))
+        ids = torch.cat(parts)
+        made.append(Chat(ids, torch.tensor(mask) == 1, *_states(model, ids)))
     return made
+
+
+def _states(model: Any, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The outputs of all blocks [L, n, H], that of the last one, and what lm_head takes [L, H]."""
+    seen: list[Tensor] = []
+    hooks = [layer.register_forward_hook(lambda _, __, out: seen.append(out[0])) for layer in model.model.layers]
+    hooks.append(model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0])))
+    with torch.no_grad():
+        model(input_ids=ids[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    blocks = torch.stack([each.reshape(len(ids), HIDDEN) for each in seen[:-1]], dim=1)
+    return blocks, blocks[:, -1], seen[-1]
 
 
 def in_bf16(chat: Chat) -> Chat:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from niels_gpt.eagle3.format.convert import content_sha256
 from niels_gpt.eagle3.format.layout import MANIFEST_NAME, SIDECAR
 from niels_gpt.eagle3.format.manifest import read_manifest, write_manifest
 from niels_gpt.eagle3.format.native.shard_reader import NativeShards
@@ -17,7 +17,7 @@ from niels_gpt.eagle3.format.plan import BUILDER_VERSION, SIDECAR_VERSION
 from niels_gpt.eagle3.format.shard_writer import read_receipt
 from niels_gpt.eagle3.vocab import build_eagle3_token_mapping
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.fileio import META_NAME, canonical_json, sha256_file, write_bytes
+from niels_gpt.storage.fileio import META_NAME, sha256_file, write_bytes
 from niels_gpt.storage.meta_json import meta_bytes
 
 
@@ -61,7 +61,7 @@ def write_meta(folder: Path, tool: str, target: Mapping[str, Any], dropped: Mapp
         "built": True,
         "manifest": {name: value for name, value in manifest.items() if name != "selected_token_ids"},
         "plan_sha256": None,
-        "content_sha256": hashlib.sha256(canonical_json(files)).hexdigest(),
+        "content_sha256": content_sha256(folder),
         "totals": {
             "samples": manifest["num_samples"],
             "tokens": tokens,

@@ -154,8 +154,12 @@ class _Import:
     def read(self, index: int, *, is_counted: bool = True) -> ForeignSample | None:
         """Return a sample; None for a bad one that is left out. Raises: CacheError."""
         try:
-            sample = self.files.read(index)
-            self._refuse_other_form(self.files.names[index], sample)
+            sample, name = self.files.read(index), self.files.names[index]
+            if self._is_shifted:
+                mask = torch.cat([torch.zeros(1, dtype=torch.bool), sample.loss_mask[:-1]])
+                sample = replace(sample, loss_mask=mask)
+            self._refuse_other_form(name, sample)
+            _refuse_zeros(name, sample)
         except BadSample as error:
             if not self._drop_bad:
                 raise error.refusal(self.source) from error
@@ -165,9 +169,6 @@ class _Import:
                     self.first_dropped.append(f"{error.name} is {error.reason}: {error.found}")
             return None
         self.was_fp8 |= sample.was_fp8
-        if self._is_shifted:
-            mask = torch.cat([torch.zeros(1, dtype=torch.bool), sample.loss_mask[:-1]])
-            return replace(sample, loss_mask=mask)
         return sample
 
     def drawn(self, samples: int, seed: int) -> list[tuple[str, ForeignSample]]:
@@ -191,6 +192,18 @@ class _Import:
         if form != self._form:
             texts = (f"{layers} layers of {aux}, last {last}" for layers, aux, last in (form, self._form))
             raise BadSample("mismatched", name, "{}, expected {} as samples before it have".format(*texts))
+
+
+def _refuse_zeros(name: str, sample: ForeignSample) -> None:
+    """Raise BadSample where a state that a loss needs is zeros, as exports have for states that no loss needs."""
+    positions = torch.from_numpy(target_positions(sample.loss_mask.numpy()))
+    aux = sample.aux[: int(positions[-1]) if len(positions) else 0].any(-1).all(-1)
+    last = sample.last[positions].any(-1)
+    for part, filled, tokens in (("auxiliary", aux, None), ("last", last, positions)):
+        if not bool(filled.all()):
+            token = int((~filled).nonzero()[0])
+            token = token if tokens is None else int(tokens[token])
+            raise BadSample("mismatched", name, f"the {part} states of token {token} are zeros, and a loss needs them")
 
 
 class _Shards:
@@ -270,7 +283,7 @@ class _Shards:
             for row, sample in enumerate(self._waiting):
                 writer.write(row, sample)
             tokens, aux_rows, target_rows = counts.sum(axis=0).tolist()
-            supervised = sum(int(sample.loss_mask.sum()) for sample in self._waiting)
+            supervised = sum(int(sample.loss_mask[1:].sum()) for sample in self._waiting)
             facts = {"tokens": tokens, "supervised": supervised, "aux_rows": aux_rows, "target_rows": target_rows}
             writer.commit(facts)
         finally:
@@ -286,10 +299,7 @@ def _head_for(last_hidden: str, head: TargetHead) -> TargetHead:
     if last_hidden == "pre_norm":
         text = "the states are before the target's final norm, and that norm is none that is known here"
         raise coded("E705", ValueError(f"{text}. Import post-norm states"))
-    weights = {name: tensor for name, tensor in head.weights().items() if not name.startswith("norm")}
-    facts = {key: value for key, value in head.facts().items() if key in ("logit_scale", "softcap", "tied")}
-    dtype = torch.bfloat16 if head.facts()["compute_dtype"] == "bf16" else torch.float32
-    return TargetHead(weights, **facts, dtype=dtype, last_hidden="post_norm")
+    return head.after_norm()
 
 
 def _notes(tool: str, files: ForeignFiles, convention: Convention, shards: _Shards, aux_fp8: bool) -> Iterator[str]:

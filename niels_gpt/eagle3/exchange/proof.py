@@ -4,7 +4,8 @@ No file of another tool says it. So the target is run over some samples, and eac
 output of every block, the stored last state with both sides of the final norm. What fits is the convention; where
 nothing fits, the message names what comes nearest, one token to either side too.
 
-The distance of two states is the length of their difference by the length of the computed one.
+The distance of two states is the length of their difference by the length of the computed one. Stored states that are
+zeros are left out: this project's exports have them where no loss looks.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ def prove(folder: Path, samples: Sequence[tuple[str, ForeignSample]], capture: C
     found = [_distances(sample, capture) for _, sample in samples]
     layers = torch.cat([each.layers for each in found])
     last = torch.cat([each.last for each in found])
+    if not len(layers) or not len(last):
+        raise _refusal(folder, "all states of the drawn samples are zeros", "those of a target")
     chosen = []
     for place in range(layers.shape[1]):
         what = f"auxiliary layer {place} of {layers.shape[1]}"
@@ -88,10 +91,10 @@ def prove(folder: Path, samples: Sequence[tuple[str, ForeignSample]], capture: C
     if len({*chosen}) != len(chosen):
         raise _refusal(folder, f"its auxiliary layers are the blocks {chosen}", "a block for each, no two the same")
     for (name, _), each in zip(samples, found, strict=True):
-        own = [float(each.layers[:, place, block].median()) for place, block in enumerate(chosen)]
-        own.append(float(each.last[:, side].median()))
-        if max(own) > fits:
-            text = f"{name} does not fit as the others do: its states are {max(own):.2g} away, as those of another text"
+        own = [each.layers[:, place, block] for place, block in enumerate(chosen)] + [each.last[:, side]]
+        furthest = max((float(apart.median()) for apart in own if len(apart)), default=0.0)
+        if furthest > fits:
+            text = f"{name} does not fit as the others do: its states are {furthest:.2g} away, as those of another text"
             raise _refusal(folder, text, f"{fits} at most")
     fitting = [*(layers[:, place, block] for place, block in enumerate(chosen)), last[:, side]]
     far = max(float((apart > FAR).float().mean()) for apart in fitting)
@@ -131,12 +134,12 @@ def refuse_shifted_mask(folder: Path, samples: Sequence[ForeignSample]) -> None:
 
 @dataclass(frozen=True)
 class _Distances:
-    """Of one sample of L tokens, K layers and a target of n blocks."""
+    """Of one sample with K layers, and a target of n blocks; of its tokens whose stored states are not zeros."""
 
     layers: Tensor
-    """[L, K, n]"""
+    """[tokens, K, n]"""
     last: Tensor
-    """[L, 2], in the order of LAST_HIDDEN"""
+    """[tokens, 2], in the order of LAST_HIDDEN"""
     beside: dict[int, tuple[Tensor, Tensor]]
     """Shift -> the same two, of stored state p and the computed one of token p + shift."""
 
@@ -146,10 +149,12 @@ def _distances(sample: ForeignSample, capture: Capture) -> _Distances:
     blocks, before, after = capture(ids)
     aux, last = sample.aux[: len(ids)].float(), sample.last[: len(ids)].float()
     sides = torch.stack([before, after], dim=1)
+    has_aux, has_last = aux.any(-1).all(-1), last.any(-1)
 
     def compared(stored: slice, computed: slice) -> tuple[Tensor, Tensor]:
-        each = [_apart(aux[stored][:, place, None], blocks[computed]) for place in range(aux.shape[1])]
-        return torch.stack(each, dim=1), _apart(last[stored][:, None], sides[computed])
+        some, one = has_aux[stored], has_last[stored]
+        each = [_apart(aux[stored][some, place, None], blocks[computed][some]) for place in range(aux.shape[1])]
+        return torch.stack(each, dim=1), _apart(last[stored][one, None], sides[computed][one])
 
     everything = slice(0, None)
     ahead, behind = slice(1, None), slice(0, -1)
@@ -194,6 +199,8 @@ def _beside(found: Sequence[_Distances], place: int | None, names: Sequence[str]
         if not parts:
             return ""
         apart = torch.cat([part[:, place] if place is not None else part for part in parts])
+        if not len(apart):
+            return ""
         medians = apart.median(dim=0).values
         best = int(medians.argmin())
         if float(medians[best]) <= fits:

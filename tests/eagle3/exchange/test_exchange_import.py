@@ -23,6 +23,8 @@ from support.exchange_files import (
 
 from niels_gpt.eagle3.exchange.proof import Convention
 from niels_gpt.eagle3.exchange.torch_files import inflate, load_tensors
+from niels_gpt.eagle3.inspect.recompute import Target, recomputed
+from niels_gpt.eagle3.inspect.verify import verify
 from niels_gpt.eagle3.native import NativeEagle3Dataset
 from niels_gpt.storage.errors import CacheError
 
@@ -42,6 +44,11 @@ def test_an_import_finds_blocks_and_norm_and_stores_every_state_that_a_loss_need
     folders: dict[str, Path], given: list[Chat], importing: Import, model: Any, tmp_path: Path, tool: str
 ) -> None:
     done = importing(tool, folders[tool], tmp_path / "c", shard_bytes=1 << 13)
+    verdicts = verify(tmp_path / "c")
+    assert [verdict.problems for verdict in verdicts.values()] == [[]] * len(verdicts)
+    with_target = Target({}, lambda device: model, {"device": "cpu", "threads": 1})
+    again = recomputed(tmp_path / "c", with_target, k=10)
+    assert (again.problems, again.note) == ([], None)
     assert (done.convention.aux_layer_ids, done.convention.last_hidden) == (BLOCKS, TOOLS[tool])
     assert done.convention.samples == 4 and max(done.convention.distances) < 0.01 and done.notes == ()
     stored = NativeEagle3Dataset(tmp_path / "c")
@@ -119,6 +126,11 @@ DAMAGE: dict[str, tuple[str, Callable[[Path, Chat], object], str]] = {
         "row 2 is unreadable: .*a symbolic link",
     ),
     "infinity": ("speculators", lambda f, c: write_row(f, 2, spoiled(c)), "row 2 is not finite: .* of token 3"),
+    "zeros": (
+        "speculators",
+        lambda f, c: write_row(f, 2, replace(c, pre=c.pre * (torch.arange(len(c.ids)) != 6)[:, None])),
+        "row 2 is mismatched: the last states of token 6 are zeros",
+    ),
     "other ids": (
         "speculators",
         lambda f, c: write_row(f, 2, c, token_ids=c.ids + 1),
@@ -140,7 +152,11 @@ DAMAGE: dict[str, tuple[str, Callable[[Path, Chat], object], str]] = {
         lambda f, c: torch.save(specforge_dict(c, hidden_state=c.post[None] * torch.nan), f / CKPT),
         "data_002.ckpt is not finite: .* last states of token 0",
     ),
-    "a key less": ("specforge", lambda f, c: torch.save({"input_ids": c.ids}, f / CKPT), "unreadable: loss_mask is None"),
+    "a key less": (
+        "specforge",
+        lambda f, c: torch.save({"input_ids": c.ids}, f / CKPT),
+        "unreadable: loss_mask is None",
+    ),
     "ids": (
         "specforge",
         lambda f, c: torch.save(specforge_dict(c, input_ids=c.ids + 400), f / CKPT),
@@ -234,9 +250,9 @@ def test_a_torch_file_never_takes_more_than_its_own_size(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="members are compressed or larger"):
         load_tensors(tmp_path / "b.ckpt", ("x",))
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(bytes(1 << 20)))
-    with open(tmp_path / "bomb.gz", "rb") as bomb, open(tmp_path / "out", "wb") as out:
-        with pytest.raises(ValueError, match="bytes of gzip inflate to more than"):
-            inflate(bomb, out, ratio_from=1 << 16)
+    refused = pytest.raises(ValueError, match="bytes of gzip inflate to more than")
+    with open(tmp_path / "bomb.gz", "rb") as bomb, open(tmp_path / "out", "wb") as out, refused:
+        inflate(bomb, out, ratio_from=1 << 16)
     (tmp_path / "c.ckpt.gz").write_bytes(gzip.compress(path.read_bytes())[:-9])
     with pytest.raises(ValueError, match="no whole gzip stream"):
         load_tensors(tmp_path / "c.ckpt.gz", ("x",))

@@ -32,6 +32,8 @@ def differences(
     compared within a tolerance. model: on `device`. progress: its items and units are samples.
     """
     head = TargetHead.of_model(model)
+    if cache.last_hidden == "post_norm" != head.last_hidden:  # imported: other tools store what lm_head takes
+        head = head.after_norm()
     yield from other_head(cache, head, is_rounded=True)
     if (head.vocab_size, head.last_hidden) != (cache.vocab_size, cache.last_hidden):
         return
