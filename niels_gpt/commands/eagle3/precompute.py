@@ -123,9 +123,8 @@ def _print_estimate(sizes: Estimate, prepared: Prepared, folder: Path) -> None:
         topk = manifest.get("target_probs_topk") or "all"
         say(f"format version {manifest['format_version']}, {manifest['dtype']}, {draft}, probabilities kept: {topk}")
     finished = f", {sizes.shards_done:,} of them finished" if sizes.shards_done else ""
-    finished += (
-        f", {sizes.shards_left:,} left in part {options.part}" if (options := prepared.resolved.options).part else ""
-    )
+    if part := prepared.resolved.options.part:
+        finished += f", {sizes.shards_left:,} to make in part {part}"
     say(f"{sizes.shards:,} shards{finished}, {sizes.batches:,} batches")
     holes, padding = "", ""
     if not prepared.plan.is_native:

@@ -34,14 +34,15 @@ def complete_meta(folder: Path, plan: Plan) -> dict[str, Any] | None:
     return meta if all(read_regular(path) == content for path, content in files.items()) else None
 
 
-def finish(folder: Path, plan: Plan) -> dict[str, Any]:
+def finish(folder: Path, plan: Plan, named: Path | None = None) -> dict[str, Any]:
     """Write meta.json, which makes the cache finished, and return its content.
 
+    named: what errors call the folder, where it gets another name later.
     Raises: CacheError where a receipt is missing, and where no slot is a position: the cache then stays unfinished.
     """
     meta = describe(folder, plan)
     if problem := Counts.of_meta(meta).problem:
-        raise CacheError(folder, problem, code="E709")
+        raise CacheError(named or folder, problem, code="E709")
     write_bytes(folder / META_NAME, meta_bytes(meta))
     return parse_object(meta_bytes(meta))
 
