@@ -14,6 +14,7 @@ targets/         loads target models: by folder or hub id, or the sample's small
 produce/         plan + samples + target -> a finished cache; when a run may be resumed
 replies/         the target's own replies to chats, which are input of a cache
 inspect/         a finished cache: is it good, does the target still agree, what is in it
+derive/          a finished native cache -> another draft vocabulary, or version 1 or 2, without the target
 exchange/        other tools' folders -> a native cache, and back
 
 cache.py and format/ need torch and safetensors, the rest also transformers (the extra eagle3). The input is tokenized

@@ -179,9 +179,8 @@ class TargetHead(nn.Module):
         """
         normalizers = torch.empty(len(states), device=self._lm_head.device)
         argmax = torch.empty(len(states), dtype=torch.int64, device=self._lm_head.device)
-        for part in _parts(len(states), self.vocab_size):
-            logits = self.logits(states[part])
-            normalizers[part], argmax[part] = logits.float().logsumexp(-1), logits.argmax(-1)
+        for part, logits in self.parts_of_logits(states):
+            normalizers[part], argmax[part] = logits.logsumexp(-1), logits.argmax(-1)
         return normalizers, argmax
 
     @torch.no_grad()
@@ -199,9 +198,16 @@ class TargetHead(nn.Module):
         states, slots = batch["last_hidden_states"], batch["target_slots"].to(self._lm_head.device)
         size = self.vocab_size if ids is None else len(ids)
         probs = torch.zeros(rows * width, size, device=self._lm_head.device)
-        for part in _parts(len(states), size):
-            probs[slots[part]] = self.logits(states[part], ids).float().softmax(-1)
+        for part, logits in self.parts_of_logits(states, ids):
+            probs[slots[part]] = logits.softmax(-1)
         return probs.view(rows, width, size)
+
+    def parts_of_logits(
+        self, states: Tensor, ids: Sequence[int] | Tensor | None = None
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield rows of some states and their logits in float32, as `logits` has them, `PART_VALUES` at a time."""
+        for part in _parts(len(states), self.vocab_size if ids is None else len(ids)):
+            yield part, self.logits(states[part], ids).float()
 
     def weights(self) -> dict[str, Tensor]:
         """Return what `format.native.weights.write_weights` takes. Raises: ValueError for a head of a cache."""

@@ -377,8 +377,9 @@ the sequence length.
 its first 512
 
 E710 eagle3-conversion
-The cache cannot be converted to this version of the format.
-> Convert a copy of a committed version. A cache with top-k probabilities has to be produced again.
+The cache cannot be converted to this form, or given another draft vocabulary: it does not hold what that needs.
+> Convert a copy of a committed version. A cache with top-k probabilities, and a native one from version 1 or 2, has
+to be produced again.
 
 E711 eagle3-import
 A file of another tool that `eagle3 import` reads is missing, damaged, not of the form that the tool writes, or does not

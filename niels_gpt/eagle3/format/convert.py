@@ -65,7 +65,7 @@ def convert(cache_dir: PathLike, format_version: int, *, follow_links: bool = Fa
 
 def _convert(folder: Path, format_version: int, follow_links: bool) -> bool:
     manifest = read_manifest(folder, follow_links=follow_links)
-    meta = _eagle3_meta(folder, follow_links)
+    meta = eagle3_meta(folder, follow_links)
     if manifest["format_version"] != format_version:
         topk = manifest.get("target_probs_topk")
         if topk and is_compressed(topk, number_in(manifest, "draft_vocab_size", folder)):
@@ -109,7 +109,7 @@ def file_sha256(path: Path, *, follow_links: bool = False) -> str:
         raise CacheError(path, "no such file", "one of the cache", "Run: precompute --resume", code="E702") from error
 
 
-def _eagle3_meta(folder: Path, follow_links: bool) -> dict[str, Any] | None:
+def eagle3_meta(folder: Path, follow_links: bool) -> dict[str, Any] | None:
     """Return the meta.json of a cache of this project; None where there is none, or another tool's."""
     path = folder / META_NAME
     if not os.path.lexists(path):

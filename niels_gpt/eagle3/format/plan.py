@@ -394,6 +394,7 @@ _PARTS: dict[str, tuple[type[Any], Callable[[Any], bool]]] = {
     **dict.fromkeys(("target.vocab_size", "target.hidden_size"), (int, _at_least(1))),
     **dict.fromkeys((f"tokenizer.{key}" for key in ("sha256", "template_sha256", "mask_by")), (str, _any)),
     "tokenizer.pad_id": (int, _at_least(0)),
+    "tokenizer.special_token_ids": (list, lambda value: all(each is None or type(each) is int for each in value)),
     **dict.fromkeys((f"samples.{key}" for key in ("count", "tokens", "supervised_tokens")), (int, _at_least(0))),
     **dict.fromkeys(("samples.sha256", "samples.ids_sha256", "batches.sha256"), (str, _any)),
     **dict.fromkeys(("batches.batch_size", "batches.max_batch_tokens"), (int, _at_least(1))),

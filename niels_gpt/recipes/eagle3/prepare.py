@@ -62,7 +62,10 @@ class Resolved:
     @property
     def tokenizer_record(self) -> dict[str, Any]:
         """The plan's `tokenizer`."""
-        return {name: getattr(self.tokenizer, name) for name in ("sha256", "template_sha256", "mask_by", "pad_id")}
+        names = ["sha256", "template_sha256", "mask_by", "pad_id"]
+        if self.options.form == "native":  # redraft chooses another draft vocabulary from the plan alone
+            names.append("special_token_ids")
+        return {name: getattr(self.tokenizer, name) for name in names}
 
     @property
     def known_parts(self) -> dict[str, Any]:

@@ -1,0 +1,143 @@
+"""eagle3 redraft and eagle3 convert of native caches, against what precompute writes for the same input."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support import eagle3_native
+from support.eagle3_runs import disk, whole_tree
+
+from niels_gpt.commands.eagle3 import group
+from niels_gpt.eagle3.cache import CACHE_KEYS, CachedEagle3Dataset, read_manifest, read_target_embeddings
+from niels_gpt.eagle3.format.plan import read_record
+from niels_gpt.eagle3.vocab import save_token_mapping
+
+Run = Callable[..., tuple[int, str, str]]
+Command = Callable[..., tuple[int, str, str]]
+
+pytest.importorskip("transformers", reason="running a target needs the extra eagle3")
+
+
+@pytest.fixture
+def eagle3(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command of the group; returns status, output and errors."""
+
+    def done(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = group.main([*map(str, words)])
+        return (status, *capsys.readouterr())
+
+    return done
+
+
+@pytest.fixture
+def cache(native_run: Run, tmp_path: Path) -> Path:
+    """A native cache of ten chats, with the whole vocabulary."""
+    assert native_run("--dtype", "fp32")[0] == 0
+    return tmp_path / "c"
+
+
+def test_redraft_writes_what_precompute_writes_for_that_vocabulary(
+    cache: Path, native_run: Run, eagle3: Command, tmp_path: Path
+) -> None:
+    whole, out = whole_tree(cache), tmp_path / "out"
+    status, said, _ = eagle3("redraft", cache, out, "--draft-vocab-size", 60)
+    assert status == 0 and "draft vocabulary 60; " in said and ", 0 copied" in said
+    assert whole_tree(cache) == whole
+    assert cache.rename(tmp_path / "first") and native_run("--dtype", "fp32", "--draft-vocab-size", "60")[0] == 0
+    assert whole_tree(out) == whole_tree(cache)
+    manifest = read_manifest(out)
+    special = [each for each in read_record(out)["tokenizer"]["special_token_ids"] if each is not None]  # type: ignore[index]
+    assert special and manifest["selected_token_ids"][: len({*special})] == [*dict.fromkeys(special)]
+    links = {name: (tmp_path / "first" / name).samefile(out / name) for name in whole}
+    assert {name for name, is_link in links.items() if not is_link} == {"manifest.json", "meta.json"}
+    assert eagle3("verify", out)[0] == 0
+    # The old folder can go: the other one keeps the files.
+    item = CachedEagle3Dataset(out)[0]
+    assert item["target_probs"].shape[-1] == 60
+
+
+def test_redraft_takes_the_tokens_of_a_file_and_of_a_cache(cache: Path, eagle3: Command, tmp_path: Path) -> None:
+    ids = [9, 4, *range(20, 70)]
+    save_token_mapping(tmp_path / "ids.pt", ids, read_manifest(cache)["target_vocab_size"])
+    assert eagle3("redraft", cache, tmp_path / "a", "--draft-vocab-from", tmp_path / "ids.pt")[0] == 0
+    assert eagle3("redraft", cache, tmp_path / "b", "--draft-vocab-from", tmp_path / "a", "--copy")[0] == 0
+    assert read_manifest(tmp_path / "b")["selected_token_ids"] == ids
+    assert whole_tree(tmp_path / "a") == whole_tree(tmp_path / "b")
+    assert not (tmp_path / "a" / "shard-000000.safetensors").samefile(tmp_path / "b" / "shard-000000.safetensors")
+
+
+def test_redraft_refuses_what_it_cannot_do_and_leaves_nothing(
+    cache: Path, made: Path, eagle3: Command, tmp_path: Path
+) -> None:
+    asked = ("--draft-vocab-size", 60)
+    status, _, errors = eagle3("redraft", made, tmp_path / "out", *asked)
+    assert status == 1 and "error[E710]" in errors and "its distributions are of its own draft vocabulary" in errors
+    status, _, errors = eagle3("redraft", cache, made, *asked)
+    assert status == 1 and "error[E704]" in errors
+    status, _, errors = eagle3("redraft", cache, tmp_path / "out")
+    assert status == 2 and "name --draft-vocab-size" in errors
+    save_token_mapping(tmp_path / "ids.pt", [0], read_manifest(cache)["target_vocab_size"])
+    status, _, errors = eagle3("redraft", cache, tmp_path / "out", "--draft-vocab-from", tmp_path / "ids.pt")
+    assert status == 1 and "error[E709]" in errors  # no slot would teach
+    with disk(tmp_path / "other", "8m") as other:
+        status, _, errors = eagle3("redraft", cache, other / "out", *asked)
+        assert status == 1 and "error[E710]" in errors and "--copy" in errors and not [*other.iterdir()]
+        assert eagle3("redraft", cache, other / "out", *asked, "--copy")[0] == 0
+        assert eagle3("verify", other / "out")[0] == 0
+    (cache / "meta.json").unlink()
+    assert eagle3("redraft", cache, tmp_path / "out", *asked)[0] == 1
+    assert not (tmp_path / "out").exists() and not [*tmp_path.glob(".out*")]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_native_cache_becomes_one_of_version_1_or_2_that_verify_accepts(
+    cache: Path, eagle3: Command, tmp_path: Path, version: int
+) -> None:
+    out = tmp_path / "out"
+    status, said, errors = eagle3("convert", cache, "--format", version, "--output-dir", out, "--shard-size", 4)
+    assert status == 0 and "bytes of files with padding and embeddings; to write " in said, errors
+    status, said, _ = eagle3("verify", out)
+    assert status == 0 and "problem" not in said, said
+    native, published = CachedEagle3Dataset(cache), CachedEagle3Dataset(out)
+    assert published.manifest["format_version"] == version and published.num_shards == 3
+    for index in range(len(native)):
+        found, expected = published[index], native[index]
+        loss, length = expected["loss_mask"].bool(), int(expected["attention_mask"].sum())
+        for name in set(CACHE_KEYS) - {"target_probs"}:
+            assert torch.equal(found[name], expected[name]), name
+        torch.testing.assert_close(found["target_probs"][loss], expected["target_probs"][loss])
+        torch.testing.assert_close(found["target_probs"][:length].sum(-1), torch.ones(length))
+        assert not found["target_probs"][length:].any()
+    assert torch.equal(read_target_embeddings(out), read_target_embeddings(cache))
+    before, after = (json.loads((folder / "meta.json").read_bytes()) for folder in (cache, out))
+    assert after["totals"] == {**{key: before["totals"][key] for key in after["totals"]}, "shards": 3}
+    assert after["draft_mass"] == 1.0  # the draft knows all tokens
+
+
+def test_a_converted_cache_has_the_counts_and_the_mass_of_version_1(
+    native_run: Run, eagle3: Command, tmp_path: Path
+) -> None:
+    form = ("--dtype", "fp32", "--draft-vocab-size", "60")
+    assert native_run(*form)[0] == native_run(*form, "--format", "1", "--output-dir", str(tmp_path / "1"))[0] == 0
+    assert eagle3("convert", tmp_path / "c", "--format", 1, "--output-dir", tmp_path / "out")[0] == 0
+    found, expected = (json.loads((tmp_path / name / "meta.json").read_bytes()) for name in ("out", "1"))
+    assert 0 < expected["draft_mass"] < 1 and found["totals"] == expected["totals"]
+    assert found["draft_mass"] == pytest.approx(expected["draft_mass"], rel=1e-5)
+    same = [json.loads((tmp_path / name / "manifest.json").read_bytes()) for name in ("out", "1")]
+    assert same[0] == same[1]
+
+
+def test_conversions_that_would_lose_something_are_refused(
+    cache: Path, made: Path, eagle3: Command, tmp_path: Path
+) -> None:
+    status, _, errors = eagle3("convert", made, "--format", "native")
+    assert status == 1 and "error[E710]" in errors and "log-normalizers" in errors
+    assert "precompute --format native --target-model" in errors and "chats.jsonl" in errors
+    eagle3_native.write_native(tmp_path / "two", [[0, 1, 1]])
+    status, _, errors = eagle3("convert", tmp_path / "two", "--format", 1, "--output-dir", tmp_path / "out")
+    assert status == 1 and "2 auxiliary layers, and versions 1 and 2 have 3" in errors
+    status, _, errors = eagle3("convert", cache, "--format", 1)
+    assert status == 2 and "name --output-dir" in errors and not (tmp_path / "out").exists()
