@@ -3,9 +3,9 @@
 Run: python benchmarks/eagle3.py [--rounds 9] [--samples 208] [--shard-size 32] [--threads 1]
          [--only SECTION ...] [--folder DIR] [--profile] [--quick]
 
-All of it is in one run, on one cache of version 1: S=512, 3H=768, D=2048, bf16, 2.9 MB a row, 600 MB by default, read
-from the page cache. The ways of a section take turns, in another order in each round; a ratio is the median of the
-rounds' ratios, and what is printed of time is a median too. One round before them is not counted.
+All but the last three are in one run, on one cache of version 1: S=512, 3H=768, D=2048, bf16, 2.9 MB a row, 600 MB by
+default, read from the page cache. The ways of a section take turns, in another order in each round; a ratio is the
+median of the rounds' ratios, and what is printed of time is a median too. One round before them is not counted.
 
     views    a row, nothing of it touched: microseconds, in sequence and at random
     cloned   a row, every byte copied to new memory; the limit clones the same slices of one torch tensor over the
@@ -15,6 +15,9 @@ rounds' ratios, and what is printed of time is a median too. One round before th
     write    a new shard, of 93 MB by default: write_shard, and the producer's ShardWriter, both with a sha256 of each
              row, fsync and a receipt; the limit is one file of the same bytes, in pieces of 8 MiB, synced and renamed.
              The checksums take as long as the file, on other cores: on a machine that is busy they wait for one
+    native   the native form, H=4,096: batches of 8 samples without distributions; the limit copies the same bytes
+    probs    the same with distributions, made by TargetHead on the CPU, beside version 1's read from a cold disk
+    bytes    bytes a token of both forms for real chats: of NIELS_GPT_TEST_DATA, by a tokenizer of NIELS_GPT_TEST_MODELS
 
 The peer is nemo-automodel 0.5.0 where NIELS_GPT_PEERS has it (tests/eagle3/test_eagle3_peer.py), in this process, too.
 It does not sync what it writes. --profile prints, after each section, where the time of ours goes.
@@ -36,6 +39,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import eagle3_native
 import numpy as np
 import torch
 from measuring import Seconds, Ways, measured, ratio
@@ -322,7 +326,13 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=208, help="rows of the cache, 2.9 MB each (208)")
     parser.add_argument("--shard-size", type=int, default=32, help="rows of a shard (32)")
     parser.add_argument("--threads", type=int, default=1, help="torch's, as a loader's worker has (1)")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="some sections only")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[*SECTIONS, *eagle3_native.SECTIONS],
+        default=list(SECTIONS),
+        help="some sections only (views to write)",
+    )
     parser.add_argument("--folder", help="where the cache is made (a temporary folder)")
     parser.add_argument("--profile", action="store_true", help="print where the time of ours goes")
     parser.add_argument("--quick", action="store_true", help="one round of a small cache: does it run at all?")
@@ -331,10 +341,13 @@ def main() -> None:
     print("python", " ".join(sys.argv), f"| torch {torch.__version__}, {torch.get_num_threads()} threads,", end=" ")
     print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        setup = Setup(arguments, Path(folder))
-        print(f"{setup.samples} rows of {LAYOUT.row_bytes:,} bytes in shards of {setup.shard_size}")
-        for name in arguments.only:
-            SECTIONS[name](setup)
+        for name in [name for name in arguments.only if name in eagle3_native.SECTIONS]:
+            eagle3_native.SECTIONS[name](arguments, Path(folder))
+        if names := [name for name in arguments.only if name in SECTIONS]:
+            setup = Setup(arguments, Path(folder))
+            print(f"{setup.samples} rows of {LAYOUT.row_bytes:,} bytes in shards of {setup.shard_size}")
+            for name in names:
+                SECTIONS[name](setup)
 
 
 if __name__ == "__main__":
