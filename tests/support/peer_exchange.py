@@ -1,0 +1,131 @@
+"""speculators and specforge, each in a process of its own that reads, shifts and writes samples by the package's code.
+
+As a module: `Tool(folder)` starts this file as a script with the installed package in `folder` on the path. As that
+script: requests come pickled on stdin, answers go pickled to stdout. Nothing of niels_gpt is imported there.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+MAX_LEN = 64
+
+
+class Tool:
+    """One package, running. `tool.call(name, ...)` calls a function of this file there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Return what a function returns. Raises: RuntimeError with what it raised."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        pickle.dump((name, args), self._process.stdin)
+        self._process.stdin.flush()
+        is_good, answer = pickle.load(self._process.stdout)
+        if not is_good:
+            raise RuntimeError(answer)
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def speculators_rows(folder: str) -> list[dict[str, Any]]:
+    """Return every row as speculators' dataset reads it and its EAGLE-3 trainer shifts it."""
+    from speculators.models.eagle3.data import shift_batch
+    from speculators.train.data import ArrowDataset
+
+    dataset = ArrowDataset(MAX_LEN, folder, on_missing="raise")
+    return [shift_batch(dataset[index]) for index in range(len(dataset))]
+
+
+def speculators_refusals(folder: str) -> list[str]:
+    """Return what speculators' own check of a row's file finds wrong, of all rows; and what it cannot open."""
+    from datasets import load_from_disk
+    from safetensors.torch import load_file
+    from speculators.data_generation.offline import (
+        check_hidden_states,
+        find_corrupt_hidden_state_indices,
+        get_existing_hidden_state_indices,
+    )
+
+    rows, states = load_from_disk(folder), Path(folder) / "hidden_states"
+    indices = get_existing_hidden_state_indices(states)
+    wrong = [*find_corrupt_hidden_state_indices(states, indices).values()]
+    wrong += [f"files {indices}"] if indices != [*range(len(rows))] else []
+    for index in indices:
+        try:
+            check_hidden_states(load_file(states / f"hs_{index}.safetensors"), rows[index]["input_ids"].tolist())
+        except ValueError as error:
+            wrong.append(str(error))
+    return wrong
+
+
+def speculators_fp8(states: Any) -> tuple[Any, Any]:
+    """Return states as its fp8 backend stores them: values, as bytes, since pickle has no float8; and scales."""
+    import torch
+    from hs_connectors.fp8_utils import quantize_tensor_to_fp8
+
+    values, scales = quantize_tensor_to_fp8(states)
+    return values.view(torch.uint8), scales
+
+
+def specforge_rows(folder: str) -> list[dict[str, Any]]:
+    """Return every file as SpecForge's reader and normalizer give it and its target head shifts it."""
+    from specforge.algorithms.eagle3.data import normalize_offline_sample
+    from specforge.modeling.target.target_head import TargetHead
+    from specforge.runtime.data_plane.feature_store import LocalFeatureStore
+    from specforge.runtime.data_plane.offline_reader import OfflineManifestReader
+
+    store, rows = LocalFeatureStore(), []
+    for reference in OfflineManifestReader(folder, validate_files=True):
+        tensors, _ = store.get(reference)
+        sample = normalize_offline_sample(tensors, MAX_LEN)
+        shifted = TargetHead.preprocess(None, sample["input_ids"], sample["target"], sample["loss_mask"])
+        ids, target, mask = (each[0].clone() for each in shifted)
+        rows.append({"input_ids": ids, "target": target, "loss_mask": mask, "aux": sample["hidden_state"][0].clone()})
+    return rows
+
+
+def specforge_write(folder: str, samples: list[dict[str, Any]]) -> None:
+    """Write samples by SpecForge's feature store, the one place of the package that writes such files."""
+    from specforge.runtime.data_plane.feature_store import LocalFeatureStore
+
+    store = LocalFeatureStore(dump_dir=folder)
+    for index, sample in enumerate(samples):
+        store.put(sample, sample_id=f"data_{index:03d}", metadata={})
+
+
+def serve() -> None:
+    """Answer requests until stdin ends; whatever libraries print goes to stderr."""
+    import os
+
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            name, args = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            os._exit(0)  # at once: taking torch down in order takes seconds
+        try:
+            answer = (True, globals()[name](*args))
+        except Exception as error:
+            answer = (False, f"{type(error).__name__}: {error}")
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[1])
+    serve()
