@@ -4,7 +4,7 @@
 
 Writes run/target, a Llama of 4 layers with a tokenizer of the project, and the chats as files: train.jsonl, which the
 target has learned, and held_out.jsonl, 100 that neither it nor its tokenizer has seen. The chats are the first question
-and reply of dolly15k and oasst1, where both together have at most 400 characters. A run is deterministic.
+and reply of dolly15k and oasst1 where both together have at most 400 characters. Equal runs give equal weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from niels_gpt.data.oasst1 import iter_oasst1_sft
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 
 Messages = list[dict[str, str]]
-HELD_OUT, LONGEST, SEQ_LENGTH = 100, 400, 160  # chats, characters, tokens
+LONGEST, SEQ_LENGTH = 400, 160  # characters of a chat, tokens
 
 
 def short_chats(source_root: str) -> list[Messages]:
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
     torch.manual_seed(0)
     chats, folder = short_chats(options.source_root), options.out / "target"
-    held_out, train = chats[:HELD_OUT], chats[HELD_OUT:]
+    held_out, train = chats[: options.held_out], chats[options.held_out :]
     options.out.mkdir(exist_ok=True)
     write_chats(options.out / "held_out.jsonl", held_out)
     write_chats(options.out / "train.jsonl", train)
@@ -135,6 +135,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     made.add_argument("out", type=Path, help="folder that receives the target and the chats")
     made.add_argument("--source-root", default="hub", help="where dolly15k and oasst1 are: hub, or a mirror's folder")
+    made.add_argument("--held-out", type=int, default=100, metavar="N", help="chats that are not trained on")
     made.add_argument("--vocab-size", type=int, default=2048, metavar="N", help="of the tokenizer")
     made.add_argument("--hidden", type=int, default=160, metavar="N", help="width, a multiple of 32")
     made.add_argument("--epochs", type=int, default=8, metavar="N")

@@ -36,7 +36,7 @@ def imported(name: str) -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "examples")
         yield importlib.import_module(name)
-        for each in ("eagle3_draft", "train_eagle3_draft"):
+        for each in ("eagle3_draft", "train_eagle3_draft", "small_target"):
             patch.delitem(sys.modules, each, raising=False)
 
 
@@ -52,16 +52,17 @@ def parts() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> Path:
-    """A folder with a target of random weights, ten chats, and their cache in fp32."""
+    """A folder with a target of random weights, ten chats, and their caches in fp32."""
     folder = tmp_path_factory.mktemp("run")
     write_small_target(folder / "target", tiny_tokenizer)
     chats = [[("user", f"Page {page}?"), ("assistant", ANSWERS[page % 3] * (1 + page % 2))] for page in range(10)]
     turns = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
     for name, count in (("chats", 10), ("held_out", 3)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in turns[-count:]))
-    what = f"--target-model {folder}/target --input-data {folder}/chats.jsonl --output-dir {folder}/cache --dtype fp32"
-    how = "--seq-length 48 --draft-vocab-size 200 --threads 1 --device cpu"
-    assert precompute.main(f"{what} {how}".split()) == 0
+    what = f"--target-model {folder}/target --input-data {folder}/chats.jsonl --dtype fp32 --seq-length 48"
+    for name, form in (("cache", "1"), ("native", "native")):
+        how = f"--output-dir {folder}/{name} --format {form} --draft-vocab-size 200 --threads 1 --device cpu"
+        assert precompute.main(f"{what} {how}".split()) == 0
     return folder
 
 
@@ -197,18 +198,18 @@ def test_shares_of_acceptance_by_hand(example: ModuleType, monkeypatch: pytest.M
 def test_a_run_from_the_cache_from_the_live_target_and_untrained(
     example: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = [str(run / name) for name in ("target", "cache", "held_out.jsonl")]
     numbers = {}
-    for name, more in (("cache", ""), ("live", f"--online {run}/chats.jsonl"), ("untrained", "--draft untrained")):
-        beside = f"--beside {tmp_path}/cache.json" if numbers else ""
-        how = f"--epochs 2 --batch-size 4 --new-tokens 8 --out {tmp_path}/{name}.png {beside} {more}"
-        example.main([*data, *how.split()])
+    for name, more in (("cache", ""), ("native", ""), ("live", f"--online {run}/chats.jsonl"), ("untrained", "")):
+        more += " --draft untrained" if name == "untrained" else f" --beside {tmp_path}/cache.json" if numbers else ""
+        data = f"{run}/target {run}/{'native' if name == 'native' else 'cache'} {run}/held_out.jsonl"
+        example.main(f"{data} --batch-size 4 --new-tokens 8 --out {tmp_path}/{name}.png {more}".split())
         numbers[name] = json.loads((tmp_path / f"{name}.json").read_text())
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert f"acceptance length {numbers[name][0]['acceptance_length']:.3f}" in capsys.readouterr().out
     losses = {name: torch.tensor(runs[0]["losses"]) for name, runs in numbers.items()}
     assert losses["cache"].shape == (6, 3) and losses["untrained"].numel() == 0
-    assert torch.allclose(losses["cache"], losses["live"], rtol=1e-4)
+    for name in ("live", "native"):
+        assert torch.allclose(losses["cache"], losses[name], rtol=1e-4), name
     assert bool((losses["cache"][-1] < losses["cache"][0]).all())
 
 
@@ -218,3 +219,27 @@ def test_the_last_block_is_refused_as_an_auxiliary_layer(example: ModuleType, ru
     (cache / "manifest.json").write_text(json.dumps({**manifest, "aux_layer_ids": [1, 3, 7]}))
     with pytest.raises(SystemExit, match="the last block"):
         example.main([str(run / "target"), str(cache), str(run / "chats.jsonl"), "--out", str(tmp_path / "x.png")])
+
+
+@pytest.mark.slow  # transformers and a tokenizer's training
+def test_the_small_target_learns_its_chats_and_none_that_are_held_out(parts: ModuleType, tmp_path: Path) -> None:
+    small = importlib.import_module("small_target")
+    sizes = "--held-out 5 --vocab-size 600 --hidden 32 --epochs 1 --source-root sample"
+    small.main([str(tmp_path / "run"), *sizes.split()])
+    files = {name: (tmp_path / "run" / f"{name}.jsonl").read_text().splitlines() for name in ("train", "held_out")}
+    questions = {name: {json.loads(line)["messages"][0]["content"] for line in lines} for name, lines in files.items()}
+    assert len(questions["held_out"]) == 5 and len(questions["train"]) == len(files["train"]) > 20
+    assert not questions["train"] & questions["held_out"]
+    folder = str(tmp_path / "run" / "target")
+    target: Any = load_target(folder, revision=None, dtype=torch.float32, attention="sdpa", device="cpu")
+    row = next(
+        input_rows(
+            Settings(),
+            str(tmp_path / "run" / "held_out.jsonl"),
+            open_tokenizer(folder),
+            seq_length=160,
+            counters=Counter(),
+        )
+    )
+    assert target.config.eos_token_id == row.input_ids[-1]  # so that a reply ends where a chat does
+    assert target.config.vocab_size == open_tokenizer(folder).vocab_size
