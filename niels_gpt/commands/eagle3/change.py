@@ -38,7 +38,7 @@ def convert(cache: Path, follow_links: bool, form: str, output_dir: Path | None,
         return _published(cache, int(form), output_dir, follow_links=follow_links, **how)
     if form == "native":
         if not is_native(manifest):
-            raise _not_to_native(cache, manifest)
+            raise _not_to_native(cache, manifest, follow_links)
         say(f"{cache}: is native already; nothing was written")
         return Result({"cache": str(cache), "format": form, "changed": False})
     if output_dir is not None:
@@ -77,11 +77,11 @@ def _published(
     return Result(made, next=shlex.join(["niels-gpt", "eagle3", "verify", str(out)]))
 
 
-def _not_to_native(cache: Path, manifest: dict[str, Any]) -> CacheError:
+def _not_to_native(cache: Path, manifest: dict[str, Any], follow_links: bool) -> CacheError:
     """Return the refusal, with the command that makes a native cache of the same input, where the plan has it."""
     from niels_gpt.eagle3.format.plan import read_record
 
-    record = read_record(cache) or {}
+    record = read_record(cache, follow_links=follow_links) or {}
     target = record.get("target", {}).get("name") or manifest.get("target_model") or "MODEL"
     source = record.get("source", {}).get("input_data") or manifest.get("input_data") or "SOURCE"
     words = ["niels-gpt", "eagle3", "precompute", "--format", "native", "--target-model", str(target)]

@@ -22,6 +22,7 @@ from niels_gpt.eagle3.format.embeddings import read_target_embeddings, write_emb
 from niels_gpt.eagle3.format.layout import DTYPES, INT_FIELDS, SIDECAR, PathLike, row_bytes_of
 from niels_gpt.eagle3.format.manifest import layout_of, manifest_path, write_manifest
 from niels_gpt.eagle3.format.plan import Plan, make_plan, open_plan, read_record
+from niels_gpt.eagle3.format.run import CONVERTED_FROM
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.format.shard_writer import ShardWriter
 from niels_gpt.eagle3.native_view import NativeView
@@ -31,9 +32,6 @@ from niels_gpt.eagle3.target import NUM_AUX_LAYERS
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import make_dir, write_bytes
-
-CONVERTED_FROM = "converted_from"
-"""Key of the plan's `run` in a cache that was converted from the native form."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ class Published:
         samples = Samples.open(self._folder / SIDECAR, follow_links=self._links)
         manifest = {key: value for key, value in self.manifest.items() if key != "num_samples"}
         parts = ("target", "tokenizer", "source", "dropped", "altered", "batch_size", "max_batch_tokens")
-        run = {**old.run, CONVERTED_FROM: self._view.manifest["format_version"]}
+        run = {**old.run, CONVERTED_FROM: self._view.manifest["aux_dtype"]}
         return make_plan(manifest, samples, run=run, **{name: getattr(old, name) for name in parts}), samples
 
     def _write_shards(self, work: Path, facts: Mapping[str, Any], progress: Progress | None) -> None:

@@ -7,6 +7,10 @@ from importlib.metadata import version
 
 import torch
 
+CONVERTED_FROM = "converted_from"
+"""Key of the plan's `run` in a cache of version 1 or 2 that was made of a native one; its value is the dtype of that
+one's auxiliary states."""
+
 
 @dataclass(frozen=True)
 class Run:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support import eagle3_native
 from support.eagle3_runs import disk, whole_tree
 
@@ -128,6 +129,24 @@ def test_a_converted_cache_has_the_counts_and_the_mass_of_version_1(
     assert found["draft_mass"] == pytest.approx(expected["draft_mass"], rel=1e-5)
     same = [json.loads((tmp_path / name / "manifest.json").read_bytes()) for name in ("out", "1")]
     assert same[0] == same[1]
+
+
+@pytest.mark.parametrize("form", [("--dtype", "fp32"), ("--aux-dtype", "fp8")], ids=["fp32", "fp8"])
+def test_the_target_is_run_over_a_converted_cache_again(
+    native_run: Run, model: Path, eagle3: Command, tmp_path: Path, form: tuple[str, ...]
+) -> None:
+    assert native_run(*form)[0] == 0
+    status, said, _ = eagle3("convert", tmp_path / "c", "--format", 1, "--output-dir", tmp_path / "out")
+    assert status == 0 and ("the auxiliary states are fp8: they are written as bf16" in said) == ("fp8" in form)
+    status, said, _ = eagle3("verify", tmp_path / "out", "--target", model)
+    assert status == 0 and "recomputed    ok" in said, said
+    # Of another sample's states it is refused.
+    path = tmp_path / "out" / "shard-000000.safetensors"
+    tensors = load_file(path)
+    tensors["aux_hidden_states"] = tensors["aux_hidden_states"].roll(1, 0)
+    save_file(tensors, path)
+    status, said, _ = eagle3("verify", tmp_path / "out", "--target", model)
+    assert status != 0 and "run again" in said
 
 
 def test_conversions_that_would_lose_something_are_refused(

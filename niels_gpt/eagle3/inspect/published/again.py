@@ -11,6 +11,7 @@ from torch import Tensor
 from niels_gpt.eagle3.format.embeddings import read_target_embeddings
 from niels_gpt.eagle3.format.layout import EMBEDDINGS_NAME, INT_FIELDS
 from niels_gpt.eagle3.format.plan import Batch, Plan
+from niels_gpt.eagle3.format.run import CONVERTED_FROM
 from niels_gpt.eagle3.inspect.compare import MASK_SHARE, TOLERANCE, bits, largest_difference, other_rows
 from niels_gpt.eagle3.inspect.open_cache import slots
 from niels_gpt.eagle3.inspect.published.opened import (
@@ -26,6 +27,7 @@ from niels_gpt.eagle3.produce.forward import PlannedForward
 from niels_gpt.storage.errors import CacheError
 
 _CHUNK_SLOTS = 64
+_FP8_ERROR = 1 / 16  # of a number, rounded to three bits behind the first
 
 
 class PublishedAgain:
@@ -47,7 +49,19 @@ class PublishedAgain:
         for row in rows:
             stored = self._cache.row(self._cache.first_of(shard) + row, tables)
             again = {name: tensor[batch[1].index(row)] for name, tensor in tensors.items()}
-            yield from _compared(stored, again, self._plan.run["compute_dtype"], self._changed)
+            if CONVERTED_FROM in self._plan.run and PROBS in again:
+                again = _as_converted(again)
+            yield from _compared(stored, again, self._plan.run, self._changed)
+
+
+def _as_converted(again: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a row as a conversion of a native cache writes it, which has nothing of the slots that no loss needs."""
+    fields, loss = {name: tensor.clone() for name, tensor in again.items()}, again["loss_mask"] == 1
+    width = len(again[PROBS])
+    loss, real = loss[:width], again["attention_mask"][:width] == 1
+    fields[PROBS][real & ~loss] = 1 / fields[PROBS].shape[-1]
+    fields[AUX][int(loss.nonzero().max()) + 1 if loss.any() else 0 :] = 0
+    return fields
 
 
 def other_embeddings(
@@ -76,10 +90,12 @@ def other_embeddings(
         )
 
 
-def _compared(row: Row, again: Mapping[str, Tensor], compute_dtype: str, changed: list[str]) -> Iterator[CacheError]:
+def _compared(
+    row: Row, again: Mapping[str, Tensor], run: Mapping[str, Any], changed: list[str]
+) -> Iterator[CacheError]:
     """Yield the fields in which a sample differs from `again`, [slots, ...] of its tokens alone.
 
-    changed: the parts of the environment in which this run differs from the plan's.
+    run: of the plan. changed: the parts of the environment in which this run differs from the plan's.
     """
     for name, computed in again.items():
         stored = row.fields[name][: len(computed)]
@@ -96,14 +112,16 @@ def _compared(row: Row, again: Mapping[str, Tensor], compute_dtype: str, changed
                 found = f"{name} differs in {slots(int(differs.sum()))}"
                 yield row.problem(found, f"{allowed} at most{elsewhere}")
         elif name != INDICES:
-            yield from _beyond_tolerance(row, again, name, compute_dtype, elsewhere)
+            yield from _beyond_tolerance(row, again, name, run, elsewhere)
 
 
 def _beyond_tolerance(
-    row: Row, again: Mapping[str, Tensor], name: str, compute_dtype: str, elsewhere: str
+    row: Row, again: Mapping[str, Tensor], name: str, run: Mapping[str, Any], elsewhere: str
 ) -> Iterator[CacheError]:
     """Yield the first chunk of slots in which a float field differs by more than TOLERANCE."""
-    allowed = TOLERANCE[compute_dtype] + torch.finfo(again[name].dtype).eps
+    allowed = TOLERANCE[run["compute_dtype"]] + torch.finfo(again[name].dtype).eps
+    if name == AUX and run.get(CONVERTED_FROM) == "fp8":
+        allowed += _FP8_ERROR
     scale = _scale(again[AUX], len(row.cache.aux_layer_ids)) if name == AUX else torch.ones(())
     of_layer = " (1: the largest of its layer)" if name == AUX else ""
     size = row.cache.layout.draft_vocab_size
