@@ -67,14 +67,15 @@ def cut_everywhere(recorded: Recorded, folder: Path, models: dict[str, int], see
         disk.apply(recorded.trace[number : number + 1])
 
 
-def test_a_run_ends_with_the_same_bytes_wherever_it_was_cut(folder: Path) -> None:
-    recorded = Recorded(folder)
+@pytest.mark.parametrize("form", [{}, small.NATIVE], ids=["dense", "native"])
+def test_a_run_ends_with_the_same_bytes_wherever_it_was_cut(folder: Path, form: dict[str, Any]) -> None:
+    recorded = Recorded(folder, **form)
     assert len(recorded.trace) > 80
-    cut_everywhere(recorded, folder, {"power": 3, "kill": 3, "mixed": 7}, seeds=1)
+    cut_everywhere(recorded, folder, {"power": 6, "kill": 5, "mixed": 14}, seeds=1)
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("form", [{}, small.TOPK], ids=["dense", "topk"])
+@pytest.mark.parametrize("form", [{}, small.TOPK, small.FP8], ids=["dense", "topk", "fp8"])
 def test_a_run_ends_with_the_same_bytes_wherever_it_was_cut_by_any_model(folder: Path, form: dict[str, Any]) -> None:
     cut_everywhere(Recorded(folder, **form), folder, dict.fromkeys(MODELS, 1), seeds=5)
 
@@ -93,11 +94,12 @@ def test_a_run_that_was_killed_may_lose_the_power_later(folder: Path) -> None:
         assert without_lock(disk.left("power")) == recorded.after
 
 
-def test_the_plan_comes_first_and_meta_json_last(folder: Path) -> None:
-    recorded = Recorded(folder)
+@pytest.mark.parametrize(("weight", "form"), [("embeddings", {}), ("weights", small.NATIVE)])
+def test_the_plan_comes_first_and_meta_json_last(folder: Path, weight: str, form: dict[str, Any]) -> None:
+    recorded = Recorded(folder, **form)
     names = [found[2] for found in recorded.trace if found[0] == "rename"]
     assert names[0] == "c/sidecar/plan.json" and names[-1] == "c/meta.json"
-    order = ["c/manifest.json", "c/target_embeddings.safetensors", "c/sidecar/embeddings.json"]
+    order = ["c/manifest.json", f"c/target_{weight}.safetensors", f"c/sidecar/{weight}.json"]
     for shard in range(3):
         order += [f"c/shard-{shard:06d}.safetensors", f"c/sidecar/shard-{shard:06d}.json"]
     assert names[4:-1] == order

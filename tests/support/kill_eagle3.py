@@ -49,7 +49,7 @@ def forked(folder: Path, workers: int, *, seed: int) -> int:
     try:
         os.setpgid(0, 0)
         samples = small.samples_of(COUNT, seed=seed)
-        form = small.TOPK if seed % 2 else {}
+        form = ({}, small.TOPK, small.NATIVE, small.FP8)[seed % 4]
         plan = small.plan(samples, **form)
         small.run(folder, samples=samples, given=plan, workers=workers, resume=True, start="fork")
         status = 0
@@ -58,10 +58,10 @@ def forked(folder: Path, workers: int, *, seed: int) -> int:
     os._exit(status)
 
 
-def commanded(folder: Path, workers: int, *, target: Path, chats: Path, topk: int) -> int:
+def commanded(folder: Path, workers: int, *, target: Path, chats: Path, form: list[str]) -> int:
     program = [sys.executable, "-m", "niels_gpt.eagle3.precompute", "--target-model", str(target), "--resume"]
     program += ["--input-data", str(chats), "--output-dir", str(folder), "--workers", str(workers)]
-    program += ["--seq-length", "64", "--shard-size", "4", "--threads", "1", "--target-probs-topk", str(topk)]
+    program += ["--seq-length", "64", "--threads", "1", *form]
     quiet = [(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_WRONLY, 0) for stream in (1, 2)]
     return os.posix_spawn(sys.executable, program, os.environ, file_actions=quiet, setpgroup=0)
 
@@ -131,7 +131,8 @@ def command(folder: Path) -> Callable[[int], Start]:
     turns = [{"user": text, "assistant": text[page % 30 :]} for page, text in enumerate(texts)]
     chats_of = [[{"role": role, "content": text} for role, text in chat.items()] for chat in turns]
     chats.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats_of))
-    return lambda number: partial(commanded, target=target, chats=chats, topk=8 * (number % 2))
+    forms = ["--shard-size 4", "--shard-size 4 --target-probs-topk 8", "--format native --shard-bytes 60000"]
+    return lambda number: partial(commanded, target=target, chats=chats, form=forms[number % 3].split())
 
 
 def main() -> int:

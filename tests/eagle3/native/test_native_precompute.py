@@ -71,10 +71,10 @@ def test_a_sample_has_what_the_target_says_of_it(tmp_path: Path, form: dict[str,
     assert sorted(receipt["facts"]) == ["aux_rows", "plan", "supervised", "target_rows", "tokens"]
 
 
-def test_its_shards_are_safetensors_files_and_its_ids_and_masks_those_of_version_1(tmp_path: Path) -> None:
+def test_its_files_are_those_of_safetensors_and_its_ids_and_masks_those_of_version_1(tmp_path: Path) -> None:
     for name, form in (("native", NATIVE), ("dense", {})):
         run(tmp_path / name, given=small.plan(samples_of(), **form))
-    for path in (tmp_path / "native").glob("shard-*"):
+    for path in (tmp_path / "native").glob("*.safetensors"):
         save_file(load_file(path), tmp_path / "again")
         assert (tmp_path / "again").read_bytes() == path.read_bytes() and path.stat().st_size <= NATIVE["shard_bytes"]
     shards, dense = NativeShards(tmp_path / "native"), CachedEagle3Dataset(tmp_path / "dense")
