@@ -22,12 +22,12 @@ ANSWERS = ["The heron walks to the mill.", "It was windy that day, so the otter 
 def eagle3_caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A finished cache of ten samples in three shards of each form. `support.eagle3_damage.copy_of` copies one."""
     from support import eagle3_runs
-    from support.eagle3_damage import FORMS
+    from support.eagle3_damage import ALL_FORMS
 
     samples, folder = eagle3_runs.samples_of(), tmp_path_factory.mktemp("caches")
-    for form, changed in FORMS.items():
+    for form, changed in ALL_FORMS.items():
         eagle3_runs.run(folder / form, samples=samples, given=eagle3_runs.plan(samples, **changed))
-    return {form: folder / form for form in FORMS}
+    return {form: folder / form for form in ALL_FORMS}
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support import eagle3_runs
-from support.eagle3_damage import FORMS, copy_of, flip_bit, put, stored
+from support.eagle3_damage import ALL_FORMS, FORMS, copy_of, flip_bit, put, stored
 from support.small_eagle3 import fields_of, manifest_of
 
 from niels_gpt.eagle3.cache import verify as verify_checksums
@@ -44,7 +44,7 @@ def problems(cache: Path, name: str) -> list[str]:
     return verify(cache, names=[name])[name].problems
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL_FORMS)
 def test_a_good_cache_passes_every_check(eagle3_caches: dict[str, Path], tmp_path: Path, form: str) -> None:
     seen: list[tuple[int, int, int | None]] = []
     (tmp_path / "link").symlink_to(eagle3_caches[form])
@@ -53,7 +53,7 @@ def test_a_good_cache_passes_every_check(eagle3_caches: dict[str, Path], tmp_pat
     assert [*VERIFIED, RECOMPUTED] == list(CHECKS)
     (total,) = {total for _, _, total in seen}
     assert seen == sorted(seen)
-    assert total is not None and 0.9 * total < seen[-1][1] <= total
+    assert total is not None and 0.8 * total < seen[-1][1] <= total
 
 
 def test_names_of_good_samples_are_not_read(eagle3_caches: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_a_change_in_any_other_file_is_told_too(copied: Copy, name: str) -> None
     assert any(said in problem for problem in problems(cache, "checksums"))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL_FORMS)
 def test_any_changed_byte_of_any_file_is_told_and_nothing_else_is_raised(copied: Copy, form: str) -> None:
     cache, chance = copied(form), random.Random(form)
     files = sorted(path for path in cache.rglob("*") if path.is_file() and path.stat().st_size)
@@ -272,9 +272,10 @@ def test_without_a_manifest_that_can_be_read_there_is_no_cache(tmp_path: Path, t
         verify(tmp_path)
 
 
+@pytest.mark.parametrize("form", ["dense", "native"])
 @pytest.mark.parametrize("cut", [0, 5, 100, -1])
-def test_a_shard_that_is_cut_is_a_problem_of_every_check_that_reads_it(copied: Copy, cut: int) -> None:
-    cache = copied()
+def test_a_shard_that_is_cut_is_a_problem_of_every_check_that_reads_it(copied: Copy, form: str, cut: int) -> None:
+    cache = copied(form)
     path = Path(shard_path(cache, 0))
     path.write_bytes(path.read_bytes()[:cut])
     for name, verdict in verify(cache).items():
@@ -288,9 +289,13 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("name", PARTS)
+NATIVE_PARTS = ["target_weights.safetensors", "sidecar/weights.json", "shard-000001.safetensors"]
+
+
+@pytest.mark.parametrize("name", [*PARTS, *(f"native/{name}" for name in NATIVE_PARTS)])
 def test_a_missing_file_is_named_with_what_to_run(copied: Copy, name: str) -> None:
-    cache = copied()
+    cache = copied("native" if name.startswith("native/") else "dense")
+    name = name.removeprefix("native/")
     (cache / name).unlink()
     verdicts = verify(cache)
     first = verdicts["complete"].problems[0]

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from niels_gpt.eagle3.format.layout import read_header, row_bytes_of, shard_path
+from niels_gpt.eagle3.format.layout import read_header, read_tensors_header, row_bytes_of, shard_path
 from support import eagle3_runs
 
 FORMS: dict[str, dict[str, Any]] = {"dense": {}, "topk": eagle3_runs.TOPK}
-"""The two forms of a cache, as `eagle3_runs.plan` takes them."""
+"""The forms of a cache of version 1 or 2, as `eagle3_runs.plan` takes them."""
+NATIVE_FORMS: dict[str, dict[str, Any]] = {"native": eagle3_runs.NATIVE, "fp8": eagle3_runs.FP8}
+ALL_FORMS = {**FORMS, **NATIVE_FORMS}
 
 
 def copy_of(cache: Path, folder: Path) -> Path:
@@ -32,6 +34,19 @@ def stored(cache: Path, shard: int, field: str) -> np.ndarray[Any, Any]:
             return np.memmap(path, np.uint8, "r+", begin, (rows, form[1][0], size // rows // form[1][0]))
         begin += size
     raise KeyError(field)
+
+
+def native_rows(cache: Path, shard: int, tensor: str) -> np.ndarray[Any, Any]:
+    """Return a tensor of a native shard as it stands in the file, to be written to: uint8 [rows, bytes]."""
+    path = shard_path(cache, shard)
+    tensors, header = read_tensors_header(path)
+    begin = len(header)
+    for name, (dtype, shape) in tensors.items():
+        size = row_bytes_of((dtype, shape))
+        if name == tensor:
+            return np.memmap(path, np.uint8, "r+", begin, (shape[0], size // shape[0]))
+        begin += size
+    raise KeyError(tensor)
 
 
 def put(cache: Path, field: str, sample: int, slot: int, column: int, value: float) -> None:

@@ -82,7 +82,11 @@ def _with_plan(
     device = torch.device(target.run["device"])
     with torch_threads(plan.run["threads"]):
         how = plan, target.load(device), device, changed
-        again = NativeAgain(cache, *how) if isinstance(cache, NativeCache) else PublishedAgain(cache, *how)
+        try:
+            again = NativeAgain(cache, *how) if isinstance(cache, NativeCache) else PublishedAgain(cache, *how)
+        except ValueError as error:  # of a model whose head gives other logits, such as NaN
+            yield CacheError(cache.folder, f"the target cannot be run again: {error}", code="E706")
+            return
         yield from again.other_weights()
         batches = _drawn(plan, k, seed)
         for number, (shard, batch, rows) in enumerate(batches):

@@ -135,10 +135,6 @@ class NativeCache(OpenCache):
                 what = f"{name} is {'absent' if found is None else found}"
                 yield CacheError(path, what, f"{shape} by {MANIFEST_NAME}", self.remedy(), code="E701")
                 return
-        if self.num_samples != self._firsts[-1]:
-            found_rows, shards = f"{self._firsts[-1]:,} samples", f"{self.num_shards:,} shards"
-            expected = f"{self.num_samples:,} by {MANIFEST_NAME}"
-            yield CacheError(self.folder, f"{found_rows} in {shards}", expected, code="E701")
         if len(self.shards) == self.num_shards and not any(
             True for shard in self.shards for _ in self.wrong_form(shard)
         ):

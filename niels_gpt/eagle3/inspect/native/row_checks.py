@@ -95,6 +95,7 @@ def not_by_the_head(cache: OpenCache, shard: int) -> Iterator[CacheError]:
     """Yield where log-normalizer or argmax of some target rows, spread over a shard, are not those of their states."""
     assert isinstance(cache, NativeCache)
     mapped, first = cache.mapped(shard), cache.first_of(shard)
+    cache.tick(sum(tensor.nbytes for tensor in mapped.tensors.values()))  # the rest is not read
     starts = mapped.starts[:, 2]
     if not starts[-1]:
         return

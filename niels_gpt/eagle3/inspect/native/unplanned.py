@@ -31,7 +31,11 @@ def differences(
     The raw ids are stored, so each sample is run alone. How the cache was computed is not known, so whole rows are
     compared within a tolerance. model: on `device`. progress: its items and units are samples.
     """
-    head = TargetHead.of_model(model)
+    try:
+        head = TargetHead.of_model(model)
+    except ValueError as error:
+        yield CacheError(cache.folder, f"the target cannot be run again: {error}", code="E706")
+        return
     if cache.last_hidden == "post_norm" != head.last_hidden:  # imported: other tools store what lm_head takes
         head = head.after_norm()
     yield from other_head(cache, head, is_rounded=True)

@@ -1,0 +1,294 @@
+"""Every damage of a native cache is named with its shard and sample; its figures and tables are what is stored."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import eagle3_runs
+from support.eagle3_damage import NATIVE_FORMS, copy_of, native_rows
+
+from niels_gpt.commands.eagle3.group import main
+from niels_gpt.eagle3.cache import write_manifest
+from niels_gpt.eagle3.format.layout import shard_path
+from niels_gpt.eagle3.format.native.shard_reader import NativeShards
+from niels_gpt.eagle3.inspect.checks import CHECKS, RECOMPUTED
+from niels_gpt.eagle3.inspect.native.row_checks import LOGIT_SHARE
+from niels_gpt.eagle3.inspect.recompute import Target, recomputed
+from niels_gpt.eagle3.inspect.show import sample_heading, slot_rows, summary
+from niels_gpt.eagle3.inspect.stats import stats
+from niels_gpt.eagle3.inspect.verify import verify
+from niels_gpt.storage.checks import Verdict
+from niels_gpt.storage.errors import CacheError
+
+Copy = Callable[..., Path]
+SAMPLE_4 = r"/shard-000001.safetensors: sample 4 \('chat\\n4'\): "
+LOADED = {"device": "cpu", "threads": 1, "compute_dtype": "fp32"}
+
+
+@pytest.fixture
+def copied(eagle3_caches: dict[str, Path], tmp_path: Path) -> Copy:
+    return lambda form="native": copy_of(eagle3_caches[form], tmp_path)
+
+
+def problems(cache: Path, name: str) -> list[str]:
+    return verify(cache, names=[name])[name].problems
+
+
+def first_row(cache: Path, sample: int, tensor: str) -> tuple[int, int]:
+    """Return the shard of a sample, and where its rows begin in a tensor."""
+    shards = NativeShards(cache)
+    shard, row = shards.place(sample)
+    first = sample - row
+    which = {"input_ids": 0, "aux_hidden_states": 1, "aux_scales": 1}.get(tensor, 2)
+    return shard, int(shards.counts[first:sample, which].sum())
+
+
+def put(cache: Path, sample: int, tensor: str, row: int, column: int, value: float) -> None:
+    """Write one number into a row of a sample."""
+    shard, begin = first_row(cache, sample, tensor)
+    dtype = load_file(shard_path(cache, shard))[tensor].dtype
+    raw = torch.tensor([value]).to(dtype).view(torch.uint8).numpy()
+    native_rows(cache, shard, tensor)[begin + row, column * len(raw) : (column + 1) * len(raw)] = raw
+
+
+def test_a_flipped_bit_of_any_tensor_is_told_with_its_shard(copied: Copy) -> None:
+    cache = copied("fp8")
+    for name in load_file(shard_path(cache, 1)):
+        rows = native_rows(cache, 1, name)
+        rows[len(rows) // 2, 0] ^= 1
+        rows.flush()
+        found = problems(cache, "checksums")
+        assert found and all(str(shard_path(cache, 1)) in problem for problem in found), name
+        assert name.endswith("_starts") or (len(found) == 1 and "It is sample " in found[0]), found
+        rows[len(rows) // 2, 0] ^= 1
+        rows.flush()
+    assert problems(cache, "checksums") == []
+    native_rows(cache, 1, "loss_bits")[-1] ^= 0x80  # behind the last token
+    assert "loss bits behind the last token" in problems(cache, "checksums")[0]
+    assert "bits set behind the last token" in problems(cache, "complete")[0]
+
+
+VALUES: dict[str, tuple[str, str, str, float, str]] = {
+    "aux": ("native", "finite", "aux_hidden_states", np.nan, "aux_hidden_states of block 1 is nan at token 1"),
+    "fp8": ("fp8", "finite", "aux_hidden_states", np.nan, "aux_hidden_states of block 5 is nan at token 1"),
+    "scale": ("fp8", "finite", "aux_scales", np.inf, "aux_scales of block 5 is inf at token 1"),
+    "last": (
+        "native",
+        "finite",
+        "last_hidden_states",
+        -np.inf,
+        "last_hidden_states is -inf at token 4 .so at 1 token.",
+    ),
+    "normalizer": ("native", "finite", "log_normalizers", np.nan, "log_normalizers is nan at token 4"),
+    "id": ("native", "ids_match", "input_ids", 39, "input_ids is 39 at token 1, expected .* by sidecar.*; wrong at 1"),
+    "argmax": ("native", "distribution", "argmax_ids", 40, "argmax_ids is 40 at token 4, expected an id below 40"),
+    "no scale": ("fp8", "distribution", "aux_scales", -1, "aux_scales is .* at token 1, expected none below 0"),
+    "other normalizer": ("native", "distribution", "log_normalizers", 5, "log_normalizers is 5 at token 4, expected 3"),
+    "other argmax": ("native", "distribution", "argmax_ids", 30, "argmax_ids is 30 at token 4, expected .* higher by"),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_wrong_number_is_told_with_sample_token_and_what_was_expected(
+    copied: Copy, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form, check, tensor, value, said = VALUES[name]
+    cache = copied(form)
+    monkeypatch.setattr("niels_gpt.eagle3.inspect.native.row_checks._ROWS", 1000)  # else a row may not be looked at
+    assert eagle3_runs.rows()[4].loss_mask == [1, 0, 0, 0, 1, 1, 0], "target rows at 1, 4, 5, 6"
+    put(cache, 4, tensor, 1, 0, value)
+    (found,) = problems(cache, check)
+    assert re.search(SAMPLE_4 + said, found), found
+
+
+@pytest.mark.parametrize(
+    ("changed", "check", "said"),
+    [
+        (
+            {"dtype": "fp16"},
+            "complete",
+            "its header has .*'last_hidden_states' bfloat16.*expected .*'last_hidden_states' float16",
+        ),
+        ({"hidden_size": 17}, "complete", r"embeddings is \[40, 16\], expected \[40, 17\]"),
+        (
+            {"aux_layer_ids": [1, 3]},
+            "complete",
+            r"'aux_hidden_states' bfloat16 \[\d+, 3, 16\].*expected .*\[\d+, 2, 16\]",
+        ),
+        ({"num_samples": 11}, "complete", "10 samples in 3 shards, expected the manifest's 11"),
+        ({"num_shards": 4}, "complete", "shard-000003.safetensors: no such file"),
+        ({"num_shards": 2}, "complete", "shard-000002.safetensors: a shard too many"),
+        ({"target_vocab_size": 41}, "complete", r"embeddings is \[40, 16\], expected \[41, 16\]"),
+        ({"norm": "layer"}, "distribution", "higher by target_weights.safetensors and the stored state"),
+        ({"norm": "none"}, "distribution", "log_normalizers is "),
+        ({"logit_scale": 2.0}, "distribution", "log_normalizers is "),
+        ({"tied": True}, "distribution", "log_normalizers is "),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_told(copied: Copy, changed: dict[str, Any], check: str, said: str) -> None:
+    cache = copied()
+    manifest = json.loads((cache / "manifest.json").read_text())
+    part = manifest["head"] if changed.keys() <= manifest["head"].keys() else manifest
+    part.update(changed)
+    write_manifest(cache, manifest)
+    assert any(re.search(said, problem) for problem in problems(cache, check)), problems(cache, check)
+    assert problems(cache, "checksums"), "manifest.json has a checksum in meta.json"
+
+
+def test_weights_that_are_not_finite_or_not_there_are_told(copied: Copy) -> None:
+    cache = copied()
+    path = cache / "target_weights.safetensors"
+    weights = load_file(path)
+    weights["lm_head"][7, 3] = torch.nan
+    save_file(weights, path)
+    (found,) = problems(cache, "finite")
+    assert found.startswith(f"{path}: lm_head of token 7 is not finite")
+    assert any(f"{path}: sha256 " in problem for problem in problems(cache, "checksums"))
+    del weights["lm_head"]
+    save_file(weights, path)
+    assert f"{path}: lm_head is absent, expected [40, 16]" in problems(cache, "complete")[0]
+
+
+def test_the_share_of_a_logit_that_is_let_pass_holds_for_the_rounding_of_a_state() -> None:
+    chance = torch.Generator().manual_seed(0)
+    weight, states = (torch.randn(rows, 256, generator=chance) for rows in (4000, 200))
+    for sharpness in (0.01, 0.1, 1.0):
+        logits = sharpness * states @ weight.T
+        for dtype, share in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+            rounded = sharpness * states.to(share).float() @ weight.T
+            apart = (rounded.logsumexp(-1) - logits.logsumexp(-1)).abs()
+            assert bool((apart <= LOGIT_SHARE[dtype] * logits.abs().amax(-1).clamp_min(1)).all())
+
+
+def unplanned(cache: Path) -> Path:
+    """Leave of a cache what an import writes: receipts of shards and weights, and no plan."""
+    for name in ("plan.json", "batches.jsonl", "samples.safetensors", "ids.txt"):
+        (cache / "sidecar" / name).unlink()
+    for path in (cache / "sidecar").glob("shard-*"):
+        receipt = json.loads(path.read_text())
+        del receipt["facts"]["plan"]
+        path.write_text(json.dumps(receipt))
+    (cache / "meta.json").unlink()
+    return cache
+
+
+@pytest.mark.parametrize("form", NATIVE_FORMS)
+def test_a_cache_without_a_plan_is_checked_by_its_receipts_and_run_again_by_its_ids(copied: Copy, form: str) -> None:
+    cache, there = unplanned(copied(form)), Target({"name": "small"}, eagle3_runs.load, LOADED)
+    unchecked = Verdict([], "cannot be checked: no plan, as precompute did not make this cache")
+    assert verify(cache) == {**dict.fromkeys(list(CHECKS)[:-1], Verdict([])), "ids_match": unchecked}
+    assert "precompute did not make" in dict(row[:2] for row in summary(cache))["sidecar"]
+    assert recomputed(cache, there, k=10) == Verdict([])
+    layers = json.loads((cache / "manifest.json").read_text())["aux_layer_ids"]
+    other = Target({"name": "small"}, lambda device: eagle3_runs.load(device, seed=1), LOADED)
+    found = recomputed(cache, other, k=3).problems
+    assert "the embedding of token 0 is not the target's" in found[0] and "last_hidden_states is not" in str(found)
+    manifest = json.loads((cache / "manifest.json").read_text())
+    write_manifest(cache, {**manifest, "aux_layer_ids": [layers[0] + 1, *layers[1:]]})
+    found = recomputed(cache, there, k=10).problems
+    assert found and all(f"of block {layers[0] + 1} is not what the target gives" in problem for problem in found)
+    shutil.rmtree(cache / "sidecar")
+    assert "no sidecar" in str(verify(cache)["checksums"].note)
+
+
+def test_a_wrong_sample_is_found_if_it_is_drawn(copied: Copy) -> None:
+    cache = copied()
+    plan = json.loads((cache / "sidecar" / "plan.json").read_text())
+    there = Target(plan["target"], eagle3_runs.load, plan["run"])
+    put(cache, 4, "aux_hidden_states", 0, 3, 2.5)
+    (found,) = recomputed(cache, there, k=10).problems
+    assert re.search(SAMPLE_4 + r"aux_hidden_states of block 1 is 2.5 at token 0, run again .* at 1 token, ", found)
+    (found,) = recomputed(cache, Target(plan["target"], eagle3_runs.load, {**plan["run"], "torch": "3"}), k=10).problems
+    assert "is 2.5 at token 0" in found and "where the environment has another torch" in found
+    assert 0 < sum(bool(recomputed(cache, there, k=1, seed=seed).problems) for seed in range(12)) < 12
+
+
+# --- stats and inspect ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", NATIVE_FORMS)
+def test_stats_are_those_of_the_samples(eagle3_caches: dict[str, Path], form: str) -> None:
+    cache, rows = eagle3_caches[form], eagle3_runs.rows()
+    selected = eagle3_runs.manifest()["selected_token_ids"]
+    found = stats(cache).as_json()
+    model, masses, entropies, positions = eagle3_runs.load(torch.device("cpu")), [], [], 0
+    for row in rows:
+        with torch.no_grad():
+            logits = model(torch.tensor([row.input_ids])).logits[0].double()
+        for token in [token for token in range(1, len(row.loss_mask)) if row.loss_mask[token]]:
+            probs = logits[token].softmax(-1)
+            masses.append(float(probs[selected].sum()))
+            if int(probs.argmax()) in selected:
+                positions += 1
+                entropies.append(float(torch.special.entr(logits[token][selected].softmax(-1)).sum()))
+    assert (found["supervised_tokens"], found["positions"]) == (len(masses), positions)
+    assert found["draft_mass"] == pytest.approx(sum(masses) / len(masses), rel=1e-2)
+    assert found["entropy_nats"]["mean"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-3)
+    needed = [[t for t in range(1, len(mask)) if mask[t] or mask[t - 1]] for mask in (row.loss_mask for row in rows)]
+    aux, targets = sum(each[-1] for each in needed if each), sum(map(len, needed))
+    tokens = sum(len(row.input_ids) for row in rows)
+    assert (found["aux_rows"], found["target_rows"], found["tokens"]) == (aux, targets, tokens)
+    parts, layers = found["bytes_per_token_by_part"], len(found["aux_norms"])
+    values, scales, numbers = (1, 4, 4) if form == "fp8" else (2, 0, 2)
+    assert parts["aux"] * tokens == pytest.approx(aux * layers * eagle3_runs.HIDDEN * values)
+    assert parts["scales"] * tokens == pytest.approx(aux * layers * scales)
+    assert parts["last hidden"] * tokens == pytest.approx(targets * eagle3_runs.HIDDEN * numbers)
+    assert parts["targets"] * tokens == pytest.approx(targets * 8)
+    files = sum(path.stat().st_size for path in cache.glob("shard-*"))
+    assert (
+        found["shard_bytes"] == files and files - sum(parts[name] for name in parts if name != "weights") * tokens > 0
+    )
+
+
+def test_inspect_shows_what_is_stored_of_each_token(eagle3_caches: dict[str, Path]) -> None:
+    cache, row = eagle3_caches["native"], eagle3_runs.rows()[1]
+    heading, (columns, *found) = sample_heading(cache, 1), slot_rows(cache, 1, slots=100)
+    mask, model = row.loss_mask, eagle3_runs.load(torch.device("cpu"))
+    with torch.no_grad():
+        output = model(torch.tensor([row.input_ids]), output_hidden_states=True)
+    needed = [t for t in range(1, len(mask)) if mask[t] or mask[t - 1]]
+    assert f"{len(mask)} tokens, {sum(mask[1:])} supervised slots" in heading
+    assert f"{needed[-1]} auxiliary rows, {len(needed)} target rows" in heading
+    assert columns[:7] == ("token", "id", "text", "loss", "norm 1", "norm 3", "norm 4")
+    for token, shown in enumerate(found):
+        assert shown[:4] == (str(token), str(row.input_ids[token]), "-", "yes" if mask[token] else "-")
+        if token < needed[-1]:
+            assert float(shown[4]) == pytest.approx(float(output.hidden_states[2][0, token].norm()), rel=2e-2)
+        else:
+            assert set(shown[4:7]) == {"-"}
+        argmax = str(int(output.logits[0, token].argmax())) if token in needed else "-"
+        assert shown[7] == argmax and (shown[9] == "-") == (token not in needed)
+    with pytest.raises(ValueError, match="slot 24: sample 1 has 24 tokens"):
+        slot_rows(cache, 1, begin=24)
+
+
+def test_the_commands_know_the_native_form(
+    eagle3_caches: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = eagle3_caches["fp8"]
+    assert main(["verify", str(cache), "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == set(CHECKS) and RECOMPUTED in CHECKS
+    assert main(["inspect", str(cache)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "native-1, auxiliary states in fp8, last hidden states in fp32, before the final norm" in text
+    assert "norm rms with eps 1e-06, lm_head" in text and "shard samples size tokens supervised aux rows" in text
+    assert main(["inspect", str(cache), "--json"]) == 0
+    layout = json.loads(capsys.readouterr().out)["layout"]
+    assert layout["aux_hidden_states"] == ["float8_e4m3fn", [4, 16]]
+    assert main(["stats", str(cache), "--plot", str(tmp_path / "p.png")]) == 0
+    assert "bytes a token" in capsys.readouterr().out and (tmp_path / "p.png").stat().st_size > 1000
+
+
+def test_a_cache_whose_weights_are_gone_has_no_stats(copied: Copy) -> None:
+    cache = copied()
+    (cache / "target_weights.safetensors").unlink()
+    for look in (stats, lambda folder: slot_rows(folder, 1)):
+        with pytest.raises(CacheError, match=r"target_weights.safetensors: no such file"):
+            look(cache)
