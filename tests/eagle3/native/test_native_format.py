@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +17,10 @@ from safetensors.torch import save
 from support.eagle3_native import manifest_of, random_sample, write_native
 
 from niels_gpt.eagle3.format.layout import read_tensors_header, row_bytes_of, shard_path
+from niels_gpt.eagle3.format.manifest import write_manifest
 from niels_gpt.eagle3.format.native.damage import native_shard_damage
 from niels_gpt.eagle3.format.native.fp8 import dequantized, quantized
-from niels_gpt.eagle3.format.native.layout import NativeLayout
+from niels_gpt.eagle3.format.native.layout import NativeLayout, native_layout_of
 from niels_gpt.eagle3.format.native.rows import row_counts, target_positions
 from niels_gpt.eagle3.format.native.shard_reader import NativeShards
 from niels_gpt.eagle3.format.native.shard_writer import NativeShardWriter
@@ -165,3 +168,33 @@ def test_fp8_is_what_torch_makes_of_it_and_brought_back_exactly() -> None:
             assert torch.equal(dequantized(some, factors, dtype).nan_to_num(7), expected.nan_to_num(7))
     with pytest.raises(ValueError, match="not finite"):
         quantized(torch.tensor([[1.0, float("nan")]]))
+
+
+def in_memory() -> int:
+    """Return the bytes of this process's own memory, without maps of files."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * int(re.search(r"RssAnon:\s*(\d+)", status)[1])
+
+
+def test_memory_does_not_grow_with_a_shard_and_a_new_shard_leaves_the_links_of_the_old_one(tmp_path: Path) -> None:
+    manifest = manifest_of(16, 1, hidden_size=4096)
+    sample = random_sample([0, *[1] * 63], manifest)  # 1.5 MiB
+    layout = native_layout_of(manifest, tmp_path)
+    counts = np.repeat([[64, 63, 63]], 16, axis=0)
+    write_manifest(tmp_path, manifest)
+    for ids in (sample.input_ids, sample.input_ids + 1):
+        writer = NativeShardWriter(tmp_path, 0, layout, counts)
+        used = [in_memory()]
+        for row in range(16):
+            writer.write(row, dataclasses.replace(sample, input_ids=ids))
+            used.append(in_memory())
+        receipt = writer.commit()
+        assert native_shard_damage(tmp_path, 0, lambda _, used=used: used.append(in_memory())) == []
+        assert max(used) - used[0] < 4 << 20 < receipt["bytes"] / 4
+        if not (tmp_path / "link").exists():
+            os.link(shard_path(tmp_path, 0), tmp_path / "link")
+    read = NativeShards(tmp_path).sample(15)
+    states = [read.aux_hidden_states, read.last_hidden_states, read.log_normalizers]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in states}) == 1  # views of one map
+    raw = (tmp_path / "link").read_bytes()
+    assert sample.input_ids.tobytes() in raw and (sample.input_ids + 1).tobytes() not in raw
