@@ -29,6 +29,7 @@ TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 SLOW = {
     "docs/building.md",
     "docs/eagle3.md",
+    "docs/eagle3_exchange.md",
     "docs/folded_training.md",
     "docs/index.md",
     "docs/prefix_tree.md",
